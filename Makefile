@@ -1,0 +1,47 @@
+# StreamTune: every task of this repository. `make help` lists them.
+.DEFAULT_GOAL := help
+PYTHON ?= python3
+VENV   ?= .venv
+BIN    := $(VENV)/bin
+STAMP  := $(VENV)/.installed
+
+export TOKENIZERS_PARALLELISM ?= false
+
+.PHONY: help setup quickstart fmt check test conformance bench docs clean
+
+help:  ## list the targets
+	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-14s %s\n", $$1, $$2}'
+
+$(STAMP): pyproject.toml constraints.txt
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
+		{ echo "StreamTune needs Python 3.11 or newer; found $$($(PYTHON) -V). Try: make PYTHON=python3.12 $(MAKECMDGOALS)"; exit 2; }
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet -c constraints.txt torch
+	$(BIN)/python -m pip install --quiet -c constraints.txt -e '.[dev]'
+	@touch $@
+
+setup: $(STAMP)  ## virtual environment in .venv with the tested versions
+
+quickstart: $(STAMP)  ## install, then train a small model end to end
+	$(BIN)/streamtune sft recipes/quickstart.yaml
+
+fmt: $(STAMP)  ## format and sort imports
+	$(BIN)/ruff format src tests
+	$(BIN)/ruff check --fix src tests
+
+check: $(STAMP)  ## ruff and mypy --strict
+	$(BIN)/ruff format --check src tests
+	$(BIN)/ruff check src tests
+	$(BIN)/mypy
+
+test: $(STAMP)  ## the test suite (installs what it needs)
+	$(BIN)/python -m pytest
+
+conformance: $(STAMP)  ## exactness of every tested family, with the error table
+	$(BIN)/python -m pytest tests/exactness -m "slow or not slow" -s
+
+bench: $(STAMP)  ## plain autograd, gradient checkpointing and streaming side by side
+	$(BIN)/streamtune bench recipes/bench.yaml
+
+clean:  ## remove the virtual environment, caches and runs
+	rm -rf $(VENV) .mypy_cache .ruff_cache .pytest_cache runs

@@ -1,0 +1,1 @@
+"""StreamTune: fine-tune language models on sequences nobody else can fit, with the exact gradient."""

@@ -1,0 +1,104 @@
+"""Every error a user can meet, one tree.
+
+    StreamTuneError               what went wrong, where, how to mend it
+    ├── UserError                 exit 2: the input is wrong, nothing was trained
+    │   ├── RecipeError           a recipe key, value or file
+    │   ├── DataError             a dataset file or row
+    │   ├── ArgumentError         a command-line or Python argument
+    │   └── UnsupportedModelError a model the engine cannot stream exactly
+    └── RunError                  exit 1: it ran and failed
+        ├── OutOfMemoryError      device or host memory ran out
+        ├── CheckpointError       a checkpoint cannot be written or read
+        └── NonFiniteError        a loss or gradient is NaN or Inf
+
+This module is a leaf: it imports nothing of the project and nothing heavy.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from difflib import get_close_matches
+
+__all__ = [
+    "ArgumentError",
+    "CheckpointError",
+    "DataError",
+    "NonFiniteError",
+    "OutOfMemoryError",
+    "RecipeError",
+    "RunError",
+    "StreamTuneError",
+    "UnsupportedModelError",
+    "UserError",
+    "did_you_mean",
+]
+
+
+class StreamTuneError(Exception):
+    """An error with what happened, where it happened and how to mend it.
+
+    Args:
+        what: One sentence that says what is wrong.
+        where: ``file:line``, a row, a key or a module; empty where there is none.
+        mend: What to do about it; empty where nothing helps.
+    """
+
+    exit_code = 1
+
+    def __init__(self, what: str, *, where: str = "", mend: str = "") -> None:
+        super().__init__(what)
+        self.what = what
+        self.where = where
+        self.mend = mend
+
+    def __str__(self) -> str:
+        parts = [self.what]
+        if self.where:
+            parts.append(f"at {self.where}")
+        if self.mend:
+            parts.append(self.mend)
+        return "\n".join(parts)
+
+
+class UserError(StreamTuneError):
+    """The input is wrong: nothing was trained, nothing was lost."""
+
+    exit_code = 2
+
+
+class RecipeError(UserError):
+    """A recipe file, key or value is wrong."""
+
+
+class DataError(UserError):
+    """A dataset file or one of its rows is wrong."""
+
+
+class ArgumentError(UserError):
+    """A command-line or Python argument is wrong."""
+
+
+class UnsupportedModelError(UserError):
+    """The engine cannot stream this model exactly, so it does not train it."""
+
+
+class RunError(StreamTuneError):
+    """The run started and failed."""
+
+
+class OutOfMemoryError(RunError):
+    """Device or host memory ran out during a step."""
+
+
+class CheckpointError(RunError):
+    """A checkpoint cannot be written, or the one found cannot be trusted."""
+
+
+class NonFiniteError(RunError):
+    """A loss or a gradient is NaN or infinite."""
+
+
+def did_you_mean(name: str, known: Iterable[str]) -> str:
+    """Return ``"did you mean 'x'?"`` for the nearest known name, or an empty string."""
+    nearest = get_close_matches(name, list(known), n=1, cutoff=0.6)
+    return f"did you mean '{nearest[0]}'?" if nearest else ""
