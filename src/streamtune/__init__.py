@@ -1,1 +1,39 @@
-"""StreamTune: fine-tune language models on sequences nobody else can fit, with the exact gradient."""
+"""StreamTune: fine-tune language models on sequences nobody else can fit, with the exact gradient.
+
+>>> import streamtune
+>>> handle = streamtune.stream(model, chunk_size=2048)  # any transformers causal LM, in place
+>>> model(input_ids=ids, labels=labels).loss.backward()  # the ordinary call, the exact gradient
+>>> handle.remove()
+"""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from streamtune.engine import Schedule, StreamHandle, stream
+    from streamtune.ops import linear_cross_entropy, token_logprobs
+
+__all__ = ["Schedule", "StreamHandle", "__version__", "linear_cross_entropy", "stream", "token_logprobs"]
+
+__version__ = "0.1.0"
+
+_HOMES = {
+    "Schedule": "streamtune.engine",
+    "StreamHandle": "streamtune.engine",
+    "stream": "streamtune.engine",
+    "linear_cross_entropy": "streamtune.ops",
+    "token_logprobs": "streamtune.ops",
+}
+
+
+def __getattr__(name: str) -> Any:
+    """Load the engine, and torch with it, only when it is asked for: ``streamtune --help`` needs neither."""
+    if name not in _HOMES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(import_module(_HOMES[name]), name)
+
+
+def __dir__() -> list[str]:
+    return sorted(__all__)

@@ -1,0 +1,61 @@
+"""What surrounds a forward besides its arguments: the random state and autocast, put back for the recompute."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+__all__ = ["Autocast", "RandomState"]
+
+
+@dataclass(frozen=True)
+class RandomState:
+    """State of the CPU generator and, on an accelerator, of the device's: what dropout and router jitter draw from."""
+
+    cpu: Tensor
+    device: torch.device
+    accelerator: Tensor | None
+
+    @classmethod
+    def now(cls, device: torch.device) -> RandomState:
+        """The state at this moment."""
+        accelerator = torch.cuda.get_rng_state(device) if device.type == "cuda" else None
+        return cls(torch.get_rng_state(), device, accelerator)
+
+    @contextmanager
+    def replayed(self) -> Iterator[None]:
+        """Draw the same numbers again inside, and leave the state outside as it was."""
+        outer = RandomState.now(self.device)
+        self._set()
+        try:
+            yield
+        finally:
+            outer._set()
+
+    def _set(self) -> None:
+        torch.set_rng_state(self.cpu)
+        if self.accelerator is not None:
+            torch.cuda.set_rng_state(self.accelerator, self.device)
+
+
+@dataclass(frozen=True)
+class Autocast:
+    """Autocast as it was in the forward; the backward of autograd runs outside of it."""
+
+    device_type: str
+    enabled: bool
+    dtype: torch.dtype
+
+    @classmethod
+    def now(cls, device: torch.device) -> Autocast:
+        """The settings at this moment."""
+        kind = device.type if device.type in ("cpu", "cuda") else "cpu"
+        return cls(kind, torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind))
+
+    def again(self) -> AbstractContextManager[None]:
+        """A context with these settings. Weights are cast per chunk: a cache of casts would outlive the chunk's graph."""
+        return torch.autocast(self.device_type, dtype=self.dtype, enabled=self.enabled, cache_enabled=False)

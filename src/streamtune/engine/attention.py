@@ -1,0 +1,186 @@
+"""The two functions `transformers` calls by name: the attention of a chunk and the lazy mask it reads.
+
+Registered once under :data:`NAME` when the engine is imported; a model uses them while its config names them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import AttentionInterface, AttentionMaskInterface
+from transformers.masking_utils import causal_mask_function
+
+from streamtune.errors import UnsupportedModelError
+from streamtune.ops import LazyMask, MaskView, prefix_attention
+
+__all__ = ["NAME"]
+
+NAME = "streamtune"
+"""The attention implementation's name in a model's config."""
+
+
+def attention(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: MaskView | LazyMask | Tensor | None,
+    scaling: float | None = None,
+    dropout: float = 0.0,
+    softcap: float | None = None,
+    s_aux: Tensor | None = None,
+    is_causal: bool | None = None,
+    **kwargs: Any,
+) -> tuple[Tensor, None]:
+    """Attention with the signature of ``transformers``' ``AttentionInterface``.
+
+    Args:
+        module: The attention module that calls.
+        query: ``[B, H, T, D]``.
+        key, value: ``[B, G, S, D]``, of the prefix and of the chunk itself.
+        attention_mask: A view of the lazy mask, the whole of it, a dense mask of the caller's own, or None (causal).
+        scaling: Factor on the scores; ``D ** -0.5`` if None.
+        dropout: Probability of dropping an attention weight.
+        softcap: ``c * tanh(score / c)``.
+        s_aux: One attention sink logit per head ``[H]``.
+        is_causal: Overrides ``module.is_causal`` where no mask is given.
+
+    Returns:
+        ``[B, T, H, D]`` and None for the weights, which are never built.
+
+    Raises:
+        UnsupportedModelError: The layer adds a bias to its scores that this attention does not know.
+    """
+    for name in ("position_bias", "alibi", "relative_position_bias", "head_mask", "attn_bias"):
+        if kwargs.get(name) is not None:
+            raise UnsupportedModelError(
+                f"{type(module).__name__} adds {name!r} to its attention scores, which is not streamed in this release"
+            )
+    causal = is_causal if is_causal is not None else getattr(module, "is_causal", True)
+    view = _view(attention_mask, query, key, bool(causal))
+    out = prefix_attention(
+        query,
+        key,
+        value,
+        view,
+        scale=query.shape[-1] ** -0.5 if scaling is None else scaling,
+        softcap=softcap,
+        sinks_H=s_aux,
+        dropout=dropout,
+    )
+    return out.transpose(1, 2), None
+
+
+def _view(mask: MaskView | LazyMask | Tensor | None, query: Tensor, key: Tensor, causal: bool) -> MaskView:
+    """The mask as a view, bottom-right aligned: the last query is the last key's token."""
+    batch, _, queries, _ = query.shape
+    keys = key.shape[2]
+    if isinstance(mask, MaskView):
+        return mask
+    if isinstance(mask, LazyMask):
+        return mask.rows(0, mask.q_length)
+    lazy = LazyMask(batch, queries, keys, q_offset=keys - queries, causal=causal, device=query.device)
+    if isinstance(mask, Tensor):
+        lazy.causal, lazy.function = False, _dense(mask, keys - queries)
+    return lazy.rows(0, queries)
+
+
+def _dense(mask: Tensor, q_offset: int) -> Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]:
+    """A mask function that reads a dense 2D padding mask or a 4D mask (boolean, or additive with 0 for allowed)."""
+    if mask.dim() == 2:
+        return lambda b, h, q, k: mask.bool()[b, k]
+    allowed = mask if mask.dtype == torch.bool else mask == 0
+    if mask.dtype != torch.bool and not bool((allowed | (mask <= -1e4)).all()):
+        raise UnsupportedModelError("a dense attention mask with values other than 0 and -inf is a bias, which is not streamed")
+    if allowed.shape[1] != 1:
+        raise UnsupportedModelError("a dense attention mask that differs between heads is not streamed")
+    rows = allowed.shape[0]
+    return lambda b, h, q, k: allowed[b % rows, 0, q - q_offset, k]
+
+
+def lazy_mask(
+    batch_size: int,
+    q_length: int,
+    kv_length: int,
+    q_offset: int = 0,
+    kv_offset: int = 0,
+    mask_function: Callable[..., Any] = causal_mask_function,
+    attention_mask: Tensor | None = None,
+    use_vmap: bool = False,
+    device: torch.device | str = "cpu",
+    **kwargs: Any,
+) -> LazyMask:
+    """The mask with the signature of ``transformers``' ``AttentionMaskInterface``; nothing is built.
+
+    What is recognised (causal, sliding window, packed rows) is kept as a fact; what is not stays a function of positions.
+    """
+    causal, window, rest = _recognise(mask_function)
+    padding = attention_mask
+    if padding is not None:
+        padding = padding.bool()
+        if padding.shape[1] < kv_offset + kv_length:  # a static cache is longer than what was seen: the rest is unseen
+            missing = kv_offset + kv_length - padding.shape[1]
+            padding = torch.nn.functional.pad(padding, (0, missing), value=False)
+    return LazyMask(
+        int(batch_size),
+        int(q_length),
+        int(kv_length),
+        int(q_offset),
+        int(kv_offset),
+        causal=causal,
+        window=window,
+        function=rest,
+        padding=padding,
+        vectorize=use_vmap,
+        device=torch.device(device),
+    )
+
+
+def _recognise(function: Callable[..., Any]) -> tuple[bool, int | None, Callable[..., Any] | None]:
+    """Split a mask function of ``transformers`` into (causal, window, what remains to be evaluated)."""
+    parts = _conjuncts(function)
+    causal, window, rest = False, None, []
+    for part in parts:
+        name = getattr(part, "__qualname__", "")
+        if part is causal_mask_function:
+            causal = True
+        elif name == "sliding_window_overlay.<locals>.inner_mask" and isinstance(_closed(part, "sliding_window"), int):
+            window = _closed(part, "sliding_window")
+        else:
+            rest.append(part)
+    if window is not None and not causal:  # a window alone also limits how far ahead one sees: leave it to the function
+        return False, None, function
+    if not rest:
+        return causal, window, None
+    if len(rest) == 1:
+        return causal, window, rest[0]
+    return causal, window, lambda b, h, q, k: _all(part(b, h, q, k) for part in rest)
+
+
+def _conjuncts(function: Callable[..., Any]) -> list[Callable[..., Any]]:
+    if getattr(function, "__qualname__", "") != "and_masks.<locals>.and_mask":
+        return [function]
+    parts = _closed(function, "mask_functions")
+    return [leaf for part in parts for leaf in _conjuncts(part)] if parts else [function]
+
+
+def _closed(function: Callable[..., Any], name: str) -> Any:
+    """The value of a variable a closure holds, or None."""
+    code, cells = getattr(function, "__code__", None), getattr(function, "__closure__", None)
+    if code is None or not cells or name not in code.co_freevars:
+        return None
+    return cells[code.co_freevars.index(name)].cell_contents
+
+
+def _all(terms: Any) -> Any:
+    result: Any = None
+    for term in terms:
+        result = term if result is None else result & term
+    return result
+
+
+AttentionInterface.register(NAME, attention)
+AttentionMaskInterface.register(NAME, lazy_mask)

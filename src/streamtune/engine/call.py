@@ -1,0 +1,186 @@
+"""One call of a decoder layer, taken apart by name so that it can be made again for any chunk of its tokens.
+
+Nothing here knows a model family. An argument is cut along the sequence if it says so by its name or its shape, and
+handed over whole otherwise:
+
+    hidden states, 2D masks, other tensors of T columns   dim 1
+    position_ids ([B, T] or [3, B, T])                    last dim
+    position_embeddings (cos, sin of [B, T, D])           dim -2
+    a lazy mask                                           its rows
+    the cache                                             replaced by the chunk's own
+
+Shape suffixes: B batch, T tokens of the sequence.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Any
+
+from torch import Tensor, nn
+
+from streamtune.engine.cache import ChunkCache
+from streamtune.errors import UnsupportedModelError
+from streamtune.ops.mask import LazyMask
+
+__all__ = ["CACHE_NAMES", "LayerCall", "first_key", "takes_cache"]
+
+CACHE_NAMES = ("past_key_values", "layer_past", "past_key_value", "cache_params")
+"""What decoder layers call their cache argument."""
+
+
+@lru_cache(maxsize=512)
+def _signature(forward: Callable[..., Any]) -> inspect.Signature:
+    return inspect.signature(forward)
+
+
+def takes_cache(layer: nn.Module) -> str | None:
+    """The name of a layer's cache argument, or None if it has none (an encoder or vision layer)."""
+    names = _signature(type(layer).forward).parameters
+    return next((name for name in CACHE_NAMES if name in names), None)
+
+
+@dataclass
+class LayerCall:
+    """A bound call of ``layer.forward``: every argument by name, hidden states first.
+
+    ``streamed`` names the tensor arguments that need a gradient and are cut along the sequence (the hidden states are
+    always the first of them); ``shared`` those that need one and go to every chunk whole.
+    """
+
+    layer: nn.Module
+    arguments: dict[str, Any]
+    extra: dict[str, Any]
+    cache_name: str
+    hidden_name: str
+    streamed: list[str]
+    shared: list[str]
+
+    @classmethod
+    def bind(cls, layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> LayerCall:
+        """Bind a call as Python would.
+
+        Raises:
+            UnsupportedModelError: The layer has no cache argument, or its first argument is not ``[B, T, C]``.
+        """
+        name = type(layer).__name__
+        cache_name = takes_cache(layer)
+        if cache_name is None:
+            raise UnsupportedModelError(f"{name} takes no key/value cache, so its chunks cannot see their prefix")
+        bound = _signature(type(layer).forward).bind(layer, *args, **kwargs)
+        arguments = dict(bound.arguments)
+        arguments.pop(next(iter(arguments)))  # self
+        extra: dict[str, Any] = {}
+        for parameter in bound.signature.parameters.values():
+            if parameter.kind is inspect.Parameter.VAR_KEYWORD:
+                extra = arguments.pop(parameter.name, {})
+            elif parameter.kind is inspect.Parameter.VAR_POSITIONAL and arguments.pop(parameter.name, ()):
+                raise UnsupportedModelError(f"{name} takes unnamed arguments, which cannot be cut into chunks safely")
+        hidden_name = next(iter(arguments), "")
+        hidden = arguments.get(hidden_name)
+        if not isinstance(hidden, Tensor) or hidden.dim() != 3:
+            raise UnsupportedModelError(f"the first argument of {name} is not a tensor of hidden states [B, T, C]")
+        call = cls(layer, arguments, extra, cache_name, hidden_name, [hidden_name], [])
+        for key, value in call._all().items():
+            if key != hidden_name and isinstance(value, Tensor) and value.requires_grad:
+                (call.shared if call._dim(key, value) is None else call.streamed).append(key)
+        return call
+
+    @property
+    def hidden(self) -> Tensor:
+        """The layer's input ``[B, T, C]``."""
+        return self.arguments[self.hidden_name]
+
+    @property
+    def length(self) -> int:
+        """Tokens T of the sequence."""
+        return self.hidden.shape[1]
+
+    @property
+    def mask(self) -> LazyMask | None:
+        """The lazy mask among the arguments, if the model made one."""
+        return next((value for value in self._all().values() if isinstance(value, LazyMask)), None)
+
+    @property
+    def cache(self) -> Any:
+        """The cache the model itself passed, or None."""
+        return self.arguments.get(self.cache_name)
+
+    def _all(self) -> dict[str, Any]:
+        return {**self.arguments, **self.extra}
+
+    def tensors(self, names: list[str]) -> list[Tensor]:
+        """The named arguments."""
+        arguments = self._all()
+        return [arguments[name] for name in names]
+
+    def forget_tensors(self) -> None:
+        """Drop the tensors that need a gradient: autograd saves them, a second reference would keep them too long."""
+        for name in (*self.streamed, *self.shared):
+            (self.arguments if name in self.arguments else self.extra)[name] = None
+
+    def run(self, chunk: slice, cache: ChunkCache, given: dict[str, Tensor], length: int) -> Any:
+        """Call the layer's own forward on one chunk.
+
+        Args:
+            chunk: Positions of the chunk.
+            cache: What the layer sees of its prefix.
+            given: Replaces arguments by name; already cut to the chunk.
+            length: Tokens T of the whole sequence.
+        """
+        arguments = {key: given.get(key, value) for key, value in self.arguments.items()}
+        extra = {key: given.get(key, value) for key, value in self.extra.items()}
+        for group in (arguments, extra):
+            for key, value in group.items():
+                if key not in given:
+                    group[key] = self._cut(key, value, chunk, cache.first_key, length)
+        arguments[self.cache_name] = cache
+        if "use_cache" in arguments:
+            arguments["use_cache"] = True
+        extra.pop("use_cache", None)
+        checkpointing = getattr(self.layer, "gradient_checkpointing", False)
+        try:
+            if checkpointing:
+                self.layer.gradient_checkpointing = False  # type: ignore[assignment]
+            return type(self.layer).forward(self.layer, **arguments, **extra)
+        finally:
+            if checkpointing:
+                self.layer.gradient_checkpointing = True  # type: ignore[assignment]
+
+    def _dim(self, key: str, value: Tensor, length: int | None = None) -> int | None:
+        """The dimension along which an argument follows the sequence, or None."""
+        length = self.length if length is None else length
+        if key in ("position_ids", "cache_position"):
+            dim = value.dim() - 1
+        elif key == "position_embeddings":
+            dim = value.dim() - 2
+        elif value.dim() >= 2:
+            dim = 1
+        else:
+            return None
+        return dim if value.shape[dim] == length else None
+
+    def _cut(self, key: str, value: Any, chunk: slice, first_key: int, length: int) -> Any:
+        if isinstance(value, Tensor):
+            if value.dim() == 4 and value.shape[2] == length and value.shape[3] == length:  # a dense mask of the caller
+                return value[:, :, chunk, first_key : chunk.stop]
+            dim = self._dim(key, value, length)
+            if dim is None or value.dim() == 4:
+                return value
+            return value.narrow(dim, chunk.start, chunk.stop - chunk.start)
+        if isinstance(value, LazyMask):
+            return value.rows(chunk.start, chunk.stop, first_key)
+        if isinstance(value, tuple | list):
+            return type(value)(self._cut(key, item, chunk, first_key, length) for item in value)
+        if isinstance(value, dict):
+            return {name: self._cut(key, item, chunk, first_key, length) for name, item in value.items()}
+        return value
+
+
+def first_key(mask: LazyMask | None, chunk: slice) -> int:
+    """The first position a chunk can see."""
+    return 0 if mask is None else min(mask.first_key(chunk.start), chunk.start)
+

@@ -1,0 +1,203 @@
+"""The language-model head, streamed: logits as a promise that only the loss redeems, one chunk at a time.
+
+While a call with ``labels`` runs, the head module returns :class:`LazyLogits` instead of ``[B, T, V]``. The model may scale
+or squash them (softcap); that is remembered and done per chunk. The model's ``loss_function`` is ours for the same time: it
+reads hidden states and weight from the promise and computes loss and gradient in one sweep (``ops.cross_entropy``).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from streamtune.engine.schedule import Schedule
+from streamtune.errors import UnsupportedModelError
+from streamtune.ops import linear_cross_entropy, project_cross_entropy
+
+__all__ = ["LazyLogits", "StreamedHead"]
+
+Step = Callable[[Tensor], Tensor]
+
+ELEMENTWISE = {
+    torch.Tensor.mul: torch.mul,
+    torch.Tensor.div: torch.div,
+    torch.Tensor.add: torch.add,
+    torch.Tensor.sub: torch.sub,
+    torch.Tensor.tanh: torch.tanh,
+    torch.mul: torch.mul,
+    torch.div: torch.div,
+    torch.add: torch.add,
+    torch.sub: torch.sub,
+    torch.tanh: torch.tanh,
+}
+"""What a model may do to its logits before the loss, by scalar: each maps a chunk of logits on its own."""
+
+
+class LazyLogits:
+    """Stands for ``steps(head(hidden))`` of shape ``[..., V]`` without holding it.
+
+    Takes part in torch functions (``__torch_function__``); anything but an elementwise step by a scalar is refused.
+    """
+
+    def __init__(self, head: nn.Module, hidden: Tensor, steps: tuple[Step, ...] = ()) -> None:
+        self.head, self.hidden, self.steps = head, hidden, steps
+
+    def then(self, step: Step) -> LazyLogits:
+        """The same logits with one more elementwise step."""
+        return LazyLogits(self.head, self.hidden, (*self.steps, step))
+
+    def transform(self, logits: Tensor) -> Tensor:
+        """The model's own steps on one chunk of logits."""
+        for step in self.steps:
+            logits = step(logits)
+        return logits
+
+    @classmethod
+    def __torch_function__(
+        cls, func: Any, types: Sequence[type], args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> LazyLogits:
+        step = ELEMENTWISE.get(func)
+        lazy = next((arg for arg in args if isinstance(arg, LazyLogits)), None)
+        others = [arg for arg in args if arg is not lazy]
+        if step is None or lazy is None or not all(_is_scalar(arg) for arg in others):
+            raise _refuse(getattr(func, "__name__", str(func)))
+        return lazy.then(lambda x: step(*(x if arg is lazy else arg for arg in args), **(kwargs or {})))
+
+    def _scalar(self, step: Callable[[Any, Any], Any], other: Any) -> LazyLogits:
+        if not _is_scalar(other):
+            raise _refuse("arithmetic with a tensor")
+        return self.then(lambda x: step(x, other))
+
+    def __mul__(self, other: Any) -> LazyLogits:
+        return self._scalar(torch.mul, other)
+
+    __rmul__ = __mul__
+
+    def __truediv__(self, other: Any) -> LazyLogits:
+        return self._scalar(torch.div, other)
+
+    def __add__(self, other: Any) -> LazyLogits:
+        return self._scalar(torch.add, other)
+
+    def __sub__(self, other: Any) -> LazyLogits:
+        return self._scalar(torch.sub, other)
+
+    def tanh(self) -> LazyLogits:
+        """``logits.tanh()``."""
+        return self.then(torch.tanh)
+
+    def float(self) -> LazyLogits:
+        """``logits.float()``; a wider dtype stays."""
+        return self.then(lambda x: x.to(torch.promote_types(x.dtype, torch.float32)))
+
+    def contiguous(self) -> LazyLogits:
+        """``logits.contiguous()``: each chunk is."""
+        return self
+
+    def to(self, *args: Any, **kwargs: Any) -> LazyLogits:
+        """``logits.to(dtype or device)``."""
+        return self.then(lambda x: x.to(*args, **kwargs))
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        raise _refuse(name)
+
+    def __getitem__(self, key: Any) -> Any:
+        raise _refuse("indexing")
+
+
+def _is_scalar(value: Any) -> bool:
+    return isinstance(value, int | float) or (isinstance(value, Tensor) and value.dim() == 0 and not value.requires_grad)
+
+
+def _refuse(operation: str) -> UnsupportedModelError:
+    return UnsupportedModelError(
+        f"the model applies {operation!r} to its logits before the loss, which cannot be done chunk by chunk",
+        mend="use stream(model, head=False): layers are streamed, the head is the model's own",
+    )
+
+
+class StreamedHead:
+    """Puts the promise and the loss in place while a call with labels runs, and takes them away after it.
+
+    Args:
+        model: The causal language model (no adapter wrapper around it).
+        schedule: ``head_chunk_size`` and ``grad_dtype`` are read.
+    """
+
+    def __init__(self, model: Any, schedule: Schedule) -> None:
+        self.model, self.schedule = model, schedule
+        self.active = False
+
+    def open(self) -> None:
+        """Begin: from here the head promises its logits."""
+        head = self.model.get_output_embeddings()
+        self.module, self.shadowed = head, head.__dict__.get("forward")
+        self.had_loss = "_loss_function" in self.model.__dict__
+        self.loss_before = self.model.__dict__.get("_loss_function")
+        head.forward = lambda hidden: LazyLogits(head, hidden)
+        self.model._loss_function = self.loss
+        self.active = True
+
+    def close(self) -> None:
+        """End: the head and the loss are the model's own again."""
+        if not self.active:
+            return
+        self.active = False
+        if self.shadowed is None:
+            del self.module.forward
+        else:
+            self.module.forward = self.shadowed
+        if self.had_loss:
+            self.model._loss_function = self.loss_before
+        else:
+            del self.model._loss_function
+
+    def loss(
+        self,
+        logits: LazyLogits,
+        labels: Tensor | None = None,
+        vocab_size: int | None = None,
+        num_items_in_batch: Tensor | float | None = None,
+        ignore_index: int = -100,
+        shift_labels: Tensor | None = None,
+        **kwargs: Any,
+    ) -> Tensor:
+        """``transformers``' ``ForCausalLMLoss`` on promised logits: the same shift, the same divisor, no logits.
+
+        Args:
+            logits: The promise.
+            labels: ``[B, T]``, unshifted; -100 where nothing is trained.
+            vocab_size: Not needed.
+            num_items_in_batch: Target tokens of the whole global step; None counts those of this call.
+            ignore_index: The label that trains nothing.
+            shift_labels: ``[B, T]`` already shifted; takes precedence over ``labels``.
+        """
+        if shift_labels is None:
+            assert labels is not None
+            shift_labels = nn.functional.pad(labels, (0, 1), value=ignore_index)[..., 1:]
+        targets = shift_labels.to(logits.hidden.device)
+        transform = logits.transform if logits.steps else None
+        sizes = {"chunk_size": self.schedule.head_chunk_size, "num_items": num_items_in_batch, "ignore_index": ignore_index}
+        head = logits.head
+        if type(head) is nn.Linear and not head._forward_hooks and not head._forward_pre_hooks:
+            return linear_cross_entropy(
+                logits.hidden,
+                head.weight,
+                targets,
+                bias_V=head.bias,
+                transform=transform,
+                accumulate_dtype=torch.float32 if self.schedule.grad_dtype == "float32" else head.weight.dtype,
+                **sizes,
+            )
+        return project_cross_entropy(
+            logits.hidden, self._project(logits), [p for p in head.parameters() if p.requires_grad], targets, **sizes
+        )
+
+    def _project(self, logits: LazyLogits) -> Step:
+        forward = self.shadowed or type(logits.head).forward.__get__(logits.head)
+        return lambda hidden: logits.transform(forward(hidden))

@@ -1,0 +1,196 @@
+"""A decoder layer that streams: the forward chunk by chunk, and an autograd node whose backward is the paper's sum.
+
+The node stands where ``torch.utils.checkpoint`` stands: it saves the layer's input and nothing else. It takes the layer's
+parameters as inputs and returns the gradient of each **once**, so hooks on parameters (DDP, ZeRO, FSDP, an optimizer in
+the backward) fire once per layer and step, whatever the number of chunks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
+
+from streamtune.engine.ambient import Autocast, RandomState
+from streamtune.engine.cache import ChunkCache, KeysAndValues, ProjectionDone, Walk
+from streamtune.engine.call import LayerCall, first_key
+from streamtune.engine.schedule import Schedule
+from streamtune.engine.vjp import streamed_vjp
+from streamtune.errors import UnsupportedModelError
+
+__all__ = ["StreamedForward"]
+
+
+class StreamedForward:
+    """Replaces ``layer.forward`` on one instance; computes the same function with the activations of one chunk.
+
+    Args:
+        layer: A decoder layer of a ``transformers`` model.
+        schedule: How to cut the sequence.
+    """
+
+    def __init__(self, layer: nn.Module, schedule: Schedule) -> None:
+        self.layer = layer
+        self.schedule = schedule
+        self.leaves_checked = False
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        call = LayerCall.bind(self.layer, args, kwargs)
+        if call.cache is not None:
+            if not torch.is_grad_enabled():  # generation: the model's own cache, the model's own walk
+                return type(self.layer).forward(self.layer, *args, **kwargs)
+            if call.cache.get_seq_length() > 0:
+                raise UnsupportedModelError(
+                    "a filled key/value cache was passed while gradients are on",
+                    where=type(self.layer).__name__,
+                    mend="pass the whole sequence without past_key_values, or call the model under torch.no_grad()",
+                )
+        stream = _Stream(call, self.schedule)
+        parameters = [p for p in self.layer.parameters() if p.requires_grad]
+        inputs = [*call.tensors(call.streamed), *call.tensors(call.shared), *parameters]
+        if torch.is_grad_enabled() and any(x.requires_grad for x in inputs):
+            return stream.restore(_StreamedLayer.apply(stream, self, *inputs))
+        return stream.restore(stream.forward(call.hidden))
+
+
+class _Stream:
+    """One call of one layer and all that its walks share."""
+
+    def __init__(self, call: LayerCall, schedule: Schedule) -> None:
+        mask = call.mask
+        if mask is not None and mask.sees_future:
+            raise UnsupportedModelError(
+                "the attention mask lets a token see later tokens, so its chunk cannot be computed before theirs",
+                where=type(call.layer).__name__,
+            )
+        self.call, self.length, self.mask = call, call.length, mask
+        self.chunks = schedule.chunks(call.length)
+        self.keep_kv = schedule.keep_kv
+        self.widen = schedule.grad_dtype == "float32"
+        self.kv = KeysAndValues(call.length, self.widen)
+        self.autocast = Autocast.now(call.hidden.device)
+        self.random: dict[int, RandomState] = {}
+        self.wrap: type | None = None
+
+    def run(self, chunk: slice, walk: Walk, given: dict[str, Tensor]) -> tuple[Tensor, ChunkCache]:
+        """The layer on one chunk: ``z_out(i)`` ``[B, T_i, C]`` and the cache it saw."""
+        cache = ChunkCache(self.kv, chunk, first_key(self.mask, chunk), walk)
+        out = self.call.run(chunk, cache, given, self.length)
+        if isinstance(out, tuple | list):
+            if any(item is not None for item in out[1:]):
+                raise UnsupportedModelError(
+                    f"{type(self.call.layer).__name__} returns more than its hidden states, which cannot be joined from chunks"
+                )
+            self.wrap, out = type(out), out[0]
+        return out, cache
+
+    def restore(self, z_out: Tensor) -> Any:
+        """The output in the form the layer gives it."""
+        return z_out if self.wrap is None else self.wrap([z_out])
+
+    @torch.no_grad()
+    def forward(self, z_in: Tensor, for_backward: bool = False) -> Tensor:
+        """``z_out`` ``[B, T, C]``, chunk by chunk, first to last."""
+        names = self.call.streamed
+        inputs = self.call.tensors(names)
+        z_out: Tensor | None = None
+        for chunk in self.chunks:
+            if for_backward:
+                self.random[chunk.start] = RandomState.now(z_in.device)
+            z_out_i, _ = self.run(chunk, "store", {n: x[:, chunk] for n, x in zip(names, inputs, strict=True)})
+            if z_out is None:
+                z_out = z_out_i.new_empty((z_in.shape[0], self.length, *z_out_i.shape[2:]))
+            z_out[:, chunk] = z_out_i
+        assert z_out is not None
+        if not (for_backward and self.keep_kv):
+            self.kv.release()
+        return z_out
+
+    @torch.no_grad()
+    def project(self, streamed: Sequence[Tensor], shared: Sequence[Tensor]) -> None:
+        """Fill K and V again, running the layer only as far as they are made. The last chunk makes its own in replay."""
+        if self.kv.pairs or not self.kv.updates:
+            return
+        for chunk in self.chunks[:-1]:
+            given = self.given(streamed, shared, chunk)
+            with self.random[chunk.start].replayed(), self.autocast.again():
+                try:
+                    self.run(chunk, "project", given)
+                except ProjectionDone:
+                    continue
+
+    def given(self, streamed: Sequence[Tensor], shared: Sequence[Tensor], chunk: slice) -> dict[str, Tensor]:
+        """The tensor arguments of one chunk by name."""
+        cut = {name: x[:, chunk] for name, x in zip(self.call.streamed, streamed, strict=True)}
+        return cut | dict(zip(self.call.shared, shared, strict=True))
+
+    def replay(self, chunk: slice, streamed: list[Tensor], shared: list[Tensor]) -> tuple[Tensor, ChunkCache]:
+        """The layer on one chunk with gradients, drawing the forward's random numbers again."""
+        given = dict(zip([*self.call.streamed, *self.call.shared], [*streamed, *shared], strict=True))
+        with self.random[chunk.start].replayed(), self.autocast.again():
+            return self.run(chunk, "replay", given)
+
+
+class _StreamedLayer(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, stream: _Stream, owner: StreamedForward, *inputs: Tensor) -> Tensor:
+        streamed, shared = len(stream.call.streamed), len(stream.call.shared)
+        z_out = stream.forward(inputs[0], for_backward=True)
+        ctx.save_for_backward(*inputs[: streamed + shared])
+        ctx.counts = (streamed, shared)
+        ctx.stream, ctx.owner = stream, owner
+        ctx.parameters = inputs[streamed + shared :]
+        stream.call.forget_tensors()
+        return z_out
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad_z_out: Tensor) -> tuple[Tensor | None, ...]:
+        stream: _Stream = ctx.stream
+        count, _ = ctx.counts
+        streamed, shared = list(ctx.saved_tensors[:count]), list(ctx.saved_tensors[count:])
+
+        def run_chunk(chunk: slice, x_i: list[Tensor], shared_i: list[Tensor]) -> tuple[Tensor, ChunkCache]:
+            z_out_i, cache = stream.replay(chunk, x_i, shared_i)
+            if not ctx.owner.leaves_checked:
+                _check_leaves(stream.call.layer, z_out_i, [*x_i, *shared_i, *cache.leaves, *ctx.parameters])
+                ctx.owner.leaves_checked = True
+            return z_out_i, cache
+
+        stream.project(streamed, shared)
+        grad_streamed, grad_rest = streamed_vjp(
+            run_chunk,
+            stream.chunks,
+            stream.kv,
+            streamed,
+            shared,
+            ctx.parameters,
+            grad_z_out,
+            needs_grad=ctx.needs_input_grad[2 : 2 + count],
+            widen=stream.widen,
+        )
+        stream.kv.release()
+        ctx.stream = ctx.parameters = None
+        return (None, None, *grad_streamed, *grad_rest)
+
+
+def _check_leaves(layer: nn.Module, z_out: Tensor, known: Sequence[Tensor]) -> None:
+    """Refuse a layer that reaches a trainable tensor the node does not know: its gradient would be lost without a word."""
+    known_ids = {id(tensor) for tensor in known}
+    todo, seen = [z_out.grad_fn], set()
+    while todo:
+        node = todo.pop()
+        if node is None or node in seen:
+            continue
+        seen.add(node)
+        variable = getattr(node, "variable", None)
+        if variable is not None and id(variable) not in known_ids:
+            raise UnsupportedModelError(
+                f"{type(layer).__name__} uses a trainable tensor of shape {tuple(variable.shape)} that is not its own parameter, "
+                "whose gradient would be lost",
+                mend="freeze that tensor, or train without streaming",
+            )
+        todo.extend(parent for parent, _ in node.next_functions)

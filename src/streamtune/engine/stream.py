@@ -1,0 +1,195 @@
+"""``stream(model)``: put the engine into a model in place, and take it out again without a trace.
+
+Four seams of ``transformers`` are used and no modeling file is patched: each decoder layer's ``forward`` (on the instance),
+the cache a layer updates, the attention function and the mask function its config names.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import nn
+from transformers import PreTrainedModel
+from transformers.modeling_layers import GradientCheckpointingLayer
+
+from streamtune.engine.attention import NAME
+from streamtune.engine.call import takes_cache
+from streamtune.engine.head import LazyLogits, StreamedHead
+from streamtune.engine.layer import StreamedForward
+from streamtune.engine.schedule import Schedule
+from streamtune.errors import ArgumentError, UnsupportedModelError
+
+__all__ = ["StreamHandle", "decoder_layers", "stream"]
+
+REFUSED_OUTPUTS = {
+    "output_attentions": "attention weights are never built",
+    "output_router_logits": "the router's balance loss is a statistic of the whole batch, not a sum over chunks",
+}
+
+
+def stream(
+    model: nn.Module, chunk_size: int | None = None, *, schedule: Schedule | None = None, head: bool = True
+) -> StreamHandle:
+    """Train ``model`` with the exact streaming backward (StreamBP, arXiv 2506.03077). The model is changed in place.
+
+    Afterwards ``model(input_ids=ids, labels=labels).loss.backward()`` computes the ordinary loss and the ordinary
+    gradient with the activations of one chunk; trainers, adapters and accelerate work unchanged.
+
+    Args:
+        model: A causal language model of ``transformers``, with or without peft adapters.
+        chunk_size: Tokens of a chunk; shorthand for ``schedule=Schedule(chunk_size=...)``.
+        schedule: How to cut the sequence.
+        head: Stream the language-model head as well: a call with ``labels`` returns the loss and no logits.
+
+    Returns:
+        A handle with ``.schedule`` and ``.remove()``, which restores the model exactly.
+
+    Raises:
+        ArgumentError: Both ``chunk_size`` and ``schedule`` are given, or the model is streamed already.
+        UnsupportedModelError: The model cannot be streamed exactly; it is left as it was.
+
+    Example:
+        >>> handle = streamtune.stream(model, chunk_size=2048)
+        >>> model(input_ids=ids, labels=labels).loss.backward()
+        >>> handle.remove()
+    """
+    if chunk_size is not None and schedule is not None:
+        raise ArgumentError("give chunk_size or schedule, not both")
+    if schedule is None:
+        schedule = Schedule() if chunk_size is None else Schedule(chunk_size=chunk_size)
+    return StreamHandle(model, schedule, head)
+
+
+def base_model(model: nn.Module) -> PreTrainedModel:
+    """The ``transformers`` model inside adapter wrappers.
+
+    Raises:
+        UnsupportedModelError: There is none.
+    """
+    inner: Any = model.get_base_model() if hasattr(model, "get_base_model") else model
+    if not isinstance(inner, PreTrainedModel):
+        raise UnsupportedModelError(f"{type(model).__name__} is not a transformers model")
+    return inner
+
+
+def decoder_layers(model: nn.Module) -> list[nn.Module]:
+    """The outermost layers that take a key/value cache, in order."""
+    found: list[nn.Module] = []
+
+    def visit(module: nn.Module) -> None:
+        for child in module.children():
+            if isinstance(child, GradientCheckpointingLayer) and takes_cache(child) is not None:
+                found.append(child)
+            else:
+                visit(child)
+
+    visit(model)
+    return found
+
+
+def check_streamable(model: PreTrainedModel, layers: list[nn.Module]) -> None:
+    """Refuse, by name, what is known not to stream exactly.
+
+    Raises:
+        UnsupportedModelError: With the reason.
+    """
+    name, config = type(model).__name__, model.config.get_text_config(decoder=True)
+    if model.config.is_encoder_decoder:
+        raise UnsupportedModelError(f"{name} is an encoder-decoder; only causal decoders are streamed")
+    if not layers:
+        raise UnsupportedModelError(f"{name} has no decoder layer with a key/value cache, so there is nothing to stream")
+    if not model._can_set_attn_implementation():
+        raise UnsupportedModelError(f"{name} does not take its attention from transformers' AttentionInterface")
+    recurrent = sorted({kind for kind in getattr(config, "layer_types", None) or [] if "attention" not in kind or "linear" in kind})
+    if recurrent:
+        raise UnsupportedModelError(f"{name} has {', '.join(recurrent)} layers, whose state is not streamed in this release")
+    if getattr(config, "num_kv_shared_layers", 0):
+        raise UnsupportedModelError(f"{name} shares keys and values between layers, which is not streamed in this release")
+    for flag, why in REFUSED_OUTPUTS.items():
+        if getattr(config, flag, False):
+            raise UnsupportedModelError(
+                f"{name} is configured with {flag}=True, but {why}", mend=f"set model.config.{flag} = False"
+            )
+
+
+class StreamHandle:
+    """What :func:`stream` put into a model, and the way to take it out. Use as a context manager if you like."""
+
+    def __init__(self, model: nn.Module, schedule: Schedule, head: bool) -> None:
+        self.model = base_model(model)
+        self.schedule = schedule
+        self.layers = decoder_layers(self.model)
+        if any(isinstance(layer.__dict__.get("forward"), StreamedForward) for layer in self.layers):
+            raise ArgumentError(f"this {type(self.model).__name__} is streamed already", mend="call .remove() first")
+        check_streamable(self.model, self.layers)
+        self._head = StreamedHead(self.model, schedule) if head else None
+        self._checkpointing = {m: m.gradient_checkpointing for m in self.model.modules() if hasattr(m, "gradient_checkpointing")}
+        self._attention = [
+            (config, config._attn_implementation_internal) for config in _configs(self.model, self.layers)
+        ]
+        for config, _ in self._attention:
+            config._attn_implementation_internal = NAME
+        self._shadowed = [layer.__dict__.get("forward") for layer in self.layers]
+        for layer in self.layers:
+            layer.forward = StreamedForward(layer, schedule)
+        self._hooks = [
+            self.model.register_forward_pre_hook(self._before, with_kwargs=True),
+            self.model.register_forward_hook(self._after, always_call=True),
+        ]
+
+    def remove(self) -> None:
+        """Restore the model exactly as it was; harmless when called twice."""
+        for hook in self._hooks:
+            hook.remove()
+        for layer, shadowed in zip(self.layers, self._shadowed, strict=True):
+            if isinstance(layer.__dict__.get("forward"), StreamedForward):
+                del layer.forward
+                if shadowed is not None:
+                    layer.forward = shadowed
+        for config, implementation in self._attention:
+            config._attn_implementation_internal = implementation
+        for module, flag in self._checkpointing.items():
+            module.gradient_checkpointing = flag  # type: ignore[assignment]
+        self._hooks, self._attention, self.layers, self._shadowed, self._checkpointing = [], [], [], [], {}
+
+    def __enter__(self) -> StreamHandle:
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self.remove()
+
+    def _before(self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any]:
+        for name, why in REFUSED_OUTPUTS.items():
+            if kwargs.get(name):
+                raise UnsupportedModelError(f"{name}=True was asked for, but {why}")
+        for module in self._checkpointing:  # the node stands in its place; both would recompute twice
+            module.gradient_checkpointing = False  # type: ignore[assignment]
+        with_labels = kwargs.get("labels") is not None
+        if kwargs.get("past_key_values") is None and (with_labels or model.training):
+            kwargs = {**kwargs, "use_cache": False}
+        if self._head is not None and with_labels:
+            self._head.close()
+            self._head.open()
+        return args, kwargs
+
+    def _after(self, model: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
+        if self._head is None or not self._head.active:
+            return output
+        self._head.close()
+        if isinstance(output, tuple):
+            return tuple(item for item in output if not isinstance(item, LazyLogits))
+        if isinstance(getattr(output, "logits", None), LazyLogits):
+            return type(output)(**{key: value for key, value in output.items() if key != "logits"})
+        return output
+
+
+def _configs(model: PreTrainedModel, layers: list[nn.Module]) -> list[Any]:
+    """The configs that name the attention of the decoder: the ones its layers and their model read, each once."""
+    inside = {id(layer) for layer in layers}
+    owners: list[Any] = [model.config.get_text_config(decoder=True)]
+    for module in model.modules():
+        if isinstance(module, PreTrainedModel) and any(id(child) in inside for child in module.modules()):
+            owners.append(module.config)
+    for layer in layers:
+        owners += [m.config for m in layer.modules() if hasattr(m, "config") and hasattr(m.config, "_attn_implementation_internal")]
+    return list({id(config): config for config in owners}.values())

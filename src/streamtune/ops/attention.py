@@ -1,0 +1,245 @@
+"""Attention of a chunk of queries over its prefix and itself, exact, without a dense mask.
+
+    softmax([q k_1' | q k_2' | ...]) [v_1; v_2; ...] = sum_s exp(lse_s - lse) o_s,    lse = log sum_s exp(lse_s)
+
+Each segment s of the keys (the prefix rectangle, the causal square, a window's edge) gives its own output ``o_s`` and
+log-sum-exp ``lse_s``; they are merged as above (Dao, FlashAttention-2, arXiv 2307.08691; Liu, Ring Attention, arXiv
+2310.01889). The backward of a segment needs nothing of the other segments but the merged output and log-sum-exp:
+
+    P_s = exp(S_s - lse),  delta = rowsum(dO * O),  dS_s = P_s * (dO v_s' - delta),  dq += dS_s k_s,  dk_s = dS_s' q
+
+Shape suffixes: B batch, H query heads, G key/value heads (G divides H), T queries, S keys, D head dimension.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from streamtune.ops.kernels import flash_kernel
+from streamtune.ops.mask import MaskView, Segment, masked_score
+
+__all__ = ["prefix_attention", "prefix_attention_reference"]
+
+TILE_ELEMENTS = 1 << 22
+"""Scores the tiled formula holds at once (16 MiB in fp32), whatever the lengths are."""
+
+
+def prefix_attention(
+    q_BHTD: Tensor,
+    k_BGSD: Tensor,
+    v_BGSD: Tensor,
+    view: MaskView,
+    *,
+    scale: float,
+    softcap: float | None = None,
+    sinks_H: Tensor | None = None,
+    dropout: float = 0.0,
+) -> Tensor:
+    """Attention of T queries over S keys, equal to :func:`prefix_attention_reference` with ``view``'s dense mask.
+
+    Args:
+        q_BHTD: Queries, any floating dtype.
+        k_BGSD, v_BGSD: Keys and values of the prefix and of the chunk itself.
+        view: Which query sees which key; ``view.shape[2:] == (T, S)``.
+        scale: Factor on the scores, usually ``D ** -0.5``.
+        softcap: ``c * tanh(score / c)`` in place of the score (Gemma 2).
+        sinks_H: One more logit per head in the softmax, with no value behind it (gpt-oss).
+        dropout: Probability that an attention weight is dropped; the mask is drawn again, not stored, in the backward.
+
+    Returns:
+        ``[B, H, T, D]`` in the dtype of ``q_BHTD``. A query that sees no key (left padding) gives zeros.
+    """
+    assert tuple(view.shape[2:]) == (q_BHTD.shape[2], k_BGSD.shape[2]), (view.shape, q_BHTD.shape, k_BGSD.shape)
+    return _PrefixAttention.apply(q_BHTD, k_BGSD, v_BGSD, sinks_H, view, scale, softcap, dropout)
+
+
+class _PrefixAttention(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        sinks: Tensor | None,
+        view: MaskView,
+        scale: float,
+        softcap: float | None,
+        dropout: float,
+    ) -> Tensor:
+        seed = int(torch.randint(1 << 62, ())) if dropout else 0
+        pieces = [_Piece(view, segment, scale, softcap, dropout, seed) for segment in view.segments()]
+        o, lse = pieces[0].forward(q, k, v)
+        if len(pieces) > 1:
+            o = o.to(lse.dtype)
+        for piece in pieces[1:]:
+            o_s, lse_s = piece.forward(q, k, v)
+            total = torch.logaddexp(lse, lse_s)
+            o = o * (lse - total).exp()[..., None]
+            o += o_s * (lse_s - total).exp()[..., None]
+            lse = total
+        if sinks is not None:
+            total = torch.logaddexp(lse, sinks.to(lse.dtype)[None, :, None])
+            o, lse = o * (lse - total).exp()[..., None], total
+        if any(piece.segment.masked for piece in pieces):  # a query that sees no key at all gives zero, and no gradient
+            blind = lse < masked_score(lse.dtype if q.dtype == torch.bfloat16 else q.dtype) / 2
+            o, lse = o.masked_fill(blind[..., None], 0.0), lse.masked_fill(blind, float("inf"))
+        o = o.to(q.dtype)
+        ctx.save_for_backward(q, k, v, sinks, o, lse)
+        ctx.pieces = pieces
+        return o
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad_o: Tensor) -> tuple[Tensor | None, ...]:
+        q, k, v, sinks, o, lse = ctx.saved_tensors
+        pieces: list[_Piece] = ctx.pieces
+        grad_q: Tensor | None = None
+        whole = len(pieces) == 1 and pieces[0].segment.stop - pieces[0].segment.start == k.shape[2]
+        grad_k, grad_v = (None, None) if whole else (torch.zeros_like(k), torch.zeros_like(v))
+        for piece in pieces:
+            grad_q_s, grad_k_s, grad_v_s = piece.backward(grad_o, q, k, v, o, lse)
+            grad_q = grad_q_s if grad_q is None else grad_q.add_(grad_q_s)
+            if grad_k is None or grad_v is None:
+                grad_k, grad_v = grad_k_s, grad_v_s
+            else:
+                grad_k[:, :, piece.keys] = grad_k_s
+                grad_v[:, :, piece.keys] = grad_v_s
+        grad_sinks = None
+        if sinks is not None and ctx.needs_input_grad[3]:
+            delta_BHT = (grad_o.to(lse.dtype) * o.to(lse.dtype)).sum(-1)
+            p_BHT = (sinks.to(lse.dtype)[None, :, None] - lse).exp()
+            grad_sinks = -(p_BHT * delta_BHT).sum((0, 2)).to(sinks.dtype)
+        return grad_q, grad_k, grad_v, grad_sinks, None, None, None, None
+
+
+class _Piece:
+    """One segment of the keys: the fused kernel where there is one, the tiled formula otherwise."""
+
+    def __init__(
+        self, view: MaskView, segment: Segment, scale: float, softcap: float | None, dropout: float, seed: int
+    ) -> None:
+        self.view, self.segment, self.scale = view, segment, scale
+        self.softcap, self.dropout, self.seed = softcap, dropout, seed
+        self.keys = slice(segment.start, segment.stop)
+
+    def forward(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+        """Output ``[B, H, T, D]`` and log-sum-exp ``[B, H, T]`` of the queries over this segment alone."""
+        k, v = k[:, :, self.keys], v[:, :, self.keys]
+        kernel = None if self._needs_formula else flash_kernel(q, k, v, self.segment.masked)
+        if kernel is not None:
+            return kernel.forward(q, k, v, self.segment.causal, self._bias(q.dtype), self.scale)
+        return self._tiled_forward(q, k, v)
+
+    def backward(
+        self, grad_o: Tensor, q: Tensor, k: Tensor, v: Tensor, o: Tensor, lse: Tensor
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Gradients of this segment's q, k, v given the merged output ``o`` and log-sum-exp ``lse``."""
+        k, v = k[:, :, self.keys], v[:, :, self.keys]
+        kernel = None if self._needs_formula else flash_kernel(q, k, v, self.segment.masked)
+        if kernel is not None:
+            causal, bias = self.segment.causal, self._bias(q.dtype)
+            return kernel.backward(grad_o, q, k, v, o, lse, causal, bias, self.scale)
+        return self._tiled_backward(grad_o, q, k, v, o, lse)
+
+    @property
+    def _needs_formula(self) -> bool:
+        return self.softcap is not None or self.dropout > 0
+
+    def _bias(self, dtype: torch.dtype) -> Tensor | None:
+        return self.view.bias(self.segment, dtype)
+
+    def _row_tiles(self, q: Tensor, k: Tensor) -> Iterator[slice]:
+        rows = max(1, TILE_ELEMENTS // (q.shape[0] * q.shape[1] * max(1, k.shape[2])))
+        for start in range(0, q.shape[2], rows):
+            yield slice(start, min(start + rows, q.shape[2]))
+
+    def _scores(self, q_BGRTD: Tensor, k: Tensor, rows: slice, dtype: torch.dtype) -> tuple[Tensor, Tensor | None]:
+        """Scores ``[B, G, R, T, S]`` after softcap and mask, and d score / d raw score where it is not one."""
+        tile = q_BGRTD[:, :, :, rows]
+        s = (tile.flatten(2, 3) @ k.mT).to(dtype).mul_(self.scale).unflatten(2, tile.shape[2:4])
+        slope = None
+        if self.softcap is not None:
+            squashed = (s / self.softcap).tanh()
+            s, slope = squashed * self.softcap, 1 - squashed**2
+        if self.segment.causal or self.segment.masked:
+            s = s.masked_fill(~self._allowed(rows)[:, :, None], masked_score(dtype))
+        return s, slope
+
+    def _allowed(self, rows: slice) -> Tensor:
+        if not self.segment.causal:
+            return self.view.allowed(self.segment, rows)
+        start, stop = self.view.k_start + self.segment.start, self.view.k_start + self.segment.stop
+        return self.view.mask.tile(self.view.q_start + rows.start, self.view.q_start + rows.stop, start, stop)
+
+    def _kept(self, shape: torch.Size, rows: slice, device: torch.device, dtype: torch.dtype) -> Tensor:
+        """Dropout's factor on the weights of a tile, a function of the seed, the segment and the rows only."""
+        seed = (self.seed + 1_000_003 * self.segment.start + rows.start) % (1 << 62)
+        generator = torch.Generator(device).manual_seed(seed)
+        kept = torch.rand(shape, generator=generator, device=device) >= self.dropout
+        return kept.to(dtype) / (1 - self.dropout)
+
+    def _tiled_forward(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+        dtype = torch.promote_types(q.dtype, torch.float32)
+        q_BGRTD = q.unflatten(1, (k.shape[1], -1))
+        o, lse = q.new_empty((*q.shape[:3], v.shape[-1])), q.new_empty(q.shape[:3], dtype=dtype)
+        for rows in self._row_tiles(q, k):
+            s, _ = self._scores(q_BGRTD, k, rows, dtype)
+            lse_tile = s.logsumexp(-1)
+            p = s.sub_(lse_tile[..., None]).exp_()
+            if self.dropout:
+                p = p * self._kept(p.shape, rows, p.device, dtype)
+            o_tile = (p.to(v.dtype).flatten(2, 3) @ v).unflatten(2, p.shape[2:4])
+            o[:, :, rows], lse[:, :, rows] = o_tile.flatten(1, 2), lse_tile.flatten(1, 2)
+        return o, lse
+
+    def _tiled_backward(
+        self, grad_o: Tensor, q: Tensor, k: Tensor, v: Tensor, o: Tensor, lse: Tensor
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        dtype, heads = lse.dtype, (k.shape[1], -1)
+        q_BGRTD, grad_BGRTD, lse_BGRT = q.unflatten(1, heads), grad_o.unflatten(1, heads), lse.unflatten(1, heads)
+        delta_BGRT = (grad_o.to(dtype) * o.to(dtype)).sum(-1).unflatten(1, heads)
+        grad_q = torch.empty_like(q)
+        grad_k, grad_v = torch.zeros_like(k, dtype=dtype), torch.zeros_like(v, dtype=dtype)
+        for rows in self._row_tiles(q, k):
+            s, slope = self._scores(q_BGRTD, k, rows, dtype)
+            shape, grad_tile = s.shape[2:4], grad_BGRTD[:, :, :, rows].flatten(2, 3)
+            p = s.sub_(lse_BGRT[:, :, :, rows, None]).exp_()
+            grad_p = (grad_tile @ v.mT).to(dtype).unflatten(2, shape)
+            weights = p
+            if self.dropout:
+                kept = self._kept(p.shape, rows, p.device, dtype)
+                grad_p, weights = grad_p * kept, p * kept
+            grad_v += weights.to(v.dtype).flatten(2, 3).mT @ grad_tile
+            grad_s = p * (grad_p - delta_BGRT[:, :, :, rows, None])
+            grad_s = (grad_s if slope is None else grad_s * slope).mul_(self.scale).to(q.dtype).flatten(2, 3)
+            grad_q[:, :, rows] = (grad_s @ k).unflatten(2, shape).flatten(1, 2)
+            grad_k += grad_s.mT @ q_BGRTD[:, :, :, rows].flatten(2, 3)
+        return grad_q, grad_k.to(k.dtype), grad_v.to(v.dtype)
+
+
+def prefix_attention_reference(
+    q_BHTD: Tensor,
+    k_BGSD: Tensor,
+    v_BGSD: Tensor,
+    allowed_BHTS: Tensor,
+    *,
+    scale: float,
+    softcap: float | None = None,
+    sinks_H: Tensor | None = None,
+) -> Tensor:
+    """The slow, obvious form: dense scores, dense boolean mask, one softmax; autograd does the backward."""
+    groups = q_BHTD.shape[1] // k_BGSD.shape[1]
+    k, v = k_BGSD.repeat_interleave(groups, 1), v_BGSD.repeat_interleave(groups, 1)
+    s = q_BHTD @ k.mT * scale
+    if softcap is not None:
+        s = softcap * (s / softcap).tanh()
+    s = s.masked_fill(~allowed_BHTS, masked_score(s.dtype))
+    if sinks_H is not None:
+        s = torch.cat([s, sinks_H[None, :, None, None].expand(*s.shape[:3], 1).to(s.dtype)], dim=-1)
+    weights = s.softmax(-1)[..., : k.shape[2]]
+    return (weights * allowed_BHTS.any(-1, keepdim=True)) @ v
