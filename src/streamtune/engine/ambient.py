@@ -57,5 +57,5 @@ class Autocast:
         return cls(kind, torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind))
 
     def again(self) -> AbstractContextManager[None]:
-        """A context with these settings. Weights are cast per chunk: a cache of casts would outlive the chunk's graph."""
+        """A context with these settings; without a cache of cast weights, which would outlive the chunk's graph."""
         return torch.autocast(self.device_type, dtype=self.dtype, enabled=self.enabled, cache_enabled=False)

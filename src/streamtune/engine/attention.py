@@ -16,7 +16,7 @@ from transformers.masking_utils import causal_mask_function
 from streamtune.errors import UnsupportedModelError
 from streamtune.ops import LazyMask, MaskView, prefix_attention
 
-__all__ = ["NAME"]
+__all__ = ["NAME", "dense_mask"]
 
 NAME = "streamtune"
 """The attention implementation's name in a model's config."""
@@ -59,6 +59,9 @@ def attention(
             raise UnsupportedModelError(
                 f"{type(module).__name__} adds {name!r} to its attention scores, which is not streamed in this release"
             )
+    if torch.is_autocast_enabled(query.device.type) and query.dtype != torch.float64:
+        dtype = torch.get_autocast_dtype(query.device.type)
+        query, key, value = query.to(dtype), key.to(dtype), value.to(dtype)
     causal = is_causal if is_causal is not None else getattr(module, "is_causal", True)
     view = _view(attention_mask, query, key, bool(causal))
     out = prefix_attention(
@@ -82,23 +85,26 @@ def _view(mask: MaskView | LazyMask | Tensor | None, query: Tensor, key: Tensor,
         return mask
     if isinstance(mask, LazyMask):
         return mask.rows(0, mask.q_length)
-    lazy = LazyMask(batch, queries, keys, q_offset=keys - queries, causal=causal, device=query.device)
     if isinstance(mask, Tensor):
-        lazy.causal, lazy.function = False, _dense(mask, keys - queries)
+        return dense_mask(mask).rows(0, queries)
+    lazy = LazyMask(batch, queries, keys, q_offset=keys - queries, causal=causal, device=query.device)
     return lazy.rows(0, queries)
 
 
-def _dense(mask: Tensor, q_offset: int) -> Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]:
-    """A mask function that reads a dense 2D padding mask or a 4D mask (boolean, or additive with 0 for allowed)."""
-    if mask.dim() == 2:
-        return lambda b, h, q, k: mask.bool()[b, k]
+def dense_mask(mask: Tensor) -> LazyMask:
+    """The lazy form of a dense ``[B, 1, T, S]`` mask (boolean, or additive with 0 for allowed and -inf for not).
+
+    Raises:
+        UnsupportedModelError: It is a bias rather than a mask, or differs between heads.
+    """
     allowed = mask if mask.dtype == torch.bool else mask == 0
     if mask.dtype != torch.bool and not bool((allowed | (mask <= -1e4)).all()):
-        raise UnsupportedModelError("a dense attention mask with values other than 0 and -inf is a bias, which is not streamed")
+        raise UnsupportedModelError(
+            "a dense attention mask with values other than 0 and -inf is a bias, which is not streamed"
+        )
     if allowed.shape[1] != 1:
         raise UnsupportedModelError("a dense attention mask that differs between heads is not streamed")
-    rows = allowed.shape[0]
-    return lambda b, h, q, k: allowed[b % rows, 0, q - q_offset, k]
+    return LazyMask.from_dense(allowed)
 
 
 def lazy_mask(
@@ -115,7 +121,7 @@ def lazy_mask(
 ) -> LazyMask:
     """The mask with the signature of ``transformers``' ``AttentionMaskInterface``; nothing is built.
 
-    What is recognised (causal, sliding window, packed rows) is kept as a fact; what is not stays a function of positions.
+    What is recognised (causal, sliding window) is kept as a fact; what is not stays a function of positions.
     """
     causal, window, rest = _recognise(mask_function)
     padding = attention_mask

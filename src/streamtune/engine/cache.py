@@ -25,7 +25,7 @@ __all__ = ["ChunkCache", "KeysAndValues", "ProjectionDone"]
 Walk = Literal["store", "project", "replay"]
 
 
-class ProjectionDone(BaseException):  # noqa: N818 -- control flow, and no `except Exception` of a layer may stop it
+class ProjectionDone(BaseException):
     """The layer's last key/value update is done; the rest of its forward is not needed."""
 
 
@@ -102,6 +102,7 @@ class ChunkCache(Cache):
     def update(self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any) -> Any:
         """Store or join, by walk; returns keys and values ``[B, G, S, D]`` of prefix and chunk."""
         index, self.updates = self.updates, self.updates + 1
+        key_states, value_states = _attended_dtype(key_states), _attended_dtype(value_states)
         if self.walk != "replay":
             self.kv.write(index, self.chunk, key_states, value_states)
             if self.walk == "project" and self.updates == self.kv.updates:
@@ -133,12 +134,21 @@ class ChunkCache(Cache):
 
     def _recurrent(self, *args: Any, **kwargs: Any) -> Any:
         raise UnsupportedModelError(
-            "a layer of this model keeps a recurrent, convolutional or indexed state, which is not streamed in this release",
+            "a layer of this model keeps a recurrent, convolutional or indexed state, which is not streamed in this "
+            "release",
             mend="train it without streaming, or choose a model whose layers are attention layers",
         )
 
     get_conv_state = update_conv_state = get_recurrent_state = update_recurrent_state = _recurrent
     has_previous_state = update_indexer = _recurrent
+
+
+def _attended_dtype(x: Tensor) -> Tensor:
+    """Autocast lets rotary embeddings widen the keys and narrows them again in the attention: keep them narrow."""
+    kind = x.device.type
+    if x.dtype == torch.float64 or not torch.is_autocast_enabled(kind):
+        return x
+    return x.to(torch.get_autocast_dtype(kind))
 
 
 class _Join(torch.autograd.Function):

@@ -22,6 +22,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from streamtune.engine.attention import dense_mask
 from streamtune.engine.cache import ChunkCache
 from streamtune.errors import UnsupportedModelError
 from streamtune.ops.mask import LazyMask
@@ -83,6 +84,10 @@ class LayerCall:
         hidden = arguments.get(hidden_name)
         if not isinstance(hidden, Tensor) or hidden.dim() != 3:
             raise UnsupportedModelError(f"the first argument of {name} is not a tensor of hidden states [B, T, C]")
+        for group in (arguments, extra):
+            for key, value in group.items():
+                if _is_dense_mask(value, hidden.shape[1]):
+                    group[key] = dense_mask(value)
         call = cls(layer, arguments, extra, cache_name, hidden_name, [hidden_name], [])
         for key, value in call._all().items():
             if key != hidden_name and isinstance(value, Tensor) and value.requires_grad:
@@ -165,14 +170,12 @@ class LayerCall:
 
     def _cut(self, key: str, value: Any, chunk: slice, first_key: int, length: int) -> Any:
         if isinstance(value, Tensor):
-            if value.dim() == 4 and value.shape[2] == length and value.shape[3] == length:  # a dense mask of the caller
-                return value[:, :, chunk, first_key : chunk.stop]
             dim = self._dim(key, value, length)
-            if dim is None or value.dim() == 4:
+            if dim is None:
                 return value
             return value.narrow(dim, chunk.start, chunk.stop - chunk.start)
         if isinstance(value, LazyMask):
-            return value.rows(chunk.start, chunk.stop, first_key)
+            return value.chunk(chunk.start, chunk.stop, first_key)
         if isinstance(value, tuple | list):
             return type(value)(self._cut(key, item, chunk, first_key, length) for item in value)
         if isinstance(value, dict):
@@ -180,7 +183,10 @@ class LayerCall:
         return value
 
 
+def _is_dense_mask(value: Any, length: int) -> bool:
+    return isinstance(value, Tensor) and value.dim() == 4 and tuple(value.shape[2:]) == (length, length)
+
+
 def first_key(mask: LazyMask | None, chunk: slice) -> int:
     """The first position a chunk can see."""
     return 0 if mask is None else min(mask.first_key(chunk.start), chunk.start)
-

@@ -1,8 +1,9 @@
 """The language-model head, streamed: logits as a promise that only the loss redeems, one chunk at a time.
 
-While a call with ``labels`` runs, the head module returns :class:`LazyLogits` instead of ``[B, T, V]``. The model may scale
-or squash them (softcap); that is remembered and done per chunk. The model's ``loss_function`` is ours for the same time: it
-reads hidden states and weight from the promise and computes loss and gradient in one sweep (``ops.cross_entropy``).
+While a call with ``labels`` runs, the head returns :class:`LazyLogits` instead of ``[B, T, V]``. The model may scale or
+squash them (softcap); that is remembered and done per chunk. The model's ``loss_function`` is ours for the same
+time: it reads hidden states and weight from the promise and computes loss and gradient in one sweep of the head
+(``ops.cross_entropy``).
 """
 
 from __future__ import annotations
@@ -59,7 +60,7 @@ class LazyLogits:
     def __torch_function__(
         cls, func: Any, types: Sequence[type], args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> LazyLogits:
-        step = ELEMENTWISE.get(func)
+        step: Any = ELEMENTWISE.get(func)
         lazy = next((arg for arg in args if isinstance(arg, LazyLogits)), None)
         others = [arg for arg in args if arg is not lazy]
         if step is None or lazy is None or not all(_is_scalar(arg) for arg in others):
@@ -111,7 +112,9 @@ class LazyLogits:
 
 
 def _is_scalar(value: Any) -> bool:
-    return isinstance(value, int | float) or (isinstance(value, Tensor) and value.dim() == 0 and not value.requires_grad)
+    return isinstance(value, int | float) or (
+        isinstance(value, Tensor) and value.dim() == 0 and not value.requires_grad
+    )
 
 
 def _refuse(operation: str) -> UnsupportedModelError:
@@ -182,7 +185,11 @@ class StreamedHead:
             shift_labels = nn.functional.pad(labels, (0, 1), value=ignore_index)[..., 1:]
         targets = shift_labels.to(logits.hidden.device)
         transform = logits.transform if logits.steps else None
-        sizes = {"chunk_size": self.schedule.head_chunk_size, "num_items": num_items_in_batch, "ignore_index": ignore_index}
+        sizes: dict[str, Any] = {
+            "chunk_size": self.schedule.head_chunk_size,
+            "num_items": num_items_in_batch,
+            "ignore_index": ignore_index,
+        }
         head = logits.head
         if type(head) is nn.Linear and not head._forward_hooks and not head._forward_pre_hooks:
             return linear_cross_entropy(

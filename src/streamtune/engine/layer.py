@@ -1,8 +1,8 @@
 """A decoder layer that streams: the forward chunk by chunk, and an autograd node whose backward is the paper's sum.
 
-The node stands where ``torch.utils.checkpoint`` stands: it saves the layer's input and nothing else. It takes the layer's
-parameters as inputs and returns the gradient of each **once**, so hooks on parameters (DDP, ZeRO, FSDP, an optimizer in
-the backward) fire once per layer and step, whatever the number of chunks.
+The node stands where ``torch.utils.checkpoint`` stands: it saves the layer's input and nothing else. It takes the
+layer's parameters as inputs and returns the gradient of each **once**, so hooks on parameters (DDP, ZeRO, FSDP, an
+optimizer in the backward) fire once per layer and step, whatever the number of chunks.
 """
 
 from __future__ import annotations
@@ -38,6 +38,7 @@ class StreamedForward:
         self.leaves_checked = False
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """The layer's own signature and result."""
         call = LayerCall.bind(self.layer, args, kwargs)
         if call.cache is not None:
             if not torch.is_grad_enabled():  # generation: the model's own cache, the model's own walk
@@ -81,9 +82,8 @@ class _Stream:
         out = self.call.run(chunk, cache, given, self.length)
         if isinstance(out, tuple | list):
             if any(item is not None for item in out[1:]):
-                raise UnsupportedModelError(
-                    f"{type(self.call.layer).__name__} returns more than its hidden states, which cannot be joined from chunks"
-                )
+                name = type(self.call.layer).__name__
+                raise UnsupportedModelError(f"{name} returns more than hidden states; chunks of that cannot be joined")
             self.wrap, out = type(out), out[0]
         return out, cache
 
@@ -178,7 +178,7 @@ class _StreamedLayer(torch.autograd.Function):
 
 
 def _check_leaves(layer: nn.Module, z_out: Tensor, known: Sequence[Tensor]) -> None:
-    """Refuse a layer that reaches a trainable tensor the node does not know: its gradient would be lost without a word."""
+    """Refuse a layer that reaches a trainable tensor the node does not know, and would not return the gradient of."""
     known_ids = {id(tensor) for tensor in known}
     todo, seen = [z_out.grad_fn], set()
     while todo:
@@ -189,8 +189,8 @@ def _check_leaves(layer: nn.Module, z_out: Tensor, known: Sequence[Tensor]) -> N
         variable = getattr(node, "variable", None)
         if variable is not None and id(variable) not in known_ids:
             raise UnsupportedModelError(
-                f"{type(layer).__name__} uses a trainable tensor of shape {tuple(variable.shape)} that is not its own parameter, "
-                "whose gradient would be lost",
+                f"{type(layer).__name__} uses a trainable tensor of shape {tuple(variable.shape)} "
+                "that is not its own parameter, so its gradient would be lost",
                 mend="freeze that tensor, or train without streaming",
             )
         todo.extend(parent for parent, _ in node.next_functions)

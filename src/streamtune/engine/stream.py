@@ -1,7 +1,7 @@
 """``stream(model)``: put the engine into a model in place, and take it out again without a trace.
 
-Four seams of ``transformers`` are used and no modeling file is patched: each decoder layer's ``forward`` (on the instance),
-the cache a layer updates, the attention function and the mask function its config names.
+Four seams of ``transformers`` are used and no modeling file is patched: each decoder layer's ``forward`` (on the
+instance), the cache a layer updates, the attention function and the mask function its config names.
 """
 
 from __future__ import annotations
@@ -66,7 +66,8 @@ def base_model(model: nn.Module) -> PreTrainedModel:
     Raises:
         UnsupportedModelError: There is none.
     """
-    inner: Any = model.get_base_model() if hasattr(model, "get_base_model") else model
+    unwrap: Any = getattr(model, "get_base_model", None)
+    inner: Any = model if unwrap is None else unwrap()
     if not isinstance(inner, PreTrainedModel):
         raise UnsupportedModelError(f"{type(model).__name__} is not a transformers model")
     return inner
@@ -97,14 +98,22 @@ def check_streamable(model: PreTrainedModel, layers: list[nn.Module]) -> None:
     if model.config.is_encoder_decoder:
         raise UnsupportedModelError(f"{name} is an encoder-decoder; only causal decoders are streamed")
     if not layers:
-        raise UnsupportedModelError(f"{name} has no decoder layer with a key/value cache, so there is nothing to stream")
+        raise UnsupportedModelError(
+            f"{name} has no decoder layer with a key/value cache, so there is nothing to stream"
+        )
     if not model._can_set_attn_implementation():
         raise UnsupportedModelError(f"{name} does not take its attention from transformers' AttentionInterface")
-    recurrent = sorted({kind for kind in getattr(config, "layer_types", None) or [] if "attention" not in kind or "linear" in kind})
+    recurrent = sorted(
+        {kind for kind in getattr(config, "layer_types", None) or [] if "attention" not in kind or "linear" in kind}
+    )
     if recurrent:
-        raise UnsupportedModelError(f"{name} has {', '.join(recurrent)} layers, whose state is not streamed in this release")
+        raise UnsupportedModelError(
+            f"{name} has {', '.join(recurrent)} layers, whose state is not streamed in this release"
+        )
     if getattr(config, "num_kv_shared_layers", 0):
-        raise UnsupportedModelError(f"{name} shares keys and values between layers, which is not streamed in this release")
+        raise UnsupportedModelError(
+            f"{name} shares keys and values between layers, which is not streamed in this release"
+        )
     for flag, why in REFUSED_OUTPUTS.items():
         if getattr(config, flag, False):
             raise UnsupportedModelError(
@@ -123,7 +132,7 @@ class StreamHandle:
             raise ArgumentError(f"this {type(self.model).__name__} is streamed already", mend="call .remove() first")
         check_streamable(self.model, self.layers)
         self._head = StreamedHead(self.model, schedule) if head else None
-        self._checkpointing = {m: m.gradient_checkpointing for m in self.model.modules() if hasattr(m, "gradient_checkpointing")}
+        self._checkpointing: list[Any] = []
         self._attention = [
             (config, config._attn_implementation_internal) for config in _configs(self.model, self.layers)
         ]
@@ -148,9 +157,9 @@ class StreamHandle:
                     layer.forward = shadowed
         for config, implementation in self._attention:
             config._attn_implementation_internal = implementation
-        for module, flag in self._checkpointing.items():
-            module.gradient_checkpointing = flag  # type: ignore[assignment]
-        self._hooks, self._attention, self.layers, self._shadowed, self._checkpointing = [], [], [], [], {}
+        for module in self._checkpointing:
+            module.gradient_checkpointing = True
+        self._hooks, self._attention, self.layers, self._shadowed, self._checkpointing = [], [], [], [], []
 
     def __enter__(self) -> StreamHandle:
         return self
@@ -162,8 +171,10 @@ class StreamHandle:
         for name, why in REFUSED_OUTPUTS.items():
             if kwargs.get(name):
                 raise UnsupportedModelError(f"{name}=True was asked for, but {why}")
-        for module in self._checkpointing:  # the node stands in its place; both would recompute twice
-            module.gradient_checkpointing = False  # type: ignore[assignment]
+        for module in model.modules():  # the node stands in checkpointing's place; both would recompute twice
+            if getattr(module, "gradient_checkpointing", False):
+                module.gradient_checkpointing = False  # type: ignore[assignment]
+                self._checkpointing.append(module)
         with_labels = kwargs.get("labels") is not None
         if kwargs.get("past_key_values") is None and (with_labels or model.training):
             kwargs = {**kwargs, "use_cache": False}
@@ -191,5 +202,9 @@ def _configs(model: PreTrainedModel, layers: list[nn.Module]) -> list[Any]:
         if isinstance(module, PreTrainedModel) and any(id(child) in inside for child in module.modules()):
             owners.append(module.config)
     for layer in layers:
-        owners += [m.config for m in layer.modules() if hasattr(m, "config") and hasattr(m.config, "_attn_implementation_internal")]
+        owners += [
+            m.config
+            for m in layer.modules()
+            if hasattr(m, "config") and hasattr(m.config, "_attn_implementation_internal")
+        ]
     return list({id(config): config for config in owners}.values())

@@ -4,10 +4,10 @@ For a layer ``z_out = f_W(z_in)`` and chunks i = 1..D of the sequence,
 
     dL/dW = sum_i (d z_out(i) / dW)' dL/dz_out(i)
 
-The terms are independent but for one thing: chunk i attends to the keys and values of the chunks before it. So those are
-leaves of chunk i's graph, and the walk goes from the last chunk to the first: when chunk i's turn comes, every later chunk
-has already given its share of dK(i), dV(i), and these go in beside dL/dz_out(i) as gradients of chunk i's own k, v.
-Each chunk's graph is built, used once and freed. The result is the exact gradient.
+The terms are independent but for one thing: chunk i attends to the keys and values of the chunks before it. So those
+are leaves of chunk i's graph, and the walk goes from the last chunk to the first: when chunk i's turn comes, every
+later chunk has already given its share of dK(i), dV(i), and these go in beside dL/dz_out(i) as gradients of chunk i's
+own k, v. Each chunk's graph is built, used once and freed. The result is the exact gradient.
 """
 
 from __future__ import annotations

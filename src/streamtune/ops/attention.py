@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from streamtune.ops.kernels import flash_kernel
+from streamtune.ops.kernels import Kernel, flash_kernel
 from streamtune.ops.mask import MaskView, Segment, masked_score
 
 __all__ = ["prefix_attention", "prefix_attention_reference"]
@@ -55,7 +55,8 @@ def prefix_attention(
         ``[B, H, T, D]`` in the dtype of ``q_BHTD``. A query that sees no key (left padding) gives zeros.
     """
     assert tuple(view.shape[2:]) == (q_BHTD.shape[2], k_BGSD.shape[2]), (view.shape, q_BHTD.shape, k_BGSD.shape)
-    return _PrefixAttention.apply(q_BHTD, k_BGSD, v_BGSD, sinks_H, view, scale, softcap, dropout)
+    with torch.autocast(q_BHTD.device.type, enabled=False):  # the formula's matmuls are in the dtypes it chooses
+        return _PrefixAttention.apply(q_BHTD, k_BGSD, v_BGSD, sinks_H, view, scale, softcap, dropout)
 
 
 class _PrefixAttention(torch.autograd.Function):
@@ -75,7 +76,7 @@ class _PrefixAttention(torch.autograd.Function):
         pieces = [_Piece(view, segment, scale, softcap, dropout, seed) for segment in view.segments()]
         o, lse = pieces[0].forward(q, k, v)
         if len(pieces) > 1:
-            o = o.to(lse.dtype)
+            o = o.to(lse.dtype)  # rounded once, after the merge
         for piece in pieces[1:]:
             o_s, lse_s = piece.forward(q, k, v)
             total = torch.logaddexp(lse, lse_s)
@@ -88,14 +89,20 @@ class _PrefixAttention(torch.autograd.Function):
         if any(piece.segment.masked for piece in pieces):  # a query that sees no key at all gives zero, and no gradient
             blind = lse < masked_score(lse.dtype if q.dtype == torch.bfloat16 else q.dtype) / 2
             o, lse = o.masked_fill(blind[..., None], 0.0), lse.masked_fill(blind, float("inf"))
-        o = o.to(q.dtype)
-        ctx.save_for_backward(q, k, v, sinks, o, lse)
+        out = o.to(q.dtype)
+        # The formula takes delta from o as it was before rounding; a fused kernel wants o in the dtype of q.
+        ctx.save_for_backward(q, k, v, sinks, o if all(piece.by_formula(q, k, v) for piece in pieces) else out, lse)
         ctx.pieces = pieces
-        return o
+        return out
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad_o: Tensor) -> tuple[Tensor | None, ...]:
+        with torch.autocast(grad_o.device.type, enabled=False):
+            return _PrefixAttention._backward(ctx, grad_o)
+
+    @staticmethod
+    def _backward(ctx: Any, grad_o: Tensor) -> tuple[Tensor | None, ...]:
         q, k, v, sinks, o, lse = ctx.saved_tensors
         pieces: list[_Piece] = ctx.pieces
         grad_q: Tensor | None = None
@@ -128,9 +135,11 @@ class _Piece:
         self.keys = slice(segment.start, segment.stop)
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-        """Output ``[B, H, T, D]`` and log-sum-exp ``[B, H, T]`` of the queries over this segment alone."""
-        k, v = k[:, :, self.keys], v[:, :, self.keys]
-        kernel = None if self._needs_formula else flash_kernel(q, k, v, self.segment.masked)
+        """Output ``[B, H, T, D]`` and log-sum-exp ``[B, H, T]`` of the queries over this segment alone.
+
+        The output is in the dtype of q from a fused kernel, and not yet rounded to it from the formula.
+        """
+        k, v, kernel = k[:, :, self.keys], v[:, :, self.keys], self._kernel(q, k, v)
         if kernel is not None:
             return kernel.forward(q, k, v, self.segment.causal, self._bias(q.dtype), self.scale)
         return self._tiled_forward(q, k, v)
@@ -139,16 +148,20 @@ class _Piece:
         self, grad_o: Tensor, q: Tensor, k: Tensor, v: Tensor, o: Tensor, lse: Tensor
     ) -> tuple[Tensor, Tensor, Tensor]:
         """Gradients of this segment's q, k, v given the merged output ``o`` and log-sum-exp ``lse``."""
-        k, v = k[:, :, self.keys], v[:, :, self.keys]
-        kernel = None if self._needs_formula else flash_kernel(q, k, v, self.segment.masked)
+        k, v, kernel = k[:, :, self.keys], v[:, :, self.keys], self._kernel(q, k, v)
         if kernel is not None:
             causal, bias = self.segment.causal, self._bias(q.dtype)
             return kernel.backward(grad_o, q, k, v, o, lse, causal, bias, self.scale)
         return self._tiled_backward(grad_o, q, k, v, o, lse)
 
-    @property
-    def _needs_formula(self) -> bool:
-        return self.softcap is not None or self.dropout > 0
+    def by_formula(self, q: Tensor, k: Tensor, v: Tensor) -> bool:
+        """Whether this segment is computed by the tiled formula."""
+        return self._kernel(q, k, v) is None
+
+    def _kernel(self, q: Tensor, k: Tensor, v: Tensor) -> Kernel | None:
+        if self.softcap is not None or self.dropout > 0:
+            return None
+        return flash_kernel(q, k, v, self.segment.masked)
 
     def _bias(self, dtype: torch.dtype) -> Tensor | None:
         return self.view.bias(self.segment, dtype)
@@ -158,16 +171,19 @@ class _Piece:
         for start in range(0, q.shape[2], rows):
             yield slice(start, min(start + rows, q.shape[2]))
 
-    def _scores(self, q_BGRTD: Tensor, k: Tensor, rows: slice, dtype: torch.dtype) -> tuple[Tensor, Tensor | None]:
-        """Scores ``[B, G, R, T, S]`` after softcap and mask, and d score / d raw score where it is not one."""
+    def _scores(self, q_BGRTD: Tensor, k: Tensor, rows: slice) -> tuple[Tensor, Tensor | None]:
+        """Scores ``[B, G, R, T, S]`` after softcap and mask, and d score / d raw score where it is not one.
+
+        In the dtype of ``k``, fp32 or wider, as a fused kernel accumulates them.
+        """
         tile = q_BGRTD[:, :, :, rows]
-        s = (tile.flatten(2, 3) @ k.mT).to(dtype).mul_(self.scale).unflatten(2, tile.shape[2:4])
+        s = (tile.flatten(2, 3).to(k.dtype) @ k.mT).mul_(self.scale).unflatten(2, tile.shape[2:4])
         slope = None
         if self.softcap is not None:
             squashed = (s / self.softcap).tanh()
             s, slope = squashed * self.softcap, 1 - squashed**2
         if self.segment.causal or self.segment.masked:
-            s = s.masked_fill(~self._allowed(rows)[:, :, None], masked_score(dtype))
+            s = s.masked_fill(~self._allowed(rows)[:, :, None], masked_score(s.dtype))
         return s, slope
 
     def _allowed(self, rows: slice) -> Tensor:
@@ -185,15 +201,15 @@ class _Piece:
 
     def _tiled_forward(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
         dtype = torch.promote_types(q.dtype, torch.float32)
-        q_BGRTD = q.unflatten(1, (k.shape[1], -1))
-        o, lse = q.new_empty((*q.shape[:3], v.shape[-1])), q.new_empty(q.shape[:3], dtype=dtype)
+        q_BGRTD, k, v = q.unflatten(1, (k.shape[1], -1)), k.to(dtype), v.to(dtype)
+        o, lse = q.new_empty((*q.shape[:3], v.shape[-1]), dtype=dtype), q.new_empty(q.shape[:3], dtype=dtype)
         for rows in self._row_tiles(q, k):
-            s, _ = self._scores(q_BGRTD, k, rows, dtype)
+            s, _ = self._scores(q_BGRTD, k, rows)
             lse_tile = s.logsumexp(-1)
             p = s.sub_(lse_tile[..., None]).exp_()
             if self.dropout:
                 p = p * self._kept(p.shape, rows, p.device, dtype)
-            o_tile = (p.to(v.dtype).flatten(2, 3) @ v).unflatten(2, p.shape[2:4])
+            o_tile = (p.flatten(2, 3) @ v).unflatten(2, p.shape[2:4])
             o[:, :, rows], lse[:, :, rows] = o_tile.flatten(1, 2), lse_tile.flatten(1, 2)
         return o, lse
 
@@ -201,24 +217,25 @@ class _Piece:
         self, grad_o: Tensor, q: Tensor, k: Tensor, v: Tensor, o: Tensor, lse: Tensor
     ) -> tuple[Tensor, Tensor, Tensor]:
         dtype, heads = lse.dtype, (k.shape[1], -1)
+        wide_k, wide_v, grad_o = k.to(dtype), v.to(dtype), grad_o.to(dtype)
         q_BGRTD, grad_BGRTD, lse_BGRT = q.unflatten(1, heads), grad_o.unflatten(1, heads), lse.unflatten(1, heads)
-        delta_BGRT = (grad_o.to(dtype) * o.to(dtype)).sum(-1).unflatten(1, heads)
+        delta_BGRT = (grad_o * o.to(dtype)).sum(-1).unflatten(1, heads)
         grad_q = torch.empty_like(q)
-        grad_k, grad_v = torch.zeros_like(k, dtype=dtype), torch.zeros_like(v, dtype=dtype)
+        grad_k, grad_v = torch.zeros_like(wide_k), torch.zeros_like(wide_v)
         for rows in self._row_tiles(q, k):
-            s, slope = self._scores(q_BGRTD, k, rows, dtype)
+            s, slope = self._scores(q_BGRTD, wide_k, rows)
             shape, grad_tile = s.shape[2:4], grad_BGRTD[:, :, :, rows].flatten(2, 3)
             p = s.sub_(lse_BGRT[:, :, :, rows, None]).exp_()
-            grad_p = (grad_tile @ v.mT).to(dtype).unflatten(2, shape)
+            grad_p = (grad_tile @ wide_v.mT).unflatten(2, shape)
             weights = p
             if self.dropout:
                 kept = self._kept(p.shape, rows, p.device, dtype)
                 grad_p, weights = grad_p * kept, p * kept
-            grad_v += weights.to(v.dtype).flatten(2, 3).mT @ grad_tile
+            grad_v += weights.flatten(2, 3).mT @ grad_tile
             grad_s = p * (grad_p - delta_BGRT[:, :, :, rows, None])
-            grad_s = (grad_s if slope is None else grad_s * slope).mul_(self.scale).to(q.dtype).flatten(2, 3)
-            grad_q[:, :, rows] = (grad_s @ k).unflatten(2, shape).flatten(1, 2)
-            grad_k += grad_s.mT @ q_BGRTD[:, :, :, rows].flatten(2, 3)
+            grad_s = (grad_s if slope is None else grad_s * slope).mul_(self.scale).flatten(2, 3)
+            grad_q[:, :, rows] = (grad_s @ wide_k).unflatten(2, shape).flatten(1, 2)
+            grad_k += grad_s.mT @ q_BGRTD[:, :, :, rows].flatten(2, 3).to(dtype)
         return grad_q, grad_k.to(k.dtype), grad_v.to(v.dtype)
 
 

@@ -40,7 +40,15 @@ def _cpu_forward(
 
 
 def _cpu_backward(
-    grad_o: Tensor, q: Tensor, k: Tensor, v: Tensor, o: Tensor, lse: Tensor, causal: bool, bias: Tensor | None, scale: float
+    grad_o: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    o: Tensor,
+    lse: Tensor,
+    causal: bool,
+    bias: Tensor | None,
+    scale: float,
 ) -> tuple[Tensor, Tensor, Tensor]:
     return torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(
         grad_o, q, k, v, o, lse, 0.0, causal, attn_mask=bias, scale=scale
@@ -56,7 +64,15 @@ def _flash_forward(
 
 
 def _flash_backward(
-    grad_o: Tensor, q: Tensor, k: Tensor, v: Tensor, o: Tensor, lse: Tensor, causal: bool, bias: Tensor | None, scale: float
+    grad_o: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    o: Tensor,
+    lse: Tensor,
+    causal: bool,
+    bias: Tensor | None,
+    scale: float,
 ) -> tuple[Tensor, Tensor, Tensor]:
     groups = k.shape[1]
     k, v = _repeat_heads(k, q.shape[1]), _repeat_heads(v, q.shape[1])
@@ -76,12 +92,22 @@ def _efficient_forward(
 
 
 def _efficient_backward(
-    grad_o: Tensor, q: Tensor, k: Tensor, v: Tensor, o: Tensor, lse: Tensor, causal: bool, bias: Tensor | None, scale: float
+    grad_o: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    o: Tensor,
+    lse: Tensor,
+    causal: bool,
+    bias: Tensor | None,
+    scale: float,
 ) -> tuple[Tensor, Tensor, Tensor]:
     groups = k.shape[1]
     k, v = _repeat_heads(k, q.shape[1]), _repeat_heads(v, q.shape[1])
     rows = lse.shape[2]
-    aligned = lse.new_full((*lse.shape[:2], -(-rows // 32) * 32), float("inf"))  # this kernel reads rows in blocks of 32
+    aligned = lse.new_full(
+        (*lse.shape[:2], -(-rows // 32) * 32), float("inf")
+    )  # this kernel reads rows in blocks of 32
     aligned[:, :, :rows] = lse
     unused = torch.zeros((), dtype=torch.int64, device=q.device)  # the random state of a dropout of zero
     grad_q, grad_k, grad_v, _ = torch.ops.aten._scaled_dot_product_efficient_attention_backward(
@@ -108,11 +134,11 @@ def flash_kernel(q: Tensor, k: Tensor, v: Tensor, biased: bool) -> Kernel | None
     """The fused kernel for these tensors, or None where only the tiled formula of ``ops.attention`` applies."""
     if not (q.dtype == k.dtype == v.dtype and q.shape[-1] == k.shape[-1] == v.shape[-1]):
         return None
-    return _choose(q.device.type, q.device.index, q.dtype, q.shape[-1], biased)
+    return _choose(q.device.type, q.device.index or 0, q.dtype, q.shape[-1], biased)
 
 
 @lru_cache(maxsize=256)
-def _choose(device: str, index: int | None, dtype: torch.dtype, head_dim: int, biased: bool) -> Kernel | None:
+def _choose(device: str, index: int, dtype: torch.dtype, head_dim: int, biased: bool) -> Kernel | None:
     if device == "cpu":
         return CPU if dtype.is_floating_point else None
     if device != "cuda" or biased or head_dim % 8:
@@ -150,6 +176,8 @@ def _agrees_with_formula(kernel: Kernel, device: torch.device, dtype: torch.dtyp
 
 def kernel_names(device: torch.device, dtype: torch.dtype, head_dim: int = 128) -> dict[str, str]:
     """Which kernel runs without and with a mask, for ``streamtune env``."""
-    chosen = {label: _choose(device.type, device.index, dtype, head_dim, biased) for label, biased in
-              (("unmasked", False), ("masked", True))}
+    chosen = {
+        label: _choose(device.type, device.index or 0, dtype, head_dim, biased)
+        for label, biased in (("unmasked", False), ("masked", True))
+    }
     return {label: kernel.name if kernel else "tiled" for label, kernel in chosen.items()}

@@ -26,8 +26,8 @@ KEY_BLOCK = 2048
 class Segment:
     """A run of keys ``[start, stop)`` that one kernel call handles.
 
-    ``causal`` asks the kernel for its own lower-triangular mask (the segment is then square and ends at the last query);
-    ``masked`` says that :meth:`MaskView.bias` must be added.
+    ``causal`` asks the kernel for its own lower-triangular mask (the segment is then square and ends at the last
+    query); ``masked`` says that :meth:`MaskView.bias` must be added.
     """
 
     start: int
@@ -106,12 +106,26 @@ class LazyMask:
             return self.kv_offset
         return max(self.kv_offset, q_start - self.window + 1)
 
-    def rows(self, start: int, stop: int, first_key: int | None = None) -> MaskView:
-        """The mask of queries ``[start, stop)`` counted from this mask's first, over the keys they can see."""
-        q_start, q_stop = self.q_offset + start, self.q_offset + stop
-        k_start = self.kv_offset if first_key is None else first_key
-        k_stop = min(self.kv_offset + self.kv_length, q_stop) if self.causal else self.kv_offset + self.kv_length
-        return MaskView(self, q_start, q_stop, k_start, k_stop)
+    def rows(self, start: int, stop: int) -> MaskView:
+        """The mask of queries ``[start, stop)``, counted from this mask's first query, over all keys."""
+        last = self.kv_offset + self.kv_length
+        return MaskView(self, self.q_offset + start, self.q_offset + stop, self.kv_offset, last)
+
+    def chunk(self, start: int, stop: int, first_key: int) -> MaskView:
+        """The mask of queries ``[start, stop)`` over the keys ``[first_key, stop)``, which are all a chunk has."""
+        return MaskView(self, self.q_offset + start, self.q_offset + stop, first_key, self.q_offset + stop)
+
+    @classmethod
+    def from_dense(cls, allowed_B1TS: Tensor) -> LazyMask:
+        """A mask that reads a dense boolean one, bottom-right aligned: its last query is its last key's token."""
+        rows, _, queries, keys = allowed_B1TS.shape
+        offset = keys - queries
+
+        def function(b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
+            return allowed_B1TS[b % rows, 0, q - offset, k]
+
+        device = allowed_B1TS.device
+        return cls(rows, queries, keys, q_offset=offset, causal=False, function=function, device=device)
 
     def tile(self, q_start: int, q_stop: int, k_start: int, k_stop: int) -> Tensor:
         """The boolean tile ``[B or 1, 1, T, S]``, True where attention is allowed."""
@@ -188,7 +202,7 @@ class MaskView:
         return self._relative([piece for piece in pieces if piece.stop > piece.start])
 
     def _relative(self, pieces: list[Segment]) -> list[Segment]:
-        clean_start, clean_stop = self.mask.unpadded
+        clean_start, clean_stop = self.mask.unpadded if self.mask.padding is not None else (0, self.k_stop)
         out = []
         for piece in pieces:
             padded = not (clean_start <= piece.start and piece.stop <= clean_stop)

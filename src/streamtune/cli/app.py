@@ -1,0 +1,53 @@
+"""The commands, in the order the help lists them. Each has a file of its own and loads what it needs when it runs."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import typer
+
+from streamtune import __version__
+
+from .env import env
+from .recipes import recipes
+from .schema import schema
+from .sft import sft
+from .validate import validate
+
+__all__ = ["app"]
+
+app = typer.Typer(
+    name="streamtune",
+    no_args_is_help=True,
+    pretty_exceptions_enable=False,
+    rich_markup_mode="markdown",
+    context_settings={"help_option_names": ["-h", "--help"]},
+)
+
+
+def _print_version(wanted: bool) -> None:
+    if wanted:
+        print(f"streamtune {__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def streamtune(
+    version: Annotated[
+        bool,
+        typer.Option(
+            "--version", help="Print the version.", is_eager=True, callback=_print_version, show_default=False
+        ),
+    ] = False,
+    debug: Annotated[
+        bool, typer.Option("--debug", help="Show the traceback of an error; may stand anywhere.", show_default=False)
+    ] = False,
+) -> None:
+    """Fine-tune language models on very long sequences, with the exact gradient."""
+
+
+app.command("sft", rich_help_panel="Training")(sft)
+app.command("validate", rich_help_panel="Recipes")(validate)
+app.add_typer(recipes, name="recipes", rich_help_panel="Recipes")
+app.command("schema", rich_help_panel="Recipes")(schema)
+app.command("env", rich_help_panel="This machine")(env)

@@ -1,0 +1,125 @@
+"""The two places output goes: results on stdout, everything else on stderr."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console, Group, RenderableType
+from rich.panel import Panel
+from rich.table import Table
+from rich.text import Text
+
+from streamtune.errors import RecipeError, StreamTuneError, UserError
+
+__all__ = ["err", "error_panel", "error_text", "out", "print_error", "print_json", "print_note", "print_rows"]
+
+out = Console(highlight=False)
+err = Console(stderr=True, highlight=False)
+
+
+def print_json(document: Any) -> None:
+    """Print one JSON document on stdout, without colour or wrapping."""
+    print(json.dumps(document, indent=2, ensure_ascii=False))
+
+
+def print_rows(rows: Iterable[tuple[str, str]], *, name_style: str = "dim", indent: str = "  ") -> None:
+    """Print names and values in two columns on stdout; values wrap on a terminal and stay whole in a log."""
+    rows = list(rows)
+    width = max((len(name) for name, _ in rows), default=0)
+    if not out.is_terminal:
+        for name, value in rows:
+            print(f"{indent}{name:<{width}}  {value}".rstrip())
+        return
+    table = Table.grid(padding=(0, 2))
+    table.add_column(style=name_style, no_wrap=True)
+    table.add_column(overflow="fold")
+    for name, value in rows:
+        table.add_row(f"{indent}{name}", _commands(value))
+    out.print(table)
+
+
+def print_note(note: str) -> None:
+    """Tell on stderr what is worth knowing and is no error."""
+    err.print(Text.assemble(("note", "yellow"), ": ", _commands(note)), soft_wrap=True)
+
+
+def print_error(error: StreamTuneError) -> None:
+    """Tell an error on stderr: a panel on a terminal, plain lines in a log."""
+    if err.is_terminal:
+        err.print(error_panel(error))
+    else:
+        err.print(Text(error_text(error)), soft_wrap=True)
+
+
+def error_text(error: StreamTuneError) -> str:
+    """An error as plain lines: ``error: what``, then ``where`` and ``mend`` where there is one."""
+    lines = [f"error: {error.what}"]
+    lines += [f"where: {error.where}"] if error.where else []
+    lines += [f"mend: {error.mend}"] if error.mend else []
+    return "\n".join(lines)
+
+
+def error_panel(error: StreamTuneError) -> Panel:
+    """An error as one panel: what, where with the line of the recipe, how to mend it."""
+    first, *others = error.what.splitlines() or [""]
+    parts: list[RenderableType] = [Text(first, style="bold")]
+    parts += [_list_item(line) for line in others]
+    details = Table.grid(padding=(0, 2))
+    details.add_column(style="dim", no_wrap=True)
+    details.add_column(overflow="fold")
+    if error.where:
+        details.add_row("where", Text(error.where, style="cyan"))
+        if isinstance(error, RecipeError) and not others and (line := _source_line(error.where)):
+            details.add_row("", Text(line, style="dim", overflow="ellipsis", no_wrap=True))
+    if error.mend:
+        details.add_row("mend", _commands(error.mend))
+    if details.row_count:
+        parts += ["", details]
+    return Panel(
+        Group(*parts),
+        title=f"[bold red]{_title(error)}[/]",
+        title_align="left",
+        border_style="red",
+        padding=(0, 1),
+    )
+
+
+def _title(error: StreamTuneError) -> str:
+    """``RecipeError`` as ``Recipe error``."""
+    if type(error) in (StreamTuneError, UserError):
+        return "Error"
+    return re.sub(r"(?<=[a-z])(?=[A-Z])", " ", type(error).__name__).capitalize()
+
+
+def _list_item(line: str) -> RenderableType:
+    """A line of a longer message; one that starts with a dash wraps under its own text."""
+    if not line.startswith("- "):
+        return _commands(line)
+    item = Table.grid(padding=(0, 1))
+    item.add_column(no_wrap=True)
+    item.add_column(overflow="fold")
+    item.add_row("-", _commands(line[2:]))
+    return item
+
+
+def _commands(text: str) -> Text:
+    """Text with its `commands` in bold."""
+    shown = Text(text)
+    shown.highlight_regex(r"`[^`]+`", "bold")
+    return shown
+
+
+def _source_line(where: str) -> str:
+    """The line of a recipe that ``file:line`` points to, or an empty string."""
+    file, _, number = where.rpartition(":")
+    if not (number.isdecimal() and file.endswith((".yaml", ".yml"))):
+        return ""
+    try:
+        lines = Path(file).read_text(encoding="utf-8-sig").splitlines()
+        return lines[int(number) - 1].strip()
+    except (OSError, ValueError, IndexError):
+        return ""

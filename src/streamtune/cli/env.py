@@ -1,0 +1,153 @@
+"""``streamtune env``: versions, devices, memory, and the attention kernels that will run here."""
+
+from __future__ import annotations
+
+import platform
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+from rich.text import Text
+
+from streamtune import __version__
+
+from .console import out, print_json, print_rows
+from .options import JsonOption
+
+__all__ = ["env", "environment"]
+
+PACKAGES = ("torch", "transformers", "datasets", "peft", "deepspeed", "accelerate", "trl",
+            "safetensors", "tokenizers", "numpy", "pydantic", "typer")  # fmt: skip
+GIB = 1024**3
+
+
+def env(json: JsonOption = False) -> None:
+    """Show versions, devices, memory and the attention kernels that will run."""
+    found = environment()
+    if json:
+        print_json(found)
+        return
+    _print_section("versions", {name: version or "not installed" for name, version in found["versions"].items()})
+    memory = found["memory"]
+    _print_section("memory", {name.removesuffix("_bytes"): _gib(size) for name, size in memory.items() if size})
+    devices = {device["name"]: _describe(device) for device in found["devices"]}
+    _print_section("devices", devices)
+    kernels = {
+        f"{device} {dtype}": "  ".join(f"{mask}: {kernel}" for mask, kernel in by_mask.items())
+        for device, by_dtype in found["attention"].items()
+        for dtype, by_mask in by_dtype.items()
+    }
+    _print_section("attention kernels", kernels)
+
+
+def environment() -> dict[str, Any]:
+    """What ``env --json`` prints: ``versions``, ``platform``, ``memory`` (bytes), ``devices``, ``attention``.
+
+    ``attention`` is device -> dtype -> with or without a mask -> the kernel; ``tiled`` is the engine's own formula.
+    """
+    import torch
+
+    versions: dict[str, str | None] = {"streamtune": __version__, "python": platform.python_version()}
+    versions |= {name: _package_version(name) for name in PACKAGES}
+    devices = _devices()
+    kernels = {device["name"]: _kernels(torch.device(device["name"])) for device in devices}
+    return {
+        "versions": versions,
+        "platform": platform.platform(),
+        "memory": _memory(),
+        "devices": devices,
+        "attention": kernels,
+    }
+
+
+def _package_version(name: str) -> str | None:
+    """The installed version of a package, without importing it; ``None`` if it is not installed."""
+    try:
+        return metadata.version(name)
+    except metadata.PackageNotFoundError:
+        return None
+
+
+def _devices() -> list[dict[str, Any]]:
+    import psutil
+    import torch
+
+    cpu = {
+        "name": "cpu",
+        "model": _cpu_model(),
+        "cores": psutil.cpu_count(logical=False) or psutil.cpu_count(),
+        "threads": torch.get_num_threads(),
+    }
+    devices: list[dict[str, Any]] = [cpu]
+    for index in range(torch.cuda.device_count()):
+        properties = torch.cuda.get_device_properties(index)
+        free, total = torch.cuda.mem_get_info(index)
+        devices.append(
+            {
+                "name": f"cuda:{index}",
+                "model": properties.name,
+                "capability": f"{properties.major}.{properties.minor}",
+                "memory_bytes": total,
+                "free_bytes": free,
+                "bf16": torch.cuda.is_bf16_supported(),
+            }
+        )
+    return devices
+
+
+def _cpu_model() -> str:
+    """The processor's name; Python itself knows the architecture only."""
+    try:
+        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
+    except OSError:
+        lines = []
+    names = (line.partition(":")[2].strip() for line in lines if line.startswith("model name"))
+    return next(names, "") or platform.processor() or platform.machine()
+
+
+def _kernels(device: Any) -> dict[str, dict[str, str]]:
+    import torch
+
+    from streamtune.ops.kernels import kernel_names
+
+    return {str(dtype).removeprefix("torch."): kernel_names(device, dtype) for dtype in (torch.float32, torch.bfloat16)}
+
+
+def _memory() -> dict[str, int | None]:
+    """Host memory, and the limit of the container where there is one."""
+    import psutil
+
+    memory = psutil.virtual_memory()
+    return {
+        "total_bytes": memory.total,
+        "available_bytes": memory.available,
+        "container_limit_bytes": _container_limit(),
+    }
+
+
+def _container_limit() -> int | None:
+    for file in ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_bytes"):
+        try:
+            limit = Path(file).read_text().strip()
+        except OSError:
+            continue
+        # "max", or close to 2**63 in the older hierarchy, is no limit.
+        return int(limit) if limit.isdecimal() and int(limit) < 2**62 else None
+    return None
+
+
+def _describe(device: dict[str, Any]) -> str:
+    if device["name"] == "cpu":
+        return f"{device['model']}, {device['cores']} cores, {device['threads']} threads"
+    memory = f"{_gib(device['free_bytes'])} of {_gib(device['memory_bytes'])} free"
+    bf16 = "bfloat16" if device["bf16"] else "no bfloat16"
+    return f"{device['model']}, {memory}, compute capability {device['capability']}, {bf16}"
+
+
+def _gib(size: int) -> str:
+    return f"{size / GIB:.1f} GiB"
+
+
+def _print_section(title: str, rows: dict[str, str]) -> None:
+    out.print(Text(title, style="bold"))
+    print_rows((name.replace("_", " "), value) for name, value in rows.items())

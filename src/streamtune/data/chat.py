@@ -1,0 +1,238 @@
+"""Which characters of a rendered conversation the assistant wrote.
+
+A :class:`Turn` is what the model must generate in one assistant turn: everything from where the generation prompt ends
+to the end of the turn's terminator (``<|im_end|>``, ``<|eot_id|>``, the end-of-text token ...), and nothing after it:
+the line break most templates put behind a terminator is no part of it. A ``<think>`` that the generation prompt opens
+belongs to the turn, as the rest of the reasoning does.
+
+All turns are positions in **one** rendering, that of the whole conversation, because that is what is trained on.
+Three methods find them, the first that applies is used:
+
+1. The template marks them itself, with ``{% generation %}``.
+2. Prefixes. If rendering the messages before a turn, rendering them with the turn, and the full rendering are each a
+   prefix of the next, the turn lies between the first two: the first cannot hold a word of it, the second not a word
+   of what follows.
+3. Changes. Templates that rewrite history (they drop the reasoning of earlier turns, or end the last turn with another
+   token) break the prefixes. Then each message is replaced in place by a character that occurs nowhere, and where the
+   full rendering changes is where that message stands. The header before it and the terminator after it come from
+   renderings that stop at the turn. No turn may touch what another message wrote; otherwise the row is refused.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from streamtune.data.renderings import Message, Renderings, common_prefix, opened_reasoning
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+__all__ = ["ChatRenderer", "RenderedChat", "Turn"]
+
+
+@dataclass(frozen=True)
+class Turn:
+    """Characters ``start`` to ``end`` (exclusive) of the rendering: one assistant turn."""
+
+    start: int
+    end: int
+
+
+@dataclass(frozen=True)
+class RenderedChat:
+    """A rendered conversation and the assistant turns to train on, in order."""
+
+    text: str
+    turns: list[Turn]
+    ends: bool
+    """whether every turn ends with a special token, from which the model learns to stop"""
+
+
+class ChatRenderer:
+    """Renders conversations with a tokenizer's chat template and finds the assistant's turns in them."""
+
+    def __init__(self, tokenizer: PreTrainedTokenizerBase) -> None:
+        self._tokenizer = tokenizer
+        added = getattr(tokenizer, "added_tokens_decoder", {}).values()
+        names = {str(token) for token in added if token.special} | set(tokenizer.all_special_tokens)
+        self._special_tokens = tuple(sorted(filter(None, names), key=len, reverse=True))
+        self._special = re.compile("|".join(map(re.escape, self._special_tokens)) or r"(?!)")
+
+    def render(self, messages: list[Message], tools: Any, trained: Sequence[int], origin: str) -> RenderedChat:
+        """Render a conversation.
+
+        Args:
+            messages: The conversation.
+            tools: JSON schemas of tools, or None.
+            trained: Indices of the assistant messages to train on.
+            origin: The row, for errors.
+
+        Raises:
+            DataError: The template refuses the conversation, or rewrites it so that a turn cannot be located exactly.
+        """
+        chat = Renderings(self._tokenizer, messages, tools, origin)
+        turns = self._marked_turns(chat, trained)
+        if turns is None:
+            turns = self._prefix_turns(chat, trained)
+        if turns is None:
+            turns = self._changed_turns(chat, trained)
+        texts = [chat.text[turn.start : turn.end] for turn in turns]
+        for index in trained:
+            self._check_said(chat, index, texts)
+        return RenderedChat(chat.text, turns, ends=all(map(self._ends_with_special, texts)))
+
+    def _check_said(self, chat: Renderings, index: int, turns: Sequence[str]) -> None:
+        """Check that an answer is in one of the turns: some templates silently leave out what they do not know."""
+        message = chat.messages[index]
+        # Reasoning is what templates leave out for good reason; the answer proper follows it.
+        said = [message.get("content", "").rpartition("</think>")[2].strip()]
+        said += [call.get("function", call)["name"] for call in message.get("tool_calls", [])]
+        for text in said:
+            if not any(text in turn for turn in turns):
+                raise chat.refusal(index, f"leaves out {text[:60]!r}")
+
+    # ------------------------------------------------------------------ 1. the template's own marks
+
+    def _marked_turns(self, chat: Renderings, trained: Sequence[int]) -> list[Turn] | None:
+        """The turns that ``{% generation %}`` marks; None if the template has no marks or they cannot be told apart."""
+        spans = chat.marked_spans()
+        if spans is None:
+            return None
+        answers = chat.answers()
+        if len(spans) == len(answers):
+            spans = [span for span, index in zip(spans, answers, strict=True) if index in trained]
+        elif len(trained) != len(answers):
+            return None  # only some turns are trained, and the marks do not say which span is which turn
+        # What ends a turn: the end token, and what a chat ends with whose last message is an answer.
+        terminators = {self._tokenizer.eos_token}
+        if answers and answers[-1] == len(chat.messages) - 1:
+            terminators.update(token for token in self._special_tokens if chat.text.rstrip().endswith(token))
+        return [self._with_terminator(chat.text, start, end, terminators) for start, end in spans]
+
+    def _with_terminator(self, text: str, start: int, end: int, terminators: set[str]) -> Turn:
+        """Let a marked span end with its terminator: some templates mark too little, some a line break too much."""
+        marked = text[start:end].rstrip()
+        if self._ends_with_special(marked):
+            return Turn(start, start + len(marked))
+        following = self._special.match(text, _skip_blanks(text, end))
+        return Turn(start, following.end() if following and following.group() in terminators else end)
+
+    def _ends_with_special(self, text: str) -> bool:
+        return text.endswith(self._special_tokens)
+
+    # ------------------------------------------------------------------ 2. prefixes
+
+    def _prefix_turns(self, chat: Renderings, trained: Sequence[int]) -> list[Turn] | None:
+        """The turns between prefixes of the full rendering; None if one is no prefix."""
+        turns = []
+        for index in trained:
+            before, through = chat.prompt(index), chat.through(index)
+            if before is None or through is None:
+                return None
+            if not (chat.text.startswith(through) and through.startswith(before)):
+                return None
+            start = self._start_behind(chat, index, before, through)
+            turns.append(Turn(start, self._end_of_turn(chat, index, start, through)))
+        return turns
+
+    def _start_behind(self, chat: Renderings, index: int, before: str, text: str) -> int:
+        """Where the turn starts in ``text``, given the prompt it follows: usually where that ends."""
+        if before == chat.history(index):
+            return len(before) + self._plain_header_length(chat, index, text[len(before) :])
+        return len(before) - opened_reasoning(before)
+
+    def _plain_header_length(self, chat: Renderings, index: int, turn: str) -> int:
+        """Characters of the turn's header that ``turn`` starts with because the template ignores the generation prompt.
+
+        Such a template's header is what it puts between the history and an answer of plain content.
+        """
+        mark = chat.unused_character()
+        history = chat.history(index) or ""
+        answer = chat.try_render([*chat.messages[:index], {"role": "assistant", "content": mark}])
+        if answer is None or not answer.startswith(history) or mark not in answer:
+            return 0
+        header = answer[len(history) : answer.index(mark)]
+        return len(header) if turn.startswith(header) else 0
+
+    def _end_of_turn(self, chat: Renderings, index: int, start: int, through: str) -> int:
+        """Where the turn ends in ``through``, a rendering that ends with it: behind its terminator."""
+        turn = through[start:].rstrip()
+        if self._ends_with_special(turn) and not self._ends_twice(turn):
+            return start + len(turn)
+        place = chat.place_in_prefix(index)
+        if place is None:
+            return start + len(turn)
+        return place[1] + self._terminator_length(chat, index, through[place[1] :])
+
+    def _ends_twice(self, text: str) -> bool:
+        """Whether two special tokens with blanks between them stand at the end: of the turn, and of the whole text?"""
+        specials = list(self._special.finditer(text))
+        return len(specials) > 1 and text[specials[-2].end() : specials[-1].start()].isspace()
+
+    def _terminator_length(self, chat: Renderings, index: int, tail: str) -> int:
+        """Characters of ``tail``, what follows an answer, up to the end of its terminator.
+
+        The last special token ends it (some templates close a tool call first). Without one, whatever is not blank.
+        A token that is there only because the conversation is over does not belong to the turn.
+        """
+        if self._ends_twice(tail.rstrip()) and index == len(chat.messages) - 1:
+            shared = tail[: common_prefix(tail, chat.after_answer() or tail)]
+            tail = shared if self._special.search(shared) else tail
+        specials = list(self._special.finditer(tail))
+        return specials[-1].end() if specials else len(tail.rstrip())
+
+    # ------------------------------------------------------------------ 3. changes
+
+    def _changed_turns(self, chat: Renderings, trained: Sequence[int]) -> list[Turn]:
+        """The turns around what changes with each answer, verified against every other message."""
+        places = [chat.place(index) for index in range(len(chat.messages))]
+        turns: list[Turn] = []
+        for index in trained:
+            place = places[index]
+            if place is None or place == (0, 0):
+                raise chat.refusal(index, "does not print its text")
+            floor = turns[-1].end if turns else 0
+            turn = Turn(self._rewritten_start(chat, index, place, floor), self._rewritten_end(chat, index, place))
+            for other, foreign in enumerate(places):
+                if other != index and (foreign is None or (foreign[0] < turn.end and turn.start < foreign[1])):
+                    raise chat.refusal(index, f"prints it together with messages[{other}]")
+            turns.append(turn)
+        return turns
+
+    def _rewritten_start(self, chat: Renderings, index: int, place: tuple[int, int], floor: int) -> int:
+        """Where the header before ``place`` ends, searched no further back than ``floor``."""
+        before = chat.prompt(index)
+        if before is not None and chat.text.startswith(before) and floor <= len(before) <= place[0]:
+            return self._start_behind(chat, index, before, chat.text)
+        for header in chat.headers(index):
+            found = chat.text.rfind(header, floor, place[0])
+            if found >= 0:
+                return found + len(header)
+        raise chat.refusal(index, "puts something else before it than its generation prompt")
+
+    def _rewritten_end(self, chat: Renderings, index: int, place: tuple[int, int]) -> int:
+        """Where the terminator behind ``place`` ends."""
+        through = chat.through(index)
+        place_in_prefix = chat.place_in_prefix(index)
+        if through is not None and place_in_prefix is not None:
+            tail = through[place_in_prefix[1] :]
+            shared = tail[: common_prefix(tail, chat.text[place[1] :])]
+            if self._special.search(shared) or shared.strip() == tail.strip():
+                return place[1] + self._terminator_length(chat, index, shared)
+        # The last turn of a chat may end with another token than those before it: take the one that stands here.
+        token = self._special.match(chat.text, _skip_blanks(chat.text, place[1]))
+        if token is None:
+            raise chat.refusal(index, "ends it otherwise than the last answer")
+        return token.end()
+
+
+_BLANKS = re.compile(r"\s*")
+
+
+def _skip_blanks(text: str, position: int) -> int:
+    """The first position from ``position`` on that holds no blank."""
+    blanks = _BLANKS.match(text, position)
+    return blanks.end() if blanks else position

@@ -1,0 +1,290 @@
+"""From sources to examples ready to train on: read, normalise, render, fit to the length, hold out.
+
+Everything is read and checked before this returns, so that a malformed last row costs seconds and not a night.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import random
+import sys
+from array import array
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+import numpy as np
+import numpy.typing as npt
+
+from streamtune.data.render import IGNORE_INDEX, Rendered, RowRenderer
+from streamtune.data.report import DataReport, length_percentiles
+from streamtune.data.rows import ROW_TYPES, Completion, Content, Conversation, detect_type, normalise
+from streamtune.data.sources import Source, read_rows
+from streamtune.data.stdlib_corpus import STDLIB_PATH
+from streamtune.data.store import Example, ExampleSequence, ExampleWriter, spill
+from streamtune.errors import ArgumentError, DataError
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+__all__ = ["OVERLENGTH", "PreparedData", "iter_texts", "prepare"]
+
+OVERLENGTH = ("error", "truncate", "drop", "split")
+"""What becomes of a row with more than ``max_length`` tokens."""
+
+
+@dataclass(frozen=True)
+class PreparedData:
+    """Rows as token ids, split in what is trained on and what is held out."""
+
+    train: Sequence[Example]
+    validation: Sequence[Example]
+    report: DataReport
+    fingerprint: str
+    """hash of all token ids and labels in order: equal if and only if a run sees the same data"""
+
+
+def prepare(
+    sources: Sequence[Source],
+    tokenizer: PreTrainedTokenizerBase,
+    *,
+    max_length: int,
+    overlength: str = "error",
+    train_on: str = "assistant",
+    val_size: float = 0.0,
+    seed: int = 42,
+    notify: Callable[[str], None] = lambda message: None,
+) -> PreparedData:
+    """Read every source and make examples of its rows.
+
+    Args:
+        sources: Where the rows come from, in order.
+        tokenizer: The model's tokenizer, with its chat template.
+        max_length: Tokens an example has at most.
+        overlength: What to do with a longer row: refuse them all (``error``), cut its end off (``truncate``), leave it
+            out (``drop``), or cut it into consecutive pieces (``split``).
+        train_on: ``assistant`` (every assistant turn, or the completion), ``completion`` (the last turn) or ``all``.
+        val_size: Rows to hold out: a fraction below 1, or a count. Rows with the same tokens stay together, so that
+            no held-out row is trained on.
+        seed: Seed of the choice of held-out rows.
+        notify: Called with each thing the user should know, as a line of text.
+
+    Raises:
+        DataError: A file is missing, a row is malformed, too long or has nothing to train on, or nothing is left.
+        ArgumentError: ``overlength`` or ``train_on`` is none of the known ones.
+    """
+    if overlength not in OVERLENGTH:
+        raise ArgumentError(f"overlength is '{overlength}'", where="overlength", mend=f"use {', '.join(OVERLENGTH)}")
+    render = RowRenderer(tokenizer, train_on=train_on, notify=notify)
+    with spill() as (writer, tables):
+        fitting = _Fitting(writer, max_length, overlength)
+        for content, origin in _progress(_contents(sources, notify)):
+            fitting.add(render(content, origin), origin)
+        fitting.check(notify)
+    held_out = _choose_held_out(fitting, val_size, seed)
+    rows = np.frombuffer(fitting.row_of_example, dtype=np.int64)
+    train = np.flatnonzero(~held_out[rows])
+    validation = np.flatnonzero(held_out[rows])
+    return PreparedData(
+        train=ExampleSequence(tables[0], train),
+        validation=ExampleSequence(tables[0], validation),
+        report=fitting.report(len(train), len(validation)),
+        fingerprint=fitting.fingerprint(train, validation),
+    )
+
+
+def iter_texts(sources: Sequence[Source], *, notify: Callable[[str], None] = lambda message: None) -> Iterator[str]:
+    """Yield the texts of all rows, for training a tokenizer: no chat template is applied.
+
+    Raises:
+        DataError: As :func:`prepare`.
+    """
+    for content, _ in _contents(sources, notify):
+        if isinstance(content, Conversation):
+            yield from (message["content"] for message in content.messages if message.get("content"))
+        elif isinstance(content, Completion):
+            yield content.prompt + content.completion
+        else:
+            yield content.text
+
+
+def _contents(sources: Sequence[Source], notify: Callable[[str], None]) -> Iterator[tuple[Content, str]]:
+    """The normal form of every row of every source, with its origin."""
+    for source in sources:
+        row_type = source.type
+        if row_type not in ("auto", *ROW_TYPES):
+            known = ", ".join(("auto", *ROW_TYPES))
+            raise DataError(f"unknown row type '{row_type}'", where=source.where or source.path, mend=f"use {known}")
+        for row in read_rows(source):
+            if row_type == "auto":
+                row_type = detect_type(row)
+                if source.path != STDLIB_PATH:
+                    notify(f"{source.path}: rows look like '{row_type}'")
+            yield normalise(row, row_type), row.origin
+
+
+@dataclass
+class _Fitting:
+    """Fits rows to the length, writes the examples, counts what became of them."""
+
+    writer: ExampleWriter
+    max_length: int
+    overlength: str
+    counts: Counter[str] = field(default_factory=Counter)
+    lengths: array[int] = field(default_factory=lambda: array("q"))
+    """of every row as rendered"""
+    row_of_example: array[int] = field(default_factory=lambda: array("q"))
+    """for every example the number of its row among the kept rows"""
+    row_digests: list[bytes] = field(default_factory=list)
+    """for every kept row a hash of all its tokens and labels"""
+    example_digests: list[bytes] = field(default_factory=list)
+    too_long: int = 0
+    longest: tuple[int, str] = (0, "")
+    """length and origin of the longest row"""
+
+    def add(self, rendered: Rendered, origin: str) -> None:
+        """Take one row."""
+        size = len(rendered.input_ids)
+        self.lengths.append(size)
+        if size > self.longest[0]:
+            self.longest = (size, origin)
+        if size <= self.max_length:
+            self._keep([rendered], origin)
+            return
+        self.too_long += 1
+        if self.overlength == "truncate":
+            self._keep(_supervised([_piece(rendered, 0, self.max_length)]), origin, "truncated")
+        elif self.overlength == "split":
+            pieces = [_piece(rendered, start, self.max_length) for start in range(0, size, self.max_length)]
+            kept = _supervised(pieces)
+            self.counts["pieces_dropped"] += len(pieces) - len(kept) if kept else 0
+            self._keep(kept, origin, "split")
+        else:
+            self._keep([], origin)
+
+    def _keep(self, pieces: Sequence[Rendered], origin: str, how: str = "kept whole") -> None:
+        """Write the examples made of one row; of none, the row is dropped."""
+        if not pieces:
+            self.counts["dropped"] += 1
+            return
+        self.counts[how] += 1
+        row_digest = hashlib.blake2b(digest_size=16)
+        for piece in pieces:
+            ids, labels = np.array(piece.input_ids, dtype=np.int32), np.array(piece.labels, dtype=np.int32)
+            digest = hashlib.blake2b(ids.tobytes() + labels.tobytes(), digest_size=16).digest()
+            row_digest.update(digest)
+            self.example_digests.append(digest)
+            self.row_of_example.append(len(self.row_digests))
+            self.counts["tokens"] += len(ids)
+            self.counts["supervised_tokens"] += int((labels != IGNORE_INDEX).sum())
+            self.writer.append(Example(ids, labels, origin))
+        self.row_digests.append(row_digest.digest())
+
+    def check(self, notify: Callable[[str], None]) -> None:
+        """Refuse rows that are too long, and no rows at all; say what was changed.
+
+        Raises:
+            DataError: Rows are over the length and ``overlength`` is ``error``, or nothing is left.
+        """
+        size, origin = self.longest
+        if self.too_long and self.overlength == "error":
+            rows = "1 row has" if self.too_long == 1 else f"{self.too_long:,} rows have"
+            raise DataError(
+                f"{rows} more than max_length = {self.max_length:,} tokens; the longest has {size:,}",
+                where=origin,
+                mend=f"set max_length to {size} or more, or say what to do with them: "
+                "overlength: truncate, drop or split",
+            )
+        if not self.row_digests:
+            raise DataError(
+                f"no row is left to train on: all {len(self.lengths):,} were dropped",
+                where=origin,
+                mend=f"the longest has {size:,} tokens, max_length is {self.max_length:,}",
+            )
+        if self.too_long:
+            changed = ", ".join(
+                f"{self.counts[how]:,} {how}" for how in ("truncated", "split", "dropped") if self.counts[how]
+            )
+            notify(f"{self.too_long:,} of {len(self.lengths):,} rows are over {self.max_length:,} tokens: {changed}")
+
+    def report(self, train_examples: int, validation_examples: int) -> DataReport:
+        """What became of the rows."""
+        return DataReport(
+            rows=len(self.lengths),
+            kept=len(self.row_digests),
+            truncated=self.counts["truncated"],
+            dropped=self.counts["dropped"],
+            split=self.counts["split"],
+            pieces_dropped=self.counts["pieces_dropped"],
+            train_examples=train_examples,
+            validation_examples=validation_examples,
+            tokens=self.counts["tokens"],
+            supervised_tokens=self.counts["supervised_tokens"],
+            length_percentiles=length_percentiles(np.frombuffer(self.lengths, dtype=np.int64)),
+        )
+
+    def fingerprint(self, train: npt.NDArray[np.int64], validation: npt.NDArray[np.int64]) -> str:
+        """Hash of the examples of both parts in order."""
+        total = hashlib.sha256(f"{len(train)} {len(validation)}".encode())
+        for index in (*train, *validation):
+            total.update(self.example_digests[index])
+        return total.hexdigest()
+
+
+def _piece(rendered: Rendered, start: int, size: int) -> Rendered:
+    """``size`` tokens from ``start``; the first has nothing before it to be predicted from."""
+    labels = rendered.labels[start : start + size]
+    return Rendered(rendered.input_ids[start : start + size], [IGNORE_INDEX, *labels[1:]])
+
+
+def _supervised(pieces: Sequence[Rendered]) -> list[Rendered]:
+    """The pieces with a token that is trained on."""
+    return [piece for piece in pieces if any(label != IGNORE_INDEX for label in piece.labels)]
+
+
+def _choose_held_out(fitting: _Fitting, val_size: float, seed: int) -> npt.NDArray[np.bool_]:
+    """[kept rows] whether a row is held out. Rows with the same tokens share their fate.
+
+    Raises:
+        DataError: Nothing would be left to train on.
+    """
+    digests = fitting.row_digests
+    held_out = np.zeros(len(digests), dtype=np.bool_)
+    if val_size <= 0:
+        return held_out
+    wanted = max(1, round(val_size * len(digests))) if val_size < 1 else int(val_size)
+    groups: dict[bytes, list[int]] = {}
+    for row, digest in enumerate(digests):
+        groups.setdefault(digest, []).append(row)
+    order = sorted(groups)
+    random.Random(seed).shuffle(order)
+    count = 0
+    for digest in order:
+        if count >= wanted:
+            break
+        held_out[groups[digest]] = True
+        count += len(groups[digest])
+    if held_out.all():
+        raise DataError(
+            f"val_size = {val_size:g} holds out all of the {len(digests):,} rows ({len(groups):,} different ones)",
+            where="val_size",
+            mend="hold out fewer rows, or add data",
+        )
+    return held_out
+
+
+def _progress(contents: Iterable[tuple[Content, str]]) -> Iterator[tuple[Content, str]]:
+    """Pass rows through, with a live count on stderr if that is a terminal."""
+    if not sys.stderr.isatty():
+        yield from contents
+        return
+    from rich.console import Console
+    from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
+
+    columns = (SpinnerColumn(), TextColumn("tokenising, {task.completed:,} rows"), TimeElapsedColumn())
+    with Progress(*columns, console=Console(stderr=True), transient=True) as progress:
+        task = progress.add_task("rows", total=None)
+        for item in contents:
+            yield item
+            progress.advance(task)

@@ -1,0 +1,246 @@
+"""From a row to token ids and labels.
+
+The text of a row is tokenised **once**, whole; its ids are what is trained on. What is trained is known as characters
+of that text (see :mod:`streamtune.data.chat`) and carried over to tokens by the tokenizer's character offsets: a token
+is trained if it holds a trained character. Tokenising pieces and gluing ids would be simpler and wrong: byte-pair
+merges cross the borders of pieces.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from streamtune.data.chat import ChatRenderer, Turn
+from streamtune.data.rows import Completion, Content, Conversation, Document
+from streamtune.errors import ArgumentError, DataError
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+__all__ = ["IGNORE_INDEX", "TRAIN_ON", "Rendered", "RowRenderer"]
+
+IGNORE_INDEX = -100
+"""Label of a token that is not trained on; the value PyTorch's and Hugging Face's losses skip."""
+
+TRAIN_ON = ("assistant", "completion", "all")
+"""``assistant``: every assistant turn; ``completion``: the last one; ``all``: every token of a row."""
+
+
+@dataclass(frozen=True)
+class Rendered:
+    """Token ids of a row and their labels: the id itself where it is trained on, ``IGNORE_INDEX`` elsewhere.
+
+    Labels are not shifted. The first token is never trained on: nothing comes before it to predict it from.
+    """
+
+    input_ids: list[int]
+    labels: list[int]
+
+
+class RowRenderer:
+    """Turns normalised rows into token ids and labels.
+
+    Args:
+        tokenizer: The model's tokenizer, with its chat template.
+        train_on: One of :data:`TRAIN_ON`.
+        notify: Called once with each thing a user should know.
+
+    Raises:
+        ArgumentError: ``train_on`` is none of the three.
+    """
+
+    def __init__(self, tokenizer: PreTrainedTokenizerBase, *, train_on: str, notify: Callable[[str], None]) -> None:
+        if train_on not in TRAIN_ON:
+            raise ArgumentError(f"train_on is '{train_on}'", where="train_on", mend=f"use {', '.join(TRAIN_ON)}")
+        self._tokenizer = tokenizer
+        self._train_on = train_on
+        self._notify = notify
+        self._told: set[str] = set()
+        self._chat = ChatRenderer(tokenizer)
+
+    def __call__(self, content: Content, origin: str) -> Rendered:
+        """Render one row.
+
+        Raises:
+            DataError: The row cannot be rendered, or has no token to train on.
+        """
+        if isinstance(content, Conversation):
+            rendered = self._conversation(content, origin)
+        elif isinstance(content, Completion):
+            rendered = self._completion(content, origin)
+        else:
+            rendered = self._document(content, origin)
+        if all(label == IGNORE_INDEX for label in rendered.labels):
+            raise DataError(
+                "no token of the row is trained on",
+                where=origin,
+                mend="give it an answer or remove it; train_on: all trains on every token",
+            )
+        return rendered
+
+    def _conversation(self, content: Conversation, origin: str) -> Rendered:
+        if not self._tokenizer.chat_template:
+            raise DataError(
+                "the row is a conversation and the tokenizer has no chat template",
+                where=origin,
+                mend="set chat_template in the recipe: chatml, the path of a Jinja file, or the template itself",
+            )
+        trained = self._trained_messages(content)
+        if self._train_on != "all" and not trained:
+            raise DataError("no assistant message of the row is trained on", where=origin, mend="remove the row")
+        chat = self._chat.render(content.messages, content.tools, trained, origin)
+        if not chat.ends:
+            self._tell("the chat template ends answers without a special token: the model does not learn where to stop")
+        encoding = self._tokenizer.apply_chat_template(
+            content.messages,
+            tools=content.tools,
+            tokenize=True,
+            return_dict=True,
+            tokenizer_kwargs=self._tokenizer_options(),
+        )
+        ids, turns = list(encoding["input_ids"]), chat.turns
+        if self._train_on == "all":
+            return Rendered(ids, _labels(ids, [True] * len(ids)))
+        return Rendered(ids, _labels(ids, self._cover(chat.text, ids, encoding.get("offset_mapping"), turns, origin)))
+
+    def _trained_messages(self, content: Conversation) -> list[int]:
+        """Indices of the assistant messages that are trained on."""
+        answers = [
+            index
+            for index, message in enumerate(content.messages)
+            if message["role"] == "assistant" and index >= content.first_answer and message.get("weight", 1)
+        ]
+        if self._train_on == "completion" and content.first_answer == 0:
+            return answers[-1:]
+        return [] if self._train_on == "all" else answers
+
+    def _completion(self, content: Completion, origin: str) -> Rendered:
+        text = content.prompt + content.completion
+        encoding = self._tokenizer(text, **self._tokenizer_options())
+        ids = list(encoding["input_ids"])
+        if self._train_on == "all":
+            trained = [True] * len(ids)
+        else:
+            turn = Turn(len(content.prompt), len(text))
+            trained = self._cover(text, ids, encoding.get("offset_mapping"), [turn], origin, special=True)
+        return self._ended(ids, trained)
+
+    def _document(self, content: Document, origin: str) -> Rendered:
+        ids = list(self._tokenizer(content.text, verbose=False)["input_ids"])
+        if not ids:
+            raise DataError("the tokenizer makes no token of the text", where=origin, mend="remove the row")
+        return self._ended(ids, [True] * len(ids))
+
+    def _ended(self, ids: list[int], trained: list[bool]) -> Rendered:
+        """Let the tokens end with the end token, trained."""
+        end = self._tokenizer.eos_token_id
+        if end is None:
+            self._tell("the tokenizer has no end token: rows end without one and the model does not learn to stop")
+        elif ids and ids[-1] == end:
+            trained = [*trained[:-1], True]  # the tokenizer puts its own
+        else:
+            ids, trained = [*ids, end], [*trained, True]
+        return Rendered(ids, _labels(ids, trained))
+
+    def _tokenizer_options(self) -> dict[str, Any]:
+        # verbose=False: a row longer than the model's own limit is what this program is for
+        return {"return_offsets_mapping": bool(self._tokenizer.is_fast), "verbose": False}
+
+    def _cover(
+        self,
+        text: str,
+        ids: list[int],
+        offsets: Sequence[tuple[int, int]] | None,
+        turns: Sequence[Turn],
+        origin: str,
+        *,
+        special: bool = False,
+    ) -> list[bool]:
+        """Which tokens hold a character of ``turns``."""
+        if offsets is not None:
+            extents = _extents(text, offsets, lambda: list(self._tokenizer.convert_ids_to_tokens(ids)))
+            return _cover_by_offsets(extents, turns)
+        return self._cover_by_prefixes(text, ids, turns, origin, special)
+
+    def _cover_by_prefixes(
+        self, text: str, ids: list[int], turns: Sequence[Turn], origin: str, special: bool
+    ) -> list[bool]:
+        """The same without offsets, for tokenizers in pure Python: where text up to a border has a prefix of the ids.
+
+        Raises:
+            DataError: A token crosses a border.
+        """
+        trained = [False] * len(ids)
+        for turn in turns:
+            borders = []
+            for border in (turn.start, turn.end):
+                prefix = list(self._tokenizer(text[:border], add_special_tokens=special, verbose=False)["input_ids"])
+                if ids[: len(prefix)] != prefix:
+                    raise DataError(
+                        "a token crosses the border of an answer, and this tokenizer gives no character offsets",
+                        where=origin,
+                        mend="use a fast tokenizer (tokenizer.json)",
+                    )
+                borders.append(len(prefix))
+            trained[borders[0] : borders[1]] = [True] * (borders[1] - borders[0])
+        return trained
+
+    def _tell(self, message: str) -> None:
+        if message not in self._told:
+            self._told.add(message)
+            self._notify(message)
+
+
+def _labels(ids: Sequence[int], trained: Sequence[bool]) -> list[int]:
+    labels = [token if train else IGNORE_INDEX for token, train in zip(ids, trained, strict=True)]
+    labels[:1] = [IGNORE_INDEX] * len(labels[:1])
+    return labels
+
+
+def _cover_by_offsets(extents: Sequence[tuple[int, int]], turns: Sequence[Turn]) -> list[bool]:
+    """Which tokens hold a character of ``turns``; tokens and turns are both in order."""
+    trained = [False] * len(extents)
+    position = 0
+    for index, (start, end) in enumerate(extents):
+        while position < len(turns) and turns[position].end <= start:
+            position += 1
+        if position == len(turns):
+            break
+        trained[index] = start < end and turns[position].start < end
+    return trained
+
+
+def _extents(
+    text: str, offsets: Sequence[tuple[int, int]], pieces: Callable[[], list[str]]
+) -> Sequence[tuple[int, int]]:
+    """The characters each token stands for, the blanks included that ``offsets`` leave out.
+
+    Byte-level tokenizers like GPT-2's and Llama 3's (``trim_offsets``) report a token without the blanks at its ends.
+    Blanks that no token claims belong to the token before them as far as its piece ends with blanks (``Ġ``), the rest
+    to the token after them. A token the tokenizer added itself stands for no character.
+
+    Args:
+        text: What was tokenised.
+        offsets: Start and end (exclusive) of each token as the tokenizer reports them.
+        pieces: Gives the tokens as the vocabulary writes them; called only where blanks are left out.
+    """
+    extents = [*offsets, (len(text), len(text))]  # the end stands for one more token: blanks may come before it
+    names: list[str] | None = None
+    covered = 0  # characters before this one belong to a token already seen
+    for index, (start, end) in enumerate(tuple(extents)):
+        if covered < start and text[covered:start].isspace():
+            names = names or pieces()
+            if index and covered == extents[index - 1][1]:
+                covered += min(_unclaimed_blanks(names[index - 1], extents[index - 1]), start - covered)
+                extents[index - 1] = (extents[index - 1][0], covered)
+            extents[index] = (covered, end)
+        covered = max(covered, end)
+    return extents[:-1]
+
+
+def _unclaimed_blanks(piece: str, extent: tuple[int, int]) -> int:
+    """Blanks at the end of a token's piece that its extent does not cover yet."""
+    blanks = len(piece) - len(piece.rstrip("Ġ"))
+    return blanks - (extent[1] - extent[0]) if blanks == len(piece) else blanks

@@ -1,0 +1,235 @@
+"""Renderings of one conversation: whole, cut after a message, with a message replaced, with the template's marks."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Any
+
+from streamtune.errors import DataError
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+__all__ = ["Message", "Renderings", "common_prefix", "opened_reasoning"]
+
+Message = dict[str, Any]
+
+_GENERATION = re.compile(r"\{%([-+]?)\s*generation\s*([-+]?)%\}")
+_END_GENERATION = re.compile(r"\{%([-+]?)\s*endgeneration\s*([-+]?)%\}")
+
+
+_KEPT_RENDERINGS = 4
+"""A turn needs its prompt, its history, itself and the prompt behind the whole chat."""
+
+
+class Renderings:
+    """One conversation, rendered in every way that helps to find the assistant's turns in it.
+
+    Args:
+        tokenizer: Its chat template renders.
+        messages: The conversation.
+        tools: JSON schemas of tools, or None.
+        origin: The row, for errors.
+
+    Raises:
+        DataError: The template refuses the conversation.
+    """
+
+    def __init__(self, tokenizer: PreTrainedTokenizerBase, messages: list[Message], tools: Any, origin: str) -> None:
+        self.messages = messages
+        self._tokenizer = tokenizer
+        self._tools = tools
+        self._origin = origin
+        self._cache: dict[tuple[int, bool], str | None] = {}
+        self.text = self._render(messages)
+        try:
+            self.text.encode()
+        except UnicodeEncodeError as error:
+            raise DataError(
+                "the conversation holds half a surrogate pair, which is no character", where=origin
+            ) from error
+
+    def answers(self) -> list[int]:
+        """Indices of the assistant messages."""
+        return [index for index, message in enumerate(self.messages) if message["role"] == "assistant"]
+
+    def _render(self, messages: list[Message], *, generation: bool = False, template: str | None = None) -> str:
+        try:
+            text: str = self._tokenizer.apply_chat_template(
+                messages,
+                tools=self._tools,
+                chat_template=template,
+                add_generation_prompt=generation,
+                tokenize=False,
+            )
+        # A template is a program of its author's: it raises what it likes.
+        except Exception as error:
+            raise DataError(
+                f"the chat template refuses the conversation: {str(error) or type(error).__name__}",
+                where=self._origin,
+                mend="mend the row, or set chat_template to a template that takes it",
+            ) from error
+        return text
+
+    def try_render(self, messages: list[Message], *, generation: bool = False) -> str | None:
+        """Render a part or a variation of the conversation; None if the template refuses it."""
+        if not messages:
+            return None
+        try:
+            return self._render(messages, generation=generation)
+        except DataError:
+            return None
+
+    def _cut(self, count: int, generation: bool) -> str | None:
+        """The first ``count`` messages; the last few renderings are kept, all of a long chat would fill the memory."""
+        if count == len(self.messages) and not generation:
+            return self.text
+        if (count, generation) not in self._cache:
+            if len(self._cache) >= _KEPT_RENDERINGS:
+                del self._cache[next(iter(self._cache))]
+            self._cache[count, generation] = self.try_render(self.messages[:count], generation=generation)
+        return self._cache[count, generation]
+
+    def history(self, index: int) -> str | None:
+        """The messages before ``index``."""
+        return self._cut(index, False)
+
+    def prompt(self, index: int) -> str | None:
+        """The messages before ``index`` and the generation prompt."""
+        return self._cut(index, True)
+
+    def through(self, index: int) -> str | None:
+        """The messages up to and with ``index``."""
+        return self._cut(index + 1, False)
+
+    def headers(self, index: int) -> Iterator[str]:
+        """What can stand before an answer: the generation prompt after the messages before it, or after all of them.
+
+        A ``<think>`` that the prompt opens and leaves open is part of the answer, which closes it; it comes without.
+        """
+        for count in (index, len(self.messages)):
+            history, prompt = self._cut(count, False), self._cut(count, True)
+            if history and prompt and prompt.startswith(history) and len(prompt) > len(history):
+                header = prompt[len(history) :]
+                yield header[: len(header) - opened_reasoning(header)]
+
+    def unused_character(self, after: str = "\ue000") -> str:
+        """A private-use character that occurs nowhere in the conversation, from ``after`` on."""
+        return next(chr(code) for code in range(ord(after), 0xF900) if chr(code) not in self.text)
+
+    def place(self, index: int) -> tuple[int, int] | None:
+        """The characters of the full rendering that depend on what message ``index`` says.
+
+        Returns:
+            Start and end (exclusive): equal where the message says nothing, (0, 0) where the template leaves it out.
+            None if the template refuses the replacement or escapes it.
+        """
+        return self._place(self.messages, self.text, index)
+
+    def place_in_prefix(self, index: int) -> tuple[int, int] | None:
+        """The same in the rendering of the messages up to and with ``index``."""
+        return self._place(self.messages[: index + 1], self.through(index), index)
+
+    def _place(self, messages: list[Message], original: str | None, index: int) -> tuple[int, int] | None:
+        mark = self.unused_character()
+        variant = self.try_render([*messages[:index], _replaced(messages[index], mark), *messages[index + 1 :]])
+        if original is None or variant is None:
+            return None
+        if variant == original:
+            return 0, 0
+        if mark not in variant:
+            return None
+        start = common_prefix(original, variant)
+        limit = min(len(original), len(variant)) - start
+        return start, len(original) - _common_suffix(original, variant, limit)
+
+    def marked_spans(self) -> list[tuple[int, int]] | None:
+        """Characters inside the template's ``{% generation %}`` blocks; None if it has none.
+
+        The blocks are made to print two unused characters at their ends. Whitespace control stays as it was, which is
+        checked: without these characters the rendering must be the original.
+        """
+        template: str = self._tokenizer.get_chat_template(tools=self._tools)
+        if not _GENERATION.search(template):
+            return None
+        opening = self.unused_character()
+        closing = self.unused_character(after=chr(ord(opening) + 1))
+        marking = _GENERATION.sub(rf'{{%\1 generation %}}{{{{ "{opening}" }}}}{{% if true \2%}}', template)
+        marking = _END_GENERATION.sub(rf'{{%\1 endif %}}{{{{ "{closing}" }}}}{{% endgeneration \2%}}', marking)
+        pieces = re.split(f"([{opening}{closing}])", self._render(self.messages, template=marking))
+        if "".join(pieces[0::2]) != self.text or pieces[1::2] != [opening, closing] * (len(pieces) // 4):
+            return None
+        ends, position = [], 0
+        for piece in pieces[0:-1:2]:
+            position += len(piece)
+            ends.append(position)
+        return list(zip(ends[0::2], ends[1::2], strict=True))
+
+    def after_answer(self) -> str | None:
+        """What follows the last answer if a user message comes next; None if the template takes no further message."""
+        messages = [*self.messages, {"role": "user", "content": self.unused_character()}]
+        text = self.try_render(messages)
+        place = self._place(messages, text, len(self.messages) - 1)
+        return None if text is None or place is None else text[place[1] :]
+
+    def refusal(self, index: int, why: str) -> DataError:
+        """The error for a turn that cannot be located, ``why`` being what the template does."""
+        return DataError(
+            f"messages[{index}] cannot be masked exactly: the chat template {why}",
+            where=self._origin,
+            mend="set chat_template to one that prints the whole conversation and marks the assistant's words with "
+            "{% generation %} ... {% endgeneration %}",
+        )
+
+
+_KEPT_FIELDS = frozenset({"role", "type", "id", "tool_call_id", "name"})
+"""Strings of a message that steer a template rather than say something."""
+
+
+def _replaced(message: Message, mark: str) -> Message:
+    """The message with everything it says replaced by ``mark``."""
+    replaced = {key: _replace_strings(value, key, mark) for key, value in message.items()}
+    if replaced == message:  # it says nothing: let it say the mark
+        replaced["content"] = mark
+    return replaced
+
+
+def _replace_strings(value: Any, key: str, mark: str) -> Any:
+    if isinstance(value, str):
+        return value if key in _KEPT_FIELDS or not value else mark
+    if isinstance(value, dict):
+        return {name: _replace_strings(item, name, mark) for name, item in value.items()}
+    if isinstance(value, list):
+        return [_replace_strings(item, key, mark) for item in value]
+    return value
+
+
+def opened_reasoning(prompt: str) -> int:
+    """Characters of the ``<think>`` that ``prompt`` ends with, blanks included; 0 if it opens none."""
+    stripped = prompt.rstrip()
+    return len(prompt) - len(stripped.removesuffix("<think>")) if stripped.endswith("<think>") else 0
+
+
+def common_prefix(first: str, second: str) -> int:
+    """Length of the longest common prefix, by bisection: comparing slices is fast, walking characters is not."""
+    low, high = 0, min(len(first), len(second))
+    while low < high:
+        middle = (low + high + 1) // 2
+        if first[low:middle] == second[low:middle]:
+            low = middle
+        else:
+            high = middle - 1
+    return low
+
+
+def _common_suffix(first: str, second: str, limit: int) -> int:
+    """Length of the longest common suffix, ``limit`` at most."""
+    low, high = 0, limit
+    while low < high:
+        middle = (low + high + 1) // 2
+        if first[len(first) - middle : len(first) - low] == second[len(second) - middle : len(second) - low]:
+            low = middle
+        else:
+            high = middle - 1
+    return low

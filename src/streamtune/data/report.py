@@ -1,0 +1,67 @@
+"""What became of the rows: counted while they are prepared, shown to the user, written as JSON."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+__all__ = ["DataReport", "length_percentiles"]
+
+
+@dataclass(frozen=True)
+class DataReport:
+    """Counts of rows, examples and tokens. ``rows = kept + dropped``."""
+
+    rows: int
+    """rows read"""
+    kept: int
+    """rows that are trained or evaluated on, whole or in part"""
+    truncated: int
+    """kept rows that lost their end (``overlength: truncate``)"""
+    dropped: int
+    """rows left out: too long (``overlength: drop``), or nothing trained was left of them"""
+    split: int
+    """kept rows cut into pieces (``overlength: split``)"""
+    pieces_dropped: int
+    """pieces of split rows left out because none of their tokens is trained on"""
+    train_examples: int
+    """sequences to train on: rows or pieces of rows"""
+    validation_examples: int
+    """sequences held out"""
+    tokens: int
+    """tokens of all examples"""
+    supervised_tokens: int
+    """tokens that are predicted: those the loss is a mean over"""
+    length_percentiles: dict[str, int]
+    """lengths of the rows in tokens as rendered, before anything was cut"""
+
+    def to_json(self) -> dict[str, Any]:
+        """The report as one JSON object."""
+        return dict(vars(self))
+
+    def describe(self) -> str:
+        """The report in one line, without what did not happen."""
+        parts = [f"{self.rows:,} rows"]
+        if self.kept != self.rows:
+            parts.append(f"{self.kept:,} kept")
+        named = {"dropped": self.dropped, "truncated": self.truncated, "split": self.split}
+        parts += [f"{count:,} {name}" for name, count in named.items() if count]
+        if self.pieces_dropped:
+            parts.append(f"{self.pieces_dropped:,} pieces without trained tokens dropped")
+        parts.append(f"{self.train_examples:,} to train on")
+        if self.validation_examples:
+            parts.append(f"{self.validation_examples:,} held out")
+        lengths = self.length_percentiles
+        parts.append(f"{self.tokens:,} tokens, {self.supervised_tokens:,} of them trained")
+        parts.append(f"lengths {lengths['min']:,} to {lengths['max']:,}, median {lengths['p50']:,}")
+        return "; ".join(parts)
+
+
+def length_percentiles(lengths: npt.NDArray[np.int64]) -> dict[str, int]:
+    """Shortest, median, upper percentiles and longest of row lengths in tokens, each the length of a row."""
+    points = {"min": 0, "p50": 50, "p90": 90, "p95": 95, "p99": 99, "max": 100}
+    values = np.percentile(lengths, list(points.values()), method="higher")
+    return {name: int(value) for name, value in zip(points, values, strict=True)}

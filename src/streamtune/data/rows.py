@@ -1,0 +1,240 @@
+"""Row types: what the columns of a row mean, and one normal form for each kind of training text.
+
+    messages            messages: [{role, content, ...}], tools (optional)         -> Conversation
+    sharegpt            conversations: [{from, value}], system, tools (optional)   -> Conversation
+    alpaca              instruction, output, input, system, history (optional)     -> Conversation
+    prompt_completion   prompt, completion: two strings, or two lists of messages  -> Completion or Conversation
+    text                text                                                       -> Document
+
+A row that does not fit is a ``DataError`` that names the row, what is missing and what is there.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from streamtune.data.messages import check_message, from_sharegpt, text_field
+from streamtune.data.readers import Row
+from streamtune.errors import DataError, did_you_mean
+
+__all__ = ["ROW_TYPES", "Completion", "Content", "Conversation", "Document", "detect_type", "normalise"]
+
+
+@dataclass(frozen=True)
+class Conversation:
+    """A chat, rendered by the tokenizer's chat template."""
+
+    messages: list[dict[str, Any]]
+    """``role``, ``content`` and whatever else the template reads (``tool_calls``, ``reasoning_content``, ...)"""
+    tools: list[dict[str, Any]] | None = None
+    """JSON schemas of the tools on offer"""
+    first_answer: int = 0
+    """assistant messages before this index are context, not trained on"""
+
+
+@dataclass(frozen=True)
+class Completion:
+    """A prompt and what is to follow it, both plain text."""
+
+    prompt: str
+    completion: str
+
+
+@dataclass(frozen=True)
+class Document:
+    """Plain text."""
+
+    text: str
+
+
+Content = Conversation | Completion | Document
+
+REQUIRED_COLUMNS: dict[str, tuple[tuple[str, ...], ...]] = {
+    "messages": (("messages", "conversations"),),
+    "sharegpt": (("conversations", "conversation"),),
+    "prompt_completion": (("prompt",), ("completion",)),
+    "alpaca": (("instruction",), ("output",)),
+    "text": (("text",),),
+}
+"""Columns of each type, each with the names it may have, in the order in which types are tried."""
+
+ROW_TYPES = tuple(REQUIRED_COLUMNS)
+"""Names a recipe's ``type`` may have, besides ``auto``."""
+
+
+def detect_type(row: Row) -> str:
+    """Say which type a row looks like.
+
+    Raises:
+        DataError: It looks like none.
+    """
+    found = _looks_like(row.columns)
+    if found is None:
+        raise DataError(
+            f"cannot tell what the rows are from the columns {_names(row.columns)}",
+            where=row.origin,
+            mend="rows need 'messages', 'conversations', 'prompt' and 'completion', 'instruction' and 'output', or "
+            "'text'; rename the columns",
+        )
+    return found
+
+
+def normalise(row: Row, row_type: str) -> Content:
+    """Turn a row of a known type into its normal form.
+
+    Raises:
+        DataError: The row is not of this type, or one of its values is wrong.
+    """
+    for names in REQUIRED_COLUMNS[row_type]:
+        if not any(name in row.columns for name in names):
+            raise _missing_column(row, row_type, names[0])
+    return _NORMALISERS[row_type](row)
+
+
+def _looks_like(columns: Mapping[str, Any]) -> str | None:
+    for row_type, required in REQUIRED_COLUMNS.items():
+        present = [next((name for name in names if name in columns), None) for names in required]
+        if None in present:
+            continue
+        if row_type == "messages" and present == ["conversations"] and not _has_roles(columns["conversations"]):
+            continue  # the same column with from/value turns is sharegpt
+        return row_type
+    return None
+
+
+def _has_roles(turns: Any) -> bool:
+    turns = _parsed(turns)
+    return isinstance(turns, list) and bool(turns) and isinstance(turns[0], dict) and "role" in turns[0]
+
+
+def _missing_column(row: Row, row_type: str, column: str) -> DataError:
+    other = _looks_like(row.columns)
+    if other is not None and other != row_type:
+        mend = f"this row looks like '{other}'; keep rows of different types in different files"
+    else:
+        mend = did_you_mean(column, row.columns) or f"add the column '{column}' or set the dataset's 'type'"
+    return DataError(
+        f"a '{row_type}' row needs the column '{column}', this one has {_names(row.columns)}",
+        where=row.origin,
+        mend=mend,
+    )
+
+
+def _names(columns: Mapping[str, Any]) -> str:
+    return ", ".join(f"'{name}'" for name in columns) or "no column"
+
+
+def _parsed(value: Any) -> Any:
+    """A list or object that a CSV or Parquet cell holds as JSON text; anything else as it is."""
+    if isinstance(value, str) and value.lstrip()[:1] in ("[", "{"):
+        try:
+            return json.loads(value)
+        except ValueError:
+            return value
+    return value
+
+
+def _conversation(
+    row: Row, messages: Sequence[Any], *, column: str, tools: Any = None, first_answer: int = 0
+) -> Conversation:
+    """Check every message and that there is something to learn."""
+    checked = [check_message(item, f"{column}[{index}]", row.origin) for index, item in enumerate(messages)]
+    if not any(message["role"] == "assistant" for message in checked[first_answer:]):
+        raise DataError(
+            "the conversation has no assistant message, so there is nothing to train on",
+            where=row.origin,
+            mend="add one or remove the row",
+        )
+    return Conversation(checked, _tools(tools, row.origin), first_answer)
+
+
+def _tools(value: Any, origin: str) -> list[dict[str, Any]] | None:
+    value = _parsed(value)
+    if value is None or value in ("", []):
+        return None
+    if not isinstance(value, list) or not all(isinstance(tool, dict) for tool in value):
+        raise DataError("'tools' must be a list of JSON schemas", where=origin)
+    return value
+
+
+def _turns(row: Row, names: tuple[str, ...]) -> tuple[str, list[Any]]:
+    """The non-empty list in the first of ``names`` that the row has, with that name."""
+    column = next(name for name in names if name in row.columns)
+    value = _parsed(row.columns[column])
+    if not isinstance(value, list):
+        raise DataError(f"'{column}' must be a list of messages, it is {_kind(value)}", where=row.origin)
+    if not value:
+        raise DataError(f"'{column}' is empty", where=row.origin, mend="remove the row")
+    return column, value
+
+
+def _kind(value: Any) -> str:
+    kinds = {str: "a string", dict: "an object", list: "a list", bool: "a boolean", int: "a number", float: "a number"}
+    return kinds.get(type(value), "null")
+
+
+def _messages(row: Row) -> Content:
+    column, messages = _turns(row, ("messages", "conversations"))
+    return _conversation(row, messages, column=column, tools=row.columns.get("tools"))
+
+
+def _sharegpt(row: Row) -> Content:
+    column, turns = _turns(row, ("conversations", "conversation"))
+    messages = [from_sharegpt(turn, f"{column}[{index}]", row.origin) for index, turn in enumerate(turns)]
+    system = row.columns.get("system")
+    if system:
+        messages.insert(0, {"role": "system", "content": text_field(row.columns, "system", row.origin)})
+    return _conversation(row, messages, column=column, tools=row.columns.get("tools"))
+
+
+def _alpaca(row: Row) -> Content:
+    instruction = text_field(row.columns, "instruction", row.origin)
+    extra = text_field(row.columns, "input", row.origin) if row.columns.get("input") else ""
+    messages: list[dict[str, Any]] = []
+    if row.columns.get("system"):
+        messages.append({"role": "system", "content": text_field(row.columns, "system", row.origin)})
+    history = _parsed(row.columns.get("history") or [])
+    if not isinstance(history, list) or not all(isinstance(turn, list) and len(turn) == 2 for turn in history):
+        raise DataError("'history' must be a list of [instruction, output] pairs", where=row.origin)
+    for asked, answered in history:
+        messages += [{"role": "user", "content": asked}, {"role": "assistant", "content": answered}]
+    messages.append({"role": "user", "content": f"{instruction}\n\n{extra}" if extra else instruction})
+    messages.append({"role": "assistant", "content": text_field(row.columns, "output", row.origin)})
+    return _conversation(row, messages, column="history")
+
+
+def _prompt_completion(row: Row) -> Content:
+    prompt, completion = (_parsed_messages(row.columns[name]) for name in ("prompt", "completion"))
+    if isinstance(prompt, list) and isinstance(completion, list):
+        messages = [*prompt, *completion]
+        tools = row.columns.get("tools")
+        return _conversation(row, messages, column="prompt+completion", tools=tools, first_answer=len(prompt))
+    text = text_field(row.columns, "completion", row.origin)
+    if not text:
+        raise DataError("'completion' is empty, so there is nothing to train on", where=row.origin)
+    return Completion(text_field(row.columns, "prompt", row.origin), text)
+
+
+def _parsed_messages(value: Any) -> Any:
+    """A list of messages that a cell holds as JSON text; a prompt that merely starts with a bracket stays text."""
+    parsed = _parsed(value)
+    return parsed if isinstance(parsed, list) and _has_roles(parsed) else value
+
+
+def _text(row: Row) -> Content:
+    text = text_field(row.columns, "text", row.origin)
+    if not text:
+        raise DataError("'text' is empty", where=row.origin, mend="remove the row")
+    return Document(text)
+
+
+_NORMALISERS: dict[str, Callable[[Row], Content]] = {
+    "messages": _messages,
+    "sharegpt": _sharegpt,
+    "prompt_completion": _prompt_completion,
+    "alpaca": _alpaca,
+    "text": _text,
+}

@@ -1,0 +1,84 @@
+"""The order in which rows are visited: a function of seed and epoch, so that it can be resumed anywhere."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from streamtune.errors import CheckpointError
+
+__all__ = ["ResumableSampler"]
+
+
+class ResumableSampler:
+    """Visits every row once an epoch, in an order that depends on nothing but the seed and the epoch.
+
+    The position counts rows that were handed out, also those of the batch handed out last: save the state after the
+    batch was trained on, and a sampler that loads it goes on with the next one.
+
+    Args:
+        num_rows: Rows there are.
+        seed: Seed of the order.
+        shuffle: Whether to shuffle at all; without, rows come in their own order.
+    """
+
+    def __init__(self, num_rows: int, *, seed: int, shuffle: bool = True) -> None:
+        self.num_rows = num_rows
+        self.seed = seed
+        self.shuffle = shuffle
+        self.epoch = 0
+        """the epoch the next batch belongs to, from 0"""
+        self.position = 0
+        """rows of this epoch that were handed out"""
+
+    def order(self, epoch: int) -> npt.NDArray[np.int64]:
+        """[num_rows] the rows of an epoch in the order they are visited."""
+        if not self.shuffle:
+            return np.arange(self.num_rows, dtype=np.int64)
+        # RandomState's streams are frozen by numpy's compatibility policy; Generator's may change with a release.
+        random = np.random.RandomState(np.random.MT19937(np.random.SeedSequence((self.seed, epoch))))
+        return random.permutation(self.num_rows).astype(np.int64)
+
+    def batches(self, batch_size: int) -> Iterator[list[int]]:
+        """Yield the batches that are left of the current epoch, then move on to the next epoch and stop.
+
+        The last batch of an epoch has fewer rows where ``batch_size`` does not divide them; none is left out.
+        """
+        order = self.order(self.epoch)
+        while self.position < self.num_rows:
+            rows = order[self.position : self.position + batch_size]
+            self.position += len(rows)
+            yield rows.tolist()
+        self.epoch, self.position = self.epoch + 1, 0
+
+    def batches_per_epoch(self, batch_size: int) -> int:
+        """Batches a whole epoch has."""
+        return -(-self.num_rows // batch_size)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Where the sampler stands, as plain JSON values."""
+        return {
+            "num_rows": self.num_rows,
+            "seed": self.seed,
+            "shuffle": self.shuffle,
+            "epoch": self.epoch,
+            "position": self.position,
+        }
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Go to where another sampler over the same rows stood.
+
+        Raises:
+            CheckpointError: That sampler had other rows or another order.
+        """
+        mine = self.state_dict()
+        for key in ("num_rows", "seed", "shuffle"):
+            if state[key] != mine[key]:
+                raise CheckpointError(
+                    f"the checkpoint visits the data with {key} = {state[key]}, this run with {mine[key]}",
+                    mend="resume with the data and the seed the checkpoint was made with",
+                )
+        self.epoch, self.position = int(state["epoch"]), int(state["position"])

@@ -1,0 +1,162 @@
+"""Where rows come from: local files and folders, the hub, and the corpus built from the standard library."""
+
+from __future__ import annotations
+
+import re
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+from streamtune.data.readers import READERS, Row, format_of, read_file, without_nulls
+from streamtune.data.stdlib_corpus import STDLIB_PATH, stdlib_rows
+from streamtune.errors import DataError, did_you_mean
+
+__all__ = ["Source", "read_rows"]
+
+
+@dataclass(frozen=True)
+class Source:
+    """One entry of a recipe's ``datasets``."""
+
+    path: str
+    """a file, a folder or a glob of files, a dataset on the hub, or ``python-stdlib``"""
+    type: str = "auto"
+    """``auto``, ``messages``, ``prompt_completion``, ``text``, ``alpaca`` or ``sharegpt``"""
+    split: str = "train"
+    """split of a dataset on the hub"""
+    name: str | None = None
+    """configuration of a dataset on the hub"""
+    max_rows: int | None = None
+    """use the first so many rows"""
+    where: str = ""
+    """where the user wrote this entry, ``file:line``; named when the path is wrong"""
+
+
+def read_rows(source: Source) -> Iterator[Row]:
+    """Read the rows of a source, ``max_rows`` of them at most.
+
+    Raises:
+        DataError: There is no such file or dataset, it holds no row, or one of its rows is malformed.
+    """
+    empty = True
+    for row in islice(_all_rows(source), source.max_rows):
+        empty = False
+        yield row
+    if empty:
+        raise DataError(f"'{source.path}' has no rows", where=source.where or source.path)
+
+
+def _all_rows(source: Source) -> Iterator[Row]:
+    if source.path == STDLIB_PATH:
+        yield from stdlib_rows(max_rows=source.max_rows)
+        return
+    try:
+        files = _local_files(source)
+    except OSError as error:
+        raise DataError(
+            f"cannot look at '{source.path}': {error.strerror or error}", where=source.where or source.path
+        ) from error
+    if files is None:
+        yield from _hub_rows(source)
+    else:
+        for path, shown in files:
+            yield from read_file(path, shown)
+
+
+def _local_files(source: Source) -> list[tuple[Path, str]] | None:
+    """The files a source names, each with the name to show; None if it can only be a dataset on the hub.
+
+    Raises:
+        DataError: The path looks like a file and there is none.
+    """
+    path = Path(source.path).expanduser()
+    if path.is_file():
+        files = [(path, source.path)]
+    elif path.is_dir():
+        inside = sorted(file for file in path.rglob("*") if file.is_file() and format_of(file) in READERS)
+        files = [(file, str(file)) for file in inside]
+        if not files:
+            raise DataError(
+                f"the folder '{source.path}' holds no data file",
+                where=source.where or source.path,
+                mend=f"it may hold {', '.join(READERS)}",
+            )
+    elif re.search(r"[*?\[]", source.path):
+        files = [(file, str(file)) for file in sorted(_glob(path)) if file.is_file()]
+        if not files:
+            raise DataError(f"no file matches '{source.path}'", where=source.where or source.path)
+    elif _looks_like_hub_name(source.path):
+        return None
+    else:
+        raise DataError(f"there is no file '{source.path}'", where=source.where or source.path, mend=_nearest(path))
+    if source.split != "train" or source.name is not None:
+        raise DataError(
+            f"'{source.path}' is local: a local file has no split and no configuration",
+            where=source.where or source.path,
+            mend="leave out 'split' and 'name'; hold rows out with val_size",
+        )
+    return files
+
+
+def _glob(pattern: Path) -> Iterator[Path]:
+    """Files matching a pattern, which may be absolute."""
+    anchor = Path(pattern.anchor) if pattern.is_absolute() else Path()
+    return anchor.glob(str(pattern.relative_to(anchor) if pattern.is_absolute() else pattern))
+
+
+def _looks_like_hub_name(path: str) -> bool:
+    """Whether ``path`` can be ``name`` or ``owner/name`` on the hub and is no file name of a known format."""
+    return bool(re.fullmatch(r"[\w-][\w.-]*(/[\w-][\w.-]*)?", path)) and format_of(Path(path)) not in READERS
+
+
+def _nearest(path: Path) -> str:
+    """Say which existing file the user may have meant."""
+    folder = path.parent
+    if not folder.is_dir():
+        existing = next((parent for parent in folder.parents if parent.is_dir()), Path())
+        missing = folder.relative_to(existing).parts[0] if folder != existing else str(folder)
+        hint = did_you_mean(missing, (child.name for child in existing.iterdir() if child.is_dir()))
+        return f"there is no folder '{missing}' in '{existing.resolve()}'" + (f"; {hint}" if hint else "")
+    return did_you_mean(path.name, (file.name for file in folder.iterdir())) or f"look in '{folder.resolve()}'"
+
+
+def _hub_rows(source: Source) -> Iterator[Row]:
+    """Rows of a dataset on the hub (or in the local hub cache), through the ``datasets`` library."""
+    import datasets
+
+    with _quiet_without_terminal():
+        try:
+            loaded = datasets.load_dataset(source.path, source.name, split=source.split)
+        except Exception as error:  # the library raises its own, the network's and the builder script's errors
+            raise DataError(
+                f"cannot load the dataset '{source.path}': {_first_line(error)}",
+                where=source.where or source.path,
+                mend="it is no local file; for the hub, check its name, 'name' and 'split', access and the network",
+            ) from error
+    shown = f"{source.path}[{source.split}]"
+    for number, columns in enumerate(loaded, start=1):
+        yield Row(f"{shown}:row {number}", without_nulls(columns))
+
+
+def _first_line(error: Exception) -> str:
+    text = str(error).strip()
+    return text.splitlines()[0] if text else type(error).__name__
+
+
+@contextmanager
+def _quiet_without_terminal() -> Iterator[Any]:
+    """Switch the ``datasets`` progress bars off while stderr is no terminal."""
+    import datasets
+
+    if sys.stderr.isatty() or not datasets.is_progress_bar_enabled():
+        yield
+        return
+    datasets.disable_progress_bars()
+    try:
+        yield
+    finally:
+        datasets.enable_progress_bars()

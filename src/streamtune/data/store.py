@@ -1,0 +1,108 @@
+"""Tokenised rows in Arrow: written to disk as they come, memory-mapped back, decoded one by one on access."""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, overload
+
+import numpy as np
+import numpy.typing as npt
+import pyarrow as pa  # type: ignore[import-untyped]
+
+__all__ = ["Example", "ExampleSequence", "ExampleWriter", "IntArray", "spill"]
+
+IntArray = npt.NDArray[np.int32]
+
+_SCHEMA = pa.schema(
+    [("input_ids", pa.list_(pa.int32())), ("labels", pa.list_(pa.int32())), ("origin", pa.string())],
+)
+
+_FLUSH_TOKENS = 1 << 20
+"""Tokens held in memory before they are written: 8 MiB with their labels."""
+
+
+@dataclass(frozen=True, eq=False)
+class Example:
+    """One sequence to train on."""
+
+    input_ids: IntArray | Sequence[int]
+    """[T] token ids"""
+    labels: IntArray | Sequence[int]
+    """[T] the token id where it is trained on, -100 elsewhere; not shifted"""
+    origin: str
+    """the row it comes from, ``file:line`` or ``file:row N``"""
+
+
+class ExampleWriter:
+    """Appends examples to an Arrow stream, holding no more than a mebi of tokens in memory."""
+
+    def __init__(self, stream: Any) -> None:
+        self._stream = stream
+        self._pending: list[Example] = []
+        self._pending_tokens = 0
+
+    def append(self, example: Example) -> None:
+        """Add one example."""
+        self._pending.append(example)
+        self._pending_tokens += len(example.input_ids)
+        if self._pending_tokens >= _FLUSH_TOKENS:
+            self.flush()
+
+    def flush(self) -> None:
+        """Write what is pending."""
+        if not self._pending:
+            return
+        columns = {
+            "input_ids": [example.input_ids for example in self._pending],
+            "labels": [example.labels for example in self._pending],
+            "origin": [example.origin for example in self._pending],
+        }
+        self._stream.write_table(pa.table(columns, schema=_SCHEMA))
+        self._pending, self._pending_tokens = [], 0
+
+
+@contextmanager
+def spill() -> Iterator[tuple[ExampleWriter, list[pa.Table]]]:
+    """A writer, and a list that holds the written table, memory-mapped, once the block has ended without error.
+
+    The file is deleted at once: the mapping keeps its bytes for as long as somebody holds the table, and a killed run
+    leaves nothing behind.
+    """
+    tables: list[pa.Table] = []
+    with tempfile.TemporaryDirectory(prefix="streamtune-data-", ignore_cleanup_errors=True) as folder:
+        path = Path(folder) / "examples.arrow"
+        with pa.OSFile(str(path), "wb") as file, pa.ipc.new_stream(file, _SCHEMA) as stream:
+            writer = ExampleWriter(stream)
+            yield writer, tables
+            writer.flush()
+        with pa.ipc.open_stream(pa.memory_map(str(path))) as reader:
+            tables.append(reader.read_all())
+
+
+class ExampleSequence(Sequence[Example]):
+    """Some rows of an Arrow table of examples, in a given order; nothing is decoded before it is asked for."""
+
+    def __init__(self, table: pa.Table, rows: npt.NDArray[np.int64]) -> None:
+        self._table = table
+        self._rows = rows
+
+    def __len__(self) -> int:
+        return len(self._rows)
+
+    @overload
+    def __getitem__(self, index: int) -> Example: ...
+    @overload
+    def __getitem__(self, index: slice) -> ExampleSequence: ...
+    def __getitem__(self, index: int | slice) -> Example | ExampleSequence:
+        if isinstance(index, slice):
+            return ExampleSequence(self._table, self._rows[index])
+        row = int(self._rows[index])
+        return Example(
+            input_ids=self._table["input_ids"][row].values.to_numpy(),
+            labels=self._table["labels"][row].values.to_numpy(),
+            origin=self._table["origin"][row].as_py(),
+        )

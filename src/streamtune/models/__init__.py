@@ -1,0 +1,24 @@
+"""Models and tokenizers: load or initialise, adapt, save. Nothing here trains."""
+
+from __future__ import annotations
+
+from streamtune.models.adapters import add_lora, load_lora
+from streamtune.models.export import save_pretrained
+from streamtune.models.load import ParameterCount, count_parameters, init_model, load_model
+from streamtune.models.sample import sample_text
+from streamtune.models.tokenizer import CHATML_TEMPLATE, load_tokenizer, set_chat_template, train_tokenizer
+
+__all__ = [
+    "CHATML_TEMPLATE",
+    "ParameterCount",
+    "add_lora",
+    "count_parameters",
+    "init_model",
+    "load_lora",
+    "load_model",
+    "load_tokenizer",
+    "sample_text",
+    "save_pretrained",
+    "set_chat_template",
+    "train_tokenizer",
+]

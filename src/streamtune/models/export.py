@@ -1,0 +1,19 @@
+"""Write a model the way every other tool reads it: Hugging Face layout, safetensors only."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from peft import PeftModel
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+__all__ = ["save_pretrained"]
+
+
+def save_pretrained(model: PreTrainedModel | PeftModel, tokenizer: PreTrainedTokenizerBase, folder: Path) -> None:
+    """Write model and tokenizer into ``folder``.
+
+    A model with adapters writes the adapters and the name of their base, not the base.
+    """
+    model.save_pretrained(folder)
+    tokenizer.save_pretrained(folder)

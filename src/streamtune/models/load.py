@@ -1,0 +1,173 @@
+"""A causal language model, from a checkpoint (:func:`load_model`) or from a configuration (:func:`init_model`)."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import CONFIG_MAPPING, AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+
+from streamtune.errors import ArgumentError, did_you_mean
+
+__all__ = ["ParameterCount", "count_parameters", "init_model", "load_model"]
+
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+
+
+@dataclass(frozen=True)
+class ParameterCount:
+    """How many parameters a model has, shared ones counted once."""
+
+    total: int
+    trainable: int
+
+
+def count_parameters(model: torch.nn.Module) -> ParameterCount:
+    """Count all parameters and those that require a gradient."""
+    sizes = [(parameter.numel(), parameter.requires_grad) for parameter in model.parameters()]
+    return ParameterCount(sum(n for n, _ in sizes), sum(n for n, trainable in sizes if trainable))
+
+
+def load_model(
+    name_or_path: str, *, dtype: str = "auto", device: str = "cpu", trust_remote_code: bool = False
+) -> PreTrainedModel:
+    """Load a checkpoint, by hub name or from a local folder.
+
+    Args:
+        name_or_path: A folder with ``config.json`` and safetensors, or a name on the model hub.
+        dtype: ``auto`` (the checkpoint's own), ``float32``, ``bfloat16`` or ``float16``.
+        device: Where the weights go.
+        trust_remote_code: Whether code that comes with the checkpoint may run.
+
+    Raises:
+        ArgumentError: There is no such checkpoint, or it lacks weights that the model needs.
+    """
+    check_exists(name_or_path)
+    try:
+        model, report = AutoModelForCausalLM.from_pretrained(
+            name_or_path,
+            dtype=dtype if dtype == "auto" else DTYPES[dtype],
+            trust_remote_code=trust_remote_code,
+            output_loading_info=True,
+        )
+    except (OSError, ValueError) as error:
+        raise loading_error("model", name_or_path, error) from error
+    missing = sorted(report["missing_keys"])
+    if missing:
+        # transformers would initialise them at random and go on: a model that trains and is worth nothing.
+        raise ArgumentError(
+            f"the checkpoint '{name_or_path}' has no weights for {len(missing)} parameters of "
+            f"{type(model).__name__}: {', '.join(missing[:3])}{' ...' if len(missing) > 3 else ''}",
+            where="model_name_or_path",
+            mend="use a checkpoint of a causal language model",
+        )
+    return _own_weights(model.to(device))
+
+
+def _own_weights(model: PreTrainedModel) -> PreTrainedModel:
+    """Copy weights that still are pages of the file they were read from.
+
+    Such pages start where the file has them. Kernels of the CPU may round differently for another alignment, and a
+    resumed run is to give the very losses of one never interrupted.
+    """
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.device.type == "cpu":
+                parameter.data = parameter.data.clone(memory_format=torch.preserve_format)
+    return model
+
+
+def init_model(
+    config: Mapping[str, Any], *, vocab_size: int, token_ids: Mapping[str, int], dtype: str, device: str, seed: int
+) -> PreTrainedModel:
+    """Build a model from a configuration, with random weights. Needs no download.
+
+    Args:
+        config: ``model_type`` and keys of its transformers configuration; what is not given has that class's default.
+        vocab_size: Size of the tokenizer. The vocabulary is this size, unless ``config`` asks for a larger one.
+        token_ids: ``bos_token_id``, ``eos_token_id``, ``pad_token_id`` of the tokenizer.
+        dtype: Of the weights; ``auto`` is float32.
+        device: Where the weights go. They are drawn on the CPU, so they do not depend on it.
+        seed: Of the draw. The caller's random state is left as it was.
+
+    Raises:
+        ArgumentError: An unknown model type or key, a wrong value, or a vocabulary smaller than the tokenizer's.
+    """
+    wanted = int(config.get("vocab_size", vocab_size))
+    if wanted < vocab_size:
+        raise ArgumentError(
+            f"a vocabulary of {wanted:,} is smaller than the tokenizer's {vocab_size:,} tokens",
+            where="model.init.vocab_size",
+            mend="leave vocab_size out: it follows the tokenizer",
+        )
+    hf_config = _build_config({**token_ids, **config, "vocab_size": wanted})
+    with torch.random.fork_rng():
+        torch.manual_seed(seed)
+        model = AutoModelForCausalLM.from_config(hf_config, dtype=torch.float32 if dtype == "auto" else DTYPES[dtype])
+    return model.to(device)
+
+
+def _build_config(keys: Mapping[str, Any]) -> PreTrainedConfig:
+    """Turn plain keys into a transformers configuration; the library itself keeps unknown keys in silence."""
+    known_types = sorted(name for name in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES if name in CONFIG_MAPPING)
+    model_type = str(keys.get("model_type", ""))
+    if model_type not in known_types:
+        hint = did_you_mean(model_type, known_types)
+        raise ArgumentError(
+            f"transformers has no causal language model of type '{model_type}'"
+            if model_type
+            else "no model type given",
+            where="model.init.model_type",
+            mend=hint
+            or "choose the model_type of a causal language model, as its config.json has it: qwen3, llama ...",
+        )
+    config_class = CONFIG_MAPPING[model_type]
+    arguments = {key: value for key, value in keys.items() if key != "model_type"}
+    try:
+        config = config_class(**arguments)
+    except Exception as error:  # The validators of each configuration class raise types of their own.
+        reason = " ".join(str(error).split())
+        raise ArgumentError(
+            f"{config_class.__name__} does not accept these values: {reason}", where="model.init", mend="mend the value"
+        ) from error
+    known = {*config_class().to_dict(), *config_class.attribute_map}
+    for key in arguments:
+        if key not in known and key in config.to_dict():
+            raise ArgumentError(
+                f"{config_class.__name__} has no key '{key}'",
+                where=f"model.init.{key}",
+                mend=did_you_mean(key, known) or "remove it",
+            )
+    return config
+
+
+def check_exists(name_or_path: str) -> None:
+    """Refuse what is spelled like a local path and is not there, before a hub is asked for it.
+
+    Raises:
+        ArgumentError: With the nearest folder that exists.
+    """
+    path = Path(name_or_path).expanduser()
+    if path.is_dir() or not (name_or_path.startswith((".", "/", "~")) or name_or_path.count("/") > 1):
+        return
+    siblings = [entry.name for entry in path.parent.iterdir() if entry.is_dir()] if path.parent.is_dir() else []
+    raise ArgumentError(
+        f"there is no folder {path}",
+        where="model_name_or_path",
+        mend=did_you_mean(path.name, siblings) or "give a folder that holds a model, or a name on the model hub",
+    )
+
+
+def loading_error(kind: str, name_or_path: str, error: Exception) -> ArgumentError:
+    """Say in one sentence what a loader of transformers says in a page."""
+    first_line = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+    mend = "check the name or folder; a gated model needs `hf auth login`; offline, give a local folder"
+    if "trust_remote_code" in str(error):
+        mend = "set trust_remote_code: true if you trust the code that comes with it"
+    return ArgumentError(
+        f"cannot load the {kind} '{name_or_path}': {first_line}", where="model_name_or_path", mend=mend
+    )

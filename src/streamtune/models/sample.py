@@ -1,0 +1,51 @@
+"""Let a trained model write something, to see with one's own eyes what it has learnt."""
+
+from __future__ import annotations
+
+import torch
+from peft import PeftModel
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+__all__ = ["sample_text"]
+
+
+def sample_text(
+    model: PreTrainedModel | PeftModel,
+    tokenizer: PreTrainedTokenizerBase,
+    prompt: str,
+    *,
+    max_new_tokens: int,
+    temperature: float = 0.0,
+    seed: int = 0,
+) -> str:
+    """Return the model's continuation of ``prompt``, without special tokens.
+
+    Args:
+        model: Not streamed; it is put into evaluation mode.
+        tokenizer: Renders the prompt as a user's message where it has a chat template, and takes it as it is otherwise.
+        prompt: What to answer or to continue.
+        max_new_tokens: Tokens at most; it stops sooner at the tokenizer's end token.
+        temperature: 0 takes the likeliest token at each place.
+        seed: Of the draw. The caller's random state is left as it was.
+    """
+    if tokenizer.chat_template:
+        message = [{"role": "user", "content": prompt}]
+        inputs = tokenizer.apply_chat_template(
+            message, add_generation_prompt=True, return_dict=True, return_tensors="pt"
+        )
+    else:
+        inputs = tokenizer(prompt, return_tensors="pt")
+    inputs = {name: inputs[name].to(model.device) for name in ("input_ids", "attention_mask")}
+    draw = {"do_sample": True, "temperature": temperature} if temperature > 0 else {"do_sample": False}
+    model.eval()
+    with torch.no_grad(), torch.random.fork_rng():
+        torch.manual_seed(seed)
+        output = model.generate(
+            **inputs,
+            **draw,
+            max_new_tokens=max_new_tokens,
+            eos_token_id=tokenizer.eos_token_id,
+            pad_token_id=tokenizer.pad_token_id,
+        )
+    text: str = tokenizer.decode(output[0, inputs["input_ids"].shape[1] :], skip_special_tokens=True)
+    return text

@@ -1,0 +1,123 @@
+"""Tokenizers: load one, or train a byte-level BPE from text."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from pathlib import Path
+
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+from transformers import AutoTokenizer, PreTrainedTokenizerBase, PreTrainedTokenizerFast
+
+from streamtune.errors import ArgumentError
+from streamtune.models.load import check_exists, loading_error
+
+__all__ = ["CHATML_TEMPLATE", "load_tokenizer", "set_chat_template", "train_tokenizer"]
+
+END_OF_TEXT = "<|endoftext|>"
+TURN_START = "<|im_start|>"
+TURN_END = "<|im_end|>"
+
+CHATML_TEMPLATE = (
+    "{% for message in messages %}"
+    "{{ '<|im_start|>' + message['role'] + '\\n' }}"
+    "{% if message['role'] == 'assistant' %}"
+    "{% generation %}{{ message['content'] + '<|im_end|>' }}{% endgeneration %}"
+    "{% else %}"
+    "{{ message['content'] + '<|im_end|>' }}"
+    "{% endif %}"
+    "{{ '\\n' }}"
+    "{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<|im_start|>assistant\\n' }}{% endif %}"
+)
+"""ChatML, with the assistant's words and its end-of-turn marked as the part that is generated."""
+
+
+def train_tokenizer(texts: Iterable[str], *, vocab_size: int) -> PreTrainedTokenizerFast:
+    """Train a byte-level BPE: no unknown token, every string decodes back to itself.
+
+    Digits stand one by one; a line break with its indentation can become one token, which suits code.
+
+    Args:
+        texts: What to learn from; read once.
+        vocab_size: Tokens at most, the 256 bytes and the three special tokens included.
+
+    Returns:
+        A tokenizer with the ChatML template, ``<|im_end|>`` as end and ``<|endoftext|>`` as padding.
+
+    Raises:
+        ArgumentError: ``vocab_size`` has no room for the bytes and the special tokens.
+    """
+    special = [END_OF_TEXT, TURN_START, TURN_END]
+    smallest = 256 + len(special)
+    if vocab_size < smallest:
+        raise ArgumentError(
+            f"a vocabulary of {vocab_size} has no room for 256 bytes and {len(special)} special tokens",
+            where="tokenizer.train.vocab_size",
+            mend=f"set it to at least {smallest}",
+        )
+    bpe = Tokenizer(models.BPE())
+    bpe.pre_tokenizer = pre_tokenizers.Sequence(
+        [pre_tokenizers.Digits(individual_digits=True), pre_tokenizers.ByteLevel(add_prefix_space=False)]
+    )
+    bpe.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=vocab_size,
+        special_tokens=special,
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
+    )
+    bpe.train_from_iterator(texts, trainer)
+    return PreTrainedTokenizerFast(
+        tokenizer_object=bpe,
+        eos_token=TURN_END,
+        pad_token=END_OF_TEXT,
+        additional_special_tokens=[TURN_START],
+        chat_template=CHATML_TEMPLATE,
+        clean_up_tokenization_spaces=False,
+    )
+
+
+def load_tokenizer(name_or_path: str, *, trust_remote_code: bool = False) -> PreTrainedTokenizerBase:
+    """Load a tokenizer, by hub name or from a local folder. Without a padding token it pads with its end token.
+
+    Raises:
+        ArgumentError: There is no such tokenizer, or it has neither a padding nor an end token.
+    """
+    check_exists(name_or_path)
+    try:
+        tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(
+            name_or_path, trust_remote_code=trust_remote_code
+        )
+    except (OSError, ValueError) as error:
+        raise loading_error("tokenizer", name_or_path, error) from error
+    if tokenizer.pad_token_id is None:
+        if tokenizer.eos_token is None:
+            raise ArgumentError(
+                f"the tokenizer '{name_or_path}' has neither a padding nor an end-of-text token",
+                where="model_name_or_path",
+                mend="set one in its tokenizer_config.json",
+            )
+        tokenizer.pad_token = tokenizer.eos_token
+    return tokenizer
+
+
+def set_chat_template(tokenizer: PreTrainedTokenizerBase, template: str) -> None:
+    """Give ``tokenizer`` a chat template: ``chatml``, the path of a Jinja file, or the template itself.
+
+    Raises:
+        ArgumentError: ``template`` names a file that is not there, or is no template.
+    """
+    if template == "chatml":
+        tokenizer.chat_template = CHATML_TEMPLATE
+        return
+    if "{" in template:
+        tokenizer.chat_template = template
+        return
+    path = Path(template).expanduser()
+    if not path.is_file():
+        raise ArgumentError(
+            f"there is no chat template file {path}",
+            where="chat_template",
+            mend="give 'chatml', the path of a Jinja file, or the template itself",
+        )
+    tokenizer.chat_template = path.read_text(encoding="utf-8")

@@ -1,0 +1,31 @@
+"""Recipes: the types, the strict reader, the names other trainers use, and the way back to YAML.
+
+Importing this package loads neither torch nor transformers; ``recipe.build``, which makes the objects of a run, does
+and is imported by name.
+"""
+
+from .dump import dump_recipe
+from .jsonschema import json_schema
+from .loader import LoadedRecipe, load_recipe
+from .schema import DatasetSpec, EngineSpec, ModelInit, Recipe, SampleSpec, TokenizerSpec, TokenizerTrain
+from .shipped import ShippedRecipe, read_shipped, schema_file, shipped_names, shipped_recipes, with_schema
+
+__all__ = [
+    "DatasetSpec",
+    "EngineSpec",
+    "LoadedRecipe",
+    "ModelInit",
+    "Recipe",
+    "SampleSpec",
+    "ShippedRecipe",
+    "TokenizerSpec",
+    "TokenizerTrain",
+    "dump_recipe",
+    "json_schema",
+    "load_recipe",
+    "read_shipped",
+    "schema_file",
+    "shipped_names",
+    "shipped_recipes",
+    "with_schema",
+]

@@ -1,0 +1,145 @@
+"""Names from other trainers: those that mean the same are taken, the others are refused with the way to say it here.
+
+Three dict literals, one for each answer. A name taken is noted to the user, so that nobody wonders which value a run
+used; the same key under two names is a mistake.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from .marks import Marks, Mistake, show_path
+
+__all__ = ["ALIASES", "INSTEAD", "LATER", "apply_aliases"]
+
+ALIASES: dict[str, str] = {
+    # model
+    "base_model": "model_name_or_path",
+    "model_id": "model_name_or_path",
+    "model_name": "model_name_or_path",
+    # adapters
+    "adapter": "finetuning_type",
+    "lora_rank": "lora_r",
+    "lora_target_modules": "lora_target",
+    "target_modules": "lora_target",
+    # data
+    "cutoff_len": "max_length",
+    "max_seq_len": "max_length",
+    "max_seq_length": "max_length",
+    "model_max_length": "max_length",
+    "sequence_len": "max_length",
+    "sample_packing": "packing",
+    "val_set_size": "val_size",
+    # optimisation
+    "batch_size": "per_device_train_batch_size",
+    "eval_batch_size": "per_device_eval_batch_size",
+    "micro_batch_size": "per_device_train_batch_size",
+    "epochs": "num_train_epochs",
+    "num_epochs": "num_train_epochs",
+    "lr": "learning_rate",
+    "lr_scheduler": "lr_scheduler_type",
+    "optimizer": "optim",
+    "adam_eps": "adam_epsilon",
+    "gradient_clipping": "max_grad_norm",
+    # the run
+    "random_seed": "seed",
+    "torch_dtype": "dtype",
+}
+"""Another trainer's key: ours, with the same meaning."""
+
+VALUES: dict[str, dict[str, Any]] = {
+    "lora_target": {"all": "all-linear"},
+    "lr_scheduler_type": {"constant_with_warmup": "constant"},
+    "optim": {"adamw_torch": "adamw", "adamw_torch_fused": "adamw", "adamw_hf": "adamw"},
+    "report_to": {"none": []},
+    "dtype": {"bf16": "bfloat16", "fp32": "float32"},
+}
+"""Our key: another trainer's values, with the same meaning."""
+
+INSTEAD: dict[str, str] = {
+    "attn_implementation": "delete the line; the engine picks the attention kernel, see `streamtune env`",
+    "dataset": "write datasets: [{path: ...}]",
+    "do_train": "delete the line; `streamtune sft` trains",
+    "evals_per_epoch": "write eval_steps: N",
+    "eval_strategy": "write eval_steps: N",
+    "flash_attention": "delete the line; the engine picks the attention kernel, see `streamtune env`",
+    "fp16": "write bf16: true",
+    "gradient_checkpointing": "delete the line; streaming takes its place",
+    "logging_dir": "delete the line; everything a run writes is in output_dir",
+    "overwrite_output_dir": "delete the line; use another output_dir, or --resume",
+    "save_strategy": "write save_steps: N",
+    "saves_per_epoch": "write save_steps: N",
+    "stage": "delete the line; the command says it: `streamtune sft`",
+    "template": "delete the line; the tokenizer's own template is used, or write chat_template",
+    "train_on_inputs": "write train_on: all, or train_on: assistant",
+    "train_on_prompt": "write train_on: all, or train_on: assistant",
+    "use_liger_kernel": "delete the line; the head is streamed already",
+}
+"""Another trainer's key that has no equal: how to say it here."""
+
+LATER: dict[tuple[str, ...], str] = {
+    ("deepspeed",): "delete the line; this release trains on one device",
+    ("fsdp",): "delete the line; this release trains on one device",
+    ("sequence_parallel_size",): "delete the line; this release trains on one device",
+    ("load_in_4bit",): "write finetuning_type: lora; the base stays in 16 bit",
+    ("load_in_8bit",): "write finetuning_type: lora; the base stays in 16 bit",
+    ("quantization_bit",): "write finetuning_type: lora; the base stays in 16 bit",
+    ("engine", "offload"): "delete the line; layer inputs stay on the device",
+    ("engine", "levels"): "delete the line; there is one level",
+    ("engine", "keep_attention"): "delete the line; keep_kv is what this release can keep",
+}
+"""Keys of the plan that this release does not build: refused by name, never ignored."""
+
+LATER_VALUES: dict[tuple[str, Any], str] = {
+    ("finetuning_type", "qlora"): "write lora; the base stays in 16 bit",
+    ("finetuning_type", "freeze"): "write lora or full",
+}
+
+
+def apply_aliases(tree: dict[str, Any], marks: Marks) -> tuple[list[str], list[Mistake]]:
+    """Rename other trainers' keys and values in place.
+
+    Args:
+        tree: The recipe as read; its top level is changed.
+        marks: Where its keys stand; changed with it.
+
+    Returns:
+        Notes on the names taken, and the mistakes: a key under two names, a key with no equal here, a key of a later
+        release. A key that is a mistake is removed, so that it is told once.
+    """
+    notes: list[str] = []
+    mistakes: list[Mistake] = []
+    for path, mend in LATER.items():
+        parent = tree if len(path) == 1 else tree.get(path[0])
+        if isinstance(parent, dict) and path[-1] in parent:
+            parent.pop(path[-1])
+            mistakes.append(Mistake(path, f"'{show_path(path)}' is not in this release", mend))
+    for key, mend in INSTEAD.items():
+        if key in tree:
+            del tree[key]
+            mistakes.append(Mistake((key,), f"'{key}' is another trainer's key", mend))
+    for key in [key for key in tree if key in ALIASES]:
+        ours = ALIASES[key]
+        if ours in tree:
+            del tree[key]
+            here = marks.where(ours)
+            mistakes.append(
+                Mistake((key,), f"'{key}' means '{ours}', which {here} gives already", "delete one of the two")
+            )
+            continue
+        tree[ours] = tree.pop(key)
+        marks.rename((key,), (ours,))
+        notes.append(f"'{key}' is read as '{ours}'")
+    for key, values in VALUES.items():
+        value = tree.get(key)
+        if isinstance(value, list) and len(value) == 1:  # report_to: [none]
+            value = value[0]
+        if isinstance(value, str) and value in values:
+            tree[key] = values[value]
+            shown = "[]" if tree[key] == [] else tree[key]
+            notes.append(f"'{key}: {value}' is read as '{shown}'")
+    for (key, value), mend in LATER_VALUES.items():
+        if tree.get(key) == value:
+            del tree[key]
+            mistakes.append(Mistake((key,), f"'{key}: {value}' is not in this release", mend))
+    return notes, mistakes

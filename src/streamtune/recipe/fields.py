@@ -1,0 +1,135 @@
+"""What the schema says about a key, in words: made from the JSON schema, so that it cannot differ from it."""
+
+from __future__ import annotations
+
+from functools import cache
+from typing import Any
+
+from .marks import KeyPath
+from .schema import Recipe
+
+__all__ = ["expected", "field_at", "leaf_paths", "options", "properties"]
+
+Fragment = dict[str, Any]
+
+
+@cache
+def _schema() -> Fragment:
+    return Recipe.model_json_schema()
+
+
+def _resolve(fragment: Fragment) -> Fragment:
+    """Follow a reference; of "this or null" take this."""
+    while True:
+        if "$ref" in fragment:
+            fragment = _schema()["$defs"][fragment["$ref"].rpartition("/")[2]]
+            continue
+        choices = [choice for choice in fragment.get("anyOf", []) if choice.get("type") != "null"]
+        if len(choices) == 1:
+            fragment = choices[0]
+            continue
+        return fragment
+
+
+def field_at(path: KeyPath) -> tuple[KeyPath, Fragment]:
+    """The deepest part of ``path`` the schema knows, and the schema of it.
+
+    Pydantic adds to a path the branch of a union it tried; those parts are the ones dropped.
+    """
+    fragment = _resolve(_schema())
+    for depth, part in enumerate(path):
+        if isinstance(part, str) and part in fragment.get("properties", {}):
+            fragment = fragment["properties"][part]
+        elif isinstance(part, int) and (items := _items(fragment)) is not None:
+            fragment = items
+        else:
+            return path[:depth], fragment
+        fragment = _resolve(fragment)
+    return path, fragment
+
+
+def properties(path: KeyPath) -> list[str]:
+    """The keys that may stand at ``path``."""
+    return list(field_at(path)[1].get("properties", {}))
+
+
+def options(fragment: Fragment) -> list[str]:
+    """The words a key accepts, if it accepts words from a list."""
+    fragment = _resolve(fragment)
+    if "anyOf" in fragment:
+        return [word for choice in fragment["anyOf"] for word in options(choice)]
+    words = fragment.get("enum", [fragment["const"]] if "const" in fragment else [])
+    return [word for word in words if isinstance(word, str)]
+
+
+def expected(fragment: Fragment) -> str:
+    """What a key takes: ``a whole number of at least 1, or 'auto'``."""
+    fragment = _resolve(fragment)
+    if "anyOf" in fragment:
+        return ", or ".join(expected(choice) for choice in fragment["anyOf"])
+    if "enum" in fragment:
+        return _either([_quote(value) for value in fragment["enum"]])
+    if "const" in fragment:
+        return _quote(fragment["const"])
+    match fragment.get("type"):
+        case "object":
+            keys = list(fragment.get("properties", {}))
+            return f"keys of its own ({', '.join(keys)})" if keys else "keys of its own"
+        case "array":
+            return f"a list of {'words' if _resolve(fragment['items']).get('type') == 'string' else 'entries'}"
+        case "boolean":
+            return "true or false"
+        case "integer":
+            return f"a whole number{_range(fragment)}"
+        case "number":
+            return f"a number{_range(fragment)}"
+        case _:
+            return "text"
+
+
+@cache
+def leaf_paths() -> dict[str, list[KeyPath]]:
+    """Every leaf of the recipe by its last name; lists of entries are left out, for their leaves have no one place."""
+    found: dict[str, list[KeyPath]] = {}
+
+    def walk(fragment: Fragment, path: KeyPath) -> None:
+        for name, child in fragment["properties"].items():
+            inner = _resolve(child)
+            if "properties" in inner and inner.get("additionalProperties") is False:
+                walk(inner, (*path, name))
+            else:
+                found.setdefault(name, []).append((*path, name))
+
+    walk(_resolve(_schema()), ())
+    return found
+
+
+def _items(fragment: Fragment) -> Fragment | None:
+    for choice in fragment.get("anyOf", [fragment]):
+        if "items" in choice:
+            items: Fragment = choice["items"]
+            return items
+    return None
+
+
+def _range(fragment: Fragment) -> str:
+    low, above = fragment.get("minimum"), fragment.get("exclusiveMinimum")
+    high, below = fragment.get("maximum"), fragment.get("exclusiveMaximum")
+    parts = []
+    if low is not None:
+        parts.append(f"of at least {low:g}" if isinstance(low, float) else f"of at least {low}")
+    if above is not None:
+        parts.append(f"above {above:g}")
+    if high is not None:
+        parts.append(f"of at most {high:g}")
+    if below is not None:
+        parts.append(f"below {below}")
+    return " " + " and ".join(parts) if parts else ""
+
+
+def _either(words: list[str]) -> str:
+    return words[0] if len(words) == 1 else f"{', '.join(words[:-1])} or {words[-1]}"
+
+
+def _quote(value: Any) -> str:
+    return f"'{value}'" if isinstance(value, str) else str(value)

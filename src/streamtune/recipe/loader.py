@@ -1,0 +1,159 @@
+"""A recipe file to a ``Recipe``: read, rename, override, check, and say where each mistake stands."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from pydantic import ValidationError
+
+from streamtune.errors import RecipeError, did_you_mean
+
+from .aliases import apply_aliases
+from .marks import MAX_BYTES, Marks, read_yaml
+from .mistakes import explain, to_error
+from .overrides import apply_overrides
+from .schema import Recipe
+from .shipped import shipped_names
+
+BUILT_IN = "python-stdlib"
+"""A dataset that is no file, even where a folder has its name."""
+
+__all__ = ["LoadedRecipe", "load_recipe"]
+
+
+@dataclass(frozen=True)
+class LoadedRecipe:
+    """A recipe and where it came from.
+
+    Args:
+        recipe: The checked recipe, defaults filled in, local paths found.
+        path: The file it was read from, as given.
+        notes: What the user should know: other trainers' names taken, keys without effect.
+        marks: Where each key was written.
+    """
+
+    recipe: Recipe
+    path: Path
+    notes: tuple[str, ...]
+    marks: Marks
+
+    def where(self, *path: str | int) -> str:
+        """``file:line`` of a key, such as ``where("datasets", 0, "path")``, or the ``--set`` that wrote it."""
+        return self.marks.where(*path)
+
+
+def load_recipe(path: str | Path, overrides: Sequence[str] = ()) -> LoadedRecipe:
+    """Read and check a recipe.
+
+    Args:
+        path: A YAML file.
+        overrides: ``key=value`` settings that win over the file.
+
+    Returns:
+        The recipe. Paths of local files in it (``datasets[].path``, ``chat_template``, ``tokenizer.path``,
+        ``model_name_or_path``) are taken from the recipe's folder, then from the working directory; ``output_dir``
+        from the working directory.
+
+    Raises:
+        RecipeError: Anything wrong with the file or the settings, with ``file:line`` and every mistake found.
+    """
+    path = Path(path)
+    tree, marks, mistakes = read_yaml(_read_text(path), str(path))
+    if tree is None:
+        raise RecipeError("the recipe is empty", where=str(path), mend="start from one of `streamtune recipes ls`")
+    if not isinstance(tree, dict):
+        what = "a list" if isinstance(tree, list) else "text"
+        raise RecipeError(f"a recipe is made of keys and values; this is {what}", where=f"{path}:1",
+                          mend="write 'key: value', with a space after the colon")  # fmt: skip
+    notes, misnamed = apply_aliases(tree, marks)
+    mistakes += misnamed
+    if not mistakes:  # a setting may name a key that is a mistake in the file
+        notes += apply_overrides(tree, marks, overrides)
+        renamed, misnamed = apply_aliases(tree, marks)  # values and later keys that came with a setting
+        notes += renamed
+        mistakes += misnamed
+    tree.setdefault("output_dir", f"runs/{path.stem}")
+    try:
+        recipe = Recipe.model_validate(tree)
+    except ValidationError as error:
+        raise to_error(mistakes + explain(error, tree), marks) from None
+    if mistakes:
+        raise to_error(mistakes, marks)
+    notes += _without_effect(recipe)
+    return LoadedRecipe(_find_files(recipe, path.parent), path, tuple(notes), marks)
+
+
+def _read_text(path: Path) -> str:
+    """The text of a recipe file, in UTF-8 with or without a byte-order mark."""
+    try:
+        with path.open("rb") as file:
+            data = file.read(MAX_BYTES + 1)
+    except FileNotFoundError:
+        raise RecipeError("there is no such file", where=str(path), mend=_nearest_file(path)) from None
+    except IsADirectoryError:
+        inside = sorted(entry.name for entry in path.glob("*.y*ml"))
+        mend = f"name a recipe in it, such as {path / inside[0]}" if inside else "name a YAML file"
+        raise RecipeError("this is a folder, not a recipe", where=str(path), mend=mend) from None
+    except (OSError, ValueError) as error:
+        reason = getattr(error, "strerror", None) or str(error)
+        raise RecipeError(f"cannot be read: {reason}", where=str(path)) from None
+    if len(data) > MAX_BYTES:
+        raise RecipeError(f"larger than {MAX_BYTES // 1024} KiB: this is no recipe", where=str(path),
+                          mend="name a YAML recipe; data belongs under datasets")  # fmt: skip
+    try:
+        return data.decode("utf-8-sig")
+    except UnicodeDecodeError as error:
+        line = data.count(b"\n", 0, error.start) + 1
+        raise RecipeError("this is not UTF-8 text", where=f"{path}:{line}", mend="save the file as UTF-8") from None
+
+
+def _nearest_file(path: Path) -> str:
+    """A hint for a file that is not there: one beside it with a similar name, or a shipped recipe."""
+    if path.stem in shipped_names():
+        return f"`streamtune recipes copy {path.stem}` writes the shipped recipe"
+    folder = path.parent
+    beside = [entry.name for entry in folder.glob("*.y*ml")] if folder.is_dir() else []
+    if nearest := did_you_mean(path.name, beside):
+        return nearest if folder == Path() else nearest.replace("'", f"'{folder}/", 1)
+    return did_you_mean(path.stem, shipped_names()).replace("did you mean", "did you mean the shipped recipe") or (
+        "`streamtune recipes ls` lists the shipped recipes"
+    )
+
+
+def _without_effect(recipe: Recipe) -> list[str]:
+    """Keys given that nothing reads in this recipe: worth a note, not an error, for ``--set`` switches modes."""
+    notes = []
+    if recipe.finetuning_type == "full":
+        given = [
+            key for key in ("lora_r", "lora_alpha", "lora_dropout", "lora_target") if key in recipe.model_fields_set
+        ]
+        notes += [f"'{key}' has no effect with finetuning_type: full" for key in given]
+    return notes
+
+
+def _find_files(recipe: Recipe, folder: Path) -> Recipe:
+    """The recipe with its local paths resolved; names that are no local path stay as they are."""
+
+    def find(value: str) -> str:
+        beside = folder / Path(value).expanduser()
+        return str(beside) if value != BUILT_IN and _exists(beside) else value
+
+    changes: dict[str, Any] = {
+        "datasets": tuple(spec.model_copy(update={"path": find(spec.path)}) for spec in recipe.datasets)
+    }
+    if recipe.tokenizer and recipe.tokenizer.path:
+        changes["tokenizer"] = recipe.tokenizer.model_copy(update={"path": find(recipe.tokenizer.path)})
+    for key in ("chat_template", "model_name_or_path"):
+        if value := getattr(recipe, key):
+            changes[key] = find(value)
+    return recipe.model_copy(update=changes)
+
+
+def _exists(path: Path) -> bool:
+    try:
+        return path.exists()
+    except (OSError, ValueError):  # an inline template is no file name: too long, or with a NUL
+        return False

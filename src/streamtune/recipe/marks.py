@@ -1,0 +1,254 @@
+"""YAML text to plain values, with the line of every key.
+
+A recipe is read by stricter rules than YAML 1.1's, so that what a user sees is what the run gets:
+
+- scalars follow the YAML 1.2 core schema: ``1e-5`` is a number, ``true`` and ``false`` are the booleans, ``no`` and
+  ``on`` are text, ``012`` is twelve;
+- a key may stand once in a mapping;
+- no anchors, aliases, merge keys or tags, one document, a bounded size and depth: a hostile file costs nothing.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import yaml
+
+from streamtune.errors import RecipeError
+
+__all__ = ["KeyPath", "Marks", "Mistake", "parse_scalar", "read_yaml", "show_path"]
+
+KeyPath = tuple[str | int, ...]
+"""Where a value stands: ``("datasets", 0, "path")``."""
+
+MAX_BYTES = 64 * 1024
+MAX_DEPTH = 32
+
+# The YAML 1.2 core schema (yaml.org/spec/1.2.2, section 10.3.2).
+_NULL = re.compile(r"~|null|Null|NULL|")
+_TRUE = re.compile(r"true|True|TRUE")
+_FALSE = re.compile(r"false|False|FALSE")
+_INT = re.compile(r"[-+]?[0-9]+|0o[0-7]+|0x[0-9a-fA-F]+")
+_FLOAT = re.compile(r"[-+]?(\.[0-9]+|[0-9]+(\.[0-9]*)?)([eE][-+]?[0-9]+)?")
+_INFINITE = re.compile(r"[-+]?\.(inf|Inf|INF)|\.(nan|NaN|NAN)")
+
+
+@dataclass(frozen=True)
+class Mistake:
+    """One thing wrong with a recipe.
+
+    Args:
+        path: The key it is about; longer than any marked path for a key that is missing.
+        what: What is wrong.
+        mend: How to mend it; may be empty.
+        line: Line in the file, where the path alone does not give it (a duplicate key).
+    """
+
+    path: KeyPath
+    what: str
+    mend: str = ""
+    line: int | None = None
+
+
+@dataclass
+class Marks:
+    """Where each key of a recipe was written.
+
+    Args:
+        file: The recipe's path as the user gave it.
+        lines: Line of each key and each list item, from 1.
+        settings: The command-line setting that gave a key its value, such as ``--set max_length=4096``.
+    """
+
+    file: str
+    lines: dict[KeyPath, int] = field(default_factory=dict)
+    settings: dict[KeyPath, str] = field(default_factory=dict)
+
+    def where(self, *path: str | int) -> str:
+        """``file:line`` of a key, or the setting that wrote it; of the nearest parent for a key that is missing."""
+        for end in range(len(path), 0, -1):
+            if path[:end] in self.settings:
+                return self.settings[path[:end]]
+            if path[:end] in self.lines:
+                return f"{self.file}:{self.lines[path[:end]]}"
+        return f"{self.file}:1"
+
+    def rename(self, old: KeyPath, new: KeyPath) -> None:
+        """Move the marks of a key, and of everything under it, to another name."""
+        self.lines = {
+            (*new, *path[len(old) :]) if path[: len(old)] == old else path: line for path, line in self.lines.items()
+        }
+
+    def set(self, path: KeyPath, setting: str) -> None:
+        """Note that a setting wrote this key; what the file had there is forgotten."""
+        self.lines = {old: line for old, line in self.lines.items() if old[: len(path)] != path}
+        self.settings = {old: by for old, by in self.settings.items() if old[: len(path)] != path}
+        self.settings[path] = setting
+
+    def line(self, path: KeyPath) -> int:
+        """The line for sorting mistakes; settings and keys that are missing come last."""
+        for end in range(len(path), 0, -1):
+            if path[:end] in self.settings:
+                break
+            if path[:end] in self.lines:
+                return self.lines[path[:end]]
+        return MAX_BYTES
+
+
+def show_path(path: KeyPath) -> str:
+    """``("datasets", 0, "path")`` as a user writes it: ``datasets[0].path``."""
+    shown = ""
+    for part in path:
+        shown += f"[{part}]" if isinstance(part, int) else f".{part}" if shown else part
+    return shown
+
+
+def parse_scalar(text: str) -> str | int | float | bool | None:
+    """The value of an unquoted scalar under the YAML 1.2 core schema."""
+    if _NULL.fullmatch(text):
+        return None
+    if _TRUE.fullmatch(text):
+        return True
+    if _FALSE.fullmatch(text):
+        return False
+    if _INT.fullmatch(text):
+        try:
+            return int(text, 0) if text[:2] in ("0o", "0x") else int(text)
+        except ValueError:  # more digits than Python converts
+            return text
+    if _FLOAT.fullmatch(text):
+        return float(text)
+    if _INFINITE.fullmatch(text):
+        return float(text.replace(".", "", 1))
+    return text
+
+
+def read_yaml(text: str, file: str) -> tuple[Any, Marks, list[Mistake]]:
+    """Read one YAML document.
+
+    Args:
+        text: The document.
+        file: Its name for error messages.
+
+    Returns:
+        The values (``dict``, ``list``, ``str``, ``int``, ``float``, ``bool``, ``None``; ``None`` for an empty
+        document), the marks, and the duplicate keys found (the first of two is kept).
+
+    Raises:
+        RecipeError: The text is not YAML, or uses a part of YAML that a recipe does not have.
+    """
+    reader = _Reader(text, file)
+    try:
+        return reader.document(), reader.marks, reader.mistakes
+    except yaml.MarkedYAMLError as error:
+        raise _not_yaml(error, file) from error
+    except yaml.reader.ReaderError as error:
+        line = text.count("\n", 0, error.position) + 1
+        what = f"the character U+{ord(text[error.position]):04X} does not belong in a text file"
+        raise RecipeError(what, where=f"{file}:{line}", mend="save the file as plain UTF-8 text") from error
+
+
+class _Reader:
+    """Builds values from PyYAML's events, which come lazily: a limit stops before the rest is read."""
+
+    def __init__(self, text: str, file: str) -> None:
+        self.file = file
+        self.marks = Marks(file)
+        self.mistakes: list[Mistake] = []
+        self.events: Iterator[yaml.Event] = yaml.parse(text, Loader=yaml.SafeLoader)
+
+    def document(self) -> Any:
+        next(self.events)  # the stream starts
+        if isinstance(next(self.events), yaml.StreamEndEvent):
+            return None
+        value = self.value(next(self.events), ())
+        next(self.events)  # the document ends
+        if not isinstance(after := next(self.events), yaml.StreamEndEvent):
+            raise self.refuse(after, "a second document starts here", "keep one document; delete the '---'")
+        return value
+
+    def value(self, event: yaml.Event, path: KeyPath) -> Any:
+        if anchor := getattr(event, "anchor", None):
+            name = f"*{anchor}" if isinstance(event, yaml.AliasEvent) else f"&{anchor}"
+            raise self.refuse(
+                event, f"a recipe has no anchors and aliases: '{name}'", "write the value out, or quote it"
+            )
+        if tag := getattr(event, "tag", None):
+            shown = tag.replace("tag:yaml.org,2002:", "!!")
+            raise self.refuse(event, f"a recipe has no tags: '{shown}'", "delete the tag, or quote the value")
+        if len(path) > MAX_DEPTH:
+            raise self.refuse(
+                event, f"nested more than {MAX_DEPTH} deep", "a recipe is nearly flat; see `streamtune schema`"
+            )
+        if isinstance(event, yaml.MappingStartEvent):
+            return self.mapping(path)
+        if isinstance(event, yaml.SequenceStartEvent):
+            return self.sequence(path)
+        assert isinstance(event, yaml.ScalarEvent), event
+        return parse_scalar(event.value) if event.implicit[0] else event.value
+
+    def mapping(self, path: KeyPath) -> dict[str, Any]:
+        found: dict[str, Any] = {}
+        while not isinstance(event := next(self.events), yaml.MappingEndEvent):
+            line = _line(event.start_mark)
+            if not isinstance(event, yaml.ScalarEvent):
+                raise self.refuse(event, "a key must be one word", "put braces and brackets after 'key: '")
+            self.value(event, path)  # refuses an anchor or a tag on the key
+            key = event.value
+            if key == "<<":
+                raise self.refuse(event, "a recipe has no merge keys: '<<'", "write the keys out")
+            if key in found:
+                what = f"'{key}' is given twice, first on line {self.marks.lines[*path, key]}"
+                self.mistakes.append(Mistake((*path, key), what, "delete one of the two", line=line))
+            # The first of two stays, with its lines; the second is read all the same, for the limits hold in it too.
+            self.marks.lines.setdefault((*path, key), line)
+            found.setdefault(key, self.value(next(self.events), (*path, key)))
+        return found
+
+    def sequence(self, path: KeyPath) -> list[Any]:
+        found: list[Any] = []
+        while not isinstance(event := next(self.events), yaml.SequenceEndEvent):
+            self.marks.lines.setdefault((*path, len(found)), _line(event.start_mark))
+            found.append(self.value(event, (*path, len(found))))
+        return found
+
+    def refuse(self, event: yaml.Event, what: str, mend: str) -> RecipeError:
+        return RecipeError(what, where=f"{self.file}:{_line(event.start_mark)}", mend=mend)
+
+
+def _line(mark: Any) -> int:
+    """PyYAML counts lines from 0."""
+    assert mark is not None, "the pure-Python reader marks every event"
+    return int(mark.line) + 1
+
+
+def _not_yaml(error: yaml.MarkedYAMLError, file: str) -> RecipeError:
+    """PyYAML's error in our words, for the slips people make."""
+    problem = error.problem or error.context or "cannot be read"
+    where = f"{file}:{_line(error.problem_mark or error.context_mark)}"
+    if "'\\t'" in problem:
+        return RecipeError("a tab where YAML wants spaces", where=where, mend="indent with spaces")
+    if "mapping values are not allowed" in problem:
+        return RecipeError(
+            "a ': ' inside a value, or a key indented too far", where=where, mend="quote the value, or align the key"
+        )
+    if "cannot start any token" in problem:
+        character = problem.split("'")[1]
+        return RecipeError(f"a value cannot start with '{character}'", where=where, mend="put the value in quotes")
+    if "expected <block end>" in problem:
+        return RecipeError(
+            "this line is not aligned with the ones above",
+            where=where,
+            mend="give keys of one level the same indentation; close every quote",
+        )
+    opened = f"{file}:{_line(error.context_mark)}" if error.context_mark else where
+    if error.context == "while scanning a quoted scalar":
+        return RecipeError(
+            "a quote opened here is not closed", where=opened, mend="close it; write '' for a quote inside"
+        )
+    if (error.context or "").startswith("while parsing a flow"):
+        return RecipeError("a bracket or brace opened here is not closed", where=opened, mend="close it")
+    return RecipeError(f"not YAML: {problem}", where=where, mend="put the value in quotes, or see `streamtune recipes`")

@@ -1,0 +1,149 @@
+"""What is wrong with a recipe, in words: pydantic's findings and ours, sorted and told in one error."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from typing import Any
+
+from pydantic import ValidationError
+
+from streamtune.errors import RecipeError, did_you_mean
+
+from .aliases import ALIASES
+from .fields import expected, field_at, leaf_paths, options, properties
+from .marks import KeyPath, Marks, Mistake, parse_scalar, show_path
+
+__all__ = ["explain", "to_error", "unknown_key"]
+
+MOST_TOLD = 20
+
+
+def to_error(mistakes: Sequence[Mistake], marks: Marks) -> RecipeError:
+    """One error that tells all mistakes, in the order of the file."""
+    mistakes = sorted(mistakes, key=lambda mistake: mistake.line or marks.line(mistake.path))
+    first, *others = mistakes
+    if not others:
+        return RecipeError(first.what, where=_where(first, marks), mend=first.mend)
+    lines = [f"{len(mistakes)} mistakes"]
+    for mistake in mistakes[:MOST_TOLD]:
+        where = _where(mistake, marks).removeprefix(f"{marks.file}:")
+        where = f"line {where}" if where.isdecimal() else where
+        lines.append(f"- {where}: {mistake.what}" + (f"; {mistake.mend}" if mistake.mend else ""))
+    if (left := len(mistakes) - MOST_TOLD) > 0:
+        lines.append(f"- and {left} more")
+    return RecipeError("\n".join(lines), where=_where(first, marks))
+
+
+def explain(error: ValidationError, tree: dict[str, Any]) -> list[Mistake]:
+    """Pydantic's findings as mistakes: one to a key, with what the key takes and what was found."""
+    found: dict[KeyPath, Mistake] = {}
+    for detail in error.errors():
+        context = detail.get("ctx", {})
+        loc = tuple(detail["loc"])
+        if detail["type"] == "recipe":
+            mistake = Mistake((context["key"],), context["what"], context["mend"])
+        elif detail["type"] == "extra_forbidden":
+            mistake = unknown_key(loc)
+        elif detail["type"] == "missing":
+            mistake = Mistake(loc, f"'{show_path(loc)}' is missing", _how_to_add(loc))
+        else:
+            mistake = _wrong_value(loc, tree)
+        found.setdefault(mistake.path, mistake)
+    # A list with a wrong entry is also reported as too short; the entry says it better.
+    return [
+        mistake
+        for path, mistake in found.items()
+        if not any(other != path and other[: len(path)] == path for other in found)
+    ]
+
+
+def unknown_key(path: KeyPath) -> Mistake:
+    """A key the recipe does not have, with the nearest one that it has."""
+    parent, name = path[:-1], str(path[-1])
+    known = properties(parent) + (list(ALIASES) if not parent else [])
+    mend = did_you_mean(name, known)
+    if elsewhere := [place for place in leaf_paths().get(name, []) if place != path]:
+        place = elsewhere[0]
+        mend = (
+            f"'{name}' stands under '{show_path(place[:-1])}:'" if place[:-1] else f"'{name}' stands at the top level"
+        )
+    elif not mend and parent:
+        mend = f"'{show_path(parent)}' has {', '.join(known)}"
+    shown = f" in '{show_path(parent)}'" if parent else ""
+    return Mistake(path, f"unknown key '{name}'{shown}", mend or "`streamtune schema` lists every key")
+
+
+def _where(mistake: Mistake, marks: Marks) -> str:
+    return f"{marks.file}:{mistake.line}" if mistake.line else marks.where(*mistake.path)
+
+
+def _how_to_add(path: KeyPath) -> str:
+    return "add datasets: [{path: data/train.jsonl}]" if path == ("datasets",) else f"add {path[-1]}: ..."
+
+
+def _wrong_value(loc: KeyPath, tree: dict[str, Any]) -> Mistake:
+    path, fragment = field_at(loc)
+    value = _value_at(path, tree)
+    name = show_path(path)
+    if value is None:
+        return Mistake(path, f"'{name}' has no value; it takes {expected(fragment)}", "write one, or delete the line")
+    what = f"'{name}' takes {expected(fragment)}; found {_show(value)}"
+    return Mistake(path, what, _mend(fragment, value))
+
+
+def _value_at(path: KeyPath, tree: Any) -> Any:
+    for part in path:
+        tree = tree[part]
+    return tree
+
+
+def _show(value: Any) -> str:
+    match value:
+        case bool():
+            return str(value).lower()
+        case str():
+            return f"'{value}'" if len(value) <= 60 else f"'{value[:57]}...'"
+        case []:
+            return "an empty list"
+        case list():
+            return "a list"
+        case dict():
+            return "keys"
+        case _:
+            return str(value) if len(str(value)) <= 60 else f"a number of {len(str(value))} digits"
+
+
+def _mend(fragment: dict[str, Any], value: Any) -> str:
+    """What to write instead, where the slip is a common one."""
+    takes = {choice.get("type") for choice in fragment.get("anyOf", [fragment])}
+    if "boolean" in takes and isinstance(value, str) and value.lower() in _TRUE_FALSE:
+        return f"write {_TRUE_FALSE[value.lower()]}"
+    if takes & {"integer", "number"} and (number := _meant(value)) is not None:
+        return f"write {number}"
+    if "integer" in takes and isinstance(value, float) and value.is_integer():
+        return f"write {int(value)}"
+    if isinstance(value, str) and (mend := did_you_mean(value, options(fragment))):
+        return mend
+    if "array" in takes and isinstance(value, str):
+        return f"write [{value}]"
+    if "array" in takes and isinstance(value, dict):
+        return "start each entry with '- '"
+    if takes == {"string"} and not options(fragment) and isinstance(value, (bool, int, float)):
+        return "put it in quotes"
+    return ""
+
+
+_TRUE_FALSE = {"yes": "true", "on": "true", "y": "true", "true": "true",
+               "no": "false", "off": "false", "n": "false", "false": "false"}  # fmt: skip
+_SUFFIXES = {"": 1, "k": 1024, "m": 1024**2}
+
+
+def _meant(value: Any) -> int | float | None:
+    """The number behind ``8_192``, ``"8192"``, ``8,192`` or ``8k``."""
+    if not isinstance(value, str):
+        return None
+    if whole := re.fullmatch(r"([0-9][0-9_,]{0,30}) ?([kKmM]?)", value):
+        return int(re.sub("[_,]", "", whole[1])) * _SUFFIXES[whole[2].lower()]
+    number = parse_scalar(value)
+    return number if isinstance(number, (int, float)) and not isinstance(number, bool) else None

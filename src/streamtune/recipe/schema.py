@@ -1,0 +1,342 @@
+"""Every key of a recipe: its type, its default, its range and what it does.
+
+A recipe is flat where the Hugging Face Trainer is flat and uses its names. The text under each field is the only
+place a key is described: the JSON schema, the editor's hover text and the documentation are made from it.
+
+The types are strict (``"1e-5"`` is not a number, ``yes`` is not a boolean), frozen, and refuse keys they do not know.
+Nothing here reads a file or touches a device; ``streamtune.recipe.loader`` adds the file and the line to an error.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
+from pydantic_core import PydanticCustomError
+
+__all__ = ["DatasetSpec", "EngineSpec", "ModelInit", "Recipe", "SampleSpec", "TokenizerSpec", "TokenizerTrain"]
+
+Count = Annotated[int, Field(ge=1)]
+Steps = Annotated[int, Field(ge=0)]
+Fraction = Annotated[float, Field(ge=0, lt=1)]
+Text = Annotated[str, Field(min_length=1)]
+ChunkSize = Count | Literal["auto"]
+
+
+def _mistake(what: str, *, key: str, mend: str = "") -> PydanticCustomError:
+    """A mistake in the value of ``key`` (a top-level key), in words a user reads."""
+    # The text travels as context: a template would read braces in a user's value as its own placeholders.
+    return PydanticCustomError("recipe", "{what}", {"what": what, "key": key, "mend": mend})
+
+
+class Spec(BaseModel):
+    """What all recipe types share: strict, frozen, no unknown key, no NaN."""
+
+    model_config = ConfigDict(
+        frozen=True,
+        extra="forbid",
+        strict=True,
+        allow_inf_nan=False,
+        use_attribute_docstrings=True,
+        protected_namespaces=(),
+    )
+
+
+class ModelInit(Spec):
+    """A model made from a configuration, with random weights and no download."""
+
+    init: Annotated[
+        dict[str, Any],
+        Field(json_schema_extra={"required": ["model_type"], "properties": {"model_type": {"type": "string"}}}),
+    ]
+    """The keys of the model's Hugging Face configuration, `model_type` among them:
+    `{model_type: qwen3, hidden_size: 256, ...}`."""
+
+    @field_validator("init")
+    @classmethod
+    def _names_its_type(cls, init: dict[str, Any]) -> dict[str, Any]:
+        if not isinstance(init.get("model_type"), str):
+            raise _mistake(
+                "'model.init' does not say which kind of model", key="model", mend="add a model_type, such as qwen3"
+            )
+        return init
+
+
+class TokenizerTrain(Spec):
+    """A byte-level BPE tokenizer trained on the recipe's own rows."""
+
+    vocab_size: Annotated[int, Field(ge=259)] = 4096
+    """Entries in the vocabulary, the 256 bytes and the 3 special tokens included."""
+
+
+class TokenizerSpec(Spec):
+    """Where the tokenizer comes from: `path` or `train`, one of the two."""
+
+    path: Text | None = None
+    """Hub name or local folder of a tokenizer."""
+
+    train: TokenizerTrain | None = None
+    """Train a tokenizer on the recipe's own rows, with the ChatML template."""
+
+    @model_validator(mode="after")
+    def _one_source(self) -> TokenizerSpec:
+        if (self.path is None) == (self.train is None):
+            raise _mistake(
+                "'tokenizer' needs one of 'path' and 'train'",
+                key="tokenizer",
+                mend="write {path: NAME} or {train: {vocab_size: 4096}}",
+            )
+        return self
+
+
+class DatasetSpec(Spec):
+    """One source of rows."""
+
+    path: Text
+    """A .jsonl, .json, .parquet, .csv or .txt file (relative to the recipe, then to the working directory), the name
+    of a dataset on the hub, or `python-stdlib` for the corpus built from this interpreter's own library."""
+
+    type: Literal["auto", "messages", "prompt_completion", "text", "alpaca", "sharegpt"] = "auto"
+    """Shape of a row; `auto` looks at the columns and prints what it found."""
+
+    split: Text = "train"
+    """Split of a dataset on the hub."""
+
+    name: Text | None = None
+    """Configuration of a dataset on the hub that has several."""
+
+    max_rows: Count | None = None
+    """Use this many rows at most, from the start."""
+
+
+class EngineSpec(Spec):
+    """How the sequence is streamed. Every choice gives the same gradient; they differ in memory and time."""
+
+    schedule: Literal["auto"] = "auto"
+    """Who picks the schedule; `auto` is the only planner of this release."""
+
+    chunk_size: ChunkSize = "auto"
+    """Tokens of the sequence a layer works on at once in the backward pass; `auto` is 2048."""
+
+    head_chunk_size: ChunkSize = "auto"
+    """Tokens whose logits exist at once in the loss; `auto` is 1024."""
+
+    keep_kv: bool = False
+    """Keep every layer's keys and values between forward and backward: less recomputation, more memory."""
+
+    grad_dtype: Literal["float32", "param"] = "float32"
+    """Where the sum over chunks is accumulated: float32, or the dtype of the parameter."""
+
+
+class SampleSpec(Spec):
+    """What the trained model is asked to write at the end of a run."""
+
+    prompt: Text
+    """The user's message (the beginning of the text for a tokenizer without chat template)."""
+
+    max_new_tokens: Count = 64
+    """Tokens to write at most."""
+
+
+class Recipe(Spec):
+    """Everything a supervised fine-tuning run depends on."""
+
+    # --- model -------------------------------------------------------------------------------------------------
+
+    model_name_or_path: Text | None = None
+    """Hub name or local folder of the model to fine-tune; or give `model`."""
+
+    model: ModelInit | None = None
+    """Start from a configuration and random weights: `{init: {model_type: qwen3, ...}}`."""
+
+    tokenizer: TokenizerSpec | None = None
+    """Tokenizer; without it, the one that belongs to `model_name_or_path`."""
+
+    chat_template: Text | None = None
+    """Jinja chat template, inline or the path of a file; without it, the tokenizer's own."""
+
+    trust_remote_code: bool = False
+    """Run Python code that comes with the model. Only for sources you trust."""
+
+    dtype: Literal["auto", "float32", "bfloat16"] = "auto"
+    """Dtype of the weights; `auto` is the checkpoint's own, and float32 for a model made from a configuration."""
+
+    # --- what is trained ---------------------------------------------------------------------------------------
+
+    finetuning_type: Literal["full", "lora"] = "full"
+    """Train every weight, or low-rank adapters beside frozen weights."""
+
+    lora_r: Count = 16
+    """Rank of the adapters."""
+
+    lora_alpha: Annotated[float, Field(gt=0)] | None = None
+    """Scale of the adapters (the update is multiplied by lora_alpha / lora_r); without it, twice the rank."""
+
+    lora_dropout: Fraction = 0.0
+    """Dropout on the input of the adapters."""
+
+    lora_target: Annotated[tuple[Text, ...], Field(min_length=1, strict=False)] | Literal["all-linear"] = "all-linear"
+    """Modules that get an adapter, by the end of their name: `[q_proj, v_proj]`; `all-linear` is all but the head."""
+
+    # --- data --------------------------------------------------------------------------------------------------
+
+    datasets: Annotated[tuple[DatasetSpec, ...], Field(min_length=1, strict=False)]
+    """Where the rows come from."""
+
+    max_length: Annotated[int, Field(ge=2)] = 2048
+    """Tokens a row may have."""
+
+    overlength: Literal["error", "truncate", "drop", "split"] = "error"
+    """A row longer than `max_length`: refuse it, cut its end, leave it out, or make several rows of it."""
+
+    train_on: Literal["assistant", "completion", "all"] = "assistant"
+    """Tokens the loss counts: the assistant's turns, the completion, or every token."""
+
+    packing: bool = False
+    """Several rows in one sequence. Not in this release."""
+
+    val_size: Annotated[float, Field(ge=0)] = 0.0
+    """Rows held out for evaluation: a fraction below 1, or a number of rows."""
+
+    # --- engine ------------------------------------------------------------------------------------------------
+
+    engine: EngineSpec = EngineSpec()
+    """How the sequence is streamed; the defaults suit most runs."""
+
+    bf16: bool = False
+    """Compute in bfloat16 (autocast) and keep the weights as they are."""
+
+    device: Literal["auto", "cpu", "cuda"] = "auto"
+    """Where to train; `auto` takes an accelerator where there is one."""
+
+    # --- optimisation ------------------------------------------------------------------------------------------
+
+    per_device_train_batch_size: Count = 1
+    """Rows in one forward and backward."""
+
+    per_device_eval_batch_size: Count = 1
+    """Rows in one forward when evaluating."""
+
+    gradient_accumulation_steps: Count = 1
+    """Forwards and backwards to one optimizer step; the loss is the mean over the tokens of all of them."""
+
+    num_train_epochs: Annotated[float, Field(gt=0)] = 1.0
+    """Times to go through the data."""
+
+    max_steps: Literal[-1] | Count = -1
+    """Optimizer steps to stop at, before the epochs are over; -1 is no limit."""
+
+    learning_rate: Annotated[float, Field(ge=0)] = 1e-5
+    """Peak learning rate."""
+
+    lr_scheduler_type: Literal["cosine", "linear", "constant"] = "cosine"
+    """Shape of the learning rate after the warm-up; cosine and linear end at 0."""
+
+    warmup_ratio: Fraction = 0.0
+    """Part of the steps in which the learning rate rises; or give `warmup_steps`."""
+
+    warmup_steps: Steps = 0
+    """Steps in which the learning rate rises; or give `warmup_ratio`."""
+
+    optim: Literal["adamw"] = "adamw"
+    """Optimizer."""
+
+    weight_decay: Annotated[float, Field(ge=0)] = 0.0
+    """Decoupled weight decay, on matrices only."""
+
+    adam_beta1: Fraction = 0.9
+    """AdamW's decay of the mean of the gradient."""
+
+    adam_beta2: Fraction = 0.999
+    """AdamW's decay of the mean of its square."""
+
+    adam_epsilon: Annotated[float, Field(gt=0)] = 1e-8
+    """AdamW's term against division by zero."""
+
+    max_grad_norm: Annotated[float, Field(ge=0)] = 1.0
+    """Clip the gradient to this norm; 0 does not clip."""
+
+    seed: Annotated[int, Field(ge=0, lt=2**32)] = 42
+    """Seed of the weights, the order of the rows and dropout."""
+
+    # --- the run -----------------------------------------------------------------------------------------------
+
+    output_dir: Annotated[Text, Field(default_factory=lambda: "runs/recipe")]
+    """Folder of the run, relative to the working directory; without it, `runs/` and the recipe's file name."""
+
+    save_steps: Steps = 0
+    """Save a checkpoint every so many steps; 0 saves at the end and when interrupted."""
+
+    save_total_limit: Count = 2
+    """Checkpoints to keep."""
+
+    eval_steps: Steps = 0
+    """Evaluate on the held-out rows every so many steps; 0 evaluates at the end."""
+
+    logging_steps: Count = 1
+    """Write metrics every so many steps."""
+
+    report_to: Annotated[tuple[Text, ...], Field(strict=False)] = ()
+    """Experiment trackers. None in this release: metrics.jsonl and loss.png are always written."""
+
+    sample: SampleSpec | None = None
+    """A prompt to try at the end of the run."""
+
+    # --- what one key alone cannot tell ------------------------------------------------------------------------
+
+    @field_validator("packing")
+    @classmethod
+    def _packing_is_later(cls, packing: bool) -> bool:
+        if packing:
+            raise _mistake("'packing' is not in this release", key="packing", mend="delete the line")
+        return packing
+
+    @field_validator("report_to")
+    @classmethod
+    def _trackers_are_later(cls, report_to: tuple[str, ...]) -> tuple[str, ...]:
+        if report_to:
+            raise _mistake(
+                f"reporting to '{report_to[0]}' is not in this release",
+                key="report_to",
+                mend="write []; every run writes metrics.jsonl and loss.png",
+            )
+        return report_to
+
+    @field_validator("val_size")
+    @classmethod
+    def _whole_rows(cls, val_size: float) -> float:
+        if val_size >= 1 and val_size != int(val_size):
+            raise _mistake(
+                f"'val_size' takes a fraction below 1 or a whole number of rows; found {val_size}", key="val_size"
+            )
+        return val_size
+
+    @model_validator(mode="after")
+    def _one_model(self) -> Recipe:
+        if self.model_name_or_path is None and self.model is None:
+            raise _mistake(
+                "the recipe names no model",
+                key="model_name_or_path",
+                mend="add model_name_or_path, or model: {init: ...}",
+            )
+        if self.model_name_or_path is not None and self.model is not None:
+            raise _mistake("'model_name_or_path' and 'model' exclude each other", key="model", mend="keep one of them")
+        if self.model is not None and self.tokenizer is None:
+            raise _mistake(
+                "a model made from a configuration has no tokenizer of its own",
+                key="model",
+                mend="add tokenizer: {train: {vocab_size: 4096}} or tokenizer: {path: NAME}",
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _keys_agree(self) -> Recipe:
+        if self.warmup_ratio > 0 and self.warmup_steps > 0:
+            raise _mistake(
+                "'warmup_ratio' and 'warmup_steps' exclude each other", key="warmup_steps", mend="keep one of them"
+            )
+        if self.eval_steps > 0 and self.val_size == 0:
+            raise _mistake(
+                "'eval_steps' needs rows to evaluate on", key="eval_steps", mend="set val_size, such as val_size: 0.02"
+            )
+        return self

@@ -1,0 +1,44 @@
+"""The training loop and what it keeps: run directory, checkpoints, metrics, progress."""
+
+from __future__ import annotations
+
+from streamtune.train.batch import IGNORE_INDEX, MicroBatch, StepStream
+from streamtune.train.checkpoint import Checkpoint, ModelWriter, checkpoint_path, write_final
+from streamtune.train.loop import Progressed, TrainSettings, train
+from streamtune.train.memory import GIB, peak_memory_bytes
+from streamtune.train.plot import draw_loss
+from streamtune.train.progress import Progress, format_duration, format_rate
+from streamtune.train.records import append_event, read_records, record_failure
+from streamtune.train.rng import preserve_rng, seed_everything
+from streamtune.train.rundir import RunDirectory, check_same_run, find_checkpoint
+from streamtune.train.signals import StopRequest
+from streamtune.train.staging import commit_directory
+
+__all__ = [
+    "GIB",
+    "IGNORE_INDEX",
+    "Checkpoint",
+    "MicroBatch",
+    "ModelWriter",
+    "Progress",
+    "Progressed",
+    "RunDirectory",
+    "StepStream",
+    "StopRequest",
+    "TrainSettings",
+    "append_event",
+    "check_same_run",
+    "checkpoint_path",
+    "commit_directory",
+    "draw_loss",
+    "find_checkpoint",
+    "format_duration",
+    "format_rate",
+    "peak_memory_bytes",
+    "preserve_rng",
+    "read_records",
+    "record_failure",
+    "seed_everything",
+    "train",
+    "write_final",
+]

@@ -1,0 +1,64 @@
+"""What the loop is fed: micro-batches, grouped into optimizer steps by a stream that can be resumed."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+__all__ = ["IGNORE_INDEX", "MicroBatch", "StepStream"]
+
+IGNORE_INDEX = -100
+"""The label of a position that is not trained on."""
+
+
+@dataclass(frozen=True)
+class MicroBatch:
+    """Rows of one forward and backward, padded to one length; B rows, T positions.
+
+    ``shift_labels[b, t]`` is the token that position t is to predict, or :data:`IGNORE_INDEX`: shifted already.
+    """
+
+    input_ids: Tensor
+    """[B, T] int64"""
+    attention_mask: Tensor
+    """[B, T] int64, 0 on padding"""
+    shift_labels: Tensor
+    """[B, T] int64"""
+    origins: tuple[str, ...]
+    """Where each row comes from, ``file:row``: for messages."""
+
+    @property
+    def num_targets(self) -> int:
+        """Positions that are trained on: the loss is a mean over these."""
+        return int((self.shift_labels != IGNORE_INDEX).sum())
+
+    @property
+    def num_tokens(self) -> int:
+        """Input tokens, padding not counted."""
+        return int(self.attention_mask.sum())
+
+    def to(self, device: torch.device) -> MicroBatch:
+        """The same batch on ``device``."""
+        return MicroBatch(
+            self.input_ids.to(device), self.attention_mask.to(device), self.shift_labels.to(device), self.origins
+        )
+
+
+class StepStream(Protocol):
+    """An endless source of optimizer steps, epoch after epoch, that knows where it stands."""
+
+    def next_step(self) -> Sequence[MicroBatch]:
+        """Return the micro-batches of the next optimizer step; fewer than usual at the end of an epoch."""
+        ...
+
+    def state_dict(self) -> dict[str, Any]:
+        """Where the stream stands, as plain JSON values."""
+        ...
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Go to where another stream over the same rows stood."""
+        ...

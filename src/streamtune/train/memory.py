@@ -1,0 +1,38 @@
+"""Peak memory of a run, and what running out of it looks like."""
+
+from __future__ import annotations
+
+import sys
+
+import psutil
+import torch
+
+__all__ = ["GIB", "is_out_of_memory", "peak_memory_bytes", "reset_peak_memory"]
+
+GIB = 1 << 30
+
+
+def reset_peak_memory(device: torch.device) -> None:
+    """Start a new measurement. On the CPU the peak is the process's own and cannot be reset."""
+    if device.type == "cuda":
+        torch.cuda.reset_peak_memory_stats(device)
+
+
+def peak_memory_bytes(device: torch.device) -> int:
+    """Peak bytes: of the device's allocator since the last reset, or of the process's resident memory on the CPU."""
+    if device.type == "cuda":
+        return int(torch.cuda.max_memory_allocated(device))
+    if sys.platform == "win32":
+        return int(psutil.Process().memory_info().peak_wset)
+    import resource  # Not on Windows.
+
+    unit = 1 if sys.platform == "darwin" else 1024
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
+
+
+def is_out_of_memory(error: BaseException) -> bool:
+    """Whether ``error`` is one of the ways in which Python, torch and CUDA say that memory ran out."""
+    if isinstance(error, (MemoryError, torch.OutOfMemoryError)):
+        return True
+    message = str(error)
+    return isinstance(error, RuntimeError) and ("can't allocate memory" in message or "out of memory" in message)

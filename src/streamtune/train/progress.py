@@ -1,0 +1,144 @@
+"""What a user sees while a run trains: one live line on a terminal, ``key=value`` lines everywhere else."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass
+from typing import Any
+
+from rich.cells import cell_len
+from rich.console import Console
+from rich.live import Live
+from rich.text import Text
+
+__all__ = ["Progress", "format_duration", "format_rate"]
+
+
+@dataclass
+class Progress:
+    """Reports a run of ``total_steps`` on ``console``; enter it around the loop.
+
+    Args:
+        console: Where to; a terminal gets the live line.
+        total_steps: Optimizer steps of the whole run.
+        first_step: Steps taken before, where a run is resumed: the time left is judged by this session alone.
+        logging_steps: Without a terminal, one line every so many steps.
+    """
+
+    console: Console
+    total_steps: int
+    first_step: int = 0
+    logging_steps: int = 1
+
+    def __post_init__(self) -> None:
+        self._record: dict[str, Any] = {"step": self.first_step}
+        self._activity = ""
+        self._started = time.monotonic()
+        self._live = Live(get_renderable=self._line, console=self.console, refresh_per_second=4, transient=True)
+
+    def __enter__(self) -> Progress:
+        self._started = time.monotonic()
+        if self.console.is_terminal:
+            self._live.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._live.stop()
+
+    def step(self, record: dict[str, Any]) -> None:
+        """A step is done; ``record`` is its line of ``metrics.jsonl``."""
+        self._record, self._activity = record, ""
+        done = record["step"]
+        if not self.console.is_terminal and (done % self.logging_steps == 0 or done == self.total_steps):
+            self._print_pairs(
+                step=f"{done}/{self.total_steps}",
+                loss=f"{record['loss']:.4f}",
+                lr=f"{record['lr']:.3g}",
+                grad_norm=f"{record['grad_norm']:.3g}",
+                tokens_per_s=f"{record['tokens_per_s']:.0f}",
+                peak_mem_gib=f"{record['peak_mem_gib']:.2f}",
+                eta=format_duration(self._seconds_left()),
+            )
+
+    def activity(self, text: str) -> None:
+        """What is going on within a step: shown at the end of the live line until the step is done."""
+        self._activity = text
+
+    def evaluated(self, step: int, loss: float) -> None:
+        """The held-out loss after ``step`` steps."""
+        self._activity = ""
+        if self.console.is_terminal:
+            self._print_event(step, Text.assemble("held-out loss ", (f"{loss:.4f}", "bold")))
+        else:
+            self._print_pairs(step=f"{step}/{self.total_steps}", eval_loss=f"{loss:.4f}")
+
+    def saved(self, step: int, path: object) -> None:
+        """A checkpoint is committed."""
+        self._activity = ""
+        if self.console.is_terminal:
+            self._print_event(step, Text.assemble("saved ", (str(path), "cyan")))
+        else:
+            self._print_pairs(step=f"{step}/{self.total_steps}", saved=str(path))
+
+    def _print_event(self, step: int, what: Text) -> None:
+        self.console.print(Text.assemble((f"step {step:>{len(str(self.total_steps))}}  ", "dim"), what), soft_wrap=True)
+
+    def _print_pairs(self, **pairs: str) -> None:
+        line = " ".join(f"{key}={value}" for key, value in pairs.items())
+        self.console.print(Text(line), soft_wrap=True)
+        self.console.file.flush()
+
+    def _seconds_left(self) -> float | None:
+        done = int(self._record["step"]) - self.first_step
+        if done <= 0:
+            return None
+        return (time.monotonic() - self._started) / done * (self.total_steps - self._record["step"])
+
+    def _line(self) -> Text:
+        """The live line, cut to the width of the terminal: the least important fields go first."""
+        record, width = self._record, self.console.width
+        step = Text(f"step {record['step']}/{self.total_steps}", style="bold")
+        # (what is shown, how soon it goes: the highest number first)
+        fields: list[tuple[Text, int]] = [(step, 0)]
+        if "loss" in record:
+            fields += [
+                (Text.assemble("loss ", (f"{record['loss']:.3f}", "bold green")), 1),
+                (Text(f"lr {record['lr']:.2g}"), 5),
+                (Text(f"grad {record['grad_norm']:.2f}"), 7),
+                (Text(f"{format_rate(record['tokens_per_s'])} tok/s"), 3),
+                (Text(f"{record['peak_mem_gib']:.1f} GiB"), 4),
+                (Text(f"ETA {format_duration(self._seconds_left())}"), 2),
+            ]
+        fields.append((Text(self._activity or " ", style="dim"), 6))
+        while len(fields) > 1 and _width(fields) > width:
+            fields.remove(max(fields, key=lambda field: field[1]))
+        room = min(width - _width(fields) - 2, 40)
+        if room >= 8:
+            fields.insert(1, (_bar(int(record["step"]), self.total_steps, room), 8))
+        return Text("  ", end="").join(text for text, _ in fields)
+
+
+def _width(fields: list[tuple[Text, int]]) -> int:
+    return sum(cell_len(text.plain) for text, _ in fields) + 2 * (len(fields) - 1)
+
+
+def _bar(done: int, total: int, width: int) -> Text:
+    filled = round(width * done / max(total, 1))
+    return Text.assemble(("━" * filled, "green"), ("─" * (width - filled), "bright_black"))
+
+
+def format_duration(seconds: float | None) -> str:
+    """``0:42``, ``1:02:03``, ``2d 03:04`` or ``-:--`` where it is not known."""
+    if seconds is None:
+        return "-:--"
+    minutes, rest = divmod(round(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    days, hours = divmod(hours, 24)
+    if days:
+        return f"{days}d {hours:02d}:{minutes:02d}"
+    return f"{hours}:{minutes:02d}:{rest:02d}" if hours else f"{minutes}:{rest:02d}"
+
+
+def format_rate(per_second: float) -> str:
+    """``853``, ``12.3k``"""
+    return f"{per_second:.0f}" if per_second < 1000 else f"{per_second / 1000:.1f}k"

@@ -1,0 +1,147 @@
+"""The directory of a run, and whether it may be written to.
+
+output_dir/
+  run.json        what run this is     recipe.yaml     resolved, replayable
+  metrics.jsonl   one line a step      events.jsonl    what happened, and when
+  loss.png        checkpoints/         final/          the trained model, in Hugging Face format
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from streamtune.errors import ArgumentError, RecipeError, did_you_mean
+from streamtune.train.checkpoint import Checkpoint, newest_checkpoint, open_checkpoint
+
+__all__ = ["RunDirectory", "check_same_run", "find_checkpoint"]
+
+
+@dataclass(frozen=True)
+class RunDirectory:
+    """Where each file of a run is."""
+
+    path: Path
+
+    @property
+    def identity(self) -> Path:
+        """What run this is: the part of the recipe that decides the result, and a fingerprint of the data."""
+        return self.path / "run.json"
+
+    @property
+    def recipe(self) -> Path:
+        """The recipe, with every default filled in."""
+        return self.path / "recipe.yaml"
+
+    @property
+    def metrics(self) -> Path:
+        """One line a step."""
+        return self.path / "metrics.jsonl"
+
+    @property
+    def events(self) -> Path:
+        """What happened, and when."""
+        return self.path / "events.jsonl"
+
+    @property
+    def loss_plot(self) -> Path:
+        """The loss over the steps."""
+        return self.path / "loss.png"
+
+    @property
+    def checkpoints(self) -> Path:
+        """The folder of ``step-000100`` ..."""
+        return self.path / "checkpoints"
+
+    @property
+    def final(self) -> Path:
+        """The trained model."""
+        return self.path / "final"
+
+    def read_identity(self) -> dict[str, Any] | None:
+        """The identity of the run that is here already; None where there is none.
+
+        Raises:
+            ArgumentError: The directory has files, and they are not a run's.
+        """
+        if self.identity.is_file():
+            identity: dict[str, Any] = json.loads(self.identity.read_text(encoding="utf-8"))
+            return identity
+        if self.path.exists() and (not self.path.is_dir() or any(self.path.iterdir())):
+            raise ArgumentError(
+                f"{self.path} is not empty, and what is in it is not a run of streamtune",
+                where="output_dir",
+                mend="give an empty or new folder with --output-dir",
+            )
+        return None
+
+    def claim(self, identity: Mapping[str, Any], recipe_yaml: str) -> None:
+        """Create the directory and write down what run it holds."""
+        self.path.mkdir(parents=True, exist_ok=True)
+        for path, text in ((self.recipe, recipe_yaml), (self.identity, json.dumps(identity, indent=1) + "\n")):
+            staged = path.with_name(f".tmp-{path.name}")
+            staged.write_text(text, encoding="utf-8")
+            staged.replace(path)
+
+    def move_aside(self) -> Path:
+        """Rename a directory that holds a run to the first free ``NAME.old-N``, and return that."""
+        number = 1
+        while (aside := self.path.with_name(f"{self.path.name}.old-{number}")).exists():
+            number += 1
+        return self.path.rename(aside)
+
+
+def find_checkpoint(run: RunDirectory, resume: str, notify: Callable[[str], None]) -> Checkpoint | None:
+    """Return the checkpoint to go on from; None starts at the beginning.
+
+    Args:
+        run: The directory to look in.
+        resume: ``auto`` (the newest one of ``run`` that verifies), ``never``, or the path of a checkpoint.
+        notify: Told about damaged checkpoints.
+
+    Raises:
+        ArgumentError: ``resume`` is a path, and nothing is there.
+        CheckpointError: What is there is no complete checkpoint.
+    """
+    if resume == "never":
+        return None
+    if resume == "auto":
+        return newest_checkpoint(run.checkpoints, notify)
+    path = Path(resume).expanduser()
+    if not path.is_dir():
+        raise ArgumentError(
+            f"there is no checkpoint {path}",
+            where="--resume",
+            mend=did_you_mean(resume, ("auto", "never")) or "give auto, never, or runs/NAME/checkpoints/step-000100",
+        )
+    return open_checkpoint(path)
+
+
+def check_same_run(before: Mapping[str, Any], now: Mapping[str, Any], *, where: Path) -> None:
+    """Refuse to go on with a run under settings or data other than those it was started with.
+
+    Args:
+        before: The identity written down when the run started: ``{"recipe": {key: value}, "data": fingerprint}``.
+        now: The identity of this start; a part it lacks is not compared.
+        where: What is to be continued, for the message.
+
+    Raises:
+        RecipeError: They differ; the message names each key with both values.
+    """
+    old, new = before.get("recipe", {}), now.get("recipe", {})
+    differences = [
+        f"{key} was {json.dumps(old.get(key))} and is {json.dumps(new.get(key))}"
+        for key in sorted({*old, *new})
+        if old.get(key) != new.get(key)
+    ]
+    if "data" in now and before.get("data") != now["data"]:
+        differences.append("the data is not the same")
+    if differences:
+        raise RecipeError(
+            f"{where} holds a run with other settings: {'; '.join(differences)}",
+            mend="undo the change to go on with it, or start anew: --output-dir NEW, or --resume never "
+            "(which moves the old run aside)",
+        )

@@ -1,0 +1,138 @@
+"""The command line as a whole: help, exit codes, how an error is told."""
+
+from __future__ import annotations
+
+import io
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from rich.console import Console
+
+import streamtune.cli
+from streamtune.cli import main
+from streamtune.cli.console import error_panel
+from streamtune.errors import DataError, OutOfMemoryError, RecipeError, StreamTuneError
+
+
+def run(*arguments: str, cwd: Path | None = None) -> subprocess.CompletedProcess[str]:
+    """The real command, in a process of its own."""
+    command = [sys.executable, "-m", "streamtune", *arguments]
+    return subprocess.run(command, capture_output=True, text=True, cwd=cwd, timeout=60)
+
+
+def shown(error: StreamTuneError, width: int = 80) -> list[str]:
+    """An error's panel as a terminal of this width shows it."""
+    file = io.StringIO()
+    Console(file=file, width=width).print(error_panel(error))
+    return file.getvalue().splitlines()
+
+
+def test_help_lists_the_commands():
+    done = run("--help")
+    assert done.returncode == 0
+    for command in ("sft", "validate", "recipes", "schema", "env"):
+        assert f" {command} " in done.stdout
+
+
+def test_version(capsys):
+    with pytest.raises(SystemExit) as caught:
+        main(["--version"])
+    assert not caught.value.code
+    assert capsys.readouterr().out == f"streamtune {streamtune.__version__}\n"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["validat", "x"], "Did you mean 'validate'?"),
+        (["validate"], "Missing argument"),
+        (["validate", "x.yaml", "--st", "seed=1"], "No such option: --st"),
+        (["validate", "x.yaml", "--set"], "requires an argument"),
+    ],
+)
+def test_wrong_usage_exits_2(arguments, said, capfd):
+    with pytest.raises(SystemExit) as caught:
+        main(arguments)
+    assert caught.value.code == 2
+    assert said in capfd.readouterr().err
+
+
+def test_an_error_goes_to_stderr_with_its_exit_code():
+    done = run("validate", "nowhere.yaml")
+    assert done.returncode == 2
+    assert done.stdout == ""
+    assert done.stderr.splitlines() == [
+        "error: there is no such file",
+        "where: nowhere.yaml",
+        "mend: `streamtune recipes ls` lists the shipped recipes",
+    ]
+
+
+@pytest.mark.parametrize(
+    "arguments", [["--debug", "validate", "nowhere.yaml"], ["validate", "nowhere.yaml", "--debug"]]
+)
+def test_a_traceback_only_with_debug(arguments):
+    done = run(*arguments)
+    assert done.returncode != 0
+    assert "Traceback" in done.stderr
+    assert "RecipeError: there is no such file" in done.stderr
+
+
+def test_a_defect_is_told_as_one(capsys, monkeypatch):
+    def broken(*_: object, **__: object) -> None:
+        raise ZeroDivisionError("division by zero")
+
+    monkeypatch.setattr(streamtune.cli, "app", broken)
+    with pytest.raises(SystemExit) as caught:
+        main(["env"])
+    assert caught.value.code == 1
+    said = capsys.readouterr().err
+    assert "error: ZeroDivisionError: division by zero" in said
+    assert "--debug" in said
+    assert "Traceback" not in said
+
+
+def test_ctrl_c_exits_130(monkeypatch):
+    def stopped() -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("streamtune.cli.env.environment", stopped)
+    with pytest.raises(SystemExit) as caught:
+        main(["env"])
+    assert caught.value.code == 130
+
+
+def test_a_closed_pipe_is_no_error():
+    command = f"{sys.executable} -m streamtune schema | head -n 1"
+    done = subprocess.run(command, shell=True, capture_output=True, text=True, timeout=60)
+    assert done.stdout == "{\n"
+    assert done.stderr == ""
+
+
+def test_a_panel_shows_the_line_of_the_recipe(tmp_path):
+    path = tmp_path / "r.yaml"
+    path.write_text("seed: 1\nengine:\n    chunk_siz: 5   # [bold]\n")
+    lines = shown(
+        RecipeError("unknown key 'chunk_siz'", where=f"{path}:3", mend="did you mean 'chunk_size'?"), width=240
+    )
+    assert lines[0].startswith("╭─ Recipe error ─")
+    assert "unknown key 'chunk_siz'" in lines[1]
+    assert f"where  {path}:3" in lines[3]
+    assert "chunk_siz: 5   # [bold]" in lines[4]
+    assert "mend   did you mean 'chunk_size'?" in lines[5]
+
+
+@pytest.mark.parametrize("width", [40, 80, 140])
+def test_a_panel_fits_the_terminal(width):
+    what = "2 mistakes\n- line 4: " + "a long sentence about a key " * 6 + "\n- line 5: [red]x[/red]"
+    lines = shown(DataError(what, where="data/" + "long/" * 40 + "x.jsonl:7", mend="mend " * 30), width)
+    assert {len(line) for line in lines} == {width}
+    assert any("[red]x[/red]" in line for line in lines)
+
+
+def test_a_panel_is_named_after_its_error():
+    assert shown(OutOfMemoryError("no memory"))[0].startswith("╭─ Out of memory error ─")
+    assert shown(StreamTuneError("something"))[0].startswith("╭─ Error ─")
+    assert len(shown(StreamTuneError("something"))) == 3

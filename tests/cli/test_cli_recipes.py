@@ -1,0 +1,146 @@
+"""``streamtune validate``, ``recipes`` and ``schema``."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from streamtune.cli import main
+from streamtune.recipe import Recipe, load_recipe, read_shipped, shipped_names
+
+
+def call(*arguments: str) -> int:
+    """Run a command in this process; its exit code."""
+    with pytest.raises(SystemExit) as caught:
+        main(arguments)
+    return int(caught.value.code or 0)
+
+
+# --- validate ------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", shipped_names())
+def test_every_shipped_recipe_is_valid(name, capsys):
+    path = read_shipped(name).path
+    assert call("validate", str(path)) == 0
+    printed = capsys.readouterr()
+    assert printed.out.splitlines()[0] == f"OK {path}"
+    assert "  model  " in printed.out
+    assert printed.err == ""
+
+
+def test_validate_says_what_a_recipe_does(tmp_path, capsys):
+    path = tmp_path / "my.yaml"
+    path.write_text(
+        "base_model: Qwen/Qwen3-8B\nfinetuning_type: lora\ndtype: bfloat16\n"
+        "datasets: [{path: a, max_rows: 1000}, {path: b}]\n"
+        "max_length: 131072\ngradient_accumulation_steps: 8\nmax_steps: 1500\nwarmup_steps: 10\n"
+    )
+    assert call("validate", str(path), "--set", "lr=1e-4") == 0
+    printed = capsys.readouterr()
+    assert [line.rstrip() for line in printed.out.splitlines()] == [
+        f"OK {path}",
+        "  model      Qwen/Qwen3-8B",
+        "  tokenizer  the model's own",
+        "  training   LoRA of rank 16 on all-linear; weights in bfloat16",
+        "  data       a (1,000 rows at most), b",
+        "  length     131,072 tokens; a longer row is refused",
+        "  loss on    the assistant's turns",
+        "  batch      8 rows a step (1 at a time)",
+        "  optimizer  adamw, learning rate 0.0001, cosine, 10 steps warm-up",
+        "  duration   1 epoch, 1,500 steps at most",
+        "  output     runs/my",
+    ]
+    assert printed.err.splitlines() == [
+        "note: 'base_model' is read as 'model_name_or_path'",
+        "note: 'lr' is read as 'learning_rate'",
+    ]
+
+
+def test_validate_json(tmp_path, capsys):
+    path = tmp_path / "my.yaml"
+    path.write_text("model_name_or_path: a\ndatasets: [{path: b}]\ncutoff_len: 64\n")
+    assert call("validate", str(path), "--json", "--set", "seed=7") == 0
+    document = json.loads(capsys.readouterr().out)
+    assert document["ok"] is True
+    assert document["notes"] == ["'cutoff_len' is read as 'max_length'"]
+    assert set(document["recipe"]) == set(Recipe.model_fields)
+    assert (document["recipe"]["seed"], document["recipe"]["max_length"]) == (7, 64)
+
+
+def test_validate_json_of_a_wrong_recipe(tmp_path, capsys):
+    path = tmp_path / "my.yaml"
+    path.write_text("model_name_or_path: a\ndatasets: [{path: b}]\nsede: 64\n")
+    assert call("validate", str(path), "--json") == 2
+    printed = capsys.readouterr()
+    assert json.loads(printed.out) == {
+        "ok": False,
+        "what": "unknown key 'sede'",
+        "where": f"{path}:3",
+        "mend": "did you mean 'seed'?",
+    }
+    assert "error: unknown key 'sede'" in printed.err
+
+
+# --- recipes -------------------------------------------------------------------------------------------------------
+
+
+def test_ls(capsys):
+    assert call("recipes", "ls") == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert [line.split()[0] for line in lines] == shipped_names()
+    assert call("recipes", "ls", "--json") == 0
+    listed = json.loads(capsys.readouterr().out)
+    assert [recipe["name"] for recipe in listed] == shipped_names()
+    assert all(Path(recipe["path"]).is_file() and recipe["summary"] for recipe in listed)
+
+
+def test_show_prints_the_file(capsys):
+    assert call("recipes", "show", "quickstart") == 0
+    assert capsys.readouterr().out == read_shipped("quickstart").text
+
+
+def test_an_unknown_name(capsys):
+    assert call("recipes", "show", "quikstart") == 2
+    assert "did you mean 'quickstart'?" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("name", shipped_names())
+def test_copy_writes_a_recipe_that_loads(name, tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    assert call("recipes", "copy", name) == 0
+    assert f"wrote {name}.yaml" in capsys.readouterr().err
+    assert load_recipe(f"{name}.yaml").recipe == load_recipe(read_shipped(name).path).recipe
+
+
+def test_copy_to_a_file_and_to_a_folder(tmp_path):
+    assert call("recipes", "copy", "sft-lora", str(tmp_path / "mine.yaml")) == 0
+    assert call("recipes", "copy", "sft-lora.yaml", str(tmp_path)) == 0
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["mine.yaml", "sft-lora.yaml"]
+
+
+def test_copy_never_overwrites(tmp_path, capsys):
+    path = tmp_path / "mine.yaml"
+    path.write_text("mine")
+    assert call("recipes", "copy", "sft-lora", str(path)) == 2
+    assert path.read_text() == "mine"
+    printed = capsys.readouterr().err
+    assert "the file is there already" in printed
+    assert f"where: {path}" in printed
+
+
+def test_copy_into_a_folder_that_is_not_there(tmp_path, capsys):
+    path = tmp_path / "no" / "mine.yaml"
+    assert call("recipes", "copy", "sft-lora", str(path)) == 2
+    assert f"mkdir -p {path.parent}" in capsys.readouterr().err
+
+
+# --- schema --------------------------------------------------------------------------------------------------------
+
+
+def test_schema_prints_one_document(capsys):
+    assert call("schema") == 0
+    document = json.loads(capsys.readouterr().out)
+    assert set(document["properties"]) == set(Recipe.model_fields)

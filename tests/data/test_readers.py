@@ -1,0 +1,141 @@
+"""Real files of every format, and what is wrong with the wrong ones."""
+
+from __future__ import annotations
+
+import gzip
+import json
+import re
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+
+from streamtune.data.readers import read_file
+from streamtune.errors import DataError
+
+Write = Callable[..., str]
+
+
+def read(path: str) -> list[dict[str, Any]]:
+    return [row.columns for row in read_file(Path(path), path)]
+
+
+def origins(path: str) -> list[str]:
+    return [row.origin.removeprefix(f"{path}:") for row in read_file(Path(path), path)]
+
+
+ROWS = [{"text": "one"}, {"text": "zwei Wörter 👋"}, {"text": "drei\u2028x"}]
+
+
+@pytest.mark.parametrize(
+    ("name", "content"),
+    [
+        ("a.jsonl", '{"text": "one"}\n{"text": "two"}\n'),
+        ("no-line-break-at-the-end.jsonl", '{"text": "one"}\n{"text": "two"}'),
+        ("windows.jsonl", '{"text": "one"}\r\n{"text": "two"}\r\n'),
+        ("mark.jsonl", '\ufeff{"text": "one"}\n{"text": "two"}\n'),
+        ("ENDING.JSONL", '{"text": "one"}\n{"text": "two"}\n'),
+        ("list.json", '[{"text": "one"}, {"text": "two"}]'),
+        ("pretty.json", '\ufeff[\r\n  {\n    "text": "one"\n  },\n  {"text": "two"}\n]\n'),
+        ("lines.json", '{"text": "one"}\n{"text": "two"}\n'),
+        ("a.csv", "text\none\ntwo\n"),
+        ("windows.csv", "\ufefftext\r\none\r\ntwo\r\n"),
+        ("a.tsv", "text\none\ntwo\n"),
+    ],
+)
+def test_text_formats(write: Write, name: str, content: str) -> None:
+    assert read(write(name, content)) == [{"text": "one"}, {"text": "two"}]
+    assert read(write(f"{name}.gz", gzip.compress(content.encode()))) == [{"text": "one"}, {"text": "two"}]
+
+
+def test_lines_are_counted_as_an_editor_counts_them(write: Write) -> None:
+    assert origins(write("a.jsonl", '\n{"text": "one\u2028two"}\r\n\n\n{"text": "two"}\n')) == ["2", "5"]
+    assert origins(write("a.json", '\n[\n {"a":\n 1},\n\n {"a": 2}, {"a": 3}]')) == ["3", "6", "6"]
+    assert origins(write("a.csv", 'text,n\n"two\nlines",1\n\nx,2\n')) == ["2", "5"]
+    assert origins(write("a.txt", "one\n\ntwo")) == ["1"]
+
+
+def test_a_text_file_is_one_document(write: Write) -> None:
+    assert read(write("book.txt", "\ufeffone\r\n\ntwo\n")) == [{"text": "one\r\n\ntwo\n"}]
+    assert read(write("empty.txt", " \n")) == []
+
+
+def test_a_csv_cell_may_be_long(write: Write) -> None:
+    long = "word " * 100_000
+    assert read(write("a.csv", f'text\n"{long}"\n')) == [{"text": long}]
+
+
+def test_parquet(tmp_path: Path) -> None:
+    path = tmp_path / "a.parquet"
+    messages = [{"role": "user", "content": "one"}, {"role": "assistant", "content": None, "tool_calls": ["x"]}]
+    pq.write_table(pa.Table.from_pylist([{"messages": messages}] * 130), path)
+    rows = list(read_file(path, "a.parquet"))
+    assert len(rows) == 130
+    assert rows[129].origin == "a.parquet:row 130"
+    # the keys a message never had come back as nulls and must not reach the template
+    assert rows[0].columns == {"messages": [messages[0], {"role": "assistant", "tool_calls": ["x"]}]}
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "line", "what"),
+    [
+        ("a.jsonl", '{"text": "one"}\n{"text": "two"\n', "2", "malformed JSON"),
+        ("a.jsonl", '{"text": "one"} {"text": "two"}\n', "1", "malformed JSON: Extra data"),
+        ("a.jsonl", '{"text": "one"}\n["two"]\n', "2", "this one is a list"),
+        ("a.jsonl", '\n\n"two"\n', "3", "this one is a string"),
+        ("a.jsonl", "null\n", "1", "this one is null"),
+        ("a.jsonl", '{"text": "a", "text": "b"}\n', "1", "'text' appears twice"),
+        ("a.jsonl", '{"text": "one"}\n' + "[" * 100_000, "2", "nested too deeply"),
+        ("a.jsonl", b'{"text": "one"}\n{"text": "\xff"}\n', "2", "not valid UTF-8: byte 0xff at column 11"),
+        ("utf16.jsonl", '{"text": "one"}\n'.encode("utf-16"), "1", "not valid UTF-8"),
+        ("a.json", '[{"text": "one"},\n {"text" "two"}]', "2", "malformed JSON"),
+        ("a.json", '[{"text": "one"},\n {"text": "two"}\n', "3", "has no end"),
+        ("a.json", '[{"text": "one"}\n {"text": "two"}]', "2", "one ',' between rows"),
+        ("a.json", '[{"text": "one"},\n]', "1", "one ',' between rows"),
+        ("a.json", '[{"text": "one"},', "1", "has no end"),
+        ("a.json", '[{"text": "one"}]\nx', "1", "something follows"),
+        ("a.json", '[{"text": "one"},\n [1]]', "2", "this one is a list"),
+        ("a.json", '[{"text": "one", "text": "two"}]', "1", "'text' appears twice"),
+        ("a.json", '{"text": "one"}\n5', "2", "this one is a number"),
+        ("a.csv", "text,n\none,1\ntwo\n", "3", "1 cells, the header has 2 columns (text, n)"),
+        ("a.csv", "text\none,more\n", "2", "2 cells"),
+        ("a.csv", "text,text\none,1\n", "1", "the column 'text' appears twice"),
+        ("a.csv", 'text\n"one\ntwo', "2", "malformed CSV"),
+    ],
+)
+def test_malformed_rows_are_named_by_line(write: Write, name: str, content: str, line: str, what: str) -> None:
+    path = write(name, content)
+    with pytest.raises(DataError, match=re.escape(what)) as caught:
+        read(path)
+    assert caught.value.where == f"{path}:{line}"
+
+
+def test_rows_before_a_malformed_one_are_not_lost(write: Write) -> None:
+    path = write("a.jsonl", '{"text": "one"}\n{"text"\n')
+    rows = read_file(Path(path), path)
+    assert next(rows).columns == {"text": "one"}
+    with pytest.raises(DataError):
+        next(rows)
+
+
+def test_damaged_gzip(write: Write) -> None:
+    packed = gzip.compress(json.dumps({"text": "x" * 50_000}).encode())
+    for content in (packed[:-20], b"no gzip at all"):
+        with pytest.raises(DataError, match="gzip file is damaged"):
+            read(write("a.jsonl.gz", content))
+
+
+def test_damaged_parquet(write: Write) -> None:
+    path = write("a.parquet", b"PAR1 no parquet")
+    with pytest.raises(DataError, match="not a readable Parquet file") as caught:
+        read(path)
+    assert caught.value.where == path
+
+
+def test_unknown_format_names_the_known_ones(write: Write) -> None:
+    with pytest.raises(DataError, match="no known format") as caught:
+        read(write("a.docx", "x"))
+    assert ".jsonl" in caught.value.mend

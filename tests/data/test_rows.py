@@ -1,0 +1,155 @@
+"""Row types: what columns mean, and rows that mean nothing."""
+
+from __future__ import annotations
+
+import json
+import re
+from typing import Any
+
+import pytest
+
+from streamtune.data.readers import Row
+from streamtune.data.rows import Completion, Content, Conversation, Document, detect_type, normalise
+from streamtune.errors import DataError
+
+CHAT = [{"role": "user", "content": "one"}, {"role": "assistant", "content": "two"}]
+SHAREGPT = [{"from": "human", "value": "one"}, {"from": "gpt", "value": "two"}]
+
+
+def normal(columns: dict[str, Any], row_type: str | None = None) -> Content:
+    row = Row("data.jsonl:3", columns)
+    return normalise(row, row_type or detect_type(row))
+
+
+@pytest.mark.parametrize(
+    ("columns", "row_type", "content"),
+    [
+        ({"messages": CHAT, "id": 7}, "messages", Conversation(CHAT)),
+        ({"messages": CHAT, "text": "rendered", "prompt": "one"}, "messages", Conversation(CHAT)),
+        ({"conversations": CHAT}, "messages", Conversation(CHAT)),
+        ({"messages": json.dumps(CHAT)}, "messages", Conversation(CHAT)),
+        ({"messages": CHAT, "tools": "[]"}, "messages", Conversation(CHAT)),
+        ({"messages": CHAT, "tools": '[{"name": "f"}]'}, "messages", Conversation(CHAT, [{"name": "f"}])),
+        ({"conversations": SHAREGPT}, "sharegpt", Conversation(CHAT)),
+        (
+            {"conversations": SHAREGPT, "system": "Be brief."},
+            "sharegpt",
+            Conversation([{"role": "system", "content": "Be brief."}, *CHAT]),
+        ),
+        ({"prompt": "one", "completion": "two"}, "prompt_completion", Completion("one", "two")),
+        ({"prompt": "", "completion": "two"}, "prompt_completion", Completion("", "two")),
+        ({"prompt": "[1, 2]", "completion": "[3]"}, "prompt_completion", Completion("[1, 2]", "[3]")),
+        ({"prompt": CHAT[:1], "completion": CHAT[1:]}, "prompt_completion", Conversation(CHAT, first_answer=1)),
+        ({"instruction": "one", "output": "two", "text": "x"}, "alpaca", Conversation(CHAT)),
+        (
+            {"instruction": "add", "input": "1 2", "output": "3"},
+            "alpaca",
+            Conversation([{"role": "user", "content": "add\n\n1 2"}, {"role": "assistant", "content": "3"}]),
+        ),
+        (
+            {"instruction": "b", "output": "B", "system": "S", "history": [["a", "A"]]},
+            "alpaca",
+            Conversation(
+                [
+                    {"role": "system", "content": "S"},
+                    {"role": "user", "content": "a"},
+                    {"role": "assistant", "content": "A"},
+                    {"role": "user", "content": "b"},
+                    {"role": "assistant", "content": "B"},
+                ]
+            ),
+        ),
+        ({"text": "one"}, "text", Document("one")),
+    ],
+)
+def test_types(columns: dict[str, Any], row_type: str, content: Content) -> None:
+    assert detect_type(Row("x:1", columns)) == row_type
+    assert normal(columns) == content
+
+
+def test_messages_are_put_in_the_form_templates_expect() -> None:
+    call = {"id": "1", "type": "function", "function": {"name": "f", "arguments": '{"a": null}'}}
+    messages = [
+        {"role": "user", "content": [{"type": "text", "text": "one "}, {"type": "text", "text": "two"}], "name": None},
+        {"role": "assistant", "content": None, "tool_calls": [call]},
+        {"role": "tool", "content": "result", "tool_call_id": "1"},
+        {"role": "assistant", "reasoning_content": "hm", "content": "three"},
+    ]
+    content = normal({"messages": messages})
+    assert isinstance(content, Conversation)
+    assert content.messages[0] == {"role": "user", "content": "one two"}
+    assert "content" not in content.messages[1]
+    assert content.messages[1]["tool_calls"][0]["function"]["arguments"] == {"a": None}
+    assert content.messages[2:] == messages[2:]
+
+
+def test_sharegpt_speakers() -> None:
+    turns = [
+        {"from": "system", "value": "s"},
+        {"from": "human", "value": "h"},
+        {"from": "function_call", "value": '{"name": "f", "arguments": {"a": 1}}'},
+        {"from": "observation", "value": "o"},
+        {"from": "gpt", "value": "g"},
+    ]
+    content = normal({"conversations": turns})
+    assert isinstance(content, Conversation)
+    assert [message["role"] for message in content.messages] == ["system", "user", "assistant", "tool", "assistant"]
+    assert content.messages[2]["tool_calls"] == [{"type": "function", "function": {"name": "f", "arguments": {"a": 1}}}]
+
+
+@pytest.mark.parametrize(
+    ("columns", "row_type", "what"),
+    [
+        ({"body": "x", "title": "y"}, None, "cannot tell what the rows are from the columns 'body', 'title'"),
+        ({}, None, "no column"),
+        ({"text": "x"}, "messages", "needs the column 'messages', this one has 'text'"),
+        ({"prompt": "x"}, "prompt_completion", "needs the column 'completion', this one has 'prompt'"),
+        ({"messages": []}, None, "'messages' is empty"),
+        ({"messages": "hello"}, None, "must be a list of messages, it is a string"),
+        ({"messages": {"role": "user"}}, None, "must be a list of messages, it is an object"),
+        ({"messages": None}, None, "must be a list of messages, it is null"),
+        ({"messages": ["hello"]}, None, "messages[0] must be an object"),
+        ({"messages": [CHAT[0], {"role": "asistant", "content": "x"}]}, None, "messages[1] has the unknown role 'asis"),
+        ({"messages": [{"content": "x"}]}, None, "messages[0] has no 'role'"),
+        ({"messages": CHAT[:1]}, None, "has no assistant message"),
+        ({"messages": [CHAT[0], {"role": "assistant"}]}, None, "messages[1].content is missing"),
+        ({"messages": [CHAT[0], {"role": "assistant", "content": 5}]}, None, "must be a string, it is of type int"),
+        ({"messages": [{"role": "user", "content": [{"type": "image"}]}, CHAT[1]]}, None, "is no text part"),
+        ({"messages": [CHAT[0], {**CHAT[1], "weight": 0.5}]}, None, "weight must be 0 (not trained) or 1"),
+        ({"messages": [CHAT[0], {"role": "assistant", "tool_calls": "f"}]}, None, "tool_calls must be a list"),
+        ({"messages": [CHAT[0], {"role": "assistant", "tool_calls": ["f"]}]}, None, "with a function 'name'"),
+        (
+            {"messages": [CHAT[0], {"role": "assistant", "tool_calls": [{"name": "f", "arguments": "{"}]}]},
+            None,
+            "the arguments are malformed JSON",
+        ),
+        ({"messages": CHAT, "tools": "search"}, None, "'tools' must be a list"),
+        ({"messages": [{"role": "user", "content": "\ud83d"}, CHAT[1]]}, None, "half a surrogate pair"),
+        ({"conversations": [{"from": "alien", "value": "x"}]}, None, "unknown speaker 'alien'"),
+        ({"conversations": [{"from": "human"}]}, None, "must be an object with 'from' and 'value'"),
+        ({"conversations": [{"from": "function_call", "value": "f()"}]}, None, "must be a tool call in JSON"),
+        ({"prompt": "one", "completion": ""}, None, "'completion' is empty"),
+        ({"prompt": 1, "completion": "x"}, None, "'prompt' must be a string, it is of type int"),
+        ({"prompt": "one", "completion": None}, None, "'completion' must be a string, it is missing"),
+        ({"instruction": "a", "output": ["b"]}, None, "'output' must be a string"),
+        ({"instruction": "a", "output": "b", "history": ["a"]}, None, "'history' must be a list"),
+        ({"text": ""}, None, "'text' is empty"),
+        ({"text": ["a"]}, None, "'text' must be a string, it is of type list"),
+    ],
+)
+def test_wrong_rows(columns: dict[str, Any], row_type: str | None, what: str) -> None:
+    with pytest.raises(DataError, match=re.escape(what)) as caught:
+        normal(columns, row_type)
+    assert caught.value.where == "data.jsonl:3"
+
+
+def test_hints() -> None:
+    with pytest.raises(DataError) as caught:
+        normal({"messages": [{"role": "asistant", "content": "x"}]})
+    assert "did you mean 'assistant'?" in caught.value.mend
+    with pytest.raises(DataError) as caught:
+        normal({"text": "x"}, "messages")
+    assert "this row looks like 'text'" in caught.value.mend
+    with pytest.raises(DataError) as caught:
+        normal({"mesages": CHAT}, "messages")
+    assert "did you mean 'mesages'?" in caught.value.mend

@@ -1,0 +1,105 @@
+"""Where rows come from, and what is said when they are not there."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import datasets
+import pytest
+
+from streamtune.data.sources import Source, _hub_rows, read_rows
+from streamtune.errors import DataError
+
+Write = Callable[..., str]
+
+
+def texts(**options: Any) -> list[str]:
+    return [row.columns["text"] for row in read_rows(Source(**options))]
+
+
+def test_file_folder_and_pattern(write: Write, tmp_path: Path) -> None:
+    write("data/b.jsonl", [{"text": "b1"}, {"text": "b2"}])
+    write("data/a.txt", "a")
+    write("data/deeper/c.csv", "text\nc\n")
+    write("data/notes.docx", "ignored")
+    assert texts(path=str(tmp_path / "data/b.jsonl")) == ["b1", "b2"]
+    assert texts(path=str(tmp_path / "data")) == ["a", "b1", "b2", "c"]
+    assert texts(path=str(tmp_path / "data/*.jsonl")) == ["b1", "b2"]
+    assert texts(path=str(tmp_path / "data/**/*.csv")) == ["c"]
+
+
+def test_relative_paths(write: Write, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    write("data/b.jsonl", [{"text": "b"}])
+    monkeypatch.chdir(tmp_path)
+    assert texts(path="data/b.jsonl") == texts(path="data/*.jsonl") == ["b"]
+
+
+def test_max_rows_stops_before_a_malformed_row(write: Write) -> None:
+    assert texts(path=write("a.jsonl", '{"text": "one"}\n{"text": "two"}\nbroken'), max_rows=2) == ["one", "two"]
+
+
+def test_missing_file_names_the_nearest(write: Write, tmp_path: Path) -> None:
+    write("data/train.jsonl", [{"text": "x"}])
+    with pytest.raises(DataError, match="there is no file") as caught:
+        texts(path=str(tmp_path / "data/trian.jsonl"), where="recipe.yaml:7")
+    assert caught.value.where == "recipe.yaml:7"
+    assert caught.value.mend == "did you mean 'train.jsonl'?"
+    with pytest.raises(DataError) as caught:
+        texts(path=str(tmp_path / "dta/train.jsonl"))
+    assert "there is no folder 'dta'" in caught.value.mend
+    assert "did you mean 'data'?" in caught.value.mend
+    with pytest.raises(DataError) as caught:
+        texts(path=str(tmp_path / "data/quite-different.parquet"))
+    assert str(tmp_path / "data") in caught.value.mend
+
+
+def test_nothing_there(write: Write, tmp_path: Path) -> None:
+    (tmp_path / "folder").mkdir()
+    for path, what in [
+        (write("empty.jsonl", ""), "has no rows"),
+        (write("blank.txt", "\n\n"), "has no rows"),
+        (write("header.csv", "text\n"), "has no rows"),
+        (write("empty.json", "[]"), "has no rows"),
+        (str(tmp_path / "folder"), "holds no data file"),
+        (str(tmp_path / "*.parquet"), "no file matches"),
+    ]:
+        with pytest.raises(DataError, match=what) as caught:
+            texts(path=path)
+        assert caught.value.where == path
+
+
+def test_local_files_have_no_split(write: Write) -> None:
+    path = write("a.jsonl", [{"text": "x"}])
+    for options in ({"split": "test"}, {"name": "english"}):
+        with pytest.raises(DataError, match="has no split and no configuration"):
+            texts(path=path, **options)
+
+
+def test_datasets_library(write: Write, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The library loads a folder as it loads a dataset on the hub."""
+    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "cache")
+    write("data/train.jsonl", [{"text": "one", "id": 1}, {"text": "two", "id": None}])
+    write("data/test.jsonl", [{"text": "three", "id": 3}])
+    folder = str(tmp_path / "data")
+    rows = list(_hub_rows(Source(folder)))
+    assert [row.origin for row in rows] == [f"{folder}[train]:row 1", f"{folder}[train]:row 2"]
+    assert rows[1].columns == {"text": "two"}
+    assert [row.columns["id"] for row in _hub_rows(Source(folder, split="test"))] == [3]
+    with pytest.raises(DataError, match="cannot load the dataset"):
+        list(_hub_rows(Source(folder, split="validation")))
+
+
+def test_hub_dataset_that_cannot_be_loaded(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(datasets.config, "HF_HUB_OFFLINE", True)
+    with pytest.raises(DataError, match="cannot load the dataset 'no-such-owner/no-such-data'") as caught:
+        texts(path="no-such-owner/no-such-data", where="recipe.yaml:3")
+    assert caught.value.where == "recipe.yaml:3"
+    assert "no local file" in caught.value.mend
+
+
+def test_python_stdlib() -> None:
+    rows = list(read_rows(Source("python-stdlib", max_rows=24)))
+    assert len(rows) == 24
+    assert all(row.origin.startswith("stdlib:") for row in rows)

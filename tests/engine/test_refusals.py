@@ -1,0 +1,109 @@
+"""A model or a call that cannot be streamed exactly is refused by name, and the model is left as it was."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSeq2SeqLM
+
+import streamtune
+from streamtune import Schedule
+from streamtune.errors import ArgumentError, UnsupportedModelError
+from tests.exactness.families import SMALL, batch, build
+
+
+def untouched(model: torch.nn.Module) -> bool:
+    return not any("forward" in module.__dict__ for module in model.modules()) and not model._forward_pre_hooks
+
+
+def test_not_a_transformers_model() -> None:
+    with pytest.raises(UnsupportedModelError, match="Linear is not a transformers model"):
+        streamtune.stream(torch.nn.Linear(2, 2))
+
+
+def test_encoder_decoder() -> None:
+    config = AutoConfig.for_model("t5", vocab_size=20, d_model=16, d_kv=4, d_ff=16, num_layers=1, num_heads=2)
+    model = AutoModelForSeq2SeqLM.from_config(config)
+    with pytest.raises(UnsupportedModelError, match="encoder-decoder"):
+        streamtune.stream(model)
+    assert untouched(model)
+
+
+def test_recurrent_layers() -> None:
+    config = AutoConfig.for_model("lfm2", **{**SMALL, "layer_types": ["conv", "full_attention"]})
+    model = AutoModelForCausalLM.from_config(config)
+    with pytest.raises(UnsupportedModelError, match="Lfm2ForCausalLM has conv layers"):
+        streamtune.stream(model)
+    assert untouched(model)
+
+
+@pytest.mark.parametrize("where", ["config", "call"])
+def test_router_balance_loss(where: str) -> None:
+    model = build("mixtral", output_router_logits=where == "config")
+    if where == "config":
+        with pytest.raises(UnsupportedModelError, match="statistic of the whole batch"):
+            streamtune.stream(model)
+        assert untouched(model)
+    else:
+        with streamtune.stream(model), pytest.raises(UnsupportedModelError, match="statistic of the whole batch"):
+            model(**batch("plain"), output_router_logits=True)
+
+
+def test_attention_weights_are_not_returned() -> None:
+    model = build("llama")
+    with streamtune.stream(model), pytest.raises(UnsupportedModelError, match="never built"):
+        model(**batch("plain"), output_attentions=True)
+
+
+def test_a_mask_that_sees_the_future() -> None:
+    model = build("llama")
+    inputs: dict[str, Any] = batch("plain")
+    inputs["attention_mask"] = torch.ones(3, 1, 37, 37, dtype=torch.bool)
+    with streamtune.stream(model, chunk_size=8), pytest.raises(UnsupportedModelError, match="later tokens"):
+        model(**inputs)
+
+
+def test_a_trainable_tensor_from_outside_the_layer_is_noticed() -> None:
+    model = build("llama")
+    stranger = torch.nn.Parameter(torch.ones(32))
+    for layer in model.model.layers:
+        layer.mlp.register_forward_pre_hook(lambda module, args: (args[0] * stranger,))
+    with streamtune.stream(model, chunk_size=8):
+        loss = model(**batch("plain")).loss
+        with pytest.raises(UnsupportedModelError, match="not its own parameter"):
+            loss.backward()
+
+
+def test_a_filled_cache_with_gradients_on() -> None:
+    model = build("llama")
+    with torch.no_grad():
+        cache = model(batch("plain")["input_ids"], use_cache=True).past_key_values
+    with streamtune.stream(model), pytest.raises(UnsupportedModelError, match="filled key/value cache"):
+        model(batch("plain")["input_ids"], past_key_values=cache)
+
+
+def test_streamed_twice_and_contradicting_arguments() -> None:
+    model = build("llama")
+    with streamtune.stream(model), pytest.raises(ArgumentError, match="streamed already"):
+        streamtune.stream(model)
+    with pytest.raises(ArgumentError, match="not both"):
+        streamtune.stream(model, 8, schedule=Schedule())
+    assert untouched(model)
+
+
+@pytest.mark.parametrize("bad", [0, -1, 1.5, True, "8"])
+def test_schedule_rejects_what_is_no_chunk(bad: Any) -> None:
+    with pytest.raises(ArgumentError, match="chunk_size must be a positive number"):
+        Schedule(chunk_size=bad)
+
+
+def test_a_failed_forward_leaves_the_head_in_place() -> None:
+    model = build("llama")
+    inputs = batch("plain")
+    with streamtune.stream(model):
+        with pytest.raises(IndexError):
+            model(input_ids=torch.full((1, 4), 10_000), labels=torch.zeros(1, 4, dtype=torch.long))
+        assert "forward" not in model.lm_head.__dict__
+        assert torch.isfinite(model(**inputs).loss)

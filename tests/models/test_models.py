@@ -1,0 +1,214 @@
+"""Load, initialise, adapt and save: with tiny models, without a network."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from streamtune.errors import ArgumentError
+from streamtune.models import (
+    CHATML_TEMPLATE,
+    add_lora,
+    count_parameters,
+    init_model,
+    load_lora,
+    load_model,
+    load_tokenizer,
+    sample_text,
+    save_pretrained,
+    set_chat_template,
+    train_tokenizer,
+)
+
+TEXTS = ["def double(x):\n    return x + x\n", "class Pair:\n    def __init__(self, a, b):\n        self.a = a\n"] * 4
+CONFIG: dict[str, Any] = {
+    "model_type": "qwen3",
+    "hidden_size": 32,
+    "intermediate_size": 64,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 8,
+}
+
+
+@pytest.fixture(scope="module")
+def tokenizer() -> Any:
+    return train_tokenizer(TEXTS, vocab_size=300)
+
+
+def make(tokenizer: Any, **changes: Any) -> Any:
+    ids = {"eos_token_id": tokenizer.eos_token_id, "pad_token_id": tokenizer.pad_token_id}
+    return init_model(
+        {**CONFIG, **changes}, vocab_size=len(tokenizer), token_ids=ids, dtype="auto", device="cpu", seed=3
+    )
+
+
+def same_weights(a: torch.nn.Module, b: torch.nn.Module) -> bool:
+    ours, theirs = a.state_dict(), b.state_dict()
+    return ours.keys() == theirs.keys() and all(torch.equal(ours[name], theirs[name]) for name in ours)
+
+
+# --- tokenizer ------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("text", ["", " ", "\n\n", "naïve 日本 🐍\t\x00 123  \n", "<|im_sta", TEXTS[0]])
+def test_a_trained_tokenizer_gives_every_text_back(tokenizer: Any, text: str) -> None:
+    assert tokenizer.decode(tokenizer(text)["input_ids"]) == text
+
+
+def test_a_trained_tokenizer_is_the_same_each_time_and_after_loading(tokenizer: Any, tmp_path: Path) -> None:
+    tokenizer.save_pretrained(tmp_path)
+    for other in (train_tokenizer(iter(TEXTS), vocab_size=300), load_tokenizer(str(tmp_path))):
+        assert other.get_vocab() == tokenizer.get_vocab()
+        assert other(TEXTS[1])["input_ids"] == tokenizer(TEXTS[1])["input_ids"]
+        assert other.chat_template == CHATML_TEMPLATE
+        assert (other.eos_token, other.pad_token) == ("<|im_end|>", "<|endoftext|>")
+
+
+def test_the_chat_template_marks_the_assistant_and_its_end_of_turn(tokenizer: Any) -> None:
+    messages = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]
+    rendered = tokenizer.apply_chat_template(
+        messages, tokenize=True, return_dict=True, return_assistant_tokens_mask=True
+    )
+    marked = [i for i, m in zip(rendered["input_ids"], rendered["assistant_masks"], strict=True) if m]
+    assert tokenizer.decode(marked) == "b<|im_end|>"
+
+
+def test_a_vocabulary_without_room_for_the_bytes_is_refused() -> None:
+    with pytest.raises(ArgumentError, match="no room") as caught:
+        train_tokenizer(TEXTS, vocab_size=200)
+    assert caught.value.where == "tokenizer.train.vocab_size"
+
+
+def test_chat_templates_by_name_by_file_and_inline(tokenizer: Any, tmp_path: Path) -> None:
+    tokenizer = train_tokenizer(TEXTS, vocab_size=300)
+    (tmp_path / "t.jinja").write_text("{{ messages[0]['content'] }}")
+    for given, expected in ((str(tmp_path / "t.jinja"), "{{ messages[0]['content'] }}"), ("{{ 1 }}", "{{ 1 }}")):
+        set_chat_template(tokenizer, given)
+        assert tokenizer.chat_template == expected
+    set_chat_template(tokenizer, "chatml")
+    assert tokenizer.chat_template == CHATML_TEMPLATE
+    with pytest.raises(ArgumentError, match=r"no chat template file"):
+        set_chat_template(tokenizer, "nowhere.jinja")
+
+
+# --- model ----------------------------------------------------------------------------------------------------------
+
+
+def test_init_is_a_function_of_the_seed_and_draws_nothing_else(tokenizer: Any) -> None:
+    before = torch.get_rng_state()
+    first, second = make(tokenizer), make(tokenizer)
+    assert same_weights(first, second)
+    assert torch.equal(before, torch.get_rng_state())
+    assert first.config.vocab_size == len(tokenizer)
+    assert first.config.eos_token_id == tokenizer.eos_token_id
+    assert first.dtype == torch.float32
+
+
+@pytest.mark.parametrize(
+    ("changes", "where", "mend"),
+    [
+        ({"model_type": "qwen33"}, "model.init.model_type", "'qwen3'"),
+        ({"hiden_size": 8}, "model.init.hiden_size", "'hidden_size'"),
+        ({"hidden_size": "big"}, "model.init", ""),
+        ({"vocab_size": 20}, "model.init.vocab_size", "follows the tokenizer"),
+    ],
+)
+def test_a_wrong_configuration_is_refused_by_key(tokenizer: Any, changes: Any, where: str, mend: str) -> None:
+    with pytest.raises(ArgumentError) as caught:
+        make(tokenizer, **changes)
+    assert caught.value.where == where
+    assert mend in caught.value.mend
+
+
+def test_keys_that_transformers_renames_are_known(tokenizer: Any) -> None:
+    assert make(tokenizer, rope_theta=5e5).config.rope_parameters["rope_theta"] == 5e5
+    gpt2 = {"model_type": "gpt2", "n_embd": 16, "num_attention_heads": 2, "n_layer": 1}
+    model = init_model(gpt2, vocab_size=300, token_ids={}, dtype="bfloat16", device="cpu", seed=1)
+    assert (model.config.hidden_size, model.config.n_head, model.dtype) == (16, 2, torch.bfloat16)
+
+
+def test_a_model_comes_back_from_disk_as_it_was(tokenizer: Any, tmp_path: Path) -> None:
+    model = make(tokenizer, tie_word_embeddings=True)
+    save_pretrained(model, tokenizer, tmp_path / "m")
+    assert same_weights(load_model(str(tmp_path / "m")), model)
+    assert same_weights(AutoModelForCausalLM.from_pretrained(tmp_path / "m"), model)
+    assert len(AutoTokenizer.from_pretrained(tmp_path / "m")) == len(tokenizer)
+    assert not list((tmp_path / "m").glob("*.bin"))
+    assert load_model(str(tmp_path / "m"), dtype="bfloat16").dtype == torch.bfloat16
+
+
+def test_a_checkpoint_that_lacks_weights_is_refused(tokenizer: Any, tmp_path: Path) -> None:
+    save_pretrained(make(tokenizer), tokenizer, tmp_path)
+    tensors = load_file(tmp_path / "model.safetensors")
+    del tensors["model.layers.1.mlp.up_proj.weight"]
+    save_file(tensors, tmp_path / "model.safetensors", metadata={"format": "pt"})
+    with pytest.raises(ArgumentError, match=r"no weights for 1 parameters .* model\.layers\.1\.mlp\.up_proj\.weight"):
+        load_model(str(tmp_path))
+
+
+def test_a_folder_that_is_not_there_is_refused_with_the_nearest(tmp_path: Path) -> None:
+    (tmp_path / "qwen-small").mkdir()
+    with pytest.raises(ArgumentError, match="no folder") as caught:
+        load_model(str(tmp_path / "qwen-smal"))
+    assert "'qwen-small'" in caught.value.mend
+    with pytest.raises(ArgumentError, match="cannot load the model"):
+        load_model(str(tmp_path / "qwen-small"))
+
+
+# --- adapters -------------------------------------------------------------------------------------------------------
+
+
+def test_lora_trains_its_adapters_only_and_comes_back_from_disk(tokenizer: Any, tmp_path: Path) -> None:
+    base, adapted = tmp_path / "base", tmp_path / "adapter"
+    save_pretrained(make(tokenizer), tokenizer, base)
+    model = add_lora(load_model(str(base)), r=4)
+    counts = count_parameters(model)
+    assert 0 < counts.trainable < counts.total / 4
+    assert all("lora_" in name for name, parameter in model.named_parameters() if parameter.requires_grad)
+    assert not any("lm_head" in name for name, parameter in model.named_parameters() if parameter.requires_grad)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if "lora_B" in name:
+                parameter.normal_()
+    save_pretrained(model, tokenizer, adapted)
+    assert json.loads((adapted / "adapter_config.json").read_text())["base_model_name_or_path"] == str(base)
+    again = load_lora(load_model(str(base)), adapted)
+    assert same_weights(again, model)
+    assert count_parameters(again) == counts
+
+
+def test_lora_targets_are_checked(tokenizer: Any) -> None:
+    model = add_lora(make(tokenizer), r=2, target=["q_proj", "layers.1.mlp.up_proj"])
+    adapted = {name.split(".lora_")[0] for name, parameter in model.named_parameters() if parameter.requires_grad}
+    assert len(adapted) == 3
+    with pytest.raises(ArgumentError, match="'qproj'") as caught:
+        add_lora(make(tokenizer), r=2, target=["q_proj", "qproj"])
+    assert "'q_proj'" in caught.value.mend
+
+
+# --- sample ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_a_sample_is_repeatable_and_leaves_the_random_state(tokenizer: Any, temperature: float) -> None:
+    model = make(tokenizer)
+    before = torch.get_rng_state()
+    texts = [
+        sample_text(model, tokenizer, "hello", max_new_tokens=8, temperature=temperature, seed=1) for _ in range(2)
+    ]
+    assert texts[0] == texts[1]
+    assert torch.equal(before, torch.get_rng_state())
+
+
+def test_a_sample_without_a_chat_template_continues_the_text(tokenizer: Any) -> None:
+    tokenizer = train_tokenizer(TEXTS, vocab_size=300)
+    tokenizer.chat_template = None
+    assert isinstance(sample_text(make(tokenizer), tokenizer, "def", max_new_tokens=3), str)

@@ -1,0 +1,76 @@
+"""Names from other trainers."""
+
+from __future__ import annotations
+
+import pytest
+
+from streamtune.recipe import Recipe, load_recipe
+from streamtune.recipe.aliases import ALIASES, INSTEAD, LATER, VALUES
+
+
+def test_a_recipe_in_other_trainers_names(write):
+    text = (
+        "base_model: Qwen/Qwen3-4B\nadapter: lora\nlora_rank: 8\ndatasets: [{path: x}]\nsequence_len: 4096\n"
+        "micro_batch_size: 2\nnum_epochs: 3\noptimizer: adamw_torch\nval_set_size: 0.1\nlora_target: all\n"
+    )
+    loaded = load_recipe(write(text, before=""))
+    recipe = loaded.recipe
+    assert recipe.model_name_or_path == "Qwen/Qwen3-4B"
+    assert (recipe.finetuning_type, recipe.lora_r, recipe.lora_target) == ("lora", 8, "all-linear")
+    assert (recipe.max_length, recipe.per_device_train_batch_size) == (4096, 2)
+    assert (recipe.num_train_epochs, recipe.optim, recipe.val_size) == (3, "adamw", 0.1)
+    assert "'sequence_len' is read as 'max_length'" in loaded.notes
+    assert "'optim: adamw_torch' is read as 'adamw'" in loaded.notes
+    assert len(loaded.notes) == 10
+
+
+def test_an_alias_keeps_its_line(refused):
+    error = refused("cutoff_len: 1\n")
+    assert error.what.startswith("'max_length' takes")
+    assert error.where.endswith(":4")
+
+
+def test_an_alias_beside_the_real_name(refused):
+    error = refused("max_length: 4096\nseed: 1\nsequence_len: 8192\n")
+    assert "'sequence_len' means 'max_length'" in error.what
+    assert ":4 gives already" in error.what
+    assert error.where.endswith(":6")
+
+
+def test_two_aliases_of_one_key(refused):
+    error = refused("cutoff_len: 4096\nsequence_len: 8192\n")
+    assert "'sequence_len' means 'max_length'" in error.what
+    assert error.where.endswith(":5")
+
+
+def test_a_misspelt_alias_is_recognised(refused):
+    assert refused("sequence_leng: 8192\n").mend == "did you mean 'sequence_len'?"
+
+
+@pytest.mark.parametrize("key", INSTEAD)
+def test_a_key_with_no_equal_says_how_to_say_it_here(refused, key):
+    error = refused(f"seed: 1\n{key}: x\n")
+    assert error.what == f"'{key}' is another trainer's key"
+    assert error.mend == INSTEAD[key]
+    assert error.where.endswith(":5")
+
+
+@pytest.mark.parametrize("path", LATER, ids=".".join)
+def test_a_key_of_a_later_release_is_refused_by_name(refused, path):
+    *parents, key = path
+    error = refused("".join(f"{parent}: {{" for parent in parents) + f"{key}: x" + "}" * len(parents) + "\n")
+    assert error.what == f"'{'.'.join(path)}' is not in this release"
+    assert error.where.endswith(":4")
+
+
+@pytest.mark.parametrize("value", ["none", "[none]", "[]"])
+def test_no_tracker(write, value):
+    assert load_recipe(write(f"report_to: {value}\n")).recipe.report_to == ()
+
+
+def test_the_tables_agree_with_the_schema():
+    keys = set(Recipe.model_fields)
+    assert set(ALIASES.values()) <= keys
+    assert set(VALUES) <= keys
+    assert not keys & (set(ALIASES) | set(INSTEAD))
+    assert not keys & {path[0] for path in LATER if len(path) == 1}

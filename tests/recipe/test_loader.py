@@ -1,0 +1,397 @@
+"""A recipe file to a ``Recipe``, and every way a file can be wrong."""
+
+from __future__ import annotations
+
+import random
+from pathlib import Path
+
+import pytest
+
+from streamtune.errors import RecipeError
+from streamtune.recipe import load_recipe, shipped_names, shipped_recipes
+
+
+def line_of(error: RecipeError) -> int:
+    return int(error.where.rpartition(":")[2])
+
+
+@pytest.mark.parametrize("name", shipped_names())
+def test_every_shipped_recipe_loads(name: str) -> None:
+    (shipped,) = [recipe for recipe in shipped_recipes() if recipe.name == name]
+    loaded = load_recipe(shipped.path)
+    assert loaded.notes == ()
+    assert loaded.recipe.output_dir == f"runs/{name}"
+    assert loaded.where("datasets", 0, "path").startswith(f"{shipped.path}:")
+
+
+def test_defaults(write):
+    loaded = load_recipe(write(""))
+    recipe = loaded.recipe
+    assert recipe.datasets[0].type == "auto"
+    assert recipe.max_length == 2048
+    assert recipe.overlength == "error"
+    assert recipe.engine.chunk_size == "auto"
+    assert recipe.engine.grad_dtype == "float32"
+    assert recipe.lora_alpha is None
+    assert recipe.max_steps == -1
+    assert recipe.output_dir == "runs/recipe"  # the file's name
+
+
+def test_every_key_has_a_line(write):
+    path = write("engine:\n  keep_kv: true\n  chunk_size: 64\nseed: 3\n")
+    loaded = load_recipe(path)
+    assert loaded.where("datasets", 0) == f"{path}:3"
+    assert loaded.where("datasets", 0, "path") == f"{path}:3"
+    assert loaded.where("engine", "chunk_size") == f"{path}:6"
+    assert loaded.where("seed") == f"{path}:7"
+    assert loaded.where("engine", "grad_dtype") == f"{path}:4"  # a default: the nearest parent
+    assert loaded.where("max_length") == f"{path}:1"
+
+
+# --- scalars -------------------------------------------------------------------------------------------------------
+
+
+def test_an_exponent_without_a_point_is_a_number(write):
+    recipe = load_recipe(write("learning_rate: 1e-5\nadam_epsilon: 1E-8\nweight_decay: 1\n")).recipe
+    assert (recipe.learning_rate, recipe.adam_epsilon, recipe.weight_decay) == (1e-5, 1e-8, 1.0)
+
+
+def test_words_that_yaml_1_1_takes_for_booleans_are_text(write):
+    sample = load_recipe(write("sample: {prompt: no}\n")).recipe.sample
+    assert sample is not None
+    assert sample.prompt == "no"
+
+
+@pytest.mark.parametrize("word", ["yes", "on", "no", "off", "'true'", "1", "0", "y"])
+def test_a_boolean_is_true_or_false(refused, word):
+    error = refused(f"seed: 1\nbf16: {word}\n")
+    assert "'bf16' takes true or false" in error.what
+    assert line_of(error) == 5
+    if not word.isdecimal():
+        assert error.mend in ("write true", "write false")
+
+
+@pytest.mark.parametrize(("word", "value"), [("true", True), ("false", False), ("True", True)])
+def test_true_and_false(write, word, value):
+    assert load_recipe(write(f"bf16: {word}\n")).recipe.bf16 is value
+
+
+@pytest.mark.parametrize("word", [".nan", ".inf", "-.inf", "nan", "1e999"])
+def test_a_rate_that_is_not_finite(refused, word):
+    error = refused(f"learning_rate: {word}\n")
+    assert "'learning_rate' takes a number of at least 0" in error.what
+    assert line_of(error) == 4
+
+
+def test_null_where_a_value_is_needed(refused):
+    error = refused("learning_rate:\nseed: 1\n")
+    assert "'learning_rate' has no value" in error.what
+    assert line_of(error) == 4
+    assert "delete the line" in error.mend
+
+
+@pytest.mark.parametrize("word", ["null", "~", ""])
+def test_null_where_nothing_is_a_value(write, word):
+    assert load_recipe(write(f"lora_alpha: {word}\nsample: {word}\n")).recipe.sample is None
+
+
+def test_unicode(write):
+    loaded = load_recipe(write("sample: {prompt: 'Schreibe ein Gedicht über 猫 🐈'}\noutput_dir: läufe/猫\n"))
+    assert loaded.recipe.sample is not None
+    assert loaded.recipe.sample.prompt.endswith("猫 🐈")
+    assert loaded.recipe.output_dir == "läufe/猫"
+
+
+def test_byte_order_mark_and_windows_line_ends(tmp_path):
+    path = tmp_path / "windows.yaml"
+    path.write_bytes(b"\xef\xbb\xbfmodel_name_or_path: a/b\r\ndatasets:\r\n  - {path: x}\r\nsede: 1\r\n")
+    with pytest.raises(RecipeError) as caught:
+        load_recipe(path)
+    assert caught.value.where == f"{path}:4"
+    assert caught.value.mend == "did you mean 'seed'?"
+
+
+# --- what is told --------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("lines", "line", "what", "mend"),
+    [
+        ("learning_rat: 1e-5\n", 4, "unknown key 'learning_rat'", "did you mean 'learning_rate'?"),
+        ("seed: 1\nzzz: 1\n", 5, "unknown key 'zzz'", "`streamtune schema` lists every key"),
+        ("engine:\n  chunksize: 8\n", 5, "unknown key 'chunksize' in 'engine'", "did you mean 'chunk_size'?"),
+        ("chunk_size: 8\n", 4, "unknown key 'chunk_size'", "'chunk_size' stands under 'engine:'"),
+        (
+            "engine: {max_length: 8}\n",
+            4,
+            "unknown key 'max_length' in 'engine'",
+            "'max_length' stands at the top level",
+        ),
+        ("seed: 1\nseed: 2\n", 5, "'seed' is given twice, first on line 4", "delete one of the two"),
+        ("max_length: 8_192\n", 4, "found '8_192'", "write 8192"),
+        ("max_length: 128k\n", 4, "found '128k'", "write 131072"),
+        ("max_length: '4096'\n", 4, "found '4096'", "write 4096"),
+        ("max_length: 4096.0\n", 4, "found 4096.0", "write 4096"),
+        ("max_length: 1.5\n", 4, "takes a whole number of at least 2; found 1.5", ""),
+        ("max_length: true\n", 4, "found true", ""),
+        ("max_length: 1\n", 4, "'max_length' takes a whole number of at least 2; found 1", ""),
+        ("learning_rate: -1e-5\n", 4, "takes a number of at least 0; found -1e-05", ""),
+        ("learning_rate: '1e-5'\n", 4, "found '1e-5'", "write 1e-05"),
+        ("warmup_ratio: 1\n", 4, "at least 0 and below 1; found 1", ""),
+        ("max_steps: 0\n", 4, "takes -1, or a whole number of at least 1; found 0", ""),
+        ("num_train_epochs: 0\n", 4, "takes a number above 0; found 0", ""),
+        ("overlength: cut\n", 4, "takes 'error', 'truncate', 'drop' or 'split'; found 'cut'", ""),
+        ("overlength: spilt\n", 4, "found 'spilt'", "did you mean 'split'?"),
+        ("lora_target: q_proj\n", 4, "takes a list of words, or 'all-linear'; found 'q_proj'", "write [q_proj]"),
+        ("lora_target: []\n", 4, "found an empty list", ""),
+        ("engine: 5\n", 4, "'engine' takes keys of its own (schedule, chunk_size", ""),
+        ("engine: {chunk_size: 0}\n", 4, "takes a whole number of at least 1, or 'auto'; found 0", ""),
+        ("engine: {schedule: fast}\n", 4, "'engine.schedule' takes 'auto'; found 'fast'", ""),
+        ("output_dir: 7\n", 4, "'output_dir' takes text; found 7", "put it in quotes"),
+        ("output_dir: ''\n", 4, "'output_dir' takes text; found ''", ""),
+        ("val_size: 1.5\n", 4, "a fraction below 1 or a whole number of rows; found 1.5", ""),
+        ("eval_steps: 5\n", 4, "'eval_steps' needs rows to evaluate on", "set val_size, such as val_size: 0.02"),
+        ("warmup_ratio: 0.1\nwarmup_steps: 5\n", 5, "exclude each other", "keep one of them"),
+        ("model: {init: {model_type: qwen3}}\n", 4, "'model_name_or_path' and 'model' exclude", "keep one of them"),
+        ("tokenizer: {}\n", 4, "'tokenizer' needs one of 'path' and 'train'", "write {path: NAME}"),
+        ("seed: 99999999999999999999\n", 4, "'seed' takes a whole number of at least 0", ""),
+        ("sample: {max_new_tokens: 5}\n", 4, "'sample.prompt' is missing", "add prompt: ..."),
+        ("packing: true\n", 4, "'packing' is not in this release", "delete the line"),
+        ("report_to: [wandb]\n", 4, "reporting to 'wandb' is not in this release", "write []"),
+        ("deepspeed: zero2\n", 4, "'deepspeed' is not in this release", "delete the line"),
+        ("finetuning_type: qlora\n", 4, "'finetuning_type: qlora' is not in this release", "write lora"),
+        ("engine: {offload: host}\n", 4, "'engine.offload' is not in this release", "delete the line"),
+    ],
+)
+def test_a_mistake_is_told_with_its_line(refused, lines, line, what, mend):
+    error = refused(lines)
+    assert what in error.what
+    assert line_of(error) == line
+    assert error.mend.startswith(mend)
+    assert error.exit_code == 2
+
+
+@pytest.mark.parametrize(
+    ("text", "line", "what"),
+    [
+        ("datasets: [{path: x}]\n", 1, "the recipe names no model"),
+        ("model: {init: {model_type: qwen3}}\ndatasets: [{path: x}]\n", 1, "has no tokenizer of its own"),
+        ("model:\n  init: {hidden_size: 8}\ndatasets: [{path: x}]\n", 1, "does not say which kind of model"),
+        ("model_name_or_path: a\n", 1, "'datasets' is missing"),
+        ("model_name_or_path: a\ndatasets: []\n", 2, "found an empty list"),
+        ("model_name_or_path: a\ndatasets: x.jsonl\n", 2, "'datasets' takes a list of entries; found 'x.jsonl'"),
+        ("model_name_or_path: a\ndatasets: {path: x}\n", 2, "'datasets' takes a list of entries; found keys"),
+        ("model_name_or_path: a\ndatasets:\n  - path: x\n  - pth: y\n", 4, "2 mistakes"),
+        ("model_name_or_path: 5\ndatasets: [{path: x}]\n", 1, "'model_name_or_path' takes text; found 5"),
+    ],
+)
+def test_what_a_recipe_needs(refused, text, line, what):
+    error = refused(text, before="")
+    assert what in error.what
+    assert line_of(error) == line
+
+
+def test_all_mistakes_of_a_file_come_in_one_error(refused):
+    error = refused("sede: 1\nmax_length: ten\nengine:\n  chunk_size: 0\nseed: 1\nseed: 2\n")
+    first, *others = error.what.splitlines()
+    assert first == "4 mistakes"
+    assert [line.split(":")[0] for line in others] == ["- line 4", "- line 5", "- line 7", "- line 9"]
+    assert line_of(error) == 4
+
+
+# --- files that are no recipe --------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("text", "line", "what"),
+    [
+        ("just words\n", 1, "this is text"),
+        ("- a\n- b\n", 1, "this is a list"),
+        ("seed:1\nmax_length:5\n", 1, "this is text"),
+        ("engine:\n\tkeep_kv: true\n", 2, "a tab where YAML wants spaces"),
+        ("seed: 1\nengine: {keep_kv: true\nmax_length: 5\n", 2, "a bracket or brace opened here is not closed"),
+        ("seed: 1\nlora_target: [a, b\nmax_length: 5\n", 2, "a bracket or brace opened here is not closed"),
+        ("seed: 'open\nmax_length: 5\n", 1, "a quote opened here is not closed"),
+        ('seed: 1\nx: "\\q"\n', 2, "not YAML"),
+        ("seed: 1\n  max_length: 5\n", 2, "a key indented too far"),
+        ("engine:\n  keep_kv: true\n chunk_size: 5\n", 3, "not aligned"),
+        ("output_dir: @here\n", 1, "a value cannot start with '@'"),
+        ("seed: 1\n---\nseed: 2\n", 2, "a second document"),
+        ("a: &x 5\nb: *x\n", 1, "no anchors and aliases: '&x'"),
+        ("b: *x\n", 1, "no anchors and aliases: '*x'"),
+        ("seed: !!python/object/apply:os.system [ls]\n", 1, "no tags: '!!python"),
+        ("seed: !mine 5\n", 1, "no tags: '!mine'"),
+        ("<<: {seed: 1}\n", 1, "no merge keys"),
+        ("{a: b}: 1\n", 1, "a key must be one word"),
+        ("seed: 1\nx: a\x07b\n", 2, "U+0007"),
+    ],
+)
+def test_text_that_is_no_recipe(refused, text, line, what):
+    error = refused(text, before="")
+    assert what in error.what
+    assert line_of(error) == line
+    assert error.mend
+
+
+@pytest.mark.parametrize("text", ["", "\n\n", "# only a comment\n", "---\n"])
+def test_an_empty_file(refused, text):
+    assert refused(text, before="").what == "the recipe is empty"
+
+
+def test_depth_is_bounded(refused):
+    assert "nested more than" in refused("x: " + "[" * 50_000, before="").what
+    assert "nested more than" in refused("x: " + "{a: " * 15_000, before="").what
+
+
+def test_a_duplicate_key_does_not_hide_the_depth(refused):
+    assert "nested more than" in refused("x: 1\nx: " + "[" * 50_000, before="").what
+
+
+@pytest.mark.parametrize(
+    "piece", ["x: 1\n", "x: {y: [1]}\n", "- [1]\n", "[1],", "'", "{", "? ", "- ", ": ", "a ", "|\n", "%"]
+)
+def test_no_file_is_slow(tmp_path, piece):
+    """Within the size limit, nothing in YAML makes the reader quadratic: 64 KiB of anything are read or refused."""
+    path = tmp_path / "odd.yaml"
+    path.write_text("x: [" * piece.startswith("[") + piece * (60_000 // len(piece)))
+    with pytest.raises(RecipeError):
+        load_recipe(path)
+
+
+def test_an_alias_bomb_costs_nothing(refused):
+    bomb = "a: &a [x,x,x,x,x,x,x,x,x]\n" + "".join(
+        f"{new}: &{new} [{','.join(['*' + old] * 9)}]\n" for old, new in zip("abcdefgh", "bcdefghi", strict=True)
+    )
+    assert "no anchors" in refused(bomb, before="").what
+
+
+def test_size_is_bounded(refused):
+    assert "larger than 64 KiB" in refused("# " + "x" * 300_000).what
+
+
+def test_a_number_too_long_to_convert(refused):
+    assert "'seed' takes a whole number" in refused(f"seed: {'9' * 10_000}\n").what
+
+
+def test_a_file_that_is_not_utf8(tmp_path):
+    path = tmp_path / "latin1.yaml"
+    path.write_bytes("seed: 1\noutput_dir: läufe\n".encode("latin-1"))
+    with pytest.raises(RecipeError, match="not UTF-8") as caught:
+        load_recipe(path)
+    assert caught.value.where == f"{path}:2"
+
+
+def test_a_missing_file_names_the_nearest(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    Path("my-run.yaml").write_text("")
+    cases = {
+        "my-rum.yaml": "did you mean 'my-run.yaml'?",
+        str(tmp_path / "my-rum.yaml"): f"did you mean '{tmp_path}/my-run.yaml'?",
+        "quickstart.yaml": "`streamtune recipes copy quickstart` writes the shipped recipe",
+        "quickstart": "`streamtune recipes copy quickstart` writes the shipped recipe",
+        "quikstart.yaml": "did you mean the shipped recipe 'quickstart'?",
+        "zzzzzzzz": "`streamtune recipes ls` lists the shipped recipes",
+        "no/folder/zzzzzzz.yaml": "`streamtune recipes ls` lists the shipped recipes",
+    }
+    for name, mend in cases.items():
+        with pytest.raises(RecipeError) as caught:
+            load_recipe(name)
+        assert (caught.value.what, caught.value.where) == ("there is no such file", name)
+        assert caught.value.mend == mend
+
+
+def test_a_folder(tmp_path):
+    with pytest.raises(RecipeError, match="this is a folder") as caught:
+        load_recipe(tmp_path)
+    assert caught.value.mend == "name a YAML file"
+    (tmp_path / "a.yaml").write_text("")
+    with pytest.raises(RecipeError) as caught:
+        load_recipe(tmp_path)
+    assert str(tmp_path / "a.yaml") in caught.value.mend
+
+
+def test_a_file_under_a_file(write):
+    with pytest.raises(RecipeError, match="Not a directory"):
+        load_recipe(write("") / "x.yaml")
+
+
+def test_a_file_that_cannot_be_opened(tmp_path):
+    path = tmp_path / "loop.yaml"
+    path.symlink_to(path)
+    with pytest.raises(RecipeError, match="cannot be read: Too many levels of symbolic links"):
+        load_recipe(path)
+
+
+def test_a_great_many_mistakes_are_counted(refused):
+    lines = refused("".join(f"key_{n}: 1\n" for n in range(500))).what.splitlines()
+    assert lines[0] == "500 mistakes"
+    assert lines[-1] == "- and 480 more"
+    assert len(lines) == 22
+
+
+def test_damaged_recipes_only_ever_raise_recipe_errors(tmp_path):
+    """Any bytes at all give a recipe or a RecipeError with a place, never another exception."""
+    draw = random.Random(0)
+    path = tmp_path / "damaged.yaml"
+    pieces = [
+        b"\t",
+        b"'",
+        b'"',
+        b"{",
+        b"}",
+        b"[",
+        b"]",
+        b": ",
+        b"- ",
+        b"&a ",
+        b"*a",
+        b"!x ",
+        b"|\n",
+        b"\x00",
+        b"\xff",
+        b"null",
+    ]
+    texts = [recipe.text.encode() for recipe in shipped_recipes()]
+    for _ in range(150):
+        text = bytearray(draw.choice(texts))
+        for _ in range(draw.randint(1, 4)):
+            start = draw.randrange(len(text))
+            text[start : start + draw.choice([0, 1, 5, 40])] = draw.choice(pieces)
+        path.write_bytes(bytes(text))
+        try:
+            load_recipe(path)
+        except RecipeError as error:
+            assert error.where.startswith(str(path))  # noqa: PT017
+
+
+# --- local paths ---------------------------------------------------------------------------------------------------
+
+
+def test_local_paths_are_taken_from_the_recipes_folder(tmp_path, monkeypatch):
+    (tmp_path / "project" / "data").mkdir(parents=True)
+    (tmp_path / "project" / "data" / "train.jsonl").write_text("{}")
+    (tmp_path / "project" / "template.jinja").write_text("{{ messages }}")
+    (tmp_path / "project" / "python-stdlib").mkdir()
+    (tmp_path / "project" / "run.yaml").write_text(
+        "model_name_or_path: org/name\nchat_template: template.jinja\n"
+        "datasets: [{path: data/train.jsonl}, {path: org/rows}, {path: python-stdlib}]\n"
+    )
+    monkeypatch.chdir(tmp_path)
+    recipe = load_recipe("project/run.yaml").recipe
+    assert [spec.path for spec in recipe.datasets] == ["project/data/train.jsonl", "org/rows", "python-stdlib"]
+    assert recipe.chat_template == "project/template.jinja"
+    assert recipe.model_name_or_path == "org/name"
+    assert recipe.output_dir == "runs/run"
+
+
+def test_an_inline_template_is_not_taken_for_a_path(write):
+    template = "{% for m in messages %}" + "x" * 5000 + "{% endfor %}"
+    assert load_recipe(write(f'chat_template: "{template}"\n')).recipe.chat_template == template
+
+
+# --- keys without effect -------------------------------------------------------------------------------------------
+
+
+def test_adapter_keys_of_a_full_run_are_noted(write):
+    assert load_recipe(write("lora_r: 8\n")).notes == ("'lora_r' has no effect with finetuning_type: full",)
+    assert load_recipe(write("lora_r: 8\nfinetuning_type: lora\n")).notes == ()

@@ -1,0 +1,109 @@
+"""``--set key=value``."""
+
+from __future__ import annotations
+
+import pytest
+
+from streamtune.recipe import load_recipe
+
+INIT = """\
+model:
+  init: {model_type: qwen3, hidden_size: 64}
+tokenizer: {train: {vocab_size: 512}}
+datasets: [{path: a}]
+"""
+
+
+@pytest.mark.parametrize(
+    ("setting", "path", "value"),
+    [
+        ("learning_rate=1e-4", ("learning_rate",), 1e-4),
+        ("engine.chunk_size=64", ("engine", "chunk_size"), 64),
+        ("chunk_size=64", ("engine", "chunk_size"), 64),
+        ("engine={keep_kv: true}", ("engine", "keep_kv"), True),
+        ("keep_kv=true", ("engine", "keep_kv"), True),
+        ("datasets.0.path=b.jsonl", ("datasets", 0, "path"), "b.jsonl"),
+        ("datasets[0].max_rows=5", ("datasets", 0, "max_rows"), 5),
+        ("datasets=[{path: b}]", ("datasets", 0, "path"), "b"),
+        ("lora_target=[q_proj, v_proj]", ("lora_target",), ("q_proj", "v_proj")),
+        ("cutoff_len=99", ("max_length",), 99),
+        ("lr=1e-3", ("learning_rate",), 1e-3),
+        ("vocab_size=1000", ("tokenizer", "train", "vocab_size"), 1000),
+        ("model.init.hidden_size=32", ("model", "init", "hidden_size"), 32),
+        ("hidden_size=32", ("model", "init", "hidden_size"), 32),
+        ("output_dir=runs/a=b", ("output_dir",), "runs/a=b"),
+        ("sample.prompt=Hello: you", ("sample", "prompt"), None),
+        ("sample.prompt='Hello: you'", ("sample", "prompt"), "Hello: you"),
+        (" seed = 7", ("seed",), 7),
+        ("max_new_tokens=7", ("sample", "max_new_tokens"), None),
+    ],
+)
+def test_a_setting_writes_its_key(write, refused, setting, path, value):
+    if value is None:
+        assert refused(INIT, before="", overrides=(setting,)).where == f"--set {setting}"
+        return
+    loaded = load_recipe(write(INIT, before=""), [setting])
+    here = loaded.recipe
+    for part in path:
+        here = here[part] if isinstance(part, int) or isinstance(here, dict) else getattr(here, part)
+    assert here == value
+    assert loaded.where(*path) == f"--set {setting}"
+
+
+def test_a_setting_wins_over_the_file_and_the_last_over_the_first(write):
+    loaded = load_recipe(write("sequence_len: 64\n"), ["max_length=128", "max_length=256"])
+    assert loaded.recipe.max_length == 256
+    assert loaded.where("max_length") == "--set max_length=256"
+    assert loaded.notes == ("'sequence_len' is read as 'max_length'",)
+
+
+def test_another_model_by_setting(write):
+    loaded = load_recipe(write(INIT, before=""), ["model=null", "tokenizer=null", "model_name_or_path=a/b"])
+    assert loaded.recipe.model is None
+    assert loaded.recipe.model_name_or_path == "a/b"
+
+
+@pytest.mark.parametrize(
+    ("setting", "what", "mend"),
+    [
+        ("max_length", "'max_length' sets nothing", "write --set key=value, such as --set max_length=4096"),
+        ("=5", "'=5' sets nothing", "write --set key=value"),
+        ("", "'' sets nothing", "write --set key=value"),
+        ("learning_rat=1", "unknown key 'learning_rat'", "did you mean 'learning_rate'?"),
+        ("hidden_siz=1", "unknown key 'hidden_siz'", "did you mean 'hidden_size'?"),
+        ("engine.chunk=1", "unknown key 'chunk' in 'engine'", "did you mean 'chunk_size'?"),
+        ("qqq=1", "unknown key 'qqq'", "`streamtune schema` lists every key"),
+        ("max_length=many", "'max_length' takes a whole number of at least 2; found 'many'", ""),
+        ("max_length=", "'max_length' has no value", ""),
+        ("bf16=yes", "'bf16' takes true or false; found 'yes'", "write true"),
+        ("seed={a: 1", "a bracket or brace opened here is not closed", "quote the value"),
+        ("seed=&a 1", "no anchors", "quote the value"),
+        ("engine={keep_kv: true, keep_kv: false}", "'keep_kv' is given twice", "delete one"),
+        ("datasets.3.path=x", "'datasets' has 1 entries", ""),
+        ("datasets.path=x", "'datasets' has no 'path'", "set it as a whole"),
+        ("seed.x=1", "'seed' takes a whole number of at least 0 and below 4294967296; found keys", ""),
+        ("packing=true", "'packing' is not in this release", "delete the line"),
+        ("deepspeed=zero2", "'deepspeed' is not in this release", "delete the line"),
+        ("engine.offload=host", "'engine.offload' is not in this release", "delete the line"),
+        ("finetuning_type=qlora", "'finetuning_type: qlora' is not in this release", "write lora"),
+        ("gradient_checkpointing=true", "'gradient_checkpointing' is another trainer's key", "delete the line"),
+    ],
+)
+def test_a_wrong_setting_names_itself(refused, setting, what, mend):
+    error = refused(INIT, before="", overrides=(setting,))
+    assert what in error.what
+    assert error.mend.startswith(mend)
+    assert error.where == f"--set {setting}"
+
+
+def test_a_name_that_could_be_two_keys(refused):
+    text = INIT.replace("hidden_size: 64", "hidden_size: 64, vocab_size: 600")
+    error = refused(text, before="", overrides=("vocab_size=700",))
+    assert error.what == "'vocab_size' could be tokenizer.train.vocab_size or model.init.vocab_size"
+    assert error.mend == "write it in full, such as --set tokenizer.train.vocab_size=..."
+
+
+def test_a_name_that_stands_in_a_list(refused):
+    error = refused("", before=INIT.replace("path: a", "path: a, max_rows: 5"), overrides=("max_rows=7",))
+    assert error.what == "'max_rows' stands in an entry of a list"
+    assert error.mend == "write --set datasets.0.max_rows=..."

@@ -1,0 +1,82 @@
+"""The recipe's types and the JSON schema made from them."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pydantic
+import pytest
+
+from streamtune.recipe import Recipe, json_schema, schema_file, shipped_recipes, with_schema
+from streamtune.recipe.fields import expected, field_at, leaf_paths
+
+ROOT = Path(__file__).parent.parent.parent
+
+
+def test_the_committed_schema_is_current():
+    committed = json.loads((ROOT / "docs" / "recipe.schema.json").read_text(encoding="utf-8"))
+    assert committed == json_schema(), "run: streamtune schema > docs/recipe.schema.json"
+
+
+def nodes(schema: Any) -> Iterator[dict[str, Any]]:
+    if isinstance(schema, dict):
+        yield schema
+        for value in schema.values():
+            yield from nodes(value)
+    elif isinstance(schema, list):
+        for value in schema:
+            yield from nodes(value)
+
+
+def test_every_key_is_described():
+    schema = json_schema()
+    for spec in [schema, *schema["$defs"].values()]:
+        for name, field in spec["properties"].items():
+            assert len(field.get("description", "")) > 5, name
+
+
+def test_unknown_keys_are_refused_everywhere_but_in_a_model_configuration():
+    schema = json_schema()
+    specs = [node for node in nodes(schema) if "properties" in node and node.get("type") == "object"]
+    open_ = [spec for spec in specs if spec.get("additionalProperties") is not False]
+    assert [spec["required"] for spec in open_] == [["model_type"]]
+
+
+def test_no_title_of_pydantics_is_left():
+    titles = [node["title"] for node in nodes(json_schema()) if isinstance(node.get("title"), str)]
+    assert titles == ["StreamTune recipe"]
+
+
+def test_every_key_can_be_put_in_words():
+    for paths in leaf_paths().values():
+        for path in paths:
+            found, fragment = field_at(path)
+            assert found == path
+            assert expected(fragment)
+
+
+def test_leaf_names_are_unique_but_for_path_like_ones():
+    """``--set NAME=...`` works for every leaf; ``train`` and the like are whole groups."""
+    assert {name for name, paths in leaf_paths().items() if len(paths) > 1} == set()
+
+
+def test_a_recipe_is_frozen():
+    recipe = Recipe(model_name_or_path="a", datasets=[{"path": "x"}])
+    with pytest.raises(pydantic.ValidationError):
+        recipe.seed = 1  # type: ignore[misc]
+
+
+@pytest.mark.parametrize("shipped", shipped_recipes(), ids=lambda shipped: shipped.name)
+def test_a_shipped_recipe_points_an_editor_to_the_schema(shipped, tmp_path):
+    header, _, _ = shipped.text.partition("\n")
+    prefix = "# yaml-language-server: $schema="
+    assert header.startswith(prefix)
+    assert (shipped.path.parent / header.removeprefix(prefix)).resolve() == schema_file()
+    copied, _, rest = with_schema(shipped.text, tmp_path).partition("\n")
+    assert (tmp_path / copied.removeprefix(prefix)).resolve() == schema_file()
+    assert rest == shipped.text.partition("\n")[2]
+    assert shipped.summary.endswith(".")
+    assert max(len(line) for line in shipped.text.splitlines()) <= 120

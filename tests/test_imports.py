@@ -1,0 +1,121 @@
+"""Rooms import downwards only, and the command line starts without the heavy libraries.
+
+    cli -> recipe -> {data, models, objectives, optim, train, plan, distributed} -> engine -> ops -> errors
+
+Read from the source with ``ast``, so imports inside functions and under ``TYPE_CHECKING`` count too.
+"""
+
+from __future__ import annotations
+
+import ast
+import json
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+import streamtune
+
+PACKAGE = Path(streamtune.__file__).parent
+FILES = sorted(PACKAGE.rglob("*.py"))
+
+LEVELS = [
+    {"errors", "__version__"},
+    {"ops"},
+    {"engine"},
+    {"data", "models", "objectives", "optim", "train", "plan", "distributed"},
+    {"recipe"},
+    {"cli"},
+    {"__init__", "__main__"},  # the front door may import any room; no room imports it
+]
+LEVEL = {room: level for level, rooms in enumerate(LEVELS) for room in rooms}
+HEAVY = {"torch", "transformers", "datasets", "peft", "deepspeed", "matplotlib", "safetensors", "tokenizers", "numpy"}
+
+
+def room_of(parts: tuple[str, ...]) -> str:
+    """The room a module belongs to: ``("engine", "vjp")`` is in ``engine``; the package itself is ``__init__``."""
+    return parts[0] if parts else "__init__"
+
+
+def imported_modules(file: Path) -> Iterator[tuple[int, str]]:
+    """Line and absolute name of every module a file imports, relative imports resolved."""
+    parent = ("streamtune", *file.relative_to(PACKAGE).parent.parts)
+    for node in ast.walk(ast.parse(file.read_text(encoding="utf-8"))):
+        if isinstance(node, ast.Import):
+            for alias in node.names:
+                yield node.lineno, alias.name
+        elif isinstance(node, ast.ImportFrom):
+            base = parent[: len(parent) - node.level + 1] if node.level else ()
+            module = ".".join([*base, *([node.module] if node.module else [])])
+            for alias in node.names:  # "from streamtune import engine" imports the room engine
+                inside = PACKAGE.parent / Path(*module.split("."), alias.name)
+                is_module = module.startswith("streamtune") and (inside.is_dir() or inside.with_suffix(".py").exists())
+                in_full = is_module or alias.name == "__version__"
+                yield node.lineno, f"{module}.{alias.name}" if in_full else module
+
+
+def rooms_imported(file: Path) -> Iterator[tuple[int, str]]:
+    for line, module in imported_modules(file):
+        package, *parts = module.split(".")
+        if package == "streamtune":
+            yield line, room_of(tuple(parts))
+
+
+@pytest.mark.parametrize("file", FILES, ids=lambda file: str(file.relative_to(PACKAGE)))
+def test_a_room_imports_only_rooms_below_it(file: Path) -> None:
+    room = room_of(file.relative_to(PACKAGE).with_suffix("").parts)
+    assert room in LEVEL, f"'{room}' is a new room: give it a level here and in the design"
+    wrong = [
+        f"{file.relative_to(PACKAGE)}:{line} imports {target}"
+        for line, target in rooms_imported(file)
+        if target != room and LEVEL.get(target, 99) >= LEVEL[room]
+    ]
+    assert wrong == []
+
+
+def test_only_build_turns_a_recipe_into_the_objects_of_other_rooms() -> None:
+    wrong = [
+        f"{file.name}:{line} imports {target}"
+        for file in (PACKAGE / "recipe").rglob("*.py")
+        if file.name != "build.py"
+        for line, target in rooms_imported(file)
+        if target not in ("recipe", "errors")
+    ]
+    assert wrong == []
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ["--help"],
+        ["--version"],
+        ["validate", "--help"],
+        ["sft", "--help"],
+        ["recipes", "ls"],
+        ["schema"],
+        ["validate", "RECIPE"],
+    ],
+    ids=" ".join,
+)
+def test_the_command_line_starts_without_heavy_libraries(arguments: list[str], tmp_path: Path) -> None:
+    recipe = tmp_path / "recipe.yaml"
+    recipe.write_text("model_name_or_path: a/b\ndatasets: [{path: rows.jsonl}]\n")
+    arguments = [str(recipe) if argument == "RECIPE" else argument for argument in arguments]
+    program = f"""
+import atexit, json, sys
+atexit.register(lambda: print(json.dumps(sorted({HEAVY!r} & set(sys.modules))), file=sys.stderr))
+from streamtune.cli import main
+main({arguments!r})
+"""
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout
+    assert json.loads(done.stderr.splitlines()[-1]) == []
+
+
+def test_importing_the_package_loads_no_heavy_library() -> None:
+    program = f"import sys, streamtune; print(sorted({HEAVY!r} & set(sys.modules)))"
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "[]"

@@ -1,0 +1,270 @@
+"""``streamtune sft`` through its real command line, on a tiny model made here: what goes in, what comes out."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import yaml
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from streamtune.cli import main
+from streamtune.models import load_model
+
+RECIPE: dict[str, Any] = {
+    "model": {
+        "init": {
+            "model_type": "qwen3",
+            "hidden_size": 32,
+            "intermediate_size": 64,
+            "num_hidden_layers": 2,
+            "num_attention_heads": 4,
+            "num_key_value_heads": 2,
+            "head_dim": 8,
+            "attention_dropout": 0.1,
+        }
+    },
+    "tokenizer": {"train": {"vocab_size": 320}},
+    "datasets": [{"path": "rows.jsonl"}],
+    "max_length": 256,
+    "val_size": 4,
+    "engine": {"chunk_size": 16, "head_chunk_size": 8},
+    "gradient_accumulation_steps": 3,
+    "num_train_epochs": 2,
+    "eval_steps": 4,
+    "learning_rate": 1.0e-2,
+    "sample": {"prompt": "Add 3 and 4.", "max_new_tokens": 8},
+}
+TIMINGS = ("tokens_per_s", "peak_mem_gib")
+
+
+@pytest.fixture
+def recipe(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A recipe with rows beside it, in the working directory."""
+    monkeypatch.chdir(tmp_path)
+    with (tmp_path / "rows.jsonl").open("w") as file:
+        for number in range(20):
+            answer = f"def add_{number}(a, b):\n    return a + b + {number}\n" * (1 + number % 3)
+            messages = [{"role": "user", "content": f"Add {number}."}, {"role": "assistant", "content": answer}]
+            file.write(json.dumps({"messages": messages}) + "\n")
+    path = tmp_path / "tiny.yaml"
+    path.write_text(yaml.safe_dump(RECIPE, sort_keys=False))
+    return path
+
+
+@pytest.fixture
+def sft(recipe: Path) -> Callable[..., int]:
+    """``streamtune sft tiny.yaml ...`` in this process; returns the exit code."""
+
+    def run(*arguments: str, command: str = "sft") -> int:
+        with pytest.raises(SystemExit) as left:
+            main([command, "tiny.yaml", *arguments])
+        return int(left.value.code or 0)
+
+    return run
+
+
+def records(run: str, *, timings: bool = False) -> list[dict[str, Any]]:
+    lines = Path(run, "metrics.jsonl").read_text().splitlines()
+    return [{k: v for k, v in json.loads(line).items() if timings or k not in TIMINGS} for line in lines]
+
+
+def same_model(first: str, second: str) -> bool:
+    ours, theirs = (load_model(f"{folder}/final").state_dict() for folder in (first, second))
+    return all(torch.equal(ours[name], theirs[name]) for name in theirs)
+
+
+def test_trains_from_a_recipe_to_a_model_that_transformers_loads(
+    sft: Callable[..., int], capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert sft() == 0
+    run = Path("runs/tiny")
+    train = [record for record in records(str(run), timings=True) if "loss" in record]
+    # 16 rows by 3: six steps an epoch, the last of them with one row.
+    assert [record["step"] for record in train] == list(range(1, 13))
+    assert train[5]["epoch"] == 1.0
+    assert train[-1]["loss"] < 0.75 * train[0]["loss"]
+    assert [record["step"] for record in records(str(run)) if "eval_loss" in record] == [4, 8, 12]
+    assert {"lr", "grad_norm", "tokens", "tokens_per_s", "peak_mem_gib"} <= train[0].keys()
+
+    model = AutoModelForCausalLM.from_pretrained(run / "final")
+    tokenizer = AutoTokenizer.from_pretrained(run / "final")
+    assert model.config.vocab_size == len(tokenizer)
+    assert model.config._attn_implementation in ("sdpa", "eager")
+    assert "streamtune" not in (run / "final/config.json").read_text()
+    assert (run / "loss.png").read_bytes().startswith(b"\x89PNG")
+    assert not list(run.rglob(".tmp-*"))
+    events = [json.loads(line)["event"] for line in (run / "events.jsonl").read_text().splitlines()]
+    assert events == ["start", "checkpoint", "finish"]
+
+    shown = capsys.readouterr().out
+    held_out = records(str(run))[-1]["eval_loss"]
+    assert f"first {train[0]['loss']:.3f}, last {train[-1]['loss']:.3f}, held out {held_out:.3f}" in shown
+    assert 'AutoModelForCausalLM.from_pretrained("runs/tiny/final")' in shown
+    assert "step=12/12 loss=" in shown
+    assert "asked Add 3 and 4." in shown
+    assert "\x1b" not in shown
+
+
+def test_the_resolved_recipe_replays_the_run(sft: Callable[..., int], recipe: Path) -> None:
+    assert sft("--set", "max_steps=2", "--output-dir", "first") == 0
+    shutil.copy("first/recipe.yaml", "tiny.yaml")
+    assert sft("--output-dir", "second") == 0
+    assert records("first") == records("second")
+    assert same_model("first", "second")
+
+
+def test_a_dry_run_says_what_would_run_and_writes_nothing(
+    sft: Callable[..., int], recipe: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    before = sorted(recipe.parent.iterdir())
+    assert sft("--dry-run") == 0
+    assert sorted(recipe.parent.iterdir()) == before
+    shown = capsys.readouterr().out
+    assert "Qwen3ForCausalLM" in shown
+    assert "chunks of 16 tokens" in shown
+    assert "20 rows" in shown
+    assert "12 (2 epochs) of 3 rows" in shown
+
+
+def test_ctrl_c_saves_and_the_same_command_goes_on_to_the_same_curve(sft: Callable[..., int]) -> None:
+    """In real processes: interrupted after a few steps, resumed, and compared with a run left alone."""
+    assert sft("--output-dir", "whole") == 0
+    command = [sys.executable, "-m", "streamtune", "sft", "tiny.yaml", "--output-dir", "split"]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
+        metrics = Path("split/metrics.jsonl")
+        deadline = time.monotonic() + 120
+        while not (metrics.exists() and len(metrics.read_text().splitlines()) >= 3):
+            assert process.poll() is None, process.communicate()
+            assert time.monotonic() < deadline
+            time.sleep(0.005)
+        process.send_signal(signal.SIGINT)
+        shown, said = process.communicate(timeout=120)
+    assert process.returncode == 130, said
+    assert "Stopping after this micro-batch" in said
+    [checkpoint] = Path("split/checkpoints").iterdir()
+    assert f"saved  {checkpoint}" in shown
+    assert not Path("split/final").exists()
+
+    result = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert result.returncode == 0, result.stderr
+    assert f"going on from {checkpoint.name}" in result.stdout
+    assert records("split") == records("whole")
+    assert same_model("split", "whole")
+
+
+def test_a_finished_run_is_not_trained_again(sft: Callable[..., int], capsys: pytest.CaptureFixture[str]) -> None:
+    assert sft("--set", "max_steps=2") == 0
+    before = records("runs/tiny", timings=True)
+    capsys.readouterr()
+    assert sft("--set", "max_steps=2") == 0
+    assert records("runs/tiny", timings=True) == before
+    assert "nothing left to train" in capsys.readouterr().out
+
+
+def test_resume_goes_on_from_a_checkpoint_of_full_and_of_adapter_training(sft: Callable[..., int]) -> None:
+    assert sft("--set", "max_steps=2", "--output-dir", "base") == 0
+    recipe = {**RECIPE, "model_name_or_path": "base/final", "finetuning_type": "lora", "lora_r": 4, "lora_dropout": 0.2}
+    for key in ("model", "tokenizer", "sample"):
+        del recipe[key]
+    Path("tiny.yaml").write_text(yaml.safe_dump({**recipe, "max_steps": 4, "save_steps": 2}))
+    assert sft("--output-dir", "lora") == 0
+    whole = records("lora")
+    shutil.copytree("lora/final", "kept/final")
+    shutil.rmtree("lora/checkpoints/step-000004")
+    shutil.rmtree("lora/final")
+    assert sft("--output-dir", "lora") == 0
+    assert records("lora") == whole
+    ours, theirs = (Path(folder, "final/adapter_model.safetensors").read_bytes() for folder in ("lora", "kept"))
+    assert ours == theirs
+
+    from peft import AutoPeftModelForCausalLM
+
+    assert AutoPeftModelForCausalLM.from_pretrained("lora/final").peft_config["default"].r == 4
+
+
+def test_another_run_in_the_same_place_is_refused_or_moved_aside(
+    sft: Callable[..., int], capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert sft("--set", "max_steps=1") == 0
+    first = records("runs/tiny")
+    assert sft("--set", "max_steps=1", "--set", "learning_rate=2e-2") == 2
+    said = capsys.readouterr().err
+    assert "learning_rate was 0.01 and is 0.02" in said
+    assert "--resume never" in said
+    assert records("runs/tiny") == first
+    assert sft("--set", "max_steps=1", "--set", "learning_rate=2e-2", "--resume", "never") == 0
+    assert records("runs/tiny.old-1") == first
+    assert records("runs/tiny")[0]["lr"] == 0.02
+
+
+def test_chunks_may_change_on_resume_for_they_change_no_gradient(sft: Callable[..., int]) -> None:
+    assert sft("--set", "save_steps=2", "--set", "max_steps=4") == 0
+    whole = records("runs/tiny")
+    shutil.rmtree("runs/tiny/checkpoints/step-000004")
+    assert sft("--set", "save_steps=2", "--set", "max_steps=4", "--set", "chunk_size=64") == 0
+    assert records("runs/tiny")[-1]["eval_loss"] == pytest.approx(whole[-1]["eval_loss"], rel=1e-4)
+
+
+def test_a_loss_that_explodes_ends_the_run_with_the_rows_to_look_at(
+    sft: Callable[..., int], capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert sft("--set", "learning_rate=1e30", "--set", "max_grad_norm=0", "--set", "save_steps=1") == 1
+    said = capsys.readouterr().err
+    assert "the weights were not changed" in said
+    assert "rows.jsonl:" in said
+    assert json.loads(Path("runs/tiny/events.jsonl").read_text().splitlines()[-1])["event"] == "failure"
+
+
+@pytest.mark.parametrize(
+    ("setting", "expected"),
+    [
+        ("model.init.hiden_size=8", ["has no key 'hiden_size'", "--set model.init.hiden_size=8", "'hidden_size'"]),
+        ("max_length=8", ["more than max_length = 8 tokens"]),
+        ("val_size=100", ["holds out all", "--set val_size=100"]),
+        ("output_dir=.", ["not empty", "--set output_dir=."]),
+    ],
+)
+def test_wrong_input_ends_with_2_before_anything_is_written(
+    sft: Callable[..., int], recipe: Path, capsys: pytest.CaptureFixture[str], setting: str, expected: list[str]
+) -> None:
+    before = sorted(recipe.parent.iterdir())
+    assert sft("--set", setting) == 2
+    said = capsys.readouterr().err
+    assert all(text in said for text in expected), said
+    assert sorted(recipe.parent.iterdir()) == before
+
+
+def test_a_mistake_below_the_recipe_is_blamed_on_its_line(
+    sft: Callable[..., int], recipe: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    recipe.write_text(recipe.read_text().replace("hidden_size: 32", "hiden_size: 32"))
+    line = next(n for n, text in enumerate(recipe.read_text().splitlines(), 1) if "hiden_size" in text)
+    assert sft() == 2
+    assert f"tiny.yaml:{line}" in capsys.readouterr().err
+
+
+@pytest.mark.skipif(os.name == "nt", reason="signals")
+def test_a_second_signal_leaves_at_once() -> None:
+    code = """
+import os, signal, time
+from streamtune.train.signals import StopRequest
+with StopRequest() as stop:
+    os.kill(os.getpid(), signal.SIGTERM)
+    assert stop.exit_code == 143
+    os.kill(os.getpid(), signal.SIGINT)
+    time.sleep(60)
+"""
+    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=False)
+    assert result.returncode == -signal.SIGINT
+    assert "Once more leaves at once" in result.stderr

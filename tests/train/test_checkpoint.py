@@ -1,0 +1,267 @@
+"""Checkpoints: committed at once, verified, rotated; the run directory around them."""
+
+from __future__ import annotations
+
+import json
+import random
+import subprocess
+import sys
+import textwrap
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from streamtune.errors import ArgumentError, CheckpointError, RecipeError
+from streamtune.train import RunDirectory, check_same_run, commit_directory, find_checkpoint, preserve_rng
+from streamtune.train.checkpoint import ModelWriter, newest_checkpoint, open_checkpoint, rotate, save_checkpoint
+from streamtune.train.rng import capture_rng, restore_rng, seed_everything
+
+
+def write_model(folder: Path) -> None:
+    folder.mkdir()
+    (folder / "config.json").write_text("{}")
+
+
+def save(folder: Path, step: int, tensors: dict[str, torch.Tensor] | None = None) -> Path:
+    return save_checkpoint(
+        folder,
+        state={"step": step, "identity": {}},
+        rng=capture_rng(),
+        optimizer_tensors=tensors
+        or {"w/exp_avg": torch.arange(6.0).reshape(2, 3), "w/step": torch.tensor(float(step))},
+        writer=ModelWriter(write_model, 2),
+    ).path
+
+
+def test_a_checkpoint_comes_back_as_it_was(tmp_path: Path) -> None:
+    path = save(tmp_path, 7)
+    assert path.name == "step-000007"
+    checkpoint = open_checkpoint(path)
+    assert checkpoint.step == 7
+    assert checkpoint.model_dir.joinpath("config.json").read_text() == "{}"
+    tensors = checkpoint.optimizer_tensors()
+    assert torch.equal(tensors["w/exp_avg"], torch.arange(6.0).reshape(2, 3))
+    assert tensors["w/step"].shape == ()
+    assert not any(path.suffix in (".pt", ".pkl", ".bin", ".pth") for path in path.rglob("*"))
+
+
+def test_large_state_is_written_in_shards(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("streamtune.train.checkpoint.SHARD_BYTES", 100)
+    tensors = {f"p{index}/exp_avg": torch.full((10,), float(index)) for index in range(7)}
+    path = save(tmp_path, 1, tensors)
+    assert len(list(path.glob("optimizer-*.safetensors"))) == 4
+    again = open_checkpoint(path).optimizer_tensors()
+    assert again.keys() == tensors.keys()
+    assert all(torch.equal(again[name], tensors[name]) for name in tensors)
+
+
+def test_an_optimizer_without_state_has_a_checkpoint_too(tmp_path: Path) -> None:
+    path = save_checkpoint(
+        tmp_path, state={"step": 0}, rng=capture_rng(), optimizer_tensors={}, writer=ModelWriter(write_model, 2)
+    ).path
+    assert open_checkpoint(path).optimizer_tensors() == {}
+
+
+@pytest.mark.parametrize("damage", ["flip", "truncate", "remove", "no manifest"])
+def test_a_damaged_checkpoint_is_named_and_the_one_before_is_used(tmp_path: Path, damage: str) -> None:
+    good, bad = save(tmp_path, 1), save(tmp_path, 2)
+    file = bad / "optimizer-00001.safetensors"
+    data = bytearray(file.read_bytes())
+    if damage == "flip":
+        data[-1] ^= 1
+        file.write_bytes(data)
+    elif damage == "truncate":
+        file.write_bytes(data[:-1])
+    else:
+        (file if damage == "remove" else bad / "manifest.json").unlink()
+    said: list[str] = []
+    found = newest_checkpoint(tmp_path, said.append)
+    assert found is not None
+    assert found.path == good
+    assert str(bad) in said[0]
+    with pytest.raises(CheckpointError, match="step-000002"):
+        open_checkpoint(bad)
+
+
+def test_no_checkpoint_is_none_and_a_path_must_be_one(tmp_path: Path) -> None:
+    run = RunDirectory(tmp_path / "run")
+    assert find_checkpoint(run, "auto", print) is None
+    assert find_checkpoint(run, "never", print) is None
+    with pytest.raises(ArgumentError) as caught:
+        find_checkpoint(run, "nevr", print)
+    assert "'never'" in caught.value.mend
+    with pytest.raises(CheckpointError, match="not a complete checkpoint"):
+        find_checkpoint(run, str(tmp_path), print)
+
+
+def test_rotation_keeps_the_newest(tmp_path: Path) -> None:
+    paths = [save(tmp_path, step) for step in (8, 9, 10, 999_999, 1_000_000)]
+    assert rotate(tmp_path, 0) == []
+    assert rotate(tmp_path, 2) == paths[:3]
+    assert [path.exists() for path in paths] == [False] * 3 + [True] * 2
+
+
+def test_a_failure_half_way_leaves_the_checkpoints_before_it(tmp_path: Path) -> None:
+    good = save(tmp_path, 1)
+
+    def fail(folder: Path) -> None:
+        write_model(folder)
+        raise OSError("the disk is on fire")
+
+    with pytest.raises(CheckpointError, match="the disk is on fire") as caught:
+        save_checkpoint(
+            tmp_path, state={"step": 2}, rng=capture_rng(), optimizer_tensors={}, writer=ModelWriter(fail, 2)
+        )
+    assert str(good) in caught.value.mend
+    assert [path.name for path in tmp_path.iterdir()] == ["step-000001"]
+
+
+def test_a_checkpoint_larger_than_the_disk_is_refused_before_it_is_written(tmp_path: Path) -> None:
+    with pytest.raises(CheckpointError, match=r"it takes 1024\.0 TiB and .* are free"):
+        save_checkpoint(
+            tmp_path,
+            state={"step": 2},
+            rng=capture_rng(),
+            optimizer_tensors={},
+            writer=ModelWriter(write_model, 1 << 50),
+        )
+    assert list(tmp_path.iterdir()) == []
+
+
+def run_python(code: str, *arguments: object) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-c", textwrap.dedent(code), *map(str, arguments)]
+    return subprocess.run(command, capture_output=True, text=True, check=False)
+
+
+def test_a_file_the_system_cuts_off_is_reported_with_what_is_needed(tmp_path: Path) -> None:
+    """A real failure of the system in the middle of writing: the process may not write files above 64 KiB."""
+    pytest.importorskip("resource")
+    good = save(tmp_path, 1)
+    result = run_python(
+        """
+        import resource, sys, torch
+        from pathlib import Path
+        from streamtune.errors import CheckpointError
+        from streamtune.train.checkpoint import ModelWriter, save_checkpoint
+        from streamtune.train.rng import capture_rng
+        rng = capture_rng()
+        resource.setrlimit(resource.RLIMIT_FSIZE, (65536, 65536))
+        tensors = {"w/exp_avg": torch.zeros(100_000)}
+        writer = ModelWriter(lambda folder: folder.mkdir(), 0)
+        try:
+            save_checkpoint(Path(sys.argv[1]), state={"step": 2}, rng=rng, optimizer_tensors=tensors, writer=writer)
+        except CheckpointError as error:
+            print(error)
+        """,
+        tmp_path,
+    )
+    assert "it takes 390.6 KiB" in result.stdout, result.stderr
+    assert f"{good} is intact" in result.stdout
+    assert [path.name for path in tmp_path.iterdir()] == ["step-000001"]
+    open_checkpoint(good)
+
+
+@pytest.mark.parametrize("moment", ["while writing", "before the rename", "between the renames"])
+def test_killed_at_any_moment_the_directory_is_the_old_or_the_new_one(tmp_path: Path, moment: str) -> None:
+    target = tmp_path / "final"
+    with commit_directory(target) as staged:
+        (staged / "a").write_text("old")
+    result = run_python(
+        """
+        import os, signal, sys
+        from pathlib import Path
+        from streamtune.train import staging
+        target, moment = Path(sys.argv[1]), sys.argv[2]
+        die = lambda *_: os.kill(os.getpid(), signal.SIGKILL)
+        if moment == "before the rename":
+            staging.fsync_tree = die
+        if moment == "between the renames":
+            class Deadly(type(target)):
+                def rename(self, other):
+                    if self.name.startswith(".tmp-"):
+                        die()
+                    return super().rename(other)
+            target = Deadly(target)
+        with staging.commit_directory(target) as staged:
+            (staged / "a").write_text("new")
+            if moment == "while writing":
+                die()
+        """,
+        target,
+        moment,
+    )
+    assert result.returncode == -9, result.stderr
+    from streamtune.train.staging import discard_leftovers
+
+    discard_leftovers(tmp_path)
+    assert [path.name for path in tmp_path.iterdir()] == ["final"]
+    assert (target / "a").read_text() == "old"
+
+
+def test_a_commit_replaces_what_was_there(tmp_path: Path) -> None:
+    for text in ("one", "two"):
+        with commit_directory(tmp_path / "final") as staged:
+            (staged / text).write_text(text)
+    assert [path.name for path in tmp_path.iterdir()] == ["final"]
+    assert [path.name for path in (tmp_path / "final").iterdir()] == ["two"]
+
+
+# --- random state ---------------------------------------------------------------------------------------------------
+
+
+def draw() -> tuple[float, float, float]:
+    return random.random(), float(np.random.rand()), float(torch.rand(()))
+
+
+def test_the_random_state_survives_json_and_is_preserved() -> None:
+    with preserve_rng():
+        seed_everything(5)
+        random.gauss(0, 1)  # leaves a second number in store
+        state = capture_rng()
+        expected = [draw(), random.gauss(0, 1)]
+        restore_rng(type(state)(state.tensors, json.loads(json.dumps(state.plain))))
+        assert [draw(), random.gauss(0, 1)] == expected
+        restore_rng(state)
+        with preserve_rng():
+            draw()
+        assert draw() == expected[0]
+
+
+# --- the run directory ----------------------------------------------------------------------------------------------
+
+
+def test_a_folder_that_is_no_run_is_left_alone(tmp_path: Path) -> None:
+    (tmp_path / "recipe.yaml").write_text("mine")
+    with pytest.raises(ArgumentError, match="not a run"):
+        RunDirectory(tmp_path).read_identity()
+    assert RunDirectory(tmp_path / "new").read_identity() is None
+
+
+def test_a_run_keeps_its_identity_and_is_moved_aside(tmp_path: Path) -> None:
+    run = RunDirectory(tmp_path / "run")
+    for number in (1, 2):
+        run.claim({"recipe": {"seed": number}}, "seed: 1\n")
+        assert run.read_identity() == {"recipe": {"seed": number}}
+        assert run.move_aside() == tmp_path / f"run.old-{number}"
+        assert not run.path.exists()
+
+
+@pytest.mark.parametrize(
+    ("now", "named"),
+    [
+        ({"recipe": {"seed": 2, "lora_r": 8}}, "seed was 1 and is 2"),
+        ({"recipe": {"seed": 1, "lora_r": 8}, "data": "b"}, "the data is not the same"),
+        ({"recipe": {"seed": 1}}, "lora_r was 8 and is null"),
+    ],
+)
+def test_another_run_is_refused_by_what_differs(now: dict[str, Any], named: str) -> None:
+    before = {"recipe": {"seed": 1, "lora_r": 8}, "data": "a"}
+    check_same_run(before, before, where=Path("runs/x"))
+    check_same_run(before, {"recipe": before["recipe"]}, where=Path("runs/x"))
+    with pytest.raises(RecipeError) as caught:
+        check_same_run(before, now, where=Path("runs/x"))
+    assert named in caught.value.what
+    assert "--resume never" in caught.value.mend

@@ -1,0 +1,247 @@
+"""The loop on a tiny model: exact steps, exact resume, and what it refuses."""
+
+from __future__ import annotations
+
+import os
+import signal
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from train_kit import RowStream, Trainer, make_batch, make_model
+from transformers import LlamaForCausalLM
+
+from streamtune.errors import CheckpointError, NonFiniteError, OutOfMemoryError
+from streamtune.models import load_model
+from streamtune.train import MicroBatch, RunDirectory, StopRequest, find_checkpoint, read_records
+
+
+def losses(folder: Path) -> list[float]:
+    return [record["loss"] for record in read_records(folder / "metrics.jsonl") if "loss" in record]
+
+
+def weights(model: torch.nn.Module) -> dict[str, torch.Tensor]:
+    return {name: tensor.clone() for name, tensor in model.state_dict().items()}
+
+
+def newest(folder: Path):
+    return find_checkpoint(RunDirectory(folder), "auto", print)
+
+
+def held_out() -> Iterator[MicroBatch]:
+    return (make_batch(row) for row in range(100, 104))
+
+
+def test_loss_falls_and_is_recorded(trainer: Trainer) -> None:
+    result = trainer(make_model(), steps=30, validation=held_out)
+    records = read_records(trainer.folder / "metrics.jsonl")
+    assert [record["step"] for record in records if "loss" in record] == list(range(1, 31))
+    assert result.last_loss < 0.7 * result.first_loss
+    assert result.tokens == sum(record["tokens"] for record in records if "loss" in record)
+    assert records[-1] == {"step": 30, "eval_loss": result.eval_loss}
+    assert {"loss", "lr", "grad_norm", "tokens", "tokens_per_s", "peak_mem_gib", "epoch"} <= records[0].keys()
+
+
+def test_a_step_is_the_gradient_of_one_mean_over_all_its_tokens(trainer: Trainer) -> None:
+    """Also where the epoch's last step has fewer micro-batches: rows 9 alone, of 10 rows by 3."""
+    model, reference = make_model(), make_model()
+    trainer(model, stream=RowStream(position=6), steps=2, max_grad_norm=0.0)
+    optimizer = torch.optim.AdamW(reference.parameters(), lr=1e-2, weight_decay=0.0)
+    for rows, factor in (((6, 7, 8), 1 / 3), ((9,), 2 / 3)):  # The factors are the warm-up's.
+        summed, count = torch.zeros(()), 0
+        for batch in map(make_batch, rows):
+            logits = reference(input_ids=batch.input_ids).logits
+            summed = summed + torch.nn.functional.cross_entropy(
+                logits.flatten(0, 1), batch.shift_labels.flatten(), reduction="sum"
+            )
+            count += int((batch.shift_labels != -100).sum())
+        optimizer.param_groups[0]["lr"] = 1e-2 * factor
+        optimizer.zero_grad()
+        (summed / count).backward()
+        optimizer.step()
+    for name, tensor in reference.state_dict().items():
+        torch.testing.assert_close(model.state_dict()[name], tensor, rtol=1e-4, atol=1e-6)
+    assert losses(trainer.folder)[1] == pytest.approx((summed / count).item(), rel=1e-5)
+
+
+@pytest.mark.parametrize("dropout", [0.0, 0.3])
+def test_resumed_run_equals_the_uninterrupted_one_bit_for_bit(tmp_path: Path, dropout: float) -> None:
+    whole, first, second = (Trainer(tmp_path / name) for name in ("whole", "split", "split"))
+    model = make_model(dropout)
+    whole(model, steps=8, validation=held_out, eval_steps=3)
+
+    def stop_at_fifth_step(position: int, seen: list[int] = []) -> None:  # noqa: B006
+        seen.append(position)
+        if len(seen) == 5:
+            os.kill(os.getpid(), signal.SIGINT)
+
+    with StopRequest() as stop:
+        first(
+            make_model(dropout),
+            stream=RowStream(on_step=stop_at_fifth_step),
+            stop=stop,
+            validation=held_out,
+            eval_steps=3,
+        )
+    assert stop.exit_code == 130
+    checkpoint = newest(first.folder)
+    # The signal came before a micro-batch of step 5, which is left out: the position is that of step 4.
+    assert checkpoint.step == 4
+    resumed = LlamaForCausalLM.from_pretrained(checkpoint.model_dir)
+    torch.manual_seed(999)
+    second(load_model(str(checkpoint.model_dir)), resume_from=checkpoint, validation=held_out, eval_steps=3)
+    assert resumed.config.attention_dropout == dropout
+
+    def comparable(folder: Path) -> list[dict[str, float]]:
+        skip = ("tokens_per_s", "peak_mem_gib")
+        return [{k: v for k, v in record.items() if k not in skip} for record in read_records(folder / "metrics.jsonl")]
+
+    assert comparable(tmp_path / "split") == comparable(tmp_path / "whole")
+    final = newest(tmp_path / "split"), newest(tmp_path / "whole")
+    ours, theirs = (load_model(str(checkpoint.model_dir)).state_dict() for checkpoint in final)
+    assert all(torch.equal(ours[name], theirs[name]) for name in theirs)
+    assert all(torch.equal(a, b) for a, b in zip(*(c.optimizer_tensors().values() for c in final), strict=True))
+
+
+def test_metrics_after_the_checkpoint_are_cut_on_resume(trainer: Trainer) -> None:
+    trainer(make_model(), steps=6, save_steps=4, save_total_limit=0)
+    metrics = trainer.folder / "metrics.jsonl"
+    with metrics.open("a") as file:
+        file.write('{"step": 7, "lo')  # torn by a crash
+    checkpoint = find_checkpoint(RunDirectory(trainer.folder), str(trainer.folder / "checkpoints/step-000004"), print)
+    trainer(load_model(str(checkpoint.model_dir)), steps=6, resume_from=checkpoint)
+    assert [record["step"] for record in read_records(metrics)] == [1, 2, 3, 4, 5, 6]
+
+
+def test_evaluation_leaves_training_as_it_is(tmp_path: Path) -> None:
+    plain, evaluated = Trainer(tmp_path / "a"), Trainer(tmp_path / "b")
+    plain(make_model(dropout=0.3))
+    evaluated(make_model(dropout=0.3), validation=held_out, eval_steps=1)
+    assert losses(plain.folder) == losses(evaluated.folder)
+
+
+def test_evaluation_is_the_mean_over_all_tokens(trainer: Trainer) -> None:
+    model = make_model()
+    result = trainer(model, steps=1, validation=held_out)
+    with torch.no_grad():
+        parts = [
+            torch.nn.functional.cross_entropy(
+                model(input_ids=batch.input_ids).logits.flatten(0, 1), batch.shift_labels.flatten(), reduction="none"
+            )[batch.shift_labels.flatten() != -100]
+            for batch in held_out()
+        ]
+    assert result.eval_loss == pytest.approx(torch.cat(parts).mean().item(), rel=1e-5)
+
+
+def test_an_interrupted_evaluation_is_made_up_for(tmp_path: Path) -> None:
+    whole, split = Trainer(tmp_path / "whole"), Trainer(tmp_path / "split")
+    whole(make_model(), steps=4, validation=held_out, eval_steps=2)
+
+    def interrupted() -> Iterator[MicroBatch]:
+        for batch in held_out():
+            os.kill(os.getpid(), signal.SIGTERM)
+            yield batch
+
+    with StopRequest() as stop:
+        split(make_model(), steps=4, validation=interrupted, eval_steps=2, stop=stop)
+    assert stop.exit_code == 143
+    checkpoint = newest(split.folder)
+    assert checkpoint.step == 2
+    split(load_model(str(checkpoint.model_dir)), steps=4, validation=held_out, eval_steps=2, resume_from=checkpoint)
+    evals = [[r for r in read_records(t.folder / "metrics.jsonl") if "eval_loss" in r] for t in (whole, split)]
+    assert evals[0] == evals[1]
+
+
+def test_only_the_newest_checkpoints_are_kept(trainer: Trainer) -> None:
+    trainer(make_model(), steps=7, save_steps=2, save_total_limit=2)
+    assert sorted(path.name for path in (trainer.folder / "checkpoints").iterdir()) == ["step-000006", "step-000007"]
+
+
+def test_a_finished_run_is_left_as_it_is(trainer: Trainer) -> None:
+    done = trainer(make_model(), steps=3, validation=held_out)
+    checkpoint = newest(trainer.folder)
+    before = (trainer.folder / "metrics.jsonl").read_text()
+    again = trainer(load_model(str(checkpoint.model_dir)), steps=3, resume_from=checkpoint, validation=held_out)
+    assert again == done
+    assert (trainer.folder / "metrics.jsonl").read_text() == before
+
+
+def test_a_loss_that_is_not_finite_is_refused_before_the_weights_change(trainer: Trainer) -> None:
+    model = make_model()
+    trainer(model, steps=2, save_steps=1)
+    before = weights(model)
+    with torch.no_grad():
+        model.model.embed_tokens.weight[5] = float("nan")
+    before = weights(model)
+    bad = replace(make_batch(1), input_ids=torch.full((1, 12), 5))
+    with pytest.raises(NonFiniteError) as caught:
+        trainer(model, stream=RowStream(rows={1: bad}))
+    assert "step 1" in caught.value.what
+    assert caught.value.where == "rows.jsonl:2"
+    after = weights(model)
+    assert all(torch.equal(before[name], after[name]) for name in before if "embed" not in name)
+    assert newest(trainer.folder).step == 2
+
+
+def test_a_gradient_that_is_not_finite_is_refused_before_the_weights_change(trainer: Trainer) -> None:
+    model = make_model()
+    model.model.norm.weight.register_hook(lambda gradient: gradient * float("inf"))
+    before = weights(model)
+    with pytest.raises(NonFiniteError, match="gradient norm of step 1"):
+        trainer(model)
+    assert all(torch.equal(before[name], tensor) for name, tensor in model.state_dict().items())
+
+
+def test_out_of_memory_names_the_batch_and_what_to_change(trainer: Trainer) -> None:
+    """A real one: the logits of a batch this long would take petabytes."""
+    long = torch.zeros(1, dtype=torch.long).expand(1, 1 << 46)
+    batch = MicroBatch(long, long, long, ("rows.jsonl:1",))
+
+    class Hungry(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.weight = torch.nn.Parameter(torch.ones(4))
+
+        def forward(self, input_ids: torch.Tensor, **_: object) -> object:
+            return torch.empty(input_ids.shape, dtype=torch.float64)
+
+    stream = RowStream(num_rows=1, accumulation=1, rows={0: replace_counts(batch)})
+    with pytest.raises(OutOfMemoryError) as caught:
+        trainer(Hungry(), stream=stream)
+    assert "step 1" in caught.value.what
+    assert f"1 x {1 << 46:,} tokens" in caught.value.what
+    assert caught.value.where == "rows.jsonl:1"
+    assert "chunk_size" in caught.value.mend
+
+
+def replace_counts(batch: MicroBatch) -> MicroBatch:
+    """The same batch without its labels spread out: counting them must not be what runs out of memory."""
+    short = torch.zeros(1, 1, dtype=torch.long)
+    return replace(batch, attention_mask=short, shift_labels=short)
+
+
+def test_resume_refuses_the_optimizer_of_another_model(trainer: Trainer) -> None:
+    trainer(make_model(), steps=1)
+    other = make_model()
+    other.lm_head.weight.requires_grad_(False)
+    with pytest.raises(CheckpointError, match=r"lm_head\.weight"):
+        trainer(other, steps=2, resume_from=newest(trainer.folder))
+
+
+def test_frozen_parameters_stay_frozen(trainer: Trainer) -> None:
+    model = make_model()
+    model.model.embed_tokens.weight.requires_grad_(False)
+    before = weights(model)
+    trainer(model, steps=2)
+    changed = {name for name, tensor in model.state_dict().items() if not torch.equal(before[name], tensor)}
+    assert "model.embed_tokens.weight" not in changed
+    assert len(changed) == len(before) - 1
+
+
+def test_bf16_trains_float32_weights_under_autocast(trainer: Trainer) -> None:
+    model = make_model()
+    result = trainer(model, steps=20, bf16=True)
+    assert result.last_loss < result.first_loss
+    assert {parameter.dtype for parameter in model.parameters()} == {torch.float32}

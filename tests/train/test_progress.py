@@ -1,0 +1,103 @@
+"""What a user sees: the live line at any width, plain lines without a terminal, the picture."""
+
+from __future__ import annotations
+
+import io
+from pathlib import Path
+from typing import Any
+
+import pytest
+from rich.console import Console
+
+from streamtune.train import Progress, draw_loss, format_duration, format_rate, read_records
+from streamtune.train.plot import smooth
+from streamtune.train.records import append_record, cut_after_step
+
+RECORD: dict[str, Any] = {
+    "step": 120,
+    "loss": 3.21456,
+    "lr": 9.8e-4,
+    "grad_norm": 0.912,
+    "tokens": 900,
+    "tokens_per_s": 12_345.0,
+    "peak_mem_gib": 1.25,
+    "epoch": 0.3,
+}
+
+
+def line_at(width: int, activity: str = "") -> str:
+    console = Console(file=io.StringIO(), width=width, force_terminal=True)
+    progress = Progress(console, total_steps=400)
+    progress.step(RECORD)
+    progress.activity(activity)
+    return progress._line().plain
+
+
+@pytest.mark.parametrize("width", [20, 40, 60, 80, 100, 140, 200])
+def test_the_live_line_fits_and_keeps_what_matters(width: int) -> None:
+    line = line_at(width, "batch 3/16")
+    assert len(line) <= width
+    assert "step 120/400" in line
+    if width >= 40:
+        assert "loss 3.215" in line
+    if width >= 80:
+        assert all(field in line for field in ("12.3k tok/s", "GiB", "ETA", "batch 3/16"))
+    if width >= 140:
+        assert all(field in line for field in ("lr 0.00098", "grad 0.91", "━"))
+
+
+def test_without_a_terminal_lines_are_key_value_pairs() -> None:
+    output = io.StringIO()
+    with Progress(Console(file=output, width=30), total_steps=4, logging_steps=2) as progress:
+        for step in range(1, 5):
+            progress.step({**RECORD, "step": step})
+        progress.evaluated(4, 3.5)
+        progress.saved(4, "runs/x/checkpoints/step-000004")
+    lines = output.getvalue().splitlines()
+    assert [line.split()[0] for line in lines] == ["step=2/4", "step=4/4", "step=4/4", "step=4/4"]
+    assert all("=" in word for line in lines for word in line.split())
+    assert "loss=3.2146" in lines[0]
+    assert "eval_loss=3.5000" in lines[2]
+    assert "saved=runs/x/checkpoints/step-000004" in lines[3]
+    assert "\x1b" not in output.getvalue()
+
+
+@pytest.mark.parametrize(
+    ("seconds", "shown"), [(None, "-:--"), (0, "0:00"), (61.6, "1:02"), (3661, "1:01:01"), (200_000, "2d 07:33")]
+)
+def test_durations(seconds: float | None, shown: str) -> None:
+    assert format_duration(seconds) == shown
+
+
+def test_rates() -> None:
+    assert [format_rate(rate) for rate in (3.2, 999, 12_345)] == ["3", "999", "12.3k"]
+
+
+def test_smoothing_is_unbiased_at_the_start() -> None:
+    assert smooth([5.0] * 4, window=10) == pytest.approx([5.0] * 4)
+    assert smooth([1.0, 2.0, 3.0], window=1) == [1.0, 2.0, 3.0]
+    assert smooth([], window=3) == []
+
+
+def test_the_picture(tmp_path: Path) -> None:
+    path = tmp_path / "loss.png"
+    draw_loss([], path, title="empty")
+    assert not path.exists()
+    records = [{"step": step, "loss": 5 / step} for step in range(1, 30)] + [{"step": 29, "eval_loss": 0.5}]
+    draw_loss(records, path, title="run")
+    assert path.read_bytes().startswith(b"\x89PNG")
+    assert [entry.name for entry in tmp_path.iterdir()] == ["loss.png"]
+
+
+def test_records_are_cut_after_a_step_and_torn_lines_dropped(tmp_path: Path) -> None:
+    path = tmp_path / "metrics.jsonl"
+    cut_after_step(path, 3)
+    assert read_records(path) == []
+    for record in ({"step": 1, "loss": 0.1 + 0.2}, {"step": 2, "loss": 1.0}, {"step": 2, "eval_loss": 1.5}):
+        append_record(path, record)
+    with path.open("a") as file:
+        file.write('{"step": 3, "lo')
+    cut_after_step(path, 2)
+    append_record(path, {"step": 3, "loss": 2.0})
+    assert [record["step"] for record in read_records(path)] == [1, 2, 2, 3]
+    assert read_records(path)[0]["loss"] == 0.1 + 0.2
