@@ -153,7 +153,7 @@ def test_ctrl_c_saves_and_the_same_command_goes_on_to_the_same_curve(sft: Callab
     assert process.returncode == 130, said
     assert "Stopping after this micro-batch" in said
     [checkpoint] = Path("split/checkpoints").iterdir()
-    assert f"saved  {checkpoint}" in shown
+    assert f"saved   {checkpoint}" in shown
     assert not Path("split/final").exists()
 
     result = subprocess.run(command, capture_output=True, text=True, check=False)
@@ -191,6 +191,17 @@ def test_resume_goes_on_from_a_checkpoint_of_full_and_of_adapter_training(sft: C
     from peft import AutoPeftModelForCausalLM
 
     assert AutoPeftModelForCausalLM.from_pretrained("lora/final").peft_config["default"].r == 4
+
+
+def test_going_back_to_an_older_checkpoint_gives_the_same_curve_again(sft: Callable[..., int]) -> None:
+    settings = ("--set", "save_steps=2", "--set", "max_steps=4")
+    assert sft(*settings) == 0
+    whole = records("runs/tiny")
+    assert sft(*settings, "--resume", "runs/tiny/checkpoints/step-000002") == 0
+    assert records("runs/tiny") == whole
+    assert sft(*settings, "--resume", "runs/tiny/checkpoints/step-000002", "--output-dir", "elsewhere") == 0
+    assert records("elsewhere") == [record for record in whole if record["step"] > 2]
+    assert same_model("elsewhere", "runs/tiny")
 
 
 def test_another_run_in_the_same_place_is_refused_or_moved_aside(

@@ -50,7 +50,7 @@ def test_validate_says_what_a_recipe_does(tmp_path, capsys):
         "  loss on    the assistant's turns",
         "  batch      8 rows a step (1 at a time)",
         "  optimizer  adamw, learning rate 0.0001, cosine, 10 steps warm-up",
-        "  duration   1 epoch, 1,500 steps at most",
+        "  duration   1,500 steps",
         "  output     runs/my",
     ]
     assert printed.err.splitlines() == [

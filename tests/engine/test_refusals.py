@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSeq2SeqLM
+from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSeq2SeqLM, AutoModelForSequenceClassification
 
 import streamtune
 from streamtune import Schedule
@@ -37,6 +37,27 @@ def test_recurrent_layers() -> None:
     with pytest.raises(UnsupportedModelError, match="Lfm2ForCausalLM has conv layers"):
         streamtune.stream(model)
     assert untouched(model)
+
+
+def test_a_forward_replaced_on_the_instance() -> None:
+    model = build("llama")
+    layer = model.model.layers[0]
+    layer.forward = lambda *args, **kwargs: 2 * type(layer).forward(layer, *args, **kwargs)
+    with pytest.raises(UnsupportedModelError, match="LlamaDecoderLayer whose forward was replaced on the instance"):
+        streamtune.stream(model)
+
+
+def test_a_model_without_a_head() -> None:
+    model = AutoModelForSequenceClassification.from_config(build("llama").config)
+    with streamtune.stream(model), pytest.raises(UnsupportedModelError, match="no language-model head to stream"):
+        model(input_ids=batch("plain")["input_ids"], labels=torch.zeros(3, dtype=torch.long))
+
+
+@pytest.mark.parametrize("family", ["doge"])
+def test_a_layer_that_computes_with_its_mask(family: str) -> None:
+    model = build(family)
+    with streamtune.stream(model), pytest.raises(UnsupportedModelError, match="computes with its attention mask"):
+        model(**batch("plain"))
 
 
 @pytest.mark.parametrize("where", ["config", "call"])
@@ -107,3 +128,31 @@ def test_a_failed_forward_leaves_the_head_in_place() -> None:
             model(input_ids=torch.full((1, 4), 10_000), labels=torch.zeros(1, 4, dtype=torch.long))
         assert "forward" not in model.lm_head.__dict__
         assert torch.isfinite(model(**inputs).loss)
+
+
+@pytest.mark.parametrize("implementation", ["sdpa", "eager"])
+@pytest.mark.parametrize("kind", ["plain", "right"])
+def test_another_attention_set_while_streamed(implementation: str, kind: str) -> None:
+    """It would align a chunk's causal mask with the first keys, and train wrongly without a word."""
+    model = build("qwen3")
+    with streamtune.stream(model, chunk_size=8):
+        model.set_attn_implementation(implementation)
+        with pytest.raises(UnsupportedModelError, match=f"set to '{implementation}' while the model is streamed"):
+            model(**batch(kind))
+        with torch.no_grad(), pytest.raises(UnsupportedModelError, match="while the model is streamed"):
+            model(**batch(kind))
+
+
+@pytest.mark.parametrize("retain", [False, True])
+@pytest.mark.parametrize("head", [False, True])
+def test_a_second_backward_through_the_same_forward(head: bool, retain: bool) -> None:
+    """Said plainly, and nothing is added to the gradients."""
+    model = build("qwen3")
+    with streamtune.stream(model, chunk_size=8, head=head):
+        loss = model(**batch("plain")).loss
+        loss.backward(retain_graph=retain)
+        before = {name: p.grad.clone() for name, p in model.named_parameters()}
+        with pytest.raises((ArgumentError, RuntimeError), match=r"backward (once|through the graph a second time)"):
+            loss.backward()
+    layers = {name: p.grad for name, p in model.named_parameters() if "layers" in name}
+    assert all(torch.equal(grad, before[name]) for name, grad in layers.items())

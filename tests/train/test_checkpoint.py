@@ -15,7 +15,14 @@ import pytest
 import torch
 
 from streamtune.errors import ArgumentError, CheckpointError, RecipeError
-from streamtune.train import RunDirectory, check_same_run, commit_directory, find_checkpoint, preserve_rng
+from streamtune.train import (
+    RunDirectory,
+    check_same_run,
+    commit_directory,
+    find_checkpoint,
+    preserve_rng,
+    supersede,
+)
 from streamtune.train.checkpoint import ModelWriter, newest_checkpoint, open_checkpoint, rotate, save_checkpoint
 from streamtune.train.rng import capture_rng, restore_rng, seed_everything
 
@@ -102,6 +109,18 @@ def test_rotation_keeps_the_newest(tmp_path: Path) -> None:
     assert rotate(tmp_path, 0) == []
     assert rotate(tmp_path, 2) == paths[:3]
     assert [path.exists() for path in paths] == [False] * 3 + [True] * 2
+
+
+def test_checkpoints_behind_which_a_run_goes_back_are_taken_out_of_use(tmp_path: Path) -> None:
+    for step in (1, 2, 3):
+        save(tmp_path, step)
+    supersede(tmp_path, 1)
+    assert sorted(path.name for path in tmp_path.iterdir()) == [
+        "step-000001", "step-000002.superseded", "step-000003.superseded"
+    ]  # fmt: skip
+    found = newest_checkpoint(tmp_path, print)
+    assert found is not None
+    assert found.step == 1
 
 
 def test_a_failure_half_way_leaves_the_checkpoints_before_it(tmp_path: Path) -> None:
@@ -243,10 +262,27 @@ def test_a_folder_that_is_no_run_is_left_alone(tmp_path: Path) -> None:
 def test_a_run_keeps_its_identity_and_is_moved_aside(tmp_path: Path) -> None:
     run = RunDirectory(tmp_path / "run")
     for number in (1, 2):
-        run.claim({"recipe": {"seed": number}}, "seed: 1\n")
+        with run.claim({"recipe": {"seed": number}}, "seed: 1\n"):
+            pass
         assert run.read_identity() == {"recipe": {"seed": number}}
         assert run.move_aside() == tmp_path / f"run.old-{number}"
         assert not run.path.exists()
+
+
+def test_two_processes_do_not_train_in_one_place(tmp_path: Path) -> None:
+    pytest.importorskip("fcntl")
+    run = RunDirectory(tmp_path / "run")
+    code = """
+        import sys
+        from pathlib import Path
+        from streamtune.train import RunDirectory
+        with RunDirectory(Path(sys.argv[1])).claim({}, ""):
+            print("in")
+        """
+    with run.claim({}, ""):
+        result = run_python(code, run.path)
+        assert "another process is training" in result.stderr
+    assert run_python(code, run.path).stdout == "in\n"
 
 
 @pytest.mark.parametrize(

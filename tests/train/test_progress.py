@@ -101,3 +101,5 @@ def test_records_are_cut_after_a_step_and_torn_lines_dropped(tmp_path: Path) -> 
     append_record(path, {"step": 3, "loss": 2.0})
     assert [record["step"] for record in read_records(path)] == [1, 2, 2, 3]
     assert read_records(path)[0]["loss"] == 0.1 + 0.2
+    cut_after_step(path, 2, evaluated=False)
+    assert read_records(path)[1:] == [{"step": 2, "loss": 1.0}]

@@ -8,6 +8,7 @@ import typer
 
 from streamtune import __version__
 
+from .bench import bench
 from .env import env
 from .recipes import recipes
 from .schema import schema
@@ -47,6 +48,7 @@ def streamtune(
 
 
 app.command("sft", rich_help_panel="Training")(sft)
+app.command("bench", rich_help_panel="Measuring")(bench)
 app.command("validate", rich_help_panel="Recipes")(validate)
 app.add_typer(recipes, name="recipes", rich_help_panel="Recipes")
 app.command("schema", rich_help_panel="Recipes")(schema)

@@ -53,7 +53,7 @@ def sft(
             from streamtune.recipe.build import build_sft, run_sft
         for note in loaded.notes:
             _note(note)
-        run = build_sft(loaded, resume=resume, notify=_note)
+        run = build_sft(loaded, resume=resume, notify=_note, doing=err.status)
         _print_banner(run)
         if dry_run:
             return
@@ -114,6 +114,8 @@ def _describe_steps(run: SftRun) -> str:
 def _describe_output(run: SftRun) -> str:
     if run.checkpoint is not None:
         return f"{run.directory.path}, going on from {run.checkpoint.path.name}"
+    if run.replaces:
+        return f"{run.directory.path}; the run that is there is moved aside"
     return str(run.directory.path)
 
 
@@ -126,7 +128,7 @@ def _print_outcome(run: SftRun, outcome: Outcome) -> None:
         rows.append(("loss", f"first {state.first_loss:.3f}, last {state.last_loss:.3f}{held_out}"))
     if len(outcome.losses) > 1:
         rows.append(("", sparkline(outcome.losses, width=min(out.width - 16, 60))))
-    if outcome.seconds > 0:
+    if outcome.tokens > 0:
         rate = f"{outcome.tokens / outcome.seconds:,.0f} tokens/s"
         rows.append(("speed", f"{outcome.tokens:,} tokens in {outcome.seconds:.0f} s, {rate}"))
     if outcome.moved_aside is not None:
@@ -140,12 +142,20 @@ def _print_outcome(run: SftRun, outcome: Outcome) -> None:
         rows.append(("go on", "run the same command again"))
     else:
         rows.append(("saved", "nothing: no step was done"))
-    title = "Done" if outcome.finished else f"Stopped after step {state.step:,} of {run.plan.total_steps:,}"
-    out.print(Text(title, style="bold green" if outcome.finished else "bold yellow"))
+    out.print(_title(run, outcome), soft_wrap=True)
     print_rows(rows)
     if outcome.sample is not None and run.recipe.sample is not None:
         out.print(Text.assemble(("asked ", "dim"), run.recipe.sample.prompt), soft_wrap=True)
         out.print(Text(indent(outcome.sample.strip("\n") or "(nothing)", "  "), style="green"), soft_wrap=True)
+
+
+def _title(run: SftRun, outcome: Outcome) -> Text:
+    if not outcome.finished:
+        step = f"{outcome.progressed.step:,} of {run.plan.total_steps:,}"
+        return Text(f"Stopped after step {step}", style="bold yellow")
+    if outcome.tokens == 0:
+        return Text("Done before: nothing left to train (--resume never trains anew)", style="bold green")
+    return Text("Done", style="bold green")
 
 
 def _loader(run: SftRun) -> str:

@@ -93,5 +93,6 @@ def _optimizer(recipe: Recipe) -> str:
 
 
 def _duration(recipe: Recipe) -> str:
-    epochs = f"{recipe.num_train_epochs:g} epoch{'s' if recipe.num_train_epochs != 1 else ''}"
-    return epochs if recipe.max_steps == -1 else f"{epochs}, {recipe.max_steps:,} steps at most"
+    if recipe.max_steps != -1:
+        return f"{recipe.max_steps:,} steps"
+    return f"{recipe.num_train_epochs:g} epoch{'s' if recipe.num_train_epochs != 1 else ''}"

@@ -74,7 +74,7 @@ def attention(
         sinks_H=s_aux,
         dropout=dropout,
     )
-    return out.transpose(1, 2), None
+    return out.transpose(1, 2).contiguous(), None  # as sdpa's: some layers take a view of it
 
 
 def _view(mask: MaskView | LazyMask | Tensor | None, query: Tensor, key: Tensor, causal: bool) -> MaskView:

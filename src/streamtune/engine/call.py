@@ -6,6 +6,7 @@ handed over whole otherwise:
     hidden states, 2D masks, other tensors of T columns   dim 1
     position_ids ([B, T] or [3, B, T])                    last dim
     position_embeddings (cos, sin of [B, T, D])           dim -2
+    the same for all heads ([B, 1, T, D])                 dim 2
     a lazy mask                                           its rows
     the cache                                             replaced by the chunk's own
 
@@ -20,6 +21,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from streamtune.engine.attention import dense_mask
@@ -90,8 +92,19 @@ class LayerCall:
                     group[key] = dense_mask(value)
         call = cls(layer, arguments, extra, cache_name, hidden_name, [hidden_name], [])
         for key, value in call._all().items():
+            if not isinstance(value, Tensor) and torch.is_grad_enabled() and _holds_gradient(value):
+                raise UnsupportedModelError(
+                    f"{name} is handed {key!r}, which needs a gradient inside a {type(value).__name__}; only tensors "
+                    "that are arguments themselves get theirs back",
+                    mend="freeze what it is computed from, or train without streaming",
+                )
             if key != hidden_name and isinstance(value, Tensor) and value.requires_grad:
-                (call.shared if call._dim(key, value) is None else call.streamed).append(key)
+                dim = call._dim(key, value)
+                if dim not in (None, 1):
+                    raise UnsupportedModelError(
+                        f"{name} is handed {key!r}, which needs a gradient and follows the sequence along dim {dim}"
+                    )
+                (call.shared if dim is None else call.streamed).append(key)
         return call
 
     @property
@@ -162,6 +175,8 @@ class LayerCall:
             dim = value.dim() - 1
         elif key == "position_embeddings":
             dim = value.dim() - 2
+        elif value.dim() == 4 and value.shape[1] == 1:
+            dim = 2
         elif value.dim() >= 2:
             dim = 1
         else:
@@ -181,6 +196,14 @@ class LayerCall:
         if isinstance(value, dict):
             return {name: self._cut(key, item, chunk, first_key, length) for name, item in value.items()}
         return value
+
+
+def _holds_gradient(value: Any) -> bool:
+    """Whether a tensor in nested containers needs a gradient."""
+    if isinstance(value, Tensor):
+        return value.requires_grad
+    items = value.values() if isinstance(value, dict) else value if isinstance(value, tuple | list) else ()
+    return any(_holds_gradient(item) for item in items)
 
 
 def _is_dense_mask(value: Any, length: int) -> bool:

@@ -94,6 +94,11 @@ class LazyLogits:
         """``logits.float()``; a wider dtype stays."""
         return self.then(lambda x: x.to(torch.promote_types(x.dtype, torch.float32)))
 
+    @property
+    def device(self) -> torch.device:
+        """``logits.device``."""
+        return self.hidden.device
+
     def contiguous(self) -> LazyLogits:
         """``logits.contiguous()``: each chunk is."""
         return self
@@ -105,7 +110,7 @@ class LazyLogits:
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__"):
             raise AttributeError(name)
-        raise _refuse(name)
+        raise _refuse(name, _MissingAttributeError)
 
     def __getitem__(self, key: Any) -> Any:
         raise _refuse("indexing")
@@ -117,8 +122,12 @@ def _is_scalar(value: Any) -> bool:
     )
 
 
-def _refuse(operation: str) -> UnsupportedModelError:
-    return UnsupportedModelError(
+class _MissingAttributeError(UnsupportedModelError, AttributeError):
+    """So that ``hasattr(logits, "dtype")`` is answered: accelerate asks that of all a model returns under autocast."""
+
+
+def _refuse(operation: str, kind: type[UnsupportedModelError] = UnsupportedModelError) -> UnsupportedModelError:
+    return kind(
         f"the model applies {operation!r} to its logits before the loss, which cannot be done chunk by chunk",
         mend="use stream(model, head=False): layers are streamed, the head is the model's own",
     )
@@ -139,6 +148,11 @@ class StreamedHead:
     def open(self) -> None:
         """Begin: from here the head promises its logits."""
         head = self.model.get_output_embeddings()
+        if not isinstance(head, nn.Module):
+            raise UnsupportedModelError(
+                f"{type(self.model).__name__} has no language-model head to stream",
+                mend="use stream(model, head=False): layers are streamed, the head is the model's own",
+            )
         self.module, self.shadowed = head, head.__dict__.get("forward")
         self.had_loss = "_loss_function" in self.model.__dict__
         self.loss_before = self.model.__dict__.get("_loss_function")
@@ -191,7 +205,8 @@ class StreamedHead:
             "ignore_index": ignore_index,
         }
         head = logits.head
-        if type(head) is nn.Linear and not head._forward_hooks and not head._forward_pre_hooks:
+        plain = self.shadowed is None and not head._forward_hooks and not head._forward_pre_hooks
+        if type(head) is nn.Linear and plain:
             return linear_cross_entropy(
                 logits.hidden,
                 head.weight,

@@ -15,11 +15,12 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
 from streamtune.engine.ambient import Autocast, RandomState
+from streamtune.engine.attention import NAME
 from streamtune.engine.cache import ChunkCache, KeysAndValues, ProjectionDone, Walk
 from streamtune.engine.call import LayerCall, first_key
 from streamtune.engine.schedule import Schedule
 from streamtune.engine.vjp import streamed_vjp
-from streamtune.errors import UnsupportedModelError
+from streamtune.errors import ArgumentError, UnsupportedModelError
 
 __all__ = ["StreamedForward"]
 
@@ -36,6 +37,8 @@ class StreamedForward:
         self.layer = layer
         self.schedule = schedule
         self.leaves_checked = False
+        configs: list[Any] = [getattr(module, "config", None) for module in layer.modules()]
+        self.configs = [config for config in configs if hasattr(config, "_attn_implementation_internal")]
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """The layer's own signature and result."""
@@ -49,12 +52,23 @@ class StreamedForward:
                     where=type(self.layer).__name__,
                     mend="pass the whole sequence without past_key_values, or call the model under torch.no_grad()",
                 )
+        self._check_attention()
         stream = _Stream(call, self.schedule)
         parameters = [p for p in self.layer.parameters() if p.requires_grad]
         inputs = [*call.tensors(call.streamed), *call.tensors(call.shared), *parameters]
         if torch.is_grad_enabled() and any(x.requires_grad for x in inputs):
             return stream.restore(_StreamedLayer.apply(stream, self, *inputs))
         return stream.restore(stream.forward(call.hidden))
+
+    def _check_attention(self) -> None:
+        """Another attention does not know that a chunk's queries are the last of its keys, and would be wrong."""
+        for config in self.configs:
+            if config._attn_implementation_internal != NAME:
+                raise UnsupportedModelError(
+                    f"the attention was set to {config._attn_implementation_internal!r} while the model is streamed",
+                    where=type(self.layer).__name__,
+                    mend="call set_attn_implementation before stream(model), or .remove() the stream first",
+                )
 
 
 class _Stream:
@@ -75,6 +89,7 @@ class _Stream:
         self.autocast = Autocast.now(call.hidden.device)
         self.random: dict[int, RandomState] = {}
         self.wrap: type | None = None
+        self.nones = 0
 
     def run(self, chunk: slice, walk: Walk, given: dict[str, Tensor]) -> tuple[Tensor, ChunkCache]:
         """The layer on one chunk: ``z_out(i)`` ``[B, T_i, C]`` and the cache it saw."""
@@ -84,12 +99,12 @@ class _Stream:
             if any(item is not None for item in out[1:]):
                 name = type(self.call.layer).__name__
                 raise UnsupportedModelError(f"{name} returns more than hidden states; chunks of that cannot be joined")
-            self.wrap, out = type(out), out[0]
+            self.wrap, self.nones, out = type(out), len(out) - 1, out[0]
         return out, cache
 
     def restore(self, z_out: Tensor) -> Any:
         """The output in the form the layer gives it."""
-        return z_out if self.wrap is None else self.wrap([z_out])
+        return z_out if self.wrap is None else self.wrap([z_out, *[None] * self.nones])
 
     @torch.no_grad()
     def forward(self, z_in: Tensor, for_backward: bool = False) -> Tensor:
@@ -111,7 +126,7 @@ class _Stream:
 
     @torch.no_grad()
     def project(self, streamed: Sequence[Tensor], shared: Sequence[Tensor]) -> None:
-        """Fill K and V again, running the layer only as far as they are made. The last chunk makes its own in replay."""
+        """Fill K and V again, running the layer only until they are made. The last chunk makes its own in replay."""
         if self.kv.pairs or not self.kv.updates:
             return
         for chunk in self.chunks[:-1]:
@@ -149,7 +164,11 @@ class _StreamedLayer(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad_z_out: Tensor) -> tuple[Tensor | None, ...]:
-        stream: _Stream = ctx.stream
+        stream: _Stream | None = ctx.stream
+        if stream is None:
+            raise ArgumentError(
+                "a streamed layer can go backward once", mend="call the model again for a second backward"
+            )
         count, _ = ctx.counts
         streamed, shared = list(ctx.saved_tensors[:count]), list(ctx.saved_tensors[count:])
 

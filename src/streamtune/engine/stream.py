@@ -14,6 +14,7 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 
 from streamtune.engine.attention import NAME
 from streamtune.engine.call import takes_cache
+from streamtune.engine.check import check_exact
 from streamtune.engine.head import LazyLogits, StreamedHead
 from streamtune.engine.layer import StreamedForward
 from streamtune.engine.schedule import Schedule
@@ -34,6 +35,9 @@ def stream(
 
     Afterwards ``model(input_ids=ids, labels=labels).loss.backward()`` computes the ordinary loss and the ordinary
     gradient with the activations of one chunk; trainers, adapters and accelerate work unchanged.
+
+    As under gradient checkpointing, a call that trains (training mode, or with ``labels``) runs with ``use_cache=False``.
+    ``transformers`` looks for packed rows, that is for ``position_ids`` that restart, in just these calls.
 
     Args:
         model: A causal language model of ``transformers``, with or without peft adapters.
@@ -114,6 +118,19 @@ def check_streamable(model: PreTrainedModel, layers: list[nn.Module]) -> None:
         raise UnsupportedModelError(
             f"{name} shares keys and values between layers, which is not streamed in this release"
         )
+    for layer in layers:
+        if "forward" in layer.__dict__:
+            raise UnsupportedModelError(
+                f"{name} has a {type(layer).__name__} whose forward was replaced on the instance (a device map of "
+                "accelerate does that, and so do patches); chunks would go around it",
+                mend="load the model onto one device, or undo the patch",
+            )
+        for module in layer.modules():
+            if isinstance(module, nn.modules.batchnorm._NormBase):
+                raise UnsupportedModelError(
+                    f"{name} has a {type(module).__name__} in its {type(layer).__name__}; its statistic is of "
+                    "the whole sequence or batch, not a sum over chunks"
+                )
     for flag, why in REFUSED_OUTPUTS.items():
         if getattr(config, flag, False):
             raise UnsupportedModelError(
@@ -132,13 +149,12 @@ class StreamHandle:
             raise ArgumentError(f"this {type(self.model).__name__} is streamed already", mend="call .remove() first")
         check_streamable(self.model, self.layers)
         self._head = StreamedHead(self.model, schedule) if head else None
-        self._checkpointing: list[Any] = []
+        self._checkpointing: set[Any] = set()
         self._attention = [
             (config, config._attn_implementation_internal) for config in _configs(self.model, self.layers)
         ]
         for config, _ in self._attention:
             config._attn_implementation_internal = NAME
-        self._shadowed = [layer.__dict__.get("forward") for layer in self.layers]
         for layer in self.layers:
             layer.forward = StreamedForward(layer, schedule)
         self._hooks = [
@@ -146,20 +162,26 @@ class StreamHandle:
             self.model.register_forward_hook(self._after, always_call=True),
         ]
 
+    def check(self) -> None:
+        """Compare this very model streamed and unstreamed on a few random tokens; costs a few short forwards.
+
+        Raises:
+            UnsupportedModelError: They differ; the layer is named. The model is left as it was, still streamed.
+        """
+        check_exact(self)
+
     def remove(self) -> None:
         """Restore the model exactly as it was; harmless when called twice."""
         for hook in self._hooks:
             hook.remove()
-        for layer, shadowed in zip(self.layers, self._shadowed, strict=True):
+        for layer in self.layers:
             if isinstance(layer.__dict__.get("forward"), StreamedForward):
                 del layer.forward
-                if shadowed is not None:
-                    layer.forward = shadowed
         for config, implementation in self._attention:
             config._attn_implementation_internal = implementation
         for module in self._checkpointing:
             module.gradient_checkpointing = True
-        self._hooks, self._attention, self.layers, self._shadowed, self._checkpointing = [], [], [], [], []
+        self._hooks, self._attention, self.layers, self._checkpointing = [], [], [], set()
 
     def __enter__(self) -> StreamHandle:
         return self
@@ -174,7 +196,7 @@ class StreamHandle:
         for module in model.modules():  # the node stands in checkpointing's place; both would recompute twice
             if getattr(module, "gradient_checkpointing", False):
                 module.gradient_checkpointing = False  # type: ignore[assignment]
-                self._checkpointing.append(module)
+                self._checkpointing.add(module)  # once, however often a trainer turns it on again
         with_labels = kwargs.get("labels") is not None
         if kwargs.get("past_key_values") is None and (with_labels or model.training):
             kwargs = {**kwargs, "use_cache": False}

@@ -13,6 +13,8 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from streamtune.errors import ArgumentError
+
 __all__ = ["linear_cross_entropy", "linear_cross_entropy_reference", "project_cross_entropy", "token_logprobs"]
 
 Project = Callable[[Tensor], Tensor]
@@ -49,21 +51,13 @@ def linear_cross_entropy(
     Returns:
         The scalar loss in fp32 (fp64 for fp64 inputs).
     """
-    hidden_NC, targets_N = _targets_only(hidden_BTC, targets_BT, ignore_index)
-    compute_dtype, grad_enabled = _autocast_dtype(hidden_NC), torch.is_grad_enabled()
-    with torch.autocast(hidden_NC.device.type, enabled=False):
+    rows = _Rows(targets_BT, ignore_index, chunk_size)
+    compute_dtype, grad_enabled = _autocast_dtype(hidden_BTC), torch.is_grad_enabled()
+    with torch.autocast(hidden_BTC.device.type, enabled=False):
         total = _LinearCrossEntropy.apply(
-            hidden_NC,
-            weight_VC,
-            bias_V,
-            targets_N,
-            transform,
-            chunk_size,
-            accumulate_dtype,
-            compute_dtype,
-            grad_enabled,
+            hidden_BTC.flatten(0, -2), weight_VC, bias_V, rows, transform, accumulate_dtype, compute_dtype, grad_enabled
         )
-    return total / _divisor(num_items, targets_N)
+    return total / rows.divisor(num_items)
 
 
 def project_cross_entropy(
@@ -80,9 +74,9 @@ def project_cross_entropy(
 
     ``parameters`` are the tensors ``project`` reads whose gradients are wanted.
     """
-    hidden_NC, targets_N = _targets_only(hidden_BTC, targets_BT, ignore_index)
-    total = _ProjectCrossEntropy.apply(hidden_NC, targets_N, project, chunk_size, torch.is_grad_enabled(), *parameters)
-    return total / _divisor(num_items, targets_N)
+    rows = _Rows(targets_BT, ignore_index, chunk_size)
+    total = _ProjectCrossEntropy.apply(hidden_BTC.flatten(0, -2), rows, project, torch.is_grad_enabled(), *parameters)
+    return total / rows.divisor(num_items)
 
 
 def token_logprobs(
@@ -110,12 +104,11 @@ def token_logprobs(
     Returns:
         ``[B, T]`` in fp32 (fp64 for fp64 inputs).
     """
-    hidden_NC, targets_N = _targets_only(hidden, targets, ignore_index)
-    compute_dtype = _autocast_dtype(hidden_NC)
-    with torch.autocast(hidden_NC.device.type, enabled=False):
-        logprobs_N = _TokenLogprobs.apply(hidden_NC, lm_head_weight, lm_head_bias, targets_N, chunk_size, compute_dtype)
-    out = logprobs_N.new_zeros(targets.numel())
-    return out.index_put((_target_positions(targets, ignore_index),), logprobs_N).view(targets.shape)
+    rows = _Rows(targets, ignore_index, chunk_size)
+    compute_dtype = _autocast_dtype(hidden)
+    with torch.autocast(hidden.device.type, enabled=False):
+        logprobs_N = _TokenLogprobs.apply(hidden.flatten(0, -2), lm_head_weight, lm_head_bias, rows, compute_dtype)
+    return logprobs_N.view(targets.shape)
 
 
 def linear_cross_entropy_reference(
@@ -127,6 +120,31 @@ def linear_cross_entropy_reference(
     return torch.nn.functional.cross_entropy(logits, targets_BT.flatten(), ignore_index=ignore_index)
 
 
+class _Rows:
+    """The positions that predict something, in chunks: slices where all do, indices (a chunk's copy) where some do."""
+
+    def __init__(self, targets_BT: Tensor, ignore_index: int, chunk_size: int) -> None:
+        self.targets, self.chunk_size = targets_BT.flatten(), chunk_size
+        self.positions = (self.targets != ignore_index).nonzero().squeeze(-1)
+        self.every = len(self.positions) == len(self.targets)
+
+    def chunks(self) -> Iterator[Tensor | slice]:
+        """Indices into the flattened positions, ``chunk_size`` of them at most."""
+        for start in range(0, len(self.positions), self.chunk_size):
+            chunk = slice(start, min(start + self.chunk_size, len(self.positions)))
+            yield chunk if self.every else self.positions[chunk]
+
+    def gradient(self, hidden_NC: Tensor) -> Tensor:
+        """A buffer for the gradient of the hidden states: zero wherever nothing is predicted."""
+        return torch.empty_like(hidden_NC) if self.every else torch.zeros_like(hidden_NC)
+
+    def divisor(self, num_items: Tensor | float | None) -> Tensor | float:
+        """What the summed loss is divided by."""
+        if num_items is None:
+            return max(1, len(self.positions))
+        return num_items.to(self.targets.device) if isinstance(num_items, Tensor) else num_items
+
+
 class _LinearCrossEntropy(torch.autograd.Function):
     """Sum over tokens of -log softmax(W h)[target]; dh = (p - onehot) W and dW = (p - onehot)' h in the same sweep."""
 
@@ -136,70 +154,53 @@ class _LinearCrossEntropy(torch.autograd.Function):
         hidden: Tensor,
         weight: Tensor,
         bias: Tensor | None,
-        targets: Tensor,
+        rows: _Rows,
         transform: Project | None,
-        chunk_size: int,
         accumulate_dtype: torch.dtype,
         compute_dtype: torch.dtype | None,
         grad_enabled: bool,
     ) -> Tensor:
-        ctx.inputs = (hidden.dtype, weight.dtype, None if bias is None else bias.dtype)
-        hidden, weight, bias = _cast(compute_dtype, hidden, weight, bias)
         wanted = [grad_enabled and needed for needed in ctx.needs_input_grad[:3]]
-        accumulate = torch.promote_types(accumulate_dtype, weight.dtype)
-        grad_hidden = torch.empty_like(hidden) if wanted[0] else None
-        grad_weight = torch.zeros_like(weight, dtype=accumulate) if wanted[1] else None
-        grad_bias = torch.zeros_like(bias, dtype=accumulate) if wanted[2] and bias is not None else None
+        ctx.inputs = (hidden.dtype, weight.dtype, None if bias is None else bias.dtype)
+        weight, bias = _cast(compute_dtype, weight, bias)
+        sums = _HeadGradients(rows.gradient(hidden) if wanted[0] else None, weight, bias, wanted, accumulate_dtype)
         total = hidden.new_zeros((), dtype=torch.promote_types(hidden.dtype, torch.float32))
-        for chunk in _chunks(len(targets), chunk_size):
-            logits = torch.nn.functional.linear(hidden[chunk], weight, bias)
-            loss, grad = _loss_and_grad(logits, targets[chunk], transform, any(wanted), reuse=transform is None)
+        for chunk in rows.chunks():
+            (h,) = _cast(compute_dtype, hidden[chunk])
+            logits = torch.nn.functional.linear(h, weight, bias)
+            loss, grad = _loss_and_grad(logits, rows.targets[chunk], transform, any(wanted), reuse=transform is None)
             del logits
             total += loss
-            if grad_hidden is not None:
-                torch.mm(grad, weight, out=grad_hidden[chunk])
-            if grad_weight is not None:
-                _add_outer(grad_weight, grad, hidden[chunk])
-            if grad_bias is not None:
-                grad_bias += grad.sum(0, dtype=accumulate)
-        ctx.grads = (grad_hidden, grad_weight, grad_bias)
+            sums.add(chunk, h, weight, grad)
+        ctx.grads = sums.all()
         return total
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad_total: Tensor) -> tuple[Tensor | None, ...]:
-        grads, ctx.grads = ctx.grads, None
-        scaled = _scaled(grads, ctx.inputs, grad_total)
-        return (*scaled, None, None, None, None, None, None)
+        grads = _handed_out(ctx)
+        return (*_scaled(grads, ctx.inputs, grad_total), None, None, None, None, None)
 
 
 class _ProjectCrossEntropy(torch.autograd.Function):
     @staticmethod
-    def forward(
-        ctx: Any,
-        hidden: Tensor,
-        targets: Tensor,
-        project: Project,
-        chunk_size: int,
-        grad_enabled: bool,
-        *params: Tensor,
-    ) -> Tensor:
+    def forward(ctx: Any, hidden: Tensor, rows: _Rows, project: Project, grad_enabled: bool, *params: Tensor) -> Tensor:
         wanted = [p for p in params if p.requires_grad] if grad_enabled else []
         backward = grad_enabled and (bool(wanted) or ctx.needs_input_grad[0])
-        grad_hidden = torch.empty_like(hidden)
+        grad_hidden = rows.gradient(hidden) if backward else None
         sums = [torch.zeros_like(p, dtype=torch.promote_types(p.dtype, torch.float32)) for p in wanted]
         total = hidden.new_zeros((), dtype=torch.promote_types(hidden.dtype, torch.float32))
-        for chunk in _chunks(len(targets), chunk_size):
+        for chunk in rows.chunks():
             with torch.set_grad_enabled(backward):
                 h = hidden[chunk].detach().requires_grad_(backward)
                 logits = project(h)
-            loss, grad = _loss_and_grad(logits.detach(), targets[chunk], None, backward)
+            loss, grad = _loss_and_grad(logits.detach(), rows.targets[chunk], None, backward)
             total += loss
-            if backward:
+            if grad_hidden is not None:
                 grad_hidden[chunk], *terms = torch.autograd.grad(logits, (h, *wanted), grad.to(logits.dtype))
                 for acc, term in zip(sums, terms, strict=True):
                     acc += term
-        ctx.grads = (grad_hidden if backward else None, *sums)
+        ctx.grads = (grad_hidden, *sums)
         ctx.inputs = (hidden.dtype, *(p.dtype for p in wanted))
         ctx.needed = [grad_enabled and p.requires_grad for p in params]
         return total
@@ -207,10 +208,10 @@ class _ProjectCrossEntropy(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad_total: Tensor) -> tuple[Tensor | None, ...]:
-        grads, ctx.grads = ctx.grads, None
+        grads = _handed_out(ctx)
         grad_hidden, *rest = _scaled(grads, ctx.inputs, grad_total)
         terms = iter(rest)
-        return (grad_hidden, None, None, None, None, *(next(terms) if needed else None for needed in ctx.needed))
+        return (grad_hidden, None, None, None, *(next(terms) if needed else None for needed in ctx.needed))
 
 
 class _TokenLogprobs(torch.autograd.Function):
@@ -220,70 +221,82 @@ class _TokenLogprobs(torch.autograd.Function):
         hidden: Tensor,
         weight: Tensor,
         bias: Tensor | None,
-        targets: Tensor,
-        chunk_size: int,
+        rows: _Rows,
         compute_dtype: torch.dtype | None,
     ) -> Tensor:
         ctx.inputs = (hidden.dtype, weight.dtype, None if bias is None else bias.dtype)
-        hidden, weight, bias = _cast(compute_dtype, hidden, weight, bias)
-        out = hidden.new_empty(len(targets), dtype=torch.promote_types(hidden.dtype, torch.float32))
-        for chunk in _chunks(len(targets), chunk_size):
-            logits = torch.nn.functional.linear(hidden[chunk], weight, bias).to(out.dtype)
-            out[chunk] = logits.gather(-1, targets[chunk, None]).squeeze(-1) - logits.logsumexp(-1)
-        ctx.save_for_backward(hidden, weight, bias, targets)
-        ctx.chunk_size = chunk_size
+        ctx.save_for_backward(hidden, weight, bias)
+        ctx.rows, ctx.compute_dtype = rows, compute_dtype
+        weight, bias = _cast(compute_dtype, weight, bias)
+        out = hidden.new_zeros(len(rows.targets), dtype=torch.promote_types(hidden.dtype, torch.float32))
+        for chunk in rows.chunks():
+            (h,) = _cast(compute_dtype, hidden[chunk])
+            logits = torch.nn.functional.linear(h, weight, bias).to(out.dtype)
+            out[chunk] = logits.gather(-1, rows.targets[chunk, None]).squeeze(-1) - logits.logsumexp(-1)
         return out
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad_out: Tensor) -> tuple[Tensor | None, ...]:
-        hidden, weight, bias, targets = ctx.saved_tensors
-        accumulate = torch.promote_types(weight.dtype, torch.float32)
-        grad_hidden = torch.empty_like(hidden) if ctx.needs_input_grad[0] else None
-        grad_weight = torch.zeros_like(weight, dtype=accumulate) if ctx.needs_input_grad[1] else None
-        grad_bias = torch.zeros_like(bias, dtype=accumulate) if ctx.needs_input_grad[2] else None
-        for chunk in _chunks(len(targets), ctx.chunk_size):
-            logits = torch.nn.functional.linear(hidden[chunk], weight, bias)
-            _, grad = _loss_and_grad(
-                logits, targets[chunk], None, True, reuse=True
-            )  # of -log p, in the dtype of the logits
-            grad = grad * -grad_out[chunk, None].to(grad.dtype)
-            if grad_hidden is not None:
-                torch.mm(grad, weight, out=grad_hidden[chunk])
-            if grad_weight is not None:
-                _add_outer(grad_weight, grad, hidden[chunk])
-            if grad_bias is not None:
-                grad_bias += grad.sum(0, dtype=accumulate)
+        rows: _Rows = ctx.rows
+        hidden, weight, bias = ctx.saved_tensors
+        weight, bias = _cast(ctx.compute_dtype, weight, bias)
+        wanted = ctx.needs_input_grad[:3]
+        sums = _HeadGradients(rows.gradient(hidden) if wanted[0] else None, weight, bias, wanted, torch.float32)
+        for chunk in rows.chunks():
+            (h,) = _cast(ctx.compute_dtype, hidden[chunk])
+            logits = torch.nn.functional.linear(h, weight, bias)
+            # the loss is -log p, hence the sign
+            _, grad = _loss_and_grad(logits, rows.targets[chunk], None, True, reuse=True, factor_n=-grad_out[chunk])
+            sums.add(chunk, h, weight, grad)
         one = torch.ones((), device=hidden.device)
-        return (*_scaled((grad_hidden, grad_weight, grad_bias), ctx.inputs, one), None, None, None)
+        return (*_scaled(sums.all(), ctx.inputs, one), None, None)
 
 
-def _targets_only(hidden_BTC: Tensor, targets_BT: Tensor, ignore_index: int) -> tuple[Tensor, Tensor]:
-    """The hidden states and targets of the positions that predict something; no copy if all of them do."""
-    hidden_NC, targets_N = hidden_BTC.flatten(0, -2), targets_BT.flatten()
-    positions = _target_positions(targets_BT, ignore_index)
-    if len(positions) == len(targets_N):
-        return hidden_NC, targets_N
-    return hidden_NC.index_select(0, positions), targets_N.index_select(0, positions)
+class _HeadGradients:
+    """Gradients of hidden states, weight and bias, summed over chunks; None for those that are not wanted."""
+
+    def __init__(
+        self,
+        grad_hidden: Tensor | None,
+        weight: Tensor,
+        bias: Tensor | None,
+        wanted: Sequence[bool],
+        accumulate_dtype: torch.dtype,
+    ) -> None:
+        dtype = torch.promote_types(accumulate_dtype, weight.dtype)
+        self.hidden = grad_hidden
+        self.weight = torch.zeros_like(weight, dtype=dtype) if wanted[1] else None
+        self.bias = torch.zeros_like(bias, dtype=dtype) if bias is not None and wanted[2] else None
+
+    def add(self, chunk: Tensor | slice, h_nC: Tensor, weight_VC: Tensor, grad_nV: Tensor) -> None:
+        """Add a chunk's share, given the gradient of its logits."""
+        if self.hidden is not None:
+            self.hidden[chunk] = (grad_nV @ weight_VC).to(self.hidden.dtype)
+        if self.weight is not None:
+            _add_outer(self.weight, grad_nV, h_nC)
+        if self.bias is not None:
+            self.bias += grad_nV.sum(0, dtype=self.bias.dtype)
+
+    def all(self) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
+        """In the order of the inputs."""
+        return self.hidden, self.weight, self.bias
 
 
-def _target_positions(targets_BT: Tensor, ignore_index: int) -> Tensor:
-    return (targets_BT.flatten() != ignore_index).nonzero().squeeze(-1)
+def _handed_out(ctx: Any) -> tuple[Tensor | None, ...]:
+    """The gradients the forward made, once: they are scaled in place and must not outlive the backward.
 
-
-def _divisor(num_items: Tensor | float | None, targets_N: Tensor) -> Tensor | float:
-    if num_items is None:
-        return max(1, len(targets_N))
-    return num_items.to(targets_N.device) if isinstance(num_items, Tensor) else num_items
-
-
-def _chunks(length: int, size: int) -> Iterator[slice]:
-    for start in range(0, length, size):
-        yield slice(start, min(start + size, length))
+    Raises:
+        ArgumentError: They were handed out before.
+    """
+    grads, ctx.grads = ctx.grads, None
+    if grads is None:
+        raise ArgumentError("a streamed loss can go backward once", mend="compute the loss again for a second backward")
+    return grads
 
 
 def _autocast_dtype(hidden: Tensor) -> torch.dtype | None:
-    """The dtype autocast would run the head in, or None (the sums beside the matmuls keep theirs, hence no autocast)."""
+    """The dtype autocast would run the head in, or None. Autocast itself is off: the sums keep their dtypes."""
     kind = hidden.device.type
     if hidden.dtype == torch.float64 or not torch.is_autocast_enabled(kind):
         return None
@@ -295,11 +308,17 @@ def _cast(dtype: torch.dtype | None, *tensors: Tensor | None) -> tuple[Any, ...]
 
 
 def _loss_and_grad(
-    logits_nV: Tensor, targets_n: Tensor, transform: Project | None, with_grad: bool, reuse: bool = False
+    logits_nV: Tensor,
+    targets_n: Tensor,
+    transform: Project | None,
+    with_grad: bool,
+    reuse: bool = False,
+    factor_n: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Summed cross entropy of a chunk and its gradient ``[n, V]`` with respect to the logits before ``transform``.
 
-    ``reuse`` lets the gradient take the memory of the logits; only right where no graph has saved them.
+    ``reuse`` lets the gradient take the memory of the logits; only right where no graph has saved them. ``factor_n``
+    multiplies each row of the gradient before it is rounded to the dtype of the logits.
     """
     dtype = torch.promote_types(logits_nV.dtype, torch.float32)
     raw = logits_nV
@@ -315,6 +334,8 @@ def _loss_and_grad(
     owned = reuse or scores.dtype != logits_nV.dtype
     grad = (scores.sub_(lse) if owned else scores - lse).exp_()
     grad.scatter_add_(1, targets_n[:, None], grad.new_full((len(targets_n), 1), -1.0))
+    if factor_n is not None:
+        grad.mul_(factor_n[:, None])
     grad = grad.to(logits_nV.dtype)
     if transform is not None:
         (grad,) = torch.autograd.grad(logits_nV, raw, grad)
@@ -327,8 +348,8 @@ def _add_outer(acc_VC: Tensor, grad_nV: Tensor, hidden_nC: Tensor) -> None:
         acc_VC.addmm_(grad_nV.mT, hidden_nC)
         return
     block = max(1, (1 << 24) // acc_VC.shape[1])
-    for rows in _chunks(acc_VC.shape[0], block):
-        acc_VC[rows] += grad_nV[:, rows].mT @ hidden_nC
+    for start in range(0, acc_VC.shape[0], block):
+        acc_VC[start : start + block] += grad_nV[:, start : start + block].mT @ hidden_nC
 
 
 def _scaled(

@@ -152,11 +152,17 @@ def _choose(device: str, index: int, dtype: torch.dtype, head_dim: int, biased: 
 
 def _agrees_with_formula(kernel: Kernel, device: torch.device, dtype: torch.dtype, head_dim: int) -> bool:
     """Try a kernel once on a small problem with a foreign log-sum-exp; a build or device where it fails is not used."""
-    with torch.no_grad(), torch.random.fork_rng(devices=[device]):
-        torch.manual_seed(0)
-        q, k, v, grad = (torch.randn(1, 2, n, head_dim, device=device, dtype=dtype) for n in (40, 72, 72, 40))
+    generator = torch.Generator(device).manual_seed(0)
+
+    def draw(length: int) -> Tensor:
+        return torch.randn(1, 2, length, head_dim, generator=generator, device=device, dtype=dtype)
+
+    def agrees(keys: int, causal: bool) -> bool:
+        q, k, v, grad = draw(40), draw(keys), draw(keys), draw(40)
         scale = head_dim**-0.5
         s = q.double() @ k.double().mT * scale
+        if causal:
+            s = s.masked_fill(torch.ones(40, keys, dtype=torch.bool, device=device).triu(1), -torch.inf)
         lse = s.logsumexp(-1) + 0.5  # as if further keys took part in the softmax
         p = (s - lse[..., None]).exp()
         o = p @ v.double()
@@ -164,14 +170,17 @@ def _agrees_with_formula(kernel: Kernel, device: torch.device, dtype: torch.dtyp
         ds = p * (grad.double() @ v.double().mT - delta) * scale
         want = (ds @ k.double(), ds.mT @ q.double(), p.mT @ grad.double())
         try:
-            own_o, own_lse = kernel.forward(q, k, v, False, None, scale)
-            got = kernel.backward(grad, q, k, v, o.to(dtype), lse.float(), False, None, scale)
+            own_o, own_lse = kernel.forward(q, k, v, causal, None, scale)
+            got = kernel.backward(grad, q, k, v, o.to(dtype), lse.float(), causal, None, scale)
         except (RuntimeError, NotImplementedError):
             return False
         bound = 1e-4 if dtype == torch.float32 else 3e-2
         pairs = [(own_o.double(), s.softmax(-1) @ v.double()), (own_lse.double(), s.logsumexp(-1))]
         pairs += [(g.double(), w) for g, w in zip(got, want, strict=True)]
         return all(bool((g - w).norm() <= bound * w.norm()) for g, w in pairs)
+
+    with torch.no_grad():
+        return agrees(72, causal=False) and agrees(40, causal=True)
 
 
 def kernel_names(device: torch.device, dtype: torch.dtype, head_dim: int = 128) -> dict[str, str]:

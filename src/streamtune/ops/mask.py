@@ -9,9 +9,12 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import cached_property
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor
+
+from streamtune.errors import UnsupportedModelError
 
 __all__ = ["LazyMask", "MaskFunction", "MaskView", "Segment"]
 
@@ -20,6 +23,33 @@ MaskFunction = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
 
 KEY_BLOCK = 2048
 """Keys a tile of an unrecognised mask function spans when it is examined (bytes: rows x KEY_BLOCK per batch row)."""
+
+
+class _MaskIsNoTensorError(UnsupportedModelError, AttributeError):
+    """Also an AttributeError, so that ``hasattr`` stays a question."""
+
+
+class _NoTensor:
+    """What a layer that computes with its mask is told; an attention function only hands it on."""
+
+    def __getattr__(self, name: str) -> NoReturn:
+        if name.startswith("_"):
+            raise AttributeError(name)
+        raise self._refuse(name)
+
+    def __getitem__(self, key: Any) -> NoReturn:
+        raise self._refuse("indexing")
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> NoReturn:
+        raise cls._refuse(getattr(func, "__name__", str(func)))
+
+    @staticmethod
+    def _refuse(operation: str) -> _MaskIsNoTensorError:
+        return _MaskIsNoTensorError(
+            f"a layer of this model computes with its attention mask ({operation}); a streamed mask is never a tensor",
+            mend="train this model without streaming",
+        )
 
 
 @dataclass(frozen=True)
@@ -37,7 +67,7 @@ class Segment:
 
 
 @dataclass(eq=False)
-class LazyMask:
+class LazyMask(_NoTensor):
     """An attention mask over ``q_length`` queries and ``kv_length`` keys that is never built as a whole.
 
     Equal to the dense ``[B, 1, q_length, kv_length]`` boolean mask
@@ -162,7 +192,7 @@ class LazyMask:
 
 
 @dataclass(frozen=True)
-class MaskView:
+class MaskView(_NoTensor):
     """Queries ``[q_start, q_stop)`` and keys ``[k_start, k_stop)`` of a :class:`LazyMask` (absolute positions)."""
 
     mask: LazyMask

@@ -8,11 +8,12 @@ Everything below takes explicit arguments and knows nothing of recipes.
 
 from __future__ import annotations
 
+import math
 import os
 import time
 import warnings
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
@@ -22,7 +23,7 @@ import torch
 
 from streamtune import data, models, optim, train
 from streamtune.engine import Schedule, StreamHandle, stream
-from streamtune.errors import ArgumentError, UserError
+from streamtune.errors import ArgumentError, OutOfMemoryError, UserError
 from streamtune.recipe.dump import dump_recipe
 from streamtune.recipe.loader import LoadedRecipe
 from streamtune.recipe.schema import EngineSpec, Recipe
@@ -31,19 +32,22 @@ if TYPE_CHECKING:
     from rich.console import Console
     from transformers import PreTrainedTokenizerBase
 
-__all__ = ["Outcome", "SftRun", "StepPlan", "build_sft", "run_sft"]
+__all__ = ["Outcome", "SftRun", "StepPlan", "build_sft", "choose_device", "make_schedule", "run_sft"]
 
 FREE_KEYS = frozenset(
     {
         # Where things go and what is shown,
         "output_dir", "save_steps", "save_total_limit", "eval_steps", "logging_steps", "report_to", "sample",
         # how the same gradient is computed,
-        "engine", "device", "per_device_eval_batch_size",
+        "engine", "device", "per_device_eval_batch_size", "trust_remote_code",
         # and what the fingerprint of the data covers, wherever the files are now.
         "datasets",
     }
 )  # fmt: skip
 """Keys that may change between the start of a run and its resumption."""
+
+SAMPLE_TEMPERATURE = 0.6
+"""Of the sample at the end. The likeliest token each time would go in circles where little is learnt yet."""
 
 
 @dataclass(frozen=True)
@@ -102,7 +106,11 @@ class Outcome:
 
 
 def build_sft(
-    loaded: LoadedRecipe, *, resume: str = "auto", notify: Callable[[str], None] = lambda message: None
+    loaded: LoadedRecipe,
+    *,
+    resume: str = "auto",
+    notify: Callable[[str], None] = lambda message: None,
+    doing: Callable[[str], AbstractContextManager[Any]] = nullcontext,
 ) -> SftRun:
     """Load or make everything the recipe names. Nothing is written.
 
@@ -110,25 +118,32 @@ def build_sft(
         loaded: The recipe.
         resume: ``auto`` (go on where the run in ``output_dir`` stopped), ``never``, or the path of a checkpoint.
         notify: Told what is worth knowing on the way, a sentence at a time.
+        doing: Shows what takes a while, for as long as it does.
 
     Raises:
         UserError: With the line of the recipe that is to blame.
         CheckpointError: The checkpoint named by ``resume`` cannot be used.
+        OutOfMemoryError: The weights alone do not fit.
     """
     recipe = loaded.recipe
     with _blame_recipe(loaded):
-        device = _choose_device(recipe.device)
+        device = choose_device(recipe.device)
         _quiet_libraries(device)
         directory = train.RunDirectory(Path(recipe.output_dir))
         before = directory.read_identity()
         checkpoint = train.find_checkpoint(directory, resume, notify)
-        started_as = checkpoint.state["identity"] if checkpoint else before if resume == "auto" else None
+        # What is continued must have been started under the same settings: checked before the data is read, with
+        # which it takes minutes, and once more with it.
         identity: dict[str, Any] = {"recipe": recipe.model_dump(mode="json", exclude=set(FREE_KEYS))}
-        if started_as is not None:
-            train.check_same_run(started_as, identity, where=checkpoint.path if checkpoint else directory.path)
+        started = {directory.path: before} if before is not None and resume != "never" else {}
+        if checkpoint is not None:
+            started[checkpoint.path] = checkpoint.state["identity"]
+        for where, started_as in started.items():
+            train.check_same_run(started_as, identity, where=where)
 
         sources = _sources(loaded)
-        tokenizer = _make_tokenizer(recipe, sources, checkpoint, notify)
+        with doing("reading the tokenizer" if checkpoint else "making the tokenizer"):
+            tokenizer = _make_tokenizer(recipe, sources, checkpoint, notify)
         with _held_back(notify) as note:  # A line printed now would land in the live count of rows.
             prepared = data.prepare(
                 sources,
@@ -141,12 +156,13 @@ def build_sft(
                 notify=note,
             )
         identity["data"] = prepared.fingerprint
-        if started_as is not None:
-            train.check_same_run(started_as, identity, where=checkpoint.path if checkpoint else directory.path)
+        for where, started_as in started.items():
+            train.check_same_run(started_as, identity, where=where)
 
-        model = _make_model(recipe, tokenizer, checkpoint, device)
+        with doing("loading the model"):
+            model = _make_model(recipe, tokenizer, checkpoint, device)
         _check_vocabulary(model, tokenizer)
-        handle = stream(model, schedule=_make_schedule(recipe.engine))
+        handle = stream(model, schedule=make_schedule(recipe.engine))
     return SftRun(
         loaded=loaded,
         directory=directory,
@@ -173,10 +189,37 @@ def run_sft(run: SftRun, console: Console) -> Outcome:
     Raises:
         RunError: It failed on the way; the checkpoints saved before are intact.
     """
-    recipe, plan, directory = run.recipe, run.plan, run.directory
+    directory = run.directory
+    before = run.checkpoint.state["progressed"]["tokens"] if run.checkpoint else 0
     moved_aside = directory.move_aside() if run.replaces else None
-    directory.claim(run.identity, dump_recipe(recipe, comment=f"resolved from {run.loaded.path}"))
+    with directory.claim(run.identity, dump_recipe(run.recipe, comment=f"resolved from {run.loaded.path}")):
+        writer = _make_writer(run)
+        started = time.perf_counter()
+        with train.StopRequest() as stop, train.record_failure(directory.events):
+            progressed = _train(run, writer, stop, console)
+        seconds = time.perf_counter() - started
+        finished = progressed.step >= run.plan.total_steps
+        sample = _finish(run, writer) if finished else None
+        train.append_event(directory.events, "finish" if finished else "stop", step=progressed.step)
+    newest = train.checkpoint_path(directory.checkpoints, progressed.step)
+    return Outcome(
+        progressed=progressed,
+        finished=finished,
+        exit_code=0 if finished else stop.exit_code,
+        checkpoint=newest if newest.exists() else None,
+        moved_aside=moved_aside,
+        sample=sample,
+        losses=[record["loss"] for record in train.read_records(directory.metrics) if "loss" in record],
+        tokens=progressed.tokens - before,
+        seconds=seconds,
+    )
+
+
+def _train(run: SftRun, writer: train.ModelWriter, stop: train.StopRequest, console: Console) -> train.Progressed:
+    """The loop, with optimizer, schedule and batches as the recipe asks."""
+    recipe, plan, directory = run.recipe, run.plan, run.directory
     first_step = run.checkpoint.step if run.checkpoint else 0
+    train.supersede(directory.checkpoints, first_step)
     train.append_event(directory.events, "resume" if run.checkpoint else "start", step=first_step)
     optimizer = optim.build_optimizer(
         recipe.optim,
@@ -193,11 +236,8 @@ def run_sft(run: SftRun, console: Console) -> Outcome:
         warmup_steps=plan.warmup_steps,
     )
     batches = Batches(run.data, run.tokenizer)
-    writer = _make_writer(run)
-    progress = train.Progress(console, plan.total_steps, first_step, recipe.logging_steps)
-    started = time.perf_counter()
-    with train.StopRequest() as stop, train.record_failure(directory.events), progress:
-        progressed = train.train(
+    with train.Progress(console, plan.total_steps, first_step, recipe.logging_steps) as progress:
+        return train.train(
             run.model,
             optimizer,
             learning_rate_at,
@@ -211,32 +251,23 @@ def run_sft(run: SftRun, console: Console) -> Outcome:
             progress=progress,
             stop=stop,
         )
-    seconds = time.perf_counter() - started
-    finished = progressed.step >= plan.total_steps
-    sample = _finish(run, writer) if finished else None
-    train.append_event(directory.events, "finish" if finished else "stop", step=progressed.step)
-    newest = train.checkpoint_path(directory.checkpoints, progressed.step)
-    return Outcome(
-        progressed=progressed,
-        finished=finished,
-        exit_code=0 if finished else stop.exit_code,
-        checkpoint=newest if newest.exists() else None,
-        moved_aside=moved_aside,
-        sample=sample,
-        losses=[record["loss"] for record in train.read_records(directory.metrics) if "loss" in record],
-        tokens=progressed.tokens - (run.checkpoint.state["progressed"]["tokens"] if run.checkpoint else 0),
-        seconds=seconds,
-    )
 
 
 def _finish(run: SftRun, writer: train.ModelWriter) -> str | None:
     """Write ``final/`` and return what the model says to the sample prompt."""
     train.write_final(run.directory.final, writer)
     run.handle.remove()
-    prompt = run.recipe.sample
-    if prompt is None:
+    sample = run.recipe.sample
+    if sample is None:
         return None
-    return models.sample_text(run.model, run.tokenizer, prompt.prompt, max_new_tokens=prompt.max_new_tokens)
+    return models.sample_text(
+        run.model,
+        run.tokenizer,
+        sample.prompt,
+        max_new_tokens=sample.max_new_tokens,
+        temperature=SAMPLE_TEMPERATURE,
+        seed=run.recipe.seed,
+    )
 
 
 # --- data to batches ------------------------------------------------------------------------------------------------
@@ -363,7 +394,8 @@ def _check_vocabulary(model: Any, tokenizer: PreTrainedTokenizerBase) -> None:
         )
 
 
-def _make_schedule(spec: EngineSpec) -> Schedule:
+def make_schedule(spec: EngineSpec) -> Schedule:
+    """The engine's schedule; ``auto`` is the schedule's own default."""
     sizes = {"chunk_size": spec.chunk_size, "head_chunk_size": spec.head_chunk_size}
     chosen = {name: size for name, size in sizes.items() if isinstance(size, int)}
     return Schedule(**chosen, keep_kv=spec.keep_kv, grad_dtype=spec.grad_dtype)
@@ -375,8 +407,8 @@ def _plan_steps(recipe: Recipe, num_rows: int) -> StepPlan:
     steps_per_epoch = -(-batches_per_epoch // recipe.gradient_accumulation_steps)
     total_steps = recipe.max_steps
     if total_steps < 0:
-        total_steps = max(1, round(steps_per_epoch * recipe.num_train_epochs))
-    warmup_steps = recipe.warmup_steps or round(total_steps * recipe.warmup_ratio)
+        total_steps = math.ceil(steps_per_epoch * recipe.num_train_epochs)
+    warmup_steps = recipe.warmup_steps or math.ceil(total_steps * recipe.warmup_ratio)
     return StepPlan(total_steps, steps_per_epoch, warmup_steps)
 
 
@@ -409,7 +441,12 @@ def _make_writer(run: SftRun) -> train.ModelWriter:
     )
 
 
-def _choose_device(name: str) -> torch.device:
+def choose_device(name: str) -> torch.device:
+    """The device of ``auto``, ``cpu`` or ``cuda``.
+
+    Raises:
+        ArgumentError: CUDA is asked for and not there.
+    """
     if name == "cuda" and not torch.cuda.is_available():
         raise ArgumentError(
             "no CUDA device is here", where="device", mend="write device: cpu, or see `streamtune env` for what is"
@@ -430,6 +467,14 @@ def _blame_recipe(loaded: LoadedRecipe) -> Iterator[None]:
         if key in Recipe.model_fields:
             error.where = loaded.where(key, *rest)
         raise
+    except (RuntimeError, MemoryError) as error:
+        if not train.is_out_of_memory(error):
+            raise
+        raise OutOfMemoryError(
+            "out of memory before the first step: the weights alone do not fit",
+            where=loaded.where("model_name_or_path"),
+            mend="use a smaller model, dtype: bfloat16, or a device with more memory",
+        ) from error
 
 
 @contextmanager

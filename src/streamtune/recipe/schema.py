@@ -224,7 +224,7 @@ class Recipe(Spec):
     """Times to go through the data."""
 
     max_steps: Literal[-1] | Count = -1
-    """Optimizer steps to stop at, before the epochs are over; -1 is no limit."""
+    """Optimizer steps of the run, in place of `num_train_epochs`; -1 goes by the epochs."""
 
     learning_rate: Annotated[float, Field(ge=0)] = 1e-5
     """Peak learning rate."""
@@ -274,7 +274,7 @@ class Recipe(Spec):
     """Evaluate on the held-out rows every so many steps; 0 evaluates at the end."""
 
     logging_steps: Count = 1
-    """Write metrics every so many steps."""
+    """Without a terminal, print a line every so many steps; `metrics.jsonl` has every step."""
 
     report_to: Annotated[tuple[Text, ...], Field(strict=False)] = ()
     """Experiment trackers. None in this release: metrics.jsonl and loss.png are always written."""

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from streamtune.train.batch import IGNORE_INDEX, MicroBatch, StepStream
-from streamtune.train.checkpoint import Checkpoint, ModelWriter, checkpoint_path, write_final
+from streamtune.train.checkpoint import Checkpoint, ModelWriter, checkpoint_path, supersede, write_final
 from streamtune.train.loop import Progressed, TrainSettings, train
-from streamtune.train.memory import GIB, peak_memory_bytes
+from streamtune.train.memory import GIB, is_out_of_memory, peak_memory_bytes
 from streamtune.train.plot import draw_loss
 from streamtune.train.progress import Progress, format_duration, format_rate
 from streamtune.train.records import append_event, read_records, record_failure
@@ -34,11 +34,13 @@ __all__ = [
     "find_checkpoint",
     "format_duration",
     "format_rate",
+    "is_out_of_memory",
     "peak_memory_bytes",
     "preserve_rng",
     "read_records",
     "record_failure",
     "seed_everything",
+    "supersede",
     "train",
     "write_final",
 ]

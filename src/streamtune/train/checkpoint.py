@@ -39,6 +39,7 @@ __all__ = [
     "open_checkpoint",
     "rotate",
     "save_checkpoint",
+    "supersede",
     "write_final",
 ]
 
@@ -191,6 +192,18 @@ def rotate(folder: Path, keep: int) -> list[Path]:
     for path in surplus:
         shutil.rmtree(path, ignore_errors=True)
     return surplus
+
+
+def supersede(folder: Path, step: int) -> None:
+    """Take the checkpoints after ``step`` out of use, where a run goes back to ``step``: ``step-000200.superseded``.
+
+    They are damaged, or the user went back behind them; the steps they stand for are taken again.
+    """
+    for path in _step_directories(folder):
+        if int(path.name.removeprefix("step-")) > step:
+            aside = path.with_name(f"{path.name}.superseded")
+            shutil.rmtree(aside, ignore_errors=True)
+            path.rename(aside)
 
 
 def _step_directories(folder: Path) -> list[Path]:

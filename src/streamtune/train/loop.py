@@ -122,7 +122,7 @@ def train(
     """
     seed_everything(settings.seed)
     state = Progressed() if resume_from is None else resume(resume_from, model, optimizer, steps)
-    cut_after_step(run.metrics, state.step)
+    cut_after_step(run.metrics, state.step, evaluated=not state.eval_due)
     position = Position(capture_rng(), steps.state_dict())
     saved_step = state.step
 
@@ -331,7 +331,7 @@ def refuse_non_finite(name: str, value: float, step: int, micro_batches: Sequenc
         raise NonFiniteError(
             f"the {name} of step {step} is {value}; the weights were not changed by it",
             where=name_rows(micro_batches),
-            mend="look at these rows; lower learning_rate or warm up longer; the last checkpoint is intact",
+            mend="look at these rows; lower learning_rate or warm up longer; checkpoints saved before are intact",
         )
 
 

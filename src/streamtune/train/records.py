@@ -36,11 +36,18 @@ def read_records(path: Path) -> list[dict[str, Any]]:
     return records
 
 
-def cut_after_step(path: Path, step: int) -> None:
-    """Drop the lines of steps after ``step``: a resumed run takes those steps again and writes them anew."""
+def cut_after_step(path: Path, step: int, *, evaluated: bool = True) -> None:
+    """Drop the lines of steps after ``step``: a resumed run takes those steps again and writes them anew.
+
+    Where ``evaluated`` is False the evaluation at ``step`` itself is made again too, and its line goes as well.
+    """
     if not path.is_file():
         return
-    kept = [record for record in read_records(path) if record["step"] <= step]
+    kept = [
+        record
+        for record in read_records(path)
+        if record["step"] < step or (record["step"] == step and (evaluated or "eval_loss" not in record))
+    ]
     staged = path.with_name(f".tmp-{path.name}")
     staged.write_text("".join(json.dumps(record) + "\n" for record in kept), encoding="utf-8")
     staged.replace(path)

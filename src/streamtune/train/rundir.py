@@ -9,7 +9,10 @@ output_dir/
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping
+import os
+import sys
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -78,20 +81,61 @@ class RunDirectory:
             )
         return None
 
-    def claim(self, identity: Mapping[str, Any], recipe_yaml: str) -> None:
-        """Create the directory and write down what run it holds."""
+    @contextmanager
+    def claim(self, identity: Mapping[str, Any], recipe_yaml: str) -> Iterator[None]:
+        """Create the directory, write down what run it holds, and keep other processes from training in it.
+
+        Raises:
+            ArgumentError: Another process is training in it.
+        """
         self.path.mkdir(parents=True, exist_ok=True)
-        for path, text in ((self.recipe, recipe_yaml), (self.identity, json.dumps(identity, indent=1) + "\n")):
-            staged = path.with_name(f".tmp-{path.name}")
-            staged.write_text(text, encoding="utf-8")
-            staged.replace(path)
+        with self.lock():
+            for path, text in ((self.recipe, recipe_yaml), (self.identity, json.dumps(identity, indent=1) + "\n")):
+                staged = path.with_name(f".tmp-{path.name}")
+                staged.write_text(text, encoding="utf-8")
+                staged.replace(path)
+            yield
 
     def move_aside(self) -> Path:
-        """Rename a directory that holds a run to the first free ``NAME.old-N``, and return that."""
+        """Rename a directory that holds a run to the first free ``NAME.old-N``, and return that.
+
+        Raises:
+            ArgumentError: Another process is training in it.
+        """
         number = 1
         while (aside := self.path.with_name(f"{self.path.name}.old-{number}")).exists():
             number += 1
-        return self.path.rename(aside)
+        with self.lock():
+            return self.path.rename(aside)
+
+    @contextmanager
+    def lock(self) -> Iterator[None]:
+        """Keep other processes from training in this directory. The system lets go of it however the process ends.
+
+        Raises:
+            ArgumentError: Another process is training in it.
+        """
+        if sys.platform == "win32":
+            yield
+            return
+        import fcntl  # Not on Windows.
+
+        descriptor = os.open(self.path, os.O_RDONLY)
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            os.close(descriptor)
+            raise ArgumentError(
+                f"another process is training in {self.path}",
+                where="output_dir",
+                mend="wait for it or stop it, or give another --output-dir",
+            ) from None
+        except OSError:
+            pass  # A file system without locks is no reason not to train.
+        try:
+            yield
+        finally:
+            os.close(descriptor)
 
 
 def find_checkpoint(run: RunDirectory, resume: str, notify: Callable[[str], None]) -> Checkpoint | None:

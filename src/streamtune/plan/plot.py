@@ -1,0 +1,67 @@
+"""The picture of a benchmark: memory and time over length, one line a mode."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from streamtune.plan.bench import BenchReport, BenchRow, Mode
+
+__all__ = ["draw_bench"]
+
+COLOURS: dict[Mode, str] = {"plain": "#8a909c", "checkpoint": "#e4572e", "stream": "#2f6fde"}
+NAMES: dict[Mode, str] = {"plain": "plain autograd", "checkpoint": "gradient checkpointing", "stream": "StreamTune"}
+INK = "#1f2430"
+
+
+def draw_bench(report: BenchReport, path: Path, *, title: str) -> None:
+    """Draw activation memory and step time against length.
+
+    Args:
+        report: The measurements.
+        path: The PNG; its folder exists.
+        title: What was measured.
+    """
+    # Slow to import, and only needed here. Figures made without pyplot need no display.
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(11, 4.8), dpi=150, layout="constrained")
+    memory, seconds = figure.subplots(1, 2)
+    modes: list[Mode] = list(dict.fromkeys(row.mode for row in report.rows))
+    for mode in modes:
+        rows = [row for row in report.rows if row.mode == mode]
+        _line(memory, [(row.length, row.activation_bytes and row.activation_bytes / 2**20) for row in rows], mode)
+        _line(seconds, [(row.length, _step_seconds(row)) for row in rows], mode)
+    _dress(memory, "Activation memory of a step (MiB)")
+    _dress(seconds, "Forward and backward of a step (s)")
+    memory.legend(frameon=False, labelcolor=INK)
+    figure.suptitle(title, x=0.01, ha="left", color=INK, fontsize=12, fontweight="bold")
+    FigureCanvasAgg(figure).print_png(str(path))
+
+
+def _step_seconds(row: BenchRow) -> float | None:
+    return None if row.forward_s is None or row.backward_s is None else row.forward_s + row.backward_s
+
+
+def _line(axes: Any, points: list[tuple[int, float | None]], mode: Mode) -> None:
+    known = [(x, y) for x, y in points if y]
+    if known:
+        axes.plot(*zip(*known, strict=True), color=COLOURS[mode], marker="o", linewidth=2.2, label=NAMES[mode])
+
+
+def _dress(axes: Any, title: str) -> None:
+    axes.set_title(title, loc="left", color=INK, fontsize=11)
+    axes.set_xlabel("tokens", color=INK)
+    axes.set_xscale("log", base=2)
+    axes.set_yscale("log")
+    lengths = sorted({int(x) for line in axes.get_lines() for x in line.get_xdata()})
+    axes.set_xticks(lengths, [f"{length:,}" for length in lengths], minor=False)
+    axes.minorticks_off()
+    ticks = [tick for power in range(-3, 7) for tick in (10.0**power, 2 * 10.0**power, 5 * 10.0**power)]
+    low, high = axes.get_ylim()
+    shown = [tick for tick in ticks if low <= tick <= high]
+    axes.set_yticks(shown, [f"{tick:g}" for tick in shown])
+    axes.grid(alpha=0.25)
+    for side in ("top", "right"):
+        axes.spines[side].set_visible(False)

@@ -1,0 +1,77 @@
+"""A recipe to a benchmark of its model."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any
+
+from streamtune import models, plan
+from streamtune.errors import ArgumentError
+from streamtune.recipe.build import choose_device, make_schedule
+from streamtune.recipe.loader import LoadedRecipe
+
+__all__ = ["bench_recipe"]
+
+
+def bench_recipe(
+    loaded: LoadedRecipe,
+    *,
+    lengths: Sequence[int],
+    modes: Sequence[plan.Mode],
+    repeats: int,
+    notify: Callable[[str], None] = lambda message: None,
+) -> plan.BenchReport:
+    """Measure the recipe's model with its schedule, precision, adapters and batch size on random tokens.
+
+    Raises:
+        ArgumentError: A length, a mode or the number of repeats makes no sense.
+    """
+    if not lengths or any(length < 2 for length in lengths):
+        raise ArgumentError("--lengths takes numbers of tokens from 2 up", mend="write --lengths 2048,8192")
+    if unknown := [mode for mode in modes if mode not in plan.MODES]:
+        raise ArgumentError(f"--modes does not know {unknown[0]!r}", mend=f"choose from {', '.join(plan.MODES)}")
+    if repeats < 1:
+        raise ArgumentError("--repeats takes a number from 1 up")
+    recipe = loaded.recipe
+    return plan.run_bench(
+        partial(_make_model, recipe.model_dump(), str(choose_device(recipe.device))),
+        lengths=lengths,
+        modes=modes,
+        schedule=make_schedule(recipe.engine),
+        batch_size=recipe.per_device_train_batch_size,
+        repeats=repeats,
+        autocast=recipe.bf16,
+        notify=notify,
+    )
+
+
+def _make_model(recipe: dict[str, Any], device: str) -> Any:
+    """The recipe's model, in a process of its own: the recipe comes as plain values."""
+    if recipe["model_name_or_path"] is not None:
+        model: Any = models.load_model(
+            recipe["model_name_or_path"],
+            dtype=recipe["dtype"],
+            device=device,
+            trust_remote_code=recipe["trust_remote_code"],
+        )
+    else:
+        init = recipe["model"]["init"]
+        model = models.init_model(
+            init,
+            vocab_size=init.get("vocab_size", recipe["tokenizer"]["train"]["vocab_size"]),
+            token_ids={},
+            dtype=recipe["dtype"],
+            device=device,
+            seed=recipe["seed"],
+        )
+    if recipe["finetuning_type"] == "lora":
+        model = models.add_lora(
+            model,
+            r=recipe["lora_r"],
+            alpha=recipe["lora_alpha"],
+            dropout=recipe["lora_dropout"],
+            target=recipe["lora_target"],
+            seed=recipe["seed"],
+        )
+    return model

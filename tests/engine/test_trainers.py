@@ -1,0 +1,324 @@
+"""``stream(model)`` inside other people's trainers: the same losses and the same weights as without it.
+
+The trainers are real and so are their backward, accumulation, clipping and optimizer; only the model is streamed.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from datasets import Dataset
+from peft import LoraConfig, PeftModel, get_peft_model
+from tokenizers import Tokenizer, models, pre_tokenizers, trainers
+from torch import Tensor
+from transformers import DataCollatorForSeq2Seq, PreTrainedModel, PreTrainedTokenizerFast, Trainer, TrainingArguments
+from trl import SFTConfig, SFTTrainer
+
+import streamtune
+from streamtune.errors import UnsupportedModelError
+from tests.exactness.families import batch, build
+
+CHUNK = 7
+STEPS = 3
+
+
+@pytest.fixture(scope="module")
+def tokenizer() -> PreTrainedTokenizerFast:
+    """Byte-level BPE with a handful of merges, trained on the rows below."""
+    bpe = Tokenizer(models.BPE())
+    bpe.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    special = ["<pad>", "<bos>", "<eos>"]
+    trainer = trainers.BpeTrainer(
+        vocab_size=300,
+        special_tokens=special,
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
+    )
+    bpe.train_from_iterator([row["prompt"] + row["completion"] for row in rows()], trainer)
+    return PreTrainedTokenizerFast(tokenizer_object=bpe, pad_token="<pad>", bos_token="<bos>", eos_token="<eos>")
+
+
+def rows(count: int = 16) -> list[dict[str, str]]:
+    """Prompts and completions of unequal length."""
+    return [
+        {
+            "prompt": f"{n} times {n % 5} " + "is " * (1 + n % 3),
+            "completion": f"{n * (n % 5)}" + " indeed" * (n % 4) + ".",
+        }
+        for n in range(count)
+    ]
+
+
+def token_rows(tokenizer: PreTrainedTokenizerFast) -> Dataset:
+    """The rows as ids, labels masked over the prompt."""
+    out = []
+    for row in rows():
+        prompt, completion = (tokenizer(row[part])["input_ids"] for part in ("prompt", "completion"))
+        ids = [*prompt, *completion, tokenizer.eos_token_id]
+        out.append(
+            {"input_ids": ids, "labels": [-100] * len(prompt) + ids[len(prompt) :], "attention_mask": [1] * len(ids)}
+        )
+    return Dataset.from_list(out)
+
+
+def model_for(tokenizer: PreTrainedTokenizerFast, family: str = "qwen3") -> PreTrainedModel:
+    """A tiny model that notes the longest piece of a row its feed-forward layers are given at once."""
+    model = build(family, vocab_size=len(tokenizer), max_position_embeddings=256)
+    for layer in model.model.layers:
+        layer.mlp.register_forward_pre_hook(note_length)
+    return model
+
+
+def note_length(module: torch.nn.Module, args: tuple[Tensor, ...]) -> None:
+    module.longest = max(getattr(module, "longest", 0), args[0].shape[1])
+    module.calls = getattr(module, "calls", 0) + 1
+
+
+def longest_piece(model: Any) -> int:
+    """Tokens of a row that went through a feed-forward layer at once."""
+    return max(getattr(module, "longest", 0) for module in model.modules())
+
+
+def settings(folder: Path, **more: Any) -> dict[str, Any]:
+    """Arguments both trainers take. SGD, since AdamW makes a full step of a gradient that is zero but for rounding."""
+    return {
+        "output_dir": str(folder),
+        "max_steps": STEPS,
+        "per_device_train_batch_size": 2,
+        "per_device_eval_batch_size": 3,
+        "gradient_accumulation_steps": 2,
+        "learning_rate": 0.3,
+        "optim": "sgd",
+        "max_grad_norm": 1.0,
+        "logging_steps": 1,
+        "save_strategy": "no",
+        "report_to": "none",
+        "use_cpu": True,
+        "dataloader_pin_memory": False,
+        "disable_tqdm": True,
+        "seed": 5,
+        **more,
+    }
+
+
+def hf_trainer(model: Any, tokenizer: PreTrainedTokenizerFast, folder: Path, **more: Any) -> Trainer:
+    data = token_rows(tokenizer)
+    collate = DataCollatorForSeq2Seq(tokenizer, padding=True)
+    arguments = TrainingArguments(**settings(folder, **more))
+    return Trainer(model, arguments, train_dataset=data, eval_dataset=data, data_collator=collate)
+
+
+def sft_trainer(
+    model: Any, tokenizer: PreTrainedTokenizerFast, folder: Path, peft_config: Any = None, **more: Any
+) -> SFTTrainer:
+    data = Dataset.from_list(rows())
+    arguments = SFTConfig(
+        **{**settings(folder), "bf16": False, "gradient_checkpointing": False, "max_length": 64, **more}
+    )
+    return SFTTrainer(
+        model, arguments, train_dataset=data, eval_dataset=data, processing_class=tokenizer, peft_config=peft_config
+    )
+
+
+def losses(trainer: Trainer) -> list[float]:
+    """The loss of every optimizer step."""
+    return [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
+
+
+def weights(model: torch.nn.Module) -> dict[str, Tensor]:
+    return {name: value.detach().clone() for name, value in model.state_dict().items()}
+
+
+def assert_same_run(
+    got: Trainer, want: Trainer, before: dict[str, Tensor], *, loss: float = 1e-6, update: float = 2e-6
+) -> None:
+    """Losses within ``loss`` (relative), weights within ``update`` of the size of the whole update."""
+    assert len(losses(got)) == STEPS
+    assert losses(got) == pytest.approx(losses(want), rel=loss)
+    ours, theirs = weights(got.model), weights(want.model)
+    assert ours.keys() == theirs.keys()
+    moved = torch.stack([(theirs[name] - before[name]).double().norm() for name in before]).norm()
+    assert moved > 0.1
+    assert longest_piece(want.model) > CHUNK >= longest_piece(got.model)
+    off = torch.stack([(ours[name] - theirs[name]).double().norm() for name in theirs]).norm()
+    assert off <= update * moved, float(off / moved)
+
+
+@pytest.mark.parametrize("family", ["qwen3", "llama"])
+def test_hugging_face_trainer(tokenizer: PreTrainedTokenizerFast, tmp_path: Path, family: str) -> None:
+    plain = hf_trainer(model_for(tokenizer, family), tokenizer, tmp_path)
+    before = weights(plain.model)
+    plain.train()
+
+    model = model_for(tokenizer, family)
+    with streamtune.stream(model, chunk_size=CHUNK):
+        streamed = hf_trainer(model, tokenizer, tmp_path)
+        streamed.train()
+    assert_same_run(streamed, plain, before)
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_streaming_stands_in_the_place_of_checkpointing(
+    tokenizer: PreTrainedTokenizerFast, tmp_path: Path, reentrant: bool
+) -> None:
+    """Left on in the arguments it changes nothing: the same bits, and no layer runs once more than without."""
+    runs = []
+    for more in ({}, {"gradient_checkpointing": True, "gradient_checkpointing_kwargs": {"use_reentrant": reentrant}}):
+        model = model_for(tokenizer)
+        with streamtune.stream(model, chunk_size=CHUNK):
+            trainer = hf_trainer(model, tokenizer, tmp_path, **more)
+            trainer.train()
+        assert any(getattr(m, "gradient_checkpointing", False) for m in model.modules()) == bool(more)
+        runs.append((losses(trainer), weights(model), [layer.mlp.calls for layer in model.model.layers]))
+    assert runs[0][0] == runs[1][0]
+    assert all(torch.equal(value, runs[1][1][name]) for name, value in runs[0][1].items())
+    assert runs[0][2] == runs[1][2]
+
+
+@pytest.mark.parametrize("family", ["qwen3", "llama"])
+def test_hugging_face_trainer_under_bf16_autocast(
+    tokenizer: PreTrainedTokenizerFast, tmp_path: Path, family: str
+) -> None:
+    """Against the fp32 run: two bf16 runs round in different places and agree no better with each other."""
+    exact = hf_trainer(model_for(tokenizer, family), tokenizer, tmp_path)
+    before = weights(exact.model)
+    exact.train()
+    model = model_for(tokenizer, family)
+    with streamtune.stream(model, chunk_size=CHUNK):
+        streamed = hf_trainer(model, tokenizer, tmp_path, bf16=True)
+        streamed.train()
+    assert_same_run(streamed, exact, before, loss=2e-3, update=2e-2)
+    assert all(p.dtype == torch.float32 for p in model.parameters())
+
+
+def test_evaluation_in_the_hugging_face_trainer(tokenizer: PreTrainedTokenizerFast, tmp_path: Path) -> None:
+    """Evaluated between the steps and afterwards, the last batch smaller than the others."""
+    plain = hf_trainer(model_for(tokenizer), tokenizer, tmp_path, eval_strategy="steps", eval_steps=1)
+    before = weights(plain.model)
+    plain.train()
+    model = model_for(tokenizer)
+    with streamtune.stream(model, chunk_size=CHUNK):
+        streamed = hf_trainer(model, tokenizer, tmp_path, eval_strategy="steps", eval_steps=1)
+        streamed.train()
+        last = streamed.evaluate()["eval_loss"]
+    assert_same_run(streamed, plain, before)
+    got, want = ([log["eval_loss"] for log in t.state.log_history if "eval_loss" in log] for t in (streamed, plain))
+    assert len(want) == STEPS
+    assert got == pytest.approx([*want, want[-1]], rel=2e-6)
+    assert last == got[-1]
+
+
+def test_predictions_need_the_models_own_head(tokenizer: PreTrainedTokenizerFast, tmp_path: Path) -> None:
+    plain, model = model_for(tokenizer), model_for(tokenizer)
+    data = token_rows(tokenizer)
+    want = hf_trainer(plain, tokenizer, tmp_path).predict(data)
+    with streamtune.stream(model, chunk_size=CHUNK, head=False):
+        got = hf_trainer(model, tokenizer, tmp_path).predict(data)
+    torch.testing.assert_close(torch.tensor(got.predictions), torch.tensor(want.predictions), rtol=1e-5, atol=1e-5)
+    assert got.metrics["test_loss"] == pytest.approx(want.metrics["test_loss"], rel=2e-6)
+
+
+def test_after_removal_the_model_trains_and_generates_as_its_own(
+    tokenizer: PreTrainedTokenizerFast, tmp_path: Path
+) -> None:
+    plain, model = model_for(tokenizer), model_for(tokenizer)
+    handle = streamtune.stream(model, chunk_size=CHUNK)
+    hf_trainer(model, tokenizer, tmp_path).train()
+    handle.remove()
+    model.load_state_dict(plain.state_dict())
+
+    trainers = [hf_trainer(m, tokenizer, tmp_path) for m in (model, plain)]
+    for trainer in trainers:
+        trainer.train()
+    assert losses(trainers[0]) == losses(trainers[1])
+    theirs = weights(plain)
+    assert all(torch.equal(value, theirs[name]) for name, value in weights(model).items())
+    prompt = tokenizer(rows()[7]["prompt"], return_tensors="pt", return_token_type_ids=False)
+    texts = [m.generate(**prompt, max_new_tokens=8, do_sample=False) for m in (model.eval(), plain.eval())]
+    assert torch.equal(texts[0], texts[1])
+
+
+@pytest.mark.parametrize(
+    "more",
+    [
+        {},
+        {"gradient_checkpointing": True},
+        {"completion_only_loss": False},
+        {"per_device_train_batch_size": 3, "padding_free": True, "max_length": None},
+        {"packing": True, "max_length": 48, "per_device_train_batch_size": 1},
+    ],
+    ids=["completion", "checkpointing", "everything", "padding_free", "packing"],
+)
+def test_sft_trainer(tokenizer: PreTrainedTokenizerFast, tmp_path: Path, more: dict[str, Any]) -> None:
+    reference = {key: value for key, value in more.items() if key != "gradient_checkpointing"}
+    plain = sft_trainer(model_for(tokenizer), tokenizer, tmp_path, **reference)
+    before = weights(plain.model)
+    plain.train()
+
+    model = model_for(tokenizer)
+    with streamtune.stream(model, chunk_size=CHUNK):
+        streamed = sft_trainer(model, tokenizer, tmp_path, **more)
+        streamed.train()
+        evaluated = streamed.evaluate()["eval_loss"]
+    assert_same_run(streamed, plain, before)
+    assert evaluated == pytest.approx(plain.evaluate()["eval_loss"], rel=2e-6)
+
+
+def test_sft_trainer_under_bf16_autocast(tokenizer: PreTrainedTokenizerFast, tmp_path: Path) -> None:
+    exact = sft_trainer(model_for(tokenizer), tokenizer, tmp_path)
+    before = weights(exact.model)
+    exact.train()
+    model = model_for(tokenizer)
+    with streamtune.stream(model, chunk_size=CHUNK):
+        streamed = sft_trainer(model, tokenizer, tmp_path, bf16=True)
+        streamed.train()
+    assert_same_run(streamed, exact, before, loss=2e-3, update=2e-2)
+
+
+@pytest.mark.parametrize("checkpointing", [False, True])
+@pytest.mark.parametrize("order", ["before wrapping", "after wrapping"])
+def test_sft_trainer_with_lora(
+    tokenizer: PreTrainedTokenizerFast, tmp_path: Path, order: str, checkpointing: bool
+) -> None:
+    def lora_trainer(model: PreTrainedModel, **more: Any) -> SFTTrainer:
+        torch.manual_seed(9)  # peft draws the adapters here
+        config = LoraConfig(r=4, lora_alpha=16, target_modules="all-linear", task_type="CAUSAL_LM")
+        return sft_trainer(model, tokenizer, tmp_path, config, **more)
+
+    plain = lora_trainer(model_for(tokenizer))
+    assert isinstance(plain.model, PeftModel)
+    before = weights(plain.model)
+    plain.train()
+
+    model = model_for(tokenizer)
+    handle = streamtune.stream(model, chunk_size=CHUNK) if order == "before wrapping" else None
+    streamed = lora_trainer(model, gradient_checkpointing=checkpointing)
+    handle = handle or streamtune.stream(streamed.model, chunk_size=CHUNK)
+    streamed.train()
+    assert_same_run(streamed, plain, before)
+    moved = {name for name, value in weights(streamed.model).items() if not torch.equal(value, before[name])}
+    assert moved
+    assert all("lora_" in name for name in moved)
+
+    handle.remove()
+    prompt = tokenizer(rows()[3]["prompt"], return_tensors="pt", return_token_type_ids=False)
+    given = {**prompt, "max_new_tokens": 6, "do_sample": False}
+    assert torch.equal(streamed.model.eval().generate(**given), plain.model.eval().generate(**given))
+    trained = losses(streamed)
+    streamed.train()  # plain training goes on from here
+    assert losses(streamed)[-1] < trained[0]
+
+
+def test_a_call_through_adapters_is_still_watched() -> None:
+    """The head streams and what cannot be streamed is refused, although it is the wrapper that is called."""
+    model = get_peft_model(build("mixtral"), LoraConfig(r=2, target_modules=["q_proj"], task_type="CAUSAL_LM"))
+    with streamtune.stream(model, chunk_size=CHUNK):
+        out = model(**batch("plain"))
+        assert out.logits is None
+        assert out.past_key_values is None
+        with pytest.raises(UnsupportedModelError, match="statistic of the whole batch"):
+            model(**batch("plain"), output_router_logits=True)
+    assert model(**batch("plain")).logits is not None

@@ -1,0 +1,339 @@
+"""Chunked losses and log-probabilities of the head equal the dense ones, which hold all logits at once."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.nn.functional import cross_entropy, linear, log_softmax
+
+from streamtune.ops import linear_cross_entropy, project_cross_entropy, token_logprobs
+from streamtune.ops.cross_entropy import linear_cross_entropy_reference
+
+ROWS, LENGTH, VOCAB, HIDDEN = 3, 19, 71, 24
+TOLERANCE = {torch.float64: 1e-13, torch.float32: 2e-6}
+CHUNKS = (1, 7, 19, 1000)
+
+
+@dataclass(frozen=True)
+class Head:
+    hidden: Tensor
+    weight: Tensor
+    bias: Tensor | None
+    targets: Tensor
+
+    @property
+    def leaves(self) -> list[Tensor]:
+        return [x for x in (self.hidden, self.weight, self.bias) if x is not None]
+
+    def logits(self) -> Tensor:
+        return linear(self.hidden, self.weight, self.bias)
+
+    def to(self, dtype: torch.dtype) -> Head:
+        cast = [
+            None if x is None else x.detach().to(dtype).requires_grad_() for x in (self.hidden, self.weight, self.bias)
+        ]
+        return Head(cast[0], cast[1], cast[2], self.targets)  # type: ignore[arg-type]
+
+
+def make(dtype: torch.dtype = torch.float64, *, bias: bool = True, masked: str = "prompt") -> Head:
+    generator = torch.Generator().manual_seed(0)
+
+    def leaf(*shape: int) -> Tensor:
+        return torch.randn(shape, generator=generator, dtype=torch.float64).to(dtype).requires_grad_()
+
+    targets = torch.randint(0, VOCAB, (ROWS, LENGTH), generator=generator)
+    targets[:, -1] = -100
+    if masked == "prompt":
+        targets[:, :6] = -100
+        targets[1, 3:11] = -100
+    elif masked == "all":
+        targets[:] = -100
+    elif masked == "nothing":
+        targets = targets.clamp_min(0)
+    return Head(leaf(ROWS, LENGTH, HIDDEN), leaf(VOCAB, HIDDEN), leaf(VOCAB) if bias else None, targets)
+
+
+def relative(got: Tensor, want: Tensor) -> float:
+    got, want = got.detach().double(), want.detach().double()
+    return float((got - want).norm() / want.norm().clamp_min(1e-30))
+
+
+def softcap(x: Tensor) -> Tensor:
+    return torch.tanh(x / 3) * 3
+
+
+def dense_sum(head: Head, transform: Callable[[Tensor], Tensor] | None = None) -> Tensor:
+    logits = head.logits() if transform is None else transform(head.logits())
+    logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
+    return cross_entropy(logits.flatten(0, 1), head.targets.flatten(), reduction="sum")
+
+
+def projected(head: Head, transform: Callable[[Tensor], Tensor] | None = None, **how: Any) -> Tensor:
+    def project(h: Tensor) -> Tensor:
+        logits = linear(h, head.weight, head.bias)
+        return logits if transform is None else transform(logits)
+
+    return project_cross_entropy(head.hidden, project, head.leaves[1:], head.targets, **how)
+
+
+def fused(head: Head, transform: Callable[[Tensor], Tensor] | None = None, **how: Any) -> Tensor:
+    return linear_cross_entropy(head.hidden, head.weight, head.targets, bias_V=head.bias, transform=transform, **how)
+
+
+LOSSES = {"fused": fused, "projected": projected}
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32], ids=["fp64", "fp32"])
+@pytest.mark.parametrize("transform", [None, softcap], ids=["", "softcap"])
+@pytest.mark.parametrize("masked", ["prompt", "last", "nothing"])
+@pytest.mark.parametrize("bias", [False, True], ids=["", "bias"])
+@pytest.mark.parametrize("loss", LOSSES)
+def test_equals_the_dense_loss(loss: str, bias: bool, masked: str, transform: Any, dtype: torch.dtype) -> None:
+    head = make(dtype, bias=bias, masked=masked)
+    count = int((head.targets != -100).sum())
+    want = dense_sum(head, transform) / count
+    grads = torch.autograd.grad(want, head.leaves)
+    for chunk_size in CHUNKS:
+        got = LOSSES[loss](head, transform, chunk_size=chunk_size)
+        assert got.dtype == want.dtype
+        found = torch.autograd.grad(got, head.leaves)
+        assert relative(got, want) <= TOLERANCE[dtype]
+        for g, w in zip(found, grads, strict=True):
+            assert g.dtype == w.dtype
+            assert relative(g, w) <= TOLERANCE[dtype]
+
+
+def test_the_reference_is_torchs_mean() -> None:
+    head = make()
+    want = cross_entropy(head.logits().flatten(0, 1), head.targets.flatten())
+    got = linear_cross_entropy_reference(head.hidden, head.weight, head.targets, bias_V=head.bias)
+    assert relative(got, want) <= 1e-14
+
+
+@pytest.mark.parametrize("num_items", [7, 7.0, torch.tensor(7), torch.tensor(7.0), torch.tensor([7])])
+@pytest.mark.parametrize("loss", LOSSES)
+def test_the_divisor_is_the_callers(loss: str, num_items: Any) -> None:
+    """The target tokens of the whole global step, as an int or as a tensor, whatever is in this batch."""
+    head = make()
+    want = dense_sum(head) / 7
+    got = LOSSES[loss](head, num_items=num_items).sum()
+    assert relative(got, want) <= 1e-13
+    for g, w in zip(torch.autograd.grad(got, head.leaves), torch.autograd.grad(want, head.leaves), strict=True):
+        assert relative(g, w) <= 1e-13
+
+
+@pytest.mark.parametrize("scale", [1e-6, 1.0, -2.5, 65536.0])
+@pytest.mark.parametrize("loss", LOSSES)
+def test_upstream_gradient_scales_ours(loss: str, scale: float) -> None:
+    head = make()
+    want = torch.autograd.grad(dense_sum(head) * scale, head.leaves)
+    got = torch.autograd.grad(LOSSES[loss](head, num_items=1) * scale, head.leaves)
+    assert all(relative(g, w) <= 1e-13 for g, w in zip(got, want, strict=True))
+
+
+@pytest.mark.parametrize("loss", LOSSES)
+def test_micro_batches_add_up_to_the_batch(loss: str) -> None:
+    head = make()
+    items = (head.targets != -100).sum()
+    want = torch.autograd.grad(LOSSES[loss](head, num_items=items), head.leaves)
+    parts = [
+        LOSSES[loss](
+            Head(head.hidden[row : row + 1], head.weight, head.bias, head.targets[row : row + 1]), num_items=items
+        )
+        for row in range(ROWS)
+    ]
+    got = torch.autograd.grad(torch.stack(parts).sum(), head.leaves)
+    assert all(relative(g, w) <= 1e-13 for g, w in zip(got, want, strict=True))
+
+
+@pytest.mark.parametrize("num_items", [None, 5])
+@pytest.mark.parametrize("loss", LOSSES)
+def test_no_target_at_all_is_a_zero_with_zero_gradients(loss: str, num_items: int | None) -> None:
+    head = make(torch.float32, masked="all")
+    got = LOSSES[loss](head, num_items=num_items)
+    assert got.item() == 0.0
+    for g in torch.autograd.grad(got, head.leaves):
+        assert torch.equal(g, torch.zeros_like(g))
+    logprobs = token_logprobs(head.hidden, head.weight, head.targets)
+    assert torch.equal(logprobs, torch.zeros(ROWS, LENGTH))
+    assert torch.equal(torch.autograd.grad(logprobs.sum(), head.weight)[0], torch.zeros(VOCAB, HIDDEN))
+
+
+@pytest.mark.parametrize("ignore_index", [-100, -1, 3])
+def test_any_ignore_index(ignore_index: int) -> None:
+    head = make()
+    targets = head.targets.masked_fill(head.targets == -100, ignore_index)
+    want = cross_entropy(head.logits().flatten(0, 1), targets.flatten(), ignore_index=ignore_index)
+    got = linear_cross_entropy(head.hidden, head.weight, targets, bias_V=head.bias, ignore_index=ignore_index)
+    assert relative(got, want) <= 1e-13
+    logprobs = token_logprobs(head.hidden, head.weight, targets, lm_head_bias=head.bias, ignore_index=ignore_index)
+    assert relative(-logprobs.sum() / (targets != ignore_index).sum(), want) <= 1e-13
+
+
+@pytest.mark.parametrize("wanted", ["hidden", "weight", "bias"])
+@pytest.mark.parametrize("how", [*LOSSES, "logprobs"])
+def test_only_what_is_wanted_gets_a_gradient(how: str, wanted: str) -> None:
+    """A frozen head, or a head on frozen layers (LoRA, embeddings alone)."""
+    head = make()
+    leaf = getattr(head, wanted)
+    for x in head.leaves:
+        x.requires_grad_(x is leaf)
+    if how == "logprobs":
+        got = -token_logprobs(head.hidden, head.weight, head.targets, lm_head_bias=head.bias, chunk_size=7).sum()
+    else:
+        got = LOSSES[how](head, num_items=1, chunk_size=7)
+    got.backward()
+    (want,) = torch.autograd.grad(dense_sum(head), leaf)
+    assert relative(leaf.grad, want) <= 1e-13
+    assert all(x.grad is None for x in head.leaves if x is not leaf)
+
+
+@pytest.mark.parametrize("context", [torch.no_grad, torch.inference_mode])
+@pytest.mark.parametrize("loss", LOSSES)
+def test_without_gradients(loss: str, context: Any) -> None:
+    head = make()
+    want = dense_sum(head, softcap) / int((head.targets != -100).sum())
+    with context():
+        got = LOSSES[loss](head, softcap, chunk_size=7)
+    assert not got.requires_grad
+    assert relative(got.clone(), want) <= 1e-13
+
+
+@pytest.mark.parametrize("loss", LOSSES)
+def test_no_leaf_needs_a_gradient(loss: str) -> None:
+    head = make()
+    for x in head.leaves:
+        x.requires_grad_(False)
+    got = LOSSES[loss](head, softcap, num_items=1)
+    assert not got.requires_grad
+    assert relative(got, dense_sum(head, softcap)) <= 1e-13
+
+
+def test_a_chunk_is_all_that_is_projected() -> None:
+    """Masked tokens are not projected, and no more than ``chunk_size`` of the others at once."""
+    head = make()
+    sizes: list[int] = []
+
+    def project(h: Tensor) -> Tensor:
+        sizes.append(len(h))
+        return linear(h, head.weight, head.bias)
+
+    project_cross_entropy(head.hidden, project, head.leaves[1:], head.targets, chunk_size=5)
+    assert sum(sizes) == int((head.targets != -100).sum())
+    assert max(sizes) == 5
+
+
+def test_parameters_behind_a_projection_of_several_steps() -> None:
+    """An adapter on the head: base weight frozen, two small factors trained."""
+    head = make()
+    generator = torch.Generator().manual_seed(5)
+    a = torch.randn(4, HIDDEN, generator=generator, dtype=torch.float64).requires_grad_()
+    b = torch.randn(VOCAB, 4, generator=generator, dtype=torch.float64).requires_grad_()
+    base = head.weight.detach()
+
+    def project(h: Tensor) -> Tensor:
+        return softcap(linear(h, base) + linear(linear(h, a), b))
+
+    want = cross_entropy(project(head.hidden.flatten(0, 1)), head.targets.flatten())
+    got = project_cross_entropy(head.hidden, project, [a, b], head.targets, chunk_size=7)
+    leaves = [head.hidden, a, b]
+    for g, w in zip(torch.autograd.grad(got, leaves), torch.autograd.grad(want, leaves), strict=True):
+        assert relative(g, w) <= 1e-13
+
+
+@pytest.mark.parametrize("how", [*LOSSES, "logprobs"])
+@pytest.mark.parametrize("autocast", [False, True], ids=["bf16", "autocast"])
+def test_as_precise_as_torch_in_bf16(how: str, autocast: bool) -> None:
+    """Three ways: fp64 truth, torch with all logits at once, ours. Many small chunks do not add rounding."""
+    rounded = make(torch.bfloat16)
+    truth, head = rounded.to(torch.float64), rounded.to(torch.float32 if autocast else torch.bfloat16)
+    want = torch.autograd.grad(dense_sum(truth) / 30, truth.leaves)
+
+    def run(loss: Callable[[], Tensor]) -> tuple[Tensor, tuple[Tensor, ...]]:
+        with torch.autocast("cpu", dtype=torch.bfloat16, enabled=autocast):
+            value = loss()
+        return value, torch.autograd.grad(value, head.leaves)
+
+    def ours(chunk_size: int) -> Tensor:
+        if how == "logprobs":
+            return (
+                -token_logprobs(
+                    head.hidden, head.weight, head.targets, lm_head_bias=head.bias, chunk_size=chunk_size
+                ).sum()
+                / 30
+            )
+        return LOSSES[how](head, num_items=30, chunk_size=chunk_size)
+
+    torch_value, torch_grads = run(lambda: dense_sum(head) / 30)
+    for chunk_size in CHUNKS:
+        value, grads = run(lambda size=chunk_size: ours(size))
+        assert value.dtype == torch.float32
+        exact = dense_sum(truth) / 30
+        assert relative(value, exact) <= relative(torch_value, exact) + 1e-5
+        for g, t, w, leaf in zip(grads, torch_grads, want, head.leaves, strict=True):
+            assert g.dtype == leaf.dtype
+            assert relative(g, w) <= 1.1 * relative(t, w) + 1e-4
+
+
+def dense_logprobs(head: Head) -> Tensor:
+    logits = head.logits()
+    logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
+    picked = log_softmax(logits, -1).gather(-1, head.targets.clamp_min(0)[..., None]).squeeze(-1)
+    return picked.masked_fill(head.targets == -100, 0.0)
+
+
+def dpo(logprobs: Tensor) -> Tensor:
+    """A loss of differences between rows, as preference training has."""
+    per_row = logprobs.sum(-1)
+    return -torch.nn.functional.logsigmoid(0.3 * (per_row[0] - per_row[1])) + per_row[2].square()
+
+
+def clipped_ratio(logprobs: Tensor) -> Tensor:
+    """A loss of clipped ratios, as policy gradients have."""
+    ratio = (logprobs - logprobs.detach() + 0.1).exp()
+    advantage = torch.linspace(-1, 1, LENGTH, dtype=logprobs.dtype)
+    return -torch.minimum(ratio * advantage, ratio.clamp(0.8, 1.2) * advantage).sum()
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32], ids=["fp64", "fp32"])
+@pytest.mark.parametrize("loss", [torch.sum, dpo, clipped_ratio, lambda x: (x.exp() * x.cos()).mean()])
+@pytest.mark.parametrize("bias", [False, True], ids=["", "bias"])
+def test_token_logprobs_under_any_loss(bias: bool, loss: Callable[[Tensor], Tensor], dtype: torch.dtype) -> None:
+    head = make(dtype, bias=bias)
+    want = dense_logprobs(head)
+    grads = torch.autograd.grad(loss(want), head.leaves)
+    for chunk_size in CHUNKS:
+        got = token_logprobs(head.hidden, head.weight, head.targets, lm_head_bias=head.bias, chunk_size=chunk_size)
+        assert got.shape == head.targets.shape
+        assert got.dtype == want.dtype
+        assert torch.equal(got == 0, head.targets == -100)
+        assert relative(got, want) <= TOLERANCE[dtype]
+        for g, w in zip(torch.autograd.grad(loss(got), head.leaves), grads, strict=True):
+            assert relative(g, w) <= 5 * TOLERANCE[dtype]
+
+
+def test_extreme_logits_stay_finite() -> None:
+    head = make(torch.float32)
+    with torch.no_grad():
+        head.weight.mul_(1e4)
+    got = fused(head, chunk_size=7)
+    want = dense_sum(head) / int((head.targets != -100).sum())
+    assert torch.isfinite(got)
+    assert relative(got, want) <= 1e-5
+    assert all(torch.isfinite(g).all() for g in torch.autograd.grad(got, head.leaves))
+
+
+@pytest.mark.parametrize("accumulate", [torch.float32, torch.bfloat16])
+def test_the_weight_gradient_is_summed_in_the_asked_dtype(accumulate: torch.dtype) -> None:
+    """In fp32 the chunk count does not matter; in the dtype of the weight it costs precision but no memory."""
+    rounded = make(torch.bfloat16, bias=False)
+    truth = rounded.to(torch.float64)
+    (want,) = torch.autograd.grad(dense_sum(truth), truth.weight)
+    (got,) = torch.autograd.grad(fused(rounded, num_items=1, chunk_size=1, accumulate_dtype=accumulate), rounded.weight)
+    assert got.dtype == torch.bfloat16
+    assert relative(got, want) <= (5e-3 if accumulate == torch.float32 else 3e-2)

@@ -1,0 +1,228 @@
+"""The lazy mask equals the dense one transformers builds, and its segments cover the allowed keys and no other."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from transformers import AutoConfig, DynamicCache
+from transformers.masking_utils import (
+    create_causal_mask,
+    create_chunked_causal_mask,
+    create_sliding_window_causal_mask,
+)
+
+from streamtune.engine.attention import NAME, dense_mask
+from streamtune.ops import LazyMask, MaskView
+from streamtune.ops import mask as mask_module
+from tests.exactness.families import SMALL
+
+ROWS, LENGTH = 3, 53
+
+Create = Callable[..., Any]
+MAKERS: dict[str, tuple[Create, dict[str, Any]]] = {
+    "causal": (create_causal_mask, {"model_type": "llama"}),
+    "window of 1": (create_sliding_window_causal_mask, {"model_type": "mistral", "sliding_window": 1}),
+    "window of 7": (create_sliding_window_causal_mask, {"model_type": "mistral", "sliding_window": 7}),
+    "window of 40": (create_sliding_window_causal_mask, {"model_type": "mistral", "sliding_window": 40}),
+    "window of 99": (create_sliding_window_causal_mask, {"model_type": "mistral", "sliding_window": 99}),
+    "chunked": (create_chunked_causal_mask, {"model_type": "llama4_text", "attention_chunk_size": 12}),
+}
+
+
+def padding(kind: str) -> Tensor | None:
+    """``[ROWS, LENGTH]`` as a tokenizer pads: None, right, left or both sides; ``inside`` as no tokenizer does."""
+    if kind == "none":
+        return None
+    mask = torch.ones(ROWS, LENGTH, dtype=torch.long)
+    for row, missing in enumerate((0, 4, 19)):
+        if missing and kind in ("right", "both"):
+            mask[row, -missing:] = 0
+        if missing and kind in ("left", "both"):
+            mask[row, :missing] = 0
+    if kind == "inside":
+        mask[1, 20:24] = 0
+    return mask
+
+
+def both(maker: str, **call: Any) -> tuple[LazyMask, Tensor]:
+    """The mask under our name, and the boolean form of what the same call builds for eager attention."""
+    create, settings = MAKERS[maker]
+    made = []
+    for implementation in (NAME, "eager"):
+        config = AutoConfig.for_model(**{**SMALL, **settings})
+        config._attn_implementation = implementation
+        made.append(create(config=config, inputs_embeds=torch.zeros(ROWS, LENGTH, 8), **call))
+    lazy, dense = made
+    assert isinstance(lazy, LazyMask)
+    return lazy, dense == 0
+
+
+def whole(lazy: LazyMask) -> Tensor:
+    """The dense mask a lazy one stands for."""
+    first, last = lazy.q_offset, lazy.q_offset + lazy.q_length
+    tile = lazy.tile(first, last, lazy.kv_offset, lazy.kv_offset + lazy.kv_length)
+    return tile.expand(lazy.batch_size, -1, -1, -1)
+
+
+def from_segments(view: MaskView) -> Tensor:
+    """What a view's segments let through, put together; every segment's bias must say the same."""
+    batch, _, queries, keys = view.shape
+    covered, seen = torch.zeros(keys, dtype=torch.bool), torch.zeros(view.shape, dtype=torch.bool)
+    for segment in view.segments():
+        assert 0 <= segment.start < segment.stop <= keys
+        run = slice(segment.start, segment.stop)
+        assert not covered[run].any(), "segments overlap"
+        covered[run] = True
+        bias = view.bias(segment, torch.float32)
+        let = torch.ones(batch, 1, queries, segment.stop - segment.start, dtype=torch.bool)
+        assert (bias is None) == (not segment.masked)
+        if bias is not None:
+            assert bias.shape[2:] == let.shape[2:]
+            assert set(bias.unique().tolist()) <= {0.0, mask_module.masked_score(torch.float32)}
+            let &= bias == 0
+            rows = slice(queries // 3, queries)
+            part = view.allowed(segment, rows).expand(batch, 1, rows.stop - rows.start, -1)
+            assert torch.equal(part, (bias == 0)[:, :, rows].expand(batch, 1, -1, -1))
+        if segment.causal:
+            assert queries == segment.stop - segment.start
+            let &= torch.ones(queries, queries, dtype=torch.bool).tril()
+        seen[..., run] = let
+    return seen
+
+
+@pytest.mark.parametrize("pad", ["none", "right", "left", "both", "inside"])
+@pytest.mark.parametrize("maker", MAKERS)
+def test_equals_the_dense_mask_of_transformers(maker: str, pad: str) -> None:
+    lazy, dense = both(maker, attention_mask=padding(pad), past_key_values=None)
+    assert torch.equal(whole(lazy), dense.expand(ROWS, -1, -1, -1))
+    assert not lazy.sees_future
+
+
+@pytest.mark.parametrize("block", [5, 16, mask_module.KEY_BLOCK])
+@pytest.mark.parametrize("pad", ["none", "right", "left", "both", "inside"])
+@pytest.mark.parametrize("maker", MAKERS)
+def test_segments_of_every_chunk(maker: str, pad: str, block: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(mask_module, "KEY_BLOCK", block)
+    lazy, dense = both(maker, attention_mask=padding(pad), past_key_values=None)
+    for size in (1, 8, 13, LENGTH):
+        for start in range(0, LENGTH, size):
+            stop = min(start + size, LENGTH)
+            first = lazy.first_key(start)
+            assert not dense[:, :, start:stop, :first].any(), "a visible key was cut off"
+            view = lazy.chunk(start, stop, first)
+            want = dense[:, :, start:stop, first:stop].expand(ROWS, -1, -1, -1)
+            assert torch.equal(from_segments(view), want), (start, stop)
+
+
+@pytest.mark.parametrize("maker", ["causal", "window of 7", "window of 40"])
+def test_packed_position_ids(maker: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(mask_module, "KEY_BLOCK", 16)
+    lengths = ([20, 30, 3], [53], [1, 1, 51])
+    positions = torch.stack([torch.cat([torch.arange(n) for n in row]) for row in lengths])
+    lazy, dense = both(maker, attention_mask=None, past_key_values=None, position_ids=positions)
+    assert torch.equal(whole(lazy), dense)
+    assert not dense[0, 0, 20:, :20].any(), "transformers separates the documents"
+    assert not lazy.sees_future
+    for start in range(0, LENGTH, 11):
+        view = lazy.chunk(start, min(start + 11, LENGTH), lazy.first_key(start))
+        assert torch.equal(from_segments(view), dense[:, :, view.q_start : view.q_stop, view.k_start : view.k_stop])
+
+
+@pytest.mark.parametrize("pad", ["none", "left"])
+def test_a_decoding_step_sees_its_cache(pad: str) -> None:
+    """17 tokens in the cache, LENGTH - 17 new ones."""
+    past, mask = 17, padding(pad)
+    cache = DynamicCache()
+    for layer in range(2):
+        cache.update(torch.zeros(ROWS, 1, past, 8), torch.zeros(ROWS, 1, past, 8), layer)
+    create, settings = MAKERS["causal"]
+    made = []
+    for implementation in (NAME, "eager"):
+        config = AutoConfig.for_model(**{**SMALL, **settings})
+        config._attn_implementation = implementation
+        embeds = torch.zeros(ROWS, LENGTH - past, 8)
+        made.append(create(config=config, inputs_embeds=embeds, attention_mask=mask, past_key_values=cache))
+    lazy, dense = made[0], (made[1] == 0).expand(ROWS, -1, -1, -1)
+    assert torch.equal(whole(lazy), dense)
+    assert torch.equal(from_segments(lazy.rows(0, LENGTH - past)), dense)
+
+
+@pytest.mark.parametrize("row", ["first", "last"])
+def test_sees_future(row: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One allowed place above the diagonal is found, wherever it is; the diagonal itself is not the future."""
+    monkeypatch.setattr(mask_module, "KEY_BLOCK", 16)
+    allowed = torch.ones(ROWS, 1, LENGTH, LENGTH, dtype=torch.bool).tril()
+    assert not dense_mask(allowed).sees_future
+    q, k = (0, LENGTH - 1) if row == "first" else (LENGTH - 2, LENGTH - 1)
+    allowed[1, 0, q, k] = True
+    assert dense_mask(allowed).sees_future
+
+
+@pytest.mark.parametrize("kind", ["boolean", "additive", "finite"])
+def test_a_dense_mask_of_the_callers_own(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(mask_module, "KEY_BLOCK", 16)
+    generator = torch.Generator().manual_seed(0)
+    allowed = (torch.rand(ROWS, 1, LENGTH, LENGTH, generator=generator) < 0.3).tril()
+    allowed[:, :, :, :16] = torch.ones(LENGTH, 16, dtype=torch.bool).tril()  # a block that is all allowed further down
+    allowed[:, :, 40:, 16:32] = False  # and one that is not at all
+    low = float("-inf") if kind == "additive" else torch.finfo(torch.float32).min
+    given = allowed if kind == "boolean" else torch.zeros(allowed.shape).masked_fill(~allowed, low)
+    lazy = dense_mask(given)
+    assert torch.equal(whole(lazy), allowed)
+    for start in range(0, LENGTH, 13):
+        view = lazy.chunk(start, min(start + 13, LENGTH), 0)
+        assert torch.equal(from_segments(view), allowed[:, :, view.q_start : view.q_stop, : view.q_stop])
+
+
+def test_blocks_that_are_all_or_nothing_are_not_masked(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The fused kernel is kept wherever it can be, also for a mask function nobody recognises."""
+    monkeypatch.setattr(mask_module, "KEY_BLOCK", 16)
+
+    def function(b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
+        return (k <= q) & ((k < 32) | (k >= 48))
+
+    segments = LazyMask(1, 80, 80, causal=False, function=function).chunk(64, 80, 0).segments()
+    assert [(s.start, s.stop, s.masked) for s in segments] == [(0, 32, False), (48, 64, False), (64, 80, True)]
+
+
+@pytest.mark.parametrize(
+    ("pad", "interval"),
+    [
+        ("none", (0, LENGTH)),
+        ("right", (0, LENGTH - 19)),
+        ("left", (19, LENGTH)),
+        ("both", (19, LENGTH - 19)),
+        ("inside", (0, 0)),
+    ],
+)
+def test_unpadded(pad: str, interval: tuple[int, int]) -> None:
+    lazy, _ = both("causal", attention_mask=padding(pad), past_key_values=None)
+    assert lazy.unpadded == interval
+
+
+def test_unpadded_where_rows_share_no_token() -> None:
+    mask = torch.zeros(2, 10, dtype=torch.bool)
+    mask[0, :4], mask[1, 6:] = True, True
+    start, stop = LazyMask(2, 10, 10, padding=mask).unpadded
+    assert start >= stop
+    lazy = LazyMask(2, 10, 10, padding=mask)
+    assert torch.equal(from_segments(lazy.chunk(5, 10, 0)), whole(lazy)[:, :, 5:])
+
+
+def test_padding_that_pads_nothing_is_forgotten() -> None:
+    lazy = LazyMask(2, 8, 8, padding=torch.ones(2, 8, dtype=torch.bool))
+    assert lazy.padding is None
+    assert not any(segment.masked for segment in lazy.chunk(4, 8, 0).segments())
+
+
+def test_causal_chunks_take_two_unmasked_kernel_calls() -> None:
+    lazy = LazyMask(1, 64, 64)
+    assert [(s.start, s.stop, s.causal, s.masked) for s in lazy.chunk(32, 64, 0).segments()] == [
+        (0, 32, False, False),
+        (32, 64, True, False),
+    ]
+    assert [(s.start, s.stop, s.causal, s.masked) for s in lazy.chunk(0, 32, 0).segments()] == [(0, 32, True, False)]
