@@ -35,10 +35,13 @@ check: $(STAMP)  ## ruff and mypy --strict
 	$(BIN)/mypy
 
 test: $(STAMP)  ## the test suite (installs what it needs)
-	$(BIN)/python -m pytest
+	$(BIN)/python -m pytest -n 2
+
+docs: $(STAMP)  ## regenerate what is made from the code: the recipe's JSON schema
+	$(BIN)/streamtune schema > docs/recipe.schema.json
 
 conformance: $(STAMP)  ## exactness of every tested family, with the error table
-	$(BIN)/python -m pytest tests/exactness -m "slow or not slow" -s
+	$(BIN)/python -m pytest tests/exactness tests/engine
 
 bench: $(STAMP)  ## plain autograd, gradient checkpointing and streaming side by side
 	$(BIN)/streamtune bench recipes/bench.yaml

@@ -112,7 +112,7 @@ def test_trains_from_a_recipe_to_a_model_that_transformers_loads(
     assert f"first {train[0]['loss']:.3f}, last {train[-1]['loss']:.3f}, held out {held_out:.3f}" in shown
     assert 'AutoModelForCausalLM.from_pretrained("runs/tiny/final")' in shown
     assert "step=12/12 loss=" in shown
-    assert "asked Add 3 and 4." in shown
+    assert "  asked\n    Add 3 and 4.\n  wrote\n" in shown
     assert "\x1b" not in shown
 
 

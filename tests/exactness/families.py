@@ -1,6 +1,6 @@
 """Tiny, config-initialised models of the tested families, the batches they are tested on, and the error measure.
 
-The measure is the project's bound for fp32: for every parameter, ``||g - g_ref|| <= 2e-5 max(||g_ref||, 1e-3 ||G_ref||)``
+The measure is the bound for fp32: for every parameter, ``||g - g_ref|| <= 2e-5 max(||g_ref||, 1e-3 ||G_ref||)``
 where ``G_ref`` is the gradient of all parameters together.
 """
 

@@ -79,7 +79,7 @@ class RowStream:
 
 @dataclass
 class Trainer:
-    """Calls ``train`` as ``recipe.build`` does, with defaults that a test overrides."""
+    """Calls ``train`` as ``recipe.build_sft`` does, with defaults that a test overrides."""
 
     folder: Path
     output: io.StringIO = field(default_factory=io.StringIO)

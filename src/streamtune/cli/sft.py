@@ -19,7 +19,7 @@ from .console import err, out, print_rows
 from .options import RecipeArgument, SetOption
 
 if TYPE_CHECKING:
-    from streamtune.recipe.build import Outcome, SftRun
+    from streamtune.recipe.build_sft import Outcome, SftRun
 
 __all__ = ["sft"]
 
@@ -50,7 +50,7 @@ def sft(
     os.environ.setdefault("OMP_WAIT_POLICY", "passive")
     try:
         with err.status("loading libraries"):
-            from streamtune.recipe.build import build_sft, run_sft
+            from streamtune.recipe.build_sft import build_sft, run_sft
         for note in loaded.notes:
             _note(note)
         run = build_sft(loaded, resume=resume, notify=_note, doing=err.status)
@@ -145,8 +145,9 @@ def _print_outcome(run: SftRun, outcome: Outcome) -> None:
     out.print(_title(run, outcome), soft_wrap=True)
     print_rows(rows)
     if outcome.sample is not None and run.recipe.sample is not None:
-        out.print(Text.assemble(("asked ", "dim"), run.recipe.sample.prompt), soft_wrap=True)
-        out.print(Text(indent(outcome.sample.strip("\n") or "(nothing)", "  "), style="green"), soft_wrap=True)
+        for title, text, style in (("asked", run.recipe.sample.prompt, ""), ("wrote", outcome.sample, "green")):
+            out.print(Text(f"  {title}", style="dim"))
+            out.print(Text(indent(text.strip("\n") or "(nothing)", "    "), style=style), soft_wrap=True)
 
 
 def _title(run: SftRun, outcome: Outcome) -> Text:

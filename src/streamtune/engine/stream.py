@@ -36,8 +36,8 @@ def stream(
     Afterwards ``model(input_ids=ids, labels=labels).loss.backward()`` computes the ordinary loss and the ordinary
     gradient with the activations of one chunk; trainers, adapters and accelerate work unchanged.
 
-    As under gradient checkpointing, a call that trains (training mode, or with ``labels``) runs with ``use_cache=False``.
-    ``transformers`` looks for packed rows, that is for ``position_ids`` that restart, in just these calls.
+    As under gradient checkpointing, a call that trains (training mode, or with ``labels``) runs with
+    ``use_cache=False``. ``transformers`` looks for packed rows (``position_ids`` that restart) in just these calls.
 
     Args:
         model: A causal language model of ``transformers``, with or without peft adapters.

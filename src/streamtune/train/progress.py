@@ -104,7 +104,7 @@ class Progress:
             fields += [
                 (Text.assemble("loss ", (f"{record['loss']:.3f}", "bold green")), 1),
                 (Text(f"lr {record['lr']:.2g}"), 5),
-                (Text(f"grad {record['grad_norm']:.2f}"), 7),
+                *([(Text(f"grad {record['grad_norm']:.2f}"), 7)] if width >= 100 else []),  # else room for the bar
                 (Text(f"{format_rate(record['tokens_per_s'])} tok/s"), 3),
                 (Text(f"{record['peak_mem_gib']:.1f} GiB"), 4),
                 (Text(f"ETA {format_duration(self._seconds_left())}"), 2),

@@ -1,0 +1,352 @@
+"""A recipe to a run of supervised fine-tuning.
+
+build_sft   recipe -> tokenizer, data, model, engine, step plan; reads everything, writes nothing
+run_sft     train, save the model, try it
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from itertools import islice
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from streamtune import data, models, optim, train
+from streamtune.engine import Schedule, StreamHandle, stream
+from streamtune.recipe.build import (
+    blame_recipe,
+    choose_device,
+    make_model,
+    make_schedule,
+    make_sources,
+    make_tokenizer,
+    prepare_data,
+    quiet_libraries,
+)
+from streamtune.recipe.dump import dump_recipe
+from streamtune.recipe.loader import LoadedRecipe
+from streamtune.recipe.schema import Recipe
+
+if TYPE_CHECKING:
+    from rich.console import Console
+    from transformers import PreTrainedTokenizerBase
+
+__all__ = ["Outcome", "SftRun", "StepPlan", "build_sft", "run_sft"]
+
+FREE_KEYS = frozenset(
+    {
+        # Where things go and what is shown,
+        "output_dir", "save_steps", "save_total_limit", "eval_steps", "logging_steps", "report_to", "sample",
+        # how the same gradient is computed,
+        "engine", "device", "per_device_eval_batch_size", "trust_remote_code",
+        # and what the fingerprint of the data covers, wherever the files are now.
+        "datasets",
+    }
+)  # fmt: skip
+"""Keys that may change between the start of a run and its resumption."""
+
+SAMPLE_TEMPERATURE = 0.3
+"""Of the sample at the end. The likeliest token each time would go in circles where little is learnt yet."""
+
+
+@dataclass(frozen=True)
+class StepPlan:
+    """How many optimizer steps there are, and how long the learning rate rises."""
+
+    total_steps: int
+    steps_per_epoch: int
+    warmup_steps: int
+
+
+@dataclass
+class SftRun:
+    """Everything a run of supervised fine-tuning needs, built and checked."""
+
+    loaded: LoadedRecipe
+    directory: train.RunDirectory
+    checkpoint: train.Checkpoint | None
+    """Where the run goes on from; None starts at the beginning."""
+    identity: dict[str, Any]
+    replaces: bool
+    """Whether ``directory`` holds another run, which is moved aside first."""
+    device: torch.device
+    tokenizer: PreTrainedTokenizerBase
+    data: data.PreparedData
+    model: Any
+    parameters: models.ParameterCount
+    handle: StreamHandle
+    plan: StepPlan
+
+    @property
+    def recipe(self) -> Recipe:
+        """The recipe."""
+        return self.loaded.recipe
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """How a run ended."""
+
+    progressed: train.Progressed
+    finished: bool
+    exit_code: int
+    """0; 130 or 143 where a signal stopped it."""
+    checkpoint: Path | None
+    """The newest checkpoint."""
+    moved_aside: Path | None
+    """Where the run went that was in the directory before."""
+    sample: str | None
+    losses: list[float]
+    """The training loss of every step, those before a resume included."""
+    tokens: int
+    """Tokens trained on in this session."""
+    seconds: float
+    """Time the loop took in this session."""
+
+
+def build_sft(
+    loaded: LoadedRecipe,
+    *,
+    resume: str = "auto",
+    notify: Callable[[str], None] = lambda message: None,
+    doing: Callable[[str], AbstractContextManager[Any]] = nullcontext,
+) -> SftRun:
+    """Load or make everything the recipe names. Nothing is written.
+
+    Args:
+        loaded: The recipe.
+        resume: ``auto`` (go on where the run in ``output_dir`` stopped), ``never``, or the path of a checkpoint.
+        notify: Told what is worth knowing on the way, a sentence at a time.
+        doing: Shows what takes a while, for as long as it does.
+
+    Raises:
+        UserError: With the line of the recipe that is to blame.
+        CheckpointError: The checkpoint named by ``resume`` cannot be used.
+        OutOfMemoryError: The weights alone do not fit.
+    """
+    recipe = loaded.recipe
+    with blame_recipe(loaded):
+        device = choose_device(recipe.device)
+        quiet_libraries(device)
+        directory = train.RunDirectory(Path(recipe.output_dir))
+        before = directory.read_identity()
+        checkpoint = train.find_checkpoint(directory, resume, notify)
+        # What is continued must have been started under the same settings: checked before the data is read, with
+        # which it takes minutes, and once more with it.
+        identity: dict[str, Any] = {"recipe": recipe.model_dump(mode="json", exclude=set(FREE_KEYS))}
+        started = {directory.path: before} if before is not None and resume != "never" else {}
+        if checkpoint is not None:
+            started[checkpoint.path] = checkpoint.state["identity"]
+        for where, started_as in started.items():
+            train.check_same_run(started_as, identity, where=where)
+
+        sources = make_sources(loaded)
+        with doing("reading the tokenizer" if checkpoint else "making the tokenizer"):
+            tokenizer = make_tokenizer(recipe, sources, checkpoint, notify)
+        prepared = prepare_data(recipe, sources, tokenizer, notify)
+        identity["data"] = prepared.fingerprint
+        for where, started_as in started.items():
+            train.check_same_run(started_as, identity, where=where)
+
+        with doing("loading the model"):
+            model = make_model(recipe, tokenizer, checkpoint, device)
+        handle = stream(model, schedule=make_schedule(recipe.engine))
+    return SftRun(
+        loaded=loaded,
+        directory=directory,
+        checkpoint=checkpoint,
+        identity=identity,
+        replaces=before is not None and resume == "never",
+        device=device,
+        tokenizer=tokenizer,
+        data=prepared,
+        model=model,
+        parameters=models.count_parameters(model),
+        handle=handle,
+        plan=_plan_steps(recipe, len(prepared.train)),
+    )
+
+
+def run_sft(run: SftRun, console: Console) -> Outcome:
+    """Train, and where the run comes to its end save the model and let it answer the sample prompt.
+
+    Args:
+        run: From :func:`build_sft`; used once.
+        console: Where progress is shown.
+
+    Raises:
+        RunError: It failed on the way; the checkpoints saved before are intact.
+    """
+    directory = run.directory
+    before = run.checkpoint.state["progressed"]["tokens"] if run.checkpoint else 0
+    moved_aside = directory.move_aside() if run.replaces else None
+    with directory.claim(run.identity, dump_recipe(run.recipe, comment=f"resolved from {run.loaded.path}")):
+        writer = _make_writer(run)
+        started = time.perf_counter()
+        with train.StopRequest() as stop, train.record_failure(directory.events):
+            progressed = _train(run, writer, stop, console)
+        seconds = time.perf_counter() - started
+        finished = progressed.step >= run.plan.total_steps
+        sample = _finish(run, writer) if finished else None
+        train.append_event(directory.events, "finish" if finished else "stop", step=progressed.step)
+    newest = train.checkpoint_path(directory.checkpoints, progressed.step)
+    return Outcome(
+        progressed=progressed,
+        finished=finished,
+        exit_code=0 if finished else stop.exit_code,
+        checkpoint=newest if newest.exists() else None,
+        moved_aside=moved_aside,
+        sample=sample,
+        losses=[record["loss"] for record in train.read_records(directory.metrics) if "loss" in record],
+        tokens=progressed.tokens - before,
+        seconds=seconds,
+    )
+
+
+def _train(run: SftRun, writer: train.ModelWriter, stop: train.StopRequest, console: Console) -> train.Progressed:
+    """The loop, with optimizer, schedule and batches as the recipe asks."""
+    recipe, plan, directory = run.recipe, run.plan, run.directory
+    first_step = run.checkpoint.step if run.checkpoint else 0
+    train.supersede(directory.checkpoints, first_step)
+    train.append_event(directory.events, "resume" if run.checkpoint else "start", step=first_step)
+    optimizer = optim.build_optimizer(
+        recipe.optim,
+        run.model.named_parameters(),
+        learning_rate=recipe.learning_rate,
+        weight_decay=recipe.weight_decay,
+        betas=(recipe.adam_beta1, recipe.adam_beta2),
+        eps=recipe.adam_epsilon,
+    )
+    learning_rate_at = optim.build_schedule(
+        recipe.lr_scheduler_type,
+        learning_rate=recipe.learning_rate,
+        total_steps=plan.total_steps,
+        warmup_steps=plan.warmup_steps,
+    )
+    batches = Batches(run.data, run.tokenizer)
+    with train.Progress(console, plan.total_steps, first_step, recipe.logging_steps) as progress:
+        return train.train(
+            run.model,
+            optimizer,
+            learning_rate_at,
+            Steps(batches, recipe),
+            (lambda: batches.held_out(recipe.per_device_eval_batch_size)) if run.data.validation else None,
+            settings=_train_settings(recipe, plan, run.handle.schedule),
+            run=directory,
+            identity=run.identity,
+            writer=writer,
+            resume_from=run.checkpoint,
+            progress=progress,
+            stop=stop,
+        )
+
+
+def _finish(run: SftRun, writer: train.ModelWriter) -> str | None:
+    """Write ``final/`` and return what the model says to the sample prompt."""
+    train.write_final(run.directory.final, writer)
+    run.handle.remove()
+    sample = run.recipe.sample
+    if sample is None:
+        return None
+    return models.sample_text(
+        run.model,
+        run.tokenizer,
+        sample.prompt,
+        max_new_tokens=sample.max_new_tokens,
+        temperature=SAMPLE_TEMPERATURE,
+        seed=run.recipe.seed,
+    )
+
+
+# --- the loop's arguments -------------------------------------------------------------------------------------------
+
+
+def _plan_steps(recipe: Recipe, num_rows: int) -> StepPlan:
+    """Count the optimizer steps; the last of an epoch may have fewer micro-batches, none is left out."""
+    batches_per_epoch = -(-num_rows // recipe.per_device_train_batch_size)
+    steps_per_epoch = -(-batches_per_epoch // recipe.gradient_accumulation_steps)
+    total_steps = recipe.max_steps
+    if total_steps < 0:
+        total_steps = math.ceil(steps_per_epoch * recipe.num_train_epochs)
+    warmup_steps = recipe.warmup_steps or math.ceil(total_steps * recipe.warmup_ratio)
+    return StepPlan(total_steps, steps_per_epoch, warmup_steps)
+
+
+def _train_settings(recipe: Recipe, plan: StepPlan, schedule: Schedule) -> train.TrainSettings:
+    mend = f"lower engine.chunk_size (now {schedule.chunk_size:,}) or engine.head_chunk_size (now "
+    mend += f"{schedule.head_chunk_size:,}), which changes no result"
+    if recipe.per_device_train_batch_size > 1:
+        mend += "; then per_device_train_batch_size, with more gradient_accumulation_steps"
+    mend += f"; then max_length (now {recipe.max_length:,})"
+    if recipe.finetuning_type == "full":
+        mend += "; or train adapters with finetuning_type: lora"
+    return train.TrainSettings(
+        total_steps=plan.total_steps,
+        steps_per_epoch=plan.steps_per_epoch,
+        max_grad_norm=recipe.max_grad_norm,
+        eval_steps=recipe.eval_steps,
+        save_steps=recipe.save_steps,
+        save_total_limit=recipe.save_total_limit,
+        bf16=recipe.bf16,
+        seed=recipe.seed,
+        out_of_memory_mend=mend,
+    )
+
+
+def _make_writer(run: SftRun) -> train.ModelWriter:
+    saved = [p for p in run.model.parameters() if p.requires_grad or run.recipe.finetuning_type == "full"]
+    return train.ModelWriter(
+        write=lambda folder: models.save_pretrained(run.model, run.tokenizer, folder),
+        num_bytes=sum(parameter.nbytes for parameter in saved),
+    )
+
+
+# --- data to batches ------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Batches:
+    """Examples to padded micro-batches."""
+
+    prepared: data.PreparedData
+    tokenizer: PreTrainedTokenizerBase
+
+    def collate(self, examples: Sequence[data.Example]) -> train.MicroBatch:
+        """Pad ``examples`` to one length."""
+        batch = data.collate(examples, pad_token_id=self.tokenizer.pad_token_id)
+        return train.MicroBatch(**batch, origins=tuple(example.origin for example in examples))
+
+    def held_out(self, batch_size: int) -> Iterator[train.MicroBatch]:
+        """The held-out rows in their own order."""
+        for start in range(0, len(self.prepared.validation), batch_size):
+            yield self.collate(self.prepared.validation[start : start + batch_size])
+
+
+class Steps:
+    """The shuffled training rows, as the micro-batches of one optimizer step after the other."""
+
+    def __init__(self, batches: Batches, recipe: Recipe) -> None:
+        self.batches = batches
+        self.batch_size = recipe.per_device_train_batch_size
+        self.accumulation = recipe.gradient_accumulation_steps
+        self.sampler = data.ResumableSampler(len(batches.prepared.train), seed=recipe.seed)
+
+    def next_step(self) -> list[train.MicroBatch]:
+        """See :class:`streamtune.train.StepStream`. No step reaches over the end of an epoch."""
+        while not (step := list(islice(self.sampler.batches(self.batch_size), self.accumulation))):
+            pass  # The epoch was over; asking has moved the sampler on to the next one.
+        return [self.batches.collate([self.batches.prepared.train[row] for row in rows]) for rows in step]
+
+    def state_dict(self) -> dict[str, Any]:
+        """Where the sampler stands."""
+        return self.sampler.state_dict()
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Go to where another one stood."""
+        self.sampler.load_state_dict(state)

@@ -1,0 +1,58 @@
+"""The names users rely on: adding one is a decision, losing one is a break."""
+
+from __future__ import annotations
+
+import importlib
+
+import pytest
+
+import streamtune
+
+PUBLIC = {
+    "streamtune": {
+        "Schedule",
+        "StreamHandle",
+        "__version__",
+        "linear_cross_entropy",
+        "stream",
+        "token_logprobs",
+    },
+    "streamtune.engine": {"Schedule", "StreamHandle", "decoder_layers", "stream"},
+    "streamtune.ops": {
+        "LazyMask",
+        "MaskView",
+        "Segment",
+        "linear_cross_entropy",
+        "prefix_attention",
+        "prefix_attention_reference",
+        "project_cross_entropy",
+        "token_logprobs",
+    },
+    "streamtune.plan": {"MODES", "BenchReport", "BenchRow", "LiveBytes", "Mode", "draw_bench", "run_bench"},
+    "streamtune.errors": {
+        "ArgumentError",
+        "CheckpointError",
+        "DataError",
+        "NonFiniteError",
+        "OutOfMemoryError",
+        "RecipeError",
+        "RunError",
+        "StreamTuneError",
+        "UnsupportedModelError",
+        "UserError",
+        "did_you_mean",
+    },
+}
+
+
+@pytest.mark.parametrize("module", PUBLIC)
+def test_exports_are_these_and_exist(module: str) -> None:
+    found = importlib.import_module(module)
+    assert set(found.__all__) == PUBLIC[module]
+    for name in found.__all__:
+        assert getattr(found, name) is not None
+
+
+def test_an_unknown_name_is_an_attribute_error() -> None:
+    with pytest.raises(AttributeError, match="no attribute 'no_such_name'"):
+        _ = streamtune.no_such_name
