@@ -157,6 +157,8 @@ def build_sft(
         with doing("loading the model"):
             model = make_model(recipe, tokenizer, checkpoint, device)
         handle = stream(model, schedule=make_schedule(recipe.engine))
+        with doing("checking that this model streams exactly"):
+            handle.check()
     return SftRun(
         loaded=loaded,
         directory=directory,

@@ -41,6 +41,11 @@ class MicroBatch:
         """Input tokens, padding not counted."""
         return int(self.attention_mask.sum())
 
+    @property
+    def padded_left(self) -> bool:
+        """Whether padding stands before a token of its row. Padding behind it is hidden by causality alone."""
+        return bool((self.attention_mask[:, 1:] > self.attention_mask[:, :-1]).any())
+
     def to(self, device: torch.device) -> MicroBatch:
         """The same batch on ``device``."""
         return MicroBatch(
