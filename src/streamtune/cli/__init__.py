@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from collections.abc import Sequence
 
@@ -25,13 +26,24 @@ def main(argv: Sequence[str] | None = None) -> None:
     debug = "--debug" in arguments
     arguments = [argument for argument in arguments if argument != "--debug"]
     try:
-        app(arguments, prog_name="streamtune")
+        try:
+            app(arguments, prog_name="streamtune")
+        finally:
+            _flush()
     except Exception as error:
         if debug:
             raise
         known = error if isinstance(error, StreamTuneError) else _unexpected(error)
         print_error(known)
         sys.exit(known.exit_code)
+
+
+def _flush() -> None:
+    """Write what is buffered now: a reader that left early (``| head``) is no error, and Python would call it one."""
+    try:
+        sys.stdout.flush()
+    except BrokenPipeError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 def _unexpected(error: Exception) -> StreamTuneError:
