@@ -15,6 +15,7 @@ from streamtune.errors import ArgumentError
 from streamtune.models import (
     CHATML_TEMPLATE,
     add_lora,
+    check_positions,
     count_parameters,
     init_model,
     load_lora,
@@ -212,3 +213,17 @@ def test_a_sample_without_a_chat_template_continues_the_text(tokenizer: Any) -> 
     tokenizer = train_tokenizer(TEXTS, vocab_size=300)
     tokenizer.chat_template = None
     assert isinstance(sample_text(make(tokenizer), tokenizer, "def", max_new_tokens=3), str)
+
+
+def test_rows_longer_than_the_models_positions(tokenizer: Any) -> None:
+    rotary = make(tokenizer, max_position_embeddings=64)
+    for model in (rotary, add_lora(rotary, r=2, alpha=4, dropout=0.0, target="all-linear", seed=0)):
+        assert check_positions(model, 64) is None
+        note = check_positions(model, 65)
+        assert note is not None
+        assert "65 tokens" in note
+    gpt2 = {"model_type": "gpt2", "n_embd": 32, "n_layer": 1, "n_head": 2, "n_positions": 64}
+    learnt = init_model(gpt2, vocab_size=len(tokenizer), token_ids={}, dtype="auto", device="cpu", seed=0)
+    assert check_positions(learnt, 64) is None
+    with pytest.raises(ArgumentError, match=r"table of positions .* ends at 64"):
+        check_positions(learnt, 65)

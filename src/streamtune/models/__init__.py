@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from streamtune.models.adapters import add_lora, load_lora
 from streamtune.models.export import save_pretrained
-from streamtune.models.load import ParameterCount, count_parameters, init_model, load_model
+from streamtune.models.load import ParameterCount, check_positions, count_parameters, init_model, load_model
 from streamtune.models.sample import sample_text
 from streamtune.models.tokenizer import CHATML_TEMPLATE, load_tokenizer, set_chat_template, train_tokenizer
 
@@ -12,6 +12,7 @@ __all__ = [
     "CHATML_TEMPLATE",
     "ParameterCount",
     "add_lora",
+    "check_positions",
     "count_parameters",
     "init_model",
     "load_lora",

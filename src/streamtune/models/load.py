@@ -13,7 +13,7 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_N
 
 from streamtune.errors import ArgumentError, did_you_mean
 
-__all__ = ["ParameterCount", "count_parameters", "init_model", "load_model"]
+__all__ = ["ParameterCount", "check_positions", "count_parameters", "init_model", "load_model"]
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
@@ -30,6 +30,33 @@ def count_parameters(model: torch.nn.Module) -> ParameterCount:
     """Count all parameters and those that require a gradient."""
     sizes = [(parameter.numel(), parameter.requires_grad) for parameter in model.parameters()]
     return ParameterCount(sum(n for n, _ in sizes), sum(n for n, trainable in sizes if trainable))
+
+
+def check_positions(model: Any, longest: int) -> str | None:
+    """What to know before rows of ``longest`` tokens go through ``model``, or None.
+
+    Rotary and other computed positions go on past ``max_position_embeddings``, without the model having seen them; a
+    learnt table ends there.
+
+    Raises:
+        ArgumentError: The table of positions is shorter than the longest row.
+    """
+    limit = getattr(model.config.get_text_config(decoder=True), "max_position_embeddings", None)
+    if not isinstance(limit, int) or longest <= limit:
+        return None
+    words = model.get_input_embeddings()
+    for name, module in model.named_modules():
+        table = isinstance(module, torch.nn.Embedding) and module is not words
+        if table and limit <= module.num_embeddings <= limit + 2:  # some keep two rows for padding
+            raise ArgumentError(
+                f"the longest row has {longest:,} tokens; the model's table of positions ({name}) ends at {limit:,}",
+                where="max_length",
+                mend=f"set max_length: {limit} and overlength: split, or choose a model with rotary positions",
+            )
+    return (
+        f"the longest row has {longest:,} tokens; the model was made for {limit:,} (max_position_embeddings): "
+        "it trains, on positions it has never seen"
+    )
 
 
 def load_model(

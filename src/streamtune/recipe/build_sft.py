@@ -156,6 +156,9 @@ def build_sft(
 
         with doing("loading the model"):
             model = make_model(recipe, tokenizer, checkpoint, device)
+        longest = min(prepared.report.length_percentiles["max"], recipe.max_length)
+        if (note := models.check_positions(model, longest)) is not None:
+            notify(note)
         handle = stream(model, schedule=make_schedule(recipe.engine))
         with doing("checking that this model streams exactly"):
             handle.check()
