@@ -34,14 +34,15 @@ check: $(STAMP)  ## ruff and mypy --strict
 	$(BIN)/ruff check src tests
 	$(BIN)/mypy
 
-test: $(STAMP)  ## the test suite (installs what it needs)
+test: $(STAMP)  ## the test suite without what is marked slow (installs what it needs)
 	$(BIN)/python -m pytest -n 2
 
 docs: $(STAMP)  ## regenerate what is made from the code: the recipe's JSON schema
 	$(BIN)/streamtune schema > docs/recipe.schema.json
 
-conformance: $(STAMP)  ## exactness of every tested family, with the error table
-	$(BIN)/python -m pytest tests/exactness tests/engine
+conformance: $(STAMP)  ## exactness: tested families with the error table, then every causal LM of transformers
+	$(BIN)/python -m pytest -m '' tests/exactness tests/engine
+	$(BIN)/python -m pytest -m '' -n 2 tests/conformance
 
 bench: $(STAMP)  ## plain autograd, gradient checkpointing and streaming side by side
 	$(BIN)/streamtune bench recipes/bench.yaml

@@ -1,0 +1,125 @@
+"""The names whose tiny configuration cannot be guessed from their keys, and what they get instead."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from tests.exactness.families import SMALL, VOCAB
+
+LEAVE_OUT: Any = object()  # the argument is not passed, so the class takes or derives its own default
+
+ROPE = {"rope_type": "default", "rope_theta": 10000.0}
+SMALL_BYTE_PART = {key: value for key, value in SMALL.items() if key != "head_dim" and not key.endswith("token_id")} | {
+    "num_key_value_heads": 4
+}
+SMALL_TOWER = {"hidden_size": 32, "num_attention_heads": 4}
+QWEN4_INDEXER = {
+    "indexer_n_heads": 2,
+    "indexer_kv_heads": 1,
+    "indexer_head_dim": 8,
+    "indexer_budget": 64,
+    "indexer_compress_ratio": 4,
+    "output_gate_type": "sigmoid",  # its default is None
+}
+
+EXCEPTIONS: dict[str, dict[str, Any]] = {
+    # Without it transformers guesses the loss from the class's name, and warns that it could not.
+    "gpt2": {"loss_type": "ForCausalLM"},
+    "gpt-sw3": {"loss_type": "ForCausalLM"},
+    # The real caps are so far from tiny scores and logits that they would be the identity.
+    "gemma2": {"attn_logit_softcapping": 5.0, "final_logit_softcapping": 3.0},
+    # Hybrids: which layers attend is said in a key of their own, and must fit the reduced number of layers.
+    "bamba": {"attn_layer_indices": [1]},
+    "granitemoehybrid": {"layer_types": ["mamba", "attention"]},
+    "jamba": {"attn_layer_period": 2, "attn_layer_offset": 1},
+    "lfm2": {"num_hidden_layers": 2, "layer_types": ["conv", "full_attention"], "full_attn_idxs": LEAVE_OUT},
+    "lfm2_moe": {"layer_types": ["conv", "full_attention"], "num_dense_layers": 1},
+    "recurrent_gemma": {"num_hidden_layers": 3},  # its pattern of blocks has three
+    "zamba": {
+        "num_hidden_layers": 6,
+        "layers_block_type": ["mamba", "mamba", "hybrid", "mamba", "hybrid", "mamba"],
+        "mamba_dt_rank": 4,
+    },
+    "zamba2": {
+        "num_hidden_layers": 4,
+        "layers_block_type": ["mamba", "hybrid", "mamba", "hybrid"],
+        "mamba_headdim": 16,
+        "n_mamba_heads": 4,
+        "num_mem_blocks": 1,
+        "attention_head_dim": 16,
+    },
+    "hrm_text": {"num_layers_per_stack": 1, "H_cycles": 2, "L_cycles": 2, "num_hidden_layers": LEAVE_OUT},
+    # Heads: these widths or counts do not follow from the others.
+    "mamba2": {"head_dim": 16, "num_heads": 4},
+    "ministral": {"head_dim": 8},
+    "laguna": {"num_attention_heads_per_layer": None},
+    "xlstm": {"chunk_size": 11, "qk_dim_factor": 1.0},
+    # Rotary embeddings whose scaling needs the full size, or whose default does not go with tiny heads.
+    "gpt_oss": {"rope_parameters": ROPE},
+    "hunyuan_v1_dense": {"rope_parameters": ROPE, "head_dim": 8},
+    "hunyuan_v1_moe": {"rope_parameters": ROPE, "head_dim": 8},
+    "ministral3": {
+        "rope_parameters": {**ROPE, "llama_4_scaling_beta": 0.1, "original_max_position_embeddings": 16},
+    },
+    # Experts: defaults of None, or more of them for a token than exist.
+    "dbrx": {
+        "attn_config": {"kv_n_heads": 2, "clip_qkv": 8, "rope_theta": 10000.0},
+        "ffn_config": {"ffn_hidden_size": 48, "moe_num_experts": 4, "moe_top_k": 2, "hidden_size": 32},
+    },
+    "deepseek_v2": {"num_experts_per_tok": 2},
+    "dots1": {"num_experts_per_tok": 2, "num_local_experts": 4, "n_routed_experts": 4, "n_shared_experts": 1},
+    "zaya": {"num_experts_per_tok": 1},
+    # Indexers of sparse attention.
+    "qwen4_exp": QWEN4_INDEXER,
+    "qwen4_exp_text": QWEN4_INDEXER,
+    # Encoders and the rest of their generation.
+    "reformer": {
+        "axial_pos_embds": False,
+        "attn_layers": ["local", "lsh"],
+        "num_hidden_layers": 2,
+        "local_attn_chunk_length": 8,
+        "lsh_attn_chunk_length": 8,
+        "num_buckets": 2,
+    },
+    "roc_bert": {
+        "shape_vocab_size": 20,
+        "pronunciation_vocab_size": 20,
+        "shape_embed_dim": 8,
+        "pronunciation_embed_dim": 8,
+    },
+    "xmod": {"default_language": "en_XX"},  # it runs only once a language is chosen
+    # Models of several parts, where the part to reduce is not a text configuration of a known class.
+    "fuyu": {"text_config": {"model_type": "persimmon", **SMALL}, "hidden_size": 32, "vocab_size": VOCAB},
+    "got_ocr2": {
+        "text_config": {"model_type": "qwen2", **SMALL},
+        "vision_config": {
+            **SMALL_TOWER,
+            "num_hidden_layers": 2,
+            "output_channels": 32,
+            "image_size": 64,
+            "patch_size": 16,
+            "mlp_dim": 32,
+        },
+        "image_token_index": VOCAB - 1,
+    },
+    "blt": {
+        "patcher_config": SMALL_BYTE_PART,
+        "encoder_config": {**SMALL_BYTE_PART, "hidden_size_global": 32, "cross_attn_k": 1},
+        "decoder_config": {**SMALL_BYTE_PART, "hidden_size_global": 32, "cross_attn_k": 1},
+        "global_config": SMALL_BYTE_PART,
+        "encoder_hash_byte_group_vocab": 50,
+        "cross_attn_k": 1,
+        "patch_in_forward": False,
+    },
+    "phi4_multimodal": {
+        "vision_config": {**SMALL_TOWER, "intermediate_size": 48, "num_hidden_layers": 2, "crop_size": 56},
+        "audio_config": {
+            **SMALL_TOWER,
+            "intermediate_size": 48,
+            "num_blocks": 2,
+            "ext_pw_out_channel": 32,
+            "nemo_conv_channels": 32,
+        },
+        "vocab_size": VOCAB,
+    },
+}
