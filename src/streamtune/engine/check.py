@@ -28,7 +28,7 @@ from streamtune.engine.borrow import aliased, attention_as, borrowed
 from streamtune.engine.call import LayerCall
 from streamtune.engine.difference import BOUND, compared_dtype, distance, norm_of, ratio, widened
 from streamtune.engine.head import StreamedHead
-from streamtune.engine.layer import StreamedForward
+from streamtune.engine.layer import StreamedForward, strange_leaves
 from streamtune.engine.schedule import Schedule
 from streamtune.errors import ArgumentError, StreamTuneError, UnsupportedModelError
 
@@ -225,23 +225,14 @@ class _Preflight:
 
         Under streaming the layers before it run without a graph, so a tensor they left somewhere has lost its gradient.
         """
-        known_ids = {id(tensor) for tensor in known}
-        todo, seen = [z_out.grad_fn], set()
-        while todo:
-            node = todo.pop()
-            if node is None or node in seen:
-                continue
-            seen.add(node)
-            variable = getattr(node, "variable", None)
-            if variable is not None and id(variable) not in known_ids:
-                raise UnsupportedModelError(
-                    f"{self._name} is not streamed exactly: {type(self.layers[index]).__name__} uses a tensor with a "
-                    f"gradient (shape {tuple(variable.shape)} at its root) that is neither its argument nor its "
-                    "parameter, such as keys and values shared between layers",
-                    where=self._where(index),
-                    mend="train this model without streaming",
-                )
-            todo.extend(parent for parent, _ in node.next_functions)
+        for leaf in strange_leaves(z_out, known):
+            raise UnsupportedModelError(
+                f"{self._name} is not streamed exactly: {type(self.layers[index]).__name__} uses a tensor with a "
+                f"gradient (shape {tuple(leaf.shape)} at its root) that is neither its argument nor its "
+                "parameter, such as keys and values shared between layers",
+                where=self._where(index),
+                mend="train this model without streaming",
+            )
 
     def _same_head(self, loss: Tensor, loss_ref: Tensor, grad: Tensor | None, grad_ref: Tensor | None) -> None:
         bound = BOUND[compared_dtype(self.calls[-1].z_out)]

@@ -7,7 +7,7 @@ optimizer in the backward) fire once per layer and step, whatever the number of 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
@@ -22,7 +22,7 @@ from streamtune.engine.schedule import Schedule
 from streamtune.engine.vjp import streamed_vjp
 from streamtune.errors import ArgumentError, UnsupportedModelError
 
-__all__ = ["StreamedForward"]
+__all__ = ["StreamedForward", "strange_leaves"]
 
 
 class StreamedForward:
@@ -198,6 +198,16 @@ class _StreamedLayer(torch.autograd.Function):
 
 def _check_leaves(layer: nn.Module, z_out: Tensor, known: Sequence[Tensor]) -> None:
     """Refuse a layer that reaches a trainable tensor the node does not know, and would not return the gradient of."""
+    for leaf in strange_leaves(z_out, known):
+        raise UnsupportedModelError(
+            f"{type(layer).__name__} uses a trainable tensor of shape {tuple(leaf.shape)} "
+            "that is not its own parameter, so its gradient would be lost",
+            mend="freeze that tensor, or train without streaming",
+        )
+
+
+def strange_leaves(z_out: Tensor, known: Sequence[Tensor]) -> Iterator[Tensor]:
+    """The leaves of ``z_out``'s graph that need a gradient and are not among the known ones."""
     known_ids = {id(tensor) for tensor in known}
     todo, seen = [z_out.grad_fn], set()
     while todo:
@@ -207,9 +217,5 @@ def _check_leaves(layer: nn.Module, z_out: Tensor, known: Sequence[Tensor]) -> N
         seen.add(node)
         variable = getattr(node, "variable", None)
         if variable is not None and id(variable) not in known_ids:
-            raise UnsupportedModelError(
-                f"{type(layer).__name__} uses a trainable tensor of shape {tuple(variable.shape)} "
-                "that is not its own parameter, so its gradient would be lost",
-                mend="freeze that tensor, or train without streaming",
-            )
+            yield variable
         todo.extend(parent for parent, _ in node.next_functions)
