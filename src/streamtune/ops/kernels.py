@@ -8,6 +8,7 @@ lse, so also those of a softmax that spans more keys than k and v hold: that is 
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import lru_cache
@@ -105,9 +106,8 @@ def _efficient_backward(
     groups = k.shape[1]
     k, v = _repeat_heads(k, q.shape[1]), _repeat_heads(v, q.shape[1])
     rows = lse.shape[2]
-    aligned = lse.new_full(
-        (*lse.shape[:2], -(-rows // 32) * 32), float("inf")
-    )  # this kernel reads rows in blocks of 32
+    # this kernel reads rows in blocks of 32
+    aligned = lse.new_full((*lse.shape[:2], -(-rows // 32) * 32), float("inf"))
     aligned[:, :, :rows] = lse
     unused = torch.zeros((), dtype=torch.int64, device=q.device)  # the random state of a dropout of zero
     grad_q, grad_k, grad_v, _ = torch.ops.aten._scaled_dot_product_efficient_attention_backward(
@@ -143,10 +143,18 @@ def _choose(device: str, index: int, dtype: torch.dtype, head_dim: int, biased: 
         return CPU if dtype.is_floating_point else None
     if device != "cuda" or biased or head_dim % 8:
         return None
+    if dtype == torch.float64:
+        return None
     half = dtype in (torch.float16, torch.bfloat16)
-    for kernel in (FLASH, EFFICIENT) if half and head_dim <= 256 else (EFFICIENT,):
-        if dtype != torch.float64 and _agrees_with_formula(kernel, torch.device(device, index), dtype, head_dim):
+    tried = (FLASH, EFFICIENT) if half and head_dim <= 256 else (EFFICIENT,)
+    for kernel in tried:
+        if _agrees_with_formula(kernel, torch.device(device, index), dtype, head_dim):
             return kernel
+    names = " and ".join(kernel.name for kernel in tried)
+    warnings.warn(
+        f"{names} failed the self-check for {dtype} and heads of {head_dim}; attention runs tiled, slower",
+        stacklevel=2,
+    )
     return None
 
 

@@ -113,7 +113,7 @@ class EngineSpec(Spec):
     """How the sequence is streamed. Every choice gives the same gradient; they differ in memory and time."""
 
     schedule: Literal["auto"] = "auto"
-    """Who picks the schedule; `auto` is the only planner of this release."""
+    """Who picks the schedule; `auto`, the one choice of this release, stands for the sizes below."""
 
     chunk_size: ChunkSize = "auto"
     """Tokens of the sequence a layer works on at once in the backward pass; `auto` is 2048."""
