@@ -1,26 +1,34 @@
-"""Keys and values of one layer over the whole sequence, and the face of them that a chunk's forward sees.
+"""What one layer hands from chunk to chunk, and the face of it that a chunk's forward sees.
 
-A decoder layer knows one way to meet a prefix: ``past_key_values.update(k, v, layer_idx)`` stores the chunk's keys and
-values and returns those of prefix and chunk together. :class:`ChunkCache` answers it, once for each of three walks:
+A decoder layer knows two ways to meet a prefix, both through its cache. An attention layer calls ``update(k, v)``,
+which stores the chunk's keys and values and returns those of prefix and chunk together. A recurrent or convolution
+layer asks for the state the prefix left (``get_recurrent_state``, ``get_conv_state``) and stores its own.
+:class:`ChunkCache` answers both, once for each of three walks:
 
-    store    forward: write k_i, v_i into the buffers and return views of them
-    project  backward, first: the same, then leave the layer at once (nothing behind the last update is needed)
-    replay   backward: return [prefix | own] where the prefix is a leaf, so its gradient can be asked for
+    store    forward: write k_i, v_i and the state after chunk i, and return them
+    project  backward, first: the same for k_i, v_i, then leave the layer at once (nothing behind the last is needed)
+    replay   backward: return [prefix | own] and the state before i, where prefix and state are leaves, so that their
+             gradients can be asked for
+
+Keys and values are made again in the backward, because they are as long as the sequence. States are not: they are kept
+from the forward, one of a fixed size for each chunk.
 
 Shape suffixes: B batch, G key/value heads, S tokens of prefix and chunk, D head dimension.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any, Literal
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from transformers.cache_utils import Cache
 
 from streamtune.errors import UnsupportedModelError
 
-__all__ = ["ChunkCache", "KeysAndValues", "ProjectionDone"]
+__all__ = ["ChunkCache", "KeysAndValues", "ProjectionDone", "States"]
 
 Walk = Literal["store", "project", "replay"]
 
@@ -69,6 +77,11 @@ class KeysAndValues:
         k, v = self.pairs[index]
         return k[:, :, keys], v[:, :, keys]
 
+    @property
+    def grads_begun(self) -> bool:
+        """Whether anything was added to dK, dV yet."""
+        return bool(self.grads)
+
     def grad(self, index: int, keys: slice) -> tuple[Tensor, Tensor]:
         """Views of dK and dV at the given positions, to read or to add to; zero before anything was added."""
         if not self.grads:
@@ -77,27 +90,79 @@ class KeysAndValues:
         return grad_k[:, :, keys], grad_v[:, :, keys]
 
 
+StateKey = tuple[str, int, int]
+"""Kind of a state, index of the layer it belongs to, and which of that layer's states of this kind it is."""
+
+
+class States:
+    """The states of one layer call at the chunk boundaries, and their gradients: ``after[t]`` follows the first t tokens.
+
+    A boundary where a packed row begins has none: the row starts from nothing.
+    """
+
+    def __init__(self) -> None:
+        self.after: dict[int, dict[StateKey, Tensor]] = {}
+        self.grads: dict[int, dict[StateKey, Tensor]] = {}
+
+    def release(self) -> None:
+        """Free them."""
+        self.after.clear()
+        self.grads.clear()
+
+
 class ChunkCache(Cache):
     """The cache one chunk of one layer sees.
 
     Args:
         kv: The layer's keys and values.
+        states: The layer's states.
         chunk: The chunk's positions.
         first_key: The first position the chunk can see (later than 0 under a sliding window).
         walk: Which of the three walks asks.
     """
 
-    def __init__(self, kv: KeysAndValues, chunk: slice, first_key: int, walk: Walk) -> None:
+    def __init__(self, kv: KeysAndValues, states: States, chunk: slice, first_key: int, walk: Walk) -> None:
         super().__init__(layers=[])
-        self.kv, self.chunk, self.first_key, self.walk = kv, chunk, min(first_key, chunk.start), walk
-        self.leaves: list[Tensor] = []
+        self.kv, self.states, self.chunk, self.walk = kv, states, chunk, walk
+        self.first_key = min(first_key, chunk.start)
+        self.layers = _LayerViews(self)
         self.own: list[Tensor] = []
+        self.prefix_leaves: list[Tensor] = []
+        self.own_states: dict[StateKey, Tensor] = {}
+        self.state_leaves: dict[StateKey, Tensor] = {}
         self.updates = 0
+
+    # What the engine asks.
 
     @property
     def prefix_keys(self) -> slice:
         """Positions of the prefix the chunk can see."""
         return slice(self.first_key, self.chunk.start)
+
+    @property
+    def leaves(self) -> list[Tensor]:
+        """What the chunk read of earlier chunks, in the order :meth:`hand_back` takes their gradients."""
+        return [*self.prefix_leaves, *self.state_leaves.values()]
+
+    def handed_on(self) -> Iterator[tuple[Tensor, Tensor]]:
+        """What later chunks read of this one, each with its gradient, which is complete when they have all run."""
+        if self.kv.grads_begun:
+            grads = [grad for index in range(self.kv.updates) for grad in self.kv.grad(index, self.chunk)]
+            for own, grad in zip(self.own, grads, strict=True):
+                yield own, grad.to(own.dtype)
+        for key, grad in self.states.grads.pop(self.chunk.stop, {}).items():
+            yield self.own_states[key], grad
+
+    def hand_back(self, grads: Iterator[Tensor | None]) -> None:
+        """Take the gradients of :attr:`leaves` to the chunks that made them."""
+        for index in range(len(self.prefix_leaves) // 2):
+            for total in self.kv.grad(index, self.prefix_keys):
+                if (part := next(grads)) is not None:
+                    total += part
+        parts = {key: next(grads) for key in self.state_leaves}
+        self.states.grads[self.chunk.start] = {key: part for key, part in parts.items() if part is not None}
+
+    # What an attention layer asks.
 
     def update(self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any) -> Any:
         """Store or join, by walk; returns keys and values ``[B, G, S, D]`` of prefix and chunk."""
@@ -115,7 +180,7 @@ class ChunkCache(Cache):
         views = zip(self.kv.prefix(index, self.prefix_keys), (key_states, value_states), strict=True)
         for position, (prefix, own) in enumerate(views):
             leaf = prefix.detach().requires_grad_()
-            self.leaves.append(leaf)
+            self.prefix_leaves.append(leaf)
             buffer = self.kv.pairs[index][position]
             joined.append(_Join.apply(leaf, own, (buffer, self.first_key, self.chunk)))
         return tuple(joined)
@@ -132,15 +197,104 @@ class ChunkCache(Cache):
         """Position of the chunk's first token."""
         return self.chunk.start
 
-    def _recurrent(self, *args: Any, **kwargs: Any) -> Any:
+    def update_indexer(self, *args: Any, **kwargs: Any) -> Any:
+        """Refused."""
         raise UnsupportedModelError(
-            "a layer of this model keeps a recurrent, convolutional or indexed state, which is not streamed in this "
-            "release",
+            "a layer of this model keeps an index of its keys, which is not streamed in this release",
             mend="train it without streaming, or choose a model whose layers are attention layers",
         )
 
-    get_conv_state = update_conv_state = get_recurrent_state = update_recurrent_state = _recurrent
-    has_previous_state = update_indexer = _recurrent
+    # What a recurrent or convolution layer asks.
+
+    def get_conv_state(self, layer_idx: int, state_idx: int = 0) -> Tensor | None:
+        """The last inputs ``[B, C, K]`` of a causal convolution before the chunk, None at the start of a row."""
+        return self._before(("conv", layer_idx, state_idx))
+
+    def update_conv_state(
+        self, conv_states: Tensor, layer_idx: int, state_idx: int = 0, conv_kernel_size: int | None = None, **kwargs: Any
+    ) -> Tensor:
+        """The chunk's inputs ``[B, C, T]`` behind those kept from before; keeps the last K of them for the next chunk.
+
+        At the start of a row K is ``conv_kernel_size``, or all there is; fewer inputs than K are padded with zeros.
+        """
+        key = ("conv", layer_idx, state_idx)
+        before = self._before(key)
+        if before is None:
+            size = conv_states.shape[-1] if conv_kernel_size is None else conv_kernel_size
+            full = nn.functional.pad(conv_states, (max(0, size - conv_states.shape[-1]), 0))
+        else:
+            size = before.shape[-1]
+            full = torch.cat([before, conv_states], dim=-1)
+        self._keep(key, full[..., full.shape[-1] - size :])
+        return full
+
+    def get_recurrent_state(self, layer_idx: int, state_idx: int = 0) -> Tensor | None:
+        """The state the tokens before the chunk left, None at the start of a row."""
+        return self._before(("recurrent", layer_idx, state_idx))
+
+    def update_recurrent_state(self, recurrent_states: Tensor, layer_idx: int, state_idx: int = 0, **kwargs: Any) -> Tensor:
+        """Keep the state after the chunk for the next one."""
+        self._keep(("recurrent", layer_idx, state_idx), recurrent_states)
+        return recurrent_states
+
+    def get_linear_cache(self, layer_idx: int) -> Tensor | None:
+        """MiniMax's name for its one recurrent state."""
+        return self.get_recurrent_state(layer_idx)
+
+    def set_linear_cache(self, layer_idx: int, linear_cache: Tensor) -> None:
+        """MiniMax's name for keeping it."""
+        self.update_recurrent_state(linear_cache, layer_idx)
+
+    def has_previous_state(self, layer_idx: int | None = None, state_idx: int | None = None) -> bool:
+        """Whether earlier tokens of the row left a state."""
+        return bool(self.states.after.get(self.chunk.start))
+
+    def is_recording_past(self, layer_idx: int) -> bool:
+        """True: a chunk of one token must not take the layer's decoding path, which writes its state in place."""
+        return True
+
+    def _before(self, key: StateKey) -> Tensor | None:
+        state = self.states.after.get(self.chunk.start, {}).get(key)
+        if state is None or self.walk != "replay" or not state.is_floating_point():
+            return state
+        if key not in self.state_leaves:
+            self.state_leaves[key] = state.detach().requires_grad_()
+        return self.state_leaves[key]
+
+    def _keep(self, key: StateKey, state: Tensor) -> None:
+        if self.walk == "replay":
+            self.own_states[key] = state
+        elif self.walk == "store":  # a copy: a view would keep the whole chunk
+            self.states.after.setdefault(self.chunk.stop, {})[key] = state.detach().clone()
+
+
+class _LayerViews:
+    """``cache.layers[i]`` as transformers 5.17 reads states: ``conv_states[j]``, ``recurrent_states[j]``."""
+
+    def __init__(self, cache: ChunkCache) -> None:
+        self.cache = cache
+
+    def __len__(self) -> int:
+        return 0
+
+    def __getitem__(self, layer_idx: int) -> _LayerView:
+        return _LayerView(self.cache, layer_idx)
+
+
+class _LayerView:
+    record_past = True
+
+    def __init__(self, cache: ChunkCache, layer_idx: int) -> None:
+        self.conv_states = _StateViews(partial(cache.get_conv_state, layer_idx))
+        self.recurrent_states = _StateViews(partial(cache.get_recurrent_state, layer_idx))
+
+
+class _StateViews:
+    def __init__(self, get: Callable[[int], Tensor | None]) -> None:
+        self.get = get
+
+    def __getitem__(self, state_idx: int) -> Tensor | None:
+        return self.get(state_idx)
 
 
 def _attended_dtype(x: Tensor) -> Tensor:

@@ -16,7 +16,7 @@ from torch.autograd.function import once_differentiable
 
 from streamtune.engine.ambient import Autocast, RandomState
 from streamtune.engine.attention import NAME
-from streamtune.engine.cache import ChunkCache, KeysAndValues, ProjectionDone, Walk
+from streamtune.engine.cache import ChunkCache, KeysAndValues, ProjectionDone, States, Walk
 from streamtune.engine.call import LayerCall, first_key
 from streamtune.engine.schedule import Schedule
 from streamtune.engine.vjp import streamed_vjp
@@ -86,6 +86,7 @@ class _Stream:
         self.keep_kv = schedule.keep_kv
         self.widen = schedule.grad_dtype == "float32"
         self.kv = KeysAndValues(call.length, self.widen)
+        self.states = States()
         self.autocast = Autocast.now(call.hidden.device)
         self.random: dict[int, RandomState] = {}
         self.wrap: type | None = None
@@ -93,7 +94,7 @@ class _Stream:
 
     def run(self, chunk: slice, walk: Walk, given: dict[str, Tensor]) -> tuple[Tensor, ChunkCache]:
         """The layer on one chunk: ``z_out(i)`` ``[B, T_i, C]`` and the cache it saw."""
-        cache = ChunkCache(self.kv, chunk, first_key(self.mask, chunk), walk)
+        cache = ChunkCache(self.kv, self.states, chunk, first_key(self.mask, chunk), walk)
         out = self.call.run(chunk, cache, given, self.length)
         if isinstance(out, tuple | list):
             if any(item is not None for item in out[1:]):
@@ -122,6 +123,8 @@ class _Stream:
         assert z_out is not None
         if not (for_backward and self.keep_kv):
             self.kv.release()
+        if not for_backward:
+            self.states.release()
         return z_out
 
     @torch.no_grad()
@@ -183,7 +186,6 @@ class _StreamedLayer(torch.autograd.Function):
         grad_streamed, grad_rest = streamed_vjp(
             run_chunk,
             stream.chunks,
-            stream.kv,
             streamed,
             shared,
             ctx.parameters,
@@ -192,6 +194,7 @@ class _StreamedLayer(torch.autograd.Function):
             widen=stream.widen,
         )
         stream.kv.release()
+        stream.states.release()
         ctx.stream = ctx.parameters = None
         return (None, None, *grad_streamed, *grad_rest)
 

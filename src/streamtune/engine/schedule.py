@@ -43,9 +43,10 @@ class Schedule:
     def chunks(self, length: int) -> list[slice]:
         """Cut ``length`` tokens into the fewest chunks of at most ``chunk_size``, as equal as they can be.
 
-        Equal chunks leave no ragged tail: a last chunk of one token would send some layers down their decoding path.
+        Equal chunks leave no ragged tail. No chunk is a single token unless the sequence is: that would send some
+        layers down their decoding path, which writes states in place.
         """
-        count = -(-length // self.chunk_size)
+        count = min(-(-length // self.chunk_size), length // 2)
         return list(_equal_slices(length, max(1, count)))
 
 

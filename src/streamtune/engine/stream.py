@@ -107,13 +107,6 @@ def check_streamable(model: PreTrainedModel, layers: list[nn.Module]) -> None:
         )
     if not model._can_set_attn_implementation():
         raise UnsupportedModelError(f"{name} does not take its attention from transformers' AttentionInterface")
-    recurrent = sorted(
-        {kind for kind in getattr(config, "layer_types", None) or [] if "attention" not in kind or "linear" in kind}
-    )
-    if recurrent:
-        raise UnsupportedModelError(
-            f"{name} has {', '.join(recurrent)} layers, whose state is not streamed in this release"
-        )
     if getattr(config, "num_kv_shared_layers", 0):
         raise UnsupportedModelError(
             f"{name} shares keys and values between layers, which is not streamed in this release"

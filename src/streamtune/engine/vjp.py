@@ -4,10 +4,11 @@ For a layer ``z_out = f_W(z_in)`` and chunks i = 1..D of the sequence,
 
     dL/dW = sum_i (d z_out(i) / dW)' dL/dz_out(i)
 
-The terms are independent but for one thing: chunk i attends to the keys and values of the chunks before it. So those
-are leaves of chunk i's graph, and the walk goes from the last chunk to the first: when chunk i's turn comes, every
-later chunk has already given its share of dK(i), dV(i), and these go in beside dL/dz_out(i) as gradients of chunk i's
-own k, v. Each chunk's graph is built, used once and freed. The result is the exact gradient.
+The terms are independent but for one thing: chunk i reads what the chunks before it left, the keys and values it attends
+to or the state a recurrence carries on. So those are leaves of chunk i's graph, and the walk goes from the last chunk to
+the first: when chunk i's turn comes, every later chunk has already given its share of dK(i), dV(i) or of the state's
+gradient, and these go in beside dL/dz_out(i) as gradients of what chunk i itself left. Each chunk's graph is built, used
+once and freed. The result is the exact gradient.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
-from streamtune.engine.cache import ChunkCache, KeysAndValues
+from streamtune.engine.cache import ChunkCache
 
 __all__ = ["streamed_vjp", "sum_dtype"]
 
@@ -28,7 +29,6 @@ RunChunk = Callable[[slice, list[Tensor], list[Tensor]], tuple[Tensor, ChunkCach
 def streamed_vjp(
     run_chunk: RunChunk,
     chunks: Sequence[slice],
-    kv: KeysAndValues,
     streamed: Sequence[Tensor],
     shared: Sequence[Tensor],
     parameters: Sequence[Tensor],
@@ -44,7 +44,6 @@ def streamed_vjp(
     Args:
         run_chunk: The layer on one chunk.
         chunks: Positions, in order, covering the sequence.
-        kv: Keys and values of the whole sequence; receives dK, dV.
         streamed: Inputs that follow the sequence along dim 1; the first is ``z_in`` ``[B, T, C]``.
         shared: Other inputs that need a gradient, the same for every chunk.
         parameters: The layer's trainable parameters.
@@ -62,25 +61,16 @@ def streamed_vjp(
             x_i = [x[:, chunk].detach().requires_grad_(n) for x, n in zip(streamed, needs_grad, strict=True)]
             shared_i = [x.detach().requires_grad_() for x in shared]
             z_out_i, cache = run_chunk(chunk, x_i, shared_i)
-        outputs, incoming = [z_out_i], [grad_z_out[:, chunk]]
-        if chunk.stop < kv.length:  # later chunks have left their share of dK(i), dV(i)
-            grads_kv = [g for index in range(kv.updates) for g in kv.grad(index, chunk)]
-            outputs += cache.own
-            incoming += [g.to(own.dtype) for g, own in zip(grads_kv, cache.own, strict=True)]
-        live = [n for n, out in enumerate(outputs) if out.requires_grad]
+        handed_on = [(z_out_i, grad_z_out[:, chunk]), *cache.handed_on()]
+        outputs, incoming = zip(*((out, grad) for out, grad in handed_on if out.requires_grad), strict=True)
         wanted = [x for x in x_i if x.requires_grad]
         inputs = [*wanted, *cache.leaves, *shared_i, *parameters]
-        grads = iter(
-            torch.autograd.grad([outputs[n] for n in live], inputs, [incoming[n] for n in live], allow_unused=True)
-        )
+        grads = iter(torch.autograd.grad(outputs, inputs, incoming, allow_unused=True))
         for whole, x in zip(grad_streamed, x_i, strict=True):
             if whole is not None:
                 part = next(grads) if x.requires_grad else None
                 whole[:, chunk] = 0 if part is None else part
-        for index in range(len(cache.leaves) // 2):
-            for total in kv.grad(index, cache.prefix_keys):
-                if (part := next(grads)) is not None:
-                    total += part
+        cache.hand_back(grads)
         for term, part in zip(sums, grads, strict=True):
             term.add(part)
     return grad_streamed, [term.result() for term in sums]
