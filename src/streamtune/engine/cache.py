@@ -18,7 +18,7 @@ Shape suffixes: B batch, G key/value heads, S tokens of prefix and chunk, D head
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from typing import Any, Literal
 
@@ -76,6 +76,12 @@ class KeysAndValues:
         """Views ``[B, G, S, D]`` of the keys and values at the given positions."""
         k, v = self.pairs[index]
         return k[:, :, keys], v[:, :, keys]
+
+    def add_grads(self, index: int, grads: Sequence[Tensor | None]) -> None:
+        """Begin dK, dV with what other layers that read these keys and values already gave."""
+        for total, part in zip(self.grad(index, slice(None)), grads, strict=True):
+            if part is not None:
+                total += part
 
     @property
     def grads_begun(self) -> bool:
@@ -211,7 +217,12 @@ class ChunkCache(Cache):
         return self._before(("conv", layer_idx, state_idx))
 
     def update_conv_state(
-        self, conv_states: Tensor, layer_idx: int, state_idx: int = 0, conv_kernel_size: int | None = None, **kwargs: Any
+        self,
+        conv_states: Tensor,
+        layer_idx: int,
+        state_idx: int = 0,
+        conv_kernel_size: int | None = None,
+        **kwargs: Any,
     ) -> Tensor:
         """The chunk's inputs ``[B, C, T]`` behind those kept from before; keeps the last K of them for the next chunk.
 
@@ -232,7 +243,9 @@ class ChunkCache(Cache):
         """The state the tokens before the chunk left, None at the start of a row."""
         return self._before(("recurrent", layer_idx, state_idx))
 
-    def update_recurrent_state(self, recurrent_states: Tensor, layer_idx: int, state_idx: int = 0, **kwargs: Any) -> Tensor:
+    def update_recurrent_state(
+        self, recurrent_states: Tensor, layer_idx: int, state_idx: int = 0, **kwargs: Any
+    ) -> Tensor:
         """Keep the state after the chunk for the next one."""
         self._keep(("recurrent", layer_idx, state_idx), recurrent_states)
         return recurrent_states

@@ -4,20 +4,22 @@ Nothing here knows a model family. An argument is cut along the sequence if it s
 handed over whole otherwise:
 
     hidden states, 2D masks, other tensors of T columns   dim 1
+    parallel streams of hidden states [N, B, T, C]        dim 2
     position_ids ([B, T] or [3, B, T])                    last dim
     position_embeddings (cos, sin of [B, T, D])           dim -2
     the same for all heads ([B, 1, T, D])                 dim 2
     a lazy mask                                           its rows
-    the cache                                             replaced by the chunk's own
+    the cache, keys and values shared between layers      replaced by the chunk's own
 
-Shape suffixes: B batch, T tokens of the sequence.
+Shape suffixes: B batch, T tokens of the sequence, C channels, N streams.
 """
 
 from __future__ import annotations
 
 import inspect
+from collections import UserDict
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import lru_cache
 from typing import Any
 
@@ -26,6 +28,8 @@ from torch import Tensor, nn
 
 from streamtune.engine.attention import dense_mask
 from streamtune.engine.cache import ChunkCache
+from streamtune.engine.sharing import ChunkSharing, SharedKey
+from streamtune.engine.vjp import Along, cut
 from streamtune.errors import UnsupportedModelError
 from streamtune.ops.mask import LazyMask
 
@@ -50,8 +54,8 @@ def takes_cache(layer: nn.Module) -> str | None:
 class LayerCall:
     """A bound call of ``layer.forward``: every argument by name, hidden states first.
 
-    ``streamed`` names the tensor arguments that need a gradient and are cut along the sequence (the hidden states are
-    always the first of them); ``shared`` those that need one and go to every chunk whole.
+    ``inputs`` names the tensors that need a gradient, the hidden states first, and how each follows the sequence.
+    Tensors of a shared dictionary are named by argument, entry and place.
     """
 
     layer: nn.Module
@@ -59,8 +63,10 @@ class LayerCall:
     extra: dict[str, Any]
     cache_name: str
     hidden_name: str
-    streamed: list[str]
-    shared: list[str]
+    length: int
+    """Tokens T of the sequence."""
+    inputs: dict[str | SharedKey, Along] = field(default_factory=dict)
+    shared: dict[SharedKey, Tensor] = field(default_factory=dict)
 
     @classmethod
     def bind(cls, layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> LayerCall:
@@ -84,38 +90,38 @@ class LayerCall:
                 raise UnsupportedModelError(f"{name} takes unnamed arguments, which cannot be cut into chunks safely")
         hidden_name = next(iter(arguments), "")
         hidden = arguments.get(hidden_name)
-        if not isinstance(hidden, Tensor) or hidden.dim() != 3:
+        if not isinstance(hidden, Tensor) or hidden.dim() not in (3, 4):
             raise UnsupportedModelError(f"the first argument of {name} is not a tensor of hidden states [B, T, C]")
+        along = _hidden_along(name, hidden, {**arguments, **extra})
+        length = hidden.shape[along]
         for group in (arguments, extra):
             for key, value in group.items():
-                if _is_dense_mask(value, hidden.shape[1]):
+                if _is_dense_mask(value, length):
                     group[key] = dense_mask(value)
-        call = cls(layer, arguments, extra, cache_name, hidden_name, [hidden_name], [])
+        call = cls(layer, arguments, extra, cache_name, hidden_name, length, {hidden_name: along})
         for key, value in call._all().items():
-            if not isinstance(value, Tensor) and torch.is_grad_enabled() and _holds_gradient(value):
-                raise UnsupportedModelError(
-                    f"{name} is handed {key!r}, which needs a gradient inside a {type(value).__name__}; only tensors "
-                    "that are arguments themselves get theirs back",
-                    mend="freeze what it is computed from, or train without streaming",
-                )
-            if key != hidden_name and isinstance(value, Tensor) and value.requires_grad:
-                dim = call._dim(key, value)
-                if dim not in (None, 1):
-                    raise UnsupportedModelError(
-                        f"{name} is handed {key!r}, which needs a gradient and follows the sequence along dim {dim}"
-                    )
-                (call.shared if dim is None else call.streamed).append(key)
+            call._classify(key, value)
         return call
+
+    def _classify(self, key: str, value: Any) -> None:
+        """Note an argument other than the hidden states if it needs a gradient; refuse what cannot get it back."""
+        name = type(self.layer).__name__
+        if isinstance(value, UserDict):
+            self.shared |= {(key, entry, i): x for entry, pair in value.items() for i, x in enumerate(pair)}
+            self.inputs |= {shared: None for shared, x in self.shared.items() if x.requires_grad}
+        elif not isinstance(value, Tensor) and torch.is_grad_enabled() and _holds_gradient(value):
+            raise UnsupportedModelError(
+                f"{name} is handed {key!r}, which needs a gradient inside a {type(value).__name__}; only tensors "
+                "that are arguments themselves get theirs back",
+                mend="freeze what it is computed from, or train without streaming",
+            )
+        elif key != self.hidden_name and isinstance(value, Tensor) and value.requires_grad:
+            self.inputs[key] = self._dim(key, value, self.length)
 
     @property
     def hidden(self) -> Tensor:
         """The layer's input ``[B, T, C]``."""
         return self.arguments[self.hidden_name]
-
-    @property
-    def length(self) -> int:
-        """Tokens T of the sequence."""
-        return self.hidden.shape[1]
 
     @property
     def mask(self) -> LazyMask | None:
@@ -127,34 +133,52 @@ class LayerCall:
         """The cache the model itself passed, or None."""
         return self.arguments.get(self.cache_name)
 
+    @property
+    def sharing(self) -> Any:
+        """The dictionary of keys and values the model shares between its layers, or None."""
+        return next((value for value in self._all().values() if isinstance(value, UserDict)), None)
+
     def _all(self) -> dict[str, Any]:
         return {**self.arguments, **self.extra}
 
-    def tensors(self, names: list[str]) -> list[Tensor]:
-        """The named arguments."""
-        arguments = self._all()
-        return [arguments[name] for name in names]
+    def tensors(self) -> list[Tensor]:
+        """The tensors named by ``inputs``."""
+        arguments = {**self._all(), **self.shared}
+        return [arguments[name] for name in self.inputs]
 
     def forget_tensors(self) -> None:
         """Drop the tensors that need a gradient: autograd saves them, a second reference would keep them too long."""
-        for name in (*self.streamed, *self.shared):
-            (self.arguments if name in self.arguments else self.extra)[name] = None
+        for name in self.inputs:
+            if isinstance(name, tuple):
+                del self.shared[name]
+            else:
+                (self.arguments if name in self.arguments else self.extra)[name] = None
+        for group in (self.arguments, self.extra):
+            group |= {key: UserDict() for key, value in group.items() if isinstance(value, UserDict)}
 
-    def run(self, chunk: slice, cache: ChunkCache, given: dict[str, Tensor], length: int) -> Any:
+    def run(self, chunk: slice, cache: ChunkCache, given: dict[str | SharedKey, Tensor]) -> tuple[Any, dict[Any, int]]:
         """Call the layer's own forward on one chunk.
 
         Args:
             chunk: Positions of the chunk.
             cache: What the layer sees of its prefix.
-            given: Replaces arguments by name; already cut to the chunk.
-            length: Tokens T of the whole sequence.
+            given: The chunk's part of each tensor in ``inputs``.
+
+        Returns:
+            What the layer returns, and which entries of the shared dictionary it filled from which key/value update.
         """
-        arguments = {key: given.get(key, value) for key, value in self.arguments.items()}
-        extra = {key: given.get(key, value) for key, value in self.extra.items()}
-        for group in (arguments, extra):
+        sharing: ChunkSharing | None = None
+        groups: list[dict[str, Any]] = []
+        for group in (self.arguments, self.extra):
+            groups.append({})
             for key, value in group.items():
-                if key not in given:
-                    group[key] = self._cut(key, value, chunk, cache.first_key, length)
+                if isinstance(value, UserDict):
+                    groups[-1][key] = sharing = self._chunk_sharing(cache, given)
+                elif key in self.inputs:
+                    groups[-1][key] = given[key]
+                else:
+                    groups[-1][key] = self._cut(key, value, chunk, cache.first_key)
+        arguments, extra = groups
         arguments[self.cache_name] = cache
         if "use_cache" in arguments:
             arguments["use_cache"] = True
@@ -163,14 +187,20 @@ class LayerCall:
         try:
             if checkpointing:
                 self.layer.gradient_checkpointing = False  # type: ignore[assignment]
-            return type(self.layer).forward(self.layer, **arguments, **extra)
+            out = type(self.layer).forward(self.layer, **arguments, **extra)
         finally:
             if checkpointing:
                 self.layer.gradient_checkpointing = True  # type: ignore[assignment]
+        return out, {} if sharing is None else sharing.filled
 
-    def _dim(self, key: str, value: Tensor, length: int | None = None) -> int | None:
+    def _chunk_sharing(self, cache: ChunkCache, given: dict[str | SharedKey, Tensor]) -> ChunkSharing:
+        whole: dict[Any, tuple[Tensor, ...]] = {}
+        for name in [name for name in self.inputs if isinstance(name, tuple)] or self.shared:
+            whole[name[1]] = (*whole.get(name[1], ()), given[name] if name in given else self.shared[name])
+        return ChunkSharing(cache, whole)
+
+    def _dim(self, key: str, value: Tensor, length: int) -> Along:
         """The dimension along which an argument follows the sequence, or None."""
-        length = self.length if length is None else length
         if key in ("position_ids", "cache_position"):
             dim = value.dim() - 1
         elif key == "position_embeddings":
@@ -183,19 +213,36 @@ class LayerCall:
             return None
         return dim if value.shape[dim] == length else None
 
-    def _cut(self, key: str, value: Any, chunk: slice, first_key: int, length: int) -> Any:
+    def _cut(self, key: str, value: Any, chunk: slice, first_key: int) -> Any:
         if isinstance(value, Tensor):
-            dim = self._dim(key, value, length)
-            if dim is None:
-                return value
-            return value.narrow(dim, chunk.start, chunk.stop - chunk.start)
+            return cut(value, self._dim(key, value, self.length), chunk)
         if isinstance(value, LazyMask):
             return value.chunk(chunk.start, chunk.stop, first_key)
         if isinstance(value, tuple | list):
-            return type(value)(self._cut(key, item, chunk, first_key, length) for item in value)
+            return type(value)(self._cut(key, item, chunk, first_key) for item in value)
         if isinstance(value, dict):
-            return {name: self._cut(key, item, chunk, first_key, length) for name, item in value.items()}
+            return {name: self._cut(key, item, chunk, first_key) for name, item in value.items()}
         return value
+
+
+def _hidden_along(layer: str, hidden: Tensor, arguments: dict[str, Any]) -> int:
+    """The dimension of the hidden states that is the sequence: 1, but for streams [N, B, T, C] it is 2.
+
+    Raises:
+        UnsupportedModelError: Nothing among the arguments tells which.
+    """
+    if hidden.dim() == 3:
+        return 1
+    mask = next((value for value in arguments.values() if isinstance(value, LazyMask)), None)
+    positions = arguments.get("position_embeddings")
+    if mask is not None:
+        length: int | None = mask.q_length
+    else:
+        length = positions[0].shape[-2] if isinstance(positions, tuple) else None
+    found = [dim for dim in (1, 2) if hidden.shape[dim] == length]
+    if not found:
+        raise UnsupportedModelError(f"{layer} takes hidden states {tuple(hidden.shape)}, and no dim is the sequence")
+    return found[0]
 
 
 def _holds_gradient(value: Any) -> bool:

@@ -19,7 +19,7 @@ from streamtune.engine.attention import NAME
 from streamtune.engine.cache import ChunkCache, KeysAndValues, ProjectionDone, States, Walk
 from streamtune.engine.call import LayerCall, first_key
 from streamtune.engine.schedule import Schedule
-from streamtune.engine.vjp import streamed_vjp
+from streamtune.engine.vjp import Along, cut, streamed_vjp
 from streamtune.errors import ArgumentError, UnsupportedModelError
 
 __all__ = ["StreamedForward", "strange_leaves"]
@@ -55,10 +55,12 @@ class StreamedForward:
         self._check_attention()
         stream = _Stream(call, self.schedule)
         parameters = [p for p in self.layer.parameters() if p.requires_grad]
-        inputs = [*call.tensors(call.streamed), *call.tensors(call.shared), *parameters]
+        inputs = [*call.tensors(), *parameters]
         if torch.is_grad_enabled() and any(x.requires_grad for x in inputs):
-            return stream.restore(_StreamedLayer.apply(stream, self, *inputs))
-        return stream.restore(stream.forward(call.hidden))
+            sharing = call.sharing
+            outputs = _StreamedLayer.apply(stream, self, *inputs)
+            return stream.restore(list(outputs), sharing)
+        return stream.restore(stream.forward(call.tensors()), call.sharing)
 
     def _check_attention(self) -> None:
         """Another attention does not know that a chunk's queries are the last of its keys, and would be wrong."""
@@ -87,116 +89,153 @@ class _Stream:
         self.widen = schedule.grad_dtype == "float32"
         self.kv = KeysAndValues(call.length, self.widen)
         self.states = States()
+        self.filled: dict[Any, int] = {}
         self.autocast = Autocast.now(call.hidden.device)
         self.random: dict[int, RandomState] = {}
-        self.wrap: type | None = None
-        self.nones = 0
+        self.form = _Form()
 
-    def run(self, chunk: slice, walk: Walk, given: dict[str, Tensor]) -> tuple[Tensor, ChunkCache]:
-        """The layer on one chunk: ``z_out(i)`` ``[B, T_i, C]`` and the cache it saw."""
+    def run(self, chunk: slice, walk: Walk, x_i: list[Tensor]) -> tuple[list[Tensor], ChunkCache]:
+        """The layer on one chunk: its outputs ``z(i)``, the first ``[B, T_i, C]``, and the cache it saw."""
         cache = ChunkCache(self.kv, self.states, chunk, first_key(self.mask, chunk), walk)
-        out = self.call.run(chunk, cache, given, self.length)
-        if isinstance(out, tuple | list):
-            if any(item is not None for item in out[1:]):
-                name = type(self.call.layer).__name__
-                raise UnsupportedModelError(f"{name} returns more than hidden states; chunks of that cannot be joined")
-            self.wrap, self.nones, out = type(out), len(out) - 1, out[0]
-        return out, cache
+        out, filled = self.call.run(chunk, cache, dict(zip(self.call.inputs, x_i, strict=True)))
+        self.filled |= filled
+        return self.form.take_apart(self.call, out, chunk), cache
 
-    def restore(self, z_out: Tensor) -> Any:
-        """The output in the form the layer gives it."""
-        return z_out if self.wrap is None else self.wrap([z_out, *[None] * self.nones])
+    @property
+    def along(self) -> list[Along]:
+        """How the outputs follow the sequence: the layer's own, then the keys and values it shares."""
+        return [*self.form.along, *[2] * (2 * len(self.filled))]
 
     @torch.no_grad()
-    def forward(self, z_in: Tensor, for_backward: bool = False) -> Tensor:
-        """``z_out`` ``[B, T, C]``, chunk by chunk, first to last."""
-        names = self.call.streamed
-        inputs = self.call.tensors(names)
-        z_out: Tensor | None = None
+    def forward(self, inputs: Sequence[Tensor], for_backward: bool = False) -> list[Tensor]:
+        """The outputs ``z``, the first ``[B, T, C]``, chunk by chunk, first to last."""
+        z: list[Tensor] = []
         for chunk in self.chunks:
             if for_backward:
-                self.random[chunk.start] = RandomState.now(z_in.device)
-            z_out_i, _ = self.run(chunk, "store", {n: x[:, chunk] for n, x in zip(names, inputs, strict=True)})
-            if z_out is None:
-                z_out = z_out_i.new_empty((z_in.shape[0], self.length, *z_out_i.shape[2:]))
-            z_out[:, chunk] = z_out_i
-        assert z_out is not None
-        if not (for_backward and self.keep_kv):
+                self.random[chunk.start] = RandomState.now(inputs[0].device)
+            x_i = [cut(x, along, chunk) for x, along in zip(inputs, self.call.inputs.values(), strict=True)]
+            z_i, _ = self.run(chunk, "store", x_i)
+            if not z:
+                z = [part.new_empty(_lengthened(part, along, self.length)) for part, along in zip(z_i, self.form.along)]
+            for whole, part, along in zip(z, z_i, self.form.along, strict=True):
+                cut(whole, along, chunk).copy_(part)
+        shared = [buffer for index in self.filled.values() for buffer in self.kv.pairs[index]]
+        if not (for_backward and (self.keep_kv or shared)):
             self.kv.release()
         if not for_backward:
             self.states.release()
-        return z_out
+        return z + shared
+
+    def restore(self, outputs: list[Tensor], sharing: Any) -> Any:
+        """The output in the form the layer gives it; what it shares goes where the next layers look for it."""
+        count = len(self.form.along)
+        for place, key in enumerate(self.filled):
+            sharing[key] = tuple(outputs[count + 2 * place : count + 2 * place + 2])
+        return self.form.put_together(outputs[:count])
 
     @torch.no_grad()
-    def project(self, streamed: Sequence[Tensor], shared: Sequence[Tensor]) -> None:
+    def project(self, inputs: Sequence[Tensor]) -> None:
         """Fill K and V again, running the layer only until they are made. The last chunk makes its own in replay."""
         if self.kv.pairs or not self.kv.updates:
             return
         for chunk in self.chunks[:-1]:
-            given = self.given(streamed, shared, chunk)
+            x_i = [cut(x, along, chunk) for x, along in zip(inputs, self.call.inputs.values(), strict=True)]
             with self.random[chunk.start].replayed(), self.autocast.again():
                 try:
-                    self.run(chunk, "project", given)
+                    self.run(chunk, "project", x_i)
                 except ProjectionDone:
                     continue
 
-    def given(self, streamed: Sequence[Tensor], shared: Sequence[Tensor], chunk: slice) -> dict[str, Tensor]:
-        """The tensor arguments of one chunk by name."""
-        cut = {name: x[:, chunk] for name, x in zip(self.call.streamed, streamed, strict=True)}
-        return cut | dict(zip(self.call.shared, shared, strict=True))
-
-    def replay(self, chunk: slice, streamed: list[Tensor], shared: list[Tensor]) -> tuple[Tensor, ChunkCache]:
+    def replay(self, chunk: slice, x_i: list[Tensor]) -> tuple[list[Tensor], ChunkCache]:
         """The layer on one chunk with gradients, drawing the forward's random numbers again."""
-        given = dict(zip([*self.call.streamed, *self.call.shared], [*streamed, *shared], strict=True))
         with self.random[chunk.start].replayed(), self.autocast.again():
-            return self.run(chunk, "replay", given)
+            return self.run(chunk, "replay", x_i)
+
+
+class _Form:
+    """The form a layer gives its output: a tensor, or a tuple or list of tensors that follow the sequence and Nones."""
+
+    def __init__(self) -> None:
+        self.wrap: type | None = None
+        self.present: list[bool] = []
+        self.along: list[Along] = []
+
+    def take_apart(self, call: LayerCall, out: Any, chunk: slice) -> list[Tensor]:
+        """The tensors of an output, in order."""
+        items = list(out) if isinstance(out, tuple | list) else [out]
+        self.wrap = type(out) if isinstance(out, tuple | list) else None
+        self.present = [item is not None for item in items]
+        tensors = [item for item in items if item is not None]
+        name, hidden_along = type(call.layer).__name__, call.inputs[call.hidden_name]
+        self.along = []
+        for place, item in enumerate(tensors):
+            along = hidden_along if place == 0 else 1
+            tokens = chunk.stop - chunk.start
+            if not isinstance(item, Tensor) or item.dim() < 2 or along is None or item.shape[along] != tokens:
+                raise UnsupportedModelError(f"{name} returns more than hidden states; chunks of that cannot be joined")
+            self.along.append(along)
+        return tensors
+
+    def put_together(self, tensors: list[Tensor]) -> Any:
+        """The inverse of :meth:`take_apart`."""
+        if self.wrap is None:
+            return tensors[0]
+        items = iter(tensors)
+        return self.wrap([next(items) if present else None for present in self.present])
+
+
+def _lengthened(part: Tensor, along: Along, length: int) -> list[int]:
+    return [length if dim == along else size for dim, size in enumerate(part.shape)]
 
 
 class _StreamedLayer(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, stream: _Stream, owner: StreamedForward, *inputs: Tensor) -> Tensor:
-        streamed, shared = len(stream.call.streamed), len(stream.call.shared)
-        z_out = stream.forward(inputs[0], for_backward=True)
-        ctx.save_for_backward(*inputs[: streamed + shared])
-        ctx.counts = (streamed, shared)
+    def forward(ctx: Any, stream: _Stream, owner: StreamedForward, *inputs: Tensor) -> tuple[Tensor, ...]:
+        count = len(stream.call.inputs)
+        outputs = stream.forward(inputs[:count], for_backward=True)
+        ctx.save_for_backward(*inputs[:count])
+        ctx.set_materialize_grads(False)
         ctx.stream, ctx.owner = stream, owner
-        ctx.parameters = inputs[streamed + shared :]
+        ctx.parameters = inputs[count:]
         stream.call.forget_tensors()
-        return z_out
+        return tuple(outputs)
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, grad_z_out: Tensor) -> tuple[Tensor | None, ...]:
+    def backward(ctx: Any, *grad_outputs: Tensor | None) -> tuple[Tensor | None, ...]:
         stream: _Stream | None = ctx.stream
         if stream is None:
             raise ArgumentError(
                 "a streamed layer can go backward once", mend="call the model again for a second backward"
             )
-        count, _ = ctx.counts
-        streamed, shared = list(ctx.saved_tensors[:count]), list(ctx.saved_tensors[count:])
+        inputs = list(ctx.saved_tensors)
+        own = len(stream.form.along)
 
-        def run_chunk(chunk: slice, x_i: list[Tensor], shared_i: list[Tensor]) -> tuple[Tensor, ChunkCache]:
-            z_out_i, cache = stream.replay(chunk, x_i, shared_i)
+        def run_chunk(chunk: slice, x_i: list[Tensor]) -> tuple[list[Tensor], ChunkCache]:
+            z_i, cache = stream.replay(chunk, x_i)
             if not ctx.owner.leaves_checked:
-                _check_leaves(stream.call.layer, z_out_i, [*x_i, *shared_i, *cache.leaves, *ctx.parameters])
+                _check_leaves(stream.call.layer, z_i[0], [*x_i, *cache.leaves, *ctx.parameters])
                 ctx.owner.leaves_checked = True
-            return z_out_i, cache
+            return z_i, cache
 
-        stream.project(streamed, shared)
-        grad_streamed, grad_rest = streamed_vjp(
+        stream.project(inputs)
+        for place, index in enumerate(stream.filled.values()):
+            stream.kv.add_grads(index, grad_outputs[own + 2 * place : own + 2 * place + 2])
+        grad_inputs, grad_parameters = streamed_vjp(
             run_chunk,
             stream.chunks,
-            streamed,
-            shared,
+            inputs,
+            list(stream.call.inputs.values()),
             ctx.parameters,
-            grad_z_out,
-            needs_grad=ctx.needs_input_grad[2 : 2 + count],
+            grad_outputs[:own],
+            stream.form.along,
+            needs_grad=ctx.needs_input_grad[2 : 2 + len(inputs)],
             widen=stream.widen,
         )
         stream.kv.release()
         stream.states.release()
         ctx.stream = ctx.parameters = None
-        return (None, None, *grad_streamed, *grad_rest)
+        return (None, None, *grad_inputs, *grad_parameters)
 
 
 def _check_leaves(layer: nn.Module, z_out: Tensor, known: Sequence[Tensor]) -> None:

@@ -107,10 +107,6 @@ def check_streamable(model: PreTrainedModel, layers: list[nn.Module]) -> None:
         )
     if not model._can_set_attn_implementation():
         raise UnsupportedModelError(f"{name} does not take its attention from transformers' AttentionInterface")
-    if getattr(config, "num_kv_shared_layers", 0):
-        raise UnsupportedModelError(
-            f"{name} shares keys and values between layers, which is not streamed in this release"
-        )
     for layer in layers:
         if "forward" in layer.__dict__:
             raise UnsupportedModelError(

@@ -9,6 +9,10 @@ to or the state a recurrence carries on. So those are leaves of chunk i's graph,
 the first: when chunk i's turn comes, every later chunk has already given its share of dK(i), dV(i) or of the state's
 gradient, and these go in beside dL/dz_out(i) as gradients of what chunk i itself left. Each chunk's graph is built, used
 once and freed. The result is the exact gradient.
+
+An input or output either follows the sequence along a dimension and is cut, or is one for the whole sequence (``None``):
+an input that every chunk reads, whose gradient is the sum of theirs; an output that is itself a sum over chunks, whose
+gradient is the same for each of them.
 """
 
 from __future__ import annotations
@@ -20,60 +24,87 @@ from torch import Tensor
 
 from streamtune.engine.cache import ChunkCache
 
-__all__ = ["streamed_vjp", "sum_dtype"]
+__all__ = ["Along", "RunChunk", "cut", "streamed_vjp", "sum_dtype"]
 
-RunChunk = Callable[[slice, list[Tensor], list[Tensor]], tuple[Tensor, ChunkCache]]
-"""``(chunk, streamed, shared) -> (z_out(i), cache)``: the layer on one chunk, in ``replay``."""
+Along = int | None
+"""The dimension along which a tensor follows the sequence; None for a tensor of the whole sequence."""
+
+RunChunk = Callable[[slice, list[Tensor]], tuple[list[Tensor], ChunkCache]]
+"""``(chunk, x(i)) -> (z(i), cache)``: the layer on one chunk, in ``replay``."""
 
 
 def streamed_vjp(
     run_chunk: RunChunk,
     chunks: Sequence[slice],
-    streamed: Sequence[Tensor],
-    shared: Sequence[Tensor],
+    inputs: Sequence[Tensor],
+    inputs_along: Sequence[Along],
     parameters: Sequence[Tensor],
-    grad_z_out: Tensor,
+    grad_outputs: Sequence[Tensor | None],
+    outputs_along: Sequence[Along],
     *,
     needs_grad: Sequence[bool],
     widen: bool = True,
 ) -> tuple[list[Tensor | None], list[Tensor | None]]:
     """Vector-Jacobian product of a layer, one chunk at a time.
 
-    Equal to ``torch.autograd.grad(f(*streamed), [*streamed, *shared, *parameters], grad_z_out)``.
+    Equal to ``torch.autograd.grad(f(*inputs), [*inputs, *parameters], grad_outputs)``.
 
     Args:
         run_chunk: The layer on one chunk.
         chunks: Positions, in order, covering the sequence.
-        streamed: Inputs that follow the sequence along dim 1; the first is ``z_in`` ``[B, T, C]``.
-        shared: Other inputs that need a gradient, the same for every chunk.
+        inputs: Tensor arguments of the layer; the first is ``z_in`` ``[B, T, C]``.
+        inputs_along: How each follows the sequence.
         parameters: The layer's trainable parameters.
-        grad_z_out: dL/dz_out ``[B, T, C]``.
-        needs_grad: For each of ``streamed``, whether its gradient is wanted.
+        grad_outputs: dL/dz for each output z of the layer, the first ``[B, T, C]``; None where nothing used it.
+        outputs_along: How each output follows the sequence.
+        needs_grad: For each input, whether its gradient is wanted.
         widen: Sum over chunks in fp32 where the tensors are narrower.
 
     Returns:
-        Gradients of ``streamed``, and of ``shared`` and ``parameters`` together, each once, None where there is none.
+        Gradients of ``inputs`` and of ``parameters``, each once, None where there is none.
     """
-    grad_streamed = [torch.empty_like(x) if needed else None for x, needed in zip(streamed, needs_grad, strict=True)]
-    sums = [_Sum(owner, widen) for owner in (*shared, *parameters)]
+    wholes = [
+        torch.empty_like(x) if needed and along is not None else None
+        for x, along, needed in zip(inputs, inputs_along, needs_grad, strict=True)
+    ]
+    input_sums, sums = [_Sum(x, widen) for x in inputs], [_Sum(p, widen) for p in parameters]
     for chunk in reversed(chunks):
         with torch.enable_grad():
-            x_i = [x[:, chunk].detach().requires_grad_(n) for x, n in zip(streamed, needs_grad, strict=True)]
-            shared_i = [x.detach().requires_grad_() for x in shared]
-            z_out_i, cache = run_chunk(chunk, x_i, shared_i)
-        handed_on = [(z_out_i, grad_z_out[:, chunk]), *cache.handed_on()]
-        outputs, incoming = zip(*((out, grad) for out, grad in handed_on if out.requires_grad), strict=True)
+            x_i = [
+                cut(x, along, chunk).detach().requires_grad_(needed)
+                for x, along, needed in zip(inputs, inputs_along, needs_grad, strict=True)
+            ]
+            z_i, cache = run_chunk(chunk, x_i)
+        given = [
+            (z, cut(grad, along, chunk))
+            for z, grad, along in zip(z_i, grad_outputs, outputs_along, strict=True)
+            if grad is not None
+        ]
+        outputs, incoming = zip(
+            *((out, grad) for out, grad in (*given, *cache.handed_on()) if out.requires_grad), strict=True
+        )
         wanted = [x for x in x_i if x.requires_grad]
-        inputs = [*wanted, *cache.leaves, *shared_i, *parameters]
-        grads = iter(torch.autograd.grad(outputs, inputs, incoming, allow_unused=True))
-        for whole, x in zip(grad_streamed, x_i, strict=True):
-            if whole is not None:
-                part = next(grads) if x.requires_grad else None
-                whole[:, chunk] = 0 if part is None else part
+        grads = iter(torch.autograd.grad(outputs, [*wanted, *cache.leaves, *parameters], incoming, allow_unused=True))
+        for x, whole, total, along in zip(x_i, wholes, input_sums, inputs_along, strict=True):
+            if not x.requires_grad:
+                continue
+            part = next(grads)
+            if whole is None:
+                total.add(part)
+            else:
+                cut(whole, along, chunk).copy_(part) if part is not None else cut(whole, along, chunk).zero_()
         cache.hand_back(grads)
-        for term, part in zip(sums, grads, strict=True):
-            term.add(part)
-    return grad_streamed, [term.result() for term in sums]
+        for total, part in zip(sums, grads, strict=True):
+            total.add(part)
+    grad_inputs = [
+        whole if whole is not None else total.result() for whole, total in zip(wholes, input_sums, strict=True)
+    ]
+    return grad_inputs, [total.result() for total in sums]
+
+
+def cut(x: Tensor, along: Along, chunk: slice) -> Tensor:
+    """A chunk's part of a tensor, a view; the whole tensor if it does not follow the sequence."""
+    return x if along is None else x.narrow(along, chunk.start, chunk.stop - chunk.start)
 
 
 class _Sum:
