@@ -101,7 +101,9 @@ StateKey = tuple[str, int, int]
 
 
 class States:
-    """The states of one layer call at the chunk boundaries, and their gradients: ``after[t]`` follows the first t tokens.
+    """The states of one layer call at the chunk boundaries, and their gradients.
+
+    ``after[t]`` holds what the first t tokens left.
 
     A boundary where a packed row begins has none: the row starts from nothing.
     """

@@ -108,7 +108,7 @@ class LayerCall:
         name = type(self.layer).__name__
         if isinstance(value, UserDict):
             self.shared |= {(key, entry, i): x for entry, pair in value.items() for i, x in enumerate(pair)}
-            self.inputs |= {shared: None for shared, x in self.shared.items() if x.requires_grad}
+            self.inputs.update({shared: None for shared, x in self.shared.items() if x.requires_grad})
         elif not isinstance(value, Tensor) and torch.is_grad_enabled() and _holds_gradient(value):
             raise UnsupportedModelError(
                 f"{name} is handed {key!r}, which needs a gradient inside a {type(value).__name__}; only tensors "

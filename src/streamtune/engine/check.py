@@ -17,7 +17,6 @@ import inspect
 import math
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -29,6 +28,7 @@ from streamtune.engine.call import LayerCall
 from streamtune.engine.difference import BOUND, compared_dtype, distance, norm_of, ratio, widened
 from streamtune.engine.head import StreamedHead
 from streamtune.engine.layer import StreamedForward, strange_leaves
+from streamtune.engine.recorded import Arguments, RecordedCall, bind, hand_on, inputs_of, outputs_of, replaced
 from streamtune.engine.schedule import Schedule
 from streamtune.errors import ArgumentError, StreamTuneError, UnsupportedModelError
 
@@ -89,24 +89,6 @@ def check_exact(handle: StreamHandle) -> None:
     raise first
 
 
-@dataclass
-class _Call:
-    """A recorded call of a layer: ``arguments`` as Python binds them, without gradients; ``z_out`` ``[B, T, C]``."""
-
-    index: int
-    arguments: inspect.BoundArguments
-    wanted: list[str]
-    z_out: Tensor
-
-    @property
-    def hidden_name(self) -> str:
-        return list(self.arguments.arguments)[1]
-
-    @property
-    def z_in(self) -> Tensor:
-        return self.arguments.arguments[self.hidden_name]
-
-
 class _Preflight:
     """Both walks of one model and their comparison, with the plain one under the given attention implementations."""
 
@@ -116,8 +98,8 @@ class _Preflight:
         self.reference = reference
         self.head = StreamedHead(handle.model, SCHEDULE) if handle._head is not None else None
         self.inputs: dict[str, Any] = {}
-        self.calls: list[_Call] = []
-        self.streamed: list[tuple[tuple[Any, ...], dict[str, Any]]] = []
+        self.calls: list[RecordedCall] = []
+        self.streamed: list[Arguments] = []
         self.last: Tensor | None = None
         self.at: int | None = None
         """The layer that runs, None outside of them."""
@@ -179,19 +161,21 @@ class _Preflight:
 
     def _record(self, index: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         self.at, layer = index, self.layers[index]
-        bound = inspect.signature(type(layer).forward).bind(layer, *args, **kwargs)
-        call = _Call(index, bound, _tensor_names(bound), torch.empty(0))
-        leaves = {name: _leaf(bound.arguments[name]) for name in call.wanted}
-        bound.arguments.update(leaves)
-        out = type(layer).forward(*bound.args, **bound.kwargs)
-        z_out = out[0] if isinstance(out, tuple | list) else out
-        self._own_graph(index, z_out, [*leaves.values(), *layer.parameters()])
-        bound.arguments.update({name: leaf.detach() for name, leaf in leaves.items()})
-        call.wanted = [name for name, leaf in leaves.items() if leaf.requires_grad]
-        call.z_out = z_out.detach()
+        arguments = bind(layer, args, kwargs)
+        leaves = {name: _leaf(x) for name, x in inputs_of(arguments).items()}
+        used = replaced(arguments, leaves)
+        out, outputs = outputs_of(type(layer).forward, used)
+        for z in outputs:
+            self._own_graph(index, z, [*leaves.values(), *layer.parameters()])
+        call = RecordedCall(
+            index,
+            replaced(arguments, {name: leaf.detach() for name, leaf in leaves.items()}),
+            [name for name, leaf in leaves.items() if leaf.requires_grad],
+            [z.detach() for z in outputs],
+        )
         self.calls.append(call)
         self.at = None
-        return self._handed_on(call, out)
+        return self._handed_on(arguments, used, out, call)
 
     def _compare(self, index: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         call = self.calls[len(self.streamed)] if len(self.streamed) < len(self.calls) else None
@@ -199,26 +183,35 @@ class _Preflight:
             raise _DiffersError(f"{self._name} calls its layers in another order when it is streamed")
         self.at, layer = index, self.layers[index]
         LayerCall.bind(layer, args, kwargs)  # refuses by name what cannot be cut
-        bound = inspect.signature(type(layer).forward).bind(layer, *args, **kwargs)
-        z_in = bound.arguments[call.hidden_name]
-        error, bound_input = distance(z_in, call.z_in, self._valid(call.z_in)), BOUND[compared_dtype(call.z_in)]
-        if not error <= bound_input:
-            raise self._differs(index, "input", error, bound_input)
-        bound.arguments[call.hidden_name] = call.z_in.clone().requires_grad_(torch.is_grad_enabled())
-        out = StreamedForward(layer, SCHEDULE)(*bound.args[1:], **bound.kwargs)
-        z_out = out[0] if isinstance(out, tuple | list) else out
-        self.streamed.append((bound.args[1:], bound.kwargs))
-        bound_forward = BOUND[compared_dtype(call.z_out)]
-        error = self._added(z_out, call.z_out, call.z_in)
+        arguments = bind(layer, args, kwargs)
+        bound_input = BOUND[compared_dtype(call.z_in)]
+        for name, x in inputs_of(arguments).items():
+            if name in call.wanted or x.dim() == call.z_in.dim():
+                reference = call.inputs[name]
+                error = distance(x, reference, self._valid(reference) if x.shape == call.z_in.shape else None)
+                if not error <= bound_input:
+                    raise self._differs(index, "input", error, bound_input)
+        used = replaced(arguments, {name: _leaf(call.inputs[name]) for name in call.wanted})
+        out, outputs = outputs_of(_without_self(StreamedForward(layer, SCHEDULE)), used)
+        self.streamed.append(used)
+        if len(outputs) != len(call.outputs):
+            raise _DiffersError(f"{self._name} returns {len(outputs)} tensors from a streamed layer")
+        error, bound_forward = self._output_error(outputs, call), BOUND[compared_dtype(call.outputs[0])]
         if not error <= bound_forward:
-            self._settle(call, self.streamed[-1], "output", error, bound_forward)
+            self._settle(call, used, "output", error, bound_forward)
         self.at = None
-        return self._handed_on(call, out)
+        return self._handed_on(arguments, used, out, call)
 
-    def _handed_on(self, call: _Call, out: Any) -> Any:
-        """The recorded output in the form the layer gave it, as a new leaf: the graph of one layer lives at a time."""
-        self.last = call.z_out.clone().requires_grad_(torch.is_grad_enabled())
-        return type(out)([self.last, *out[1:]]) if isinstance(out, tuple | list) else self.last
+    def _handed_on(self, arguments: Arguments, used: Arguments, out: Any, call: RecordedCall) -> Any:
+        result = hand_on(arguments, used, out, call)
+        self.last = _first(result)
+        return result
+
+    def _output_error(self, outputs: list[Tensor], call: RecordedCall) -> float:
+        """The largest relative difference of an output."""
+        first = self._added(outputs[0], call.outputs[0], call.z_in)
+        others = zip(outputs[1:], call.outputs[1:], strict=True)
+        return max([first, *(distance(z, z_ref, self._valid(z_ref)) for z, z_ref in others)])
 
     def _own_graph(self, index: int, z_out: Tensor, known: list[Tensor]) -> None:
         """Refuse a layer whose output hangs on something that is neither its argument nor its parameter.
@@ -235,7 +228,7 @@ class _Preflight:
             )
 
     def _same_head(self, loss: Tensor, loss_ref: Tensor, grad: Tensor | None, grad_ref: Tensor | None) -> None:
-        bound = BOUND[compared_dtype(self.calls[-1].z_out)]
+        bound = BOUND[compared_dtype(self.calls[-1].outputs[0])]
         pairs = [("loss", loss, loss_ref)]
         if grad_ref is not None:
             given = torch.zeros_like(grad_ref) if grad is None else grad
@@ -249,7 +242,7 @@ class _Preflight:
                     mend="use stream(model, head=False): layers are streamed, head and loss are the model's own",
                 )
 
-    def _kinds(self) -> Iterator[tuple[_Call, tuple[tuple[Any, ...], dict[str, Any]]]]:
+    def _kinds(self) -> Iterator[tuple[RecordedCall, Arguments]]:
         """One differentiated call of each kind of layer."""
         seen = set()
         for call, streamed in zip(self.calls, self.streamed, strict=True):
@@ -258,38 +251,32 @@ class _Preflight:
                 seen.add(kind)
                 yield call, streamed
 
-    def _same_gradients(self, call: _Call, streamed: tuple[tuple[Any, ...], dict[str, Any]]) -> None:
+    def _same_gradients(self, call: RecordedCall, streamed: Arguments) -> None:
         self.at, bound = call.index, BOUND[compared_dtype(call.z_in)]
         what, error = self._gradient_error(self.layers[call.index], call, streamed)
         if not error <= bound:
             self._settle(call, streamed, what, error, bound)
 
-    def _gradient_error(
-        self, layer: nn.Module, call: _Call, streamed: tuple[tuple[Any, ...], dict[str, Any]]
-    ) -> tuple[str, float]:
+    def _gradient_error(self, layer: nn.Module, call: RecordedCall, streamed: Arguments) -> tuple[str, float]:
         """The largest relative difference of a gradient of the layer, and whose it is."""
-        signature = inspect.signature(type(layer).forward)
         generator = torch.Generator().manual_seed(call.index)
-        grad_z_out = (
-            torch.randn(call.z_out.shape, generator=generator).to(call.z_out) * self._valid(call.z_in)[..., None]
-        )
+        grad_outputs = []
+        for z in call.outputs:
+            grad = torch.randn(z.shape, generator=generator).to(z)
+            mask = self._valid(z)
+            grad_outputs.append(grad * mask.reshape(mask.shape + (1,) * (z.dim() - 2)))
         with torch.enable_grad(), aliased(layer) as parameters:
             grads = []
             for plain in (True, False):
-                bound = (
-                    inspect.BoundArguments(signature, copy.copy(call.arguments.arguments))
-                    if plain
-                    else signature.bind(layer, *streamed[0], **streamed[1])
-                )
-                leaves = [call.arguments.arguments[name].detach().clone().requires_grad_() for name in call.wanted]
-                bound.arguments.update(zip(call.wanted, leaves, strict=True))
-                bound.arguments[next(iter(bound.arguments))] = layer
+                leaves = {name: call.inputs[name].detach().clone().requires_grad_() for name in call.wanted}
+                arguments = replaced(call.arguments if plain else streamed, leaves, layer)
                 with attention_as(self.configs, self.reference if plain else [NAME] * len(self.configs)):
                     forward = type(layer).forward if plain else _without_self(StreamedForward(layer, SCHEDULE))
-                    out = forward(*bound.args, **bound.kwargs)
-                    z_out = out[0] if isinstance(out, tuple | list) else out
-                    inputs = [*leaves, *parameters.values()]
-                    grads.append(torch.autograd.grad(z_out, inputs, grad_z_out, allow_unused=True))
+                    _, outputs = outputs_of(forward, arguments)
+                    live = [n for n, z in enumerate(outputs) if z.requires_grad]
+                    inputs = [*leaves.values(), *parameters.values()]
+                    of, incoming = [outputs[n] for n in live], [grad_outputs[n] for n in live]
+                    grads.append(torch.autograd.grad(of, inputs, incoming, allow_unused=True))
         norms = [norm_of(want) for want in grads[0]]
         floor = 1e-2 * math.hypot(*norms)
         worst = ("", 0.0)
@@ -309,14 +296,7 @@ class _Preflight:
         added = norm_of(z_ref, z_in) if z_in.shape == z_ref.shape else norm_of(z_ref)
         return ratio(max(norm_of(z, z_ref) - rounding, 0.0), added)
 
-    def _settle(
-        self,
-        call: _Call,
-        streamed: tuple[tuple[Any, ...], dict[str, Any]],
-        what: str,
-        error: float,
-        bound: float,
-    ) -> None:
+    def _settle(self, call: RecordedCall, streamed: Arguments, what: str, error: float, bound: float) -> None:
         """Ask a copy of the layer in a wider dtype whether a difference was rounding; raise if it was not."""
         wider = WIDER.get(compared_dtype(call.z_in))
         layer = self.layers[call.index]
@@ -329,23 +309,17 @@ class _Preflight:
             finally:
                 if shadow is not None:
                     layer.forward = shadow
-            arguments = inspect.BoundArguments(
-                call.arguments.signature,
-                widened(dict(call.arguments.arguments), wider),
-            )
-            wide_streamed = (widened(streamed[0], wider), widened(streamed[1], wider))
-            arguments.arguments[next(iter(arguments.arguments))] = wide
+            plain, chunked = (_widened_call(arguments, wide, wider) for arguments in (call.arguments, streamed))
+            inputs = {name: widened(x, wider) for name, x in call.inputs.items()}
             with torch.no_grad():
                 with attention_as(self.configs, self.reference):
-                    reference = _first(type(wide).forward(*arguments.args, **arguments.kwargs))
-                bound_args = arguments.signature.bind(wide, *wide_streamed[0], **wide_streamed[1])
-                bound_args.arguments[call.hidden_name] = arguments.arguments[call.hidden_name]
+                    _, reference = outputs_of(type(wide).forward, replaced(plain, inputs))
                 with attention_as(self.configs, [NAME] * len(self.configs)):
-                    z_out = _first(StreamedForward(wide, SCHEDULE)(*bound_args.args[1:], **bound_args.kwargs))
-            wide_call = _Call(call.index, arguments, call.wanted, reference)
-            errors = {"output": self._added(z_out, reference, wide_call.z_in)}
+                    _, outputs = outputs_of(_without_self(StreamedForward(wide, SCHEDULE)), replaced(chunked, inputs))
+            wide_call = RecordedCall(call.index, replaced(plain, inputs), call.wanted, reference)
+            errors = {"output": self._output_error(outputs, wide_call)}
             if what != "output":
-                name, value = self._gradient_error(wide, wide_call, wide_streamed)
+                name, value = self._gradient_error(wide, wide_call, chunked)
                 errors[name] = value
         except StreamTuneError:
             raise
@@ -354,8 +328,8 @@ class _Preflight:
                 return
             raise self._differs(call.index, what, error, bound) from None
         for name, value in errors.items():
-            if not value <= BOUND[compared_dtype(reference)]:
-                raise self._differs(call.index, name, value, BOUND[compared_dtype(reference)])
+            if not value <= BOUND[compared_dtype(reference[0])]:
+                raise self._differs(call.index, name, value, BOUND[compared_dtype(reference[0])])
 
     def _valid(self, z: Tensor) -> Tensor:
         """``[B, T]``: where the batch has a token; everywhere if the layers see another length than the batch has."""
@@ -412,16 +386,6 @@ def _batch(model: Any) -> dict[str, Any]:
     return inputs
 
 
-def _tensor_names(bound: inspect.BoundArguments) -> list[str]:
-    """The hidden states, and the other arguments that are tensors with a gradient."""
-    names = list(bound.arguments)[1:]
-    return [
-        name
-        for position, name in enumerate(names)
-        if isinstance(value := bound.arguments[name], Tensor) and (position == 0 or value.requires_grad)
-    ]
-
-
 def _leaf(tensor: Tensor) -> Tensor:
     return tensor.detach().clone().requires_grad_(torch.is_grad_enabled() and tensor.is_floating_point())
 
@@ -432,6 +396,13 @@ def _first(out: Any) -> Tensor:
 
 def _without_self(forward: Callable[..., Any]) -> Callable[..., Any]:
     return lambda _self, *args, **kwargs: forward(*args, **kwargs)
+
+
+def _widened_call(arguments: Arguments, layer: nn.Module, dtype: torch.dtype) -> Arguments:
+    """The call of a wider copy of the layer, its tensors widened."""
+    new = inspect.BoundArguments(arguments.signature, widened(dict(arguments.arguments), dtype))
+    new.arguments[next(iter(new.arguments))] = layer
+    return new
 
 
 def _structure(layer: nn.Module) -> tuple[Any, ...]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections import UserDict
 from typing import Any
 
 import torch
@@ -49,6 +50,8 @@ def widened(value: Any, dtype: torch.dtype) -> Any:
     """Every floating tensor in nested containers in a wider dtype."""
     if isinstance(value, Tensor):
         return value.detach().to(dtype) if value.is_floating_point() else value
+    if isinstance(value, UserDict):
+        return type(value)({key: widened(item, dtype) for key, item in value.items()})
     if isinstance(value, dict):
         return {key: widened(item, dtype) for key, item in value.items()}
     if isinstance(value, tuple | list):

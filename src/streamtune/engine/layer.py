@@ -116,7 +116,10 @@ class _Stream:
             x_i = [cut(x, along, chunk) for x, along in zip(inputs, self.call.inputs.values(), strict=True)]
             z_i, _ = self.run(chunk, "store", x_i)
             if not z:
-                z = [part.new_empty(_lengthened(part, along, self.length)) for part, along in zip(z_i, self.form.along)]
+                z = [
+                    part.new_empty(_lengthened(part, along, self.length))
+                    for part, along in zip(z_i, self.form.along, strict=True)
+                ]
             for whole, part, along in zip(z, z_i, self.form.along, strict=True):
                 cut(whole, along, chunk).copy_(part)
         shared = [buffer for index in self.filled.values() for buffer in self.kv.pairs[index]]

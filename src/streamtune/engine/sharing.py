@@ -1,8 +1,8 @@
 """Keys and values that later layers read as well (Gemma 3n, Gemma 4): across layers they are outputs and inputs.
 
-Such a model hands every layer one dictionary. A layer that fills it makes its keys and values an output of its autograd
-node, so that the gradients of all layers that read them arrive before its own backward. A layer that reads it takes them
-as inputs. :class:`ChunkSharing` is the dictionary one chunk of one layer sees.
+Such a model hands every layer one dictionary. A layer that fills it makes its keys and values an output of its
+autograd node, so that the gradients of all layers that read them arrive before its own backward. A layer that reads it
+takes them as inputs. :class:`ChunkSharing` is the dictionary one chunk of one layer sees.
 
 Shape suffixes: B batch, G key/value heads, S tokens of prefix and chunk, D head dimension.
 """

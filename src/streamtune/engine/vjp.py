@@ -4,15 +4,15 @@ For a layer ``z_out = f_W(z_in)`` and chunks i = 1..D of the sequence,
 
     dL/dW = sum_i (d z_out(i) / dW)' dL/dz_out(i)
 
-The terms are independent but for one thing: chunk i reads what the chunks before it left, the keys and values it attends
-to or the state a recurrence carries on. So those are leaves of chunk i's graph, and the walk goes from the last chunk to
-the first: when chunk i's turn comes, every later chunk has already given its share of dK(i), dV(i) or of the state's
-gradient, and these go in beside dL/dz_out(i) as gradients of what chunk i itself left. Each chunk's graph is built, used
-once and freed. The result is the exact gradient.
+The terms are independent but for one thing: chunk i reads what the chunks before it left, the keys and values it
+attends to or the state a recurrence carries on. So those are leaves of chunk i's graph, and the walk goes from the last
+chunk to the first: when chunk i's turn comes, every later chunk has already given its share of dK(i), dV(i) or of the
+state's gradient, and these go in beside dL/dz_out(i) as gradients of what chunk i itself left. Each chunk's graph is
+built, used once and freed. The result is the exact gradient.
 
-An input or output either follows the sequence along a dimension and is cut, or is one for the whole sequence (``None``):
-an input that every chunk reads, whose gradient is the sum of theirs; an output that is itself a sum over chunks, whose
-gradient is the same for each of them.
+An input or output either follows the sequence along a dimension and is cut, or is one for the whole sequence: an input
+that every chunk reads, whose gradient is the sum of theirs; an output that is itself a sum over chunks, whose gradient
+is the same for each of them.
 """
 
 from __future__ import annotations

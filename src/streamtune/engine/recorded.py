@@ -1,0 +1,114 @@
+"""A decoder layer's call as a function of tensors, so that the preflight can make it again, plain or in chunks.
+
+Inputs are the tensor arguments that need a gradient, hidden states first, and the entries of a dictionary of keys and
+values the model shares between its layers. Outputs are the tensors the layer returns, and the entries it fills there.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections import UserDict
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from streamtune.engine.sharing import SharedKey
+
+__all__ = ["Arguments", "Name", "RecordedCall", "bind", "hand_on", "inputs_of", "outputs_of", "replaced"]
+
+Name = str | SharedKey
+Arguments = inspect.BoundArguments
+
+
+@dataclass
+class RecordedCall:
+    """A call a model made of its layer number ``index``, without gradients.
+
+    ``wanted`` names the inputs that need a gradient; ``outputs`` are the plain layer's, the first ``[B, T, C]``.
+    """
+
+    index: int
+    arguments: Arguments
+    wanted: list[Name]
+    outputs: list[Tensor]
+
+    @property
+    def z_in(self) -> Tensor:
+        """The hidden states."""
+        return next(iter(self.inputs.values()))
+
+    @property
+    def inputs(self) -> dict[Name, Tensor]:
+        """All inputs by name."""
+        return inputs_of(self.arguments)
+
+
+def bind(layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Arguments:
+    """A call of ``layer`` as Python binds it; the layer itself is the first argument."""
+    return inspect.signature(type(layer).forward).bind(layer, *args, **kwargs)
+
+
+def inputs_of(arguments: Arguments) -> dict[Name, Tensor]:
+    """The hidden states, the other tensors with a gradient, and all shared keys and values, by name."""
+    found: dict[Name, Tensor] = {}
+    for position, (name, value) in enumerate(list(arguments.arguments.items())[1:]):
+        if isinstance(value, Tensor) and (position == 0 or value.requires_grad):
+            found[name] = value
+        elif isinstance(value, UserDict):
+            found |= {(name, entry, i): x for entry, pair in value.items() for i, x in enumerate(pair)}
+    return found
+
+
+def replaced(arguments: Arguments, tensors: dict[Name, Tensor], layer: nn.Module | None = None) -> Arguments:
+    """The same call with other tensors, of another layer if one is given, and a shared dictionary of its own."""
+    new = inspect.BoundArguments(arguments.signature, arguments.arguments.copy())
+    if layer is not None:
+        new.arguments[next(iter(new.arguments))] = layer
+    for name, value in arguments.arguments.items():
+        if isinstance(value, UserDict):
+            new.arguments[name] = type(value)(
+                {
+                    entry: tuple(tensors.get((name, entry, i), x) for i, x in enumerate(pair))
+                    for entry, pair in value.items()
+                }
+            )
+        elif name in tensors:
+            new.arguments[name] = tensors[name]
+    return new
+
+
+def outputs_of(forward: Callable[..., Any], arguments: Arguments) -> tuple[Any, list[Tensor]]:
+    """What ``forward`` returns, and its outputs: tensors it returns, then entries it adds to the shared dictionary."""
+    sharing = _sharing(arguments)
+    before = set(sharing or ())
+    out = forward(*arguments.args, **arguments.kwargs)
+    outputs = [item for item in _items(out) if isinstance(item, Tensor)]
+    if sharing is not None:
+        outputs += [x for entry, pair in sharing.items() if entry not in before for x in pair]
+    return out, outputs
+
+
+def hand_on(arguments: Arguments, used: Arguments, out: Any, call: RecordedCall) -> Any:
+    """The recorded outputs in the form the layer gave them, as new leaves: the graph of one layer lives at a time.
+
+    What the call ``used`` put into its shared dictionary goes into the one of the model's own ``arguments``.
+    """
+    leaves = iter([x.clone().requires_grad_(torch.is_grad_enabled()) for x in call.outputs])
+    items = [next(leaves) if isinstance(item, Tensor) else item for item in _items(out)]
+    sharing, filled = _sharing(arguments), _sharing(used)
+    if sharing is not None and filled is not None:
+        for entry, pair in filled.items():
+            if entry not in sharing:
+                sharing[entry] = tuple(next(leaves) for _ in pair)
+    return type(out)(items) if isinstance(out, tuple | list) else items[0]
+
+
+def _items(out: Any) -> list[Any]:
+    return list(out) if isinstance(out, tuple | list) else [out]
+
+
+def _sharing(arguments: Arguments) -> Any:
+    return next((value for value in arguments.arguments.values() if isinstance(value, UserDict)), None)
