@@ -19,7 +19,7 @@ from __future__ import annotations
 import inspect
 from collections import UserDict
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
 
@@ -65,8 +65,8 @@ class LayerCall:
     hidden_name: str
     length: int
     """Tokens T of the sequence."""
-    inputs: dict[str | SharedKey, Along] = field(default_factory=dict)
-    shared: dict[SharedKey, Tensor] = field(default_factory=dict)
+    inputs: dict[str | SharedKey, Along]
+    shared: dict[SharedKey, Tensor | None]
 
     @classmethod
     def bind(cls, layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> LayerCall:
@@ -98,7 +98,7 @@ class LayerCall:
             for key, value in group.items():
                 if _is_dense_mask(value, length):
                     group[key] = dense_mask(value)
-        call = cls(layer, arguments, extra, cache_name, hidden_name, length, {hidden_name: along})
+        call = cls(layer, arguments, extra, cache_name, hidden_name, length, {hidden_name: along}, {})
         for key, value in call._all().items():
             call._classify(key, value)
         return call
@@ -107,8 +107,11 @@ class LayerCall:
         """Note an argument other than the hidden states if it needs a gradient; refuse what cannot get it back."""
         name = type(self.layer).__name__
         if isinstance(value, UserDict):
-            self.shared |= {(key, entry, i): x for entry, pair in value.items() for i, x in enumerate(pair)}
-            self.inputs.update({shared: None for shared, x in self.shared.items() if x.requires_grad})
+            for entry, pair in value.items():
+                for place, x in enumerate(pair):
+                    self.shared[key, entry, place] = x
+                    if x.requires_grad:
+                        self.inputs[key, entry, place] = None
         elif not isinstance(value, Tensor) and torch.is_grad_enabled() and _holds_gradient(value):
             raise UnsupportedModelError(
                 f"{name} is handed {key!r}, which needs a gradient inside a {type(value).__name__}; only tensors "
@@ -143,14 +146,15 @@ class LayerCall:
 
     def tensors(self) -> list[Tensor]:
         """The tensors named by ``inputs``."""
-        arguments = {**self._all(), **self.shared}
-        return [arguments[name] for name in self.inputs]
+        arguments = self._all()
+        found = [self.shared[name] if isinstance(name, tuple) else arguments[name] for name in self.inputs]
+        return [x for x in found if x is not None]
 
     def forget_tensors(self) -> None:
         """Drop the tensors that need a gradient: autograd saves them, a second reference would keep them too long."""
         for name in self.inputs:
             if isinstance(name, tuple):
-                del self.shared[name]
+                self.shared[name] = None
             else:
                 (self.arguments if name in self.arguments else self.extra)[name] = None
         for group in (self.arguments, self.extra):
@@ -195,8 +199,10 @@ class LayerCall:
 
     def _chunk_sharing(self, cache: ChunkCache, given: dict[str | SharedKey, Tensor]) -> ChunkSharing:
         whole: dict[Any, tuple[Tensor, ...]] = {}
-        for name in [name for name in self.inputs if isinstance(name, tuple)] or self.shared:
-            whole[name[1]] = (*whole.get(name[1], ()), given[name] if name in given else self.shared[name])
+        for name, x in self.shared.items():
+            x = given.get(name, x)
+            assert x is not None
+            whole[name[1]] = (*whole.get(name[1], ()), x)
         return ChunkSharing(cache, whole)
 
     def _dim(self, key: str, value: Tensor, length: int) -> Along:

@@ -167,9 +167,11 @@ class _Preflight:
         out, outputs = outputs_of(type(layer).forward, used)
         for z in outputs:
             self._own_graph(index, z, [*leaves.values(), *layer.parameters()])
+        inputs = {name: leaf.detach() for name, leaf in leaves.items()}
         call = RecordedCall(
             index,
-            replaced(arguments, {name: leaf.detach() for name, leaf in leaves.items()}),
+            replaced(arguments, inputs),
+            inputs,
             [name for name, leaf in leaves.items() if leaf.requires_grad],
             [z.detach() for z in outputs],
         )
@@ -186,19 +188,20 @@ class _Preflight:
         arguments = bind(layer, args, kwargs)
         bound_input = BOUND[compared_dtype(call.z_in)]
         for name, x in inputs_of(arguments).items():
-            if name in call.wanted or x.dim() == call.z_in.dim():
-                reference = call.inputs[name]
-                error = distance(x, reference, self._valid(reference) if x.shape == call.z_in.shape else None)
-                if not error <= bound_input:
-                    raise self._differs(index, "input", error, bound_input)
+            reference = call.inputs.get(name)
+            if reference is None:
+                continue
+            error = distance(x, reference, self._valid(reference) if x.shape == call.z_in.shape else None)
+            if not error <= bound_input:
+                raise self._differs(index, "input", error, bound_input)
         used = replaced(arguments, {name: _leaf(call.inputs[name]) for name in call.wanted})
         out, outputs = outputs_of(_without_self(StreamedForward(layer, SCHEDULE)), used)
-        self.streamed.append(used)
+        self.streamed.append(replaced(arguments, {}))  # a shared dictionary as it was before the call
         if len(outputs) != len(call.outputs):
             raise _DiffersError(f"{self._name} returns {len(outputs)} tensors from a streamed layer")
         error, bound_forward = self._output_error(outputs, call), BOUND[compared_dtype(call.outputs[0])]
         if not error <= bound_forward:
-            self._settle(call, used, "output", error, bound_forward)
+            self._settle(call, self.streamed[-1], "output", error, bound_forward)
         self.at = None
         return self._handed_on(arguments, used, out, call)
 
@@ -316,7 +319,7 @@ class _Preflight:
                     _, reference = outputs_of(type(wide).forward, replaced(plain, inputs))
                 with attention_as(self.configs, [NAME] * len(self.configs)):
                     _, outputs = outputs_of(_without_self(StreamedForward(wide, SCHEDULE)), replaced(chunked, inputs))
-            wide_call = RecordedCall(call.index, replaced(plain, inputs), call.wanted, reference)
+            wide_call = RecordedCall(call.index, replaced(plain, inputs), inputs, call.wanted, reference)
             errors = {"output": self._output_error(outputs, wide_call)}
             if what != "output":
                 name, value = self._gradient_error(wide, wide_call, chunked)

@@ -18,6 +18,7 @@ from streamtune.engine.ambient import Autocast, RandomState
 from streamtune.engine.attention import NAME
 from streamtune.engine.cache import ChunkCache, KeysAndValues, ProjectionDone, States, Walk
 from streamtune.engine.call import LayerCall, first_key
+from streamtune.engine.scan import carried_scan, mixers_with_a_bare_scan
 from streamtune.engine.schedule import Schedule
 from streamtune.engine.vjp import Along, cut, streamed_vjp
 from streamtune.errors import ArgumentError, UnsupportedModelError
@@ -37,6 +38,7 @@ class StreamedForward:
         self.layer = layer
         self.schedule = schedule
         self.leaves_checked = False
+        self.bare_scans = mixers_with_a_bare_scan(layer)
         configs: list[Any] = [getattr(module, "config", None) for module in layer.modules()]
         self.configs = [config for config in configs if hasattr(config, "_attn_implementation_internal")]
 
@@ -53,7 +55,7 @@ class StreamedForward:
                     mend="pass the whole sequence without past_key_values, or call the model under torch.no_grad()",
                 )
         self._check_attention()
-        stream = _Stream(call, self.schedule)
+        stream = _Stream(call, self.schedule, self.bare_scans)
         parameters = [p for p in self.layer.parameters() if p.requires_grad]
         inputs = [*call.tensors(), *parameters]
         if torch.is_grad_enabled() and any(x.requires_grad for x in inputs):
@@ -76,7 +78,7 @@ class StreamedForward:
 class _Stream:
     """One call of one layer and all that its walks share."""
 
-    def __init__(self, call: LayerCall, schedule: Schedule) -> None:
+    def __init__(self, call: LayerCall, schedule: Schedule, bare_scans: list[nn.Module]) -> None:
         mask = call.mask
         if mask is not None and mask.sees_future:
             raise UnsupportedModelError(
@@ -92,12 +94,14 @@ class _Stream:
         self.filled: dict[Any, int] = {}
         self.autocast = Autocast.now(call.hidden.device)
         self.random: dict[int, RandomState] = {}
+        self.bare_scans = bare_scans
         self.form = _Form()
 
     def run(self, chunk: slice, walk: Walk, x_i: list[Tensor]) -> tuple[list[Tensor], ChunkCache]:
         """The layer on one chunk: its outputs ``z(i)``, the first ``[B, T_i, C]``, and the cache it saw."""
         cache = ChunkCache(self.kv, self.states, chunk, first_key(self.mask, chunk), walk)
-        out, filled = self.call.run(chunk, cache, dict(zip(self.call.inputs, x_i, strict=True)))
+        with carried_scan(self.bare_scans, cache):
+            out, filled = self.call.run(chunk, cache, dict(zip(self.call.inputs, x_i, strict=True)))
         self.filled |= filled
         return self.form.take_apart(self.call, out, chunk), cache
 

@@ -27,11 +27,12 @@ Arguments = inspect.BoundArguments
 class RecordedCall:
     """A call a model made of its layer number ``index``, without gradients.
 
-    ``wanted`` names the inputs that need a gradient; ``outputs`` are the plain layer's, the first ``[B, T, C]``.
+    ``wanted`` names those of the ``inputs`` that need one; ``outputs`` are the plain layer's, the first ``[B, T, C]``.
     """
 
     index: int
     arguments: Arguments
+    inputs: dict[Name, Tensor]
     wanted: list[Name]
     outputs: list[Tensor]
 
@@ -39,11 +40,6 @@ class RecordedCall:
     def z_in(self) -> Tensor:
         """The hidden states."""
         return next(iter(self.inputs.values()))
-
-    @property
-    def inputs(self) -> dict[Name, Tensor]:
-        """All inputs by name."""
-        return inputs_of(self.arguments)
 
 
 def bind(layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Arguments:

@@ -37,7 +37,7 @@ class _NoTensor:
             raise AttributeError(name)
         raise self._refuse(name)
 
-    def __getitem__(self, key: Any) -> NoReturn:
+    def __getitem__(self, key: Any) -> Any:
         raise self._refuse("indexing")
 
     @classmethod
@@ -135,6 +135,15 @@ class LazyMask(_NoTensor):
         if self.window is None:
             return self.kv_offset
         return max(self.kv_offset, q_start - self.window + 1)
+
+    def __getitem__(self, key: Any) -> LazyMask:
+        """The whole mask, by slices that leave nothing out; anything else is refused."""
+        sizes = (self.batch_size, 1, self.q_length, self.kv_length)
+        if not isinstance(key, tuple) or len(key) != 4 or not all(isinstance(part, slice) for part in key):
+            raise self._refuse("indexing")
+        if any(part.indices(size) != (0, size, 1) for part, size in zip(key, sizes, strict=True)):
+            raise self._refuse("slicing")
+        return self
 
     def rows(self, start: int, stop: int) -> MaskView:
         """The mask of queries ``[start, stop)``, counted from this mask's first query, over all keys."""

@@ -1,0 +1,119 @@
+"""Mamba-1's selective scan, given the state it leaves out.
+
+For each channel d and state n the scan is ``h_t = exp(A dt_t) h_{t-1} + dt_t B_t x_t`` and ``y_t = C_t h_t`` (Gu and
+Dao, Mamba, arXiv 2312.00752, eq. 2). ``transformers`` and the kernel it calls start every scan from ``h_0 = 0``, which
+is right for a whole sequence and wrong for a chunk. But the scan is linear in h: what a state h_0 adds is
+
+    y_t += C_t exp(A S_t) h_0,    h_T += exp(A S_T) h_0,    S_t = sum_{s <= t} dt_s
+
+and this is added here, to the scan's own result. Mamba-2 and the delta rule take their initial state themselves.
+
+Shape suffixes: B batch, D channels, T tokens, N states.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from types import FunctionType
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from streamtune.engine.cache import ChunkCache
+
+__all__ = ["carried_scan", "mixers_with_a_bare_scan", "scan_from"]
+
+SCAN = "mamba_selective_scan"
+"""The name under which the mixers of transformers call the scan."""
+
+
+def mixers_with_a_bare_scan(layer: nn.Module) -> list[nn.Module]:
+    """The modules of a layer whose forward calls the scan that knows no initial state."""
+    return [module for module in layer.modules() if SCAN in _code_names(type(module))]
+
+
+def _code_names(kind: type[nn.Module]) -> tuple[str, ...]:
+    code = getattr(inspect.unwrap(kind.forward), "__code__", None)
+    return () if code is None else code.co_names
+
+
+@contextmanager
+def carried_scan(mixers: list[nn.Module], cache: ChunkCache) -> Iterator[None]:
+    """Within, these modules' scans start from the state that ``cache`` holds.
+
+    The library is left alone: each instance gets its own class's forward with this one name bound to another function.
+    """
+    if not mixers or not cache.has_previous_state():
+        yield
+        return
+    before = [mixer.__dict__.get("forward") for mixer in mixers]
+    try:
+        for mixer in mixers:
+            forward = inspect.unwrap(type(mixer).forward)
+            scan = _Carried(forward.__globals__[SCAN], cache, mixer.layer_idx)  # type: ignore[arg-type]
+            rebound = FunctionType(
+                forward.__code__, {**forward.__globals__, SCAN: scan}, argdefs=forward.__defaults__, closure=None
+            )
+            rebound.__kwdefaults__ = forward.__kwdefaults__
+            mixer.forward = rebound.__get__(mixer)
+        yield
+    finally:
+        for mixer, forward in zip(mixers, before, strict=True):
+            if forward is None:
+                del mixer.forward
+            else:
+                mixer.forward = forward
+
+
+class _Carried:
+    """The scan with the state of one mixer; where a mixer scans head by head, its n-th call is head n."""
+
+    def __init__(self, scan: Callable[..., Any], cache: ChunkCache, layer_idx: int) -> None:
+        self.scan, self.cache, self.layer_idx = scan, cache, layer_idx
+        self.calls = 0
+
+    def __call__(self, x_BDT: Tensor, dt_BDT: Tensor, A_DN: Tensor, B_BNT: Tensor, C_BNT: Tensor, **kwargs: Any) -> Any:
+        state = self.cache.get_recurrent_state(self.layer_idx)
+        assert state is not None
+        state_BDN = state[:, self.calls] if state.dim() == 4 else state
+        self.calls += 1
+        result = self.scan(x_BDT, dt_BDT, A_DN, B_BNT, C_BNT, **kwargs)
+        y_BDT, last_BDN = result if kwargs.get("return_last_state") else (result, None)
+        bias_D = kwargs.get("delta_bias")
+        if bias_D is not None:
+            dt_BDT = dt_BDT + bias_D.to(dt_BDT.dtype)[:, None]
+        if kwargs.get("delta_softplus"):
+            dt_BDT = nn.functional.softplus(dt_BDT)
+        added_BDT, carried_BDN = scan_from(state_BDN, dt_BDT, A_DN, C_BNT)
+        if (z_BDT := kwargs.get("z")) is not None:
+            added_BDT = added_BDT * nn.functional.silu(z_BDT)
+        y_BDT = (y_BDT + added_BDT).to(y_BDT.dtype)
+        return y_BDT if last_BDN is None else (y_BDT, last_BDN + carried_BDN)
+
+
+def scan_from(state_BDN: Tensor, dt_BDT: Tensor, A_DN: Tensor, C_BNT: Tensor) -> tuple[Tensor, Tensor]:
+    """What an initial state adds to a scan's output ``[B, D, T]`` and to its last state ``[B, D, N]``.
+
+    Args:
+        state_BDN: The state h_0.
+        dt_BDT: Step sizes, after bias and softplus.
+        A_DN: The negative rates.
+        C_BNT: Read-out of the state.
+
+    The decay ``exp(A S)`` ``[B, D, T, N]`` is never built: one of the N states exists at a time, in the backward too.
+    """
+    S_BDT = dt_BDT.to(A_DN.dtype).cumsum(-1)
+
+    def read_out(n: int, S_BDT: Tensor, A_DN: Tensor, C_BNT: Tensor, state_BDN: Tensor) -> Tensor:
+        return (A_DN[:, n, None] * S_BDT).exp() * state_BDN[:, :, n, None] * C_BNT[:, n, None]
+
+    added_BDT = torch.zeros_like(S_BDT)
+    for n in range(A_DN.shape[1]):
+        added_BDT = added_BDT + checkpoint(
+            read_out, n, S_BDT, A_DN, C_BNT, state_BDN, use_reentrant=False, preserve_rng_state=False
+        )
+    return added_BDT, (A_DN * S_BDT[:, :, -1:]).exp() * state_BDN
