@@ -39,6 +39,7 @@ EXCEPTIONS: dict[str, dict[str, Any]] = {
         "num_hidden_layers": 6,
         "layers_block_type": ["mamba", "mamba", "hybrid", "mamba", "hybrid", "mamba"],
         "mamba_dt_rank": 4,
+        "attention_hidden_size": 64,
     },
     "zamba2": {
         "num_hidden_layers": 4,
@@ -47,6 +48,7 @@ EXCEPTIONS: dict[str, dict[str, Any]] = {
         "n_mamba_heads": 4,
         "num_mem_blocks": 1,
         "attention_head_dim": 16,
+        "attention_hidden_size": 64,
     },
     "hrm_text": {"num_layers_per_stack": 1, "H_cycles": 2, "L_cycles": 2, "num_hidden_layers": LEAVE_OUT},
     # Heads: these widths or counts do not follow from the others.

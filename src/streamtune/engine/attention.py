@@ -14,7 +14,7 @@ from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.masking_utils import causal_mask_function
 
 from streamtune.errors import UnsupportedModelError
-from streamtune.ops import LazyMask, MaskView, prefix_attention
+from streamtune.ops import LazyMask, MaskView, biased_attention, prefix_attention
 
 __all__ = ["NAME", "dense_mask"]
 
@@ -33,6 +33,8 @@ def attention(
     softcap: float | None = None,
     s_aux: Tensor | None = None,
     is_causal: bool | None = None,
+    position_bias: Tensor | None = None,
+    sinks: Tensor | None = None,
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
     """Attention with the signature of ``transformers``' ``AttentionInterface``.
@@ -47,6 +49,8 @@ def attention(
         softcap: ``c * tanh(score / c)``.
         s_aux: One attention sink logit per head ``[H]``.
         is_causal: Overrides ``module.is_causal`` where no mask is given.
+        sinks: One attention sink logit per head and query ``[B, H, T, 1]``.
+        position_bias: Added to the scores; broadcasts against ``[B, H, T, S]``.
 
     Returns:
         ``[B, T, H, D]`` and None for the weights, which are never built.
@@ -54,7 +58,7 @@ def attention(
     Raises:
         UnsupportedModelError: The layer adds a bias to its scores that this attention does not know.
     """
-    for name in ("position_bias", "alibi", "relative_position_bias", "head_mask", "attn_bias"):
+    for name in ("alibi", "relative_position_bias", "head_mask", "attn_bias"):
         if kwargs.get(name) is not None:
             raise UnsupportedModelError(
                 f"{type(module).__name__} adds {name!r} to its attention scores, which is not streamed in this release"
@@ -64,12 +68,28 @@ def attention(
         query, key, value = query.to(dtype), key.to(dtype), value.to(dtype)
     causal = is_causal if is_causal is not None else getattr(module, "is_causal", True)
     view = _view(attention_mask, query, key, bool(causal))
+    scale = query.shape[-1] ** -0.5 if scaling is None else scaling
+    if position_bias is not None or sinks is not None:
+        if s_aux is not None:
+            raise UnsupportedModelError(f"{type(module).__name__} has attention sinks beside a bias on its scores")
+        out = biased_attention(
+            query,
+            key,
+            value,
+            view,
+            0.0 if position_bias is None else position_bias,
+            scale=scale,
+            sinks_BHT1=sinks,
+            softcap=softcap,
+            dropout=dropout,
+        )
+        return out.transpose(1, 2).contiguous(), None
     out = prefix_attention(
         query,
         key,
         value,
         view,
-        scale=query.shape[-1] ** -0.5 if scaling is None else scaling,
+        scale=scale,
         softcap=softcap,
         sinks_H=s_aux,
         dropout=dropout,

@@ -26,8 +26,6 @@ import torch
 from torch import Tensor, nn
 from transformers.cache_utils import Cache
 
-from streamtune.errors import UnsupportedModelError
-
 __all__ = ["ChunkCache", "KeysAndValues", "ProjectionDone", "States"]
 
 Walk = Literal["store", "project", "replay"]
@@ -205,12 +203,11 @@ class ChunkCache(Cache):
         """Position of the chunk's first token."""
         return self.chunk.start
 
-    def update_indexer(self, *args: Any, **kwargs: Any) -> Any:
-        """Refused."""
-        raise UnsupportedModelError(
-            "a layer of this model keeps an index of its keys, which is not streamed in this release",
-            mend="train it without streaming, or choose a model whose layers are attention layers",
-        )
+    def update_indexer(self, indexer_key_states: Tensor, layer_idx: int) -> Tensor:
+        """Keys ``[B, S, D]`` of prefix and chunk that a sparse attention chooses by: one more head, without values."""
+        k_BGSD = indexer_key_states[:, None]
+        keys, _ = self.update(k_BGSD, k_BGSD[..., :0], layer_idx)
+        return keys[:, 0]
 
     # What a recurrent or convolution layer asks.
 
