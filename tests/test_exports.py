@@ -10,6 +10,7 @@ import streamtune
 
 PUBLIC = {
     "streamtune": {
+        "RouterLoss",
         "Schedule",
         "StreamHandle",
         "__version__",
@@ -17,11 +18,12 @@ PUBLIC = {
         "stream",
         "token_logprobs",
     },
-    "streamtune.engine": {"Schedule", "StreamHandle", "decoder_layers", "stream"},
+    "streamtune.engine": {"RouterLoss", "Schedule", "StreamHandle", "decoder_layers", "stream"},
     "streamtune.ops": {
         "LazyMask",
         "MaskView",
         "Segment",
+        "biased_attention",
         "linear_cross_entropy",
         "prefix_attention",
         "prefix_attention_reference",

@@ -8,6 +8,7 @@ optimizer in the backward) fire once per layer and step, whatever the number of 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
@@ -16,6 +17,7 @@ from torch.autograd.function import once_differentiable
 
 from streamtune.engine.ambient import Autocast, RandomState
 from streamtune.engine.attention import NAME
+from streamtune.engine.balance import RouterWatch
 from streamtune.engine.cache import ChunkCache, KeysAndValues, ProjectionDone, States, Walk
 from streamtune.engine.call import LayerCall, first_key
 from streamtune.engine.scan import carried_scan, mixers_with_a_bare_scan
@@ -32,10 +34,12 @@ class StreamedForward:
     Args:
         layer: A decoder layer of a ``transformers`` model.
         schedule: How to cut the sequence.
+        watch: Listens to the layer's router, if it has one.
     """
 
-    def __init__(self, layer: nn.Module, schedule: Schedule) -> None:
+    def __init__(self, layer: nn.Module, schedule: Schedule, watch: RouterWatch | None = None) -> None:
         self.layer = layer
+        self.watch = watch
         self.schedule = schedule
         self.leaves_checked = False
         self.bare_scans = mixers_with_a_bare_scan(layer)
@@ -55,13 +59,13 @@ class StreamedForward:
                     mend="pass the whole sequence without past_key_values, or call the model under torch.no_grad()",
                 )
         self._check_attention()
-        stream = _Stream(call, self.schedule, self.bare_scans)
+        watch = self.watch if self.watch is not None and self.watch.active else None
+        stream = _Stream(call, self.schedule, self.bare_scans, watch)
         parameters = [p for p in self.layer.parameters() if p.requires_grad]
         inputs = [*call.tensors(), *parameters]
         if torch.is_grad_enabled() and any(x.requires_grad for x in inputs):
             sharing = call.sharing
-            outputs = _StreamedLayer.apply(stream, self, *inputs)
-            return stream.restore(list(outputs), sharing)
+            return stream.restore(list(_StreamedLayer.apply(stream, self, *inputs)), sharing)
         return stream.restore(stream.forward(call.tensors()), call.sharing)
 
     def _check_attention(self) -> None:
@@ -78,7 +82,9 @@ class StreamedForward:
 class _Stream:
     """One call of one layer and all that its walks share."""
 
-    def __init__(self, call: LayerCall, schedule: Schedule, bare_scans: list[nn.Module]) -> None:
+    def __init__(
+        self, call: LayerCall, schedule: Schedule, bare_scans: list[nn.Module], watch: RouterWatch | None
+    ) -> None:
         mask = call.mask
         if mask is not None and mask.sees_future:
             raise UnsupportedModelError(
@@ -94,25 +100,30 @@ class _Stream:
         self.filled: dict[Any, int] = {}
         self.autocast = Autocast.now(call.hidden.device)
         self.random: dict[int, RandomState] = {}
-        self.bare_scans = bare_scans
+        self.bare_scans, self.watch, self.sums = bare_scans, watch, 0
+        self.tokens = watch.mask_BT if watch else None  # of this call: by the time of its backward there may be others
         self.form = _Form()
 
     def run(self, chunk: slice, walk: Walk, x_i: list[Tensor]) -> tuple[list[Tensor], ChunkCache]:
         """The layer on one chunk: its outputs ``z(i)``, the first ``[B, T_i, C]``, and the cache it saw."""
         cache = ChunkCache(self.kv, self.states, chunk, first_key(self.mask, chunk), walk)
-        with carried_scan(self.bare_scans, cache):
-            out, filled = self.call.run(chunk, cache, dict(zip(self.call.inputs, x_i, strict=True)))
+        given = dict(zip(self.call.inputs, x_i, strict=True))
+        listening: AbstractContextManager[list[Tensor]] = self.watch.listening() if self.watch else nullcontext([])
+        with carried_scan(self.bare_scans, cache), listening as heard:
+            out, filled = self.call.run(chunk, cache, given)
         self.filled |= filled
-        return self.form.take_apart(self.call, out, chunk), cache
+        sums = self.watch.sums(heard, None if self.tokens is None else self.tokens[:, chunk]) if self.watch else []
+        self.sums = len(sums)
+        return [*self.form.take_apart(self.call, out, chunk), *sums], cache
 
     @property
     def along(self) -> list[Along]:
-        """How the outputs follow the sequence: the layer's own, then the keys and values it shares."""
-        return [*self.form.along, *[2] * (2 * len(self.filled))]
+        """How the outputs of a chunk follow the sequence: the layer's own do, its router's sums do not."""
+        return [*self.form.along, *[None] * self.sums]
 
     @torch.no_grad()
     def forward(self, inputs: Sequence[Tensor], for_backward: bool = False) -> list[Tensor]:
-        """The outputs ``z``, the first ``[B, T, C]``, chunk by chunk, first to last."""
+        """The outputs ``z``, the first ``[B, T, C]``, chunk by chunk, first to last; behind them, what is shared."""
         z: list[Tensor] = []
         for chunk in self.chunks:
             if for_backward:
@@ -120,12 +131,9 @@ class _Stream:
             x_i = [cut(x, along, chunk) for x, along in zip(inputs, self.call.inputs.values(), strict=True)]
             z_i, _ = self.run(chunk, "store", x_i)
             if not z:
-                z = [
-                    part.new_empty(_lengthened(part, along, self.length))
-                    for part, along in zip(z_i, self.form.along, strict=True)
-                ]
-            for whole, part, along in zip(z, z_i, self.form.along, strict=True):
-                cut(whole, along, chunk).copy_(part)
+                z = [_whole(part, along, self.length) for part, along in zip(z_i, self.along, strict=True)]
+            for whole, part, along in zip(z, z_i, self.along, strict=True):
+                whole.add_(part) if along is None else cut(whole, along, chunk).copy_(part)
         shared = [buffer for index in self.filled.values() for buffer in self.kv.pairs[index]]
         if not (for_backward and (self.keep_kv or shared)):
             self.kv.release()
@@ -135,10 +143,12 @@ class _Stream:
 
     def restore(self, outputs: list[Tensor], sharing: Any) -> Any:
         """The output in the form the layer gives it; what it shares goes where the next layers look for it."""
-        count = len(self.form.along)
+        own, count = len(self.form.along), len(self.along)
+        if self.watch:
+            self.watch.add(outputs[own:count])
         for place, key in enumerate(self.filled):
             sharing[key] = tuple(outputs[count + 2 * place : count + 2 * place + 2])
-        return self.form.put_together(outputs[:count])
+        return self.form.put_together(outputs[:own])
 
     @torch.no_grad()
     def project(self, inputs: Sequence[Tensor]) -> None:
@@ -191,8 +201,11 @@ class _Form:
         return self.wrap([next(items) if present else None for present in self.present])
 
 
-def _lengthened(part: Tensor, along: Along, length: int) -> list[int]:
-    return [length if dim == along else size for dim, size in enumerate(part.shape)]
+def _whole(part: Tensor, along: Along, length: int) -> Tensor:
+    """Room for an output of the whole sequence, given one chunk's; zeros for a sum."""
+    if along is None:
+        return torch.zeros_like(part)
+    return part.new_empty([length if dim == along else size for dim, size in enumerate(part.shape)])
 
 
 class _StreamedLayer(torch.autograd.Function):
@@ -216,7 +229,7 @@ class _StreamedLayer(torch.autograd.Function):
                 "a streamed layer can go backward once", mend="call the model again for a second backward"
             )
         inputs = list(ctx.saved_tensors)
-        own = len(stream.form.along)
+        count = len(stream.along)
 
         def run_chunk(chunk: slice, x_i: list[Tensor]) -> tuple[list[Tensor], ChunkCache]:
             z_i, cache = stream.replay(chunk, x_i)
@@ -227,15 +240,15 @@ class _StreamedLayer(torch.autograd.Function):
 
         stream.project(inputs)
         for place, index in enumerate(stream.filled.values()):
-            stream.kv.add_grads(index, grad_outputs[own + 2 * place : own + 2 * place + 2])
+            stream.kv.add_grads(index, grad_outputs[count + 2 * place : count + 2 * place + 2])
         grad_inputs, grad_parameters = streamed_vjp(
             run_chunk,
             stream.chunks,
             inputs,
             list(stream.call.inputs.values()),
             ctx.parameters,
-            grad_outputs[:own],
-            stream.form.along,
+            grad_outputs[:count],
+            stream.along,
             needs_grad=ctx.needs_input_grad[2 : 2 + len(inputs)],
             widen=stream.widen,
         )

@@ -6,13 +6,19 @@ instance), the cache a layer updates, the attention function and the mask functi
 
 from __future__ import annotations
 
+import inspect
+from collections.abc import Iterable
+from dataclasses import fields
 from typing import Any
 
-from torch import nn
+import torch
+from torch import Tensor, nn
 from transformers import PreTrainedModel
 from transformers.modeling_layers import GradientCheckpointingLayer
 
+from streamtune.engine.ambient import RandomState
 from streamtune.engine.attention import NAME
+from streamtune.engine.balance import RouterLoss, RouterWatch, reduced
 from streamtune.engine.call import takes_cache
 from streamtune.engine.check import check_exact
 from streamtune.engine.head import LazyLogits, StreamedHead
@@ -24,12 +30,16 @@ __all__ = ["StreamHandle", "decoder_layers", "stream"]
 
 REFUSED_OUTPUTS = {
     "output_attentions": "attention weights are never built",
-    "output_router_logits": "the router's balance loss is a statistic of the whole batch, not a sum over chunks",
 }
 
 
 def stream(
-    model: nn.Module, chunk_size: int | None = None, *, schedule: Schedule | None = None, head: bool = True
+    model: nn.Module,
+    chunk_size: int | None = None,
+    *,
+    schedule: Schedule | None = None,
+    head: bool = True,
+    router_loss: RouterLoss | None = None,
 ) -> StreamHandle:
     """Train ``model`` with the exact streaming backward (StreamBP, arXiv 2506.03077). The model is changed in place.
 
@@ -44,6 +54,9 @@ def stream(
         chunk_size: Tokens of a chunk; shorthand for ``schedule=Schedule(chunk_size=...)``.
         schedule: How to cut the sequence.
         head: Stream the language-model head as well: a call with ``labels`` returns the loss and no logits.
+        router_loss: Losses on the routers of a mixture of experts, added to the loss of a call with ``labels``. None
+            adds what the model itself would, its balance loss where ``output_router_logits`` is set. Router logits are
+            not returned.
 
     Returns:
         A handle with ``.schedule`` and ``.remove()``, which restores the model exactly.
@@ -61,7 +74,7 @@ def stream(
         raise ArgumentError("give chunk_size or schedule, not both")
     if schedule is None:
         schedule = Schedule() if chunk_size is None else Schedule(chunk_size=chunk_size)
-    return StreamHandle(model, schedule, head)
+    return StreamHandle(model, schedule, head, router_loss)
 
 
 def base_model(model: nn.Module) -> PreTrainedModel:
@@ -130,7 +143,7 @@ def check_streamable(model: PreTrainedModel, layers: list[nn.Module]) -> None:
 class StreamHandle:
     """What :func:`stream` put into a model, and the way to take it out. Use as a context manager if you like."""
 
-    def __init__(self, model: nn.Module, schedule: Schedule, head: bool) -> None:
+    def __init__(self, model: nn.Module, schedule: Schedule, head: bool, router_loss: RouterLoss | None = None) -> None:
         self.model = base_model(model)
         self.schedule = schedule
         self.layers = decoder_layers(self.model)
@@ -138,6 +151,7 @@ class StreamHandle:
             raise ArgumentError(f"this {type(self.model).__name__} is streamed already", mend="call .remove() first")
         check_streamable(self.model, self.layers)
         self._head = StreamedHead(self.model, schedule) if head else None
+        self.routers = RouterWatch(self.model, self.layers, router_loss)
         self._checkpointing: set[Any] = set()
         self._attention = [
             (config, config._attn_implementation_internal) for config in _configs(self.model, self.layers)
@@ -145,7 +159,7 @@ class StreamHandle:
         for config, _ in self._attention:
             config._attn_implementation_internal = NAME
         for layer in self.layers:
-            layer.forward = StreamedForward(layer, schedule)
+            layer.forward = StreamedForward(layer, schedule, self.routers)
         self._hooks = [
             self.model.register_forward_pre_hook(self._before, with_kwargs=True),
             self.model.register_forward_hook(self._after, always_call=True),
@@ -159,10 +173,38 @@ class StreamHandle:
         """
         check_exact(self)
 
+    @torch.no_grad()
+    def count_routes(self, batches: Iterable[dict[str, Any]]) -> Tensor:
+        """How often each expert is chosen over several micro-batches: what ``handle.routers.totals`` wants for a step.
+
+        Costs a forward of the decoder for each batch. Random numbers (router jitter) are those the training calls will
+        draw, if these follow in the same order.
+
+        Args:
+            batches: Arguments of the model's call, each; labels are not read.
+
+        Returns:
+            ``[E + 1]``: the routes by expert and, last, the number of pairs of a token and a layer's router; over all
+            ranks where ``torch.distributed`` runs.
+        """
+        decoder: Any = getattr(self.model, self.model.base_model_prefix)
+        counts: Tensor | None = None
+        with RandomState.now(next(self.model.parameters()).device).replayed():
+            for batch in batches:
+                self.routers.open(batch.get("attention_mask"))
+                unread = ("labels", "shift_labels", "num_items_in_batch", "output_router_logits")
+                decoder(**{key: value for key, value in batch.items() if key not in unread}, use_cache=False)
+                sums = self.routers.close()
+                assert sums is not None
+                counts = sums.counts if counts is None else counts + sums.counts
+        assert counts is not None
+        return reduced(counts)
+
     def remove(self) -> None:
         """Restore the model exactly as it was; harmless when called twice."""
         for hook in self._hooks:
             hook.remove()
+        self.routers.remove()
         for layer in self.layers:
             if isinstance(layer.__dict__.get("forward"), StreamedForward):
                 del layer.forward
@@ -192,9 +234,31 @@ class StreamHandle:
         if self._head is not None and with_labels:
             self._head.close()
             self._head.open()
+        asked = kwargs.get("output_router_logits")
+        if asked is None:
+            asked = getattr(self.model.config.get_text_config(decoder=True), "output_router_logits", False)
+        if asked or (self.routers.loss is not None and with_labels):
+            self.routers.open(_argument(model, args, kwargs, "attention_mask"))
+            kwargs = {**kwargs, "output_router_logits": False}
         return args, kwargs
 
     def _after(self, model: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
+        return self._with_router_loss(self._without_promise(output))
+
+    def _with_router_loss(self, output: Any) -> Any:
+        sums = self.routers.close() if self.routers.active else None
+        if sums is None or output is None:
+            return output
+        balance, added = self.routers.losses(sums)
+        if isinstance(output, tuple):  # labels or not, the first item is the loss if there is one
+            return (output[0] + added, *output[1:]) if output and output[0].dim() == 0 else output
+        if output.loss is not None:
+            output.loss = output.loss + added
+        if "aux_loss" in {field.name for field in fields(output)}:
+            output.aux_loss = balance
+        return output
+
+    def _without_promise(self, output: Any) -> Any:
         if self._head is None or not self._head.active:
             return output
         self._head.close()
@@ -203,6 +267,12 @@ class StreamHandle:
         if isinstance(getattr(output, "logits", None), LazyLogits):
             return type(output)(**{key: value for key, value in output.items() if key != "logits"})
         return output
+
+
+def _argument(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], name: str) -> Any:
+    """An argument of the model's forward, however it was passed."""
+    names = list(inspect.signature(type(model).forward).parameters)[1:]
+    return kwargs.get(name, args[names.index(name)] if name in names[: len(args)] else None)
 
 
 def _configs(model: PreTrainedModel, layers: list[nn.Module]) -> list[Any]:

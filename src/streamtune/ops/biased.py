@@ -2,8 +2,8 @@
 
     softmax(q k' * scale + bias + mask) v
 
-The model has built the bias already. It is as large as the scores, so nothing is saved by not holding those; torch's own operators do the backward,
-which the bias takes part in.
+The model has built the bias already. It is as large as the scores, so nothing is saved by not holding those; torch's
+own operators do the backward, which the bias takes part in.
 
 Shape suffixes: B batch, H query heads, G key/value heads (G divides H), T queries, S keys, D head dimension.
 """

@@ -1,0 +1,248 @@
+"""Losses on what a router did with the whole batch, exact under streaming.
+
+A mixture's load-balancing loss (Fedus et al., Switch Transformers, arXiv 2101.03961, eq. 4) and its router z-loss (Zoph
+et al., ST-MoE, arXiv 2202.08906, eq. 5) are not sums over chunks: the first multiplies two means,
+
+    L_balance = E sum_e f_e P_e,    f_e = sum_t [e routed for t] / N,    P_e = sum_t softmax(r_t)_e / N
+    L_z       = sum_t logsumexp(r_t)^2 / N                               for the N pairs of a token and a layer's router
+
+But both are functions of sums over tokens, and a sum over tokens is a sum over chunks. So a streamed layer returns its
+sums beside its hidden states, and each chunk's backward gets their gradient as it is (``vjp``). f is a count and has no
+gradient, so its scope can be wider than what one backward sees: the micro-batch, or every micro-batch and rank of the
+step (Qiu et al., arXiv 2501.11873), which takes one reduction of E numbers.
+
+Shape suffixes: N tokens, E experts.
+"""
+
+from __future__ import annotations
+
+import inspect
+import sys
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+from torch import Tensor, nn
+
+from streamtune.errors import ArgumentError, UnsupportedModelError
+
+__all__ = ["RouterLoss", "RouterSums", "RouterWatch", "reduced"]
+
+KNOWN_FORM = ["gate_logits", "num_experts", "top_k", "attention_mask"]
+"""Parameters of the balance loss all families of transformers share."""
+
+
+@dataclass(frozen=True)
+class RouterLoss:
+    """How much of a router's losses to add to the loss.
+
+    Args:
+        balance: Coefficient of the load-balancing loss (``router_aux_loss_coef``).
+        z: Coefficient of the router z-loss.
+        scope: Over which tokens the experts' frequencies are counted: those of the ``micro`` batch, or of the whole
+            ``global`` step, on every rank.
+
+    Raises:
+        ArgumentError: A coefficient is negative, or the scope is unknown.
+    """
+
+    balance: float = 0.0
+    z: float = 0.0
+    scope: Literal["micro", "global"] = "micro"
+
+    def __post_init__(self) -> None:
+        if self.balance < 0 or self.z < 0:
+            raise ArgumentError(f"coefficients of a router's losses are positive, not {self.balance!r} and {self.z!r}")
+        if self.scope not in ("micro", "global"):
+            raise ArgumentError(f"the scope of a router's losses is 'micro' or 'global', not {self.scope!r}")
+
+
+@dataclass(frozen=True)
+class RouterSums:
+    """Sums over tokens and layers.
+
+    ``probabilities`` ``[E]`` and ``squares`` ``[]`` have gradients; ``routed`` ``[E]``, how often an expert was chosen,
+    and ``tokens`` ``[]`` have none.
+    """
+
+    probabilities: Tensor
+    squares: Tensor
+    routed: Tensor
+    tokens: Tensor
+
+    @classmethod
+    def of(cls, logits_NE: Tensor, top_k: int, mask_N: Tensor | None) -> RouterSums:
+        """The sums of one router's logits; a token whose mask is 0 does not count."""
+        logits_NE = logits_NE.to(torch.promote_types(logits_NE.dtype, torch.float32))
+        weight_N1 = logits_NE.new_ones(len(logits_NE), 1) if mask_N is None else mask_N.to(logits_NE)[:, None]
+        p_NE = logits_NE.softmax(-1)
+        chosen_NE = torch.zeros_like(p_NE).scatter_(-1, p_NE.detach().topk(top_k, dim=-1).indices, 1.0)
+        return cls(
+            (p_NE * weight_N1).sum(0),
+            (logits_NE.logsumexp(-1).square() * weight_N1[:, 0]).sum(),
+            (chosen_NE * weight_N1).sum(0),
+            weight_N1.sum().detach(),
+        )
+
+    def __add__(self, other: RouterSums) -> RouterSums:
+        return RouterSums(*(mine + its for mine, its in zip(self.parts, other.parts, strict=True)))
+
+    @property
+    def parts(self) -> list[Tensor]:
+        """The four sums."""
+        return [self.probabilities, self.squares, self.routed, self.tokens]
+
+    @property
+    def counts(self) -> Tensor:
+        """``[E + 1]``: what has no gradient, as one tensor to reduce over ranks."""
+        return torch.cat([self.routed.detach(), self.tokens.detach()[None]])
+
+
+class RouterWatch:
+    """Listens to the routers of a model while a call is streamed, and adds their losses to its loss.
+
+    Args:
+        model: The causal language model.
+        layers: Its decoder layers.
+        loss: What to add; None takes the balance coefficient of the model's own configuration, and only where a call or
+            the configuration says ``output_router_logits``.
+
+    Raises:
+        UnsupportedModelError: ``loss`` is given, and the model has no router, or a balance loss of another form.
+    """
+
+    def __init__(self, model: Any, layers: Sequence[nn.Module], loss: RouterLoss | None) -> None:
+        self.model, self.loss = model, loss
+        self.active = False
+        self.totals: Tensor | None = None
+        """Counts of the whole global step ``[E + 1]`` where the caller has them (:meth:`StreamHandle.count_routes`)."""
+        self.weight = 1.0
+        """Share of the micro-batch in the step's mean; not read where ``totals`` are given."""
+        self.found: RouterSums | None = None
+        self._heard: list[Tensor] | None = None
+        self.mask_BT: Tensor | None = None
+        """Which tokens of the call are no padding."""
+        self._hooks = [
+            router.register_forward_hook(self._listener(index))
+            for layer in layers
+            for router, index in _routers(model, layer)
+        ]
+        if loss is not None:
+            self._check()
+
+    def remove(self) -> None:
+        """Stop listening for good."""
+        for hook in self._hooks:
+            hook.remove()
+
+    def open(self, attention_mask: Any) -> None:
+        """Begin a call."""
+        self._check()
+        self.active, self.found = True, None
+        self.mask_BT = attention_mask if isinstance(attention_mask, Tensor) and attention_mask.dim() == 2 else None
+
+    def close(self) -> RouterSums | None:
+        """End it: what was found."""
+        self.active, found, self.found = False, self.found, None
+        return found
+
+    @contextmanager
+    def listening(self) -> Iterator[list[Tensor]]:
+        """Collect the logits of every router that runs within."""
+        heard: list[Tensor] = []
+        self._heard = heard
+        try:
+            yield heard
+        finally:
+            self._heard = None
+
+    def sums(self, heard: list[Tensor], mask_BT: Tensor | None) -> list[Tensor]:
+        """The sums of a chunk, as outputs of the layer; none if it has no router."""
+        mask_N = None if mask_BT is None else mask_BT.flatten()
+        found: RouterSums | None = None
+        for logits in heard:
+            logits_NE = logits.flatten(0, -2)
+            if mask_N is not None and len(mask_N) != len(logits_NE):
+                raise UnsupportedModelError(f"a router of {type(self.model).__name__} sees other tokens than the batch")
+            one = RouterSums.of(logits_NE, self._top_k, mask_N)
+            found = one if found is None else found + one
+        return [] if found is None else found.parts
+
+    def add(self, parts: Sequence[Tensor]) -> None:
+        """Take the sums of a layer's whole sequence."""
+        if parts:
+            sums = RouterSums(*parts)
+            self.found = sums if self.found is None else self.found + sums
+
+    def losses(self, sums: RouterSums) -> tuple[Tensor, Tensor]:
+        """``(balance loss, what to add to the loss)``."""
+        loss = self.loss or RouterLoss(balance=self._own_coefficient)
+        counts, weight = sums.counts, self.weight
+        if loss.scope == "global":
+            counts, weight = (reduced(counts) if self.totals is None else self.totals), 1.0
+        tokens = counts[-1]
+        experts = getattr(self.model, "num_experts", len(counts) - 1)
+        balance = experts * (counts[:-1] / tokens * sums.probabilities / tokens).sum()
+        return balance, weight * (loss.balance * balance + loss.z * sums.squares / tokens)
+
+    def _listener(self, index: int) -> Any:
+        def hook(module: nn.Module, args: Any, output: Any) -> None:
+            if self._heard is not None:
+                self._heard.append(output[index] if isinstance(output, tuple | list) else output)
+
+        return hook
+
+    @property
+    def _own_coefficient(self) -> float:
+        """What the model would multiply its balance loss with."""
+        config = self.model.config.get_text_config(decoder=True)
+        for owner, name in (
+            (self.model, "router_aux_loss_coef"),
+            (config, "router_aux_loss_coef"),
+            (config, "aux_loss_coef"),
+        ):
+            if (value := getattr(owner, name, None)) is not None:
+                return float(value)
+        raise UnsupportedModelError(
+            f"{type(self.model).__name__} does not say how much its balance loss counts",
+            mend="use stream(model, router_loss=RouterLoss(balance=...))",
+        )
+
+    @property
+    def _top_k(self) -> int:
+        return int(getattr(self.model, "num_experts_per_tok", None) or self.model.config.num_experts_per_tok)
+
+    def _check(self) -> None:
+        name = type(self.model).__name__
+        if not self._hooks:
+            raise UnsupportedModelError(f"{name} has no router in its decoder layers, so there is nothing to balance")
+        form = getattr(sys.modules[type(self.model).__module__], "load_balancing_loss_func", None)
+        if form is None or list(inspect.signature(form).parameters) != KNOWN_FORM:
+            raise UnsupportedModelError(
+                f"{name} has a balance loss of its own form, which is not streamed",
+                mend="train it without output_router_logits",
+            )
+
+
+def reduced(counts: Tensor) -> Tensor:
+    """Counts summed over ranks, where there are several."""
+    if torch.distributed.is_available() and torch.distributed.is_initialized():
+        counts = counts.clone()
+        torch.distributed.all_reduce(counts)
+    return counts
+
+
+def _routers(model: nn.Module, layer: nn.Module) -> Iterator[tuple[nn.Module, int]]:
+    """The modules of a layer whose output transformers records as router logits, and which item of it that is."""
+    specs: list[Any] = []
+    for module in model.modules():
+        recorded = (getattr(module, "_can_record_outputs", None) or {}).get("router_logits")
+        specs += recorded if isinstance(recorded, list | tuple) else [] if recorded is None else [recorded]
+    for name, module in layer.named_modules():
+        for spec in specs:
+            kind, where = getattr(spec, "target_class", spec), getattr(spec, "layer_name", None)
+            if isinstance(kind, type) and isinstance(module, kind) and (where is None or name.endswith(where)):
+                yield module, getattr(spec, "index", 0)
+                break
