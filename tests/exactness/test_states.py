@@ -1,0 +1,168 @@
+"""Layers that carry a state from chunk to chunk, or share keys and values: exact whatever the chunks are."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+import streamtune
+from streamtune import Schedule
+from tests.conformance.reducer import build as build_any
+
+from .families import BATCHES, BOUND, batch, build, gradients, worst
+
+STATES = {
+    "qwen3_next": "gated delta rule, attention, experts",
+    "mamba2": "state space, convolution",
+    "mamba": "a scan that knows no initial state",
+    "falcon_h1": "state space and attention in one layer",
+    "lfm2": "convolution, attention",
+    "zamba2": "a second stream of hidden states, shared blocks",
+    "zaya": "a convolution over queries and keys, a second output",
+    "minimax": "a linear attention with a cache of its own",
+}
+SCHEDULES = (
+    Schedule(chunk_size=37),
+    Schedule(chunk_size=16),
+    Schedule(chunk_size=5, keep_kv=True),
+    Schedule(chunk_size=1),  # in effect 2: one token alone is the layers' decoding path
+)
+SHARING: dict[str, dict[str, Any]] = {
+    "gemma3n_text": {
+        "num_kv_shared_layers": 2,
+        "activation_sparsity_pattern": [0.0] * 4,
+        "laurel_rank": 4,
+        "altup_num_inputs": 3,
+    },
+    "gemma4_text": {"num_kv_shared_layers": 2, "global_head_dim": 8},
+}
+
+
+def sharing(family: str, dtype: torch.dtype = torch.float32) -> Any:
+    """Four layers, of which the last two read the keys and values of the first two."""
+    return build(
+        family,
+        dtype=dtype,
+        num_hidden_layers=4,
+        layer_types=["sliding_attention", "full_attention"] * 2,
+        sliding_window=9,
+        vocab_size_per_layer_input=97,
+        hidden_size_per_layer_input=8,
+        **SHARING[family],
+    )
+
+
+@pytest.mark.parametrize("family", STATES)
+def test_states_are_carried_and_their_gradients_handed_back(
+    family: str, error_table: dict[str, dict[str, float]]
+) -> None:
+    model = build_any(family)
+    row = error_table.setdefault(family, {})
+    for kind in BATCHES:
+        inputs: dict[str, Any] = batch(kind)
+        if family in ("mamba", "mamba2"):
+            inputs.pop("position_ids", None)
+        reference, want = gradients(model, inputs)
+        for schedule in SCHEDULES:
+            with streamtune.stream(model, schedule=schedule):
+                loss, got = gradients(model, inputs)
+            torch.testing.assert_close(loss, reference, rtol=2e-6, atol=0)
+            assert worst(got, want) <= BOUND, (family, kind, schedule)
+            row[kind] = max(row.get(kind, 0.0), worst(got, want))
+
+
+@pytest.mark.parametrize("family", ["qwen3_next", "mamba2", "mamba", "falcon_h1"])
+def test_the_state_matters(family: str) -> None:
+    """The longest way a token's influence takes here is through a state: without it the bound is missed by far."""
+    model, inputs = build_any(family), batch("plain")
+    inputs.pop("position_ids", None)
+    _, want = gradients(model, inputs)
+
+    def forgetful(model: torch.nn.Module, inputs: dict[str, Any]) -> Any:
+        parts = [{key: value[:, start : start + 16] for key, value in inputs.items()} for start in (0, 16, 32)]
+        return sum(model(**part, num_items_in_batch=3 * 36).loss for part in parts)
+
+    _, got = gradients(model, inputs, forgetful)
+    assert worst(got, want) > 100 * BOUND
+
+
+@pytest.mark.parametrize("family", ["mamba", "lfm2", "zaya"])  # delta rule and Mamba-2 compute in fp32 throughout
+def test_fp64_leaves_no_doubt(family: str) -> None:
+    model, inputs = build_any(family, dtype=torch.float64), batch("left")
+    if family == "mamba":
+        inputs.pop("position_ids")
+    if family == "zaya":
+        model.set_experts_implementation("eager")  # the grouped matmul has no fp64
+    _, want = gradients(model, inputs)
+    with streamtune.stream(model, chunk_size=6):
+        _, got = gradients(model, inputs)
+    assert worst(got, want) <= 2e-6  # norms, decays and routers are fp32 whatever the weights are
+
+
+@pytest.mark.parametrize("family", ["mamba2", "qwen3_next"])
+def test_evaluation_streams_as_well(family: str) -> None:
+    model, inputs = build_any(family).eval(), batch("plain")
+    with torch.no_grad():
+        reference = model(**inputs).loss
+        with streamtune.stream(model, chunk_size=5):
+            loss = model(**inputs).loss
+    torch.testing.assert_close(loss, reference, rtol=2e-6, atol=0)
+
+
+@pytest.mark.parametrize("family", ["mamba", "jamba"])
+def test_the_mixers_are_left_as_they_were(family: str) -> None:
+    model, inputs = build_any(family), batch("plain")
+    with streamtune.stream(model, chunk_size=8):
+        model(**inputs).loss.backward()
+    assert not [name for name, module in model.named_modules() if "forward" in module.__dict__]
+
+
+@pytest.mark.parametrize("family", ["qwen3_next", "falcon_h1"])
+def test_generation_is_the_models_own(family: str) -> None:
+    model = build_any(family).eval()
+    ids = batch("plain")["input_ids"][:1, :9]
+    want = model.generate(ids, max_new_tokens=6, do_sample=False)
+    with streamtune.stream(model, chunk_size=4):
+        got = model.generate(ids, max_new_tokens=6, do_sample=False)
+    assert torch.equal(got, want)
+
+
+@pytest.mark.parametrize("kind", ["plain", "multiturn", "left", "right"])
+@pytest.mark.parametrize("family", SHARING)
+def test_shared_keys_and_values_get_the_gradients_of_all_their_readers(family: str, kind: str) -> None:
+    model, inputs = sharing(family), batch(kind)
+    reference, want = gradients(model, inputs)
+    for schedule in SCHEDULES:
+        with streamtune.stream(model, schedule=schedule) as handle:
+            loss, got = gradients(model, inputs)
+        torch.testing.assert_close(loss, reference, rtol=2e-6, atol=0)
+        assert worst(got, want) <= BOUND, schedule
+    with streamtune.stream(model) as handle:
+        handle.check()
+
+
+@pytest.mark.parametrize("family", SHARING)
+def test_shared_keys_and_values_in_fp64(family: str) -> None:
+    model, inputs = sharing(family, torch.float64), batch("left")
+    _, want = gradients(model, inputs)
+    with streamtune.stream(model, chunk_size=6):
+        _, got = gradients(model, inputs)
+    assert worst(got, want) <= 2e-6
+
+
+@pytest.mark.parametrize("frozen", ["producer", "reader"])
+def test_shared_keys_and_values_with_frozen_layers(frozen: str) -> None:
+    model, inputs = sharing("gemma4_text"), batch("plain")
+    layers = model.model.layers
+    for layer in layers[:2] if frozen == "producer" else layers[2:]:
+        layer.requires_grad_(False)
+    if frozen == "producer":
+        model.get_input_embeddings().requires_grad_(False)
+        model.model.embed_tokens_per_layer.requires_grad_(False)
+        model.model.per_layer_model_projection.requires_grad_(False)
+    _, want = gradients(model, inputs)
+    with streamtune.stream(model, chunk_size=8):
+        _, got = gradients(model, inputs)
+    assert worst(got, want) <= BOUND
