@@ -26,10 +26,11 @@ from torch import Tensor, nn
 
 from streamtune.engine.attention import dense_mask
 from streamtune.engine.cache import ChunkCache
+from streamtune.engine.schedule import Schedule
 from streamtune.errors import UnsupportedModelError
 from streamtune.ops.mask import LazyMask
 
-__all__ = ["CACHE_NAMES", "LayerCall", "first_key", "takes_cache"]
+__all__ = ["CACHE_NAMES", "LayerCall", "chunks_of", "first_key", "takes_cache"]
 
 CACHE_NAMES = ("past_key_values", "layer_past", "past_key_value", "cache_params")
 """What decoder layers call their cache argument."""
@@ -213,3 +214,22 @@ def _is_dense_mask(value: Any, length: int) -> bool:
 def first_key(mask: LazyMask | None, chunk: slice) -> int:
     """The first position a chunk can see."""
     return 0 if mask is None else min(mask.first_key(chunk.start), chunk.start)
+
+
+def chunks_of(call: LayerCall, schedule: Schedule) -> list[slice]:
+    """The chunks of a call: none is cut where a token before the cut sees one behind it.
+
+    Raises:
+        UnsupportedModelError: A run of tokens that all see later ones is longer than two chunks: what such a chunk
+            holds is no longer what ``chunk_size`` promises (docs/decisions/005-bidirectional-blocks.md).
+    """
+    chunks = schedule.chunks(call.length, None if call.mask is None else call.mask.cuts)
+    longest = max(chunk.stop - chunk.start for chunk in chunks)
+    if longest > 2 * schedule.chunk_size:
+        raise UnsupportedModelError(
+            f"the attention mask lets tokens see later tokens, and {longest:,} in a row cannot be cut apart, which is "
+            f"more than two chunks of {schedule.chunk_size:,}",
+            where=type(call.layer).__name__,
+            mend=f"set chunk_size to {-(-longest // 2):,} or more; {longest:,} tokens are then computed at once",
+        )
+    return chunks
