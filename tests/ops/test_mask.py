@@ -49,14 +49,14 @@ def padding(kind: str) -> Tensor | None:
     return mask
 
 
-def both(maker: str, **call: Any) -> tuple[LazyMask, Tensor]:
+def both(maker: str, rows: int = ROWS, **call: Any) -> tuple[LazyMask, Tensor]:
     """The mask under our name, and the boolean form of what the same call builds for eager attention."""
     create, settings = MAKERS[maker]
     made = []
     for implementation in (NAME, "eager"):
         config = AutoConfig.for_model(**{**SMALL, **settings})
         config._attn_implementation = implementation
-        made.append(create(config=config, inputs_embeds=torch.zeros(ROWS, LENGTH, 8), **call))
+        made.append(create(config=config, inputs_embeds=torch.zeros(rows, LENGTH, 8), **call))
     lazy, dense = made
     assert isinstance(lazy, LazyMask)
     return lazy, dense == 0
@@ -105,6 +105,7 @@ def test_equals_the_dense_mask_of_transformers(maker: str, pad: str) -> None:
     lazy, dense = both(maker, attention_mask=padding(pad), past_key_values=None)
     assert torch.equal(whole(lazy), dense.expand(ROWS, -1, -1, -1))
     assert not lazy.sees_future
+    assert lazy.function is None, "every mask of this list is recognised"
 
 
 @pytest.mark.parametrize("block", [5, 16, mask_module.KEY_BLOCK])
@@ -121,20 +122,6 @@ def test_segments_of_every_chunk(maker: str, pad: str, block: int, monkeypatch: 
             view = lazy.chunk(start, stop, first)
             want = dense[:, :, start:stop, first:stop].expand(ROWS, -1, -1, -1)
             assert torch.equal(from_segments(view), want), (start, stop)
-
-
-@pytest.mark.parametrize("maker", ["causal", "window of 7", "window of 40"])
-def test_packed_position_ids(maker: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(mask_module, "KEY_BLOCK", 16)
-    lengths = ([20, 30, 3], [53], [1, 1, 51])
-    positions = torch.stack([torch.cat([torch.arange(n) for n in row]) for row in lengths])
-    lazy, dense = both(maker, attention_mask=None, past_key_values=None, position_ids=positions)
-    assert torch.equal(whole(lazy), dense)
-    assert not dense[0, 0, 20:, :20].any(), "transformers separates the documents"
-    assert not lazy.sees_future
-    for start in range(0, LENGTH, 11):
-        view = lazy.chunk(start, min(start + 11, LENGTH), lazy.first_key(start))
-        assert torch.equal(from_segments(view), dense[:, :, view.q_start : view.q_stop, view.k_start : view.k_stop])
 
 
 @pytest.mark.parametrize("pad", ["none", "left"])

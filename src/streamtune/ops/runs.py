@@ -30,7 +30,7 @@ def row_starts(position_ids: Tensor) -> list[int]:
         >>> row_starts(torch.tensor([0, 1, 2, 0, 1, 0]))
         [0, 3, 5]
     """
-    restarts = (position_ids.diff(dim=-1) != 1).reshape(-1, position_ids.shape[-1] - 1).any(0)
+    restarts = (torch.atleast_2d(position_ids).diff(dim=-1) != 1).any(0)
     return [0, *(int(place) + 1 for place in restarts.nonzero().flatten().tolist())]
 
 
