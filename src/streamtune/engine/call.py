@@ -225,11 +225,13 @@ def chunks_of(call: LayerCall, schedule: Schedule) -> list[slice]:
     """
     chunks = schedule.chunks(call.length, None if call.mask is None else call.mask.cuts)
     longest = max(chunk.stop - chunk.start for chunk in chunks)
-    if longest > 2 * schedule.chunk_size:
-        raise UnsupportedModelError(
-            f"the attention mask lets tokens see later tokens, and {longest:,} in a row cannot be cut apart, which is "
-            f"more than two chunks of {schedule.chunk_size:,}",
-            where=type(call.layer).__name__,
-            mend=f"set chunk_size to {-(-longest // 2):,} or more; {longest:,} tokens are then computed at once",
-        )
-    return chunks
+    if longest <= 2 * schedule.chunk_size:
+        return chunks
+    what, where = "the attention mask lets a token see later tokens", type(call.layer).__name__
+    if len(chunks) == 1:
+        raise UnsupportedModelError(f"{what}, so its chunk cannot be computed before theirs", where=where)
+    raise UnsupportedModelError(
+        f"{what}: {longest:,} in a row cannot be cut apart, more than two chunks of {schedule.chunk_size:,}",
+        where=where,
+        mend=f"set chunk_size to {-(-longest // 2):,} or more; these {longest:,} tokens are then computed at once",
+    )
