@@ -17,7 +17,7 @@ PUBLIC = {
         "stream",
         "token_logprobs",
     },
-    "streamtune.engine": {"Schedule", "StreamHandle", "decoder_layers", "stream"},
+    "streamtune.engine": {"Schedule", "StreamHandle", "check_packing", "decoder_layers", "stream"},
     "streamtune.ops": {
         "LazyMask",
         "MaskView",
@@ -26,6 +26,7 @@ PUBLIC = {
         "prefix_attention",
         "prefix_attention_reference",
         "project_cross_entropy",
+        "row_starts",
         "token_logprobs",
     },
     "streamtune.plan": {"MODES", "BenchReport", "BenchRow", "LiveBytes", "Mode", "draw_bench", "run_bench"},

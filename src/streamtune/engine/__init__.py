@@ -4,7 +4,8 @@ Read ``vjp`` first (the one equation), then ``layer`` (the node that calls it), 
 prefix), ``head``, and ``stream``, which puts them into a model.
 """
 
+from streamtune.engine.packing import check_packing
 from streamtune.engine.schedule import Schedule
 from streamtune.engine.stream import StreamHandle, decoder_layers, stream
 
-__all__ = ["Schedule", "StreamHandle", "decoder_layers", "stream"]
+__all__ = ["Schedule", "StreamHandle", "check_packing", "decoder_layers", "stream"]
