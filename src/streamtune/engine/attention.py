@@ -115,7 +115,7 @@ def lazy_mask(
     q_offset: int = 0,
     kv_offset: int = 0,
     mask_function: Callable[..., Any] = causal_mask_function,
-    attention_mask: Tensor | None = None,
+    attention_mask: Tensor | LazyMask | None = None,
     use_vmap: bool = False,
     device: torch.device | str = "cpu",
     **kwargs: Any,
@@ -124,6 +124,8 @@ def lazy_mask(
 
     What is recognised (``engine.recognise``) is kept as a fact; what is not stays a function of positions.
     """
+    if isinstance(attention_mask, LazyMask):  # a mask made by the model around this one, to be used as it is
+        return attention_mask
     device = torch.device(device)
     facts = recognise(mask_function, int(kv_offset) + int(kv_length), device)
     padding = attention_mask

@@ -35,6 +35,9 @@ __all__ = ["CACHE_NAMES", "LayerCall", "chunks_of", "first_key", "takes_cache"]
 CACHE_NAMES = ("past_key_values", "layer_past", "past_key_value", "cache_params")
 """What decoder layers call their cache argument."""
 
+OTHER_SEQUENCES = ("cross_attention_states", "encoder_hidden_states")
+"""What decoder layers call a sequence beside their own, whose keys and values go through the same cache."""
+
 
 @lru_cache(maxsize=512)
 def _signature(forward: Callable[..., Any]) -> inspect.Signature:
@@ -87,6 +90,12 @@ class LayerCall:
         hidden = arguments.get(hidden_name)
         if not isinstance(hidden, Tensor) or hidden.dim() != 3:
             raise UnsupportedModelError(f"the first argument of {name} is not a tensor of hidden states [B, T, C]")
+        for key in OTHER_SEQUENCES:
+            if {**arguments, **extra}.get(key) is not None:
+                raise UnsupportedModelError(
+                    f"{name} attends to {key!r}, another sequence than its own, which is not streamed",
+                    mend="train without streaming, or without what is attended to (images, an encoder)",
+                )
         for group in (arguments, extra):
             for key, value in group.items():
                 if _is_dense_mask(value, hidden.shape[1]):

@@ -75,6 +75,16 @@ class LazyMask(NoTensor):
             self.padding = None
         assert self.causal or (self.row_start is self.span_start is self.block_start is None)
 
+    @property
+    def shape(self) -> tuple[int, int, int, int]:
+        """Shape of the dense mask this stands for."""
+        return (self.batch_size, 1, self.q_length, self.kv_length)
+
+    @property
+    def ndim(self) -> int:
+        """Dimensions of the dense mask; a model that is handed a mask asks whether it is a made one."""
+        return 4
+
     @cached_property
     def unpadded(self) -> tuple[int, int]:
         """The longest run of keys ``[start, stop)`` that is padding in no row (empty unless padding is at the ends)."""
