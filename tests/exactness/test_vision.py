@@ -95,6 +95,7 @@ def test_a_prompt_longer_than_two_chunks_is_refused_by_its_length() -> None:
     assert "chunk_size to 13 or more" in caught.value.mend
 
 
+@pytest.mark.filterwarnings("ignore:`hidden_state` is deprecated:FutureWarning")  # transformers 5.17, by its own tower
 def test_cross_attention_to_an_image_is_refused_by_name() -> None:
     """Mllama's image has keys of its own in the cache; its text alone streams."""
     model = build("mllama")
