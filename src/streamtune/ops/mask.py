@@ -152,7 +152,7 @@ class LazyMask(NoTensor):
                 last[rows] = torch.maximum(last[rows], k.masked_fill(~seen, -1).amax(dim=1))
         return last
 
-    @property
+    @cached_property
     def row_starts(self) -> list[int]:
         """Sorted positions at which a packed row starts in any of the batch's sequences; ``[0]`` without packing."""
         return [0] if self.row_start is None else [int(start) for start in self.row_start.unique().tolist()]
