@@ -18,7 +18,7 @@ PUBLIC = {
         "stream",
         "token_logprobs",
     },
-    "streamtune.engine": {"RouterLoss", "Schedule", "StreamHandle", "decoder_layers", "stream"},
+    "streamtune.engine": {"RouterLoss", "Schedule", "StreamHandle", "check_packing", "decoder_layers", "stream"},
     "streamtune.ops": {
         "LazyMask",
         "MaskView",
@@ -28,6 +28,7 @@ PUBLIC = {
         "prefix_attention",
         "prefix_attention_reference",
         "project_cross_entropy",
+        "row_starts",
         "token_logprobs",
     },
     "streamtune.plan": {"MODES", "BenchReport", "BenchRow", "LiveBytes", "Mode", "draw_bench", "run_bench"},

@@ -31,10 +31,10 @@ def test_encoder_decoder() -> None:
     assert untouched(model)
 
 
-def test_recurrent_layers() -> None:
-    config = AutoConfig.for_model("lfm2", **{**SMALL, "layer_types": ["conv", "full_attention"]})
+def test_a_state_outside_the_cache() -> None:
+    config = AutoConfig.for_model("recurrent_gemma", **{**SMALL, "num_hidden_layers": 3, "attention_window_size": 9})
     model = AutoModelForCausalLM.from_config(config)
-    with pytest.raises(UnsupportedModelError, match="Lfm2ForCausalLM has conv layers"):
+    with pytest.raises(UnsupportedModelError, match="RecurrentGemmaRecurrentBlock keeps a state in the module"):
         streamtune.stream(model)
     assert untouched(model)
 
@@ -58,18 +58,6 @@ def test_a_layer_that_computes_with_its_mask(family: str) -> None:
     model = build(family)
     with streamtune.stream(model), pytest.raises(UnsupportedModelError, match="computes with its attention mask"):
         model(**batch("plain"))
-
-
-@pytest.mark.parametrize("where", ["config", "call"])
-def test_router_balance_loss(where: str) -> None:
-    model = build("mixtral", output_router_logits=where == "config")
-    if where == "config":
-        with pytest.raises(UnsupportedModelError, match="statistic of the whole batch"):
-            streamtune.stream(model)
-        assert untouched(model)
-    else:
-        with streamtune.stream(model), pytest.raises(UnsupportedModelError, match="statistic of the whole batch"):
-            model(**batch("plain"), output_router_logits=True)
 
 
 def test_attention_weights_are_not_returned() -> None:

@@ -319,6 +319,6 @@ def test_a_call_through_adapters_is_still_watched() -> None:
         out = model(**batch("plain"))
         assert out.logits is None
         assert out.past_key_values is None
-        with pytest.raises(UnsupportedModelError, match="statistic of the whole batch"):
-            model(**batch("plain"), output_router_logits=True)
+        with pytest.raises(UnsupportedModelError, match="attention weights are never built"):
+            model(**batch("plain"), output_attentions=True)
     assert model(**batch("plain")).logits is not None

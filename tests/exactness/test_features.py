@@ -127,7 +127,7 @@ def test_random_layers_are_replayed(family: str, settings: dict[str, Any], keep_
     parameters = dict(model.named_parameters())
     generator = torch.Generator().manual_seed(7)
     direction = {name: torch.randn(parameters[name].shape, generator=generator, dtype=dtype) for name in names}
-    step, tolerance = {"gpt_oss": (3e-4, 2e-2), "mixtral": (1e-5, 1e-3)}.get(family, (1e-5, 1e-5))
+    step, tolerance = {"gpt_oss": (3e-4, 2e-2), "mixtral": (1e-5, 1e-3)}.get(family, (3e-4, 1e-5))
 
     def loss_at(distance: float, seed: int = 11) -> float:
         with torch.no_grad():
@@ -144,7 +144,8 @@ def test_random_layers_are_replayed(family: str, settings: dict[str, Any], keep_
         loss, grads = gradients(model, inputs)
         assert float(loss) == pytest.approx(loss_at(0.0), rel=1e-6)
         assert loss_at(0.0, seed=12) != pytest.approx(float(loss), rel=1e-6)
-        slope = (loss_at(step) - loss_at(-step)) / (2 * step)
+        near, far = ((loss_at(size) - loss_at(-size)) / (2 * size) for size in (step, 2 * step))
+    slope = (4 * near - far) / 3  # Richardson: a step so large that the fp32 norms' rounding is small beside it
     along = sum(float((grads[name] * direction[name]).sum()) for name in names)
     assert along == pytest.approx(slope, rel=tolerance)
 

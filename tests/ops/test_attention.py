@@ -102,7 +102,29 @@ def holes() -> Tensor:
     return mask
 
 
+def starts(*rows: list[int]) -> Tensor:
+    """``[B, TOTAL]`` where the run of each position starts, runs given by their first positions."""
+    return torch.tensor([[max(start for start in row if start <= t) for t in range(TOTAL)] for row in rows])
+
+
+def blocks(*rows: tuple[int, int]) -> Tensor:
+    """``[B, TOTAL]`` with one block of mutual attention in each batch row."""
+    return torch.tensor([[start if start <= t < stop else t for t in range(TOTAL)] for start, stop in rows])
+
+
 MASKS: dict[str, dict[str, Any]] = {
+    "rows": {"row_start": starts([0, 5, 6, 20, 30, 47])},
+    "other rows": {"row_start": starts([0, 20], [0, 1, 2, 30, 40])},
+    "rows and window": {"row_start": starts([0, 20], [0, 1, 2, 30, 40]), "window": 7},
+    "rows, spans and padding": {
+        "row_start": starts([0, 20]),
+        "span_start": starts([0, 12, 24, 36]),
+        "padding": padding("right"),
+    },
+    "block": {"block_start": blocks((17, 30))},
+    "other blocks": {"block_start": blocks((0, 16), (20, 29)), "padding": padding("left")},
+    "blocks and window": {"block_start": blocks((17, 30), (33, 48)), "window": 5},
+    "window that cuts blocks": {"block_start": blocks((17, 30)), "window": 5, "window_cuts_blocks": True},
     "causal": {},
     "narrow window": {"window": 7},
     "window as wide as the chunk": {"window": 16},
@@ -149,7 +171,7 @@ def test_row_tiles_of_any_height(elements: int, monkeypatch: pytest.MonkeyPatch)
         assert worst_error(make(torch.float64, 16, 32, v_dim=8, **mask), softcap=2.0) <= TOLERANCE[torch.float64]
 
 
-@pytest.mark.parametrize("mask", ["causal", "narrow window", "left padding", "documents"])
+@pytest.mark.parametrize("mask", ["causal", "narrow window", "left padding", "documents", "other rows", "block"])
 @pytest.mark.parametrize("softcap", [None, 2.0])
 @pytest.mark.parametrize("wanted", ["q", "k", "v"])
 def test_only_what_is_wanted_gets_a_gradient(mask: str, softcap: float | None, wanted: str) -> None:
@@ -197,7 +219,9 @@ def test_large_scores_neither_overflow_nor_vanish() -> None:
     assert torch.isfinite(problem.ours()).all()
 
 
-@pytest.mark.parametrize("mask", ["causal", "wide window", "narrow window", "left padding", "documents"])
+@pytest.mark.parametrize(
+    "mask", ["causal", "wide window", "narrow window", "left padding", "documents", "other rows", "block"]
+)
 @pytest.mark.parametrize("chunk", CHUNKS)
 def test_in_bf16_as_precise_as_torch(mask: str, chunk: str) -> None:
     """Three ways: fp64 truth, torch's own attention in bf16, ours in bf16.
@@ -257,7 +281,7 @@ def test_autocast_outside_does_not_reach_inside() -> None:
     assert all(torch.equal(g, w) for g, w in zip(grads, want, strict=True))
 
 
-@pytest.mark.parametrize("mask", ["causal", "narrow window", "left padding", "documents"])
+@pytest.mark.parametrize("mask", ["causal", "narrow window", "left padding", "documents", "other rows", "block"])
 def test_dropout_is_unbiased(mask: str) -> None:
     problem = make(torch.float64, 16, 32, **MASKS[mask])
     draws = 400
@@ -270,7 +294,7 @@ def test_dropout_is_unbiased(mask: str) -> None:
     assert ((outs.mean(0) - want).abs() <= 5 * spread + 1e-12).all()
 
 
-@pytest.mark.parametrize("mask", ["causal", "narrow window", "left padding", "documents"])
+@pytest.mark.parametrize("mask", ["causal", "narrow window", "left padding", "documents", "other rows", "block"])
 @pytest.mark.parametrize("elements", [attention_module.TILE_ELEMENTS, 700])
 def test_dropout_backward_replays_the_forward(mask: str, elements: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """The gradient is that of the function the forward drew; nothing else is drawn meanwhile."""

@@ -18,6 +18,7 @@ from transformers.masking_utils import (
 from streamtune.engine.attention import NAME, dense_mask
 from streamtune.ops import LazyMask, MaskView
 from streamtune.ops import mask as mask_module
+from streamtune.ops import view as view_module
 from tests.exactness.families import SMALL
 
 ROWS, LENGTH = 3, 53
@@ -48,14 +49,14 @@ def padding(kind: str) -> Tensor | None:
     return mask
 
 
-def both(maker: str, **call: Any) -> tuple[LazyMask, Tensor]:
+def both(maker: str, rows: int = ROWS, **call: Any) -> tuple[LazyMask, Tensor]:
     """The mask under our name, and the boolean form of what the same call builds for eager attention."""
     create, settings = MAKERS[maker]
     made = []
     for implementation in (NAME, "eager"):
         config = AutoConfig.for_model(**{**SMALL, **settings})
         config._attn_implementation = implementation
-        made.append(create(config=config, inputs_embeds=torch.zeros(ROWS, LENGTH, 8), **call))
+        made.append(create(config=config, inputs_embeds=torch.zeros(rows, LENGTH, 8), **call))
     lazy, dense = made
     assert isinstance(lazy, LazyMask)
     return lazy, dense == 0
@@ -71,26 +72,30 @@ def whole(lazy: LazyMask) -> Tensor:
 def from_segments(view: MaskView) -> Tensor:
     """What a view's segments let through, put together; every segment's bias must say the same."""
     batch, _, queries, keys = view.shape
-    covered, seen = torch.zeros(keys, dtype=torch.bool), torch.zeros(view.shape, dtype=torch.bool)
+    covered, seen = torch.zeros(view.shape, dtype=torch.bool), torch.zeros(view.shape, dtype=torch.bool)
+    answered = torch.zeros(batch, queries, dtype=torch.bool)
     for segment in view.segments():
         assert 0 <= segment.start < segment.stop <= keys
-        run = slice(segment.start, segment.stop)
-        assert not covered[run].any(), "segments overlap"
-        covered[run] = True
+        assert 0 <= segment.q_start < segment.q_stop <= queries
+        rows = slice(None) if segment.row is None else slice(segment.row, segment.row + 1)
+        size, asked = batch if segment.row is None else 1, segment.q_stop - segment.q_start
+        place = (rows, slice(None), slice(segment.q_start, segment.q_stop), slice(segment.start, segment.stop))
+        assert not covered[place].any(), "segments overlap"
+        covered[place], answered[rows, place[2]] = True, True
         bias = view.bias(segment, torch.float32)
-        let = torch.ones(batch, 1, queries, segment.stop - segment.start, dtype=torch.bool)
+        let = torch.ones(size, 1, asked, segment.stop - segment.start, dtype=torch.bool)
         assert (bias is None) == (not segment.masked)
         if bias is not None:
             assert bias.shape[2:] == let.shape[2:]
-            assert set(bias.unique().tolist()) <= {0.0, mask_module.masked_score(torch.float32)}
+            assert set(bias.unique().tolist()) <= {0.0, view_module.masked_score(torch.float32)}
             let &= bias == 0
-            rows = slice(queries // 3, queries)
-            part = view.allowed(segment, rows).expand(batch, 1, rows.stop - rows.start, -1)
-            assert torch.equal(part, (bias == 0)[:, :, rows].expand(batch, 1, -1, -1))
+            part = view.allowed(segment, slice(asked // 3, asked)).expand(size, 1, asked - asked // 3, -1)
+            assert torch.equal(part, (bias == 0)[:, :, asked // 3 :].expand(size, 1, -1, -1))
         if segment.causal:
-            assert queries == segment.stop - segment.start
-            let &= torch.ones(queries, queries, dtype=torch.bool).tril()
-        seen[..., run] = let
+            assert asked == segment.stop - segment.start
+            let &= torch.ones(asked, asked, dtype=torch.bool).tril()
+        seen[place] = let
+    assert answered.all(), "a query has no segment, so no output"
     return seen
 
 
@@ -100,6 +105,7 @@ def test_equals_the_dense_mask_of_transformers(maker: str, pad: str) -> None:
     lazy, dense = both(maker, attention_mask=padding(pad), past_key_values=None)
     assert torch.equal(whole(lazy), dense.expand(ROWS, -1, -1, -1))
     assert not lazy.sees_future
+    assert lazy.function is None, "every mask of this list is recognised"
 
 
 @pytest.mark.parametrize("block", [5, 16, mask_module.KEY_BLOCK])
@@ -116,20 +122,6 @@ def test_segments_of_every_chunk(maker: str, pad: str, block: int, monkeypatch: 
             view = lazy.chunk(start, stop, first)
             want = dense[:, :, start:stop, first:stop].expand(ROWS, -1, -1, -1)
             assert torch.equal(from_segments(view), want), (start, stop)
-
-
-@pytest.mark.parametrize("maker", ["causal", "window of 7", "window of 40"])
-def test_packed_position_ids(maker: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(mask_module, "KEY_BLOCK", 16)
-    lengths = ([20, 30, 3], [53], [1, 1, 51])
-    positions = torch.stack([torch.cat([torch.arange(n) for n in row]) for row in lengths])
-    lazy, dense = both(maker, attention_mask=None, past_key_values=None, position_ids=positions)
-    assert torch.equal(whole(lazy), dense)
-    assert not dense[0, 0, 20:, :20].any(), "transformers separates the documents"
-    assert not lazy.sees_future
-    for start in range(0, LENGTH, 11):
-        view = lazy.chunk(start, min(start + 11, LENGTH), lazy.first_key(start))
-        assert torch.equal(from_segments(view), dense[:, :, view.q_start : view.q_stop, view.k_start : view.k_stop])
 
 
 @pytest.mark.parametrize("pad", ["none", "left"])

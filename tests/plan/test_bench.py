@@ -8,13 +8,15 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from PIL import Image
 from typer.testing import CliRunner
 
 from streamtune import Schedule
 from streamtune.cli.app import app
-from streamtune.errors import RunError
+from streamtune.errors import ArgumentError, RunError
 from streamtune.plan import BenchReport, draw_bench, run_bench
+from streamtune.plan.subject import _laid_out
 from tests.exactness.families import build
 
 RECIPE = """
@@ -53,6 +55,36 @@ def test_streaming_holds_less_than_checkpointing_and_that_less_than_plain(report
     assert stream.layer_activation_bytes < checkpoint.layer_activation_bytes  # type: ignore[operator]
 
 
+@pytest.fixture(scope="module")
+def packed() -> BenchReport:
+    make_model = partial(build, "llama", max_position_embeddings=512)
+    schedule = Schedule(chunk_size=64, head_chunk_size=16)
+    return run_bench(make_model, lengths=[256], modes=["stream"], packed_rows=8, schedule=schedule, repeats=1)
+
+
+def test_packed_rows_are_measured_beside_one_row_and_beside_the_rows_alone(packed: BenchReport) -> None:
+    assert [(row.mode, row.layout) for row in packed.rows] == [
+        ("stream", layout) for layout in ("row", "packed", "separate")
+    ]
+    for row in packed.rows:
+        assert row.error is None
+        assert row.row_ratio is not None
+        assert row.row_ratio > 0
+        assert row.ratio is None, "gradient checkpointing was not measured"
+    assert packed.row("stream", 256).row_ratio == 1.0
+    assert packed.to_json()["packed_rows"] == 8
+
+
+def test_layouts_hold_the_same_tokens() -> None:
+    ids = torch.arange(22).reshape(2, 11)
+    [row], [together], apart = (_laid_out(ids, layout, 3) for layout in ("row", "packed", "separate"))
+    assert torch.equal(row["input_ids"], ids)
+    assert torch.equal(together["input_ids"], ids)
+    assert torch.equal(torch.cat([batch["input_ids"] for batch in apart], dim=1), ids)
+    assert together["position_ids"].tolist() == [[0, 1, 2, 3, 0, 1, 2, 3, 0, 1, 2]] * 2
+    assert [batch["input_ids"].shape[1] for batch in apart] == [4, 4, 3]
+
+
 def test_the_picture_is_drawn(report: BenchReport, tmp_path: Path) -> None:
     draw_bench(report, tmp_path / "bench.png", title="a title")
     with Image.open(tmp_path / "bench.png") as image:
@@ -78,3 +110,15 @@ def test_the_command(tmp_path: Path) -> None:
     )
     assert document == json.loads((tmp_path / "out" / "bench.json").read_text())
     assert (tmp_path / "out" / "bench.png").is_file()
+
+
+def test_the_command_with_packed_rows(tmp_path: Path) -> None:
+    recipe = tmp_path / "recipe.yaml"
+    recipe.write_text(RECIPE)
+    options = ["--lengths", "64", "--modes", "stream", "--repeats", "1", "--output-dir", str(tmp_path / "out")]
+    result = CliRunner().invoke(app, ["bench", str(recipe), *options, "--packed-rows", "4"], catch_exceptions=False)
+    assert result.exit_code == 0
+    assert "4 packed" in result.stdout
+    assert "4 apart" in result.stdout
+    with pytest.raises(ArgumentError, match="rows of two tokens or more"):
+        CliRunner().invoke(app, ["bench", str(recipe), *options, "--packed-rows", "33"], catch_exceptions=False)

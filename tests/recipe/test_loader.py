@@ -156,7 +156,6 @@ def test_byte_order_mark_and_windows_line_ends(tmp_path):
         ("tokenizer: {}\n", 4, "'tokenizer' needs one of 'path' and 'train'", "write {path: NAME}"),
         ("seed: 99999999999999999999\n", 4, "'seed' takes a whole number of at least 0", ""),
         ("sample: {max_new_tokens: 5}\n", 4, "'sample.prompt' is missing", "add prompt: ..."),
-        ("packing: true\n", 4, "'packing' is not in this release", "delete the line"),
         ("report_to: [wandb]\n", 4, "reporting to 'wandb' is not in this release", "write []"),
         ("deepspeed: zero2\n", 4, "'deepspeed' is not in this release", "delete the line"),
         ("finetuning_type: qlora\n", 4, "'finetuning_type: qlora' is not in this release", "write lora"),

@@ -82,7 +82,6 @@ def test_another_model_by_setting(write):
         ("datasets.3.path=x", "'datasets' has 1 entries", ""),
         ("datasets.path=x", "'datasets' has no 'path'", "set it as a whole"),
         ("seed.x=1", "'seed' takes a whole number of at least 0 and below 4294967296; found keys", ""),
-        ("packing=true", "'packing' is not in this release", "delete the line"),
         ("deepspeed=zero2", "'deepspeed' is not in this release", "delete the line"),
         ("engine.offload=host", "'engine.offload' is not in this release", "delete the line"),
         ("finetuning_type=qlora", "'finetuning_type: qlora' is not in this release", "write lora"),

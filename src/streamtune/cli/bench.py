@@ -28,6 +28,9 @@ def bench(
         str, typer.Option(metavar="N,N,...", help="Tokens of a row, one measurement each.")
     ] = "2048,8192,16384",
     modes: Annotated[str, typer.Option(metavar="MODE,...", help="What to compare.")] = "plain,checkpoint,stream",
+    packed_rows: Annotated[
+        int, typer.Option(metavar="N", help="Also as N rows packed in one sequence, and as N rows one after another.")
+    ] = 0,
     repeats: Annotated[int, typer.Option(metavar="N", help="Timed steps of each, taken in turns.")] = 3,
     output_dir: Annotated[
         Path | None, typer.Option(metavar="DIR", help="Where bench.json and bench.png go.", show_default=False)
@@ -47,6 +50,7 @@ def bench(
             lengths=_numbers(lengths),
             modes=[mode.strip() for mode in modes.split(",")],  # type: ignore[misc]
             repeats=repeats,
+            packed_rows=packed_rows,
             notify=status.update if err.is_terminal else err.print,
         )
     folder = output_dir or Path(loaded.recipe.output_dir)
@@ -84,9 +88,11 @@ def _describe(report: BenchReport) -> str:
 def _table(report: BenchReport) -> Table:
     """One row a mode and length. Ratios are to gradient checkpointing in the same run."""
     table = Table(box=None, header_style="bold", pad_edge=False, collapse_padding=True)
-    for name in ("tokens", "mode"):
+    packed = report.packed_rows > 0
+    for name in ("tokens", "mode", *(["rows"] if packed else [])):
         table.add_column(name, justify="right" if name == "tokens" else "left")
-    for name in ("peak", "activations", "layers only", "fwd s", "bwd s", "tok/s", "time"):
+    more = ["to 1 row"] if packed else []
+    for name in ("peak", "activations", "layers only", "fwd s", "bwd s", "tok/s", "time", *more):
         table.add_column(name, justify="right")
     before = None
     for row in report.rows:
@@ -94,8 +100,15 @@ def _table(report: BenchReport) -> Table:
             table.add_section()
         length = f"{row.length:,}" if row.length != before else ""
         before = row.length
-        base = next((r for r in report.rows if r.length == row.length and r.mode == "checkpoint"), None)
-        table.add_row(length, row.mode, *_cells(row, base), style="bold" if row.mode == "stream" else None)
+        same = [r for r in report.rows if r.length == row.length and r.layout == row.layout]
+        base = next((r for r in same if r.mode == "checkpoint"), None)
+        cells = _cells(row, base)
+        if packed:
+            rows = {"row": "1", "packed": f"{report.packed_rows} packed", "separate": f"{report.packed_rows} apart"}[
+                row.layout
+            ]
+            cells = [rows, *cells, f"{row.row_ratio:.3f}x" if row.row_ratio is not None else ""]
+        table.add_row(length, row.mode, *cells, style="bold" if row.mode == "stream" else None)
     return table
 
 

@@ -103,10 +103,11 @@ def _describe_engine(run: SftRun) -> str:
 def _describe_steps(run: SftRun) -> str:
     recipe, plan = run.recipe, run.plan
     rows = recipe.per_device_train_batch_size * recipe.gradient_accumulation_steps
+    unit = "packed sequence" if recipe.packing else "row"
     epochs = plan.total_steps / plan.steps_per_epoch
     warmup = f" after {plan.warmup_steps:,} of warm-up" if plan.warmup_steps else ""
     return (
-        f"{plan.total_steps:,} ({epochs:.3g} epochs) of {rows} row{'s' if rows > 1 else ''}; {recipe.optim}, "
+        f"{plan.total_steps:,} ({epochs:.3g} epochs) of {rows} {unit}{'s' if rows > 1 else ''}; {recipe.optim}, "
         f"learning rate {recipe.learning_rate:g}, {recipe.lr_scheduler_type}{warmup}"
     )
 

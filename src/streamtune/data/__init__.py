@@ -8,7 +8,8 @@ Import order is that of the arrows, right to left; nothing here knows a model or
 
 from __future__ import annotations
 
-from streamtune.data.collate import Batch, collate
+from streamtune.data.collate import Batch, PackedBatch, collate, collate_packed
+from streamtune.data.packing import Packs, pack_rows
 from streamtune.data.prepare import OVERLENGTH, PreparedData, iter_texts, prepare
 from streamtune.data.render import IGNORE_INDEX, TRAIN_ON
 from streamtune.data.report import DataReport
@@ -27,10 +28,14 @@ __all__ = [
     "Batch",
     "DataReport",
     "Example",
+    "PackedBatch",
+    "Packs",
     "PreparedData",
     "ResumableSampler",
     "Source",
     "collate",
+    "collate_packed",
     "iter_texts",
+    "pack_rows",
     "prepare",
 ]

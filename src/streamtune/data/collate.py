@@ -1,4 +1,4 @@
-"""Examples to a padded batch. Labels are shifted here, once, and nowhere else."""
+"""Examples to a padded batch, one or several to a sequence. Labels are shifted here, once, and nowhere else."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from torch import Tensor
 from streamtune.data.render import IGNORE_INDEX
 from streamtune.data.store import Example
 
-__all__ = ["Batch", "collate"]
+__all__ = ["Batch", "PackedBatch", "collate", "collate_packed"]
 
 
 class Batch(TypedDict):
@@ -24,6 +24,13 @@ class Batch(TypedDict):
     """[B, T] 1 on tokens, 0 on padding"""
     shift_labels: Tensor
     """[B, T] the token position t is to predict, that is ``labels[:, t + 1]``; -100 where there is none"""
+
+
+class PackedBatch(Batch):
+    """The same where a sequence holds several rows. A model is given no mask: the positions say where a row ends."""
+
+    position_ids: Tensor
+    """[B, T] from 0 in each row; the padding behind the last is a row of its own"""
 
 
 def collate(
@@ -47,18 +54,55 @@ def collate(
     assert examples, "a batch holds at least one example"
     assert pad_to_multiple_of >= 1, "the length is rounded up to a positive multiple"
     longest = max(len(example.input_ids) for example in examples)
-    length = -(-longest // pad_to_multiple_of) * pad_to_multiple_of
-    input_ids = np.full((len(examples), length), pad_token_id, dtype=np.int64)
-    attention_mask = np.zeros((len(examples), length), dtype=np.int64)
-    shift_labels = np.full((len(examples), length), IGNORE_INDEX, dtype=np.int64)
+    batch = _empty(len(examples), longest, pad_token_id, pad_to_multiple_of)
+    length = batch["input_ids"].shape[1]
     for row, example in enumerate(examples):
-        size = len(example.input_ids)
-        start = 0 if padding_side == "right" else length - size
-        input_ids[row, start : start + size] = example.input_ids
-        attention_mask[row, start : start + size] = 1
-        shift_labels[row, start : start + size - 1] = example.labels[1:]
+        _write(batch, row, 0 if padding_side == "right" else length - len(example.input_ids), example)
+    return batch
+
+
+def collate_packed(
+    packs: Sequence[Sequence[Example]], *, pad_token_id: int, pad_to_multiple_of: int = 1
+) -> PackedBatch:
+    """Lay the examples of each pack end to end, and pad the packs to one length on the right.
+
+    As :func:`collate` for each example: its last token predicts nothing, least of all the next row's first.
+
+    Args:
+        packs: At least one, each of at least one example.
+        pad_token_id: What to pad with.
+        pad_to_multiple_of: Round the length up to a multiple of this.
+    """
+    assert packs, "a batch holds at least one pack"
+    assert all(packs), "a pack holds at least one example"
+    longest = max(sum(len(example.input_ids) for example in pack) for pack in packs)
+    batch = _empty(len(packs), longest, pad_token_id, pad_to_multiple_of)
+    position_ids = torch.zeros_like(batch["input_ids"])
+    for row, pack in enumerate(packs):
+        start = 0
+        for example in pack:
+            stop = start + len(example.input_ids)
+            _write(batch, row, start, example)
+            position_ids[row, start:stop] = torch.arange(stop - start)
+            start = stop
+        position_ids[row, start:] = torch.arange(position_ids.shape[1] - start)
+    return PackedBatch(**batch, position_ids=position_ids)
+
+
+def _empty(rows: int, longest: int, pad_token_id: int, pad_to_multiple_of: int) -> Batch:
+    """A batch that is all padding."""
+    length = -(-longest // pad_to_multiple_of) * pad_to_multiple_of
     return Batch(
-        input_ids=torch.from_numpy(input_ids),
-        attention_mask=torch.from_numpy(attention_mask),
-        shift_labels=torch.from_numpy(shift_labels),
+        input_ids=torch.full((rows, length), pad_token_id),
+        attention_mask=torch.zeros((rows, length), dtype=torch.int64),
+        shift_labels=torch.full((rows, length), IGNORE_INDEX),
     )
+
+
+def _write(batch: Batch, row: int, start: int, example: Example) -> None:
+    """Put an example into a batch, its labels shifted."""
+    size = len(example.input_ids)
+    batch["input_ids"][row, start : start + size] = torch.as_tensor(np.array(example.input_ids, dtype=np.int64))
+    batch["attention_mask"][row, start : start + size] = 1
+    labels = np.array(example.labels[1:], dtype=np.int64)
+    batch["shift_labels"][row, start : start + size - 1] = torch.as_tensor(labels)

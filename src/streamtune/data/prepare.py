@@ -11,12 +11,13 @@ import sys
 from array import array
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
 import numpy as np
 import numpy.typing as npt
 
+from streamtune.data.packing import Packs, pack_rows
 from streamtune.data.render import IGNORE_INDEX, Rendered, RowRenderer
 from streamtune.data.report import DataReport, length_percentiles
 from streamtune.data.rows import ROW_TYPES, Completion, Content, Conversation, detect_type, normalise
@@ -42,7 +43,11 @@ class PreparedData:
     validation: Sequence[Example]
     report: DataReport
     fingerprint: str
-    """hash of all token ids and labels in order: equal if and only if a run sees the same data"""
+    """hash of all token ids and labels in order, and of the packs: equal if and only if a run sees the same data"""
+    packs: Packs | None = None
+    """which of ``train`` share a sequence; None without packing"""
+    validation_packs: Packs | None = None
+    """the same of ``validation``"""
 
 
 def prepare(
@@ -53,6 +58,7 @@ def prepare(
     overlength: str = "error",
     train_on: str = "assistant",
     val_size: float = 0.0,
+    packing: bool = False,
     seed: int = 42,
     notify: Callable[[str], None] = lambda message: None,
 ) -> PreparedData:
@@ -67,7 +73,8 @@ def prepare(
         train_on: ``assistant`` (every assistant turn, or the completion), ``completion`` (the last turn) or ``all``.
         val_size: Rows to hold out: a fraction below 1, or a count. Rows with the same tokens stay together, so that
             no held-out row is trained on.
-        seed: Seed of the choice of held-out rows.
+        packing: Say which examples share a sequence of at most ``max_length`` tokens.
+        seed: Seed of the choice of held-out rows, and of the packs.
         notify: Called with each thing the user should know, as a line of text.
 
     Raises:
@@ -86,12 +93,34 @@ def prepare(
     rows = np.frombuffer(fitting.row_of_example, dtype=np.int64)
     train = np.flatnonzero(~held_out[rows])
     validation = np.flatnonzero(held_out[rows])
-    return PreparedData(
+    prepared = PreparedData(
         train=ExampleSequence(tables[0], train),
         validation=ExampleSequence(tables[0], validation),
         report=fitting.report(len(train), len(validation)),
         fingerprint=fitting.fingerprint(train, validation),
     )
+    return _packed(prepared, max_length, seed) if packing else prepared
+
+
+def _packed(prepared: PreparedData, max_length: int, seed: int) -> PreparedData:
+    """The same data with its packs. They count for the fingerprint: a run goes on only where it finds the same ones."""
+    parts = (prepared.train, prepared.validation)
+    packs, held_out = (pack_rows(_lengths(part), max_length, seed=seed) for part in parts)
+    digest = hashlib.sha256(prepared.fingerprint.encode())
+    for part in (packs, held_out):
+        digest.update(part.rows.tobytes() + part.starts.tobytes())
+    return replace(
+        prepared,
+        report=replace(prepared.report, packs=len(packs), pack_fill=round(packs.fill_rate(max_length), 4)),
+        fingerprint=digest.hexdigest(),
+        packs=packs,
+        validation_packs=held_out,
+    )
+
+
+def _lengths(examples: Sequence[Example]) -> npt.NDArray[np.int64]:
+    assert isinstance(examples, ExampleSequence)
+    return examples.lengths()
 
 
 def iter_texts(sources: Sequence[Source], *, notify: Callable[[str], None] = lambda message: None) -> Iterator[str]:

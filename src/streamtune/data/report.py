@@ -37,6 +37,10 @@ class DataReport:
     """tokens that are predicted: those the loss is a mean over"""
     length_percentiles: dict[str, int]
     """lengths of the rows in tokens as rendered, before anything was cut"""
+    packs: int = 0
+    """sequences the training examples are packed into; 0 without packing"""
+    pack_fill: float = 0.0
+    """part of ``packs * max_length`` positions that hold a token"""
 
     def to_json(self) -> dict[str, Any]:
         """The report as one JSON object."""
@@ -54,6 +58,8 @@ class DataReport:
         parts.append(f"{self.train_examples:,} to train on")
         if self.validation_examples:
             parts.append(f"{self.validation_examples:,} held out")
+        if self.packs:
+            parts.append(f"packed into {self.packs:,} sequences, {self.pack_fill:.1%} full")
         lengths = self.length_percentiles
         parts.append(f"{self.tokens:,} tokens, {self.supervised_tokens:,} of them trained")
         parts.append(f"lengths {lengths['min']:,} to {lengths['max']:,}, median {lengths['p50']:,}")

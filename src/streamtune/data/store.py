@@ -12,6 +12,7 @@ from typing import Any, overload
 import numpy as np
 import numpy.typing as npt
 import pyarrow as pa  # type: ignore[import-untyped]
+import pyarrow.compute  # type: ignore[import-untyped]
 
 __all__ = ["Example", "ExampleSequence", "ExampleWriter", "IntArray", "spill"]
 
@@ -92,6 +93,11 @@ class ExampleSequence(Sequence[Example]):
 
     def __len__(self) -> int:
         return len(self._rows)
+
+    def lengths(self) -> npt.NDArray[np.int64]:
+        """[rows] tokens of each, without decoding any."""
+        sizes = pa.compute.list_value_length(self._table["input_ids"]).to_numpy()
+        return np.asarray(sizes, dtype=np.int64)[self._rows]
 
     @overload
     def __getitem__(self, index: int) -> Example: ...

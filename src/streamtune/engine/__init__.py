@@ -5,7 +5,8 @@ prefix), ``head``, and ``stream``, which puts them into a model.
 """
 
 from streamtune.engine.balance import RouterLoss
+from streamtune.engine.packing import check_packing
 from streamtune.engine.schedule import Schedule
 from streamtune.engine.stream import StreamHandle, decoder_layers, stream
 
-__all__ = ["RouterLoss", "Schedule", "StreamHandle", "decoder_layers", "stream"]
+__all__ = ["RouterLoss", "Schedule", "StreamHandle", "check_packing", "decoder_layers", "stream"]

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.masking_utils import causal_mask_function
 
+from streamtune.engine.recognise import recognise
 from streamtune.errors import UnsupportedModelError
 from streamtune.ops import LazyMask, MaskView, biased_attention, prefix_attention
 
@@ -134,16 +135,19 @@ def lazy_mask(
     q_offset: int = 0,
     kv_offset: int = 0,
     mask_function: Callable[..., Any] = causal_mask_function,
-    attention_mask: Tensor | None = None,
+    attention_mask: Tensor | LazyMask | None = None,
     use_vmap: bool = False,
     device: torch.device | str = "cpu",
     **kwargs: Any,
 ) -> LazyMask:
     """The mask with the signature of ``transformers``' ``AttentionMaskInterface``; nothing is built.
 
-    What is recognised (causal, sliding window) is kept as a fact; what is not stays a function of positions.
+    What is recognised (``engine.recognise``) is kept as a fact; what is not stays a function of positions.
     """
-    causal, window, rest = _recognise(mask_function)
+    if isinstance(attention_mask, LazyMask):  # a mask made by the model around this one, to be used as it is
+        return attention_mask
+    device = torch.device(device)
+    facts = recognise(mask_function, int(kv_offset) + int(kv_length), device)
     padding = attention_mask
     if padding is not None:
         padding = padding.bool()
@@ -156,56 +160,17 @@ def lazy_mask(
         int(kv_length),
         int(q_offset),
         int(kv_offset),
-        causal=causal,
-        window=window,
-        function=rest,
+        causal=facts.causal,
+        window=facts.window,
+        function=facts.function,
         padding=padding,
         vectorize=use_vmap,
-        device=torch.device(device),
+        device=device,
+        row_start=facts.row_start,
+        span_start=facts.span_start,
+        block_start=facts.block_start,
+        window_cuts_blocks=facts.window_cuts_blocks,
     )
-
-
-def _recognise(function: Callable[..., Any]) -> tuple[bool, int | None, Callable[..., Any] | None]:
-    """Split a mask function of ``transformers`` into (causal, window, what remains to be evaluated)."""
-    parts = _conjuncts(function)
-    causal, window, rest = False, None, []
-    for part in parts:
-        name = getattr(part, "__qualname__", "")
-        if part is causal_mask_function:
-            causal = True
-        elif name == "sliding_window_overlay.<locals>.inner_mask" and isinstance(_closed(part, "sliding_window"), int):
-            window = _closed(part, "sliding_window")
-        else:
-            rest.append(part)
-    if window is not None and not causal:  # a window alone also limits how far ahead one sees: leave it to the function
-        return False, None, function
-    if not rest:
-        return causal, window, None
-    if len(rest) == 1:
-        return causal, window, rest[0]
-    return causal, window, lambda b, h, q, k: _all(part(b, h, q, k) for part in rest)
-
-
-def _conjuncts(function: Callable[..., Any]) -> list[Callable[..., Any]]:
-    if getattr(function, "__qualname__", "") != "and_masks.<locals>.and_mask":
-        return [function]
-    parts = _closed(function, "mask_functions")
-    return [leaf for part in parts for leaf in _conjuncts(part)] if parts else [function]
-
-
-def _closed(function: Callable[..., Any], name: str) -> Any:
-    """The value of a variable a closure holds, or None."""
-    code, cells = getattr(function, "__code__", None), getattr(function, "__closure__", None)
-    if code is None or not cells or name not in code.co_freevars:
-        return None
-    return cells[code.co_freevars.index(name)].cell_contents
-
-
-def _all(terms: Any) -> Any:
-    result: Any = None
-    for term in terms:
-        result = term if result is None else result & term
-    return result
 
 
 AttentionInterface.register(NAME, attention)

@@ -28,15 +28,19 @@ from torch import Tensor, nn
 
 from streamtune.engine.attention import dense_mask
 from streamtune.engine.cache import ChunkCache
+from streamtune.engine.schedule import Schedule
 from streamtune.engine.sharing import ChunkSharing, SharedKey
 from streamtune.engine.vjp import Along, cut
 from streamtune.errors import UnsupportedModelError
 from streamtune.ops.mask import LazyMask
 
-__all__ = ["CACHE_NAMES", "LayerCall", "first_key", "takes_cache"]
+__all__ = ["CACHE_NAMES", "LayerCall", "chunks_of", "first_key", "takes_cache"]
 
 CACHE_NAMES = ("past_key_values", "layer_past", "past_key_value", "cache_params")
 """What decoder layers call their cache argument."""
+
+OTHER_SEQUENCES = ("cross_attention_states", "encoder_hidden_states")
+"""What decoder layers call a sequence beside their own, whose keys and values go through the same cache."""
 
 
 @lru_cache(maxsize=512)
@@ -92,6 +96,12 @@ class LayerCall:
         hidden = arguments.get(hidden_name)
         if not isinstance(hidden, Tensor) or hidden.dim() not in (3, 4):
             raise UnsupportedModelError(f"the first argument of {name} is not a tensor of hidden states [B, T, C]")
+        for key in OTHER_SEQUENCES:
+            if {**arguments, **extra}.get(key) is not None:
+                raise UnsupportedModelError(
+                    f"{name} attends to {key!r}, another sequence than its own, which is not streamed",
+                    mend="train without streaming, or without what is attended to (images, an encoder)",
+                )
         along = _hidden_along(name, hidden, {**arguments, **extra})
         length = hidden.shape[along]
         for group in (arguments, extra):
@@ -266,3 +276,24 @@ def _is_dense_mask(value: Any, length: int) -> bool:
 def first_key(mask: LazyMask | None, chunk: slice) -> int:
     """The first position a chunk can see."""
     return 0 if mask is None else min(mask.first_key(chunk.start), chunk.start)
+
+
+def chunks_of(call: LayerCall, schedule: Schedule) -> list[slice]:
+    """The chunks of a call: none is cut where a token before the cut sees one behind it.
+
+    Raises:
+        UnsupportedModelError: A run of tokens that all see later ones is longer than two chunks: what such a chunk
+            holds is no longer what ``chunk_size`` promises (docs/decisions/005-bidirectional-blocks.md).
+    """
+    chunks = schedule.chunks(call.length, None if call.mask is None else call.mask.cuts)
+    longest = max(chunk.stop - chunk.start for chunk in chunks)
+    if longest <= max(2 * schedule.chunk_size, 3):  # at least two tokens, and so up to three, are one chunk
+        return chunks
+    what, where = "the attention mask lets a token see later tokens", type(call.layer).__name__
+    if len(chunks) == 1:
+        raise UnsupportedModelError(f"{what}, so its chunk cannot be computed before theirs", where=where)
+    raise UnsupportedModelError(
+        f"{what}: {longest:,} in a row cannot be cut apart, more than two chunks of {schedule.chunk_size:,}",
+        where=where,
+        mend=f"set chunk_size to {-(-longest // 2):,} or more; these {longest:,} tokens are then computed at once",
+    )

@@ -19,7 +19,7 @@ from streamtune.engine.ambient import Autocast, RandomState
 from streamtune.engine.attention import NAME
 from streamtune.engine.balance import RouterWatch
 from streamtune.engine.cache import ChunkCache, KeysAndValues, ProjectionDone, States, Walk
-from streamtune.engine.call import LayerCall, first_key
+from streamtune.engine.call import LayerCall, chunks_of, first_key
 from streamtune.engine.scan import carried_scan, mixers_with_a_bare_scan
 from streamtune.engine.schedule import Schedule
 from streamtune.engine.vjp import Along, cut, streamed_vjp
@@ -85,14 +85,8 @@ class _Stream:
     def __init__(
         self, call: LayerCall, schedule: Schedule, bare_scans: list[nn.Module], watch: RouterWatch | None
     ) -> None:
-        mask = call.mask
-        if mask is not None and mask.sees_future:
-            raise UnsupportedModelError(
-                "the attention mask lets a token see later tokens, so its chunk cannot be computed before theirs",
-                where=type(call.layer).__name__,
-            )
-        self.call, self.length, self.mask = call, call.length, mask
-        self.chunks = schedule.chunks(call.length)
+        self.call, self.length, self.mask = call, call.length, call.mask
+        self.chunks = chunks_of(call, schedule)
         self.keep_kv = schedule.keep_kv
         self.widen = schedule.grad_dtype == "float32"
         self.kv = KeysAndValues(call.length, self.widen)

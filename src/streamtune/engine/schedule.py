@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from bisect import bisect_right
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -40,14 +41,39 @@ class Schedule:
         if self.grad_dtype not in ("float32", "param"):
             raise ArgumentError(f"grad_dtype must be 'float32' or 'param', not {self.grad_dtype!r}")
 
-    def chunks(self, length: int) -> list[slice]:
+    def chunks(self, length: int, cuts: Sequence[int] | None = None) -> list[slice]:
         """Cut ``length`` tokens into the fewest chunks of at most ``chunk_size``, as equal as they can be.
 
         Equal chunks leave no ragged tail. No chunk is a single token unless the sequence is: that would send some
         layers down their decoding path, which writes states in place.
+
+        Args:
+            length: Tokens of the sequence.
+            cuts: Sorted positions where it may be cut (``LazyMask.cuts``), ``length`` among them; None is anywhere. A
+                chunk then ends at the allowed cut nearest to where it would, and is larger than ``chunk_size`` only
+                where the next allowed cut is further away than that.
         """
-        count = min(-(-length // self.chunk_size), length // 2)
-        return list(_equal_slices(length, max(1, count)))
+        if cuts is None:
+            count = min(-(-length // self.chunk_size), length // 2)
+            return list(_equal_slices(length, max(1, count)))
+        chunks: list[slice] = []
+        start = 0
+        while start < length or not chunks:
+            stop = self._cut(start, length, cuts)
+            chunks.append(slice(start, stop))
+            start = stop
+        return chunks
+
+    def _cut(self, start: int, length: int, cuts: Sequence[int]) -> int:
+        """Where the chunk that begins at ``start`` ends."""
+        count = -(-(length - start) // self.chunk_size)
+        if count <= 1:
+            return length
+        ideal = start - (-(length - start) // count)
+        within = cuts[bisect_right(cuts, start) : bisect_right(cuts, start + self.chunk_size)]
+        if within:
+            return min(within, key=lambda cut: (abs(cut - ideal), cut))
+        return cuts[bisect_right(cuts, start)]
 
 
 def _equal_slices(length: int, count: int) -> Iterator[slice]:

@@ -32,6 +32,9 @@ REFUSED_OUTPUTS = {
     "output_attentions": "attention weights are never built",
 }
 
+STATES_IN_MODULES = ("conv1d_state", "recurrent_states", "recurrent_state", "ssm_state")
+"""What modules call a state they keep themselves, outside of the cache."""
+
 
 def stream(
     model: nn.Module,
@@ -128,6 +131,11 @@ def check_streamable(model: PreTrainedModel, layers: list[nn.Module]) -> None:
                 mend="load the model onto one device, or undo the patch",
             )
         for module in layer.modules():
+            if any(hasattr(module, state) for state in STATES_IN_MODULES):
+                raise UnsupportedModelError(
+                    f"{name} has layers whose {type(module).__name__} keeps a state in the module itself, which no "
+                    "chunk can be given"
+                )
             if isinstance(module, nn.modules.batchnorm._NormBase):
                 raise UnsupportedModelError(
                     f"{name} has a {type(module).__name__} in its {type(layer).__name__}; its statistic is of "

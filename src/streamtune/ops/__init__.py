@@ -3,7 +3,9 @@
 from streamtune.ops.attention import prefix_attention, prefix_attention_reference
 from streamtune.ops.biased import biased_attention
 from streamtune.ops.cross_entropy import linear_cross_entropy, project_cross_entropy, token_logprobs
-from streamtune.ops.mask import LazyMask, MaskView, Segment
+from streamtune.ops.mask import LazyMask
+from streamtune.ops.runs import row_starts
+from streamtune.ops.view import MaskView, Segment
 
 __all__ = [
     "LazyMask",
@@ -14,5 +16,6 @@ __all__ = [
     "prefix_attention",
     "prefix_attention_reference",
     "project_cross_entropy",
+    "row_starts",
     "token_logprobs",
 ]

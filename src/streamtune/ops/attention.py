@@ -2,8 +2,8 @@
 
     softmax([q k_1' | q k_2' | ...]) [v_1; v_2; ...] = sum_s exp(lse_s - lse) o_s,    lse = log sum_s exp(lse_s)
 
-Each segment s of the keys (the prefix rectangle, the causal square, a window's edge) gives its own output ``o_s`` and
-log-sum-exp ``lse_s``; they are merged as above (Dao, FlashAttention-2, arXiv 2307.08691; Liu, Ring Attention, arXiv
+Each segment s of a query's keys (the prefix rectangle, the causal square, a window's edge) gives its own output ``o_s``
+and log-sum-exp ``lse_s``; they are merged as above (Dao, FlashAttention-2, arXiv 2307.08691; Liu, Ring Attention, arXiv
 2310.01889). The backward of a segment needs nothing of the other segments but the merged output and log-sum-exp:
 
     P_s = exp(S_s - lse),  delta = rowsum(dO * O),  dS_s = P_s * (dO v_s' - delta),  dq += dS_s k_s,  dk_s = dS_s' q
@@ -14,6 +14,7 @@ Shape suffixes: B batch, H query heads, G key/value heads (G divides H), T queri
 from __future__ import annotations
 
 from collections.abc import Iterator
+from itertools import groupby
 from typing import Any
 
 import torch
@@ -21,7 +22,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from streamtune.ops.kernels import Kernel, flash_kernel
-from streamtune.ops.mask import MaskView, Segment, masked_score
+from streamtune.ops.view import MaskView, Segment, masked_score
 
 __all__ = ["prefix_attention", "prefix_attention_reference"]
 
@@ -74,15 +75,7 @@ class _PrefixAttention(torch.autograd.Function):
     ) -> Tensor:
         seed = int(torch.randint(1 << 62, ())) if dropout else 0
         pieces = [_Piece(view, segment, scale, softcap, dropout, seed) for segment in view.segments()]
-        o, lse = pieces[0].forward(q, k, v)
-        if len(pieces) > 1:
-            o = o.to(lse.dtype)  # rounded once, after the merge
-        for piece in pieces[1:]:
-            o_s, lse_s = piece.forward(q, k, v)
-            total = torch.logaddexp(lse, lse_s)
-            o = o * (lse - total).exp()[..., None]
-            o += o_s * (lse_s - total).exp()[..., None]
-            lse = total
+        o, lse = _merged(pieces, q, k, v)
         if sinks is not None:
             total = torch.logaddexp(lse, sinks.to(lse.dtype)[None, :, None])
             o, lse = o * (lse - total).exp()[..., None], total
@@ -92,7 +85,7 @@ class _PrefixAttention(torch.autograd.Function):
         out = o.to(q.dtype)
         # The formula takes delta from o as it was before rounding; a fused kernel wants o in the dtype of q.
         ctx.save_for_backward(q, k, v, sinks, o if all(piece.by_formula(q, k, v) for piece in pieces) else out, lse)
-        ctx.pieces = pieces
+        ctx.pieces, ctx.shared_keys = pieces, view.mask.block_start is not None
         return out
 
     @staticmethod
@@ -105,17 +98,20 @@ class _PrefixAttention(torch.autograd.Function):
     def _backward(ctx: Any, grad_o: Tensor) -> tuple[Tensor | None, ...]:
         q, k, v, sinks, o, lse = ctx.saved_tensors
         pieces: list[_Piece] = ctx.pieces
-        grad_q: Tensor | None = None
-        whole = len(pieces) == 1 and pieces[0].segment.stop - pieces[0].segment.start == k.shape[2]
-        grad_k, grad_v = (None, None) if whole else (torch.zeros_like(k), torch.zeros_like(v))
-        for piece in pieces:
-            grad_q_s, grad_k_s, grad_v_s = piece.backward(grad_o, q, k, v, o, lse)
-            grad_q = grad_q_s if grad_q is None else grad_q.add_(grad_q_s)
-            if grad_k is None or grad_v is None:
-                grad_k, grad_v = grad_k_s, grad_v_s
-            else:
-                grad_k[:, :, piece.keys] = grad_k_s
-                grad_v[:, :, piece.keys] = grad_v_s
+        if len(pieces) == 1 and pieces[0].covers(q, k):
+            grad_q, grad_k, grad_v = pieces[0].backward(grad_o, q, k, v, o, lse)
+        else:
+            # A query's gradient is a sum over its few segments. A key's is one, but where stretches of queries share
+            # it: then it may have many terms, which are summed in fp32 as a kernel would.
+            wide = torch.promote_types(k.dtype, torch.float32) if ctx.shared_keys else k.dtype
+            grad_q = torch.zeros_like(q)
+            grad_k, grad_v = torch.zeros_like(k, dtype=wide), torch.zeros_like(v, dtype=wide)
+            for piece in pieces:
+                grad_q_s, grad_k_s, grad_v_s = piece.backward(grad_o, q, k, v, o, lse)
+                grad_q[piece.queries] += grad_q_s
+                grad_k[piece.keys] += grad_k_s
+                grad_v[piece.keys] += grad_v_s
+            grad_k, grad_v = grad_k.to(k.dtype), grad_v.to(v.dtype)
         grad_sinks = None
         if sinks is not None and ctx.needs_input_grad[3]:
             delta_BHT = (grad_o.to(lse.dtype) * o.to(lse.dtype)).sum(-1)
@@ -124,22 +120,65 @@ class _PrefixAttention(torch.autograd.Function):
         return grad_q, grad_k, grad_v, grad_sinks, None, None, None, None
 
 
+def _merged(pieces: list[_Piece], q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+    """Output and log-sum-exp of all queries: pieces of the same queries merged, of different ones side by side."""
+    regions = [list(group) for _, group in groupby(pieces, key=lambda piece: piece.segment.queries)]
+    if len(regions) == 1:
+        return _merged_region(regions[0], q, k, v)
+    out: Tensor | None = None
+    lse: Tensor | None = None
+    for region in regions:
+        o_r, lse_r = _merged_region(region, q, k, v)
+        if out is None or lse is None:
+            lse = lse_r.new_empty(q.shape[:3])
+            out = lse_r.new_empty((*q.shape[:3], v.shape[-1]))
+        place = region[0].queries
+        out[place], lse[place] = o_r, lse_r
+    assert out is not None
+    assert lse is not None
+    return out, lse
+
+
+def _merged_region(region: list[_Piece], q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+    """The same for pieces that all have the same queries."""
+    o, lse = region[0].forward(q, k, v)
+    if len(region) > 1:
+        o = o.to(lse.dtype)  # rounded once, after the merge
+    for piece in region[1:]:
+        o_s, lse_s = piece.forward(q, k, v)
+        total = torch.logaddexp(lse, lse_s)
+        o = o * (lse - total).exp()[..., None]
+        o += o_s * (lse_s - total).exp()[..., None]
+        lse = total
+    return o, lse
+
+
 class _Piece:
-    """One segment of the keys: the fused kernel where there is one, the tiled formula otherwise."""
+    """One segment: the fused kernel where there is one, the tiled formula otherwise.
+
+    ``queries`` and ``keys`` are its places in ``[B, H, T, D]`` and ``[B, G, S, D]``.
+    """
 
     def __init__(
         self, view: MaskView, segment: Segment, scale: float, softcap: float | None, dropout: float, seed: int
     ) -> None:
         self.view, self.segment, self.scale = view, segment, scale
         self.softcap, self.dropout, self.seed = softcap, dropout, seed
-        self.keys = slice(segment.start, segment.stop)
+        rows = slice(None) if segment.row is None else slice(segment.row, segment.row + 1)
+        self.queries = (rows, slice(None), slice(segment.q_start, segment.q_stop))
+        self.keys = (rows, slice(None), slice(segment.start, segment.stop))
+
+    def covers(self, q: Tensor, k: Tensor) -> bool:
+        """Whether the segment is all there is."""
+        s = self.segment
+        return s.row is None and (s.q_stop - s.q_start, s.stop - s.start) == (q.shape[2], k.shape[2])
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-        """Output ``[B, H, T, D]`` and log-sum-exp ``[B, H, T]`` of the queries over this segment alone.
+        """Output ``[B, H, T, D]`` and log-sum-exp ``[B, H, T]`` of the segment's queries over its keys alone.
 
         The output is in the dtype of q from a fused kernel, and not yet rounded to it from the formula.
         """
-        k, v, kernel = k[:, :, self.keys], v[:, :, self.keys], self._kernel(q, k, v)
+        q, k, v, kernel = q[self.queries], k[self.keys], v[self.keys], self._kernel(q, k, v)
         if kernel is not None:
             return kernel.forward(q, k, v, self.segment.causal, self._bias(q.dtype), self.scale)
         return self._tiled_forward(q, k, v)
@@ -147,8 +186,9 @@ class _Piece:
     def backward(
         self, grad_o: Tensor, q: Tensor, k: Tensor, v: Tensor, o: Tensor, lse: Tensor
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """Gradients of this segment's q, k, v given the merged output ``o`` and log-sum-exp ``lse``."""
-        k, v, kernel = k[:, :, self.keys], v[:, :, self.keys], self._kernel(q, k, v)
+        """Gradients of this segment's q, k, v given the merged output ``o`` and log-sum-exp ``lse`` of all queries."""
+        q, k, v, kernel = q[self.queries], k[self.keys], v[self.keys], self._kernel(q, k, v)
+        grad_o, o, lse = grad_o[self.queries], o[self.queries], lse[self.queries].contiguous()
         if kernel is not None:
             causal, bias = self.segment.causal, self._bias(q.dtype)
             return kernel.backward(grad_o, q, k, v, o, lse, causal, bias, self.scale)
@@ -187,14 +227,16 @@ class _Piece:
         return s, slope
 
     def _allowed(self, rows: slice) -> Tensor:
-        if not self.segment.causal:
-            return self.view.allowed(self.segment, rows)
-        start, stop = self.view.k_start + self.segment.start, self.view.k_start + self.segment.stop
-        return self.view.mask.tile(self.view.q_start + rows.start, self.view.q_start + rows.stop, start, stop)
+        segment, view = self.segment, self.view
+        if not segment.causal:
+            return view.allowed(segment, rows)
+        first, keys = view.q_start + segment.q_start, (view.k_start + segment.start, view.k_start + segment.stop)
+        return view.mask.tile(first + rows.start, first + rows.stop, *keys, segment.row)
 
     def _kept(self, shape: torch.Size, rows: slice, device: torch.device, dtype: torch.dtype) -> Tensor:
         """Dropout's factor on the weights of a tile, a function of the seed, the segment and the rows only."""
-        seed = (self.seed + 1_000_003 * self.segment.start + rows.start) % (1 << 62)
+        place = (self.segment.row or 0, self.segment.start, self.segment.q_start + rows.start)
+        seed = (self.seed + 1_000_000_007 * (1_000_003 * place[0] + place[1]) + place[2]) % (1 << 62)
         generator = torch.Generator(device).manual_seed(seed)
         kept = torch.rand(shape, generator=generator, device=device) >= self.dropout
         return kept.to(dtype) / (1 - self.dropout)

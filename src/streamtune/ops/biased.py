@@ -13,7 +13,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from streamtune.ops.mask import MaskView, Segment, masked_score
+from streamtune.ops.view import MaskView, masked_score
 
 __all__ = ["biased_attention"]
 
@@ -50,7 +50,7 @@ def biased_attention(
     s = (q_BGRTD @ k_BGSD[:, :, None].mT * scale).reshape(shape).to(torch.promote_types(q_BHTD.dtype, torch.float32))
     if softcap is not None:
         s = softcap * (s / softcap).tanh()
-    allowed = view.allowed(Segment(0, k_BGSD.shape[2], masked=True))
+    allowed = view.mask.tile(view.q_start, view.q_stop, view.k_start, view.k_stop)
     s = (s + bias_BHTS).masked_fill(~allowed, masked_score(s.dtype))
     if sinks_BHT1 is not None:
         s = torch.cat([s, sinks_BHT1.to(s.dtype)], dim=-1)

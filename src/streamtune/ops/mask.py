@@ -6,15 +6,19 @@ count tokens from the start of the sequence, whatever part of it the caller hold
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Any, NoReturn
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from streamtune.errors import UnsupportedModelError
+# Private in torch as in name; transformers' own mask functions and torch's flex_attention are mapped through it.
+from torch._dynamo._trace_wrapped_higher_order_op import TransformGetItemToIndex
+
+from streamtune.ops.runs import Stretch, clipped, stretches
+from streamtune.ops.view import MaskView, NoTensor, Segment
 
 __all__ = ["LazyMask", "MaskFunction", "MaskView", "Segment"]
 
@@ -25,63 +29,28 @@ KEY_BLOCK = 2048
 """Keys a tile of an unrecognised mask function spans when it is examined (bytes: rows x KEY_BLOCK per batch row)."""
 
 
-class _MaskIsNoTensorError(UnsupportedModelError, AttributeError):
-    """Also an AttributeError, so that ``hasattr`` stays a question."""
-
-
-class _NoTensor:
-    """What a layer that computes with its mask is told; an attention function only hands it on."""
-
-    def __getattr__(self, name: str) -> NoReturn:
-        if name.startswith("_"):
-            raise AttributeError(name)
-        raise self._refuse(name)
-
-    def __getitem__(self, key: Any) -> Any:
-        raise self._refuse("indexing")
-
-    @classmethod
-    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> NoReturn:
-        raise cls._refuse(getattr(func, "__name__", str(func)))
-
-    @staticmethod
-    def _refuse(operation: str) -> _MaskIsNoTensorError:
-        return _MaskIsNoTensorError(
-            f"a layer of this model computes with its attention mask ({operation}); a streamed mask is never a tensor",
-            mend="train this model without streaming",
-        )
-
-
-@dataclass(frozen=True)
-class Segment:
-    """A run of keys ``[start, stop)`` that one kernel call handles.
-
-    ``causal`` asks the kernel for its own lower-triangular mask (the segment is then square and ends at the last
-    query); ``masked`` says that :meth:`MaskView.bias` must be added.
-    """
-
-    start: int
-    stop: int
-    causal: bool = False
-    masked: bool = False
-
-
 @dataclass(eq=False)
-class LazyMask(_NoTensor):
+class LazyMask(NoTensor):
     """An attention mask over ``q_length`` queries and ``kv_length`` keys that is never built as a whole.
 
-    Equal to the dense ``[B, 1, q_length, kv_length]`` boolean mask
-    ``(k <= q if causal) & (q - k < window if window) & function(b, h, q, k) & padding[b, k]``.
+    Equal to the dense ``[B, 1, q_length, kv_length]`` boolean mask::
+
+        seen = (k <= q if causal) & (q - k < window if window) & (same row) & (same span) & function(b, h, q, k)
+        (seen | same block) & padding[b, k]
 
     Args:
         batch_size: Rows B.
         q_length, kv_length: Tokens on either side.
         q_offset, kv_offset: Absolute position of the first query and the first key.
-        causal: No query sees a later key.
+        causal: No query sees a later key, but for those of its block.
         window: Keys a query sees, itself included (sliding window); None is unlimited.
-        function: What the first two do not say; None where they say it all.
+        function: What the facts do not say; None where they say it all.
         padding: Boolean ``[B, >= kv_offset + kv_length]``, False at padding; None where there is none.
         vectorize: ``function`` takes scalars only and is mapped over the tile with ``torch.vmap``.
+        row_start: ``[B or 1, kv_offset + kv_length]`` where the packed row of each position starts; needs ``causal``.
+        span_start: The same for spans of chunked attention (Llama 4).
+        block_start: The same for blocks whose tokens all see each other (an image); a token in none is its own.
+        window_cuts_blocks: The window also hides tokens of the query's own block.
     """
 
     batch_size: int
@@ -95,46 +64,126 @@ class LazyMask(_NoTensor):
     padding: Tensor | None = None
     vectorize: bool = False
     device: torch.device = field(default_factory=lambda: torch.device("cpu"))
+    row_start: Tensor | None = None
+    span_start: Tensor | None = None
+    block_start: Tensor | None = None
+    window_cuts_blocks: bool = False
 
     def __post_init__(self) -> None:
-        self._tiles: dict[tuple[int, int, int, int], bool | None] = {}
+        # Layers share a mask, forward and backward ask twice.
+        self._segments: dict[tuple[int, int, int, int], list[Segment]] = {}
         if self.padding is not None and bool(self.padding.all()):
             self.padding = None
+        assert self.causal or (self.row_start is self.span_start is self.block_start is None)
+
+    @property
+    def shape(self) -> tuple[int, int, int, int]:
+        """Shape of the dense mask this stands for."""
+        return (self.batch_size, 1, self.q_length, self.kv_length)
+
+    @property
+    def ndim(self) -> int:
+        """Dimensions of the dense mask; a model that is handed a mask asks whether it is a made one."""
+        return 4
 
     @cached_property
     def unpadded(self) -> tuple[int, int]:
         """The longest run of keys ``[start, stop)`` that is padding in no row (empty unless padding is at the ends)."""
+        runs = self._unpadded_rows
+        return max(start for start, _ in runs), min(stop for _, stop in runs)
+
+    @cached_property
+    def _unpadded_rows(self) -> list[tuple[int, int]]:
         if self.padding is None:
-            return 0, self.kv_offset + self.kv_length
+            return [(0, self.kv_offset + self.kv_length)]
         valid = self.padding.int()
         starts, lengths = valid.argmax(dim=1), valid.sum(dim=1)
         positions = torch.arange(valid.shape[1], device=valid.device)
         one_run = (positions >= starts[:, None]) & (positions < (starts + lengths)[:, None])
         if not torch.equal(one_run, self.padding):
-            return 0, 0
-        return int(starts.max()), int((starts + lengths).min())
+            return [(0, 0)] * valid.shape[0]
+        return list(zip(starts.tolist(), (starts + lengths).tolist(), strict=True))
+
+    def is_padded(self, row: int | None, k_start: int, k_stop: int) -> bool:
+        """Whether any of these keys may be padding, in a batch row or (None) in any."""
+        if self.padding is None:
+            return False
+        start, stop = self.unpadded if row is None else self._unpadded_rows[row]
+        return not (start <= k_start and k_stop <= stop)
+
+    @property
+    def sees_future(self) -> bool:
+        """Whether any query sees a later key. A fact for every recognised mask; others are examined, once."""
+        return self.cuts is not None and len(self.cuts) <= self.q_length
 
     @cached_property
-    def sees_future(self) -> bool:
-        """Whether any query sees a later key; such a mask cannot be streamed (answered exactly, once per mask)."""
-        if self.causal:
-            return False
-        last = self.kv_offset + self.kv_length
+    def cuts(self) -> list[int] | None:
+        """Where the sequence may be cut into chunks; None where that is anywhere.
+
+        A cut at b is allowed if no query before b sees a key from b on. Sorted positions from 0 to ``q_length``,
+        counted from the first query.
+        """
+        if self.block_start is None and self.causal:
+            return None
+        last = self._last_key_by_block() if self.block_start is not None else self._last_key_by_looking()
+        furthest = last.cummax(dim=0).values - self.q_offset
+        allowed = furthest < torch.arange(1, self.q_length + 1, device=furthest.device)
+        allowed[-1:] = True
+        return [0, *(allowed.nonzero().flatten() + 1).tolist()]
+
+    def _last_key_by_block(self) -> Tensor:
+        """``[q_length]`` the last key any batch row's query sees, itself where it sees no later one."""
+        assert self.block_start is not None
+        length = self.block_start.shape[1]
+        own = torch.arange(length, device=self.device).expand_as(self.block_start)
+        ends = torch.zeros_like(self.block_start).scatter_reduce(1, self.block_start, own, "amax")
+        last = ends.gather(1, self.block_start).amax(dim=0)
+        return last[self.q_offset : self.q_offset + self.q_length]
+
+    def _last_key_by_looking(self) -> Tensor:
+        last = torch.arange(self.q_offset, self.q_offset + self.q_length, device=self.device)
+        end = self.kv_offset + self.kv_length
         for start in range(self.q_offset, self.q_offset + self.q_length, KEY_BLOCK):
             stop = min(start + KEY_BLOCK, self.q_offset + self.q_length)
-            for k_start in range(start, last, KEY_BLOCK):
-                k_stop = min(k_start + KEY_BLOCK, last)
-                q = torch.arange(start, stop, device=self.device)[:, None]
-                k = torch.arange(k_start, k_stop, device=self.device)[None, :]
-                if bool((self.tile(start, stop, k_start, k_stop) & (k > q)).any()):
-                    return True
-        return False
+            rows = slice(start - self.q_offset, stop - self.q_offset)
+            for k_start in range(start, end, KEY_BLOCK):
+                k_stop = min(k_start + KEY_BLOCK, end)
+                k = torch.arange(k_start, k_stop, device=self.device)
+                seen = self.tile(start, stop, k_start, k_stop).flatten(0, 1).any(0)
+                last[rows] = torch.maximum(last[rows], k.masked_fill(~seen, -1).amax(dim=1))
+        return last
+
+    @cached_property
+    def row_starts(self) -> list[int]:
+        """Sorted positions at which a packed row starts in any of the batch's sequences; ``[0]`` without packing."""
+        return [0] if self.row_start is None else [int(start) for start in self.row_start.unique().tolist()]
+
+    @cached_property
+    def first_seen(self) -> Tensor | None:
+        """``[B or 1, T]`` the first key each position's row and span let it see; None where that is always 0."""
+        starts = [start for start in (self.row_start, self.span_start) if start is not None]
+        return None if not starts else starts[0] if len(starts) == 1 else torch.maximum(*starts)
+
+    @cached_property
+    def stretches(self) -> list[list[Stretch]]:
+        """The positions cut where what they begin to see changes: a list for each batch row, or one for all."""
+        length = self.kv_offset + self.kv_length
+        if self.first_seen is None and self.block_start is None:
+            return [[Stretch(0, max(length, self.q_offset + self.q_length), 0, mutual=False)]]
+        first = self.first_seen
+        if first is None:
+            first = torch.zeros(1, length, dtype=torch.long, device=self.device)
+        blocks = self.block_start
+        rows = max(first.shape[0], 1 if blocks is None else blocks.shape[0])
+        return stretches(first.expand(rows, -1), None if blocks is None else blocks.expand(rows, -1))
 
     def first_key(self, q_start: int) -> int:
         """The first key any query from ``q_start`` on can see."""
-        if self.window is None:
-            return self.kv_offset
-        return max(self.kv_offset, q_start - self.window + 1)
+        first = self.kv_offset
+        if self.first_seen is not None:
+            found = [clipped(row, q_start, q_start + 1) for row in self.stretches]
+            first = max(first, min((row[0][2].first for row in found if row), default=first))
+        return first if self.window is None else max(first, q_start - self.window + 1)
 
     def __getitem__(self, key: Any) -> LazyMask:
         """The whole mask, by slices that leave nothing out; anything else is refused."""
@@ -166,19 +215,28 @@ class LazyMask(_NoTensor):
         device = allowed_B1TS.device
         return cls(rows, queries, keys, q_offset=offset, causal=False, function=function, device=device)
 
-    def tile(self, q_start: int, q_stop: int, k_start: int, k_stop: int) -> Tensor:
-        """The boolean tile ``[B or 1, 1, T, S]``, True where attention is allowed."""
+    def tile(self, q_start: int, q_stop: int, k_start: int, k_stop: int, row: int | None = None) -> Tensor:
+        """The boolean tile ``[B or 1, 1, T, S]``, True where attention is allowed; of one batch row if one is given."""
         q = torch.arange(q_start, q_stop, device=self.device)[None, None, :, None]
         k = torch.arange(k_start, k_stop, device=self.device)[None, None, None, :]
+        batch = slice(None) if row is None else slice(row, row + 1)
         allowed = torch.ones(1, 1, q_stop - q_start, k_stop - k_start, dtype=torch.bool, device=self.device)
         if self.causal:
             allowed = allowed & (k <= q)
-        if self.window is not None:
-            allowed = allowed & (q - k < self.window)
+        near = None if self.window is None else q - k < self.window
+        if near is not None:
+            allowed = allowed & near
+        if self.first_seen is not None:
+            allowed = allowed & (k >= _of_row(self.first_seen, batch)[:, None, q_start:q_stop, None])
         if self.function is not None:
-            allowed = allowed & self._evaluate(q.flatten(), k.flatten())
+            evaluated = self._evaluate(q.flatten(), k.flatten())
+            allowed = allowed & (evaluated[batch] if evaluated.shape[0] > 1 else evaluated)
+        if self.block_start is not None:
+            block = _of_row(self.block_start, batch)[:, None]
+            mutual = block[..., q_start:q_stop, None] == block[..., None, k_start:k_stop]
+            allowed = allowed | (mutual & near if near is not None and self.window_cuts_blocks else mutual)
         if self.padding is not None:
-            allowed = allowed & self.padding[:, None, None, k_start:k_stop]
+            allowed = allowed & self.padding[batch, None, None, k_start:k_stop]
         return allowed
 
     def _evaluate(self, q_T: Tensor, k_S: Tensor) -> Tensor:
@@ -189,114 +247,16 @@ class LazyMask(_NoTensor):
         mapped = self.function
         for dims in ((None, None, None, 0), (None, None, 0, None), (None, 0, None, None), (0, None, None, None)):
             mapped = torch.vmap(mapped, in_dims=dims, out_dims=0)
-        return mapped(b, h, q_T, k_S)
+        with TransformGetItemToIndex():  # without it, vmap cannot index a tensor (of blocks, say) by a mapped scalar
+            return mapped(b, h, q_T, k_S)
 
-    def uniform(self, q_start: int, q_stop: int, k_start: int, k_stop: int) -> bool | None:
-        """True if the tile allows everything, False if nothing, None if mixed (remembered: layers share a mask)."""
-        key = (q_start, q_stop, k_start, k_stop)
-        if key not in self._tiles:
-            tile = self.tile(*key)
-            self._tiles[key] = True if bool(tile.all()) else (None if bool(tile.any()) else False)
-        return self._tiles[key]
-
-
-@dataclass(frozen=True)
-class MaskView(_NoTensor):
-    """Queries ``[q_start, q_stop)`` and keys ``[k_start, k_stop)`` of a :class:`LazyMask` (absolute positions)."""
-
-    mask: LazyMask
-    q_start: int
-    q_stop: int
-    k_start: int
-    k_stop: int
-
-    @property
-    def shape(self) -> tuple[int, int, int, int]:
-        """Shape of the dense mask this stands for."""
-        return (self.mask.batch_size, 1, self.q_stop - self.q_start, self.k_stop - self.k_start)
-
-    def segments(self) -> list[Segment]:
-        """Cover the visible keys with as few kernel calls as possible; key positions count from ``k_start``.
-
-        A causal chunk is one rectangle (the prefix, no mask) and one square (lower triangle). A sliding window cuts the
-        prefix to the window and adds one masked tile at its far edge. Anything else is examined block by block.
-        """
-        if self.mask.function is not None or not self.mask.causal:
-            return self._examined_segments()
-        q0, q1, window = self.q_start, self.q_stop, self.mask.window
-        prefix_stop = min(q0, self.k_stop)
-        pieces = []
-        if window is None:
-            if q1 - q0 == 1:  # one query sees the prefix and itself: a single rectangle
-                return self._relative([Segment(self.k_start, self.k_stop)])
-            pieces.append(Segment(self.k_start, prefix_stop))
-            pieces.append(Segment(q0, q1, causal=True))
-        else:
-            first = max(self.k_start, q0 - window + 1)
-            everyone = min(max(first, q1 - window), prefix_stop)  # from here on every query sees the key
-            pieces.append(Segment(first, everyone, masked=True))
-            pieces.append(Segment(everyone, prefix_stop))
-            wide = q1 - q0 <= window
-            pieces.append(Segment(q0, q1, causal=wide, masked=not wide))
-        return self._relative([piece for piece in pieces if piece.stop > piece.start])
-
-    def _relative(self, pieces: list[Segment]) -> list[Segment]:
-        clean_start, clean_stop = self.mask.unpadded if self.mask.padding is not None else (0, self.k_stop)
-        out = []
-        for piece in pieces:
-            padded = not (clean_start <= piece.start and piece.stop <= clean_stop)
-            out.append(
-                Segment(piece.start - self.k_start, piece.stop - self.k_start, piece.causal, piece.masked or padded)
-            )
-        return out
-
-    def _examined_segments(self) -> list[Segment]:
-        pieces: list[Segment] = []
-        for start in range(self.k_start, self.k_stop, KEY_BLOCK):
-            stop = min(start + KEY_BLOCK, self.k_stop)
-            uniform = self.mask.uniform(self.q_start, self.q_stop, start, stop)
-            if uniform is False:
-                continue
-            piece = Segment(start - self.k_start, stop - self.k_start, masked=uniform is None)
-            if pieces and pieces[-1].stop == piece.start and not pieces[-1].masked and not piece.masked:
-                piece = Segment(pieces.pop().start, piece.stop)
-            pieces.append(piece)
-        # A chunk none of whose queries sees anything still needs one kernel call to define its (unread) output.
-        return pieces or [Segment(0, self.k_stop - self.k_start, masked=True)]
-
-    def allowed(self, segment: Segment, rows: slice = slice(None)) -> Tensor:
-        """Boolean tile ``[B or 1, 1, T or 1, S]`` of a segment; one row stands for all where only padding is masked."""
-        start, stop = self.k_start + segment.start, self.k_start + segment.stop
-        if self.padding_only(segment):
-            assert self.mask.padding is not None
-            return self.mask.padding[:, None, None, start:stop]
-        first, last, _ = rows.indices(self.q_stop - self.q_start)
-        return self.mask.tile(self.q_start + first, self.q_start + last, start, stop)
-
-    def padding_only(self, segment: Segment) -> bool:
-        """Whether padding is all that the segment's mask adds to what the kernel does by itself."""
-        if self.mask.function is not None or not self.mask.causal or self.mask.padding is None:
-            return False
-        if segment.causal:
-            return True
-        start, stop, window = self.k_start + segment.start, self.k_start + segment.stop, self.mask.window
-        in_prefix = stop <= self.q_start or self.q_stop - self.q_start == 1
-        return in_prefix and (window is None or start >= self.q_stop - window)
-
-    def bias(self, segment: Segment, dtype: torch.dtype) -> Tensor | None:
-        """The additive mask ``[B or 1, 1, T, S]`` of a segment in ``dtype``, or None where nothing is masked.
-
-        Masked places hold a large finite number, not -inf: a row that sees nothing in this segment then has a finite
-        log-sum-exp whose weight in the merge is exactly zero, instead of NaN.
-        """
-        if not segment.masked:
-            return None
-        allowed = self.allowed(segment)
-        bias = torch.zeros(allowed.shape, dtype=dtype, device=allowed.device)
-        bias.masked_fill_(~allowed, masked_score(dtype))
-        return bias.expand(-1, -1, self.q_stop - self.q_start, -1)
+    def examined(self, q_start: int, q_stop: int, k_start: int, k_stop: int) -> Iterator[tuple[int, int, bool | None]]:
+        """The keys in blocks ``(start, stop, uniform)``: True if all is allowed, False if nothing, None if mixed."""
+        for start in range(k_start, k_stop, KEY_BLOCK):
+            stop = min(start + KEY_BLOCK, k_stop)
+            tile = self.tile(q_start, q_stop, start, stop)
+            yield start, stop, True if bool(tile.all()) else (None if bool(tile.any()) else False)
 
 
-def masked_score(dtype: torch.dtype) -> float:
-    """The score of a masked place: finite, and so low that its weight beside any real score is exactly zero."""
-    return torch.finfo(dtype).min / 4
+def _of_row(starts_BT: Tensor, batch: slice) -> Tensor:
+    return starts_BT if starts_BT.shape[0] == 1 else starts_BT[batch]

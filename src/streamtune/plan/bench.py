@@ -7,33 +7,23 @@ take turns, so a ratio compares neighbours in time; the median of the ratios is 
 from __future__ import annotations
 
 import multiprocessing
-import os
-import platform
 import statistics
-import time
 import traceback
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from multiprocessing.connection import Connection
-from typing import Any, Literal, cast
+from typing import Any
 
 import torch
-import transformers
-from torch import Tensor, nn
-from torch.utils.checkpoint import checkpoint
 
-from streamtune.engine import Schedule, decoder_layers, stream
+from streamtune.engine import Schedule
 from streamtune.errors import RunError
-from streamtune.plan.memory import LiveBytes
+from streamtune.plan.subject import Layout, MakeModel, Mode, Subject, Task, Variant
 
-__all__ = ["MODES", "BenchReport", "BenchRow", "Mode", "run_bench"]
+__all__ = ["MODES", "BenchReport", "BenchRow", "Layout", "Mode", "run_bench"]
 
-Mode = Literal["plain", "checkpoint", "stream"]
 MODES: tuple[Mode, ...] = ("plain", "checkpoint", "stream")
 BASELINE: Mode = "checkpoint"
-
-MakeModel = Callable[[], nn.Module]
-"""Builds the model in a fresh process; must be picklable (``functools.partial`` of a module's function)."""
 
 
 @dataclass(frozen=True)
@@ -46,6 +36,8 @@ class BenchRow:
         layer_activation_bytes: The same for the decoder layers alone, without the head.
         rss_bytes: Peak resident memory of the process.
         ratio: Forward and backward time over that of gradient checkpointing, median of paired steps.
+        layout: How the tokens are laid out in rows.
+        row_ratio: Forward and backward time over that of the same tokens as one row, median of paired steps.
         error: Why there are no figures, where there are none.
     """
 
@@ -60,6 +52,8 @@ class BenchRow:
     tokens_per_s: float | None = None
     ratio: float | None = None
     error: str | None = None
+    layout: Layout = "row"
+    row_ratio: float | None = None
 
 
 @dataclass(frozen=True)
@@ -69,14 +63,16 @@ class BenchReport:
     env: dict[str, Any]
     schedule: Schedule
     rows: list[BenchRow] = field(default_factory=list)
+    packed_rows: int = 0
+    """Rows of the layouts that have several; 0 where only one row was measured."""
 
     def to_json(self) -> dict[str, Any]:
         """The document of ``streamtune bench --json``."""
-        return {"env": self.env, "schedule": asdict(self.schedule), "rows": [asdict(row) for row in self.rows]}
+        return {**vars(self), "schedule": asdict(self.schedule), "rows": [asdict(row) for row in self.rows]}
 
-    def row(self, mode: Mode, length: int) -> BenchRow:
+    def row(self, mode: Mode, length: int, layout: Layout = "row") -> BenchRow:
         """The row of a mode at a length."""
-        return next(row for row in self.rows if row.mode == mode and row.length == length)
+        return next(row for row in self.rows if (row.mode, row.length, row.layout) == (mode, length, layout))
 
 
 def run_bench(
@@ -86,6 +82,7 @@ def run_bench(
     modes: Sequence[Mode] = MODES,
     schedule: Schedule,
     batch_size: int = 1,
+    packed_rows: int = 0,
     repeats: int = 3,
     autocast: bool = False,
     notify: Callable[[str], None] = lambda message: None,
@@ -98,82 +95,85 @@ def run_bench(
         modes: Which of ``plain``, ``checkpoint`` and ``stream``.
         schedule: How streaming cuts the sequence.
         batch_size: Rows of the batch.
+        packed_rows: Also measure each length as so many rows in one sequence, and as the same rows one after another.
         repeats: Timed steps of each mode, taken in turns.
         autocast: Compute in bf16.
         notify: Told what is being measured.
     """
     rows: list[BenchRow] = []
     env: dict[str, Any] = {}
+    layouts: list[Layout] = ["row", "packed", "separate"] if packed_rows else ["row"]
+    variants: list[Variant] = [(mode, layout) for mode in modes for layout in layouts]
     for length in lengths:
-        task = _Task(make_model, length, batch_size, schedule, autocast)
-        measured = _measure_length(task, modes, repeats, notify, env)
-        rows += [measured[mode] for mode in modes]
-    return BenchReport(env, schedule, rows)
-
-
-@dataclass(frozen=True)
-class _Task:
-    make_model: MakeModel
-    length: int
-    batch_size: int
-    schedule: Schedule
-    autocast: bool
+        task = Task(make_model, length, batch_size, packed_rows, schedule, autocast)
+        measured = _measure_length(task, variants, repeats, notify, env)
+        rows += [measured[variant] for variant in variants]
+    return BenchReport(env, schedule, rows, packed_rows)
 
 
 def _measure_length(
-    task: _Task, modes: Sequence[Mode], repeats: int, notify: Callable[[str], None], env: dict[str, Any]
-) -> dict[Mode, BenchRow]:
-    """All modes at one length: first the memory of each, then timed steps in turns by processes that stay alive."""
-    rows = {mode: BenchRow(mode, task.length) for mode in modes}
-    workers: dict[Mode, _Worker] = {}
+    task: Task, variants: Sequence[Variant], repeats: int, notify: Callable[[str], None], env: dict[str, Any]
+) -> dict[Variant, BenchRow]:
+    """All variants at one length: first the memory of each, then timed steps in turns by processes that stay alive."""
+    rows = {(mode, layout): BenchRow(mode, task.length, layout=layout) for mode, layout in variants}
+    workers: dict[Variant, _Worker] = {}
     try:
-        for mode in modes:
-            notify(f"{task.length:,} tokens, {mode}: memory")
-            workers[mode] = _Worker(task, mode)
-            rows[mode] = replace(rows[mode], **workers[mode].ask("memory"))
-            env.update(workers[mode].ask("env"))
-            if workers[mode].failed:
-                rows[mode] = replace(rows[mode], error=workers[mode].failed)
-        times: dict[Mode, list[tuple[float, float]]] = {mode: [] for mode in modes}
+        for variant in variants:
+            notify(f"{task.length:,} tokens, {_named(variant)}: memory")
+            workers[variant] = _Worker(task, variant)
+            rows[variant] = replace(rows[variant], **workers[variant].ask("memory"))
+            env.update(workers[variant].ask("env"))
+            if workers[variant].failed:
+                rows[variant] = replace(rows[variant], error=workers[variant].failed)
+        times: dict[Variant, list[tuple[float, float]]] = {variant: [] for variant in variants}
         for turn in range(repeats + 1):  # the first turn warms up
-            for mode in modes:
-                notify(f"{task.length:,} tokens, {mode}: step {turn} of {repeats}")
-                answer = workers[mode].ask("time")
+            for variant in variants:
+                notify(f"{task.length:,} tokens, {_named(variant)}: step {turn} of {repeats}")
+                answer = workers[variant].ask("time")
                 if turn and answer:
-                    times[mode].append((answer["forward_s"], answer["backward_s"]))
-                    rows[mode] = replace(rows[mode], rss_bytes=answer["rss_bytes"])
-        for mode in modes:
-            if workers[mode].failed:
-                rows[mode] = replace(rows[mode], error=workers[mode].failed)
-            elif times[mode]:
-                rows[mode] = _with_times(rows[mode], times[mode], times.get(BASELINE, []), task)
+                    times[variant].append((answer["forward_s"], answer["backward_s"]))
+                    rows[variant] = replace(rows[variant], rss_bytes=answer["rss_bytes"])
+        for variant in variants:
+            if workers[variant].failed:
+                rows[variant] = replace(rows[variant], error=workers[variant].failed)
+            elif times[variant]:
+                rows[variant] = _with_times(rows[variant], times, task)
     finally:
         for worker in workers.values():
             worker.close()
     return rows
 
 
-def _with_times(
-    row: BenchRow, times: list[tuple[float, float]], baseline: list[tuple[float, float]], task: _Task
-) -> BenchRow:
-    total = statistics.median(map(sum, times))
-    ratios = [sum(ours) / sum(theirs) for ours, theirs in zip(times, baseline, strict=False)]
+def _named(variant: Variant) -> str:
+    mode, layout = variant
+    return mode if layout == "row" else f"{mode}, rows {layout}"
+
+
+def _with_times(row: BenchRow, times: dict[Variant, list[tuple[float, float]]], task: Task) -> BenchRow:
+    own = times[row.mode, row.layout]
     return replace(
         row,
-        forward_s=statistics.median(forward for forward, _ in times),
-        backward_s=statistics.median(backward for _, backward in times),
-        tokens_per_s=task.batch_size * task.length / total,
-        ratio=statistics.median(ratios) if ratios else None,
+        forward_s=statistics.median(forward for forward, _ in own),
+        backward_s=statistics.median(backward for _, backward in own),
+        tokens_per_s=task.batch_size * task.length / statistics.median(map(sum, own)),
+        ratio=_paired(own, times.get((BASELINE, row.layout), [])),
+        row_ratio=_paired(own, times.get((row.mode, "row"), [])),
     )
 
 
-class _Worker:
-    """A process that holds one model in one mode and answers one request at a time."""
+def _paired(ours: list[tuple[float, float]], theirs: list[tuple[float, float]]) -> float | None:
+    """Median of the ratios of steps that were neighbours in time."""
+    ratios = [sum(one) / sum(other) for one, other in zip(ours, theirs, strict=False)]
+    return statistics.median(ratios) if ratios else None
 
-    def __init__(self, task: _Task, mode: Mode) -> None:
+
+class _Worker:
+    """A process that holds one model in one mode, with its rows in one layout, and answers one request at a time."""
+
+    def __init__(self, task: Task, variant: Variant) -> None:
         context = multiprocessing.get_context("spawn")
         self.connection, theirs = context.Pipe()
-        self.process = context.Process(target=_serve, args=(theirs, task, mode), daemon=True)
+        self.process = context.Process(target=_serve, args=(theirs, task, variant), daemon=True)
         self.process.start()
         theirs.close()
         self.failed: str | None = None
@@ -204,10 +204,10 @@ class _Worker:
             self.process.join()
 
 
-def _serve(connection: Connection, task: _Task, mode: Mode) -> None:
+def _serve(connection: Connection, task: Task, variant: Variant) -> None:
     """Body of the process: build once, then measure on request until the other end closes."""
     try:
-        subject = _Subject(task, mode)
+        subject = Subject(task, variant)
         while True:
             request = connection.recv()
             connection.send(getattr(subject, request)())
@@ -221,100 +221,3 @@ def _serve(connection: Connection, task: _Task, mode: Mode) -> None:
             connection.send({"error": "out of memory"})
         else:
             connection.send({"fault": traceback.format_exc()})
-
-
-class _Subject:
-    """One model in one mode and the batch it is measured on."""
-
-    def __init__(self, task: _Task, mode: Mode) -> None:
-        self.task = task
-        self.model = cast(Any, task.make_model()).train()
-        self.device = next(self.model.parameters()).device
-        torch.manual_seed(0)
-        vocab = self.model.get_input_embeddings().weight.shape[0]
-        self.ids = torch.randint(0, vocab, (task.batch_size, task.length), device=self.device)
-        if mode == "checkpoint":
-            self.model._set_gradient_checkpointing(enable=True, gradient_checkpointing_func=_checkpoint)
-        elif mode == "stream":
-            stream(self.model, schedule=task.schedule)
-
-    def env(self) -> dict[str, Any]:
-        """The machine and the versions."""
-        cuda = self.device.type == "cuda"
-        return {
-            "device": torch.cuda.get_device_name(self.device) if cuda else platform.processor() or platform.machine(),
-            "threads": torch.get_num_threads(),
-            "cpus": os.cpu_count(),
-            "python": platform.python_version(),
-            "torch": torch.__version__,
-            "transformers": transformers.__version__,
-            "dtype": "bfloat16 autocast" if self.task.autocast else str(self.model.dtype).removeprefix("torch."),
-            "parameters": sum(p.numel() for p in self.model.parameters()),
-            "batch_size": self.task.batch_size,
-        }
-
-    def memory(self) -> dict[str, Any]:
-        """Peaks of one step with the head and of one without it."""
-        self.model.zero_grad(set_to_none=True)
-        held = _distinct((*self.model.parameters(), *self.model.buffers()))
-        weights = sum(tensor.untyped_storage().nbytes() for tensor in held)
-        layers = decoder_layers(self.model)
-        with LiveBytes(self.model, layers) as whole:
-            self._step()
-        self.model.zero_grad(set_to_none=True)
-        with LiveBytes(self.model, layers) as decoder:
-            self._hidden_backward()
-        self.model.zero_grad(set_to_none=True)
-        peak = weights + whole.peak
-        if self.device.type == "cuda":
-            torch.cuda.reset_peak_memory_stats(self.device)
-            self._step()
-            peak = torch.cuda.max_memory_allocated(self.device)
-        return {
-            "peak_bytes": peak,
-            "activation_bytes": whole.activation_peak,
-            "layer_activation_bytes": decoder.activation_peak,
-        }
-
-    def time(self) -> dict[str, Any]:
-        """Seconds of one forward and one backward."""
-        self.model.zero_grad(set_to_none=True)
-        start = self._now()
-        loss: Any = self._loss()
-        middle = self._now()
-        loss.backward()
-        return {"forward_s": middle - start, "backward_s": self._now() - middle, "rss_bytes": _peak_rss()}
-
-    def _step(self) -> None:
-        loss: Any = self._loss()
-        loss.backward()
-
-    def _loss(self) -> Tensor:
-        with torch.autocast(self.device.type, dtype=torch.bfloat16, enabled=self.task.autocast):
-            return self.model(input_ids=self.ids, labels=self.ids, use_cache=False).loss
-
-    def _hidden_backward(self) -> None:
-        with torch.autocast(self.device.type, dtype=torch.bfloat16, enabled=self.task.autocast):
-            hidden = self.model.base_model(input_ids=self.ids, use_cache=False).last_hidden_state
-        hidden.backward(torch.ones((), dtype=hidden.dtype, device=hidden.device).expand_as(hidden))
-
-    def _now(self) -> float:
-        if self.device.type == "cuda":
-            torch.cuda.synchronize(self.device)
-        return time.perf_counter()
-
-
-def _checkpoint(function: Callable[..., Any], *args: Any) -> Any:
-    return checkpoint(function, *args, use_reentrant=False)
-
-
-def _distinct(tensors: Iterable[Tensor]) -> list[Tensor]:
-    return list({t.untyped_storage()._cdata: t for t in tensors}.values())
-
-
-def _peak_rss() -> int | None:
-    try:
-        import resource
-    except ImportError:  # not on Windows
-        return None
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if platform.system() == "Darwin" else 1024)

@@ -30,7 +30,7 @@ def draw_bench(report: BenchReport, path: Path, *, title: str) -> None:
     memory, seconds = figure.subplots(1, 2)
     modes: list[Mode] = list(dict.fromkeys(row.mode for row in report.rows))
     for mode in modes:
-        rows = [row for row in report.rows if row.mode == mode]
+        rows = [row for row in report.rows if row.mode == mode and row.layout == "row"]
         _line(memory, [(row.length, row.activation_bytes and row.activation_bytes / 2**20) for row in rows], mode)
         _line(seconds, [(row.length, _step_seconds(row)) for row in rows], mode)
     _dress(memory, "Activation memory of a step (MiB)")

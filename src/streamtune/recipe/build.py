@@ -84,6 +84,7 @@ def prepare_data(
             overlength=recipe.overlength,
             train_on=recipe.train_on,
             val_size=recipe.val_size,
+            packing=recipe.packing,
             seed=recipe.seed,
             notify=said.append,
         )

@@ -20,6 +20,7 @@ def bench_recipe(
     lengths: Sequence[int],
     modes: Sequence[plan.Mode],
     repeats: int,
+    packed_rows: int = 0,
     notify: Callable[[str], None] = lambda message: None,
 ) -> plan.BenchReport:
     """Measure the recipe's model with its schedule, precision, adapters and batch size on random tokens.
@@ -33,6 +34,11 @@ def bench_recipe(
         raise ArgumentError(f"--modes does not know {unknown[0]!r}", mend=f"choose from {', '.join(plan.MODES)}")
     if repeats < 1:
         raise ArgumentError("--repeats takes a number from 1 up")
+    if packed_rows and not 2 <= packed_rows <= min(lengths) // 2:
+        raise ArgumentError(
+            f"--packed-rows cuts every length into rows of two tokens or more; found {packed_rows}",
+            mend="write --packed-rows 16 --lengths 16384",
+        )
     recipe = loaded.recipe
     return plan.run_bench(
         partial(_make_model, recipe.model_dump(), str(choose_device(recipe.device))),
@@ -40,6 +46,7 @@ def bench_recipe(
         modes=modes,
         schedule=make_schedule(recipe.engine),
         batch_size=recipe.per_device_train_batch_size,
+        packed_rows=packed_rows,
         repeats=repeats,
         autocast=recipe.bf16,
         notify=notify,

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from streamtune import data, models, optim, train
-from streamtune.engine import Schedule, StreamHandle, stream
+from streamtune.engine import Schedule, StreamHandle, check_packing, stream
 from streamtune.recipe.build import (
     blame_recipe,
     choose_device,
@@ -162,6 +162,8 @@ def build_sft(
         handle = stream(model, schedule=make_schedule(recipe.engine))
         with doing("checking that this model streams exactly"):
             handle.check()
+            if recipe.packing:
+                check_packing(handle)
     return SftRun(
         loaded=loaded,
         directory=directory,
@@ -174,7 +176,7 @@ def build_sft(
         model=model,
         parameters=models.count_parameters(model),
         handle=handle,
-        plan=_plan_steps(recipe, len(prepared.train)),
+        plan=_plan_steps(recipe, Batches(prepared, tokenizer).num_train),
     )
 
 
@@ -272,9 +274,9 @@ def _finish(run: SftRun, writer: train.ModelWriter) -> str | None:
 # --- the loop's arguments -------------------------------------------------------------------------------------------
 
 
-def _plan_steps(recipe: Recipe, num_rows: int) -> StepPlan:
+def _plan_steps(recipe: Recipe, num_sequences: int) -> StepPlan:
     """Count the optimizer steps; the last of an epoch may have fewer micro-batches, none is left out."""
-    batches_per_epoch = -(-num_rows // recipe.per_device_train_batch_size)
+    batches_per_epoch = -(-num_sequences // recipe.per_device_train_batch_size)
     steps_per_epoch = -(-batches_per_epoch // recipe.gradient_accumulation_steps)
     total_steps = recipe.max_steps
     if total_steps < 0:
@@ -322,31 +324,51 @@ class Batches:
     prepared: data.PreparedData
     tokenizer: PreTrainedTokenizerBase
 
-    def collate(self, examples: Sequence[data.Example]) -> train.MicroBatch:
-        """Pad ``examples`` to one length."""
-        batch = data.collate(examples, pad_token_id=self.tokenizer.pad_token_id)
-        return train.MicroBatch(**batch, origins=tuple(example.origin for example in examples))
+    def collate(self, units: Sequence[Sequence[data.Example]]) -> train.MicroBatch:
+        """One sequence of each unit: an example, or the examples of a pack."""
+        origins = tuple(example.origin for unit in units for example in unit)
+        pad = self.tokenizer.pad_token_id
+        if self.prepared.packs is None:
+            batch = data.collate([example for unit in units for example in unit], pad_token_id=pad)
+            return train.MicroBatch(**batch, origins=origins)
+        return train.MicroBatch(**data.collate_packed(units, pad_token_id=pad), origins=origins)
+
+    @property
+    def num_train(self) -> int:
+        """Sequences to train on: examples, or packs of them."""
+        return len(self.prepared.train if self.prepared.packs is None else self.prepared.packs)
+
+    def training(self, units: Sequence[int]) -> train.MicroBatch:
+        """The batch of some training sequences."""
+        return self.collate([self._unit(self.prepared.train, self.prepared.packs, unit) for unit in units])
 
     def held_out(self, batch_size: int) -> Iterator[train.MicroBatch]:
-        """The held-out rows in their own order."""
-        for start in range(0, len(self.prepared.validation), batch_size):
-            yield self.collate(self.prepared.validation[start : start + batch_size])
+        """The held-out sequences in their own order."""
+        examples, packs = self.prepared.validation, self.prepared.validation_packs
+        count = len(examples if packs is None else packs)
+        for start in range(0, count, batch_size):
+            units = range(start, min(start + batch_size, count))
+            yield self.collate([self._unit(examples, packs, unit) for unit in units])
+
+    @staticmethod
+    def _unit(examples: Sequence[data.Example], packs: data.Packs | None, unit: int) -> list[data.Example]:
+        return [examples[row] for row in ([unit] if packs is None else packs[unit])]
 
 
 class Steps:
-    """The shuffled training rows, as the micro-batches of one optimizer step after the other."""
+    """The shuffled training sequences, as the micro-batches of one optimizer step after the other."""
 
     def __init__(self, batches: Batches, recipe: Recipe) -> None:
         self.batches = batches
         self.batch_size = recipe.per_device_train_batch_size
         self.accumulation = recipe.gradient_accumulation_steps
-        self.sampler = data.ResumableSampler(len(batches.prepared.train), seed=recipe.seed)
+        self.sampler = data.ResumableSampler(batches.num_train, seed=recipe.seed)
 
     def next_step(self) -> list[train.MicroBatch]:
         """See :class:`streamtune.train.StepStream`. No step reaches over the end of an epoch."""
         while not (step := list(islice(self.sampler.batches(self.batch_size), self.accumulation))):
             pass  # The epoch was over; asking has moved the sampler on to the next one.
-        return [self.batches.collate([self.batches.prepared.train[row] for row in rows]) for rows in step]
+        return [self.batches.training(units) for units in step]
 
     def state_dict(self) -> dict[str, Any]:
         """Where the sampler stands."""

@@ -193,7 +193,8 @@ class Recipe(Spec):
     """Tokens the loss counts: the assistant's turns, the completion, or every token."""
 
     packing: bool = False
-    """Several rows in one sequence. Not in this release."""
+    """Lay several rows end to end in one sequence of at most `max_length` tokens, where none sees another: no padding,
+    the same gradient. `per_device_train_batch_size` then counts sequences."""
 
     val_size: Annotated[float, Field(ge=0)] = 0.0
     """Rows held out for evaluation: a fraction below 1, or a number of rows."""
@@ -283,13 +284,6 @@ class Recipe(Spec):
     """A prompt to try at the end of the run."""
 
     # --- what one key alone cannot tell ------------------------------------------------------------------------
-
-    @field_validator("packing")
-    @classmethod
-    def _packing_is_later(cls, packing: bool) -> bool:
-        if packing:
-            raise _mistake("'packing' is not in this release", key="packing", mend="delete the line")
-        return packing
 
     @field_validator("report_to")
     @classmethod

@@ -30,6 +30,8 @@ class MicroBatch:
     """[B, T] int64"""
     origins: tuple[str, ...]
     """Where each row comes from, ``file:row``: for messages."""
+    position_ids: Tensor | None = None
+    """[B, T] int64 from 0 in each of the rows packed into a sequence; None where a sequence is one row"""
 
     @property
     def num_targets(self) -> int:
@@ -48,9 +50,9 @@ class MicroBatch:
 
     def to(self, device: torch.device) -> MicroBatch:
         """The same batch on ``device``."""
-        return MicroBatch(
-            self.input_ids.to(device), self.attention_mask.to(device), self.shift_labels.to(device), self.origins
-        )
+        positions = None if self.position_ids is None else self.position_ids.to(device)
+        tensors = (self.input_ids.to(device), self.attention_mask.to(device), self.shift_labels.to(device))
+        return MicroBatch(*tensors, self.origins, positions)
 
 
 class StepStream(Protocol):

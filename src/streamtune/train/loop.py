@@ -220,9 +220,12 @@ def accumulate_gradients(
 
 def loss_of(model: nn.Module, batch: MicroBatch, *, num_targets: int, bf16: bool) -> torch.Tensor:
     """The sum of ``-log p`` over the targets of ``batch``, divided by ``num_targets``."""
+    # Transformers separates packed rows by their positions, and looks at them only where no mask is given.
+    packed = {} if batch.position_ids is None else {"position_ids": batch.position_ids}
     with torch.autocast(batch.input_ids.device.type, dtype=torch.bfloat16, enabled=bf16):
         output = model(
             input_ids=batch.input_ids,
+            **packed,
             # No token sees padding behind it, and a mask it does not need would cost it the faster kernels.
             attention_mask=batch.attention_mask if batch.padded_left else None,
             # Transformers asks for labels to compute a loss at all, and takes the shifted ones where they are given.

@@ -1,0 +1,106 @@
+"""Runs of positions a mask is made of: packed rows, attention spans, blocks that see each other.
+
+All of them are contiguous, so each is told by one number per position: where its run starts. Shape suffixes: B batch,
+T positions.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+__all__ = ["Stretch", "clipped", "contiguous", "row_starts", "run_starts", "stretches"]
+
+
+def row_starts(position_ids: Tensor) -> list[int]:
+    """Where a row of a packed sequence starts: 0, and every place where a position is not its predecessor's plus one.
+
+    The rule of ``transformers.masking_utils.find_packed_sequence_indices``.
+
+    Args:
+        position_ids: ``[T]`` or ``[B, T]``, integers.
+
+    Returns:
+        Sorted positions at which a row starts in any of the B sequences.
+
+    Example:
+        >>> row_starts(torch.tensor([0, 1, 2, 0, 1, 0]))
+        [0, 3, 5]
+    """
+    restarts = (torch.atleast_2d(position_ids).diff(dim=-1) != 1).any(0)
+    return [0, *(int(place) + 1 for place in restarts.nonzero().flatten().tolist())]
+
+
+def run_starts(ids_BT: Tensor) -> Tensor:
+    """``[B, T]`` int64: for every position the first one of its run of equal ids."""
+    positions = torch.arange(ids_BT.shape[1], device=ids_BT.device).expand_as(ids_BT)
+    begins = torch.ones_like(ids_BT, dtype=torch.bool)
+    begins[:, 1:] = ids_BT[:, 1:] != ids_BT[:, :-1]
+    return positions.masked_fill(~begins, 0).cummax(dim=1).values
+
+
+def contiguous(ids_BT: Tensor) -> bool:
+    """Whether equal ids of 0 and more never stand in two runs of one batch row; negative ids are not looked at."""
+    starts = run_starts(ids_BT)
+    positions = torch.arange(ids_BT.shape[1], device=ids_BT.device)
+    heads = (starts == positions) & (ids_BT >= 0)
+    for ids, head in zip(ids_BT, heads, strict=True):
+        found = ids[head]
+        if found.unique().numel() != found.numel():
+            return False
+    return True
+
+
+@dataclass(frozen=True)
+class Stretch:
+    """Queries ``[start, stop)`` that begin to see at one key, ``first``.
+
+    Causal among themselves, or ``mutual``: each sees all of them, later ones included.
+    """
+
+    start: int
+    stop: int
+    first: int
+    mutual: bool
+
+
+def stretches(first_BT: Tensor, block_start_BT: Tensor | None) -> list[list[Stretch]]:
+    """Cut every batch row into stretches; one list for all of them where they are alike.
+
+    Args:
+        first_BT: For each position the first key its run lets it see.
+        block_start_BT: For each position where its mutual block starts (itself where it is in none).
+    """
+    first, length = first_BT, first_BT.shape[1]
+    block = torch.full_like(first, -1)
+    if block_start_BT is not None:
+        positions = torch.arange(length, device=first.device)
+        inside = block_start_BT != positions
+        inside[:, :-1] |= block_start_BT[:, 1:] == positions[:-1]
+        block = torch.where(inside, block_start_BT, -1)
+    if bool((first == first[:1]).all()) and bool((block == block[:1]).all()):
+        first, block = first[:1], block[:1]
+    begins = torch.ones_like(first, dtype=torch.bool)
+    begins[:, 1:] = (first[:, 1:] != first[:, :-1]) | (block[:, 1:] != block[:, :-1])
+    out = []
+    for row in range(first.shape[0]):
+        places = begins[row].nonzero().flatten()
+        starts = places.tolist()
+        sees, mutual = first[row, places].tolist(), (block[row, places] >= 0).tolist()
+        stops = [*starts[1:], length]
+        out.append([Stretch(*each) for each in zip(starts, stops, sees, mutual, strict=True)])
+    return out
+
+
+def clipped(found: list[Stretch], start: int, stop: int) -> list[tuple[int, int, Stretch]]:
+    """The stretches that queries ``[start, stop)`` lie in, each with the queries that do."""
+    out = []
+    index = max(0, bisect_right(found, start, key=lambda stretch: stretch.start) - 1)
+    while index < len(found) and found[index].start < stop:
+        stretch = found[index]
+        out.append((max(start, stretch.start), min(stop, stretch.stop), stretch))
+        index += 1
+    return out

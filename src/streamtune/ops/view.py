@@ -1,0 +1,194 @@
+"""A part of a lazy mask, and the kernel calls it takes.
+
+Shape suffixes: B batch, T queries, S keys. Positions are absolute where not said otherwise.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, NoReturn
+
+import torch
+from torch import Tensor
+
+from streamtune.errors import UnsupportedModelError
+from streamtune.ops.runs import Stretch, clipped
+
+if TYPE_CHECKING:
+    from streamtune.ops.mask import LazyMask
+
+__all__ = ["MaskView", "NoTensor", "Segment", "masked_score"]
+
+
+class _MaskIsNoTensorError(UnsupportedModelError, AttributeError):
+    """Also an AttributeError, so that ``hasattr`` stays a question."""
+
+
+class NoTensor:
+    """What a layer that computes with its mask is told; an attention function only hands it on."""
+
+    def __getattr__(self, name: str) -> NoReturn:
+        if name.startswith("_"):
+            raise AttributeError(name)
+        raise self._refuse(name)
+
+    def __getitem__(self, key: Any) -> Any:
+        raise self._refuse("indexing")
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> NoReturn:
+        raise cls._refuse(getattr(func, "__name__", str(func)))
+
+    @staticmethod
+    def _refuse(operation: str) -> _MaskIsNoTensorError:
+        return _MaskIsNoTensorError(
+            f"a layer of this model computes with its attention mask ({operation}); a streamed mask is never a tensor",
+            mend="train this model without streaming",
+        )
+
+
+@dataclass(frozen=True)
+class Segment:
+    """Keys ``[start, stop)`` for queries ``[q_start, q_stop)``: what one kernel call handles.
+
+    All positions count from the view's first. Segments of the same queries are merged; those of different queries
+    never share one. ``row`` is the batch row it is for, None for all of them.
+
+    ``causal`` asks the kernel for its own lower-triangular mask (the segment is then square and ends at the last of its
+    queries); ``masked`` says that :meth:`MaskView.bias` must be added, and ``only_padding`` that nothing but padding
+    is hidden by it.
+    """
+
+    start: int
+    stop: int
+    q_start: int
+    q_stop: int
+    row: int | None = None
+    causal: bool = False
+    masked: bool = False
+    only_padding: bool = False
+
+    @property
+    def queries(self) -> tuple[int | None, int, int]:
+        """Batch row and queries: what tells the segments to merge from the others."""
+        return self.row, self.q_start, self.q_stop
+
+
+@dataclass(frozen=True)
+class MaskView(NoTensor):
+    """Queries ``[q_start, q_stop)`` and keys ``[k_start, k_stop)`` of a :class:`LazyMask` (absolute positions)."""
+
+    mask: LazyMask
+    q_start: int
+    q_stop: int
+    k_start: int
+    k_stop: int
+
+    @property
+    def shape(self) -> tuple[int, int, int, int]:
+        """Shape of the dense mask this stands for."""
+        return (self.mask.batch_size, 1, self.q_stop - self.q_start, self.k_stop - self.k_start)
+
+    def segments(self) -> list[Segment]:
+        """Cover the visible keys with as few kernel calls as possible, and no others where facts tell which.
+
+        A causal chunk is one rectangle (the prefix, no mask) and one square (lower triangle); where it holds several
+        packed rows, one such pair for each. A sliding window cuts the prefix to the window and adds one masked tile at
+        its far edge. A block whose tokens see each other is one rectangle. Anything else is examined block by block.
+        """
+        key = (self.q_start, self.q_stop, self.k_start, self.k_stop)
+        if key not in self.mask._segments:
+            known = self.mask.function is None and self.mask.causal
+            self.mask._segments[key] = self._known_segments() if known else self._examined_segments()
+        return self.mask._segments[key]
+
+    def _known_segments(self) -> list[Segment]:
+        rows = self.mask.stretches
+        return [
+            piece
+            for row, found in enumerate(rows)
+            for start, stop, stretch in clipped(found, self.q_start, self.q_stop)
+            for piece in self._of_stretch(row if len(rows) > 1 else None, start, stop, stretch)
+        ]
+
+    def _of_stretch(self, row: int | None, start: int, stop: int, stretch: Stretch) -> list[Segment]:
+        """The segments of queries ``[start, stop)``, which all lie in ``stretch``."""
+        first, window, pieces = max(self.k_start, stretch.first), self.mask.window, []
+        end = min(stretch.stop, self.k_stop) if stretch.mutual else stop
+        everyone = first  # from here on every one of the queries sees the key, if it is not too late for it
+        if window is not None:
+            first = max(first, start - window + 1)
+            limit = start
+            if stretch.mutual and self.mask.window_cuts_blocks:
+                limit = end
+            elif stretch.mutual:
+                limit, first = stretch.start, min(first, max(stretch.start, self.k_start))
+            everyone = min(max(first, stop - window), max(limit, first))
+            pieces.append(self._segment(row, start, stop, first, everyone, masked=True))
+        if stretch.mutual or stop - start == 1:
+            pieces.append(self._segment(row, start, stop, everyone, end))
+        else:
+            narrow = window is not None and stop - start > window
+            pieces.append(self._segment(row, start, stop, everyone, start))
+            pieces.append(self._segment(row, start, stop, start, stop, causal=not narrow, masked=narrow))
+        return [piece for piece in pieces if piece.stop > piece.start]
+
+    def _segment(
+        self,
+        row: int | None,
+        q_start: int,
+        q_stop: int,
+        start: int,
+        stop: int,
+        causal: bool = False,
+        masked: bool = False,
+    ) -> Segment:
+        """A segment from absolute positions, with its padding."""
+        padded = self.mask.is_padded(row, start, stop)
+        keys, queries = (start - self.k_start, stop - self.k_start), (q_start - self.q_start, q_stop - self.q_start)
+        return Segment(*keys, *queries, row, causal, masked or padded, only_padding=padded and not masked)
+
+    def _examined_segments(self) -> list[Segment]:
+        pieces: list[Segment] = []
+        queries = (0, self.q_stop - self.q_start)
+        for start, stop, uniform in self.mask.examined(self.q_start, self.q_stop, self.k_start, self.k_stop):
+            if uniform is False:
+                continue
+            piece = Segment(start - self.k_start, stop - self.k_start, *queries, masked=uniform is None)
+            if pieces and pieces[-1].stop == piece.start and not pieces[-1].masked and not piece.masked:
+                piece = Segment(pieces.pop().start, piece.stop, *queries)
+            pieces.append(piece)
+        # A chunk none of whose queries sees anything still needs one kernel call to define its (unread) output.
+        return pieces or [Segment(0, self.k_stop - self.k_start, *queries, masked=True)]
+
+    def allowed(self, segment: Segment, queries: slice = slice(None)) -> Tensor:
+        """Boolean tile ``[B or 1, 1, T or 1, S]`` of a segment and some of its queries, counted from its first.
+
+        One query stands for all where only padding is masked; what ``causal`` hides the kernel hides by itself.
+        """
+        start, stop = self.k_start + segment.start, self.k_start + segment.stop
+        first, last, _ = queries.indices(segment.q_stop - segment.q_start)
+        base = self.q_start + segment.q_start
+        if segment.only_padding:
+            assert self.mask.padding is not None
+            batch = slice(None) if segment.row is None else slice(segment.row, segment.row + 1)
+            return self.mask.padding[batch, None, None, start:stop]
+        return self.mask.tile(base + first, base + last, start, stop, segment.row)
+
+    def bias(self, segment: Segment, dtype: torch.dtype) -> Tensor | None:
+        """The additive mask ``[B or 1, 1, T, S]`` of a segment in ``dtype``, or None where nothing is masked.
+
+        Masked places hold a large finite number, not -inf: a row that sees nothing in this segment then has a finite
+        log-sum-exp whose weight in the merge is exactly zero, instead of NaN.
+        """
+        if not segment.masked:
+            return None
+        allowed = self.allowed(segment)
+        bias = torch.zeros(allowed.shape, dtype=dtype, device=allowed.device)
+        bias.masked_fill_(~allowed, masked_score(dtype))
+        return bias.expand(-1, -1, segment.q_stop - segment.q_start, -1)
+
+
+def masked_score(dtype: torch.dtype) -> float:
+    """The score of a masked place: finite, and so low that its weight beside any real score is exactly zero."""
+    return torch.finfo(dtype).min / 4

@@ -1,0 +1,175 @@
+"""Packed rows: the gradient of rows laid end to end is that of the same rows alone, however the sequence is cut."""
+
+from __future__ import annotations
+
+from itertools import pairwise
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import streamtune
+from streamtune import Schedule
+from streamtune.engine import check_packing
+from streamtune.errors import ArgumentError, UnsupportedModelError
+
+from .families import BOUND, VOCAB, batch, build, gradients, worst
+
+ROWS = (9, 1, 13, 2, 2, 10)
+FAMILIES: dict[str, dict[str, Any]] = {
+    "llama": {},
+    "qwen3": {},
+    "gpt2": {},
+    "mistral": {"sliding_window": 6},
+    "gemma2": {"sliding_window": 6},
+    "gemma3_text": {"sliding_window": 6},
+    "mixtral": {},
+}
+CHUNKS = (1, 4, 8, 11, 64)
+
+
+def rows(lengths: tuple[int, ...] = ROWS, seed: int = 5) -> list[Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+    return [torch.randint(3, VOCAB, (length,), generator=generator) for length in lengths]
+
+
+def packed(*packs: list[Tensor]) -> dict[str, Any]:
+    """Each pack a sequence, padded on the right by tokens that are a row of their own and train nothing."""
+    width = max(sum(map(len, pack)) for pack in packs)
+    out: dict[str, list[Tensor]] = {"input_ids": [], "position_ids": [], "shift_labels": []}
+    for pack in packs:
+        missing = width - sum(map(len, pack))
+        parts = [*pack, *([torch.zeros(missing, dtype=torch.long)] if missing else [])]
+        out["input_ids"].append(torch.cat(parts))
+        out["position_ids"].append(torch.cat([torch.arange(len(part)) for part in parts]))
+        shifted = [torch.cat([row[1:], torch.tensor([-100])]) for row in pack]
+        out["shift_labels"].append(torch.cat([*shifted, torch.full((missing,), -100)]))
+    stacked = {key: torch.stack(value) for key, value in out.items()}
+    return {**stacked, "labels": stacked["shift_labels"], "use_cache": False}
+
+
+def targets(pieces: list[Tensor]) -> int:
+    return sum(len(row) - 1 for row in pieces)
+
+
+def alone(model: torch.nn.Module, pieces: list[Tensor]) -> tuple[float, dict[str, Tensor]]:
+    """Loss and gradient of the rows one by one, unpacked and unstreamed."""
+    loss, total = 0.0, {}
+    for row in pieces:
+        if len(row) < 2:
+            continue  # nothing in it is a target
+        value, grads = gradients(
+            model, {"input_ids": row[None], "labels": row[None], "num_items_in_batch": targets(pieces)}
+        )
+        loss += float(value)
+        total = {name: grad + total.get(name, 0) for name, grad in grads.items()}
+    return loss, total
+
+
+@pytest.mark.parametrize("keep_kv", [False, True], ids=["", "keep_kv"])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_one_sequence_equals_its_rows(family: str, keep_kv: bool) -> None:
+    model, pieces = build(family, **FAMILIES[family]), rows()
+    loss_ref, want = alone(model, pieces)
+    for chunk_size in CHUNKS:
+        with streamtune.stream(model, schedule=Schedule(chunk_size=chunk_size, keep_kv=keep_kv)):
+            loss, got = gradients(model, {**packed(pieces), "num_items_in_batch": targets(pieces)})
+        assert float(loss) == pytest.approx(loss_ref, rel=2e-6)
+        assert worst(got, want) <= BOUND, chunk_size
+
+
+@pytest.mark.parametrize("family", ["llama", "gpt2", "mistral"])
+def test_in_fp64(family: str) -> None:
+    model, pieces = build(family, dtype=torch.float64, **FAMILIES[family]), rows()
+    loss_ref, want = alone(model, pieces)
+    with streamtune.stream(model, chunk_size=8):
+        loss, got = gradients(model, {**packed(pieces), "num_items_in_batch": targets(pieces)})
+    # rotary tables are computed in fp32, and so is the loss's log-softmax
+    assert float(loss) == pytest.approx(loss_ref, rel=1e-7)
+    assert worst(got, want) <= 1e-6
+
+
+@pytest.mark.parametrize("alike", [True, False], ids=["same boundaries", "other boundaries"])
+@pytest.mark.parametrize("family", ["llama", "mistral", "gemma2"])
+def test_several_sequences(family: str, alike: bool) -> None:
+    model = build(family, **FAMILIES[family])
+    packs = [rows(), rows(ROWS if alike else (5, 20), seed=6), rows(ROWS if alike else (1, 30), seed=7)]
+    pieces = [row for pack in packs for row in pack]
+    loss_ref, want = alone(model, pieces)
+    for chunk_size in (4, 8, 64):
+        with streamtune.stream(model, chunk_size=chunk_size):
+            loss, got = gradients(model, {**packed(*packs), "num_items_in_batch": targets(pieces)})
+        assert float(loss) == pytest.approx(loss_ref, rel=2e-6)
+        assert worst(got, want) <= BOUND, chunk_size
+
+
+@pytest.mark.parametrize("lengths", [(1,) * 12, (37,), (36, 1), (1, 36), (18, 19)])
+def test_extreme_packings(lengths: tuple[int, ...]) -> None:
+    """The plain model on the same packed sequence is the reference: rows of one token have no target of their own."""
+    model, inputs = build("qwen3"), packed(rows(lengths))
+    inputs["shift_labels"] = inputs["labels"] = inputs["input_ids"].roll(-1)
+    loss_ref, want = gradients(model, inputs)
+    for chunk_size in (1, 5, 64):
+        with streamtune.stream(model, chunk_size=chunk_size):
+            loss, got = gradients(model, inputs)
+        torch.testing.assert_close(loss, loss_ref, rtol=2e-6, atol=0)
+        assert worst(got, want) <= BOUND
+
+
+def test_evaluation_keeps_the_rows_apart() -> None:
+    model, pieces = build("llama").eval(), rows()
+    with streamtune.stream(model, chunk_size=8), torch.no_grad():
+        inputs = packed(pieces)
+        logits = model(input_ids=inputs["input_ids"], position_ids=inputs["position_ids"], use_cache=False).logits[0]
+        ends = torch.tensor([0, *ROWS]).cumsum(0).tolist()
+        for row, (start, stop) in zip(pieces, pairwise(ends), strict=True):
+            torch.testing.assert_close(logits[start:stop], model(row[None]).logits[0], rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_the_preflight_lets_a_model_pass_that_keeps_rows_apart(family: str, dtype: torch.dtype) -> None:
+    model = build(family, dtype=dtype, **FAMILIES[family])
+    forwards = [layer.__dict__.get("forward") for layer in model.modules()]
+    state = torch.get_rng_state()
+    with streamtune.stream(model, chunk_size=8) as handle:
+        inside = [layer.__dict__["forward"] for layer in handle.layers]
+        check_packing(handle)
+        assert [layer.__dict__["forward"] for layer in handle.layers] == inside
+    assert [layer.__dict__.get("forward") for layer in model.modules()] == forwards
+    assert torch.equal(torch.get_rng_state(), state)
+    assert model.training
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("family", ["gpt_oss", "opt"])
+def test_the_preflight_refuses_a_model_that_does_not(family: str, dtype: torch.dtype) -> None:
+    """``transformers`` makes these two models' masks without looking at positions: packed rows would meet."""
+    model = build(family, dtype=dtype)
+    with streamtune.stream(model, chunk_size=8) as handle:
+        with pytest.raises(UnsupportedModelError, match="does not keep packed rows apart") as caught:
+            check_packing(handle)
+        assert type(model).__name__ in caught.value.what
+        assert "layer 0 of 2" in caught.value.where
+        gradients(model, batch("plain"))  # still streamed
+
+
+def test_the_preflight_finds_positions_that_do_not_restart() -> None:
+    """A model that numbers its tokens itself keeps the mask's rows apart and is still another function."""
+    model = build("gpt2")
+    own = model.transformer.wpe.forward
+    model.transformer.wpe.forward = lambda ids: own(torch.arange(ids.shape[-1])[None])  # type: ignore[method-assign]
+    with streamtune.stream(model) as handle, pytest.raises(UnsupportedModelError, match="the input of GPT2Block"):
+        check_packing(handle)
+
+
+def test_the_preflight_names_what_does_not_take_positions() -> None:
+    model = build("llama")
+    model.forward = lambda input_ids, use_cache: None  # type: ignore[method-assign]
+    with streamtune.stream(model) as handle:
+        with pytest.raises(UnsupportedModelError, match="LlamaForCausalLM does not take packed rows"):
+            check_packing(handle)
+        handle.remove()
+        with pytest.raises(ArgumentError, match="not streamed any more"):
+            check_packing(handle)

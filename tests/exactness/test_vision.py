@@ -1,0 +1,130 @@
+"""Vision-language models: the gradient of the whole model, vision tower included, with images and with text alone."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+import streamtune
+from streamtune import Schedule
+from streamtune.engine.attention import NAME
+from streamtune.errors import UnsupportedModelError
+from streamtune.ops import LazyMask
+
+from .families import BOUND, gradients, worst
+from .vision import IMAGE, LENGTH, MODELS, PLACES, ROWS, batch, build
+
+EXACT = [kind for kind in MODELS if kind != "mllama"]
+CHUNKS = (7, 20)
+"""The first ends inside an image of every model; PaliGemma's prompt of 25 tokens fits two chunks of the second."""
+
+
+def chunks_for(kind: str) -> tuple[int, ...]:
+    return CHUNKS[1:] if kind.startswith("paligemma") else CHUNKS
+
+
+@pytest.mark.parametrize("image", [True, False], ids=["image", "text"])
+@pytest.mark.parametrize("kind", EXACT)
+def test_exact(kind: str, image: bool) -> None:
+    model, inputs = build(kind), batch(kind, image)
+    loss_ref, want = gradients(model, inputs)
+    seen = sum(float(grad.norm()) for name, grad in want.items() if "vision" in name or "visual" in name)
+    assert (seen > 0) == image, "the vision tower is trained where there is an image"
+    for chunk_size in chunks_for(kind):
+        with streamtune.stream(model, schedule=Schedule(chunk_size=chunk_size, head_chunk_size=9)):
+            loss, got = gradients(model, inputs)
+        torch.testing.assert_close(loss, loss_ref, rtol=2e-6, atol=0)
+        assert worst(got, want) <= BOUND, chunk_size
+
+
+@pytest.mark.parametrize("kind", EXACT)
+def test_padded_on_the_right(kind: str) -> None:
+    model, inputs = build(kind), batch(kind, image=True)
+    inputs["attention_mask"] = torch.ones(ROWS, LENGTH, dtype=torch.long)
+    inputs["attention_mask"][1, -6:] = 0
+    inputs["labels"] = inputs["labels"].masked_fill(inputs["attention_mask"] == 0, -100)
+    loss_ref, want = gradients(model, inputs)
+    with streamtune.stream(model, chunk_size=20):
+        loss, got = gradients(model, inputs)
+    torch.testing.assert_close(loss, loss_ref, rtol=2e-6, atol=0)
+    assert worst(got, want) <= BOUND
+
+
+@pytest.mark.parametrize("kind", EXACT)
+def test_the_preflight_agrees(kind: str) -> None:
+    with streamtune.stream(build(kind), chunk_size=8) as handle:
+        handle.check()
+
+
+def masks_of(kind: str) -> dict[str, LazyMask]:
+    """The masks the decoder layers of a streamed call are handed, by the attention they ask for."""
+    model, found = build(kind), {}
+    with streamtune.stream(model, chunk_size=20) as handle:
+        for index, layer in enumerate(handle.layers):
+
+            def hook(module: Any, args: Any, kwargs: Any, index: int = index) -> None:
+                found[str(index)] = kwargs["attention_mask"]
+
+            layer.register_forward_pre_hook(hook, with_kwargs=True)
+        model(**batch(kind, image=True))
+    return found
+
+
+@pytest.mark.parametrize("kind", ["gemma3", "paligemma", "paligemma 2"])
+def test_image_blocks_are_facts(kind: str) -> None:
+    """Nothing is examined: where a sequence may be cut is read from the blocks."""
+    for mask in masks_of(kind).values():
+        assert isinstance(mask, LazyMask)
+        assert mask.function is None
+        assert mask.block_start is not None
+        assert mask.sees_future
+        if kind == "gemma3":
+            inside = {t for start in PLACES for t in range(start + 1, start + 4)}
+            assert mask.cuts == [t for t in range(LENGTH + 1) if t not in inside]
+        else:
+            assert mask.cuts == [0, *range(25, LENGTH + 1)]
+
+
+def test_a_prompt_longer_than_two_chunks_is_refused_by_its_length() -> None:
+    """PaliGemma's prompt sees itself in both directions: it cannot be cut, however small the chunk is to be."""
+    model = build("paligemma")
+    with streamtune.stream(model, chunk_size=8), pytest.raises(UnsupportedModelError, match="25 in a row") as caught:
+        model(**batch("paligemma", image=True))
+    assert "chunk_size to 13 or more" in caught.value.mend
+
+
+@pytest.mark.filterwarnings("ignore:`hidden_state` is deprecated:FutureWarning")  # transformers 5.17, by its own tower
+def test_cross_attention_to_an_image_is_refused_by_name() -> None:
+    """Mllama's image has keys of its own in the cache; its text alone streams."""
+    model = build("mllama")
+    inputs = batch("mllama", image=False)
+    _, want = gradients(model, inputs)
+    with streamtune.stream(model, chunk_size=8):
+        assert worst(gradients(model, inputs)[1], want) <= BOUND
+        with pytest.raises(UnsupportedModelError, match="attends to 'cross_attention_states'"):
+            model(**batch("mllama", image=True))
+
+
+def test_the_vision_tower_keeps_its_own_attention() -> None:
+    model = build("gemma3")
+    before = model.config.vision_config._attn_implementation
+    with streamtune.stream(model):
+        assert model.config.vision_config._attn_implementation == before != NAME
+        assert model.config.text_config._attn_implementation == NAME
+
+
+def test_an_image_inside_a_chunk_and_one_across_a_chunks_end() -> None:
+    """Every place an image of four tokens can have in chunks of eight."""
+    model = build("gemma3")
+    for start in range(14):
+        inputs = batch("gemma3", image=False)
+        inputs["token_type_ids"][:, start : start + 4] = 1
+        inputs["input_ids"] = inputs["input_ids"].masked_fill(inputs["token_type_ids"] == 1, IMAGE)
+        inputs["pixel_values"] = torch.randn(ROWS, 3, 16, 16, generator=torch.Generator().manual_seed(start))
+        loss_ref, want = gradients(model, inputs)
+        with streamtune.stream(model, chunk_size=8):
+            loss, got = gradients(model, inputs)
+        torch.testing.assert_close(loss, loss_ref, rtol=2e-6, atol=0)
+        assert worst(got, want) <= BOUND, start
