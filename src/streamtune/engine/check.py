@@ -329,6 +329,9 @@ class _Preflight:
             finally:
                 if shadow is not None:
                     layer.forward = shadow
+            for module in wide.modules():
+                if hasattr(module, "compute_dtype"):  # bitsandbytes computes in it whatever comes; fp32 is its widest
+                    module.compute_dtype = torch.float32  # type: ignore[assignment]
             arguments = inspect.BoundArguments(
                 call.arguments.signature,
                 widened(dict(call.arguments.arguments), wider),

@@ -24,7 +24,7 @@ from torch.utils.checkpoint import checkpoint
 
 from streamtune.engine import Schedule, decoder_layers, stream
 from streamtune.errors import RunError
-from streamtune.plan.memory import LiveBytes
+from streamtune.plan.memory import LiveBytes, held_tensors
 
 __all__ = ["MODES", "BenchReport", "BenchRow", "Mode", "run_bench"]
 
@@ -249,14 +249,14 @@ class _Subject:
             "torch": torch.__version__,
             "transformers": transformers.__version__,
             "dtype": "bfloat16 autocast" if self.task.autocast else str(self.model.dtype).removeprefix("torch."),
-            "parameters": sum(p.numel() for p in self.model.parameters()),
+            "parameters": sum(_logical_size(p) for p in self.model.parameters()),
             "batch_size": self.task.batch_size,
         }
 
     def memory(self) -> dict[str, Any]:
         """Peaks of one step with the head and of one without it."""
         self.model.zero_grad(set_to_none=True)
-        held = _distinct((*self.model.parameters(), *self.model.buffers()))
+        held = _distinct(held_tensors(self.model))
         weights = sum(tensor.untyped_storage().nbytes() for tensor in held)
         layers = decoder_layers(self.model)
         with LiveBytes(self.model, layers) as whole:
@@ -310,6 +310,12 @@ def _checkpoint(function: Callable[..., Any], *args: Any) -> Any:
 
 def _distinct(tensors: Iterable[Tensor]) -> list[Tensor]:
     return list({t.untyped_storage()._cdata: t for t in tensors}.values())
+
+
+def _logical_size(parameter: Tensor) -> int:
+    """Weights a parameter stands for: bitsandbytes packs two in a byte and reports the bytes."""
+    state = getattr(parameter, "quant_state", None)
+    return parameter.numel() if state is None else state.shape.numel()
 
 
 def _peak_rss() -> int | None:
