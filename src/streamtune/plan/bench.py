@@ -294,8 +294,9 @@ class _Subject:
             return self.model(input_ids=self.ids, labels=self.ids, use_cache=False).loss
 
     def _hidden_backward(self) -> None:
+        inner = getattr(self.model, "get_base_model", lambda: self.model)()  # out of peft's wrapper
         with torch.autocast(self.device.type, dtype=torch.bfloat16, enabled=self.task.autocast):
-            hidden = self.model.base_model(input_ids=self.ids, use_cache=False).last_hidden_state
+            hidden = inner.base_model(input_ids=self.ids, use_cache=False).last_hidden_state
         hidden.backward(torch.ones((), dtype=hidden.dtype, device=hidden.device).expand_as(hidden))
 
     def _now(self) -> float:

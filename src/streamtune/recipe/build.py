@@ -94,11 +94,7 @@ def prepare_data(
 
 
 def make_model(
-    recipe: Recipe,
-    tokenizer: PreTrainedTokenizerBase,
-    checkpoint: train.Checkpoint | None,
-    device: torch.device,
-    quantization: str | None,
+    recipe: Recipe, tokenizer: PreTrainedTokenizerBase, checkpoint: train.Checkpoint | None, device: torch.device
 ) -> Any:
     """The model with the weights to go on from, and its adapters if it has any.
 
@@ -106,6 +102,7 @@ def make_model(
         ArgumentError: The model cannot be made, or the tokenizer is not its own.
     """
     adapters = recipe.finetuning_type != "full"
+    quantization = choose_quantization(recipe.finetuning_type, recipe.quantization, device)
     name = recipe.model_name_or_path
     if checkpoint is not None and not adapters:
         name = str(checkpoint.model_dir)

@@ -161,7 +161,7 @@ def build_sft(
             train.check_same_run(started_as, identity, where=where)
 
         with doing("loading the model"):
-            model = make_model(recipe, tokenizer, checkpoint, device, quantization)
+            model = make_model(recipe, tokenizer, checkpoint, device)
         longest = min(prepared.report.length_percentiles["max"], recipe.max_length)
         if (note := models.check_positions(model, longest)) is not None:
             notify(note)
