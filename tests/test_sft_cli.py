@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import os
 import shutil
@@ -20,6 +21,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from streamtune.cli import main
 from streamtune.models import load_model
+from streamtune.models.quantize import quantize
 
 RECIPE: dict[str, Any] = {
     "model": {
@@ -191,6 +193,68 @@ def test_resume_goes_on_from_a_checkpoint_of_full_and_of_adapter_training(sft: C
     from peft import AutoPeftModelForCausalLM
 
     assert AutoPeftModelForCausalLM.from_pretrained("lora/final").peft_config["default"].r == 4
+
+
+@pytest.mark.parametrize(("kind", "package"), [("int8", "torchao"), ("nf4", "bitsandbytes")])
+def test_adapters_on_a_quantised_base(
+    sft: Callable[..., int], capsys: pytest.CaptureFixture[str], kind: str, package: str
+) -> None:
+    """Trained, resumed to the same bits, and read by peft on the base that transformers quantises."""
+    pytest.importorskip(package)
+    assert sft("--set", "max_steps=2", "--output-dir", "base") == 0
+    recipe = {**RECIPE, "model_name_or_path": "base/final", "finetuning_type": "qlora", "quantization": kind}
+    for key in ("model", "tokenizer", "sample"):
+        del recipe[key]
+    Path("tiny.yaml").write_text(
+        yaml.safe_dump({**recipe, "lora_r": 4, "max_steps": 4, "save_steps": 2, "eval_steps": 2})
+    )
+    capsys.readouterr()
+    assert sft("--output-dir", "run") == 0
+    printed = capsys.readouterr().out
+    assert f"float32, linear layers in {kind} on cpu" in printed
+    assert "quantization_config=" in printed
+    whole = records("run")
+    first, last = (record["eval_loss"] for record in whole if "eval_loss" in record)
+    assert last < first
+    kept = Path("run/final/adapter_model.safetensors").read_bytes()
+    for gone in ("run/checkpoints/step-000004", "run/final"):
+        shutil.rmtree(gone)
+    assert sft("--output-dir", "run") == 0
+    assert records("run") == whole
+    assert Path("run/final/adapter_model.safetensors").read_bytes() == kept
+    assert sft("--output-dir", "run", "--set", f"quantization={'nf4' if kind == 'int8' else 'int8'}") == 2
+    assert f'quantization was "{kind}" and is' in " ".join(capsys.readouterr().err.split())
+
+    from peft import AutoPeftModelForCausalLM, PeftModel
+    from transformers import BitsAndBytesConfig, TorchAoConfig
+
+    namespace: dict[str, Any] = {"BitsAndBytesConfig": BitsAndBytesConfig, "TorchAoConfig": TorchAoConfig}
+    if kind == "int8":
+        from torchao.quantization import Int8WeightOnlyConfig
+
+        namespace["Int8WeightOnlyConfig"] = Int8WeightOnlyConfig
+    asked = " ".join(printed.split()).partition("quantization_config=")[2].rpartition(")")[0]
+    theirs = AutoPeftModelForCausalLM.from_pretrained("run/final", quantization_config=eval(asked, namespace))
+    quantize(
+        theirs.get_base_model(), kind, torch.device("cpu")
+    )  # bitsandbytes' kernel for evaluation takes no 32 columns
+    ours = PeftModel.from_pretrained(load_model("base/final", quantization=kind), "run/final").eval()
+    ids = torch.arange(3, 40)[None]
+    assert torch.equal(theirs.eval()(ids).logits, ours(ids).logits)
+
+
+def test_a_quantiser_that_is_missing_is_said_before_anything_is_read(
+    sft: Callable[..., int], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    find_spec = importlib.util.find_spec
+    monkeypatch.setattr(
+        importlib.util, "find_spec", lambda name, *rest: None if name == "torchao" else find_spec(name, *rest)
+    )
+    assert (
+        sft("--set", "finetuning_type=qlora", "--set", "quantization=int8", "--set", "datasets.0.path=nowhere.jsonl")
+        == 2
+    )
+    assert "int8 needs torchao, which is not installed" in capsys.readouterr().err
 
 
 def test_going_back_to_an_older_checkpoint_gives_the_same_curve_again(sft: Callable[..., int]) -> None:

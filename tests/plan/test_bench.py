@@ -98,6 +98,15 @@ def test_a_fault_of_the_subject_is_not_taken_for_out_of_memory() -> None:
     assert "no_such_family" in caught.value.mend
 
 
+def test_the_command_with_adapters(tmp_path: Path) -> None:
+    recipe = tmp_path / "recipe.yaml"
+    recipe.write_text(RECIPE + "finetuning_type: lora\n")
+    options = ["--lengths", "64", "--repeats", "1", "--modes", "stream", "--output-dir", str(tmp_path), "--json"]
+    result = CliRunner().invoke(app, ["bench", str(recipe), *options], catch_exceptions=False)
+    (row,) = json.loads(result.stdout)["rows"]
+    assert row["layer_activation_bytes"] > 0
+
+
 def test_the_command(tmp_path: Path) -> None:
     recipe = tmp_path / "recipe.yaml"
     recipe.write_text(RECIPE)

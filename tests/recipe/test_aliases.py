@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from streamtune.recipe import Recipe, load_recipe
-from streamtune.recipe.aliases import ALIASES, INSTEAD, LATER, VALUES
+from streamtune.recipe.aliases import ALIASES, INSTEAD, LATER, SWITCHES, VALUES
 
 
 def test_a_recipe_in_other_trainers_names(write):
@@ -63,6 +63,42 @@ def test_a_key_of_a_later_release_is_refused_by_name(refused, path):
     assert error.where.endswith(":4")
 
 
+@pytest.mark.parametrize(
+    ("lines", "quantization"),
+    [
+        ("adapter: qlora\nload_in_4bit: true\n", "nf4"),
+        ("adapter: qlora\nload_in_8bit: true\nload_in_4bit: false\n", "int8"),
+        ("finetuning_type: qlora\nquantization_bit: 4\n", "nf4"),
+        ("finetuning_type: qlora\nquantization_bit: 8\n", "int8"),
+        ("load_in_8bit: false\n", "auto"),
+        ("finetuning_type: qlora\n", "auto"),
+    ],
+)
+def test_bits_in_other_trainers_names(write, lines, quantization):
+    assert load_recipe(write(lines)).recipe.quantization == quantization
+
+
+@pytest.mark.parametrize(
+    ("lines", "what"),
+    [
+        ("load_in_4bit: true\n", "'quantization: nf4' needs frozen weights, and 'finetuning_type' is full"),
+        ("seed: 1\nfinetuning_type: qlora\nload_in_4bit: 4\n", "'load_in_4bit' takes true or false; found 4"),
+        (
+            "finetuning_type: qlora\nquantization: int8\nload_in_4bit: true\n",
+            "'load_in_4bit' means 'quantization: nf4', and",
+        ),
+    ],
+)
+def test_a_switch_that_says_something_else(refused, lines, what):
+    error = refused(lines)
+    assert error.what.startswith(what)
+    assert error.where.endswith(f":{3 + len(lines.splitlines())}")
+
+
+def test_a_misspelt_switch_is_recognised(refused):
+    assert refused("load_in_4bits: true\n").mend == "did you mean 'load_in_4bit'?"
+
+
 @pytest.mark.parametrize("value", ["none", "[none]", "[]"])
 def test_no_tracker(write, value):
     assert load_recipe(write(f"report_to: {value}\n")).recipe.report_to == ()
@@ -72,5 +108,6 @@ def test_the_tables_agree_with_the_schema():
     keys = set(Recipe.model_fields)
     assert set(ALIASES.values()) <= keys
     assert set(VALUES) <= keys
-    assert not keys & (set(ALIASES) | set(INSTEAD))
+    assert {key for key, _ in SWITCHES.values()} <= keys
+    assert not keys & (set(ALIASES) | set(INSTEAD) | set(SWITCHES))
     assert not keys & {path[0] for path in LATER if len(path) == 1}

@@ -84,7 +84,10 @@ def test_another_model_by_setting(write):
         ("seed.x=1", "'seed' takes a whole number of at least 0 and below 4294967296; found keys", ""),
         ("deepspeed=zero2", "'deepspeed' is not in this release", "delete the line"),
         ("engine.offload=host", "'engine.offload' is not in this release", "delete the line"),
-        ("finetuning_type=qlora", "'finetuning_type: qlora' is not in this release", "write lora"),
+        ("finetuning_type=freeze", "'finetuning_type: freeze' is not in this release", "write lora or full"),
+        ("quantization=int4", "'quantization: int4' is not in this release", "write nf4"),
+        ("quantization=nf4", "'quantization: nf4' needs frozen weights", "write finetuning_type: qlora"),
+        ("load_in_8bit=true", "'quantization: int8' needs frozen weights", "write finetuning_type: qlora"),
         ("gradient_checkpointing=true", "'gradient_checkpointing' is another trainer's key", "delete the line"),
     ],
 )

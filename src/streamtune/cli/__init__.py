@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import sys
 from collections.abc import Sequence
@@ -22,6 +23,8 @@ def main(argv: Sequence[str] | None = None) -> None:
     Args:
         argv: Arguments without the program's name; ``sys.argv`` by default.
     """
+    if "--debug" not in (sys.argv if argv is None else argv):
+        _quiet_imports()
     arguments = list(sys.argv[1:] if argv is None else argv)
     debug = "--debug" in arguments
     arguments = [argument for argument in arguments if argument != "--debug"]
@@ -36,6 +39,12 @@ def main(argv: Sequence[str] | None = None) -> None:
         known = error if isinstance(error, StreamTuneError) else _unexpected(error)
         print_error(known)
         sys.exit(known.exit_code)
+
+
+def _quiet_imports() -> None:
+    """Do not show what a quantiser says when peft imports it: kernels for other machines that it did not find."""
+    for name in ("torchao", "bitsandbytes", "torch.utils._pytree"):
+        logging.getLogger(name).setLevel(logging.ERROR)
 
 
 def _flush() -> None:

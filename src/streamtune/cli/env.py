@@ -16,8 +16,8 @@ from .options import JsonOption
 
 __all__ = ["env", "environment"]
 
-PACKAGES = ("torch", "transformers", "datasets", "peft", "deepspeed", "accelerate", "trl",
-            "safetensors", "tokenizers", "numpy", "pydantic", "typer")  # fmt: skip
+PACKAGES = ("torch", "transformers", "datasets", "peft", "torchao", "bitsandbytes", "deepspeed", "accelerate",
+            "trl", "safetensors", "tokenizers", "numpy", "pydantic", "typer")  # fmt: skip
 GIB = 1024**3
 
 

@@ -23,6 +23,11 @@ if TYPE_CHECKING:
 
 __all__ = ["sft"]
 
+QUANTIZED = {
+    "int8": "TorchAoConfig(Int8WeightOnlyConfig())",
+    "nf4": 'BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_use_double_quant=True)',
+}
+"""How transformers is asked for the base a run was trained on."""
 SPARK = "▁▂▃▄▅▆▇█"
 
 
@@ -90,6 +95,8 @@ def _describe_model(run: SftRun) -> str:
     trained = "all trained" if trainable == total else f"{trainable:,} ({trainable / total:.2%}) trained"
     base = run.model.get_base_model() if hasattr(run.model, "get_base_model") else run.model
     dtype = str(base.dtype).removeprefix("torch.")
+    if run.quantization is not None:
+        dtype += f", linear layers in {run.quantization}"
     autocast = ", computed in bfloat16" if run.recipe.bf16 else ""
     return f"{type(base).__name__}, {_short(total)} parameters, {trained}; {dtype}{autocast} on {run.device}"
 
@@ -137,7 +144,7 @@ def _print_outcome(run: SftRun, outcome: Outcome) -> None:
     rows.append(("curves", f"{folder / 'loss.png'} and metrics.jsonl"))
     if outcome.finished:
         rows.append(("model", str(run.directory.final)))
-        rows.append(("load it", f'{_loader(run)}.from_pretrained("{run.directory.final}")'))
+        rows.append(("load it", f"{_loader(run)}.from_pretrained({_load_arguments(run)})"))
     elif outcome.checkpoint is not None:
         rows.append(("saved", str(outcome.checkpoint)))
         rows.append(("go on", "run the same command again"))
@@ -161,7 +168,13 @@ def _title(run: SftRun, outcome: Outcome) -> Text:
 
 
 def _loader(run: SftRun) -> str:
-    return "AutoPeftModelForCausalLM" if run.recipe.finetuning_type == "lora" else "AutoModelForCausalLM"
+    return "AutoPeftModelForCausalLM" if run.recipe.finetuning_type != "full" else "AutoModelForCausalLM"
+
+
+def _load_arguments(run: SftRun) -> str:
+    """With adapters trained on a quantised base, the base they were trained on."""
+    quantized = f", quantization_config={QUANTIZED[run.quantization]}" if run.quantization else ""
+    return f'"{run.directory.final}"{quantized}'
 
 
 def sparkline(values: Sequence[float], width: int) -> str:

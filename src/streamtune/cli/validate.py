@@ -13,6 +13,7 @@ from .options import JsonOption, RecipeArgument, SetOption
 __all__ = ["recipe_facts", "validate"]
 
 OVERLENGTH = {"error": "refused", "truncate": "cut at the end", "drop": "left out", "split": "split into several"}
+ADAPTERS = {"lora": "LoRA", "qlora": "QLoRA"}
 TRAIN_ON = {"assistant": "the assistant's turns", "completion": "the completion", "all": "every token"}
 
 
@@ -69,11 +70,14 @@ def _tokenizer(recipe: Recipe) -> str:
 
 def _training(recipe: Recipe) -> str:
     kind = "all weights"
-    if recipe.finetuning_type == "lora":
+    if recipe.finetuning_type != "full":
         target = recipe.lora_target if isinstance(recipe.lora_target, str) else ", ".join(recipe.lora_target)
-        kind = f"LoRA of rank {recipe.lora_r} on {target}"
-    weights = "the checkpoint's dtype" if recipe.dtype == "auto" and recipe.model is None else recipe.dtype
+        kind = f"{ADAPTERS[recipe.finetuning_type]} of rank {recipe.lora_r} on {target}"
+    weights: str = "the checkpoint's dtype" if recipe.dtype == "auto" and recipe.model is None else recipe.dtype
     weights = "float32" if weights == "auto" else weights
+    if recipe.finetuning_type == "qlora":
+        bits = "nf4 on an accelerator, int8 on the CPU" if recipe.quantization == "auto" else recipe.quantization
+        weights = f"{weights}, linear layers in {bits}"
     return f"{kind}; weights in {weights}" + ("; computed in bfloat16" if recipe.bf16 else "")
 
 

@@ -312,6 +312,9 @@ class _Preflight:
             finally:
                 if shadow is not None:
                     layer.forward = shadow
+            for module in wide.modules():
+                if hasattr(module, "compute_dtype"):  # bitsandbytes computes in it whatever comes; fp32 is its widest
+                    module.compute_dtype = torch.float32  # type: ignore[assignment]
             plain, chunked = (_widened_call(arguments, wide, wider) for arguments in (call.arguments, streamed))
             inputs = {name: widened(x, wider) for name, x in call.inputs.items()}
             with torch.no_grad():

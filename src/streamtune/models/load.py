@@ -12,6 +12,7 @@ from transformers import CONFIG_MAPPING, AutoModelForCausalLM, PreTrainedConfig,
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from streamtune.errors import ArgumentError, did_you_mean
+from streamtune.models.quantize import logical_size, quantize
 
 __all__ = ["ParameterCount", "check_positions", "count_parameters", "init_model", "load_model"]
 
@@ -27,8 +28,8 @@ class ParameterCount:
 
 
 def count_parameters(model: torch.nn.Module) -> ParameterCount:
-    """Count all parameters and those that require a gradient."""
-    sizes = [(parameter.numel(), parameter.requires_grad) for parameter in model.parameters()]
+    """Count all parameters and those that require a gradient; a quantised one counts as the weights it stands for."""
+    sizes = [(logical_size(parameter), parameter.requires_grad) for parameter in model.parameters()]
     return ParameterCount(sum(n for n, _ in sizes), sum(n for n, trainable in sizes if trainable))
 
 
@@ -60,7 +61,12 @@ def check_positions(model: Any, longest: int) -> str | None:
 
 
 def load_model(
-    name_or_path: str, *, dtype: str = "auto", device: str = "cpu", trust_remote_code: bool = False
+    name_or_path: str,
+    *,
+    dtype: str = "auto",
+    device: str = "cpu",
+    trust_remote_code: bool = False,
+    quantization: str | None = None,
 ) -> PreTrainedModel:
     """Load a checkpoint, by hub name or from a local folder.
 
@@ -69,9 +75,10 @@ def load_model(
         dtype: ``auto`` (the checkpoint's own), ``float32``, ``bfloat16`` or ``float16``.
         device: Where the weights go.
         trust_remote_code: Whether code that comes with the checkpoint may run.
+        quantization: ``nf4`` or ``int8`` of the frozen linear layers, see ``models.quantize``; None leaves them.
 
     Raises:
-        ArgumentError: There is no such checkpoint, or it lacks weights that the model needs.
+        ArgumentError: There is no such checkpoint, it lacks weights that the model needs, or cannot be quantised so.
     """
     check_exists(name_or_path)
     try:
@@ -92,6 +99,8 @@ def load_model(
             where="model_name_or_path",
             mend="use a checkpoint of a causal language model",
         )
+    if quantization is not None:  # before the weights are copied: those of the file are read layer by layer
+        quantize(model, quantization, torch.device(device))
     return _own_weights(model.to(device))
 
 
@@ -103,13 +112,20 @@ def _own_weights(model: PreTrainedModel) -> PreTrainedModel:
     """
     with torch.no_grad():
         for parameter in model.parameters():
-            if parameter.device.type == "cpu":
+            if parameter.device.type == "cpu" and type(parameter) is torch.nn.Parameter:  # a quantised one is new
                 parameter.data = parameter.data.clone(memory_format=torch.preserve_format)
     return model
 
 
 def init_model(
-    config: Mapping[str, Any], *, vocab_size: int, token_ids: Mapping[str, int], dtype: str, device: str, seed: int
+    config: Mapping[str, Any],
+    *,
+    vocab_size: int,
+    token_ids: Mapping[str, int],
+    dtype: str,
+    device: str,
+    seed: int,
+    quantization: str | None = None,
 ) -> PreTrainedModel:
     """Build a model from a configuration, with random weights. Needs no download.
 
@@ -120,9 +136,11 @@ def init_model(
         dtype: Of the weights; ``auto`` is float32.
         device: Where the weights go. They are drawn on the CPU, so they do not depend on it.
         seed: Of the draw. The caller's random state is left as it was.
+        quantization: ``nf4`` or ``int8`` of the frozen linear layers, see ``models.quantize``; None leaves them.
 
     Raises:
-        ArgumentError: An unknown model type or key, a wrong value, or a vocabulary smaller than the tokenizer's.
+        ArgumentError: An unknown model type or key, a wrong value, a vocabulary smaller than the tokenizer's, or a
+            model that cannot be quantised.
     """
     wanted = int(config.get("vocab_size", vocab_size))
     if wanted < vocab_size:
@@ -135,6 +153,8 @@ def init_model(
     with torch.random.fork_rng():
         torch.manual_seed(seed)
         model = AutoModelForCausalLM.from_config(hf_config, dtype=torch.float32 if dtype == "auto" else DTYPES[dtype])
+    if quantization is not None:
+        quantize(model, quantization, torch.device(device))
     return model.to(device)
 
 

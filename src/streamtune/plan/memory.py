@@ -7,15 +7,15 @@ program holds; what a kernel allocates and frees inside one operator is not seen
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from contextlib import ExitStack
 from typing import Any
 
 from torch import Tensor, nn
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper_subclass
 from torch.utils._pytree import tree_iter
 
-__all__ = ["LiveBytes"]
+__all__ = ["LiveBytes", "held_tensors"]
 
 ACTIVATION, INPUT, GRADIENT = "activation", "layer input", "gradient"
 
@@ -38,7 +38,7 @@ class LiveBytes(TorchDispatchMode):
         self.peak = self.activation_peak = 0
         self._model, self._layers = model, list(layers)
         self._known: dict[int, tuple[str, int]] = {}
-        self._before = {_address(t) for t in (*model.parameters(), *model.buffers())}
+        self._before = {_address(t) for t in held_tensors(model)}
         self._hooks = ExitStack()
 
     def __enter__(self) -> LiveBytes:
@@ -96,6 +96,20 @@ class LiveBytes(TorchDispatchMode):
     def _forget(self, address: int) -> None:
         kind, size = self._known.pop(address)
         self.live[kind] -= size
+
+
+def held_tensors(model: nn.Module) -> Iterator[Tensor]:
+    """The tensors whose storages are a model's weights: parameters and buffers, what a quantised one is made of in its
+    place."""
+    todo: list[Tensor] = [*model.parameters(), *model.buffers()]
+    while todo:
+        tensor = todo.pop()
+        if is_traceable_wrapper_subclass(tensor):  # torchao: int8 values and scales; the wrapper has no bytes
+            todo += [getattr(tensor, name) for name in tensor.__tensor_flatten__()[0]]
+            continue
+        yield tensor
+        state = getattr(tensor, "quant_state", None)  # bitsandbytes: scales of blocks, and scales of those
+        todo += [item for item in state.as_dict().values() if isinstance(item, Tensor)] if state is not None else []
 
 
 def _address(tensor: Tensor) -> int:

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from streamtune.engine import Schedule, decoder_layers, stream
-from streamtune.plan.memory import LiveBytes
+from streamtune.plan.memory import LiveBytes, held_tensors
 
 __all__ = ["Layout", "MakeModel", "Mode", "Subject", "Task", "Variant"]
 
@@ -71,14 +71,14 @@ class Subject:
             "torch": torch.__version__,
             "transformers": transformers.__version__,
             "dtype": "bfloat16 autocast" if self.task.autocast else str(self.model.dtype).removeprefix("torch."),
-            "parameters": sum(p.numel() for p in self.model.parameters()),
+            "parameters": sum(_logical_size(p) for p in self.model.parameters()),
             "batch_size": self.task.batch_size,
         }
 
     def memory(self) -> dict[str, Any]:
         """Peaks of one step with the head and of one without it."""
         self.model.zero_grad(set_to_none=True)
-        held = _distinct((*self.model.parameters(), *self.model.buffers()))
+        held = _distinct(held_tensors(self.model))
         weights = sum(tensor.untyped_storage().nbytes() for tensor in held)
         layers = decoder_layers(self.model)
         with LiveBytes(self.model, layers) as whole:
@@ -120,9 +120,10 @@ class Subject:
             return self.model(**batch, labels=batch["input_ids"], use_cache=False).loss
 
     def _hidden_backward(self) -> None:
+        inner = getattr(self.model, "get_base_model", lambda: self.model)()  # out of peft's wrapper
         for batch in self.batches:
             with torch.autocast(self.device.type, dtype=torch.bfloat16, enabled=self.task.autocast):
-                hidden = self.model.base_model(**batch, use_cache=False).last_hidden_state
+                hidden = inner.base_model(**batch, use_cache=False).last_hidden_state
             hidden.backward(torch.ones((), dtype=hidden.dtype, device=hidden.device).expand_as(hidden))
 
     def _now(self) -> float:
@@ -148,6 +149,12 @@ def _checkpoint(function: Callable[..., Any], *args: Any) -> Any:
 
 def _distinct(tensors: Iterable[Tensor]) -> list[Tensor]:
     return list({t.untyped_storage()._cdata: t for t in tensors}.values())
+
+
+def _logical_size(parameter: Tensor) -> int:
+    """Weights a parameter stands for: bitsandbytes packs two in a byte and reports the bytes."""
+    state = getattr(parameter, "quant_state", None)
+    return parameter.numel() if state is None else state.shape.numel()
 
 
 def _peak_rss() -> int | None:

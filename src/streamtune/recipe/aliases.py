@@ -1,6 +1,6 @@
 """Names from other trainers: those that mean the same are taken, the others are refused with the way to say it here.
 
-Three dict literals, one for each answer. A name taken is noted to the user, so that nobody wonders which value a run
+Dict literals, one for each answer. A name taken is noted to the user, so that nobody wonders which value a run
 used; the same key under two names is a mistake.
 """
 
@@ -10,7 +10,7 @@ from typing import Any
 
 from .marks import Marks, Mistake, show_path
 
-__all__ = ["ALIASES", "INSTEAD", "LATER", "apply_aliases"]
+__all__ = ["ALIASES", "INSTEAD", "LATER", "SWITCHES", "apply_aliases"]
 
 ALIASES: dict[str, str] = {
     # model
@@ -21,6 +21,7 @@ ALIASES: dict[str, str] = {
     "adapter": "finetuning_type",
     "lora_rank": "lora_r",
     "lora_target_modules": "lora_target",
+    "quantization_bit": "quantization",
     "target_modules": "lora_target",
     # data
     "cutoff_len": "max_length",
@@ -47,10 +48,17 @@ ALIASES: dict[str, str] = {
 }
 """Another trainer's key: ours, with the same meaning."""
 
+SWITCHES: dict[str, tuple[str, str]] = {
+    "load_in_4bit": ("quantization", "nf4"),
+    "load_in_8bit": ("quantization", "int8"),
+}
+"""Another trainer's switch: our key, and what it is when the switch is on. A switch that is off says nothing."""
+
 VALUES: dict[str, dict[str, Any]] = {
     "lora_target": {"all": "all-linear"},
     "lr_scheduler_type": {"constant_with_warmup": "constant"},
     "optim": {"adamw_torch": "adamw", "adamw_torch_fused": "adamw", "adamw_hf": "adamw"},
+    "quantization": {"4": "nf4", "8": "int8"},
     "report_to": {"none": []},
     "dtype": {"bf16": "bfloat16", "fp32": "float32"},
 }
@@ -81,9 +89,6 @@ LATER: dict[tuple[str, ...], str] = {
     ("deepspeed",): "delete the line; this release trains on one device",
     ("fsdp",): "delete the line; this release trains on one device",
     ("sequence_parallel_size",): "delete the line; this release trains on one device",
-    ("load_in_4bit",): "write finetuning_type: lora; the base stays in 16 bit",
-    ("load_in_8bit",): "write finetuning_type: lora; the base stays in 16 bit",
-    ("quantization_bit",): "write finetuning_type: lora; the base stays in 16 bit",
     ("engine", "offload"): "delete the line; layer inputs stay on the device",
     ("engine", "levels"): "delete the line; there is one level",
     ("engine", "keep_attention"): "delete the line; keep_kv is what this release can keep",
@@ -91,8 +96,8 @@ LATER: dict[tuple[str, ...], str] = {
 """Keys of the plan that this release does not build: refused by name, never ignored."""
 
 LATER_VALUES: dict[tuple[str, Any], str] = {
-    ("finetuning_type", "qlora"): "write lora; the base stays in 16 bit",
     ("finetuning_type", "freeze"): "write lora or full",
+    ("quantization", "int4"): "write nf4, which is 4 bits too, or int8; torchao's int4 kernels have no backward",
 }
 
 
@@ -118,6 +123,20 @@ def apply_aliases(tree: dict[str, Any], marks: Marks) -> tuple[list[str], list[M
         if key in tree:
             del tree[key]
             mistakes.append(Mistake((key,), f"'{key}' is another trainer's key", mend))
+    for key in [key for key in tree if key in SWITCHES]:
+        ours, stands_for = SWITCHES[key]
+        switch = tree.pop(key)
+        if not isinstance(switch, bool):
+            mistakes.append(
+                Mistake((key,), f"'{key}' takes true or false; found {switch!r}", f"write {ours}: {stands_for}")
+            )
+        elif switch and ours in tree:
+            what = f"'{key}' means '{ours}: {stands_for}', and {marks.where(ours)} gives '{ours}' already"
+            mistakes.append(Mistake((key,), what, "delete one of the two"))
+        elif switch:
+            tree[ours] = stands_for
+            marks.rename((key,), (ours,))
+            notes.append(f"'{key}' is read as '{ours}: {stands_for}'")
     for key in [key for key in tree if key in ALIASES]:
         ours = ALIASES[key]
         if ours in tree:
@@ -134,8 +153,8 @@ def apply_aliases(tree: dict[str, Any], marks: Marks) -> tuple[list[str], list[M
         value = tree.get(key)
         if isinstance(value, list) and len(value) == 1:  # report_to: [none]
             value = value[0]
-        if isinstance(value, str) and value in values:
-            tree[key] = values[value]
+        if isinstance(value, str | int) and str(value) in values:
+            tree[key] = values[str(value)]
             shown = "[]" if tree[key] == [] else tree[key]
             notes.append(f"'{key}: {value}' is read as '{shown}'")
     for (key, value), mend in LATER_VALUES.items():

@@ -25,6 +25,7 @@ if TYPE_CHECKING:
 __all__ = [
     "blame_recipe",
     "choose_device",
+    "choose_quantization",
     "make_model",
     "make_schedule",
     "make_sources",
@@ -101,13 +102,18 @@ def make_model(
     Raises:
         ArgumentError: The model cannot be made, or the tokenizer is not its own.
     """
-    lora = recipe.finetuning_type == "lora"
+    adapters = recipe.finetuning_type != "full"
+    quantization = choose_quantization(recipe.finetuning_type, recipe.quantization, device)
     name = recipe.model_name_or_path
-    if checkpoint is not None and not lora:
+    if checkpoint is not None and not adapters:
         name = str(checkpoint.model_dir)
     if name is not None:
         model = models.load_model(
-            name, dtype=recipe.dtype, device=str(device), trust_remote_code=recipe.trust_remote_code
+            name,
+            dtype=recipe.dtype,
+            device=str(device),
+            trust_remote_code=recipe.trust_remote_code,
+            quantization=quantization,
         )
     else:
         assert recipe.model is not None, "the schema asks for a model"
@@ -119,9 +125,10 @@ def make_model(
             dtype=recipe.dtype,
             device=str(device),
             seed=recipe.seed,
+            quantization=quantization,
         )
     _check_vocabulary(model, tokenizer)
-    if not lora:
+    if not adapters:
         return model
     if checkpoint is not None:
         return models.load_lora(model, checkpoint.model_dir)
@@ -143,6 +150,15 @@ def _check_vocabulary(model: Any, tokenizer: PreTrainedTokenizerBase) -> None:
             where="tokenizer",
             mend="use the tokenizer that belongs to the model",
         )
+
+
+def choose_quantization(finetuning_type: str, quantization: str, device: torch.device) -> str | None:
+    """``nf4`` or ``int8`` of a QLoRA recipe on this device; None for other recipes.
+
+    Raises:
+        ArgumentError: What it needs is not installed.
+    """
+    return models.choose_quantization(quantization, device) if finetuning_type == "qlora" else None
 
 
 def make_schedule(spec: EngineSpec) -> Schedule:

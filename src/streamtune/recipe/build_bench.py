@@ -6,9 +6,11 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
+import torch
+
 from streamtune import models, plan
 from streamtune.errors import ArgumentError
-from streamtune.recipe.build import choose_device, make_schedule
+from streamtune.recipe.build import choose_device, choose_quantization, make_schedule
 from streamtune.recipe.loader import LoadedRecipe
 
 __all__ = ["bench_recipe"]
@@ -55,12 +57,14 @@ def bench_recipe(
 
 def _make_model(recipe: dict[str, Any], device: str) -> Any:
     """The recipe's model, in a process of its own: the recipe comes as plain values."""
+    quantization = choose_quantization(recipe["finetuning_type"], recipe["quantization"], torch.device(device))
     if recipe["model_name_or_path"] is not None:
         model: Any = models.load_model(
             recipe["model_name_or_path"],
             dtype=recipe["dtype"],
             device=device,
             trust_remote_code=recipe["trust_remote_code"],
+            quantization=quantization,
         )
     else:
         init = recipe["model"]["init"]
@@ -71,8 +75,9 @@ def _make_model(recipe: dict[str, Any], device: str) -> Any:
             dtype=recipe["dtype"],
             device=device,
             seed=recipe["seed"],
+            quantization=quantization,
         )
-    if recipe["finetuning_type"] == "lora":
+    if recipe["finetuning_type"] != "full":
         model = models.add_lora(
             model,
             r=recipe["lora_r"],

@@ -22,6 +22,7 @@ from streamtune.engine import Schedule, StreamHandle, check_packing, stream
 from streamtune.recipe.build import (
     blame_recipe,
     choose_device,
+    choose_quantization,
     make_model,
     make_schedule,
     make_sources,
@@ -76,6 +77,8 @@ class SftRun:
     replaces: bool
     """Whether ``directory`` holds another run, which is moved aside first."""
     device: torch.device
+    quantization: str | None
+    """``nf4`` or ``int8``: of the frozen linear layers."""
     tokenizer: PreTrainedTokenizerBase
     data: data.PreparedData
     model: Any
@@ -133,13 +136,16 @@ def build_sft(
     recipe = loaded.recipe
     with blame_recipe(loaded):
         device = choose_device(recipe.device)
+        quantization = choose_quantization(recipe.finetuning_type, recipe.quantization, device)
         quiet_libraries(device)
         directory = train.RunDirectory(Path(recipe.output_dir))
         before = directory.read_identity()
         checkpoint = train.find_checkpoint(directory, resume, notify)
         # What is continued must have been started under the same settings: checked before the data is read, with
         # which it takes minutes, and once more with it.
-        identity: dict[str, Any] = {"recipe": recipe.model_dump(mode="json", exclude=set(FREE_KEYS))}
+        identity: dict[str, Any] = {"recipe": recipe.model_dump(mode="json", exclude={*FREE_KEYS, "quantization"})}
+        if quantization is not None:  # what `auto` became: on another device it is another model
+            identity["recipe"]["quantization"] = quantization
         started = {directory.path: before} if before is not None and resume != "never" else {}
         if checkpoint is not None:
             started[checkpoint.path] = checkpoint.state["identity"]
@@ -171,6 +177,7 @@ def build_sft(
         identity=identity,
         replaces=before is not None and resume == "never",
         device=device,
+        quantization=quantization,
         tokenizer=tokenizer,
         data=prepared,
         model=model,
@@ -293,6 +300,8 @@ def _train_settings(recipe: Recipe, plan: StepPlan, schedule: Schedule) -> train
     mend += f"; then max_length (now {recipe.max_length:,})"
     if recipe.finetuning_type == "full":
         mend += "; or train adapters with finetuning_type: lora"
+    elif recipe.finetuning_type == "lora":
+        mend += "; or keep the frozen weights in fewer bits with finetuning_type: qlora"
     return train.TrainSettings(
         total_steps=plan.total_steps,
         steps_per_epoch=plan.steps_per_epoch,

@@ -78,9 +78,12 @@ class Marks:
 
     def rename(self, old: KeyPath, new: KeyPath) -> None:
         """Move the marks of a key, and of everything under it, to another name."""
-        self.lines = {
-            (*new, *path[len(old) :]) if path[: len(old)] == old else path: line for path, line in self.lines.items()
-        }
+
+        def renamed(path: KeyPath) -> KeyPath:
+            return (*new, *path[len(old) :]) if path[: len(old)] == old else path
+
+        self.lines = {renamed(path): line for path, line in self.lines.items()}
+        self.settings = {renamed(path): setting for path, setting in self.settings.items()}
 
     def set(self, path: KeyPath, setting: str) -> None:
         """Note that a setting wrote this key; what the file had there is forgotten."""

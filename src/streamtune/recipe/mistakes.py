@@ -10,7 +10,7 @@ from pydantic import ValidationError
 
 from streamtune.errors import RecipeError, did_you_mean
 
-from .aliases import ALIASES
+from .aliases import ALIASES, SWITCHES
 from .fields import expected, field_at, leaf_paths, options, properties
 from .marks import KeyPath, Marks, Mistake, parse_scalar, show_path
 
@@ -61,7 +61,7 @@ def explain(error: ValidationError, tree: dict[str, Any]) -> list[Mistake]:
 def unknown_key(path: KeyPath) -> Mistake:
     """A key the recipe does not have, with the nearest one that it has."""
     parent, name = path[:-1], str(path[-1])
-    known = properties(parent) + (list(ALIASES) if not parent else [])
+    known = properties(parent) + ([*ALIASES, *SWITCHES] if not parent else [])
     mend = did_you_mean(name, known)
     if elsewhere := [place for place in leaf_paths().get(name, []) if place != path]:
         place = elsewhere[0]

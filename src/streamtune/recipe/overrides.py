@@ -13,7 +13,7 @@ from typing import Any
 
 from streamtune.errors import RecipeError, did_you_mean
 
-from .aliases import ALIASES, INSTEAD, LATER
+from .aliases import ALIASES, INSTEAD, LATER, SWITCHES
 from .fields import leaf_paths
 from .marks import KeyPath, Marks, read_yaml, show_path
 
@@ -66,7 +66,7 @@ def _find(name: str, tree: dict[str, Any], setting: str) -> KeyPath:
     """The place a name stands for: written in full, at the top level, or a last name that is unique."""
     parts = tuple(int(part) if part.isdecimal() else part for part in re.sub(r"\[(\d+)\]", r".\1", name).split("."))
     leaves = leaf_paths()
-    if len(parts) > 1 or (name,) in leaves.get(name, []) or name in INSTEAD or (name,) in LATER:
+    if len(parts) > 1 or (name,) in leaves.get(name, []) or name in {*INSTEAD, *SWITCHES} or (name,) in LATER:
         return parts
     if name in {str(paths[0][0]) for paths in leaves.values()}:  # 'engine', 'tokenizer': whole groups
         return parts
@@ -88,7 +88,7 @@ def _find(name: str, tree: dict[str, Any], setting: str) -> KeyPath:
             mend=f"write --set datasets.{entries[0]}.{name}=...",
         )
     configuration = list(_configuration(tree))
-    mend = did_you_mean(name, [*leaves, *ALIASES, *configuration])
+    mend = did_you_mean(name, [*leaves, *ALIASES, *SWITCHES, *configuration])
     raise RecipeError(f"unknown key '{name}'", where=setting, mend=mend or "`streamtune schema` lists every key")
 
 

@@ -163,8 +163,12 @@ class Recipe(Spec):
 
     # --- what is trained ---------------------------------------------------------------------------------------
 
-    finetuning_type: Literal["full", "lora"] = "full"
-    """Train every weight, or low-rank adapters beside frozen weights."""
+    finetuning_type: Literal["full", "lora", "qlora"] = "full"
+    """Train every weight, or low-rank adapters beside frozen weights, which `qlora` keeps in 8 or 4 bits."""
+
+    quantization: Literal["auto", "nf4", "int8"] = "auto"
+    """Of the frozen linear layers, with `finetuning_type: qlora`: `nf4` (4 bits, bitsandbytes) or `int8` (torchao);
+    `auto` is nf4 on an accelerator and int8 on the CPU. Embedding, norms and head keep their dtype."""
 
     lora_r: Count = 16
     """Rank of the adapters."""
@@ -328,6 +332,13 @@ class Recipe(Spec):
         if self.warmup_ratio > 0 and self.warmup_steps > 0:
             raise _mistake(
                 "'warmup_ratio' and 'warmup_steps' exclude each other", key="warmup_steps", mend="keep one of them"
+            )
+        if self.quantization != "auto" and self.finetuning_type != "qlora":
+            raise _mistake(
+                f"'quantization: {self.quantization}' needs frozen weights, and 'finetuning_type' is "
+                f"{self.finetuning_type}",
+                key="quantization",
+                mend="write finetuning_type: qlora, or delete the line",
             )
         if self.eval_steps > 0 and self.val_size == 0:
             raise _mistake(

@@ -1,0 +1,164 @@
+"""A frozen base in 8 or 4 bits, to train adapters on: QLoRA (Dettmers et al., arXiv 2305.14314).
+
+    int8  torchao, weight-only: one scale to an output channel, symmetric. CPU and CUDA.
+    nf4   bitsandbytes: 4 bits to a weight in blocks of 64, the blocks' scales in 8 bits ("double quantisation").
+          CUDA, and the CPU through the same package.
+
+What is quantised is the weight of every ``nn.Linear`` but the head, as in the paper. Embedding, norms, biases and
+experts kept as one 3-D tensor stay as they are. One layer after the other goes to the device and is quantised there, so
+the device never holds the unquantised model. Forward and backward compute in the dtype of the activations, with the
+weights written out anew in each call: a product with the rounded weights, the same for a chunk as for the sequence.
+
+peft's ``prepare_model_for_kbit_training`` is not used. It turns on gradient checkpointing, which streaming replaces,
+and casts the rest of a bitsandbytes base to fp32: twice the bytes for embedding and head, norms that hand fp32 to
+layers made for bf16, and adapters trained on another model than the one they are used with. The adapters themselves are
+fp32, also on bf16 weights (peft's default).
+
+There is no int4. torchao's 4-bit kernels have no backward (``aten::_weight_int4pack_mm_for_cpu``), peft refuses its
+``Int4Tensor``, and its form that does run on every device spends a byte on each weight, as int8 does.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+
+from streamtune.errors import ArgumentError
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+__all__ = ["choose_quantization", "logical_size", "quantization", "quantize"]
+
+PACKAGES = {"int8": "torchao", "nf4": "bitsandbytes"}
+"""What each kind needs; the extra ``streamtune[quant]`` installs both."""
+
+
+def choose_quantization(kind: str, device: torch.device) -> str:
+    """The kind that will be used: ``nf4`` or ``int8``.
+
+    Args:
+        kind: ``nf4``, ``int8``, or ``auto``: nf4 on an accelerator, int8 on the CPU.
+        device: Where the model will be.
+
+    Raises:
+        ArgumentError: The package it needs is not installed.
+    """
+    chosen = kind if kind != "auto" else "int8" if device.type == "cpu" else "nf4"
+    package = PACKAGES[chosen]
+    if not _installed(package):
+        other, theirs = next(item for item in PACKAGES.items() if item[0] != chosen)
+        mend = f"pip install {package} (or streamtune[quant])"
+        if _installed(theirs):
+            mend += f", or write quantization: {other}, which is here"
+        raise ArgumentError(f"{chosen} needs {package}, which is not installed", where="quantization", mend=mend)
+    return chosen
+
+
+def quantize(model: PreTrainedModel, kind: str, device: torch.device) -> None:
+    """Quantise the linear layers of ``model`` in place and freeze them; they move to ``device``, the rest stays.
+
+    A model that came quantised from its checkpoint is left as it is.
+
+    Args:
+        model: A model whose weights are loaded, on the CPU.
+        kind: ``nf4`` or ``int8``.
+        device: Where the quantised weights go.
+
+    Raises:
+        ArgumentError: The model has no linear layers, or came in another quantisation.
+    """
+    before = quantization(model)
+    if before is None:
+        _convert(model, kind, device)
+    elif before != kind:
+        raise ArgumentError(
+            f"the weights of this checkpoint are quantised already ({before}), and {kind} is asked for",
+            where="quantization",
+            mend=f"write quantization: {before}" if before in PACKAGES else "use the checkpoint they were made from",
+        )
+    for module in model.modules():
+        # On CPUs with AVX512-BF16 bitsandbytes packs a weight for another kernel when it is first used in evaluation.
+        # That kernel rounds differently and has no backward, and the weight stays packed when training goes on.
+        if hasattr(module, "support_avx512bf16_for_cpu"):
+            module.support_avx512bf16_for_cpu = False
+
+
+def quantization(model: nn.Module) -> str | None:
+    """How a model's linear layers are quantised: ``int8``, ``nf4``, the library's name for another way, or None."""
+    for module in model.modules():
+        weight: Any = getattr(module, "weight", None)
+        if type(weight).__name__ == "Params4bit":
+            return str(weight.quant_type)
+        if type(weight).__name__ == "Int8Tensor" and weight.act_quant_kwargs is None:
+            return "int8"
+    quantizer = getattr(model, "hf_quantizer", None)
+    return None if quantizer is None else str(quantizer.quantization_config.quant_method.value)
+
+
+def logical_size(parameter: torch.Tensor) -> int:
+    """Weights a parameter stands for; bitsandbytes packs two in a byte and reports the bytes."""
+    state = getattr(parameter, "quant_state", None)
+    return parameter.numel() if state is None else state.shape.numel()
+
+
+def _convert(model: PreTrainedModel, kind: str, device: torch.device) -> None:
+    linears = list(_linears(model))
+    if not linears:
+        raise ArgumentError(
+            f"{type(model).__name__} has no nn.Linear layers to quantise", where="finetuning_type", mend="write lora"
+        )
+    if kind == "int8":
+        _to_int8(model, [linear for _, linear in linears], device)
+    else:
+        _to_nf4(model, linears, device)
+
+
+def _linears(model: PreTrainedModel) -> Iterator[tuple[str, nn.Linear]]:
+    """Every ``nn.Linear`` by name, but the head, what is tied to the embedding, and what the model keeps in fp32."""
+    ends: list[Any] = [model.get_input_embeddings(), model.get_output_embeddings()]
+    kept = {id(module.weight) for module in ends if hasattr(module, "weight")}
+    names = {*(model._keep_in_fp32_modules or ()), *(model._keep_in_fp32_modules_strict or ())}
+    for name, module in model.named_modules():
+        if type(module) is nn.Linear and id(module.weight) not in kept and names.isdisjoint(name.split(".")):
+            yield name, module
+
+
+def _to_int8(model: Any, linears: list[nn.Linear], device: torch.device) -> None:
+    from torchao.quantization import Int8WeightOnlyConfig, quantize_
+    from transformers import TorchAoConfig
+    from transformers.quantizers import AutoHfQuantizer
+
+    config = Int8WeightOnlyConfig(set_inductor_config=False)
+    for linear in linears:
+        quantize_(linear.to(device).requires_grad_(False), config)
+    # As from_pretrained leaves it: peft asks here how to quantise again what it merges.
+    model.hf_quantizer = AutoHfQuantizer.from_config(TorchAoConfig(config), pre_quantized=False)
+
+
+def _to_nf4(model: Any, linears: list[tuple[str, nn.Linear]], device: torch.device) -> None:
+    import bitsandbytes
+
+    for name, linear in linears:
+        settings = {"quant_type": "nf4", "compress_statistics": True}
+        quantised = bitsandbytes.nn.Linear4bit(
+            linear.in_features,
+            linear.out_features,
+            bias=linear.bias is not None,
+            compute_dtype=linear.weight.dtype,
+            device="meta",
+            **settings,
+        )
+        quantised.weight = bitsandbytes.nn.Params4bit(linear.weight.data, requires_grad=False, **settings)
+        quantised.bias = linear.bias
+        parent, _, last = name.rpartition(".")
+        setattr(model.get_submodule(parent), last, quantised.to(device).requires_grad_(False))  # moving it quantises it
+    model.is_loaded_in_4bit = True  # as from_pretrained leaves it: peft asks for this, and not for the layer's class
+
+
+def _installed(package: str) -> bool:
+    return importlib.util.find_spec(package) is not None
