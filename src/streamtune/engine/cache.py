@@ -21,6 +21,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from typing import Any, Literal
+from weakref import proxy
 
 import torch
 from torch import Tensor, nn
@@ -131,7 +132,7 @@ class ChunkCache(Cache):
         super().__init__(layers=[])
         self.kv, self.states, self.chunk, self.walk = kv, states, chunk, walk
         self.first_key = min(first_key, chunk.start)
-        self.layers = _LayerViews(self)
+        self.layers = _LayerViews(proxy(self))  # a cycle would keep the chunk until the next garbage collection
         self.own: list[Tensor] = []
         self.prefix_leaves: list[Tensor] = []
         self.own_states: dict[StateKey, Tensor] = {}
