@@ -79,6 +79,8 @@ def test_report(prepared: Prepared, write: Write) -> None:
         "tokens": sum(lengths),
         "supervised_tokens": sum(lengths) - 100,
         "length_percentiles": {"min": 2, "p50": 52, "p90": 92, "p95": 97, "p99": 101, "max": 101},
+        "packs": 0,
+        "pack_fill": 0.0,
     }
     assert json.loads(json.dumps(data.report.to_json())) == expected
     assert data.report.describe().startswith("100 rows; 90 to train on; 10 held out; ")

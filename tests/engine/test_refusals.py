@@ -11,7 +11,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSeq2SeqLM
 import streamtune
 from streamtune import Schedule
 from streamtune.errors import ArgumentError, UnsupportedModelError
-from tests.exactness.families import SMALL, batch, build
+from tests.exactness.families import BOUND, SMALL, batch, build, gradients, worst
 
 
 def untouched(model: torch.nn.Module) -> bool:
@@ -72,6 +72,19 @@ def test_a_mask_that_sees_the_future() -> None:
     inputs["attention_mask"] = torch.ones(3, 1, 37, 37, dtype=torch.bool)
     with streamtune.stream(model, chunk_size=8), pytest.raises(UnsupportedModelError, match="later tokens"):
         model(**inputs)
+
+
+def test_a_run_of_tokens_that_see_later_ones_fills_two_chunks_and_no_more() -> None:
+    model, inputs = build("llama"), batch("plain")
+    allowed = torch.ones(3, 1, 37, 37, dtype=torch.bool).tril()
+    allowed[..., 5:21, 5:21] = True
+    given: dict[str, Any] = {**inputs, "attention_mask": allowed}
+    _, want = gradients(model, given)
+    with streamtune.stream(model, chunk_size=8):
+        assert worst(gradients(model, given)[1], want) <= BOUND
+    with streamtune.stream(model, chunk_size=7), pytest.raises(UnsupportedModelError, match="16 in a row") as caught:
+        model(**given)
+    assert "set chunk_size to 8 or more" in caught.value.mend
 
 
 def test_a_trainable_tensor_from_outside_the_layer_is_noticed() -> None:

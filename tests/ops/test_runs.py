@@ -271,6 +271,13 @@ def test_unrecognised_functions_of_scalars_may_index_tensors() -> None:
     assert torch.equal(whole(lazy), brute_force(composed("full", ids[None]), 1))
 
 
+def test_unrecognised_keys_behind_the_last_query_allow_no_end() -> None:
+    """Five queries over eight keys: the last query sees three tokens that no chunk computes."""
+    lazy = LazyMask(1, 5, 8, causal=False, function=lambda b, h, q, k: k <= q + 3)
+    assert lazy.sees_future
+    assert lazy.cuts == [0]
+
+
 # --- cutting --------------------------------------------------------------------------------------------------------
 
 

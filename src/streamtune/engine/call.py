@@ -285,12 +285,14 @@ def chunks_of(call: LayerCall, schedule: Schedule) -> list[slice]:
         UnsupportedModelError: A run of tokens that all see later ones is longer than two chunks: what such a chunk
             holds is no longer what ``chunk_size`` promises (docs/decisions/005-bidirectional-blocks.md).
     """
-    chunks = schedule.chunks(call.length, None if call.mask is None else call.mask.cuts)
+    cuts = None if call.mask is None else call.mask.cuts
+    whole = cuts is None or cuts[-1] == call.length  # else it sees tokens that are not there to be computed at all
+    chunks = schedule.chunks(call.length, cuts if whole else [0, call.length])
     longest = max(chunk.stop - chunk.start for chunk in chunks)
-    if longest <= max(2 * schedule.chunk_size, 3):  # at least two tokens, and so up to three, are one chunk
+    if whole and longest <= max(2 * schedule.chunk_size, 3):  # at least two tokens, so up to three, are one chunk
         return chunks
     what, where = "the attention mask lets a token see later tokens", type(call.layer).__name__
-    if len(chunks) == 1:
+    if len(chunks) == 1 or not whole:
         raise UnsupportedModelError(f"{what}, so its chunk cannot be computed before theirs", where=where)
     raise UnsupportedModelError(
         f"{what}: {longest:,} in a row cannot be cut apart, more than two chunks of {schedule.chunk_size:,}",

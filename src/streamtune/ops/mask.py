@@ -121,14 +121,13 @@ class LazyMask(NoTensor):
         """Where the sequence may be cut into chunks; None where that is anywhere.
 
         A cut at b is allowed if no query before b sees a key from b on. Sorted positions from 0 to ``q_length``,
-        counted from the first query.
+        counted from the first query; ``q_length`` is missing where a query sees keys behind the last query.
         """
         if self.block_start is None and self.causal:
             return None
         last = self._last_key_by_block() if self.block_start is not None else self._last_key_by_looking()
         furthest = last.cummax(dim=0).values - self.q_offset
         allowed = furthest < torch.arange(1, self.q_length + 1, device=furthest.device)
-        allowed[-1:] = True
         return [0, *(allowed.nonzero().flatten() + 1).tolist()]
 
     def _last_key_by_block(self) -> Tensor:

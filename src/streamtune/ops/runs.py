@@ -21,16 +21,16 @@ def row_starts(position_ids: Tensor) -> list[int]:
     The rule of ``transformers.masking_utils.find_packed_sequence_indices``.
 
     Args:
-        position_ids: ``[T]`` or ``[B, T]``, integers.
+        position_ids: ``[..., T]``, integers.
 
     Returns:
-        Sorted positions at which a row starts in any of the B sequences.
+        Sorted positions at which a row starts in any of the sequences.
 
     Example:
         >>> row_starts(torch.tensor([0, 1, 2, 0, 1, 0]))
         [0, 3, 5]
     """
-    restarts = (torch.atleast_2d(position_ids).diff(dim=-1) != 1).any(0)
+    restarts = (torch.atleast_2d(position_ids).diff(dim=-1) != 1).flatten(0, -2).any(0)
     return [0, *(int(place) + 1 for place in restarts.nonzero().flatten().tolist())]
 
 
