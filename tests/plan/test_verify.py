@@ -213,10 +213,10 @@ def test_a_thousandth_is_caught_in_a_model_of_experts_and_in_adapters(monkeypatc
         with monkeypatch.context() as patch:
             patch.setattr(vjp._Sum, "__init__", _marking(vjp._Sum.__init__, parameter))
             patch.setattr(vjp._Sum, "result", lambda self, right=right: _scaled(right(self), self.marked))
-            for bf16 in (False, True):
-                report = check(model, bf16=bf16)
-                assert not report.exact
-                assert report.worst.parameter.endswith(name)
+            report = check(model, bf16=True)
+            assert not report.exact
+            assert report.worst.parameter.endswith(name)
+            assert report.worst.error == pytest.approx(1e-3, rel=1e-2)
 
 
 def _marking(init: Any, parameter: Tensor) -> Any:

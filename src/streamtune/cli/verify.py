@@ -128,8 +128,9 @@ def _print_report(report: VerifyReport) -> None:
     rows = [
         ("against", _describe_reference(report)),
         ("loss", f"plain {loss.plain:.7g}, streamed {loss.streamed:.7g}, difference {loss.difference:.1e}{wide}"),
-        ("worst", report.worst.describe()),
     ]
+    if report.exact:  # else the verdict names it
+        rows.append(("worst", report.worst.describe()))
     if report.filled:
         rows.append(("filled", f"{report.filled} matrices of zeros (fresh adapters) held random values meanwhile"))
     if report.routed and not report.exact and report.worst.run.dtype.itemsize == 4:

@@ -31,7 +31,7 @@ from streamtune.engine import Schedule, stream
 from streamtune.errors import ArgumentError, NonFiniteError, StreamTuneError, UnsupportedModelError
 from streamtune.plan.guest import attending, borrowed, cast, quantised_as, routes
 from streamtune.plan.verify_report import Loss, ModuleRow, Run, VerifyReport, module_of
-from streamtune.plan.verify_rule import judge, judge_loss, ratio
+from streamtune.plan.verify_rule import SAME, judge, judge_loss, ratio
 
 __all__ = ["run_verify", "verify_schedules"]
 
@@ -57,11 +57,13 @@ def verify_schedules(length: int, own: Schedule) -> list[Schedule]:
         raise ArgumentError(f"{length} token cannot be cut into chunks", where="max_length", mend="use longer rows")
     parts = next((count for count in (3, 5, 7) if length % count), 3)  # a last chunk shorter than the others
     sizes = {-(-length // 2): length, -(-length // parts): -(-length // 5), max(1, min(SMALL, length // 8)): 7}
-    found = {own.chunk_size: own} if own.chunk_size < length else {}
+    chosen = [own] if own.chunk_size < length else []
     for number, (size, head) in enumerate(sizes.items()):
-        found.setdefault(
-            size, replace(own, chunk_size=size, head_chunk_size=head, keep_kv=own.keep_kv != bool(number % 2))
-        )
+        keep_kv = own.keep_kv != bool(number % 2)
+        chosen.append(replace(own, chunk_size=size, head_chunk_size=head, keep_kv=keep_kv))
+    found: dict[int, Schedule] = {}
+    for schedule in chosen:
+        found.setdefault(len(schedule.chunks(length)), schedule)
     return list(found.values())
 
 
@@ -94,25 +96,40 @@ def run_verify(
         raise ArgumentError("the model has no trainable parameter, so there is no gradient to compare")
     stream(model, schedule=schedules[0]).remove()  # what is refused by name is refused before anything is computed
     with borrowed(model) as filled, cast(model, dtype):
-        report: VerifyReport | None = None
-        for attention in (None, "eager"):  # some forms (a softcap, sinks) are known to the eager attention alone
-            with attending(model, attention) as name:
-                try:
-                    found = _Comparison(model, loss_of, schedules, bf16, unfit, notify).run()
-                except (StreamTuneError, torch.OutOfMemoryError, MemoryError):
-                    if report is None:
-                        raise
-                    break
-                except Exception:
-                    if name == "eager":
-                        raise
-                    continue
-            found = replace(found, attention=name, filled=filled)
-            report = found if report is None or found.exact else report
-            if report.exact or name == "eager":
-                break
-        assert report is not None
-        return report if report.exact else replace(report, refusal=_refusal(model, schedules[0]))
+        compare = partial(_Comparison, model, loss_of, schedules, bf16, unfit, notify)
+        report = _against_own_attention(model, compare)
+        refusal = "" if report.exact else _refusal(model, schedules[0])
+        return replace(report, filled=filled, refusal=refusal)
+
+
+def _against_own_attention(model: nn.Module, compare: Callable[[], _Comparison]) -> VerifyReport:
+    """Compare under the model's own attention, and under the eager one where that has no form for what a layer asks.
+
+    An attention that does not know a softcap or sinks refuses them, or leaves them out: plain autograd is another
+    function there. If the eager attention computes the same as the model's own, that is not why they differ.
+    """
+    with attending(model, None) as own:
+        comparison = compare()
+        try:
+            report = replace(comparison.run(), attention=own)
+        except (StreamTuneError, torch.OutOfMemoryError, MemoryError):
+            raise
+        except Exception:
+            if own == "eager":
+                raise
+            with attending(model, "eager") as name:
+                return replace(compare().run(), attention=name)
+    if report.exact or own == "eager":
+        return report
+    with attending(model, "eager") as name:
+        again = compare()
+        try:
+            if again.same_function(comparison):
+                return report
+            found = replace(again.run(), attention=name)
+        except Exception:  # no memory for it, or not known to the model: what was found first stands
+            return report
+    return found if found.exact else report
 
 
 def _refusal(model: nn.Module, schedule: Schedule) -> str:
@@ -169,11 +186,20 @@ class _Comparison:
         truth, runs = self._truth()
         if truth is None:
             truth = self._reference(self.bf16, self.computed)
-            runs = [self._itself(truth), *self._streamed(truth, self.bf16, self.computed)]
-        elif truth.dtype != self.computed or self.bf16:
-            plain = self._compared(truth, None, self.bf16, self.computed)
-            runs += [plain, *self._streamed(truth, self.bf16, self.computed)]
+            runs = [self._itself(truth)]
+        else:
+            runs.append(self._compared(truth, None, self.bf16, self.computed))
+        runs += self._streamed(truth, self.bf16, self.computed)
+        self.plainly = (truth.dtype, truth.loss, truth.norms)
         return self._report(truth, runs)
+
+    def same_function(self, other: _Comparison) -> bool:
+        """Whether plain autograd gives here what it gave in another comparison, which has run: its loss and norms."""
+        dtype, loss, norms = other.plainly
+        with cast(self.model, dtype):
+            found = self._reference(self.bf16 and dtype == self.computed, dtype)
+        gaps = [ratio(abs(norm - norms[name]), found.scale(name)) for name, norm in found.norms.items()]
+        return max(*gaps, ratio(abs(found.loss - loss), abs(loss))) <= SAME[dtype]
 
     def _truth(self) -> tuple[_Reference | None, list[Run]]:
         """The gradients in the widest dtype that runs, and the streamed runs in that dtype."""
