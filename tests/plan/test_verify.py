@@ -231,6 +231,24 @@ def _scaled(total: Tensor | None, marked: bool) -> Tensor | None:
     return total * 1.001 if marked and total is not None else total
 
 
+@pytest.mark.parametrize(
+    ("family", "factor", "overall"), [("llama", 1.1, False), ("llama", 1.02, True), ("mixtral", 1.6, True)]
+)
+def test_an_engine_that_is_exact_but_rounds_worse_than_torch_is_caught(
+    monkeypatch: pytest.MonkeyPatch, family: str, factor: float, overall: bool
+) -> None:
+    """Wrong in the narrow dtype alone: the truth's dtype cannot see it."""
+    right = vjp._Sum.result
+    monkeypatch.setattr(
+        vjp._Sum, "result", lambda self: right(self) * (factor if self.dtype == torch.bfloat16 else 1.0)
+    )
+    report = check(build(family, dtype=torch.bfloat16))
+    assert not report.exact
+    assert (report.worst.run.dtype, report.worst.overall) == (torch.bfloat16, overall)
+    assert all(row.exact_error < 2e-6 for row in report.modules)
+    assert report.worst.torch_error > 0
+
+
 def test_a_gradient_that_never_comes_is_wholly_off(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(vjp._Sum, "result", lambda self: None)
     report = check(build("llama"))

@@ -31,15 +31,12 @@ from streamtune.engine import Schedule, stream
 from streamtune.errors import ArgumentError, NonFiniteError, StreamTuneError, UnsupportedModelError
 from streamtune.plan.guest import attending, borrowed, cast, quantised_as, routes
 from streamtune.plan.verify_report import Loss, ModuleRow, Run, VerifyReport, module_of
-from streamtune.plan.verify_rule import SAME, judge, judge_loss, ratio
+from streamtune.plan.verify_rule import SAME, judge, judge_loss, norm_of, ratio
 
 __all__ = ["run_verify", "verify_schedules"]
 
 SMALL = 64
 """Tokens of the smallest chunks tried."""
-
-BLOCK = 1 << 24
-"""Entries compared at once: 128 MiB in float64."""
 
 LossOf = Callable[[nn.Module, bool], Tensor]
 """``(model, bf16) -> loss``: the scalar loss of the batch, under bfloat16 autocast if ``bf16``."""
@@ -223,7 +220,7 @@ class _Comparison:
 
     def _itself(self, reference: _Reference) -> Run:
         """The run the reference is: no error against itself."""
-        return Run(None, reference.dtype, reference.loss, dict.fromkeys(self.names, 0.0), 0.0)
+        return Run(None, reference.dtype, reference.loss, dict.fromkeys(self.names, 0.0))
 
     def _reference(self, bf16: bool, dtype: torch.dtype) -> _Reference:
         self._begin(f"{self._label(bf16, dtype)}, plain autograd", wide=dtype != self.computed)
@@ -231,7 +228,7 @@ class _Comparison:
         norms = dict.fromkeys(self.names, 0.0)
 
         def keep(name: str, grad: Tensor) -> None:
-            grads[name], norms[name] = grad.to("cpu", copy=True), _norm(grad)
+            grads[name], norms[name] = grad.to("cpu", copy=True), norm_of(grad)
 
         loss = self._backward(bf16, keep)
         reference = _Reference(dtype, loss, grads, norms)
@@ -253,7 +250,7 @@ class _Comparison:
         differences = dict(truth.norms)  # of a gradient that never comes: all of it
 
         def compare(name: str, grad: Tensor) -> None:
-            differences[name] = _norm(grad, truth.grads[name])
+            differences[name] = norm_of(grad, truth.grads[name])
 
         if schedule is None:
             loss = self._backward(bf16, compare)
@@ -267,7 +264,7 @@ class _Comparison:
                     handle.check()  # knows to say which layer does not run in chunks
                     raise
         errors = {name: ratio(difference, truth.scale(name)) for name, difference in differences.items()}
-        return Run(schedule, dtype, loss, errors, ratio(math.hypot(*differences.values()), truth.whole))
+        return Run(schedule, dtype, loss, errors)
 
     def _backward(self, bf16: bool, take: Callable[[str, Tensor], None]) -> float:
         """Loss of one ordinary call and its ordinary backward, handing over each gradient as it is finished."""
@@ -303,7 +300,7 @@ class _Comparison:
             same = run.dtype == truth.dtype
             findings += judge(run, plain, same=same, routed=self.routed)
             losses.append(judge_loss(run, plain, truth.loss, same=same, routed=self.routed))
-        worst = max(findings, key=lambda finding: (finding.excess > 1, not finding.whole, finding.excess))
+        worst = max(findings, key=lambda finding: (finding.excess > 1, not finding.overall, finding.excess))
         worst_loss = max(losses, key=lambda finding: finding.excess)
         trained = [run for run in runs if run.schedule is not None and run.dtype == plain.dtype]
         streamed = max(trained, key=lambda run: abs(run.loss - plain.loss))
@@ -341,19 +338,6 @@ class _Comparison:
             )
             for module, names in groups.items()
         ]
-
-
-def _norm(grad: Tensor, other: Tensor | None = None) -> float:
-    """``||grad - other||`` in float64, a block at a time, where the gradient is."""
-    flat, total = grad.detach().reshape(-1), 0.0
-    if other is not None and other.numel() != flat.numel():  # the reference had no gradient here: zero
-        other = None
-    for start in range(0, flat.numel(), BLOCK):
-        block = flat[start : start + BLOCK].double()
-        if other is not None:
-            block = block - other.reshape(-1)[start : start + BLOCK].to(block.device, torch.float64)
-        total += float(block.dot(block))
-    return math.sqrt(total) if total == total else math.inf
 
 
 def _name(dtype: torch.dtype) -> str:

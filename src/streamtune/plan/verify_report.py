@@ -22,14 +22,17 @@ class Run:
         dtype: What it was computed in.
         loss: Its loss.
         errors: Of every trainable parameter, against the truth.
-        whole: Of all of them together.
     """
 
     schedule: Schedule | None
     dtype: torch.dtype
     loss: float
     errors: dict[str, float]
-    whole: float
+
+    @property
+    def overall(self) -> float:
+        """The root mean square of the errors: each parameter counts once, however large its gradient is."""
+        return math.hypot(*self.errors.values()) / math.sqrt(len(self.errors))
 
 
 @dataclass(frozen=True)
@@ -38,7 +41,7 @@ class Finding:
 
     Attributes:
         parameter: Whose it is; ``loss`` for the loss.
-        whole: It is the error of all parameters together, and ``parameter`` the one that is furthest off.
+        overall: The errors are those of all parameters, and ``parameter`` is the one that is furthest off.
     """
 
     parameter: str
@@ -46,7 +49,7 @@ class Finding:
     torch_error: float
     allowed: float
     run: Run
-    whole: bool = False
+    overall: bool = False
 
     @property
     def excess(self) -> float:
@@ -64,7 +67,7 @@ class Finding:
         """``q_proj.weight is off by 3.2e-01, where 2.0e-06 is allowed (float64, chunks of 683)``"""
         assert self.run.schedule is not None
         own = f", plain autograd by {self.torch_error:.1e}" if self.torch_error else ""
-        of = " and all others together are" if self.whole else " is"
+        of = " is the furthest off; in the mean all are" if self.overall else " is"
         how = f"{str(self.run.dtype).removeprefix('torch.')}, chunks of {self.run.schedule.chunk_size:,}"
         bound = f"{self.allowed:.1e} is allowed" if math.isfinite(self.allowed) else "a token may change its expert"
         return f"{self.parameter}{of} off by {self.error:.1e}{own}, where {bound} ({how})"
@@ -79,7 +82,7 @@ class Finding:
             "allowed": _number(self.allowed),
             "dtype": str(self.run.dtype).removeprefix("torch."),
             "chunk_size": self.run.schedule.chunk_size,
-            "whole_gradient": self.whole,
+            "overall": self.overall,
         }
 
 
@@ -182,7 +185,7 @@ class VerifyReport:
                     "dtype": str(run.dtype).removeprefix("torch."),
                     "loss": _number(run.loss),
                     "worst_error": _number(max(run.errors.values())),
-                    "whole_error": _number(run.whole),
+                    "overall_error": _number(run.overall),
                 }
                 for run in self.runs
             ],

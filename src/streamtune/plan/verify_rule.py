@@ -1,8 +1,8 @@
 """When a streamed gradient counts as plain autograd's: the rule, its bounds and why they are what they are.
 
-For the gradient g of one parameter and G of all of them together, each against the truth,
+For the gradient g of one parameter and G of all of them together, against the truth,
 
-    e = ||g - g_truth|| / max(||g_truth||, 1e-3 ||G_truth||)            E = ||G - G_truth|| / ||G_truth||
+    e = ||g - g_truth|| / max(||g_truth||, 1e-3 ||G_truth||)            E = root mean square of e over the parameters
 
     exact     streamed in the truth's dtype         e <= SAME[dtype]
     precise   streamed in the dtype of training     e <= 1.5  e(plain) + NOISE[dtype]
@@ -15,7 +15,7 @@ quarter of either bound: the errors of all tokens meet in it.
 Without a truth the plain run takes its place, and the first rule is all there is, with that dtype's bound.
 
 A model that sends tokens to experts may send one elsewhere because of rounding alone: a jump, not noise. Where its
-gradients are compared with those of another dtype, or in a narrow one, only the whole gradient is judged, by ROUTED.
+gradients are compared with those of another dtype, or in a narrow one, only E is judged, by ROUTED.
 """
 
 from __future__ import annotations
@@ -23,10 +23,11 @@ from __future__ import annotations
 import math
 
 import torch
+from torch import Tensor
 
 from streamtune.plan.verify_report import Finding, Run
 
-__all__ = ["NOISE", "ROUTED", "SAME", "judge", "judge_loss", "ratio"]
+__all__ = ["NOISE", "ROUTED", "SAME", "judge", "judge_loss", "norm_of", "ratio"]
 
 SAME = {torch.float64: 2e-6, torch.float32: 2e-5, torch.bfloat16: 3e-2, torch.float16: 1e-2}
 """What two correct orders of summation differ by at most. float64: some families compute norms, rotations or routers in
@@ -38,11 +39,15 @@ epsilon: the two round at other places, and for a parameter of few entries the r
 most beyond 1.5 e(plain) in ten families with eight draws of weights and rows each: two epsilon, of a query norm.)"""
 
 ROUTED = {torch.float32: 1e-2, torch.bfloat16: 0.3, torch.float16: 0.3}
-"""What the tokens that went to another expert explain of the whole gradient."""
+"""What the tokens that went to another expert explain of E."""
+
+
+BLOCK = 1 << 24
+"""Entries compared at once: 128 MiB in float64."""
 
 
 def judge(run: Run, plain: Run, *, same: bool, routed: bool) -> list[Finding]:
-    """The errors of a streamed run beside what is allowed: every parameter's, and that of all together.
+    """The errors of a streamed run beside what is allowed: every parameter's, and their mean over all.
 
     Args:
         run: The streamed run.
@@ -57,11 +62,11 @@ def judge(run: Run, plain: Run, *, same: bool, routed: bool) -> list[Finding]:
         allowed = SAME[run.dtype] if same else 1.5 * own + NOISE[run.dtype]
         findings.append(Finding(name, error, own, math.inf if jumps else allowed, run))
     if not same or jumps:
-        own = 0.0 if same else plain.whole
+        own = 0.0 if same else plain.overall
         allowed = SAME[run.dtype] if same else 1.25 * own + NOISE[run.dtype] / 16
         furthest = max(run.errors, key=lambda name: run.errors[name])
         allowed = max(allowed, ROUTED[run.dtype]) if jumps else allowed
-        findings.append(Finding(furthest, run.whole, own, allowed, run, whole=True))
+        findings.append(Finding(furthest, run.overall, own, allowed, run, overall=True))
     return findings
 
 
@@ -78,3 +83,16 @@ def ratio(difference: float, whole: float) -> float:
     if difference == 0:
         return 0.0
     return difference / whole if whole > 0 and math.isfinite(difference) else math.inf
+
+
+def norm_of(grad: Tensor, other: Tensor | None = None) -> float:
+    """``||grad - other||`` in float64, a block at a time, where the gradient is."""
+    flat, total = grad.detach().reshape(-1), 0.0
+    if other is not None and other.numel() != flat.numel():  # the reference had no gradient here: zero
+        other = None
+    for start in range(0, flat.numel(), BLOCK):
+        block = flat[start : start + BLOCK].double()
+        if other is not None:
+            block = block - other.reshape(-1)[start : start + BLOCK].to(block.device, torch.float64)
+        total += float(block.dot(block))
+    return math.sqrt(total) if total == total else math.inf
