@@ -15,6 +15,7 @@ from torch import Tensor
 from streamtune.cli import main
 from streamtune.data import Example
 from streamtune.engine import cache, head, vjp
+from streamtune.plan.room import Room
 from streamtune.recipe.build_verify import choose_rows
 
 RECIPE: dict[str, Any] = {
@@ -121,6 +122,19 @@ def test_another_dtype(verify: Callable[..., int], capsys: pytest.CaptureFixture
     document = json.loads(capsys.readouterr().out)
     expected = {"float32": "float64", "bfloat16": "float32", "float64": None}[dtype]
     assert (document["dtype"].split()[0], document["truth"]) == (dtype, expected)
+
+
+def test_without_memory_for_a_truth_the_screen_says_so(
+    verify: Callable[..., int], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(Room, "lacks", lambda *given: "it takes 9.0 GiB more, 2.0 GiB are free")
+    assert verify("--length", "64") == 0
+    shown = capsys.readouterr().out
+    assert "plain autograd in float32 itself (not in float64: it takes 9.0 GiB more, 2.0 GiB are free)" in shown
+    assert shown.endswith("exact: streamed loss and gradients are plain autograd's in float32\n")
+    assert verify("--length", "64", "--set", "bf16=true") == 0
+    shown = capsys.readouterr().out
+    assert shown.endswith("in bfloat16 autocast, as far as 3e-02 can tell without a wider truth\n")
 
 
 # --- rows -------------------------------------------------------------------------------------------------------------

@@ -144,8 +144,8 @@ def _print_report(report: VerifyReport) -> None:
 
 
 def _describe_reference(report: VerifyReport) -> str:
-    dtype = report.truth or report.dtype
-    none = f" ({report.why_no_truth})" if report.why_no_truth else ""
+    dtype = report.truth or f"{report.dtype} itself"
+    none = f" (not in {report.why_no_truth})" if report.why_no_truth else ""
     return (
         f"plain autograd in {dtype}{none}, {report.attention} attention; largest of {len(report.schedules)} chunk sizes"
     )

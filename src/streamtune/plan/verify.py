@@ -215,7 +215,7 @@ class _Comparison:
                         self.begun = 0
                     else:
                         return truth, [self._itself(truth), *self._streamed(truth, False, dtype)]
-            self.why_no_truth = "; ".join(filter(None, [self.why_no_truth, f"none in {_name(dtype)}: {reason}"]))
+            self.why_no_truth = "; ".join(filter(None, [self.why_no_truth, f"{_name(dtype)}: {reason}"]))
         return None, []
 
     def _itself(self, reference: _Reference) -> Run:

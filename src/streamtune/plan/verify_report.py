@@ -128,7 +128,7 @@ class VerifyReport:
         exact: The verdict.
         dtype: What is trained in: ``float32``, ``bfloat16 autocast``.
         truth: Dtype of the truth; None where the plain run took its place.
-        why_no_truth: Why there is no wider truth.
+        why_no_truth: Which wider dtypes could not be the truth's, and why.
         attention: The attention implementation of plain autograd.
         routed: Tokens are sent to experts: other rules for narrow dtypes.
         loss: The losses.

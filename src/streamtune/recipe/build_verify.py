@@ -52,7 +52,7 @@ MOST_ROWS = 4
 LENGTH = {"cpu": 2048, "cuda": 8192}
 """Tokens that are enough to prove it, where nothing is said and memory allows more."""
 
-PROBE = 128
+PROBE = 256
 """Tokens of the forward that memory is measured on."""
 
 
