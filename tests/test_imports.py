@@ -93,6 +93,7 @@ def test_only_build_turns_a_recipe_into_the_objects_of_other_rooms() -> None:
         ["--version"],
         ["validate", "--help"],
         ["sft", "--help"],
+        ["verify", "--help"],
         ["recipes", "ls"],
         ["schema"],
         ["validate", "RECIPE"],

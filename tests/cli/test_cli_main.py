@@ -32,7 +32,7 @@ def shown(error: StreamTuneError, width: int = 80) -> list[str]:
 def test_help_lists_the_commands():
     done = run("--help")
     assert done.returncode == 0
-    for command in ("sft", "validate", "recipes", "schema", "env"):
+    for command in ("sft", "bench", "verify", "validate", "recipes", "schema", "env"):
         assert f" {command} " in done.stdout
 
 

@@ -14,6 +14,7 @@ from .recipes import recipes
 from .schema import schema
 from .sft import sft
 from .validate import validate
+from .verify import verify
 
 __all__ = ["app"]
 
@@ -49,6 +50,7 @@ def streamtune(
 
 app.command("sft", rich_help_panel="Training")(sft)
 app.command("bench", rich_help_panel="Measuring")(bench)
+app.command("verify", rich_help_panel="Measuring")(verify)
 app.command("validate", rich_help_panel="Recipes")(validate)
 app.add_typer(recipes, name="recipes", rich_help_panel="Recipes")
 app.command("schema", rich_help_panel="Recipes")(schema)

@@ -1,0 +1,289 @@
+"""A recipe to a verification of its model on its rows.
+
+build_verify   recipe -> tokenizer, first rows, model, schedules; what ``sft`` would train, by the same functions
+run_verify     plain autograd and streaming on them
+
+An objective other than supervised fine-tuning joins with a loss of its own: what is compared only ever sees
+``loss_of(model, bf16)``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+
+from streamtune import data, models, plan, train
+from streamtune.engine import Schedule, stream
+from streamtune.errors import ArgumentError, DataError, OutOfMemoryError, RunError
+from streamtune.plan.room import Room, measure_room
+from streamtune.recipe.build import (
+    blame_recipe,
+    choose_device,
+    make_model,
+    make_schedule,
+    make_sources,
+    make_tokenizer,
+    prepare_data,
+    quiet_libraries,
+)
+from streamtune.recipe.loader import LoadedRecipe
+from streamtune.train.loop import loss_of
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+__all__ = ["DTYPES", "Subject", "Window", "build_verify", "choose_rows", "run_verify"]
+
+DTYPES = ("float32", "bfloat16", "float64")
+"""What ``--dtype`` takes."""
+
+FIRST_ROWS = 64
+"""Rows of each source that are read: a verification needs one or a few."""
+
+MOST_ROWS = 4
+"""Rows of the batch at most."""
+
+LENGTH = {"cpu": 2048, "cuda": 8192}
+"""Tokens that are enough to prove it, where nothing is said and memory allows more."""
+
+PROBE = 256
+"""Tokens of the forward that memory is measured on."""
+
+
+@dataclass(frozen=True)
+class Window:
+    """The part of a row that is used."""
+
+    example: data.Example
+    start: int
+    row_length: int
+
+    @property
+    def length(self) -> int:
+        """Tokens used."""
+        return len(self.example.input_ids)
+
+
+@dataclass(frozen=True)
+class Subject:
+    """What is verified: a model, a batch, and what to stream it with."""
+
+    loaded: LoadedRecipe
+    model: Any
+    parameters: models.ParameterCount
+    device: torch.device
+    windows: tuple[Window, ...]
+    batch: train.MicroBatch
+    length_limit: str
+    """Why the batch has the length it has, if a row was cut."""
+    schedules: list[Schedule]
+    dtype: torch.dtype | None
+    """Widen the weights to it first."""
+    bf16: bool
+    room: Room
+
+    @property
+    def length(self) -> int:
+        """Tokens of the longest row, T of the batch."""
+        return self.batch.input_ids.shape[1]
+
+
+def build_verify(
+    loaded: LoadedRecipe,
+    *,
+    length: int | None = None,
+    dtype: str | None = None,
+    notify: Callable[[str], None] = lambda message: None,
+    doing: Callable[[str], AbstractContextManager[Any]] = nullcontext,
+) -> Subject:
+    """Load the recipe's model and its first rows. Nothing is written.
+
+    Args:
+        loaded: The recipe.
+        length: Tokens of the batch at most; None asks the memory.
+        dtype: One of :data:`DTYPES`; None is what the recipe trains in.
+        notify: Told what is worth knowing, a sentence at a time.
+        doing: Shows what takes a while, for as long as it does.
+
+    Raises:
+        UserError: With the line of the recipe that is to blame.
+    """
+    if length is not None and length < 2:
+        raise ArgumentError("--length takes a number of tokens from 2 up", mend="write --length 1024")
+    if dtype is not None and dtype not in DTYPES:
+        raise ArgumentError(f"--dtype does not know {dtype!r}", mend=f"choose from {', '.join(DTYPES)}")
+    recipe = loaded.recipe
+    with blame_recipe(loaded):
+        device = choose_device(recipe.device)
+        quiet_libraries(device)
+        sources = make_sources(loaded)
+        with doing("making the tokenizer"):
+            tokenizer = make_tokenizer(recipe, sources, None, notify)
+        examples = _first_rows(loaded, sources, tokenizer, notify)
+        with doing("loading the model"):
+            model = make_model(recipe, tokenizer, None, device)
+        stream(model, schedule=make_schedule(recipe.engine)).remove()  # a model that is refused is refused at once
+        bf16 = recipe.bf16 if dtype is None else dtype == "bfloat16"
+        widened = getattr(torch, dtype) if dtype in ("float32", "float64") else None
+        with doing("measuring how long a row plain autograd has room for"):
+            room = _measure(model, examples, tokenizer, device, bf16)
+        limit, why = (length, "--length") if length is not None else _fitting_length(room, device, widened)
+        windows = choose_rows(examples, limit)
+        batch = _collate(windows, tokenizer).to(device)
+        if (note := models.check_positions(model, batch.input_ids.shape[1])) is not None:
+            notify(note)
+        schedules = plan.verify_schedules(batch.input_ids.shape[1], make_schedule(recipe.engine))
+    return Subject(
+        loaded=loaded,
+        model=model,
+        parameters=models.count_parameters(model),
+        device=device,
+        windows=tuple(windows),
+        batch=batch,
+        length_limit=why if any(window.length < window.row_length for window in windows) else "",
+        schedules=schedules,
+        dtype=widened,
+        bf16=bf16,
+        room=room,
+    )
+
+
+def run_verify(subject: Subject, notify: Callable[[str], None] = lambda message: None) -> plan.VerifyReport:
+    """Compare streamed with plain autograd.
+
+    Raises:
+        UnsupportedModelError: The model cannot be streamed.
+        OutOfMemoryError: Plain autograd itself does not fit at this length.
+    """
+    try:
+        return plan.run_verify(
+            subject.model,
+            partial(_loss, subject.batch),
+            subject.schedules,
+            dtype=subject.dtype,
+            bf16=subject.bf16,
+            unfit=partial(subject.room.lacks, subject.batch.input_ids.numel()),
+            notify=notify,
+        )
+    except (RuntimeError, MemoryError) as error:
+        if not train.is_out_of_memory(error):
+            raise
+        rows, length = subject.batch.input_ids.shape
+        raise OutOfMemoryError(
+            f"out of memory on {rows} x {length:,} tokens: plain autograd, the reference, keeps all activations",
+            mend=f"choose a shorter length: --length {max(2, length // 2)}",
+        ) from error
+
+
+# --- rows -------------------------------------------------------------------------------------------------------------
+
+
+def _first_rows(
+    loaded: LoadedRecipe,
+    sources: Sequence[data.Source],
+    tokenizer: PreTrainedTokenizerBase,
+    notify: Callable[[str], None],
+) -> Sequence[data.Example]:
+    """The first rows of the recipe's data, held-out ones among them; all of them if none of the first is usable."""
+    recipe = loaded.recipe.model_copy(update={"val_size": 0.0})
+    few = [replace(source, max_rows=min(source.max_rows or FIRST_ROWS, FIRST_ROWS)) for source in sources]
+    try:
+        return prepare_data(recipe, few[:1], tokenizer, notify).train
+    except DataError:
+        return prepare_data(recipe, sources, tokenizer, notify).train
+
+
+def choose_rows(examples: Sequence[data.Example], length: int) -> list[Window]:
+    """The first row with something to train on, cut to ``length``; if it is short, following ones beside it.
+
+    The batch has ``length`` tokens at most, padding counted, so short rows cost no more than one long one.
+
+    Raises:
+        DataError: No row has two tokens of which the second is trained on.
+    """
+    windows: list[Window] = []
+    for example in examples:
+        window = _window(example, length)
+        if window is None:
+            continue
+        longest = max(window.length, *(other.length for other in windows), 0)
+        if windows and (len(windows) == MOST_ROWS or longest * (len(windows) + 1) > length):
+            break
+        windows.append(window)
+    if not windows:
+        raise DataError(
+            "none of the rows has a token to train on after its first, so there is no gradient to compare",
+            where=examples[0].origin,
+            mend="use longer rows, or look at train_on",
+        )
+    return windows
+
+
+def _window(example: data.Example, length: int) -> Window | None:
+    """``length`` tokens of a row, half of them before the first that is trained on if the prompt is long."""
+    ids, labels = np.asarray(example.input_ids), np.asarray(example.labels)
+    trained = np.flatnonzero(labels[1:] != train.IGNORE_INDEX) + 1
+    if not len(trained):
+        return None
+    start = 0
+    if len(ids) > length and trained[0] >= length // 2:
+        start = int(min(trained[0] - length // 2, len(ids) - length))
+    kept = labels[start : start + length].copy()
+    kept[0] = train.IGNORE_INDEX  # nothing before it is there to predict it from
+    return Window(data.Example(ids[start : start + length], kept, example.origin), start, len(ids))
+
+
+def _collate(windows: Sequence[Window], tokenizer: PreTrainedTokenizerBase) -> train.MicroBatch:
+    examples = [window.example for window in windows]
+    batch = data.collate(examples, pad_token_id=tokenizer.pad_token_id)
+    return train.MicroBatch(**batch, origins=tuple(example.origin for example in examples))
+
+
+def _loss(batch: train.MicroBatch, model: torch.nn.Module, bf16: bool) -> torch.Tensor:
+    """The loss ``sft`` trains with."""
+    return loss_of(model, batch, num_targets=batch.num_targets, bf16=bf16)
+
+
+# --- memory -----------------------------------------------------------------------------------------------------------
+
+
+def _measure(
+    model: Any,
+    examples: Sequence[data.Example],
+    tokenizer: PreTrainedTokenizerBase,
+    device: torch.device,
+    bf16: bool,
+) -> Room:
+    """What plain autograd holds per token."""
+    base = model.get_base_model() if hasattr(model, "get_base_model") else model
+    [window] = choose_rows(examples, PROBE)[:1]
+    repeats = -(-PROBE // window.length)  # the tokens do not matter here, only their number
+
+    def forward(tokens: int) -> torch.Tensor:
+        ids = np.tile(np.asarray(window.example.input_ids), repeats)[:tokens]
+        probe = _collate([Window(data.Example(ids, ids, window.example.origin), 0, tokens)], tokenizer)
+        return _loss(probe.to(device), model, bf16)
+
+    limit = getattr(base.config.get_text_config(decoder=True), "max_position_embeddings", None)
+    tokens = min(PROBE, limit) if isinstance(limit, int) else PROBE
+    return measure_room(base, torch.bfloat16 if bf16 else base.dtype, forward, tokens)
+
+
+def _fitting_length(room: Room, device: torch.device, widened: torch.dtype | None) -> tuple[int, str]:
+    """How many tokens to take, and why so many: enough for a proof, fewer where memory ends."""
+    enough = LENGTH["cpu" if device.type == "cpu" else "cuda"]
+    trained = widened or room.measured
+    longest = room.longest(torch.float32 if trained.itemsize < 4 else torch.float64)
+    if longest < PROBE:  # no room for a wider truth at all
+        longest = room.longest(trained)
+    if longest < 2:
+        raise RunError("there is no memory left beside the weights", mend="free some, or choose --length by hand")
+    if longest >= enough:
+        return enough, "enough for a proof"
+    return longest, f"what plain autograd has room for in the {room.free / 2**30:.1f} GiB that are free"
