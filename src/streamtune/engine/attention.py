@@ -15,8 +15,9 @@ from transformers.masking_utils import causal_mask_function
 
 from streamtune.errors import UnsupportedModelError
 from streamtune.ops import LazyMask, MaskView, prefix_attention
+from streamtune.ops.mask import ForeignAttentionError
 
-__all__ = ["NAME", "dense_mask"]
+__all__ = ["NAME", "dense_mask", "lazy_mask"]
 
 NAME = "streamtune"
 """The attention implementation's name in a model's config."""
@@ -52,12 +53,13 @@ def attention(
         ``[B, T, H, D]`` and None for the weights, which are never built.
 
     Raises:
-        UnsupportedModelError: The layer adds a bias to its scores that this attention does not know.
+        ForeignAttentionError: The layer adds a bias to its scores, or chose its keys, in a way that this attention
+            does not know.
     """
-    for name in ("position_bias", "alibi", "relative_position_bias", "head_mask", "attn_bias"):
+    for name in ("position_bias", "alibi", "relative_position_bias", "head_mask", "attn_bias", "indices"):
         if kwargs.get(name) is not None:
-            raise UnsupportedModelError(
-                f"{type(module).__name__} adds {name!r} to its attention scores, which is not streamed in this release"
+            raise ForeignAttentionError(
+                f"{type(module).__name__} hands {name!r} to its attention, which is no attention of ours"
             )
     if torch.is_autocast_enabled(query.device.type) and query.dtype != torch.float64:
         dtype = torch.get_autocast_dtype(query.device.type)

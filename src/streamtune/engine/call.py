@@ -7,16 +7,21 @@ handed over whole otherwise:
     position_ids ([B, T] or [3, B, T])                    last dim
     position_embeddings (cos, sin of [B, T, D])           dim -2
     the same for all heads ([B, 1, T, D])                 dim 2
+    a bias that follows the keys (alibi: [..., 1, T])     last dim, to prefix and chunk
     a lazy mask                                           its rows
+    a dense square ([B, H, T, T])                         its rows, and its columns to prefix and chunk
     the cache                                             replaced by the chunk's own
 
-Shape suffixes: B batch, T tokens of the sequence.
+A layer that computes its attention itself (``tiles``) gets its masks as tensors.
+
+Shape suffixes: B batch, T tokens of the sequence, H heads.
 """
 
 from __future__ import annotations
 
 import inspect
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
@@ -25,14 +30,18 @@ import torch
 from torch import Tensor, nn
 
 from streamtune.engine.attention import dense_mask
+from streamtune.engine.borrow import attention_as
 from streamtune.engine.cache import ChunkCache
+from streamtune.engine.tiles import OwnAttention, sees_future, tile
 from streamtune.errors import UnsupportedModelError
 from streamtune.ops.mask import LazyMask
 
-__all__ = ["CACHE_NAMES", "LayerCall", "first_key", "takes_cache"]
+__all__ = ["CACHE_NAMES", "LayerCall", "takes_cache"]
 
 CACHE_NAMES = ("past_key_values", "layer_past", "past_key_value", "cache_params")
 """What decoder layers call their cache argument."""
+KEY_BIASES = ("alibi", "position_bias")
+"""Arguments that are added to the scores of all queries alike; one number for each key in the last dimension."""
 
 
 @lru_cache(maxsize=512)
@@ -51,7 +60,8 @@ class LayerCall:
     """A bound call of ``layer.forward``: every argument by name, hidden states first.
 
     ``streamed`` names the tensor arguments that need a gradient and are cut along the sequence (the hidden states are
-    always the first of them); ``shared`` those that need one and go to every chunk whole.
+    always the first of them); ``shared`` those that need one and go to every chunk whole. ``own`` is set where the
+    layer computes its attention itself.
     """
 
     layer: nn.Module
@@ -61,13 +71,22 @@ class LayerCall:
     hidden_name: str
     streamed: list[str]
     shared: list[str]
+    dtype: torch.dtype
+    own: OwnAttention | None = None
 
     @classmethod
-    def bind(cls, layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> LayerCall:
+    def bind(
+        cls, layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], own: OwnAttention | None = None
+    ) -> LayerCall:
         """Bind a call as Python would.
 
+        Args:
+            layer: The decoder layer.
+            args, kwargs: What it is called with.
+            own: Its own attention, where it keeps that.
+
         Raises:
-            UnsupportedModelError: The layer has no cache argument, or its first argument is not ``[B, T, C]``.
+            UnsupportedModelError: The layer has no cache argument, or its first argument is not ``[B, T, ..., C]``.
         """
         name = type(layer).__name__
         cache_name = takes_cache(layer)
@@ -84,13 +103,17 @@ class LayerCall:
                 raise UnsupportedModelError(f"{name} takes unnamed arguments, which cannot be cut into chunks safely")
         hidden_name = next(iter(arguments), "")
         hidden = arguments.get(hidden_name)
-        if not isinstance(hidden, Tensor) or hidden.dim() != 3:
+        if not isinstance(hidden, Tensor) or hidden.dim() not in (3, 4):  # 4: several residual streams side by side
             raise UnsupportedModelError(f"the first argument of {name} is not a tensor of hidden states [B, T, C]")
         for group in (arguments, extra):
             for key, value in group.items():
-                if _is_dense_mask(value, hidden.shape[1]):
+                if not _is_square(value, hidden.shape[1]):
+                    continue
+                if own is None:
                     group[key] = dense_mask(value)
-        call = cls(layer, arguments, extra, cache_name, hidden_name, [hidden_name], [])
+                elif sees_future(value):
+                    raise UnsupportedModelError(f"{key!r} of {name} lets a token see later tokens, or is no mask")
+        call = cls(layer, arguments, extra, cache_name, hidden_name, [hidden_name], [], hidden.dtype, own)
         for key, value in call._all().items():
             if not isinstance(value, Tensor) and torch.is_grad_enabled() and _holds_gradient(value):
                 raise UnsupportedModelError(
@@ -121,6 +144,15 @@ class LayerCall:
     def mask(self) -> LazyMask | None:
         """The lazy mask among the arguments, if the model made one."""
         return next((value for value in self._all().values() if isinstance(value, LazyMask)), None)
+
+    def first_key(self, chunk: slice) -> int:
+        """The first position a chunk is shown.
+
+        A layer that attends by itself is shown the whole prefix: it may count its keys from the first.
+        """
+        if self.mask is None or self.own is not None:
+            return 0
+        return min(self.mask.first_key(chunk.start), chunk.start)
 
     @property
     def cache(self) -> Any:
@@ -163,19 +195,39 @@ class LayerCall:
         try:
             if checkpointing:
                 self.layer.gradient_checkpointing = False  # type: ignore[assignment]
-            return type(self.layer).forward(self.layer, **arguments, **extra)
+            with self._attending():
+                return type(self.layer).forward(self.layer, **arguments, **extra)
         finally:
             if checkpointing:
                 self.layer.gradient_checkpointing = True  # type: ignore[assignment]
 
+    def run_whole(self) -> Any:
+        """Call the layer's own forward with the arguments as they came, the cache among them (generation)."""
+        arguments, extra = dict(self.arguments), dict(self.extra)
+        if self.own is not None:
+            form = self.own.form(self.dtype)
+            for group in (arguments, extra):
+                for key, value in group.items():
+                    if isinstance(value, LazyMask):
+                        group[key] = tile(value.rows(0, value.q_length), form)
+        with self._attending():
+            return type(self.layer).forward(self.layer, **arguments, **extra)
+
+    def _attending(self) -> AbstractContextManager[None]:
+        """A context in which the layer's configs name the attention it computes with."""
+        if self.own is None:
+            return nullcontext()
+        configs = list(self.own.configs)
+        return attention_as(configs, [self.own.name] * len(configs))
+
     def _dim(self, key: str, value: Tensor, length: int | None = None) -> int | None:
         """The dimension along which an argument follows the sequence, or None."""
         length = self.length if length is None else length
-        if key in ("position_ids", "cache_position"):
+        if key in ("position_ids", "cache_position", *KEY_BIASES) and not _is_square(value, length):
             dim = value.dim() - 1
         elif key == "position_embeddings":
             dim = value.dim() - 2
-        elif value.dim() == 4 and value.shape[1] == 1:
+        elif _is_square(value, length) or (value.dim() == 4 and value.shape[1] == 1):
             dim = 2
         elif value.dim() >= 2:
             dim = 1
@@ -185,12 +237,17 @@ class LayerCall:
 
     def _cut(self, key: str, value: Any, chunk: slice, first_key: int, length: int) -> Any:
         if isinstance(value, Tensor):
+            if _is_square(value, length):
+                return value[..., chunk, first_key : chunk.stop]
+            if key in KEY_BIASES and value.shape[-1] == length:
+                return value[..., first_key : chunk.stop]
             dim = self._dim(key, value, length)
             if dim is None:
                 return value
             return value.narrow(dim, chunk.start, chunk.stop - chunk.start)
         if isinstance(value, LazyMask):
-            return value.chunk(chunk.start, chunk.stop, first_key)
+            view = value.chunk(chunk.start, chunk.stop, first_key)
+            return view if self.own is None else tile(view, self.own.form(self.dtype))
         if isinstance(value, tuple | list):
             return type(value)(self._cut(key, item, chunk, first_key, length) for item in value)
         if isinstance(value, dict):
@@ -206,10 +263,6 @@ def _holds_gradient(value: Any) -> bool:
     return any(_holds_gradient(item) for item in items)
 
 
-def _is_dense_mask(value: Any, length: int) -> bool:
+def _is_square(value: Any, length: int) -> bool:
+    """Whether it is a dense mask ``[B, H, T, T]``."""
     return isinstance(value, Tensor) and value.dim() == 4 and tuple(value.shape[2:]) == (length, length)
-
-
-def first_key(mask: LazyMask | None, chunk: slice) -> int:
-    """The first position a chunk can see."""
-    return 0 if mask is None else min(mask.first_key(chunk.start), chunk.start)

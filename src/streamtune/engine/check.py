@@ -23,7 +23,6 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
-from streamtune.engine.attention import NAME
 from streamtune.engine.borrow import aliased, attention_as, borrowed
 from streamtune.engine.call import LayerCall
 from streamtune.engine.difference import BOUND, compared_dtype, distance, norm_of, ratio, widened
@@ -113,6 +112,7 @@ class _Preflight:
     def __init__(self, handle: StreamHandle, reference: list[Any]) -> None:
         self.model, self.layers = handle.model, handle.layers
         self.configs = [config for config, _ in handle._attention]
+        self.ours = [config._attn_implementation_internal for config in self.configs]
         self.reference = reference
         self.head = StreamedHead(handle.model, SCHEDULE) if handle._head is not None else None
         self.inputs: dict[str, Any] = {}
@@ -165,7 +165,7 @@ class _Preflight:
         streamed = step == self._compare
         self.last = None
         with ExitStack() as stack:
-            stack.enter_context(attention_as(self.configs, [NAME] * len(self.configs) if streamed else self.reference))
+            stack.enter_context(attention_as(self.configs, self.ours if streamed else self.reference))
             for index, layer in enumerate(self.layers):
                 layer.forward = _Step(index, step)
             if streamed and self.head is not None:
@@ -198,7 +198,6 @@ class _Preflight:
         if call is None or call.index != index:
             raise _DiffersError(f"{self._name} calls its layers in another order when it is streamed")
         self.at, layer = index, self.layers[index]
-        LayerCall.bind(layer, args, kwargs)  # refuses by name what cannot be cut
         bound = inspect.signature(type(layer).forward).bind(layer, *args, **kwargs)
         z_in = bound.arguments[call.hidden_name]
         error, bound_input = distance(z_in, call.z_in, self._valid(call.z_in)), BOUND[compared_dtype(call.z_in)]
@@ -271,7 +270,8 @@ class _Preflight:
         signature = inspect.signature(type(layer).forward)
         generator = torch.Generator().manual_seed(call.index)
         grad_z_out = (
-            torch.randn(call.z_out.shape, generator=generator).to(call.z_out) * self._valid(call.z_in)[..., None]
+            torch.randn(call.z_out.shape, generator=generator).to(call.z_out)
+            * self._valid(call.z_in)[(..., *[None] * (call.z_out.dim() - 2))]
         )
         with torch.enable_grad(), aliased(layer) as parameters:
             grads = []
@@ -284,7 +284,7 @@ class _Preflight:
                 leaves = [call.arguments.arguments[name].detach().clone().requires_grad_() for name in call.wanted]
                 bound.arguments.update(zip(call.wanted, leaves, strict=True))
                 bound.arguments[next(iter(bound.arguments))] = layer
-                with attention_as(self.configs, self.reference if plain else [NAME] * len(self.configs)):
+                with attention_as(self.configs, self.reference if plain else self.ours):
                     forward = type(layer).forward if plain else _without_self(StreamedForward(layer, SCHEDULE))
                     out = forward(*bound.args, **bound.kwargs)
                     z_out = out[0] if isinstance(out, tuple | list) else out
@@ -340,7 +340,7 @@ class _Preflight:
                     reference = _first(type(wide).forward(*arguments.args, **arguments.kwargs))
                 bound_args = arguments.signature.bind(wide, *wide_streamed[0], **wide_streamed[1])
                 bound_args.arguments[call.hidden_name] = arguments.arguments[call.hidden_name]
-                with attention_as(self.configs, [NAME] * len(self.configs)):
+                with attention_as(self.configs, self.ours):
                     z_out = _first(StreamedForward(wide, SCHEDULE)(*bound_args.args[1:], **bound_args.kwargs))
             wide_call = _Call(call.index, arguments, call.wanted, reference)
             errors = {"output": self._added(z_out, reference, wide_call.z_in)}

@@ -15,12 +15,14 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
 from streamtune.engine.ambient import Autocast, RandomState
-from streamtune.engine.attention import NAME
 from streamtune.engine.cache import ChunkCache, KeysAndValues, ProjectionDone, Walk
-from streamtune.engine.call import LayerCall, first_key
+from streamtune.engine.call import LayerCall
+from streamtune.engine.outputs import OtherOutputs
 from streamtune.engine.schedule import Schedule
+from streamtune.engine.tiles import OwnAttention, is_ours, own_of
 from streamtune.engine.vjp import streamed_vjp
 from streamtune.errors import ArgumentError, UnsupportedModelError
+from streamtune.ops.mask import ForeignAttentionError
 
 __all__ = ["StreamedForward", "strange_leaves"]
 
@@ -39,13 +41,31 @@ class StreamedForward:
         self.leaves_checked = False
         configs: list[Any] = [getattr(module, "config", None) for module in layer.modules()]
         self.configs = [config for config in configs if hasattr(config, "_attn_implementation_internal")]
+        owns = {own_of(config._attn_implementation_internal) for config in self.configs} - {None}
+        self.own: OwnAttention | None = OwnAttention(str(owns.pop()), tuple(self.configs)) if owns else None
+        """Set where the layer computes its attention itself: known from its configs, or found in its first call."""
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """The layer's own signature and result."""
-        call = LayerCall.bind(self.layer, args, kwargs)
+        if self.own is not None:
+            return self._call(args, kwargs)
+        hidden = next((x for x in (*args, *kwargs.values()) if isinstance(x, Tensor)), None)
+        before = RandomState.now(torch.device("cpu") if hidden is None else hidden.device)
+        try:
+            return self._call(args, kwargs)
+        except ForeignAttentionError:
+            self.own = OwnAttention("eager", tuple(self.configs))
+        with before.replayed():
+            result = self._call(args, kwargs)
+            after = RandomState.now(before.device)
+        after.restore()
+        return result
+
+    def _call(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        call = LayerCall.bind(self.layer, args, kwargs, self.own)
         if call.cache is not None:
             if not torch.is_grad_enabled():  # generation: the model's own cache, the model's own walk
-                return type(self.layer).forward(self.layer, *args, **kwargs)
+                return call.run_whole()
             if call.cache.get_seq_length() > 0:
                 raise UnsupportedModelError(
                     "a filled key/value cache was passed while gradients are on",
@@ -63,7 +83,7 @@ class StreamedForward:
     def _check_attention(self) -> None:
         """Another attention does not know that a chunk's queries are the last of its keys, and would be wrong."""
         for config in self.configs:
-            if config._attn_implementation_internal != NAME:
+            if not is_ours(config._attn_implementation_internal):
                 raise UnsupportedModelError(
                     f"the attention was set to {config._attn_implementation_internal!r} while the model is streamed",
                     where=type(self.layer).__name__,
@@ -88,23 +108,17 @@ class _Stream:
         self.kv = KeysAndValues(call.length, self.widen)
         self.autocast = Autocast.now(call.hidden.device)
         self.random: dict[int, RandomState] = {}
-        self.wrap: type | None = None
-        self.nones = 0
+        self.others = OtherOutputs(type(call.layer).__name__)
 
     def run(self, chunk: slice, walk: Walk, given: dict[str, Tensor]) -> tuple[Tensor, ChunkCache]:
         """The layer on one chunk: ``z_out(i)`` ``[B, T_i, C]`` and the cache it saw."""
-        cache = ChunkCache(self.kv, chunk, first_key(self.mask, chunk), walk)
+        cache = ChunkCache(self.kv, chunk, self.call.first_key(chunk), walk)
         out = self.call.run(chunk, cache, given, self.length)
-        if isinstance(out, tuple | list):
-            if any(item is not None for item in out[1:]):
-                name = type(self.call.layer).__name__
-                raise UnsupportedModelError(f"{name} returns more than hidden states; chunks of that cannot be joined")
-            self.wrap, self.nones, out = type(out), len(out) - 1, out[0]
-        return out, cache
+        return self.others.take(out, chunk, keep=walk == "store"), cache
 
     def restore(self, z_out: Tensor) -> Any:
         """The output in the form the layer gives it."""
-        return z_out if self.wrap is None else self.wrap([z_out, *[None] * self.nones])
+        return self.others.restore(z_out)
 
     @torch.no_grad()
     def forward(self, z_in: Tensor, for_backward: bool = False) -> Tensor:

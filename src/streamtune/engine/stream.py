@@ -18,6 +18,7 @@ from streamtune.engine.check import check_exact
 from streamtune.engine.head import LazyLogits, StreamedHead
 from streamtune.engine.layer import StreamedForward
 from streamtune.engine.schedule import Schedule
+from streamtune.engine.tiles import FORMS, over
 from streamtune.errors import ArgumentError, UnsupportedModelError
 
 __all__ = ["StreamHandle", "decoder_layers", "stream"]
@@ -78,17 +79,24 @@ def base_model(model: nn.Module) -> PreTrainedModel:
 
 
 def decoder_layers(model: nn.Module) -> list[nn.Module]:
-    """The outermost layers that take a key/value cache, in order."""
+    """The outermost layers that take a key/value cache, in order.
+
+    A layer says of itself that it is one (``GradientCheckpointingLayer``); in a model where none does, the members of
+    its module lists are asked.
+    """
     found: list[nn.Module] = []
 
-    def visit(module: nn.Module) -> None:
+    def visit(module: nn.Module, listed: bool) -> None:
         for child in module.children():
-            if isinstance(child, GradientCheckpointingLayer) and takes_cache(child) is not None:
+            candidate = isinstance(module, nn.ModuleList) if listed else isinstance(child, GradientCheckpointingLayer)
+            if candidate and takes_cache(child) is not None:
                 found.append(child)
             else:
-                visit(child)
+                visit(child, listed)
 
-    visit(model)
+    visit(model, listed=False)
+    if not found:
+        visit(model, listed=True)
     return found
 
 
@@ -105,8 +113,12 @@ def check_streamable(model: PreTrainedModel, layers: list[nn.Module]) -> None:
         raise UnsupportedModelError(
             f"{name} has no decoder layer with a key/value cache, so there is nothing to stream"
         )
-    if not model._can_set_attn_implementation():
-        raise UnsupportedModelError(f"{name} does not take its attention from transformers' AttentionInterface")
+    own = config._attn_implementation_internal
+    if not _on_interface(model, layers) and own not in FORMS:
+        raise UnsupportedModelError(
+            f"{name} computes its attention itself, by {own!r}, which does not know the tile of a chunk",
+            mend="load it with attn_implementation='eager'",
+        )
     recurrent = sorted(
         {kind for kind in getattr(config, "layer_types", None) or [] if "attention" not in kind or "linear" in kind}
     )
@@ -153,8 +165,9 @@ class StreamHandle:
         self._attention = [
             (config, config._attn_implementation_internal) for config in _configs(self.model, self.layers)
         ]
-        for config, _ in self._attention:
-            config._attn_implementation_internal = NAME
+        ours = _on_interface(self.model, self.layers)
+        for config, own in self._attention:
+            config._attn_implementation_internal = NAME if ours else over(own)
         for layer in self.layers:
             layer.forward = StreamedForward(layer, schedule)
         self._hooks = [
@@ -216,13 +229,25 @@ class StreamHandle:
         return output
 
 
+def _owners(model: PreTrainedModel, layers: list[nn.Module]) -> list[PreTrainedModel]:
+    """The models around the layers, the outermost first."""
+    inside = {id(layer) for layer in layers}
+    return [
+        module
+        for module in model.modules()
+        if isinstance(module, PreTrainedModel) and any(id(child) in inside for child in module.modules())
+    ]
+
+
+def _on_interface(model: PreTrainedModel, layers: list[nn.Module]) -> bool:
+    """Whether the layers take their attention from ``transformers``' ``AttentionInterface``."""
+    return bool(_owners(model, layers)[-1]._can_set_attn_implementation())
+
+
 def _configs(model: PreTrainedModel, layers: list[nn.Module]) -> list[Any]:
     """The configs that name the attention of the decoder: the ones its layers and their model read, each once."""
-    inside = {id(layer) for layer in layers}
     owners: list[Any] = [model.config.get_text_config(decoder=True)]
-    for module in model.modules():
-        if isinstance(module, PreTrainedModel) and any(id(child) in inside for child in module.modules()):
-            owners.append(module.config)
+    owners += [module.config for module in _owners(model, layers)]
     for layer in layers:
         owners += [
             m.config

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from streamtune.errors import UnsupportedModelError
 
-__all__ = ["LazyMask", "MaskFunction", "MaskView", "Segment"]
+__all__ = ["ForeignAttentionError", "LazyMask", "MaskFunction", "MaskView", "Segment"]
 
 MaskFunction = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
 """``(batch, head, query, key) -> bool``: index tensors that broadcast together, True where the query sees the key."""
@@ -25,7 +25,11 @@ KEY_BLOCK = 2048
 """Keys a tile of an unrecognised mask function spans when it is examined (bytes: rows x KEY_BLOCK per batch row)."""
 
 
-class _MaskIsNoTensorError(UnsupportedModelError, AttributeError):
+class ForeignAttentionError(UnsupportedModelError):
+    """A layer's attention is more than ours: it must compute it itself, with a mask that is a tensor."""
+
+
+class _MaskIsNoTensorError(ForeignAttentionError, AttributeError):
     """Also an AttributeError, so that ``hasattr`` stays a question."""
 
 
