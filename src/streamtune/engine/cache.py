@@ -120,6 +120,12 @@ class ChunkCache(Cache):
             joined.append(_Join.apply(leaf, own, (buffer, self.first_key, self.chunk)))
         return tuple(joined)
 
+    def update_indexer(self, indexer_key_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any) -> Tensor:
+        """The same for the keys ``[B, S, D]`` by which a layer chooses whom it attends to: one head, no values."""
+        keys = indexer_key_states[:, None]
+        joined, _ = self.update(keys, keys[..., :0], layer_idx)
+        return joined[:, 0]
+
     def get_seq_length(self, layer_idx: int = 0) -> int:
         """Tokens before the chunk."""
         return self.chunk.start
@@ -134,13 +140,12 @@ class ChunkCache(Cache):
 
     def _recurrent(self, *args: Any, **kwargs: Any) -> Any:
         raise UnsupportedModelError(
-            "a layer of this model keeps a recurrent, convolutional or indexed state, which is not streamed in this "
-            "release",
+            "a layer of this model keeps a recurrent or convolutional state, which is not streamed in this release",
             mend="train it without streaming, or choose a model whose layers are attention layers",
         )
 
     get_conv_state = update_conv_state = get_recurrent_state = update_recurrent_state = _recurrent
-    has_previous_state = update_indexer = _recurrent
+    has_previous_state = _recurrent
 
 
 def _attended_dtype(x: Tensor) -> Tensor:

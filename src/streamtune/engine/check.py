@@ -112,6 +112,7 @@ class _Preflight:
     def __init__(self, handle: StreamHandle, reference: list[Any]) -> None:
         self.model, self.layers = handle.model, handle.layers
         self.configs = [config for config, _ in handle._attention]
+        self.own = handle.own_attention
         self.ours = [config._attn_implementation_internal for config in self.configs]
         self.reference = reference
         self.head = StreamedHead(handle.model, SCHEDULE) if handle._head is not None else None
@@ -204,7 +205,7 @@ class _Preflight:
         if not error <= bound_input:
             raise self._differs(index, "input", error, bound_input)
         bound.arguments[call.hidden_name] = call.z_in.clone().requires_grad_(torch.is_grad_enabled())
-        out = StreamedForward(layer, SCHEDULE)(*bound.args[1:], **bound.kwargs)
+        out = StreamedForward(layer, SCHEDULE, self.own)(*bound.args[1:], **bound.kwargs)
         z_out = out[0] if isinstance(out, tuple | list) else out
         self.streamed.append((bound.args[1:], bound.kwargs))
         bound_forward = BOUND[compared_dtype(call.z_out)]
@@ -285,7 +286,7 @@ class _Preflight:
                 bound.arguments.update(zip(call.wanted, leaves, strict=True))
                 bound.arguments[next(iter(bound.arguments))] = layer
                 with attention_as(self.configs, self.reference if plain else self.ours):
-                    forward = type(layer).forward if plain else _without_self(StreamedForward(layer, SCHEDULE))
+                    forward = type(layer).forward if plain else _without_self(StreamedForward(layer, SCHEDULE, self.own))
                     out = forward(*bound.args, **bound.kwargs)
                     z_out = out[0] if isinstance(out, tuple | list) else out
                     inputs = [*leaves, *parameters.values()]
@@ -341,7 +342,7 @@ class _Preflight:
                 bound_args = arguments.signature.bind(wide, *wide_streamed[0], **wide_streamed[1])
                 bound_args.arguments[call.hidden_name] = arguments.arguments[call.hidden_name]
                 with attention_as(self.configs, self.ours):
-                    z_out = _first(StreamedForward(wide, SCHEDULE)(*bound_args.args[1:], **bound_args.kwargs))
+                    z_out = _first(StreamedForward(wide, SCHEDULE, self.own)(*bound_args.args[1:], **bound_args.kwargs))
             wide_call = _Call(call.index, arguments, call.wanted, reference)
             errors = {"output": self._added(z_out, reference, wide_call.z_in)}
             if what != "output":

@@ -19,7 +19,7 @@ from streamtune.engine.cache import ChunkCache, KeysAndValues, ProjectionDone, W
 from streamtune.engine.call import LayerCall
 from streamtune.engine.outputs import OtherOutputs
 from streamtune.engine.schedule import Schedule
-from streamtune.engine.tiles import OwnAttention, is_ours, own_of
+from streamtune.engine.tiles import OwnAttention, is_ours
 from streamtune.engine.vjp import streamed_vjp
 from streamtune.errors import ArgumentError, UnsupportedModelError
 from streamtune.ops.mask import ForeignAttentionError
@@ -33,17 +33,17 @@ class StreamedForward:
     Args:
         layer: A decoder layer of a ``transformers`` model.
         schedule: How to cut the sequence.
+        own: The attention implementation of a layer that computes its attention itself. None for one that takes it
+            from ``transformers``' interface; if its first call finds that it does more, it keeps its eager one.
     """
 
-    def __init__(self, layer: nn.Module, schedule: Schedule) -> None:
+    def __init__(self, layer: nn.Module, schedule: Schedule, own: str | None = None) -> None:
         self.layer = layer
         self.schedule = schedule
         self.leaves_checked = False
         configs: list[Any] = [getattr(module, "config", None) for module in layer.modules()]
         self.configs = [config for config in configs if hasattr(config, "_attn_implementation_internal")]
-        owns = {own_of(config._attn_implementation_internal) for config in self.configs} - {None}
-        self.own: OwnAttention | None = OwnAttention(str(owns.pop()), tuple(self.configs)) if owns else None
-        """Set where the layer computes its attention itself: known from its configs, or found in its first call."""
+        self.own = None if own is None else OwnAttention(own, tuple(self.configs))
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """The layer's own signature and result."""

@@ -113,8 +113,8 @@ def check_streamable(model: PreTrainedModel, layers: list[nn.Module]) -> None:
         raise UnsupportedModelError(
             f"{name} has no decoder layer with a key/value cache, so there is nothing to stream"
         )
-    own = config._attn_implementation_internal
-    if not _on_interface(model, layers) and own not in FORMS:
+    own = _own_attention(model, layers)
+    if own is not None and own not in FORMS:
         raise UnsupportedModelError(
             f"{name} computes its attention itself, by {own!r}, which does not know the tile of a chunk",
             mend="load it with attn_implementation='eager'",
@@ -165,11 +165,12 @@ class StreamHandle:
         self._attention = [
             (config, config._attn_implementation_internal) for config in _configs(self.model, self.layers)
         ]
-        ours = _on_interface(self.model, self.layers)
-        for config, own in self._attention:
-            config._attn_implementation_internal = NAME if ours else over(own)
+        self.own_attention = _own_attention(self.model, self.layers)
+        """The implementation that layers which compute their attention themselves keep; None where ours is used."""
+        for config, _ in self._attention:
+            config._attn_implementation_internal = NAME if self.own_attention is None else over(self.own_attention)
         for layer in self.layers:
-            layer.forward = StreamedForward(layer, schedule)
+            layer.forward = StreamedForward(layer, schedule, self.own_attention)
         self._hooks = [
             self.model.register_forward_pre_hook(self._before, with_kwargs=True),
             self.model.register_forward_hook(self._after, always_call=True),
@@ -239,9 +240,10 @@ def _owners(model: PreTrainedModel, layers: list[nn.Module]) -> list[PreTrainedM
     ]
 
 
-def _on_interface(model: PreTrainedModel, layers: list[nn.Module]) -> bool:
-    """Whether the layers take their attention from ``transformers``' ``AttentionInterface``."""
-    return bool(_owners(model, layers)[-1]._can_set_attn_implementation())
+def _own_attention(model: PreTrainedModel, layers: list[nn.Module]) -> str | None:
+    """The attention of layers that do not take it from ``transformers``' ``AttentionInterface``; None for others."""
+    owner = _owners(model, layers)[-1]
+    return None if owner._can_set_attn_implementation() else str(owner.config._attn_implementation_internal)
 
 
 def _configs(model: PreTrainedModel, layers: list[nn.Module]) -> list[Any]:

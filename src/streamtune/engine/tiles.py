@@ -28,7 +28,7 @@ from transformers import AttentionMaskInterface
 from streamtune.engine.attention import NAME, lazy_mask
 from streamtune.ops.mask import LazyMask, MaskView, Segment
 
-__all__ = ["FORMS", "OwnAttention", "is_ours", "over", "own_of", "sees_future", "tile"]
+__all__ = ["FORMS", "OwnAttention", "is_ours", "over", "sees_future", "tile"]
 
 FORMS = ("eager", "sdpa")
 """Implementations a layer may keep while its chunks are handed tiles."""
@@ -43,12 +43,7 @@ def over(own: str) -> str:
 
 def is_ours(name: Any) -> bool:
     """Whether a config's attention implementation is one of ours."""
-    return name == NAME or own_of(name) is not None
-
-
-def own_of(name: Any) -> str | None:
-    """The implementation a layer keeps, read back from :func:`over`; None for any other name."""
-    return name.removeprefix(_OVER) if isinstance(name, str) and name.startswith(_OVER) else None
+    return name == NAME or name in map(over, FORMS)
 
 
 @dataclass(frozen=True)
