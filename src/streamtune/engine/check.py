@@ -29,6 +29,7 @@ from streamtune.engine.difference import BOUND, compared_dtype, distance, norm_o
 from streamtune.engine.head import StreamedHead
 from streamtune.engine.layer import StreamedForward, strange_leaves
 from streamtune.engine.schedule import Schedule
+from streamtune.engine.tiles import OwnAttention
 from streamtune.errors import ArgumentError, StreamTuneError, UnsupportedModelError
 
 if TYPE_CHECKING:
@@ -199,6 +200,7 @@ class _Preflight:
         if call is None or call.index != index:
             raise _DiffersError(f"{self._name} calls its layers in another order when it is streamed")
         self.at, layer = index, self.layers[index]
+        LayerCall.bind(layer, args, kwargs, OwnAttention(self.own) if self.own else None)  # refuses by name
         bound = inspect.signature(type(layer).forward).bind(layer, *args, **kwargs)
         z_in = bound.arguments[call.hidden_name]
         error, bound_input = distance(z_in, call.z_in, self._valid(call.z_in)), BOUND[compared_dtype(call.z_in)]
@@ -286,7 +288,9 @@ class _Preflight:
                 bound.arguments.update(zip(call.wanted, leaves, strict=True))
                 bound.arguments[next(iter(bound.arguments))] = layer
                 with attention_as(self.configs, self.reference if plain else self.ours):
-                    forward = type(layer).forward if plain else _without_self(StreamedForward(layer, SCHEDULE, self.own))
+                    forward = (
+                        type(layer).forward if plain else _without_self(StreamedForward(layer, SCHEDULE, self.own))
+                    )
                     out = forward(*bound.args, **bound.kwargs)
                     z_out = out[0] if isinstance(out, tuple | list) else out
                     inputs = [*leaves, *parameters.values()]

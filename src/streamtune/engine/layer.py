@@ -40,25 +40,24 @@ class StreamedForward:
     def __init__(self, layer: nn.Module, schedule: Schedule, own: str | None = None) -> None:
         self.layer = layer
         self.schedule = schedule
-        self.leaves_checked = False
+        self.leaves_checked = self.settled = False
         configs: list[Any] = [getattr(module, "config", None) for module in layer.modules()]
         self.configs = [config for config in configs if hasattr(config, "_attn_implementation_internal")]
         self.own = None if own is None else OwnAttention(own, tuple(self.configs))
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """The layer's own signature and result."""
-        if self.own is not None:
+        if self.own is not None or self.settled:
             return self._call(args, kwargs)
         hidden = next((x for x in (*args, *kwargs.values()) if isinstance(x, Tensor)), None)
         before = RandomState.now(torch.device("cpu") if hidden is None else hidden.device)
         try:
-            return self._call(args, kwargs)
+            result = self._call(args, kwargs)
         except ForeignAttentionError:
             self.own = OwnAttention("eager", tuple(self.configs))
-        with before.replayed():
-            result = self._call(args, kwargs)
-            after = RandomState.now(before.device)
-        after.restore()
+            before.restore()
+            return self._call(args, kwargs)
+        self.settled = True
         return result
 
     def _call(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

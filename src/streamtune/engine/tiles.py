@@ -26,7 +26,7 @@ from torch import Tensor
 from transformers import AttentionMaskInterface
 
 from streamtune.engine.attention import NAME, lazy_mask
-from streamtune.ops.mask import LazyMask, MaskView, Segment
+from streamtune.ops.mask import LazyMask, MaskView
 
 __all__ = ["FORMS", "OwnAttention", "is_ours", "over", "sees_future", "tile"]
 
@@ -98,7 +98,7 @@ class FormedMask(LazyMask):
             raise AttributeError(name)
         return getattr(self.dense(), name)
 
-    def __getitem__(self, key: Any) -> Tensor:
+    def __getitem__(self, key: Any) -> Any:
         return self.dense()[key]
 
     def __invert__(self) -> Tensor:
