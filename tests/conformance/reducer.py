@@ -13,7 +13,7 @@ import re
 from typing import Any
 
 import torch
-from transformers import CONFIG_MAPPING, AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
+from transformers import CONFIG_MAPPING, MODEL_FOR_CAUSAL_LM_MAPPING, PreTrainedConfig, PreTrainedModel
 
 from tests.conformance.exceptions import EXCEPTIONS, LEAVE_OUT
 from tests.exactness.families import VOCAB
@@ -124,12 +124,20 @@ def build(name: str, *, dtype: torch.dtype = torch.float32) -> PreTrainedModel:
     torch.manual_seed(0)
     config = tiny_config(name)
     _refuse_large(config)
-    model = AutoModelForCausalLM.from_config(config)
+    model = _new(config)
     with torch.no_grad():
         for parameter in model.parameters():
             if parameter.is_floating_point():
                 _stir(parameter)
     return model.to(dtype).train()
+
+
+def _new(config: PreTrainedConfig) -> PreTrainedModel:
+    """The class of ``AutoModelForCausalLM``, on the decoder's part of the configuration where that is what it takes."""
+    model_class = MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]
+    if not isinstance(config, model_class.config_class):
+        config = config.get_text_config(decoder=True)
+    return model_class._from_config(config)
 
 
 def tiny_config(name: str) -> PreTrainedConfig:
@@ -138,7 +146,8 @@ def tiny_config(name: str) -> PreTrainedConfig:
     parts = getattr(config_class, "sub_configs", None) or {}
     text = next((part for part in TEXT_CONFIGS if part in parts), None)
     if text is not None and isinstance(parts[text], type) and parts[text].__name__ != "AutoConfig":
-        return config_class(**{text: _reduced(parts[text], name)})
+        others = {part: value for part, value in EXCEPTIONS.get(name, {}).items() if part in parts and part != text}
+        return config_class(**{text: _reduced(parts[text], name)}, **others)
     return config_class(**_reduced(config_class, name))
 
 
@@ -157,7 +166,9 @@ def _reduced(config_class: type[PreTrainedConfig], name: str) -> dict[str, Any]:
     every_head_has_its_own = defaults.get("num_key_value_heads", 0) is None or defaults.get("kv_lora_rank")
     if "num_key_value_heads" in defaults and every_head_has_its_own:
         arguments["num_key_value_heads"] = 4
-    arguments |= EXCEPTIONS.get(name, {})
+    parts = getattr(CONFIG_MAPPING[name], "sub_configs", None) or {}
+    whole = config_class is CONFIG_MAPPING[name]
+    arguments |= {key: value for key, value in EXCEPTIONS.get(name, {}).items() if whole or key not in parts}
     return {key: value for key, value in arguments.items() if value is not LEAVE_OUT}
 
 
@@ -215,7 +226,7 @@ def _refuse_large(config: PreTrainedConfig) -> None:
     """Raise when the model would not be tiny; found without allocating it."""
     try:
         with torch.device("meta"):
-            model = AutoModelForCausalLM.from_config(copy.deepcopy(config))
+            model = _new(copy.deepcopy(config))
     except NotImplementedError:  # its initialisation reads values, which the meta device has none of
         return
     except RuntimeError as error:

@@ -77,6 +77,16 @@ class KeysAndValues:
         return grad_k[:, :, keys], grad_v[:, :, keys]
 
 
+class _NoLayers(list[Any]):
+    """A chunk's cache is that of one layer; a layer that looks for another's, or for one of its own kind, is told."""
+
+    def __getitem__(self, index: Any) -> Any:
+        raise UnsupportedModelError(
+            "a layer of this model keeps a state of its own kind in its cache, which is not streamed in this release",
+            mend="train it without streaming, or choose a model whose layers are attention layers",
+        )
+
+
 class ChunkCache(Cache):
     """The cache one chunk of one layer sees.
 
@@ -88,7 +98,7 @@ class ChunkCache(Cache):
     """
 
     def __init__(self, kv: KeysAndValues, chunk: slice, first_key: int, walk: Walk) -> None:
-        super().__init__(layers=[])
+        super().__init__(layers=_NoLayers())
         self.kv, self.chunk, self.first_key, self.walk = kv, chunk, min(first_key, chunk.start), walk
         self.leaves: list[Tensor] = []
         self.own: list[Tensor] = []

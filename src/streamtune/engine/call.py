@@ -36,7 +36,7 @@ from streamtune.engine.tiles import OwnAttention, sees_future, tile
 from streamtune.errors import UnsupportedModelError
 from streamtune.ops.mask import LazyMask
 
-__all__ = ["CACHE_NAMES", "LayerCall", "takes_cache"]
+__all__ = ["CACHE_NAMES", "LayerCall", "hands_on_cache", "takes_cache"]
 
 CACHE_NAMES = ("past_key_values", "layer_past", "past_key_value", "cache_params")
 """What decoder layers call their cache argument."""
@@ -53,6 +53,14 @@ def takes_cache(layer: nn.Module) -> str | None:
     """The name of a layer's cache argument, or None if it has none (an encoder or vision layer)."""
     names = _signature(type(layer).forward).parameters
     return next((name for name in CACHE_NAMES if name in names), None)
+
+
+def hands_on_cache(layer: nn.Module) -> str | None:
+    """:func:`takes_cache`, also where the layer takes it unseen among others and hands it on to its attention."""
+    parameters = _signature(type(layer).forward).parameters.values()
+    if any(parameter.kind is inspect.Parameter.VAR_KEYWORD for parameter in parameters):
+        return next((name for module in layer.modules() if (name := takes_cache(module))), None)
+    return takes_cache(layer)
 
 
 @dataclass
@@ -89,7 +97,7 @@ class LayerCall:
             UnsupportedModelError: The layer has no cache argument, or its first argument is not ``[B, T, ..., C]``.
         """
         name = type(layer).__name__
-        cache_name = takes_cache(layer)
+        cache_name = takes_cache(layer) or hands_on_cache(layer)
         if cache_name is None:
             raise UnsupportedModelError(f"{name} takes no key/value cache, so its chunks cannot see their prefix")
         bound = _signature(type(layer).forward).bind(layer, *args, **kwargs)
@@ -157,7 +165,7 @@ class LayerCall:
     @property
     def cache(self) -> Any:
         """The cache the model itself passed, or None."""
-        return self.arguments.get(self.cache_name)
+        return self._all().get(self.cache_name)
 
     def _all(self) -> dict[str, Any]:
         return {**self.arguments, **self.extra}
@@ -187,6 +195,7 @@ class LayerCall:
             for key, value in group.items():
                 if key not in given:
                     group[key] = self._cut(key, value, chunk, cache.first_key, length)
+        extra.pop(self.cache_name, None)
         arguments[self.cache_name] = cache
         if "use_cache" in arguments:
             arguments["use_cache"] = True

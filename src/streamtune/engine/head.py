@@ -200,11 +200,20 @@ class StreamedHead:
     Args:
         model: The causal language model (no adapter wrapper around it).
         schedule: ``head_chunk_size`` and ``grad_dtype`` are read.
+
+    Raises:
+        UnsupportedModelError: It has more than one head.
     """
 
     def __init__(self, model: Any, schedule: Schedule) -> None:
         self.model, self.schedule = model, schedule
         self.active = False
+        if isinstance(heads := model.get_output_embeddings(), nn.ModuleList):
+            raise UnsupportedModelError(
+                f"{type(model).__name__} has {len(heads)} heads for as many streams of tokens, and a loss over all of "
+                "them; only one head over one stream of tokens is streamed",
+                mend="use stream(model, head=False): layers are streamed, the heads are the model's own",
+            )
 
     def open(self) -> None:
         """Begin: from here the head promises its logits."""

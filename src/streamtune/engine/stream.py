@@ -13,7 +13,7 @@ from transformers import PreTrainedModel
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 from streamtune.engine.attention import NAME
-from streamtune.engine.call import takes_cache
+from streamtune.engine.call import hands_on_cache, takes_cache
 from streamtune.engine.check import check_exact
 from streamtune.engine.head import LazyLogits, StreamedHead
 from streamtune.engine.layer import StreamedForward
@@ -81,22 +81,22 @@ def base_model(model: nn.Module) -> PreTrainedModel:
 def decoder_layers(model: nn.Module) -> list[nn.Module]:
     """The outermost layers that take a key/value cache, in order.
 
-    A layer says of itself that it is one (``GradientCheckpointingLayer``); in a model where none does, the members of
-    its module lists are asked.
+    A layer says of itself that it is one (``GradientCheckpointingLayer``) and takes the cache by name. In a model where
+    none does, the members of its module lists are asked, and those that only hand the cache on.
     """
     found: list[nn.Module] = []
 
-    def visit(module: nn.Module, listed: bool) -> None:
+    def visit(module: nn.Module, searching: bool) -> None:
         for child in module.children():
-            candidate = isinstance(module, nn.ModuleList) if listed else isinstance(child, GradientCheckpointingLayer)
-            if candidate and takes_cache(child) is not None:
+            listed = isinstance(module, nn.ModuleList) and searching and hands_on_cache(child)
+            if listed or (isinstance(child, GradientCheckpointingLayer) and takes_cache(child)):
                 found.append(child)
             else:
-                visit(child, listed)
+                visit(child, searching)
 
-    visit(model, listed=False)
+    visit(model, searching=False)
     if not found:
-        visit(model, listed=True)
+        visit(model, searching=True)
     return found
 
 

@@ -28,7 +28,7 @@ from transformers import AttentionMaskInterface
 from streamtune.engine.attention import NAME, lazy_mask
 from streamtune.ops.mask import LazyMask, MaskView
 
-__all__ = ["FORMS", "OwnAttention", "is_ours", "over", "sees_future", "tile"]
+__all__ = ["FORMS", "FormedMask", "OwnAttention", "is_ours", "over", "sees_future", "tile"]
 
 FORMS = ("eager", "sdpa")
 """Implementations a layer may keep while its chunks are handed tiles."""
