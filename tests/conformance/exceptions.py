@@ -22,6 +22,15 @@ QWEN4_INDEXER = {
     "output_gate_type": "sigmoid",  # its default is None
 }
 
+DOTS3_SLIDING = {
+    "swa_num_attention_heads": 4,
+    "swa_num_key_value_heads": 4,
+    "swa_q_lora_rank": 16,
+    "swa_kv_lora_rank": 16,
+    "swa_head_dim": 16,
+    "swa_qk_nope_head_dim": 8,
+    "swa_v_head_dim": 8,
+}
 _DRAFTS = (
     "proposes tokens to another model: it is given that model's hidden states, keys and values, makes none of its own, "
     "and its mask is bidirectional"
@@ -125,7 +134,8 @@ EXCEPTIONS: dict[str, dict[str, Any]] = {
         "cross_attn_k": 1,
         "patch_in_forward": False,
     },
-    "dots3_note": {"vision_config": {"adapter_out_dim": 32}, "audio_config": {"adapter_out_dim": 32}},
+    "dots3_note_text": DOTS3_SLIDING,
+    "dots3_note": DOTS3_SLIDING | {"vision_config": {"adapter_out_dim": 32}, "audio_config": {"adapter_out_dim": 32}},
     "moss_transcribe_diarize": {
         "text_config": {"model_type": "qwen3", **SMALL},
         "audio_config": {

@@ -80,7 +80,7 @@ MEANINGS: tuple[tuple[str, int, str], ...] = (
         1,
         "n_group topk_group num_expert_group n_shared_experts num_shared_experts moe_num_shared_experts",
     ),
-    # The batches are 37 tokens long: windows must end inside them, learnt positions and indexers must not.
+    # The batches are 37 tokens long: windows and selections must end inside them, learnt positions must not.
     ("sliding window", 9, "sliding_window sliding_window_size attention_window_size window_size"),
     ("chunk of local attention", 16, "local_attention attention_chunk_size"),
     (
@@ -89,9 +89,10 @@ MEANINGS: tuple[tuple[str, int, str], ...] = (
         "max_position_embeddings n_positions n_ctx max_seq_len context_length max_target_positions "
         "max_source_positions model_max_length keep_window_size",
     ),
-    ("range of relative positions and selections", 64, "rel_extent index_topk log_scaling_n_floor"),
+    ("range of relative positions", 64, "rel_extent log_scaling_n_floor"),
+    ("keys an indexer selects", 12, "index_topk"),
     ("small ranks and blocks", 8, "d_rel laurel_rank hc_lowrank index_block_size"),
-    ("heads of an indexer", 4, "index_n_heads"),
+    ("heads of an indexer, so many that no key scores zero with all", 32, "index_n_heads"),
     ("blocks an indexer selects", 16, "index_topk_blocks"),
     ("linear attention: key heads", 2, "linear_num_key_heads"),
     ("linear attention: heads", 4, "linear_num_value_heads linear_num_heads"),

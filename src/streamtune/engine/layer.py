@@ -71,7 +71,7 @@ class StreamedForward:
                     where=type(self.layer).__name__,
                     mend="pass the whole sequence without past_key_values, or call the model under torch.no_grad()",
                 )
-        self._check_attention()
+        self._check_attention(call.length)
         stream = _Stream(call, self.schedule)
         parameters = [p for p in self.layer.parameters() if p.requires_grad]
         inputs = [*call.tensors(call.streamed), *call.tensors(call.shared), *parameters]
@@ -79,9 +79,22 @@ class StreamedForward:
             return stream.restore(_StreamedLayer.apply(stream, self, *inputs))
         return stream.restore(stream.forward(call.hidden))
 
-    def _check_attention(self) -> None:
-        """Another attention does not know that a chunk's queries are the last of its keys, and would be wrong."""
+    def _check_attention(self, length: int) -> None:
+        """Another attention does not know that a chunk's queries are the last of its keys, and would be wrong.
+
+        Neither can a choice of keys be repeated that was made between equals: a score of the value alone is the same
+        wherever a token stands again in the first layer, and which of them ``torch.topk`` keeps hangs on the number of
+        keys, which is smaller in a chunk.
+        """
         for config in self.configs:
+            kept = getattr(config, "keep_window_size", None)
+            if kept is not None and length > kept:
+                raise UnsupportedModelError(
+                    f"of {length} tokens the attention keeps keep_window_size={kept} by a score that repeated tokens "
+                    "share, so that what it keeps depends on the chunk",
+                    where=type(self.layer).__name__,
+                    mend=f"train on rows of at most {kept} tokens",
+                )
             if not is_ours(config._attn_implementation_internal):
                 raise UnsupportedModelError(
                     f"the attention was set to {config._attn_implementation_internal!r} while the model is streamed",
