@@ -93,6 +93,7 @@ EXCEPTIONS: dict[str, dict[str, Any]] = {
         },
     },
     # Indexers of sparse attention.
+    "minimax_m3_vl_text": {"layer_types": ["full_attention", "minimax_m3_sparse"], "index_n_heads": 4},
     "qwen4_exp": QWEN4_INDEXER,
     "qwen4_exp_text": QWEN4_INDEXER,
     # Encoders and the rest of their generation.

@@ -93,7 +93,7 @@ MEANINGS: tuple[tuple[str, int, str], ...] = (
     ("keys an indexer selects", 12, "index_topk"),
     ("small ranks and blocks", 8, "d_rel laurel_rank hc_lowrank index_block_size"),
     ("heads of an indexer, so many that no key scores zero with all", 32, "index_n_heads"),
-    ("blocks an indexer selects", 16, "index_topk_blocks"),
+    ("blocks an indexer selects", 2, "index_topk_blocks"),
     ("linear attention: key heads", 2, "linear_num_key_heads"),
     ("linear attention: heads", 4, "linear_num_value_heads linear_num_heads"),
     ("linear attention: width of a head", 8, "linear_key_head_dim linear_value_head_dim linear_head_dim"),

@@ -21,6 +21,8 @@ __all__ = ["NAME", "dense_mask", "lazy_mask"]
 
 NAME = "streamtune"
 """The attention implementation's name in a model's config."""
+UNREAD = ("position_ids", "cache_position", "cu_seq_lens_q", "cu_seq_lens_k", "token_type_ids", "mm_token_type_ids")
+"""Tensors that attention functions are handed and that say nothing which the mask does not: eager reads none of them."""
 
 
 def attention(
@@ -56,8 +58,8 @@ def attention(
         ForeignAttentionError: The layer adds a bias to its scores, or chose its keys, in a way that this attention
             does not know.
     """
-    for name in ("position_bias", "alibi", "relative_position_bias", "head_mask", "attn_bias", "indices"):
-        if kwargs.get(name) is not None:
+    for name, more in kwargs.items():
+        if isinstance(more, Tensor) and name not in UNREAD:
             raise ForeignAttentionError(
                 f"{type(module).__name__} hands {name!r} to its attention, which is no attention of ours"
             )

@@ -78,7 +78,7 @@ class KeysAndValues:
 
 
 class _NoLayers(list[Any]):
-    """A chunk's cache is that of one layer; a layer that looks for another's, or for one of its own kind, is told."""
+    """What a layer finds that looks into the cache for its own part of it: a chunk's cache has only one."""
 
     def __getitem__(self, index: Any) -> Any:
         raise UnsupportedModelError(
