@@ -116,14 +116,18 @@ NOISE = re.compile(r"drop|jitter")
 TEXT_CONFIGS = ("text_config", "decoder", "thinker_config")
 
 
-def build(name: str, *, dtype: torch.dtype = torch.float32) -> PreTrainedModel:
+def build(name: str, *, dtype: torch.dtype = torch.float32, **changes: Any) -> PreTrainedModel:
     """A tiny random model of this name, in training mode, with every parameter away from zeros and ones.
+
+    ``changes`` are set on its tiny configuration.
 
     Raises:
         ValueError: Some part kept its full size, because no key of its configuration was recognised.
     """
     torch.manual_seed(0)
     config = tiny_config(name)
+    for key, value in changes.items():
+        setattr(config, key, value)
     _refuse_large(config)
     model = _new(config)
     with torch.no_grad():

@@ -17,11 +17,12 @@ HEAD = """\
 
 <!-- written by `{command}`; do not edit -->
 
-Every name of the causal language models of `transformers` {version}, tried with a tiny random model of its class. *Exact*:
-loss and the gradient of every parameter equal plain autograd's, `||g - g_ref|| <= 2e-5 max(||g_ref||, 1e-3 ||G_ref||)` in
-fp32, for plain, masked, right- and left-padded batches of 3 x 37 tokens in chunks of 13 and of 5, in training mode; the
-largest error is in the table. *Refused*: `stream()` or `handle.check()` says so before training, by name. *Not a causal
-decoder*: another last token changes the outputs at earlier ones, or the class is no language model of its own.
+Every name of the causal language models of `transformers` {version}, tried with a tiny random model of its class.
+*Exact*: loss and the gradient of every parameter equal plain autograd's,
+`||g - g_ref|| <= 2e-5 max(||g_ref||, 1e-3 ||G_ref||)` in fp32, for plain, masked, right- and left-padded batches of
+3 x 37 tokens in chunks of 13 and of 5, in training mode; the largest error is in the table. *Refused*: `stream()` or
+`handle.check()` says so before training, by name. *Not a causal decoder*: another last token changes the outputs at
+earlier ones, or the class is no language model of its own.
 
 {counts}
 

@@ -69,9 +69,11 @@ def test_the_table_is_sorted_counted_and_read_back() -> None:
     assert text == render(rows[::-1], "5.0")
     assert outcomes(text) == {"a": "exact", "b": "refused", "c": "not a causal decoder"}
     assert "**50.0%** of the 2 causal decoder families are exact" in text
-    assert text.endswith(
-        "| `a` | exact | 4e-07 | dense tiles |\n| `b` | refused |  | x \\| y; n |\n| `c` | not a causal decoder |  | why |\n"
-    )
+    assert text.splitlines()[-3:] == [
+        "| `a` | exact | 4e-07 | dense tiles |",
+        "| `b` | refused |  | x \\| y; n |",
+        "| `c` | not a causal decoder |  | why |",
+    ]
 
 
 @pytest.mark.skipif(not transformers.__version__.startswith(KNOWN_VERSION), reason="the names differ by version")

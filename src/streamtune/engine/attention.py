@@ -21,8 +21,16 @@ __all__ = ["NAME", "dense_mask", "lazy_mask"]
 
 NAME = "streamtune"
 """The attention implementation's name in a model's config."""
-UNREAD = ("position_ids", "cache_position", "cu_seq_lens_q", "cu_seq_lens_k", "token_type_ids", "mm_token_type_ids")
-"""Tensors that attention functions are handed and that say nothing which the mask does not: eager reads none of them."""
+UNREAD = (
+    "position_ids",
+    "cache_position",
+    "cu_seq_lens_q",
+    "cu_seq_lens_k",
+    "seq_idx",
+    "token_type_ids",
+    "mm_token_type_ids",
+)
+"""Tensors that attention functions are handed and that say nothing which the mask does not: eager reads none."""
 
 
 def attention(

@@ -64,7 +64,7 @@ class StreamedForward:
         call = LayerCall.bind(self.layer, args, kwargs, self.own)
         if call.cache is not None:
             if not torch.is_grad_enabled():  # generation: the model's own cache, the model's own walk
-                return call.run_whole()
+                return self._generate(call)
             if call.cache.get_seq_length() > 0:
                 raise UnsupportedModelError(
                     "a filled key/value cache was passed while gradients are on",
@@ -78,6 +78,16 @@ class StreamedForward:
         if torch.is_grad_enabled() and any(x.requires_grad for x in inputs):
             return stream.restore(_StreamedLayer.apply(stream, self, *inputs))
         return stream.restore(stream.forward(call.hidden))
+
+    def _generate(self, call: LayerCall) -> Any:
+        """The layer on its model's own cache. What it asks of its attention is found out before that is written to."""
+        if self.own is None and not self.settled and call.mask is not None and call.mask.q_offset == 0:
+            with RandomState.now(call.hidden.device).replayed():
+                _Stream(call, self.schedule).forward(call.hidden)
+        try:
+            return call.run_whole()
+        except ForeignAttentionError as error:
+            raise UnsupportedModelError(error.what, mend="fill the cache after stream(model), not before") from error
 
     def _check_attention(self, length: int) -> None:
         """Another attention does not know that a chunk's queries are the last of its keys, and would be wrong.

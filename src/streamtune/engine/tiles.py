@@ -101,11 +101,13 @@ class FormedMask(LazyMask):
     def __getitem__(self, key: Any) -> Any:
         return self.dense()[key]
 
-    def __invert__(self) -> Tensor:
-        return ~self.dense()
+    def __eq__(self, other: object) -> Any:
+        return self.dense() == other if isinstance(other, int | float | Tensor) else self is other
 
-    def __lt__(self, other: Any) -> Tensor:
-        return self.dense() < other
+    def __ne__(self, other: object) -> Any:
+        return self.dense() != other if isinstance(other, int | float | Tensor) else self is not other
+
+    __hash__ = object.__hash__
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -113,6 +115,15 @@ class FormedMask(LazyMask):
             *(arg.dense() if isinstance(arg, FormedMask) else arg for arg in args),
             **{key: arg.dense() if isinstance(arg, FormedMask) else arg for key, arg in (kwargs or {}).items()},
         )
+
+
+def _operator(name: str) -> Any:
+    """What Python's operator does on the dense mask."""
+    return lambda mask, *others: getattr(mask.dense(), name)(*others)
+
+
+for _name in ("add", "radd", "sub", "rsub", "mul", "rmul", "and", "or", "invert", "lt", "le", "gt", "ge"):
+    setattr(FormedMask, f"__{_name}__", _operator(f"__{_name}__"))
 
 
 def _formed_mask(own: str, *args: Any, dtype: torch.dtype = torch.float32, **kwargs: Any) -> FormedMask:

@@ -36,13 +36,20 @@ class _MaskIsNoTensorError(ForeignAttentionError, AttributeError):
 class _NoTensor:
     """What a layer that computes with its mask is told; an attention function only hands it on."""
 
-    def __getattr__(self, name: str) -> NoReturn:
+    def __getattr__(self, name: str) -> Any:
         if name.startswith("_"):
             raise AttributeError(name)
         raise self._refuse(name)
 
-    def __getitem__(self, key: Any) -> NoReturn:
+    def __getitem__(self, key: Any) -> Any:
         raise self._refuse("indexing")
+
+    def __eq__(self, other: object) -> Any:
+        if isinstance(other, int | float | Tensor):  # Python would answer False, and the layer go on with that
+            raise self._refuse("==")
+        return self is other
+
+    __hash__ = object.__hash__
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> NoReturn:
@@ -195,7 +202,7 @@ class LazyMask(_NoTensor):
         return self._tiles[key]
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class MaskView(_NoTensor):
     """Queries ``[q_start, q_stop)`` and keys ``[k_start, k_stop)`` of a :class:`LazyMask` (absolute positions)."""
 
