@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM, MusicgenDecoderConfig, MusicgenForCausalLM
 from transformers.masking_utils import create_causal_mask
 
 import streamtune
@@ -136,8 +136,11 @@ def test_a_tensor_our_attention_does_not_read_makes_a_layer_keep_its_own() -> No
 
 
 def test_several_heads_are_refused() -> None:
-    model = build("musicgen")
-    with pytest.raises(UnsupportedModelError, match="heads for as many streams"):
+    config = MusicgenDecoderConfig(
+        vocab_size=20, hidden_size=16, ffn_dim=16, num_hidden_layers=1, num_attention_heads=2, num_codebooks=2
+    )
+    model = MusicgenForCausalLM(config)
+    with pytest.raises(UnsupportedModelError, match="2 heads for as many streams"):
         streamtune.stream(model)
     streamtune.stream(model, head=False).remove()
 

@@ -35,7 +35,8 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "mpt": ("mpt", {}),  # alibi relative to the last key, and a boolean mask that is True where forbidden
     "mpt-short": ("mpt", {"max_seq_len": 37}),  # its bias is as long as the row
     "xglm": ("xglm", {}),  # checks the shape of the mask
-    "doge": ("doge", {}),  # a bias with a gradient, a number for each head and key
+    # A bias with a gradient, a number for each head and key. By sdpa, transformers 5.17 forgets its causal mask.
+    "doge": ("doge", {"_attn_implementation": "eager"}),
     "glm_moe_dsa": ("glm_moe_dsa", {}),  # chooses keys; the choice goes to the next layer
     "hy_v4": ("hy_v4", {}),  # the same with several residual streams
     "bart": ("bart", {}),  # its own cross entropy, unshifted
