@@ -154,6 +154,19 @@ def test_a_cache_filled_before_is_not_written_to_twice() -> None:
             model(ids[:, 20:22], past_key_values=cache)
 
 
+def test_what_cannot_be_streamed_may_still_fill_a_cache() -> None:
+    """A prompt whose tokens see each other both ways: no chunk of it could be computed before the next."""
+    model = build("llama").eval()
+    ids, both_ways = batch("plain")["input_ids"], torch.ones(3, 1, 37, 37, dtype=torch.bool)
+    with torch.no_grad():
+        want = model(ids, attention_mask=both_ways, use_cache=True).logits
+        with streamtune.stream(model, chunk_size=8):
+            got = model(ids, attention_mask=both_ways, use_cache=True).logits
+            with pytest.raises(UnsupportedModelError, match="later tokens"):
+                model(ids, attention_mask=both_ways, labels=ids)
+    torch.testing.assert_close(got, want, rtol=1e-5, atol=1e-6)
+
+
 def test_lazy_masks_of_other_models_stay_no_tensors() -> None:
     lazy = LazyMask(1, 4, 4)
     for mask in (lazy, lazy.rows(0, 2)):

@@ -83,7 +83,12 @@ class StreamedForward:
         """The layer on its model's own cache. What it asks of its attention is found out before that is written to."""
         if self.own is None and not self.settled and call.mask is not None and call.mask.q_offset == 0:
             with RandomState.now(call.hidden.device).replayed():
-                _Stream(call, self.schedule).forward(call.hidden)
+                try:
+                    _Stream(call, self.schedule).forward(call.hidden)
+                except ForeignAttentionError:
+                    raise
+                except UnsupportedModelError:  # what cannot be streamed may still generate
+                    pass
         try:
             return call.run_whole()
         except ForeignAttentionError as error:
