@@ -40,9 +40,9 @@ test: $(STAMP)  ## the test suite without what is marked slow (installs what it 
 docs: $(STAMP)  ## regenerate what is made from the code: the recipe's JSON schema
 	$(BIN)/streamtune schema > docs/recipe.schema.json
 
-conformance: $(STAMP)  ## exactness: tested families with the error table, then every causal LM of transformers
+conformance: $(STAMP)  ## exactness: tested families, then every causal LM of transformers; writes docs/families.md
 	$(BIN)/python -m pytest -m '' tests/exactness tests/engine
-	$(BIN)/python -m pytest -m '' -n 2 tests/conformance
+	$(BIN)/python -m pytest -m '' -n 2 tests/conformance --families docs/families.md
 
 bench: $(STAMP)  ## plain autograd, gradient checkpointing and streaming side by side
 	$(BIN)/streamtune bench recipes/bench.yaml

@@ -23,7 +23,6 @@ PUBLIC = {
         "LazyMask",
         "MaskView",
         "Segment",
-        "biased_attention",
         "linear_cross_entropy",
         "prefix_attention",
         "prefix_attention_reference",

@@ -1,8 +1,9 @@
-"""The table at the end of the run: how many names of transformers came out how, and which."""
+"""The table at the end of the run: how many names of transformers came out how, and which; docs/families.md from it."""
 
 from __future__ import annotations
 
 import textwrap
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -10,7 +11,11 @@ import pytest
 PROPERTY = "conformance"
 
 
-def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--families", metavar="FILE", help="write the table of all families to this file")
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: pytest.Config) -> None:
     findings: list[dict[str, Any]] = [
         value
         for outcome in ("passed", "failed")
@@ -22,6 +27,7 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
     if not findings:
         return
     from tests.conformance.survey import FAULTS, Category  # imports torch, so not before it is needed
+    from tests.conformance.table import summary
 
     terminalreporter.section(f"conformance: {len(findings)} names of the causal language models of transformers")
     by_category = {
@@ -30,6 +36,8 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
     }
     for category, rows in by_category.items():
         terminalreporter.line(f"{category:<22}{len(rows):>5}")
+    _, decoders, percent = summary(findings)
+    terminalreporter.line(f"{percent:.1f}% of {decoders} causal decoder families are exact")
     for category, rows in by_category.items():
         if rows:
             terminalreporter.line("")
@@ -45,3 +53,19 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
         terminalreporter.line("notes:")
         for note in notes:
             terminalreporter.line(note)
+    if config.getoption("--families", None):
+        _write(terminalreporter, findings, Path(config.getoption("--families")))
+
+
+def _write(terminalreporter: pytest.TerminalReporter, findings: list[dict[str, Any]], path: Path) -> None:
+    import transformers
+
+    from tests.conformance.table import render
+    from tests.conformance.test_conformance import NAMES
+
+    terminalreporter.line("")
+    if missing := set(NAMES) - {row["name"] for row in findings}:
+        terminalreporter.line(f"{path} not written: {len(missing)} names were not tried")
+        return
+    path.write_text(render(findings, transformers.__version__), encoding="utf-8")
+    terminalreporter.line(f"{path} written")

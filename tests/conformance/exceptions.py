@@ -22,6 +22,22 @@ QWEN4_INDEXER = {
     "output_gate_type": "sigmoid",  # its default is None
 }
 
+DOTS3_SLIDING = {
+    "swa_num_attention_heads": 4,
+    "swa_num_key_value_heads": 4,
+    "swa_q_lora_rank": 16,
+    "swa_kv_lora_rank": 16,
+    "swa_head_dim": 16,
+    "swa_qk_nope_head_dim": 8,
+    "swa_v_head_dim": 8,
+}
+_DRAFTS = (
+    "proposes tokens to another model: it is given that model's hidden states, keys and values, makes none of its own, "
+    "and its mask is bidirectional"
+)
+NOT_CAUSAL = {"gemma4_assistant": _DRAFTS, "gemma4_unified_assistant": _DRAFTS}
+"""Names that are no causal decoders and cannot be asked by running them, and why. The others are asked."""
+
 EXCEPTIONS: dict[str, dict[str, Any]] = {
     # Without it transformers guesses the loss from the class's name, and warns that it could not.
     "gpt2": {"loss_type": "ForCausalLM"},
@@ -71,7 +87,15 @@ EXCEPTIONS: dict[str, dict[str, Any]] = {
     "deepseek_v2": {"num_experts_per_tok": 2},
     "dots1": {"num_experts_per_tok": 2, "num_local_experts": 4, "n_routed_experts": 4, "n_shared_experts": 1},
     "zaya": {"num_experts_per_tok": 1},
+    # Their rotary embeddings are one for each kind of layer.
+    "cohere_compass_text": {
+        "rope_parameters": {
+            "full_attention": {**ROPE, "mrope_section": [2, 1, 1]},
+            "sliding_attention": {**ROPE, "mrope_section": [2, 1, 1]},
+        },
+    },
     # Indexers of sparse attention.
+    "minimax_m3_vl_text": {"layer_types": ["full_attention", "minimax_m3_sparse"], "index_n_heads": 4},
     "qwen4_exp": QWEN4_INDEXER,
     "qwen4_exp_text": QWEN4_INDEXER,
     # Encoders and the rest of their generation.
@@ -113,6 +137,21 @@ EXCEPTIONS: dict[str, dict[str, Any]] = {
         "cross_attn_k": 1,
         "patch_in_forward": False,
     },
+    "dots3_note_text": DOTS3_SLIDING,
+    "dots3_note": DOTS3_SLIDING | {"vision_config": {"adapter_out_dim": 32}, "audio_config": {"adapter_out_dim": 32}},
+    "moss_transcribe_diarize": {
+        "text_config": {"model_type": "qwen3", **SMALL},
+        "audio_config": {
+            "hidden_size": 32,
+            "num_hidden_layers": 2,
+            "encoder_attention_heads": 4,
+            "encoder_ffn_dim": 48,
+            "num_mel_bins": 16,
+            "max_source_positions": 64,
+        },
+    },
+    "musicgen": {"num_codebooks": 1},
+    "musicgen_melody": {"num_codebooks": 1},
     "phi4_multimodal": {
         "vision_config": {**SMALL_TOWER, "intermediate_size": 48, "num_hidden_layers": 2, "crop_size": 56},
         "audio_config": {

@@ -13,7 +13,7 @@ import re
 from typing import Any
 
 import torch
-from transformers import CONFIG_MAPPING, AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
+from transformers import CONFIG_MAPPING, MODEL_FOR_CAUSAL_LM_MAPPING, PreTrainedConfig, PreTrainedModel
 
 from tests.conformance.exceptions import EXCEPTIONS, LEAVE_OUT
 from tests.exactness.families import VOCAB
@@ -80,7 +80,7 @@ MEANINGS: tuple[tuple[str, int, str], ...] = (
         1,
         "n_group topk_group num_expert_group n_shared_experts num_shared_experts moe_num_shared_experts",
     ),
-    # The batches are 37 tokens long: windows must end inside them, learnt positions and indexers must not.
+    # The batches are 37 tokens long: windows and selections must end inside them, learnt positions must not.
     ("sliding window", 9, "sliding_window sliding_window_size attention_window_size window_size"),
     ("chunk of local attention", 16, "local_attention attention_chunk_size"),
     (
@@ -89,10 +89,11 @@ MEANINGS: tuple[tuple[str, int, str], ...] = (
         "max_position_embeddings n_positions n_ctx max_seq_len context_length max_target_positions "
         "max_source_positions model_max_length keep_window_size",
     ),
-    ("range of relative positions and selections", 64, "rel_extent index_topk log_scaling_n_floor"),
+    ("range of relative positions", 64, "rel_extent log_scaling_n_floor"),
+    ("keys an indexer selects", 12, "index_topk"),
     ("small ranks and blocks", 8, "d_rel laurel_rank hc_lowrank index_block_size"),
-    ("heads of an indexer", 4, "index_n_heads"),
-    ("blocks an indexer selects", 16, "index_topk_blocks"),
+    ("heads of an indexer, so many that no key scores zero with all", 32, "index_n_heads"),
+    ("blocks an indexer selects", 2, "index_topk_blocks"),
     ("linear attention: key heads", 2, "linear_num_key_heads"),
     ("linear attention: heads", 4, "linear_num_value_heads linear_num_heads"),
     ("linear attention: width of a head", 8, "linear_key_head_dim linear_value_head_dim linear_head_dim"),
@@ -115,21 +116,33 @@ NOISE = re.compile(r"drop|jitter")
 TEXT_CONFIGS = ("text_config", "decoder", "thinker_config")
 
 
-def build(name: str, *, dtype: torch.dtype = torch.float32) -> PreTrainedModel:
+def build(name: str, *, dtype: torch.dtype = torch.float32, **changes: Any) -> PreTrainedModel:
     """A tiny random model of this name, in training mode, with every parameter away from zeros and ones.
+
+    ``changes`` are set on its tiny configuration.
 
     Raises:
         ValueError: Some part kept its full size, because no key of its configuration was recognised.
     """
     torch.manual_seed(0)
     config = tiny_config(name)
+    for key, value in changes.items():
+        setattr(config, key, value)
     _refuse_large(config)
-    model = AutoModelForCausalLM.from_config(config)
+    model = _new(config)
     with torch.no_grad():
         for parameter in model.parameters():
             if parameter.is_floating_point():
                 _stir(parameter)
     return model.to(dtype).train()
+
+
+def _new(config: PreTrainedConfig) -> PreTrainedModel:
+    """The class of ``AutoModelForCausalLM``, on the decoder's part of the configuration where that is what it takes."""
+    model_class = MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]
+    if not isinstance(config, model_class.config_class):
+        config = config.get_text_config(decoder=True)
+    return model_class._from_config(config)
 
 
 def tiny_config(name: str) -> PreTrainedConfig:
@@ -138,7 +151,8 @@ def tiny_config(name: str) -> PreTrainedConfig:
     parts = getattr(config_class, "sub_configs", None) or {}
     text = next((part for part in TEXT_CONFIGS if part in parts), None)
     if text is not None and isinstance(parts[text], type) and parts[text].__name__ != "AutoConfig":
-        return config_class(**{text: _reduced(parts[text], name)})
+        others = {part: value for part, value in EXCEPTIONS.get(name, {}).items() if part in parts and part != text}
+        return config_class(**{text: _reduced(parts[text], name)}, **others)
     return config_class(**_reduced(config_class, name))
 
 
@@ -157,7 +171,9 @@ def _reduced(config_class: type[PreTrainedConfig], name: str) -> dict[str, Any]:
     every_head_has_its_own = defaults.get("num_key_value_heads", 0) is None or defaults.get("kv_lora_rank")
     if "num_key_value_heads" in defaults and every_head_has_its_own:
         arguments["num_key_value_heads"] = 4
-    arguments |= EXCEPTIONS.get(name, {})
+    parts = getattr(CONFIG_MAPPING[name], "sub_configs", None) or {}
+    whole = config_class is CONFIG_MAPPING[name]
+    arguments |= {key: value for key, value in EXCEPTIONS.get(name, {}).items() if whole or key not in parts}
     return {key: value for key, value in arguments.items() if value is not LEAVE_OUT}
 
 
@@ -215,7 +231,7 @@ def _refuse_large(config: PreTrainedConfig) -> None:
     """Raise when the model would not be tiny; found without allocating it."""
     try:
         with torch.device("meta"):
-            model = AutoModelForCausalLM.from_config(copy.deepcopy(config))
+            model = _new(copy.deepcopy(config))
     except NotImplementedError:  # its initialisation reads values, which the meta device has none of
         return
     except RuntimeError as error:

@@ -1,4 +1,4 @@
-"""What streaming makes of one model of transformers, found by trying: exact, refused, or at fault.
+"""What streaming makes of one model of transformers, found by trying: exact, refused, no causal decoder, or at fault.
 
 The whole gradient of the streamed model is held against the unstreamed model's, parameter by parameter, with the
 measure and the bound of :mod:`tests.exactness.families`. Each name has a process of its own and a time limit, so that
@@ -13,22 +13,28 @@ import multiprocessing
 import os
 import traceback
 import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from enum import StrEnum
 from multiprocessing.connection import Connection
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 from transformers.utils import logging
 
-from streamtune import Schedule, stream
+from streamtune import Schedule, StreamHandle, stream
+from streamtune.engine.tiles import FormedMask
 from streamtune.errors import UnsupportedModelError
+from tests.conformance.exceptions import NOT_CAUSAL
 from tests.conformance.reducer import build
-from tests.exactness.families import BOUND, batch, errors, gradients
+from tests.exactness.families import BOUND, VOCAB, batch, errors, gradients
 
 FP64_BOUND = 2e-6  # not rounding of fp64: models compute norms, softmax and the loss in fp32 whatever their dtype
+LEAK_BOUND = 1e-5  # of the norm: what fp32 rounding leaves of an exact zero
 TIME_LIMIT = 150.0
 KINDS = ("plain", "masked", "right", "left")
 SCHEDULES = (
@@ -46,11 +52,13 @@ class Category(StrEnum):
     REFUSED_BY_STREAM = "refused by stream()"
     REFUSED_BY_CHECK = "refused by check()"
     REFUSED_IN_THE_CALL = "refused in the call"
+    NOT_CAUSAL = "not a causal decoder"
     NOT_BUILT = "not built"
     CRASHED = "crashed"
     SILENTLY_WRONG = "silently wrong"
 
 
+REFUSED = (Category.REFUSED_BY_STREAM, Category.REFUSED_BY_CHECK, Category.REFUSED_IN_THE_CALL)
 FAULTS = (Category.CRASHED, Category.SILENTLY_WRONG)
 
 
@@ -72,6 +80,7 @@ class Comparison:
     error: float = 0.0
     where: str = ""
     not_run: dict[str, str] = field(default_factory=dict)
+    attention: str = ""
 
 
 def survey(name: str, limit: float = TIME_LIMIT) -> Finding:
@@ -100,11 +109,44 @@ def survey(name: str, limit: float = TIME_LIMIT) -> Finding:
 
 
 def classify(name: str) -> Finding:
-    """Build, stream, check and compare the model of this name."""
+    """Build, stream, check and compare the model of this name; of one that is refused, ask whether it is causal."""
+    if name in NOT_CAUSAL:
+        return Finding(name, Category.NOT_CAUSAL, NOT_CAUSAL[name])
     try:
         model = build(name)
     except Exception as error:
         return Finding(name, Category.NOT_BUILT, describe(error))
+    found = _streamed(name, model)
+    if found.category in REFUSED and (leak := future_in_logits(model)) > LEAK_BOUND:
+        reason = f"another last token changes the logits of the tokens before it, by {leak:.0e} of their norm"
+        return Finding(name, Category.NOT_CAUSAL, reason)
+    return found
+
+
+@torch.no_grad()
+def future_in_logits(model: PreTrainedModel) -> float:
+    """How much the logits of all tokens but the last depend on the last one; 0 where it does not run on tokens alone.
+
+    ``||z(ids) - z(ids')|| / ||z(ids)||`` over those tokens, in evaluation mode and with the same random numbers.
+    """
+    ids = batch("plain")["input_ids"]
+    others = ids.clone()
+    others[:, -1] = 3 + (ids[:, -1] - 2) % (VOCAB - 3)
+    was_training, logits = model.training, []
+    model.eval()
+    try:
+        for tokens in (ids, others):
+            torch.manual_seed(0)
+            logits.append(model(input_ids=tokens).logits[:, :-1].double())
+    except Exception:
+        return 0.0
+    finally:
+        model.train(was_training)
+    return float((logits[0] - logits[1]).norm() / logits[0].norm())
+
+
+def _streamed(name: str, model: PreTrainedModel) -> Finding:
+    """What stream(), check() and the comparison say of a model."""
     try:
         handle = stream(model, schedule=SCHEDULES[0])
     except UnsupportedModelError as error:
@@ -147,8 +189,9 @@ def compare(model: PreTrainedModel, name: str) -> Comparison:
             result.not_run[kind] = describe(error)
             continue
         for schedule in SCHEDULES:
-            with stream(model, schedule=schedule):
+            with stream(model, schedule=schedule) as handle, _squares() as squares:
                 loss, streamed = gradients(model, inputs)
+                result.attention = _attention_of(handle, bool(squares))
             measured = {"the loss": _relative(loss, reference_loss), **errors(streamed, reference)}
             for what, error in measured.items():
                 size = math.inf if math.isnan(error) else error
@@ -171,6 +214,8 @@ def _verdict(name: str, model: PreTrainedModel) -> Finding:
         if len(found.not_run) == len(KINDS):
             return Finding(name, Category.NOT_BUILT, f"unstreamed, it runs on no batch: {found.not_run[KINDS[0]]}")
         notes = tuple(f"unstreamed, it does not run on {kind}: {why}" for kind, why in found.not_run.items())
+        if found.attention:
+            notes = (found.attention, *notes)
         if found.error <= BOUND:
             return Finding(name, Category.EXACT, "", found.error, notes)
         precise = compare(build(name, dtype=torch.float64), name)
@@ -184,10 +229,38 @@ def _verdict(name: str, model: PreTrainedModel) -> Finding:
     return Finding(name, Category.SILENTLY_WRONG, f"{both} ({precise.where})", found.error, notes)
 
 
-def _inputs(model: PreTrainedModel, name: str, kind: str) -> dict[str, Tensor]:
-    inputs = batch(kind)
+@contextmanager
+def _squares() -> Iterator[list[Tensor]]:
+    """Collects the dense masks that the model asks for before its layers."""
+    built: list[Tensor] = []
+    dense = FormedMask.dense
+
+    def remembered(mask: FormedMask) -> Tensor:
+        built.append(dense(mask))
+        return built[-1]
+
+    FormedMask.dense = remembered
+    try:
+        yield built
+    finally:
+        FormedMask.dense = dense
+
+
+def _attention_of(handle: StreamHandle, squares: bool) -> str:
+    """What a reader should know of the memory of its attention; empty where it is ours in all layers."""
+    own = sum(layer.forward.own is not None for layer in handle.layers)
+    if not own:
+        return ""
+    part = "" if own == len(handle.layers) else f" in {own} of {len(handle.layers)} layers"
+    return f"dense mask{part}" if squares else f"dense tiles{part}"
+
+
+def _inputs(model: PreTrainedModel, name: str, kind: str) -> dict[str, Any]:
+    inputs: dict[str, Any] = batch(kind)
     if "position_ids" not in inspect.signature(model.forward).parameters:
         inputs.pop("position_ids", None)
+    if "use_cache" in inspect.signature(model.forward).parameters:
+        inputs["use_cache"] = False
     if name in NEEDS_TOKEN_TYPES:
         text = torch.zeros_like(inputs["input_ids"])
         inputs |= {"token_type_ids": text, "mm_token_type_ids": text}

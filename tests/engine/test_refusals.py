@@ -53,13 +53,6 @@ def test_a_model_without_a_head() -> None:
         model(input_ids=batch("plain")["input_ids"], labels=torch.zeros(3, dtype=torch.long))
 
 
-@pytest.mark.parametrize("family", ["doge"])
-def test_a_layer_that_computes_with_its_mask(family: str) -> None:
-    model = build(family)
-    with streamtune.stream(model), pytest.raises(UnsupportedModelError, match="computes with its attention mask"):
-        model(**batch("plain"))
-
-
 def test_attention_weights_are_not_returned() -> None:
     model = build("llama")
     with streamtune.stream(model), pytest.raises(UnsupportedModelError, match="never built"):

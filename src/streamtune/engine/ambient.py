@@ -30,13 +30,14 @@ class RandomState:
     def replayed(self) -> Iterator[None]:
         """Draw the same numbers again inside, and leave the state outside as it was."""
         outer = RandomState.now(self.device)
-        self._set()
+        self.restore()
         try:
             yield
         finally:
-            outer._set()
+            outer.restore()
 
-    def _set(self) -> None:
+    def restore(self) -> None:
+        """Make it the state again."""
         torch.set_rng_state(self.cpu)
         if self.accelerator is not None:
             torch.cuda.set_rng_state(self.accelerator, self.device)

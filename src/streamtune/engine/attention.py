@@ -15,12 +15,23 @@ from transformers.masking_utils import causal_mask_function
 
 from streamtune.engine.recognise import recognise
 from streamtune.errors import UnsupportedModelError
-from streamtune.ops import LazyMask, MaskView, biased_attention, prefix_attention
+from streamtune.ops import LazyMask, MaskView, prefix_attention
+from streamtune.ops.view import ForeignAttentionError
 
-__all__ = ["NAME", "dense_mask"]
+__all__ = ["NAME", "dense_mask", "lazy_mask"]
 
 NAME = "streamtune"
 """The attention implementation's name in a model's config."""
+UNREAD = (
+    "position_ids",
+    "cache_position",
+    "cu_seq_lens_q",
+    "cu_seq_lens_k",
+    "seq_idx",
+    "token_type_ids",
+    "mm_token_type_ids",
+)
+"""Tensors that attention functions are handed and that say nothing which the mask does not: eager reads none."""
 
 
 def attention(
@@ -34,8 +45,6 @@ def attention(
     softcap: float | None = None,
     s_aux: Tensor | None = None,
     is_causal: bool | None = None,
-    position_bias: Tensor | None = None,
-    sinks: Tensor | None = None,
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
     """Attention with the signature of ``transformers``' ``AttentionInterface``.
@@ -50,19 +59,18 @@ def attention(
         softcap: ``c * tanh(score / c)``.
         s_aux: One attention sink logit per head ``[H]``.
         is_causal: Overrides ``module.is_causal`` where no mask is given.
-        sinks: One attention sink logit per head and query ``[B, H, T, 1]``.
-        position_bias: Added to the scores; broadcasts against ``[B, H, T, S]``.
 
     Returns:
         ``[B, T, H, D]`` and None for the weights, which are never built.
 
     Raises:
-        UnsupportedModelError: The layer adds a bias to its scores that this attention does not know.
+        ForeignAttentionError: The layer adds a bias to its scores, or chose its keys, in a way that this attention
+            does not know.
     """
-    for name in ("alibi", "relative_position_bias", "head_mask", "attn_bias"):
-        if kwargs.get(name) is not None:
-            raise UnsupportedModelError(
-                f"{type(module).__name__} adds {name!r} to its attention scores, which is not streamed in this release"
+    for name, more in kwargs.items():
+        if isinstance(more, Tensor) and name not in UNREAD:
+            raise ForeignAttentionError(
+                f"{type(module).__name__} hands {name!r} to its attention, which is no attention of ours"
             )
     if torch.is_autocast_enabled(query.device.type) and query.dtype != torch.float64:
         dtype = torch.get_autocast_dtype(query.device.type)
@@ -70,21 +78,6 @@ def attention(
     causal = is_causal if is_causal is not None else getattr(module, "is_causal", True)
     view = _view(attention_mask, query, key, bool(causal))
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
-    if position_bias is not None or sinks is not None:
-        if s_aux is not None:
-            raise UnsupportedModelError(f"{type(module).__name__} has attention sinks beside a bias on its scores")
-        out = biased_attention(
-            query,
-            key,
-            value,
-            view,
-            0.0 if position_bias is None else position_bias,
-            scale=scale,
-            sinks_BHT1=sinks,
-            softcap=softcap,
-            dropout=dropout,
-        )
-        return out.transpose(1, 2).contiguous(), None
     out = prefix_attention(
         query,
         key,

@@ -192,6 +192,12 @@ class ChunkCache(Cache):
             joined.append(_Join.apply(leaf, own, (buffer, self.first_key, self.chunk)))
         return tuple(joined)
 
+    def update_indexer(self, indexer_key_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any) -> Tensor:
+        """The same for the keys ``[B, S, D]`` by which a layer chooses whom it attends to: one head, no values."""
+        keys = indexer_key_states[:, None]
+        joined, _ = self.update(keys, keys[..., :0], layer_idx)
+        return joined[:, 0]
+
     def get_seq_length(self, layer_idx: int = 0) -> int:
         """Tokens before the chunk."""
         return self.chunk.start
@@ -203,12 +209,6 @@ class ChunkCache(Cache):
     def get_query_offset(self, layer_idx: int = 0) -> int:
         """Position of the chunk's first token."""
         return self.chunk.start
-
-    def update_indexer(self, indexer_key_states: Tensor, layer_idx: int) -> Tensor:
-        """Keys ``[B, S, D]`` of prefix and chunk that a sparse attention chooses by: one more head, without values."""
-        k_BGSD = indexer_key_states[:, None]
-        keys, _ = self.update(k_BGSD, k_BGSD[..., :0], layer_idx)
-        return keys[:, 0]
 
     # What a recurrent or convolution layer asks.
 
@@ -284,7 +284,7 @@ class ChunkCache(Cache):
 class _LayerViews:
     """``cache.layers[i]`` as transformers 5.17 reads states: ``conv_states[j]``, ``recurrent_states[j]``."""
 
-    def __init__(self, cache: ChunkCache) -> None:
+    def __init__(self, cache: Any) -> None:
         self.cache = cache
 
     def __len__(self) -> int:

@@ -8,10 +8,14 @@ handed over whole otherwise:
     position_ids ([B, T] or [3, B, T])                    last dim
     position_embeddings (cos, sin of [B, T, D])           dim -2
     the same for all heads ([B, 1, T, D])                 dim 2
+    a bias that follows the keys (alibi: [..., 1, T])     last dim, to prefix and chunk
     a lazy mask                                           its rows
+    a dense square ([B, H, T, T])                         its rows, and its columns to prefix and chunk
     the cache, keys and values shared between layers      replaced by the chunk's own
 
-Shape suffixes: B batch, T tokens of the sequence, C channels, N streams.
+A layer that computes its attention itself (``tiles``) gets its masks as tensors.
+
+Shape suffixes: B batch, T tokens of the sequence, C channels, H heads, N streams.
 """
 
 from __future__ import annotations
@@ -19,6 +23,7 @@ from __future__ import annotations
 import inspect
 from collections import UserDict
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
@@ -27,17 +32,22 @@ import torch
 from torch import Tensor, nn
 
 from streamtune.engine.attention import dense_mask
+from streamtune.engine.borrow import attention_as
 from streamtune.engine.cache import ChunkCache
 from streamtune.engine.schedule import Schedule
 from streamtune.engine.sharing import ChunkSharing, SharedKey
+from streamtune.engine.tiles import OwnAttention, sees_future, tile
 from streamtune.engine.vjp import Along, cut
 from streamtune.errors import UnsupportedModelError
 from streamtune.ops.mask import LazyMask
 
-__all__ = ["CACHE_NAMES", "LayerCall", "chunks_of", "first_key", "takes_cache"]
+__all__ = ["CACHE_NAMES", "LayerCall", "hands_on_cache", "takes_cache"]
 
 CACHE_NAMES = ("past_key_values", "layer_past", "past_key_value", "cache_params")
 """What decoder layers call their cache argument."""
+
+KEY_BIASES = ("alibi", "position_bias")
+"""Arguments that are added to the scores of all queries alike; one number for each key in the last dimension."""
 
 OTHER_SEQUENCES = ("cross_attention_states", "encoder_hidden_states")
 """What decoder layers call a sequence beside their own, whose keys and values go through the same cache."""
@@ -54,12 +64,21 @@ def takes_cache(layer: nn.Module) -> str | None:
     return next((name for name in CACHE_NAMES if name in names), None)
 
 
+def hands_on_cache(layer: nn.Module) -> str | None:
+    """:func:`takes_cache`, also where the layer takes it unseen among others and hands it on to its attention."""
+    parameters = _signature(type(layer).forward).parameters.values()
+    if any(parameter.kind is inspect.Parameter.VAR_KEYWORD for parameter in parameters):
+        return next((name for module in layer.modules() if (name := takes_cache(module))), None)
+    return takes_cache(layer)
+
+
 @dataclass
 class LayerCall:
     """A bound call of ``layer.forward``: every argument by name, hidden states first.
 
     ``inputs`` names the tensors that need a gradient, the hidden states first, and how each follows the sequence.
-    Tensors of a shared dictionary are named by argument, entry and place.
+    Tensors of a shared dictionary are named by argument, entry and place. ``own`` is set where the layer computes its
+    attention itself.
     """
 
     layer: nn.Module
@@ -71,16 +90,25 @@ class LayerCall:
     """Tokens T of the sequence."""
     inputs: dict[str | SharedKey, Along]
     shared: dict[SharedKey, Tensor | None]
+    dtype: torch.dtype
+    own: OwnAttention | None = None
 
     @classmethod
-    def bind(cls, layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> LayerCall:
+    def bind(
+        cls, layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], own: OwnAttention | None = None
+    ) -> LayerCall:
         """Bind a call as Python would.
 
+        Args:
+            layer: The decoder layer.
+            args, kwargs: What it is called with.
+            own: Its own attention, where it keeps that.
+
         Raises:
-            UnsupportedModelError: The layer has no cache argument, or its first argument is not ``[B, T, C]``.
+            UnsupportedModelError: The layer has no cache argument, or its first argument is not ``[B, T, ..., C]``.
         """
         name = type(layer).__name__
-        cache_name = takes_cache(layer)
+        cache_name = takes_cache(layer) or hands_on_cache(layer)
         if cache_name is None:
             raise UnsupportedModelError(f"{name} takes no key/value cache, so its chunks cannot see their prefix")
         bound = _signature(type(layer).forward).bind(layer, *args, **kwargs)
@@ -106,9 +134,14 @@ class LayerCall:
         length = hidden.shape[along]
         for group in (arguments, extra):
             for key, value in group.items():
-                if _is_dense_mask(value, length):
+                if not _is_square(value, length):
+                    continue
+                if own is None:
                     group[key] = dense_mask(value)
-        call = cls(layer, arguments, extra, cache_name, hidden_name, length, {hidden_name: along}, {})
+                elif sees_future(value):
+                    raise UnsupportedModelError(f"{key!r} of {name} lets a token see later tokens, or is no mask")
+        inputs: dict[str | SharedKey, Along] = {hidden_name: along}
+        call = cls(layer, arguments, extra, cache_name, hidden_name, length, inputs, {}, hidden.dtype, own)
         for key, value in call._all().items():
             call._classify(key, value)
         return call
@@ -141,10 +174,19 @@ class LayerCall:
         """The lazy mask among the arguments, if the model made one."""
         return next((value for value in self._all().values() if isinstance(value, LazyMask)), None)
 
+    def first_key(self, chunk: slice) -> int:
+        """The first position a chunk is shown.
+
+        A layer that attends by itself is shown the whole prefix: it may count its keys from the first.
+        """
+        if self.mask is None or self.own is not None:
+            return 0
+        return min(self.mask.first_key(chunk.start), chunk.start)
+
     @property
     def cache(self) -> Any:
         """The cache the model itself passed, or None."""
-        return self.arguments.get(self.cache_name)
+        return self._all().get(self.cache_name)
 
     @property
     def sharing(self) -> Any:
@@ -193,6 +235,7 @@ class LayerCall:
                 else:
                     groups[-1][key] = self._cut(key, value, chunk, cache.first_key)
         arguments, extra = groups
+        extra.pop(self.cache_name, None)
         arguments[self.cache_name] = cache
         if "use_cache" in arguments:
             arguments["use_cache"] = True
@@ -201,11 +244,53 @@ class LayerCall:
         try:
             if checkpointing:
                 self.layer.gradient_checkpointing = False  # type: ignore[assignment]
-            out = type(self.layer).forward(self.layer, **arguments, **extra)
+            with self._attending():
+                out = type(self.layer).forward(self.layer, **arguments, **extra)
         finally:
             if checkpointing:
                 self.layer.gradient_checkpointing = True  # type: ignore[assignment]
         return out, {} if sharing is None else sharing.filled
+
+    def run_whole(self) -> Any:
+        """Call the layer's own forward with the arguments as they came, the cache among them (generation)."""
+        arguments, extra = dict(self.arguments), dict(self.extra)
+        if self.own is not None:
+            form = self.own.form(self.dtype)
+            for group in (arguments, extra):
+                for key, value in group.items():
+                    if isinstance(value, LazyMask):
+                        group[key] = tile(value.rows(0, value.q_length), form)
+        with self._attending():
+            return type(self.layer).forward(self.layer, **arguments, **extra)
+
+    def chunks(self, schedule: Schedule) -> list[slice]:
+        """The chunks of the call: none is cut where a token before the cut sees one behind it.
+
+        Raises:
+            UnsupportedModelError: A run of tokens that all see later ones is longer than two chunks: what such a chunk
+                holds is no longer what ``chunk_size`` promises (docs/decisions/005-bidirectional-blocks.md).
+        """
+        cuts = None if self.mask is None else self.mask.cuts
+        whole = cuts is None or cuts[-1] == self.length  # else it sees tokens that are not there to be computed at all
+        chunks = schedule.chunks(self.length, cuts if whole else [0, self.length])
+        longest = max(chunk.stop - chunk.start for chunk in chunks)
+        if whole and longest <= max(2 * schedule.chunk_size, 3):  # at least two tokens, so up to three, are one chunk
+            return chunks
+        what, where = "the attention mask lets a token see later tokens", type(self.layer).__name__
+        if len(chunks) == 1 or not whole:
+            raise UnsupportedModelError(f"{what}, so its chunk cannot be computed before theirs", where=where)
+        raise UnsupportedModelError(
+            f"{what}: {longest:,} in a row cannot be cut apart, more than two chunks of {schedule.chunk_size:,}",
+            where=where,
+            mend=f"set chunk_size to {-(-longest // 2):,} or more; these {longest:,} tokens are then computed at once",
+        )
+
+    def _attending(self) -> AbstractContextManager[None]:
+        """A context in which the layer's configs name the attention it computes with."""
+        if self.own is None:
+            return nullcontext()
+        configs = list(self.own.configs)
+        return attention_as(configs, [self.own.name] * len(configs))
 
     def _chunk_sharing(self, cache: ChunkCache, given: dict[str | SharedKey, Tensor]) -> ChunkSharing:
         whole: dict[Any, tuple[Tensor, ...]] = {}
@@ -217,11 +302,11 @@ class LayerCall:
 
     def _dim(self, key: str, value: Tensor, length: int) -> Along:
         """The dimension along which an argument follows the sequence, or None."""
-        if key in ("position_ids", "cache_position"):
+        if key in ("position_ids", "cache_position", *KEY_BIASES) and not _is_square(value, length):
             dim = value.dim() - 1
         elif key == "position_embeddings":
             dim = value.dim() - 2
-        elif value.dim() == 4 and value.shape[1] == 1:
+        elif _is_square(value, length) or (value.dim() == 4 and value.shape[1] == 1):
             dim = 2
         elif value.dim() >= 2:
             dim = 1
@@ -231,9 +316,14 @@ class LayerCall:
 
     def _cut(self, key: str, value: Any, chunk: slice, first_key: int) -> Any:
         if isinstance(value, Tensor):
+            if _is_square(value, self.length):
+                return value[..., chunk, first_key : chunk.stop]
+            if key in KEY_BIASES and value.shape[-1] == self.length:
+                return value[..., first_key : chunk.stop]
             return cut(value, self._dim(key, value, self.length), chunk)
         if isinstance(value, LazyMask):
-            return value.chunk(chunk.start, chunk.stop, first_key)
+            view = value.chunk(chunk.start, chunk.stop, first_key)
+            return view if self.own is None else tile(view, self.own.form(self.dtype))
         if isinstance(value, tuple | list):
             return type(value)(self._cut(key, item, chunk, first_key) for item in value)
         if isinstance(value, dict):
@@ -269,33 +359,6 @@ def _holds_gradient(value: Any) -> bool:
     return any(_holds_gradient(item) for item in items)
 
 
-def _is_dense_mask(value: Any, length: int) -> bool:
+def _is_square(value: Any, length: int) -> bool:
+    """Whether it is a dense mask ``[B, H, T, T]``."""
     return isinstance(value, Tensor) and value.dim() == 4 and tuple(value.shape[2:]) == (length, length)
-
-
-def first_key(mask: LazyMask | None, chunk: slice) -> int:
-    """The first position a chunk can see."""
-    return 0 if mask is None else min(mask.first_key(chunk.start), chunk.start)
-
-
-def chunks_of(call: LayerCall, schedule: Schedule) -> list[slice]:
-    """The chunks of a call: none is cut where a token before the cut sees one behind it.
-
-    Raises:
-        UnsupportedModelError: A run of tokens that all see later ones is longer than two chunks: what such a chunk
-            holds is no longer what ``chunk_size`` promises (docs/decisions/005-bidirectional-blocks.md).
-    """
-    cuts = None if call.mask is None else call.mask.cuts
-    whole = cuts is None or cuts[-1] == call.length  # else it sees tokens that are not there to be computed at all
-    chunks = schedule.chunks(call.length, cuts if whole else [0, call.length])
-    longest = max(chunk.stop - chunk.start for chunk in chunks)
-    if whole and longest <= max(2 * schedule.chunk_size, 3):  # at least two tokens, so up to three, are one chunk
-        return chunks
-    what, where = "the attention mask lets a token see later tokens", type(call.layer).__name__
-    if len(chunks) == 1 or not whole:
-        raise UnsupportedModelError(f"{what}, so its chunk cannot be computed before theirs", where=where)
-    raise UnsupportedModelError(
-        f"{what}: {longest:,} in a row cannot be cut apart, more than two chunks of {schedule.chunk_size:,}",
-        where=where,
-        mend=f"set chunk_size to {-(-longest // 2):,} or more; these {longest:,} tokens are then computed at once",
-    )

@@ -22,7 +22,6 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
-from streamtune.engine.attention import NAME
 from streamtune.engine.borrow import aliased, attention_as, borrowed
 from streamtune.engine.call import LayerCall
 from streamtune.engine.difference import BOUND, compared_dtype, distance, norm_of, ratio, widened
@@ -30,6 +29,7 @@ from streamtune.engine.head import StreamedHead
 from streamtune.engine.layer import StreamedForward, strange_leaves
 from streamtune.engine.recorded import Arguments, RecordedCall, bind, hand_on, inputs_of, outputs_of, replaced
 from streamtune.engine.schedule import Schedule
+from streamtune.engine.tiles import OwnAttention
 from streamtune.errors import ArgumentError, StreamTuneError, UnsupportedModelError
 
 if TYPE_CHECKING:
@@ -95,6 +95,8 @@ class _Preflight:
     def __init__(self, handle: StreamHandle, reference: list[Any]) -> None:
         self.model, self.layers = handle.model, handle.layers
         self.configs = [config for config, _ in handle._attention]
+        self.own = handle.own_attention
+        self.ours = [config._attn_implementation_internal for config in self.configs]
         self.reference = reference
         self.head = StreamedHead(handle.model, SCHEDULE) if handle._head is not None else None
         self.inputs: dict[str, Any] = {}
@@ -147,7 +149,7 @@ class _Preflight:
         streamed = step == self._compare
         self.last = None
         with ExitStack() as stack:
-            stack.enter_context(attention_as(self.configs, [NAME] * len(self.configs) if streamed else self.reference))
+            stack.enter_context(attention_as(self.configs, self.ours if streamed else self.reference))
             for index, layer in enumerate(self.layers):
                 layer.forward = _Step(index, step)
             if streamed and self.head is not None:
@@ -184,7 +186,7 @@ class _Preflight:
         if call is None or call.index != index:
             raise _DiffersError(f"{self._name} calls its layers in another order when it is streamed")
         self.at, layer = index, self.layers[index]
-        LayerCall.bind(layer, args, kwargs)  # refuses by name what cannot be cut
+        LayerCall.bind(layer, args, kwargs, OwnAttention(self.own) if self.own else None)  # refuses by name
         arguments = bind(layer, args, kwargs)
         bound_input = BOUND[compared_dtype(call.z_in)]
         for name, x in inputs_of(arguments).items():
@@ -195,7 +197,7 @@ class _Preflight:
             if not error <= bound_input:
                 raise self._differs(index, "input", error, bound_input)
         used = replaced(arguments, {name: _leaf(call.inputs[name]) for name in call.wanted})
-        out, outputs = outputs_of(_without_self(StreamedForward(layer, SCHEDULE)), used)
+        out, outputs = outputs_of(_without_self(StreamedForward(layer, SCHEDULE, self.own)), used)
         self.streamed.append(replaced(arguments, {}))  # a shared dictionary as it was before the call
         if len(outputs) != len(call.outputs):
             raise _DiffersError(f"{self._name} returns {len(outputs)} tensors from a streamed layer")
@@ -273,8 +275,10 @@ class _Preflight:
             for plain in (True, False):
                 leaves = {name: call.inputs[name].detach().clone().requires_grad_() for name in call.wanted}
                 arguments = replaced(call.arguments if plain else streamed, leaves, layer)
-                with attention_as(self.configs, self.reference if plain else [NAME] * len(self.configs)):
-                    forward = type(layer).forward if plain else _without_self(StreamedForward(layer, SCHEDULE))
+                with attention_as(self.configs, self.reference if plain else self.ours):
+                    forward = (
+                        type(layer).forward if plain else _without_self(StreamedForward(layer, SCHEDULE, self.own))
+                    )
                     _, outputs = outputs_of(forward, arguments)
                     live = [n for n, z in enumerate(outputs) if z.requires_grad]
                     inputs = [*leaves.values(), *parameters.values()]
@@ -320,8 +324,10 @@ class _Preflight:
             with torch.no_grad():
                 with attention_as(self.configs, self.reference):
                     _, reference = outputs_of(type(wide).forward, replaced(plain, inputs))
-                with attention_as(self.configs, [NAME] * len(self.configs)):
-                    _, outputs = outputs_of(_without_self(StreamedForward(wide, SCHEDULE)), replaced(chunked, inputs))
+                with attention_as(self.configs, self.ours):
+                    _, outputs = outputs_of(
+                        _without_self(StreamedForward(wide, SCHEDULE, self.own)), replaced(chunked, inputs)
+                    )
             wide_call = RecordedCall(call.index, replaced(plain, inputs), inputs, call.wanted, reference)
             errors = {"output": self._output_error(outputs, wide_call)}
             if what != "output":

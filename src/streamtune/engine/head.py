@@ -1,9 +1,12 @@
 """The language-model head, streamed: logits as a promise that only the loss redeems, one chunk at a time.
 
 While a call with ``labels`` runs, the head returns :class:`LazyLogits` instead of ``[B, T, V]``. The model may scale or
-squash them (softcap); that is remembered and done per chunk. The model's ``loss_function`` is ours for the same
-time: it reads hidden states and weight from the promise and computes loss and gradient in one sweep of the head
-(``ops.cross_entropy``).
+squash them (softcap); that is remembered and done per chunk. It may also leave out tokens and lay the others in a row
+(``view(-1, V)``); that is done to the hidden states. The loss is computed from hidden states and weight in one sweep of
+the head (``ops.cross_entropy``), whether the model calls its ``loss_function``, which is ours for the same time, or
+``torch.nn.functional.cross_entropy`` by its own hand.
+
+Shape suffixes: B batch, T tokens, N = B * T or those of them that are left, C hidden size, V vocabulary.
 """
 
 from __future__ import annotations
@@ -40,15 +43,20 @@ ELEMENTWISE = {
 class LazyLogits:
     """Stands for ``steps(head(hidden))`` of shape ``[..., V]`` without holding it.
 
-    Takes part in torch functions (``__torch_function__``); anything but an elementwise step by a scalar is refused.
+    Takes part in torch functions (``__torch_function__``); anything but an elementwise step by a scalar, a choice or
+    another arrangement of tokens and the cross entropy is refused.
     """
 
-    def __init__(self, head: nn.Module, hidden: Tensor, steps: tuple[Step, ...] = ()) -> None:
-        self.head, self.hidden, self.steps = head, hidden, steps
+    def __init__(self, owner: StreamedHead, hidden: Tensor, steps: tuple[Step, ...] = ()) -> None:
+        self.owner, self.hidden, self.steps = owner, hidden, steps
 
     def then(self, step: Step) -> LazyLogits:
         """The same logits with one more elementwise step."""
-        return LazyLogits(self.head, self.hidden, (*self.steps, step))
+        return LazyLogits(self.owner, self.hidden, (*self.steps, step))
+
+    def of(self, hidden: Tensor) -> LazyLogits:
+        """The same steps on the logits of other tokens."""
+        return LazyLogits(self.owner, hidden, self.steps)
 
     def transform(self, logits: Tensor) -> Tensor:
         """The model's own steps on one chunk of logits."""
@@ -59,7 +67,9 @@ class LazyLogits:
     @classmethod
     def __torch_function__(
         cls, func: Any, types: Sequence[type], args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
-    ) -> LazyLogits:
+    ) -> Any:
+        if func is nn.functional.cross_entropy:
+            return _cross_entropy(*args, **(kwargs or {}))
         step: Any = ELEMENTWISE.get(func)
         lazy = next((arg for arg in args if isinstance(arg, LazyLogits)), None)
         others = [arg for arg in args if arg is not lazy]
@@ -99,6 +109,31 @@ class LazyLogits:
         """``logits.device``."""
         return self.hidden.device
 
+    @property
+    def shape(self) -> torch.Size:
+        """``logits.shape``."""
+        weight = getattr(self.owner.module, "weight", None)
+        if not isinstance(weight, Tensor):
+            raise _refuse("shape", _MissingAttributeError)
+        return torch.Size((*self.hidden.shape[:-1], weight.shape[0]))
+
+    def size(self, dim: int | None = None) -> Any:
+        """``logits.size(dim)``."""
+        return self.shape if dim is None else self.shape[dim]
+
+    def dim(self) -> int:
+        """``logits.dim()``."""
+        return self.hidden.dim()
+
+    def view(self, *shape: Any) -> LazyLogits:
+        """``logits.view(..., V)``: the tokens in another arrangement."""
+        sizes = tuple(shape[0]) if len(shape) == 1 and not isinstance(shape[0], int) else shape
+        if len(sizes) < 2 or sizes[-1] != self.shape[-1]:
+            raise _refuse(f"view{sizes}")
+        return self.of(self.hidden.reshape(*sizes[:-1], self.hidden.shape[-1]))
+
+    reshape = view
+
     def contiguous(self) -> LazyLogits:
         """``logits.contiguous()``: each chunk is."""
         return self
@@ -112,8 +147,34 @@ class LazyLogits:
             raise AttributeError(name)
         raise _refuse(name, _MissingAttributeError)
 
-    def __getitem__(self, key: Any) -> Any:
-        raise _refuse("indexing")
+    def __getitem__(self, key: Any) -> LazyLogits:
+        """Slices of tokens; the vocabulary stays whole."""
+        keys = list(key) if isinstance(key, tuple) else [key]
+        if Ellipsis in keys:
+            at = keys.index(Ellipsis)
+            keys[at : at + 1] = [slice(None)] * (self.dim() - len(keys) + 1)
+        vocabulary = keys.pop() if len(keys) == self.dim() else slice(None)
+        if vocabulary != slice(None) or len(keys) >= self.dim() or not all(isinstance(k, slice) for k in keys):
+            raise _refuse("indexing")
+        return self.of(self.hidden[tuple(keys)])
+
+
+def _cross_entropy(
+    input: Any,
+    target: Any,
+    weight: Tensor | None = None,
+    size_average: bool | None = None,
+    ignore_index: int = -100,
+    reduce: bool | None = None,
+    reduction: str = "mean",
+    label_smoothing: float = 0.0,
+) -> Tensor:
+    """``torch.nn.functional.cross_entropy`` of promised logits ``[N, V]`` and targets ``[N]``."""
+    plain = weight is None and size_average is None and reduce is None and label_smoothing == 0.0
+    fits = isinstance(input, LazyLogits) and isinstance(target, Tensor) and input.hidden.shape[:-1] == target.shape
+    if not plain or not fits or target.dim() != 1 or reduction not in ("mean", "sum"):
+        raise _refuse("cross_entropy with weights, smoothing, another reduction or targets that are no token numbers")
+    return input.owner.cross_entropy(input, target, None if reduction == "mean" else 1.0, ignore_index)
 
 
 def _is_scalar(value: Any) -> bool:
@@ -139,11 +200,20 @@ class StreamedHead:
     Args:
         model: The causal language model (no adapter wrapper around it).
         schedule: ``head_chunk_size`` and ``grad_dtype`` are read.
+
+    Raises:
+        UnsupportedModelError: It has more than one head.
     """
 
     def __init__(self, model: Any, schedule: Schedule) -> None:
         self.model, self.schedule = model, schedule
         self.active = False
+        if isinstance(heads := model.get_output_embeddings(), nn.ModuleList):
+            raise UnsupportedModelError(
+                f"{type(model).__name__} has {len(heads)} heads for as many streams of tokens, and a loss over all of "
+                "them; only one head over one stream of tokens is streamed",
+                mend="use stream(model, head=False): layers are streamed, the heads are the model's own",
+            )
 
     def open(self) -> None:
         """Begin: from here the head promises its logits."""
@@ -156,7 +226,7 @@ class StreamedHead:
         self.module, self.shadowed = head, head.__dict__.get("forward")
         self.had_loss = "_loss_function" in self.model.__dict__
         self.loss_before = self.model.__dict__.get("_loss_function")
-        head.forward = lambda hidden: LazyLogits(head, hidden)
+        head.forward = lambda hidden: LazyLogits(self, hidden)
         self.model._loss_function = self.loss
         self.active = True
 
@@ -198,13 +268,25 @@ class StreamedHead:
             assert labels is not None
             shift_labels = nn.functional.pad(labels, (0, 1), value=ignore_index)[..., 1:]
         targets = shift_labels.to(logits.hidden.device)
-        transform = logits.transform if logits.steps else None
+        return self.cross_entropy(logits, targets, num_items_in_batch, ignore_index)
+
+    def cross_entropy(
+        self, logits: LazyLogits, targets: Tensor, num_items: Tensor | float | None, ignore_index: int
+    ) -> Tensor:
+        """Summed cross entropy over ``num_items`` (None: the mean over the targets), chunk by chunk.
+
+        Args:
+            logits: The promise.
+            targets: ``[...]``, one for each token of the promise.
+            num_items: The divisor.
+            ignore_index: The target that counts nothing.
+        """
         sizes: dict[str, Any] = {
             "chunk_size": self.schedule.head_chunk_size,
-            "num_items": num_items_in_batch,
+            "num_items": num_items,
             "ignore_index": ignore_index,
         }
-        head = logits.head
+        head: Any = self.module
         plain = self.shadowed is None and not head._forward_hooks and not head._forward_pre_hooks
         if type(head) is nn.Linear and plain:
             return linear_cross_entropy(
@@ -212,7 +294,7 @@ class StreamedHead:
                 head.weight,
                 targets,
                 bias_V=head.bias,
-                transform=transform,
+                transform=logits.transform if logits.steps else None,
                 accumulate_dtype=torch.float32 if self.schedule.grad_dtype == "float32" else head.weight.dtype,
                 **sizes,
             )
@@ -221,5 +303,5 @@ class StreamedHead:
         )
 
     def _project(self, logits: LazyLogits) -> Step:
-        forward = self.shadowed or type(logits.head).forward.__get__(logits.head)
+        forward = self.shadowed or type(self.module).forward.__get__(self.module)
         return lambda hidden: logits.transform(forward(hidden))

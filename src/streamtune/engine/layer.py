@@ -16,14 +16,16 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
 from streamtune.engine.ambient import Autocast, RandomState
-from streamtune.engine.attention import NAME
 from streamtune.engine.balance import RouterWatch
 from streamtune.engine.cache import ChunkCache, KeysAndValues, ProjectionDone, States, Walk
-from streamtune.engine.call import LayerCall, chunks_of, first_key
+from streamtune.engine.call import LayerCall
+from streamtune.engine.outputs import LayerOutputs
 from streamtune.engine.scan import carried_scan, mixers_with_a_bare_scan
 from streamtune.engine.schedule import Schedule
+from streamtune.engine.tiles import OwnAttention, is_ours
 from streamtune.engine.vjp import Along, cut, streamed_vjp
 from streamtune.errors import ArgumentError, UnsupportedModelError
+from streamtune.ops.view import ForeignAttentionError
 
 __all__ = ["StreamedForward", "strange_leaves"]
 
@@ -34,33 +36,51 @@ class StreamedForward:
     Args:
         layer: A decoder layer of a ``transformers`` model.
         schedule: How to cut the sequence.
+        own: The attention implementation of a layer that computes its attention itself. None for one that takes it
+            from ``transformers``' interface; if its first call finds that it does more, it keeps its eager one.
         watch: Listens to the layer's router, if it has one.
     """
 
-    def __init__(self, layer: nn.Module, schedule: Schedule, watch: RouterWatch | None = None) -> None:
+    def __init__(
+        self, layer: nn.Module, schedule: Schedule, own: str | None = None, watch: RouterWatch | None = None
+    ) -> None:
         self.layer = layer
         self.watch = watch
-        self.schedule = schedule
-        self.leaves_checked = False
         self.bare_scans = mixers_with_a_bare_scan(layer)
+        self.schedule = schedule
+        self.leaves_checked = self.settled = False
         configs: list[Any] = [getattr(module, "config", None) for module in layer.modules()]
         self.configs = [config for config in configs if hasattr(config, "_attn_implementation_internal")]
+        self.own = None if own is None else OwnAttention(own, tuple(self.configs))
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """The layer's own signature and result."""
-        call = LayerCall.bind(self.layer, args, kwargs)
+        if self.own is not None or self.settled:
+            return self._call(args, kwargs)
+        hidden = next((x for x in (*args, *kwargs.values()) if isinstance(x, Tensor)), None)
+        before = RandomState.now(torch.device("cpu") if hidden is None else hidden.device)
+        try:
+            result = self._call(args, kwargs)
+        except ForeignAttentionError:
+            self.own = OwnAttention("eager", tuple(self.configs))
+            before.restore()
+            return self._call(args, kwargs)
+        self.settled = True
+        return result
+
+    def _call(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        call = LayerCall.bind(self.layer, args, kwargs, self.own)
         if call.cache is not None:
             if not torch.is_grad_enabled():  # generation: the model's own cache, the model's own walk
-                return type(self.layer).forward(self.layer, *args, **kwargs)
+                return self._generate(call)
             if call.cache.get_seq_length() > 0:
                 raise UnsupportedModelError(
                     "a filled key/value cache was passed while gradients are on",
                     where=type(self.layer).__name__,
                     mend="pass the whole sequence without past_key_values, or call the model under torch.no_grad()",
                 )
-        self._check_attention()
-        watch = self.watch if self.watch is not None and self.watch.active else None
-        stream = _Stream(call, self.schedule, self.bare_scans, watch)
+        self._check_attention(call.length)
+        stream = _Stream(call, self)
         parameters = [p for p in self.layer.parameters() if p.requires_grad]
         inputs = [*call.tensors(), *parameters]
         if torch.is_grad_enabled() and any(x.requires_grad for x in inputs):
@@ -68,10 +88,38 @@ class StreamedForward:
             return stream.restore(list(_StreamedLayer.apply(stream, self, *inputs)), sharing)
         return stream.restore(stream.forward(call.tensors()), call.sharing)
 
-    def _check_attention(self) -> None:
-        """Another attention does not know that a chunk's queries are the last of its keys, and would be wrong."""
+    def _generate(self, call: LayerCall) -> Any:
+        """The layer on its model's own cache. What it asks of its attention is found out before that is written to."""
+        if self.own is None and not self.settled and call.mask is not None and call.mask.q_offset == 0:
+            with RandomState.now(call.hidden.device).replayed():
+                try:
+                    _Stream(call, self).forward(call.tensors())
+                except ForeignAttentionError:
+                    raise
+                except UnsupportedModelError:  # what cannot be streamed may still generate
+                    pass
+        try:
+            return call.run_whole()
+        except ForeignAttentionError as error:
+            raise UnsupportedModelError(error.what, mend="fill the cache after stream(model), not before") from error
+
+    def _check_attention(self, length: int) -> None:
+        """Another attention does not know that a chunk's queries are the last of its keys, and would be wrong.
+
+        Neither can a choice of keys be repeated that was made between equals: a score of the value alone is the same
+        wherever a token stands again in the first layer, and which of them ``torch.topk`` keeps hangs on the number of
+        keys, which is smaller in a chunk.
+        """
         for config in self.configs:
-            if config._attn_implementation_internal != NAME:
+            kept = getattr(config, "keep_window_size", None)
+            if kept is not None and length > kept:
+                raise UnsupportedModelError(
+                    f"of {length} tokens the attention keeps keep_window_size={kept} by a score that repeated tokens "
+                    "share, so that what it keeps depends on the chunk",
+                    where=type(self.layer).__name__,
+                    mend=f"train on rows of at most {kept} tokens",
+                )
+            if not is_ours(config._attn_implementation_internal):
                 raise UnsupportedModelError(
                     f"the attention was set to {config._attn_implementation_internal!r} while the model is streamed",
                     where=type(self.layer).__name__,
@@ -82,11 +130,10 @@ class StreamedForward:
 class _Stream:
     """One call of one layer and all that its walks share."""
 
-    def __init__(
-        self, call: LayerCall, schedule: Schedule, bare_scans: list[nn.Module], watch: RouterWatch | None
-    ) -> None:
-        self.call, self.length, self.mask = call, call.length, call.mask
-        self.chunks = chunks_of(call, schedule)
+    def __init__(self, call: LayerCall, owner: StreamedForward) -> None:
+        schedule = owner.schedule
+        self.call, self.length = call, call.length
+        self.chunks = call.chunks(schedule)
         self.keep_kv = schedule.keep_kv
         self.widen = schedule.grad_dtype == "float32"
         self.kv = KeysAndValues(call.length, self.widen)
@@ -94,13 +141,14 @@ class _Stream:
         self.filled: dict[Any, int] = {}
         self.autocast = Autocast.now(call.hidden.device)
         self.random: dict[int, RandomState] = {}
-        self.bare_scans, self.watch, self.sums = bare_scans, watch, 0
-        self.tokens = watch.mask_BT if watch else None  # of this call: by the time of its backward there may be others
-        self.form = _Form()
+        self.outputs = LayerOutputs(type(call.layer).__name__, call.inputs[call.hidden_name])
+        self.bare_scans, self.sums = owner.bare_scans, 0
+        self.watch = owner.watch if owner.watch is not None and owner.watch.active else None
+        self.tokens = self.watch.mask_BT if self.watch else None  # at the time of its backward there may be others
 
     def run(self, chunk: slice, walk: Walk, x_i: list[Tensor]) -> tuple[list[Tensor], ChunkCache]:
         """The layer on one chunk: its outputs ``z(i)``, the first ``[B, T_i, C]``, and the cache it saw."""
-        cache = ChunkCache(self.kv, self.states, chunk, first_key(self.mask, chunk), walk)
+        cache = ChunkCache(self.kv, self.states, chunk, self.call.first_key(chunk), walk)
         given = dict(zip(self.call.inputs, x_i, strict=True))
         listening: AbstractContextManager[list[Tensor]] = self.watch.listening() if self.watch else nullcontext([])
         with carried_scan(self.bare_scans, cache), listening as heard:
@@ -108,12 +156,12 @@ class _Stream:
         self.filled |= filled
         sums = self.watch.sums(heard, None if self.tokens is None else self.tokens[:, chunk]) if self.watch else []
         self.sums = len(sums)
-        return [*self.form.take_apart(self.call, out, chunk), *sums], cache
+        return [*self.outputs.take(out, chunk, keep=walk == "store"), *sums], cache
 
     @property
     def along(self) -> list[Along]:
         """How the outputs of a chunk follow the sequence: the layer's own do, its router's sums do not."""
-        return [*self.form.along, *[None] * self.sums]
+        return [*self.outputs.along, *[None] * self.sums]
 
     @torch.no_grad()
     def forward(self, inputs: Sequence[Tensor], for_backward: bool = False) -> list[Tensor]:
@@ -137,12 +185,12 @@ class _Stream:
 
     def restore(self, outputs: list[Tensor], sharing: Any) -> Any:
         """The output in the form the layer gives it; what it shares goes where the next layers look for it."""
-        own, count = len(self.form.along), len(self.along)
+        own, count = len(self.outputs.along), len(self.along)
         if self.watch:
             self.watch.add(outputs[own:count])
         for place, key in enumerate(self.filled):
             sharing[key] = tuple(outputs[count + 2 * place : count + 2 * place + 2])
-        return self.form.put_together(outputs[:own])
+        return self.outputs.restore(outputs[:own])
 
     @torch.no_grad()
     def project(self, inputs: Sequence[Tensor]) -> None:
@@ -161,38 +209,6 @@ class _Stream:
         """The layer on one chunk with gradients, drawing the forward's random numbers again."""
         with self.random[chunk.start].replayed(), self.autocast.again():
             return self.run(chunk, "replay", x_i)
-
-
-class _Form:
-    """The form a layer gives its output: a tensor, or a tuple or list of tensors that follow the sequence and Nones."""
-
-    def __init__(self) -> None:
-        self.wrap: type | None = None
-        self.present: list[bool] = []
-        self.along: list[Along] = []
-
-    def take_apart(self, call: LayerCall, out: Any, chunk: slice) -> list[Tensor]:
-        """The tensors of an output, in order."""
-        items = list(out) if isinstance(out, tuple | list) else [out]
-        self.wrap = type(out) if isinstance(out, tuple | list) else None
-        self.present = [item is not None for item in items]
-        tensors = [item for item in items if item is not None]
-        name, hidden_along = type(call.layer).__name__, call.inputs[call.hidden_name]
-        self.along = []
-        for place, item in enumerate(tensors):
-            along = hidden_along if place == 0 else 1
-            tokens = chunk.stop - chunk.start
-            if not isinstance(item, Tensor) or item.dim() < 2 or along is None or item.shape[along] != tokens:
-                raise UnsupportedModelError(f"{name} returns more than hidden states; chunks of that cannot be joined")
-            self.along.append(along)
-        return tensors
-
-    def put_together(self, tensors: list[Tensor]) -> Any:
-        """The inverse of :meth:`take_apart`."""
-        if self.wrap is None:
-            return tensors[0]
-        items = iter(tensors)
-        return self.wrap([next(items) if present else None for present in self.present])
 
 
 def _whole(part: Tensor, along: Along, length: int) -> Tensor:

@@ -81,7 +81,7 @@ def outputs_of(forward: Callable[..., Any], arguments: Arguments) -> tuple[Any, 
     sharing = _sharing(arguments)
     before = set(sharing or ())
     out = forward(*arguments.args, **arguments.kwargs)
-    outputs = [item for item in _items(out) if isinstance(item, Tensor)]
+    outputs = [item for place, item in enumerate(_items(out)) if _is_output(place, item)]
     if sharing is not None:
         outputs += [x for entry, pair in sharing.items() if entry not in before for x in pair]
     return out, outputs
@@ -93,7 +93,7 @@ def hand_on(arguments: Arguments, used: Arguments, out: Any, call: RecordedCall)
     What the call ``used`` put into its shared dictionary goes into the one of the model's own ``arguments``.
     """
     leaves = iter([x.clone().requires_grad_(torch.is_grad_enabled()) for x in call.outputs])
-    items = [next(leaves) if isinstance(item, Tensor) else item for item in _items(out)]
+    items = [next(leaves) if _is_output(place, item) else item for place, item in enumerate(_items(out))]
     sharing, filled = _sharing(arguments), _sharing(used)
     if sharing is not None and filled is not None:
         for entry, pair in filled.items():
@@ -104,6 +104,11 @@ def hand_on(arguments: Arguments, used: Arguments, out: Any, call: RecordedCall)
 
 def _items(out: Any) -> list[Any]:
     return list(out) if isinstance(out, tuple | list) else [out]
+
+
+def _is_output(place: int, item: Any) -> bool:
+    """Hidden states and other ``[B, T, ...]`` of three dimensions; attention weights and choices of keys are none."""
+    return place == 0 or (isinstance(item, Tensor) and item.is_floating_point() and item.dim() <= 3)
 
 
 def _sharing(arguments: Arguments) -> Any:

@@ -19,11 +19,12 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 from streamtune.engine.ambient import RandomState
 from streamtune.engine.attention import NAME
 from streamtune.engine.balance import RouterLoss, RouterWatch, reduced
-from streamtune.engine.call import takes_cache
+from streamtune.engine.call import hands_on_cache, takes_cache
 from streamtune.engine.check import check_exact
 from streamtune.engine.head import LazyLogits, StreamedHead
 from streamtune.engine.layer import StreamedForward
 from streamtune.engine.schedule import Schedule
+from streamtune.engine.tiles import FORMS, over
 from streamtune.errors import ArgumentError, UnsupportedModelError
 
 __all__ = ["StreamHandle", "decoder_layers", "stream"]
@@ -94,17 +95,24 @@ def base_model(model: nn.Module) -> PreTrainedModel:
 
 
 def decoder_layers(model: nn.Module) -> list[nn.Module]:
-    """The outermost layers that take a key/value cache, in order."""
+    """The outermost layers that take a key/value cache, in order.
+
+    A layer says of itself that it is one (``GradientCheckpointingLayer``) and takes the cache by name. In a model where
+    none does, the members of its module lists are asked, and those that only hand the cache on.
+    """
     found: list[nn.Module] = []
 
-    def visit(module: nn.Module) -> None:
+    def visit(module: nn.Module, searching: bool) -> None:
         for child in module.children():
-            if isinstance(child, GradientCheckpointingLayer) and takes_cache(child) is not None:
+            listed = isinstance(module, nn.ModuleList) and searching and hands_on_cache(child)
+            if listed or (isinstance(child, GradientCheckpointingLayer) and takes_cache(child)):
                 found.append(child)
             else:
-                visit(child)
+                visit(child, searching)
 
-    visit(model)
+    visit(model, searching=False)
+    if not found:
+        visit(model, searching=True)
     return found
 
 
@@ -121,8 +129,12 @@ def check_streamable(model: PreTrainedModel, layers: list[nn.Module]) -> None:
         raise UnsupportedModelError(
             f"{name} has no decoder layer with a key/value cache, so there is nothing to stream"
         )
-    if not model._can_set_attn_implementation():
-        raise UnsupportedModelError(f"{name} does not take its attention from transformers' AttentionInterface")
+    own = _own_attention(model, layers)
+    if own is not None and own not in FORMS:
+        raise UnsupportedModelError(
+            f"{name} computes its attention itself, by {own!r}, which does not know the tile of a chunk",
+            mend="load it with attn_implementation='eager'",
+        )
     for layer in layers:
         if "forward" in layer.__dict__:
             raise UnsupportedModelError(
@@ -164,10 +176,12 @@ class StreamHandle:
         self._attention = [
             (config, config._attn_implementation_internal) for config in _configs(self.model, self.layers)
         ]
+        self.own_attention = _own_attention(self.model, self.layers)
+        """The implementation that layers which compute their attention themselves keep; None where ours is used."""
         for config, _ in self._attention:
-            config._attn_implementation_internal = NAME
+            config._attn_implementation_internal = NAME if self.own_attention is None else over(self.own_attention)
         for layer in self.layers:
-            layer.forward = StreamedForward(layer, schedule, self.routers)
+            layer.forward = StreamedForward(layer, schedule, own=self.own_attention, watch=self.routers)
         self._hooks = [
             self.model.register_forward_pre_hook(self._before, with_kwargs=True),
             self.model.register_forward_hook(self._after, always_call=True),
@@ -283,13 +297,26 @@ def _argument(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], n
     return kwargs.get(name, args[names.index(name)] if name in names[: len(args)] else None)
 
 
+def _owners(model: PreTrainedModel, layers: list[nn.Module]) -> list[PreTrainedModel]:
+    """The models around the layers, the outermost first."""
+    inside = {id(layer) for layer in layers}
+    return [
+        module
+        for module in model.modules()
+        if isinstance(module, PreTrainedModel) and any(id(child) in inside for child in module.modules())
+    ]
+
+
+def _own_attention(model: PreTrainedModel, layers: list[nn.Module]) -> str | None:
+    """The attention of layers that do not take it from ``transformers``' ``AttentionInterface``; None for others."""
+    owner = _owners(model, layers)[-1]
+    return None if owner._can_set_attn_implementation() else str(owner.config._attn_implementation_internal)
+
+
 def _configs(model: PreTrainedModel, layers: list[nn.Module]) -> list[Any]:
     """The configs that name the attention of the decoder: the ones its layers and their model read, each once."""
-    inside = {id(layer) for layer in layers}
     owners: list[Any] = [model.config.get_text_config(decoder=True)]
-    for module in model.modules():
-        if isinstance(module, PreTrainedModel) and any(id(child) in inside for child in module.modules()):
-            owners.append(module.config)
+    owners += [module.config for module in _owners(model, layers)]
     for layer in layers:
         owners += [
             m.config

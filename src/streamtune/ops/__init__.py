@@ -1,7 +1,6 @@
 """Tensors in, tensors out: attention of a chunk, mask tiles, log-probabilities and losses without full logits."""
 
 from streamtune.ops.attention import prefix_attention, prefix_attention_reference
-from streamtune.ops.biased import biased_attention
 from streamtune.ops.cross_entropy import linear_cross_entropy, project_cross_entropy, token_logprobs
 from streamtune.ops.mask import LazyMask
 from streamtune.ops.runs import row_starts
@@ -11,7 +10,6 @@ __all__ = [
     "LazyMask",
     "MaskView",
     "Segment",
-    "biased_attention",
     "linear_cross_entropy",
     "prefix_attention",
     "prefix_attention_reference",

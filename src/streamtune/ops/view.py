@@ -17,23 +17,34 @@ from streamtune.ops.runs import Stretch, clipped
 if TYPE_CHECKING:
     from streamtune.ops.mask import LazyMask
 
-__all__ = ["MaskView", "NoTensor", "Segment", "masked_score"]
+__all__ = ["ForeignAttentionError", "MaskView", "NoTensor", "Segment", "masked_score"]
 
 
-class _MaskIsNoTensorError(UnsupportedModelError, AttributeError):
+class ForeignAttentionError(UnsupportedModelError):
+    """A layer's attention is more than ours: it must compute it itself, with a mask that is a tensor."""
+
+
+class _MaskIsNoTensorError(ForeignAttentionError, AttributeError):
     """Also an AttributeError, so that ``hasattr`` stays a question."""
 
 
 class NoTensor:
     """What a layer that computes with its mask is told; an attention function only hands it on."""
 
-    def __getattr__(self, name: str) -> NoReturn:
+    def __getattr__(self, name: str) -> Any:
         if name.startswith("_"):
             raise AttributeError(name)
         raise self._refuse(name)
 
     def __getitem__(self, key: Any) -> Any:
         raise self._refuse("indexing")
+
+    def __eq__(self, other: object) -> Any:
+        if isinstance(other, int | float | Tensor):  # Python would answer False, and the layer go on with that
+            raise self._refuse("==")
+        return self is other
+
+    __hash__ = object.__hash__
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> NoReturn:
@@ -74,7 +85,7 @@ class Segment:
         return self.row, self.q_start, self.q_stop
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class MaskView(NoTensor):
     """Queries ``[q_start, q_stop)`` and keys ``[k_start, k_stop)`` of a :class:`LazyMask` (absolute positions)."""
 

@@ -1,0 +1,96 @@
+"""What a layer returns, chunk by chunk: joined, dropped, or refused.
+
+    hidden states                       the first output z, ``[B, T_i, C]``
+    others that follow the tokens       floating ``[B, T_i, ...]``: outputs as well, each with its gradient
+    a choice of keys per token          integers ``[B, T_i, K_i]``: joined along the tokens, for the next layer to read
+    attention weights                   ``[B, H, T_i, S_i]``: nobody asked for them (output_attentions is refused), None
+    None                                stays None
+    anything else                       refused
+
+Shape suffixes: B batch, T tokens (T_i of the chunk), S keys, H heads, C channels, K chosen keys.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from streamtune.engine.vjp import Along
+from streamtune.errors import UnsupportedModelError
+
+__all__ = ["LayerOutputs"]
+
+
+class LayerOutputs:
+    """Takes the output of each chunk apart and gives the whole sequence's the layer's own form again.
+
+    Args:
+        name: The layer's class, for errors.
+        hidden_along: The dimension along which its hidden states follow the sequence.
+    """
+
+    def __init__(self, name: str, hidden_along: Along) -> None:
+        self.name, self.hidden_along = name, hidden_along
+        self.wrap: type | None = None
+        self.along: list[Along] = []
+        """How the outputs follow the sequence."""
+        self.form: list[int | list[Tensor] | None] = []
+        """For each item of what the layer returns: which output it is, or the choices it was so far."""
+
+    def take(self, out: Any, chunk: slice, *, keep: bool) -> list[Tensor]:
+        """The outputs of a chunk; its choices of keys are remembered if ``keep``.
+
+        Raises:
+            UnsupportedModelError: Chunks of what else is in it cannot be joined.
+        """
+        self.wrap = type(out) if isinstance(out, tuple | list) else None
+        items = list(out) if isinstance(out, tuple | list) else [out]
+        if chunk.start == 0 and keep:
+            self.form = [None] * len(items)
+        outputs: list[Tensor] = []
+        self.along = []
+        for place, item in enumerate(items):
+            along = self.hidden_along if place == 0 else 1
+            if place and (item is None or _is_attention(item, chunk)):
+                continue
+            if place and _is_choice(item, chunk):
+                if keep:
+                    self.form[place] = [*(self.form[place] or []), item]  # type: ignore[misc]
+            elif _follows(item, along, chunk):
+                self.form[place] = len(outputs)
+                outputs.append(item)
+                self.along.append(along)
+            else:
+                raise UnsupportedModelError(
+                    f"{self.name} returns more than hidden states; chunks of that cannot be joined"
+                )
+        return outputs
+
+    def restore(self, outputs: list[Tensor]) -> Any:
+        """The whole sequence's output as the layer gives it."""
+        items = [outputs[part] if isinstance(part, int) else _joined(part) for part in self.form]
+        return items[0] if self.wrap is None else self.wrap(items)
+
+
+def _follows(value: Any, along: Along, chunk: slice) -> bool:
+    floating = isinstance(value, Tensor) and value.is_floating_point()
+    return floating and along is not None and value.dim() > along and value.shape[along] == chunk.stop - chunk.start
+
+
+def _is_choice(value: Any, chunk: slice) -> bool:
+    integers = isinstance(value, Tensor) and not value.is_floating_point() and value.dtype != torch.bool
+    return integers and value.dim() == 3 and value.shape[1] == chunk.stop - chunk.start
+
+
+def _is_attention(value: Any, chunk: slice) -> bool:
+    return isinstance(value, Tensor) and value.dim() == 4 and value.shape[2] == chunk.stop - chunk.start
+
+
+def _joined(parts: list[Tensor] | None) -> Tensor | None:
+    """Along the tokens. An early chunk has fewer keys to choose from: its last choice is repeated, which adds none."""
+    if not parts:
+        return None
+    width = max(part.shape[2] for part in parts)
+    return torch.cat([torch.cat([p, p[:, :, -1:].expand(-1, -1, width - p.shape[2])], 2) for p in parts], 1)

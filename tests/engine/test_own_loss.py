@@ -1,0 +1,81 @@
+"""A model that computes its cross entropy by its own hand on the promise of its logits: the same loss, streamed."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from streamtune import Schedule
+from streamtune.engine.head import LazyLogits, StreamedHead
+from streamtune.errors import UnsupportedModelError
+from tests.exactness.families import VOCAB, batch, build
+
+Loss = Callable[[Any, Tensor], Tensor]
+IDS = batch("multiturn")
+LABELS = IDS["labels"]
+
+LOSSES: dict[str, Loss] = {
+    "view": lambda z, y: nn.CrossEntropyLoss()(z.view(-1, VOCAB), y.view(-1)),
+    "reshape, size": lambda z, y: nn.CrossEntropyLoss()(z.reshape(-1, z.size(-1)), y.reshape(-1)),
+    "shape": lambda z, y: nn.functional.cross_entropy(z.view((-1, z.shape[-1])), y.flatten()),
+    "shifted": lambda z, y: nn.CrossEntropyLoss()(z[..., :-1, :].contiguous().view(-1, VOCAB), y[..., 1:].flatten()),
+    "shifted, two slices": lambda z, y: nn.functional.cross_entropy(z[:, :-1].reshape(-1, VOCAB), y[:, 1:].flatten()),
+    "sum": lambda z, y: nn.CrossEntropyLoss(reduction="sum")(z.view(-1, VOCAB), y.view(-1)) / 7,
+    "other ignored": lambda z, y: nn.CrossEntropyLoss(ignore_index=5)(
+        z.float().view(-1, VOCAB), y.masked_fill(y == -100, 5).view(-1)
+    ),
+    "squashed": lambda z, y: nn.CrossEntropyLoss()(((z / 3).tanh() * 3)[:, 4:].reshape(-1, VOCAB), y[:, 4:].flatten()),
+    "rows": lambda z, y: nn.CrossEntropyLoss()(z[1:2].view(-1, VOCAB), y[1:2].flatten()),
+}
+
+
+@pytest.fixture
+def model() -> Any:
+    return build("llama", tie_word_embeddings=False)
+
+
+@pytest.fixture
+def promise(model: Any) -> Any:
+    head = StreamedHead(model, Schedule(head_chunk_size=5))
+    hidden = torch.randn(3, 37, 32, generator=torch.Generator().manual_seed(0)).requires_grad_()
+    head.open()
+    yield model.lm_head(hidden)
+    head.close()
+
+
+@pytest.mark.parametrize("name", LOSSES)
+def test_it_is_the_same(name: str, model: Any, promise: LazyLogits) -> None:
+    hidden, weight = promise.hidden, model.lm_head.weight
+    want = LOSSES[name](nn.functional.linear(hidden, weight), LABELS)
+    want_grads = torch.autograd.grad(want, (hidden, weight))
+    got = LOSSES[name](promise, LABELS)
+    grads = torch.autograd.grad(got, (hidden, weight))
+    torch.testing.assert_close(got, want, rtol=2e-6, atol=0)
+    for grad, want_grad in zip(grads, want_grads, strict=True):
+        assert float((grad - want_grad).norm() / want_grad.norm()) <= 2e-6
+
+
+@pytest.mark.parametrize(
+    "loss",
+    [
+        lambda z, y: nn.CrossEntropyLoss(label_smoothing=0.1)(z.view(-1, VOCAB), y.view(-1)),
+        lambda z, y: nn.CrossEntropyLoss(weight=torch.ones(VOCAB))(z.view(-1, VOCAB), y.view(-1)),
+        lambda z, y: nn.CrossEntropyLoss(reduction="none")(z.view(-1, VOCAB), y.view(-1)).mean(),
+        lambda z, y: nn.CrossEntropyLoss()(z.view(-1, VOCAB), torch.rand(111, VOCAB)),
+        lambda z, y: nn.CrossEntropyLoss()(z.view(-1, VOCAB), y[:, 1:].flatten()),
+        lambda z, y: nn.CrossEntropyLoss()(z, y),
+        lambda z, y: z.view(-1, VOCAB // 2),
+        lambda z, y: z.view(-1),
+        lambda z, y: z[..., :5],
+        lambda z, y: z[0],
+        lambda z, y: z[y != -100],
+        lambda z, y: torch.log_softmax(z, -1),
+    ],
+)
+def test_what_is_no_such_loss_is_refused(loss: Loss, promise: LazyLogits) -> None:
+    with pytest.raises(UnsupportedModelError, match="before the loss"):
+        loss(promise, LABELS)
