@@ -235,8 +235,8 @@ class _Piece:
 
     def _kept(self, shape: torch.Size, rows: slice, device: torch.device, dtype: torch.dtype) -> Tensor:
         """Dropout's factor on the weights of a tile, a function of the seed, the segment and the rows only."""
-        place = (self.segment.row or 0, self.segment.start, self.segment.q_start + rows.start)
-        seed = (self.seed + 1_000_000_007 * (1_000_003 * place[0] + place[1]) + place[2]) % (1 << 62)
+        place = 1_000_003 * self.segment.start + self.segment.q_start + rows.start
+        seed = (self.seed + place + (self.segment.row or 0) * (1 << 48)) % (1 << 62)
         generator = torch.Generator(device).manual_seed(seed)
         kept = torch.rand(shape, generator=generator, device=device) >= self.dropout
         return kept.to(dtype) / (1 - self.dropout)
