@@ -13,6 +13,7 @@ import streamtune
 from streamtune import Schedule
 from streamtune.engine import check_packing
 from streamtune.errors import ArgumentError, UnsupportedModelError
+from tests.conformance.reducer import build as build_any
 
 from .families import BOUND, VOCAB, batch, build, gradients, worst
 
@@ -26,6 +27,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "gemma3_text": {"sliding_window": 6},
     "mixtral": {},
 }
+RECURRENT = ("qwen3_next", "mamba2", "mamba", "falcon_h1", "lfm2", "zamba2", "bamba", "nemotron_h", "zaya")
 CHUNKS = (1, 4, 8, 11, 64)
 
 
@@ -102,6 +104,65 @@ def test_several_sequences(family: str, alike: bool) -> None:
             loss, got = gradients(model, {**packed(*packs), "num_items_in_batch": targets(pieces)})
         assert float(loss) == pytest.approx(loss_ref, rel=2e-6)
         assert worst(got, want) <= BOUND, chunk_size
+
+
+@pytest.mark.parametrize("family", RECURRENT)
+def test_a_state_ends_with_its_row(family: str) -> None:
+    model, pieces = build_any(family), rows()
+    loss_ref, want = alone(model, pieces)
+    for chunk_size in (1, 4, 8, 64):
+        with streamtune.stream(model, chunk_size=chunk_size):
+            loss, got = gradients(model, {**packed(pieces), "num_items_in_batch": targets(pieces)})
+        assert float(loss) == pytest.approx(loss_ref, rel=2e-6)
+        assert worst(got, want) <= BOUND, chunk_size
+    with streamtune.stream(model) as handle:
+        check_packing(handle)
+
+
+@pytest.mark.parametrize("family", ["qwen3_next", "mamba2", "mamba", "falcon_h1"])
+def test_states_of_several_sequences(family: str) -> None:
+    """Rows of one sequence end where those of another go on: their states are left out one by one."""
+    model = build_any(family)
+    packs = [rows((9, 3, 13, 12)), rows((5, 20, 12), seed=6), rows((7, 30), seed=7)]
+    pieces = [row for pack in packs for row in pack]
+    loss_ref, want = alone(model, pieces)
+    for chunk_size in (4, 8, 64):
+        with streamtune.stream(model, chunk_size=chunk_size):
+            loss, got = gradients(model, {**packed(*packs), "num_items_in_batch": targets(pieces)})
+        assert float(loss) == pytest.approx(loss_ref, rel=2e-6)
+        assert worst(got, want) <= BOUND, chunk_size
+
+
+def test_a_row_of_one_token_beside_a_longer_one_is_refused_where_states_are() -> None:
+    packs = [rows((9, 1, 10)), rows((20,), seed=6)]
+    model = build_any("lfm2")
+    with (
+        streamtune.stream(model, chunk_size=8),
+        pytest.raises(UnsupportedModelError, match="a packed row of one token at position 9"),
+    ):
+        gradients(model, packed(*packs))
+
+
+def test_evaluation_of_packed_rows_with_states() -> None:
+    model, pieces = build_any("qwen3_next").eval(), rows()
+    inputs = {**packed(pieces), "num_items_in_batch": targets(pieces)}
+    loss_ref, _ = alone(model, pieces)
+    with streamtune.stream(model, chunk_size=8), torch.no_grad():
+        assert float(model(**inputs).loss) == pytest.approx(loss_ref, rel=2e-6)
+
+
+def test_what_flattening_collators_say_beside_positions_is_not_needed() -> None:
+    model, pieces = build_any("qwen3_next"), rows((9, 13, 10))
+    ends = torch.tensor([0, 9, 22, 32], dtype=torch.int32)
+    words = {"cu_seq_lens_q": ends, "cu_seq_lens_k": ends, "max_length_q": 13, "max_length_k": 13}
+    inputs = {**packed(pieces), "num_items_in_batch": targets(pieces)}
+    _, want = alone(model, pieces)
+    with streamtune.stream(model, chunk_size=8):
+        _, got = gradients(model, inputs | words)
+        assert worst(got, want) <= BOUND
+        del inputs["position_ids"]
+        with pytest.raises(UnsupportedModelError, match="position_ids do not restart"):
+            model(**inputs, **words)
 
 
 @pytest.mark.parametrize("lengths", [(1,) * 12, (37,), (36, 1), (1, 36), (18, 19)])

@@ -27,6 +27,8 @@ import torch
 from torch import Tensor, nn
 from transformers.cache_utils import Cache
 
+from streamtune.engine.rows import PackedRows
+
 __all__ = ["ChunkCache", "KeysAndValues", "ProjectionDone", "States"]
 
 Walk = Literal["store", "project", "replay"]
@@ -102,14 +104,17 @@ StateKey = tuple[str, int, int]
 class States:
     """The states of one layer call at the chunk boundaries, and their gradients.
 
-    ``after[t]`` holds what the first t tokens left.
-
-    A boundary where a packed row begins has none: the row starts from nothing.
+    ``after[t]`` holds what the first t tokens left. Where all sequences begin a packed row there is none.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, rows: PackedRows | None = None) -> None:
+        self.rows = rows
         self.after: dict[int, dict[StateKey, Tensor]] = {}
         self.grads: dict[int, dict[StateKey, Tensor]] = {}
+
+    def row_ends(self, position: int) -> bool:
+        """Whether every sequence begins a packed row here, so that nothing is carried on."""
+        return self.rows is not None and position in self.rows.clean_starts
 
     def release(self) -> None:
         """Free them."""
@@ -138,6 +143,8 @@ class ChunkCache(Cache):
         self.own_states: dict[StateKey, Tensor] = {}
         self.state_leaves: dict[StateKey, Tensor] = {}
         self.updates = 0
+        self.met_states = False
+        """Whether the layer asked for a state."""
 
     # What the engine asks.
 
@@ -267,17 +274,24 @@ class ChunkCache(Cache):
         return True
 
     def _before(self, key: StateKey) -> Tensor | None:
-        state = self.states.after.get(self.chunk.start, {}).get(key)
-        if state is None or self.walk != "replay" or not state.is_floating_point():
-            return state
-        if key not in self.state_leaves:
-            self.state_leaves[key] = state.detach().requires_grad_()
-        return self.state_leaves[key]
+        self.met_states = True
+        start, rows = self.chunk.start, self.states.rows
+        state = self.states.after.get(start, {}).get(key)
+        if state is None:
+            return None
+        if self.walk == "replay" and state.is_floating_point():
+            if key not in self.state_leaves:
+                self.state_leaves[key] = state.detach().requires_grad_()
+            state = self.state_leaves[key]
+        return state if rows is None or start not in rows.starts else rows.without_begun(state, start)
 
     def _keep(self, key: StateKey, state: Tensor) -> None:
+        self.met_states = True
         if self.walk == "replay":
             self.own_states[key] = state
-        elif self.walk == "store":  # a copy: a view would keep the whole chunk
+        elif self.walk == "store" and not self.states.row_ends(
+            self.chunk.stop
+        ):  # a copy: a view would keep the whole chunk
             self.states.after.setdefault(self.chunk.stop, {})[key] = state.detach().clone()
 
 

@@ -34,6 +34,7 @@ from torch import Tensor, nn
 from streamtune.engine.attention import dense_mask
 from streamtune.engine.borrow import attention_as
 from streamtune.engine.cache import ChunkCache
+from streamtune.engine.rows import OTHER_WORDS
 from streamtune.engine.schedule import Schedule
 from streamtune.engine.sharing import ChunkSharing, SharedKey
 from streamtune.engine.tiles import OwnAttention, sees_future, tile
@@ -240,6 +241,8 @@ class LayerCall:
         if "use_cache" in arguments:
             arguments["use_cache"] = True
         extra.pop("use_cache", None)
+        for word in OTHER_WORDS:
+            extra.pop(word, None)
         checkpointing = getattr(self.layer, "gradient_checkpointing", False)
         try:
             if checkpointing:

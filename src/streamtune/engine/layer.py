@@ -20,6 +20,7 @@ from streamtune.engine.balance import RouterWatch
 from streamtune.engine.cache import ChunkCache, KeysAndValues, ProjectionDone, States, Walk
 from streamtune.engine.call import LayerCall
 from streamtune.engine.outputs import LayerOutputs
+from streamtune.engine.rows import CallFacts
 from streamtune.engine.scan import carried_scan, mixers_with_a_bare_scan
 from streamtune.engine.schedule import Schedule
 from streamtune.engine.tiles import OwnAttention, is_ours
@@ -39,12 +40,20 @@ class StreamedForward:
         own: The attention implementation of a layer that computes its attention itself. None for one that takes it
             from ``transformers``' interface; if its first call finds that it does more, it keeps its eager one.
         watch: Listens to the layer's router, if it has one.
+        facts: What the model's call says that its layers are not told; read at each call.
     """
 
     def __init__(
-        self, layer: nn.Module, schedule: Schedule, own: str | None = None, watch: RouterWatch | None = None
+        self,
+        layer: nn.Module,
+        schedule: Schedule,
+        own: str | None = None,
+        watch: RouterWatch | None = None,
+        facts: CallFacts | None = None,
     ) -> None:
         self.layer = layer
+        self.facts = CallFacts() if facts is None else facts
+        self.carries_states = False
         self.watch = watch
         self.bare_scans = mixers_with_a_bare_scan(layer)
         self.schedule = schedule
@@ -132,12 +141,12 @@ class _Stream:
 
     def __init__(self, call: LayerCall, owner: StreamedForward) -> None:
         schedule = owner.schedule
-        self.call, self.length = call, call.length
-        self.chunks = call.chunks(schedule)
+        self.call, self.length, self.owner, self.rows = call, call.length, owner, owner.facts.rows
+        self.chunks = self.rows.chunks(schedule) if self.rows and owner.carries_states else call.chunks(schedule)
         self.keep_kv = schedule.keep_kv
         self.widen = schedule.grad_dtype == "float32"
         self.kv = KeysAndValues(call.length, self.widen)
-        self.states = States()
+        self.states = States(self.rows)
         self.filled: dict[Any, int] = {}
         self.autocast = Autocast.now(call.hidden.device)
         self.random: dict[int, RandomState] = {}
@@ -167,11 +176,15 @@ class _Stream:
     def forward(self, inputs: Sequence[Tensor], for_backward: bool = False) -> list[Tensor]:
         """The outputs ``z``, the first ``[B, T, C]``, chunk by chunk, first to last; behind them, what is shared."""
         z: list[Tensor] = []
+        begin = RandomState.now(inputs[0].device)
         for chunk in self.chunks:
             if for_backward:
                 self.random[chunk.start] = RandomState.now(inputs[0].device)
             x_i = [cut(x, along, chunk) for x, along in zip(inputs, self.call.inputs.values(), strict=True)]
-            z_i, _ = self.run(chunk, "store", x_i)
+            z_i, cache = self.run(chunk, "store", x_i)
+            if self.rows and cache.met_states and not self.owner.carries_states:  # known from its first chunk on
+                self.owner.carries_states = True
+                return self._again(inputs, for_backward, begin)
             if not z:
                 z = [_whole(part, along, self.length) for part, along in zip(z_i, self.along, strict=True)]
             for whole, part, along in zip(z, z_i, self.along, strict=True):
@@ -182,6 +195,14 @@ class _Stream:
         if not for_backward:
             self.states.release()
         return z + shared
+
+    def _again(self, inputs: Sequence[Tensor], for_backward: bool, begin: RandomState) -> list[Tensor]:
+        """The forward from its start, in chunks that end where packed rows do."""
+        assert self.rows is not None
+        self.chunks = self.rows.chunks(self.owner.schedule)
+        self.kv, self.states, self.random = KeysAndValues(self.length, self.widen), States(self.rows), {}
+        begin.restore()
+        return self.forward(inputs, for_backward)
 
     def restore(self, outputs: list[Tensor], sharing: Any) -> Any:
         """The output in the form the layer gives it; what it shares goes where the next layers look for it."""

@@ -27,6 +27,7 @@ from streamtune.engine.borrow import borrowed
 from streamtune.engine.check import SCHEDULE, _batch
 from streamtune.engine.difference import BOUND, compared_dtype, norm_of
 from streamtune.engine.layer import StreamedForward
+from streamtune.engine.rows import CallFacts, PackedRows
 from streamtune.errors import ArgumentError, StreamTuneError, UnsupportedModelError
 
 if TYPE_CHECKING:
@@ -63,13 +64,15 @@ def check_packing(handle: StreamHandle) -> None:
     if not handle.layers:
         raise ArgumentError("the model is not streamed any more", mend="check before .remove()")
     with borrowed(handle), torch.no_grad():
-        _Trial(handle.model, handle.layers).run()
+        _Trial(handle).run()
 
 
 class _Trial:
-    def __init__(self, model: Any, layers: list[nn.Module]) -> None:
-        self.model, self.layers = model, layers
-        self.ids = _batch(model)["input_ids"].flatten()[: sum(ROWS)][None]
+    def __init__(self, handle: StreamHandle) -> None:
+        self.model: Any = handle.model
+        self.layers, self.own = handle.layers, handle.own_attention
+        self.facts = CallFacts()
+        self.ids = _batch(self.model)["input_ids"].flatten()[: sum(ROWS)][None]
         self.seen: list[_Seen] = []
         self.calls = 0
         self.row = slice(0, 0)
@@ -92,8 +95,11 @@ class _Trial:
         """One forward with ``step`` in each layer's place: the logits."""
         for index, layer in enumerate(self.layers):
             layer.forward = _Step(index, layer, step)
+        self.facts.rows = PackedRows.of(positions)
+        taken = inspect.signature(type(self.model).forward).parameters
+        given = {"position_ids": positions} if "position_ids" in taken else {}  # the rest is in the facts
         try:
-            out = self.model.forward(input_ids=ids, position_ids=positions, use_cache=False)
+            out = self.model.forward(input_ids=ids, **given, use_cache=False)
         except (StreamTuneError, torch.OutOfMemoryError):
             raise
         except Exception as error:
@@ -104,7 +110,7 @@ class _Trial:
         return logits
 
     def _record(self, index: int, bound: inspect.BoundArguments) -> Any:
-        out = StreamedForward(self.layers[index], SCHEDULE)(*bound.args[1:], **bound.kwargs)
+        out = StreamedForward(self.layers[index], SCHEDULE, self.own, facts=self.facts)(*bound.args[1:], **bound.kwargs)
         self.seen.append(_Seen(index, bound.arguments[_hidden_name(bound)], _first(out)))
         return out
 
@@ -118,7 +124,7 @@ class _Trial:
             given = bound.arguments[name]
             self._note(index, "input", z_in, given, torch.zeros_like(given))
         bound.arguments[name] = z_in
-        out = StreamedForward(self.layers[index], SCHEDULE)(*bound.args[1:], **bound.kwargs)
+        out = StreamedForward(self.layers[index], SCHEDULE, self.own, facts=self.facts)(*bound.args[1:], **bound.kwargs)
         z_out = call.z_out[:, self.row]
         self._note(index, "output", z_out, _first(out), z_in)
         return type(out)([z_out, *out[1:]]) if isinstance(out, tuple | list) else z_out

@@ -23,6 +23,7 @@ from streamtune.engine.call import hands_on_cache, takes_cache
 from streamtune.engine.check import check_exact
 from streamtune.engine.head import LazyLogits, StreamedHead
 from streamtune.engine.layer import StreamedForward
+from streamtune.engine.rows import OTHER_WORDS, CallFacts, PackedRows
 from streamtune.engine.schedule import Schedule
 from streamtune.engine.tiles import FORMS, over
 from streamtune.errors import ArgumentError, UnsupportedModelError
@@ -171,6 +172,7 @@ class StreamHandle:
             raise ArgumentError(f"this {type(self.model).__name__} is streamed already", mend="call .remove() first")
         check_streamable(self.model, self.layers)
         self._head = StreamedHead(self.model, schedule) if head else None
+        self.facts = CallFacts()
         self.routers = RouterWatch(self.model, self.layers, router_loss)
         self._checkpointing: set[Any] = set()
         self._attention = [
@@ -181,7 +183,9 @@ class StreamHandle:
         for config, _ in self._attention:
             config._attn_implementation_internal = NAME if self.own_attention is None else over(self.own_attention)
         for layer in self.layers:
-            layer.forward = StreamedForward(layer, schedule, own=self.own_attention, watch=self.routers)
+            layer.forward = StreamedForward(
+                layer, schedule, own=self.own_attention, watch=self.routers, facts=self.facts
+            )
         self._hooks = [
             self.model.register_forward_pre_hook(self._before, with_kwargs=True),
             self.model.register_forward_hook(self._after, always_call=True),
@@ -253,6 +257,9 @@ class StreamHandle:
         with_labels = kwargs.get("labels") is not None
         if kwargs.get("past_key_values") is None and (with_labels or model.training):
             kwargs = {**kwargs, "use_cache": False}
+        self.facts.rows = self._rows(args, kwargs)
+        if "position_ids" not in inspect.signature(type(self.model).forward).parameters:
+            kwargs = {key: value for key, value in kwargs.items() if key != "position_ids"}  # it was for the rows
         if self._head is not None and with_labels:
             self._head.close()
             self._head.open()
@@ -263,6 +270,23 @@ class StreamHandle:
             self.routers.open(_argument(model, args, kwargs, "attention_mask"))
             kwargs = {**kwargs, "output_router_logits": False}
         return args, kwargs
+
+    def _rows(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> PackedRows | None:
+        """Packed rows, by the rule of ``transformers``: positions that restart, and no padding mask beside them."""
+        given = {
+            name: _argument(self.model, args, kwargs, name)
+            for name in ("attention_mask", "past_key_values", "position_ids")
+        }
+        if given["attention_mask"] is None and given["past_key_values"] is None:
+            rows = PackedRows.of(given["position_ids"])
+            if rows is not None:
+                return rows
+        if (word := next((word for word in OTHER_WORDS if kwargs.get(word) is not None), None)) is not None:
+            raise UnsupportedModelError(
+                f"{word!r} tells of packed rows, but position_ids do not restart",
+                mend="pass position_ids that restart at each row, and no attention_mask",
+            )
+        return None
 
     def _after(self, model: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
         return self._with_router_loss(self._without_promise(output))

@@ -1,0 +1,89 @@
+"""Where the rows of a packed batch begin: a layer that carries a state starts anew there.
+
+Attention layers read it off their mask (``ops.mask``). A recurrence has no mask: its chunks are cut where any row begins,
+and the state of the sequences that begin one is left out.
+
+Shape suffixes: B batch, T tokens.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property
+from itertools import pairwise
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from streamtune.engine.schedule import Schedule
+from streamtune.errors import UnsupportedModelError
+from streamtune.ops import row_starts
+
+__all__ = ["OTHER_WORDS", "CallFacts", "PackedRows"]
+
+OTHER_WORDS = ("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k", "seq_idx")
+"""What kernels are told of packed rows. They count from the start of the sequence, so no chunk is handed them."""
+
+
+@dataclass(eq=False)
+class PackedRows:
+    """Rows of a packed batch: ``positions_BT`` restart where one begins."""
+
+    positions_BT: Tensor
+
+    @classmethod
+    def of(cls, position_ids: Any) -> PackedRows | None:
+        """The rows that positions ``[T]`` or ``[B, T]`` tell of; None where each sequence is one row."""
+        if not isinstance(position_ids, Tensor) or position_ids.dim() not in (1, 2):
+            return None
+        rows = cls(torch.atleast_2d(position_ids))
+        return rows if len(rows.starts) > 1 else None
+
+    @cached_property
+    def starts(self) -> list[int]:
+        """Sorted positions at which a row begins in any of the sequences, 0 among them."""
+        return row_starts(self.positions_BT)
+
+    @cached_property
+    def begins(self) -> Tensor:
+        """Where a row begins, by sequence ``[B, T]``."""
+        begins = torch.ones_like(self.positions_BT, dtype=torch.bool)
+        begins[:, 1:] = self.positions_BT.diff(dim=-1) != 1
+        return begins
+
+    @cached_property
+    def clean_starts(self) -> frozenset[int]:
+        """Positions at which a row begins in every sequence."""
+        return frozenset(int(place) for place in self.begins.all(0).nonzero().flatten().tolist())
+
+    def chunks(self, schedule: Schedule) -> list[slice]:
+        """The chunks of the schedule, cut wherever a row begins.
+
+        Raises:
+            UnsupportedModelError: One of them is a single token in the middle of another sequence's row: that would be
+                the decoding path of the layer.
+        """
+        found: list[slice] = []
+        for start, stop in pairwise([*self.starts, self.positions_BT.shape[1]]):
+            found += [slice(start + c.start, start + c.stop) for c in schedule.chunks(stop - start)]
+        for chunk in found:
+            if chunk.stop - chunk.start == 1 and chunk.start not in self.clean_starts:
+                raise UnsupportedModelError(
+                    f"a packed row of one token at position {chunk.start} lies beside a longer one of the same batch, "
+                    "which a layer with a recurrent state cannot be cut at",
+                    mend="pack with per_device_train_batch_size: 1",
+                )
+        return found
+
+    def without_begun(self, state: Tensor, position: int) -> Tensor:
+        """A state ``[B, ...]``, zero for the sequences that begin a row at the position."""
+        begun = self.begins[:, position]
+        return state.masked_fill(begun.reshape(-1, *[1] * (state.dim() - 1)), 0.0)
+
+
+@dataclass
+class CallFacts:
+    """What a call of the model says that its layers are not told."""
+
+    rows: PackedRows | None = None
