@@ -5,7 +5,7 @@ prefix), ``head``, and ``stream``, which puts them into a model.
 """
 
 from streamtune.engine.balance import RouterLoss
-from streamtune.engine.packing import check_packing
+from streamtune.engine.preflight import check_packing
 from streamtune.engine.schedule import Schedule
 from streamtune.engine.stream import StreamHandle, decoder_layers, stream
 

@@ -1,15 +1,16 @@
-"""What surrounds a forward besides its arguments: the random state and autocast, put back for the recompute."""
+"""What surrounds a forward besides its arguments: random state, autocast, the attention that configs name."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
 
-__all__ = ["Autocast", "RandomState"]
+__all__ = ["Autocast", "RandomState", "attention_as"]
 
 
 @dataclass(frozen=True)
@@ -60,3 +61,16 @@ class Autocast:
     def again(self) -> AbstractContextManager[None]:
         """A context with these settings; without a cache of cast weights, which would outlive the chunk's graph."""
         return torch.autocast(self.device_type, dtype=self.dtype, enabled=self.enabled, cache_enabled=False)
+
+
+@contextmanager
+def attention_as(configs: list[Any], names: list[Any]) -> Iterator[None]:
+    """The named attention implementations while inside."""
+    before = [config._attn_implementation_internal for config in configs]
+    try:
+        for config, name in zip(configs, names, strict=True):
+            config._attn_implementation_internal = name
+        yield
+    finally:
+        for config, name in zip(configs, before, strict=True):
+            config._attn_implementation_internal = name

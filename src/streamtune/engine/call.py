@@ -31,8 +31,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from streamtune.engine.ambient import attention_as
 from streamtune.engine.attention import dense_mask
-from streamtune.engine.borrow import attention_as
 from streamtune.engine.cache import ChunkCache
 from streamtune.engine.rows import OTHER_WORDS
 from streamtune.engine.schedule import Schedule

@@ -1,7 +1,7 @@
 """Where the rows of a packed batch begin: a layer that carries a state starts anew there.
 
-Attention layers read it off their mask (``ops.mask``). A recurrence has no mask: its chunks are cut where any row begins,
-and the state of the sequences that begin one is left out.
+Attention layers read it off their mask (``ops.mask``). A recurrence has no mask: its chunks are cut where any row
+begins, and the state of the sequences that begin one is left out.
 
 Shape suffixes: B batch, T tokens.
 """
@@ -20,17 +20,24 @@ from streamtune.engine.schedule import Schedule
 from streamtune.errors import UnsupportedModelError
 from streamtune.ops import row_starts
 
-__all__ = ["OTHER_WORDS", "CallFacts", "PackedRows"]
+__all__ = ["OTHER_WORDS", "CallFacts", "PackedRows", "tells_of_rows"]
 
 OTHER_WORDS = ("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k", "seq_idx")
 """What kernels are told of packed rows. They count from the start of the sequence, so no chunk is handed them."""
+
+
+def tells_of_rows(arguments: dict[str, Any]) -> bool:
+    """Whether what kernels would be told names more than one row."""
+    ends, ids = arguments.get("cu_seq_lens_q"), arguments.get("seq_idx")
+    several = isinstance(ends, Tensor) and ends.numel() > 2
+    return several or (isinstance(ids, Tensor) and bool((ids != ids.flatten()[0]).any()))
 
 
 @dataclass(eq=False)
 class PackedRows:
     """Rows of a packed batch: ``positions_BT`` restart where one begins."""
 
-    positions_BT: Tensor
+    positions_BT: Tensor  # noqa: N815
 
     @classmethod
     def of(cls, position_ids: Any) -> PackedRows | None:

@@ -20,10 +20,10 @@ from streamtune.engine.ambient import RandomState
 from streamtune.engine.attention import NAME
 from streamtune.engine.balance import RouterLoss, RouterWatch, reduced
 from streamtune.engine.call import hands_on_cache, takes_cache
-from streamtune.engine.check import check_exact
 from streamtune.engine.head import LazyLogits, StreamedHead
 from streamtune.engine.layer import StreamedForward
-from streamtune.engine.rows import OTHER_WORDS, CallFacts, PackedRows
+from streamtune.engine.preflight import check_exact
+from streamtune.engine.rows import CallFacts, PackedRows, tells_of_rows
 from streamtune.engine.schedule import Schedule
 from streamtune.engine.tiles import FORMS, over
 from streamtune.errors import ArgumentError, UnsupportedModelError
@@ -281,9 +281,9 @@ class StreamHandle:
             rows = PackedRows.of(given["position_ids"])
             if rows is not None:
                 return rows
-        if (word := next((word for word in OTHER_WORDS if kwargs.get(word) is not None), None)) is not None:
+        if tells_of_rows(kwargs):
             raise UnsupportedModelError(
-                f"{word!r} tells of packed rows, but position_ids do not restart",
+                "cu_seq_lens or seq_idx tell of packed rows, but position_ids do not restart",
                 mend="pass position_ids that restart at each row, and no attention_mask",
             )
         return None

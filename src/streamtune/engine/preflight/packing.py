@@ -23,10 +23,10 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
-from streamtune.engine.borrow import borrowed
-from streamtune.engine.check import SCHEDULE, _batch
-from streamtune.engine.difference import BOUND, compared_dtype, norm_of
 from streamtune.engine.layer import StreamedForward
+from streamtune.engine.preflight.borrow import borrowed
+from streamtune.engine.preflight.difference import BOUND, compared_dtype, norm_of
+from streamtune.engine.preflight.trial import SCHEDULE, trial_batch
 from streamtune.engine.rows import CallFacts, PackedRows
 from streamtune.errors import ArgumentError, StreamTuneError, UnsupportedModelError
 
@@ -72,7 +72,7 @@ class _Trial:
         self.model: Any = handle.model
         self.layers, self.own = handle.layers, handle.own_attention
         self.facts = CallFacts()
-        self.ids = _batch(self.model)["input_ids"].flatten()[: sum(ROWS)][None]
+        self.ids = trial_batch(self.model)["input_ids"].flatten()[: sum(ROWS)][None]
         self.seen: list[_Seen] = []
         self.calls = 0
         self.row = slice(0, 0)

@@ -14,7 +14,7 @@ from streamtune.engine.ambient import RandomState
 if TYPE_CHECKING:
     from streamtune.engine.stream import StreamHandle
 
-__all__ = ["aliased", "attention_as", "borrowed"]
+__all__ = ["aliased", "borrowed"]
 
 
 @contextmanager
@@ -43,19 +43,6 @@ def borrowed(handle: StreamHandle) -> Iterator[None]:
             parameter.requires_grad_(True)
         for layer, forward in zip(handle.layers, forwards, strict=True):
             layer.forward = forward
-
-
-@contextmanager
-def attention_as(configs: list[Any], names: list[Any]) -> Iterator[None]:
-    """The named attention implementations while inside."""
-    before = [config._attn_implementation_internal for config in configs]
-    try:
-        for config, name in zip(configs, names, strict=True):
-            config._attn_implementation_internal = name
-        yield
-    finally:
-        for config, name in zip(configs, before, strict=True):
-            config._attn_implementation_internal = name
 
 
 @contextmanager
