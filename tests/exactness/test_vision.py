@@ -9,6 +9,7 @@ import torch
 
 import streamtune
 from streamtune import Schedule
+from streamtune.engine import decoder_layers
 from streamtune.engine.attention import NAME
 from streamtune.errors import UnsupportedModelError
 from streamtune.ops import LazyMask
@@ -128,3 +129,17 @@ def test_an_image_inside_a_chunk_and_one_across_a_chunks_end() -> None:
             loss, got = gradients(model, inputs)
         torch.testing.assert_close(loss, loss_ref, rtol=2e-6, atol=0)
         assert worst(got, want) <= BOUND, start
+
+
+def test_the_vision_tower_keeps_its_own_checkpointing() -> None:
+    """Only what is streamed is taken out of gradient checkpointing's hands."""
+    model, inputs = build("gemma3"), batch("gemma3", image=True)
+    model.gradient_checkpointing_enable()
+    tower = [module for name, module in model.named_modules() if "vision_tower" in name]
+    before = [getattr(module, "gradient_checkpointing", None) for module in tower]
+    assert True in before
+    with streamtune.stream(model, chunk_size=8) as handle:
+        model(**inputs).loss.backward()
+        assert [getattr(module, "gradient_checkpointing", None) for module in tower] == before
+        assert not any(getattr(layer, "gradient_checkpointing", False) for layer in handle.layers)
+    assert all(layer.gradient_checkpointing for layer in decoder_layers(model))

@@ -7,7 +7,7 @@ instance), the cache a layer updates, the attention function and the mask functi
 from __future__ import annotations
 
 import inspect
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import fields
 from typing import Any
 
@@ -250,7 +250,7 @@ class StreamHandle:
         for name, why in REFUSED_OUTPUTS.items():
             if kwargs.get(name):
                 raise UnsupportedModelError(f"{name}=True was asked for, but {why}")
-        for module in model.modules():  # the node stands in checkpointing's place; both would recompute twice
+        for module in self._checkpointed():  # the node stands in checkpointing's place; both would recompute twice
             if getattr(module, "gradient_checkpointing", False):
                 module.gradient_checkpointing = False  # type: ignore[assignment]
                 self._checkpointing.add(module)  # once, however often a trainer turns it on again
@@ -270,6 +270,12 @@ class StreamHandle:
             self.routers.open(_argument(model, args, kwargs, "attention_mask"))
             kwargs = {**kwargs, "output_router_logits": False}
         return args, kwargs
+
+    def _checkpointed(self) -> Iterator[nn.Module]:
+        """What may be told to checkpoint and is streamed instead: not an image tower beside the decoder."""
+        yield from _owners(self.model, self.layers)
+        for layer in self.layers:
+            yield from layer.modules()
 
     def _rows(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> PackedRows | None:
         """Packed rows, by the rule of ``transformers``: positions that restart, and no padding mask beside them."""
