@@ -34,8 +34,8 @@ UNREAD = (
     "shift_labels",
     "num_items_in_batch",
 )
-"""Tensors that attention functions are handed and that say nothing which the mask does not: eager reads none. Arguments of
-the loss are among them, for models hand on what they do not know."""
+"""Tensors that attention functions are handed and that say nothing which the mask does not: eager reads none. Arguments
+of the loss are among them, for models hand on what they do not know."""
 
 
 def attention(

@@ -22,6 +22,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
+from streamtune.engine.balance import not_balanced
 from streamtune.engine.borrow import aliased, attention_as, borrowed
 from streamtune.engine.call import LayerCall
 from streamtune.engine.difference import BOUND, compared_dtype, distance, norm_of, ratio, widened
@@ -155,7 +156,7 @@ class _Preflight:
             if streamed and self.head is not None:
                 self.head.open()
                 stack.callback(self.head.close)
-            loss = self.model.forward(**self.inputs).loss
+            loss = self.model.forward(**self.inputs, **not_balanced(self.model)).loss
         if self.last is None or not loss.requires_grad:
             return loss.detach(), None
         (grad,) = torch.autograd.grad(loss, [self.last], allow_unused=True)

@@ -23,6 +23,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
+from streamtune.engine.balance import not_balanced
 from streamtune.engine.borrow import borrowed
 from streamtune.engine.check import SCHEDULE, _batch
 from streamtune.engine.difference import BOUND, compared_dtype, norm_of
@@ -93,7 +94,8 @@ class _Trial:
         for index, layer in enumerate(self.layers):
             layer.forward = _Step(index, layer, step)
         try:
-            out = self.model.forward(input_ids=ids, position_ids=positions, use_cache=False)
+            more = {"use_cache": False, **not_balanced(self.model)}
+            out = self.model.forward(input_ids=ids, position_ids=positions, **more)
         except (StreamTuneError, torch.OutOfMemoryError):
             raise
         except Exception as error:
