@@ -18,7 +18,16 @@ PUBLIC = {
         "stream",
         "token_logprobs",
     },
-    "streamtune.engine": {"RouterLoss", "Schedule", "StreamHandle", "check_packing", "decoder_layers", "stream"},
+    "streamtune.engine": {
+        "RouterLoss",
+        "Schedule",
+        "StreamHandle",
+        "balance_coefficient",
+        "balances_itself",
+        "check_packing",
+        "decoder_layers",
+        "stream",
+    },
     "streamtune.ops": {
         "LazyMask",
         "MaskView",

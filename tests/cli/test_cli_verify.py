@@ -15,6 +15,7 @@ from torch import Tensor
 from streamtune.cli import main
 from streamtune.data import Example
 from streamtune.engine import cache, head, vjp
+from streamtune.engine.balance import RouterSums
 from streamtune.plan.room import Room
 from streamtune.recipe.build_verify import choose_rows
 
@@ -276,3 +277,49 @@ def test_the_table_fits_eighty_columns(verify: Callable[..., int], capsys: pytes
     table = capsys.readouterr().out.split("\n\n")[1].splitlines()
     assert len(table) > 10
     assert max(map(len, table)) <= 80
+
+
+MIXTURE = {
+    **{key: value for key, value in RECIPE["model"]["init"].items() if key != "attention_dropout"},
+    "model_type": "mixtral",
+    "num_local_experts": 4,
+    "num_experts_per_tok": 2,
+}
+
+
+def verify_mixture(verify: Callable[..., int], *arguments: str, **more: Any) -> int:
+    recipe = {**RECIPE, "model": {"init": MIXTURE}, "router_aux_loss_coef": 3.0, **more}
+    Path("tiny.yaml").write_text(yaml.safe_dump(recipe, sort_keys=False))
+    return verify(*arguments)
+
+
+def test_the_balance_loss_is_part_of_the_proof(verify: Callable[..., int], capsys: pytest.CaptureFixture[str]) -> None:
+    write_rows((10, 20), (5, 12))  # both fit: the second is padded, and its padding is not to count
+    assert verify_mixture(verify, "--length", "256", router_z_loss_coef=0.1) == 0
+    shown = capsys.readouterr().out
+    assert "routers  3 times the balance loss that transformers computes; no z-loss, which it does not know" in shown
+    assert "the first 2, padded" in shown
+    assert verify_mixture(verify, "--length", "256", "--json") == 0
+    document = json.loads(capsys.readouterr().out)
+    assert document["router_aux_loss_coef"] == 3.0
+    with_it = document["loss"]["plain"]
+    assert verify_mixture(verify, "--length", "256", "--json", router_aux_loss_coef=0.0) == 0
+    assert with_it > json.loads(capsys.readouterr().out)["loss"]["plain"] + 3.0, "a balance loss is 2 at least"
+
+
+def test_a_wrong_balance_loss_is_caught(
+    verify: Callable[..., int], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One that is off by a thousandth of what the experts were chosen."""
+    monkeypatch.setattr(
+        RouterSums, "counts", property(lambda sums: torch.cat([1.001 * sums.routed, sums.tokens[None]]))
+    )
+    assert verify_mixture(verify, "--length", "128") == 1
+    assert "the loss is off by" in capsys.readouterr().out
+
+
+def test_a_mixture_that_cannot_be_balanced_is_refused(
+    verify: Callable[..., int], capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert verify("--set", "router_aux_loss_coef=0.1") == 2
+    assert "Qwen3ForCausalLM has no router in its decoder layers" in " ".join(capsys.readouterr().err.split())

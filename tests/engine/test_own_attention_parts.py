@@ -184,3 +184,13 @@ def test_lazy_masks_of_other_models_stay_no_tensors() -> None:
             _ = mask == 0
         assert mask is not None
         assert mask in [None, mask]
+
+
+def test_arguments_of_the_loss_do_not_cost_a_layer_our_attention() -> None:
+    """Models hand on to their attention what they do not know; these have nothing to do with it."""
+    model, inputs = build("qwen3"), batch("plain")
+    labels = torch.nn.functional.pad(inputs["labels"][:, 1:], (0, 1), value=-100)
+    with streamtune.stream(model, chunk_size=8) as handle:
+        model(**{**inputs, "labels": labels}, shift_labels=labels, num_items_in_batch=torch.tensor(93))
+        forwards: list[Any] = [layer.forward for layer in handle.layers]
+        assert all(forward.own is None for forward in forwards)

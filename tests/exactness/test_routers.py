@@ -14,6 +14,7 @@ from torch import Tensor
 
 import streamtune
 from streamtune import RouterLoss, Schedule
+from streamtune.engine import check_packing
 from streamtune.errors import ArgumentError, UnsupportedModelError
 from tests.conformance.reducer import build as build_any
 
@@ -200,3 +201,35 @@ def test_refused_before_training(family: str, message: str) -> None:
 def test_what_is_no_router_loss(bad: dict[str, Any]) -> None:
     with pytest.raises(ArgumentError):
         RouterLoss(**bad)
+
+
+def test_silenced_the_loss_is_the_cross_entropy() -> None:
+    model, inputs = routed("mixtral"), batch("right")
+    plain = model(**inputs, output_router_logits=False).loss
+    with streamtune.stream(model, chunk_size=8, router_loss=RouterLoss(5.0, 0.1)) as handle:
+        with handle.routers.silenced():
+            output = model(**inputs)
+        added = model(**inputs).loss
+        terms = handle.routers.terms
+    torch.testing.assert_close(output.loss, plain, rtol=2e-6, atol=0)
+    assert output.aux_loss is None
+    assert added > plain + 5.0
+    assert terms is not None
+    assert torch.equal(terms.loss, output.loss)
+
+
+def test_padding_can_be_told_without_a_mask() -> None:
+    """Behind the tokens it is hidden by causality, and a mask would only cost the faster kernels."""
+    model, inputs = routed("mixtral"), dict(batch("right"))
+    reference, want = gradients(model, inputs)
+    mask = inputs.pop("attention_mask")
+    with streamtune.stream(model, chunk_size=8) as handle, handle.routers.counting(mask):
+        loss, got = gradients(model, inputs)
+    torch.testing.assert_close(loss, reference, rtol=2e-6, atol=0)
+    assert worst(got, want) <= BOUND
+
+
+def test_the_preflight_passes_a_model_that_balances_itself() -> None:
+    with streamtune.stream(routed("mixtral"), chunk_size=8) as handle:
+        handle.check()
+        check_packing(handle)

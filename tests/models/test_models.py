@@ -18,6 +18,7 @@ from streamtune.models import (
     check_positions,
     count_parameters,
     init_model,
+    left_out,
     load_lora,
     load_model,
     load_tokenizer,
@@ -227,3 +228,30 @@ def test_rows_longer_than_the_models_positions(tokenizer: Any) -> None:
     assert check_positions(learnt, 64) is None
     with pytest.raises(ArgumentError, match=r"table of positions .* ends at 64"):
         check_positions(learnt, 65)
+
+
+# --- layers for multi-token prediction --------------------------------------------------------------------------------
+
+
+def test_layers_that_predict_several_tokens_ahead_are_said_to_be_left_out(tokenizer: Any, tmp_path: Path) -> None:
+    sizes = {"n_routed_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16, "first_k_dense_replace": 1}
+    config = {**CONFIG, **sizes, "model_type": "glm4_moe", "num_nextn_predict_layers": 1, "n_group": 1, "topk_group": 1}
+    del config["head_dim"]
+    model = init_model(config, vocab_size=len(tokenizer), token_ids={}, dtype="auto", device="cpu", seed=3)
+    assert left_out(model) is None, "a model made from its configuration has lost nothing"
+    save_pretrained(model, tokenizer, tmp_path)
+    weights = load_file(tmp_path / "model.safetensors")
+    ahead = {name.replace("layers.1.", "layers.2."): x.clone() for name, x in weights.items() if "layers.1." in name}
+    save_file({**weights, **ahead, "model.layers.2.eh_proj.weight": torch.ones(32, 64)}, tmp_path / "model.safetensors")
+    loaded = load_model(str(tmp_path))
+    said = left_out(loaded)
+    assert said is not None
+    assert "layers for multi-token prediction (num_nextn_predict_layers: 1)" in said
+    assert same_weights(loaded, model)
+    loaded = add_lora(loaded, r=2, alpha=None, dropout=0.0, target=("q_proj",), seed=0)
+    assert left_out(loaded) == said
+
+
+def test_a_model_without_such_layers_is_silent(tokenizer: Any, tmp_path: Path) -> None:
+    save_pretrained(make(tokenizer), tokenizer, tmp_path)
+    assert left_out(load_model(str(tmp_path))) is None

@@ -15,6 +15,7 @@ from .console import err, out, print_json, print_note, print_rows
 from .options import JsonOption, RecipeArgument, SetOption
 
 if TYPE_CHECKING:
+    from streamtune.engine import RouterLoss
     from streamtune.plan import VerifyReport
     from streamtune.recipe.build_verify import Subject, Window
 
@@ -67,6 +68,7 @@ def _facts(subject: Subject) -> dict[str, object]:
         "length": subject.length,
         "tokens": batch.num_tokens,
         "trained_tokens": batch.num_targets,
+        "router_aux_loss_coef": subject.router_loss.balance if subject.router_loss else None,
     }
 
 
@@ -90,6 +92,7 @@ def _print_banner(subject: Subject) -> None:
             ("model", _describe_model(subject)),
             ("rows", _describe_rows(subject)),
             ("chunks", f"{sizes} tokens; in the head {heads}"),
+            *([("routers", _describe_routers(subject.router_loss))] if subject.router_loss else []),
         ]
     )
 
@@ -102,6 +105,12 @@ def _describe_model(subject: Subject) -> str:
     computed = ", computed in bfloat16" if subject.bf16 else ""
     computed = f", computed in {str(subject.dtype).removeprefix('torch.')}" if subject.dtype else computed
     return f"{type(base).__name__}, {total:,} parameters, {trained}; {dtype}{computed} on {subject.device}"
+
+
+def _describe_routers(loss: RouterLoss) -> str:
+    """What of the losses on routers is compared."""
+    balance = f"{loss.balance:g} times the balance loss that transformers computes"
+    return f"{balance}; no z-loss, which it does not know" if loss.z else balance
 
 
 def _describe_rows(subject: Subject) -> str:

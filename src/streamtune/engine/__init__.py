@@ -4,9 +4,18 @@ Read ``vjp`` first (the one equation), then ``layer`` (the node that calls it), 
 prefix), ``head``, and ``stream``, which puts them into a model.
 """
 
-from streamtune.engine.balance import RouterLoss
+from streamtune.engine.balance import RouterLoss, balance_coefficient, balances_itself
 from streamtune.engine.preflight import check_packing
 from streamtune.engine.schedule import Schedule
 from streamtune.engine.stream import StreamHandle, decoder_layers, stream
 
-__all__ = ["RouterLoss", "Schedule", "StreamHandle", "check_packing", "decoder_layers", "stream"]
+__all__ = [
+    "RouterLoss",
+    "Schedule",
+    "StreamHandle",
+    "balance_coefficient",
+    "balances_itself",
+    "check_packing",
+    "decoder_layers",
+    "stream",
+]

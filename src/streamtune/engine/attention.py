@@ -30,8 +30,12 @@ UNREAD = (
     "seq_idx",
     "token_type_ids",
     "mm_token_type_ids",
+    "labels",
+    "shift_labels",
+    "num_items_in_batch",
 )
-"""Tensors that attention functions are handed and that say nothing which the mask does not: eager reads none."""
+"""Tensors that attention functions are handed and that say nothing which the mask does not: eager reads none. Arguments
+of the loss are among them, for models hand on what they do not know."""
 
 
 def attention(

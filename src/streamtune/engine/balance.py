@@ -28,7 +28,16 @@ from torch import Tensor, nn
 
 from streamtune.errors import ArgumentError, UnsupportedModelError
 
-__all__ = ["RouterLoss", "RouterSums", "RouterWatch", "reduced"]
+__all__ = [
+    "RouterLoss",
+    "RouterSums",
+    "RouterTerms",
+    "RouterWatch",
+    "balance_coefficient",
+    "balances_itself",
+    "not_balanced",
+    "reduced",
+]
 
 KNOWN_FORM = ["gate_logits", "num_experts", "top_k", "attention_mask"]
 """Parameters of the balance loss all families of transformers share."""
@@ -100,6 +109,16 @@ class RouterSums:
         return torch.cat([self.routed.detach(), self.tokens.detach()[None]])
 
 
+@dataclass(frozen=True)
+class RouterTerms:
+    """What the last call's loss was made of; scalars without gradient."""
+
+    loss: Tensor
+    """Before the routers' losses were added."""
+    balance: Tensor
+    """The micro-batch's share in the step's balance loss, not multiplied with its coefficient: the shares add up."""
+
+
 class RouterWatch:
     """Listens to the routers of a model while a call is streamed, and adds their losses to its loss.
 
@@ -119,7 +138,12 @@ class RouterWatch:
         self.totals: Tensor | None = None
         """Counts of the whole global step ``[E + 1]`` where the caller has them (:meth:`StreamHandle.count_routes`)."""
         self.weight = 1.0
-        """Share of the micro-batch in the step's mean; not read where ``totals`` are given."""
+        """Share of the micro-batch in the step's mean; not read under a global scope."""
+        self.counted_BT: Tensor | None = None
+        """Which tokens of the next calls are no padding, where their attention mask does not say so."""
+        self.silent = False
+        self.terms: RouterTerms | None = None
+        """Of the last call with a loss."""
         self.found: RouterSums | None = None
         self._heard: list[Tensor] | None = None
         self.mask_BT: Tensor | None = None
@@ -141,12 +165,31 @@ class RouterWatch:
         """Begin a call."""
         self._check()
         self.active, self.found = True, None
-        self.mask_BT = attention_mask if isinstance(attention_mask, Tensor) and attention_mask.dim() == 2 else None
+        mask = attention_mask if self.counted_BT is None else self.counted_BT
+        self.mask_BT = mask if isinstance(mask, Tensor) and mask.dim() == 2 else None
 
     def close(self) -> RouterSums | None:
         """End it: what was found."""
         self.active, found, self.found = False, self.found, None
         return found
+
+    @contextmanager
+    def silenced(self) -> Iterator[None]:
+        """Calls within have no loss on routers, whatever was asked for: to compare models by what they predict."""
+        before, self.silent = self.silent, True
+        try:
+            yield
+        finally:
+            self.silent = before
+
+    @contextmanager
+    def counting(self, tokens_BT: Tensor) -> Iterator[None]:
+        """Calls within count the tokens that are not 0 here, and no longer ask their attention mask."""
+        before, self.counted_BT = self.counted_BT, tokens_BT
+        try:
+            yield
+        finally:
+            self.counted_BT = before
 
     @contextmanager
     def listening(self) -> Iterator[list[Tensor]]:
@@ -177,15 +220,20 @@ class RouterWatch:
             self.found = sums if self.found is None else self.found + sums
 
     def losses(self, sums: RouterSums) -> tuple[Tensor, Tensor]:
-        """``(balance loss, what to add to the loss)``."""
-        loss = self.loss or RouterLoss(balance=self._own_coefficient)
-        counts, weight = sums.counts, self.weight
+        """``(balance loss, what to add to the loss)``; both are shares of the step's where the scope is global."""
+        loss = self.loss or RouterLoss(balance=balance_coefficient(self.model))
+        counts = sums.counts
         if loss.scope == "global":
-            counts, weight = (reduced(counts) if self.totals is None else self.totals), 1.0
+            counts = reduced(counts) if self.totals is None else self.totals
         tokens = counts[-1]
         experts = getattr(self.model, "num_experts", len(counts) - 1)
         balance = experts * (counts[:-1] / tokens * sums.probabilities / tokens).sum()
-        return balance, weight * (loss.balance * balance + loss.z * sums.squares / tokens)
+        return balance, self.share * (loss.balance * balance + loss.z * sums.squares / tokens)
+
+    @property
+    def share(self) -> float:
+        """What a call's losses are multiplied with: shares of a global step simply add up."""
+        return 1.0 if self.loss is not None and self.loss.scope == "global" else self.weight
 
     def _listener(self, index: int) -> Any:
         def hook(module: nn.Module, args: Any, output: Any) -> None:
@@ -193,22 +241,6 @@ class RouterWatch:
                 self._heard.append(output[index] if isinstance(output, tuple | list) else output)
 
         return hook
-
-    @property
-    def _own_coefficient(self) -> float:
-        """What the model would multiply its balance loss with."""
-        config = self.model.config.get_text_config(decoder=True)
-        for owner, name in (
-            (self.model, "router_aux_loss_coef"),
-            (config, "router_aux_loss_coef"),
-            (config, "aux_loss_coef"),
-        ):
-            if (value := getattr(owner, name, None)) is not None:
-                return float(value)
-        raise UnsupportedModelError(
-            f"{type(self.model).__name__} does not say how much its balance loss counts",
-            mend="use stream(model, router_loss=RouterLoss(balance=...))",
-        )
 
     @property
     def _top_k(self) -> int:
@@ -224,6 +256,36 @@ class RouterWatch:
                 f"{name} has a balance loss of its own form, which is not streamed",
                 mend="train it without output_router_logits",
             )
+
+
+def balances_itself(model: Any) -> bool:
+    """Whether the configuration of a ``transformers`` model asks for its balance loss in a call with labels."""
+    return bool(getattr(model.config.get_text_config(decoder=True), "output_router_logits", False))
+
+
+def not_balanced(model: Any) -> dict[str, bool]:
+    """What to call a ``transformers`` model with so that it adds no loss on its routers and keeps no router logits."""
+    return {"output_router_logits": False} if balances_itself(model) else {}
+
+
+def balance_coefficient(model: Any) -> float:
+    """What a ``transformers`` model multiplies its balance loss with.
+
+    Raises:
+        UnsupportedModelError: It does not say.
+    """
+    config = model.config.get_text_config(decoder=True)
+    for owner, name in (
+        (model, "router_aux_loss_coef"),
+        (config, "router_aux_loss_coef"),
+        (config, "aux_loss_coef"),
+    ):
+        if (value := getattr(owner, name, None)) is not None:
+            return float(value)
+    raise UnsupportedModelError(
+        f"{type(model).__name__} does not say how much its balance loss counts",
+        mend="use stream(model, router_loss=RouterLoss(balance=...))",
+    )
 
 
 def reduced(counts: Tensor) -> Tensor:

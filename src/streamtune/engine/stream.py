@@ -13,12 +13,12 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers import PreTrainedModel
+from transformers import PreTrainedModel, modeling_layers
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 from streamtune.engine.ambient import RandomState
 from streamtune.engine.attention import NAME
-from streamtune.engine.balance import RouterLoss, RouterWatch, reduced
+from streamtune.engine.balance import RouterLoss, RouterTerms, RouterWatch, balances_itself, not_balanced, reduced
 from streamtune.engine.call import hands_on_cache, takes_cache
 from streamtune.engine.head import LazyLogits, StreamedHead
 from streamtune.engine.layer import StreamedForward
@@ -136,6 +136,11 @@ def check_streamable(model: PreTrainedModel, layers: list[nn.Module]) -> None:
             f"{name} computes its attention itself, by {own!r}, which does not know the tile of a chunk",
             mend="load it with attn_implementation='eager'",
         )
+    if isinstance(model, getattr(modeling_layers, "MtpModel", ())):
+        raise UnsupportedModelError(
+            f"{name} holds layers for multi-token prediction, which only draft: transformers gives them no loss",
+            mend="stream the causal language model they belong to",
+        )
     for layer in layers:
         if "forward" in layer.__dict__:
             raise UnsupportedModelError(
@@ -219,7 +224,8 @@ class StreamHandle:
             for batch in batches:
                 self.routers.open(batch.get("attention_mask"))
                 unread = ("labels", "shift_labels", "num_items_in_batch", "output_router_logits")
-                decoder(**{key: value for key, value in batch.items() if key not in unread}, use_cache=False)
+                read = {key: value for key, value in batch.items() if key not in unread}
+                decoder(**{**read, "use_cache": False, **not_balanced(self.model)})
                 sums = self.routers.close()
                 assert sums is not None
                 counts = sums.counts if counts is None else counts + sums.counts
@@ -265,8 +271,10 @@ class StreamHandle:
             self._head.open()
         asked = kwargs.get("output_router_logits")
         if asked is None:
-            asked = getattr(self.model.config.get_text_config(decoder=True), "output_router_logits", False)
-        if asked or (self.routers.loss is not None and with_labels):
+            asked = balances_itself(self.model)
+        if self.routers.silent:
+            kwargs = {**kwargs, "output_router_logits": False} if asked else kwargs
+        elif asked or (self.routers.loss is not None and with_labels):
             self.routers.open(_argument(model, args, kwargs, "attention_mask"))
             kwargs = {**kwargs, "output_router_logits": False}
         return args, kwargs
@@ -305,6 +313,7 @@ class StreamHandle:
         if isinstance(output, tuple):  # labels or not, the first item is the loss if there is one
             return (output[0] + added, *output[1:]) if output and output[0].dim() == 0 else output
         if output.loss is not None:
+            self.routers.terms = RouterTerms(output.loss.detach(), self.routers.share * balance.detach())
             output.loss = output.loss + added
         if "aux_loss" in {field.name for field in fields(output)}:
             output.aux_loss = balance

@@ -4,7 +4,14 @@ from __future__ import annotations
 
 from streamtune.models.adapters import add_lora, load_lora
 from streamtune.models.export import save_pretrained
-from streamtune.models.load import ParameterCount, check_positions, count_parameters, init_model, load_model
+from streamtune.models.load import (
+    ParameterCount,
+    check_positions,
+    count_parameters,
+    init_model,
+    left_out,
+    load_model,
+)
 from streamtune.models.quantize import choose_quantization
 from streamtune.models.sample import sample_text
 from streamtune.models.tokenizer import CHATML_TEMPLATE, load_tokenizer, set_chat_template, train_tokenizer
@@ -17,6 +24,7 @@ __all__ = [
     "choose_quantization",
     "count_parameters",
     "init_model",
+    "left_out",
     "load_lora",
     "load_model",
     "load_tokenizer",

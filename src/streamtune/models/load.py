@@ -14,9 +14,12 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_N
 from streamtune.errors import ArgumentError, did_you_mean
 from streamtune.models.quantize import logical_size, quantize
 
-__all__ = ["ParameterCount", "check_positions", "count_parameters", "init_model", "load_model"]
+__all__ = ["ParameterCount", "check_positions", "count_parameters", "init_model", "left_out", "load_model"]
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+
+DRAFT_LAYERS = ("num_nextn_predict_layers", "num_mtp_layers", "mtp_num_hidden_layers")
+"""What configurations call the number of layers that predict the token after the next."""
 
 
 @dataclass(frozen=True)
@@ -57,6 +60,24 @@ def check_positions(model: Any, longest: int) -> str | None:
     return (
         f"the longest row has {longest:,} tokens; the model was made for {limit:,} (max_position_embeddings): "
         "it trains, on positions it has never seen"
+    )
+
+
+def left_out(model: Any) -> str | None:
+    """What to know of a model loaded from a checkpoint with layers that ``transformers`` does not load, or None.
+
+    They predict several tokens ahead. ``transformers`` reads them to draft tokens when it generates, as a model of
+    their own that has no loss, and its causal language models pass over their weights in silence.
+    """
+    config = model.config.get_text_config(decoder=True)
+    counts = {name: getattr(config, name, None) for name in DRAFT_LAYERS}
+    found = [(name, count) for name, count in counts.items() if isinstance(count, int) and count > 0]
+    if not found or not model.config.name_or_path:
+        return None
+    name, count = found[0]
+    return (
+        f"the checkpoint has layers for multi-token prediction ({name}: {count}); transformers loads the model without "
+        "them, so they are not trained, and not in what is saved"
     )
 
 

@@ -31,6 +31,11 @@ ALIASES: dict[str, str] = {
     "sequence_len": "max_length",
     "sample_packing": "packing",
     "val_set_size": "val_size",
+    # routers of a mixture of experts
+    "aux_loss_coef": "router_aux_loss_coef",
+    "moe_aux_loss_coef": "router_aux_loss_coef",
+    "moe_aux_loss_coeff": "router_aux_loss_coef",
+    "moe_z_loss_coeff": "router_z_loss_coef",
     # optimisation
     "batch_size": "per_device_train_batch_size",
     "eval_batch_size": "per_device_eval_batch_size",
@@ -73,6 +78,7 @@ INSTEAD: dict[str, str] = {
     "flash_attention": "delete the line; the engine picks the attention kernel, see `streamtune env`",
     "fp16": "write bf16: true",
     "gradient_checkpointing": "delete the line; streaming takes its place",
+    "output_router_logits": "write router_aux_loss_coef: 0.001, or what the model's card says",
     "logging_dir": "delete the line; everything a run writes is in output_dir",
     "overwrite_output_dir": "delete the line; use another output_dir, or --resume",
     "save_strategy": "write save_steps: N",

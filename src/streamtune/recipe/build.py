@@ -14,8 +14,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from streamtune import data, models, train
-from streamtune.engine import Schedule
-from streamtune.errors import ArgumentError, OutOfMemoryError, UserError
+from streamtune.engine import RouterLoss, Schedule, StreamHandle, balance_coefficient, balances_itself, stream
+from streamtune.errors import ArgumentError, OutOfMemoryError, UnsupportedModelError, UserError
 from streamtune.recipe.loader import LoadedRecipe
 from streamtune.recipe.schema import EngineSpec, Recipe
 
@@ -27,11 +27,13 @@ __all__ = [
     "choose_device",
     "choose_quantization",
     "make_model",
+    "make_router_loss",
     "make_schedule",
     "make_sources",
     "make_tokenizer",
     "prepare_data",
     "quiet_libraries",
+    "stream_model",
 ]
 
 
@@ -166,6 +168,49 @@ def make_schedule(spec: EngineSpec) -> Schedule:
     sizes = {"chunk_size": spec.chunk_size, "head_chunk_size": spec.head_chunk_size}
     chosen = {name: size for name, size in sizes.items() if isinstance(size, int)}
     return Schedule(**chosen, keep_kv=spec.keep_kv, grad_dtype=spec.grad_dtype)
+
+
+def make_router_loss(recipe: Recipe, model: Any) -> RouterLoss | None:
+    """What a recipe adds to the loss for the routers of its model; None where neither of the two asks for anything.
+
+    Raises:
+        ArgumentError: A scope is chosen, and nothing to balance.
+        UnsupportedModelError: The model asks for a balance loss and does not say how much it counts.
+    """
+    base = model.get_base_model() if hasattr(model, "get_base_model") else model
+    balance, z = recipe.router_aux_loss_coef, recipe.router_z_loss_coef
+    own = balances_itself(base)
+    if balance is None:
+        balance = balance_coefficient(base) if own else 0.0
+    if balance or z or own:  # 0 switches off what the model's configuration asks for
+        return RouterLoss(balance, z, recipe.moe_balance)
+    if recipe.moe_balance != "micro":
+        raise ArgumentError(
+            f"'moe_balance: {recipe.moe_balance}' needs a loss on the routers, and nothing asks for one",
+            where="moe_balance",
+            mend="set router_aux_loss_coef, such as 0.001, or delete the line",
+        )
+    return None
+
+
+def stream_model(recipe: Recipe, model: Any) -> StreamHandle:
+    """Put the engine into a model, with what the recipe adds for its routers.
+
+    Raises:
+        UnsupportedModelError: The model cannot be streamed, or has no routers such as the recipe asks to balance.
+    """
+    schedule, router_loss = make_schedule(recipe.engine), make_router_loss(recipe, model)
+    handle = stream(model, schedule=schedule)
+    if router_loss is None:
+        return handle
+    handle.remove()
+    try:
+        return stream(model, schedule=schedule, router_loss=router_loss)
+    except UnsupportedModelError as error:  # the model streams; it is its routers
+        keys = [key for key in ("router_aux_loss_coef", "router_z_loss_coef") if getattr(recipe, key)]
+        if keys:
+            error.where, error.mend = keys[0], f"delete {' and '.join(keys)}; the model trains without"
+        raise
 
 
 def choose_device(name: str) -> torch.device:

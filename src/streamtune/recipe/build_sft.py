@@ -18,17 +18,17 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from streamtune import data, models, optim, train
-from streamtune.engine import Schedule, StreamHandle, check_packing, stream
+from streamtune.engine import Schedule, StreamHandle, check_packing
 from streamtune.recipe.build import (
     blame_recipe,
     choose_device,
     choose_quantization,
     make_model,
-    make_schedule,
     make_sources,
     make_tokenizer,
     prepare_data,
     quiet_libraries,
+    stream_model,
 )
 from streamtune.recipe.dump import dump_recipe
 from streamtune.recipe.loader import LoadedRecipe
@@ -165,7 +165,9 @@ def build_sft(
         longest = min(prepared.report.length_percentiles["max"], recipe.max_length)
         if (note := models.check_positions(model, longest)) is not None:
             notify(note)
-        handle = stream(model, schedule=make_schedule(recipe.engine))
+        if checkpoint is None and (note := models.left_out(model)) is not None:
+            notify(note)
+        handle = stream_model(recipe, model)
         with doing("checking that this model streams exactly"):
             handle.check()
             if recipe.packing:
@@ -258,6 +260,7 @@ def _train(run: SftRun, writer: train.ModelWriter, stop: train.StopRequest, cons
             resume_from=run.checkpoint,
             progress=progress,
             stop=stop,
+            handle=run.handle,
         )
 
 

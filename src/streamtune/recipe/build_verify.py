@@ -3,6 +3,9 @@
 build_verify   recipe -> tokenizer, first rows, model, schedules; what ``sft`` would train, by the same functions
 run_verify     plain autograd and streaming on them
 
+The balance loss of a mixture's routers is compared with the one ``transformers`` computes. A router z-loss, which it
+does not know, is left out on both sides.
+
 An objective other than supervised fine-tuning joins with a loss of its own: what is compared only ever sees
 ``loss_of(model, bf16)``.
 """
@@ -19,21 +22,23 @@ import numpy as np
 import torch
 
 from streamtune import data, models, plan, train
-from streamtune.engine import Schedule, stream
+from streamtune.engine import RouterLoss, Schedule, balance_coefficient, balances_itself
 from streamtune.errors import ArgumentError, DataError, OutOfMemoryError, RunError
 from streamtune.plan.room import Room, measure_room
 from streamtune.recipe.build import (
     blame_recipe,
     choose_device,
     make_model,
+    make_router_loss,
     make_schedule,
     make_sources,
     make_tokenizer,
     prepare_data,
     quiet_libraries,
+    stream_model,
 )
 from streamtune.recipe.loader import LoadedRecipe
-from streamtune.train.loop import loss_of
+from streamtune.train.loop import loss_of, output_of
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -87,6 +92,8 @@ class Subject:
     """Widen the weights to it first."""
     bf16: bool
     room: Room
+    router_loss: RouterLoss | None
+    """What the recipe adds for routers; of it only the balance loss is compared."""
 
     @property
     def length(self) -> int:
@@ -128,11 +135,12 @@ def build_verify(
         examples = _first_rows(loaded, sources, tokenizer, notify)
         with doing("loading the model"):
             model = make_model(recipe, tokenizer, None, device)
-        stream(model, schedule=make_schedule(recipe.engine)).remove()  # a model that is refused is refused at once
+        stream_model(recipe, model).remove()  # a model that is refused is refused at once
+        router_loss = make_router_loss(recipe, model)
         bf16 = recipe.bf16 if dtype is None else dtype == "bfloat16"
         widened = getattr(torch, dtype) if dtype in ("float32", "float64") else None
         with doing("measuring how long a row plain autograd has room for"):
-            room = _measure(model, examples, tokenizer, device, bf16)
+            room = _measure(model, examples, tokenizer, device, bf16, router_loss)
         limit, why = (length, "--length") if length is not None else _fitting_length(room, device, widened)
         windows = choose_rows(examples, limit)
         batch = _collate(windows, tokenizer).to(device)
@@ -151,6 +159,7 @@ def build_verify(
         dtype=widened,
         bf16=bf16,
         room=room,
+        router_loss=router_loss,
     )
 
 
@@ -164,7 +173,7 @@ def run_verify(subject: Subject, notify: Callable[[str], None] = lambda message:
     try:
         return plan.run_verify(
             subject.model,
-            partial(_loss, subject.batch),
+            partial(_loss, subject.batch, subject.router_loss),
             subject.schedules,
             dtype=subject.dtype,
             bf16=subject.bf16,
@@ -245,9 +254,21 @@ def _collate(windows: Sequence[Window], tokenizer: PreTrainedTokenizerBase) -> t
     return train.MicroBatch(**batch, origins=tuple(example.origin for example in examples))
 
 
-def _loss(batch: train.MicroBatch, model: torch.nn.Module, bf16: bool) -> torch.Tensor:
-    """The loss ``sft`` trains with."""
-    return loss_of(model, batch, num_targets=batch.num_targets, bf16=bf16)
+def _loss(batch: train.MicroBatch, router_loss: RouterLoss | None, model: torch.nn.Module, bf16: bool) -> torch.Tensor:
+    """The loss ``sft`` trains with, a router z-loss apart; the model itself adds the balance loss, streamed or not."""
+    base = _base(model)
+    if router_loss is None or not (router_loss.balance or balances_itself(base)):
+        return loss_of(model, batch, num_targets=batch.num_targets, bf16=bf16)
+    # Here the mask says which tokens count, so it is given where there is padding at all.
+    mask = batch.attention_mask if batch.num_tokens < batch.attention_mask.numel() else None
+    asked = {"attention_mask": mask, "output_router_logits": True}
+    output = output_of(model, batch, num_targets=batch.num_targets, bf16=bf16, **asked)
+    loss: torch.Tensor = output.loss + (router_loss.balance - balance_coefficient(base)) * output.aux_loss
+    return loss
+
+
+def _base(model: Any) -> Any:
+    return model.get_base_model() if hasattr(model, "get_base_model") else model
 
 
 # --- memory -----------------------------------------------------------------------------------------------------------
@@ -259,16 +280,17 @@ def _measure(
     tokenizer: PreTrainedTokenizerBase,
     device: torch.device,
     bf16: bool,
+    router_loss: RouterLoss | None,
 ) -> Room:
     """What plain autograd holds per token."""
-    base = model.get_base_model() if hasattr(model, "get_base_model") else model
+    base = _base(model)
     [window] = choose_rows(examples, PROBE)[:1]
     repeats = -(-PROBE // window.length)  # the tokens do not matter here, only their number
 
     def forward(tokens: int) -> torch.Tensor:
         ids = np.tile(np.asarray(window.example.input_ids), repeats)[:tokens]
         probe = _collate([Window(data.Example(ids, ids, window.example.origin), 0, tokens)], tokenizer)
-        return _loss(probe.to(device), model, bf16)
+        return _loss(probe.to(device), router_loss, model, bf16)
 
     limit = getattr(base.config.get_text_config(decoder=True), "max_position_embeddings", None)
     tokens = min(PROBE, limit) if isinstance(limit, int) else PROBE

@@ -214,6 +214,19 @@ class Recipe(Spec):
     device: Literal["auto", "cpu", "cuda"] = "auto"
     """Where to train; `auto` takes an accelerator where there is one."""
 
+    # --- routers of a mixture of experts -----------------------------------------------------------------------
+
+    router_aux_loss_coef: Annotated[float, Field(ge=0)] | None = None
+    """Coefficient of the load-balancing loss, added to the loss; without it, what the model's own configuration adds,
+    which is nothing unless it says `output_router_logits`. `metrics.jsonl` has the balance loss as `aux_loss`."""
+
+    router_z_loss_coef: Annotated[float, Field(ge=0)] = 0.0
+    """Coefficient of the router z-loss, the mean squared log-sum-exp of the routers' logits."""
+
+    moe_balance: Literal["micro", "global"] = "micro"
+    """Tokens the experts are balanced over: those of each forward (their losses are averaged, token by token), or of
+    the whole optimizer step, which costs one more forward of each where there are several."""
+
     # --- optimisation ------------------------------------------------------------------------------------------
 
     per_device_train_batch_size: Count = 1

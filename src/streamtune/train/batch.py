@@ -48,6 +48,15 @@ class MicroBatch:
         """Whether padding stands before a token of its row. Padding behind it is hidden by causality alone."""
         return bool((self.attention_mask[:, 1:] > self.attention_mask[:, :-1]).any())
 
+    @property
+    def arguments(self) -> dict[str, Any]:
+        """What the model is called with, labels apart."""
+        # Transformers separates packed rows by their positions, and looks at them only where no mask is given.
+        packed = {} if self.position_ids is None else {"position_ids": self.position_ids}
+        # No token sees padding behind it, and a mask it does not need would cost it the faster kernels.
+        mask = self.attention_mask if self.padded_left else None
+        return {"input_ids": self.input_ids, **packed, "attention_mask": mask, "use_cache": False}
+
     def to(self, device: torch.device) -> MicroBatch:
         """The same batch on ``device``."""
         positions = None if self.position_ids is None else self.position_ids.to(device)

@@ -5,7 +5,8 @@ The gradient of an optimizer step is that of one number, whatever the number of 
     loss = 1/N  sum_{g=1..G}  sum_{t in targets of micro-batch g}  -log p(target_t)        N = targets of all G together
 
 Each micro-batch contributes its sum, divided once by N, and its gradient is added to the ones before. So a step split
-differently, or shorter at the end of an epoch, still weighs every token the same.
+differently, or shorter at the end of an epoch, still weighs every token the same. What a mixture's routers add to it is
+in ``routers``; the loss that is shown and recorded is the one above, without it.
 """
 
 from __future__ import annotations
@@ -13,13 +14,14 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 import torch
 from torch import nn
 
+from streamtune.engine import StreamHandle
 from streamtune.errors import NonFiniteError, OutOfMemoryError
 from streamtune.train.batch import MicroBatch, StepStream
 from streamtune.train.checkpoint import Checkpoint, ModelWriter, rotate, save_checkpoint
@@ -29,6 +31,7 @@ from streamtune.train.plot import draw_loss
 from streamtune.train.progress import Progress
 from streamtune.train.records import append_event, append_record, cut_after_step, read_records
 from streamtune.train.rng import RngState, capture_rng, preserve_rng, restore_rng, seed_everything
+from streamtune.train.routers import StepRouters
 from streamtune.train.rundir import RunDirectory
 from streamtune.train.signals import StopRequest
 
@@ -94,6 +97,7 @@ def train(
     resume_from: Checkpoint | None,
     progress: Progress,
     stop: StopRequest,
+    handle: StreamHandle | None = None,
 ) -> Progressed:
     """Train ``model`` until ``settings.total_steps``, or until ``stop`` is requested.
 
@@ -111,6 +115,7 @@ def train(
         resume_from: Go on from here. On the CPU every later loss is bit for bit that of a run never interrupted.
         progress: What the user sees.
         stop: Looked at after each micro-batch. A step broken off half-way is left out of the checkpoint.
+        handle: What streams ``model``; its routers' losses, if it has any, are in the gradient and not in ``loss``.
 
     Returns:
         How far it came.
@@ -130,7 +135,7 @@ def train(
         # 1. At a boundary between steps: evaluate and save where it is time to, leave where the run is over.
         if state.eval_due and validation is not None:
             progress.activity("evaluating")
-            loss = evaluate(model, validation(), settings=settings, step=state.step, stop=stop)
+            loss = evaluate(model, validation(), settings=settings, step=state.step, stop=stop, handle=handle)
             if loss is not None:
                 state = replace(state, eval_loss=loss, eval_due=False)
                 append_record(run.metrics, {"step": state.step, "eval_loss": loss})
@@ -149,7 +154,10 @@ def train(
         # 2. One optimizer step.
         started = time.perf_counter()
         micro_batches = steps.next_step()
-        loss = accumulate_gradients(model, micro_batches, settings=settings, state=state, progress=progress, stop=stop)
+        routers = StepRouters(handle, micro_batches)
+        loss = accumulate_gradients(
+            model, micro_batches, routers, settings=settings, state=state, progress=progress, stop=stop
+        )
         if loss is None:  # Stopped half-way: `position` still is where this step began.
             optimizer.zero_grad(set_to_none=True)
             continue
@@ -174,6 +182,7 @@ def train(
         record = {
             "step": state.step,
             "loss": loss,
+            **({} if routers.aux_loss is None else {"aux_loss": routers.aux_loss}),
             "lr": learning_rate,
             "grad_norm": grad_norm,
             "tokens": tokens,
@@ -189,13 +198,14 @@ def train(
 def accumulate_gradients(
     model: nn.Module,
     micro_batches: Sequence[MicroBatch],
+    routers: StepRouters,
     *,
     settings: TrainSettings,
     state: Progressed,
     progress: Progress,
     stop: StopRequest,
 ) -> float | None:
-    """Add the gradients of all micro-batches to ``parameter.grad`` and return the step's loss.
+    """Add the gradients of all micro-batches to ``parameter.grad`` and return the step's loss, without the routers'.
 
     Returns None where ``stop`` was requested before the last micro-batch: the gradients are then incomplete.
     """
@@ -204,38 +214,48 @@ def accumulate_gradients(
     num_targets = sum(batch.num_targets for batch in micro_batches)
     total = 0.0
     model.train()
+    if routers.need_counting:
+        progress.activity("counting routes")
+        where = f"step {state.step + 1}"
+        with explain_out_of_memory(where, micro_batches, settings.out_of_memory_mend), autocast(device, settings.bf16):
+            routers.count(device)
     for index, batch in enumerate(micro_batches):
         if stop.requested:
             return None
         if len(micro_batches) > 1:
             progress.activity(f"batch {index + 1}/{len(micro_batches)}")
         with explain_out_of_memory(f"step {state.step + 1}", [batch], settings.out_of_memory_mend):
-            loss = loss_of(model, batch.to(device), num_targets=num_targets, bf16=settings.bf16)
-            value = loss.item()
-            refuse_non_finite("loss", value, state.step + 1, [batch])
-            loss.backward()
-        total += value
+            batch = batch.to(device)
+            with routers.micro_batch(batch):
+                loss = loss_of(model, batch, num_targets=num_targets, bf16=settings.bf16)
+                value = loss.item()
+                refuse_non_finite("loss", value, state.step + 1, [batch])
+                loss.backward()
+        total += routers.without(value)
     return total
 
 
 def loss_of(model: nn.Module, batch: MicroBatch, *, num_targets: int, bf16: bool) -> torch.Tensor:
     """The sum of ``-log p`` over the targets of ``batch``, divided by ``num_targets``."""
-    # Transformers separates packed rows by their positions, and looks at them only where no mask is given.
-    packed = {} if batch.position_ids is None else {"position_ids": batch.position_ids}
-    with torch.autocast(batch.input_ids.device.type, dtype=torch.bfloat16, enabled=bf16):
-        output = model(
-            input_ids=batch.input_ids,
-            **packed,
-            # No token sees padding behind it, and a mask it does not need would cost it the faster kernels.
-            attention_mask=batch.attention_mask if batch.padded_left else None,
+    loss: torch.Tensor = output_of(model, batch, num_targets=num_targets, bf16=bf16).loss
+    return loss
+
+
+def output_of(model: nn.Module, batch: MicroBatch, *, num_targets: int, bf16: bool, **more: Any) -> Any:
+    """What the model's call returns; ``more`` are arguments of it that replace or add to the usual ones."""
+    with autocast(batch.input_ids.device, bf16):
+        return model(
             # Transformers asks for labels to compute a loss at all, and takes the shifted ones where they are given.
             labels=batch.shift_labels,
             shift_labels=batch.shift_labels,
             num_items_in_batch=num_targets,
-            use_cache=False,
+            **{**batch.arguments, **more},
         )
-    loss: torch.Tensor = output.loss
-    return loss
+
+
+def autocast(device: torch.device, bf16: bool) -> torch.autocast:
+    """Compute in bfloat16 within, if ``bf16``."""
+    return torch.autocast(device.type, dtype=torch.bfloat16, enabled=bf16)
 
 
 def clip_gradients(model: nn.Module, max_norm: float) -> float:
@@ -267,16 +287,25 @@ def update_weights(
 
 
 def evaluate(
-    model: nn.Module, batches: Iterable[MicroBatch], *, settings: TrainSettings, step: int, stop: StopRequest
+    model: nn.Module,
+    batches: Iterable[MicroBatch],
+    *,
+    settings: TrainSettings,
+    step: int,
+    stop: StopRequest,
+    handle: StreamHandle | None = None,
 ) -> float | None:
     """The mean loss over every target of ``batches``, computed without gradients; None where ``stop`` was requested.
+
+    Nothing is added for routers, so recipes that balance them differently can be compared.
 
     Training goes on afterwards as if this had not been: the random state is put back.
     """
     device = device_of(model)
     total, num_targets = 0.0, 0
     model.eval()
-    with torch.no_grad(), preserve_rng():
+    silenced = nullcontext() if handle is None else handle.routers.silenced()
+    with torch.no_grad(), preserve_rng(), silenced:
         for batch in batches:
             if stop.requested:
                 return None

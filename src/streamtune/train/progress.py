@@ -53,6 +53,7 @@ class Progress:
             self._print_pairs(
                 step=f"{done}/{self.total_steps}",
                 loss=f"{record['loss']:.4f}",
+                **({"aux_loss": f"{record['aux_loss']:.4f}"} if "aux_loss" in record else {}),
                 lr=f"{record['lr']:.3g}",
                 grad_norm=f"{record['grad_norm']:.3g}",
                 tokens_per_s=f"{record['tokens_per_s']:.0f}",

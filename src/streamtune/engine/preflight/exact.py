@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from streamtune.engine.ambient import attention_as
+from streamtune.engine.balance import not_balanced
 from streamtune.engine.call import LayerCall
 from streamtune.engine.head import StreamedHead
 from streamtune.engine.layer import StreamedForward, strange_leaves
@@ -146,7 +147,7 @@ class _Preflight:
             if streamed and self.head is not None:
                 self.head.open()
                 stack.callback(self.head.close)
-            loss = self.model.forward(**self.inputs).loss
+            loss = self.model.forward(**self.inputs, **not_balanced(self.model)).loss
         if self.last is None or not loss.requires_grad:
             return loss.detach(), None
         (grad,) = torch.autograd.grad(loss, [self.last], allow_unused=True)

@@ -23,6 +23,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
+from streamtune.engine.balance import not_balanced
 from streamtune.engine.layer import StreamedForward
 from streamtune.engine.preflight.borrow import borrowed
 from streamtune.engine.preflight.difference import BOUND, compared_dtype, norm_of
@@ -99,7 +100,8 @@ class _Trial:
         taken = inspect.signature(type(self.model).forward).parameters
         given = {"position_ids": positions} if "position_ids" in taken else {}  # the rest is in the facts
         try:
-            out = self.model.forward(input_ids=ids, **given, use_cache=False)
+            more = {"use_cache": False, **not_balanced(self.model)}
+            out = self.model.forward(input_ids=ids, **given, **more)
         except (StreamTuneError, torch.OutOfMemoryError):
             raise
         except Exception as error:
