@@ -250,3 +250,19 @@ def test_a_scope_of_nothing_is_a_mistake(folder: Path) -> None:
     with pytest.raises(ArgumentError, match="nothing asks for one") as caught:
         built(folder, moe_balance="global")
     assert caught.value.where.endswith(f"tiny.yaml:{len(Path('tiny.yaml').read_text().splitlines())}")
+
+
+def test_layers_for_multi_token_prediction_are_said_to_be_left_out(
+    folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    init = {name: value for name, value in QWEN3_MOE.items() if name != "num_experts"}
+    init |= {"model_type": "glm4_moe", "n_routed_experts": 4, "num_nextn_predict_layers": 1}
+    recipe(folder, model={"init": init}, max_steps=1)
+    assert run("--output-dir", "first") == 0
+    assert "multi-token prediction" not in capsys.readouterr().err, "nothing was loaded"
+    loaded = {**RECIPE, "model_name_or_path": "first/final", "max_steps": 1}
+    del loaded["model"], loaded["tokenizer"]
+    Path("tiny.yaml").write_text(yaml.safe_dump(loaded, sort_keys=False))
+    assert run("--dry-run") == 0
+    said = " ".join(capsys.readouterr().err.split())
+    assert said.count("the checkpoint has layers for multi-token prediction (num_nextn_predict_layers: 1)") == 1

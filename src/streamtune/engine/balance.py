@@ -259,7 +259,13 @@ class RouterWatch:
 
 
 def balances_itself(model: Any) -> bool:
-    """Whether the configuration of a ``transformers`` model asks for its balance loss in a call with labels."""
+    """Whether a ``transformers`` model adds its balance loss to a call with labels that does not say if it should.
+
+    Its configuration decides, which a model whose forward has a default does not read.
+    """
+    parameter = inspect.signature(type(model).forward).parameters.get("output_router_logits")
+    if parameter is not None and isinstance(parameter.default, bool):
+        return parameter.default
     return bool(getattr(model.config.get_text_config(decoder=True), "output_router_logits", False))
 
 

@@ -236,7 +236,7 @@ def accumulate_gradients(
 
 
 def loss_of(model: nn.Module, batch: MicroBatch, *, num_targets: int, bf16: bool) -> torch.Tensor:
-    """The sum of ``-log p`` over the targets of ``batch``, divided by ``num_targets``."""
+    """The sum of ``-log p`` over the targets of ``batch``, divided by ``num_targets``, and what routers add to it."""
     loss: torch.Tensor = output_of(model, batch, num_targets=num_targets, bf16=bf16).loss
     return loss
 
