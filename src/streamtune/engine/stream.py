@@ -256,13 +256,21 @@ class StreamHandle:
         if self._head is not None and with_labels:
             self._head.close()
             self._head.open()
-        asked = kwargs.get("output_router_logits")
-        if asked is None:
-            asked = getattr(self.model.config.get_text_config(decoder=True), "output_router_logits", False)
-        if asked or (self.routers.loss is not None and with_labels):
+        if self._asks_for_routers(kwargs.get("output_router_logits")) or (
+            self.routers.loss is not None and with_labels
+        ):
             self.routers.open(_argument(model, args, kwargs, "attention_mask"))
             kwargs = {**kwargs, "output_router_logits": False}
         return args, kwargs
+
+    def _asks_for_routers(self, asked: bool | None) -> bool:
+        """Whether the model itself would add a balance loss; where its forward has a default, it reads no config."""
+        parameter = inspect.signature(type(self.model).forward).parameters.get("output_router_logits")
+        if asked is None and parameter is not None and parameter.default not in (None, inspect.Parameter.empty):
+            asked = parameter.default
+        if asked is None:
+            asked = getattr(self.model.config.get_text_config(decoder=True), "output_router_logits", False)
+        return bool(asked)
 
     def _after(self, model: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
         return self._with_router_loss(self._without_promise(output))
