@@ -27,6 +27,8 @@ import torch
 from torch import Tensor, nn
 from transformers.cache_utils import Cache
 
+from streamtune.errors import UnsupportedModelError
+
 __all__ = ["ChunkCache", "KeysAndValues", "ProjectionDone", "States"]
 
 Walk = Literal["store", "project", "replay"]
@@ -294,12 +296,24 @@ class _LayerViews:
         return _LayerView(self.cache, layer_idx)
 
 
+class _UnknownStateError(UnsupportedModelError, AttributeError):
+    """So that a layer may ask ``hasattr`` of its cache."""
+
+
 class _LayerView:
     record_past = True
 
     def __init__(self, cache: ChunkCache, layer_idx: int) -> None:
         self.conv_states = _StateViews(partial(cache.get_conv_state, layer_idx))
         self.recurrent_states = _StateViews(partial(cache.get_recurrent_state, layer_idx))
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        raise _UnknownStateError(
+            f"a layer asks its cache for {name!r}, a state of a kind of its own, which is not streamed in this release",
+            mend="train this model without streaming",
+        )
 
 
 class _StateViews:
