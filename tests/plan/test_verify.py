@@ -349,7 +349,7 @@ def test_widening_and_narrowing_loses_no_bit() -> None:
     assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
 
 
-@pytest.mark.parametrize("length", [2, 3, 4, 7, 8, 12, 47, 64, 100, 105, 210, 2048, 8191])
+@pytest.mark.parametrize("length", [4, 5, 6, 7, 8, 12, 47, 64, 100, 105, 210, 2048, 8191])
 @pytest.mark.parametrize("own", [1, 5, 2048])
 def test_every_schedule_cuts_the_sequence(length: int, own: int) -> None:
     schedules = verify_schedules(length, Schedule(chunk_size=own, head_chunk_size=own))
@@ -365,7 +365,7 @@ def test_every_schedule_cuts_the_sequence(length: int, own: int) -> None:
 
 def test_one_token_cannot_be_cut() -> None:
     with pytest.raises(ArgumentError, match="cannot be cut"):
-        verify_schedules(1, Schedule())
+        verify_schedules(3, Schedule())
 
 
 @pytest.mark.parametrize(
