@@ -170,8 +170,6 @@ def _streamed(name: str, model: PreTrainedModel) -> Finding:
     notes = list(verdict.notes)
     if verdict.category is Category.EXACT:
         notes.append("check() refuses it, yet it was exact")
-    elif verdict.category is Category.NOT_BUILT:
-        notes.append(verdict.reason)
     return Finding(name, Category.REFUSED_BY_CHECK, refusal, verdict.error, tuple(notes))
 
 

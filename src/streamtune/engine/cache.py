@@ -113,6 +113,11 @@ class States:
         self.after: dict[int, dict[StateKey, Tensor]] = {}
         self.grads: dict[int, dict[StateKey, Tensor]] = {}
 
+    def narrower_than(self, dtype: torch.dtype) -> bool:
+        """Whether a state is of a narrower floating dtype: its layer computes in that whatever it is given."""
+        states = [state for kept in self.after.values() for state in kept.values() if state.is_floating_point()]
+        return any(state.dtype.itemsize < dtype.itemsize for state in states)
+
     def release(self) -> None:
         """Free them."""
         self.after.clear()

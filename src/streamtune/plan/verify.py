@@ -257,6 +257,7 @@ class _Comparison:
         def compare(name: str, grad: Tensor) -> None:
             differences[name] = norm_of(grad, truth.grads[name])
 
+        narrow = False
         if schedule is None:
             loss = self._backward(self.plain_loss_of, bf16, compare)
         else:
@@ -268,8 +269,9 @@ class _Comparison:
                 except Exception:
                     handle.check()  # knows to say which layer does not run in chunks
                     raise
+                narrow = any(layer.forward.narrow_states for layer in handle.layers)  # type: ignore[attr-defined]
         errors = {name: ratio(difference, truth.scale(name)) for name, difference in differences.items()}
-        return Run(schedule, dtype, loss, errors)
+        return Run(schedule, dtype, loss, errors, narrow_states=narrow)
 
     def _backward(self, loss_of: LossOf, bf16: bool, take: Callable[[str, Tensor], None]) -> float:
         """Loss of one ordinary call and its ordinary backward, handing over each gradient as it is finished."""
