@@ -21,6 +21,7 @@ from streamtune.errors import ArgumentError, NonFiniteError, UnsupportedModelErr
 from streamtune.plan import VerifyReport, run_verify, verify_schedules
 from streamtune.plan.guest import borrowed, cast
 from streamtune.plan.verify_report import module_of
+from tests.conformance.reducer import build as build_any
 from tests.exactness.families import batch, build
 
 ROWS, LENGTH = 2, 47
@@ -59,6 +60,14 @@ def test_exact(family: str, bf16: bool) -> None:
     assert max(max(run.errors.values()) for run in widest) < 2e-6
     noise = (1e-4, 3e-2) if bf16 else (1e-9, 2e-6)
     assert all(noise[0] < max(row.error, row.torch_error) < noise[1] for row in report.modules), report.modules
+
+
+def test_layers_that_compute_their_states_in_fp32_are_held_to_its_bound() -> None:
+    report = check(build_any("qwen3_next"))
+    assert report.exact, report.worst
+    streamed = [run for run in report.runs if run.schedule]
+    assert {run.dtype: run.narrow_states for run in streamed} == {torch.float64: True, torch.float32: False}
+    assert not any(run.narrow_states for run in check(build("llama")).runs)
 
 
 def test_adapters_start_with_a_zero_half_and_are_compared_all_the_same() -> None:
@@ -363,7 +372,7 @@ def test_every_schedule_cuts_the_sequence(length: int, own: int) -> None:
         assert len({schedule.keep_kv for schedule in schedules}) == 2
 
 
-def test_one_token_cannot_be_cut() -> None:
+def test_three_tokens_cannot_be_cut() -> None:
     with pytest.raises(ArgumentError, match="cannot be cut"):
         verify_schedules(3, Schedule())
 

@@ -119,7 +119,7 @@ class _Preflight:
                 f"{self._name} cannot be checked: unstreamed, its loss cannot be computed from {ROWS} x {LENGTH} "
                 "tokens of text alone",
                 where=f"{type(error).__name__}: {error}",
-                mend="train it with plain autograd on what it needs besides text (images, an encoder's output)",
+                mend="see why the plain model fails; one that needs more than text (images) is not streamed",
             ) from error
         if not self.calls:
             raise UnsupportedModelError(f"{self._name} never calls its decoder layers, so there is nothing to stream")
