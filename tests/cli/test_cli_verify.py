@@ -12,6 +12,7 @@ import torch
 import yaml
 from torch import Tensor
 
+from streamtune import data
 from streamtune.cli import main
 from streamtune.data import Example
 from streamtune.engine import cache, head, vjp
@@ -255,7 +256,7 @@ def test_a_thousandth_in_one_parameter(
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
-        (["--length", "1"], "--length takes a number of tokens from 2 up"),
+        (["--length", "1"], "--length takes a number of tokens from 4 up"),
         (["--dtype", "int8"], "choose from float32, bfloat16, float64"),
         (["--set", "max_length=8"], "more than max_length = 8 tokens"),
         (["--set", "datasets=[{path: nowhere.jsonl}]"], "nowhere.jsonl"),
@@ -323,3 +324,36 @@ def test_a_mixture_that_cannot_be_balanced_is_refused(
 ) -> None:
     assert verify("--set", "router_aux_loss_coef=0.1") == 2
     assert "Qwen3ForCausalLM has no router in its decoder layers" in " ".join(capsys.readouterr().err.split())
+
+
+def packed(verify: Callable[..., int]) -> Callable[..., int]:
+    """Verify rows that share a sequence: four short ones."""
+    write_rows((3, 12), (5, 20), (2, 9), (4, 15), (3, 11))
+    return lambda *arguments: verify("--set", "packing=true", "--set", "engine.chunk_size=30", *arguments)
+
+
+def test_packed_rows_are_compared_with_each_alone(verify: Callable[..., int], capsys) -> None:
+    assert packed(verify)("--json") == 0
+    document = json.loads(capsys.readouterr().out)
+    assert document["packed"]
+    assert len(document["rows"]) > 1
+    assert packed(verify)() == 0
+    assert "packed into one sequence, against each alone" in capsys.readouterr().out
+
+
+def test_packed_rows_that_meet_are_found(verify: Callable[..., int], monkeypatch, capsys) -> None:
+    made = data.collate_packed
+
+    def one_long_row(*arguments: Any, **more: Any) -> Any:
+        batch = made(*arguments, **more)
+        return {**batch, "position_ids": torch.arange(batch["input_ids"].shape[1])[None]}
+
+    monkeypatch.setattr(data, "collate_packed", one_long_row)
+    assert packed(verify)() == 1
+    assert "NOT exact" in capsys.readouterr().out
+
+
+def test_packed_rows_of_a_long_first_row_leave_room_for_another(verify: Callable[..., int], capsys) -> None:
+    write_rows((10, 300), (5, 300))
+    assert verify("--set", "packing=true", "--length", "120", "--json") == 0
+    assert len(json.loads(capsys.readouterr().out)["rows"]) == 2

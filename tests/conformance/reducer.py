@@ -134,6 +134,8 @@ def build(name: str, *, dtype: torch.dtype = torch.float32, **changes: Any) -> P
         for parameter in model.parameters():
             if parameter.is_floating_point():
                 _stir(parameter)
+    if dtype == torch.float64 and model._can_set_experts_implementation():
+        model.set_experts_implementation("eager")  # the grouped matmul has no fp64
     return model.to(dtype).train()
 
 

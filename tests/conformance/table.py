@@ -31,7 +31,8 @@ earlier ones, or the class is no language model of its own.
 - *Dense tiles*: the layer computes its attention itself and is handed the chunk's tile of the mask; scores and mask of
   chunk x prefix exist at a time. Without this note nothing larger than a kernel's block does.
 - *Dense mask*: the model computes with its mask before its layers, so the T x T mask exists once, as without streaming.
-- *Settled in fp64*: the error in fp32 is above the bound, in fp64 it is rounding (at most 2e-6).
+- *Settled in fp64*: the error in fp32 is above the bound; in fp64, where need be with what the model keeps in fp32
+  widened too, it is rounding (at most 2e-6).
 
 | family | outcome | largest error | notes |
 |---|---|---|---|

@@ -9,10 +9,12 @@ import peft
 import pytest
 import torch
 from torch import Tensor, nn
+from transformers import CONFIG_MAPPING
 from transformers.models.llama.modeling_llama import LlamaDecoderLayer
 
 import streamtune
 from streamtune.errors import ArgumentError, UnsupportedModelError
+from tests.conformance.reducer import build as build_any
 from tests.exactness.families import FAMILIES, batch, build, gradients
 
 
@@ -160,8 +162,24 @@ def test_an_exception_in_a_chunk_is_refused_by_name() -> None:
 def test_a_model_that_does_not_run_unstreamed_is_refused() -> None:
     with (
         streamtune.stream(mixing(WantsMore)) as handle,
-        pytest.raises(UnsupportedModelError, match=r"unstreamed, it does not run .* give me an image"),
+        pytest.raises(UnsupportedModelError, match=r"cannot be computed from 2 x 24 tokens of text alone") as caught,
     ):
+        handle.check()
+    assert "give me an image" in str(caught.value.where)
+
+
+@pytest.mark.parametrize(
+    ("family", "said"),
+    [
+        ("deepseek_v4", "asks its cache for 'store_compression_weights', a state of a kind of its own"),
+        ("minimax_m3_vl_text", "asks its cache for 'update_index', a state of a kind of its own"),
+        ("prophetnet", "is given 72 hidden states with 'attention_mask' over 24 tokens: several streams in a row"),
+    ],
+)
+def test_what_layers_ask_beyond_keys_values_and_known_states_is_refused_by_name(family: str, said: str) -> None:
+    if family not in CONFIG_MAPPING:
+        pytest.skip(f"this transformers has no {family}")
+    with streamtune.stream(build_any(family)) as handle, pytest.raises(UnsupportedModelError, match=said):
         handle.check()
 
 

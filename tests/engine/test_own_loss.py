@@ -29,6 +29,12 @@ LOSSES: dict[str, Loss] = {
         z.float().view(-1, VOCAB), y.masked_fill(y == -100, 5).view(-1)
     ),
     "squashed": lambda z, y: nn.CrossEntropyLoss()(((z / 3).tanh() * 3)[:, 4:].reshape(-1, VOCAB), y[:, 4:].flatten()),
+    "end of the vocabulary": lambda z, y: nn.functional.cross_entropy(
+        (z[..., :-9].float() / 3).view(-1, VOCAB - 9), y.clamp(max=VOCAB - 10).view(-1)
+    ),
+    "part of tokens and vocabulary": lambda z, y: nn.functional.cross_entropy(
+        (w := z[:, 1:, 3 : VOCAB - 5]).reshape(-1, w.shape[-1]), y[:, 1:].clamp(max=VOCAB - 9).flatten()
+    ),
     "rows": lambda z, y: nn.CrossEntropyLoss()(z[1:2].view(-1, VOCAB), y[1:2].flatten()),
 }
 
@@ -70,7 +76,8 @@ def test_it_is_the_same(name: str, model: Any, promise: LazyLogits) -> None:
         lambda z, y: nn.CrossEntropyLoss()(z, y),
         lambda z, y: z.view(-1, VOCAB // 2),
         lambda z, y: z.view(-1),
-        lambda z, y: z[..., :5],
+        lambda z, y: z[..., 5],
+        lambda z, y: z[..., 5:5],
         lambda z, y: z[0],
         lambda z, y: z[y != -100],
         lambda z, y: torch.log_softmax(z, -1),

@@ -34,10 +34,22 @@ def routed(family: str, coefficient: float = 0.5) -> Any:
     return model
 
 
+def records_routers(model: Any) -> bool:
+    """Whether transformers keeps its router logits; without them its own balance loss does not run."""
+    return any("router_logits" in (getattr(m, "_can_record_outputs", None) or {}) for m in model.modules())
+
+
 @pytest.mark.parametrize("kind", ["plain", "masked", "left", "right"])
 @pytest.mark.parametrize("family", FAMILIES)
 def test_the_models_own_balance_loss(family: str, kind: str) -> None:
     model, inputs = routed(family), batch(kind)
+    if not records_routers(model):
+        with (
+            streamtune.stream(model, schedule=SCHEDULES[0]),
+            pytest.raises(UnsupportedModelError, match="no router in its decoder layers"),
+        ):
+            model(**inputs)
+        pytest.skip(f"{family}: this transformers records no router logits of it, its own balance loss does not run")
     reference, want = gradients(model, inputs)
     for schedule in SCHEDULES:
         with streamtune.stream(model, schedule=schedule):
@@ -189,7 +201,7 @@ def test_global_scope_over_ranks(tmp_path: Path) -> None:
     [
         ("doge", "no router in its decoder layers"),
         ("llama", "no router"),
-        ("deepseek_v3", "balance loss of its own form"),
+        ("deepseek_v3", "balance loss of its own form|no router"),  # by version: are its router logits recorded
     ],
 )
 def test_refused_before_training(family: str, message: str) -> None:

@@ -65,6 +65,7 @@ def _facts(subject: Subject) -> dict[str, object]:
         "model": _base_name(subject),
         "device": str(subject.device),
         "rows": list(batch.origins),
+        "packed": batch.position_ids is not None,
         "length": subject.length,
         "tokens": batch.num_tokens,
         "trained_tokens": batch.num_targets,
@@ -116,6 +117,8 @@ def _describe_routers(loss: RouterLoss) -> str:
 def _describe_rows(subject: Subject) -> str:
     batch, windows = subject.batch, subject.windows
     tokens = f"{batch.num_tokens:,} tokens, {batch.num_targets:,} of them trained on"
+    if batch.position_ids is not None:
+        return f"the first {len(windows)} packed into one sequence, against each alone: {tokens}"
     if len(windows) > 1:
         return f"the first {len(windows)}, padded to {subject.length:,}: {tokens}"
     return f"{windows[0].example.origin}{_describe_cut(windows[0], subject.length_limit)}: {tokens}"

@@ -28,6 +28,7 @@ from torch import Tensor, nn
 from transformers.cache_utils import Cache
 
 from streamtune.engine.rows import PackedRows
+from streamtune.errors import UnsupportedModelError
 
 __all__ = ["ChunkCache", "KeysAndValues", "ProjectionDone", "States"]
 
@@ -115,6 +116,11 @@ class States:
     def row_ends(self, position: int) -> bool:
         """Whether every sequence begins a packed row here, so that nothing is carried on."""
         return self.rows is not None and position in self.rows.clean_starts
+
+    def narrower_than(self, dtype: torch.dtype) -> bool:
+        """Whether a state is of a narrower floating dtype: its layer computes in that whatever it is given."""
+        states = [state for kept in self.after.values() for state in kept.values() if state.is_floating_point()]
+        return any(state.dtype.itemsize < dtype.itemsize for state in states)
 
     def release(self) -> None:
         """Free them."""
@@ -308,12 +314,24 @@ class _LayerViews:
         return _LayerView(self.cache, layer_idx)
 
 
+class _UnknownStateError(UnsupportedModelError, AttributeError):
+    """So that a layer may ask ``hasattr`` of its cache."""
+
+
 class _LayerView:
     record_past = True
 
     def __init__(self, cache: ChunkCache, layer_idx: int) -> None:
         self.conv_states = _StateViews(partial(cache.get_conv_state, layer_idx))
         self.recurrent_states = _StateViews(partial(cache.get_recurrent_state, layer_idx))
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        raise _UnknownStateError(
+            f"a layer asks its cache for {name!r}, a state of a kind of its own, which is not streamed in this release",
+            mend="train this model without streaming",
+        )
 
 
 class _StateViews:

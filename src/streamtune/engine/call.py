@@ -6,7 +6,7 @@ handed over whole otherwise:
     hidden states, 2D masks, other tensors of T columns   dim 1
     parallel streams of hidden states [N, B, T, C]        dim 2
     position_ids ([B, T] or [3, B, T])                    last dim
-    position_embeddings (cos, sin of [B, T, D])           dim -2
+    position_embeddings (cos, sin of [B, T, D])           dim -2; of the prefix too where a layer rotates pooled keys
     the same for all heads ([B, 1, T, D])                 dim 2
     a bias that follows the keys (alibi: [..., 1, T])     last dim, to prefix and chunk
     a lazy mask                                           its rows
@@ -25,7 +25,7 @@ from collections import UserDict
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import cached_property, lru_cache
 from typing import Any
 
 import torch
@@ -49,6 +49,9 @@ CACHE_NAMES = ("past_key_values", "layer_past", "past_key_value", "cache_params"
 
 KEY_BIASES = ("alibi", "position_bias")
 """Arguments that are added to the scores of all queries alike; one number for each key in the last dimension."""
+
+POOLING = "compress_ratio"
+"""What an indexer calls the number of keys it pools; its cache keeps them as they were before their rotation."""
 
 OTHER_SEQUENCES = ("cross_attention_states", "encoder_hidden_states")
 """What decoder layers call a sequence beside their own, whose keys and values go through the same cache."""
@@ -133,6 +136,14 @@ class LayerCall:
                 )
         along = _hidden_along(name, hidden, {**arguments, **extra})
         length = hidden.shape[along]
+        for key, value in {**arguments, **extra}.items():
+            if key.endswith("mask") and isinstance(value, Tensor) and _is_square(value, other := value.shape[-1]):
+                if other == length:
+                    continue
+                raise UnsupportedModelError(
+                    f"{name} is given {length} hidden states with {key!r} over {other} tokens: several streams in a "
+                    "row along the sequence are not streamed"
+                )
         for group in (arguments, extra):
             for key, value in group.items():
                 if not _is_square(value, length):
@@ -174,6 +185,11 @@ class LayerCall:
     def mask(self) -> LazyMask | None:
         """The lazy mask among the arguments, if the model made one."""
         return next((value for value in self._all().values() if isinstance(value, LazyMask)), None)
+
+    @cached_property
+    def _rotates_pooled_keys(self) -> bool:
+        """Whether an indexer of the layer rotates the keys of prefix and chunk after it has pooled them."""
+        return any(hasattr(module, POOLING) for module in self.layer.modules())
 
     def first_key(self, chunk: slice) -> int:
         """The first position a chunk is shown.
@@ -323,6 +339,8 @@ class LayerCall:
                 return value[..., chunk, first_key : chunk.stop]
             if key in KEY_BIASES and value.shape[-1] == self.length:
                 return value[..., first_key : chunk.stop]
+            if key == "position_embeddings" and self._rotates_pooled_keys and value.shape[-2] == self.length:
+                return value[..., first_key : chunk.stop, :]
             return cut(value, self._dim(key, value, self.length), chunk)
         if isinstance(value, LazyMask):
             view = value.chunk(chunk.start, chunk.stop, first_key)

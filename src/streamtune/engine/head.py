@@ -1,10 +1,10 @@
 """The language-model head, streamed: logits as a promise that only the loss redeems, one chunk at a time.
 
 While a call with ``labels`` runs, the head returns :class:`LazyLogits` instead of ``[B, T, V]``. The model may scale or
-squash them (softcap); that is remembered and done per chunk. It may also leave out tokens and lay the others in a row
-(``view(-1, V)``); that is done to the hidden states. The loss is computed from hidden states and weight in one sweep of
-the head (``ops.cross_entropy``), whether the model calls its ``loss_function``, which is ours for the same time, or
-``torch.nn.functional.cross_entropy`` by its own hand.
+squash them (softcap) or cut off a padded end of the vocabulary; that is remembered and done per chunk. It may also
+leave out tokens and lay the others in a row (``view(-1, V)``); that is done to the hidden states. The loss is computed
+from hidden states and weight in one sweep of the head (``ops.cross_entropy``), whether the model calls its
+``loss_function``, which is ours for the same time, or ``torch.nn.functional.cross_entropy`` by its own hand.
 
 Shape suffixes: B batch, T tokens, N = B * T or those of them that are left, C hidden size, V vocabulary.
 """
@@ -43,20 +43,28 @@ ELEMENTWISE = {
 class LazyLogits:
     """Stands for ``steps(head(hidden))`` of shape ``[..., V]`` without holding it.
 
-    Takes part in torch functions (``__torch_function__``); anything but an elementwise step by a scalar, a choice or
-    another arrangement of tokens and the cross entropy is refused.
+    Takes part in torch functions (``__torch_function__``); anything but an elementwise step by a scalar, a slice of the
+    vocabulary, a choice or another arrangement of tokens and the cross entropy is refused.
+
+    Args:
+        owner: The head.
+        hidden: ``[..., C]``.
+        steps: What is done to a chunk of logits, in order.
+        vocabulary: V after the steps; None as long as it is the head's own.
     """
 
-    def __init__(self, owner: StreamedHead, hidden: Tensor, steps: tuple[Step, ...] = ()) -> None:
-        self.owner, self.hidden, self.steps = owner, hidden, steps
+    def __init__(
+        self, owner: StreamedHead, hidden: Tensor, steps: tuple[Step, ...] = (), vocabulary: int | None = None
+    ) -> None:
+        self.owner, self.hidden, self.steps, self.vocabulary = owner, hidden, steps, vocabulary
 
-    def then(self, step: Step) -> LazyLogits:
-        """The same logits with one more elementwise step."""
-        return LazyLogits(self.owner, self.hidden, (*self.steps, step))
+    def then(self, step: Step, vocabulary: int | None = None) -> LazyLogits:
+        """The same logits with one more step, elementwise if it names no other size of the vocabulary."""
+        return LazyLogits(self.owner, self.hidden, (*self.steps, step), vocabulary or self.vocabulary)
 
     def of(self, hidden: Tensor) -> LazyLogits:
         """The same steps on the logits of other tokens."""
-        return LazyLogits(self.owner, hidden, self.steps)
+        return LazyLogits(self.owner, hidden, self.steps, self.vocabulary)
 
     def transform(self, logits: Tensor) -> Tensor:
         """The model's own steps on one chunk of logits."""
@@ -112,6 +120,8 @@ class LazyLogits:
     @property
     def shape(self) -> torch.Size:
         """``logits.shape``."""
+        if self.vocabulary is not None:
+            return torch.Size((*self.hidden.shape[:-1], self.vocabulary))
         weight = getattr(self.owner.module, "weight", None)
         if not isinstance(weight, Tensor):
             raise _refuse("shape", _MissingAttributeError)
@@ -148,15 +158,21 @@ class LazyLogits:
         raise _refuse(name, _MissingAttributeError)
 
     def __getitem__(self, key: Any) -> LazyLogits:
-        """Slices of tokens; the vocabulary stays whole."""
+        """Slices of tokens and of the vocabulary."""
         keys = list(key) if isinstance(key, tuple) else [key]
         if Ellipsis in keys:
             at = keys.index(Ellipsis)
             keys[at : at + 1] = [slice(None)] * (self.dim() - len(keys) + 1)
-        vocabulary = keys.pop() if len(keys) == self.dim() else slice(None)
-        if vocabulary != slice(None) or len(keys) >= self.dim() or not all(isinstance(k, slice) for k in keys):
+        words = keys.pop() if len(keys) == self.dim() else slice(None)
+        if len(keys) >= self.dim() or not all(isinstance(k, slice) for k in [*keys, words]):
             raise _refuse("indexing")
-        return self.of(self.hidden[tuple(keys)])
+        chosen = self.of(self.hidden[tuple(keys)])
+        if words == slice(None):
+            return chosen
+        left = len(range(*words.indices(self.shape[-1])))
+        if left == 0:
+            raise _refuse("an empty slice of the vocabulary")
+        return chosen.then(lambda x: x[..., words], left)
 
 
 def _cross_entropy(
@@ -210,8 +226,8 @@ class StreamedHead:
         self.active = False
         if isinstance(heads := model.get_output_embeddings(), nn.ModuleList):
             raise UnsupportedModelError(
-                f"{type(model).__name__} has {len(heads)} heads for as many streams of tokens, and a loss over all of "
-                "them; only one head over one stream of tokens is streamed",
+                f"{type(model).__name__} keeps a list of heads ({len(heads)}), one for each stream of tokens, and a "
+                "loss over all of them; only one head over one stream of tokens is streamed",
                 mend="use stream(model, head=False): layers are streamed, the heads are the model's own",
             )
 

@@ -58,6 +58,8 @@ class StreamedForward:
         self.bare_scans = mixers_with_a_bare_scan(layer)
         self.schedule = schedule
         self.leaves_checked = self.settled = False
+        self.narrow_states = False
+        """Whether its last call handed on a state in a narrower dtype than that of its hidden states."""
         configs: list[Any] = [getattr(module, "config", None) for module in layer.modules()]
         self.configs = [config for config in configs if hasattr(config, "_attn_implementation_internal")]
         self.own = None if own is None else OwnAttention(own, tuple(self.configs))
@@ -189,6 +191,7 @@ class _Stream:
                 z = [_whole(part, along, self.length) for part, along in zip(z_i, self.along, strict=True)]
             for whole, part, along in zip(z, z_i, self.along, strict=True):
                 whole.add_(part) if along is None else cut(whole, along, chunk).copy_(part)
+        self.owner.narrow_states = self.states.narrower_than(inputs[0].dtype)
         shared = [buffer for index in self.filled.values() for buffer in self.kv.pairs[index]]
         if not (for_backward and (self.keep_kv or shared)):
             self.kv.release()

@@ -54,8 +54,14 @@ class OwnAttention:
     configs: tuple[Any, ...] = ()
 
     def form(self, dtype: torch.dtype) -> torch.dtype:
-        """Dtype of the mask it expects, given that of its hidden states."""
-        return torch.bool if self.name == "sdpa" else dtype
+        """Dtype of the mask it expects, given that of its hidden states.
+
+        Eager attention takes its softmax in fp32 even of fp64 scores, where fp64's lowest number would be -inf and a
+        query that sees nothing NaN.
+        """
+        if self.name == "sdpa":
+            return torch.bool
+        return torch.float32 if dtype == torch.float64 else dtype
 
 
 def tile(view: MaskView, form: torch.dtype) -> Tensor:

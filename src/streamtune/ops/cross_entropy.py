@@ -43,7 +43,7 @@ def linear_cross_entropy(
         weight_VC: Head weight.
         targets_BT: Shifted targets ``[...]``; ``ignore_index`` where nothing is predicted.
         bias_V: Head bias.
-        transform: Elementwise map of the logits (softcap, scale).
+        transform: Map of each token's logits (softcap, scale, a slice); targets number what it leaves.
         chunk_size: Tokens whose logits exist at once.
         num_items: The divisor: all target tokens of the global step. None counts those of this call.
         accumulate_dtype: Dtype in which the gradient of the weight is summed over chunks.

@@ -48,10 +48,10 @@ def verify_schedules(length: int, own: Schedule) -> list[Schedule]:
     ``keep_kv`` alternates; every one has another ``head_chunk_size``.
 
     Raises:
-        ArgumentError: There are not two tokens to part.
+        ArgumentError: There are fewer than four tokens: a chunk has at least two.
     """
-    if length < 2:
-        raise ArgumentError(f"{length} token cannot be cut into chunks", where="max_length", mend="use longer rows")
+    if length < 4:
+        raise ArgumentError(f"{length} token(s) cannot be cut into chunks", where="max_length", mend="use longer rows")
     parts = next((count for count in (3, 5, 7) if length % count), 3)  # a last chunk shorter than the others
     sizes = {-(-length // 2): length, -(-length // parts): -(-length // 5), max(1, min(SMALL, length // 8)): 7}
     chosen = [own] if own.chunk_size < length else []
@@ -71,6 +71,7 @@ def run_verify(
     *,
     dtype: torch.dtype | None = None,
     bf16: bool = False,
+    plain_loss_of: LossOf | None = None,
     unfit: Callable[[torch.dtype], str] = lambda dtype: "",
     notify: Callable[[str], None] = lambda message: None,
 ) -> VerifyReport:
@@ -82,6 +83,8 @@ def run_verify(
         schedules: What to stream with, in turn.
         dtype: Widen the weights to this first; None takes them as they are.
         bf16: Train under bfloat16 autocast.
+        plain_loss_of: The same loss for plain autograd, where that is given the batch in another form (rows that are
+            packed for streaming, one by one); None is ``loss_of``.
         unfit: Why a truth in a dtype does not fit, or an empty string.
         notify: Told which run begins.
 
@@ -93,7 +96,7 @@ def run_verify(
         raise ArgumentError("the model has no trainable parameter, so there is no gradient to compare")
     stream(model, schedule=schedules[0]).remove()  # what is refused by name is refused before anything is computed
     with borrowed(model) as filled, cast(model, dtype):
-        compare = partial(_Comparison, model, loss_of, schedules, bf16, unfit, notify)
+        compare = partial(_Comparison, model, loss_of, plain_loss_of or loss_of, schedules, bf16, unfit, notify)
         report = _against_own_attention(model, compare)
         refusal = "" if report.exact else _refusal(model, schedules[0])
         return replace(report, filled=filled, refusal=refusal)
@@ -164,12 +167,14 @@ class _Comparison:
         self,
         model: nn.Module,
         loss_of: LossOf,
+        plain_loss_of: LossOf,
         schedules: Sequence[Schedule],
         bf16: bool,
         unfit: Callable[[torch.dtype], str],
         notify: Callable[[str], None],
     ) -> None:
-        self.model, self.loss_of, self.schedules, self.bf16 = model, loss_of, schedules, bf16
+        self.model, self.loss_of, self.plain_loss_of = model, loss_of, plain_loss_of
+        self.schedules, self.bf16 = schedules, bf16
         self.unfit, self.notify = unfit, notify
         self.names = {name: p for name, p in model.named_parameters() if p.requires_grad}
         self.routed = routes(model)
@@ -230,7 +235,7 @@ class _Comparison:
         def keep(name: str, grad: Tensor) -> None:
             grads[name], norms[name] = grad.to("cpu", copy=True), norm_of(grad)
 
-        loss = self._backward(bf16, keep)
+        loss = self._backward(self.plain_loss_of, bf16, keep)
         reference = _Reference(dtype, loss, grads, norms)
         if not math.isfinite(loss + reference.whole):
             raise NonFiniteError(
@@ -252,21 +257,23 @@ class _Comparison:
         def compare(name: str, grad: Tensor) -> None:
             differences[name] = norm_of(grad, truth.grads[name])
 
+        narrow = False
         if schedule is None:
-            loss = self._backward(bf16, compare)
+            loss = self._backward(self.plain_loss_of, bf16, compare)
         else:
             with stream(self.model, schedule=schedule) as handle:
                 try:
-                    loss = self._backward(bf16, compare)
+                    loss = self._backward(self.loss_of, bf16, compare)
                 except (StreamTuneError, torch.OutOfMemoryError, MemoryError):
                     raise
                 except Exception:
                     handle.check()  # knows to say which layer does not run in chunks
                     raise
+                narrow = any(layer.forward.narrow_states for layer in handle.layers)  # type: ignore[attr-defined]
         errors = {name: ratio(difference, truth.scale(name)) for name, difference in differences.items()}
-        return Run(schedule, dtype, loss, errors)
+        return Run(schedule, dtype, loss, errors, narrow_states=narrow)
 
-    def _backward(self, bf16: bool, take: Callable[[str, Tensor], None]) -> float:
+    def _backward(self, loss_of: LossOf, bf16: bool, take: Callable[[str, Tensor], None]) -> float:
         """Loss of one ordinary call and its ordinary backward, handing over each gradient as it is finished."""
 
         def taken(name: str, parameter: Tensor) -> None:
@@ -276,7 +283,7 @@ class _Comparison:
 
         hooks = [p.register_post_accumulate_grad_hook(partial(taken, name)) for name, p in self.names.items()]
         try:
-            loss = self.loss_of(self.model, bf16)
+            loss = loss_of(self.model, bf16)
             value = float(loss.detach())
             loss.backward()
             return value

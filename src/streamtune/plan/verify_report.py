@@ -22,12 +22,14 @@ class Run:
         dtype: What it was computed in.
         loss: Its loss.
         errors: Of every trainable parameter, against the truth.
+        narrow_states: A layer handed on its state in a narrower dtype than this one.
     """
 
     schedule: Schedule | None
     dtype: torch.dtype
     loss: float
     errors: dict[str, float]
+    narrow_states: bool = False
 
     @property
     def overall(self) -> float:

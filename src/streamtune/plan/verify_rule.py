@@ -14,6 +14,9 @@ quarter of either bound: the errors of all tokens meet in it.
 
 Without a truth the plain run takes its place, and the first rule is all there is, with that dtype's bound.
 
+A layer that hands on a state in float32 whatever its input is (delta rule, Mamba-2) computes it in float32 too: there
+float32's bound is all that float64 can be held to.
+
 A model that sends tokens to experts may send one elsewhere because of rounding alone: a jump, not noise. Where its
 gradients are compared with those of another dtype, or in a narrow one, only E is judged, by ROUTED.
 """
@@ -56,14 +59,15 @@ def judge(run: Run, plain: Run, *, same: bool, routed: bool) -> list[Finding]:
         routed: The model sends tokens to experts.
     """
     jumps = routed and (not same or run.dtype.itemsize < 4)
+    bound = max(SAME[run.dtype], SAME[torch.float32]) if run.narrow_states else SAME[run.dtype]
     findings = []
     for name, error in run.errors.items():
         own = 0.0 if same else plain.errors[name]
-        allowed = SAME[run.dtype] if same else 1.5 * own + NOISE[run.dtype]
+        allowed = bound if same else 1.5 * own + NOISE[run.dtype]
         findings.append(Finding(name, error, own, math.inf if jumps else allowed, run))
     if not same or jumps:
         own = 0.0 if same else plain.overall
-        allowed = SAME[run.dtype] if same else 1.25 * own + NOISE[run.dtype] / 16
+        allowed = bound if same else 1.25 * own + NOISE[run.dtype] / 16
         furthest = max(run.errors, key=lambda name: run.errors[name])
         allowed = max(allowed, ROUTED[run.dtype]) if jumps else allowed
         findings.append(Finding(furthest, run.overall, own, allowed, run, overall=True))

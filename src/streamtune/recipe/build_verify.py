@@ -22,7 +22,7 @@ import numpy as np
 import torch
 
 from streamtune import data, models, plan, train
-from streamtune.engine import RouterLoss, Schedule, balance_coefficient, balances_itself
+from streamtune.engine import RouterLoss, Schedule, balance_coefficient, balances_itself, check_packing
 from streamtune.errors import ArgumentError, DataError, OutOfMemoryError, RunError
 from streamtune.plan.room import Room, measure_room
 from streamtune.recipe.build import (
@@ -53,6 +53,12 @@ FIRST_ROWS = 64
 
 MOST_ROWS = 4
 """Rows of the batch at most."""
+
+PACKED_ROWS = 2
+"""Rows of a packed sequence at least, if the data has so many: one alone would prove nothing of packing."""
+
+LEAST = 4
+"""Tokens that can be cut into chunks: none has only one."""
 
 LENGTH = {"cpu": 2048, "cuda": 8192}
 """Tokens that are enough to prove it, where nothing is said and memory allows more."""
@@ -85,6 +91,8 @@ class Subject:
     device: torch.device
     windows: tuple[Window, ...]
     batch: train.MicroBatch
+    alone: train.MicroBatch
+    """The same rows one by one; the batch itself where it is not packed"""
     length_limit: str
     """Why the batch has the length it has, if a row was cut."""
     schedules: list[Schedule]
@@ -97,7 +105,7 @@ class Subject:
 
     @property
     def length(self) -> int:
-        """Tokens of the longest row, T of the batch."""
+        """Tokens of the longest sequence, T of the batch."""
         return self.batch.input_ids.shape[1]
 
 
@@ -121,8 +129,8 @@ def build_verify(
     Raises:
         UserError: With the line of the recipe that is to blame.
     """
-    if length is not None and length < 2:
-        raise ArgumentError("--length takes a number of tokens from 2 up", mend="write --length 1024")
+    if length is not None and length < LEAST:
+        raise ArgumentError(f"--length takes a number of tokens from {LEAST} up", mend="write --length 1024")
     if dtype is not None and dtype not in DTYPES:
         raise ArgumentError(f"--dtype does not know {dtype!r}", mend=f"choose from {', '.join(DTYPES)}")
     recipe = loaded.recipe
@@ -135,16 +143,19 @@ def build_verify(
         examples = _first_rows(loaded, sources, tokenizer, notify)
         with doing("loading the model"):
             model = make_model(recipe, tokenizer, None, device)
-        stream_model(recipe, model).remove()  # a model that is refused is refused at once
+        with stream_model(recipe, model) as handle:  # what is refused is refused at once
+            if recipe.packing:
+                check_packing(handle)
         router_loss = make_router_loss(recipe, model)
         bf16 = recipe.bf16 if dtype is None else dtype == "bfloat16"
         widened = getattr(torch, dtype) if dtype in ("float32", "float64") else None
         with doing("measuring how long a row plain autograd has room for"):
             room = _measure(model, examples, tokenizer, device, bf16, router_loss)
         limit, why = (length, "--length") if length is not None else _fitting_length(room, device, widened)
-        windows = choose_rows(examples, limit)
-        batch = _collate(windows, tokenizer).to(device)
-        if (note := models.check_positions(model, batch.input_ids.shape[1])) is not None:
+        windows = choose_rows(examples, limit, PACKED_ROWS if recipe.packing else 1)
+        alone = _collate(windows, tokenizer).to(device)
+        batch = _collate(windows, tokenizer, packed=True).to(device) if recipe.packing else alone
+        if (note := models.check_positions(model, alone.input_ids.shape[1])) is not None:
             notify(note)
         schedules = plan.verify_schedules(batch.input_ids.shape[1], make_schedule(recipe.engine))
     return Subject(
@@ -154,6 +165,7 @@ def build_verify(
         device=device,
         windows=tuple(windows),
         batch=batch,
+        alone=alone,
         length_limit=why if any(window.length < window.row_length for window in windows) else "",
         schedules=schedules,
         dtype=widened,
@@ -177,16 +189,17 @@ def run_verify(subject: Subject, notify: Callable[[str], None] = lambda message:
             subject.schedules,
             dtype=subject.dtype,
             bf16=subject.bf16,
-            unfit=partial(subject.room.lacks, subject.batch.input_ids.numel()),
+            plain_loss_of=partial(_loss, subject.alone),
+            unfit=partial(subject.room.lacks, subject.alone.input_ids.numel()),
             notify=notify,
         )
     except (RuntimeError, MemoryError) as error:
         if not train.is_out_of_memory(error):
             raise
-        rows, length = subject.batch.input_ids.shape
+        rows, length = subject.alone.input_ids.shape
         raise OutOfMemoryError(
             f"out of memory on {rows} x {length:,} tokens: plain autograd, the reference, keeps all activations",
-            mend=f"choose a shorter length: --length {max(2, length // 2)}",
+            mend=f"choose a shorter length: --length {max(LEAST, length // 2)}",
         ) from error
 
 
@@ -208,17 +221,18 @@ def _first_rows(
         return prepare_data(recipe, sources, tokenizer, notify).train
 
 
-def choose_rows(examples: Sequence[data.Example], length: int) -> list[Window]:
+def choose_rows(examples: Sequence[data.Example], length: int, at_least: int = 1) -> list[Window]:
     """The first row with something to train on, cut to ``length``; if it is short, following ones beside it.
 
-    The batch has ``length`` tokens at most, padding counted, so short rows cost no more than one long one.
+    The batch has ``length`` tokens at most, padding counted, so short rows cost no more than one long one. Rows are cut
+    further where there shall be ``at_least`` so many.
 
     Raises:
         DataError: No row has two tokens of which the second is trained on.
     """
     windows: list[Window] = []
     for example in examples:
-        window = _window(example, length)
+        window = _window(example, max(2, length // at_least))
         if window is None:
             continue
         longest = max(window.length, *(other.length for other in windows), 0)
@@ -248,10 +262,12 @@ def _window(example: data.Example, length: int) -> Window | None:
     return Window(data.Example(ids[start : start + length], kept, example.origin), start, len(ids))
 
 
-def _collate(windows: Sequence[Window], tokenizer: PreTrainedTokenizerBase) -> train.MicroBatch:
+def _collate(windows: Sequence[Window], tokenizer: PreTrainedTokenizerBase, packed: bool = False) -> train.MicroBatch:
     examples = [window.example for window in windows]
-    batch = data.collate(examples, pad_token_id=tokenizer.pad_token_id)
-    return train.MicroBatch(**batch, origins=tuple(example.origin for example in examples))
+    pad, origins = tokenizer.pad_token_id, tuple(example.origin for example in examples)
+    if packed:
+        return train.MicroBatch(**data.collate_packed([examples], pad_token_id=pad), origins=origins)
+    return train.MicroBatch(**data.collate(examples, pad_token_id=pad), origins=origins)
 
 
 def _loss(batch: train.MicroBatch, router_loss: RouterLoss | None, model: torch.nn.Module, bf16: bool) -> torch.Tensor:
@@ -259,8 +275,9 @@ def _loss(batch: train.MicroBatch, router_loss: RouterLoss | None, model: torch.
     base = _base(model)
     if router_loss is None or not (router_loss.balance or balances_itself(base)):
         return loss_of(model, batch, num_targets=batch.num_targets, bf16=bf16)
-    # Here the mask says which tokens count, so it is given where there is padding at all.
-    mask = batch.attention_mask if batch.num_tokens < batch.attention_mask.numel() else None
+    # The mask says which tokens count, so it is given where there is padding; packed rows must be told without one.
+    padded = batch.position_ids is None and batch.num_tokens < batch.attention_mask.numel()
+    mask = batch.attention_mask if padded else None
     asked = {"attention_mask": mask, "output_router_logits": True}
     output = output_of(model, batch, num_targets=batch.num_targets, bf16=bf16, **asked)
     loss: torch.Tensor = output.loss + (router_loss.balance - balance_coefficient(base)) * output.aux_loss
@@ -304,7 +321,7 @@ def _fitting_length(room: Room, device: torch.device, widened: torch.dtype | Non
     longest = room.longest(torch.float32 if trained.itemsize < 4 else torch.float64)
     if longest < PROBE:  # no room for a wider truth at all
         longest = room.longest(trained)
-    if longest < 2:
+    if longest < LEAST:
         raise RunError("there is no memory left beside the weights", mend="free some, or choose --length by hand")
     if longest >= enough:
         return enough, "enough for a proof"

@@ -107,8 +107,10 @@ class _Preflight:
             raise
         except Exception as error:
             raise _PlainError(
-                f"{self._name} cannot be checked: unstreamed, it does not run on a batch of {ROWS} x {LENGTH} tokens "
-                f"({type(error).__name__}: {error})"
+                f"{self._name} cannot be checked: unstreamed, its loss cannot be computed from {ROWS} x {LENGTH} "
+                "tokens of text alone",
+                where=f"{type(error).__name__}: {error}",
+                mend="see why the plain model fails; one that needs more than text (images) is not streamed",
             ) from error
         if not self.calls:
             raise UnsupportedModelError(f"{self._name} never calls its decoder layers, so there is nothing to stream")
