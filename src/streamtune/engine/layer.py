@@ -178,14 +178,14 @@ class _Stream:
     def forward(self, inputs: Sequence[Tensor], for_backward: bool = False) -> list[Tensor]:
         """The outputs ``z``, the first ``[B, T, C]``, chunk by chunk, first to last; behind them, what is shared."""
         z: list[Tensor] = []
-        begin = RandomState.now(inputs[0].device)
+        begin = RandomState.now(inputs[0].device) if self.rows else None
         for chunk in self.chunks:
             if for_backward:
                 self.random[chunk.start] = RandomState.now(inputs[0].device)
             x_i = [cut(x, along, chunk) for x, along in zip(inputs, self.call.inputs.values(), strict=True)]
             z_i, cache = self.run(chunk, "store", x_i)
-            if self.rows and cache.met_states and not self.owner.carries_states:  # known from its first chunk on
-                self.owner.carries_states = True
+            if begin is not None and cache.met_states and not self.owner.carries_states:
+                self.owner.carries_states = True  # known from its first chunk on
                 return self._again(inputs, for_backward, begin)
             if not z:
                 z = [_whole(part, along, self.length) for part, along in zip(z_i, self.along, strict=True)]

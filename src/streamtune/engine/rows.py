@@ -85,6 +85,11 @@ class PackedRows:
 
     def without_begun(self, state: Tensor, position: int) -> Tensor:
         """A state ``[B, ...]``, zero for the sequences that begin a row at the position."""
+        if not state.is_floating_point():
+            raise UnsupportedModelError(
+                "a layer carries tokens on as its state, which several packed sequences with other rows cannot share",
+                mend="pack with per_device_train_batch_size: 1",
+            )
         begun = self.begins[:, position]
         return state.masked_fill(begun.reshape(-1, *[1] * (state.dim() - 1)), 0.0)
 

@@ -17,7 +17,8 @@ is the same for each of them.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from itertools import repeat
 
 import torch
 from torch import Tensor
@@ -80,11 +81,12 @@ def streamed_vjp(
             for z, grad, along in zip(z_i, grad_outputs, outputs_along, strict=True)
             if grad is not None
         ]
-        outputs, incoming = zip(
-            *((out, grad) for out, grad in (*given, *cache.handed_on()) if out.requires_grad), strict=True
-        )
-        wanted = [x for x in x_i if x.requires_grad]
-        grads = iter(torch.autograd.grad(outputs, [*wanted, *cache.leaves, *parameters], incoming, allow_unused=True))
+        pairs = [(out, grad) for out, grad in (*given, *cache.handed_on()) if out.requires_grad]
+        wanted = [*(x for x in x_i if x.requires_grad), *cache.leaves, *parameters]
+        grads: Iterator[Tensor | None] = repeat(None, len(wanted))  # of a chunk that nothing trainable took part in
+        if pairs:
+            outputs, incoming = zip(*pairs, strict=True)
+            grads = iter(torch.autograd.grad(outputs, wanted, incoming, allow_unused=True))
         for x, whole, total, along in zip(x_i, wholes, input_sums, inputs_along, strict=True):
             if not x.requires_grad:
                 continue

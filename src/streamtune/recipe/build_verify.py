@@ -189,7 +189,7 @@ def run_verify(subject: Subject, notify: Callable[[str], None] = lambda message:
             subject.schedules,
             dtype=subject.dtype,
             bf16=subject.bf16,
-            plain_loss_of=partial(_loss, subject.alone),
+            plain_loss_of=partial(_loss, subject.alone, subject.router_loss),
             unfit=partial(subject.room.lacks, subject.alone.input_ids.numel()),
             notify=notify,
         )
