@@ -22,7 +22,7 @@ PACKAGE = Path(streamtune.__file__).parent
 FILES = sorted(PACKAGE.rglob("*.py"))
 
 LEVELS = [
-    {"errors", "__version__"},
+    {"errors", "quiet", "__version__"},
     {"ops"},
     {"engine"},
     {"data", "models", "objectives", "optim", "train", "plan", "distributed"},

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -17,6 +18,7 @@ from streamtune.cli.app import app
 from streamtune.errors import ArgumentError, RunError
 from streamtune.plan import BenchReport, draw_bench, run_bench
 from streamtune.plan.subject import _laid_out
+from streamtune.quiet import LOUD, hush_imports
 from tests.exactness.families import build
 
 RECIPE = """
@@ -131,3 +133,14 @@ def test_the_command_with_packed_rows(tmp_path: Path) -> None:
     assert "4 apart" in result.stdout
     with pytest.raises(ArgumentError, match="rows of two tokens or more"):
         CliRunner().invoke(app, ["bench", str(recipe), *options, "--packed-rows", "33"], catch_exceptions=False)
+
+
+def test_its_processes_are_as_quiet_as_it_is(capfd: pytest.CaptureFixture[str]) -> None:
+    levels = {name: logging.getLogger(name).level for name in LOUD}
+    try:
+        hush_imports()
+        run_bench(partial(build, "llama"), lengths=[16], modes=["stream"], schedule=Schedule(chunk_size=8), repeats=1)
+    finally:
+        for name, level in levels.items():
+            logging.getLogger(name).setLevel(level)
+    assert capfd.readouterr().err == ""

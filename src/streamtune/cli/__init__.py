@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import logging
 import os
 import sys
 from collections.abc import Sequence
 
 from streamtune.errors import StreamTuneError
+from streamtune.quiet import hush_imports
 
 from .app import app
 from .console import print_error
@@ -24,7 +24,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         argv: Arguments without the program's name; ``sys.argv`` by default.
     """
     if "--debug" not in (sys.argv if argv is None else argv):
-        _quiet_imports()
+        hush_imports()
     arguments = list(sys.argv[1:] if argv is None else argv)
     debug = "--debug" in arguments
     arguments = [argument for argument in arguments if argument != "--debug"]
@@ -39,12 +39,6 @@ def main(argv: Sequence[str] | None = None) -> None:
         known = error if isinstance(error, StreamTuneError) else _unexpected(error)
         print_error(known)
         sys.exit(known.exit_code)
-
-
-def _quiet_imports() -> None:
-    """Do not show what a quantiser says when peft imports it: kernels for other machines that it did not find."""
-    for name in ("torchao", "bitsandbytes", "torch.utils._pytree"):
-        logging.getLogger(name).setLevel(logging.ERROR)
 
 
 def _flush() -> None:

@@ -5,13 +5,16 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import torch
-from peft import LoraConfig, PeftModel, get_peft_model
 from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
 from streamtune.errors import ArgumentError, did_you_mean
+
+if TYPE_CHECKING:  # it imports every quantiser there is: two seconds that only adapters are worth
+    from peft import PeftModel
 
 __all__ = ["add_lora", "load_lora"]
 
@@ -38,6 +41,8 @@ def add_lora(
     Raises:
         ArgumentError: A target that is not a linear layer of this model.
     """
+    from peft import LoraConfig, get_peft_model
+
     if not isinstance(target, str):
         _check_targets(model, target)
     config = LoraConfig(
@@ -55,6 +60,8 @@ def add_lora(
 
 def load_lora(model: PreTrainedModel, folder: Path) -> PeftModel:
     """Put the adapters saved in ``folder`` on their base, ready to be trained further."""
+    from peft import PeftModel
+
     return PeftModel.from_pretrained(model, str(folder), is_trainable=True)
 
 

@@ -19,6 +19,7 @@ import torch
 from streamtune.engine import Schedule
 from streamtune.errors import RunError
 from streamtune.plan.subject import Layout, MakeModel, Mode, Subject, Task, Variant
+from streamtune.quiet import packed_call, run_packed
 
 __all__ = ["MODES", "BenchReport", "BenchRow", "Layout", "Mode", "run_bench"]
 
@@ -173,7 +174,8 @@ class _Worker:
     def __init__(self, task: Task, variant: Variant) -> None:
         context = multiprocessing.get_context("spawn")
         self.connection, theirs = context.Pipe()
-        self.process = context.Process(target=_serve, args=(theirs, task, variant), daemon=True)
+        call = packed_call(_serve, task, variant)
+        self.process = context.Process(target=run_packed, args=(theirs, *call), daemon=True)
         self.process.start()
         theirs.close()
         self.failed: str | None = None

@@ -10,7 +10,7 @@ import torch
 
 from streamtune import models, plan
 from streamtune.errors import ArgumentError
-from streamtune.recipe.build import choose_device, choose_quantization, make_schedule
+from streamtune.recipe.build import choose_device, choose_quantization, make_schedule, quiet_libraries
 from streamtune.recipe.loader import LoadedRecipe
 
 __all__ = ["bench_recipe"]
@@ -57,6 +57,7 @@ def bench_recipe(
 
 def _make_model(recipe: dict[str, Any], device: str) -> Any:
     """The recipe's model, in a process of its own: the recipe comes as plain values."""
+    quiet_libraries(torch.device(device))
     quantization = choose_quantization(recipe["finetuning_type"], recipe["quantization"], torch.device(device))
     if recipe["model_name_or_path"] is not None:
         model: Any = models.load_model(
