@@ -101,6 +101,22 @@ def test_fp64_leaves_no_doubt(family: str) -> None:
     assert worst(got, want) <= 2e-6  # norms, decays and routers are fp32 whatever the weights are
 
 
+@pytest.mark.parametrize("family", ["qwen3_next", "mamba2", "mamba", "falcon_h1", "lfm2", "zaya"])
+def test_under_autocast_they_are_as_precise_as_plain_autograd(family: str) -> None:
+    model, inputs = build_any(family), batch("plain")
+
+    def autocast(model: torch.nn.Module, inputs: dict[str, Any]) -> torch.Tensor:
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            return model(**inputs).loss
+
+    _, truth = gradients(model, inputs)
+    _, plain = gradients(model, inputs, autocast)
+    with streamtune.stream(model, chunk_size=8):
+        _, ours = gradients(model, inputs, autocast)
+    off, own = (sum(float((g[name] - truth[name]).norm()) ** 2 for name in truth) ** 0.5 for g in (ours, plain))
+    assert off <= 1.1 * own
+
+
 @pytest.mark.parametrize("family", ["mamba2", "qwen3_next"])
 def test_evaluation_streams_as_well(family: str) -> None:
     model, inputs = build_any(family).eval(), batch("plain")

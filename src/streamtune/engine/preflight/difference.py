@@ -7,7 +7,7 @@ from collections import UserDict
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 __all__ = ["BOUND", "compared_dtype", "distance", "norm_of", "ratio", "widened"]
 
@@ -15,9 +15,13 @@ BOUND = {torch.float64: 1e-5, torch.float32: 1e-4, torch.float16: 1e-2, torch.bf
 """Relative difference that rounding explains. fp64: some layers compute their norms, rotations or routers in fp32."""
 
 
-def compared_dtype(tensor: Tensor) -> torch.dtype:
-    """The key of a tensor's bound."""
-    return tensor.dtype if tensor.dtype in BOUND else torch.float32
+def compared_dtype(tensor: Tensor, layer: nn.Module | None = None) -> torch.dtype:
+    """The key of a tensor's bound: its dtype, or that of the layer it went through where that is coarser.
+
+    Some models keep the residual stream in fp32 between layers that compute in bf16.
+    """
+    dtypes = [tensor.dtype, *(p.dtype for p in layer.parameters())] if layer is not None else [tensor.dtype]
+    return max((dtype for dtype in dtypes if dtype in BOUND), key=BOUND.__getitem__, default=torch.float32)
 
 
 def distance(value: Tensor, reference: Tensor, valid: Tensor | None) -> float:

@@ -20,7 +20,7 @@ from streamtune.engine.call import LayerCall
 from streamtune.engine.head import StreamedHead
 from streamtune.engine.layer import StreamedForward, strange_leaves
 from streamtune.engine.preflight.borrow import borrowed
-from streamtune.engine.preflight.difference import BOUND, compared_dtype, distance
+from streamtune.engine.preflight.difference import distance
 from streamtune.engine.preflight.judge import MEND, DiffersError, LayerJudge, without_self
 from streamtune.engine.preflight.recorded import (
     Arguments,
@@ -182,7 +182,7 @@ class _Preflight:
         self.at, layer = index, self.layers[index]
         LayerCall.bind(layer, args, kwargs, OwnAttention(self.own) if self.own else None)  # refuses by name
         arguments = bind(layer, args, kwargs)
-        bound_input = BOUND[compared_dtype(call.z_in)]
+        bound_input = self.judge.bound(index, call.z_in)
         for name, x in inputs_of(arguments).items():
             reference = call.inputs.get(name)
             if reference is None:
@@ -217,7 +217,7 @@ class _Preflight:
             )
 
     def _same_head(self, loss: Tensor, loss_ref: Tensor, grad: Tensor | None, grad_ref: Tensor | None) -> None:
-        bound = BOUND[compared_dtype(self.calls[-1].outputs[0])]
+        bound = self.judge.bound(self.calls[-1].index, self.calls[-1].outputs[0])
         pairs = [("loss", loss, loss_ref)]
         if grad_ref is not None:
             given = torch.zeros_like(grad_ref) if grad is None else grad

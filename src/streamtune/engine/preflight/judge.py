@@ -69,13 +69,13 @@ class LayerJudge:
         """Raise if the streamed layer's outputs are not the plain one's."""
         if len(outputs) != len(call.outputs):
             raise DiffersError(f"{self.name} returns {len(outputs)} tensors from a streamed layer")
-        error, bound = self._output_error(outputs, call), BOUND[compared_dtype(call.outputs[0])]
+        error, bound = self._output_error(outputs, call), self.bound(call.index, call.outputs[0])
         if not error <= bound:
             self._settle(call, streamed, "output", error, bound)
 
     def same_gradients(self, call: RecordedCall, streamed: Arguments) -> None:
         """Raise if the streamed layer's gradients are not the plain one's."""
-        bound = BOUND[compared_dtype(call.z_in)]
+        bound = self.bound(call.index, call.z_in)
         what, error = self._gradient_error(self.layers[call.index], call, streamed)
         if not error <= bound:
             self._settle(call, streamed, what, error, bound)
@@ -127,8 +127,8 @@ class LayerJudge:
 
     def _settle(self, call: RecordedCall, streamed: Arguments, what: str, error: float, bound: float) -> None:
         """Ask a copy of the layer in a wider dtype whether a difference was rounding; raise if it was not."""
-        wider = WIDER.get(compared_dtype(call.z_in))
         layer = self.layers[call.index]
+        wider = WIDER.get(compared_dtype(call.z_in, layer))
         try:
             if wider is None:
                 raise self.differs(call.index, what, error, bound)
@@ -168,6 +168,10 @@ class LayerJudge:
     def valid_tokens(self, z: Tensor) -> Tensor:
         """``[B, T]``: where the batch has a token; everywhere if the layers see another length than the batch has."""
         return self.valid if z.shape[:2] == self.valid.shape else z.new_ones(z.shape[:2], dtype=torch.bool)
+
+    def bound(self, index: int, z: Tensor) -> float:
+        """What rounding explains of a tensor before or behind a layer."""
+        return BOUND[compared_dtype(z, self.layers[index])]
 
     def where(self, index: int | None) -> str:
         """A layer's place in the model."""

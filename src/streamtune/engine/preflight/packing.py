@@ -133,7 +133,7 @@ class _Trial:
 
     def _note(self, index: int, what: str, packed: Tensor, alone: Tensor, z_in: Tensor) -> None:
         """The error of one row, relative to what rounding explains: all of it, or its first token in a narrow dtype."""
-        dtype = compared_dtype(alone)
+        dtype = self._dtype(index, alone)
         if torch.finfo(dtype).bits < 32:
             packed, alone, z_in = packed[:, :1], alone[:, :1], z_in[:, :1]
         explained = BOUND[dtype] * norm_of(alone, z_in) + torch.finfo(dtype).eps * norm_of(alone)
@@ -143,7 +143,7 @@ class _Trial:
     def _judge(self) -> None:
         for (index, what), errors in self.errors.items():
             behind = errors[1:]  # the first row has none before it
-            narrow = torch.finfo(compared_dtype(self.seen[0].z_out)).bits < 32
+            narrow = torch.finfo(self._dtype(index, self.seen[0].z_out)).bits < 32
             error = statistics.median(behind) if narrow else max(behind)
             if not error <= 1:
                 layer = index < len(self.layers)
@@ -154,6 +154,10 @@ class _Trial:
                     where=f"layer {index} of {len(self.layers)} ({kind})" if layer else f"the head of {self._name}",
                     mend=MEND,
                 )
+
+    def _dtype(self, index: int, z: Tensor) -> torch.dtype:
+        """What the bound of a layer's tensor goes by; the head's is that of the last layer."""
+        return compared_dtype(z, self.layers[min(index, len(self.layers) - 1)])
 
     @property
     def _name(self) -> str:
