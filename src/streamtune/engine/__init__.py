@@ -1,7 +1,12 @@
 """The paper: a decoder layer's exact gradient as a sum over chunks of the sequence, and the head beside it.
 
-Read ``vjp`` first (the one equation), then ``layer`` (the node that calls it), ``cache`` (what a chunk sees of its
-prefix), ``head``, and ``stream``, which puts them into a model.
+Read ``vjp`` first (the one equation), then ``layer`` (the node that calls it), ``cache`` (what a chunk sees of those
+before it), ``head``, and ``stream``, which puts them into a model. What models do besides:
+
+    call, outputs                   what goes into a layer and comes out of it, cut and joined
+    attention, recognise, tiles     the attention and the mask a model asks for by name, or keeps
+    rows, scan, sharing, balance    packed rows; Mamba-1's state; keys and values of other layers; a router's losses
+    preflight                       is this very model streamed exactly? asked before training
 """
 
 from streamtune.engine.balance import RouterLoss, balance_coefficient, balances_itself
