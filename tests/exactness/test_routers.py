@@ -21,6 +21,7 @@ from tests.conformance.reducer import build as build_any
 from .families import BOUND, batch, build, errors, gradients, worst
 
 FAMILIES = ("mixtral", "qwen3_moe", "gpt_oss", "granitemoehybrid", "jetmoe", "jamba")
+PARTS = (slice(0, 11), slice(11, 37))
 SCHEDULES = (Schedule(chunk_size=16), Schedule(chunk_size=5, keep_kv=True))
 
 
@@ -171,6 +172,25 @@ def test_counting_draws_what_training_will_draw() -> None:
         handle.routers.losses = lambda sums: (found.append(sums.counts), keep(sums))[1]  # type: ignore[method-assign]
         model(**inputs)
     torch.testing.assert_close(found[0], counts, rtol=0, atol=0)
+
+
+def test_counting_keeps_packed_rows_apart_as_training_does() -> None:
+    """In layers with a state, too, which are told of the rows by the model's call and not by their own."""
+    model, inputs = build_any("qwen3_next"), {key: value[:1] for key, value in batch("plain").items()}
+    inputs["position_ids"] = torch.cat([torch.arange(11), torch.arange(26)])[None]
+    seen: list[Tensor] = []
+    with streamtune.stream(model, chunk_size=8, router_loss=RouterLoss(1.0, scope="global")) as handle:
+        close = handle.routers.close
+        handle.routers.close = lambda: (found := close(), seen.append(found.probabilities))[0]  # type: ignore
+        handle.count_routes([{key: value[:, part] for key, value in inputs.items()} for part in PARTS])
+        handle.count_routes([inputs])
+        model(**inputs)
+        assert handle.facts.rows is None
+        handle.count_routes([{"input_ids": inputs["input_ids"]}])
+    apart, packed, trained, one_row = seen[0] + seen[1], *seen[2:]
+    torch.testing.assert_close(packed, apart, rtol=1e-6, atol=0)
+    torch.testing.assert_close(trained, apart, rtol=1e-6, atol=0)
+    assert float((one_row - apart).norm() / apart.norm()) > 1e-4, "the rows make no difference, so nothing was tested"
 
 
 def _rank(rank: int, folder: str) -> None:

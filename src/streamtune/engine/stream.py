@@ -222,11 +222,14 @@ class StreamHandle:
         counts: Tensor | None = None
         with RandomState.now(next(self.model.parameters()).device).replayed():
             for batch in batches:
-                self.routers.open(batch.get("attention_mask"))
                 unread = ("labels", "shift_labels", "num_items_in_batch", "output_router_logits")
                 read = {key: value for key, value in batch.items() if key not in unread}
-                decoder(**{**read, "use_cache": False, **not_balanced(self.model)})
-                sums = self.routers.close()
+                self.routers.open(batch.get("attention_mask"))
+                self.facts.rows = self._rows((), read)
+                try:
+                    decoder(**{**read, "use_cache": False, **not_balanced(self.model)})
+                finally:
+                    sums, self.facts.rows = self.routers.close(), None
                 assert sums is not None
                 counts = sums.counts if counts is None else counts + sums.counts
         assert counts is not None
@@ -303,6 +306,7 @@ class StreamHandle:
         return None
 
     def _after(self, model: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
+        self.facts.rows = None
         return self._with_router_loss(self._without_promise(output))
 
     def _with_router_loss(self, output: Any) -> Any:
