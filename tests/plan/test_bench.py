@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -92,6 +93,15 @@ def test_the_picture_is_drawn(report: BenchReport, tmp_path: Path) -> None:
     with Image.open(tmp_path / "bench.png") as image:
         assert image.width > 1000
         assert len(image.convert("RGB").getcolors(1 << 24) or []) > 10
+
+
+def test_the_picture_shows_every_layout(report: BenchReport, tmp_path: Path) -> None:
+    (row,) = [row for row in report.rows if row.mode == "stream"][:1]
+    layouts = [row, replace(row, layout="packed"), replace(row, layout="separate")]
+    for shown in (1, 2, 3):
+        part = replace(report, rows=layouts[:shown], packed_rows=16)
+        draw_bench(part, tmp_path / f"{shown}.png", title="a title")
+    assert len({(tmp_path / f"{shown}.png").read_bytes() for shown in (1, 2, 3)}) == 3
 
 
 def test_a_fault_of_the_subject_is_not_taken_for_out_of_memory() -> None:

@@ -1,16 +1,22 @@
-"""The picture of a benchmark: memory and time over length, one line a mode."""
+"""The picture of a benchmark: memory and time over length, one line for each mode and layout of the rows."""
 
 from __future__ import annotations
 
 from pathlib import Path
 from typing import Any
 
-from streamtune.plan.bench import BenchReport, BenchRow, Mode
+from streamtune.plan.bench import BenchReport, BenchRow, Layout, Mode
 
 __all__ = ["draw_bench"]
 
 COLOURS: dict[Mode, str] = {"plain": "#8a909c", "checkpoint": "#e4572e", "stream": "#2f6fde"}
 NAMES: dict[Mode, str] = {"plain": "plain autograd", "checkpoint": "gradient checkpointing", "stream": "StreamTune"}
+MARKS: dict[Layout, dict[str, Any]] = {
+    "row": {"marker": "o", "linestyle": "-"},
+    "packed": {"marker": "s", "linestyle": "--", "markersize": 10, "markerfacecolor": "none", "markeredgewidth": 2},
+    "separate": {"marker": "x", "linestyle": ":", "markersize": 8, "markeredgewidth": 2},
+}
+"""Packed rows cost about what the same rows cost apart: both marks are to be seen where they lie on each other."""
 INK = "#1f2430"
 
 
@@ -28,14 +34,17 @@ def draw_bench(report: BenchReport, path: Path, *, title: str) -> None:
 
     figure = Figure(figsize=(11, 4.8), dpi=150, layout="constrained")
     memory, seconds = figure.subplots(1, 2)
-    modes: list[Mode] = list(dict.fromkeys(row.mode for row in report.rows))
-    for mode in modes:
-        rows = [row for row in report.rows if row.mode == mode and row.layout == "row"]
-        _line(memory, [(row.length, row.activation_bytes and row.activation_bytes / 2**20) for row in rows], mode)
-        _line(seconds, [(row.length, _step_seconds(row)) for row in rows], mode)
+    for mode, layout in dict.fromkeys((row.mode, row.layout) for row in report.rows):
+        rows = [row for row in report.rows if (row.mode, row.layout) == (mode, layout)]
+        style = {"color": COLOURS[mode], "linewidth": 2.2, "label": NAMES[mode], **MARKS[layout]}
+        if report.packed_rows:
+            tokens = {"row": "one row", "packed": "packed rows", "separate": "rows apart"}[layout]
+            style["label"] += f", {tokens if layout == 'row' else f'{report.packed_rows} {tokens}'}"
+        _line(memory, [(row.length, row.activation_bytes and row.activation_bytes / 2**20) for row in rows], style)
+        _line(seconds, [(row.length, _step_seconds(row)) for row in rows], style)
     _dress(memory, "Activation memory of a step (MiB)")
     _dress(seconds, "Forward and backward of a step (s)")
-    memory.legend(frameon=False, labelcolor=INK)
+    memory.legend(frameon=False, labelcolor=INK, loc="best")
     figure.suptitle(title, x=0.01, ha="left", color=INK, fontsize=12, fontweight="bold")
     FigureCanvasAgg(figure).print_png(str(path))
 
@@ -44,10 +53,10 @@ def _step_seconds(row: BenchRow) -> float | None:
     return None if row.forward_s is None or row.backward_s is None else row.forward_s + row.backward_s
 
 
-def _line(axes: Any, points: list[tuple[int, float | None]], mode: Mode) -> None:
+def _line(axes: Any, points: list[tuple[int, float | None]], style: dict[str, Any]) -> None:
     known = [(x, y) for x, y in points if y]
     if known:
-        axes.plot(*zip(*known, strict=True), color=COLOURS[mode], marker="o", linewidth=2.2, label=NAMES[mode])
+        axes.plot(*zip(*known, strict=True), **style)
 
 
 def _dress(axes: Any, title: str) -> None:
@@ -59,7 +68,10 @@ def _dress(axes: Any, title: str) -> None:
     axes.set_xticks(lengths, [f"{length:,}" for length in lengths], minor=False)
     axes.minorticks_off()
     ticks = [tick for power in range(-3, 7) for tick in (10.0**power, 2 * 10.0**power, 5 * 10.0**power)]
-    low, high = axes.get_ylim()
+    lowest, highest = axes.get_ylim()
+    low = max((tick for tick in ticks if tick <= lowest), default=lowest)  # out to a labelled line on either side
+    high = min((tick for tick in ticks if tick >= highest), default=highest)
+    axes.set_ylim(low, high)
     shown = [tick for tick in ticks if low <= tick <= high]
     axes.set_yticks(shown, [f"{tick:g}" for tick in shown])
     axes.grid(alpha=0.25)
