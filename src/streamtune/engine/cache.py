@@ -295,10 +295,9 @@ class ChunkCache(Cache):
         self.met_states = True
         if self.walk == "replay":
             self.own_states[key] = state
-        elif self.walk == "store" and not self.states.row_ends(
-            self.chunk.stop
-        ):  # a copy: a view would keep the whole chunk
-            self.states.after.setdefault(self.chunk.stop, {})[key] = state.detach().clone()
+        elif self.walk == "store" and not self.states.row_ends(self.chunk.stop):
+            kept = state.detach().clone()  # a view would keep the whole chunk
+            self.states.after.setdefault(self.chunk.stop, {})[key] = kept
 
 
 class _LayerViews:

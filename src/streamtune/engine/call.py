@@ -128,22 +128,9 @@ class LayerCall:
         hidden = arguments.get(hidden_name)
         if not isinstance(hidden, Tensor) or hidden.dim() not in (3, 4):
             raise UnsupportedModelError(f"the first argument of {name} is not a tensor of hidden states [B, T, C]")
-        for key in OTHER_SEQUENCES:
-            if {**arguments, **extra}.get(key) is not None:
-                raise UnsupportedModelError(
-                    f"{name} attends to {key!r}, another sequence than its own, which is not streamed",
-                    mend="train without streaming, or without what is attended to (images, an encoder)",
-                )
         along = _hidden_along(name, hidden, {**arguments, **extra})
         length = hidden.shape[along]
-        for key, value in {**arguments, **extra}.items():
-            if key.endswith("mask") and isinstance(value, Tensor) and _is_square(value, other := value.shape[-1]):
-                if other == length:
-                    continue
-                raise UnsupportedModelError(
-                    f"{name} is given {length} hidden states with {key!r} over {other} tokens: several streams in a "
-                    "row along the sequence are not streamed"
-                )
+        _refuse_other_sequences(name, {**arguments, **extra}, length)
         for group in (arguments, extra):
             for key, value in group.items():
                 if not _is_square(value, length):
@@ -370,6 +357,28 @@ def _hidden_along(layer: str, hidden: Tensor, arguments: dict[str, Any]) -> int:
     if not found:
         raise UnsupportedModelError(f"{layer} takes hidden states {tuple(hidden.shape)}, and no dim is the sequence")
     return found[0]
+
+
+def _refuse_other_sequences(name: str, arguments: dict[str, Any], length: int) -> None:
+    """A layer whose tokens are not all of one sequence, of which each sees the earlier ones, cannot be cut.
+
+    Raises:
+        UnsupportedModelError: It attends to a sequence beside its own, or is given several in a row.
+    """
+    for key in OTHER_SEQUENCES:
+        if arguments.get(key) is not None:
+            raise UnsupportedModelError(
+                f"{name} attends to {key!r}, another sequence than its own, which is not streamed",
+                mend="train without streaming, or without what is attended to (images, an encoder)",
+            )
+    for key, value in arguments.items():
+        if key.endswith("mask") and isinstance(value, Tensor) and _is_square(value, other := value.shape[-1]):
+            if other == length:
+                continue
+            raise UnsupportedModelError(
+                f"{name} is given {length} hidden states with {key!r} over {other} tokens: several streams in a "
+                "row along the sequence are not streamed"
+            )
 
 
 def _holds_gradient(value: Any) -> bool:
