@@ -13,7 +13,6 @@ import yaml
 from rich.console import Console
 from torch import Tensor
 
-from streamtune.cli import main
 from streamtune.errors import ArgumentError, UnsupportedModelError
 from streamtune.recipe import load_recipe
 from streamtune.recipe.build_sft import Batches, SftRun, Steps, _train_settings, build_sft
@@ -21,6 +20,7 @@ from streamtune.train import MicroBatch, Progress, Progressed, StopRequest
 from streamtune.train.loop import accumulate_gradients
 from streamtune.train.routers import StepRouters
 from tests.exactness.families import BOUND, worst
+from tests.sft_kit import run, write_recipe, write_rows
 
 MIXTRAL = {
     "model_type": "mixtral",
@@ -57,28 +57,16 @@ RECIPE: dict[str, Any] = {
 @pytest.fixture
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.chdir(tmp_path)
-    with (tmp_path / "rows.jsonl").open("w") as file:
-        for number in range(29):
-            answer = f"return a + b + {number}\n" * (1 + number % 4)
-            messages = [{"role": "user", "content": f"Add {number}."}, {"role": "assistant", "content": answer}]
-            file.write(json.dumps({"messages": messages}) + "\n")
+    write_rows(tmp_path, 29)
     return tmp_path
 
 
 def recipe(folder: Path, **more: Any) -> Path:
-    path = folder / "tiny.yaml"
-    path.write_text(yaml.safe_dump({**RECIPE, **more}, sort_keys=False))
-    return path
+    return write_recipe(folder, {**RECIPE, **more})
 
 
 def built(folder: Path, **more: Any) -> SftRun:
     return build_sft(load_recipe(recipe(folder, **more), []))
-
-
-def run(*arguments: str) -> int:
-    with pytest.raises(SystemExit) as left:
-        main(["sft", "tiny.yaml", *arguments])
-    return int(left.value.code or 0)
 
 
 def records(folder: str | Path) -> list[dict[str, Any]]:

@@ -8,10 +8,8 @@ from typing import Any
 
 import pytest
 import torch
-import yaml
 from torch import Tensor
 
-from streamtune.cli import main
 from streamtune.data import collate
 from streamtune.errors import UnsupportedModelError
 from streamtune.recipe import load_recipe
@@ -19,6 +17,7 @@ from streamtune.recipe.build_sft import Batches, SftRun, Steps, build_sft
 from streamtune.train import MicroBatch
 from streamtune.train.loop import loss_of
 from tests.exactness.families import BOUND, worst
+from tests.sft_kit import run, write_recipe, write_rows
 
 RECIPE: dict[str, Any] = {
     "model": {
@@ -48,28 +47,16 @@ RECIPE: dict[str, Any] = {
 @pytest.fixture
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.chdir(tmp_path)
-    with (tmp_path / "rows.jsonl").open("w") as file:
-        for number in range(40):
-            answer = f"return a + b + {number}\n" * (1 + number % 4)
-            messages = [{"role": "user", "content": f"Add {number}."}, {"role": "assistant", "content": answer}]
-            file.write(json.dumps({"messages": messages}) + "\n")
+    write_rows(tmp_path, 40)
     return tmp_path
 
 
 def recipe(folder: Path, **more: Any) -> Path:
-    path = folder / "tiny.yaml"
-    path.write_text(yaml.safe_dump({**RECIPE, **more}, sort_keys=False))
-    return path
+    return write_recipe(folder, {**RECIPE, **more})
 
 
 def built(folder: Path, **more: Any) -> SftRun:
     return build_sft(load_recipe(recipe(folder, **more), []))
-
-
-def run(*arguments: str) -> int:
-    with pytest.raises(SystemExit) as left:
-        main(["sft", "tiny.yaml", *arguments])
-    return int(left.value.code or 0)
 
 
 def gradient(run: SftRun, batches: list[MicroBatch], num_targets: int) -> tuple[float, dict[str, Tensor]]:
