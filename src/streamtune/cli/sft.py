@@ -102,9 +102,7 @@ def _describe_model(run: SftRun) -> str:
 
 
 def _describe_engine(run: SftRun) -> str:
-    schedule = run.handle.schedule
-    keep = ", keys and values kept" if schedule.keep_kv else ""
-    return f"exact streamed backward: chunks of {schedule.chunk_size:,} tokens, head {schedule.head_chunk_size:,}{keep}"
+    return f"exact streamed backward: {run.handle.schedule.describe()}"
 
 
 def _describe_steps(run: SftRun) -> str:

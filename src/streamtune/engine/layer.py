@@ -145,7 +145,7 @@ class _Stream:
         schedule = owner.schedule
         self.call, self.length, self.owner, self.rows = call, call.length, owner, owner.facts.rows
         self.chunks = self.rows.chunks(schedule) if self.rows and owner.carries_states else call.chunks(schedule)
-        self.keep_kv = schedule.keep_kv
+        self.keep_kv = schedule.keep_kv != "no"
         self.widen = schedule.grad_dtype == "float32"
         self.kv = KeysAndValues(call.length, self.widen)
         self.states = States(self.rows)

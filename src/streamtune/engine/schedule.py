@@ -9,37 +9,104 @@ from typing import Literal
 
 from streamtune.errors import ArgumentError
 
-__all__ = ["Schedule"]
+__all__ = ["Kept", "Schedule", "Tier"]
+
+
+Tier = Literal["device", "host", "disk"]
+"""Where a tensor waits for the backward: beside the weights, in the machine's memory, or in a file."""
+
+Kept = Literal["no", "device", "host"]
+"""Whether something the backward can compute again is kept instead, and where."""
 
 
 @dataclass(frozen=True)
 class Schedule:
     """A schedule of the streamed step. Every schedule gives the same gradient; they differ in time and memory.
 
+    Bytes below are for each token; C is the hidden size, L the number of layers, e the bytes of an element.
+
     Args:
         chunk_size: Most tokens of the sequence whose layer activations exist at once.
         head_chunk_size: Most tokens whose logits exist at once.
+        offload: Where the inputs of the layers wait for the backward: C e L bytes.
+        offload_dir: The directory of the file, for ``offload="disk"``. The file has no name left in it once it is open,
+            so it goes with the process, however that ends.
+        device_layers: With ``offload`` to host or disk: how many layer inputs stay on the device all the same, those
+            the backward wants first.
+        levels: 1 stores the input of every layer. 2 stores that of every ``segment_size``-th and computes the ones
+            between them again, a segment at a time, for one more forward.
+        segment_size: Layers of a segment at two levels; None is the size that stores fewest.
         keep_kv: Keep every layer's keys and values from the forward to the backward instead of projecting them again.
-            Costs two key/value rows per token and layer, saves that projection.
+            ``True`` is ``"device"``.
+        keep_attention: Keep the output and the log-sum-exp of every attention, so that the backward never runs its
+            forward again: H D e + 4 H bytes a layer, for H heads of dimension D.
+        keep_layers: The last so many layers keep everything and recompute nothing, as without checkpointing.
+        stream_grads: The gradient of a layer's input takes the place of that of its output chunk by chunk, and lives
+            where the layer inputs do. Hooks on hidden states between two layers then see zeros.
         grad_dtype: Dtype in which parameter terms and dK, dV are summed over chunks: ``float32``, or ``param`` for the
             dtype of the tensor itself.
 
     Raises:
-        ArgumentError: A size is not positive, or ``grad_dtype`` is unknown.
+        ArgumentError: A value is out of range, or two contradict each other.
     """
 
     chunk_size: int = 2048
     head_chunk_size: int = 1024
-    keep_kv: bool = False
+    offload: Tier = "device"
+    offload_dir: str | None = None
+    device_layers: int = 0
+    levels: Literal[1, 2] = 1
+    segment_size: int | None = None
+    keep_kv: Kept | bool = "no"
+    keep_attention: Kept = "no"
+    keep_layers: int = 0
+    stream_grads: bool = False
     grad_dtype: Literal["float32", "param"] = "float32"
 
     def __post_init__(self) -> None:
-        for name in ("chunk_size", "head_chunk_size"):
+        if isinstance(self.keep_kv, bool):
+            object.__setattr__(self, "keep_kv", "device" if self.keep_kv else "no")
+        for name in ("chunk_size", "head_chunk_size", "segment_size"):
             value = getattr(self, name)
-            if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-                raise ArgumentError(f"{name} must be a positive number of tokens, not {value!r}")
-        if self.grad_dtype not in ("float32", "param"):
-            raise ArgumentError(f"grad_dtype must be 'float32' or 'param', not {self.grad_dtype!r}")
+            if (value is not None or name != "segment_size") and not _is_count(value, least=1):
+                raise ArgumentError(f"{name} must be a positive number of {_unit(name)}, not {value!r}")
+        for name in ("device_layers", "keep_layers"):
+            if not _is_count(getattr(self, name), least=0):
+                raise ArgumentError(f"{name} must be a number of layers, not {getattr(self, name)!r}")
+        for name, words in CHOICES.items():
+            if getattr(self, name) not in words:
+                known = ", ".join(map(repr, words[:-1])) + f" or {words[-1]!r}"
+                raise ArgumentError(f"{name} must be {known}, not {getattr(self, name)!r}")
+        if self.offload == "disk" and self.offload_dir is None:
+            raise ArgumentError(
+                "offload='disk' needs offload_dir, the directory of its file",
+                mend="name a directory on a fast local disk with room for the layer inputs",
+            )
+        if self.device_layers and self.offload == "device":
+            raise ArgumentError(
+                "device_layers says which layer inputs are not offloaded, but offload is 'device'",
+                mend="set offload to 'host' or 'disk', or leave device_layers out",
+            )
+        if self.segment_size is not None and self.levels == 1:
+            raise ArgumentError("segment_size needs levels=2", mend="set levels to 2, or leave segment_size out")
+
+    def describe(self) -> str:
+        """One line for people: sizes, then whatever is not the default."""
+        words = [f"chunks of {self.chunk_size:,} tokens, head {self.head_chunk_size:,}"]
+        if self.offload != "device":
+            rest = f", the last {self.device_layers} on the device" if self.device_layers else ""
+            words.append(f"layer inputs on {self.offload}{rest}")
+        if self.levels == 2:
+            size = f" of {self.segment_size} layers" if self.segment_size else ""
+            words.append(f"two levels, segments{size} computed again")
+        for name, kept in (("keys and values", self.keep_kv), ("attention outputs", self.keep_attention)):
+            if kept != "no":
+                words.append(f"{name} kept" + (" on host" if kept == "host" else ""))
+        if self.keep_layers:
+            words.append(f"the last {self.keep_layers} layers kept whole")
+        if self.stream_grads:
+            words.append("gradients of hidden states streamed with them")
+        return "; ".join(words)
 
     def chunks(self, length: int, cuts: Sequence[int] | None = None) -> list[slice]:
         """Cut ``length`` tokens into the fewest chunks of at most ``chunk_size``, as equal as they can be.
@@ -74,6 +141,24 @@ class Schedule:
         if within:
             return min(within, key=lambda cut: (abs(cut - ideal), cut))
         return cuts[bisect_right(cuts, start)]
+
+
+CHOICES: dict[str, tuple[object, ...]] = {
+    "offload": ("device", "host", "disk"),
+    "levels": (1, 2),
+    "keep_kv": ("no", "device", "host"),
+    "keep_attention": ("no", "device", "host"),
+    "stream_grads": (False, True),
+    "grad_dtype": ("float32", "param"),
+}
+
+
+def _is_count(value: object, least: int) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and value >= least
+
+
+def _unit(name: str) -> str:
+    return "layers" if name == "segment_size" else "tokens"
 
 
 def _equal_slices(length: int, count: int) -> Iterator[slice]:

@@ -56,7 +56,7 @@ def verify_schedules(length: int, own: Schedule) -> list[Schedule]:
     sizes = {-(-length // 2): length, -(-length // parts): -(-length // 5), max(1, min(SMALL, length // 8)): 7}
     chosen = [own] if own.chunk_size < length else []
     for number, (size, head) in enumerate(sizes.items()):
-        keep_kv = own.keep_kv != bool(number % 2)
+        keep_kv = (own.keep_kv == "no") == bool(number % 2)
         chosen.append(replace(own, chunk_size=size, head_chunk_size=head, keep_kv=keep_kv))
     found: dict[int, Schedule] = {}
     for schedule in chosen:

@@ -166,7 +166,7 @@ def choose_quantization(finetuning_type: str, quantization: str, device: torch.d
 def make_schedule(spec: EngineSpec) -> Schedule:
     """The engine's schedule; ``auto`` is the schedule's own default."""
     sizes = {"chunk_size": spec.chunk_size, "head_chunk_size": spec.head_chunk_size}
-    chosen = {name: size for name, size in sizes.items() if isinstance(size, int)}
+    chosen: dict[str, Any] = {name: size for name, size in sizes.items() if isinstance(size, int)}
     return Schedule(**chosen, keep_kv=spec.keep_kv, grad_dtype=spec.grad_dtype)
 
 
