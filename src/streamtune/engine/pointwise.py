@@ -143,7 +143,7 @@ class _StreamedNorm(torch.autograd.Function):
         )
         if isinstance(source, Stored):
             source.release()
-        ctx.stored = ctx.norm = ctx.parameters = None
+        ctx.stored = ctx.norm = ctx.parameters = ctx.giver = None
         return None, None, placeholder(source) if giver is not None else grad_inputs[0], *grad_parameters
 
 
