@@ -22,6 +22,8 @@ from streamtune.engine.balance import RouterLoss, RouterTerms, RouterWatch, bala
 from streamtune.engine.call import hands_on_cache, takes_cache
 from streamtune.engine.head import LazyLogits, StreamedHead
 from streamtune.engine.layer import StreamedForward
+from streamtune.engine.placement import Tiers, Trail, place_layers
+from streamtune.engine.pointwise import StreamedNorm, norms_outside
 from streamtune.engine.preflight import check_exact
 from streamtune.engine.rows import CallFacts, PackedRows, tells_of_rows
 from streamtune.engine.schedule import Schedule
@@ -187,10 +189,21 @@ class StreamHandle:
         """The implementation that layers which compute their attention themselves keep; None where ours is used."""
         for config, _ in self._attention:
             config._attn_implementation_internal = NAME if self.own_attention is None else over(self.own_attention)
-        for layer in self.layers:
+        self.tiers, self._trail = Tiers(schedule), Trail()
+        for layer, place in zip(self.layers, place_layers(schedule, len(self.layers)), strict=True):
             layer.forward = StreamedForward(
-                layer, schedule, own=self.own_attention, watch=self.routers, facts=self.facts
+                layer,
+                schedule,
+                own=self.own_attention,
+                watch=self.routers,
+                facts=self.facts,
+                place=place,
+                tiers=self.tiers,
+                trail=self._trail,
             )
+        self._norms = norms_outside(_owners(self.model, self.layers)[-1], self.layers)
+        for norm in self._norms:
+            norm.forward = StreamedNorm(norm, schedule, self.tiers, self._trail)
         self._hooks = [
             self.model.register_forward_pre_hook(self._before, with_kwargs=True),
             self.model.register_forward_hook(self._after, always_call=True),
@@ -243,11 +256,13 @@ class StreamHandle:
         for layer in self.layers:
             if isinstance(layer.__dict__.get("forward"), StreamedForward):
                 del layer.forward
+        for norm in self._norms:
+            del norm.forward
         for config, implementation in self._attention:
             config._attn_implementation_internal = implementation
         for module in self._checkpointing:
             module.gradient_checkpointing = True
-        self._hooks, self._attention, self.layers, self._checkpointing = [], [], [], set()
+        self._hooks, self._attention, self._norms, self.layers, self._checkpointing = [], [], [], [], set()
 
     def __enter__(self) -> StreamHandle:
         return self

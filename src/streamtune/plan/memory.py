@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper_subclass
 
 from streamtune.engine.ambient import observed
+from streamtune.engine.storage import is_host_storage
 
 __all__ = [
     "ACTIVATION",
@@ -141,7 +142,7 @@ class LiveBytes(TorchDispatchMode):
         if address in self._known or address in self._before:
             return
         size = storage.nbytes()
-        if not size or (not self._count_cpu and tensor.device.type == "cpu"):
+        if not size or (not self._count_cpu and tensor.device.type == "cpu") or is_host_storage(storage):
             return
         self._known[address] = (self.new_kind, size, weakref.KeyedRef(storage, self._forget, address))
         self.live[self.new_kind] += size
