@@ -34,6 +34,7 @@ MODELS: dict[str, dict[str, Any]] = {
     "gemma3_text": {"sliding_window": 100, "query_pre_attn_scalar": 16, "num_hidden_layers": 6},
     "qwen3_moe": {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32},
     "lfm2": {},
+    "gemma2": {"sliding_window": 100, "query_pre_attn_scalar": 16},
 }
 BASE = Schedule(chunk_size=64, head_chunk_size=32)
 SCHEDULES: dict[str, dict[str, Any]] = {
@@ -100,7 +101,7 @@ def test_the_simulated_peak_is_the_one_measured(name: str, tmp_path: Any) -> Non
     assert sum(found.terms.values()) == found.peak_bytes == max(found.phases.values())
 
 
-@pytest.mark.parametrize("family", [name for name in MODELS if name != "qwen3"])
+@pytest.mark.parametrize("family", ["gemma3_text", "qwen3_moe", "lfm2"])
 @pytest.mark.parametrize("mode", ["plain", "checkpoint", "stream"])
 def test_so_it_is_for_other_models_and_modes(family: str, mode: Mode) -> None:
     make = partial(build, family)
@@ -124,16 +125,16 @@ def test_so_it_is_with_an_optimizer(form: dict[str, bool]) -> None:
     assert found.peak_bytes == pytest.approx(measured(make, "stream", BASE, adam), rel=0.01)
 
 
-@pytest.mark.parametrize("name", SCHEDULES)
+@pytest.mark.parametrize("name", ["plain chunks", "host but for two", "two levels on host", "last layer whole"])
 def test_a_step_told_from_shorter_ones_is_the_whole_step(name: str, tmp_path: Any) -> None:
-    make = partial(build, "qwen3", "meta", num_hidden_layers=13)
-    long = Workload(make, 64 * 12)
+    make = partial(build, "qwen3", "meta", num_hidden_layers=9)
+    long = Workload(make, 64 * 9)
     schedule = schedule_of(name, tmp_path)
     assert simulate(long, schedule) == simulate(long, schedule, full=True)
 
 
 @pytest.mark.parametrize(
-    ("family", "changes"), [("gemma3_text", {"num_hidden_layers": 34}), ("lfm2", {"num_hidden_layers": 12})]
+    ("family", "changes"), [("gemma2", {"num_hidden_layers": 11}), ("lfm2", {"num_hidden_layers": 8})]
 )
 def test_so_it_is_where_layers_take_turns(family: str, changes: dict[str, Any]) -> None:
     long = Workload(partial(build, family, "meta", **changes), 64 * 9)
@@ -173,8 +174,8 @@ def test_work_is_that_of_the_formula() -> None:
     inside = sum(p.numel() for layer in decoder_layers(model) for p in layer.parameters() if p.dim() == 2)
     head = model.lm_head.weight.numel()
     work = told().work
-    # forward, again in backward, twice for the gradients; keys and values a third time, but for the last chunk
-    again = 2 * 4 * SMALL["hidden_size"] * 2 * 2 * 16 * (LENGTH - 64)
+    # forward, again in backward, twice for the gradients; q, k and v a third time, but for the last chunk
+    again = 2 * 4 * SMALL["hidden_size"] * (4 + 2 * 2) * 16 * (LENGTH - 64)
     assert work.matmul_flops == 2 * 4 * inside * LENGTH + 2 * 3 * head * (LENGTH - 1) + again
     pairs = LENGTH * (LENGTH + 1) // 2
     assert work.attention_flops == (2 + 2 + 5) * 2 * 4 * 4 * 16 * pairs
