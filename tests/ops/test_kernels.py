@@ -10,7 +10,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from streamtune.ops.kernels import CPU, EFFICIENT, FLASH, Kernel, _agrees_with_formula, flash_kernel, kernel_names
+from streamtune.ops.kernel_trial import Kernel
+from streamtune.ops.kernel_trial import agrees_with_formula as _agrees_with_formula
+from streamtune.ops.kernels import CPU, flash_kernel, kernel_names
+from streamtune.ops.kernels_cuda import CUDNN, EFFICIENT, FLASH
 
 HERE = torch.device("cpu")
 BATCH, HEADS, QUERIES, KEYS, DIM = 2, 4, 12, 20, 16
@@ -129,7 +132,7 @@ def test_a_wrong_forward_is_rejected(dtype: torch.dtype) -> None:
         assert not _agrees_with_formula(replace(CPU, forward=forward), HERE, dtype, 32)
 
 
-@pytest.mark.parametrize("kernel", [FLASH, EFFICIENT])
+@pytest.mark.parametrize("kernel", [FLASH, CUDNN, EFFICIENT])
 def test_a_kernel_of_another_device_is_rejected(kernel: Kernel) -> None:
     assert not _agrees_with_formula(kernel, HERE, torch.float32, 32)
 
