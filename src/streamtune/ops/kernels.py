@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from streamtune.ops.kernel_blocks import in_blocks
+from streamtune.ops.kernel_padding import padded
 from streamtune.ops.kernel_trial import Heads, Kernel, agrees_with_formula, fastest, median_seconds
 from streamtune.ops.kernels_cuda import CUDNN, EFFICIENT, FLASH
 
@@ -50,19 +51,27 @@ USUAL_HEADS = Heads(32, 8, 128)
 
 
 def flash_kernel(q: Tensor, k: Tensor, v: Tensor, biased: bool) -> Kernel | None:
-    """The fused kernel for these tensors, or None where only the tiled formula of ``ops.attention`` applies."""
-    if not (q.dtype == k.dtype == v.dtype and q.shape[-1] == k.shape[-1] == v.shape[-1]):
+    """The fused kernel for these tensors, or None where only the tiled formula of ``ops.attention`` applies.
+
+    It cuts what has more elements than it can count, and pads heads it has no size for.
+    """
+    if not q.dtype == k.dtype == v.dtype:
         return None
-    heads = Heads(q.shape[1], k.shape[1], q.shape[-1])
-    kernel = _choose(q.device.type, q.device.index or 0, q.dtype, heads, biased)
-    return None if kernel is None else in_blocks(kernel, q, k)
+    size = max(q.shape[-1], v.shape[-1])
+    if q.is_cuda:
+        size += -size % 8
+    kernel = _choose(q.device.type, q.device.index or 0, q.dtype, Heads(q.shape[1], k.shape[1], size), biased)
+    if kernel is None:
+        return None
+    kernel = in_blocks(kernel, q, k)
+    return kernel if size == q.shape[-1] == v.shape[-1] else padded(kernel, size)
 
 
 @lru_cache(maxsize=256)
 def _choose(device: str, index: int, dtype: torch.dtype, heads: Heads, biased: bool) -> Kernel | None:
     if device == "cpu":
         return CPU if dtype.is_floating_point else None
-    if device != "cuda" or heads.size % 8 or dtype == torch.float64:
+    if device != "cuda" or dtype == torch.float64:
         return None
     half = dtype in (torch.float16, torch.bfloat16)
     candidates = [FLASH, CUDNN, EFFICIENT] if half and heads.size <= 256 else [EFFICIENT]
