@@ -13,7 +13,15 @@ import torch
 from torch import Tensor
 from torch.nn.attention import flex_attention as torch_flex
 
-from streamtune.ops import LazyMask, MaskView, flex, prefix_attention_reference, view_kernels
+from streamtune.ops import (
+    LazyMask,
+    MaskView,
+    attention,
+    flex,
+    prefix_attention,
+    prefix_attention_reference,
+    view_kernels,
+)
 from streamtune.ops.flex import FlexView, flex_is_right
 from streamtune.ops.kernel_trial import Heads
 from streamtune.ops.runs import run_starts
@@ -217,3 +225,54 @@ def test_addresses_beyond_32_bits_are_left_to_the_segments() -> None:
     assert view_kernels._extent(q, k) == 32 * 128 << 20
     far = torch.empty_strided((1, 2, 3, 8), (1, 1 << 31, 8, 1), device="meta")
     assert view_kernels._extent(far, far) == (1 << 31) + 2 * 8 + 7
+
+
+@pytest.fixture
+def whole(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every view in one call, as a device has it where these kernels are right."""
+
+    def choose(view: MaskView, q: Tensor, k: Tensor, v: Tensor, scale: float, softcap: float | None, *rest: Any) -> Any:
+        band = None if softcap is not None else band_of(view, scale)
+        return band or FlexView(view, scale, softcap)
+
+    monkeypatch.setattr(attention, "fused_view_kernel", choose)
+    monkeypatch.setattr(view_kernels, "_given_up", set())
+
+
+def through_attention(view: MaskView, softcap: float | None, sinks: Tensor | None) -> list[Tensor]:
+    queries, keys = view.shape[2:]
+    drawn = (draw(H, queries, torch.float32), draw(G, keys, torch.float32), draw(G, keys, torch.float32))
+    leaves = [x.requires_grad_() for x in drawn]
+    o = prefix_attention(leaves[0], leaves[1], leaves[2], view, scale=SCALE, softcap=softcap, sinks_H=sinks)
+    return [o.detach(), *torch.autograd.grad(o, leaves, draw(H, queries, torch.float32))]
+
+
+@pytest.mark.usefixtures("cuda_operators", "whole")
+@pytest.mark.parametrize(("name", "softcap"), [("window", None), ("packed", 2.0), ("padded", None)])
+def test_prefix_attention_in_one_call(name: str, softcap: float | None) -> None:
+    view, sinks = view_of(name, 100, 300), torch.linspace(-1, 3, H)
+    close(through_attention(view, softcap, sinks), reference(view, softcap, sinks, torch.float32), 2e-6)
+
+
+@pytest.mark.usefixtures("whole")
+@pytest.mark.parametrize("method", ["forward", "backward"])
+def test_a_kernel_that_fails_late_leaves_the_rest_to_the_segments(monkeypatch: pytest.MonkeyPatch, method: str) -> None:
+    def fail(self: FlexView, *arguments: Any, **more: Any) -> Any:
+        raise RuntimeError("cannot be compiled\nfor this shape")
+
+    monkeypatch.setattr(FlexView, method, fail)
+    view = view_of("packed", 100, 300)
+    want = reference(view, None, None, torch.float32)
+    with pytest.warns(UserWarning, match=r"by flex failed and is not used again \(RuntimeError: cannot be compiled\)"):
+        close(through_attention(view, None, None), want, 2e-6)
+    close(through_attention(view, None, None), want, 2e-6)
+
+
+@pytest.mark.usefixtures("whole")
+def test_no_memory_is_not_the_kernels_fault(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(self: FlexView, *arguments: Any, **more: Any) -> Any:
+        raise torch.OutOfMemoryError("no room")
+
+    monkeypatch.setattr(FlexView, "forward", fail)
+    with pytest.raises(torch.OutOfMemoryError):
+        through_attention(view_of("packed", 100, 300), None, None)
