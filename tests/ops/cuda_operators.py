@@ -76,6 +76,20 @@ def flash_backward(
     return tuple(heads_first(*backward(s, grad, q, k, v, o, lse, scale)))
 
 
+def sdpa_flash_forward(
+    q: Tensor, k: Tensor, v: Tensor, dropout: float, causal: bool, debug: bool, *, scale: float
+) -> tuple[Any, ...]:
+    q, k, v = heads_first(q, k, v)
+    o, lse, *_ = flash_forward(q, k, v, None, None, q.shape[1], k.shape[1], dropout, causal, debug, scale=scale)
+    return o.transpose(1, 2), lse, None, None, q.shape[1], k.shape[1], None, None, None
+
+
+def sdpa_flash_backward(
+    grad: Tensor, q: Tensor, k: Tensor, v: Tensor, o: Tensor, *rest: Any, scale: float
+) -> tuple[Tensor, ...]:
+    return tuple(heads_first(*flash_backward(*heads_first(grad, q, k, v, o), *rest, scale=scale)))
+
+
 def cudnn_forward(
     q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, with_lse: bool, dropout: float, causal: bool, debug: bool, *,
     scale: float,
@@ -127,6 +141,8 @@ def efficient_backward(
 def cuda_operators(monkeypatch: pytest.MonkeyPatch) -> None:
     """The operators of this file in the place of torch's."""
     for name, function in {
+        "_scaled_dot_product_flash_attention": sdpa_flash_forward,
+        "_scaled_dot_product_flash_attention_backward": sdpa_flash_backward,
         "_flash_attention_forward": flash_forward,
         "_flash_attention_backward": flash_backward,
         "_scaled_dot_product_cudnn_attention": cudnn_forward,

@@ -17,11 +17,9 @@ __all__ = ["CUDNN", "EFFICIENT", "FLASH"]
 def _flash_forward(
     q: Tensor, k: Tensor, v: Tensor, causal: bool, bias: Tensor | None, scale: float
 ) -> tuple[Tensor, Tensor]:
-    q, k, v = (_last_together(x).transpose(1, 2) for x in (q, k, v))
-    o, lse, *_ = torch.ops.aten._flash_attention_forward(
-        q, k, v, None, None, q.shape[1], k.shape[1], 0.0, causal, False, scale=scale
-    )
-    return o.transpose(1, 2), lse
+    q, k, v = (_last_together(x) for x in (q, k, v))
+    o, lse, *_ = torch.ops.aten._scaled_dot_product_flash_attention(q, k, v, 0.0, causal, False, scale=scale)
+    return o, lse
 
 
 def _flash_backward(
@@ -35,13 +33,12 @@ def _flash_backward(
     bias: Tensor | None,
     scale: float,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    grad_o, q, k, v, o = (_last_together(x).transpose(1, 2) for x in (grad_o, q, k, v, o))
+    grad_o, q, k, v, o = (_last_together(x) for x in (grad_o, q, k, v, o))
     unused = torch.empty(2, dtype=torch.uint64, device=q.device)  # the random state of a dropout of zero
-    grads = torch.ops.aten._flash_attention_backward(
-        grad_o, q, k, v, o, lse.contiguous(), None, None, q.shape[1], k.shape[1], 0.0, causal, unused, unused,
+    grad_q, grad_k, grad_v = torch.ops.aten._scaled_dot_product_flash_attention_backward(
+        grad_o, q, k, v, o, lse.contiguous(), None, None, q.shape[2], k.shape[2], 0.0, causal, unused, unused,
         scale=scale,
     )  # fmt: skip
-    grad_q, grad_k, grad_v = (x.transpose(1, 2) for x in grads)
     return grad_q, grad_k, grad_v
 
 
