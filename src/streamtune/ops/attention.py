@@ -25,6 +25,7 @@ from torch.autograd.function import once_differentiable
 from streamtune.ops.kernels import Kernel, flash_kernel
 from streamtune.ops.simulated import autocast_kind
 from streamtune.ops.view import MaskView, Segment, masked_score
+from streamtune.ops.view_kernels import attend_whole, backward_whole, fused_view_kernel
 
 __all__ = ["Memory", "Place", "Prefix", "prefix_attention", "prefix_attention_reference"]
 
@@ -65,12 +66,15 @@ def prefix_attention(
         ``[B, H, T, D]`` in the dtype of ``q_BHTD``. A query that sees no key (left padding) gives zeros.
     """
     assert tuple(view.shape[2:]) == (q_BHTD.shape[2], k_BGSD.shape[2]), (view.shape, q_BHTD.shape, k_BGSD.shape)
-    with torch.autocast(autocast_kind(q_BHTD.device), enabled=False):  # the formula's matmuls are in the dtypes it chooses
+    kind = autocast_kind(q_BHTD.device)
+    with torch.autocast(kind, enabled=False):  # the formula's matmuls are in the dtypes it chooses
         own: tuple[Tensor | None, Tensor | None] = (None, None)
         if prefix is not None:
             own, k_BGSD, v_BGSD = prefix.own, k_BGSD.detach(), v_BGSD.detach()
+        differentiable = [q_BHTD, k_BGSD, v_BGSD, *own]
+        backward = torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in differentiable)
         return _PrefixAttention.apply(
-            q_BHTD, k_BGSD, v_BGSD, sinks_H, *own, prefix, view, scale, softcap, dropout, memory
+            q_BHTD, k_BGSD, v_BGSD, sinks_H, *own, prefix, view, scale, softcap, dropout, memory, backward
         )
 
 
@@ -119,20 +123,27 @@ class _PrefixAttention(torch.autograd.Function):
         softcap: float | None,
         dropout: float,
         memory: Memory | None,
+        for_backward: bool,
     ) -> Tensor:
         seed = int(torch.randint(1 << 62, ())) if dropout else 0
         pieces = [_Piece(view, segment, scale, softcap, dropout, seed) for segment in view.segments()]
+        whole = None
+        if any(piece.by_formula(q, k, v) for piece in pieces):  # else segments hold fewer bytes and are as fast
+            whole = fused_view_kernel(view, q, k, v, scale, softcap, dropout)
         known = None if memory is None else memory.recall()
         if known is None:
-            o, lse = _softmax_times_v(pieces, q, k, v, sinks)
+            own = None if whole is None else attend_whole(whole, q, k, v, for_backward)
+            whole = None if own is None else whole
+            o, lse = _softmax_times_v(pieces, q, k, v, sinks, own)
             # The formula takes delta from o as it was before rounding; a fused kernel wants o in the dtype of q.
-            o = o if all(piece.by_formula(q, k, v) for piece in pieces) else o.to(q.dtype)
+            o = o if whole is None and all(piece.by_formula(q, k, v) for piece in pieces) else o.to(q.dtype)
             if memory is not None:
                 memory.keep(o, lse)
         else:
             o, lse = known
         ctx.save_for_backward(q, k, v, sinks, o, lse)
-        ctx.pieces, ctx.prefix, ctx.shared_keys = pieces, prefix, view.mask.block_start is not None
+        ctx.whole, ctx.pieces, ctx.prefix = whole, pieces, prefix
+        ctx.shared_keys = view.mask.block_start is not None
         return o.detach() if o.dtype == q.dtype else o.to(q.dtype)  # o itself may be kept, and gets no graph
 
     @staticmethod
@@ -144,9 +155,14 @@ class _PrefixAttention(torch.autograd.Function):
     @staticmethod
     def _backward(ctx: Any, grad_o: Tensor) -> tuple[Tensor | None, ...]:
         q, k, v, sinks, o, lse = ctx.saved_tensors
-        pieces: list[_Piece] = [block for piece in ctx.pieces for block in piece.key_blocks()]
         prefix: Prefix | None = ctx.prefix
-        if len(pieces) == 1 and prefix is None and pieces[0].covers(q, k):
+        pieces: list[_Piece] = [block for piece in ctx.pieces for block in piece.key_blocks()]
+        grads = None if ctx.whole is None else backward_whole(ctx.whole, grad_o, q, k, v, o, lse)
+        if grads is not None:
+            sums = _KeyGradients(k, v, prefix, k.dtype)
+            sums.add((slice(None), slice(None), slice(0, k.shape[2])), *grads[1:])
+            grad_q, grad_k, grad_v = grads[0], sums.k, sums.v
+        elif len(pieces) == 1 and prefix is None and pieces[0].covers(q, k):
             grad_q, grad_k, grad_v = pieces[0].backward(grad_o, q, k, v, o, lse)
         else:
             # A query's gradient is a sum over its segments. A key's is one term, but where stretches of queries share
@@ -165,7 +181,7 @@ class _PrefixAttention(torch.autograd.Function):
             delta_BHT = (grad_o.to(lse.dtype) * o.to(lse.dtype)).sum(-1)
             p_BHT = (sinks.to(lse.dtype)[None, :, None] - lse).exp()
             grad_sinks = -(p_BHT * delta_BHT).sum((0, 2)).to(sinks.dtype)
-        nothing = (None,) * 6
+        nothing = (None,) * 7
         if prefix is not None:
             return grad_q, None, None, grad_sinks, grad_k, grad_v, *nothing
         return grad_q, grad_k, grad_v, grad_sinks, None, None, *nothing
@@ -194,14 +210,21 @@ class _KeyGradients:
 
 
 def _softmax_times_v(
-    pieces: list[_Piece], q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None
+    pieces: list[_Piece],
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    sinks: Tensor | None,
+    own: tuple[Tensor, Tensor] | None,
 ) -> tuple[Tensor, Tensor]:
-    """Output and log-sum-exp of all queries, sinks and blind queries seen to."""
-    o, lse = _merged(pieces, q, k, v)
+    """Output and log-sum-exp of all queries, sinks and blind queries seen to; ``own`` is what one kernel made of it."""
+    o, lse = _merged(pieces, q, k, v) if own is None else own
     if sinks is not None:
         total = torch.logaddexp(lse, sinks.to(lse.dtype)[None, :, None])
         o, lse = o * (lse - total).exp()[..., None], total
-    if any(piece.segment.masked for piece in pieces):  # a query that sees no key at all gives zero, and no gradient
+    if own is not None or any(
+        piece.segment.masked for piece in pieces
+    ):  # a query that sees no key at all gives zero, and no gradient
         blind = lse < masked_score(lse.dtype if q.dtype == torch.bfloat16 else q.dtype) / 2
         o, lse = o.masked_fill(blind[..., None], 0.0), lse.masked_fill(blind, float("inf"))
     return o, lse
