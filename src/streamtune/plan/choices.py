@@ -110,12 +110,6 @@ class Space:
                 return (False, True)
         raise KeyError(name)
 
-    def reference(self) -> Schedule:
-        """What every choice is measured against."""
-        chunk, head = self.options("chunk_size"), self.options("head_chunk_size")
-        middle = chunk[min(1, len(chunk) - 1)]
-        return Schedule(middle, head[-1], grad_dtype=self.fixed.get("grad_dtype", "float32"))
-
     def combinations(self) -> Iterator[Schedule]:
         """Every allowed combination, but for the layers that stay on the device or are kept whole."""
         names = ("chunk_size", "head_chunk_size", "offload", "levels", "keep_kv", "keep_attention", "stream_grads")
