@@ -173,9 +173,7 @@ def _packed_on_meta(weight: torch.Tensor) -> Any:
     bitsandbytes.functional.quantize_4bit(torch.zeros(64, 64), **settings)
     packed, state = bitsandbytes.functional.quantize_4bit(weight.data, **settings)
     state.offset = torch.zeros(())  # a number that is asked for when the state is written out
-    return bitsandbytes.nn.Params4bit(
-        packed, requires_grad=False, quant_state=state, bnb_quantized=True, **settings
-    )
+    return bitsandbytes.nn.Params4bit(packed, requires_grad=False, quant_state=state, bnb_quantized=True, **settings)
 
 
 def _installed(package: str) -> bool:

@@ -1,8 +1,9 @@
-"""What a step costs and whether it is exact, measured: live bytes, the three-way benchmark, the verification."""
+"""What a step costs and whether it is exact: live bytes, the simulated step, the three-way benchmark, verification."""
 
 from streamtune.plan.bench import MODES, BenchReport, BenchRow, Mode, run_bench
 from streamtune.plan.memory import LiveBytes
 from streamtune.plan.plot import draw_bench
+from streamtune.plan.simulate import Simulation, Work, Workload, simulate
 from streamtune.plan.verify import run_verify, verify_schedules
 from streamtune.plan.verify_report import VerifyReport
 
@@ -12,9 +13,13 @@ __all__ = [
     "BenchRow",
     "LiveBytes",
     "Mode",
+    "Simulation",
     "VerifyReport",
+    "Work",
+    "Workload",
     "draw_bench",
     "run_bench",
     "run_verify",
+    "simulate",
     "verify_schedules",
 ]

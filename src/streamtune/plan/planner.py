@@ -90,9 +90,7 @@ class Plan:
             "terms": dict(self.simulation.terms),
             "step_seconds": self.step_seconds,
             "fits": self.fits,
-            "alternatives": [
-                {**asdict(other), "schedule": asdict(other.schedule)} for other in self.alternatives
-            ],
+            "alternatives": [{**asdict(other), "schedule": asdict(other.schedule)} for other in self.alternatives],
             "binds": self.binds,
             "phase": self.simulation.phase,
             "phases": dict(self.simulation.phases),
@@ -208,9 +206,7 @@ def _may_hold_all(space: Space, workload: Workload, token_bytes: int) -> bool:
     return LEAST_OF_A_LAYER * token_bytes * tokens * space.layers <= space.limits.device
 
 
-def _nothing_recomputed(
-    space: Space, workload: Workload, simulate: Simulate
-) -> tuple[Schedule, Simulation] | None:
+def _nothing_recomputed(space: Space, workload: Workload, simulate: Simulate) -> tuple[Schedule, Simulation] | None:
     """Every layer kept whole, which nothing is faster than, if that fits."""
     sizes = {name: value for name, value in space.fixed.items() if name != "offload_dir"}
     schedule = Schedule(**sizes, keep_layers=space.layers)

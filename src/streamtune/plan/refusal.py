@@ -67,9 +67,7 @@ def longest_that_fits(
     """The most tokens of a row that some schedule fits, to about 1%, simulated; 0 where none does."""
 
     def best(length: int) -> Candidate:
-        return min(
-            candidates(replace(space, length=length), estimator, limits), key=lambda c: c.excess(limits)
-        )
+        return min(candidates(replace(space, length=length), estimator, limits), key=lambda c: c.excess(limits))
 
     low, high = 0, workload.length
     while high - low > max(GRAIN, high // 200):
@@ -94,7 +92,12 @@ def excess_of(simulation: Simulation, limits: Limits) -> float:
 def _needs(simulation: Simulation, limits: Limits) -> str:
     """``it takes 95.2 GiB of the device's 75.1 (79.1 less 5%), in the backward``"""
     tiers = [
-        ("device", simulation.peak_bytes + (simulation.host_bytes if limits.shared else 0), limits.device, limits.device_bytes),
+        (
+            "device",
+            simulation.peak_bytes + (simulation.host_bytes if limits.shared else 0),
+            limits.device,
+            limits.device_bytes,
+        ),
         ("host", 0 if limits.shared else simulation.host_bytes, limits.host, limits.host_bytes),
         ("disk", simulation.disk_bytes, limits.disk, limits.disk_bytes),
     ]

@@ -162,9 +162,7 @@ def plan_model(
     return plan.choose(workload, limits, rates, fixed=written)
 
 
-def make_workload(
-    recipe: Recipe, make_model: Callable[[], nn.Module], length: int, device: torch.device
-) -> Workload:
+def make_workload(recipe: Recipe, make_model: Callable[[], nn.Module], length: int, device: torch.device) -> Workload:
     """What a step of the recipe trains, for a simulation."""
     return Workload(
         make_model=make_model,
