@@ -122,6 +122,7 @@ class Tape(LiveBytes):
         self._moved = (moved[0], moved[1])
 
     def on_chunk(self, layer: nn.Module, chunk: slice, walk: str) -> None:
+        """A cell begins."""
         phase = "forward" if self._phase == "forward" else "backward"
         index = self._starts.setdefault(chunk.start, len(self._starts))
         self.enter(phase, walk, self._index[id(layer)], index)
