@@ -2,7 +2,7 @@
 
 A plain step, one with another chunk size, and one each that keeps keys and values, attention outputs, or a whole layer,
 are simulated at the length that is planned for. What a choice adds is their difference: choices add up, for each keeps
-something of its own. In the size c of a chunk, bytes are a straight line, and work is ``a + b / c``, for weights and the
+something of its own. In the size c of a chunk, bytes are a straight line, and work is ``a + b / c``: weights and the
 prefix are touched once a chunk. *Where* a tensor is kept, and how many of them, is arithmetic.
 
 This is for choosing. A schedule that is chosen is simulated itself before it is believed (``planner``).
