@@ -1,4 +1,4 @@
-"""``streamtune sft`` with the planner: what it chooses is shown, kept when a run goes on, and refused where none fits."""
+"""``streamtune sft`` with the planner: what it chooses is shown, kept when a run goes on, refused if none fits."""
 
 from __future__ import annotations
 

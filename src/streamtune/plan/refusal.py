@@ -19,6 +19,9 @@ FIXED_TERMS = ("weights", "gradients", "optimizer")
 SHORTEST, GRAIN = 64, 64
 """Tokens: the shortest length that is offered, and what lengths are rounded down to."""
 
+SHY = 0.97
+"""Of the way to where the secant says the limit is: what is looked for is a length that fits."""
+
 MOST_TRIED = 8
 """Simulations to find it."""
 
@@ -76,9 +79,8 @@ def longest_that_fits(
     high, high_excess = workload.length, excess_of(simulation, limits)
     low, low_excess = 0, 0.0
     for _ in range(MOST_TRIED):
-        # Bytes grow by a straight line, or faster where the peak moves to another moment: a secant from a length that
-        # fits falls short of the longest, and one from a length that does not closes in on it.
-        part = -low_excess / (high_excess - low_excess) if low else 0.5
+        # Bytes grow by a straight line, or by several where the peak moves to another moment: the secant is near.
+        part = SHY * -low_excess / (high_excess - low_excess) if low else 0.5
         length = (low + int((high - low) * part)) // GRAIN * GRAIN
         if length < SHORTEST or length <= low:
             break
