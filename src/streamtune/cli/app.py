@@ -10,6 +10,7 @@ from streamtune import __version__
 
 from .bench import bench
 from .env import env
+from .plan import plan
 from .recipes import recipes
 from .schema import schema
 from .sft import sft
@@ -49,6 +50,7 @@ def streamtune(
 
 
 app.command("sft", rich_help_panel="Training")(sft)
+app.command("plan", rich_help_panel="Measuring")(plan)
 app.command("bench", rich_help_panel="Measuring")(bench)
 app.command("verify", rich_help_panel="Measuring")(verify)
 app.command("validate", rich_help_panel="Recipes")(validate)

@@ -1,7 +1,10 @@
 """What a step costs and whether it is exact: live bytes, the simulated step, the three-way benchmark, verification."""
 
 from streamtune.plan.bench import MODES, BenchReport, BenchRow, Mode, run_bench
+from streamtune.plan.choices import Limits
+from streamtune.plan.cost import Rates
 from streamtune.plan.memory import LiveBytes
+from streamtune.plan.planner import Alternative, Plan, as_fixed, choose, judge
 from streamtune.plan.plot import draw_bench
 from streamtune.plan.simulate import Simulation, Work, Workload, simulate
 from streamtune.plan.verify import run_verify, verify_schedules
@@ -9,15 +12,22 @@ from streamtune.plan.verify_report import VerifyReport
 
 __all__ = [
     "MODES",
+    "Alternative",
     "BenchReport",
     "BenchRow",
+    "Limits",
     "LiveBytes",
     "Mode",
+    "Plan",
+    "Rates",
     "Simulation",
     "VerifyReport",
     "Work",
     "Workload",
+    "as_fixed",
+    "choose",
     "draw_bench",
+    "judge",
     "run_bench",
     "run_verify",
     "simulate",

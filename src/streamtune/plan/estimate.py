@@ -1,0 +1,220 @@
+"""Bytes and work of hundreds of schedules from simulations of five.
+
+A plain step, one with another chunk size, and one each that keeps keys and values, attention outputs, or a whole layer,
+are simulated at the length that is planned for. What a choice adds is their difference: choices add up, for each keeps
+something of its own. In the size c of a chunk, bytes are a straight line, and work is ``a + b / c``: weights and the
+prefix are touched once a chunk. *Where* a tensor is kept, and how many of them, is arithmetic.
+
+This is for choosing. A schedule that is chosen is simulated itself before it is believed (``planner``).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, fields, replace
+from typing import Any, Literal
+
+from torch import Tensor
+
+from streamtune.engine import Schedule
+from streamtune.engine.placement import place_layers
+from streamtune.plan.simulate import Simulation, Work, Workload
+
+__all__ = ["Estimator", "Figures", "Simulate"]
+
+Simulate = Callable[[Workload, Schedule], Simulation]
+
+DEVICE, WORK, HOST, DISK = "device:", "work:", "host", "disk"
+ATTENTION = f"{WORK}attention_flops"
+FORWARD_SHARE = 2 / 9
+"""Of attention's operations in a step that runs its forward twice: 2 and 2 products of a tile, 5 in the backward."""
+
+
+IN_FLIGHT = 4
+"""Chunks on the device of what is kept elsewhere: on their way there, or fetched ahead."""
+
+HEAD_COPIES = 2
+"""Copies of a chunk's logits in fp32 that a smaller head chunk makes smaller."""
+
+
+@dataclass(frozen=True)
+class Figures:
+    """Bytes on the device by phase, bytes on host and disk, work: numbers that can be added and scaled, by name."""
+
+    values: dict[str, float]
+
+    @staticmethod
+    def of(simulation: Simulation) -> Figures:
+        """The figures of a simulated step."""
+        work = {f"{WORK}{f.name}": float(getattr(simulation.work, f.name)) for f in fields(simulation.work)}
+        phases = {f"{DEVICE}{name}": float(size) for name, size in simulation.phases.items()}
+        return Figures({**phases, HOST: float(simulation.host_bytes), DISK: float(simulation.disk_bytes), **work})
+
+    @property
+    def device_bytes(self) -> float:
+        """The peak over the phases."""
+        return max(size for name, size in self.values.items() if name.startswith(DEVICE))
+
+    @property
+    def host_bytes(self) -> float:
+        """Bytes in the machine's memory."""
+        return self.values.get(HOST, 0.0)
+
+    @property
+    def disk_bytes(self) -> float:
+        """Bytes in files."""
+        return self.values.get(DISK, 0.0)
+
+    @property
+    def work(self) -> Work:
+        """What the step computes and copies."""
+        return Work(**{f.name: max(0, round(self.values.get(f"{WORK}{f.name}", 0.0))) for f in fields(Work)})
+
+    def plus(self, other: Figures, times: float = 1.0) -> Figures:
+        """``self + times * other``."""
+        names = {*self.values, *other.values}
+        return Figures({n: self.values.get(n, 0.0) + times * other.values.get(n, 0.0) for n in names})
+
+    def room_for(self, more: Figures, limit: float) -> float:
+        """How many times ``more`` fits beside these figures on a device of ``limit`` bytes."""
+        times = float("inf")
+        for name, size in self.values.items():
+            step = more.values.get(name, 0.0)
+            if name.startswith(DEVICE) and step > 0:
+                times = min(times, (limit - size) / step)
+        return times
+
+
+class Estimator:
+    """Figures of any schedule of one workload.
+
+    Args:
+        workload: What is trained.
+        layers: Decoder layers of the model.
+        simulate: Simulates a step.
+        chunks: Chunk sizes that will be asked about.
+        head_chunk: Of the steps that are simulated; the largest that will be asked about.
+        grad_dtype: Of the schedules.
+    """
+
+    def __init__(
+        self,
+        workload: Workload,
+        layers: int,
+        simulate: Simulate,
+        *,
+        chunks: Sequence[int],
+        head_chunk: int,
+        grad_dtype: Literal["float32", "param"] = "float32",
+    ) -> None:
+        self.layers, self.rows, self.length = layers, workload.batch_size, workload.length
+        self.chunk, self.wide = chunks[min(1, len(chunks) - 1)], chunks[min(3, len(chunks) - 1)]
+        self.head_chunk = head_chunk
+        plain = Schedule(self.chunk, head_chunk, grad_dtype=grad_dtype)
+        self.plainest = Figures.of(simulate(workload, plain))
+        self.simulations = 1
+
+        def added(**choice: Any) -> Figures:
+            self.simulations += 1
+            return Figures.of(simulate(workload, replace(plain, **choice))).plus(self.plainest, -1.0)
+
+        self._wider = added(chunk_size=self.wide) if self.wide != self.chunk else Figures({})
+        self._keys = added(keep_kv="device")
+        self._outputs = added(keep_attention="device")
+        self.of_a_kept_layer = added(keep_layers=1)
+        """What it adds to keep one layer whole."""
+        embedding = _embedding(workload)
+        self.vocabulary = embedding.shape[0]
+        self.input_bytes = embedding.shape[1] * embedding.element_size() * self.rows * self.length
+        """Of one layer's input."""
+
+    # --- a schedule ---------------------------------------------------------------------------------------------------
+
+    def estimate(self, schedule: Schedule) -> Figures:
+        """The figures of a schedule."""
+        total = self._plain(schedule.chunk_size)
+        if self.head_chunk > schedule.head_chunk_size:
+            fewer = 4 * HEAD_COPIES * self.rows * self.vocabulary * (self.head_chunk - schedule.head_chunk_size)
+            total = total.plus(Figures({f"{DEVICE}head": -fewer}))
+        total = total.plus(self._inputs(schedule))
+        share = (self.layers - min(schedule.keep_layers, self.layers)) / self.layers
+        for kept, place in ((self._keys, schedule.keep_kv), (self._outputs, schedule.keep_attention)):
+            if place != "no":
+                total = total.plus(self._somewhere(kept, str(place)), share)
+        return total.plus(self.of_a_kept_layer, schedule.keep_layers)
+
+    def of_a_device_layer(self, schedule: Schedule) -> Figures:
+        """What it adds to leave the input of one layer on the device."""
+        return self._moved(self.input_bytes, schedule.offload, -1.0)
+
+    # --- parts --------------------------------------------------------------------------------------------------------
+
+    def _plain(self, chunk: int) -> Figures:
+        """One level, everything stored on the device, nothing kept; at chunks of another size."""
+        if self.wide == self.chunk:
+            return self.plainest
+        chunk = min(chunk, self.length)
+        along = (chunk - self.chunk) / (self.wide - self.chunk)
+        turns = (1 / chunk - 1 / self.chunk) / (1 / self.wide - 1 / self.chunk)
+        more = {n: v * (turns if n.startswith(WORK) else along) for n, v in self._wider.values.items()}
+        return self.plainest.plus(Figures(more))
+
+    def _inputs(self, schedule: Schedule) -> Figures:
+        """Where layer inputs wait and how many of them, against all of them on the device."""
+        each = self.input_bytes
+        streamed = self.layers - min(schedule.keep_layers, self.layers)
+        total = Figures({})
+        if schedule.levels == 2:
+            held = min(streamed, _most_held(schedule, self.layers))
+            forward = self._forward(attention=schedule.keep_attention == "no")
+            total = self._on_device(-(streamed - held) * each).plus(forward, (streamed - held) / self.layers)
+            streamed = held
+        if schedule.offload != "device":
+            away = max(0, streamed - schedule.device_layers) + 1  # and the gradient that is handed on
+            total = total.plus(self._moved(away * each, schedule.offload))
+            total = total.plus(self._on_device(IN_FLIGHT * each * min(1.0, schedule.chunk_size / self.length)))
+        if schedule.stream_grads:  # the gradient of the output goes chunk by chunk as that of the input comes
+            total = total.plus(Figures({f"{DEVICE}backward": -each * (1 if schedule.offload == "device" else 2)}))
+        return total
+
+    def _forward(self, *, attention: bool) -> Figures:
+        """One more forward of the layers: a fourth of a step's products, of attention two of its nine."""
+        work = self.plainest.values
+        forward = {name: work[name] / 4 for name in (f"{WORK}matmul_flops", f"{WORK}touched_bytes")}
+        return Figures({**forward, ATTENTION: work[ATTENTION] * FORWARD_SHARE if attention else 0.0})
+
+    def _somewhere(self, kept: Figures, place: str) -> Figures:
+        """What is kept on the device, kept there or on the host."""
+        if place == "device":
+            return kept
+        size = max(value for name, value in kept.values.items() if name.startswith(DEVICE))
+        return kept.plus(self._moved(size, place))
+
+    def _moved(self, size: float, place: str, times: float = 1.0) -> Figures:
+        """``size`` bytes on host or disk that were on the device: copied there, and back."""
+        name = f"{WORK}moved_bytes" if place == "host" else f"{WORK}disk_moved_bytes"
+        away = Figures({HOST if place == "host" else DISK: size, name: 2 * size})
+        return Figures({}).plus(self._on_device(-size), times).plus(away, times)
+
+    def _on_device(self, size: float) -> Figures:
+        """Bytes that are there in all phases but the optimizer's."""
+        names = [n for n in self.plainest.values if n.startswith(DEVICE) and not n.endswith("optimizer")]
+        return Figures(dict.fromkeys(names, size))
+
+
+def _most_held(schedule: Schedule, layers: int) -> int:
+    """Layer inputs that are held at a time: those stored in the forward and those of the segment worked on."""
+    places = place_layers(schedule, layers)
+    stored = sum(place.begins and not place.whole for place in places)
+    longest = current = 0
+    for place in places:
+        current = 0 if place.begins else current + 1
+        longest = max(longest, current)
+    return stored + longest
+
+
+def _embedding(workload: Workload) -> Tensor:
+    """The table of token embeddings: its second dimension is that of hidden states."""
+    model: Any = workload.make_model()
+    weight: Tensor = model.get_input_embeddings().weight
+    return weight

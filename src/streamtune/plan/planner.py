@@ -1,0 +1,334 @@
+"""The fastest exact schedule that fits the memory there is.
+
+1. A few short simulations tell what every choice adds to the memory and to the work of a step (``estimate``).
+2. All combinations are sized to the room there is (``choices``) and put in order of predicted time (``cost``).
+3. The first that is estimated to fit is simulated whole, at its real length. If it does not fit after all, the room is
+   made smaller by what was missing, and 2 is done again.
+
+What is returned has been simulated; the alternatives beside it are estimates.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, fields, replace
+from typing import Any
+
+from torch import Tensor
+
+from streamtune.engine import Schedule, decoder_layers
+from streamtune.plan.choices import Candidate, Limits, Space, candidates
+from streamtune.plan.cost import Rates, predict_seconds
+from streamtune.plan.estimate import Estimator, Simulate
+from streamtune.plan.refusal import excess_of, nothing_fits
+from streamtune.plan.simulate import Simulation, Workload, simulate
+from streamtune.sizes import show_size
+
+__all__ = ["Alternative", "Limits", "Plan", "as_fixed", "choose", "judge"]
+
+MOST_TRIED = 6
+"""Whole simulations of candidates before the thriftiest is the last."""
+
+WORTH = 0.003
+"""Part of a step that a departure from the default schedule must save. A prediction says no more than that."""
+
+SHOWN = 3
+"""Alternatives that are told."""
+
+
+@dataclass(frozen=True)
+class Alternative:
+    """A schedule that was not chosen: its estimated bytes and seconds, and why not."""
+
+    schedule: Schedule
+    peak_bytes: int
+    host_bytes: int
+    disk_bytes: int
+    step_seconds: float
+    fits: bool
+    why_not: str
+
+
+@dataclass(frozen=True)
+class Plan:
+    """The schedule to train with.
+
+    Attributes:
+        schedule: The fastest found that fits.
+        simulation: Its step, simulated at its length.
+        step_seconds: Its predicted time.
+        alternatives: Others, the fastest first, as far as they were estimated.
+        binds: What takes the memory that is scarcest: the largest term of that tier.
+        limits: What was planned with.
+        rates: What the time is predicted from.
+        seconds: What planning took.
+        simulations: How many were made, the short ones included.
+    """
+
+    schedule: Schedule
+    simulation: Simulation
+    step_seconds: float
+    alternatives: tuple[Alternative, ...]
+    binds: str
+    limits: Limits
+    rates: Rates
+    seconds: float = 0.0
+    simulations: int = 1
+
+    @property
+    def fits(self) -> bool:
+        """Whether the simulated step is within the limits; a chosen one is, a given one may not be."""
+        return excess_of(self.simulation, self.limits) <= 0
+
+    def to_json(self) -> dict[str, Any]:
+        """The document of ``streamtune plan --json``."""
+        return {
+            "schedule": asdict(self.schedule),
+            "peak_bytes": self.simulation.peak_bytes,
+            "host_bytes": self.simulation.host_bytes,
+            "disk_bytes": self.simulation.disk_bytes,
+            "terms": dict(self.simulation.terms),
+            "step_seconds": self.step_seconds,
+            "fits": self.fits,
+            "alternatives": [{**asdict(other), "schedule": asdict(other.schedule)} for other in self.alternatives],
+            "binds": self.binds,
+            "phase": self.simulation.phase,
+            "phases": dict(self.simulation.phases),
+            "work": asdict(self.simulation.work),
+            "limits": asdict(self.limits),
+            "rates": asdict(self.rates),
+            "planning_seconds": self.seconds,
+        }
+
+
+def choose(
+    workload: Workload,
+    limits: Limits,
+    rates: Rates,
+    *,
+    fixed: Mapping[str, Any] | None = None,
+    simulate: Simulate = simulate,
+) -> Plan:
+    """Choose the fastest exact schedule for ``workload`` within ``limits``.
+
+    Args:
+        workload: What is trained, at the length to plan for.
+        limits: The memory.
+        rates: How fast the device is.
+        fixed: Fields of the schedule that are given and stay.
+        simulate: Simulates a step.
+
+    Raises:
+        ArgumentError: Nothing fits: which term is in the way, and what would help.
+    """
+    started = time.perf_counter()
+    model: Any = workload.make_model()
+    layers = decoder_layers(model)
+    space = Space(len(layers), workload.length, limits, fixed or {})
+    if _may_hold_all(space, workload, model.get_input_embeddings().weight) and (
+        easy := _nothing_recomputed(space, workload, simulate)
+    ):
+        return _plan(*easy, (), limits, rates, started, 1)
+    estimator = Estimator(
+        workload,
+        len(layers),
+        simulate,
+        chunks=space.options("chunk_size"),
+        head_chunk=space.options("head_chunk_size")[-1],
+        grad_dtype=space.fixed.get("grad_dtype", "float32"),
+    )
+    tried: dict[Schedule, Simulation] = {}
+    room, found = limits, None
+    while found is None and len(tried) < MOST_TRIED:
+        ranked = _ranked(space, estimator, room, rates)
+        best = next((c for c in ranked if c.excess(room) <= 0 and c.schedule not in tried), None)
+        if best is None:
+            break
+        simulation = tried[best.schedule] = simulate(workload, best.schedule)
+        if excess_of(simulation, limits) <= 0:
+            found = best
+        else:
+            room = _less(room, best, simulation)
+    if found is None:
+        ranked = _ranked(space, estimator, limits, rates)
+        found = _thriftiest(ranked, limits, workload, simulate, tried)
+    if found is None:
+        raise nothing_fits(workload, space, tried, limits, simulate)
+    others = _alternatives(found, tried, ranked, limits, rates)
+    made = estimator.simulations + len(tried)
+    return _plan(found.schedule, tried[found.schedule], others, limits, rates, started, made)
+
+
+def _plan(
+    schedule: Schedule,
+    simulation: Simulation,
+    alternatives: tuple[Alternative, ...],
+    limits: Limits,
+    rates: Rates,
+    started: float,
+    simulations: int,
+) -> Plan:
+    return Plan(
+        schedule=schedule,
+        simulation=simulation,
+        step_seconds=predict_seconds(simulation.work, rates),
+        alternatives=alternatives,
+        binds=_binds(simulation, limits),
+        limits=limits,
+        rates=rates,
+        seconds=time.perf_counter() - started,
+        simulations=simulations,
+    )
+
+
+def judge(
+    workload: Workload, schedule: Schedule, limits: Limits, rates: Rates, *, simulate: Simulate = simulate
+) -> Plan:
+    """What a given schedule holds and takes, whether it fits or not."""
+    started = time.perf_counter()
+    simulation = simulate(workload, schedule)
+    return _plan(schedule, simulation, (), limits, rates, started, 1)
+
+
+def as_fixed(schedule: Schedule) -> dict[str, Any]:
+    """Every field of a schedule, for ``choose`` to keep to."""
+    return {f.name: getattr(schedule, f.name) for f in fields(schedule)}
+
+
+# --- the short way ---------------------------------------------------------------------------------------------------
+
+
+SIZES = {"chunk_size", "head_chunk_size", "grad_dtype", "offload_dir"}
+"""Fields that may be given and leave it open what is kept."""
+
+LEAST_OF_A_LAYER = 8
+"""Hidden states' worth of bytes that a layer's activations take at least."""
+
+
+def _may_hold_all(space: Space, workload: Workload, embedding: Tensor) -> bool:
+    """Whether it is worth a simulation to see if the activations of all layers fit."""
+    if not set(space.fixed) <= SIZES:
+        return False
+    token_bytes = embedding.shape[-1] * (2 if workload.autocast else embedding.element_size())
+    tokens = workload.length * workload.batch_size
+    return LEAST_OF_A_LAYER * token_bytes * tokens * space.layers <= space.limits.device
+
+
+def _nothing_recomputed(space: Space, workload: Workload, simulate: Simulate) -> tuple[Schedule, Simulation] | None:
+    """Every layer kept whole, which nothing is faster than, if that fits."""
+    sizes = {name: value for name, value in space.fixed.items() if name != "offload_dir"}
+    schedule = Schedule(**sizes, keep_layers=space.layers)
+    simulation = simulate(workload, schedule)
+    return (schedule, simulation) if excess_of(simulation, space.limits) <= 0 else None
+
+
+# --- the order --------------------------------------------------------------------------------------------------------
+
+
+def _ranked(space: Space, estimator: Estimator, room: Limits, rates: Rates) -> list[Candidate]:
+    """All candidates, the fastest first; of two as fast the plainer."""
+    return sorted(candidates(space, estimator, room), key=lambda candidate: _score(candidate, rates))
+
+
+def _score(candidate: Candidate, rates: Rates) -> float:
+    return predict_seconds(candidate.figures.work, rates) * (1 + WORTH * _departures(candidate.schedule))
+
+
+def _departures(schedule: Schedule) -> int:
+    """How many choices differ from a plain schedule; sizes are no choices."""
+    plain = Schedule()
+    names = ("offload", "levels", "keep_kv", "keep_attention", "stream_grads")
+    changed = sum(getattr(schedule, name) != getattr(plain, name) for name in names)
+    return changed + bool(schedule.keep_layers) + bool(schedule.device_layers)
+
+
+def _less(room: Limits, candidate: Candidate, simulation: Simulation) -> Limits:
+    """The room without what the estimate of a candidate left out."""
+    figures = candidate.figures
+
+    def shrunk(size: int, real: int, estimated: float) -> int:
+        return int(size - max(0.0, (real - estimated) / (1 - room.margin)) - 1)
+
+    return replace(
+        room,
+        device_bytes=shrunk(room.device_bytes, simulation.peak_bytes, figures.device_bytes),
+        host_bytes=shrunk(room.host_bytes, simulation.host_bytes, figures.host_bytes),
+        disk_bytes=shrunk(room.disk_bytes, simulation.disk_bytes, figures.disk_bytes),
+    )
+
+
+def _thriftiest(
+    ranked: list[Candidate],
+    limits: Limits,
+    workload: Workload,
+    simulate: Simulate,
+    tried: dict[Schedule, Simulation],
+) -> Candidate | None:
+    """The candidate that misses the limits by least, if it fits when it is simulated."""
+    best = min(ranked, key=lambda candidate: candidate.excess(limits))
+    if best.schedule not in tried:
+        tried[best.schedule] = simulate(workload, best.schedule)
+    return best if excess_of(tried[best.schedule], limits) <= 0 else None
+
+
+# --- what there is to say about it ------------------------------------------------------------------------------------
+
+
+def _kind(schedule: Schedule) -> tuple[object, ...]:
+    """What a schedule does, whatever its sizes: alternatives of one kind are one alternative."""
+    return schedule.offload, schedule.levels, schedule.keep_attention, bool(schedule.keep_layers)
+
+
+def _alternatives(
+    chosen: Candidate,
+    tried: Mapping[Schedule, Simulation],
+    ranked: list[Candidate],
+    limits: Limits,
+    rates: Rates,
+) -> tuple[Alternative, ...]:
+    """The fastest that does not fit, the next that does, and the thriftiest: one of each kind."""
+    own = predict_seconds(chosen.figures.work, rates)  # an estimate beside estimates
+    others: dict[tuple[object, ...], Candidate] = {}
+    for candidate in ranked:
+        if _kind(candidate.schedule) != _kind(chosen.schedule):
+            others.setdefault(_kind(candidate.schedule), candidate)
+    rest = list(others.values())
+    fitting = [c for c in rest if c.excess(limits) <= 0]
+    faster = [c for c in rest if c.excess(limits) > 0 and _score(c, rates) < _score(chosen, rates)]
+    thrifty = sorted(rest, key=lambda c: c.figures.device_bytes)
+    picked: list[Candidate] = []
+    for group in (faster[:1], fitting[:1], thrifty[:1], fitting[1:]):
+        picked += [c for c in group if c not in picked]
+    picked = sorted(picked[:SHOWN], key=lambda c: predict_seconds(c.figures.work, rates))
+    return tuple(_alternative(candidate, own, limits, rates) for candidate in picked)
+
+
+def _alternative(candidate: Candidate, own: float, limits: Limits, rates: Rates) -> Alternative:
+    figures, excess = candidate.figures, candidate.excess(limits)
+    seconds = predict_seconds(figures.work, rates)
+    why = f"{seconds / own:.2f}x the time"
+    if excess > 0:
+        why = f"does not fit, {show_size(excess)} too much on the {candidate.tier_that_lacks(limits)}"
+    return Alternative(
+        schedule=candidate.schedule,
+        peak_bytes=round(figures.device_bytes),
+        host_bytes=round(figures.host_bytes),
+        disk_bytes=round(figures.disk_bytes),
+        step_seconds=seconds,
+        fits=excess <= 0,
+        why_not=why,
+    )
+
+
+def _binds(simulation: Simulation, limits: Limits) -> str:
+    """The largest term of the tier with the least room left, in proportion."""
+    used = {
+        "host": simulation.host_bytes / max(1, limits.host),
+        "disk": simulation.disk_bytes / max(1, limits.disk),
+        "device": simulation.peak_bytes / max(1, limits.device),
+    }
+    tier = max(used, key=lambda name: used[name])
+    if tier != "device":
+        return f"layer inputs on {tier}"
+    return max(simulation.terms, key=lambda name: simulation.terms[name])

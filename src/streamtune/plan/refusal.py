@@ -1,0 +1,124 @@
+"""What to say where no schedule fits: which memory, which term of it, and what would help."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from streamtune.engine import Schedule
+from streamtune.errors import ArgumentError
+from streamtune.plan.choices import Limits, Space
+from streamtune.plan.estimate import Simulate
+from streamtune.plan.simulate import Simulation, Workload
+from streamtune.sizes import show_size
+
+__all__ = ["excess_of", "longest_that_fits", "nothing_fits"]
+
+FIXED_TERMS = ("weights", "gradients", "optimizer")
+"""What does not grow with the sequence."""
+
+SHORTEST, GRAIN = 64, 64
+"""Tokens: the shortest length that is offered, and what lengths are rounded down to."""
+
+SHY = 0.97
+"""Of the way to where the secant says the limit is: what is looked for is a length that fits."""
+
+MOST_TRIED = 8
+"""Simulations to find it."""
+
+
+def nothing_fits(
+    workload: Workload,
+    space: Space,
+    tried: dict[Schedule, Simulation],
+    limits: Limits,
+    simulate: Simulate,
+) -> ArgumentError:
+    """The error for a workload that fits under no schedule.
+
+    Args:
+        workload: What was to be planned.
+        space: What there was to choose from.
+        tried: Those simulated whole; the thriftiest is among them.
+        limits: What there is.
+        simulate: For the length that does fit.
+    """
+    schedule, simulation = min(tried.items(), key=lambda item: excess_of(item[1], limits))
+    base = sum(simulation.terms.get(name, 0) for name in FIXED_TERMS)
+    what = (
+        f"no schedule fits a row of {workload.length:,} tokens: {_needs(simulation, limits)}; of that "
+        f"{_largest_terms(simulation)}"
+    )
+    helps: list[str] = []
+    if base > limits.device:
+        helps.append(
+            f"weights, gradients and optimizer state alone are {show_size(base)}: train adapters (finetuning_type: "
+            "lora or qlora), keep the weights in bfloat16, or take a larger device"
+        )
+    elif longest := longest_that_fits(workload, schedule, simulation, limits, simulate):
+        helps.append(f"set max_length: {longest}, the longest that fits")
+    if given := [name for name in ("offload", "levels", "chunk_size", "keep_layers") if name in space.fixed]:
+        helps.append(f"leave {', '.join(given)} to the planner")
+    if not limits.shared and simulation.host_bytes > limits.host:
+        helps.append("a machine with more memory, or offload_dir: a directory on a fast disk, holds more layer inputs")
+    helps.append("longer chunks never help: they only make the working set larger")
+    return ArgumentError(what, where="max_length", mend="; ".join(helps))
+
+
+def longest_that_fits(
+    workload: Workload, schedule: Schedule, simulation: Simulation, limits: Limits, simulate: Simulate
+) -> int:
+    """The most tokens of a row that ``schedule`` fits, to about a percent, simulated; 0 where it fits none.
+
+    Args:
+        workload: What does not fit at its length.
+        schedule: The thriftiest.
+        simulation: Its step at that length.
+        limits: What there is.
+        simulate: Simulates a step.
+    """
+    high, high_excess = workload.length, excess_of(simulation, limits)
+    low, low_excess = 0, 0.0
+    for _ in range(MOST_TRIED):
+        # Bytes grow by a straight line, or by several where the peak moves to another moment: the secant is near.
+        part = SHY * -low_excess / (high_excess - low_excess) if low else 0.5
+        length = (low + int((high - low) * part)) // GRAIN * GRAIN
+        if length < SHORTEST or length <= low:
+            break
+        excess = excess_of(simulate(replace(workload, length=length), schedule), limits)
+        if excess <= 0:
+            low, low_excess = length, excess
+            if high - low <= max(GRAIN, high // 100):
+                break
+        else:
+            high, high_excess = length, excess
+    return low
+
+
+def excess_of(simulation: Simulation, limits: Limits) -> float:
+    """By how many bytes a simulated step does not fit; negative is what is left."""
+    return limits.excess(simulation.peak_bytes, simulation.host_bytes, simulation.disk_bytes)
+
+
+def _needs(simulation: Simulation, limits: Limits) -> str:
+    """``it takes 95.2 GiB of the device's 75.1 (79.1 less 5%), in the backward``"""
+    tiers = [
+        (
+            "device",
+            simulation.peak_bytes + (simulation.host_bytes if limits.shared else 0),
+            limits.device,
+            limits.device_bytes,
+        ),
+        ("host", 0 if limits.shared else simulation.host_bytes, limits.host, limits.host_bytes),
+        ("disk", simulation.disk_bytes, limits.disk, limits.disk_bytes),
+    ]
+    name, used, usable, whole = max(tiers, key=lambda tier: tier[1] - tier[2])
+    when = f", in the {simulation.phase}" if name == "device" else ""
+    return (
+        f"the thriftiest takes {show_size(used)} of the {name}'s {show_size(usable)} "
+        f"({show_size(whole)} less {limits.margin:.0%}){when}"
+    )
+
+
+def _largest_terms(simulation: Simulation, count: int = 3) -> str:
+    largest = sorted(simulation.terms.items(), key=lambda item: -item[1])[:count]
+    return ", ".join(f"{name} {show_size(size)}" for name, size in largest)
