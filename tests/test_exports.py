@@ -63,6 +63,7 @@ PUBLIC = {
         "OutOfMemoryError",
         "RecipeError",
         "RunError",
+        "StorageError",
         "StreamTuneError",
         "UnsupportedModelError",
         "UserError",

@@ -262,10 +262,10 @@ def test_a_kernel_that_fails_late_leaves_the_rest_to_the_segments(monkeypatch: p
 
     monkeypatch.setattr(FlexView, method, fail)
     view = view_of("packed", 100, 300)
-    want = reference(view, None, None, torch.float32)
+    want = reference(view, 2.0, None, torch.float32)
     with pytest.warns(UserWarning, match=r"by flex failed and is not used again \(RuntimeError: cannot be compiled\)"):
-        close(through_attention(view, None, None), want, 2e-6)
-    close(through_attention(view, None, None), want, 2e-6)
+        close(through_attention(view, 2.0, None), want, 2e-6)
+    close(through_attention(view, 2.0, None), want, 2e-6)
 
 
 @pytest.mark.usefixtures("whole")
@@ -275,4 +275,4 @@ def test_no_memory_is_not_the_kernels_fault(monkeypatch: pytest.MonkeyPatch) -> 
 
     monkeypatch.setattr(FlexView, "forward", fail)
     with pytest.raises(torch.OutOfMemoryError):
-        through_attention(view_of("packed", 100, 300), None, None)
+        through_attention(view_of("packed", 100, 300), 2.0, None)

@@ -23,14 +23,15 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from streamtune.ops.kernels import Kernel, flash_kernel
-from streamtune.ops.simulated import autocast_kind
+from streamtune.ops.simulated import autocast_kind, repeated
 from streamtune.ops.view import MaskView, Segment, masked_score
 from streamtune.ops.view_kernels import attend_whole, backward_whole, fused_view_kernel
 
 __all__ = ["Memory", "Place", "Prefix", "prefix_attention", "prefix_attention_reference"]
 
-KEY_BLOCK = 1 << 14
-"""Keys whose gradient a backward computes at once: a prefix is as long as the sequence, its share of dK, dV is not."""
+KEY_BLOCK = 1024
+"""Keys whose gradient a backward computes at once, as long as it has no more queries: a prefix is as long as the
+sequence, what a kernel needs for dK and dV of a block of it is not."""
 
 TILE_ELEMENTS = 1 << 22
 """Scores the tiled formula holds at once (16 MiB in fp32), whatever the lengths are."""
@@ -156,25 +157,26 @@ class _PrefixAttention(torch.autograd.Function):
     def _backward(ctx: Any, grad_o: Tensor) -> tuple[Tensor | None, ...]:
         q, k, v, sinks, o, lse = ctx.saved_tensors
         prefix: Prefix | None = ctx.prefix
-        pieces: list[_Piece] = [block for piece in ctx.pieces for block in piece.key_blocks()]
+        pieces: list[tuple[_Piece, int]] = [block for piece in ctx.pieces for block in piece.key_blocks(q.device)]
         grads = None if ctx.whole is None else backward_whole(ctx.whole, grad_o, q, k, v, o, lse)
         if grads is not None:
             sums = _KeyGradients(k, v, prefix, k.dtype)
             sums.add((slice(None), slice(None), slice(0, k.shape[2])), *grads[1:])
             grad_q, grad_k, grad_v = grads[0], sums.k, sums.v
-        elif len(pieces) == 1 and prefix is None and pieces[0].covers(q, k):
-            grad_q, grad_k, grad_v = pieces[0].backward(grad_o, q, k, v, o, lse)
+        elif len(pieces) == 1 and prefix is None and pieces[0][0].covers(q, k):
+            grad_q, grad_k, grad_v = pieces[0][0].backward(grad_o, q, k, v, o, lse)
         else:
             # A query's gradient is a sum over its segments. A key's is one term, but where stretches of queries share
             # it: then it may have many. Sums are in fp32, as a kernel's would be.
             wide = torch.promote_types(q.dtype, torch.float32)
             grad_q = torch.zeros_like(q, dtype=wide if len(pieces) > 1 else q.dtype)
             sums = _KeyGradients(k, v, prefix, wide if ctx.shared_keys else k.dtype)
-            for piece in pieces:
-                grad_q_s, grad_k_s, grad_v_s = piece.backward(grad_o, q, k, v, o, lse)
-                grad_q[piece.queries] += grad_q_s
-                sums.add(piece.keys, grad_k_s, grad_v_s)
-                del grad_q_s, grad_k_s, grad_v_s  # before the next are made
+            for piece, times in pieces:
+                with repeated(times):
+                    grad_q_s, grad_k_s, grad_v_s = piece.backward(grad_o, q, k, v, o, lse)
+                    grad_q[piece.queries] += grad_q_s
+                    sums.add(piece.keys, grad_k_s, grad_v_s)
+                    del grad_q_s, grad_k_s, grad_v_s  # before the next are made
             grad_q, grad_k, grad_v = grad_q.to(q.dtype), sums.k.to(k.dtype), sums.v.to(v.dtype)
         grad_sinks = None
         if sinks is not None and ctx.needs_input_grad[3]:
@@ -278,15 +280,22 @@ class _Piece:
         self.queries = (rows, slice(None), slice(segment.q_start, segment.q_stop))
         self.keys = (rows, slice(None), slice(segment.start, segment.stop))
 
-    def key_blocks(self) -> Iterator[_Piece]:
-        """The same in blocks of keys; given the log-sum-exp of all keys, the backward of each stands for itself."""
+    def key_blocks(self, device: torch.device) -> Iterator[tuple[_Piece, int]]:
+        """The same in blocks of keys; given the log-sum-exp of all keys, the backward of each stands for itself.
+
+        Blocks of a simulated step are alike: one comes with how often it would.
+        """
         segment = self.segment
-        if segment.causal or self.dropout or segment.stop - segment.start <= KEY_BLOCK:
-            yield self
+        size = max(KEY_BLOCK, segment.q_stop - segment.q_start)
+        if segment.causal or self.dropout or segment.stop - segment.start <= size:
+            yield self, 1
             return
-        for start in range(segment.start, segment.stop, KEY_BLOCK):
-            block = replace(segment, start=start, stop=min(start + KEY_BLOCK, segment.stop))
-            yield _Piece(self.view, block, self.scale, self.softcap, self.dropout, self.seed)
+        starts = range(segment.start, segment.stop, size)
+        simulated = device.type == "meta"
+        for start in starts[:1] if simulated else starts:
+            block = replace(segment, start=start, stop=min(start + size, segment.stop))
+            piece = _Piece(self.view, block, self.scale, self.softcap, self.dropout, self.seed)
+            yield piece, len(starts) if simulated else 1
 
     def covers(self, q: Tensor, k: Tensor) -> bool:
         """Whether the segment is all there is."""

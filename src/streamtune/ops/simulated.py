@@ -8,9 +8,27 @@ from contextvars import ContextVar
 
 import torch
 
-__all__ = ["autocast_kind", "kernel_device", "simulating"]
+__all__ = ["autocast_kind", "kernel_device", "repeated", "repetitions", "simulating"]
 
 _kind: ContextVar[str] = ContextVar("kind of device that meta tensors stand for", default="cpu")
+
+
+_times: ContextVar[int] = ContextVar("how often what runs now would run", default=1)
+
+
+@contextmanager
+def repeated(times: int) -> Iterator[None]:
+    """What runs inside stands for so many runs that are alike: they hold the same, and cost so many times as much."""
+    token = _times.set(_times.get() * times)
+    try:
+        yield
+    finally:
+        _times.reset(token)
+
+
+def repetitions() -> int:
+    """How often what runs now would run."""
+    return _times.get()
 
 
 @contextmanager

@@ -11,6 +11,7 @@ from torch import nn
 from streamtune.engine import Schedule, decoder_layers
 from streamtune.engine.disk import IN_FLIGHT
 from streamtune.engine.placement import best_segment_size, place_layers
+from streamtune.ops.attention import KEY_BLOCK
 from streamtune.plan.extrapolate import Axis, UnlikeError, Zone, zones
 
 __all__ = ["Layout", "Shorter", "layout_of"]
@@ -130,7 +131,8 @@ def _alone(model: nn.Module, size: int, length: int) -> int | None:
 
     if found(SPANS):
         return None
-    return max((-(-window // size) + 1 for window in found(WINDOWS)), default=1)
+    blocks = -(-KEY_BLOCK // size)  # until there is a whole block of keys before a chunk
+    return max((-(-window // size) + 1 for window in found(WINDOWS)), default=blocks)
 
 
 def _schedule(schedule: Schedule, size: int, kinds: list[Hashable], kept: list[int]) -> Schedule:

@@ -13,6 +13,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from streamtune.ops.simulated import repetitions
 from streamtune.plan.integers import IntegerValues, asks
 from streamtune.plan.memory import ACTIVATION, HEAD, KINDS, LiveBytes
 from streamtune.plan.shapes import Shapes
@@ -164,16 +165,16 @@ class Tape(LiveBytes):
                 self.integers.follow(func, args, given, out)
             elif cost == "view":
                 return out
-        before, scratch = self.total, 0
+        before, scratch, times = self.total, 0, repetitions()
         self._see(out)
         if cost == "product":
-            self._cell.work[0] += product_flops(func, args, given, out)
+            self._cell.work[0] += times * product_flops(func, args, given, out)
         elif cost == "attention":
-            self._cell.work[1] += attention_flops(func, args)
+            self._cell.work[1] += times * attention_flops(func, args)
             scratch = scratch_bytes(func, args, self.device)
         elif cost == "other":
-            self._cell.work[2] += touched_bytes(func, args, out)
-        self._cell.work[5] += cost != "view"
+            self._cell.work[2] += times * touched_bytes(func, args, out)
+        self._cell.work[5] += times * (cost != "view")
         if self.total > before or scratch:
             self._write(func, scratch)
         return out
