@@ -29,6 +29,7 @@ class LiveBytes(TorchDispatchMode):
     Attributes:
         live: Bytes alive now, by kind.
         peak: Largest total of all kinds.
+        at_peak: Bytes alive then, by kind.
         activation_peak: Largest number of activation bytes.
     """
 
@@ -36,6 +37,7 @@ class LiveBytes(TorchDispatchMode):
         super().__init__()
         self.live = {ACTIVATION: 0, INPUT: 0, GRADIENT: 0}
         self.peak = self.activation_peak = 0
+        self.at_peak = dict(self.live)
         self._model, self._layers = model, list(layers)
         self._known: dict[int, tuple[str, int]] = {}
         self._before = {_address(t) for t in held_tensors(model)}
@@ -90,7 +92,8 @@ class LiveBytes(TorchDispatchMode):
         self._known[address] = (ACTIVATION, storage.nbytes())
         self.live[ACTIVATION] += storage.nbytes()
         weakref.finalize(storage, self._forget, address)
-        self.peak = max(self.peak, sum(self.live.values()))
+        if (total := sum(self.live.values())) > self.peak:
+            self.peak, self.at_peak = total, dict(self.live)
         self.activation_peak = max(self.activation_peak, self.live[ACTIVATION])
 
     def _forget(self, address: int) -> None:

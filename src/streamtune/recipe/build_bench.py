@@ -4,16 +4,34 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import torch
 
-from streamtune import models, plan
+from streamtune import __version__, models, plan
 from streamtune.errors import ArgumentError
 from streamtune.recipe.build import choose_device, choose_quantization, make_schedule, quiet_libraries
 from streamtune.recipe.loader import LoadedRecipe
+from streamtune.recipe.schema import Recipe
 
-__all__ = ["bench_recipe"]
+__all__ = ["bench_recipe", "table_recipe"]
+
+DECIDES = {
+    "model_name_or_path",
+    "model",
+    "dtype",
+    "bf16",
+    "finetuning_type",
+    "quantization",
+    "lora_r",
+    "lora_target",
+    "lora_dropout",
+    "per_device_train_batch_size",
+    "engine",
+    "seed",
+}
+"""Keys of a recipe that the figures of a table hang on."""
 
 
 def bench_recipe(
@@ -30,29 +48,77 @@ def bench_recipe(
     Raises:
         ArgumentError: A length, a mode or the number of repeats makes no sense.
     """
-    if not lengths or any(length < 2 for length in lengths):
-        raise ArgumentError("--lengths takes numbers of tokens from 2 up", mend="write --lengths 2048,8192")
-    if unknown := [mode for mode in modes if mode not in plan.MODES]:
-        raise ArgumentError(f"--modes does not know {unknown[0]!r}", mend=f"choose from {', '.join(plan.MODES)}")
-    if repeats < 1:
-        raise ArgumentError("--repeats takes a number from 1 up")
+    _check(lengths, modes, repeats)
     if packed_rows and not 2 <= packed_rows <= min(lengths) // 2:
         raise ArgumentError(
             f"--packed-rows cuts every length into rows of two tokens or more; found {packed_rows}",
             mend="write --packed-rows 16 --lengths 16384",
         )
-    recipe = loaded.recipe
+    job = _job(loaded.recipe)
     return plan.run_bench(
-        partial(_make_model, recipe.model_dump(), str(choose_device(recipe.device))),
+        job.make_model,
         lengths=lengths,
         modes=modes,
-        schedule=make_schedule(recipe.engine),
-        batch_size=recipe.per_device_train_batch_size,
+        schedule=make_schedule(loaded.recipe.engine),
+        batch_size=job.batch_size,
         packed_rows=packed_rows,
         repeats=repeats,
-        autocast=recipe.bf16,
+        autocast=job.autocast,
         notify=notify,
     )
+
+
+def table_recipe(
+    loaded: LoadedRecipe,
+    table: plan.TableName,
+    *,
+    lengths: Sequence[int],
+    modes: Sequence[plan.Mode],
+    repeats: int,
+    folder: Path,
+    command: str,
+    notify: Callable[[str], None] = lambda message: None,
+) -> plan.TableReport:
+    """Measure a table on the recipe's model, go on with it, or only read it where it is complete.
+
+    Raises:
+        ArgumentError: A length, a mode or the number of repeats makes no sense.
+    """
+    _check(lengths, modes, repeats)
+    recipe = loaded.recipe
+    schedule = make_schedule(recipe.engine)
+    asked = {
+        "streamtune": __version__,
+        "recipe": {key: value for key, value in recipe.model_dump(mode="json").items() if key in DECIDES},
+        "schedule_in_words": schedule.describe(),
+        "repeats": repeats,
+    }
+    return plan.run_table(
+        table,
+        _job(recipe),
+        lengths=lengths,
+        modes=modes,
+        schedule=schedule,
+        repeats=repeats,
+        folder=folder,
+        command=command,
+        asked=asked,
+        notify=notify,
+    )
+
+
+def _check(lengths: Sequence[int], modes: Sequence[plan.Mode], repeats: int) -> None:
+    if not lengths or any(length < 2 for length in lengths):
+        raise ArgumentError("--lengths takes numbers of tokens from 2 up", mend="write --lengths 2048,8192")
+    if unknown := [mode for mode in modes if mode not in plan.ALL_MODES]:
+        raise ArgumentError(f"--modes does not know {unknown[0]!r}", mend=f"choose from {', '.join(plan.ALL_MODES)}")
+    if repeats < 1:
+        raise ArgumentError("--repeats takes a number from 1 up")
+
+
+def _job(recipe: Recipe) -> plan.Job:
+    make_model = partial(_make_model, recipe.model_dump(), str(choose_device(recipe.device)))
+    return plan.Job(make_model, recipe.per_device_train_batch_size, recipe.bf16)
 
 
 def _make_model(recipe: dict[str, Any], device: str) -> Any:
