@@ -18,10 +18,11 @@ def table_screen(report: TableReport) -> None:
     """Print a named table with what its columns mean."""
     from streamtune.plan.tables_report import cells, columns, describe, notes
 
-    shown = columns(report)
+    shown = [column for column in columns(report) if not column.page]
     table = Table(box=None, header_style="bold", pad_edge=False, collapse_padding=True)
     for column in shown:
-        table.add_column(column.name, justify="right" if column.right else "left")
+        whole = column.right or report.table != "ablation"
+        table.add_column(column.name, justify="right" if column.right else "left", no_wrap=whole)
     before: Any = None
     for row in report.rows:
         if before is not None and before != (row.length, row.section):

@@ -20,7 +20,7 @@ __all__ = ["BASELINE", "BenchReport", "BenchRow", "Layout", "paired", "run_bench
 
 BASELINE: Mode = "checkpoint"
 
-MEMORY = ("peak_bytes", "activation_bytes", "layer_activation_bytes")
+MEMORY = ("peak_bytes", "activation_bytes", "layer_activation_bytes", "host_bytes", "disk_bytes")
 
 
 @dataclass(frozen=True)
@@ -35,6 +35,7 @@ class BenchRow:
         ratio: Forward and backward time over that of gradient checkpointing, median of paired steps.
         layout: How the tokens are laid out in rows.
         row_ratio: Forward and backward time over that of the same tokens as one row, median of paired steps.
+        host_bytes, disk_bytes: Peaks of what is kept there for the backward.
         error: Why there are no figures, where there are none.
     """
 
@@ -51,6 +52,8 @@ class BenchRow:
     error: str | None = None
     layout: Layout = "row"
     row_ratio: float | None = None
+    host_bytes: int | None = None
+    disk_bytes: int | None = None
 
 
 @dataclass(frozen=True)

@@ -15,6 +15,8 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper_subclass
 from torch.utils._pytree import tree_iter
 
+from streamtune.engine.storage import is_host_storage
+
 __all__ = ["LiveBytes", "held_tensors"]
 
 ACTIVATION, INPUT, GRADIENT = "activation", "layer input", "gradient"
@@ -87,7 +89,7 @@ class LiveBytes(TorchDispatchMode):
     def _meet(self, tensor: Tensor) -> None:
         storage = tensor.untyped_storage()
         address = storage._cdata
-        if address in self._known or address in self._before or not storage.nbytes():
+        if address in self._known or address in self._before or not storage.nbytes() or is_host_storage(storage):
             return
         self._known[address] = (ACTIVATION, storage.nbytes())
         self.live[ACTIVATION] += storage.nbytes()

@@ -12,16 +12,16 @@ from dataclasses import dataclass, replace
 from importlib.util import find_spec
 from typing import Any, Literal, get_args
 
-import torch
 from torch import Tensor, nn
-from torch.autograd.graph import save_on_cpu
+from torch.autograd.graph import save_on_cpu, saved_tensors_hooks
 from torch.nn.functional import cross_entropy, pad
 from torch.utils.checkpoint import checkpoint
 
 from streamtune.engine import Schedule, decoder_layers, stream
+from streamtune.engine.placement import Tiers
 from streamtune.errors import UnsupportedModelError
 
-__all__ = ["ALL_MODES", "MODES", "WAYS", "Batch", "Loss", "Mode", "Way", "last_hidden_state"]
+__all__ = ["ALL_MODES", "MODES", "WAYS", "Batch", "Mode", "Ready", "Way", "last_hidden_state"]
 
 Mode = Literal[
     "plain", "checkpoint", "checkpoint-offload", "deepspeed-tiled", "liger-loss", "stream", "stream-keep-attention"
@@ -34,8 +34,19 @@ MODES: tuple[Mode, ...] = ("plain", "checkpoint", "stream")
 Batch = dict[str, Tensor]
 """Arguments of the model: ``input_ids`` and, for packed rows, ``position_ids``; both [batch, length]."""
 
-Loss = Callable[[Batch], Tensor]
-"""The mean loss of the next tokens of a batch."""
+
+@dataclass(frozen=True)
+class Ready:
+    """A model prepared for a mode.
+
+    Attributes:
+        loss: The mean loss of the next tokens of a batch.
+        tiers: What is kept on the host and on disk, counted; None where nothing is.
+    """
+
+    loss: Callable[[Batch], Tensor]
+    tiers: Tiers | None = None
+
 
 IGNORED = -100
 """The label of a token that does not count."""
@@ -47,13 +58,13 @@ class Way:
 
     Attributes:
         label: For people.
-        entered: Prepares a model (in place) and puts it back on leaving; yields how its loss is computed.
+        entered: Prepares a model (in place) and puts it back on leaving; yields what is measured.
         package: What must be installed.
         accelerator: Why it needs an accelerator, if it does.
     """
 
     label: str
-    entered: Callable[[Any, Schedule], AbstractContextManager[Loss]]
+    entered: Callable[[Any, Schedule], AbstractContextManager[Ready]]
     package: str = ""
     accelerator: str = ""
 
@@ -67,60 +78,70 @@ class Way:
 
 
 @contextmanager
-def _plain(model: Any, schedule: Schedule) -> Iterator[Loss]:
-    yield _own_loss(model)
+def _plain(model: Any, schedule: Schedule) -> Iterator[Ready]:
+    yield Ready(_own_loss(model))
 
 
 @contextmanager
-def _checkpointed(model: Any, schedule: Schedule) -> Iterator[Loss]:
+def _checkpointed(model: Any, schedule: Schedule) -> Iterator[Ready]:
     with _checkpointing(model, _checkpoint):
-        yield _own_loss(model)
+        yield Ready(_own_loss(model))
 
 
 @contextmanager
-def _offloaded(model: Any, schedule: Schedule) -> Iterator[Loss]:
-    with _checkpointing(model, _checkpoint_on_host):
-        yield _own_loss(model)
+def _offloaded(model: Any, schedule: Schedule) -> Iterator[Ready]:
+    """Checkpointing with torch's ``save_on_cpu`` around it: what a layer is given waits in pinned memory.
+
+    Where the device is the CPU that would copy nothing. Its copies are then made into memory that is counted as the
+    host's, so that the bytes are those of a device.
+    """
+    tiers = Tiers(Schedule(offload="host"))
+    here = next(model.parameters()).device
+
+    def on_host(function: Callable[..., Any], *args: Any) -> Any:
+        host = tiers.of("host", here)
+        copied = saved_tensors_hooks(host.put, lambda block: block.get())
+        with save_on_cpu(pin_memory=True) if here.type == "cuda" else copied:
+            return _checkpoint(function, *args)
+
+    with _checkpointing(model, on_host):
+        yield Ready(_own_loss(model), None if here.type == "cuda" else tiers)
 
 
 @contextmanager
-def _tiled(model: Any, schedule: Schedule) -> Iterator[Loss]:
+def _tiled(model: Any, schedule: Schedule) -> Iterator[Ready]:
     """Checkpointing with what DeepSpeed's ALST adds on one device: the MLP and the loss tile by tile.
 
     An MLP has the tiles its documentation gives it, of as many tokens as the model is wide; a tile of the loss is as
     long as a chunk of the streamed head.
     """
     with _tiled_mlps(decoder_layers(model)), _checkpointing(model, _checkpoint):
-        yield lambda batch: _tiled_loss(model, batch, schedule.head_chunk_size)
+        yield Ready(lambda batch: _tiled_loss(model, batch, schedule.head_chunk_size))
 
 
 @contextmanager
-def _liger(model: Any, schedule: Schedule) -> Iterator[Loss]:
+def _liger(model: Any, schedule: Schedule) -> Iterator[Ready]:
     with _checkpointing(model, _checkpoint):
-        yield lambda batch: _liger_loss(model, batch)
+        yield Ready(lambda batch: _liger_loss(model, batch))
 
 
 @contextmanager
-def _streamed(model: Any, schedule: Schedule) -> Iterator[Loss]:
+def _streamed(model: Any, schedule: Schedule) -> Iterator[Ready]:
     handle = stream(model, schedule=schedule)
     try:
-        yield _own_loss(model)
+        yield Ready(_own_loss(model), handle.tiers)
     finally:
         handle.remove()
 
 
-def _keeping_attention(model: Any, schedule: Schedule) -> AbstractContextManager[Loss]:
+def _keeping_attention(model: Any, schedule: Schedule) -> AbstractContextManager[Ready]:
     return _streamed(model, replace(schedule, keep_attention="device"))
 
 
 WAYS: dict[Mode, Way] = {
     "plain": Way("plain autograd", _plain),
     "checkpoint": Way("gradient checkpointing", _checkpointed),
-    "checkpoint-offload": Way(
-        "checkpointing, inputs on host",
-        _offloaded,
-        accelerator="on a CPU torch's save_on_cpu copies nothing, and this is plain checkpointing",
-    ),
+    "checkpoint-offload": Way("checkpointing, inputs on host (save_on_cpu)", _offloaded),
     "deepspeed-tiled": Way("checkpointing, tiled MLP and loss (DeepSpeed ALST)", _tiled, package="deepspeed"),
     "liger-loss": Way(
         "checkpointing, fused loss (Liger)", _liger, "liger_kernel", "Liger's kernels need an accelerator"
@@ -137,7 +158,7 @@ def last_hidden_state(model: Any, batch: Batch) -> Tensor:
     return hidden
 
 
-def _own_loss(model: Any) -> Loss:
+def _own_loss(model: Any) -> Callable[[Batch], Tensor]:
     def loss(batch: Batch) -> Tensor:
         out: Tensor = model(**batch, labels=batch["input_ids"], use_cache=False).loss
         return out
@@ -156,11 +177,6 @@ def _checkpointing(model: Any, function: Callable[..., Any]) -> Iterator[None]:
 
 def _checkpoint(function: Callable[..., Any], *args: Any) -> Any:
     return checkpoint(function, *args, use_reentrant=False)
-
-
-def _checkpoint_on_host(function: Callable[..., Any], *args: Any) -> Any:
-    with save_on_cpu(pin_memory=torch.cuda.is_available()):
-        return _checkpoint(function, *args)
 
 
 @contextmanager

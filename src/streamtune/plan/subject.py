@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from streamtune.engine import Schedule, decoder_layers
 from streamtune.errors import UnsupportedModelError
 from streamtune.plan.memory import LiveBytes, held_tensors
-from streamtune.plan.modes import WAYS, Batch, Loss, Mode, last_hidden_state
+from streamtune.plan.modes import WAYS, Batch, Mode, Ready, last_hidden_state
 
 __all__ = ["Case", "Job", "Layout", "MakeModel", "Mode", "Subject"]
 
@@ -57,7 +57,7 @@ class Subject:
         self.device = next(self.model.parameters()).device
         self._vocabulary = self.model.get_input_embeddings().weight.shape[0]
         self._entered: tuple[Mode, Schedule] | None = None
-        self._loss_of: Loss
+        self._ready: Ready
         self._exit = ExitStack()
 
     def env(self) -> dict[str, Any]:
@@ -93,10 +93,13 @@ class Subject:
             torch.cuda.reset_peak_memory_stats(self.device)
             self._step(batches)
             peak = torch.cuda.max_memory_allocated(self.device)
+        tiers = self._ready.tiers
         return {
             "peak_bytes": peak,
             "activation_bytes": whole.activation_peak,
             "layer_activation_bytes": decoder.activation_peak,
+            "host_bytes": tiers.host.peak_bytes if tiers else 0,
+            "disk_bytes": tiers.disk.peak_bytes if tiers else 0,
             "terms": {"weights": weights, **whole.at_peak},
         }
 
@@ -138,7 +141,7 @@ class Subject:
             way = WAYS[case.mode]
             if lacks := way.lacks(self.device.type):
                 raise UnsupportedModelError(lacks)
-            self._loss_of = self._exit.enter_context(way.entered(self.model, case.schedule))
+            self._ready = self._exit.enter_context(way.entered(self.model, case.schedule))
             self._entered = wanted
         self.model.zero_grad(set_to_none=True)
         torch.manual_seed(0)
@@ -152,7 +155,7 @@ class Subject:
 
     def _loss(self, batch: Batch) -> Tensor:
         with torch.autocast(self.device.type, dtype=torch.bfloat16, enabled=self.job.autocast):
-            return self._loss_of(batch)
+            return self._ready.loss(batch)
 
     def _hidden_backward(self, batches: list[Batch]) -> None:
         for batch in batches:

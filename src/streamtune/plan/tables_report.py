@@ -31,11 +31,13 @@ class Column:
         name: Its head.
         cell: What stands in it for a row.
         right: Whether it is aligned to the right, as figures are.
+        page: Whether there is room for it on a page only, and not on a screen.
     """
 
     name: str
     cell: Callable[[TableRow], str]
     right: bool = True
+    page: bool = False
 
 
 def columns(report: TableReport) -> list[Column]:
@@ -48,7 +50,7 @@ def columns(report: TableReport) -> list[Column]:
         found.insert(0, Column("tokens", lambda row: f"{row.length:,}"))
     found += {"bp-time": _time, "memory": _memory, "ablation": _ablation, "max-length": _longest}[report.table](report)
     found += [Column("loss", lambda row: _error(report, row, "loss"))]
-    found += [Column("grad", lambda row: _error(report, row, "gradient norm"))]
+    found += [Column("grad", lambda row: _error(report, row, "gradient norm"), page=report.table == "memory")]
     return [column for column in found if any(column.cell(row) for row in report.rows)]
 
 
@@ -69,9 +71,9 @@ def _memory(report: TableReport) -> list[Column]:
     terms = dict.fromkeys(name for row in report.rows for name in row.terms)
     return [
         Column("peak", lambda row: _mib(row.peak_bytes)),
-        *(Column(HEADS.get(name, name), term(name)) for name in terms),
+        *(Column(HEADS.get(name, name), term(name), page=name in ("weights", "gradient")) for name in terms),
         Column("most activ.", lambda row: _mib(row.activation_bytes)),
-        Column("no head", lambda row: _mib(row.layer_activation_bytes)),
+        Column("no head", lambda row: _mib(row.layer_activation_bytes), page=True),
         *_elsewhere(),
     ]
 
@@ -114,7 +116,7 @@ def describe(report: TableReport) -> str:
 
 
 def notes(report: TableReport) -> list[str]:
-    """What the columns mean, and what is not in the table."""
+    """What the columns mean, which peers they are compared with, and which are not in the table."""
     said = {
         "bp-time": "Seconds are medians; time is to gradient checkpointing, the median over steps that took turns.",
         "memory": "MiB. The parts are those of the peak; most activ. is what activations come to at their own peak "

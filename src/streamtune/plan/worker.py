@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from streamtune.errors import RunError, UserError
+from streamtune.errors import RunError, StreamTuneError
 from streamtune.plan.subject import Job, Subject
 from streamtune.quiet import packed_call, run_packed
 
@@ -109,7 +109,7 @@ def _serve(connection: Connection, job: Job) -> None:
 
 def _told(error: Exception) -> dict[str, Any]:
     text = str(error)
-    if isinstance(error, UserError):  # this model in this mode, refused
+    if isinstance(error, StreamTuneError):  # this model in this mode refused, a disk that is full
         return {"error": error.what}
     if isinstance(error, torch.OutOfMemoryError | MemoryError) or "can't allocate memory" in text:
         return {"error": "out of memory"}
