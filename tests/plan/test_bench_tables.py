@@ -64,15 +64,15 @@ def test_every_mode_computes_the_same_loss_and_gradient(mode: str, steps: dict[s
 
 def test_a_model_is_put_back_as_it_was_built(subject: Subject) -> None:
     def found() -> dict[str, set[str]]:
-        memory_of_transformers = {"_gradient_checkpointing_func"}
-        return {name: set(vars(module)) - memory_of_transformers for name, module in subject.model.named_modules()}
+        theirs = {"_gradient_checkpointing_func", "gradient_checkpointing"}  # transformers leaves them
+        return {name: set(vars(module)) - theirs for name, module in subject.model.named_modules()}
 
     before = found()
     for mode in HERE:
         subject.time(Case(mode, 16, SCHEDULE))
         subject.leave()
         assert found() == before
-        assert not subject.model.is_gradient_checkpointing
+        assert not any(getattr(module, "gradient_checkpointing", False) for module in subject.model.modules())
     assert all(parameter.grad is None for parameter in subject.model.parameters())
 
 

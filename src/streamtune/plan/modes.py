@@ -142,7 +142,7 @@ WAYS: dict[Mode, Way] = {
     "plain": Way("plain autograd", _plain),
     "checkpoint": Way("gradient checkpointing", _checkpointed),
     "checkpoint-offload": Way("checkpointing, inputs on host (save_on_cpu)", _offloaded),
-    "deepspeed-tiled": Way("checkpointing, tiled MLP and loss (DeepSpeed ALST)", _tiled, package="deepspeed"),
+    "deepspeed-tiled": Way("checkpointing, tiled MLP and loss (ALST)", _tiled, package="deepspeed"),
     "liger-loss": Way(
         "checkpointing, fused loss (Liger)", _liger, "liger_kernel", "Liger's kernels need an accelerator"
     ),

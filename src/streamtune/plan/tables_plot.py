@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import textwrap
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -90,7 +91,8 @@ def _ablation(report: TableReport, figure: Any) -> None:
     time.set_xlabel("gradient checkpointing = 1", color=INK, fontsize=9)
     memory.set_title("Memory at its peak", loc="left", color=INK, fontsize=11)
     memory.set_xlabel("MiB", color=INK, fontsize=9)
-    memory.legend(frameon=False, labelcolor=INK, fontsize=8, loc="upper right")
+    shown = memory.get_legend_handles_labels()
+    figure.legend(*shown, loc="outside upper right", ncols=8, frameon=False, labelcolor=INK, fontsize=8)
     _bare(time)
 
 
@@ -143,7 +145,7 @@ def _stack(axes: Any, rows: Sequence[TableRow], labelled: Any = None) -> list[fl
             labels[place] = section
             place += 1
         places.append(place)
-        labels[place] = row.label
+        labels[place] = row.label if row.section else textwrap.fill(row.label, 24)
     parts = [{**row.terms, "on host": row.host_bytes or 0, "on disk": row.disk_bytes or 0} for row in rows]
     left = [0.0] * len(rows)
     for name, colour in (TERMS | ELSEWHERE).items():
