@@ -1,0 +1,247 @@
+"""Training steps under a budget of memory: what the process of a trial does.
+
+On the CPU weights and live storages count, followed one by one, so a budget stands for a device of that size. On an
+accelerator it is the allocator's limit.
+"""
+
+from __future__ import annotations
+
+import platform
+import time
+import traceback
+from collections.abc import Callable, Iterable
+from contextlib import suppress
+from dataclasses import dataclass
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from streamtune.engine import StreamHandle, decoder_layers
+from streamtune.plan.memory import LiveBytes, held_tensors
+from streamtune.plan.subject import Mode
+
+__all__ = ["PrepareStep", "Shape", "StepBudget", "TrainingStep", "serve", "use_checkpointing"]
+
+STEPS = 2
+"""The first makes the optimizer's state, which is there during the second."""
+
+GIB = 1 << 30
+
+
+@dataclass(frozen=True)
+class Shape:
+    """What a trial tries: how the step is computed, tokens of a row, rows of a batch."""
+
+    mode: Mode
+    length: int
+    batch_size: int
+
+
+@dataclass(frozen=True)
+class StepBudget:
+    """Bytes that a trial may take; None is what there is.
+
+    Attributes:
+        device_bytes: On the device.
+        host_bytes, disk_bytes: Of what the engine keeps there.
+        margin: Part of an accelerator's memory that is left alone where ``device_bytes`` is None.
+    """
+
+    device_bytes: int | None = None
+    host_bytes: int | None = None
+    disk_bytes: int | None = None
+    margin: float = 0.05
+
+
+@dataclass(frozen=True)
+class TrainingStep:
+    """A model with its optimizer, and a function that trains one whole step: gradients, clipping, update."""
+
+    model: nn.Module
+    optimizer: torch.optim.Optimizer
+    run: Callable[[], None]
+    handle: StreamHandle | None = None
+
+
+PrepareStep = Callable[[Shape], TrainingStep]
+"""Builds what is stepped, in the process of the trial; must be picklable (``functools.partial`` of a function)."""
+
+
+class BudgetExceededError(MemoryError):
+    """Raised inside a step at the allocation that crosses the budget."""
+
+
+class _Budgeted(LiveBytes):
+    """Follows live bytes and breaks off where they cross a budget."""
+
+    def __init__(self, step: TrainingStep, budget: StepBudget) -> None:
+        super().__init__(step.model, decoder_layers(step.model))
+        self.weights = _distinct_bytes(held_tensors(step.model))
+        self.at_peak = dict(self.live)
+        """Live bytes by kind when most were alive."""
+        self._step, self._budget = step, budget
+
+    def __enter__(self) -> _Budgeted:
+        self._compare("device", self.weights, self._budget.device_bytes)
+        super().__enter__()
+        return self
+
+    def _meet(self, tensor: Tensor) -> None:
+        before = self.peak
+        super()._meet(tensor)
+        if self.peak > before:
+            self.at_peak = dict(self.live)
+        self._compare("device", self.weights + sum(self.live.values()), self._budget.device_bytes)
+        for name, (live, _), limit in _tiers(self._step.handle, self._budget):
+            self._compare(name, live, limit)
+
+    def _compare(self, name: str, live: int, limit: int | None) -> None:
+        if limit is not None and live > limit:
+            raise BudgetExceededError(f"{name} memory: the step takes more than {limit / GIB:.2f} GiB")
+
+    def terms(self) -> dict[str, int]:
+        """Device bytes at the peak by what they are. The optimizer is asked for its own: they look like activations."""
+        activations, state = self.at_peak["activation"], _optimizer_bytes(self._step.optimizer)
+        return {
+            "weights": self.weights,
+            "gradients": self.at_peak["gradient"],
+            "optimizer": min(state, activations),
+            "layer inputs": self.at_peak["layer input"],
+            "activations": max(activations - state, 0),
+        }
+
+
+def serve(connection: Connection, prepare: PrepareStep, shape: Shape, budget: StepBudget) -> None:
+    """Body of the process: build, step, and say how it went. Phases are sent as text, the end as a dictionary."""
+    _be_killed_first()
+    said: dict[str, Any] = {}
+    try:
+        connection.send("building the model")
+        step = prepare(shape)
+        device = next(step.model.parameters()).device
+        measure = _step_on_accelerator if device.type == "cuda" else _step_on_cpu
+        measure(step, budget, connection.send, said)
+        connection.send({"fits": True, **said})
+    except BaseException as error:
+        connection.send({"fits": False, **said, **_explain(error)})
+
+
+def _step_on_cpu(step: TrainingStep, budget: StepBudget, tell: Callable[[str], None], said: dict[str, Any]) -> None:
+    """Steps with every storage followed; what is known goes into ``said``, however it ends."""
+    said["env"] = _env("cpu", budget.device_bytes)
+    watch = _Budgeted(step, budget)
+    try:
+        with watch:
+            said["step_seconds"] = _run(step, tell, lambda: None)
+    finally:
+        said["peak_bytes"], said["terms"] = watch.weights + watch.peak, watch.terms()
+        said.update(_tier_peaks(step, budget))
+
+
+def _step_on_accelerator(
+    step: TrainingStep, budget: StepBudget, tell: Callable[[str], None], said: dict[str, Any]
+) -> None:
+    """Steps within the allocator's limit."""
+    device = next(step.model.parameters()).device
+    total = torch.cuda.get_device_properties(device).total_memory
+    limit = int((1 - budget.margin) * total) if budget.device_bytes is None else budget.device_bytes
+    said["env"] = _env(torch.cuda.get_device_name(device), limit)
+    weights = _distinct_bytes(held_tensors(step.model))
+    said["terms"], said["peak_bytes"] = {"weights": weights}, weights
+    if weights > limit:
+        raise BudgetExceededError(f"device memory: the weights alone take more than {limit / GIB:.2f} GiB")
+    torch.cuda.empty_cache()  # what loading left behind would count
+    torch.cuda.set_per_process_memory_fraction(min(1.0, limit / total), device)
+    torch.cuda.reset_peak_memory_stats(device)
+    try:
+        said["step_seconds"] = _run(step, tell, lambda: torch.cuda.synchronize(device))
+    finally:
+        state = _optimizer_bytes(step.optimizer)
+        peak = torch.cuda.max_memory_allocated(device)
+        said["peak_bytes"] = peak
+        said["terms"] = {"weights": weights, "optimizer": state, "gradients and activations": peak - weights - state}
+        said.update(_tier_peaks(step, budget))
+    for name, (_, peak), most in _tiers(step.handle, budget):
+        if most is not None and peak > most:
+            raise BudgetExceededError(f"{name} memory: the step takes more than {most / GIB:.2f} GiB")
+
+
+def _run(step: TrainingStep, tell: Callable[[str], None], synchronize: Callable[[], None]) -> float:
+    """Take the steps; seconds of the last."""
+    started = 0.0
+    for number in range(1, STEPS + 1):
+        tell(f"step {number} of {STEPS}")
+        synchronize()
+        started = time.perf_counter()
+        step.run()
+    synchronize()
+    return time.perf_counter() - started
+
+
+def _tiers(handle: StreamHandle | None, budget: StepBudget) -> list[tuple[str, tuple[int, int], int | None]]:
+    """Name, bytes alive and at their most, and the budget, of where the engine keeps what is not on the device."""
+    tiers = getattr(handle, "tiers", None)
+    if tiers is None:
+        return []
+    return [
+        ("host", (tiers.host.live_bytes, tiers.host.peak_bytes), budget.host_bytes),
+        ("disk", (tiers.disk.live_bytes, tiers.disk.peak_bytes), budget.disk_bytes),
+    ]
+
+
+def _tier_peaks(step: TrainingStep, budget: StepBudget) -> dict[str, int]:
+    return {f"{name}_bytes": peak for name, (_, peak), _ in _tiers(step.handle, budget)}
+
+
+def _explain(error: BaseException) -> dict[str, Any]:
+    """Cause and reason of a failure; the traceback where it is no lack of memory."""
+    chain: BaseException | None = error  # the loop wraps a lack of memory in words of its own
+    while chain is not None:
+        if isinstance(chain, BudgetExceededError):
+            return {"cause": str(chain).partition(" ")[0] + " memory", "reason": str(chain)}
+        if isinstance(chain, torch.OutOfMemoryError):
+            return {"cause": "device memory", "reason": "device memory: the allocator has no more to give"}
+        if isinstance(chain, MemoryError) or "can't allocate memory" in str(chain):
+            return {"cause": "host memory", "reason": "host memory: the system has no more to give"}
+        chain = chain.__cause__ or chain.__context__
+    first = (str(error).strip().splitlines() or [""])[0]
+    reason = f"{type(error).__name__}: {first}".removesuffix(": ")
+    return {"cause": "crash", "reason": reason, "detail": "".join(traceback.format_exception(error))}
+
+
+def use_checkpointing(model: Any) -> None:
+    """Recompute every layer in the backward with ``torch.utils.checkpoint``: the baseline ``checkpoint``."""
+    model._set_gradient_checkpointing(enable=True, gradient_checkpointing_func=_checkpoint)
+
+
+def _checkpoint(function: Callable[..., Any], *args: Any) -> Any:
+    return checkpoint(function, *args, use_reentrant=False)
+
+
+def _be_killed_first() -> None:
+    """Where the system has to end a process to get memory back, let it be this one. Linux only."""
+    with suppress(OSError):
+        Path("/proc/self/oom_score_adj").write_text("1000")
+
+
+def _env(device: str, device_bytes: int | None) -> dict[str, Any]:
+    return {
+        "device": (platform.processor() or platform.machine()) if device == "cpu" else device,
+        "device_bytes": device_bytes,
+        "threads": torch.get_num_threads(),
+        "torch": torch.__version__,
+    }
+
+
+def _optimizer_bytes(optimizer: torch.optim.Optimizer) -> int:
+    values = (value for state in optimizer.state.values() for value in state.values())
+    return _distinct_bytes(value for value in values if isinstance(value, Tensor))
+
+
+def _distinct_bytes(tensors: Iterable[Tensor]) -> int:
+    held = {tensor.untyped_storage()._cdata: tensor for tensor in tensors}
+    return sum(tensor.untyped_storage().nbytes() for tensor in held.values())
