@@ -8,6 +8,7 @@
     │   └── UnsupportedModelError a model the engine cannot stream exactly
     └── RunError                  exit 1: it ran and failed
         ├── OutOfMemoryError      device or host memory ran out
+        ├── StorageError          a file that holds layer inputs cannot be written or read
         ├── CheckpointError       a checkpoint cannot be written or read
         └── NonFiniteError        a loss or gradient is NaN or Inf
 
@@ -27,6 +28,7 @@ __all__ = [
     "OutOfMemoryError",
     "RecipeError",
     "RunError",
+    "StorageError",
     "StreamTuneError",
     "UnsupportedModelError",
     "UserError",
@@ -88,6 +90,10 @@ class RunError(StreamTuneError):
 
 class OutOfMemoryError(RunError):
     """Device or host memory ran out during a step."""
+
+
+class StorageError(RunError):
+    """The file that holds layer inputs cannot be written or read."""
 
 
 class CheckpointError(RunError):

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.masking_utils import causal_mask_function
 
+from streamtune.engine.kept import remembered
 from streamtune.engine.recognise import recognise
 from streamtune.errors import UnsupportedModelError
 from streamtune.ops import LazyMask, MaskView, prefix_attention
@@ -91,6 +92,7 @@ def attention(
         softcap=softcap,
         sinks_H=s_aux,
         dropout=dropout,
+        memory=remembered(),
     )
     return out.transpose(1, 2).contiguous(), None  # as sdpa's: some layers take a view of it
 

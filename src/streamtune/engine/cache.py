@@ -28,11 +28,12 @@ from torch import Tensor, nn
 from transformers.cache_utils import Cache
 
 from streamtune.engine.rows import PackedRows
+from streamtune.engine.storage import Block, Tier
 from streamtune.errors import UnsupportedModelError
 
 __all__ = ["ChunkCache", "KeysAndValues", "ProjectionDone", "States"]
 
-Walk = Literal["store", "project", "replay"]
+Walk = Literal["store", "project", "replay", "whole"]
 
 
 class ProjectionDone(BaseException):
@@ -51,6 +52,7 @@ class KeysAndValues:
         self.length = length
         self.widen = widen
         self.pairs: list[tuple[Tensor, Tensor]] = []
+        self.away: list[tuple[Block, Block]] = []
         self.grads: list[tuple[Tensor, Tensor]] = []
         self.updates = 0
         """Calls of ``update`` a forward of the layer makes; known once one chunk has been stored."""
@@ -73,6 +75,20 @@ class KeysAndValues:
     def release(self) -> None:
         """Free the buffers; a ``project`` walk fills them again."""
         self.pairs.clear()
+
+    def offload(self, tier: Tier) -> None:
+        """Move the buffers to a tier until they are fetched."""
+        self.away = [(tier.put(k), tier.put(v)) for k, v in self.pairs]
+        tier.settle()
+        self.pairs.clear()
+
+    def fetch(self) -> None:
+        """Bring back what was moved away."""
+        for k, v in self.away:
+            self.pairs.append((k.get(), v.get()))
+            k.free()
+            v.free()
+        self.away.clear()
 
     def prefix(self, index: int, keys: slice) -> tuple[Tensor, Tensor]:
         """Views ``[B, G, S, D]`` of the keys and values at the given positions."""
@@ -110,6 +126,8 @@ class States:
 
     def __init__(self, rows: PackedRows | None = None) -> None:
         self.rows = rows
+        self.met = False
+        """Whether the layer has any."""
         self.after: dict[int, dict[StateKey, Tensor]] = {}
         self.grads: dict[int, dict[StateKey, Tensor]] = {}
 
@@ -188,7 +206,7 @@ class ChunkCache(Cache):
         """Store or join, by walk; returns keys and values ``[B, G, S, D]`` of prefix and chunk."""
         index, self.updates = self.updates, self.updates + 1
         key_states, value_states = _attended_dtype(key_states), _attended_dtype(value_states)
-        if self.walk != "replay":
+        if self.walk in ("store", "project"):
             self.kv.write(index, self.chunk, key_states, value_states)
             if self.walk == "project" and self.updates == self.kv.updates:
                 raise ProjectionDone
@@ -292,7 +310,7 @@ class ChunkCache(Cache):
         return state if rows is None or start not in rows.starts else rows.without_begun(state, start)
 
     def _keep(self, key: StateKey, state: Tensor) -> None:
-        self.met_states = True
+        self.met_states = self.states.met = True
         if self.walk == "replay":
             self.own_states[key] = state
         elif self.walk == "store" and not self.states.row_ends(self.chunk.stop):

@@ -8,23 +8,23 @@ optimizer in the backward) fire once per layer and step, whatever the number of 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
-from streamtune.engine.ambient import Autocast, RandomState
+from streamtune.engine.ambient import RandomState
 from streamtune.engine.balance import RouterWatch
-from streamtune.engine.cache import ChunkCache, KeysAndValues, ProjectionDone, States, Walk
+from streamtune.engine.cache import ChunkCache
 from streamtune.engine.call import LayerCall
-from streamtune.engine.outputs import LayerOutputs
+from streamtune.engine.placement import Placement, Tiers, Trail
 from streamtune.engine.rows import CallFacts
-from streamtune.engine.scan import carried_scan, mixers_with_a_bare_scan
+from streamtune.engine.scan import mixers_with_a_bare_scan
 from streamtune.engine.schedule import Schedule
 from streamtune.engine.tiles import OwnAttention, is_ours
-from streamtune.engine.vjp import Along, cut, streamed_vjp
+from streamtune.engine.vjp import streamed_vjp
+from streamtune.engine.walks import LayerStream
 from streamtune.errors import ArgumentError, UnsupportedModelError
 from streamtune.ops.view import ForeignAttentionError
 
@@ -41,6 +41,9 @@ class StreamedForward:
             from ``transformers``' interface; if its first call finds that it does more, it keeps its eager one.
         watch: Listens to the layer's router, if it has one.
         facts: What the model's call says that its layers are not told; read at each call.
+        place: What the schedule means for this layer.
+        tiers: The memory of host and disk, shared by the layers of a model.
+        trail: Knows the layer before this one; shared likewise.
     """
 
     def __init__(
@@ -50,8 +53,14 @@ class StreamedForward:
         own: str | None = None,
         watch: RouterWatch | None = None,
         facts: CallFacts | None = None,
+        place: Placement | None = None,
+        tiers: Tiers | None = None,
+        trail: Trail | None = None,
     ) -> None:
         self.layer = layer
+        self.place = Placement() if place is None else place
+        self.tiers = Tiers(schedule) if tiers is None else tiers
+        self.trail = Trail() if trail is None else trail
         self.facts = CallFacts() if facts is None else facts
         self.carries_states = False
         self.watch = watch
@@ -91,20 +100,26 @@ class StreamedForward:
                     mend="pass the whole sequence without past_key_values, or call the model under torch.no_grad()",
                 )
         self._check_attention(call.length)
-        stream = _Stream(call, self)
         parameters = [p for p in self.layer.parameters() if p.requires_grad]
         inputs = [*call.tensors(), *parameters]
-        if torch.is_grad_enabled() and any(x.requires_grad for x in inputs):
-            sharing = call.sharing
-            return stream.restore(list(_StreamedLayer.apply(stream, self, *inputs)), sharing)
-        return stream.restore(stream.forward(call.tensors()), call.sharing)
+        if not (torch.is_grad_enabled() and any(x.requires_grad for x in inputs)):
+            stream = LayerStream(call, self)
+            return stream.restore(stream.forward(call.tensors()), call.sharing)
+        maker = None if self.place.begins else self.trail.maker(call.hidden)
+        stream = LayerStream(call, self, maker if maker is not None and maker.repeatable else None)
+        sharing = call.sharing
+        if self.place.whole and not (stream.rows and self.carries_states):
+            return stream.restore(stream.whole(call.tensors()), sharing)
+        outputs = list(_StreamedLayer.apply(stream, self, *inputs))
+        self.trail.note(outputs[0], stream)
+        return stream.restore(outputs, sharing)
 
     def _generate(self, call: LayerCall) -> Any:
         """The layer on its model's own cache. What it asks of its attention is found out before that is written to."""
         if self.own is None and not self.settled and call.mask is not None and call.mask.q_offset == 0:
             with RandomState.now(call.hidden.device).replayed():
                 try:
-                    _Stream(call, self).forward(call.tensors())
+                    LayerStream(call, self).forward(call.tensors())
                 except ForeignAttentionError:
                     raise
                 except UnsupportedModelError:  # what cannot be streamed may still generate
@@ -138,116 +153,12 @@ class StreamedForward:
                 )
 
 
-class _Stream:
-    """One call of one layer and all that its walks share."""
-
-    def __init__(self, call: LayerCall, owner: StreamedForward) -> None:
-        schedule = owner.schedule
-        self.call, self.length, self.owner, self.rows = call, call.length, owner, owner.facts.rows
-        self.chunks = self.rows.chunks(schedule) if self.rows and owner.carries_states else call.chunks(schedule)
-        self.keep_kv = schedule.keep_kv != "no"
-        self.widen = schedule.grad_dtype == "float32"
-        self.kv = KeysAndValues(call.length, self.widen)
-        self.states = States(self.rows)
-        self.filled: dict[Any, int] = {}
-        self.autocast = Autocast.now(call.hidden.device)
-        self.random: dict[int, RandomState] = {}
-        self.outputs = LayerOutputs(type(call.layer).__name__, call.inputs[call.hidden_name])
-        self.bare_scans, self.sums = owner.bare_scans, 0
-        self.watch = owner.watch if owner.watch is not None and owner.watch.active else None
-        self.tokens = self.watch.mask_BT if self.watch else None  # at the time of its backward there may be others
-
-    def run(self, chunk: slice, walk: Walk, x_i: list[Tensor]) -> tuple[list[Tensor], ChunkCache]:
-        """The layer on one chunk: its outputs ``z(i)``, the first ``[B, T_i, C]``, and the cache it saw."""
-        cache = ChunkCache(self.kv, self.states, chunk, self.call.first_key(chunk), walk)
-        given = dict(zip(self.call.inputs, x_i, strict=True))
-        listening: AbstractContextManager[list[Tensor]] = self.watch.listening() if self.watch else nullcontext([])
-        with carried_scan(self.bare_scans, cache), listening as heard:
-            out, filled = self.call.run(chunk, cache, given)
-        self.filled |= filled
-        sums = self.watch.sums(heard, None if self.tokens is None else self.tokens[:, chunk]) if self.watch else []
-        self.sums = len(sums)
-        return [*self.outputs.take(out, chunk, keep=walk == "store"), *sums], cache
-
-    @property
-    def along(self) -> list[Along]:
-        """How the outputs of a chunk follow the sequence: the layer's own do, its router's sums do not."""
-        return [*self.outputs.along, *[None] * self.sums]
-
-    @torch.no_grad()
-    def forward(self, inputs: Sequence[Tensor], for_backward: bool = False) -> list[Tensor]:
-        """The outputs ``z``, the first ``[B, T, C]``, chunk by chunk, first to last; behind them, what is shared."""
-        z: list[Tensor] = []
-        begin = RandomState.now(inputs[0].device) if self.rows else None
-        for chunk in self.chunks:
-            if for_backward:
-                self.random[chunk.start] = RandomState.now(inputs[0].device)
-            x_i = [cut(x, along, chunk) for x, along in zip(inputs, self.call.inputs.values(), strict=True)]
-            z_i, cache = self.run(chunk, "store", x_i)
-            if begin is not None and cache.met_states and not self.owner.carries_states:
-                self.owner.carries_states = True  # known from its first chunk on
-                return self._again(inputs, for_backward, begin)
-            if not z:
-                z = [_whole(part, along, self.length) for part, along in zip(z_i, self.along, strict=True)]
-            for whole, part, along in zip(z, z_i, self.along, strict=True):
-                whole.add_(part) if along is None else cut(whole, along, chunk).copy_(part)
-        self.owner.narrow_states = self.states.narrower_than(inputs[0].dtype)
-        shared = [buffer for index in self.filled.values() for buffer in self.kv.pairs[index]]
-        if not (for_backward and (self.keep_kv or shared)):
-            self.kv.release()
-        if not for_backward:
-            self.states.release()
-        return z + shared
-
-    def _again(self, inputs: Sequence[Tensor], for_backward: bool, begin: RandomState) -> list[Tensor]:
-        """The forward from its start, in chunks that end where packed rows do."""
-        assert self.rows is not None
-        self.chunks = self.rows.chunks(self.owner.schedule)
-        self.kv, self.states, self.random = KeysAndValues(self.length, self.widen), States(self.rows), {}
-        begin.restore()
-        return self.forward(inputs, for_backward)
-
-    def restore(self, outputs: list[Tensor], sharing: Any) -> Any:
-        """The output in the form the layer gives it; what it shares goes where the next layers look for it."""
-        own, count = len(self.outputs.along), len(self.along)
-        if self.watch:
-            self.watch.add(outputs[own:count])
-        for place, key in enumerate(self.filled):
-            sharing[key] = tuple(outputs[count + 2 * place : count + 2 * place + 2])
-        return self.outputs.restore(outputs[:own])
-
-    @torch.no_grad()
-    def project(self, inputs: Sequence[Tensor]) -> None:
-        """Fill K and V again, running the layer only until they are made. The last chunk makes its own in replay."""
-        if self.kv.pairs or not self.kv.updates:
-            return
-        for chunk in self.chunks[:-1]:
-            x_i = [cut(x, along, chunk) for x, along in zip(inputs, self.call.inputs.values(), strict=True)]
-            with self.random[chunk.start].replayed(), self.autocast.again():
-                try:
-                    self.run(chunk, "project", x_i)
-                except ProjectionDone:
-                    continue
-
-    def replay(self, chunk: slice, x_i: list[Tensor]) -> tuple[list[Tensor], ChunkCache]:
-        """The layer on one chunk with gradients, drawing the forward's random numbers again."""
-        with self.random[chunk.start].replayed(), self.autocast.again():
-            return self.run(chunk, "replay", x_i)
-
-
-def _whole(part: Tensor, along: Along, length: int) -> Tensor:
-    """Room for an output of the whole sequence, given one chunk's; zeros for a sum."""
-    if along is None:
-        return torch.zeros_like(part)
-    return part.new_empty([length if dim == along else size for dim, size in enumerate(part.shape)])
-
-
 class _StreamedLayer(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, stream: _Stream, owner: StreamedForward, *inputs: Tensor) -> tuple[Tensor, ...]:
+    def forward(ctx: Any, stream: LayerStream, owner: StreamedForward, *inputs: Tensor) -> tuple[Tensor, ...]:
         count = len(stream.call.inputs)
         outputs = stream.forward(inputs[:count], for_backward=True)
-        ctx.save_for_backward(*inputs[:count])
+        ctx.save_for_backward(*inputs[1:count])  # the first waits where the schedule says
         ctx.set_materialize_grads(False)
         ctx.stream, ctx.owner = stream, owner
         ctx.parameters = inputs[count:]
@@ -257,12 +168,12 @@ class _StreamedLayer(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *grad_outputs: Tensor | None) -> tuple[Tensor | None, ...]:
-        stream: _Stream | None = ctx.stream
+        stream: LayerStream | None = ctx.stream
         if stream is None:
             raise ArgumentError(
                 "a streamed layer can go backward once", mend="call the model again for a second backward"
             )
-        inputs = list(ctx.saved_tensors)
+        inputs = [stream.source(), *ctx.saved_tensors]
         count = len(stream.along)
 
         def run_chunk(chunk: slice, x_i: list[Tensor]) -> tuple[list[Tensor], ChunkCache]:
@@ -272,7 +183,7 @@ class _StreamedLayer(torch.autograd.Function):
                 ctx.owner.leaves_checked = True
             return z_i, cache
 
-        stream.project(inputs)
+        stream.prepare(inputs)
         for place, index in enumerate(stream.filled.values()):
             stream.kv.add_grads(index, grad_outputs[count + 2 * place : count + 2 * place + 2])
         grad_inputs, grad_parameters = streamed_vjp(
@@ -286,8 +197,7 @@ class _StreamedLayer(torch.autograd.Function):
             needs_grad=ctx.needs_input_grad[2 : 2 + len(inputs)],
             widen=stream.widen,
         )
-        stream.kv.release()
-        stream.states.release()
+        stream.release()
         ctx.stream = ctx.parameters = None
         return (None, None, *grad_inputs, *grad_parameters)
 

@@ -22,6 +22,7 @@ from streamtune.engine.balance import RouterLoss, RouterTerms, RouterWatch, bala
 from streamtune.engine.call import hands_on_cache, takes_cache
 from streamtune.engine.head import LazyLogits, StreamedHead
 from streamtune.engine.layer import StreamedForward
+from streamtune.engine.placement import Tiers, Trail, place_layers
 from streamtune.engine.preflight import check_exact
 from streamtune.engine.rows import CallFacts, PackedRows, tells_of_rows
 from streamtune.engine.schedule import Schedule
@@ -187,9 +188,17 @@ class StreamHandle:
         """The implementation that layers which compute their attention themselves keep; None where ours is used."""
         for config, _ in self._attention:
             config._attn_implementation_internal = NAME if self.own_attention is None else over(self.own_attention)
-        for layer in self.layers:
+        self.tiers, self._trail = Tiers(schedule), Trail()
+        for layer, place in zip(self.layers, place_layers(schedule, len(self.layers)), strict=True):
             layer.forward = StreamedForward(
-                layer, schedule, own=self.own_attention, watch=self.routers, facts=self.facts
+                layer,
+                schedule,
+                own=self.own_attention,
+                watch=self.routers,
+                facts=self.facts,
+                place=place,
+                tiers=self.tiers,
+                trail=self._trail,
             )
         self._hooks = [
             self.model.register_forward_pre_hook(self._before, with_kwargs=True),
@@ -307,6 +316,7 @@ class StreamHandle:
 
     def _after(self, model: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
         self.facts.rows = None
+        self._trail.clear()
         return self._with_router_loss(self._without_promise(output))
 
     def _with_router_loss(self, output: Any) -> Any:

@@ -24,8 +24,9 @@ import torch
 from torch import Tensor
 
 from streamtune.engine.cache import ChunkCache
+from streamtune.engine.storage import Source, Stored
 
-__all__ = ["Along", "RunChunk", "cut", "streamed_vjp", "sum_dtype"]
+__all__ = ["Along", "RunChunk", "cut", "part", "streamed_vjp", "sum_dtype"]
 
 Along = int | None
 """The dimension along which a tensor follows the sequence; None for a tensor of the whole sequence."""
@@ -37,7 +38,7 @@ RunChunk = Callable[[slice, list[Tensor]], tuple[list[Tensor], ChunkCache]]
 def streamed_vjp(
     run_chunk: RunChunk,
     chunks: Sequence[slice],
-    inputs: Sequence[Tensor],
+    inputs: Sequence[Source],
     inputs_along: Sequence[Along],
     parameters: Sequence[Tensor],
     grad_outputs: Sequence[Tensor | None],
@@ -53,7 +54,7 @@ def streamed_vjp(
     Args:
         run_chunk: The layer on one chunk.
         chunks: Positions, in order, covering the sequence.
-        inputs: Tensor arguments of the layer; the first is ``z_in`` ``[B, T, C]``.
+        inputs: Tensor arguments of the layer, wherever they are; the first is ``z_in`` ``[B, T, C]``.
         inputs_along: How each follows the sequence.
         parameters: The layer's trainable parameters.
         grad_outputs: dL/dz for each output z of the layer, the first ``[B, T, C]``; None where nothing used it.
@@ -65,14 +66,14 @@ def streamed_vjp(
         Gradients of ``inputs`` and of ``parameters``, each once, None where there is none.
     """
     wholes = [
-        torch.empty_like(x) if needed and along is not None else None
+        torch.empty(x.shape, dtype=x.dtype, device=x.device) if needed and along is not None else None
         for x, along, needed in zip(inputs, inputs_along, needs_grad, strict=True)
     ]
     input_sums, sums = [_Sum(x, widen) for x in inputs], [_Sum(p, widen) for p in parameters]
     for chunk in reversed(chunks):
         with torch.enable_grad():
             x_i = [
-                cut(x, along, chunk).detach().requires_grad_(needed)
+                part(x, along, chunk).detach().requires_grad_(needed)
                 for x, along, needed in zip(inputs, inputs_along, needs_grad, strict=True)
             ]
             z_i, cache = run_chunk(chunk, x_i)
@@ -90,14 +91,14 @@ def streamed_vjp(
         for x, whole, total, along in zip(x_i, wholes, input_sums, inputs_along, strict=True):
             if not x.requires_grad:
                 continue
-            part = next(grads)
+            grad = next(grads)
             if whole is None:
-                total.add(part)
+                total.add(grad)
             else:
-                cut(whole, along, chunk).copy_(part) if part is not None else cut(whole, along, chunk).zero_()
+                cut(whole, along, chunk).copy_(grad) if grad is not None else cut(whole, along, chunk).zero_()
         cache.hand_back(grads)
-        for total, part in zip(sums, grads, strict=True):
-            total.add(part)
+        for total, grad in zip(sums, grads, strict=True):
+            total.add(grad)
     grad_inputs = [
         whole if whole is not None else total.result() for whole, total in zip(wholes, input_sums, strict=True)
     ]
@@ -109,10 +110,15 @@ def cut(x: Tensor, along: Along, chunk: slice) -> Tensor:
     return x if along is None else x.narrow(along, chunk.start, chunk.stop - chunk.start)
 
 
+def part(x: Source, along: Along, chunk: slice) -> Tensor:
+    """A chunk's part of a tensor, wherever it is."""
+    return x.cut(chunk) if isinstance(x, Stored) else cut(x, along, chunk)
+
+
 class _Sum:
     """A sum over chunks, cast once at the end. The first term is kept as it is: one chunk costs no extra memory."""
 
-    def __init__(self, owner: Tensor, widen: bool) -> None:
+    def __init__(self, owner: Source, widen: bool) -> None:
         self.dtype = owner.dtype
         self.sum_dtype = sum_dtype(owner.dtype, widen)
         self.total: Tensor | None = None

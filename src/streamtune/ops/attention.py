@@ -15,7 +15,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from itertools import groupby
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -24,7 +24,7 @@ from torch.autograd.function import once_differentiable
 from streamtune.ops.kernels import Kernel, flash_kernel
 from streamtune.ops.view import MaskView, Segment, masked_score
 
-__all__ = ["prefix_attention", "prefix_attention_reference"]
+__all__ = ["Memory", "prefix_attention", "prefix_attention_reference"]
 
 TILE_ELEMENTS = 1 << 22
 """Scores the tiled formula holds at once (16 MiB in fp32), whatever the lengths are."""
@@ -40,6 +40,7 @@ def prefix_attention(
     softcap: float | None = None,
     sinks_H: Tensor | None = None,
     dropout: float = 0.0,
+    memory: Memory | None = None,
 ) -> Tensor:
     """Attention of T queries over S keys, equal to :func:`prefix_attention_reference` with ``view``'s dense mask.
 
@@ -51,13 +52,24 @@ def prefix_attention(
         softcap: ``c * tanh(score / c)`` in place of the score (Gemma 2).
         sinks_H: One more logit per head in the softmax, with no value behind it (gpt-oss).
         dropout: Probability that an attention weight is dropped; the mask is drawn again, not stored, in the backward.
+        memory: Knows the output if it was computed before, and keeps it otherwise.
 
     Returns:
         ``[B, H, T, D]`` in the dtype of ``q_BHTD``. A query that sees no key (left padding) gives zeros.
     """
     assert tuple(view.shape[2:]) == (q_BHTD.shape[2], k_BGSD.shape[2]), (view.shape, q_BHTD.shape, k_BGSD.shape)
     with torch.autocast(q_BHTD.device.type, enabled=False):  # the formula's matmuls are in the dtypes it chooses
-        return _PrefixAttention.apply(q_BHTD, k_BGSD, v_BGSD, sinks_H, view, scale, softcap, dropout)
+        return _PrefixAttention.apply(q_BHTD, k_BGSD, v_BGSD, sinks_H, view, scale, softcap, dropout, memory)
+
+
+class Memory(Protocol):
+    """Outputs and log-sum-exps of attentions that ran before."""
+
+    def recall(self) -> tuple[Tensor, Tensor] | None:
+        """o ``[B, H, T, D]`` and lse ``[B, H, T]`` of the attention that runs now, if they are known."""
+
+    def keep(self, o: Tensor, lse: Tensor) -> None:
+        """Keep them."""
 
 
 class _PrefixAttention(torch.autograd.Function):
@@ -72,21 +84,22 @@ class _PrefixAttention(torch.autograd.Function):
         scale: float,
         softcap: float | None,
         dropout: float,
+        memory: Memory | None,
     ) -> Tensor:
         seed = int(torch.randint(1 << 62, ())) if dropout else 0
         pieces = [_Piece(view, segment, scale, softcap, dropout, seed) for segment in view.segments()]
-        o, lse = _merged(pieces, q, k, v)
-        if sinks is not None:
-            total = torch.logaddexp(lse, sinks.to(lse.dtype)[None, :, None])
-            o, lse = o * (lse - total).exp()[..., None], total
-        if any(piece.segment.masked for piece in pieces):  # a query that sees no key at all gives zero, and no gradient
-            blind = lse < masked_score(lse.dtype if q.dtype == torch.bfloat16 else q.dtype) / 2
-            o, lse = o.masked_fill(blind[..., None], 0.0), lse.masked_fill(blind, float("inf"))
-        out = o.to(q.dtype)
-        # The formula takes delta from o as it was before rounding; a fused kernel wants o in the dtype of q.
-        ctx.save_for_backward(q, k, v, sinks, o if all(piece.by_formula(q, k, v) for piece in pieces) else out, lse)
+        known = None if memory is None else memory.recall()
+        if known is None:
+            o, lse = _softmax_times_v(pieces, q, k, v, sinks)
+            # The formula takes delta from o as it was before rounding; a fused kernel wants o in the dtype of q.
+            o = o if all(piece.by_formula(q, k, v) for piece in pieces) else o.to(q.dtype)
+            if memory is not None:
+                memory.keep(o, lse)
+        else:
+            o, lse = known
+        ctx.save_for_backward(q, k, v, sinks, o, lse)
         ctx.pieces, ctx.shared_keys = pieces, view.mask.block_start is not None
-        return out
+        return o.detach() if o.dtype == q.dtype else o.to(q.dtype)  # o itself may be kept, and gets no graph
 
     @staticmethod
     @once_differentiable
@@ -117,7 +130,21 @@ class _PrefixAttention(torch.autograd.Function):
             delta_BHT = (grad_o.to(lse.dtype) * o.to(lse.dtype)).sum(-1)
             p_BHT = (sinks.to(lse.dtype)[None, :, None] - lse).exp()
             grad_sinks = -(p_BHT * delta_BHT).sum((0, 2)).to(sinks.dtype)
-        return grad_q, grad_k, grad_v, grad_sinks, None, None, None, None
+        return grad_q, grad_k, grad_v, grad_sinks, None, None, None, None, None
+
+
+def _softmax_times_v(
+    pieces: list[_Piece], q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None
+) -> tuple[Tensor, Tensor]:
+    """Output and log-sum-exp of all queries, sinks and blind queries seen to."""
+    o, lse = _merged(pieces, q, k, v)
+    if sinks is not None:
+        total = torch.logaddexp(lse, sinks.to(lse.dtype)[None, :, None])
+        o, lse = o * (lse - total).exp()[..., None], total
+    if any(piece.segment.masked for piece in pieces):  # a query that sees no key at all gives zero, and no gradient
+        blind = lse < masked_score(lse.dtype if q.dtype == torch.bfloat16 else q.dtype) / 2
+        o, lse = o.masked_fill(blind[..., None], 0.0), lse.masked_fill(blind, float("inf"))
+    return o, lse
 
 
 def _merged(pieces: list[_Piece], q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:

@@ -1,0 +1,128 @@
+"""What a schedule means for each layer: where its input waits, or that it is computed again.
+
+With one level every layer stores its input. With two, layers 0, k, 2k ... do; the backward of a segment first runs the
+layers between forward once more and stores what they are given. At most ceil(L / k) + k - 1 inputs are held at a time,
+fewest for k near the square root of L (Chen et al., Training Deep Nets with Sublinear Memory Cost, arXiv 1604.06174).
+"""
+
+from __future__ import annotations
+
+import weakref
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from streamtune.engine.arena import Arena, Tally
+from streamtune.engine.disk import DiskTier
+from streamtune.engine.schedule import Schedule
+from streamtune.engine.schedule import Tier as TierName
+from streamtune.engine.storage import DeviceTier, HostTier, Tier
+
+if TYPE_CHECKING:
+    from streamtune.engine.walks import LayerStream
+
+__all__ = ["Placement", "Tiers", "Trail", "best_segment_size", "place_layers"]
+
+
+@dataclass(frozen=True)
+class Placement:
+    """What becomes of one layer's input.
+
+    Attributes:
+        whole: The layer is not streamed: it keeps all its activations.
+        begins: The input is stored in the forward; else it is computed again from that of the layer before.
+        ends: No layer behind it is computed again from this one's input.
+        tier: Where the input waits.
+    """
+
+    whole: bool = False
+    begins: bool = True
+    ends: bool = True
+    tier: TierName = "device"
+
+
+def place_layers(schedule: Schedule, count: int) -> list[Placement]:
+    """The placement of each of ``count`` layers, in order."""
+    whole = min(schedule.keep_layers, count)
+    streamed = count - whole
+    size = 1 if schedule.levels == 1 else schedule.segment_size or best_segment_size(streamed)
+    placed = [_place(schedule, index, streamed, size) for index in range(streamed)]
+    return placed + [Placement(whole=True)] * whole
+
+
+def _place(schedule: Schedule, index: int, count: int, size: int) -> Placement:
+    """Layer ``index`` of ``count`` that are streamed. On the device stay the inputs the backward wants first.
+
+    These are a segment's own, which come and go with it, and then the stored ones from the last.
+    """
+    inner = index % size
+    if inner:
+        stays = inner >= size - schedule.device_layers
+    else:
+        stored_behind = -(-count // size) - index // size
+        stays = stored_behind <= schedule.device_layers - (size - 1)
+    ends = inner == size - 1 or index == count - 1
+    return Placement(begins=inner == 0, ends=ends, tier="device" if stays else schedule.offload)
+
+
+def best_segment_size(count: int) -> int:
+    """The size of segments with which ``count`` layers hold the fewest inputs at a time."""
+    return min(range(1, max(1, count) + 1), key=lambda size: -(-count // size) + size - 1)
+
+
+class Tiers:
+    """The host and disk memory of one streamed model.
+
+    Attributes:
+        host: Bytes held in the machine's memory, those on their way to or from a file among them.
+        disk: Bytes held in the file.
+    """
+
+    def __init__(self, schedule: Schedule) -> None:
+        self.schedule = schedule
+        self.host, self.disk = Tally(), Tally()
+        self.arena = Arena(self.host)
+        self._made: dict[tuple[TierName, torch.device], Tier] = {}
+
+    def of(self, name: TierName, device: torch.device) -> Tier:
+        """The tier of that name for tensors of a device."""
+        key = (name, device)
+        if key not in self._made:
+            self._made[key] = self._make(name, device)
+        return self._made[key]
+
+    def _make(self, name: TierName, device: torch.device) -> Tier:
+        if name == "device":
+            return DeviceTier()
+        if name == "host":
+            return HostTier(device, self.arena)
+        assert self.schedule.offload_dir is not None
+        return DiskTier(device, self.schedule.offload_dir, self.arena, self.disk)
+
+
+class Trail:
+    """Which layer made the hidden states that another is given.
+
+    A layer's input can be computed again where it is, to the object, what the layer before it returned: then nothing
+    happened between the two.
+    """
+
+    def __init__(self) -> None:
+        self._last: tuple[weakref.ref[Tensor], int, LayerStream] | None = None
+
+    def note(self, output: Tensor, stream: LayerStream) -> None:
+        """``stream`` made ``output``."""
+        self._last = weakref.ref(output), output._version, stream
+
+    def maker(self, hidden: Tensor) -> LayerStream | None:
+        """The layer call that made these hidden states, if it was the one before."""
+        if self._last is None:
+            return None
+        output, version, stream = self._last
+        return stream if output() is hidden and hidden._version == version else None
+
+    def clear(self) -> None:
+        """Begin another forward."""
+        self._last = None

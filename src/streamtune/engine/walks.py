@@ -1,0 +1,274 @@
+"""One call of one decoder layer, and its walks over the chunks of its sequence.
+
+forward   first to last, no graph: the outputs, and what the backward wants kept
+again     the same with the same random numbers, only for the hidden states: the input of the next layer, where that
+          was not stored
+project   first to last, until keys and values are made
+replay    one chunk with its graph, for the backward, which goes from the last to the first
+whole     not a walk: the whole sequence with its graph, as autograd would do it
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from contextlib import AbstractContextManager, ExitStack, nullcontext
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from streamtune.engine.ambient import Autocast, RandomState
+from streamtune.engine.cache import ChunkCache, KeysAndValues, ProjectionDone, States, Walk
+from streamtune.engine.call import LayerCall
+from streamtune.engine.kept import KeptAttention
+from streamtune.engine.outputs import LayerOutputs
+from streamtune.engine.scan import carried_scan
+from streamtune.engine.storage import Source, Stored
+from streamtune.engine.storage import Tier as StorageTier
+from streamtune.engine.vjp import Along, cut, part
+from streamtune.errors import ArgumentError
+
+if TYPE_CHECKING:
+    from streamtune.engine.layer import StreamedForward
+    from streamtune.engine.schedule import Tier
+
+__all__ = ["LayerStream"]
+
+
+class LayerStream:
+    """One call of one layer and all that its walks share.
+
+    Args:
+        call: The call.
+        owner: The layer's streamed forward.
+        maker: The call that made this one's hidden states, if they may be computed again from that.
+    """
+
+    def __init__(self, call: LayerCall, owner: StreamedForward, maker: LayerStream | None = None) -> None:
+        schedule = owner.schedule
+        self.call, self.length, self.owner, self.rows = call, call.length, owner, owner.facts.rows
+        self.chunks = self.rows.chunks(schedule) if self.rows and owner.carries_states else call.chunks(schedule)
+        self.schedule, self.device = schedule, call.hidden.device
+        self.widen = schedule.grad_dtype == "float32"
+        self.kv = KeysAndValues(call.length, self.widen)
+        self.states = States(self.rows)
+        self.kept: KeptAttention | None = None
+        self.maker = maker
+        self.z_in: Tensor | Stored | None = None
+        """The layer's input, wherever it waits; None as long as it is to be computed again."""
+        self.version = 0
+        self.dropped = False
+        """Whether states, keys or values that are to be kept for the backward are still to be computed again."""
+        self.filled: dict[Any, int] = {}
+        self.autocast = Autocast.now(self.device)
+        self.random: dict[int, RandomState] = {}
+        self.outputs = LayerOutputs(type(call.layer).__name__, call.inputs[call.hidden_name])
+        self.bare_scans, self.sums = owner.bare_scans, 0
+        self.watch = owner.watch if owner.watch is not None and owner.watch.active else None
+        self.tokens = self.watch.mask_BT if self.watch else None  # at the time of its backward there may be others
+
+    @property
+    def along(self) -> list[Along]:
+        """How the outputs of a chunk follow the sequence: the layer's own do, its router's sums do not."""
+        return [*self.outputs.along, *[None] * self.sums]
+
+    @property
+    def repeatable(self) -> bool:
+        """Whether its hidden states can be computed again from its hidden states alone."""
+        return len(self.call.inputs) == 1
+
+    def run(self, chunk: slice, walk: Walk, x_i: list[Tensor]) -> tuple[list[Tensor], ChunkCache]:
+        """The layer on one chunk: its outputs ``z(i)``, the first ``[B, T_i, C]``, and the cache it saw."""
+        cache = ChunkCache(self.kv, self.states, chunk, self.call.first_key(chunk), walk)
+        given = dict(zip(self.call.inputs, x_i, strict=True))
+        listening: AbstractContextManager[list[Tensor]] = self.watch.listening() if self.watch else nullcontext([])
+        remembering = self.kept.chunk(chunk.start, last=walk == "replay") if self.kept else nullcontext()
+        with carried_scan(self.bare_scans, cache), remembering, listening as heard:
+            out, filled = self.call.run(chunk, cache, given)
+        self.filled |= filled
+        sums = self.watch.sums(heard, None if self.tokens is None else self.tokens[:, chunk]) if self.watch else []
+        self.sums = len(sums)
+        return [*self.outputs.take(out, chunk, keep=walk in ("store", "whole")), *sums], cache
+
+    # The forward.
+
+    @torch.no_grad()
+    def forward(self, inputs: Sequence[Tensor], for_backward: bool = False) -> list[Tensor]:
+        """The outputs ``z``, the first ``[B, T, C]``, chunk by chunk, first to last; behind them, what is shared."""
+        z: list[Tensor] = []
+        begin = RandomState.now(self.device) if self.rows else None
+        if for_backward:
+            self._keep_input(inputs[0])
+        for chunk in self.chunks:
+            if for_backward:
+                self.random[chunk.start] = RandomState.now(self.device)
+            x_i = [cut(x, along, chunk) for x, along in zip(inputs, self.call.inputs.values(), strict=True)]
+            if isinstance(self.z_in, Stored):
+                self.z_in.put(chunk, x_i[0])
+            z_i, cache = self.run(chunk, "store", x_i)
+            if begin is not None and cache.met_states and not self.owner.carries_states:
+                self.owner.carries_states = True  # known from its first chunk on
+                return self._anew(inputs, for_backward, begin)
+            if not z:
+                z = [_room(piece, along, self.length) for piece, along in zip(z_i, self.along, strict=True)]
+            for whole, piece, along in zip(z, z_i, self.along, strict=True):
+                whole.add_(piece) if along is None else cut(whole, along, chunk).copy_(piece)
+        if isinstance(self.z_in, Stored):
+            self.z_in.tier.settle()
+        self.owner.narrow_states = self.states.narrower_than(inputs[0].dtype)
+        shared = [buffer for index in self.filled.values() for buffer in self.kv.pairs[index]]
+        self._keep_rest(for_backward, again=False, shared=bool(shared))
+        return z + shared
+
+    def _anew(self, inputs: Sequence[Tensor], for_backward: bool, begin: RandomState) -> list[Tensor]:
+        """The forward from its start, in chunks that end where packed rows do."""
+        assert self.rows is not None
+        self.chunks = self.rows.chunks(self.owner.schedule)
+        self.kv, self.states, self.random = KeysAndValues(self.length, self.widen), States(self.rows), {}
+        begin.restore()
+        return self.forward(inputs, for_backward)
+
+    def whole(self, inputs: Sequence[Tensor]) -> list[Tensor]:
+        """The outputs of the layer as autograd would compute them, with all their activations; and what is shared."""
+        z, cache = self.run(slice(0, self.length), "whole", list(inputs))
+        return z + [cache.own[2 * index + place] for index in self.filled.values() for place in (0, 1)]
+
+    def restore(self, outputs: list[Tensor], sharing: Any) -> Any:
+        """The output in the form the layer gives it; what it shares goes where the next layers look for it."""
+        own, count = len(self.outputs.along), len(self.along)
+        if self.watch:
+            self.watch.add(outputs[own:count])
+        for place, key in enumerate(self.filled):
+            sharing[key] = tuple(outputs[count + 2 * place : count + 2 * place + 2])
+        return self.outputs.restore(outputs[:own])
+
+    # What is kept in between.
+
+    def _tier(self, name: Tier) -> StorageTier:
+        return self.owner.tiers.of(name, self.device)
+
+    def _keep_input(self, hidden: Tensor) -> None:
+        """Decide where the input waits; chunks go there as they are worked on."""
+        place, kept = self.owner.place, self.schedule.keep_attention
+        if kept != "no":
+            self.kept = KeptAttention(self._tier(kept))
+        if self.maker is not None:
+            self.z_in = None
+        elif place.tier == "device":
+            self.z_in, self.version = hidden.detach(), hidden._version
+        else:
+            self.z_in = self._store(place.tier, hidden)
+
+    def _store(self, name: Tier, like: Source) -> Stored:
+        along = self.call.inputs[self.call.hidden_name]
+        assert along is not None, "hidden states follow the sequence"
+        return Stored(self._tier(name), like, along)
+
+    def _keep_rest(self, for_backward: bool, again: bool, shared: bool = False) -> None:
+        """Let go of keys, values and states that the backward does not want, or that will be computed again for it."""
+        self.dropped = for_backward and not again and not self.owner.place.ends
+        wanted = for_backward and not self.dropped
+        if not (for_backward and shared) and not (wanted and self.schedule.keep_kv != "no"):
+            self.kv.release()
+        elif self.schedule.keep_kv == "host" and not shared:
+            self.kv.offload(self._tier("host"))
+        if not wanted:
+            self.states.release()
+
+    # The backward.
+
+    def source(self) -> Source:
+        """The layer's input. What was not stored is computed again, with that of all layers before it in the segment.
+
+        Raises:
+            ArgumentError: It was changed since the forward.
+        """
+        todo: list[LayerStream] = []
+        stream = self
+        while stream.z_in is None:
+            assert stream.maker is not None
+            todo.append(stream)
+            stream = stream.maker
+        for later in reversed(todo):
+            source = stream._stored_input()
+            later.z_in = later._store(later.owner.place.tier, source)
+            stream.again(source, later.z_in)
+            later.maker = None
+            stream = later
+        return self._stored_input()
+
+    def _stored_input(self) -> Source:
+        assert self.z_in is not None
+        if isinstance(self.z_in, Tensor) and self.z_in._version != self.version:
+            raise ArgumentError(
+                f"the input of {type(self.call.layer).__name__} was changed in place after it had been read",
+                mend="change a copy of the hidden states",
+            )
+        return self.z_in
+
+    def prepare(self, inputs: Sequence[Source]) -> None:
+        """Make ready what the replay of any chunk reads of those before it."""
+        if self.dropped and (self.states.met or self.schedule.keep_kv != "no"):
+            self.again(inputs[0], None)
+        self.kv.fetch()
+        self.project(inputs)
+        for kept in (inputs[0], self.kept):
+            if isinstance(kept, Stored | KeptAttention):
+                kept.expect(self.chunks[::-1])
+
+    @torch.no_grad()
+    def again(self, z_in: Source, into: Stored | None) -> None:
+        """The forward once more, from the same input with the same random numbers; its hidden states go ``into``."""
+        if isinstance(z_in, Stored):
+            z_in.expect(self.chunks)
+        along = self.call.inputs[self.call.hidden_name]
+        for chunk in self.chunks:
+            with self._as_before(chunk):
+                z_i, _ = self.run(chunk, "store", [part(z_in, along, chunk)])
+            if into is not None:
+                into.put(chunk, z_i[0])
+        if into is not None:
+            into.tier.settle()
+        self._keep_rest(for_backward=True, again=True)
+
+    @torch.no_grad()
+    def project(self, inputs: Sequence[Source]) -> None:
+        """Fill K and V again, running the layer only until they are made. The last chunk makes its own in replay."""
+        if self.kv.pairs or not self.kv.updates:
+            return
+        if isinstance(inputs[0], Stored):
+            inputs[0].expect(self.chunks)
+        for chunk in self.chunks[:-1]:
+            x_i = [part(x, along, chunk) for x, along in zip(inputs, self.call.inputs.values(), strict=True)]
+            with self._as_before(chunk):
+                try:
+                    self.run(chunk, "project", x_i)
+                except ProjectionDone:
+                    continue
+
+    def replay(self, chunk: slice, x_i: list[Tensor]) -> tuple[list[Tensor], ChunkCache]:
+        """The layer on one chunk with gradients, drawing the forward's random numbers again."""
+        with self._as_before(chunk):
+            return self.run(chunk, "replay", x_i)
+
+    def _as_before(self, chunk: slice) -> ExitStack:
+        """The random numbers and the autocast of the forward."""
+        stack = ExitStack()
+        stack.enter_context(self.random[chunk.start].replayed())
+        stack.enter_context(self.autocast.again())
+        return stack
+
+    def release(self) -> None:
+        """The backward is done."""
+        self.kv.release()
+        self.states.release()
+        if isinstance(self.z_in, Stored):
+            self.z_in.release()
+        self.z_in = self.maker = self.kept = None
+
+
+def _room(piece: Tensor, along: Along, length: int) -> Tensor:
+    """Room for an output of the whole sequence, given one chunk's; zeros for a sum."""
+    if along is None:
+        return torch.zeros_like(piece)
+    return piece.new_empty([length if dim == along else size for dim, size in enumerate(piece.shape)])
