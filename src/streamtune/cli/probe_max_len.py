@@ -12,13 +12,13 @@ from rich.table import Table
 from rich.text import Text
 
 from streamtune.recipe import load_recipe
+from streamtune.sizes import parse_size, show_size
 
 from .console import err, out, print_json, print_note, print_rows
 from .options import JsonOption, RecipeArgument, SetOption
-from .units import format_bytes, parse_bytes
 
 if TYPE_CHECKING:
-    from streamtune.plan import Limit, ProbeReport
+    from streamtune.plan import Limit, ProbeReport, Trial
 
 __all__ = ["probe_max_len"]
 
@@ -74,7 +74,7 @@ def probe_max_len(
     system kills, is a trial that failed.
     """
     sizes = [
-        None if text is None else parse_bytes(text, option)
+        None if text is None else parse_size(text, where=option)
         for option, text in (
             ("--device-memory", device_memory),
             ("--host-memory", host_memory),
@@ -101,7 +101,9 @@ def probe_max_len(
             trial_seconds=trial_timeout,
             margin=margin,
         )
-        report, interrupted = probe_recipe(loaded, options, notify=status.update if err.is_terminal else err.print)
+        report, interrupted = probe_recipe(
+            loaded, options, notify=status.update if err.is_terminal else _say_nothing, tried=_print_trial
+        )
     folder = output_dir or Path(loaded.recipe.output_dir)
     folder.mkdir(parents=True, exist_ok=True)
     document = report.to_json()
@@ -118,9 +120,36 @@ def probe_max_len(
 
 def _title(report: ProbeReport) -> str:
     task = report.task
-    budget = f" in {format_bytes(report.device_bytes)}" if report.device_bytes else ""
+    budget = f" in {show_size(report.device_bytes)}" if report.device_bytes else ""
     what = "Longest sequence" if task.scaled == "length" else f"Largest batch of {task.fixed:,} tokens"
     return f"{what}{budget}, {task.objective}, {task.method}d"
+
+
+def _say_nothing(message: str) -> None:
+    """A log has the trials; what goes on within one is for who watches."""
+
+
+def _print_trial(trial: Trial) -> None:
+    """One line on stderr for a trial that is over."""
+    shape, outcome = trial.shape, trial.outcome
+    peak = outcome.peak_bytes
+    if not err.is_terminal:
+        pairs: dict[str, object] = {
+            "mode": shape.mode,
+            "length": shape.length,
+            "batch_size": shape.batch_size,
+            "fits": outcome.fits,
+        }
+        more = {"peak_bytes": peak, "step_s": outcome.step_seconds and round(outcome.step_seconds, 3)}
+        pairs |= {key: value for key, value in more.items() if value is not None}
+        line = " ".join(f"{key}={str(value).lower()}" for key, value in pairs.items())
+        err.print(Text(line + ("" if outcome.fits else f' reason="{outcome.reason}"')), soft_wrap=True)
+        return
+    rows = f"{shape.batch_size:,} x " if shape.batch_size > 1 else ""
+    mark = ("fits", "green") if outcome.fits else ("no  ", "red")
+    why = show_size(peak) if outcome.fits and peak else outcome.reason
+    amount = f"{rows}{shape.length:,} tokens"
+    err.print(Text.assemble(f"{shape.mode:<10} {amount:>18}  ", mark, f"  {why}"), overflow="ellipsis", no_wrap=True)
 
 
 def _print_report(report: ProbeReport, folder: Path) -> None:
@@ -130,8 +159,9 @@ def _print_report(report: ProbeReport, folder: Path) -> None:
     for mode, limit in report.limits.items():
         if limit.trial is not None and limit.trial.outcome.terms and mode == "stream":
             terms = limit.trial.outcome.terms.items()
-            rows.append(("memory", ", ".join(f"{name} {format_bytes(size)}" for name, size in terms if size)))
-    rows += [("ended by", _ended_by(limit)) for limit in report.limits.values()]
+            rows.append(("memory", ", ".join(f"{name} {show_size(size)}" for name, size in terms if size)))
+    for limit in report.limits.values():
+        rows.append(("stopped" if limit.mode == "stream" else "", _stopped_by(limit)))
     if report.env:
         rows.append(("on", f"{report.env['device']}, {report.env['threads']} threads, torch {report.env['torch']}"))
     rows.append(("written", f"{folder / 'probe.json'}, {folder / 'probe.png'}"))
@@ -146,7 +176,7 @@ def _table(report: ProbeReport) -> Table:
     table.add_column("")
     for name in (
         f"longest, {scaled}" if scaled == "tokens" else "largest, rows",
-        "ours",
+        "ours is",
         "peak",
         "host",
         "s/step",
@@ -162,8 +192,8 @@ def _table(report: ProbeReport) -> Table:
             NAMES[mode],
             _count(limit),
             f"{streamed / limit.fits:.2f}x" if limit.fits and mode != "stream" else "",
-            format_bytes(outcome.peak_bytes) if outcome and outcome.peak_bytes else "",
-            format_bytes(outcome.host_bytes) if outcome and outcome.host_bytes else "",
+            show_size(outcome.peak_bytes) if outcome and outcome.peak_bytes else "",
+            show_size(outcome.host_bytes) if outcome and outcome.host_bytes else "",
             f"{outcome.step_seconds:.2f}" if outcome and outcome.step_seconds else "",
             str(sum(trial.shape.mode == mode for trial in report.trials)),
             style="bold" if mode == "stream" else None,
@@ -177,7 +207,7 @@ def _count(limit: Limit) -> Text:
     return Text(f"{limit.fits:,}" if limit.complete else f">= {limit.fits:,}")
 
 
-def _ended_by(limit: Limit) -> str:
+def _stopped_by(limit: Limit) -> str:
     if limit.failed is None:
         return f"{NAMES[limit.mode]}: the end of the range"
-    return f"{NAMES[limit.mode]} at {limit.fails:,}: {limit.failed.outcome.reason}"
+    return f"{NAMES[limit.mode]} at {limit.fails:,}, {limit.failed.outcome.reason}"

@@ -6,7 +6,7 @@ processes of their own, :func:`streamtune.plan.simulate.simulate` walks them wit
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any, Literal
 
@@ -145,14 +145,19 @@ def measured(prepare: PrepareStep, task: ProbeTask, *, seconds: float, margin: f
 
 
 def run_probe(
-    task: ProbeTask, run: RunTrial, *, notify: Callable[[str], None] = lambda message: None
+    task: ProbeTask,
+    run: RunTrial,
+    *,
+    notify: Callable[[str], None] = lambda message: None,
+    tried: Callable[[Trial], None] = lambda trial: None,
 ) -> tuple[ProbeReport, bool]:
     """Search every mode; a trial that fails, however it does, is only that.
 
     Args:
         task: What is looked for.
         run: Makes a trial.
-        notify: Told what is being tried and what is known so far.
+        notify: Told what is being tried, how far it is, and what is known to fit.
+        tried: Told every trial when it is over.
 
     Returns:
         The report, and whether Ctrl-C ended it: then it holds what was known by then.
@@ -160,13 +165,20 @@ def run_probe(
     report = ProbeReport(task)
     try:
         for mode in task.modes:
-            _search(task, mode, run, report, notify)
+            _search(task, mode, run, report, notify, tried)
     except KeyboardInterrupt:
         return report, True
     return report, False
 
 
-def _search(task: ProbeTask, mode: Mode, run: RunTrial, report: ProbeReport, notify: Callable[[str], None]) -> None:
+def _search(
+    task: ProbeTask,
+    mode: Mode,
+    run: RunTrial,
+    report: ProbeReport,
+    notify: Callable[[str], None],
+    tried: Callable[[Trial], None],
+) -> None:
     def attempt(number: int) -> Attempt:
         shape = task.shape(mode, number)
         known = report.limits[mode]
@@ -177,6 +189,7 @@ def _search(task: ProbeTask, mode: Mode, run: RunTrial, report: ProbeReport, not
         trial = Trial(shape, outcome)
         report.trials.append(trial)
         report.limits[mode] = _updated(known, number, trial)
+        tried(trial)
         return Attempt(outcome.fits, _filled(outcome, report))
 
     report.limits[mode] = Limit(mode)
@@ -222,12 +235,3 @@ class _Sayer:
     def __call__(self, phase: str) -> None:
         known = f" (fits: {self.fits:,} {'tokens' if self.scaled == 'length' else 'rows'})" if self.fits else ""
         self.notify(f"{self.trying}{f': {phase}' if phase else ''}{known}")
-
-
-def smallest_failure(report: ProbeReport, modes: Sequence[Mode]) -> Trial | None:
-    """The failure at the smallest number of the first mode in which nothing fits; None where all have something."""
-    for mode in modes:
-        limit = report.limits.get(mode)
-        if limit is not None and not limit.fits and limit.failed is not None:
-            return limit.failed
-    return None

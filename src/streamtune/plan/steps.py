@@ -21,15 +21,17 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from streamtune.engine import StreamHandle, decoder_layers
+from streamtune.engine.arena import Tally
+from streamtune.engine.storage import is_host_storage
+from streamtune.errors import OutOfMemoryError
 from streamtune.plan.memory import LiveBytes, held_tensors
 from streamtune.plan.subject import Mode
+from streamtune.sizes import show_size
 
 __all__ = ["PrepareStep", "Shape", "StepBudget", "TrainingStep", "serve", "use_checkpointing"]
 
 STEPS = 2
 """The first makes the optimizer's state, which is there during the second."""
-
-GIB = 1 << 30
 
 
 @dataclass(frozen=True)
@@ -72,11 +74,15 @@ PrepareStep = Callable[[Shape], TrainingStep]
 
 
 class BudgetExceededError(MemoryError):
-    """Raised inside a step at the allocation that crosses the budget."""
+    """Raised inside a step at the allocation that crosses the budget of a tier: device, host or disk."""
+
+    def __init__(self, tier: str, limit: int) -> None:
+        super().__init__(f"{tier} memory: the step takes more than {show_size(limit)}")
+        self.tier = tier
 
 
 class _Budgeted(LiveBytes):
-    """Follows live bytes and breaks off where they cross a budget."""
+    """Follows live bytes and breaks off where they, or what the engine keeps elsewhere, cross a budget."""
 
     def __init__(self, step: TrainingStep, budget: StepBudget) -> None:
         super().__init__(step.model, decoder_layers(step.model))
@@ -90,18 +96,25 @@ class _Budgeted(LiveBytes):
         super().__enter__()
         return self
 
-    def _meet(self, tensor: Tensor) -> None:
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
         before = self.peak
-        super()._meet(tensor)
+        out = super().__torch_dispatch__(func, types, args, kwargs)
         if self.peak > before:
             self.at_peak = dict(self.live)
         self._compare("device", self.weights + sum(self.live.values()), self._budget.device_bytes)
-        for name, (live, _), limit in _tiers(self._step.handle, self._budget):
-            self._compare(name, live, limit)
+        for name, tally, limit in _tiers(self._step.handle, self._budget):
+            self._compare(name, tally.live_bytes, limit)
+        return out
+
+    def _meet(self, tensor: Tensor) -> None:
+        if not is_host_storage(tensor.untyped_storage()):  # the machine's memory, though here the device's as well
+            super()._meet(tensor)
 
     def _compare(self, name: str, live: int, limit: int | None) -> None:
         if limit is not None and live > limit:
-            raise BudgetExceededError(f"{name} memory: the step takes more than {limit / GIB:.2f} GiB")
+            raise BudgetExceededError(name, limit)
 
     def terms(self) -> dict[str, int]:
         """Device bytes at the peak by what they are. The optimizer is asked for its own: they look like activations."""
@@ -153,7 +166,7 @@ def _step_on_accelerator(
     weights = _distinct_bytes(held_tensors(step.model))
     said["terms"], said["peak_bytes"] = {"weights": weights}, weights
     if weights > limit:
-        raise BudgetExceededError(f"device memory: the weights alone take more than {limit / GIB:.2f} GiB")
+        raise BudgetExceededError("device", limit)
     torch.cuda.empty_cache()  # what loading left behind would count
     torch.cuda.set_per_process_memory_fraction(min(1.0, limit / total), device)
     torch.cuda.reset_peak_memory_stats(device)
@@ -165,9 +178,9 @@ def _step_on_accelerator(
         said["peak_bytes"] = peak
         said["terms"] = {"weights": weights, "optimizer": state, "gradients and activations": peak - weights - state}
         said.update(_tier_peaks(step, budget))
-    for name, (_, peak), most in _tiers(step.handle, budget):
-        if most is not None and peak > most:
-            raise BudgetExceededError(f"{name} memory: the step takes more than {most / GIB:.2f} GiB")
+    for name, tally, most in _tiers(step.handle, budget):
+        if most is not None and tally.peak_bytes > most:
+            raise BudgetExceededError(name, most)
 
 
 def _run(step: TrainingStep, tell: Callable[[str], None], synchronize: Callable[[], None]) -> float:
@@ -182,19 +195,16 @@ def _run(step: TrainingStep, tell: Callable[[str], None], synchronize: Callable[
     return time.perf_counter() - started
 
 
-def _tiers(handle: StreamHandle | None, budget: StepBudget) -> list[tuple[str, tuple[int, int], int | None]]:
-    """Name, bytes alive and at their most, and the budget, of where the engine keeps what is not on the device."""
-    tiers = getattr(handle, "tiers", None)
-    if tiers is None:
+def _tiers(handle: StreamHandle | None, budget: StepBudget) -> list[tuple[str, Tally, int | None]]:
+    """Name, bytes and budget of where the engine keeps what is not on the device."""
+    if handle is None:
         return []
-    return [
-        ("host", (tiers.host.live_bytes, tiers.host.peak_bytes), budget.host_bytes),
-        ("disk", (tiers.disk.live_bytes, tiers.disk.peak_bytes), budget.disk_bytes),
-    ]
+    tiers = handle.tiers
+    return [("host", tiers.host, budget.host_bytes), ("disk", tiers.disk, budget.disk_bytes)]
 
 
 def _tier_peaks(step: TrainingStep, budget: StepBudget) -> dict[str, int]:
-    return {f"{name}_bytes": peak for name, (_, peak), _ in _tiers(step.handle, budget)}
+    return {f"{name}_bytes": tally.peak_bytes for name, tally, _ in _tiers(step.handle, budget)}
 
 
 def _explain(error: BaseException) -> dict[str, Any]:
@@ -202,12 +212,14 @@ def _explain(error: BaseException) -> dict[str, Any]:
     chain: BaseException | None = error  # the loop wraps a lack of memory in words of its own
     while chain is not None:
         if isinstance(chain, BudgetExceededError):
-            return {"cause": str(chain).partition(" ")[0] + " memory", "reason": str(chain)}
+            return {"cause": f"{chain.tier} memory", "reason": str(chain)}
         if isinstance(chain, torch.OutOfMemoryError):
             return {"cause": "device memory", "reason": "device memory: the allocator has no more to give"}
         if isinstance(chain, MemoryError) or "can't allocate memory" in str(chain):
             return {"cause": "host memory", "reason": "host memory: the system has no more to give"}
         chain = chain.__cause__ or chain.__context__
+    if isinstance(error, OutOfMemoryError):  # the engine's own, of the host
+        return {"cause": "host memory", "reason": error.what}
     first = (str(error).strip().splitlines() or [""])[0]
     reason = f"{type(error).__name__}: {first}".removesuffix(": ")
     return {"cause": "crash", "reason": reason, "detail": "".join(traceback.format_exception(error))}

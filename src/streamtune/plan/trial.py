@@ -23,16 +23,15 @@ import psutil
 from streamtune.plan.host import free_host_bytes, reserved_host_bytes
 from streamtune.plan.steps import PrepareStep, Shape, StepBudget, serve
 from streamtune.quiet import packed_call, run_packed
+from streamtune.sizes import show_size
 
 __all__ = ["Cause", "Outcome", "run_trial"]
 
-Cause = Literal["", "device memory", "host memory", "time", "crash"]
+Cause = Literal["", "device memory", "host memory", "disk memory", "time", "crash"]
 """Why a trial failed; empty where it did not."""
 
 POLL_SECONDS = 0.02
 """How often the process is looked at: memory is filled at some 5 GB/s, so within 0.1 GB."""
-
-GIB = 1 << 30
 
 
 @dataclass(frozen=True)
@@ -137,14 +136,10 @@ class _Watch:
         if self.killed:
             return
         if self.rss > self._most:
-            reason = (
-                f"host memory: the process took {self.rss / GIB:.2f} GiB of the {self._most / GIB:.2f} GiB there are"
-            )
+            reason = f"host memory: the process took {show_size(self.rss)} of the {show_size(self._most)} there are"
             self._kill("host memory", reason)
         elif psutil.virtual_memory().available < self._reserve // 2:
-            self._kill(
-                "host memory", f"host memory: less than {self._reserve / 2 / GIB:.2f} GiB of the machine is left"
-            )
+            self._kill("host memory", f"host memory: less than {show_size(self._reserve / 2)} of the machine is left")
         elif time.monotonic() - self._started > self._seconds:
             self._kill("time", f"not done after {self._seconds:g} s")
 

@@ -22,6 +22,7 @@ from streamtune.recipe.build import blame_recipe, choose_device, choose_quantiza
 from streamtune.recipe.build_steps import OBJECTIVES, prepare_step
 from streamtune.recipe.loader import LoadedRecipe
 from streamtune.recipe.schema import Recipe
+from streamtune.sizes import show_size
 
 __all__ = ["ProbeOptions", "probe_recipe"]
 
@@ -35,8 +36,6 @@ FIRST_LENGTH = 2048
 
 MOST = 1 << 27
 """Tokens beyond which nothing is looked for."""
-
-GIB = 1 << 30
 
 
 @dataclass(frozen=True)
@@ -62,14 +61,19 @@ class ProbeOptions:
 
 
 def probe_recipe(
-    loaded: LoadedRecipe, options: ProbeOptions, *, notify: Callable[[str], None] = lambda message: None
+    loaded: LoadedRecipe,
+    options: ProbeOptions,
+    *,
+    notify: Callable[[str], None] = lambda message: None,
+    tried: Callable[[Trial], None] = lambda trial: None,
 ) -> tuple[ProbeReport, bool]:
     """Find the longest sequence (or the largest batch) that the recipe can train.
 
     Args:
         loaded: The recipe.
         options: What is looked for, and the budget.
-        notify: Told what is being tried.
+        notify: Told what is being tried and how far it is.
+        tried: Told every trial when it is over.
 
     Returns:
         The report, and whether Ctrl-C ended the search.
@@ -86,7 +90,7 @@ def probe_recipe(
         task = _make_task(recipe, options, device)
         prepare = partial(prepare_step, recipe, options.objective, str(device))
         run = measured(prepare, task, seconds=options.trial_seconds, margin=options.margin)
-        report, interrupted = run_probe(task, run, notify=notify)
+        report, interrupted = run_probe(task, run, notify=notify, tried=tried)
         limit = report.limits.get("stream")
         if limit is not None and limit.complete and not limit.fits and limit.failed is not None:
             notify("what the smallest needs")
@@ -124,6 +128,10 @@ def _check(options: ProbeOptions) -> None:
         )
     if options.length is not None and options.length < 2:
         raise ArgumentError(f"a sequence has two tokens or more, not {options.length}", where="--length")
+    sizes = {"--device-memory": options.device_bytes, "--disk-memory": options.disk_bytes}
+    for name, size in sizes.items():
+        if size == 0:
+            raise ArgumentError("nothing fits into no memory", where=name)
     if options.trial_seconds <= 0:
         raise ArgumentError("a trial takes more than no time", where="--trial-timeout")
     if not 0 <= options.margin < 1:
@@ -177,7 +185,7 @@ def _budget_here(options: ProbeOptions, device: torch.device) -> int | None:
             if size
         )
         raise ArgumentError(
-            f"the trials may take {wanted / GIB:.1f} GiB of this machine's memory, and {max(free, 0) / GIB:.1f} GiB "
+            f"the trials may take {show_size(wanted)} of this machine's memory, and {show_size(max(free, 0))} "
             "are free: it would swap",
             where=names,
             mend="ask for less, close other programs, or use --method simulate, which takes no memory",
@@ -214,13 +222,11 @@ def _nothing_fits(recipe: Recipe, task: ProbeTask, failed: Trial, needed: Outcom
     terms = {name: size for name, size in known.terms.items() if size}
     if terms:
         largest = max(terms, key=lambda name: terms[name])
-        parts = ", ".join(f"{name} {size / GIB:.3g} GiB" for name, size in terms.items())
+        parts = ", ".join(f"{name} {show_size(size)}" for name, size in terms.items())
         what += f"; the largest term is {largest} ({parts})"
     mends = []
     if needed is not None and needed.peak_bytes is not None:
-        mends.append(
-            f"--device-memory {needed.peak_bytes / GIB * 1.01:.2f}GiB would hold these {shape.length:,} tokens"
-        )
+        mends.append(f"{show_size(needed.peak_bytes)} on the device would hold {tried}")
     mends += _smaller(recipe, known.terms, task)
     mends.append("larger chunks never help")
     return ArgumentError(what, mend="; ".join(mends))
