@@ -22,9 +22,10 @@ from streamtune.engine.placement import Placement, Tiers, Trail
 from streamtune.engine.rows import CallFacts
 from streamtune.engine.scan import mixers_with_a_bare_scan
 from streamtune.engine.schedule import Schedule
+from streamtune.engine.storage import Stored
 from streamtune.engine.tiles import OwnAttention, is_ours
 from streamtune.engine.vjp import streamed_vjp
-from streamtune.engine.walks import LayerStream
+from streamtune.engine.walks import LayerStream, placeholder
 from streamtune.errors import ArgumentError, UnsupportedModelError
 from streamtune.ops.view import ForeignAttentionError
 
@@ -105,11 +106,13 @@ class StreamedForward:
         if not (torch.is_grad_enabled() and any(x.requires_grad for x in inputs)):
             stream = LayerStream(call, self)
             return stream.restore(stream.forward(call.tensors()), call.sharing)
-        maker = None if self.place.begins else self.trail.maker(call.hidden)
-        stream = LayerStream(call, self, maker if maker is not None and maker.repeatable else None)
+        before = self.trail.maker(call.hidden)
+        again = before is not None and before.repeatable and not self.place.begins
+        stream = LayerStream(call, self, before if again else None)
         sharing = call.sharing
         if self.place.whole and not (stream.rows and self.carries_states):
             return stream.restore(stream.whole(call.tensors()), sharing)
+        stream.giver = before if self.schedule.stream_grads and call.hidden.requires_grad else None
         outputs = list(_StreamedLayer.apply(stream, self, *inputs))
         self.trail.note(outputs[0], stream)
         return stream.restore(outputs, sharing)
@@ -186,17 +189,26 @@ class _StreamedLayer(torch.autograd.Function):
         stream.prepare(inputs)
         for place, index in enumerate(stream.filled.values()):
             stream.kv.add_grads(index, grad_outputs[count + 2 * place : count + 2 * place + 2])
+        grad_z = stream.grad_out(grad_outputs[0])
+        if isinstance(grad_z, Stored):
+            grad_z.expect(stream.chunks[::-1])
+        own, giver = grad_z is not grad_outputs[0], stream.giver
         grad_inputs, grad_parameters = streamed_vjp(
             run_chunk,
             stream.chunks,
             inputs,
             list(stream.call.inputs.values()),
             ctx.parameters,
-            grad_outputs[:count],
+            [grad_z, *grad_outputs[1:count]],
             stream.along,
             needs_grad=ctx.needs_input_grad[2 : 2 + len(inputs)],
             widen=stream.widen,
+            into=None if giver is None else giver.room_for_grad(inputs[0], grad_z if own else None),
         )
+        if giver is not None:
+            grad_inputs[0] = placeholder(inputs[0])
+        if isinstance(grad_z, Stored):
+            grad_z.release()
         stream.release()
         ctx.stream = ctx.parameters = None
         return (None, None, *grad_inputs, *grad_parameters)

@@ -110,19 +110,15 @@ class Trail:
     """
 
     def __init__(self) -> None:
-        self._last: tuple[weakref.ref[Tensor], int, LayerStream] | None = None
+        self._last: tuple[weakref.ref[Tensor], int, weakref.ref[LayerStream]] | None = None
 
     def note(self, output: Tensor, stream: LayerStream) -> None:
         """``stream`` made ``output``."""
-        self._last = weakref.ref(output), output._version, stream
+        self._last = weakref.ref(output), output._version, weakref.ref(stream)
 
     def maker(self, hidden: Tensor) -> LayerStream | None:
         """The layer call that made these hidden states, if it was the one before."""
         if self._last is None:
             return None
         output, version, stream = self._last
-        return stream if output() is hidden and hidden._version == version else None
-
-    def clear(self) -> None:
-        """Begin another forward."""
-        self._last = None
+        return stream() if output() is hidden and hidden._version == version else None

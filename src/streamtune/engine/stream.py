@@ -23,6 +23,7 @@ from streamtune.engine.call import hands_on_cache, takes_cache
 from streamtune.engine.head import LazyLogits, StreamedHead
 from streamtune.engine.layer import StreamedForward
 from streamtune.engine.placement import Tiers, Trail, place_layers
+from streamtune.engine.pointwise import StreamedNorm, norms_outside
 from streamtune.engine.preflight import check_exact
 from streamtune.engine.rows import CallFacts, PackedRows, tells_of_rows
 from streamtune.engine.schedule import Schedule
@@ -200,6 +201,9 @@ class StreamHandle:
                 tiers=self.tiers,
                 trail=self._trail,
             )
+        self._norms = norms_outside(_owners(self.model, self.layers)[-1], self.layers)
+        for norm in self._norms:
+            norm.forward = StreamedNorm(norm, schedule, self.tiers, self._trail)
         self._hooks = [
             self.model.register_forward_pre_hook(self._before, with_kwargs=True),
             self.model.register_forward_hook(self._after, always_call=True),
@@ -252,11 +256,13 @@ class StreamHandle:
         for layer in self.layers:
             if isinstance(layer.__dict__.get("forward"), StreamedForward):
                 del layer.forward
+        for norm in self._norms:
+            del norm.forward
         for config, implementation in self._attention:
             config._attn_implementation_internal = implementation
         for module in self._checkpointing:
             module.gradient_checkpointing = True
-        self._hooks, self._attention, self.layers, self._checkpointing = [], [], [], set()
+        self._hooks, self._attention, self._norms, self.layers, self._checkpointing = [], [], [], [], set()
 
     def __enter__(self) -> StreamHandle:
         return self
@@ -316,7 +322,6 @@ class StreamHandle:
 
     def _after(self, model: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
         self.facts.rows = None
-        self._trail.clear()
         return self._with_router_loss(self._without_promise(output))
 
     def _with_router_loss(self, output: Any) -> Any:

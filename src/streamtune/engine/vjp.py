@@ -17,13 +17,13 @@ is the same for each of them.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import repeat
+from typing import Protocol
 
 import torch
 from torch import Tensor
 
-from streamtune.engine.cache import ChunkCache
 from streamtune.engine.storage import Source, Stored
 
 __all__ = ["Along", "RunChunk", "cut", "part", "streamed_vjp", "sum_dtype"]
@@ -31,7 +31,22 @@ __all__ = ["Along", "RunChunk", "cut", "part", "streamed_vjp", "sum_dtype"]
 Along = int | None
 """The dimension along which a tensor follows the sequence; None for a tensor of the whole sequence."""
 
-RunChunk = Callable[[slice, list[Tensor]], tuple[list[Tensor], ChunkCache]]
+
+class Boundary(Protocol):
+    """What a chunk shares with its neighbours."""
+
+    @property
+    def leaves(self) -> list[Tensor]:
+        """What it read of earlier chunks."""
+
+    def handed_on(self) -> Iterable[tuple[Tensor, Tensor]]:
+        """What later chunks read of it, each with its gradient."""
+
+    def hand_back(self, grads: Iterator[Tensor | None]) -> None:
+        """Take the gradients of ``leaves`` to the chunks that made them."""
+
+
+RunChunk = Callable[[slice, list[Tensor]], tuple[list[Tensor], Boundary]]
 """``(chunk, x(i)) -> (z(i), cache)``: the layer on one chunk, in ``replay``."""
 
 
@@ -41,11 +56,12 @@ def streamed_vjp(
     inputs: Sequence[Source],
     inputs_along: Sequence[Along],
     parameters: Sequence[Tensor],
-    grad_outputs: Sequence[Tensor | None],
+    grad_outputs: Sequence[Source | None],
     outputs_along: Sequence[Along],
     *,
     needs_grad: Sequence[bool],
     widen: bool = True,
+    into: Source | None = None,
 ) -> tuple[list[Tensor | None], list[Tensor | None]]:
     """Vector-Jacobian product of a layer, one chunk at a time.
 
@@ -61,14 +77,20 @@ def streamed_vjp(
         outputs_along: How each output follows the sequence.
         needs_grad: For each input, whether its gradient is wanted.
         widen: Sum over chunks in fp32 where the tensors are narrower.
+        into: Where the gradient of the first input goes, chunk by chunk; it may be where that of the first output is
+            read from. None makes a tensor for it.
 
     Returns:
-        Gradients of ``inputs`` and of ``parameters``, each once, None where there is none.
+        Gradients of ``inputs`` and of ``parameters``, each once, None where there is none or where it went ``into``
+        something else than a tensor.
     """
-    wholes = [
+    wholes: list[Source | None] = [
         torch.empty(x.shape, dtype=x.dtype, device=x.device) if needed and along is not None else None
-        for x, along, needed in zip(inputs, inputs_along, needs_grad, strict=True)
+        for x, along, needed in zip(
+            inputs, inputs_along, [into is None and needs_grad[0], *needs_grad[1:]], strict=True
+        )
     ]
+    wholes[0] = wholes[0] if into is None else into
     input_sums, sums = [_Sum(x, widen) for x in inputs], [_Sum(p, widen) for p in parameters]
     for chunk in reversed(chunks):
         with torch.enable_grad():
@@ -78,7 +100,7 @@ def streamed_vjp(
             ]
             z_i, cache = run_chunk(chunk, x_i)
         given = [
-            (z, cut(grad, along, chunk))
+            (z, part(grad, along, chunk))
             for z, grad, along in zip(z_i, grad_outputs, outputs_along, strict=True)
             if grad is not None
         ]
@@ -95,12 +117,14 @@ def streamed_vjp(
             if whole is None:
                 total.add(grad)
             else:
-                cut(whole, along, chunk).copy_(grad) if grad is not None else cut(whole, along, chunk).zero_()
+                _put(whole, along, chunk, torch.zeros_like(x) if grad is None else grad)
         cache.hand_back(grads)
         for total, grad in zip(sums, grads, strict=True):
             total.add(grad)
+    if isinstance(into, Stored):
+        into.tier.settle()
     grad_inputs = [
-        whole if whole is not None else total.result() for whole, total in zip(wholes, input_sums, strict=True)
+        whole if isinstance(whole, Tensor) else total.result() for whole, total in zip(wholes, input_sums, strict=True)
     ]
     return grad_inputs, [total.result() for total in sums]
 
@@ -113,6 +137,13 @@ def cut(x: Tensor, along: Along, chunk: slice) -> Tensor:
 def part(x: Source, along: Along, chunk: slice) -> Tensor:
     """A chunk's part of a tensor, wherever it is."""
     return x.cut(chunk) if isinstance(x, Stored) else cut(x, along, chunk)
+
+
+def _put(whole: Source, along: Along, chunk: slice, x: Tensor) -> None:
+    if isinstance(whole, Stored):
+        whole.put(chunk, x)
+    else:
+        cut(whole, along, chunk).copy_(x)
 
 
 class _Sum:

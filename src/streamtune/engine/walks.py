@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, ExitStack, nullcontext
+from functools import lru_cache
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -32,7 +33,7 @@ if TYPE_CHECKING:
     from streamtune.engine.layer import StreamedForward
     from streamtune.engine.schedule import Tier
 
-__all__ = ["LayerStream"]
+__all__ = ["LayerStream", "is_placeholder", "placeholder"]
 
 
 class LayerStream:
@@ -57,6 +58,10 @@ class LayerStream:
         self.z_in: Tensor | Stored | None = None
         """The layer's input, wherever it waits; None as long as it is to be computed again."""
         self.version = 0
+        self.giver: LayerStream | None = None
+        """The call whose output this one reads and whose gradient it leaves there, where gradients are streamed."""
+        self.grad_z: Source | None = None
+        """The gradient of this call's hidden states, where they left it."""
         self.dropped = False
         """Whether states, keys or values that are to be kept for the backward are still to be computed again."""
         self.filled: dict[Any, int] = {}
@@ -206,6 +211,35 @@ class LayerStream:
             )
         return self.z_in
 
+    def grad_out(self, incoming: Tensor | None) -> Source | None:
+        """The gradient of the hidden states: what autograd brings, and what the next layer left here."""
+        left, self.grad_z = self.grad_z, None
+        if left is None or incoming is None:
+            return left if incoming is None else incoming
+        if is_placeholder(incoming):
+            return left
+        along = self.outputs.hidden_along  # something besides the next layer read them
+        assert along is not None
+        whole = torch.cat([part(left, along, chunk) for chunk in self.chunks], along)
+        return whole.add_(incoming)
+
+    def room_for_grad(self, z: Source, grad_after: Source | None) -> Source:
+        """Where the next layer leaves the gradient of this call's hidden states ``z``: in the place of its own.
+
+        Args:
+            z: The hidden states.
+            grad_after: The gradient of the next layer's output, if it may be written over.
+        """
+        along = self.outputs.hidden_along
+        assert along is not None
+        if self.schedule.offload != "device":
+            self.grad_z = Stored(self._tier(self.schedule.offload), z, along)
+        elif isinstance(grad_after, Tensor) and grad_after.shape == z.shape and grad_after.dtype == z.dtype:
+            self.grad_z = grad_after
+        else:
+            self.grad_z = torch.empty(z.shape, dtype=z.dtype, device=z.device)
+        return self.grad_z
+
     def prepare(self, inputs: Sequence[Source]) -> None:
         """Make ready what the replay of any chunk reads of those before it."""
         if self.dropped and (self.states.met or self.schedule.keep_kv != "no"):
@@ -264,7 +298,22 @@ class LayerStream:
         self.states.release()
         if isinstance(self.z_in, Stored):
             self.z_in.release()
-        self.z_in = self.maker = self.kept = None
+        self.z_in = self.maker = self.giver = self.kept = None
+
+
+def placeholder(like: Source) -> Tensor:
+    """Zeros without memory, in the form of a gradient that was left elsewhere."""
+    return _zero(like.dtype, like.device).expand(like.shape)
+
+
+def is_placeholder(grad: Tensor) -> bool:
+    """Whether a gradient is a :func:`placeholder`, and nothing was added to it."""
+    return grad.untyped_storage()._cdata == _zero(grad.dtype, grad.device).untyped_storage()._cdata
+
+
+@lru_cache(maxsize=32)
+def _zero(dtype: torch.dtype, device: torch.device) -> Tensor:
+    return torch.zeros((), dtype=dtype, device=device)
 
 
 def _room(piece: Tensor, along: Along, length: int) -> Tensor:

@@ -8,7 +8,7 @@ from typing import Any
 from streamtune.plan.bench import BenchReport, BenchRow, Layout
 from streamtune.plan.modes import WAYS, Mode
 
-__all__ = ["COLOURS", "INK", "draw_bench", "dress", "line", "save"]
+__all__ = ["COLOURS", "INK", "NAMES", "draw_bench", "dress", "line", "save"]
 
 COLOURS: dict[Mode, str] = {
     "plain": "#8a909c",
@@ -19,6 +19,7 @@ COLOURS: dict[Mode, str] = {
     "stream": "#2f6fde",
     "stream-keep-attention": "#12305f",
 }
+NAMES: dict[Mode, str] = {mode: way.label for mode, way in WAYS.items()}
 MARKS: dict[Layout, dict[str, Any]] = {
     "row": {"marker": "o", "linestyle": "-"},
     "packed": {"marker": "s", "linestyle": "--", "markersize": 10, "markerfacecolor": "none", "markeredgewidth": 2},
@@ -43,7 +44,7 @@ def draw_bench(report: BenchReport, path: Path, *, title: str) -> None:
     memory, seconds = figure.subplots(1, 2)
     for mode, layout in dict.fromkeys((row.mode, row.layout) for row in report.rows):
         rows = [row for row in report.rows if (row.mode, row.layout) == (mode, layout)]
-        style = {"color": COLOURS[mode], "linewidth": 2.2, "label": WAYS[mode].label, **MARKS[layout]}
+        style = {"color": COLOURS[mode], "linewidth": 2.2, "label": NAMES[mode], **MARKS[layout]}
         if report.packed_rows:
             tokens = {"row": "one row", "packed": "packed rows", "separate": "rows apart"}[layout]
             style["label"] += f", {tokens if layout == 'row' else f'{report.packed_rows} {tokens}'}"

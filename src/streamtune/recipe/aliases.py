@@ -95,9 +95,6 @@ LATER: dict[tuple[str, ...], str] = {
     ("deepspeed",): "delete the line; this release trains on one device",
     ("fsdp",): "delete the line; this release trains on one device",
     ("sequence_parallel_size",): "delete the line; this release trains on one device",
-    ("engine", "offload"): "delete the line; layer inputs stay on the device",
-    ("engine", "levels"): "delete the line; there is one level",
-    ("engine", "keep_attention"): "delete the line; keep_kv is what this release can keep",
 }
 """Keys of the plan that this release does not build: refused by name, never ignored."""
 

@@ -164,10 +164,17 @@ def choose_quantization(finetuning_type: str, quantization: str, device: torch.d
 
 
 def make_schedule(spec: EngineSpec) -> Schedule:
-    """The engine's schedule; ``auto`` is the schedule's own default."""
-    sizes = {"chunk_size": spec.chunk_size, "head_chunk_size": spec.head_chunk_size}
-    chosen: dict[str, Any] = {name: size for name, size in sizes.items() if isinstance(size, int)}
-    return Schedule(**chosen, keep_kv=spec.keep_kv, grad_dtype=spec.grad_dtype)
+    """The engine's schedule without a planner: what is written, and the schedule's own defaults.
+
+    With ``schedule: auto`` a choice left to the planner may be what another one needs: layer inputs are on the host
+    where ``device_layers`` of them are to stay on the device.
+    """
+    chosen = spec.written()
+    if chosen.get("device_layers") and "offload" not in chosen:
+        chosen["offload"] = "disk" if "offload_dir" in chosen else "host"
+    if chosen.get("offload", "device") != "disk":
+        chosen.pop("offload_dir", None)
+    return Schedule(**chosen)
 
 
 def make_router_loss(recipe: Recipe, model: Any) -> RouterLoss | None:

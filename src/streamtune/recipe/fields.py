@@ -5,6 +5,8 @@ from __future__ import annotations
 from functools import cache
 from typing import Any
 
+from streamtune.sizes import SIZE_PATTERN
+
 from .marks import KeyPath
 from .schema import Recipe
 
@@ -84,7 +86,7 @@ def expected(fragment: Fragment) -> str:
         case "number":
             return f"a number{_range(fragment)}"
         case _:
-            return "text"
+            return f"a size such as {fragment['examples'][0]}" if fragment.get("pattern") == SIZE_PATTERN else "text"
 
 
 @cache

@@ -42,7 +42,7 @@ def explain(error: ValidationError, tree: dict[str, Any]) -> list[Mistake]:
         context = detail.get("ctx", {})
         loc = tuple(detail["loc"])
         if detail["type"] == "recipe":
-            mistake = Mistake((context["key"],), context["what"], context["mend"])
+            mistake = Mistake(tuple(context["key"].split(".")), context["what"], context["mend"])
         elif detail["type"] == "extra_forbidden":
             mistake = unknown_key(loc)
         elif detail["type"] == "missing":

@@ -11,35 +11,12 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
-from pydantic_core import PydanticCustomError
+from pydantic import Field, field_validator, model_validator
+
+from .engine import EngineSpec
+from .spec import Count, Fraction, Spec, Steps, Text, mistake
 
 __all__ = ["DatasetSpec", "EngineSpec", "ModelInit", "Recipe", "SampleSpec", "TokenizerSpec", "TokenizerTrain"]
-
-Count = Annotated[int, Field(ge=1)]
-Steps = Annotated[int, Field(ge=0)]
-Fraction = Annotated[float, Field(ge=0, lt=1)]
-Text = Annotated[str, Field(min_length=1)]
-ChunkSize = Count | Literal["auto"]
-
-
-def _mistake(what: str, *, key: str, mend: str = "") -> PydanticCustomError:
-    """A mistake in the value of ``key`` (a top-level key), in words a user reads."""
-    # The text travels as context: a template would read braces in a user's value as its own placeholders.
-    return PydanticCustomError("recipe", "{what}", {"what": what, "key": key, "mend": mend})
-
-
-class Spec(BaseModel):
-    """What all recipe types share: strict, frozen, no unknown key, no NaN."""
-
-    model_config = ConfigDict(
-        frozen=True,
-        extra="forbid",
-        strict=True,
-        allow_inf_nan=False,
-        use_attribute_docstrings=True,
-        protected_namespaces=(),
-    )
 
 
 class ModelInit(Spec):
@@ -56,7 +33,7 @@ class ModelInit(Spec):
     @classmethod
     def _names_its_type(cls, init: dict[str, Any]) -> dict[str, Any]:
         if not isinstance(init.get("model_type"), str):
-            raise _mistake(
+            raise mistake(
                 "'model.init' does not say which kind of model", key="model", mend="add a model_type, such as qwen3"
             )
         return init
@@ -81,7 +58,7 @@ class TokenizerSpec(Spec):
     @model_validator(mode="after")
     def _one_source(self) -> TokenizerSpec:
         if (self.path is None) == (self.train is None):
-            raise _mistake(
+            raise mistake(
                 "'tokenizer' needs one of 'path' and 'train'",
                 key="tokenizer",
                 mend="write {path: NAME} or {train: {vocab_size: 4096}}",
@@ -107,25 +84,6 @@ class DatasetSpec(Spec):
 
     max_rows: Count | None = None
     """Use this many rows at most, from the start."""
-
-
-class EngineSpec(Spec):
-    """How the sequence is streamed. Every choice gives the same gradient; they differ in memory and time."""
-
-    schedule: Literal["auto"] = "auto"
-    """Who picks the schedule; `auto`, the one choice of this release, stands for the sizes below."""
-
-    chunk_size: ChunkSize = "auto"
-    """Tokens of the sequence a layer works on at once in the backward pass; `auto` is 2048."""
-
-    head_chunk_size: ChunkSize = "auto"
-    """Tokens whose logits exist at once in the loss; `auto` is 1024."""
-
-    keep_kv: bool = False
-    """Keep every layer's keys and values between forward and backward: less recomputation, more memory."""
-
-    grad_dtype: Literal["float32", "param"] = "float32"
-    """Where the sum over chunks is accumulated: float32, or the dtype of the parameter."""
 
 
 class SampleSpec(Spec):
@@ -306,7 +264,7 @@ class Recipe(Spec):
     @classmethod
     def _trackers_are_later(cls, report_to: tuple[str, ...]) -> tuple[str, ...]:
         if report_to:
-            raise _mistake(
+            raise mistake(
                 f"reporting to '{report_to[0]}' is not in this release",
                 key="report_to",
                 mend="write []; every run writes metrics.jsonl and loss.png",
@@ -317,7 +275,7 @@ class Recipe(Spec):
     @classmethod
     def _whole_rows(cls, val_size: float) -> float:
         if val_size >= 1 and val_size != int(val_size):
-            raise _mistake(
+            raise mistake(
                 f"'val_size' takes a fraction below 1 or a whole number of rows; found {val_size}", key="val_size"
             )
         return val_size
@@ -325,15 +283,15 @@ class Recipe(Spec):
     @model_validator(mode="after")
     def _one_model(self) -> Recipe:
         if self.model_name_or_path is None and self.model is None:
-            raise _mistake(
+            raise mistake(
                 "the recipe names no model",
                 key="model_name_or_path",
                 mend="add model_name_or_path, or model: {init: ...}",
             )
         if self.model_name_or_path is not None and self.model is not None:
-            raise _mistake("'model_name_or_path' and 'model' exclude each other", key="model", mend="keep one of them")
+            raise mistake("'model_name_or_path' and 'model' exclude each other", key="model", mend="keep one of them")
         if self.model is not None and self.tokenizer is None:
-            raise _mistake(
+            raise mistake(
                 "a model made from a configuration has no tokenizer of its own",
                 key="model",
                 mend="add tokenizer: {train: {vocab_size: 4096}} or tokenizer: {path: NAME}",
@@ -343,18 +301,18 @@ class Recipe(Spec):
     @model_validator(mode="after")
     def _keys_agree(self) -> Recipe:
         if self.warmup_ratio > 0 and self.warmup_steps > 0:
-            raise _mistake(
+            raise mistake(
                 "'warmup_ratio' and 'warmup_steps' exclude each other", key="warmup_steps", mend="keep one of them"
             )
         if self.quantization != "auto" and self.finetuning_type != "qlora":
-            raise _mistake(
+            raise mistake(
                 f"'quantization: {self.quantization}' needs frozen weights, and 'finetuning_type' is "
                 f"{self.finetuning_type}",
                 key="quantization",
                 mend="write finetuning_type: qlora, or delete the line",
             )
         if self.eval_steps > 0 and self.val_size == 0:
-            raise _mistake(
+            raise mistake(
                 "'eval_steps' needs rows to evaluate on", key="eval_steps", mend="set val_size, such as val_size: 0.02"
             )
         return self

@@ -1,0 +1,209 @@
+"""The rates of the device at hand, measured in a few seconds and kept on disk.
+
+Each figure is the best of several runs of one kind of operator, on tensors of the size a chunk has: what else runs on
+the machine can only make a run slower.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import platform
+import time
+from collections.abc import Callable
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.nn import functional
+
+from streamtune.plan.cost import DISK_BANDWIDTH, Rates
+
+__all__ = ["cache_file", "load_rates", "measure_disk", "measure_rates"]
+
+LONG_ENOUGH = 8e-3
+"""Seconds of one run from which the clock and the launch no longer count."""
+
+HEAD_DIM = 128
+
+
+def load_rates(device: torch.device, dtype: torch.dtype, *, notify: Callable[[str], None] = lambda text: None) -> Rates:
+    """The rates of ``device`` in ``dtype``: those measured before, or measured now and kept.
+
+    They are kept by device, versions, dtype and threads; a file that cannot be read or written costs a measurement.
+
+    Args:
+        device: Where the step runs.
+        dtype: What it computes in.
+        notify: Told that it measures.
+    """
+    key, path = _key(device, dtype), cache_file()
+    kept = _read(path)
+    if key in kept:
+        with contextlib.suppress(TypeError, ValueError):  # written by another version
+            return Rates(**kept[key])
+    notify(f"measuring how fast {_name(device)} is, once")
+    rates = measure_rates(device, dtype)
+    with contextlib.suppress(OSError):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        fresh = path.with_suffix(f".{os.getpid()}")
+        fresh.write_text(json.dumps({**_read(path), key: asdict(rates)}, indent=2) + "\n", encoding="utf-8")
+        fresh.replace(path)
+    return rates
+
+
+def measure_rates(device: torch.device, dtype: torch.dtype) -> Rates:
+    """Measure every rate but the disk's. Takes about 2 seconds on a CPU core and less on an accelerator."""
+    clock = _Clock(device)
+    with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
+        forward, backward = _attention(clock, dtype)
+        return Rates(
+            source=f"measured on {_name(device)} in {str(dtype).removeprefix('torch.')}",
+            matmul_flops=_matmul(clock, dtype),
+            attention_flops=forward,
+            attention_backward_flops=backward,
+            touch_bandwidth=_touch(clock, dtype),
+            copy_bandwidth=_copy(clock),
+            disk_bandwidth=DISK_BANDWIDTH,
+            launch_seconds=_launch(clock),
+            overlaps=device.type != "cpu",
+        )
+
+
+def measure_disk(directory: Path, size: int = 64 << 20) -> float:
+    """Bytes/s of a file in ``directory``, written to the disk itself; reading is taken to be no slower.
+
+    Raises:
+        OSError: The directory takes no such file.
+    """
+    import tempfile
+
+    block = os.urandom(1 << 20)
+    with tempfile.TemporaryFile(dir=directory) as file:
+        start = time.perf_counter()
+        for _ in range(size >> 20):
+            file.write(block)
+        file.flush()
+        os.fsync(file.fileno())
+        return size / (time.perf_counter() - start)
+
+
+def cache_file() -> Path:
+    """Where rates are kept, by the convention of the XDG base directories."""
+    home = os.environ.get("XDG_CACHE_HOME", "")
+    return (Path(home) if home.startswith("/") else Path.home() / ".cache") / "streamtune" / "rates.json"
+
+
+def _read(path: Path) -> dict[str, Any]:
+    try:
+        kept = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return {}
+    return kept if isinstance(kept, dict) else {}
+
+
+def _name(device: torch.device) -> str:
+    if device.type == "cuda":
+        return torch.cuda.get_device_name(device)
+    return f"this {platform.machine()} CPU with {torch.get_num_threads()} threads"
+
+
+def _key(device: torch.device, dtype: torch.dtype) -> str:
+    return " | ".join([_name(device), platform.node(), f"torch {torch.__version__}", str(dtype)])
+
+
+# --- one rate each --------------------------------------------------------------------------------------------------
+
+
+class _Clock:
+    """Seconds of one run: the best of several, after one that warms up."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+
+    def best(self, run: Callable[[], object], *, budget: float = 0.15) -> float:
+        """Runs for about ``budget`` seconds, three times at least."""
+        self.once(run)
+        times: list[float] = []
+        while len(times) < 3 or sum(times) < budget:
+            times.append(self.once(run))
+        return min(times)
+
+    def once(self, run: Callable[[], object]) -> float:
+        """Seconds until the device is done."""
+        self._wait()
+        start = time.perf_counter()
+        run()
+        self._wait()
+        return time.perf_counter() - start
+
+    def _wait(self) -> None:
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
+
+
+def _matmul(clock: _Clock, dtype: torch.dtype) -> float:
+    """FLOP/s of a square product; as large as it takes to run long enough."""
+    for size in (512, 1024, 2048, 4096, 8192):
+        x = torch.randn(size, size, device=clock.device).to(dtype)
+        seconds = clock.best(lambda x=x: x @ x)
+        if seconds > LONG_ENOUGH:
+            break
+    return 2 * size**3 / seconds
+
+
+def _attention(clock: _Clock, dtype: torch.dtype) -> tuple[float, float]:
+    """FLOP/s of causal attention, forward and backward: 4 D and 10 D for each pair of a query and a key it sees."""
+    heads = 4 if clock.device.type == "cpu" else 16
+    for length in (512, 1024, 2048, 4096, 8192, 16384):
+        q, k, v = (
+            torch.randn(1, heads, length, HEAD_DIM, device=clock.device).to(dtype).requires_grad_() for _ in "qkv"
+        )
+
+        def forward(q: Any = q, k: Any = k, v: Any = v) -> torch.Tensor:
+            return functional.scaled_dot_product_attention(q, k, v, is_causal=True)
+
+        with torch.no_grad():
+            seconds = clock.best(forward)
+        if seconds > LONG_ENOUGH:
+            break
+    out = forward()
+    grad = torch.ones_like(out)
+    back = clock.best(lambda: torch.autograd.grad(out, (q, k, v), grad, retain_graph=True))
+    pairs = heads * length * (length + 1) / 2
+    return 4 * HEAD_DIM * pairs / seconds, 10 * HEAD_DIM * pairs / back
+
+
+def _touch(clock: _Clock, dtype: torch.dtype) -> float:
+    """Bytes/s of what stands between matrix products: a sum, a product, an activation, a change of dtype and a copy."""
+    elements = 1 << (20 if clock.device.type == "cpu" else 26)
+    x = torch.randn(elements, device=clock.device).to(dtype)
+    size, wide = x.element_size(), 4
+    seconds = clock.best(lambda: (x + x, x * x, functional.silu(x), x.float(), x.clone()))
+    return elements * (3 * size + 3 * size + 2 * size + (size + wide) + 2 * size) / seconds
+
+
+def _copy(clock: _Clock) -> float:
+    """Bytes/s between device and host, of the slower direction; on the CPU from memory to memory."""
+    size = (16 << 20) if clock.device.type == "cpu" else (256 << 20)
+    host = torch.empty(size, dtype=torch.uint8, pin_memory=clock.device.type == "cuda")
+    there = torch.zeros(size, dtype=torch.uint8, device=clock.device)
+    out = clock.best(lambda: host.copy_(there, non_blocking=True))
+    back = clock.best(lambda: there.copy_(host, non_blocking=True))
+    return size / max(out, back)
+
+
+def _launch(clock: _Clock) -> float:
+    """Seconds an operator costs beside its work, autograd's part included."""
+    x = torch.zeros(16, device=clock.device, requires_grad=True)
+    count = 200
+
+    def chain() -> None:
+        y = x
+        for _ in range(count):
+            y = y + x
+        y.sum().backward()
+
+    return clock.best(chain) / (2 * count)

@@ -1,0 +1,85 @@
+"""How long a step takes: the work a simulation counted, over rates measured on the device or taken from its data sheet.
+
+    seconds = max(matmul / r_m + attention / r_a + attention backward / r_b + touched / r_t + operators * t_o,
+                  moved / r_c, disk / r_d)
+
+The first term is what the device computes, one operator after another: matrix products and attention by their
+operations, everything else by the bytes it reads and writes, and each operator by what launching it costs. Copies run
+beside that on an accelerator, so the longest of the three is the step; on the CPU, which copies with the cores that
+compute, they are added up.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from streamtune.plan.devices import Device
+
+if TYPE_CHECKING:
+    from streamtune.plan.simulate import Work
+
+__all__ = ["Rates", "predict_seconds", "sheet_rates"]
+
+SHEET_EFFICIENCY = {"matmul": 0.6, "attention": 0.5, "attention_backward": 0.4, "memory": 0.75, "copy": 0.8}
+"""What a step is taken to get of a data sheet's figure: long matmuls reach 60 to 75% of the dense rate, flash kernels
+about half of it forward and less backward."""
+
+DISK_BANDWIDTH = 2e9
+"""Bytes/s of one NVMe disk under O_DIRECT, where none was measured."""
+
+LAUNCH_SECONDS = 8e-6
+"""One operator as Python hands it to a device."""
+
+
+@dataclass(frozen=True)
+class Rates:
+    """What a device does in a second.
+
+    Attributes:
+        source: Where the figures are from, in words: measured on which device, or a data sheet.
+        matmul_flops: FLOP/s of matrix products, in the dtype that is computed in.
+        attention_flops, attention_backward_flops: FLOP/s of the attention kernel.
+        touch_bandwidth: Bytes/s of operators that compute next to nothing, read and written.
+        copy_bandwidth: Bytes/s between device and host, one direction.
+        disk_bandwidth: Bytes/s to and from the disk.
+        launch_seconds: What an operator costs beside its work.
+        overlaps: Whether copies run beside the computation.
+    """
+
+    source: str
+    matmul_flops: float
+    attention_flops: float
+    attention_backward_flops: float
+    touch_bandwidth: float
+    copy_bandwidth: float
+    disk_bandwidth: float = DISK_BANDWIDTH
+    launch_seconds: float = LAUNCH_SECONDS
+    overlaps: bool = True
+
+
+def sheet_rates(device: Device) -> Rates:
+    """The rates of a device that is not there: its data sheet times :data:`SHEET_EFFICIENCY`."""
+    part = SHEET_EFFICIENCY
+    return Rates(
+        source=f"data sheet of {device.title} times {part['matmul']:.0%} (matmul), {part['attention']:.0%} (attention)",
+        matmul_flops=part["matmul"] * device.matmul_flops,
+        attention_flops=part["attention"] * device.matmul_flops,
+        attention_backward_flops=part["attention_backward"] * device.matmul_flops,
+        touch_bandwidth=part["memory"] * device.memory_bandwidth,
+        copy_bandwidth=part["copy"] * device.host_bandwidth,
+    )
+
+
+def predict_seconds(work: Work, rates: Rates) -> float:
+    """Seconds of the step that does ``work``."""
+    compute = (
+        work.matmul_flops / rates.matmul_flops
+        + work.attention_flops / rates.attention_flops
+        + work.attention_backward_flops / rates.attention_backward_flops
+        + work.touched_bytes / rates.touch_bandwidth
+        + work.operators * rates.launch_seconds
+    )
+    copies = work.moved_bytes / rates.copy_bandwidth
+    disk = work.disk_moved_bytes / rates.disk_bandwidth
+    return max(compute, copies, disk) if rates.overlaps else compute + copies + disk

@@ -1,0 +1,79 @@
+"""Devices by name, for a plan on one that is not there: public figures, each from its maker's data sheet.
+
+Memory is what a program finds (the driver keeps some of what is printed on the box), rates are of dense bfloat16
+without sparsity, bandwidths are peaks; ``host_bandwidth`` is one direction of the link (PCIe 4 and 5 x16). What a real
+step gets of a rate is less: see ``cost.sheet_rates``, which says how much less it assumes.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from streamtune.errors import ArgumentError, did_you_mean
+
+__all__ = ["DEVICES", "Device", "find_device"]
+
+GIB = 1024**3
+PCIE_4, PCIE_5 = 32e9, 64e9
+
+
+@dataclass(frozen=True)
+class Device:
+    """One device: bytes of memory, FLOP/s of bfloat16 matmuls, bytes/s of its memory and of its link to the host."""
+
+    name: str
+    title: str
+    memory_bytes: int
+    matmul_flops: float
+    memory_bandwidth: float
+    host_bandwidth: float
+
+
+def _device(
+    name: str, title: str, gib: float, teraflops: float, gigabytes_per_s: float, host_bandwidth: float
+) -> Device:
+    return Device(name, title, int(gib * GIB), teraflops * 1e12, gigabytes_per_s * 1e9, host_bandwidth)
+
+
+DEVICES: dict[str, Device] = {
+    device.name: device
+    for device in (
+        _device("a100-40gb", "NVIDIA A100 40GB", 39.4, 312, 1555, PCIE_4),
+        _device("a100-80gb", "NVIDIA A100 80GB", 79.1, 312, 2039, PCIE_4),
+        _device("h100-80gb", "NVIDIA H100 SXM", 79.1, 989, 3350, PCIE_5),
+        _device("h200-141gb", "NVIDIA H200", 139, 989, 4800, PCIE_5),
+        _device("b200-192gb", "NVIDIA B200", 178, 2250, 8000, PCIE_5),
+        _device("l4-24gb", "NVIDIA L4", 22.0, 121, 300, PCIE_4),
+        _device("l40s-48gb", "NVIDIA L40S", 44.4, 362, 864, PCIE_4),
+        _device("rtx-a6000-48gb", "NVIDIA RTX A6000", 47.4, 155, 768, PCIE_4),
+        _device("rtx-3090-24gb", "NVIDIA RTX 3090", 23.6, 71, 936, PCIE_4),
+        _device("rtx-4090-24gb", "NVIDIA RTX 4090", 23.6, 165, 1008, PCIE_4),
+        _device("rtx-5090-32gb", "NVIDIA RTX 5090", 31.3, 209, 1792, PCIE_5),
+        _device("mi300x-192gb", "AMD MI300X", 191, 1307, 5300, PCIE_5),
+    )
+}
+"""Every device known by name."""
+
+
+def find_device(name: str) -> Device:
+    """A device by its name, or by the part before the memory where that is one device (``h100``).
+
+    Raises:
+        ArgumentError: No such device, or several.
+    """
+    wanted = name.strip().lower().replace("_", "-").replace(" ", "-")
+    if wanted in DEVICES:
+        return DEVICES[wanted]
+    starts = [device for device in DEVICES.values() if device.name.startswith(f"{wanted}-")]
+    if len(starts) == 1:
+        return starts[0]
+    known = ", ".join(DEVICES)
+    if starts:
+        several = " or ".join(device.name for device in starts)
+        raise ArgumentError(f"'{name}' could be {several}", where="--device", mend=f"write --device {starts[0].name}")
+    nearest = did_you_mean(wanted, DEVICES)
+    raise ArgumentError(
+        f"no device is called '{name}'",
+        where="--device",
+        mend=(f"{nearest} " if nearest else "") + f"Known are {known}; for another give --device-memory 80GiB",
+    )

@@ -1,0 +1,112 @@
+"""What to say where no schedule fits: which memory, which term of it, and what would help."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from streamtune.engine import Schedule
+from streamtune.errors import ArgumentError
+from streamtune.plan.choices import Candidate, Limits, Space, candidates
+from streamtune.plan.estimate import Estimator, Simulate
+from streamtune.plan.simulate import Simulation, Workload
+from streamtune.sizes import show_size
+
+__all__ = ["longest_that_fits", "nothing_fits"]
+
+FIXED_TERMS = ("weights", "gradients", "optimizer")
+"""What does not grow with the sequence."""
+
+SHORTEST, GRAIN = 64, 64
+"""Tokens: the shortest length that is offered, and what lengths are rounded down to."""
+
+
+def nothing_fits(
+    workload: Workload,
+    space: Space,
+    estimator: Estimator,
+    ranked: list[Candidate],
+    tried: dict[Schedule, Simulation],
+    limits: Limits,
+    simulate: Simulate,
+) -> ArgumentError:
+    """The error for a workload that fits under no schedule.
+
+    Args:
+        workload: What was to be planned.
+        space: What there was to choose from.
+        estimator: With the figures found on the way.
+        ranked: All candidates.
+        tried: Those simulated whole; the thriftiest is among them.
+        limits: What there is.
+        simulate: For the length that does fit.
+    """
+    schedule, simulation = min(tried.items(), key=lambda item: _excess(item[1], limits))
+    longest = longest_that_fits(workload, space, estimator, limits, simulate)
+    base = sum(simulation.terms.get(name, 0) for name in FIXED_TERMS)
+    what = (
+        f"no schedule fits a row of {workload.length:,} tokens: {_needs(simulation, limits)}; of that "
+        f"{_largest_terms(simulation)}"
+    )
+    helps: list[str] = []
+    if base > limits.device:
+        helps.append(
+            f"weights, gradients and optimizer state alone are {show_size(base)}: train adapters (finetuning_type: lora "
+            "or qlora), keep the weights in bfloat16, or take a larger device"
+        )
+    elif longest >= SHORTEST:
+        helps.append(f"set max_length: {longest}, the longest that fits")
+    if given := [name for name in ("offload", "levels", "chunk_size", "keep_layers") if name in space.fixed]:
+        helps.append(f"leave {', '.join(given)} to the planner")
+    if not limits.shared and simulation.host_bytes > limits.host:
+        helps.append("a machine with more memory, or offload_dir: a directory on a fast disk, holds more layer inputs")
+    helps.append("longer chunks never help: they only make the working set larger")
+    return ArgumentError(what, where="max_length", mend="; ".join(helps))
+
+
+def longest_that_fits(
+    workload: Workload, space: Space, estimator: Estimator, limits: Limits, simulate: Simulate
+) -> int:
+    """The most tokens of a row that some schedule fits, to about 1%, simulated; 0 where none does."""
+
+    def best(length: int) -> Candidate:
+        return min(
+            candidates(replace(space, length=length), estimator, limits), key=lambda c: c.excess(limits)
+        )
+
+    low, high = 0, workload.length
+    while high - low > max(GRAIN, high // 200):
+        middle = (low + high) // 2
+        low, high = (middle, high) if best(middle).excess(limits) <= 0 else (low, middle)
+    length = low // GRAIN * GRAIN
+    for _ in range(3):
+        if length < SHORTEST:
+            return 0
+        simulation = simulate(replace(workload, length=length), best(length).schedule)
+        if _excess(simulation, limits) <= 0:
+            return length
+        length = int(length * 0.98) // GRAIN * GRAIN
+    return 0
+
+
+def _excess(simulation: Simulation, limits: Limits) -> float:
+    return limits.excess(simulation.peak_bytes, simulation.host_bytes, simulation.disk_bytes)
+
+
+def _needs(simulation: Simulation, limits: Limits) -> str:
+    """``it takes 95.2 GiB of the device's 75.1 (79.1 less 5%), in the backward``"""
+    tiers = [
+        ("device", simulation.peak_bytes + (simulation.host_bytes if limits.shared else 0), limits.device, limits.device_bytes),
+        ("host", 0 if limits.shared else simulation.host_bytes, limits.host, limits.host_bytes),
+        ("disk", simulation.disk_bytes, limits.disk, limits.disk_bytes),
+    ]
+    name, used, usable, whole = max(tiers, key=lambda tier: tier[1] - tier[2])
+    when = f", in the {simulation.phase}" if name == "device" else ""
+    return (
+        f"the thriftiest takes {show_size(used)} of the {name}'s {show_size(usable)} "
+        f"({show_size(whole)} less {limits.margin:.0%}){when}"
+    )
+
+
+def _largest_terms(simulation: Simulation, count: int = 3) -> str:
+    largest = sorted(simulation.terms.items(), key=lambda item: -item[1])[:count]
+    return ", ".join(f"{name} {show_size(size)}" for name, size in largest)

@@ -1,0 +1,127 @@
+"""The recipe's ``engine:`` group: who picks the schedule, what is fixed, and what memory there is to plan with."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal
+
+from pydantic import Field, model_validator
+
+from .spec import Count, Size, Spec, Steps, Text, mistake
+
+__all__ = ["SCHEDULE_KEYS", "EngineSpec"]
+
+Auto = Literal["auto"]
+Kept = Literal["no", "device", "host"]
+
+
+class EngineSpec(Spec):
+    """How the sequence is streamed. Every choice gives the same gradient; they differ in memory and time."""
+
+    schedule: Literal["auto", "fixed"] = "auto"
+    """`auto`: the planner picks the fastest schedule that fits, and keeps to what is written below. `fixed`: no
+    planner; what is not written below takes its default."""
+
+    chunk_size: Count | Auto = "auto"
+    """Most tokens of the sequence a layer works on at once. Without planner: 2048."""
+
+    head_chunk_size: Count | Auto = "auto"
+    """Most tokens whose logits exist at once in the loss. Without planner: 1024."""
+
+    offload: Literal["auto", "device", "host", "disk"] = "auto"
+    """Where the inputs of the layers wait for the backward. The planner takes `disk` only where `offload_dir` names a
+    directory. Without planner: device."""
+
+    offload_dir: Text | None = None
+    """Directory for `offload: disk`, on a fast local disk. What is written there is gone when the run ends, however it
+    ends."""
+
+    device_layers: Steps | Auto = "auto"
+    """With `offload` to host or disk: layer inputs that stay on the device all the same. Without planner: 0."""
+
+    levels: Annotated[int, Field(ge=1, le=2)] | Auto = "auto"
+    """1 stores the input of every layer, 2 that of every `segment_size`-th and computes those between again, for one
+    more forward. Without planner: 1."""
+
+    segment_size: Count | Auto = "auto"
+    """Layers of a segment at two levels. Without planner: the size that stores fewest."""
+
+    keep_kv: bool | Literal["auto", "no", "device", "host"] = "auto"
+    """Keep every layer's keys and values from forward to backward instead of projecting them again; `true` is
+    `device`. Without planner: no."""
+
+    keep_attention: Literal["auto", "no", "device", "host"] = "auto"
+    """Keep the output of every attention, so that the backward does not run its forward again. Without planner: no."""
+
+    keep_layers: Steps | Auto = "auto"
+    """The last so many layers keep everything and recompute nothing. Without planner: 0."""
+
+    stream_grads: bool | Auto = "auto"
+    """The gradient of a layer's input takes the place of that of its output chunk by chunk, where the layer inputs
+    are. Without planner: false."""
+
+    grad_dtype: Literal["float32", "param"] = "float32"
+    """Where the sum over chunks is accumulated: float32, or the dtype of the parameter. The planner never changes it:
+    it decides the rounding."""
+
+    device_memory: Size | Auto = "auto"
+    """Memory of the device to plan with, such as `80GiB`; `auto` is what is free when the run starts."""
+
+    host_memory: Size | Auto = "auto"
+    """Memory of the machine to plan with; `auto` is what is available in it, limits of a container included."""
+
+    disk_memory: Size | Auto = "auto"
+    """Space in `offload_dir` to plan with; `auto` is what is free there."""
+
+    margin: Annotated[float, Field(ge=0, lt=1)] = 0.05
+    """Part of each of these that the planner leaves free."""
+
+    @model_validator(mode="after")
+    def _choices_agree(self) -> EngineSpec:
+        """What contradicts itself whatever the planner chooses; with ``fixed`` a choice not made is its default."""
+        offload, levels = self.offload, self.levels
+        if self.schedule == "fixed":
+            offload, levels = ("device" if offload == "auto" else offload), (1 if levels == "auto" else levels)
+        if isinstance(self.device_layers, int) and self.device_layers and offload == "device":
+            raise mistake(
+                "'engine.device_layers' says which layer inputs are not offloaded, and 'engine.offload' is device",
+                key="engine.device_layers",
+                mend="write offload: host, or delete the line",
+            )
+        if self.segment_size != "auto" and levels == 1:
+            raise mistake(
+                "'engine.segment_size' needs two levels, and 'engine.levels' is 1",
+                key="engine.segment_size",
+                mend="write levels: 2, or delete the line",
+            )
+        if offload == "disk" and self.offload_dir is None:
+            raise mistake(
+                "'engine.offload: disk' needs the directory of its file",
+                key="engine.offload",
+                mend="add offload_dir: a directory on a fast local disk with room for the layer inputs",
+            )
+        if self.offload_dir is not None and offload in ("device", "host"):
+            raise mistake(
+                f"'engine.offload_dir' is where 'offload: disk' writes, and 'engine.offload' is {offload}",
+                key="engine.offload_dir",
+                mend="write offload: disk, or delete the line",
+            )
+        return self
+
+    def written(self) -> dict[str, Any]:
+        """The choices of a schedule that are made here, by the names of the engine's ``Schedule``.
+
+        ``device_layers`` above 0 without ``offload`` stands for the host, ``segment_size`` for two levels.
+        """
+        made = {name: getattr(self, name) for name in SCHEDULE_KEYS if getattr(self, name) not in ("auto", None)}
+        if isinstance(made.get("keep_kv"), bool):
+            made["keep_kv"] = "device" if made["keep_kv"] else "no"
+        if "segment_size" in made:
+            made["levels"] = 2
+        return made
+
+
+SCHEDULE_KEYS = (
+    "chunk_size", "head_chunk_size", "offload", "offload_dir", "device_layers", "levels", "segment_size", "keep_kv",
+    "keep_attention", "keep_layers", "stream_grads", "grad_dtype",
+)  # fmt: skip
+"""Keys of the group that are fields of the engine's ``Schedule`` as well."""

@@ -1,0 +1,38 @@
+"""What every type of a recipe is made of: one base class, a few ranges, and a mistake in words."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+from pydantic import BaseModel, ConfigDict, Field
+from pydantic_core import PydanticCustomError
+
+from streamtune.sizes import SIZE_PATTERN
+
+__all__ = ["Count", "Fraction", "Size", "Spec", "Steps", "Text", "mistake"]
+
+Count = Annotated[int, Field(ge=1)]
+Steps = Annotated[int, Field(ge=0)]
+Fraction = Annotated[float, Field(ge=0, lt=1)]
+Text = Annotated[str, Field(min_length=1)]
+Size = Annotated[str, Field(pattern=SIZE_PATTERN, json_schema_extra={"examples": ["80GiB"]})]
+"""Bytes, as people write them; ``streamtune.sizes.parse_size`` reads it."""
+
+
+class Spec(BaseModel):
+    """What all recipe types share: strict, frozen, no unknown key, no NaN."""
+
+    model_config = ConfigDict(
+        frozen=True,
+        extra="forbid",
+        strict=True,
+        allow_inf_nan=False,
+        use_attribute_docstrings=True,
+        protected_namespaces=(),
+    )
+
+
+def mistake(what: str, *, key: str, mend: str = "") -> PydanticCustomError:
+    """A mistake in the value of ``key`` (``engine.levels`` for one inside a group), in words a user reads."""
+    # The text travels as context: a template would read braces in a user's value as its own placeholders.
+    return PydanticCustomError("recipe", "{what}", {"what": what, "key": key, "mend": mend})
