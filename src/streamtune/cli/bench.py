@@ -12,20 +12,27 @@ import typer
 
 from streamtune.errors import ArgumentError, did_you_mean
 from streamtune.recipe import load_recipe
+from streamtune.sizes import parse_size
 
 from .bench_screens import bench_screen, describe_bench, table_screen
 from .console import err, out, print_json, print_note
 from .options import JsonOption, RecipeArgument, SetOption
 
 if TYPE_CHECKING:
-    from streamtune.plan import Mode, TableName
+    from streamtune.plan import Mode
     from streamtune.recipe import LoadedRecipe
 
 __all__ = ["bench"]
 
 THREE = "plain,checkpoint,stream"
 
-LENGTHS = {"": "2048,8192,16384", "bp-time": "1024,2048,4096,8192", "memory": "2048,4096,8192", "ablation": "2048"}
+LENGTHS = {
+    "": "2048,8192,16384",
+    "bp-time": "1024,2048,4096,8192",
+    "max-length": "",
+    "memory": "2048,4096,8192",
+    "ablation": "2048",
+}
 """What is measured where nothing is said, by table."""
 
 
@@ -34,7 +41,9 @@ def bench(
     table: Annotated[
         str,
         typer.Option(
-            metavar="NAME", help="Measure a table instead: bp-time, memory or ablation. Stopped, it is gone on with."
+            metavar="NAME",
+            help="Measure a table: bp-time, max-length, memory or ablation. One that was stopped is gone on with.",
+            show_default=False,
         ),
     ] = "",
     lengths: Annotated[
@@ -57,13 +66,23 @@ def bench(
         int, typer.Option(metavar="N", help="Also as N rows packed in one sequence, and as N rows one after another.")
     ] = 0,
     repeats: Annotated[int, typer.Option(metavar="N", help="Timed steps of each, taken in turns.")] = 3,
+    device_memory: Annotated[
+        str, typer.Option(metavar="80GiB", help="max-length: the budget on the device.", show_default=False)
+    ] = "",
+    host_memory: Annotated[
+        str, typer.Option(metavar="128GiB", help="max-length: for what is kept on the host.", show_default=False)
+    ] = "",
+    disk_memory: Annotated[
+        str, typer.Option(metavar="2TiB", help="max-length: for what is kept on disk.", show_default=False)
+    ] = "",
     output_dir: Annotated[
-        Path | None, typer.Option(metavar="DIR", help="Where bench.json and bench.png go.", show_default=False)
+        Path | None,
+        typer.Option(metavar="DIR", help="Where the figures, the picture and the page go.", show_default=False),
     ] = None,
     set_: SetOption = None,
     as_json: JsonOption = False,
 ) -> None:
-    """Measure peak memory, step time and tokens/s of the recipe's model, each mode in a process of its own."""
+    """Measure peak memory, step time and tokens/s of the recipe's model, or one of the paper's tables."""
     if table not in LENGTHS:
         nearest = did_you_mean(table, LENGTHS)
         raise ArgumentError(
@@ -73,17 +92,41 @@ def bench(
     os.environ.setdefault("OMP_WAIT_POLICY", "passive")  # read when torch is imported, here and in the processes
     folder = output_dir or Path(loaded.recipe.output_dir)
     folder.mkdir(parents=True, exist_ok=True)
-    sizes = _numbers(lengths or LENGTHS[table])
     if not table:
-        _bench(loaded, sizes, _names(modes or THREE), packed_rows, repeats, folder, as_json)
+        _bench(loaded, _numbers(lengths or LENGTHS[""]), _names(modes or THREE), packed_rows, repeats, folder, as_json)
         return
     if packed_rows:
         raise ArgumentError("--packed-rows is no part of a table", mend="leave out --table, or --packed-rows")
-    given = {"--table": table, "--lengths": lengths, "--modes": modes, "--repeats": str(repeats)}
-    options = [word for name, value in given.items() if value for word in (name, value)]
-    options += [word for setting in set_ or [] for word in ("--set", setting)]
-    command = shlex.join(["streamtune", "bench", str(recipe), *options])
-    _table(loaded, cast(Any, table), sizes, _names(modes), repeats, folder, command, as_json)
+    sizes = {"--device-memory": device_memory, "--host-memory": host_memory, "--disk-memory": disk_memory}
+    given = {"--table": table, "--lengths": lengths, "--modes": modes, "--repeats": str(repeats), **sizes}
+    words = [word for name, value in given.items() if value for word in (name, value)]
+    words += [word for setting in set_ or [] for word in ("--set", setting)]
+    with err.status("loading libraries") as status:
+        from streamtune.plan import ALL_MODES, draw_table, markdown
+        from streamtune.recipe.build_bench import TableOptions, table_recipe
+
+        options = TableOptions(
+            lengths=_numbers(lengths or LENGTHS[table]),
+            modes=_names(modes) or ALL_MODES,
+            repeats=repeats,
+            folder=folder,
+            command=shlex.join(["streamtune", "bench", str(recipe), *words]),
+            sizes=[parse_size(size, where=name) if size else None for name, size in sizes.items()],
+        )
+        try:
+            notify = status.update if err.is_terminal else err.print
+            report = table_recipe(loaded, cast(Any, table), options, notify=notify)
+        except KeyboardInterrupt:
+            print_note("finished rows are kept; the same command goes on from there")
+            raise
+    (folder / f"{report.stem}.md").write_text(markdown(report), encoding="utf-8")
+    draw_table(report, folder / f"{report.stem}.png")
+    if as_json:
+        print_json(report.to_json())
+        return
+    table_screen(report)
+    written = ", ".join(str(folder / f"{report.stem}.{ending}") for ending in ("md", "json", "png"))
+    out.print(f"Written to {written}", style="dim", soft_wrap=True)
 
 
 def _bench(
@@ -121,50 +164,12 @@ def _bench(
     out.print(f"Written to {folder / 'bench.json'} and {folder / 'bench.png'}", style="dim", soft_wrap=True)
 
 
-def _table(
-    loaded: LoadedRecipe,
-    table: TableName,
-    lengths: list[int],
-    modes: list[Mode],
-    repeats: int,
-    folder: Path,
-    command: str,
-    as_json: bool,
-) -> None:
-    with err.status("loading libraries") as status:
-        from streamtune.plan import ALL_MODES, draw_table, markdown
-        from streamtune.recipe.build_bench import table_recipe
-
-        try:
-            report = table_recipe(
-                loaded,
-                table,
-                lengths=lengths,
-                modes=modes or ALL_MODES,
-                repeats=repeats,
-                folder=folder,
-                command=command,
-                notify=status.update if err.is_terminal else err.print,
-            )
-        except KeyboardInterrupt:
-            print_note("finished rows are kept; the same command goes on from there")
-            raise
-    (folder / f"{report.stem}.md").write_text(markdown(report), encoding="utf-8")
-    draw_table(report, folder / f"{report.stem}.png")
-    if as_json:
-        print_json(report.to_json())
-        return
-    table_screen(report)
-    written = ", ".join(str(folder / f"{report.stem}.{ending}") for ending in ("md", "json", "png"))
-    out.print(f"Written to {written}", style="dim", soft_wrap=True)
-
-
 def _names(text: str) -> list[Mode]:
     return [cast(Any, name.strip()) for name in text.split(",") if name.strip()]
 
 
 def _numbers(text: str) -> list[int]:
     try:
-        return [int(item) for item in text.replace("_", "").split(",")]
+        return [int(item) for item in text.replace("_", "").split(",") if text]
     except ValueError:
         raise ArgumentError(f"--lengths takes whole numbers, not {text!r}", mend="write --lengths 2048,8192") from None

@@ -19,13 +19,21 @@ from streamtune.errors import UnsupportedModelError
 from streamtune.plan.memory import LiveBytes, held_tensors
 from streamtune.plan.modes import WAYS, Batch, Mode, Ready, last_hidden_state
 
-__all__ = ["Case", "Job", "Layout", "MakeModel", "Mode", "Subject"]
+__all__ = ["Case", "Job", "Layout", "MakeModel", "Mode", "Subject", "env_of"]
 
 Layout = Literal["row", "packed", "separate"]
 """The tokens as one row, as several rows in one sequence, or as the same rows one after another."""
 
 MakeModel = Callable[[], nn.Module]
 """Builds the model in a fresh process; must be picklable (``functools.partial`` of a module's function)."""
+
+PLURALS = {
+    "activation": "activations",
+    "layer input": "layer inputs",
+    "gradient": "gradients",
+    "attention output": "attention outputs",
+}
+"""What kinds of live bytes are called among the terms of a peak."""
 
 
 @dataclass(frozen=True)
@@ -61,21 +69,8 @@ class Subject:
         self._exit = ExitStack()
 
     def env(self) -> dict[str, Any]:
-        """The machine and the versions."""
-        cuda = self.device.type == "cuda"
-        return {
-            "device": torch.cuda.get_device_name(self.device) if cuda else platform.processor() or platform.machine(),
-            "device_type": self.device.type,
-            "threads": torch.get_num_threads(),
-            "cpus": os.cpu_count(),
-            "python": platform.python_version(),
-            "torch": torch.__version__,
-            "transformers": transformers.__version__,
-            "dtype": "bfloat16 autocast" if self.job.autocast else str(self.model.dtype).removeprefix("torch."),
-            "layers": len(decoder_layers(self.model)),
-            "parameters": sum(_logical_size(p) for p in self.model.parameters()),
-            "batch_size": self.job.batch_size,
-        }
+        """The machine, the versions and the model."""
+        return env_of(self.model, self.job, self.device)
 
     def memory(self, case: Case) -> dict[str, Any]:
         """Peaks of one step with the head and of one without it, in bytes; what is there at the first of them."""
@@ -100,7 +95,7 @@ class Subject:
             "layer_activation_bytes": decoder.activation_peak,
             "host_bytes": tiers.host.peak_bytes if tiers else 0,
             "disk_bytes": tiers.disk.peak_bytes if tiers else 0,
-            "terms": {"weights": weights, **whole.at_peak},
+            "terms": {"weights": weights, **{PLURALS.get(kind, kind): size for kind, size in whole.at_peak.items()}},
         }
 
     def time(self, case: Case) -> dict[str, Any]:
@@ -167,6 +162,24 @@ class Subject:
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)
         return time.perf_counter()
+
+
+def env_of(model: Any, job: Job, device: torch.device) -> dict[str, Any]:
+    """The machine, the versions and the model; of a model on ``meta`` the machine is a simulated accelerator."""
+    names = {"cpu": platform.processor() or platform.machine(), "meta": "simulated accelerator"}
+    return {
+        "device": names[device.type] if device.type in names else torch.cuda.get_device_name(device),
+        "device_type": device.type,
+        "threads": torch.get_num_threads(),
+        "cpus": os.cpu_count(),
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+        "transformers": transformers.__version__,
+        "dtype": "bfloat16 autocast" if job.autocast else str(model.dtype).removeprefix("torch."),
+        "layers": len(decoder_layers(model)),
+        "parameters": sum(_logical_size(p) for p in model.parameters()),
+        "batch_size": job.batch_size,
+    }
 
 
 def _laid_out(ids: Tensor, layout: Layout, rows: int) -> list[Batch]:

@@ -109,9 +109,10 @@ class TableReport:
 
     @property
     def stem(self) -> str:
-        """Name of its files, without what follows the dot: the table and the device."""
+        """Name of its files, without what follows the dot: the table, the budget if it has one, the device."""
         device = "cpu" if self.env["device_type"] == "cpu" else self.env["device"]
-        return f"{self.table}-{re.sub(r'[^a-z0-9]+', '-', device.lower()).strip('-')}"
+        name = f"{self.table} {self.asked.get('budget', '')} {device}"
+        return re.sub(r"[^a-z0-9]+", "-", name.lower()).strip("-")
 
     def row(self, entry: Entry) -> TableRow | None:
         """The row of an entry, if it is known."""

@@ -17,12 +17,12 @@ MIB = 1 << 20
 
 TERMS = {
     "weights": "#c3c8d1",
-    "gradient": "#8a909c",
+    "gradients": "#8a909c",
     "optimizer": "#5d6470",
-    "layer input": "#e4572e",
+    "layer inputs": "#e4572e",
     "keys and values": "#f0a202",
-    "attention output": "#3a9d5d",
-    "activation": "#2f6fde",
+    "attention outputs": "#3a9d5d",
+    "activations": "#2f6fde",
     "head": "#8d5ab5",
 }
 """Colours of what a peak is made of, in the order it is stacked."""
@@ -117,7 +117,7 @@ def _longest(report: TableReport, figure: Any) -> None:
     axes.set_yticks(range(len(rows)), [row.label for row in rows])
     axes.invert_yaxis()
     axes.margins(x=0.12)
-    axes.set_title("Tokens of the longest sequence that fits", loc="left", color=INK, fontsize=11)
+    axes.set_title(f"Tokens of a row that fit {report.asked['budget']}", loc="left", color=INK, fontsize=11)
     _bare(axes)
 
 

@@ -13,11 +13,11 @@ __all__ = ["Column", "columns", "describe", "markdown", "notes"]
 MIB = 1 << 20
 
 HEADS = {
-    "activation": "activ.",
-    "layer input": "inputs",
-    "gradient": "grads",
+    "activations": "activ.",
+    "layer inputs": "inputs",
+    "gradients": "grads",
     "keys and values": "K,V",
-    "attention output": "attn",
+    "attention outputs": "attn",
     "optimizer": "optim",
 }
 """Short for what a peak is made of."""
@@ -46,7 +46,7 @@ def columns(report: TableReport) -> list[Column]:
     found = [Column("mode", lambda row: row.mode, right=False)]
     if report.table in ("ablation", "max-length"):
         found = [Column("schedule", lambda row: row.label, right=False)]
-    if report.table != "ablation" or len(lengths) > 1:
+    if report.table in ("bp-time", "memory") or len(lengths) > 1:
         found.insert(0, Column("tokens", lambda row: f"{row.length:,}"))
     found += {"bp-time": _time, "memory": _memory, "ablation": _ablation, "max-length": _longest}[report.table](report)
     found += [Column("loss", lambda row: _error(report, row, "loss"))]
@@ -71,7 +71,7 @@ def _memory(report: TableReport) -> list[Column]:
     terms = dict.fromkeys(name for row in report.rows for name in row.terms)
     return [
         Column("peak", lambda row: _mib(row.peak_bytes)),
-        *(Column(HEADS.get(name, name), term(name), page=name in ("weights", "gradient")) for name in terms),
+        *(Column(HEADS.get(name, name), term(name), page=name in ("weights", "gradients")) for name in terms),
         Column("most activ.", lambda row: _mib(row.activation_bytes)),
         Column("no head", lambda row: _mib(row.layer_activation_bytes), page=True),
         *_elsewhere(),
@@ -90,10 +90,17 @@ def _ablation(report: TableReport) -> list[Column]:
 
 def _longest(report: TableReport) -> list[Column]:
     return [
-        Column("longest", lambda row: "" if row.max_length is None else f"{row.max_length:,}"),
+        Column("tokens", lambda row: "" if row.max_length is None else f"{row.max_length:,}"),
+        Column("to checkpointing", lambda row: _times(report, row)),
         Column("peak", lambda row: _mib(row.peak_bytes)),
         *_elsewhere(),
     ]
+
+
+def _times(report: TableReport, row: TableRow) -> str:
+    """How many times as long a sequence fits as with gradient checkpointing."""
+    base = next((r.max_length for r in report.rows if r.mode == "checkpoint"), None)
+    return f"{row.max_length / base:.1f}x" if base and row.max_length else ""
 
 
 def _elsewhere() -> list[Column]:
@@ -123,11 +130,12 @@ def notes(report: TableReport) -> list[str]:
         "(beyond weights, gradients and layer inputs), no head the same of a step without the head.",
         "ablation": "Times are to gradient checkpointing and to the recipe's schedule, medians over steps that took "
         "turns. Peak, activations (beyond weights, gradients and layer inputs), host and disk in MiB.",
-        "max-length": "Tokens of the longest sequence that fits.",
+        "max-length": f"Tokens of the longest sequence whose step fits {report.asked.get('budget')}, within 1%. Peak, "
+        "host and disk in MiB.",
     }[report.table]
     exact = "Loss and grad are how far the loss and the norm of the gradient are from plain autograd's, relative."
     lines = [said, exact] if any(report.errors_of(row) for row in report.rows) else [said]
-    if report.table != "ablation":
+    if report.table in ("bp-time", "memory"):
         peers = dict.fromkeys(row.mode for row in report.rows if row.mode not in MODES)
         lines += [f"{mode}: {WAYS[mode].label}." for mode in peers]
     return lines + [f"{mode}: {why}." for mode, why in report.absent.items()]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -11,11 +12,13 @@ import torch
 
 from streamtune import __version__, models, plan
 from streamtune.errors import ArgumentError
+from streamtune.plan.longest import Budget
 from streamtune.recipe.build import choose_device, choose_quantization, make_schedule, quiet_libraries
+from streamtune.recipe.build_lengths import lengths_report, measure_lengths
 from streamtune.recipe.loader import LoadedRecipe
 from streamtune.recipe.schema import Recipe
 
-__all__ = ["bench_recipe", "table_recipe"]
+__all__ = ["TableOptions", "bench_recipe", "table_recipe"]
 
 DECIDES = {
     "model_name_or_path",
@@ -68,41 +71,62 @@ def bench_recipe(
     )
 
 
+@dataclass(frozen=True)
+class TableOptions:
+    """What the command line asks of a table.
+
+    Attributes:
+        lengths: Tokens of a row.
+        modes: What to compare.
+        repeats: Timed steps of each row.
+        folder: Where its files go.
+        command: The command line.
+        sizes: Bytes on device, host and disk that a longest sequence may take; None where nothing is said.
+    """
+
+    lengths: Sequence[int]
+    modes: Sequence[plan.Mode]
+    repeats: int
+    folder: Path
+    command: str
+    sizes: Sequence[int | None] = (None, None, None)
+
+
 def table_recipe(
     loaded: LoadedRecipe,
     table: plan.TableName,
+    options: TableOptions,
     *,
-    lengths: Sequence[int],
-    modes: Sequence[plan.Mode],
-    repeats: int,
-    folder: Path,
-    command: str,
     notify: Callable[[str], None] = lambda message: None,
 ) -> plan.TableReport:
-    """Measure a table on the recipe's model, go on with it, or only read it where it is complete.
+    """Measure a table on the recipe's model, or go on with it.
 
     Raises:
-        ArgumentError: A length, a mode or the number of repeats makes no sense.
+        ArgumentError: A length, a mode, a size or the number of repeats makes no sense.
     """
-    _check(lengths, modes, repeats)
-    recipe = loaded.recipe
+    recipe, job = loaded.recipe, _job(loaded.recipe)
     schedule = make_schedule(recipe.engine)
     asked = {
         "streamtune": __version__,
         "recipe": {key: value for key, value in recipe.model_dump(mode="json").items() if key in DECIDES},
         "schedule_in_words": schedule.describe(),
-        "repeats": repeats,
     }
+    _check(options.lengths or [2], options.modes, options.repeats)
+    if table == "max-length":
+        budget = Budget(*options.sizes)
+        report = lengths_report(recipe, job, budget, options.command, asked, notify)
+        measure_lengths(recipe, job, budget, report, modes=options.modes, folder=options.folder, notify=notify)
+        return report
     return plan.run_table(
         table,
-        _job(recipe),
-        lengths=lengths,
-        modes=modes,
+        job,
+        lengths=options.lengths,
+        modes=options.modes,
         schedule=schedule,
-        repeats=repeats,
-        folder=folder,
-        command=command,
-        asked=asked,
+        repeats=options.repeats,
+        folder=options.folder,
+        command=options.command,
+        asked={**asked, "repeats": options.repeats},
         notify=notify,
     )
 
