@@ -17,12 +17,15 @@ from typer.testing import CliRunner
 from streamtune import Schedule
 from streamtune.cli.app import app
 from streamtune.errors import ArgumentError
-from streamtune.plan import ALL_MODES, Job, TableReport, draw_table, markdown, run_table
+from streamtune.plan import ALL_MODES, Job, TableReport, draw_table, longest, markdown, run_table
 from streamtune.plan.ablation import ablation_entries
+from streamtune.plan.longest import Budget, length_entries, longest_by
 from streamtune.plan.modes import WAYS
+from streamtune.plan.search import Range
 from streamtune.plan.subject import Case, Subject
 from streamtune.plan.tables import DEFAULT, Entry, TableRow
 from streamtune.plan.tabulate import fill
+from streamtune.plan.trial import Outcome
 from tests.exactness.families import build
 
 ENV = {
@@ -67,6 +70,7 @@ def test_a_model_is_put_back_as_it_was_built(subject: Subject) -> None:
         theirs = {"_gradient_checkpointing_func", "gradient_checkpointing"}  # transformers leaves them
         return {name: set(vars(module)) - theirs for name, module in subject.model.named_modules()}
 
+    subject.leave()
     before = found()
     for mode in HERE:
         subject.time(Case(mode, 16, SCHEDULE))
@@ -80,7 +84,7 @@ def test_what_peers_save_is_seen(subject: Subject) -> None:
     memory = {mode: subject.memory(Case(mode, 256, SCHEDULE)) for mode in HERE}
     inputs = 2 * 256 * subject.model.config.hidden_size * 4
     assert memory["checkpoint-offload"]["host_bytes"] == inputs
-    assert memory["checkpoint-offload"]["terms"]["layer input"] < memory["checkpoint"]["terms"]["layer input"]
+    assert memory["checkpoint-offload"]["terms"]["layer inputs"] < memory["checkpoint"]["terms"]["layer inputs"]
     assert memory["stream"]["activation_bytes"] < memory["checkpoint"]["activation_bytes"]
     if "deepspeed-tiled" in HERE:
         assert memory["deepspeed-tiled"]["activation_bytes"] < memory["checkpoint"]["activation_bytes"]
@@ -209,7 +213,7 @@ def test_an_ablation_shows_where_bytes_went(ablation: TableReport) -> None:
     assert rows["on host"].host_bytes
     assert rows["on disk"].disk_bytes
     assert not rows[DEFAULT].host_bytes
-    assert rows["on host"].terms["layer input"] < rows[DEFAULT].terms["layer input"]
+    assert rows["on host"].terms["layer inputs"] < rows[DEFAULT].terms["layer inputs"]
     assert rows["the last 2 layers whole"].activation_bytes > rows[DEFAULT].activation_bytes  # type: ignore[operator]
     assert all(row.schedule is None or row.schedule["offload_dir"] is None for row in ablation.rows)
 
@@ -269,3 +273,52 @@ def test_what_makes_no_sense_is_refused(options: list[str], match: str, tmp_path
     recipe.write_text(RECIPE)
     with pytest.raises(ArgumentError, match=match):
         CliRunner().invoke(app, ["bench", str(recipe), *options, "--output-dir", str(tmp_path)], catch_exceptions=False)
+
+
+# --- the longest sequence --------------------------------------------------------------------------------------------
+
+
+def test_the_longest_sequence_is_searched_for_every_schedule_that_reaches_further(tmp_path: Path) -> None:
+    entries = length_entries(SCHEDULE, str(tmp_path))
+    assert [item.case.mode for item in entries[:3]] == ["plain", "checkpoint", "stream"]
+    assert len({item.label for item in entries}) == len(entries)
+    per_token = dict(zip((item.label for item in entries), range(100, 0, -9), strict=False))
+    budget = Budget(1_000_000)
+
+    def attempt(item: Entry, length: int) -> Outcome:
+        peak = per_token[item.label] * length
+        return Outcome(peak <= 1_000_000, reason="" if peak <= 1_000_000 else "too much", peak_bytes=peak)
+
+    report = TableReport("max-length", "streamtune bench", {"schedule_in_words": "", "budget": str(budget)}, dict(ENV))
+    fill(report, [[item] for item in entries], longest_by(attempt, budget, print), folder=tmp_path)
+    assert report.stem == "max-length-977-kib-of-the-device-cpu"
+    for row in report.rows:
+        limit = 1_000_000 / per_token[row.label]
+        assert row.max_length is not None
+        assert limit - 320 <= row.max_length <= limit
+        assert row.peak_bytes == per_token[row.label] * row.max_length
+    page = markdown(report)
+    assert f"| gradient checkpointing | {report.rows[1].max_length:,} | 1.0x |" in page
+    draw_table(report, tmp_path / "lengths.png")
+
+
+def test_a_budget_that_nothing_fits_says_so(tmp_path: Path) -> None:
+    report = TableReport("max-length", "streamtune bench", {"schedule_in_words": "", "budget": "1 B"}, dict(ENV))
+    never = longest_by(lambda item, length: Outcome(False, reason="far too much"), Budget(1), print)
+    fill(report, [[item] for item in length_entries(SCHEDULE, str(tmp_path))], never, folder=tmp_path)
+    assert {row.error for row in report.rows} == {"not even 256 tokens: far too much"}
+    draw_table(report, tmp_path / "lengths.png")
+
+
+def test_the_command_tries_whole_training_steps(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(longest, "WITHIN", Range(first=64, least=64, most=64, step=64))
+    recipe = tmp_path / "recipe.yaml"
+    recipe.write_text(RECIPE)
+    options = ["--table", "max-length", "--modes", "checkpoint", "--output-dir", str(tmp_path / "out"), "--json"]
+    with pytest.raises(ArgumentError, match="no device to fill"):
+        CliRunner().invoke(app, ["bench", str(recipe), *options], catch_exceptions=False)
+    options += ["--device-memory", "2MiB"]
+    result = CliRunner().invoke(app, ["bench", str(recipe), *options], catch_exceptions=False)
+    (row,) = json.loads(result.stdout)["rows"]
+    assert row["max_length"] == 64
+    assert 0 < row["terms"]["optimizer"] < row["peak_bytes"] <= 2 << 20

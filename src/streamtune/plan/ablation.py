@@ -7,6 +7,7 @@ from dataclasses import replace
 from typing import Any
 
 from streamtune.engine import Schedule
+from streamtune.engine.placement import best_segment_size
 from streamtune.plan.modes import WAYS
 from streamtune.plan.subject import Case
 from streamtune.plan.tables import DEFAULT, Entry
@@ -47,11 +48,11 @@ def _changes(schedule: Schedule, length: int, layers: int, folder: str) -> Itera
         yield "chunk of the head", f"{size:,} tokens of the head", {"head_chunk_size": size}
     yield "layer inputs", "on host", {"offload": "host"}
     yield "layer inputs", "on disk", disk
-    yield "layer inputs", f"on host but {half}", {"offload": "host", "device_layers": half}
+    yield "layer inputs", f"on host, the last {half} on the device", {"offload": "host", "device_layers": half}
     yield "layer inputs", "on host, gradients streamed with them", {"offload": "host", "stream_grads": True}
     yield "layer inputs", "gradients streamed in their place", {"stream_grads": True}
-    yield "two levels", "segments of the best size", {"levels": 2}
-    for size in sorted({2, half} - {1}):
+    yield "two levels", f"segments of {best_segment_size(layers)}, the best size", {"levels": 2}
+    for size in sorted({2, half} - {1, best_segment_size(layers)}):
         yield "two levels", f"segments of {size}", {"levels": 2, "segment_size": size}
     yield "two levels", "inputs of segments on host", {"levels": 2, "offload": "host"}
     yield "kept", "keys and values on device", {"keep_kv": "device"}

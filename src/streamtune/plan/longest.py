@@ -33,10 +33,9 @@ class Budget:
     disk_bytes: int | None = None
 
     def __str__(self) -> str:
-        words = [f"{show_size(self.device_bytes)}" if self.device_bytes is not None else "the device"]
-        words += [f"{show_size(self.host_bytes)} of the host"] if self.host_bytes is not None else []
-        words += [f"{show_size(self.disk_bytes)} of disk"] if self.disk_bytes is not None else []
-        return " and ".join(words)
+        sizes = {"the device": self.device_bytes, "the host": self.host_bytes, "disk": self.disk_bytes}
+        words = [f"{show_size(size).replace('.0 ', ' ')} of {name}" for name, size in sizes.items() if size is not None]
+        return " and ".join(words) or "the device"
 
     def filled(self, outcome: Outcome) -> float | None:
         """The largest part of it that a step took; None where that is not known."""
