@@ -291,7 +291,7 @@ def test_the_longest_sequence_is_searched_for_every_schedule_that_reaches_furthe
 
     report = TableReport("max-length", "streamtune bench", {"schedule_in_words": "", "budget": str(budget)}, dict(ENV))
     fill(report, [[item] for item in entries], longest_by(attempt, budget, print), folder=tmp_path)
-    assert report.stem == "max-length-977-kib-of-the-device-cpu"
+    assert report.stem == "max-length-1-000-000-b-cpu"
     for row in report.rows:
         limit = 1_000_000 / per_token[row.label]
         assert row.max_length is not None
@@ -317,8 +317,23 @@ def test_the_command_tries_whole_training_steps(tmp_path: Path, monkeypatch: pyt
     options = ["--table", "max-length", "--modes", "checkpoint", "--output-dir", str(tmp_path / "out"), "--json"]
     with pytest.raises(ArgumentError, match="no device to fill"):
         CliRunner().invoke(app, ["bench", str(recipe), *options], catch_exceptions=False)
-    options += ["--device-memory", "2MiB"]
+    options += ["--device-memory", "2MiB", "--method", "measure"]
     result = CliRunner().invoke(app, ["bench", str(recipe), *options], catch_exceptions=False)
     (row,) = json.loads(result.stdout)["rows"]
     assert row["max_length"] == 64
     assert 0 < row["terms"]["optimizer"] < row["peak_bytes"] <= 2 << 20
+
+
+def test_the_command_simulates_a_device_that_is_not_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(longest, "WITHIN", Range(first=256, least=256, most=512, step=256))
+    recipe = tmp_path / "recipe.yaml"
+    recipe.write_text(RECIPE)
+    options = ["--table", "max-length", "--device-memory", "4MiB", "--modes", "plain,checkpoint"]
+    options += ["--output-dir", str(tmp_path), "--json"]
+    result = CliRunner().invoke(app, ["bench", str(recipe), *options], catch_exceptions=False)
+    document = json.loads(result.stdout)
+    assert document["env"]["device"] == "simulated"
+    plain, checkpoint = document["rows"]
+    assert 0 < plain["max_length"] <= checkpoint["max_length"] <= 512
+    assert 0 < checkpoint["peak_bytes"] <= 0.96 * (4 << 20)
+    assert (tmp_path / "max-length-4-mib-simulated.md").is_file()

@@ -24,6 +24,8 @@ if TYPE_CHECKING:
 
 __all__ = ["bench"]
 
+MAX_LENGTH = "max-length"
+
 THREE = "plain,checkpoint,stream"
 
 LENGTHS = {
@@ -66,6 +68,12 @@ def bench(
         int, typer.Option(metavar="N", help="Also as N rows packed in one sequence, and as N rows one after another.")
     ] = 0,
     repeats: Annotated[int, typer.Option(metavar="N", help="Timed steps of each, taken in turns.")] = 3,
+    method: Annotated[
+        str,
+        typer.Option(
+            metavar="measure|simulate", help="max-length: train on the device, or simulate.", show_default=False
+        ),
+    ] = "",
     device_memory: Annotated[
         str, typer.Option(metavar="80GiB", help="max-length: the budget on the device.", show_default=False)
     ] = "",
@@ -98,7 +106,14 @@ def bench(
     if packed_rows:
         raise ArgumentError("--packed-rows is no part of a table", mend="leave out --table, or --packed-rows")
     sizes = {"--device-memory": device_memory, "--host-memory": host_memory, "--disk-memory": disk_memory}
-    given = {"--table": table, "--lengths": lengths, "--modes": modes, "--repeats": str(repeats), **sizes}
+    given = {
+        "--table": table,
+        "--lengths": lengths,
+        "--modes": modes,
+        "--repeats": f"{repeats if table != MAX_LENGTH else ''}",
+        "--method": method,
+        **sizes,
+    }
     words = [word for name, value in given.items() if value for word in (name, value)]
     words += [word for setting in set_ or [] for word in ("--set", setting)]
     with err.status("loading libraries") as status:
@@ -111,6 +126,7 @@ def bench(
             repeats=repeats,
             folder=folder,
             command=shlex.join(["streamtune", "bench", str(recipe), *words]),
+            method=method or "simulate",
             sizes=[parse_size(size, where=name) if size else None for name, size in sizes.items()],
         )
         try:

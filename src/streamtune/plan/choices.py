@@ -103,18 +103,14 @@ class Space:
                 away = (*(["host"] if host else []), *(["disk"] if disk else []))
                 return away if self.fixed.get("device_layers") and away else ("device", *away)
             case "levels":
-                return (2,) if self.fixed.get("segment_size") else (1, 2) if self.layers >= FEWEST_FOR_SEGMENTS else (1,)
+                return (
+                    (2,) if self.fixed.get("segment_size") else (1, 2) if self.layers >= FEWEST_FOR_SEGMENTS else (1,)
+                )
             case "keep_kv" | "keep_attention":
                 return ("no", "device", "host") if host else ("no", "device")
             case "stream_grads":
                 return (False, True)
         raise KeyError(name)
-
-    def reference(self) -> Schedule:
-        """What every choice is measured against."""
-        chunk, head = self.options("chunk_size"), self.options("head_chunk_size")
-        middle = chunk[min(1, len(chunk) - 1)]
-        return Schedule(middle, head[-1], grad_dtype=self.fixed.get("grad_dtype", "float32"))
 
     def combinations(self) -> Iterator[Schedule]:
         """Every allowed combination, but for the layers that stay on the device or are kept whole."""
@@ -137,9 +133,8 @@ def candidates(space: Space, estimator: Estimator, limits: Limits) -> Iterator[C
     Spare memory of the device is filled: by layers kept whole, which saves their recomputation, or by layer inputs that
     need not go away.
     """
-    length = space.length
     for schedule in space.combinations():
-        plain = Candidate(schedule, estimator.estimate(schedule, length))
+        plain = Candidate(schedule, estimator.estimate(schedule))
         sized = [] if space.fixed.get("device_layers") else [plain]
         if schedule.offload != "device" and (schedule.levels == 1 or not sized):
             sized += _with_device_layers(plain, space, estimator, limits)
@@ -152,7 +147,7 @@ def _with_device_layers(
 ) -> Iterator[Candidate]:
     """As many layer inputs on the device as it holds, and as few as the host asks for."""
     schedule, figures = candidate.schedule, candidate.figures
-    each = estimator.of_a_device_layer(schedule, space.length)
+    each = estimator.of_a_device_layer(schedule)
     most = math.floor(min(space.layers, figures.room_for(each, limits.device)))
     lacking, relief = figures.host_bytes - limits.host, -each.host_bytes
     if schedule.offload == "disk":
@@ -164,16 +159,14 @@ def _with_device_layers(
             yield Candidate(replace(schedule, device_layers=count), figures.plus(each, count))
 
 
-def _with_kept_layers(
-    candidate: Candidate, space: Space, estimator: Estimator, limits: Limits
-) -> Iterator[Candidate]:
+def _with_kept_layers(candidate: Candidate, space: Space, estimator: Estimator, limits: Limits) -> Iterator[Candidate]:
     """The candidate as it is, and with as many layers kept whole as the device holds."""
     schedule, figures = candidate.schedule, candidate.figures
     wanted = space.fixed.get("keep_layers")
     if wanted == 0 or (wanted is None and schedule.levels == 2):  # two levels spend what keeping layers saves
         yield candidate
         return
-    each = estimator.of_a_kept_layer(space.length)
+    each = estimator.of_a_kept_layer
     room = figures.room_for(each, limits.device - (figures.host_bytes if limits.shared else 0))
     counts = {0, max(0, math.floor(min(space.layers, room)))} if wanted is None else {wanted}
     for count in sorted(counts):
@@ -185,4 +178,3 @@ def _up_to(sizes: tuple[int, ...], length: int) -> tuple[int, ...]:
     """The sizes below ``length``, and the first that covers it."""
     below = [size for size in sizes if size < length]
     return tuple(sizes[: len(below) + 1])
-

@@ -1,32 +1,40 @@
-"""Bytes and work of many schedules from simulations of few: what a choice adds is found out once, on short sequences.
+"""Bytes and work of hundreds of schedules from simulations of five.
 
-The bytes a step holds in each of its phases grow with the sequence by a straight line (chunks do not grow, everything
-else is kept for each token), and so does its work, but for attention, which is a square of it. And choices add up: what
-keeping the attention outputs costs hardly depends on where the layer inputs are. So a schedule's figures at any length
-are those of a reference plus what each departure from it adds, each a line through two short simulations.
+A plain step, one with another chunk size, and one each that keeps keys and values, attention outputs, or a whole layer,
+are simulated at the length that is planned for. What a choice adds is their difference: choices add up, for each keeps
+something of its own. In the size c of a chunk, bytes are a straight line, and work is ``a + b / c``, for weights and the
+prefix are touched once a chunk. *Where* a tensor is kept, and how many of them, is arithmetic.
 
-This is for choosing. A chosen schedule is simulated whole before it is believed, see ``planner``.
+This is for choosing. A schedule that is chosen is simulated itself before it is believed (``planner``).
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass, field, fields, replace
-from typing import Any
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, fields, replace
+from typing import Any, Literal
+
+from torch import Tensor
 
 from streamtune.engine import Schedule
+from streamtune.engine.placement import place_layers
 from streamtune.plan.simulate import Simulation, Work, Workload
 
-__all__ = ["Estimator", "Figures"]
+__all__ = ["Estimator", "Figures", "Simulate"]
 
 Simulate = Callable[[Workload, Schedule], Simulation]
 
 DEVICE, WORK, HOST, DISK = "device:", "work:", "host", "disk"
-SQUARES = frozenset({f"{WORK}attention_flops", f"{WORK}attention_backward_flops"})
-"""What grows with the square of the length."""
+ATTENTION = f"{WORK}attention_flops"
+FORWARD_SHARE = 2 / 9
+"""Of attention's operations in a step that runs its forward twice: 2 and 2 products of a tile, 5 in the backward."""
 
-SHORT, LONGER = 2, 4
-"""Chunks of the two short sequences."""
+
+IN_FLIGHT = 4
+"""Chunks on the device of what is kept elsewhere: on their way there, or fetched ahead."""
+
+HEAD_COPIES = 2
+"""Copies of a chunk's logits in fp32 that a smaller head chunk makes smaller."""
 
 
 @dataclass(frozen=True)
@@ -50,12 +58,12 @@ class Figures:
     @property
     def host_bytes(self) -> float:
         """Bytes in the machine's memory."""
-        return self.values[HOST]
+        return self.values.get(HOST, 0.0)
 
     @property
     def disk_bytes(self) -> float:
         """Bytes in files."""
-        return self.values[DISK]
+        return self.values.get(DISK, 0.0)
 
     @property
     def work(self) -> Work:
@@ -77,82 +85,136 @@ class Figures:
         return times
 
 
-def extrapolate(at: tuple[int, Figures], and_at: tuple[int, Figures], length: int) -> Figures:
-    """The figures at ``length``: lines through two lengths, and for attention ``a T^2 + b T``."""
-    (t1, f1), (t2, f2) = at, and_at
-    if t1 == t2:
-        return f1
-    found: dict[str, float] = {}
-    for name, first in f1.values.items():
-        second = f2.values.get(name, 0.0)
-        if name in SQUARES:
-            slope = (second / t2 - first / t1) / (t2 - t1)
-            found[name] = (first / t1 + slope * (length - t1)) * length
-        else:
-            found[name] = first + (second - first) / (t2 - t1) * (length - t1)
-    return Figures(found)
-
-
-@dataclass
 class Estimator:
-    """Figures of any schedule at any length, from short simulations that are made when they are first needed.
+    """Figures of any schedule of one workload.
 
     Args:
-        workload: What is trained; its length is not used.
+        workload: What is trained.
+        layers: Decoder layers of the model.
         simulate: Simulates a step.
-        reference: What every choice is measured against: on the device, one level, nothing kept.
+        chunks: Chunk sizes that will be asked about.
+        head_chunk: Of the steps that are simulated; the largest that will be asked about.
+        grad_dtype: Of the schedules.
     """
 
-    workload: Workload
-    simulate: Simulate
-    reference: Schedule
-    simulations: int = 0
-    """How many were made."""
-    _known: dict[tuple[Schedule, int], Figures] = field(default_factory=dict)
+    def __init__(
+        self,
+        workload: Workload,
+        layers: int,
+        simulate: Simulate,
+        *,
+        chunks: Sequence[int],
+        head_chunk: int,
+        grad_dtype: Literal["float32", "param"] = "float32",
+    ) -> None:
+        self.layers, self.rows, self.length = layers, workload.batch_size, workload.length
+        self.chunk, self.wide = chunks[min(1, len(chunks) - 1)], chunks[min(3, len(chunks) - 1)]
+        self.head_chunk = head_chunk
+        plain = Schedule(self.chunk, head_chunk, grad_dtype=grad_dtype)
+        self.plainest = Figures.of(simulate(workload, plain))
+        self.simulations = 1
 
-    def estimate(self, schedule: Schedule, length: int) -> Figures:
-        """The figures of a schedule at a length."""
-        ref = self.reference
-        total = self._at(replace(ref, chunk_size=schedule.chunk_size), length)
-        total = total.plus(self._added(length, head_chunk_size=schedule.head_chunk_size))
-        total = total.plus(self.stored(schedule, length))
-        for name in ("keep_kv", "keep_attention"):
-            total = total.plus(self._added(length, **{name: getattr(schedule, name)}))
-        if schedule.keep_layers:
-            total = total.plus(self.of_a_kept_layer(length), schedule.keep_layers)
-        if schedule.device_layers:
-            total = total.plus(self.of_a_device_layer(schedule, length), schedule.device_layers)
+        def added(**choice: Any) -> Figures:
+            self.simulations += 1
+            return Figures.of(simulate(workload, replace(plain, **choice))).plus(self.plainest, -1.0)
+
+        self._wider = added(chunk_size=self.wide) if self.wide != self.chunk else Figures({})
+        self._keys = added(keep_kv="device")
+        self._outputs = added(keep_attention="device")
+        self.of_a_kept_layer = added(keep_layers=1)
+        """What it adds to keep one layer whole."""
+        embedding = _embedding(workload)
+        self.vocabulary = embedding.shape[0]
+        self.input_bytes = embedding.shape[1] * embedding.element_size() * self.rows * self.length
+        """Of one layer's input."""
+
+    # --- a schedule ---------------------------------------------------------------------------------------------------
+
+    def estimate(self, schedule: Schedule) -> Figures:
+        """The figures of a schedule."""
+        total = self._plain(schedule.chunk_size)
+        if self.head_chunk > schedule.head_chunk_size:
+            fewer = 4 * HEAD_COPIES * self.rows * self.vocabulary * (self.head_chunk - schedule.head_chunk_size)
+            total = total.plus(Figures({f"{DEVICE}head": -fewer}))
+        total = total.plus(self._inputs(schedule))
+        share = (self.layers - min(schedule.keep_layers, self.layers)) / self.layers
+        for kept, place in ((self._keys, schedule.keep_kv), (self._outputs, schedule.keep_attention)):
+            if place != "no":
+                total = total.plus(self._somewhere(kept, str(place)), share)
+        return total.plus(self.of_a_kept_layer, schedule.keep_layers)
+
+    def of_a_device_layer(self, schedule: Schedule) -> Figures:
+        """What it adds to leave the input of one layer on the device."""
+        return self._moved(self.input_bytes, schedule.offload, -1.0)
+
+    # --- parts --------------------------------------------------------------------------------------------------------
+
+    def _plain(self, chunk: int) -> Figures:
+        """One level, everything stored on the device, nothing kept; at chunks of another size."""
+        if self.wide == self.chunk:
+            return self.plainest
+        chunk = min(chunk, self.length)
+        along = (chunk - self.chunk) / (self.wide - self.chunk)
+        turns = (1 / chunk - 1 / self.chunk) / (1 / self.wide - 1 / self.chunk)
+        more = {n: v * (turns if n.startswith(WORK) else along) for n, v in self._wider.values.items()}
+        return self.plainest.plus(Figures(more))
+
+    def _inputs(self, schedule: Schedule) -> Figures:
+        """Where layer inputs wait and how many of them, against all of them on the device."""
+        each = self.input_bytes
+        streamed = self.layers - min(schedule.keep_layers, self.layers)
+        total = Figures({})
+        if schedule.levels == 2:
+            held = min(streamed, _most_held(schedule, self.layers))
+            forward = self._forward(attention=schedule.keep_attention == "no")
+            total = self._on_device(-(streamed - held) * each).plus(forward, (streamed - held) / self.layers)
+            streamed = held
+        if schedule.offload != "device":
+            away = max(0, streamed - schedule.device_layers)
+            total = total.plus(self._moved(away * each, schedule.offload))
+            total = total.plus(self._on_device(IN_FLIGHT * each * min(1.0, schedule.chunk_size / self.length)))
+        if schedule.stream_grads:  # the gradient of the output goes chunk by chunk as that of the input comes
+            total = total.plus(Figures({f"{DEVICE}backward": -each * (1 if schedule.offload == "device" else 2)}))
         return total
 
-    def stored(self, schedule: Schedule, length: int) -> Figures:
-        """What it adds to store layer inputs, and the gradients that go with them, where and as often as it says."""
-        names = ("offload", "levels", "segment_size", "stream_grads")
-        chosen = {name: getattr(schedule, name) for name in names}
-        return self._added(length, **chosen, offload_dir=schedule.offload_dir)
+    def _forward(self, *, attention: bool) -> Figures:
+        """One more forward of the layers: a fourth of a step's products, of attention two of its nine."""
+        work = self.plainest.values
+        forward = {name: work[name] / 4 for name in (f"{WORK}matmul_flops", f"{WORK}touched_bytes")}
+        return Figures({**forward, ATTENTION: work[ATTENTION] * FORWARD_SHARE if attention else 0.0})
 
-    def of_a_kept_layer(self, length: int) -> Figures:
-        """What keeping one layer whole adds."""
-        return self._added(length, keep_layers=1)
+    def _somewhere(self, kept: Figures, place: str) -> Figures:
+        """What is kept on the device, kept there or on the host."""
+        if place == "device":
+            return kept
+        size = max(value for name, value in kept.values.items() if name.startswith(DEVICE))
+        return kept.plus(self._moved(size, place))
 
-    def of_a_device_layer(self, schedule: Schedule, length: int) -> Figures:
-        """What leaving the input of one layer on the device adds."""
-        away: dict[str, Any] = {"offload": schedule.offload, "offload_dir": schedule.offload_dir}
-        return self._added(length, **away, device_layers=1).plus(self._added(length, **away), -1.0)
+    def _moved(self, size: float, place: str, times: float = 1.0) -> Figures:
+        """``size`` bytes on host or disk that were on the device: copied there, and back."""
+        name = f"{WORK}moved_bytes" if place == "host" else f"{WORK}disk_moved_bytes"
+        away = Figures({HOST if place == "host" else DISK: size, name: 2 * size})
+        return Figures({}).plus(self._on_device(-size), times).plus(away, times)
 
-    def _added(self, length: int, **choices: Any) -> Figures:
-        changed = replace(self.reference, **choices)
-        if changed == self.reference:
-            return Figures({})
-        return self._at(changed, length).plus(self._at(self.reference, length), -1.0)
+    def _on_device(self, size: float) -> Figures:
+        """Bytes that are there in all phases but the optimizer's."""
+        names = [n for n in self.plainest.values if n.startswith(DEVICE) and not n.endswith("optimizer")]
+        return Figures(dict.fromkeys(names, size))
 
-    def _at(self, schedule: Schedule, length: int) -> Figures:
-        """A schedule's figures at a length, through those at two short ones; a short length is simulated as it is."""
-        short, longer = (min(length, count * schedule.chunk_size) for count in (SHORT, LONGER))
-        return extrapolate((short, self._short(schedule, short)), (longer, self._short(schedule, longer)), length)
 
-    def _short(self, schedule: Schedule, length: int) -> Figures:
-        key = (schedule, length)
-        if key not in self._known:
-            self.simulations += 1
-            self._known[key] = Figures.of(self.simulate(replace(self.workload, length=length), schedule))
-        return self._known[key]
+def _most_held(schedule: Schedule, layers: int) -> int:
+    """Layer inputs that are held at a time: those stored in the forward and those of the segment worked on."""
+    places = place_layers(schedule, layers)
+    stored = sum(place.begins and not place.whole for place in places)
+    longest = current = 0
+    for place in places:
+        current = 0 if place.begins else current + 1
+        longest = max(longest, current)
+    return stored + longest
+
+
+def _embedding(workload: Workload) -> Tensor:
+    """The table of token embeddings: its second dimension is that of hidden states."""
+    model: Any = workload.make_model()
+    weight: Tensor = model.get_input_embeddings().weight
+    return weight

@@ -13,7 +13,6 @@ from streamtune.plan.subject import Case
 from streamtune.plan.tables import DEFAULT, Entry, TableRow
 from streamtune.plan.tabulate import MeasureGroup
 from streamtune.plan.trial import Outcome
-from streamtune.sizes import show_size
 
 __all__ = ["Budget", "TryLength", "length_entries", "longest_by"]
 
@@ -33,8 +32,8 @@ class Budget:
     disk_bytes: int | None = None
 
     def __str__(self) -> str:
-        sizes = {"the device": self.device_bytes, "the host": self.host_bytes, "disk": self.disk_bytes}
-        words = [f"{show_size(size).replace('.0 ', ' ')} of {name}" for name, size in sizes.items() if size is not None]
+        sizes = {"": self.device_bytes, " of the host": self.host_bytes, " of disk": self.disk_bytes}
+        words = [f"{_rounded(size)}{name}" for name, size in sizes.items() if size is not None]
         return " and ".join(words) or "the device"
 
     def filled(self, outcome: Outcome) -> float | None:
@@ -45,6 +44,14 @@ class Budget:
             (outcome.disk_bytes, self.disk_bytes),
         )
         return max((used / limit for used, limit in pairs if used is not None and limit), default=None)
+
+
+def _rounded(size: int) -> str:
+    """A size as it was asked for, without digits that say nothing."""
+    for unit, name in ((1 << 30, "GiB"), (1 << 20, "MiB")):
+        if size >= unit:
+            return f"{size / unit:.4g} {name}"
+    return f"{size:,} B"
 
 
 def length_entries(schedule: Schedule, folder: str) -> list[Entry]:

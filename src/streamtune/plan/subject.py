@@ -166,7 +166,7 @@ class Subject:
 
 def env_of(model: Any, job: Job, device: torch.device) -> dict[str, Any]:
     """The machine, the versions and the model; of a model on ``meta`` the machine is a simulated accelerator."""
-    names = {"cpu": platform.processor() or platform.machine(), "meta": "simulated accelerator"}
+    names = {"cpu": platform.processor() or platform.machine(), "meta": "simulated"}
     return {
         "device": names[device.type] if device.type in names else torch.cuda.get_device_name(device),
         "device_type": device.type,

@@ -130,7 +130,8 @@ def notes(report: TableReport) -> list[str]:
         "(beyond weights, gradients and layer inputs), no head the same of a step without the head.",
         "ablation": "Times are to gradient checkpointing and to the recipe's schedule, medians over steps that took "
         "turns. Peak, activations (beyond weights, gradients and layer inputs), host and disk in MiB.",
-        "max-length": f"Tokens of the longest sequence whose step fits {report.asked.get('budget')}, within 1% or 256 "
+        "max-length": ("Simulated, 5% of the budget left free. " if report.env["device_type"] == "meta" else "")
+        + f"Tokens of the longest sequence whose step fits {report.asked.get('budget')}, within 1% or 256 "
         "tokens. Peak, host and disk in MiB.",
     }[report.table]
     exact = "Loss and grad are how far the loss and the norm of the gradient are from plain autograd's, relative."

@@ -14,7 +14,7 @@ from streamtune import __version__, models, plan
 from streamtune.errors import ArgumentError
 from streamtune.plan.longest import Budget
 from streamtune.recipe.build import choose_device, choose_quantization, make_schedule, quiet_libraries
-from streamtune.recipe.build_lengths import lengths_report, measure_lengths
+from streamtune.recipe.build_lengths import lengths_report
 from streamtune.recipe.loader import LoadedRecipe
 from streamtune.recipe.schema import Recipe
 
@@ -81,6 +81,7 @@ class TableOptions:
         repeats: Timed steps of each row.
         folder: Where its files go.
         command: The command line.
+        method: Whether a longest sequence is found by ``measure`` or ``simulate``.
         sizes: Bytes on device, host and disk that a longest sequence may take; None where nothing is said.
     """
 
@@ -89,6 +90,7 @@ class TableOptions:
     repeats: int
     folder: Path
     command: str
+    method: str = "simulate"
     sizes: Sequence[int | None] = (None, None, None)
 
 
@@ -112,11 +114,20 @@ def table_recipe(
         "schedule_in_words": schedule.describe(),
     }
     _check(options.lengths or [2], options.modes, options.repeats)
+    if options.method not in ("measure", "simulate"):
+        raise ArgumentError(f"--method is measure or simulate, not {options.method!r}")
     if table == "max-length":
-        budget = Budget(*options.sizes)
-        report = lengths_report(recipe, job, budget, options.command, asked, notify)
-        measure_lengths(recipe, job, budget, report, modes=options.modes, folder=options.folder, notify=notify)
-        return report
+        return lengths_report(
+            recipe,
+            job,
+            Budget(*options.sizes),
+            options.method,
+            modes=options.modes,
+            folder=options.folder,
+            command=options.command,
+            asked=asked,
+            notify=notify,
+        )
     return plan.run_table(
         table,
         job,
