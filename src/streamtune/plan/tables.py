@@ -114,6 +114,12 @@ class TableReport:
         name = f"{self.table} {self.asked.get('budget', '')} {device}"
         return re.sub(r"[^a-z0-9]+", "-", name.lower()).strip("-")
 
+    @property
+    def unit(self) -> tuple[str, int]:
+        """The unit its bytes are shown in, and what it is in bytes: GiB where a model fills an accelerator."""
+        largest = max((row.peak_bytes or 0 for row in self.rows), default=0)
+        return ("GiB", 1 << 30) if largest >= 16 << 30 else ("MiB", 1 << 20)
+
     def row(self, entry: Entry) -> TableRow | None:
         """The row of an entry, if it is known."""
         asked = (entry.case.mode, entry.case.length, entry.label)

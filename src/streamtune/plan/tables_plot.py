@@ -13,8 +13,6 @@ from streamtune.plan.tables_report import describe
 
 __all__ = ["draw_table"]
 
-MIB = 1 << 20
-
 TERMS = {
     "weights": "#c3c8d1",
     "gradients": "#8a909c",
@@ -65,13 +63,14 @@ def _time(report: TableReport, figure: Any) -> None:
 
 def _memory(report: TableReport, figure: Any) -> None:
     over, parts = figure.subplots(1, 2)
+    name, unit = report.unit
     for rows, style in _lines(report):
-        line(over, [(row.length, row.peak_bytes and row.peak_bytes / MIB) for row in rows], style)
-    dress(over, "Peak of a step on the device (MiB)")
+        line(over, [(row.length, row.peak_bytes and row.peak_bytes / unit) for row in rows], style)
+    dress(over, f"Peak of a step on the device ({name})")
     over.legend(frameon=False, labelcolor=INK, fontsize=8)
     longest = max((row.length for row in report.rows), default=0)
-    _stack(parts, [row for row in report.rows if row.length == longest])
-    parts.set_title(f"What it is made of at {longest:,} tokens (MiB)", loc="left", color=INK, fontsize=11)
+    _stack(parts, [row for row in report.rows if row.length == longest], unit)
+    parts.set_title(f"What it is made of at {longest:,} tokens ({name})", loc="left", color=INK, fontsize=11)
     parts.legend(frameon=False, labelcolor=INK, fontsize=8, loc="lower right")
 
 
@@ -79,7 +78,7 @@ def _ablation(report: TableReport, figure: Any) -> None:
     rows = report.rows
     figure.set_size_inches(11, 1.6 + 0.27 * (len(rows) + len({row.section for row in rows})))
     time, memory = figure.subplots(1, 2, sharey=True)
-    places = _stack(memory, rows, time)
+    places = _stack(memory, rows, report.unit[1], time)
     for place, row in zip(places, rows, strict=True):
         _ratio(time, place, row)
     for row in rows:
@@ -90,7 +89,7 @@ def _ablation(report: TableReport, figure: Any) -> None:
     time.set_title(f"Time of a step of {lengths} tokens", loc="left", color=INK, fontsize=11)
     time.set_xlabel("gradient checkpointing = 1", color=INK, fontsize=9)
     memory.set_title("Memory at its peak", loc="left", color=INK, fontsize=11)
-    memory.set_xlabel("MiB", color=INK, fontsize=9)
+    memory.set_xlabel(report.unit[0], color=INK, fontsize=9)
     shown = memory.get_legend_handles_labels()
     figure.legend(*shown, loc="outside upper right", ncols=8, frameon=False, labelcolor=INK, fontsize=8)
     _bare(time)
@@ -117,6 +116,7 @@ def _longest(report: TableReport, figure: Any) -> None:
     axes.set_yticks(range(len(rows)), [row.label for row in rows])
     axes.invert_yaxis()
     axes.margins(x=0.12)
+    axes.xaxis.set_major_formatter("{x:,.0f}")
     axes.set_title(f"Tokens of a row that fit {report.asked['budget']}", loc="left", color=INK, fontsize=11)
     _bare(axes)
 
@@ -130,8 +130,8 @@ def _lines(report: TableReport) -> list[tuple[list[TableRow], dict[str, Any]]]:
     return found
 
 
-def _stack(axes: Any, rows: Sequence[TableRow], labelled: Any = None) -> list[float]:
-    """Bars of bytes by what they are, under a heading for each section; where each row is.
+def _stack(axes: Any, rows: Sequence[TableRow], unit: int, labelled: Any = None) -> list[float]:
+    """Bars of bytes, in ``unit``, by what they are, under a heading for each section; where each row is.
 
     ``labelled`` are the axes that have the names of the rows, where those are others.
     """
@@ -149,7 +149,7 @@ def _stack(axes: Any, rows: Sequence[TableRow], labelled: Any = None) -> list[fl
     parts = [{**row.terms, "on host": row.host_bytes or 0, "on disk": row.disk_bytes or 0} for row in rows]
     left = [0.0] * len(rows)
     for name, colour in (TERMS | ELSEWHERE).items():
-        widths = [part.get(name, 0) / MIB for part in parts]
+        widths = [part.get(name, 0) / unit for part in parts]
         if any(widths):
             axes.barh(places, widths, left=left, color=colour, label=name, height=0.72)
             left = [a + b for a, b in zip(left, widths, strict=True)]

@@ -10,8 +10,6 @@ from streamtune.plan.tables import TABLES, TableReport, TableRow
 
 __all__ = ["Column", "columns", "describe", "markdown", "notes"]
 
-MIB = 1 << 20
-
 HEADS = {
     "activations": "activ.",
     "layer inputs": "inputs",
@@ -65,35 +63,39 @@ def _time(report: TableReport) -> list[Column]:
 
 
 def _memory(report: TableReport) -> list[Column]:
+    show = _shown(report)
+
     def term(name: str) -> Callable[[TableRow], str]:
-        return lambda row: _mib(row.terms.get(name)) if row.terms.get(name) else ""
+        return lambda row: show(row.terms.get(name) or None)
 
     terms = dict.fromkeys(name for row in report.rows for name in row.terms)
     return [
-        Column("peak", lambda row: _mib(row.peak_bytes)),
+        Column("peak", lambda row: show(row.peak_bytes)),
         *(Column(HEADS.get(name, name), term(name), page=name in ("weights", "gradients")) for name in terms),
-        Column("most activ.", lambda row: _mib(row.activation_bytes)),
-        Column("no head", lambda row: _mib(row.layer_activation_bytes), page=True),
-        *_elsewhere(),
+        Column("most activ.", lambda row: show(row.activation_bytes)),
+        Column("no head", lambda row: show(row.layer_activation_bytes), page=True),
+        *_elsewhere(report),
     ]
 
 
 def _ablation(report: TableReport) -> list[Column]:
+    show = _shown(report)
     return [
         Column("time", lambda row: _ratio(row.to_checkpoint)),
         Column("to default", lambda row: _ratio(row.to_default)),
-        Column("peak", lambda row: _mib(row.peak_bytes)),
-        Column("activ.", lambda row: _mib(row.activation_bytes)),
-        *_elsewhere(),
+        Column("peak", lambda row: show(row.peak_bytes)),
+        Column("activ.", lambda row: show(row.activation_bytes)),
+        *_elsewhere(report),
     ]
 
 
 def _longest(report: TableReport) -> list[Column]:
+    show = _shown(report)
     return [
         Column("tokens", lambda row: "" if row.max_length is None else f"{row.max_length:,}"),
         Column("to checkpointing", lambda row: _times(report, row)),
-        Column("peak", lambda row: _mib(row.peak_bytes)),
-        *_elsewhere(),
+        Column("peak", lambda row: show(row.peak_bytes)),
+        *_elsewhere(report),
     ]
 
 
@@ -103,17 +105,20 @@ def _times(report: TableReport, row: TableRow) -> str:
     return f"{row.max_length / base:.1f}x" if base and row.max_length else ""
 
 
-def _elsewhere() -> list[Column]:
+def _elsewhere(report: TableReport) -> list[Column]:
+    show = _shown(report)
     return [
-        Column("host", lambda row: _mib(row.host_bytes) if row.host_bytes else ""),
-        Column("disk", lambda row: _mib(row.disk_bytes) if row.disk_bytes else ""),
+        Column("host", lambda row: show(row.host_bytes or None)),
+        Column("disk", lambda row: show(row.disk_bytes or None)),
     ]
 
 
 def describe(report: TableReport) -> str:
     """One line: the model and the machine."""
     env = report.env
-    model = f"{env['parameters'] / 1e6:,.1f}M parameters, {env['layers']} layers, {env['dtype']}"
+    million = env["parameters"] / 1e6
+    size = f"{million / 1000:.1f}B" if million >= 1000 else f"{million:.1f}M"
+    model = f"{size} parameters, {env['layers']} layers, {env['dtype']}"
     machine = (
         f"{env['device']}, {env['threads']} thread{'s' * (env['threads'] > 1)}"
         if env["device_type"] == "cpu"
@@ -124,15 +129,16 @@ def describe(report: TableReport) -> str:
 
 def notes(report: TableReport) -> list[str]:
     """What the columns mean, which peers they are compared with, and which are not in the table."""
+    unit, _ = report.unit
     said = {
         "bp-time": "Seconds are medians; time is to gradient checkpointing, the median over steps that took turns.",
-        "memory": "MiB. The parts are those of the peak; most activ. is what activations come to at their own peak "
+        "memory": f"{unit}. The parts are those of the peak; most activ. is what activations come to at their own peak "
         "(beyond weights, gradients and layer inputs), no head the same of a step without the head.",
         "ablation": "Times are to gradient checkpointing and to the recipe's schedule, medians over steps that took "
-        "turns. Peak, activations (beyond weights, gradients and layer inputs), host and disk in MiB.",
+        f"turns. Peak, activations (beyond weights, gradients and layer inputs), host and disk in {unit}.",
         "max-length": ("Simulated, 5% of the budget left free. " if report.env["device_type"] == "meta" else "")
         + f"Tokens of the longest sequence whose step fits {report.asked.get('budget')}, within 1% or 256 "
-        "tokens. Peak, host and disk in MiB.",
+        f"tokens. Peak, host and disk in {unit}.",
     }[report.table]
     exact = "Loss and grad are how far the loss and the norm of the gradient are from plain autograd's, relative."
     lines = [said, exact] if any(report.errors_of(row) for row in report.rows) else [said]
@@ -188,5 +194,11 @@ def _ratio(value: float | None) -> str:
     return "" if value is None else f"{value:.2f}x"
 
 
-def _mib(value: int | None) -> str:
-    return "" if value is None else f"{value / MIB:,.0f}" if value >= 10 * MIB else f"{value / MIB:.1f}"
+def _shown(report: TableReport) -> Callable[[int | None], str]:
+    """How bytes are written in a table."""
+    _, unit = report.unit
+
+    def show(value: int | None) -> str:
+        return "" if value is None else f"{value / unit:,.0f}" if value >= 100 * unit else f"{value / unit:.1f}"
+
+    return show
