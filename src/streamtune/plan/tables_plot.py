@@ -148,7 +148,8 @@ def _stack(axes: Any, rows: Sequence[TableRow], unit: int, labelled: Any = None)
         labels[place] = row.label if row.section else textwrap.fill(row.label, 24)
     parts = [{**row.terms, "on host": row.host_bytes or 0, "on disk": row.disk_bytes or 0} for row in rows]
     left = [0.0] * len(rows)
-    for name, colour in (TERMS | ELSEWHERE).items():
+    others = {name: "#2b303b" for part in parts for name in part if name not in TERMS | ELSEWHERE}
+    for name, colour in (TERMS | others | ELSEWHERE).items():
         widths = [part.get(name, 0) / unit for part in parts]
         if any(widths):
             axes.barh(places, widths, left=left, color=colour, label=name, height=0.72)
