@@ -40,7 +40,7 @@ RECIPE: dict[str, Any] = {
     "datasets": [{"path": "rows.jsonl"}],
     "max_length": 256,
     "val_size": 4,
-    "engine": {"chunk_size": 16, "head_chunk_size": 8},
+    "engine": {"schedule": "fixed", "chunk_size": 16, "head_chunk_size": 8},
     "gradient_accumulation_steps": 3,
     "num_train_epochs": 2,
     "eval_steps": 4,

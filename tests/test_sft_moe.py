@@ -45,7 +45,7 @@ RECIPE: dict[str, Any] = {
     "datasets": [{"path": "rows.jsonl"}],
     "max_length": 160,
     "val_size": 5,
-    "engine": {"chunk_size": 16, "head_chunk_size": 8},
+    "engine": {"schedule": "fixed", "chunk_size": 16, "head_chunk_size": 8},
     "gradient_accumulation_steps": 3,
     "per_device_train_batch_size": 2,
     "per_device_eval_batch_size": 2,

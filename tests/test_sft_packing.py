@@ -36,7 +36,7 @@ RECIPE: dict[str, Any] = {
     "max_length": 160,
     "packing": True,
     "val_size": 5,
-    "engine": {"chunk_size": 16, "head_chunk_size": 8},
+    "engine": {"schedule": "fixed", "chunk_size": 16, "head_chunk_size": 8},
     "gradient_accumulation_steps": 2,
     "per_device_train_batch_size": 2,
     "num_train_epochs": 2,

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import json
+import os
 import platform
+import sys
 
 import psutil
 import pytest
 import torch
 
 from streamtune.cli import main
+from streamtune.cli.allocator import NAMES, allocator_setting, grow_segments
 
 
 def test_env_json(capsys):
@@ -24,13 +27,48 @@ def test_env_json(capsys):
     assert names == ["cpu", *(f"cuda:{index}" for index in range(torch.cuda.device_count()))]
     assert set(found["attention"]) == set(names)
     assert set(found["attention"]["cpu"]["float32"]) == {"unmasked", "masked"}
+    assert found["head"]["cpu"] == {"candidates": []}
+    assert set(found["head"]) == set(names)
 
 
 def test_env_for_people(capsys):
     with pytest.raises(SystemExit):
         main(["env"])
     printed = capsys.readouterr().out
-    for title in ("versions", "memory", "devices", "attention kernels"):
+    for title in ("versions", "memory", "devices", "attention kernels", "head", "allocator"):
         assert f"{title}\n" in printed
     assert "cpu float32" in printed
     assert "GiB" in printed
+
+
+@pytest.fixture
+def environment(monkeypatch):
+    """The variables of the allocator, as a user has them who sets none; what a command sets is taken back."""
+    for name in NAMES:
+        monkeypatch.setenv(name, "")
+        monkeypatch.delenv(name)
+    return monkeypatch
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="segments grow on Linux alone")
+def test_segments_grow_unless_the_user_says_otherwise(environment, capsys):
+    with pytest.raises(SystemExit):
+        main(["env", "--json"])
+    assert json.loads(capsys.readouterr().out)["allocator"] == "expandable_segments:True"
+    assert [os.environ[name] for name in NAMES] == ["expandable_segments:True"] * 2
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_the_users_own_setting_stays(environment, capsys, name):
+    environment.setenv(name, "max_split_size_mb:128")
+    with pytest.raises(SystemExit):
+        main(["env", "--json"])
+    assert json.loads(capsys.readouterr().out)["allocator"] == "max_split_size_mb:128"
+    assert [other in os.environ for other in NAMES] == [other == name for other in NAMES]
+
+
+def test_an_empty_setting_is_the_users_too():
+    chosen = {"PYTORCH_ALLOC_CONF": ""}
+    grow_segments(chosen)
+    assert chosen == {"PYTORCH_ALLOC_CONF": ""}
+    assert allocator_setting(chosen) == ""

@@ -254,9 +254,9 @@ def test_in_bf16_as_precise_as_torch(mask: str, chunk: str) -> None:
         assert relative(o, w) <= allowance * relative(t, w) + 1e-4, (name, relative(o, w), relative(t, w))
 
 
-@pytest.mark.parametrize("softcap", [None, 2.0])
-def test_bf16_formula_rounds_once(softcap: float | None) -> None:
-    """Sinks, softcap and unlike head sizes take the tiled formula, which computes in fp32 and rounds its results."""
+@pytest.mark.parametrize("softcap", [2.0, 30.0])
+def test_bf16_formula_rounds_once(softcap: float) -> None:
+    """A softcap takes the tiled formula, which computes in fp32 and rounds its results."""
     for start, stop in CHUNKS.values():
         problem = make(torch.bfloat16, start, stop, v_dim=24, sinks=True, window=11)
         exact = make(torch.float64, start, stop, v_dim=24, sinks=True, window=11)

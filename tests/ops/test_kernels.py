@@ -10,7 +10,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from streamtune.ops.kernels import CPU, EFFICIENT, FLASH, Kernel, _agrees_with_formula, flash_kernel, kernel_names
+from streamtune.ops.kernel_padding import padded
+from streamtune.ops.kernel_trial import Kernel
+from streamtune.ops.kernel_trial import agrees_with_formula as _agrees_with_formula
+from streamtune.ops.kernels import CPU, flash_kernel, kernel_names
+from streamtune.ops.kernels_cuda import CUDNN, EFFICIENT, FLASH
 
 HERE = torch.device("cpu")
 BATCH, HEADS, QUERIES, KEYS, DIM = 2, 4, 12, 20, 16
@@ -129,7 +133,7 @@ def test_a_wrong_forward_is_rejected(dtype: torch.dtype) -> None:
         assert not _agrees_with_formula(replace(CPU, forward=forward), HERE, dtype, 32)
 
 
-@pytest.mark.parametrize("kernel", [FLASH, EFFICIENT])
+@pytest.mark.parametrize("kernel", [FLASH, CUDNN, EFFICIENT])
 def test_a_kernel_of_another_device_is_rejected(kernel: Kernel) -> None:
     assert not _agrees_with_formula(kernel, HERE, torch.float32, 32)
 
@@ -144,6 +148,29 @@ def test_the_check_leaves_the_random_state_alone() -> None:
 def test_which_kernel_is_chosen() -> None:
     q, k, v, _ = problem(torch.float32, 2)
     assert flash_kernel(q, k, v, biased=True) is CPU
-    assert flash_kernel(q, k, v[..., :8], biased=False) is None, "head sizes differ"
+    shorter = flash_kernel(q, k, v[..., :8], biased=False)
+    assert shorter is not None
+    assert shorter.name == CPU.name
     assert flash_kernel(q, k, v.double(), biased=False) is None, "dtypes differ"
     assert kernel_names(HERE, torch.bfloat16) == {"unmasked": "cpu-flash", "masked": "cpu-flash"}
+
+
+@pytest.mark.parametrize(("dtype", "bound"), [(torch.float64, 1e-14), (torch.float32, 1e-6), (torch.bfloat16, 6e-3)])
+@pytest.mark.parametrize(("keys", "values"), [(16, 9), (9, 16), (5, 5)])
+def test_values_shorter_than_keys_and_the_other_way_round(
+    keys: int, values: int, dtype: torch.dtype, bound: float
+) -> None:
+    """Latent attention's heads, by the kernel of heads as long as the longer ones are, or longer."""
+    q, k, v, grad = problem(dtype, 2)
+    q, k, v, grad = q[..., :keys], k[..., :keys], v[..., :values], grad[..., :values]
+    chosen = flash_kernel(q, k, v, biased=False)
+    assert chosen is not None
+    o, lse, *grads = formula(q, k, v, grad, None, 0.7)
+    for kernel in (chosen, padded(CPU, 24)):
+        own_o, own_lse = kernel.forward(q, k, v, False, None, SCALE)
+        assert own_o.shape == grad.shape
+        assert relative(own_o.double() * math.exp(-0.7), o) <= bound
+        got = kernel.backward(grad, q, k, v, o.to(dtype), lse.to(own_lse.dtype), False, None, SCALE)
+        for g, w, like in zip(got, grads, (q, k, v), strict=True):
+            assert g.shape == like.shape
+            assert relative(g, w) <= bound

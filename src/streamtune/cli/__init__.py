@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from streamtune.errors import StreamTuneError
 from streamtune.quiet import hush_imports
 
+from .allocator import grow_segments
 from .app import app
 from .console import print_error
 
@@ -23,6 +24,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     Args:
         argv: Arguments without the program's name; ``sys.argv`` by default.
     """
+    grow_segments()
     if "--debug" not in (sys.argv if argv is None else argv):
         hush_imports()
     arguments = list(sys.argv[1:] if argv is None else argv)

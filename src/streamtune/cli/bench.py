@@ -71,7 +71,9 @@ def bench(
     method: Annotated[
         str,
         typer.Option(
-            metavar="measure|simulate", help="max-length: train on the device, or simulate.", show_default=False
+            metavar="measure|simulate",
+            help="max-length: train on the device, or simulate one of --device-memory.",
+            show_default=False,
         ),
     ] = "",
     device_memory: Annotated[
@@ -126,7 +128,7 @@ def bench(
             repeats=repeats,
             folder=folder,
             command=shlex.join(["streamtune", "bench", str(recipe), *words]),
-            method=method or "simulate",
+            method=method or ("simulate" if device_memory else "measure"),
             sizes=[parse_size(size, where=name) if size else None for name, size in sizes.items()],
         )
         try:

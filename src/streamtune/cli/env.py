@@ -1,4 +1,4 @@
-"""``streamtune env``: versions, devices, memory, and the attention kernels that will run here."""
+"""``streamtune env``: versions, devices, memory, and the kernels that will run here."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from rich.text import Text
 
 from streamtune import __version__
 
+from .allocator import allocator_setting
 from .console import out, print_json, print_rows
 from .options import JsonOption
 
@@ -22,7 +23,7 @@ GIB = 1024**3
 
 
 def env(json: JsonOption = False) -> None:
-    """Show versions, devices, memory and the attention kernels that will run."""
+    """Show versions, devices, memory and the kernels that will run."""
     found = environment()
     if json:
         print_json(found)
@@ -38,12 +39,16 @@ def env(json: JsonOption = False) -> None:
         for dtype, by_mask in by_dtype.items()
     }
     _print_section("attention kernels", kernels)
+    _print_section("head", {device: _describe_head(head) for device, head in found["head"].items()})
+    _print_section("allocator", {"setting": found["allocator"] or "torch's own"})
 
 
 def environment() -> dict[str, Any]:
-    """What ``env --json`` prints: ``versions``, ``platform``, ``memory`` (bytes), ``devices``, ``attention``.
+    """What ``env --json`` prints: ``versions``, ``platform``, ``memory`` (bytes), ``devices``, ``attention`` and more.
 
-    ``attention`` is device -> dtype -> with or without a mask -> the kernel; ``tiled`` is the engine's own formula.
+    ``attention`` is device -> dtype -> with or without a mask -> the kernel, of those that are right here the fastest
+    with the heads of an 8B model; ``tiled`` is the engine's own formula. ``head`` is device -> the fused heads that the
+    first step will try against the streamed one (``candidates``). ``allocator`` is what the device's allocator is told.
     """
     import torch
 
@@ -57,6 +62,8 @@ def environment() -> dict[str, Any]:
         "memory": _memory(),
         "devices": devices,
         "attention": kernels,
+        "head": {device["name"]: {"candidates": _heads(device["name"])} for device in devices},
+        "allocator": allocator_setting(),
     }
 
 
@@ -111,6 +118,17 @@ def _kernels(device: Any) -> dict[str, dict[str, str]]:
     from streamtune.ops.kernels import kernel_names
 
     return {str(dtype).removeprefix("torch."): kernel_names(device, dtype) for dtype in (torch.float32, torch.bfloat16)}
+
+
+def _heads(device: str) -> list[str]:
+    from streamtune.ops.head_kernels import head_candidates
+
+    return [] if device == "cpu" else [kernel.name for kernel in head_candidates()]
+
+
+def _describe_head(head: dict[str, list[str]]) -> str:
+    names = head["candidates"]
+    return f"streamed, or {', '.join(names)} if the first step finds it faster" if names else "streamed"
 
 
 def _memory() -> dict[str, int | None]:

@@ -179,18 +179,16 @@ def _memory_table(chosen: Plan) -> Table:
 
 def _alternatives_table(chosen: Plan) -> Table:
     table = Table(box=None, header_style="dim", pad_edge=False, padding=(0, 2, 0, 0))
-    table.add_column("  schedule", overflow="fold", ratio=1)
-    for name in ("device", "host", "step"):
+    for name in ("  step", "device", "elsewhere"):
         table.add_column(name, justify="right", no_wrap=True)
-    table.add_column("why not", no_wrap=True)
+    table.add_column("schedule, and why not", overflow="fold", ratio=1)
     for other in chosen.alternatives:
         away = other.host_bytes + other.disk_bytes
         table.add_row(
-            Text(f"  {other.schedule.describe()}"),
+            f"  {show_seconds(other.step_seconds)}",
             show_size(other.peak_bytes),
-            show_size(away) if away else "",
-            show_seconds(other.step_seconds),
-            Text(other.why_not, style="" if other.fits else "red"),
+            show_size(away) if away else "-",
+            Text.assemble(other.schedule.describe(), ": ", (other.why_not, "yellow" if other.fits else "red")),
         )
     return table
 

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.masking_utils import causal_mask_function
 
+from streamtune.engine.cache import prefix_of
 from streamtune.engine.kept import remembered
 from streamtune.engine.recognise import recognise
 from streamtune.errors import UnsupportedModelError
@@ -95,6 +96,7 @@ def attention(
         sinks_H=s_aux,
         dropout=dropout,
         memory=remembered(),
+        prefix=prefix_of(key, value),
     )
     return out.transpose(1, 2).contiguous(), None  # as sdpa's: some layers take a view of it
 

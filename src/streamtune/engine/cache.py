@@ -33,7 +33,7 @@ from streamtune.engine.storage import Block, Tier
 from streamtune.errors import UnsupportedModelError
 from streamtune.ops.simulated import autocast_kind
 
-__all__ = ["ChunkCache", "KeysAndValues", "ProjectionDone", "States"]
+__all__ = ["ChunkCache", "KeysAndValues", "ProjectionDone", "States", "prefix_of"]
 
 Walk = Literal["store", "project", "replay", "whole"]
 
@@ -78,6 +78,12 @@ class KeysAndValues:
     def release(self) -> None:
         """Free the buffers; a ``project`` walk fills them again."""
         self.pairs.clear()
+
+    def forget(self) -> None:
+        """Free everything: the backward is done."""
+        self.pairs.clear()
+        self.away.clear()
+        self.grads.clear()
 
     def offload(self, tier: Tier) -> None:
         """Move the buffers to a tier until they are fetched."""
@@ -218,6 +224,7 @@ class ChunkCache(Cache):
         self.own += [key_states, value_states]
         if self.chunk.start == 0:
             return key_states, value_states
+        before = _Prefix(self.kv, index, self.prefix_keys, (key_states, value_states))
         joined = []
         views = zip(self.kv.prefix(index, self.prefix_keys), (key_states, value_states), strict=True)
         for position, (prefix, own) in enumerate(views):
@@ -225,6 +232,7 @@ class ChunkCache(Cache):
             self.prefix_leaves.append(leaf)
             buffer = self.kv.pairs[index][position]
             joined.append(_Join.apply(leaf, own, (buffer, self.first_key, self.chunk)))
+            joined[-1].streamtune_prefix = before  # for an attention that is handed this very tensor
         return tuple(joined)
 
     def update_indexer(self, indexer_key_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any) -> Tensor:
@@ -320,6 +328,24 @@ class ChunkCache(Cache):
         elif self.walk == "store" and not self.states.row_ends(self.chunk.stop):
             kept = state.detach().clone()  # a view would keep the whole chunk
             self.states.after.setdefault(self.chunk.stop, {})[key] = kept
+
+
+class _Prefix:
+    """What :func:`streamtune.ops.prefix_attention` needs to know of the prefix: where its gradient goes."""
+
+    def __init__(self, kv: KeysAndValues, index: int, keys: slice, own: tuple[Tensor, Tensor]) -> None:
+        self.kv, self.index, self.keys, self.own = kv, index, keys, own
+        self.length = keys.stop - keys.start
+
+    def add(self, place: tuple[slice, slice, slice], grad_k: Tensor, grad_v: Tensor) -> None:
+        for total, grad in zip(self.kv.grad(self.index, self.keys), (grad_k, grad_v), strict=True):
+            total[place] += grad
+
+
+def prefix_of(key: Tensor, value: Tensor) -> _Prefix | None:
+    """The prefix that keys and values begin with, if they are what an ``update`` returned."""
+    prefix: _Prefix | None = getattr(key, "streamtune_prefix", None)
+    return prefix if prefix is getattr(value, "streamtune_prefix", None) else None
 
 
 class _LayerViews:

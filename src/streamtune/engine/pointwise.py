@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
-from streamtune.engine.ambient import Autocast
+from streamtune.engine.ambient import Autocast, tell_chunk
 from streamtune.engine.placement import Tiers, Trail
 from streamtune.engine.schedule import Schedule
 from streamtune.engine.storage import Stored
@@ -85,6 +85,7 @@ class StreamedNorm:
         """The whole sequence's output; the input goes ``into`` a tier on the way."""
         out: Tensor | None = None
         for chunk in self.schedule.chunks(x_BTC.shape[1]):
+            tell_chunk(self.norm, chunk, "store")
             x_i = x_BTC[:, chunk]
             if into is not None:
                 into.put(chunk, x_i)
@@ -125,6 +126,7 @@ class _StreamedNorm(torch.autograd.Function):
             source.expect(chunks[::-1])
 
         def run_chunk(chunk: slice, x_i: list[Tensor]) -> tuple[list[Tensor], _Nothing]:
+            tell_chunk(norm.norm, chunk, "replay")
             with ctx.autocast.again():
                 return [own(x_i[0])], _Nothing()
 
@@ -143,7 +145,7 @@ class _StreamedNorm(torch.autograd.Function):
         )
         if isinstance(source, Stored):
             source.release()
-        ctx.stored = ctx.norm = ctx.parameters = None
+        ctx.stored = ctx.norm = ctx.parameters = ctx.giver = None
         return None, None, placeholder(source) if giver is not None else grad_inputs[0], *grad_parameters
 
 

@@ -295,7 +295,7 @@ class LayerStream:
 
     def release(self) -> None:
         """The backward is done."""
-        self.kv.release()
+        self.kv.forget()
         self.states.release()
         if isinstance(self.z_in, Stored):
             self.z_in.release()

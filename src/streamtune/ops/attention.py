@@ -14,6 +14,7 @@ Shape suffixes: B batch, H query heads, G key/value heads (G divides H), T queri
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 from itertools import groupby
 from typing import Any, Protocol
 
@@ -24,8 +25,12 @@ from torch.autograd.function import once_differentiable
 from streamtune.ops.kernels import Kernel, flash_kernel
 from streamtune.ops.simulated import autocast_kind
 from streamtune.ops.view import MaskView, Segment, masked_score
+from streamtune.ops.view_kernels import attend_whole, backward_whole, fused_view_kernel
 
-__all__ = ["Memory", "prefix_attention", "prefix_attention_reference"]
+__all__ = ["Memory", "Place", "Prefix", "prefix_attention", "prefix_attention_reference"]
+
+KEY_BLOCK = 1 << 14
+"""Keys whose gradient a backward computes at once: a prefix is as long as the sequence, its share of dK, dV is not."""
 
 TILE_ELEMENTS = 1 << 22
 """Scores the tiled formula holds at once (16 MiB in fp32), whatever the lengths are."""
@@ -42,6 +47,7 @@ def prefix_attention(
     sinks_H: Tensor | None = None,
     dropout: float = 0.0,
     memory: Memory | None = None,
+    prefix: Prefix | None = None,
 ) -> Tensor:
     """Attention of T queries over S keys, equal to :func:`prefix_attention_reference` with ``view``'s dense mask.
 
@@ -54,6 +60,7 @@ def prefix_attention(
         sinks_H: One more logit per head in the softmax, with no value behind it (gpt-oss).
         dropout: Probability that an attention weight is dropped; the mask is drawn again, not stored, in the backward.
         memory: Knows the output if it was computed before, and keeps it otherwise.
+        prefix: Takes the gradient of the first keys and values as it is made; that of the rest goes to its ``own``.
 
     Returns:
         ``[B, H, T, D]`` in the dtype of ``q_BHTD``. A query that sees no key (left padding) gives zeros.
@@ -61,7 +68,18 @@ def prefix_attention(
     assert tuple(view.shape[2:]) == (q_BHTD.shape[2], k_BGSD.shape[2]), (view.shape, q_BHTD.shape, k_BGSD.shape)
     kind = autocast_kind(q_BHTD.device)
     with torch.autocast(kind, enabled=False):  # the formula's matmuls are in the dtypes it chooses
-        return _PrefixAttention.apply(q_BHTD, k_BGSD, v_BGSD, sinks_H, view, scale, softcap, dropout, memory)
+        own: tuple[Tensor | None, Tensor | None] = (None, None)
+        if prefix is not None:
+            own, k_BGSD, v_BGSD = prefix.own, k_BGSD.detach(), v_BGSD.detach()
+        differentiable = [q_BHTD, k_BGSD, v_BGSD, *own]
+        backward = torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in differentiable)
+        return _PrefixAttention.apply(
+            q_BHTD, k_BGSD, v_BGSD, sinks_H, *own, prefix, view, scale, softcap, dropout, memory, backward
+        )
+
+
+Place = tuple[slice, slice, slice]
+"""Rows, heads and positions in a tensor ``[B, H, T, D]``."""
 
 
 class Memory(Protocol):
@@ -74,6 +92,21 @@ class Memory(Protocol):
         """Keep them."""
 
 
+class Prefix(Protocol):
+    """The keys and values that were there before a chunk's own."""
+
+    @property
+    def length(self) -> int:
+        """How many."""
+
+    @property
+    def own(self) -> tuple[Tensor, Tensor]:
+        """The keys and values behind them ``[B, G, S - length, D]``, which the gradient of the rest goes to."""
+
+    def add(self, place: Place, grad_k: Tensor, grad_v: Tensor) -> None:
+        """Add to their gradient at a place in ``[B, G, length, D]``."""
+
+
 class _PrefixAttention(torch.autograd.Function):
     @staticmethod
     def forward(
@@ -82,25 +115,35 @@ class _PrefixAttention(torch.autograd.Function):
         k: Tensor,
         v: Tensor,
         sinks: Tensor | None,
+        own_k: Tensor | None,
+        own_v: Tensor | None,
+        prefix: Prefix | None,
         view: MaskView,
         scale: float,
         softcap: float | None,
         dropout: float,
         memory: Memory | None,
+        for_backward: bool,
     ) -> Tensor:
         seed = int(torch.randint(1 << 62, ())) if dropout else 0
         pieces = [_Piece(view, segment, scale, softcap, dropout, seed) for segment in view.segments()]
+        whole = None
+        if any(piece.by_formula(q, k, v) for piece in pieces):  # else segments hold fewer bytes and are as fast
+            whole = fused_view_kernel(view, q, k, v, scale, softcap, dropout)
         known = None if memory is None else memory.recall()
         if known is None:
-            o, lse = _softmax_times_v(pieces, q, k, v, sinks)
+            own = None if whole is None else attend_whole(whole, q, k, v, for_backward)
+            whole = None if own is None else whole
+            o, lse = _softmax_times_v(pieces, q, k, v, sinks, own)
             # The formula takes delta from o as it was before rounding; a fused kernel wants o in the dtype of q.
-            o = o if all(piece.by_formula(q, k, v) for piece in pieces) else o.to(q.dtype)
+            o = o if whole is None and all(piece.by_formula(q, k, v) for piece in pieces) else o.to(q.dtype)
             if memory is not None:
                 memory.keep(o, lse)
         else:
             o, lse = known
         ctx.save_for_backward(q, k, v, sinks, o, lse)
-        ctx.pieces, ctx.shared_keys = pieces, view.mask.block_start is not None
+        ctx.whole, ctx.pieces, ctx.prefix = whole, pieces, prefix
+        ctx.shared_keys = view.mask.block_start is not None
         return o.detach() if o.dtype == q.dtype else o.to(q.dtype)  # o itself may be kept, and gets no graph
 
     @staticmethod
@@ -112,38 +155,76 @@ class _PrefixAttention(torch.autograd.Function):
     @staticmethod
     def _backward(ctx: Any, grad_o: Tensor) -> tuple[Tensor | None, ...]:
         q, k, v, sinks, o, lse = ctx.saved_tensors
-        pieces: list[_Piece] = ctx.pieces
-        if len(pieces) == 1 and pieces[0].covers(q, k):
+        prefix: Prefix | None = ctx.prefix
+        pieces: list[_Piece] = [block for piece in ctx.pieces for block in piece.key_blocks()]
+        grads = None if ctx.whole is None else backward_whole(ctx.whole, grad_o, q, k, v, o, lse)
+        if grads is not None:
+            sums = _KeyGradients(k, v, prefix, k.dtype)
+            sums.add((slice(None), slice(None), slice(0, k.shape[2])), *grads[1:])
+            grad_q, grad_k, grad_v = grads[0], sums.k, sums.v
+        elif len(pieces) == 1 and prefix is None and pieces[0].covers(q, k):
             grad_q, grad_k, grad_v = pieces[0].backward(grad_o, q, k, v, o, lse)
         else:
-            # A query's gradient is a sum over its few segments. A key's is one, but where stretches of queries share
-            # it: then it may have many terms, which are summed in fp32 as a kernel would.
-            wide = torch.promote_types(k.dtype, torch.float32) if ctx.shared_keys else k.dtype
-            grad_q = torch.zeros_like(q)
-            grad_k, grad_v = torch.zeros_like(k, dtype=wide), torch.zeros_like(v, dtype=wide)
+            # A query's gradient is a sum over its segments. A key's is one term, but where stretches of queries share
+            # it: then it may have many. Sums are in fp32, as a kernel's would be.
+            wide = torch.promote_types(q.dtype, torch.float32)
+            grad_q = torch.zeros_like(q, dtype=wide if len(pieces) > 1 else q.dtype)
+            sums = _KeyGradients(k, v, prefix, wide if ctx.shared_keys else k.dtype)
             for piece in pieces:
                 grad_q_s, grad_k_s, grad_v_s = piece.backward(grad_o, q, k, v, o, lse)
                 grad_q[piece.queries] += grad_q_s
-                grad_k[piece.keys] += grad_k_s
-                grad_v[piece.keys] += grad_v_s
-            grad_k, grad_v = grad_k.to(k.dtype), grad_v.to(v.dtype)
+                sums.add(piece.keys, grad_k_s, grad_v_s)
+                del grad_q_s, grad_k_s, grad_v_s  # before the next are made
+            grad_q, grad_k, grad_v = grad_q.to(q.dtype), sums.k.to(k.dtype), sums.v.to(v.dtype)
         grad_sinks = None
         if sinks is not None and ctx.needs_input_grad[3]:
             delta_BHT = (grad_o.to(lse.dtype) * o.to(lse.dtype)).sum(-1)
             p_BHT = (sinks.to(lse.dtype)[None, :, None] - lse).exp()
             grad_sinks = -(p_BHT * delta_BHT).sum((0, 2)).to(sinks.dtype)
-        return grad_q, grad_k, grad_v, grad_sinks, None, None, None, None, None
+        nothing = (None,) * 7
+        if prefix is not None:
+            return grad_q, None, None, grad_sinks, grad_k, grad_v, *nothing
+        return grad_q, grad_k, grad_v, grad_sinks, None, None, *nothing
+
+
+class _KeyGradients:
+    """dK and dV while segments give their shares: a prefix's go where they belong, the others are summed here."""
+
+    def __init__(self, k: Tensor, v: Tensor, prefix: Prefix | None, dtype: torch.dtype) -> None:
+        self.prefix, self.first = prefix, 0 if prefix is None else prefix.length
+        self.k = torch.zeros_like(k[:, :, self.first :], dtype=dtype)
+        self.v = torch.zeros_like(v[:, :, self.first :], dtype=dtype)
+
+    def add(self, place: Place, grad_k: Tensor, grad_v: Tensor) -> None:
+        """Add the share of the keys at a place in ``[B, G, S, D]``."""
+        rows, heads, keys = place
+        before = min(max(self.first - keys.start, 0), keys.stop - keys.start)
+        if before:
+            assert self.prefix is not None
+            at = (rows, heads, slice(keys.start, keys.start + before))
+            self.prefix.add(at, grad_k[:, :, :before], grad_v[:, :, :before])
+        if keys.start + before < keys.stop:
+            at = (rows, heads, slice(keys.start + before - self.first, keys.stop - self.first))
+            self.k[at] += grad_k[:, :, before:]
+            self.v[at] += grad_v[:, :, before:]
 
 
 def _softmax_times_v(
-    pieces: list[_Piece], q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None
+    pieces: list[_Piece],
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    sinks: Tensor | None,
+    own: tuple[Tensor, Tensor] | None,
 ) -> tuple[Tensor, Tensor]:
-    """Output and log-sum-exp of all queries, sinks and blind queries seen to."""
-    o, lse = _merged(pieces, q, k, v)
+    """Output and log-sum-exp of all queries, sinks and blind queries seen to; ``own`` is what one kernel made of it."""
+    o, lse = _merged(pieces, q, k, v) if own is None else own
     if sinks is not None:
         total = torch.logaddexp(lse, sinks.to(lse.dtype)[None, :, None])
         o, lse = o * (lse - total).exp()[..., None], total
-    if any(piece.segment.masked for piece in pieces):  # a query that sees no key at all gives zero, and no gradient
+    if own is not None or any(
+        piece.segment.masked for piece in pieces
+    ):  # a query that sees no key at all gives zero, and no gradient
         blind = lse < masked_score(lse.dtype if q.dtype == torch.bfloat16 else q.dtype) / 2
         o, lse = o.masked_fill(blind[..., None], 0.0), lse.masked_fill(blind, float("inf"))
     return o, lse
@@ -196,6 +277,16 @@ class _Piece:
         rows = slice(None) if segment.row is None else slice(segment.row, segment.row + 1)
         self.queries = (rows, slice(None), slice(segment.q_start, segment.q_stop))
         self.keys = (rows, slice(None), slice(segment.start, segment.stop))
+
+    def key_blocks(self) -> Iterator[_Piece]:
+        """The same in blocks of keys; given the log-sum-exp of all keys, the backward of each stands for itself."""
+        segment = self.segment
+        if segment.causal or self.dropout or segment.stop - segment.start <= KEY_BLOCK:
+            yield self
+            return
+        for start in range(segment.start, segment.stop, KEY_BLOCK):
+            block = replace(segment, start=start, stop=min(start + KEY_BLOCK, segment.stop))
+            yield _Piece(self.view, block, self.scale, self.softcap, self.dropout, self.seed)
 
     def covers(self, q: Tensor, k: Tensor) -> bool:
         """Whether the segment is all there is."""

@@ -6,7 +6,8 @@ Targets are already shifted: ``targets[:, t]`` is the token that position t pred
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -14,12 +15,11 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from streamtune.errors import ArgumentError
+from streamtune.ops.head_kernels import Chunk, HeadShape, head_kernel, run_head
+from streamtune.ops.head_sweep import HeadGradients, Project, loss_and_grad
 from streamtune.ops.simulated import autocast_kind
 
 __all__ = ["linear_cross_entropy", "linear_cross_entropy_reference", "project_cross_entropy", "token_logprobs"]
-
-Project = Callable[[Tensor], Tensor]
-"""Hidden states ``[n, C]`` to logits ``[n, V]``; autograd differentiates it."""
 
 
 def linear_cross_entropy(
@@ -164,15 +164,27 @@ class _LinearCrossEntropy(torch.autograd.Function):
         wanted = [grad_enabled and needed for needed in ctx.needs_input_grad[:3]]
         ctx.inputs = (hidden.dtype, weight.dtype, None if bias is None else bias.dtype)
         weight, bias = _cast(compute_dtype, weight, bias)
-        sums = _HeadGradients(rows.gradient(hidden) if wanted[0] else None, weight, bias, wanted, accumulate_dtype)
+        sums = HeadGradients(rows.gradient(hidden) if wanted[0] else None, weight, bias, wanted, accumulate_dtype)
         total = hidden.new_zeros((), dtype=torch.promote_types(hidden.dtype, torch.float32))
+        shape = HeadShape(
+            rows.chunk_size, weight.shape[0], weight.shape[1], weight.dtype, (wanted[0], wanted[1]), accumulate_dtype
+        )
         for chunk in rows.chunks():
             (h,) = _cast(compute_dtype, hidden[chunk])
-            logits = torch.nn.functional.linear(h, weight, bias)
-            loss, grad = _loss_and_grad(logits, rows.targets[chunk], transform, any(wanted), reuse=transform is None)
-            del logits
+            targets = rows.targets[chunk]
+            kernel = None
+            if bias is None and transform is None:
+                kernel = head_kernel(h, weight, targets, shape, partial(_sweep, h, weight, targets, shape.wanted))
+            if kernel is not None:
+                loss, grad_h, grad_weight = run_head(kernel, h, weight, targets, shape.wanted)
+                sums.put(chunk, grad_h, grad_weight)
+            else:
+                logits = torch.nn.functional.linear(h, weight, bias)
+                loss, grad = loss_and_grad(logits, targets, transform, any(wanted), reuse=transform is None)
+                del logits
+                if grad is not None:
+                    sums.add(chunk, h, weight, grad)
             total += loss
-            sums.add(chunk, h, weight, grad)
         ctx.grads = sums.all()
         return total
 
@@ -195,9 +207,9 @@ class _ProjectCrossEntropy(torch.autograd.Function):
             with torch.set_grad_enabled(backward):
                 h = hidden[chunk].detach().requires_grad_(backward)
                 logits = project(h)
-            loss, grad = _loss_and_grad(logits.detach(), rows.targets[chunk], None, backward)
+            loss, grad = loss_and_grad(logits.detach(), rows.targets[chunk], None, backward)
             total += loss
-            if grad_hidden is not None:
+            if grad_hidden is not None and grad is not None:
                 grad_hidden[chunk], *terms = torch.autograd.grad(logits, (h, *wanted), grad.to(logits.dtype))
                 for acc, term in zip(sums, terms, strict=True):
                     acc += term
@@ -243,45 +255,25 @@ class _TokenLogprobs(torch.autograd.Function):
         hidden, weight, bias = ctx.saved_tensors
         weight, bias = _cast(ctx.compute_dtype, weight, bias)
         wanted = ctx.needs_input_grad[:3]
-        sums = _HeadGradients(rows.gradient(hidden) if wanted[0] else None, weight, bias, wanted, torch.float32)
+        sums = HeadGradients(rows.gradient(hidden) if wanted[0] else None, weight, bias, wanted, torch.float32)
         for chunk in rows.chunks():
             (h,) = _cast(ctx.compute_dtype, hidden[chunk])
             logits = torch.nn.functional.linear(h, weight, bias)
             # the loss is -log p, hence the sign
-            _, grad = _loss_and_grad(logits, rows.targets[chunk], None, True, reuse=True, factor_n=-grad_out[chunk])
+            _, grad = loss_and_grad(logits, rows.targets[chunk], None, True, reuse=True, factor_n=-grad_out[chunk])
+            assert grad is not None
             sums.add(chunk, h, weight, grad)
         one = torch.ones((), device=hidden.device)
         return (*_scaled(sums.all(), ctx.inputs, one), None, None)
 
 
-class _HeadGradients:
-    """Gradients of hidden states, weight and bias, summed over chunks; None for those that are not wanted."""
-
-    def __init__(
-        self,
-        grad_hidden: Tensor | None,
-        weight: Tensor,
-        bias: Tensor | None,
-        wanted: Sequence[bool],
-        accumulate_dtype: torch.dtype,
-    ) -> None:
-        dtype = torch.promote_types(accumulate_dtype, weight.dtype)
-        self.hidden = grad_hidden
-        self.weight = torch.zeros_like(weight, dtype=dtype) if wanted[1] else None
-        self.bias = torch.zeros_like(bias, dtype=dtype) if bias is not None and wanted[2] else None
-
-    def add(self, chunk: Tensor | slice, h_nC: Tensor, weight_VC: Tensor, grad_nV: Tensor) -> None:
-        """Add a chunk's share, given the gradient of its logits."""
-        if self.hidden is not None:
-            self.hidden[chunk] = (grad_nV @ weight_VC).to(self.hidden.dtype)
-        if self.weight is not None:
-            _add_outer(self.weight, grad_nV, h_nC)
-        if self.bias is not None:
-            self.bias += grad_nV.sum(0, dtype=self.bias.dtype)
-
-    def all(self) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
-        """In the order of the inputs."""
-        return self.hidden, self.weight, self.bias
+def _sweep(h: Tensor, weight: Tensor, targets: Tensor, wanted: Sequence[bool]) -> Chunk:
+    """One chunk without a fused kernel: its loss and the gradients it adds to those of hidden states and weight."""
+    loss, grad = loss_and_grad(torch.nn.functional.linear(h, weight), targets, None, any(wanted), reuse=True)
+    sums = HeadGradients(torch.empty_like(h) if wanted[0] else None, weight, None, [*wanted, False], weight.dtype)
+    if grad is not None:
+        sums.add(slice(None), h, weight, grad)
+    return loss, sums.hidden, sums.weight
 
 
 def _handed_out(ctx: Any) -> tuple[Tensor | None, ...]:
@@ -306,51 +298,6 @@ def _autocast_dtype(hidden: Tensor) -> torch.dtype | None:
 
 def _cast(dtype: torch.dtype | None, *tensors: Tensor | None) -> tuple[Any, ...]:
     return tuple(t if t is None or dtype is None else t.to(dtype) for t in tensors)
-
-
-def _loss_and_grad(
-    logits_nV: Tensor,
-    targets_n: Tensor,
-    transform: Project | None,
-    with_grad: bool,
-    reuse: bool = False,
-    factor_n: Tensor | None = None,
-) -> tuple[Tensor, Tensor]:
-    """Summed cross entropy of a chunk and its gradient ``[n, V]`` with respect to the logits before ``transform``.
-
-    ``reuse`` lets the gradient take the memory of the logits; only right where no graph has saved them. ``factor_n``
-    multiplies each row of the gradient before it is rounded to the dtype of the logits.
-    """
-    dtype = torch.promote_types(logits_nV.dtype, torch.float32)
-    raw = logits_nV
-    if transform is not None:
-        with torch.set_grad_enabled(with_grad):
-            raw = logits_nV.detach().requires_grad_(with_grad)
-            logits_nV = transform(raw)
-    scores = logits_nV.detach().to(dtype)
-    lse = scores.logsumexp(-1, keepdim=True)
-    loss = (lse - scores.gather(-1, targets_n[:, None])).sum()
-    if not with_grad:
-        return loss, scores
-    owned = reuse or scores.dtype != logits_nV.dtype
-    grad = (scores.sub_(lse) if owned else scores - lse).exp_()
-    grad.scatter_add_(1, targets_n[:, None], grad.new_full((len(targets_n), 1), -1.0))
-    if factor_n is not None:
-        grad.mul_(factor_n[:, None])
-    grad = grad.to(logits_nV.dtype)
-    if transform is not None:
-        (grad,) = torch.autograd.grad(logits_nV, raw, grad)
-    return loss, grad
-
-
-def _add_outer(acc_VC: Tensor, grad_nV: Tensor, hidden_nC: Tensor) -> None:
-    """``acc += grad.T @ hidden``, in place where the dtypes agree and by blocks of the vocabulary where they do not."""
-    if acc_VC.dtype == grad_nV.dtype:
-        acc_VC.addmm_(grad_nV.mT, hidden_nC)
-        return
-    block = max(1, (1 << 24) // acc_VC.shape[1])
-    for start in range(0, acc_VC.shape[0], block):
-        acc_VC[start : start + block] += grad_nV[:, start : start + block].mT @ hidden_nC
 
 
 def _scaled(

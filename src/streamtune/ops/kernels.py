@@ -1,39 +1,27 @@
-"""Flash kernels that return and accept the log-sum-exp, one pair of functions each.
+"""The fused attention kernels, and which of them runs for given tensors: see :class:`Kernel` for what one is.
 
-Every kernel is ``forward(q, k, v, causal, bias, scale) -> (o, lse)`` and
-``backward(grad_o, q, k, v, o, lse, causal, bias, scale) -> (grad_q, grad_k, grad_v)`` with q ``[B, H, T, D]``, k and v
-``[B, G, S, D]`` (G divides H), o like q, lse ``[B, H, T]`` in fp32 (fp64 for fp64 inputs). The backward takes any o and
-lse, so also those of a softmax that spans more keys than k and v hold: that is what makes prefix attention exact.
+On CPU there is one, torch's. On CUDA those that agree with the formula are timed once and the fastest runs. Every one
+is given the log-sum-exp of a softmax over more keys than it sees, which is what makes prefix attention exact.
 """
 
 from __future__ import annotations
 
+import logging
 import warnings
-from collections.abc import Callable
-from dataclasses import dataclass
 from functools import lru_cache
 
 import torch
 from torch import Tensor
 
+from streamtune.ops.kernel_blocks import in_blocks
+from streamtune.ops.kernel_padding import padded
+from streamtune.ops.kernel_trial import Heads, Kernel, agrees_with_formula, fastest, median_seconds
+from streamtune.ops.kernels_cuda import CUDNN, EFFICIENT, FLASH
 from streamtune.ops.simulated import kernel_device
 
 __all__ = ["Kernel", "flash_kernel", "kernel_names"]
 
-Forward = Callable[[Tensor, Tensor, Tensor, bool, Tensor | None, float], tuple[Tensor, Tensor]]
-Backward = Callable[
-    [Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, bool, Tensor | None, float], tuple[Tensor, Tensor, Tensor]
-]
-
-
-@dataclass(frozen=True)
-class Kernel:
-    """A named pair of attention functions and whether it takes an additive mask."""
-
-    name: str
-    forward: Forward
-    backward: Backward
-    takes_bias: bool
+log = logging.getLogger(__name__)
 
 
 def _cpu_forward(
@@ -58,159 +46,84 @@ def _cpu_backward(
     )
 
 
-def _flash_forward(
-    q: Tensor, k: Tensor, v: Tensor, causal: bool, bias: Tensor | None, scale: float
-) -> tuple[Tensor, Tensor]:
-    k, v = _repeat_heads(k, q.shape[1]), _repeat_heads(v, q.shape[1])
-    o, lse, *_ = torch.ops.aten._scaled_dot_product_flash_attention(q, k, v, 0.0, causal, False, scale=scale)
-    return o, lse
-
-
-def _flash_backward(
-    grad_o: Tensor,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    o: Tensor,
-    lse: Tensor,
-    causal: bool,
-    bias: Tensor | None,
-    scale: float,
-) -> tuple[Tensor, Tensor, Tensor]:
-    groups = k.shape[1]
-    k, v = _repeat_heads(k, q.shape[1]), _repeat_heads(v, q.shape[1])
-    unused = torch.zeros(2, dtype=torch.uint64, device=q.device)  # the random state of a dropout of zero
-    grad_q, grad_k, grad_v = torch.ops.aten._scaled_dot_product_flash_attention_backward(
-        grad_o, q, k, v, o, lse, None, None, q.shape[2], k.shape[2], 0.0, causal, unused, unused, scale=scale
-    )
-    return grad_q, _sum_heads(grad_k, groups), _sum_heads(grad_v, groups)
-
-
-def _efficient_forward(
-    q: Tensor, k: Tensor, v: Tensor, causal: bool, bias: Tensor | None, scale: float
-) -> tuple[Tensor, Tensor]:
-    k, v = _repeat_heads(k, q.shape[1]), _repeat_heads(v, q.shape[1])
-    o, lse, *_ = torch.ops.aten._scaled_dot_product_efficient_attention(q, k, v, None, True, 0.0, causal, scale=scale)
-    return o, lse[:, :, : q.shape[2]]
-
-
-def _efficient_backward(
-    grad_o: Tensor,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    o: Tensor,
-    lse: Tensor,
-    causal: bool,
-    bias: Tensor | None,
-    scale: float,
-) -> tuple[Tensor, Tensor, Tensor]:
-    groups = k.shape[1]
-    k, v = _repeat_heads(k, q.shape[1]), _repeat_heads(v, q.shape[1])
-    rows = lse.shape[2]
-    # this kernel reads rows in blocks of 32
-    aligned = lse.new_full((*lse.shape[:2], -(-rows // 32) * 32), float("inf"))
-    aligned[:, :, :rows] = lse
-    unused = torch.zeros((), dtype=torch.int64, device=q.device)  # the random state of a dropout of zero
-    grad_q, grad_k, grad_v, _ = torch.ops.aten._scaled_dot_product_efficient_attention_backward(
-        grad_o, q, k, v, None, o, aligned, unused, unused, 0.0, [True, True, True, False], causal, scale=scale
-    )
-    return grad_q, _sum_heads(grad_k, groups), _sum_heads(grad_v, groups)
-
-
-def _repeat_heads(x_BGSD: Tensor, heads: int) -> Tensor:
-    repeats = heads // x_BGSD.shape[1]
-    return x_BGSD if repeats == 1 else x_BGSD.repeat_interleave(repeats, dim=1)
-
-
-def _sum_heads(x_BHSD: Tensor, groups: int) -> Tensor:
-    return x_BHSD if x_BHSD.shape[1] == groups else x_BHSD.unflatten(1, (groups, -1)).sum(dim=2)
-
-
 CPU = Kernel("cpu-flash", _cpu_forward, _cpu_backward, takes_bias=True)
-FLASH = Kernel("cuda-flash", _flash_forward, _flash_backward, takes_bias=False)
-EFFICIENT = Kernel("cuda-efficient", _efficient_forward, _efficient_backward, takes_bias=False)
+USUAL_HEADS = Heads(32, 8, 128)
+"""Those of an 8B model, for the trial that ``streamtune env`` shows."""
 
 
 def flash_kernel(q: Tensor, k: Tensor, v: Tensor, biased: bool) -> Kernel | None:
-    """The fused kernel for these tensors, or None where only the tiled formula of ``ops.attention`` applies."""
-    if not (q.dtype == k.dtype == v.dtype and q.shape[-1] == k.shape[-1] == v.shape[-1]):
+    """The fused kernel for these tensors, or None where only the tiled formula of ``ops.attention`` applies.
+
+    It cuts what has more elements than it can count, and pads heads it has no size for.
+    """
+    if not q.dtype == k.dtype == v.dtype:
         return None
+    kind, size = kernel_device(q.device), max(q.shape[-1], v.shape[-1])
+    if kind == "cuda":
+        size += -size % 8
+    heads = Heads(q.shape[1], k.shape[1], size)
     if q.device.type == "meta":
-        return _assumed(kernel_device(q.device), q.dtype, q.shape[-1], biased)
-    return _choose(q.device.type, q.device.index or 0, q.dtype, q.shape[-1], biased)
+        kernel = _assumed(kind, q.dtype, heads, biased)
+    else:
+        kernel = _choose(kind, q.device.index or 0, q.dtype, heads, biased)
+    if kernel is None:
+        return None
+    kernel = in_blocks(kernel, q, k)
+    return kernel if size == q.shape[-1] == v.shape[-1] else padded(kernel, size)
 
 
-def _assumed(kind: str, dtype: torch.dtype, head_dim: int, biased: bool) -> Kernel | None:
+def _assumed(kind: str, dtype: torch.dtype, heads: Heads, biased: bool) -> Kernel | None:
     """What a device that is not there is taken to choose: the first of those it would try."""
     if kind == "cpu":
         return CPU
-    if biased or head_dim % 8 or dtype == torch.float64:
-        return None
-    half = dtype in (torch.float16, torch.bfloat16)
-    return FLASH if half and head_dim <= 256 else EFFICIENT
+    tried = _candidates(dtype, heads, biased)
+    return tried[0] if tried else None
 
 
 @lru_cache(maxsize=256)
-def _choose(device: str, index: int, dtype: torch.dtype, head_dim: int, biased: bool) -> Kernel | None:
+def _choose(device: str, index: int, dtype: torch.dtype, heads: Heads, biased: bool) -> Kernel | None:
     if device == "cpu":
         return CPU if dtype.is_floating_point else None
-    if device != "cuda" or biased or head_dim % 8:
-        return None
+    candidates = _candidates(dtype, heads, biased) if device == "cuda" else []
+    return _tried(candidates, index, dtype, heads, biased) if candidates else None
+
+
+def _candidates(dtype: torch.dtype, heads: Heads, biased: bool) -> list[Kernel]:
+    """The kernels a CUDA device may have for a problem, the most trusted first."""
     if dtype == torch.float64:
-        return None
+        return []
     half = dtype in (torch.float16, torch.bfloat16)
-    tried = (FLASH, EFFICIENT) if half and head_dim <= 256 else (EFFICIENT,)
-    for kernel in tried:
-        if _agrees_with_formula(kernel, torch.device(device, index), dtype, head_dim):
-            return kernel
-    names = " and ".join(kernel.name for kernel in tried)
-    warnings.warn(
-        f"{names} failed the self-check for {dtype} and heads of {head_dim}; attention runs tiled, slower",
-        stacklevel=2,
-    )
-    return None
+    found = [FLASH, CUDNN, EFFICIENT] if half and heads.size <= 256 else [EFFICIENT]
+    return [kernel for kernel in found if kernel.takes_bias or not biased]
 
 
-def _agrees_with_formula(kernel: Kernel, device: torch.device, dtype: torch.dtype, head_dim: int) -> bool:
-    """Try a kernel once on a small problem with a foreign log-sum-exp; a build or device where it fails is not used."""
-    generator = torch.Generator(device).manual_seed(0)
+def _tried(candidates: list[Kernel], index: int, dtype: torch.dtype, heads: Heads, biased: bool) -> Kernel | None:
+    """The fastest of those that agree with the formula; said once, for this is asked once."""
+    where = _device(index)
+    agreeing = [kernel for kernel in candidates if agrees_with_formula(kernel, where, dtype, heads.size, biased)]
+    # The trial is without a mask: with one there is a single candidate.
+    chosen = fastest(agreeing, lambda kernel: median_seconds(kernel, where, dtype, heads))
+    problem = f"{dtype}, {heads.queries} heads of {heads.size} ({heads.groups} for keys)"
+    if chosen is None:
+        names = " and ".join(kernel.name for kernel in candidates)
+        warnings.warn(
+            f"{names} failed the self-check for {problem}; attention runs tiled, slower",
+            stacklevel=2,
+        )
+    else:
+        log.info("attention %s: %s", f"{problem}, masked" if biased else problem, chosen.name)
+    return chosen
 
-    def draw(length: int) -> Tensor:
-        larger = (1, 2, length + 8, head_dim)  # a packed row's queries and keys are a part of the sequence's
-        return torch.randn(larger, generator=generator, device=device, dtype=dtype)[:, :, 3 : 3 + length]
 
-    def agrees(keys: int, causal: bool) -> bool:
-        q, k, v, grad = draw(40), draw(keys), draw(keys), draw(40)
-        scale = head_dim**-0.5
-        s = q.double() @ k.double().mT * scale
-        if causal:
-            s = s.masked_fill(torch.ones(40, keys, dtype=torch.bool, device=device).triu(1), -torch.inf)
-        lse = s.logsumexp(-1) + 0.5  # as if further keys took part in the softmax
-        p = (s - lse[..., None]).exp()
-        o = p @ v.double()
-        delta = (grad.double() * o).sum(-1, keepdim=True)
-        ds = p * (grad.double() @ v.double().mT - delta) * scale
-        want = (ds @ k.double(), ds.mT @ q.double(), p.mT @ grad.double())
-        try:
-            own_o, own_lse = kernel.forward(q, k, v, causal, None, scale)
-            placed = torch.nn.functional.pad(o.to(dtype), (0, 0, 3, 5))[:, :, 3:43]
-            got = kernel.backward(grad, q, k, v, placed, lse.float(), causal, None, scale)
-        except (RuntimeError, NotImplementedError):
-            return False
-        bound = 1e-4 if dtype == torch.float32 else 3e-2
-        pairs = [(own_o.double(), s.softmax(-1) @ v.double()), (own_lse.double(), s.logsumexp(-1))]
-        pairs += [(g.double(), w) for g, w in zip(got, want, strict=True)]
-        return all(bool((g - w).norm() <= bound * w.norm()) for g, w in pairs)
-
-    with torch.no_grad():
-        return agrees(72, causal=False) and agrees(40, causal=True)
+def _device(index: int) -> torch.device:
+    return torch.device("cuda", index)
 
 
 def kernel_names(device: torch.device, dtype: torch.dtype, head_dim: int = 128) -> dict[str, str]:
     """Which kernel runs without and with a mask, for ``streamtune env``."""
+    heads = Heads(USUAL_HEADS.queries, USUAL_HEADS.groups, head_dim)
     chosen = {
-        label: _choose(device.type, device.index or 0, dtype, head_dim, biased)
+        label: _choose(device.type, device.index or 0, dtype, heads, biased)
         for label, biased in (("unmasked", False), ("masked", True))
     }
     return {label: kernel.name if kernel else "tiled" for label, kernel in chosen.items()}

@@ -71,6 +71,15 @@ class Candidate:
         figures = self.figures
         return limits.excess(figures.device_bytes, figures.host_bytes, figures.disk_bytes)
 
+    def tier_that_lacks(self, limits: Limits) -> str:
+        """Where most is missing."""
+        lacking = {
+            "device": self.figures.device_bytes - limits.device,
+            "host": -1.0 if limits.shared else self.figures.host_bytes - limits.host,
+            "disk": self.figures.disk_bytes - limits.disk,
+        }
+        return max(lacking, key=lambda tier: lacking[tier])
+
 
 @dataclass(frozen=True)
 class Space:

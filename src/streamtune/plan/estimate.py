@@ -2,7 +2,7 @@
 
 A plain step, one with another chunk size, and one each that keeps keys and values, attention outputs, or a whole layer,
 are simulated at the length that is planned for. What a choice adds is their difference: choices add up, for each keeps
-something of its own. In the size c of a chunk, bytes are a straight line, and work is ``a + b / c``, for weights and the
+something of its own. In the size c of a chunk, bytes are a straight line, and work is ``a + b / c``: weights and the
 prefix are touched once a chunk. *Where* a tensor is kept, and how many of them, is arithmetic.
 
 This is for choosing. A schedule that is chosen is simulated itself before it is believed (``planner``).
@@ -170,7 +170,7 @@ class Estimator:
             total = self._on_device(-(streamed - held) * each).plus(forward, (streamed - held) / self.layers)
             streamed = held
         if schedule.offload != "device":
-            away = max(0, streamed - schedule.device_layers)
+            away = max(0, streamed - schedule.device_layers) + 1  # and the gradient that is handed on
             total = total.plus(self._moved(away * each, schedule.offload))
             total = total.plus(self._on_device(IN_FLIGHT * each * min(1.0, schedule.chunk_size / self.length)))
         if schedule.stream_grads:  # the gradient of the output goes chunk by chunk as that of the input comes

@@ -21,7 +21,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from streamtune.plan.tape import Cell, Place, Tape
+from streamtune.plan.tape import WORK, Cell, Place, Tape
 
 __all__ = ["Axis", "Part", "UnlikeError", "Zone", "combined", "zones"]
 
@@ -152,6 +152,7 @@ def combined(parts: list[Part], layers: list[Zone], chunks: Axis) -> Combined:
     if any(cells_of.keys() != named[0].keys() for cells_of in named):
         raise UnlikeError
     shares = [part.share for part in parts]
+    squares = [part.share * _square(part, chunks) for part in parts]
     for name, (place, _, weight) in named[0].items():
         alike = [cells_of[name][1] for cells_of in named]
         moments = _aligned(alike, loops=place.layer is None)
@@ -159,8 +160,16 @@ def combined(parts: list[Part], layers: list[Zone], chunks: Axis) -> Combined:
         assert isinstance(total, Tensor)
         cells.append((place, total))
         for kind in range(len(work)):
-            work[kind] += weight * sum(share * cell.work[kind] for share, cell in zip(shares, alike, strict=True))
+            factors = squares if place.walk == "whole" and WORK[kind] == "attention_flops" else shares
+            work[kind] += weight * sum(share * cell.work[kind] for share, cell in zip(factors, alike, strict=True))
     return Combined(cells, work)
+
+
+def _square(part: Part, chunks: Axis) -> float:
+    """What to multiply a part's share with where a figure grows with the square of the chunks, from none at all."""
+    if chunks.base is None:
+        return 1.0
+    return chunks.count / part.chunks
 
 
 def _named(part: Part, layers: list[Zone], chunks: Axis) -> dict[Coordinates, tuple[Place, Cell, float]]:

@@ -87,7 +87,7 @@ class IntegerValues:
             return
         try:
             values = self._evaluated(func, args, kwargs)
-        except UnsupportedModelError:
+        except (UnsupportedModelError, RuntimeError):  # not known, or not computed by the CPU
             if _writes(func):
                 results[0]._value = None  # type: ignore[attr-defined]
             return

@@ -9,6 +9,7 @@ from typing import Any
 from torch import nn
 
 from streamtune.engine import Schedule, decoder_layers
+from streamtune.engine.disk import IN_FLIGHT
 from streamtune.engine.placement import best_segment_size, place_layers
 from streamtune.plan.extrapolate import Axis, UnlikeError, Zone, zones
 
@@ -83,7 +84,12 @@ def layout_of(model: Any, schedule: Schedule, length: int, *, streamed: bool, la
     alone = _alone(model, size, length)
     if streamed and chunks and alone is not None:
         head = -(-3 * schedule.head_chunk_size // size) - 3  # at least three chunks of the head
-        axis = Axis.of(count, max(alone, head), tail=2)  # backward begins there, and its second chunk makes the sums
+        away = "host" in (schedule.keep_kv, schedule.keep_attention) or schedule.offload != "device"
+        # While a chunk is worked on, the next one may be fetched: of the last two of a walk one has none, one is none.
+        # The backward begins at the end, and its second chunk makes room for the sums.
+        # On the way to a file a few chunks are held.
+        alone += away + (IN_FLIGHT if schedule.offload == "disk" else 0)
+        axis = Axis.of(count, max(alone, head), tail=2)
     return Layout(found, axis, size, length)
 
 
@@ -140,7 +146,7 @@ def _schedule(schedule: Schedule, size: int, kinds: list[Hashable], kept: list[i
     if schedule.levels == 2:
         streamed = sum(not place.whole for place in before)
         changes["segment_size"] = schedule.segment_size or best_segment_size(max(1, streamed))
-    for on_device in range(min(schedule.device_layers, len(kept)) + 1):
+    for on_device in range(min(1, schedule.device_layers), min(schedule.device_layers, len(kept)) + 1):
         shorter = replace(schedule, **changes, device_layers=on_device)
         if place_layers(shorter, len(kept)) == wanted:
             return shorter

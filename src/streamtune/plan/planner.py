@@ -18,7 +18,6 @@ from typing import Any
 from torch import Tensor
 
 from streamtune.engine import Schedule, decoder_layers
-from streamtune.errors import ArgumentError
 from streamtune.plan.choices import Candidate, Limits, Space, candidates
 from streamtune.plan.cost import Rates, predict_seconds
 from streamtune.plan.estimate import Estimator, Simulate
@@ -278,8 +277,7 @@ def _thriftiest(
 
 def _kind(schedule: Schedule) -> tuple[object, ...]:
     """What a schedule does, whatever its sizes: alternatives of one kind are one alternative."""
-    names = ("offload", "levels", "keep_kv", "keep_attention", "stream_grads")
-    return (*(getattr(schedule, name) for name in names), bool(schedule.keep_layers))
+    return schedule.offload, schedule.levels, schedule.keep_attention, bool(schedule.keep_layers)
 
 
 def _alternatives(
@@ -309,7 +307,9 @@ def _alternatives(
 def _alternative(candidate: Candidate, own: float, limits: Limits, rates: Rates) -> Alternative:
     figures, excess = candidate.figures, candidate.excess(limits)
     seconds = predict_seconds(figures.work, rates)
-    why = f"{show_size(excess)} too much" if excess > 0 else f"{seconds / own:.2f}x the time"
+    why = f"{seconds / own:.2f}x the time"
+    if excess > 0:
+        why = f"does not fit, {show_size(excess)} too much on the {candidate.tier_that_lacks(limits)}"
     return Alternative(
         schedule=candidate.schedule,
         peak_bytes=round(figures.device_bytes),

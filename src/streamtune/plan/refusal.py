@@ -19,6 +19,9 @@ FIXED_TERMS = ("weights", "gradients", "optimizer")
 SHORTEST, GRAIN = 64, 64
 """Tokens: the shortest length that is offered, and what lengths are rounded down to."""
 
+SHY = 0.97
+"""Of the way to where the secant says the limit is: what is looked for is a length that fits."""
+
 MOST_TRIED = 8
 """Simulations to find it."""
 
@@ -48,8 +51,8 @@ def nothing_fits(
     helps: list[str] = []
     if base > limits.device:
         helps.append(
-            f"weights, gradients and optimizer state alone are {show_size(base)}: train adapters (finetuning_type: lora "
-            "or qlora), keep the weights in bfloat16, or take a larger device"
+            f"weights, gradients and optimizer state alone are {show_size(base)}: train adapters (finetuning_type: "
+            "lora or qlora), keep the weights in bfloat16, or take a larger device"
         )
     elif longest := longest_that_fits(workload, schedule, simulation, limits, simulate):
         helps.append(f"set max_length: {longest}, the longest that fits")
@@ -76,13 +79,9 @@ def longest_that_fits(
     high, high_excess = workload.length, excess_of(simulation, limits)
     low, low_excess = 0, 0.0
     for _ in range(MOST_TRIED):
-        # Bytes grow by a straight line, or faster where the peak moves to another moment: a secant from a length that
-        # fits falls short of the longest, and one from a length that does not closes in on it.
-        if low:
-            length = low + int((high - low) * -low_excess / (high_excess - low_excess))
-        else:
-            length = int(high * 0.5)
-        length = length // GRAIN * GRAIN
+        # Bytes grow by a straight line, or by several where the peak moves to another moment: the secant is near.
+        part = SHY * -low_excess / (high_excess - low_excess) if low else 0.5
+        length = (low + int((high - low) * part)) // GRAIN * GRAIN
         if length < SHORTEST or length <= low:
             break
         excess = excess_of(simulate(replace(workload, length=length), schedule), limits)

@@ -34,8 +34,8 @@ def _on_meta(tensor: Tensor, parameter: bool) -> Tensor:
     state = getattr(tensor, "quant_state", None)
     if state is not None:  # bitsandbytes: the scales go along
         packed = torch.empty_like(tensor.detach().as_subclass(Tensor), device="meta")
-        made: Any = type(tensor)(packed, requires_grad=tensor.requires_grad, bnb_quantized=True)
-        return _with_state(made, tensor, state)
+        kind: Any = type(tensor)
+        return _with_state(kind(packed, requires_grad=tensor.requires_grad, bnb_quantized=True), tensor, state)
     if is_traceable_wrapper_subclass(tensor):
         moved = tensor.detach().to("meta")
     else:
@@ -46,7 +46,7 @@ def _on_meta(tensor: Tensor, parameter: bool) -> Tensor:
 def _with_state(made: Any, tensor: Any, state: Any) -> Tensor:
     kept = {name: value for name, value in vars(tensor).items() if name not in ("quant_state", "module")}
     made.__dict__.update(kept, quant_state=_state_on_meta(state))
-    return made  # type: ignore[no-any-return]
+    return made
 
 
 def _state_on_meta(state: Any) -> Any:

@@ -36,7 +36,7 @@ class Place:
     Attributes:
         phase: ``forward``, ``head`` or ``backward``.
         walk: Of the layer's cache; empty outside of a chunk.
-        layer: Its index; None outside of the layers.
+        layer: Its index; None outside of the layers (a norm has chunks there as well).
         chunk: Index of the chunk; None outside of one.
         turn: Which visit to this place it is.
     """
@@ -123,9 +123,11 @@ class Tape(LiveBytes):
 
     def on_chunk(self, layer: nn.Module, chunk: slice, walk: str) -> None:
         """A cell begins."""
-        phase = "forward" if self._phase == "forward" else "backward"
+        layer_index, phase = self._index.get(id(layer)), self._phase
+        if phase == "head" and layer_index is not None:
+            phase = "backward"
         index = self._starts.setdefault(chunk.start, len(self._starts))
-        self.enter(phase, walk, self._index[id(layer)], index)
+        self.enter(phase, walk, layer_index, index)
 
     def _on_layer_input(self, layer: nn.Module, args: tuple[Any, ...]) -> None:
         if self._phase == "forward":

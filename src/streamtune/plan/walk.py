@@ -174,6 +174,8 @@ def _attention(
     settings: dict[str, Any] = {"scale": scale}
     aten = torch.ops.aten
     out: Tensor
+    if attn_mask is not None and attn_mask.dtype == torch.bool:  # as torch hands it to a kernel
+        attn_mask = torch.zeros_like(attn_mask, dtype=query.dtype).masked_fill_(attn_mask.logical_not(), -torch.inf)
     if device == "cpu":
         tiny = [torch.empty(*x.shape[:2], 2, x.shape[3], dtype=x.dtype) for x in (query, key, value)]
         choose: Any = torch._fused_sdp_choice

@@ -6,6 +6,7 @@ import math
 from functools import lru_cache
 from typing import Any, Literal
 
+import torch
 from torch import Tensor
 from torch.utils.flop_counter import flop_registry
 
@@ -39,7 +40,7 @@ def cost_of(func: Any) -> Cost:
     name = func._schema.name.removeprefix("aten::")
     if name in CAUSAL_AT:
         return "attention"
-    if func._overloadpacket in flop_registry:
+    if _product(func) is not None:
         return "product"
     returns = func._schema.returns
     aliases = [item.alias_info for item in returns]
@@ -52,7 +53,16 @@ def cost_of(func: Any) -> Cost:
 
 def product_flops(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> int:
     """Multiplications and additions of a matrix product or convolution."""
-    return int(flop_registry[func._overloadpacket](*args, **kwargs, out_val=out))
+    return int(_product(func)(*args, **kwargs, out_val=out))
+
+
+def _product(func: Any) -> Any:
+    """torch's formula for the operations of a product; of one in place that of its other form."""
+    known = flop_registry.get(func._overloadpacket)
+    name = func._schema.name.removeprefix("aten::")
+    if known is None and name in ("addmm_", "baddbmm_"):
+        known = flop_registry.get(getattr(torch.ops.aten, name.removesuffix("_")))
+    return known
 
 
 def attention_flops(func: Any, args: tuple[Any, ...]) -> int:

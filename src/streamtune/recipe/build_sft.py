@@ -344,8 +344,8 @@ def _mend_of_the_schedule(recipe: Recipe, schedule: Schedule) -> str:
     """What to say of the schedule when memory ran out: none of it changes a result."""
     if recipe.engine.schedule == "auto":
         return (
-            f"leave the planner less, with engine.device_memory or a larger engine.margin (now {recipe.engine.margin:g}): "
-            "it predicted that this step fits, and `streamtune plan` shows how; no result changes"
+            "leave the planner less, with engine.device_memory or a larger engine.margin (now "
+            f"{recipe.engine.margin:g}): it predicted that this step fits; no result changes"
         )
     return (
         f"write engine.schedule: auto, and the planner finds what fits; or lower engine.chunk_size (now "

@@ -1,0 +1,28 @@
+"""The device allocator's setting: segments that grow, so that chunks of ever longer sequences leave no holes.
+
+Without it, memory a longer sequence cannot use again stays reserved, and a run ends out of memory with gigabytes free.
+torch reads the setting once, when it first touches the device.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import MutableMapping
+
+__all__ = ["NAMES", "allocator_setting", "grow_segments"]
+
+NAMES = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
+"""The variable's name and its older one; some versions of torch follow only one of them."""
+SETTING = "expandable_segments:True"
+
+
+def grow_segments(environment: MutableMapping[str, str] = os.environ) -> None:
+    """Set it for this process and those it starts, unless the user has set the allocator up; Linux alone knows it."""
+    if sys.platform == "linux" and not any(name in environment for name in NAMES):
+        environment.update(dict.fromkeys(NAMES, SETTING))
+
+
+def allocator_setting(environment: MutableMapping[str, str] = os.environ) -> str:
+    """What the allocator is told, for people; empty if nothing."""
+    return next((environment[name] for name in NAMES if environment.get(name)), "")

@@ -1,0 +1,203 @@
+"""What a fused attention kernel is, and how it earns its place: it agrees with the formula, and it is the fastest.
+
+A kernel that is missing in a build, wrong on a device or made for another log-sum-exp is found out by a small problem
+before it is used, and is not used. Shape suffixes as in ``ops.attention``.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from statistics import median
+
+import torch
+from torch import Tensor
+
+__all__ = ["Heads", "Kernel", "agrees_with_formula", "fastest", "median_seconds"]
+
+Forward = Callable[[Tensor, Tensor, Tensor, bool, Tensor | None, float], tuple[Tensor, Tensor]]
+Backward = Callable[
+    [Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, bool, Tensor | None, float], tuple[Tensor, Tensor, Tensor]
+]
+
+RUNS = 5
+"""Timed runs of a kernel, of which the median counts; one more before them is not counted."""
+MARGIN = 0.95
+"""A kernel takes the place of one before it in the list only where it needs less than this share of its time."""
+
+
+@dataclass(frozen=True)
+class Kernel:
+    """A named pair of attention functions and whether it takes an additive mask.
+
+    ``forward(q, k, v, causal, bias, scale) -> (o, lse)`` and ``backward(grad_o, q, k, v, o, lse, causal, bias, scale)
+    -> (grad_q, grad_k, grad_v)`` with q ``[B, H, T, D]``, k and v ``[B, G, S, D]`` (G divides H), o like q, lse
+    ``[B, H, T]`` in fp32 (fp64 for fp64 inputs), bias ``[B or 1, 1, T, S]``. ``causal`` comes with T = S. The backward
+    takes any o and lse, so also those of a softmax that spans more keys than k and v hold.
+
+    ``longest`` is the most queries and keys the kernel is trusted with in one call.
+    """
+
+    name: str
+    forward: Forward
+    backward: Backward
+    takes_bias: bool
+    longest: int = 1 << 30
+
+
+@dataclass(frozen=True)
+class Heads:
+    """The part of a problem's shape that decides which kernel is right: query heads, key/value heads, their size."""
+
+    queries: int
+    groups: int
+    size: int
+
+
+def agrees_with_formula(
+    kernel: Kernel, device: torch.device, dtype: torch.dtype, head_dim: int, biased: bool = False
+) -> bool:
+    """Try a kernel on small problems with a foreign log-sum-exp; a build or device where it fails is not used.
+
+    Whole heads and grouped ones, keys of more than one block of the kernel, the causal square, a mask where it takes
+    one, tensors laid out as a projection leaves them and as parts of a longer sequence.
+    """
+    problems = [(2, 2, 40, 72, False), (2, 2, 40, 40, True), (4, 2, 136, 200, False), (4, 1, 136, 136, True)]
+    with torch.no_grad():
+        try:
+            return all(_Problem(device, dtype, head_dim, *problem).passes(kernel, biased) for problem in problems)
+        except (RuntimeError, NotImplementedError, ValueError, TypeError):
+            # A kernel that is not there, or another version of it. torch's out-of-memory error is a RuntimeError too:
+            # a kernel that could not be tried is not used either.
+            return False
+
+
+class _Problem:
+    """Random inputs of one shape, and what the formula makes of them in fp64."""
+
+    def __init__(
+        self,
+        device: torch.device,
+        dtype: torch.dtype,
+        head_dim: int,
+        heads: int,
+        groups: int,
+        queries: int,
+        keys: int,
+        causal: bool,
+    ) -> None:
+        self.generator = torch.Generator(device).manual_seed(0)
+        self.device, self.dtype, self.causal, self.scale = device, dtype, causal, head_dim**-0.5
+        # A packed row's queries and keys are a part of the sequence's; a projection puts the heads of a token together.
+        self.q, self.grad = self._draw(heads, queries, head_dim), self._draw(heads, queries, head_dim, together=True)
+        self.k, self.v = self._draw(groups, keys, head_dim, together=True), self._draw(groups, keys, head_dim)
+
+    def _draw(self, heads: int, length: int, size: int, together: bool = False) -> Tensor:
+        shape = (2, length + 8, heads, size) if together else (2, heads, length + 8, size)
+        drawn = torch.randn(shape, generator=self.generator, device=self.device, dtype=self.dtype)
+        return (drawn.transpose(1, 2) if together else drawn)[:, :, 3 : 3 + length]
+
+    def _bias(self) -> Tensor:
+        """A mask that hides a third of the places, and all of the last query's."""
+        shape = (2, 1, self.q.shape[2], self.k.shape[2])
+        hidden = torch.rand(shape, generator=self.generator, device=self.device) < 0.3
+        hidden[:, :, -1] = True
+        low = torch.finfo(self.dtype).min / 4
+        return torch.zeros(shape, dtype=self.dtype, device=self.device).masked_fill_(hidden, low)
+
+    def passes(self, kernel: Kernel, biased: bool) -> bool:
+        """Whether the kernel gives output, log-sum-exp and, for an output of more keys than these, the gradients."""
+        bias = self._bias() if biased and not self.causal else None
+        s = self._scores(bias)
+        own_lse = s.logsumexp(-1)
+        lse = own_lse + 0.5  # as if further keys took part in the softmax
+        blind = torch.zeros_like(lse, dtype=torch.bool)
+        if bias is not None:
+            blind[:, :, -1] = True  # a query that sees nothing: an infinite log-sum-exp takes it out of the backward
+            lse = lse.masked_fill(blind, float("inf"))
+        o, want = self._formula(s, lse)
+        arguments = (self.causal, bias, self.scale)
+        got_o, got_lse = kernel.forward(self.q, self.k, self.v, *arguments)
+        placed = torch.nn.functional.pad(o.to(self.dtype), (0, 0, 3, 5))[:, :, 3 : 3 + o.shape[2]]
+        wide = torch.promote_types(self.dtype, torch.float32)
+        got = kernel.backward(self.grad, self.q, self.k, self.v, placed, lse.to(wide), *arguments)
+        seen = ~blind
+        pairs = [(got_o[seen], (s.softmax(-1) @ self._repeated(self.v))[seen]), (got_lse[seen], own_lse[seen])]
+        pairs += list(zip(got, want, strict=True))
+        bound = 1e-4 if self.dtype in (torch.float32, torch.float64) else 3e-2
+        return all(g.shape == w.shape and _near(g, w, bound) for g, w in pairs)
+
+    def _repeated(self, x_BGSD: Tensor) -> Tensor:
+        return x_BGSD.double().repeat_interleave(self.q.shape[1] // x_BGSD.shape[1], dim=1)
+
+    def _scores(self, bias: Tensor | None) -> Tensor:
+        s = self.q.double() @ self._repeated(self.k).mT * self.scale
+        if self.causal:
+            s = s.masked_fill(torch.ones(s.shape[-2:], dtype=torch.bool, device=self.device).triu(1), -torch.inf)
+        return s if bias is None else s + bias.double()
+
+    def _formula(self, s: Tensor, lse: Tensor) -> tuple[Tensor, tuple[Tensor, Tensor, Tensor]]:
+        grad, groups = self.grad.double(), (self.k.shape[1], -1)
+        p = (s - lse[..., None]).exp()
+        o = p @ self._repeated(self.v)
+        delta = (grad * o).sum(-1, keepdim=True)
+        ds = p * (grad @ self._repeated(self.v).mT - delta) * self.scale
+        dk, dv = ((x.mT @ y).unflatten(1, groups).sum(2) for x, y in ((ds, self.q.double()), (p, grad)))
+        return o, (ds @ self._repeated(self.k), dk, dv)
+
+
+def _near(got: Tensor, want: Tensor, bound: float) -> bool:
+    return bool((got.double() - want).norm() <= bound * want.norm())
+
+
+def fastest(kernels: Sequence[Kernel], seconds: Callable[[Kernel], float | None]) -> Kernel | None:
+    """The kernel that needs the least time; one that is hardly faster than an earlier one does not replace it.
+
+    Args:
+        kernels: Those that agree with the formula, the most trusted first.
+        seconds: The time of one, None where it could not be taken.
+    """
+    best, least = None, float("inf")
+    for kernel in kernels:
+        needed = seconds(kernel) if len(kernels) > 1 else 0.0
+        if best is None or (needed is not None and needed < least * MARGIN):
+            best, least = kernel, float("inf") if needed is None else needed
+    return best
+
+
+def median_seconds(
+    kernel: Kernel, device: torch.device, dtype: torch.dtype, heads: Heads, queries: int = 2048, keys: int = 16384
+) -> float | None:
+    """Seconds of one forward and backward of a chunk's queries over its prefix, the median of a few runs.
+
+    None where the device has no room for it.
+    """
+    generator = torch.Generator(device).manual_seed(0)
+
+    def draw(count: int, length: int) -> Tensor:
+        shape = (1, length, count, heads.size)
+        return torch.randn(shape, generator=generator, device=device, dtype=dtype).transpose(1, 2)
+
+    def run() -> None:
+        o, lse = kernel.forward(q, k, v, False, None, heads.size**-0.5)
+        kernel.backward(grad, q, k, v, o, lse, False, None, heads.size**-0.5)
+
+    with torch.no_grad():
+        try:
+            q, grad = draw(heads.queries, queries), draw(heads.queries, queries)
+            k, v = draw(heads.groups, keys), draw(heads.groups, keys)
+            run()
+            return median(_timed(run, device) for _ in range(RUNS))
+        except RuntimeError:
+            return None
+
+
+def _timed(run: Callable[[], None], device: torch.device) -> float:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+    start = time.perf_counter()
+    run()
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+    return time.perf_counter() - start

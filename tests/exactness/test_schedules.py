@@ -1,0 +1,192 @@
+"""Every combination of what a schedule may choose gives plain autograd's gradient."""
+
+from __future__ import annotations
+
+import itertools
+import random
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+import streamtune
+from streamtune import Schedule
+from tests.conformance.reducer import build as build_any
+
+from .families import BOUND, batch, build, gradients, worst
+
+CHOICES: dict[str, tuple[Any, ...]] = {
+    "offload": ("device", "host", "disk"),
+    "levels": (1, 2),
+    "keep_kv": ("no", "device", "host"),
+    "keep_attention": ("no", "device", "host"),
+    "keep_layers": (0, 1),
+    "stream_grads": (False, True),
+}
+FAMILIES = (
+    "gemma2",
+    "gemma3_text",
+    "gpt2",
+    "mixtral",
+    "gpt_oss",
+    "qwen3_next",
+    "mamba2",
+    "falcon_h1",
+    "bloom",
+    "minimax",
+)
+"""Softcaps and windows; learnt positions; experts; sinks; states of several kinds; a layer that attends by itself."""
+PER_FAMILY = 14
+
+
+def schedules(directory: Path) -> list[Schedule]:
+    """All of them. With tiers, some layer inputs stay on the device in every other one."""
+    found = []
+    for number, values in enumerate(itertools.product(*CHOICES.values())):
+        chosen = dict(zip(CHOICES, values, strict=True))
+        tiers = chosen["offload"] != "device"
+        found.append(
+            Schedule(
+                chunk_size=16,
+                head_chunk_size=11,
+                offload_dir=str(directory) if chosen["offload"] == "disk" else None,
+                device_layers=number % 3 if tiers else 0,
+                **chosen,
+            )
+        )
+    return found
+
+
+def assert_exact(model: Any, inputs: dict[str, Any], want: tuple[Any, Any], schedule: Schedule) -> bool:
+    """Loss and gradient are those wanted, and nothing is left in a tier. Returns whether the disk was used."""
+    with streamtune.stream(model, schedule=schedule) as handle:
+        loss, got = gradients(model, inputs)
+        torch.testing.assert_close(loss, want[0], rtol=2e-6, atol=0)
+        assert worst(got, want[1]) <= BOUND, schedule
+        assert handle.tiers.disk.live_bytes == 0
+        if schedule.offload != "disk":  # else writes that nobody waits for may still hold their blocks
+            assert handle.tiers.host.live_bytes == 0
+        return bool(handle.tiers.disk.peak_bytes > 0)
+
+
+def test_every_combination(tmp_path: Path) -> None:
+    model = build("qwen3", num_hidden_layers=5)
+    inputs = batch("multiturn", rows=2)
+    want = gradients(model, inputs)
+    for schedule in schedules(tmp_path):
+        assert assert_exact(model, inputs, want, schedule) == (schedule.offload == "disk")
+    assert not list(tmp_path.iterdir()), "the file has no name"
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_combinations_of_other_families(family: str, tmp_path: Path) -> None:
+    model = build_any(family)
+    inputs = batch("left" if family == "gemma2" else "masked")
+    want = gradients(model, inputs)
+    for schedule in random.Random(family).sample(schedules(tmp_path), PER_FAMILY):
+        assert_exact(model, inputs, want, schedule)
+
+
+@pytest.mark.parametrize("segment_size", [1, 2, 3, 5, 9])
+def test_segments_of_any_size(segment_size: int) -> None:
+    model = build("qwen3", num_hidden_layers=5, attention_dropout=0.2)
+    inputs = batch("right")
+
+    def seeded(schedule: Schedule) -> tuple[Any, Any]:
+        with streamtune.stream(model, schedule=schedule):
+            torch.manual_seed(3)
+            return gradients(model, inputs)
+
+    loss, want = seeded(Schedule(chunk_size=8))
+    for more in ({}, {"keep_attention": "host"}, {"keep_kv": "device", "stream_grads": True}):
+        again, got = seeded(Schedule(chunk_size=8, levels=2, segment_size=segment_size, **more))
+        torch.testing.assert_close(again, loss, rtol=0, atol=0)
+        assert worst(got, want) <= 1e-6
+
+
+@pytest.mark.parametrize("family", ["mamba2", "falcon_h1"])
+def test_states_that_were_dropped_are_computed_again(family: str) -> None:
+    model = build_any(family, num_hidden_layers=6)
+    inputs = batch("plain")
+    want = gradients(model, inputs)
+    for size in (2, 3, 6):
+        assert_exact(model, inputs, want, Schedule(chunk_size=8, levels=2, segment_size=size, keep_kv="host"))
+
+
+@pytest.mark.parametrize("more", [{"levels": 2}, {"stream_grads": True}, {"levels": 2, "offload": "host"}])
+def test_something_between_two_layers(more: dict[str, Any]) -> None:
+    """A hook that changes the hidden states between layers, and a loss on hidden states inside the decoder."""
+    model = build("qwen3", num_hidden_layers=5)
+    layers = model.model.layers
+    layers[1].register_forward_hook(lambda module, args, out: out * 1.5)
+    inputs = batch("plain")
+
+    def loss(model: Any, inputs: dict[str, Any]) -> Any:
+        out = model(**inputs, output_hidden_states=True)
+        return out.loss + sum(hidden.square().mean() for hidden in out.hidden_states)
+
+    value, want = gradients(model, inputs, loss)
+    with streamtune.stream(model, schedule=Schedule(chunk_size=8, **more)):
+        got_value, got = gradients(model, inputs, loss)
+    torch.testing.assert_close(got_value, value, rtol=2e-6, atol=0)
+    assert worst(got, want) <= BOUND
+
+
+class Attentions(TorchDispatchMode):
+    """Counts the forwards of the attention kernel."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.forwards = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.forwards += func is torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("levels", [1, 2])
+@pytest.mark.parametrize("kept", ["device", "host"])
+def test_kept_attention_runs_no_forward_in_the_backward(kept: Any, levels: Any) -> None:
+    model = build("qwen3", num_hidden_layers=4)
+    inputs = batch("plain")
+    with streamtune.stream(model, schedule=Schedule(chunk_size=16, keep_attention=kept, levels=levels)):
+        loss = model(**inputs).loss
+        with Attentions() as counted:
+            loss.backward()
+        assert counted.forwards == 0
+    with streamtune.stream(model, schedule=Schedule(chunk_size=16, levels=levels)):
+        loss = model(**inputs).loss
+        with Attentions() as counted:
+            loss.backward()
+        assert counted.forwards > 0
+
+
+def test_adapters_frozen_layers_and_accumulation(tmp_path: Path) -> None:
+    model = build("llama", num_hidden_layers=4)
+    for name, parameter in model.named_parameters():
+        parameter.requires_grad_("layers.1." in name or "layers.3." in name)
+    inputs = batch("masked")
+
+    def twice(model: Any, inputs: dict[str, Any]) -> Any:
+        model(**inputs).loss.backward()
+        return model(**inputs).loss
+
+    want = gradients(model, inputs, twice)
+    for schedule in random.Random(1).sample(schedules(tmp_path), PER_FAMILY):
+        with streamtune.stream(model, schedule=schedule):
+            _, got = gradients(model, inputs, twice)
+        assert worst(got, want[1]) <= BOUND, schedule
+
+
+def test_a_forward_without_a_backward_leaves_nothing(tmp_path: Path) -> None:
+    model = build("qwen3", num_hidden_layers=4)
+    inputs = batch("plain")
+    for levels, kept in itertools.product((1, 2), ("no", "host")):
+        schedule = Schedule(chunk_size=16, offload="host", levels=levels, keep_attention=kept, keep_kv="host")
+        with streamtune.stream(model, schedule=schedule) as handle:
+            loss = model(**inputs).loss
+            assert handle.tiers.host.live_bytes > 0
+            del loss
+            assert handle.tiers.host.live_bytes == 0

@@ -1,0 +1,46 @@
+"""Seconds from work and rates."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from streamtune.plan.cost import SHEET_EFFICIENCY, Rates, predict_seconds, sheet_rates
+from streamtune.plan.devices import find_device
+from streamtune.plan.simulate import Work
+
+NOTHING = Work(0, 0, 0, 0, 0)
+RATES = Rates("here", 1e12, 5e11, 2.5e11, 1e10, 1e9, disk_bandwidth=1e8, launch_seconds=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("work", "seconds"),
+    [
+        (NOTHING, 0.0),
+        (replace(NOTHING, matmul_flops=3 * 10**12), 3.0),
+        (replace(NOTHING, attention_flops=9 * 10**11), (4e11 / 5e11 + 5e11 / 2.5e11)),
+        (replace(NOTHING, touched_bytes=2 * 10**10), 2.0),
+        (replace(NOTHING, moved_bytes=4 * 10**9), 4.0),
+        (replace(NOTHING, disk_moved_bytes=5 * 10**8), 5.0),
+        (replace(NOTHING, operators=7 * 10**6), 7.0),
+    ],
+)
+def test_each_kind_of_work(work: Work, seconds: float):
+    assert predict_seconds(work, RATES) == pytest.approx(seconds)
+
+
+def test_copies_run_beside_the_computation_of_an_accelerator():
+    work = Work(matmul_flops=10**13, attention_flops=0, moved_bytes=4 * 10**9, disk_moved_bytes=10**8, touched_bytes=0)
+    assert predict_seconds(work, RATES) == pytest.approx(10.0)
+    assert predict_seconds(replace(work, moved_bytes=2 * 10**10), RATES) == pytest.approx(20.0)
+    assert predict_seconds(work, replace(RATES, overlaps=False)) == pytest.approx(15.0)
+
+
+def test_a_device_that_is_not_there():
+    device = find_device("h100")
+    rates = sheet_rates(device)
+    assert rates.matmul_flops == SHEET_EFFICIENCY["matmul"] * 989e12
+    assert rates.copy_bandwidth < device.host_bandwidth
+    assert "data sheet of NVIDIA H100" in rates.source
+    assert rates.overlaps

@@ -1,0 +1,244 @@
+"""The planner: what it chooses fits, nothing it knows is faster, and what it is given stays."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from functools import partial
+from itertools import pairwise
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from streamtune import Schedule
+from streamtune.errors import ArgumentError
+from streamtune.models import blueprint
+from streamtune.plan import Limits, Rates, Simulation, Workload, as_fixed, choose, judge, simulate
+from streamtune.plan.choices import Space, candidates
+from streamtune.plan.estimate import Estimator, Figures
+from streamtune.plan.shape import held_bytes, meta_copy
+
+MIB = 1 << 20
+LAYERS, LENGTH = 6, 4096
+RATES = Rates("a device", 1e13, 1e13, 1e13, 1e12, 1e11, launch_seconds=1e-8)
+CONFIG = {
+    "model_type": "qwen3",
+    "hidden_size": 64,
+    "intermediate_size": 192,
+    "num_hidden_layers": LAYERS,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 16,
+    "vocab_size": 256,
+    "tie_word_embeddings": False,
+}
+
+
+def adamw(model: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(model.parameters(), foreach=False)
+
+
+@pytest.fixture(scope="module")
+def workload() -> Workload:
+    model = blueprint(CONFIG, dtype="bfloat16")
+    return Workload(lambda: model, LENGTH, make_optimizer=adamw)
+
+
+@pytest.fixture(scope="module")
+def known(workload: Workload) -> Any:
+    """``simulate`` that remembers: many tests ask for the same steps."""
+    found: dict[tuple[int, Schedule], Simulation] = {}
+
+    def remembered(asked: Workload, schedule: Schedule) -> Simulation:
+        key = (asked.length, schedule)
+        if key not in found:
+            found[key] = simulate(asked, schedule)
+        return found[key]
+
+    return remembered
+
+
+def estimator(workload: Workload, known: Any, chunks: tuple[int, ...] = (512, 1024, 2048)) -> Estimator:
+    return Estimator(workload, LAYERS, known, chunks=chunks, head_chunk=256)
+
+
+# --- estimates --------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "schedule",
+    [
+        Schedule(1024, 256),
+        Schedule(2048, 256),
+        Schedule(1024, 256, keep_kv="device", keep_attention="device"),
+        Schedule(1024, 256, keep_layers=2),
+        Schedule(1024, 256, keep_layers=2, keep_attention="device"),
+        Schedule(1024, 256, offload="host"),
+        Schedule(1024, 256, offload="host", device_layers=2),
+        Schedule(1024, 256, levels=2),
+        Schedule(1024, 256, keep_attention="host"),
+    ],
+    ids=Schedule.describe,
+)
+def test_an_estimate_is_near_the_simulation(workload: Workload, known: Any, schedule: Schedule):
+    estimated = estimator(workload, known).estimate(schedule)
+    truth = Figures.of(known(workload, schedule))
+    assert estimated.device_bytes == pytest.approx(truth.device_bytes, rel=0.12)
+    assert estimated.host_bytes == pytest.approx(truth.host_bytes, rel=0.12, abs=MIB / 4)
+    assert estimated.work.matmul_flops == pytest.approx(truth.work.matmul_flops, rel=0.08)
+    assert estimated.work.attention_flops == pytest.approx(truth.work.attention_flops, rel=0.08)
+    assert estimated.work.moved_bytes == pytest.approx(truth.work.moved_bytes, rel=0.2, abs=MIB / 4)
+
+
+# --- choices ----------------------------------------------------------------------------------------------------------
+
+
+def test_with_room_for_everything_nothing_is_recomputed(workload: Workload, known: Any):
+    plan = choose(workload, Limits(1 << 40, 1 << 40), RATES, simulate=known)
+    assert plan.schedule.keep_layers == LAYERS
+    assert plan.simulations == 1
+    assert plan.fits
+
+
+def budgets(workload: Workload, known: Any) -> list[int]:
+    """Bytes between the thriftiest step and one that keeps everything."""
+    least = known(workload, Schedule(1024, 256, offload="host", levels=2, stream_grads=True)).peak_bytes
+    most = known(workload, Schedule(2048, 256, keep_layers=LAYERS)).peak_bytes
+    return [int(least * 1.15 + part * (most - least)) for part in (0.02, 0.15, 0.4, 0.8)]
+
+
+@pytest.mark.parametrize("index", (0, 2))
+@pytest.mark.parametrize("host", [0, 1 << 30], ids=["no host", "host"])
+def test_what_is_chosen_fits_and_nothing_that_fits_is_faster(workload: Workload, known: Any, index: int, host: int):
+    budget = budgets(workload, known)[index]
+    limits = Limits(budget, host)
+    if not host:  # what cannot be moved away needs a larger device
+        limits = replace(limits, device_bytes=budgets(workload, known)[index + 1])
+    plan = choose(workload, limits, RATES, simulate=known)
+    assert plan.fits
+    assert plan.simulation.peak_bytes <= limits.device
+    assert plan.simulation.host_bytes <= limits.host
+    for other in (
+        Schedule(1024, 1024),
+        Schedule(2048, 1024, keep_attention="device"),
+        Schedule(1024, 1024, keep_kv="device"),
+        Schedule(1024, 256, keep_layers=1),
+        Schedule(1024, 256, levels=2),
+    ):
+        step = judge(workload, other, limits, RATES, simulate=known)
+        assert not step.fits or step.step_seconds >= 0.98 * plan.step_seconds, other.describe()
+
+
+def test_more_memory_is_never_slower(workload: Workload, known: Any):
+    plans = [choose(workload, Limits(size, 1 << 30), RATES, simulate=known) for size in budgets(workload, known)]
+    seconds = [plan.step_seconds for plan in plans]
+    assert all(later <= 1.01 * before for before, later in pairwise(seconds)), seconds
+    assert any(plan.alternatives for plan in plans)
+    for plan in plans:
+        for other in plan.alternatives:
+            assert other.why_not
+            assert other.fits == (other.peak_bytes <= plan.limits.device and other.host_bytes <= plan.limits.host)
+
+
+@pytest.mark.parametrize(
+    "fixed",
+    [
+        {"chunk_size": 700, "head_chunk_size": 100},
+        {"keep_attention": "device"},
+        {"keep_kv": "no", "keep_attention": "no", "keep_layers": 0},
+        {"levels": 2, "segment_size": 3},
+        {"offload": "host", "device_layers": 2},
+        {"device_layers": 2},
+        {"stream_grads": True, "grad_dtype": "param"},
+        as_fixed(Schedule(512, 128, keep_attention="host")),
+    ],
+    ids=str,
+)
+def test_what_is_given_stays(workload: Workload, known: Any, fixed: dict[str, Any]):
+    plan = choose(workload, Limits(1 << 33, 1 << 33), RATES, fixed=fixed, simulate=known)
+    assert {name: getattr(plan.schedule, name) for name in fixed} == fixed
+
+
+def test_on_the_cpu_nothing_is_moved_to_the_memory_it_is_in(workload: Workload, known: Any):
+    cpu = replace(workload, device_type="cpu")
+    size = budgets(workload, known)[1]
+    plan = choose(cpu, Limits(size, size, shared=True), replace(RATES, overlaps=False))
+    assert plan.schedule.offload == "device"
+    assert "host" not in (plan.schedule.keep_kv, plan.schedule.keep_attention)
+    assert plan.simulation.host_bytes == 0
+
+
+def test_a_disk_is_used_where_a_directory_is_named(workload: Workload, known: Any, tmp_path: Any):
+    size = int(1.1 * budgets(workload, known)[0])
+    limits = Limits(size, 0, disk_bytes=1 << 40)
+    space = Space(LAYERS, LENGTH, limits, {})
+    assert space.options("offload") == ("device",)
+    space = Space(LAYERS, LENGTH, limits, {"offload_dir": str(tmp_path)})
+    assert space.options("offload") == ("device", "disk")
+    found = [c for c in candidates(space, estimator(workload, known), limits) if c.schedule.offload == "disk"]
+    assert found
+    assert all(c.schedule.offload_dir == str(tmp_path) and c.figures.disk_bytes > 0 for c in found)
+    assert list(tmp_path.iterdir()) == []
+
+
+# --- what does not fit ------------------------------------------------------------------------------------------------
+
+
+def test_a_length_nothing_fits_names_the_longest_that_does(workload: Workload, known: Any):
+    fits = known(workload, Schedule(1024, 256, levels=2, stream_grads=True)).peak_bytes
+    limits = Limits(int(fits / 0.95), 0)
+    with pytest.raises(ArgumentError) as caught:
+        choose(replace(workload, length=8 * LENGTH), limits, RATES, simulate=known)
+    error = caught.value
+    assert error.where == "max_length"
+    assert f"no schedule fits a row of {8 * LENGTH:,} tokens" in error.what
+    assert "of the device's" in error.what
+    assert "longer chunks never help" in error.mend
+    longest = int(error.mend.partition("set max_length: ")[2].partition(",")[0])
+    assert LENGTH / 2 < longest < 8 * LENGTH
+    assert choose(replace(workload, length=longest), limits, RATES, simulate=known).fits
+
+
+def test_weights_that_do_not_fit_are_named(workload: Workload, known: Any):
+    with pytest.raises(ArgumentError) as caught:
+        choose(workload, Limits(MIB // 2, 1 << 30), RATES, simulate=known)
+    assert "weights, gradients and optimizer state alone are" in caught.value.mend
+    assert "finetuning_type: lora" in caught.value.mend
+
+
+def test_a_given_choice_in_the_way_is_named(workload: Workload, known: Any):
+    size = budgets(workload, known)[0]
+    with pytest.raises(ArgumentError, match="no schedule fits") as caught:
+        choose(workload, Limits(size, 0), RATES, fixed={"levels": 1, "keep_layers": LAYERS}, simulate=known)
+    assert "leave levels, keep_layers to the planner" in caught.value.mend
+
+
+# --- a model in hand --------------------------------------------------------------------------------------------------
+
+
+def test_a_schedule_for_a_model(monkeypatch: pytest.MonkeyPatch, tmp_path: Any):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    model = blueprint(CONFIG, dtype="bfloat16")
+    planned = partial(Schedule.plan, model, max_length=LENGTH, host_memory=0)
+    assert planned(device_memory="80GiB").keep_layers == LAYERS
+    assert planned(device_memory="80GiB", keep_layers=0, chunk_size=777).chunk_size == 777
+    with pytest.raises(ArgumentError, match="no 'chunk'"):
+        planned(device_memory="80GiB", chunk=3)
+    with pytest.raises(ArgumentError, match="has no device"):
+        planned()
+    with pytest.raises(ArgumentError, match="is no size"):
+        planned(device_memory="80")
+
+
+def test_a_copy_of_a_model_has_its_shape_and_no_bytes():
+    from streamtune.models import init_model
+
+    keys = {key: value for key, value in CONFIG.items() if key != "vocab_size"}
+    model = init_model(keys, vocab_size=256, token_ids={}, dtype="float32", device="cpu", seed=0)
+    before = {name: parameter.clone() for name, parameter in model.named_parameters()}
+    copy = meta_copy(model)
+    assert held_bytes(copy) == held_bytes(model)
+    assert {p.device.type for p in copy.parameters()} == {"meta"}
+    assert [n for n, p in copy.named_parameters()] == list(before)
+    assert all(torch.equal(p, before[n]) and p.device.type == "cpu" for n, p in model.named_parameters())

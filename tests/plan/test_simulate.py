@@ -1,0 +1,199 @@
+"""The simulated step beside the same step really run on the CPU, and a step told from shorter ones beside all of it."""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from streamtune.engine import Schedule, decoder_layers, stream
+from streamtune.errors import ArgumentError
+from streamtune.plan import LiveBytes, Mode, Simulation, Workload, simulate
+from streamtune.plan.memory import held_tensors
+
+LENGTH = 384
+SMALL: dict[str, Any] = {
+    "vocab_size": 499,
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 16,
+    "max_position_embeddings": 4096,
+}
+MODELS: dict[str, dict[str, Any]] = {
+    "qwen3": {},
+    "gemma3_text": {"sliding_window": 100, "query_pre_attn_scalar": 16, "num_hidden_layers": 6},
+    "qwen3_moe": {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32},
+    "lfm2": {},
+    "gemma2": {"sliding_window": 100, "query_pre_attn_scalar": 16},
+}
+BASE = Schedule(chunk_size=64, head_chunk_size=32)
+SCHEDULES: dict[str, dict[str, Any]] = {
+    "plain chunks": {},
+    "host": {"offload": "host"},
+    "host but for two": {"offload": "host", "device_layers": 2},
+    "disk": {"offload": "disk"},
+    "two levels": {"levels": 2, "segment_size": 2},
+    "two levels on host": {"levels": 2, "segment_size": 2, "offload": "host", "stream_grads": True},
+    "keys kept": {"keep_kv": "device"},
+    "keys on host": {"keep_kv": "host"},
+    "attention kept": {"keep_attention": "device"},
+    "attention on host": {"keep_attention": "host"},
+    "last layer whole": {"keep_layers": 1},
+    "gradients streamed": {"stream_grads": True},
+}
+
+
+def build(family: str, device: str, dtype: torch.dtype = torch.float32, **changes: Any) -> nn.Module:
+    config = AutoConfig.for_model(family, **{**SMALL, **MODELS[family], **changes})
+    with torch.device(device):
+        model: nn.Module = AutoModelForCausalLM.from_config(config, dtype=dtype)
+    return model
+
+
+def schedule_of(name: str, directory: Any) -> Schedule:
+    choices = SCHEDULES[name]
+    where = {"offload_dir": str(directory)} if choices.get("offload") == "disk" else {}
+    return replace(BASE, **choices, **where)
+
+
+def measured(make: Callable[[str], Any], mode: Mode, schedule: Schedule, optimizer: Any = None) -> int:
+    """Weights and live bytes of a step on the CPU, the second where there is an optimizer."""
+    model = make("cpu").train()
+    if mode == "stream":
+        stream(model, schedule=schedule)
+    elif mode == "checkpoint":
+        model.gradient_checkpointing_enable({"use_reentrant": False})
+    ids = torch.randint(0, SMALL["vocab_size"], (1, LENGTH))
+    weights = sum({t.untyped_storage()._cdata: t.untyped_storage().nbytes() for t in held_tensors(model)}.values())
+    steps = None if optimizer is None else optimizer(model)
+    model(input_ids=ids, labels=ids, use_cache=False).loss.backward()  # what is made once is there
+    model.zero_grad(set_to_none=True)
+    gc.collect()
+    with LiveBytes(model, decoder_layers(model)) as live:
+        for _ in range(1 if steps is None else 2):
+            model(input_ids=ids, labels=ids, use_cache=False).loss.backward()
+            if steps is not None:
+                steps.step()
+                model.zero_grad(set_to_none=True)
+    return weights + live.peak
+
+
+def workload(make: Callable[[str], Any], mode: Mode = "stream", **changes: Any) -> Workload:
+    return Workload(partial(make, "meta"), LENGTH, mode=mode, device_type="cpu", **changes)
+
+
+@pytest.mark.parametrize("name", SCHEDULES)
+def test_the_simulated_peak_is_the_one_measured(name: str, tmp_path: Any) -> None:
+    make = partial(build, "qwen3")
+    schedule = schedule_of(name, tmp_path)
+    found = simulate(workload(make), schedule)
+    assert found.peak_bytes == pytest.approx(measured(make, "stream", schedule), rel=0.01)
+    assert sum(found.terms.values()) == found.peak_bytes == max(found.phases.values())
+
+
+@pytest.mark.parametrize("family", ["gemma3_text", "qwen3_moe", "lfm2"])
+@pytest.mark.parametrize("mode", ["plain", "checkpoint", "stream"])
+def test_so_it_is_for_other_models_and_modes(family: str, mode: Mode) -> None:
+    make = partial(build, family)
+    assert simulate(workload(make, mode), BASE).peak_bytes == pytest.approx(measured(make, mode, BASE), rel=0.03)
+
+
+@pytest.mark.parametrize("mode", ["plain", "checkpoint"])
+def test_so_it_is_in_bf16(mode: Mode) -> None:
+    make = partial(build, "qwen3", dtype=torch.bfloat16)
+    assert simulate(workload(make, mode), BASE).peak_bytes == pytest.approx(measured(make, mode, BASE), rel=0.03)
+
+
+@pytest.mark.parametrize("form", [{"fused": True}, {"foreach": True}, {}])
+def test_so_it_is_with_an_optimizer(form: dict[str, bool]) -> None:
+    make = partial(build, "qwen3", vocab_size=9973)
+
+    def adam(model: nn.Module) -> torch.optim.Optimizer:
+        return torch.optim.AdamW(model.parameters(), **form)
+
+    found = simulate(workload(make, make_optimizer=adam), BASE)
+    assert found.peak_bytes == pytest.approx(measured(make, "stream", BASE, adam), rel=0.01)
+
+
+@pytest.mark.parametrize("name", ["plain chunks", "host but for two", "two levels on host", "last layer whole"])
+def test_a_step_told_from_shorter_ones_is_the_whole_step(name: str, tmp_path: Any) -> None:
+    make = partial(build, "qwen3", "meta", num_hidden_layers=9)
+    long = Workload(make, 64 * 9)
+    schedule = schedule_of(name, tmp_path)
+    assert simulate(long, schedule) == simulate(long, schedule, full=True)
+
+
+@pytest.mark.parametrize(
+    ("family", "changes"), [("gemma2", {"num_hidden_layers": 11}), ("lfm2", {"num_hidden_layers": 8})]
+)
+def test_so_it_is_where_layers_take_turns(family: str, changes: dict[str, Any]) -> None:
+    long = Workload(partial(build, family, "meta", **changes), 64 * 9)
+    assert simulate(long, BASE) == simulate(long, BASE, full=True)
+
+
+def told(**changes: Any) -> Simulation:
+    make = partial(build, "qwen3", "meta")
+    return simulate(Workload(make, LENGTH, **changes), BASE)
+
+
+def adamw(model: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(model.parameters(), fused=True)
+
+
+def test_shards_of_ranks() -> None:
+    weights = sum(p.nbytes for p in build("qwen3", "meta").parameters())
+    one = told(make_optimizer=adamw)
+    assert one.terms["optimizer"] == pytest.approx(2 * weights, rel=1e-3)
+    stages = [told(make_optimizer=adamw, zero_stage=stage, ranks=4) for stage in (1, 2, 3)]
+    assert stages[0].terms["optimizer"] == pytest.approx(weights / 2, rel=1e-3)
+    assert stages[0].phases["optimizer"] > stages[1].phases["optimizer"] > stages[2].phases["optimizer"]
+    assert stages[2].phases["optimizer"] == pytest.approx(
+        weights, rel=1e-2
+    )  # a quarter of weights, gradients and state
+
+
+def test_gradients_of_an_earlier_micro_batch_are_there() -> None:
+    weights = sum(p.nbytes for p in build("qwen3", "meta").parameters())
+    one, two = told(), told(micro_batches=2)
+    assert two.phases["forward"] == one.phases["forward"] + weights
+    assert two.work.matmul_flops == 2 * one.work.matmul_flops
+
+
+def test_work_is_that_of_the_formula() -> None:
+    model: Any = build("qwen3", "meta")
+    inside = sum(p.numel() for layer in decoder_layers(model) for p in layer.parameters() if p.dim() == 2)
+    head = model.lm_head.weight.numel()
+    work = told().work
+    # forward, again in backward, twice for the gradients; q, k and v a third time, but for the last chunk
+    again = 2 * 4 * SMALL["hidden_size"] * (4 + 2 * 2) * 16 * (LENGTH - 64)
+    assert work.matmul_flops == 2 * 4 * inside * LENGTH + 2 * 3 * head * (LENGTH - 1) + again
+    pairs = LENGTH * (LENGTH + 1) // 2
+    assert work.attention_flops == (2 + 2 + 5) * 2 * 4 * 4 * 16 * pairs
+
+
+def test_bytes_elsewhere() -> None:
+    make = partial(build, "qwen3", "meta")
+    inputs = 4 * LENGTH * SMALL["hidden_size"] * 4  # layers, tokens, channels, bytes
+    host = simulate(Workload(make, LENGTH), replace(BASE, offload="host"))
+    assert host.host_bytes == pytest.approx(inputs, rel=0.3)
+    assert host.work.moved_bytes >= 2 * inputs
+    assert "layer inputs" not in host.terms or host.terms["layer inputs"] < inputs / 2
+    assert host.disk_bytes == host.work.disk_moved_bytes == 0
+
+
+@pytest.mark.parametrize(
+    "wrong", [{"length": 1}, {"batch_size": 0}, {"zero_stage": 4}, {"ranks": 0}, {"device_type": "tpu"}]
+)
+def test_what_no_step_is(wrong: dict[str, Any]) -> None:
+    with pytest.raises(ArgumentError):
+        Workload(**{"make_model": partial(build, "qwen3", "meta"), "length": 64, **wrong})
