@@ -1,138 +1,193 @@
-"""``streamtune bench``: plain autograd, gradient checkpointing and streaming side by side."""
+"""``streamtune bench``: plain autograd, gradient checkpointing and streaming side by side, and tables by name."""
 
 from __future__ import annotations
 
 import json
 import os
+import shlex
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, cast
 
 import typer
-from rich.table import Table
 
-from streamtune.errors import ArgumentError
+from streamtune.errors import ArgumentError, did_you_mean
 from streamtune.recipe import load_recipe
+from streamtune.sizes import parse_size
 
-from .console import err, out, print_json
+from .bench_screens import bench_screen, describe_bench, table_screen
+from .console import err, out, print_json, print_note
 from .options import JsonOption, RecipeArgument, SetOption
 
 if TYPE_CHECKING:
-    from streamtune.plan import BenchReport, BenchRow
+    from streamtune.plan import Mode
+    from streamtune.recipe import LoadedRecipe
 
 __all__ = ["bench"]
+
+MAX_LENGTH = "max-length"
+
+THREE = "plain,checkpoint,stream"
+
+LENGTHS = {
+    "": "2048,8192,16384",
+    "bp-time": "1024,2048,4096,8192",
+    "max-length": "",
+    "memory": "2048,4096,8192",
+    "ablation": "2048",
+}
+"""What is measured where nothing is said, by table."""
 
 
 def bench(
     recipe: RecipeArgument,
+    table: Annotated[
+        str,
+        typer.Option(
+            metavar="NAME",
+            help="Measure a table: bp-time, max-length, memory or ablation. One that was stopped is gone on with.",
+            show_default=False,
+        ),
+    ] = "",
     lengths: Annotated[
-        str, typer.Option(metavar="N,N,...", help="Tokens of a row, one measurement each.")
-    ] = "2048,8192,16384",
-    modes: Annotated[str, typer.Option(metavar="MODE,...", help="What to compare.")] = "plain,checkpoint,stream",
+        str,
+        typer.Option(
+            metavar="N,N,...",
+            help=f"Tokens of a row, one measurement each.  [default: {LENGTHS['']}]",
+            show_default=False,
+        ),
+    ] = "",
+    modes: Annotated[
+        str,
+        typer.Option(
+            metavar="MODE,...",
+            help=f"What to compare.  [default: {THREE}; for a table the peers as well]",
+            show_default=False,
+        ),
+    ] = "",
     packed_rows: Annotated[
         int, typer.Option(metavar="N", help="Also as N rows packed in one sequence, and as N rows one after another.")
     ] = 0,
     repeats: Annotated[int, typer.Option(metavar="N", help="Timed steps of each, taken in turns.")] = 3,
+    method: Annotated[
+        str,
+        typer.Option(
+            metavar="measure|simulate",
+            help="max-length: train on the device, or simulate one of --device-memory.",
+            show_default=False,
+        ),
+    ] = "",
+    device_memory: Annotated[
+        str, typer.Option(metavar="80GiB", help="max-length: the budget on the device.", show_default=False)
+    ] = "",
+    host_memory: Annotated[
+        str, typer.Option(metavar="128GiB", help="max-length: for what is kept on the host.", show_default=False)
+    ] = "",
+    disk_memory: Annotated[
+        str, typer.Option(metavar="2TiB", help="max-length: for what is kept on disk.", show_default=False)
+    ] = "",
     output_dir: Annotated[
-        Path | None, typer.Option(metavar="DIR", help="Where bench.json and bench.png go.", show_default=False)
+        Path | None,
+        typer.Option(metavar="DIR", help="Where the figures, the picture and the page go.", show_default=False),
     ] = None,
     set_: SetOption = None,
     as_json: JsonOption = False,
 ) -> None:
-    """Measure peak memory, step time and tokens/s of the recipe's model, each mode in a process of its own."""
+    """Measure peak memory, step time and tokens/s of the recipe's model, or one of the paper's tables."""
+    if table not in LENGTHS:
+        nearest = did_you_mean(table, LENGTHS)
+        raise ArgumentError(
+            f"there is no table {table!r}", mend=nearest or f"choose from {', '.join(filter(None, LENGTHS))}"
+        )
     loaded = load_recipe(recipe, set_ or [])
     os.environ.setdefault("OMP_WAIT_POLICY", "passive")  # read when torch is imported, here and in the processes
+    folder = output_dir or Path(loaded.recipe.output_dir)
+    folder.mkdir(parents=True, exist_ok=True)
+    if not table:
+        _bench(loaded, _numbers(lengths or LENGTHS[""]), _names(modes or THREE), packed_rows, repeats, folder, as_json)
+        return
+    if packed_rows:
+        raise ArgumentError("--packed-rows is no part of a table", mend="leave out --table, or --packed-rows")
+    sizes = {"--device-memory": device_memory, "--host-memory": host_memory, "--disk-memory": disk_memory}
+    given = {
+        "--table": table,
+        "--lengths": lengths,
+        "--modes": modes,
+        "--repeats": f"{repeats if table != MAX_LENGTH else ''}",
+        "--method": method,
+        **sizes,
+    }
+    words = [word for name, value in given.items() if value for word in (name, value)]
+    words += [word for setting in set_ or [] for word in ("--set", setting)]
+    with err.status("loading libraries") as status:
+        from streamtune.plan import ALL_MODES, draw_table, markdown
+        from streamtune.recipe.build_bench import TableOptions, table_recipe
+
+        options = TableOptions(
+            lengths=_numbers(lengths or LENGTHS[table]),
+            modes=_names(modes) or ALL_MODES,
+            repeats=repeats,
+            folder=folder,
+            command=shlex.join(["streamtune", "bench", str(recipe), *words]),
+            method=method or ("simulate" if device_memory else "measure"),
+            sizes=[parse_size(size, where=name) if size else None for name, size in sizes.items()],
+        )
+        try:
+            notify = status.update if err.is_terminal else err.print
+            report = table_recipe(loaded, cast(Any, table), options, notify=notify)
+        except KeyboardInterrupt:
+            print_note("finished rows are kept; the same command goes on from there")
+            raise
+    (folder / f"{report.stem}.md").write_text(markdown(report), encoding="utf-8")
+    draw_table(report, folder / f"{report.stem}.png")
+    if as_json:
+        print_json(report.to_json())
+        return
+    table_screen(report)
+    written = ", ".join(str(folder / f"{report.stem}.{ending}") for ending in ("md", "json", "png"))
+    out.print(f"Written to {written}", style="dim", soft_wrap=True)
+
+
+def _bench(
+    loaded: LoadedRecipe,
+    lengths: list[int],
+    modes: list[Mode],
+    packed_rows: int,
+    repeats: int,
+    folder: Path,
+    as_json: bool,
+) -> None:
     with err.status("loading libraries") as status:
         from streamtune.plan import draw_bench
         from streamtune.recipe.build_bench import bench_recipe
 
         report = bench_recipe(
             loaded,
-            lengths=_numbers(lengths),
-            modes=[mode.strip() for mode in modes.split(",")],  # type: ignore[misc]
+            lengths=lengths,
+            modes=modes,
             repeats=repeats,
             packed_rows=packed_rows,
             notify=status.update if err.is_terminal else err.print,
         )
-    folder = output_dir or Path(loaded.recipe.output_dir)
-    folder.mkdir(parents=True, exist_ok=True)
     document = report.to_json()
     (folder / "bench.json").write_text(json.dumps(document, indent=2) + "\n")
-    draw_bench(report, folder / "bench.png", title=_describe(report))
+    draw_bench(report, folder / "bench.png", title=describe_bench(report))
     if as_json:
         print_json(document)
         return
-    out.print(_describe(report), style="bold")
-    out.print(_table(report))
+    out.print(describe_bench(report), style="bold")
+    out.print(bench_screen(report))
     out.print(
         "Peak and activations in MiB (beyond weights, gradients and layer inputs); x: to checkpointing", style="dim"
     )
     out.print(f"Written to {folder / 'bench.json'} and {folder / 'bench.png'}", style="dim", soft_wrap=True)
 
 
+def _names(text: str) -> list[Mode]:
+    return [cast(Any, name.strip()) for name in text.split(",") if name.strip()]
+
+
 def _numbers(text: str) -> list[int]:
     try:
-        return [int(item) for item in text.replace("_", "").split(",")]
+        return [int(item) for item in text.replace("_", "").split(",") if text]
     except ValueError:
         raise ArgumentError(f"--lengths takes whole numbers, not {text!r}", mend="write --lengths 2048,8192") from None
-
-
-def _describe(report: BenchReport) -> str:
-    env = report.env
-    if not env:
-        return "nothing could be measured"
-    size = f"{env['parameters'] / 1e6:,.1f}M parameters, {env['dtype']}, batch {env['batch_size']}"
-    machine = f"{env['device']}, {env['threads']} threads, torch {env['torch']}"
-    return f"{size}; chunks of {report.schedule.chunk_size:,}; {machine}"
-
-
-def _table(report: BenchReport) -> Table:
-    """One row a mode and length. Ratios are to gradient checkpointing in the same run."""
-    table = Table(box=None, header_style="bold", pad_edge=False, collapse_padding=True)
-    packed = report.packed_rows > 0
-    for name in ("tokens", "mode", *(["rows"] if packed else [])):
-        table.add_column(name, justify="right" if name == "tokens" else "left")
-    more = ["to 1 row"] if packed else []
-    for name in ("peak", "activations", "layers only", "fwd s", "bwd s", "tok/s", "time", *more):
-        table.add_column(name, justify="right")
-    before = None
-    for row in report.rows:
-        if before not in (None, row.length):
-            table.add_section()
-        length = f"{row.length:,}" if row.length != before else ""
-        before = row.length
-        same = [r for r in report.rows if r.length == row.length and r.layout == row.layout]
-        base = next((r for r in same if r.mode == "checkpoint"), None)
-        cells = _cells(row, base)
-        if packed:
-            rows = {"row": "1", "packed": f"{report.packed_rows} packed", "separate": f"{report.packed_rows} apart"}[
-                row.layout
-            ]
-            cells = [rows, *cells, f"{row.row_ratio:.3f}x" if row.row_ratio is not None else ""]
-        table.add_row(length, row.mode, *cells, style="bold" if row.mode == "stream" else None)
-    return table
-
-
-def _cells(row: BenchRow, base: BenchRow | None) -> list[str]:
-    if row.error:
-        return [row.error] + [""] * 6
-    return [
-        _mib(row.peak_bytes),
-        _with_ratio(row, base, "activation_bytes"),
-        _with_ratio(row, base, "layer_activation_bytes"),
-        f"{row.forward_s:.2f}" if row.forward_s is not None else "",
-        f"{row.backward_s:.2f}" if row.backward_s is not None else "",
-        f"{row.tokens_per_s:,.0f}" if row.tokens_per_s is not None else "",
-        f"{row.ratio:.2f}x" if row.ratio is not None else "",
-    ]
-
-
-def _with_ratio(row: BenchRow, base: BenchRow | None, name: str) -> str:
-    value: Any = getattr(row, name)
-    reference: Any = getattr(base, name) if base is not None else None
-    if value is None:
-        return ""
-    return _mib(value) if not reference else f"{_mib(value)} {value / reference:.2f}x"
-
-
-def _mib(value: int | None) -> str:
-    return "" if value is None else f"{value / 2**20:,.0f}"

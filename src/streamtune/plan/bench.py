@@ -6,25 +6,21 @@ take turns, so a ratio compares neighbours in time; the median of the ratios is 
 
 from __future__ import annotations
 
-import multiprocessing
 import statistics
-import traceback
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field, replace
-from multiprocessing.connection import Connection
 from typing import Any
 
-import torch
-
 from streamtune.engine import Schedule
-from streamtune.errors import RunError
-from streamtune.plan.subject import Layout, MakeModel, Mode, Subject, Task, Variant
-from streamtune.quiet import packed_call, run_packed
+from streamtune.plan.modes import MODES, Mode
+from streamtune.plan.subject import Case, Job, Layout, MakeModel
+from streamtune.plan.worker import Worker
 
-__all__ = ["MODES", "BenchReport", "BenchRow", "Layout", "Mode", "run_bench"]
+__all__ = ["BASELINE", "BenchReport", "BenchRow", "Layout", "paired", "run_bench"]
 
-MODES: tuple[Mode, ...] = ("plain", "checkpoint", "stream")
 BASELINE: Mode = "checkpoint"
+
+MEMORY = ("peak_bytes", "activation_bytes", "layer_activation_bytes", "host_bytes", "disk_bytes")
 
 
 @dataclass(frozen=True)
@@ -39,6 +35,7 @@ class BenchRow:
         ratio: Forward and backward time over that of gradient checkpointing, median of paired steps.
         layout: How the tokens are laid out in rows.
         row_ratio: Forward and backward time over that of the same tokens as one row, median of paired steps.
+        host_bytes, disk_bytes: Peaks of what is kept there for the backward.
         error: Why there are no figures, where there are none.
     """
 
@@ -55,6 +52,8 @@ class BenchRow:
     error: str | None = None
     layout: Layout = "row"
     row_ratio: float | None = None
+    host_bytes: int | None = None
+    disk_bytes: int | None = None
 
 
 @dataclass(frozen=True)
@@ -93,7 +92,7 @@ def run_bench(
     Args:
         make_model: Builds the model; called in every process, so it must give the same weights each time.
         lengths: Tokens of a row.
-        modes: Which of ``plain``, ``checkpoint`` and ``stream``.
+        modes: Which of ``ALL_MODES``.
         schedule: How streaming cuts the sequence.
         batch_size: Rows of the batch.
         packed_rows: Also measure each length as so many rows in one sequence, and as the same rows one after another.
@@ -101,125 +100,67 @@ def run_bench(
         autocast: Compute in bf16.
         notify: Told what is being measured.
     """
-    rows: list[BenchRow] = []
-    env: dict[str, Any] = {}
+    report = BenchReport({}, schedule, [], packed_rows)
     layouts: list[Layout] = ["row", "packed", "separate"] if packed_rows else ["row"]
-    variants: list[Variant] = [(mode, layout) for mode in modes for layout in layouts]
+    job = Job(make_model, batch_size, autocast)
     for length in lengths:
-        task = Task(make_model, length, batch_size, packed_rows, schedule, autocast)
-        measured = _measure_length(task, variants, repeats, notify, env)
-        rows += [measured[variant] for variant in variants]
-    return BenchReport(env, schedule, rows, packed_rows)
+        cases = [Case(mode, length, schedule, layout, packed_rows) for mode in modes for layout in layouts]
+        report.rows.extend(_measure_length(job, cases, repeats, notify, report.env))
+    return report
 
 
 def _measure_length(
-    task: Task, variants: Sequence[Variant], repeats: int, notify: Callable[[str], None], env: dict[str, Any]
-) -> dict[Variant, BenchRow]:
-    """All variants at one length: first the memory of each, then timed steps in turns by processes that stay alive."""
-    rows = {(mode, layout): BenchRow(mode, task.length, layout=layout) for mode, layout in variants}
-    workers: dict[Variant, _Worker] = {}
+    job: Job, cases: Sequence[Case], repeats: int, notify: Callable[[str], None], env: dict[str, Any]
+) -> list[BenchRow]:
+    """All cases at one length: first the memory of each, then timed steps in turns by processes that stay alive."""
+    rows = {case: BenchRow(case.mode, case.length, layout=case.layout) for case in cases}
+    times: dict[Case, list[tuple[float, float]]] = {case: [] for case in cases}
+    workers: dict[Case, Worker] = {}
+
+    def ask(case: Case, request: str) -> dict[str, Any]:
+        answer = {} if rows[case].error else workers[case].ask(request, case)
+        if workers[case].failed:
+            rows[case] = replace(rows[case], error=workers[case].failed)
+        return answer
+
     try:
-        for variant in variants:
-            notify(f"{task.length:,} tokens, {_named(variant)}: memory")
-            workers[variant] = _Worker(task, variant)
-            rows[variant] = replace(rows[variant], **workers[variant].ask("memory"))
-            env.update(workers[variant].ask("env"))
-            if workers[variant].failed:
-                rows[variant] = replace(rows[variant], error=workers[variant].failed)
-        times: dict[Variant, list[tuple[float, float]]] = {variant: [] for variant in variants}
+        for case in cases:
+            notify(f"{case.length:,} tokens, {_named(case)}: memory")
+            workers[case] = Worker(job)
+            memory = ask(case, "memory")
+            rows[case] = replace(rows[case], **{name: value for name, value in memory.items() if name in MEMORY})
+            env.update(workers[case].ask("env") if not rows[case].error else {})
         for turn in range(repeats + 1):  # the first turn warms up
-            for variant in variants:
-                notify(f"{task.length:,} tokens, {_named(variant)}: step {turn} of {repeats}")
-                answer = workers[variant].ask("time")
+            for case in cases:
+                notify(f"{case.length:,} tokens, {_named(case)}: step {turn} of {repeats}")
+                answer = ask(case, "time")
                 if turn and answer:
-                    times[variant].append((answer["forward_s"], answer["backward_s"]))
-                    rows[variant] = replace(rows[variant], rss_bytes=answer["rss_bytes"])
-        for variant in variants:
-            if workers[variant].failed:
-                rows[variant] = replace(rows[variant], error=workers[variant].failed)
-            elif times[variant]:
-                rows[variant] = _with_times(rows[variant], times, task)
+                    times[case].append((answer["forward_s"], answer["backward_s"]))
+                    rows[case] = replace(rows[case], rss_bytes=answer["rss_bytes"])
     finally:
         for worker in workers.values():
             worker.close()
-    return rows
+    timed = {case: steps for case, steps in times.items() if steps and not rows[case].error}
+    return [_with_times(row, case, timed, job) if case in timed else row for case, row in rows.items()]
 
 
-def _named(variant: Variant) -> str:
-    mode, layout = variant
-    return mode if layout == "row" else f"{mode}, rows {layout}"
+def _named(case: Case) -> str:
+    return case.mode if case.layout == "row" else f"{case.mode}, rows {case.layout}"
 
 
-def _with_times(row: BenchRow, times: dict[Variant, list[tuple[float, float]]], task: Task) -> BenchRow:
-    own = times[row.mode, row.layout]
+def _with_times(row: BenchRow, case: Case, times: dict[Case, list[tuple[float, float]]], job: Job) -> BenchRow:
+    own = times[case]
     return replace(
         row,
         forward_s=statistics.median(forward for forward, _ in own),
         backward_s=statistics.median(backward for _, backward in own),
-        tokens_per_s=task.batch_size * task.length / statistics.median(map(sum, own)),
-        ratio=_paired(own, times.get((BASELINE, row.layout), [])),
-        row_ratio=_paired(own, times.get((row.mode, "row"), [])),
+        tokens_per_s=job.batch_size * case.length / statistics.median(map(sum, own)),
+        ratio=paired(own, times.get(replace(case, mode=BASELINE), [])),
+        row_ratio=paired(own, times.get(replace(case, layout="row"), [])),
     )
 
 
-def _paired(ours: list[tuple[float, float]], theirs: list[tuple[float, float]]) -> float | None:
-    """Median of the ratios of steps that were neighbours in time."""
+def paired(ours: Sequence[tuple[float, float]], theirs: Sequence[tuple[float, float]]) -> float | None:
+    """Median of the ratios of steps that were neighbours in time; None where there are none."""
     ratios = [sum(one) / sum(other) for one, other in zip(ours, theirs, strict=False)]
     return statistics.median(ratios) if ratios else None
-
-
-class _Worker:
-    """A process that holds one model in one mode, with its rows in one layout, and answers one request at a time."""
-
-    def __init__(self, task: Task, variant: Variant) -> None:
-        context = multiprocessing.get_context("spawn")
-        self.connection, theirs = context.Pipe()
-        call = packed_call(_serve, task, variant)
-        self.process = context.Process(target=run_packed, args=(theirs, *call), daemon=True)
-        self.process.start()
-        theirs.close()
-        self.failed: str | None = None
-
-    def ask(self, request: str) -> dict[str, Any]:
-        """The answer to a request; empty once the process has failed, with the reason in ``failed``."""
-        if self.failed:
-            return {}
-        try:
-            self.connection.send(request)
-            answer: dict[str, Any] = self.connection.recv()
-        except (EOFError, OSError):  # the process is gone: on the CPU that is what running out of memory looks like
-            self.process.join()
-            self.failed = f"the process ended with exit code {self.process.exitcode} (out of memory?)"
-            return {}
-        if "fault" in answer:  # not a limit of the machine but a defect: it must not pass for one
-            raise RunError("the benchmark failed", mend=answer["fault"])
-        if "error" in answer:
-            self.failed = answer["error"]
-            return {}
-        return answer
-
-    def close(self) -> None:
-        self.connection.close()
-        self.process.join(timeout=10)
-        if self.process.is_alive():
-            self.process.kill()
-            self.process.join()
-
-
-def _serve(connection: Connection, task: Task, variant: Variant) -> None:
-    """Body of the process: build once, then measure on request until the other end closes."""
-    try:
-        subject = Subject(task, variant)
-        while True:
-            request = connection.recv()
-            connection.send(getattr(subject, request)())
-    except EOFError:
-        pass
-    except (torch.OutOfMemoryError, MemoryError):
-        connection.send({"error": "out of memory"})
-    except Exception as error:
-        text = str(error)
-        if isinstance(error, RuntimeError) and "can't allocate memory" in text:
-            connection.send({"error": "out of memory"})
-        else:
-            connection.send({"fault": traceback.format_exc()})

@@ -5,12 +5,21 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from streamtune.plan.bench import BenchReport, BenchRow, Layout, Mode
+from streamtune.plan.bench import BenchReport, BenchRow, Layout
+from streamtune.plan.modes import WAYS, Mode
 
-__all__ = ["draw_bench"]
+__all__ = ["COLOURS", "INK", "NAMES", "draw_bench", "dress", "line", "save"]
 
-COLOURS: dict[Mode, str] = {"plain": "#8a909c", "checkpoint": "#e4572e", "stream": "#2f6fde"}
-NAMES: dict[Mode, str] = {"plain": "plain autograd", "checkpoint": "gradient checkpointing", "stream": "StreamTune"}
+COLOURS: dict[Mode, str] = {
+    "plain": "#8a909c",
+    "checkpoint": "#e4572e",
+    "checkpoint-offload": "#f0a202",
+    "deepspeed-tiled": "#8d5ab5",
+    "liger-loss": "#3a9d5d",
+    "stream": "#2f6fde",
+    "stream-keep-attention": "#12305f",
+}
+NAMES: dict[Mode, str] = {mode: way.label for mode, way in WAYS.items()}
 MARKS: dict[Layout, dict[str, Any]] = {
     "row": {"marker": "o", "linestyle": "-"},
     "packed": {"marker": "s", "linestyle": "--", "markersize": 10, "markerfacecolor": "none", "markeredgewidth": 2},
@@ -29,7 +38,6 @@ def draw_bench(report: BenchReport, path: Path, *, title: str) -> None:
         title: What was measured.
     """
     # Slow to import, and only needed here. Figures made without pyplot need no display.
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(11, 4.8), dpi=150, layout="constrained")
@@ -40,11 +48,18 @@ def draw_bench(report: BenchReport, path: Path, *, title: str) -> None:
         if report.packed_rows:
             tokens = {"row": "one row", "packed": "packed rows", "separate": "rows apart"}[layout]
             style["label"] += f", {tokens if layout == 'row' else f'{report.packed_rows} {tokens}'}"
-        _line(memory, [(row.length, row.activation_bytes and row.activation_bytes / 2**20) for row in rows], style)
-        _line(seconds, [(row.length, _step_seconds(row)) for row in rows], style)
-    _dress(memory, "Activation memory of a step (MiB)")
-    _dress(seconds, "Forward and backward of a step (s)")
+        line(memory, [(row.length, row.activation_bytes and row.activation_bytes / 2**20) for row in rows], style)
+        line(seconds, [(row.length, _step_seconds(row)) for row in rows], style)
+    dress(memory, "Activation memory of a step (MiB)")
+    dress(seconds, "Forward and backward of a step (s)")
     memory.legend(frameon=False, labelcolor=INK, loc="best")
+    save(figure, path, title)
+
+
+def save(figure: Any, path: Path, title: str) -> None:
+    """Put the title on a figure and write it as PNG."""
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+
     figure.suptitle(title, x=0.01, ha="left", color=INK, fontsize=12, fontweight="bold")
     FigureCanvasAgg(figure).print_png(str(path))
 
@@ -53,13 +68,15 @@ def _step_seconds(row: BenchRow) -> float | None:
     return None if row.forward_s is None or row.backward_s is None else row.forward_s + row.backward_s
 
 
-def _line(axes: Any, points: list[tuple[int, float | None]], style: dict[str, Any]) -> None:
+def line(axes: Any, points: list[tuple[int, float | None]], style: dict[str, Any]) -> None:
+    """Draw what is known of a line."""
     known = [(x, y) for x, y in points if y]
     if known:
         axes.plot(*zip(*known, strict=True), **style)
 
 
-def _dress(axes: Any, title: str) -> None:
+def dress(axes: Any, title: str) -> None:
+    """Name the axes of something over length, both logarithmic, with a labelled line above and below it."""
     axes.set_title(title, loc="left", color=INK, fontsize=11)
     axes.set_xlabel("tokens", color=INK)
     axes.set_xscale("log", base=2)

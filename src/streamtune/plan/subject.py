@@ -1,4 +1,4 @@
-"""What one process of the benchmark measures: a model in one mode, its tokens in one layout."""
+"""What a process of the benchmark measures: a model, and the cases it is asked for one at a time."""
 
 from __future__ import annotations
 
@@ -6,20 +6,20 @@ import os
 import platform
 import time
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from contextlib import ExitStack
+from dataclasses import dataclass, field
 from typing import Any, Literal, cast
 
 import torch
 import transformers
 from torch import Tensor, nn
-from torch.utils.checkpoint import checkpoint
 
-from streamtune.engine import Schedule, decoder_layers, stream
+from streamtune.engine import Schedule, decoder_layers
+from streamtune.errors import UnsupportedModelError
 from streamtune.plan.memory import LiveBytes, held_tensors
+from streamtune.plan.modes import WAYS, Batch, Mode, Ready, last_hidden_state
 
-__all__ = ["Layout", "MakeModel", "Mode", "Subject", "Task", "Variant"]
-
-Mode = Literal["plain", "checkpoint", "stream"]
+__all__ = ["Case", "Job", "Layout", "MakeModel", "Mode", "Subject", "env_of"]
 
 Layout = Literal["row", "packed", "separate"]
 """The tokens as one row, as several rows in one sequence, or as the same rows one after another."""
@@ -27,103 +27,135 @@ Layout = Literal["row", "packed", "separate"]
 MakeModel = Callable[[], nn.Module]
 """Builds the model in a fresh process; must be picklable (``functools.partial`` of a module's function)."""
 
-Variant = tuple[Mode, Layout]
-"""What a process is for."""
+PLURALS = {
+    "activation": "activations",
+    "layer input": "layer inputs",
+    "gradient": "gradients",
+    "attention output": "attention outputs",
+}
+"""What kinds of live bytes are called among the terms of a peak."""
 
 
 @dataclass(frozen=True)
-class Task:
-    """What all variants at one length have in common: tokens of a row, rows of the batch, rows of a packed sequence."""
+class Job:
+    """What all that a process measures has in common: the model, the rows of a batch, the precision."""
 
     make_model: MakeModel
+    batch_size: int = 1
+    autocast: bool = False
+
+
+@dataclass(frozen=True)
+class Case:
+    """One thing to measure: a mode at a length, its tokens laid out in rows, with a schedule if it streams."""
+
+    mode: Mode
     length: int
-    batch_size: int
-    packed_rows: int
-    schedule: Schedule
-    autocast: bool
+    schedule: Schedule = field(default_factory=Schedule)
+    layout: Layout = "row"
+    packed_rows: int = 0
 
 
 class Subject:
-    """One model in one mode and the batches it is measured on."""
+    """One model, prepared for one mode at a time, and the batches it is measured on."""
 
-    def __init__(self, task: Task, variant: Variant) -> None:
-        mode, layout = variant
-        self.task = task
-        self.model = cast(Any, task.make_model()).train()
+    def __init__(self, job: Job) -> None:
+        self.job = job
+        self.model = cast(Any, job.make_model()).train()
         self.device = next(self.model.parameters()).device
-        torch.manual_seed(0)
-        vocab = self.model.get_input_embeddings().weight.shape[0]
-        ids = torch.randint(0, vocab, (task.batch_size, task.length), device=self.device)
-        self.batches = _laid_out(ids, layout, task.packed_rows)
-        if mode == "checkpoint":
-            self.model._set_gradient_checkpointing(enable=True, gradient_checkpointing_func=_checkpoint)
-        elif mode == "stream":
-            stream(self.model, schedule=task.schedule)
+        self._vocabulary = self.model.get_input_embeddings().weight.shape[0]
+        self._entered: tuple[Mode, Schedule] | None = None
+        self._ready: Ready
+        self._exit = ExitStack()
 
     def env(self) -> dict[str, Any]:
-        """The machine and the versions."""
-        cuda = self.device.type == "cuda"
-        return {
-            "device": torch.cuda.get_device_name(self.device) if cuda else platform.processor() or platform.machine(),
-            "threads": torch.get_num_threads(),
-            "cpus": os.cpu_count(),
-            "python": platform.python_version(),
-            "torch": torch.__version__,
-            "transformers": transformers.__version__,
-            "dtype": "bfloat16 autocast" if self.task.autocast else str(self.model.dtype).removeprefix("torch."),
-            "parameters": sum(_logical_size(p) for p in self.model.parameters()),
-            "batch_size": self.task.batch_size,
-        }
+        """The machine, the versions and the model."""
+        return env_of(self.model, self.job, self.device)
 
-    def memory(self) -> dict[str, Any]:
-        """Peaks of one step with the head and of one without it."""
-        self.model.zero_grad(set_to_none=True)
-        held = _distinct(held_tensors(self.model))
-        weights = sum(tensor.untyped_storage().nbytes() for tensor in held)
+    def memory(self, case: Case) -> dict[str, Any]:
+        """Peaks of one step with the head and of one without it, in bytes; what is there at the first of them."""
+        batches = self._prepared(case)
+        weights = sum(tensor.untyped_storage().nbytes() for tensor in _distinct(held_tensors(self.model)))
         layers = decoder_layers(self.model)
         with LiveBytes(self.model, layers) as whole:
-            self._step()
+            self._step(batches)
         self.model.zero_grad(set_to_none=True)
         with LiveBytes(self.model, layers) as decoder:
-            self._hidden_backward()
+            self._hidden_backward(batches)
         self.model.zero_grad(set_to_none=True)
         peak = weights + whole.peak
         if self.device.type == "cuda":
             torch.cuda.reset_peak_memory_stats(self.device)
-            self._step()
+            self._step(batches)
             peak = torch.cuda.max_memory_allocated(self.device)
+        tiers = self._ready.tiers
         return {
             "peak_bytes": peak,
             "activation_bytes": whole.activation_peak,
             "layer_activation_bytes": decoder.activation_peak,
+            "host_bytes": tiers.host.peak_bytes if tiers else 0,
+            "disk_bytes": tiers.disk.peak_bytes if tiers else 0,
+            "terms": {"weights": weights, **{PLURALS.get(kind, kind): size for kind, size in whole.at_peak.items()}},
         }
 
-    def time(self) -> dict[str, Any]:
-        """Seconds of a step: its forwards and its backwards."""
-        self.model.zero_grad(set_to_none=True)
-        forward = backward = 0.0
-        for batch in self.batches:
+    def time(self, case: Case) -> dict[str, Any]:
+        """Seconds of a step, its forwards and its backwards; the loss and the norm of the gradient it found."""
+        forward = backward = loss_sum = 0.0
+        entered = self._entered
+        batches = self._prepared(case)
+        if self.device.type == "cuda" and self._entered != entered:  # its allocator has yet to learn these sizes
+            self._step(batches)
+            self.model.zero_grad(set_to_none=True)
+        for batch in batches:
             start = self._now()
             loss: Any = self._loss(batch)
             middle = self._now()
             loss.backward()
             forward, backward = forward + middle - start, backward + self._now() - middle
-        return {"forward_s": forward, "backward_s": backward, "rss_bytes": _peak_rss()}
+            loss_sum += float(loss.detach())
+        norms = [p.grad.norm(dtype=torch.float64) for p in self.model.parameters() if p.grad is not None]
+        return {
+            "forward_s": forward,
+            "backward_s": backward,
+            "rss_bytes": _peak_rss(),
+            "loss": loss_sum,
+            "grad_norm": float(torch.stack(norms).norm()),
+        }
 
-    def _step(self) -> None:
-        for batch in self.batches:
+    def leave(self) -> None:
+        """Put the model back as it was built."""
+        self._exit.close()
+        self._entered = None
+        self.model.zero_grad(set_to_none=True)
+
+    def _prepared(self, case: Case) -> list[Batch]:
+        """The batches of a case, with the model in its mode and without gradients."""
+        wanted = (case.mode, case.schedule)
+        if self._entered != wanted:
+            self.leave()
+            way = WAYS[case.mode]
+            if lacks := way.lacks(self.device.type):
+                raise UnsupportedModelError(lacks)
+            self._ready = self._exit.enter_context(way.entered(self.model, case.schedule))
+            self._entered = wanted
+        self.model.zero_grad(set_to_none=True)
+        torch.manual_seed(0)
+        ids = torch.randint(0, self._vocabulary, (self.job.batch_size, case.length), device=self.device)
+        return _laid_out(ids, case.layout, case.packed_rows)
+
+    def _step(self, batches: list[Batch]) -> None:
+        for batch in batches:
             loss: Any = self._loss(batch)
             loss.backward()
 
-    def _loss(self, batch: dict[str, Tensor]) -> Tensor:
-        with torch.autocast(self.device.type, dtype=torch.bfloat16, enabled=self.task.autocast):
-            return self.model(**batch, labels=batch["input_ids"], use_cache=False).loss
+    def _loss(self, batch: Batch) -> Tensor:
+        with torch.autocast(self.device.type, dtype=torch.bfloat16, enabled=self.job.autocast):
+            return self._ready.loss(batch)
 
-    def _hidden_backward(self) -> None:
-        inner = getattr(self.model, "get_base_model", lambda: self.model)()  # out of peft's wrapper
-        for batch in self.batches:
-            with torch.autocast(self.device.type, dtype=torch.bfloat16, enabled=self.task.autocast):
-                hidden = inner.base_model(**batch, use_cache=False).last_hidden_state
+    def _hidden_backward(self, batches: list[Batch]) -> None:
+        for batch in batches:
+            with torch.autocast(self.device.type, dtype=torch.bfloat16, enabled=self.job.autocast):
+                hidden = last_hidden_state(self.model, batch)
             hidden.backward(torch.ones((), dtype=hidden.dtype, device=hidden.device).expand_as(hidden))
 
     def _now(self) -> float:
@@ -132,7 +164,25 @@ class Subject:
         return time.perf_counter()
 
 
-def _laid_out(ids: Tensor, layout: Layout, rows: int) -> list[dict[str, Tensor]]:
+def env_of(model: Any, job: Job, device: torch.device) -> dict[str, Any]:
+    """The machine, the versions and the model; of a model on ``meta`` the machine is a simulated accelerator."""
+    names = {"cpu": platform.processor() or platform.machine(), "meta": "simulated"}
+    return {
+        "device": names[device.type] if device.type in names else torch.cuda.get_device_name(device),
+        "device_type": device.type,
+        "threads": torch.get_num_threads(),
+        "cpus": os.cpu_count(),
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+        "transformers": transformers.__version__,
+        "dtype": "bfloat16 autocast" if job.autocast else str(model.dtype).removeprefix("torch."),
+        "layers": len(decoder_layers(model)),
+        "parameters": sum(_logical_size(p) for p in model.parameters()),
+        "batch_size": job.batch_size,
+    }
+
+
+def _laid_out(ids: Tensor, layout: Layout, rows: int) -> list[Batch]:
     """The batches of a step: one, or one for each row where they come one after another."""
     if layout == "row":
         return [{"input_ids": ids}]
@@ -141,10 +191,6 @@ def _laid_out(ids: Tensor, layout: Layout, rows: int) -> list[dict[str, Tensor]]
         return [{"input_ids": part} for part in parts]
     positions = torch.cat([torch.arange(part.shape[1], device=ids.device) for part in parts])
     return [{"input_ids": ids, "position_ids": positions.expand(ids.shape[0], -1)}]
-
-
-def _checkpoint(function: Callable[..., Any], *args: Any) -> Any:
-    return checkpoint(function, *args, use_reentrant=False)
 
 
 def _distinct(tensors: Iterable[Tensor]) -> list[Tensor]:

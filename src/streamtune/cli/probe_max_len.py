@@ -1,0 +1,213 @@
+"""``streamtune probe-max-len``: the longest sequence this recipe can train."""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+from rich.table import Table
+from rich.text import Text
+
+from streamtune.recipe import load_recipe
+from streamtune.sizes import parse_size, show_size
+
+from .console import err, out, print_json, print_note, print_rows
+from .options import JsonOption, RecipeArgument, SetOption
+
+if TYPE_CHECKING:
+    from streamtune.plan import Limit, ProbeReport, Trial
+
+__all__ = ["probe_max_len"]
+
+NAMES = {"plain": "plain autograd", "checkpoint": "checkpointing", "stream": "StreamTune"}
+
+
+def probe_max_len(
+    recipe: RecipeArgument,
+    method: Annotated[
+        str, typer.Option(metavar="measure|simulate", help="Train on the device, or simulate one that is not there.")
+    ] = "measure",
+    device_memory: Annotated[
+        str | None, typer.Option(metavar="80GiB", help="Budget on the device; else what it has.", show_default=False)
+    ] = None,
+    host_memory: Annotated[
+        str | None, typer.Option(metavar="128GiB", help="For what the schedule keeps on the host.", show_default=False)
+    ] = None,
+    disk_memory: Annotated[
+        str | None, typer.Option(metavar="2TiB", help="For what the schedule keeps on disk.", show_default=False)
+    ] = None,
+    device: Annotated[
+        str | None, typer.Option(metavar="NAME", help="A device by name, with `simulate`.", show_default=False)
+    ] = None,
+    baseline: Annotated[
+        bool, typer.Option("--baseline", help="Also without streaming: checkpointing, plain.", show_default=False)
+    ] = False,
+    batch_size: Annotated[
+        bool, typer.Option("--batch-size", help="Look for the largest batch, at one length.", show_default=False)
+    ] = False,
+    length: Annotated[
+        int | None, typer.Option(metavar="N", help="That length; else the recipe's max_length.", show_default=False)
+    ] = None,
+    least: Annotated[
+        int | None, typer.Option("--from", metavar="N", help="Try nothing smaller.", show_default=False)
+    ] = None,
+    most: Annotated[
+        int | None, typer.Option("--to", metavar="N", help="Try nothing larger.", show_default=False)
+    ] = None,
+    trial_timeout: Annotated[float, typer.Option(metavar="SECONDS", help="A trial that takes longer fails.")] = 1800,
+    margin: Annotated[
+        float, typer.Option(metavar="PART", help="Part of a device that is left alone where no budget says.")
+    ] = 0.05,
+    output_dir: Annotated[
+        Path | None, typer.Option(metavar="DIR", help="Where probe.json and probe.png go.", show_default=False)
+    ] = None,
+    set_: SetOption = None,
+    as_json: JsonOption = False,
+) -> None:
+    """Find the longest sequence that the recipe can train, by whole training steps or by simulation.
+
+    The search doubles the length until a step fails, then closes in until what fits and what fails are at most 1% or
+    256 tokens apart, whichever is more. Each measured trial has a process of its own: one that crashes, or that the
+    system kills, is a trial that failed.
+    """
+    sizes = [
+        None if text is None else parse_size(text, where=option)
+        for option, text in (
+            ("--device-memory", device_memory),
+            ("--host-memory", host_memory),
+            ("--disk-memory", disk_memory),
+        )
+    ]
+    loaded = load_recipe(recipe, set_ or [])
+    os.environ.setdefault("OMP_WAIT_POLICY", "passive")  # read when torch is imported, here and in the processes
+    with err.status("loading libraries") as status:
+        from streamtune.plan import draw_probe
+        from streamtune.recipe.build_probe import ProbeOptions, probe_recipe
+
+        options = ProbeOptions(
+            method=method,
+            device_bytes=sizes[0],
+            host_bytes=sizes[1],
+            disk_bytes=sizes[2],
+            device=device,
+            baseline=baseline,
+            batch_size=batch_size,
+            length=length,
+            least=least,
+            most=most,
+            trial_seconds=trial_timeout,
+            margin=margin,
+        )
+        report, interrupted = probe_recipe(
+            loaded, options, notify=status.update if err.is_terminal else _say_nothing, tried=_print_trial
+        )
+    folder = output_dir or Path(loaded.recipe.output_dir)
+    folder.mkdir(parents=True, exist_ok=True)
+    document = report.to_json()
+    (folder / "probe.json").write_text(json.dumps(document, indent=2) + "\n")
+    draw_probe(report, folder / "probe.png", title=_title(report))
+    if as_json:
+        print_json(document)
+    else:
+        _print_report(report, folder)
+    if interrupted:
+        print_note("stopped before the search was over: what is above is what was known by then")
+        raise typer.Exit(130)
+
+
+def _title(report: ProbeReport) -> str:
+    task = report.task
+    budget = f" in {show_size(report.device_bytes)}" if report.device_bytes else ""
+    what = "Longest sequence" if task.scaled == "length" else f"Largest batch of {task.fixed:,} tokens"
+    return f"{what}{budget}, {task.objective}, {task.method}d"
+
+
+def _say_nothing(message: str) -> None:
+    """A log has the trials; what goes on within one is for who watches."""
+
+
+def _print_trial(trial: Trial) -> None:
+    """One line on stderr for a trial that is over."""
+    shape, outcome = trial.shape, trial.outcome
+    peak = outcome.peak_bytes
+    if not err.is_terminal:
+        pairs: dict[str, object] = {
+            "mode": shape.mode,
+            "length": shape.length,
+            "batch_size": shape.batch_size,
+            "fits": outcome.fits,
+        }
+        more = {"peak_bytes": peak, "step_s": outcome.step_seconds and round(outcome.step_seconds, 3)}
+        pairs |= {key: value for key, value in more.items() if value is not None}
+        line = " ".join(f"{key}={str(value).lower()}" for key, value in pairs.items())
+        err.print(Text(line + ("" if outcome.fits else f' reason="{outcome.reason}"')), soft_wrap=True)
+        return
+    rows = f"{shape.batch_size:,} x " if shape.batch_size > 1 else ""
+    mark = ("fits", "green") if outcome.fits else ("no  ", "red")
+    why = show_size(peak) if outcome.fits and peak else outcome.reason
+    amount = f"{rows}{shape.length:,} tokens"
+    err.print(Text.assemble(f"{shape.mode:<10} {amount:>18}  ", mark, f"  {why}"), overflow="ellipsis", no_wrap=True)
+
+
+def _print_report(report: ProbeReport, folder: Path) -> None:
+    out.print(_title(report), style="bold")
+    out.print(_table(report))
+    rows = [("schedule", report.task.schedule.describe())]
+    for mode, limit in report.limits.items():
+        if limit.trial is not None and limit.trial.outcome.terms and mode == "stream":
+            terms = limit.trial.outcome.terms.items()
+            rows.append(("memory", ", ".join(f"{name} {show_size(size)}" for name, size in terms if size)))
+    for limit in report.limits.values():
+        rows.append(("stopped" if limit.mode == "stream" else "", _stopped_by(limit)))
+    if report.env:
+        rows.append(("on", f"{report.env['device']}, {report.env['threads']} threads, torch {report.env['torch']}"))
+    rows.append(("written", f"{folder / 'probe.json'}, {folder / 'probe.png'}"))
+    print_rows(rows)
+
+
+def _table(report: ProbeReport) -> Table:
+    """One row a mode."""
+    scaled = "tokens" if report.task.scaled == "length" else "rows"
+    streamed = report.limits["stream"].fits if "stream" in report.limits else 0
+    table = Table(box=None, header_style="bold", pad_edge=False)
+    table.add_column("")
+    for name in (
+        f"longest, {scaled}" if scaled == "tokens" else "largest, rows",
+        "ours is",
+        "peak",
+        "host",
+        "s/step",
+        "trials",
+    ):
+        table.add_column(name, justify="right")
+    for mode in report.task.modes:
+        limit = report.limits.get(mode)
+        if limit is None:
+            continue
+        outcome = limit.trial.outcome if limit.trial else None
+        table.add_row(
+            NAMES[mode],
+            _count(limit),
+            f"{streamed / limit.fits:.2f}x" if limit.fits and mode != "stream" else "",
+            show_size(outcome.peak_bytes) if outcome and outcome.peak_bytes else "",
+            show_size(outcome.host_bytes) if outcome and outcome.host_bytes else "",
+            f"{outcome.step_seconds:.2f}" if outcome and outcome.step_seconds else "",
+            str(sum(trial.shape.mode == mode for trial in report.trials)),
+            style="bold" if mode == "stream" else None,
+        )
+    return table
+
+
+def _count(limit: Limit) -> Text:
+    if not limit.fits:
+        return Text("none" if limit.complete else "?")
+    return Text(f"{limit.fits:,}" if limit.complete else f">= {limit.fits:,}")
+
+
+def _stopped_by(limit: Limit) -> str:
+    if limit.failed is None:
+        return f"{NAMES[limit.mode]}: the end of the range"
+    return f"{NAMES[limit.mode]} at {limit.fails:,}, {limit.failed.outcome.reason}"

@@ -1,0 +1,238 @@
+"""What is compared: a mode by name, how a model is prepared for it and put back, and what it needs to run.
+
+Peers run as their own documentation sets them up, on the model of ``transformers`` that all the others run on.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass, replace
+from importlib.util import find_spec
+from typing import Any, Literal, get_args
+
+from torch import Tensor, nn
+from torch.autograd.graph import save_on_cpu, saved_tensors_hooks
+from torch.nn.functional import cross_entropy, pad
+from torch.utils.checkpoint import checkpoint
+
+from streamtune.engine import Schedule, decoder_layers, stream
+from streamtune.engine.placement import Tiers
+from streamtune.errors import UnsupportedModelError
+
+__all__ = ["ALL_MODES", "MODES", "WAYS", "Batch", "Mode", "Ready", "Way", "last_hidden_state"]
+
+Mode = Literal[
+    "plain", "checkpoint", "checkpoint-offload", "deepspeed-tiled", "liger-loss", "stream", "stream-keep-attention"
+]
+
+ALL_MODES: tuple[Mode, ...] = get_args(Mode)
+MODES: tuple[Mode, ...] = ("plain", "checkpoint", "stream")
+"""What is compared unless more is asked for."""
+
+Batch = dict[str, Tensor]
+"""Arguments of the model: ``input_ids`` and, for packed rows, ``position_ids``; both [batch, length]."""
+
+
+@dataclass(frozen=True)
+class Ready:
+    """A model prepared for a mode.
+
+    Attributes:
+        loss: The mean loss of the next tokens of a batch.
+        tiers: What is kept on the host and on disk, counted; None where nothing is.
+    """
+
+    loss: Callable[[Batch], Tensor]
+    tiers: Tiers | None = None
+
+
+IGNORED = -100
+"""The label of a token that does not count."""
+
+
+@dataclass(frozen=True)
+class Way:
+    """A way to compute the gradient.
+
+    Attributes:
+        label: For people.
+        entered: Prepares a model (in place) and puts it back on leaving; yields what is measured.
+        package: What must be installed.
+        accelerator: Why it needs an accelerator, if it does.
+    """
+
+    label: str
+    entered: Callable[[Any, Schedule], AbstractContextManager[Ready]]
+    package: str = ""
+    accelerator: str = ""
+
+    def lacks(self, device_type: str) -> str:
+        """Why it cannot run on such a device; empty if it can."""
+        if self.accelerator and device_type == "cpu":
+            return f"not run here: {self.accelerator}"
+        if self.package and find_spec(self.package) is None:
+            return f"not run here: {self.package} is not installed"
+        return ""
+
+
+@contextmanager
+def _plain(model: Any, schedule: Schedule) -> Iterator[Ready]:
+    yield Ready(_own_loss(model))
+
+
+@contextmanager
+def _checkpointed(model: Any, schedule: Schedule) -> Iterator[Ready]:
+    with _checkpointing(model, _checkpoint):
+        yield Ready(_own_loss(model))
+
+
+@contextmanager
+def _offloaded(model: Any, schedule: Schedule) -> Iterator[Ready]:
+    """Checkpointing with torch's ``save_on_cpu`` around it: what a layer is given waits in pinned memory.
+
+    Where the device is the CPU that would copy nothing. Its copies are then made into memory that is counted as the
+    host's, so that the bytes are those of a device.
+    """
+    tiers = Tiers(Schedule(offload="host"))
+    here = next(model.parameters()).device
+
+    def on_host(function: Callable[..., Any], *args: Any) -> Any:
+        host = tiers.of("host", here)
+        copied = saved_tensors_hooks(host.put, lambda block: block.get())
+        with save_on_cpu(pin_memory=True) if here.type == "cuda" else copied:
+            return _checkpoint(function, *args)
+
+    with _checkpointing(model, on_host):
+        yield Ready(_own_loss(model), None if here.type == "cuda" else tiers)
+
+
+@contextmanager
+def _tiled(model: Any, schedule: Schedule) -> Iterator[Ready]:
+    """Checkpointing with what DeepSpeed's ALST adds on one device: the MLP and the loss tile by tile.
+
+    An MLP has the tiles its documentation gives it, of as many tokens as the model is wide; a tile of the loss is as
+    long as a chunk of the streamed head.
+    """
+    with _tiled_mlps(decoder_layers(model)), _checkpointing(model, _checkpoint):
+        yield Ready(lambda batch: _tiled_loss(model, batch, schedule.head_chunk_size))
+
+
+@contextmanager
+def _liger(model: Any, schedule: Schedule) -> Iterator[Ready]:
+    with _checkpointing(model, _checkpoint):
+        yield Ready(lambda batch: _liger_loss(model, batch))
+
+
+@contextmanager
+def _streamed(model: Any, schedule: Schedule) -> Iterator[Ready]:
+    handle = stream(model, schedule=schedule)
+    try:
+        yield Ready(_own_loss(model), handle.tiers)
+    finally:
+        handle.remove()
+
+
+def _keeping_attention(model: Any, schedule: Schedule) -> AbstractContextManager[Ready]:
+    return _streamed(model, replace(schedule, keep_attention="device"))
+
+
+WAYS: dict[Mode, Way] = {
+    "plain": Way("plain autograd", _plain),
+    "checkpoint": Way("gradient checkpointing", _checkpointed),
+    "checkpoint-offload": Way("checkpointing, inputs on host (save_on_cpu)", _offloaded),
+    "deepspeed-tiled": Way("checkpointing, tiled MLP and loss (ALST)", _tiled, package="deepspeed"),
+    "liger-loss": Way(
+        "checkpointing, fused loss (Liger)", _liger, "liger_kernel", "Liger's kernels need an accelerator"
+    ),
+    "stream": Way("StreamTune", _streamed),
+    "stream-keep-attention": Way("StreamTune, attention kept", _keeping_attention),
+}
+
+
+def last_hidden_state(model: Any, batch: Batch) -> Tensor:
+    """What the decoder hands to the head, [batch, length, width]."""
+    inner = getattr(model, "get_base_model", lambda: model)()  # out of peft's wrapper
+    hidden: Tensor = inner.base_model(**batch, use_cache=False).last_hidden_state
+    return hidden
+
+
+def _own_loss(model: Any) -> Callable[[Batch], Tensor]:
+    def loss(batch: Batch) -> Tensor:
+        out: Tensor = model(**batch, labels=batch["input_ids"], use_cache=False).loss
+        return out
+
+    return loss
+
+
+@contextmanager
+def _checkpointing(model: Any, function: Callable[..., Any]) -> Iterator[None]:
+    model._set_gradient_checkpointing(enable=True, gradient_checkpointing_func=function)
+    try:
+        yield
+    finally:
+        model._set_gradient_checkpointing(enable=False, gradient_checkpointing_func=function)
+
+
+def _checkpoint(function: Callable[..., Any], *args: Any) -> Any:
+    return checkpoint(function, *args, use_reentrant=False)
+
+
+@contextmanager
+def _tiled_mlps(layers: list[nn.Module]) -> Iterator[None]:
+    from deepspeed.runtime.sequence_parallel.ulysses_sp import TiledMLP
+
+    mlps: list[Any] = [layer.mlp for layer in layers if hasattr(layer, "mlp")]
+    if len(mlps) < len(layers):
+        raise UnsupportedModelError("its layers have no 'mlp' to tile")
+
+    def tiled(mlp: Any) -> Callable[[Tensor], Tensor]:
+        own = type(mlp).forward
+
+        def forward(x_BTC: Tensor) -> Tensor:
+            tiles = math.ceil(x_BTC.shape[1] / x_BTC.shape[2])
+            out: Tensor = TiledMLP.apply(own, mlp, x_BTC, tiles, list(mlp.parameters()))
+            return out
+
+        return forward
+
+    for mlp in mlps:
+        mlp.forward = tiled(mlp)
+    try:
+        yield
+    finally:
+        for mlp in mlps:
+            del mlp.forward
+
+
+def _tiled_loss(model: Any, batch: Batch, tile: int) -> Tensor:
+    from deepspeed.runtime.sequence_parallel.ulysses_sp import TiledFusedLogitsLoss
+
+    hidden, labels = last_hidden_state(model, batch), _next_tokens(batch)
+    head, count = model.get_output_embeddings(), (labels != IGNORED).sum()
+
+    def of_tile(head: nn.Module, x_NC: Tensor, labels_N: Tensor) -> Tensor:
+        return cross_entropy(head(x_NC).float(), labels_N, ignore_index=IGNORED, reduction="sum") / count
+
+    tiles = math.ceil(labels.numel() / tile)
+    loss: Tensor = TiledFusedLogitsLoss.apply(
+        of_tile, head, hidden, labels, None, tiles, list(head.parameters()), "sum"
+    )
+    return loss
+
+
+def _liger_loss(model: Any, batch: Batch) -> Tensor:
+    from liger_kernel.transformers import LigerFusedLinearCrossEntropyLoss
+
+    hidden, labels = last_hidden_state(model, batch), _next_tokens(batch)
+    head = model.get_output_embeddings()
+    loss: Tensor = LigerFusedLinearCrossEntropyLoss(ignore_index=IGNORED)(
+        head.weight, hidden.flatten(0, 1), labels.flatten(), head.bias
+    )
+    return loss
+
+
+def _next_tokens(batch: Batch) -> Tensor:
+    """The label of every position, [batch, length]."""
+    return pad(batch["input_ids"][:, 1:], (0, 1), value=IGNORED)

@@ -1,0 +1,259 @@
+"""Training steps under a budget of memory: what the process of a trial does.
+
+On the CPU weights and live storages count, followed one by one, so a budget stands for a device of that size. On an
+accelerator it is the allocator's limit.
+"""
+
+from __future__ import annotations
+
+import platform
+import time
+import traceback
+from collections.abc import Callable, Iterable
+from contextlib import suppress
+from dataclasses import dataclass
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from streamtune.engine import StreamHandle, decoder_layers
+from streamtune.engine.arena import Tally
+from streamtune.engine.storage import is_host_storage
+from streamtune.errors import OutOfMemoryError
+from streamtune.plan.memory import LiveBytes, held_tensors
+from streamtune.plan.subject import Mode
+from streamtune.sizes import show_size
+
+__all__ = ["PrepareStep", "Shape", "StepBudget", "TrainingStep", "serve", "use_checkpointing"]
+
+STEPS = 2
+"""The first makes the optimizer's state, which is there during the second."""
+
+
+@dataclass(frozen=True)
+class Shape:
+    """What a trial tries: how the step is computed, tokens of a row, rows of a batch."""
+
+    mode: Mode
+    length: int
+    batch_size: int
+
+
+@dataclass(frozen=True)
+class StepBudget:
+    """Bytes that a trial may take; None is what there is.
+
+    Attributes:
+        device_bytes: On the device.
+        host_bytes, disk_bytes: Of what the engine keeps there.
+        margin: Part of an accelerator's memory that is left alone where ``device_bytes`` is None.
+    """
+
+    device_bytes: int | None = None
+    host_bytes: int | None = None
+    disk_bytes: int | None = None
+    margin: float = 0.05
+
+
+@dataclass(frozen=True)
+class TrainingStep:
+    """A model with its optimizer, and a function that trains one whole step: gradients, clipping, update."""
+
+    model: nn.Module
+    optimizer: torch.optim.Optimizer
+    run: Callable[[], None]
+    handle: StreamHandle | None = None
+
+
+PrepareStep = Callable[[Shape], TrainingStep]
+"""Builds what is stepped, in the process of the trial; must be picklable (``functools.partial`` of a function)."""
+
+
+class BudgetExceededError(MemoryError):
+    """Raised inside a step at the allocation that crosses the budget of a tier: device, host or disk."""
+
+    def __init__(self, tier: str, limit: int) -> None:
+        super().__init__(f"{tier} memory: the step takes more than {show_size(limit)}")
+        self.tier = tier
+
+
+class _Budgeted(LiveBytes):
+    """Follows live bytes and breaks off where they, or what the engine keeps elsewhere, cross a budget."""
+
+    def __init__(self, step: TrainingStep, budget: StepBudget) -> None:
+        super().__init__(step.model, decoder_layers(step.model))
+        self.weights = _distinct_bytes(held_tensors(step.model))
+        self.at_peak = dict(self.live)
+        """Live bytes by kind when most were alive."""
+        self._step, self._budget = step, budget
+
+    def __enter__(self) -> _Budgeted:
+        self._compare("device", self.weights, self._budget.device_bytes)
+        super().__enter__()
+        return self
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        before = self.peak
+        out = super().__torch_dispatch__(func, types, args, kwargs)
+        if self.peak > before:
+            self.at_peak = dict(self.live)
+        self._compare("device", self.weights + sum(self.live.values()), self._budget.device_bytes)
+        for name, tally, limit in _tiers(self._step.handle, self._budget):
+            self._compare(name, tally.live_bytes, limit)
+        return out
+
+    def _meet(self, tensor: Tensor) -> None:
+        if not is_host_storage(tensor.untyped_storage()):  # the machine's memory, though here the device's as well
+            super()._meet(tensor)
+
+    def _compare(self, name: str, live: int, limit: int | None) -> None:
+        if limit is not None and live > limit:
+            raise BudgetExceededError(name, limit)
+
+    def terms(self) -> dict[str, int]:
+        """Device bytes at the peak by what they are. The optimizer is asked for its own: they look like activations."""
+        activations, state = self.at_peak["activation"], _optimizer_bytes(self._step.optimizer)
+        return {
+            "weights": self.weights,
+            "gradients": self.at_peak["gradient"],
+            "optimizer": min(state, activations),
+            "layer inputs": self.at_peak["layer input"],
+            "activations": max(activations - state, 0),
+        }
+
+
+def serve(connection: Connection, prepare: PrepareStep, shape: Shape, budget: StepBudget) -> None:
+    """Body of the process: build, step, and say how it went. Phases are sent as text, the end as a dictionary."""
+    _be_killed_first()
+    said: dict[str, Any] = {}
+    try:
+        connection.send("building the model")
+        step = prepare(shape)
+        device = next(step.model.parameters()).device
+        measure = _step_on_accelerator if device.type == "cuda" else _step_on_cpu
+        measure(step, budget, connection.send, said)
+        connection.send({"fits": True, **said})
+    except BaseException as error:
+        connection.send({"fits": False, **said, **_explain(error)})
+
+
+def _step_on_cpu(step: TrainingStep, budget: StepBudget, tell: Callable[[str], None], said: dict[str, Any]) -> None:
+    """Steps with every storage followed; what is known goes into ``said``, however it ends."""
+    said["env"] = _env("cpu", budget.device_bytes)
+    watch = _Budgeted(step, budget)
+    try:
+        with watch:
+            said["step_seconds"] = _run(step, tell, lambda: None)
+    finally:
+        said["peak_bytes"], said["terms"] = watch.weights + watch.peak, watch.terms()
+        said.update(_tier_peaks(step, budget))
+
+
+def _step_on_accelerator(
+    step: TrainingStep, budget: StepBudget, tell: Callable[[str], None], said: dict[str, Any]
+) -> None:
+    """Steps within the allocator's limit."""
+    device = next(step.model.parameters()).device
+    total = torch.cuda.get_device_properties(device).total_memory
+    limit = int((1 - budget.margin) * total) if budget.device_bytes is None else budget.device_bytes
+    said["env"] = _env(torch.cuda.get_device_name(device), limit)
+    weights = _distinct_bytes(held_tensors(step.model))
+    said["terms"], said["peak_bytes"] = {"weights": weights}, weights
+    if weights > limit:
+        raise BudgetExceededError("device", limit)
+    torch.cuda.empty_cache()  # what loading left behind would count
+    torch.cuda.set_per_process_memory_fraction(min(1.0, limit / total), device)
+    torch.cuda.reset_peak_memory_stats(device)
+    try:
+        said["step_seconds"] = _run(step, tell, lambda: torch.cuda.synchronize(device))
+    finally:
+        state = _optimizer_bytes(step.optimizer)
+        peak = torch.cuda.max_memory_allocated(device)
+        said["peak_bytes"] = peak
+        said["terms"] = {"weights": weights, "optimizer": state, "gradients and activations": peak - weights - state}
+        said.update(_tier_peaks(step, budget))
+    for name, tally, most in _tiers(step.handle, budget):
+        if most is not None and tally.peak_bytes > most:
+            raise BudgetExceededError(name, most)
+
+
+def _run(step: TrainingStep, tell: Callable[[str], None], synchronize: Callable[[], None]) -> float:
+    """Take the steps; seconds of the last."""
+    started = 0.0
+    for number in range(1, STEPS + 1):
+        tell(f"step {number} of {STEPS}")
+        synchronize()
+        started = time.perf_counter()
+        step.run()
+    synchronize()
+    return time.perf_counter() - started
+
+
+def _tiers(handle: StreamHandle | None, budget: StepBudget) -> list[tuple[str, Tally, int | None]]:
+    """Name, bytes and budget of where the engine keeps what is not on the device."""
+    if handle is None:
+        return []
+    tiers = handle.tiers
+    return [("host", tiers.host, budget.host_bytes), ("disk", tiers.disk, budget.disk_bytes)]
+
+
+def _tier_peaks(step: TrainingStep, budget: StepBudget) -> dict[str, int]:
+    return {f"{name}_bytes": tally.peak_bytes for name, tally, _ in _tiers(step.handle, budget)}
+
+
+def _explain(error: BaseException) -> dict[str, Any]:
+    """Cause and reason of a failure; the traceback where it is no lack of memory."""
+    chain: BaseException | None = error  # the loop wraps a lack of memory in words of its own
+    while chain is not None:
+        if isinstance(chain, BudgetExceededError):
+            return {"cause": f"{chain.tier} memory", "reason": str(chain)}
+        if isinstance(chain, torch.OutOfMemoryError):
+            return {"cause": "device memory", "reason": "device memory: the allocator has no more to give"}
+        if isinstance(chain, MemoryError) or "can't allocate memory" in str(chain):
+            return {"cause": "host memory", "reason": "host memory: the system has no more to give"}
+        chain = chain.__cause__ or chain.__context__
+    if isinstance(error, OutOfMemoryError):  # the engine's own, of the host
+        return {"cause": "host memory", "reason": error.what}
+    first = (str(error).strip().splitlines() or [""])[0]
+    reason = f"{type(error).__name__}: {first}".removesuffix(": ")
+    return {"cause": "crash", "reason": reason, "detail": "".join(traceback.format_exception(error))}
+
+
+def use_checkpointing(model: Any) -> None:
+    """Recompute every layer in the backward with ``torch.utils.checkpoint``: the baseline ``checkpoint``."""
+    model._set_gradient_checkpointing(enable=True, gradient_checkpointing_func=_checkpoint)
+
+
+def _checkpoint(function: Callable[..., Any], *args: Any) -> Any:
+    return checkpoint(function, *args, use_reentrant=False)
+
+
+def _be_killed_first() -> None:
+    """Where the system has to end a process to get memory back, let it be this one. Linux only."""
+    with suppress(OSError):
+        Path("/proc/self/oom_score_adj").write_text("1000")
+
+
+def _env(device: str, device_bytes: int | None) -> dict[str, Any]:
+    return {
+        "device": (platform.processor() or platform.machine()) if device == "cpu" else device,
+        "device_bytes": device_bytes,
+        "threads": torch.get_num_threads(),
+        "torch": torch.__version__,
+    }
+
+
+def _optimizer_bytes(optimizer: torch.optim.Optimizer) -> int:
+    values = (value for state in optimizer.state.values() for value in state.values())
+    return _distinct_bytes(value for value in values if isinstance(value, Tensor))
+
+
+def _distinct_bytes(tensors: Iterable[Tensor]) -> int:
+    held = {tensor.untyped_storage()._cdata: tensor for tensor in tensors}
+    return sum(tensor.untyped_storage().nbytes() for tensor in held.values())

@@ -1,0 +1,112 @@
+"""A recipe to the table of longest sequences: the same search for every schedule."""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from streamtune import plan
+from streamtune.errors import ArgumentError, RunError
+from streamtune.plan.longest import Budget, TryLength, length_entries, longest_by
+from streamtune.plan.steps import Shape, StepBudget
+from streamtune.plan.subject import env_of
+from streamtune.plan.tables import Entry
+from streamtune.plan.tabulate import fill
+from streamtune.plan.trial import Outcome, run_trial
+from streamtune.plan.worker import Worker
+from streamtune.recipe.build import choose_device, make_schedule, quiet_libraries
+from streamtune.recipe.build_plan import make_blueprint, make_workload
+from streamtune.recipe.build_steps import prepare_step
+from streamtune.recipe.schema import Recipe
+from streamtune.sizes import show_size
+
+__all__ = ["lengths_report"]
+
+MARGIN = 0.05
+"""Part of a budget that is left free where a step is simulated."""
+
+TRIAL_SECONDS = 1800.0
+"""A step that takes longer does not fit."""
+
+
+def lengths_report(
+    recipe: Recipe,
+    job: plan.Job,
+    budget: Budget,
+    method: str,
+    *,
+    modes: Sequence[plan.Mode],
+    folder: Path,
+    command: str,
+    asked: dict[str, Any],
+    notify: Callable[[str], None],
+) -> plan.TableReport:
+    """The table of longest sequences: whole training steps of the recipe, its optimizer included.
+
+    Args:
+        recipe: The recipe; its schedule is what the others differ from.
+        job: Its model, to measure.
+        budget: Bytes a step may take.
+        method: ``measure`` on the device at hand, each trial in a process of its own, or ``simulate`` one.
+        modes: Which rows.
+        folder: Where the table's file is; it exists.
+        command: What makes the table again.
+        asked: What the figures hang on, as JSON.
+        notify: Told what is being tried.
+
+    Raises:
+        ArgumentError: There is no budget, and no device that has one.
+    """
+    if budget.device_bytes is None and (method == "simulate" or choose_device(recipe.device).type == "cpu"):
+        raise ArgumentError("there is no device to fill", mend="add --device-memory 80GiB, the size to keep to")
+    notify("building the model")
+    make = _simulated if method == "simulate" else _measured
+    env, attempt = make(recipe, job, budget)
+    report = plan.TableReport("max-length", command, {**asked, "budget": str(budget), "method": method}, env)
+    with tempfile.TemporaryDirectory(dir=folder, prefix=".offload-") as scratch:
+        entries = length_entries(make_schedule(recipe.engine), scratch)
+        groups = [[entry] for entry in entries if entry.case.mode in modes]
+        fill(report, groups, longest_by(attempt, budget, notify), folder=folder)
+    return report
+
+
+def _measured(recipe: Recipe, job: plan.Job, budget: Budget) -> tuple[dict[str, Any], TryLength]:
+    worker = Worker(job)
+    try:
+        env = worker.ask("env")
+        if worker.failed:
+            raise RunError(f"the model cannot be built: {worker.failed}")
+    finally:
+        worker.close()
+    limits = StepBudget(budget.device_bytes, budget.host_bytes, budget.disk_bytes)
+
+    def attempt(entry: Entry, length: int) -> Outcome:
+        engine = recipe.engine.model_copy(update={**asdict(entry.case.schedule), "schedule": "fixed"})
+        changed = recipe.model_copy(update={"engine": engine})
+        prepare = partial(prepare_step, changed, "sft", str(choose_device(recipe.device)))
+        return run_trial(prepare, Shape(entry.case.mode, length, job.batch_size), limits, seconds=TRIAL_SECONDS)
+
+    return env, attempt
+
+
+def _simulated(recipe: Recipe, job: plan.Job, budget: Budget) -> tuple[dict[str, Any], TryLength]:
+    kernels = torch.device("cpu" if recipe.device == "cpu" else "cuda")
+    quiet_libraries(kernels)
+    model = make_blueprint(recipe, kernels)
+    env = env_of(model, job, torch.device("meta"))
+
+    def attempt(entry: Entry, length: int) -> Outcome:
+        workload = replace(make_workload(recipe, lambda: model, length, kernels), mode=entry.case.mode)
+        found = plan.simulate(workload, entry.case.schedule)
+        outcome = Outcome(True, "", "", "", found.peak_bytes, found.host_bytes, found.disk_bytes, terms=found.terms)
+        filled = (1 + MARGIN) * (budget.filled(outcome) or 0)
+        reason = f"a step takes {show_size(found.peak_bytes)} of the device"
+        return outcome if filled <= 1 else replace(outcome, fits=False, reason=reason)
+
+    return env, attempt

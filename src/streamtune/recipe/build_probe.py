@@ -1,0 +1,248 @@
+"""A recipe to the longest sequence, or the largest batch, that it can train.
+
+A measured trial runs whole training steps (``build_steps``) in a process of its own; a simulated one walks them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+
+import torch
+
+from streamtune import plan
+from streamtune.errors import ArgumentError, RunError, did_you_mean
+from streamtune.plan.host import free_host_bytes, reserved_host_bytes
+from streamtune.plan.probe import ProbeReport, ProbeTask, Trial, measured, run_probe
+from streamtune.plan.search import Range
+from streamtune.plan.steps import PrepareStep, StepBudget
+from streamtune.plan.trial import Outcome, run_trial
+from streamtune.recipe.build import blame_recipe, choose_device, choose_quantization, make_schedule
+from streamtune.recipe.build_steps import OBJECTIVES, prepare_step
+from streamtune.recipe.loader import LoadedRecipe
+from streamtune.recipe.schema import Recipe
+from streamtune.sizes import show_size
+
+__all__ = ["ProbeOptions", "probe_recipe"]
+
+BASELINES: tuple[plan.Mode, ...] = ("checkpoint", "plain")
+
+LEAST_LENGTH, STEP, GRAIN = 256, 256, 64
+"""Tokens: of the shortest trial unless one is asked for, where the search stops, and what lengths are rounded to."""
+
+FIRST_LENGTH = 2048
+"""Tokens of the first trial."""
+
+MOST = 1 << 27
+"""Tokens beyond which nothing is looked for."""
+
+
+@dataclass(frozen=True)
+class ProbeOptions:
+    """What the command line asks for; sizes in bytes, None where nothing is said."""
+
+    method: str = "measure"
+    device_bytes: int | None = None
+    host_bytes: int | None = None
+    disk_bytes: int | None = None
+    device: str | None = None
+    """Name of a device that is not there."""
+    baseline: bool = False
+    batch_size: bool = False
+    """Scale the batch at a fixed length."""
+    length: int | None = None
+    """That length; None is the recipe's ``max_length``."""
+    least: int | None = None
+    most: int | None = None
+    trial_seconds: float = 1800.0
+    margin: float = 0.05
+    objective: str = "sft"
+
+
+def probe_recipe(
+    loaded: LoadedRecipe,
+    options: ProbeOptions,
+    *,
+    notify: Callable[[str], None] = lambda message: None,
+    tried: Callable[[Trial], None] = lambda trial: None,
+) -> tuple[ProbeReport, bool]:
+    """Find the longest sequence (or the largest batch) that the recipe can train.
+
+    Args:
+        loaded: The recipe.
+        options: What is looked for, and the budget.
+        notify: Told what is being tried and how far it is.
+        tried: Told every trial when it is over.
+
+    Returns:
+        The report, and whether Ctrl-C ended the search.
+
+    Raises:
+        ArgumentError: Options that make no sense, or a budget that nothing fits.
+        RunError: Every trial failed for another reason than memory.
+    """
+    _check(options)
+    recipe = loaded.recipe
+    with blame_recipe(loaded):
+        device = choose_device(recipe.device)
+        choose_quantization(recipe.finetuning_type, recipe.quantization, device)  # refuse before the first process
+        task = _make_task(recipe, options, device)
+        prepare = partial(prepare_step, recipe, options.objective, str(device))
+        run = measured(prepare, task, seconds=options.trial_seconds, margin=options.margin)
+        report, interrupted = run_probe(task, run, notify=notify, tried=tried)
+        limit = report.limits.get("stream")
+        if limit is not None and limit.complete and not limit.fits and limit.failed is not None:
+            notify("what the smallest needs")
+            raise _nothing_fits(recipe, task, limit.failed, _needed(prepare, task, limit.failed, options))
+    return report, interrupted
+
+
+# --- what is asked ----------------------------------------------------------------------------------------------------
+
+
+def _check(options: ProbeOptions) -> None:
+    """Refuse options that contradict each other.
+
+    Raises:
+        ArgumentError: With what to write instead.
+    """
+    if options.method not in ("measure", "simulate"):
+        raise ArgumentError(
+            f"--method is measure or simulate, not {options.method!r}",
+            mend=did_you_mean(options.method, ("measure", "simulate")),
+        )
+    if options.objective not in OBJECTIVES:
+        raise ArgumentError(f"no objective is called {options.objective!r}", mend=f"known: {', '.join(OBJECTIVES)}")
+    least, most = options.least or 1, options.most or MOST
+    if least > most:
+        raise ArgumentError(
+            f"there is nothing from {least:,} to {most:,}", mend="--from is where to begin, --to where to end"
+        )
+    if not options.batch_size and options.least is not None and options.least < 2:
+        raise ArgumentError(f"a sequence has two tokens or more, not {options.least}", where="--from")
+    if not options.batch_size and options.length is not None:
+        raise ArgumentError(
+            "--length is the fixed length of --batch-size; the length is what is looked for otherwise",
+            mend=f"add --batch-size, or write --to {options.length} to look no further",
+        )
+    if options.length is not None and options.length < 2:
+        raise ArgumentError(f"a sequence has two tokens or more, not {options.length}", where="--length")
+    sizes = {"--device-memory": options.device_bytes, "--disk-memory": options.disk_bytes}
+    for name, size in sizes.items():
+        if size == 0:
+            raise ArgumentError("nothing fits into no memory", where=name)
+    if options.trial_seconds <= 0:
+        raise ArgumentError("a trial takes more than no time", where="--trial-timeout")
+    if not 0 <= options.margin < 1:
+        raise ArgumentError(f"--margin is a part of the memory from 0 up to 1, not {options.margin:g}")
+
+
+def _make_task(recipe: Recipe, options: ProbeOptions, device: torch.device) -> ProbeTask:
+    device_bytes = options.device_bytes
+    if options.method == "measure":
+        device_bytes = _budget_here(options, device)
+    return ProbeTask(
+        method="measure" if options.method == "measure" else "simulate",
+        objective=options.objective,
+        scaled="batch" if options.batch_size else "length",
+        fixed=(options.length or recipe.max_length) if options.batch_size else recipe.per_device_train_batch_size,
+        within=_range(options),
+        modes=("stream", *(BASELINES if options.baseline else ())),
+        device_bytes=device_bytes,
+        host_bytes=options.host_bytes,
+        disk_bytes=options.disk_bytes,
+        schedule=make_schedule(recipe.engine),
+    )
+
+
+def _range(options: ProbeOptions) -> Range:
+    most = options.most or MOST
+    if options.batch_size:
+        least = options.least or 1
+        return Range(first=least, least=least, most=most, step=1)
+    least = options.least or min(LEAST_LENGTH, most)
+    first = options.least or min(FIRST_LENGTH, most)
+    return Range(first=first, least=least, most=most, step=STEP, grain=GRAIN)
+
+
+def _budget_here(options: ProbeOptions, device: torch.device) -> int | None:
+    """The device's budget; on the CPU what is free, where nothing is said. None asks the device.
+
+    Raises:
+        ArgumentError: The machine has less free than the trials may take.
+    """
+    free = free_host_bytes() - reserved_host_bytes()
+    on_cpu = device.type == "cpu"
+    wanted = (options.host_bytes or 0) + ((options.device_bytes or 0) if on_cpu else 0)
+    if wanted > free:
+        names = " and ".join(
+            name
+            for name, size in (
+                ("--device-memory", on_cpu and options.device_bytes),
+                ("--host-memory", options.host_bytes),
+            )
+            if size
+        )
+        raise ArgumentError(
+            f"the trials may take {show_size(wanted)} of this machine's memory, and {show_size(max(free, 0))} "
+            "are free: it would swap",
+            where=names,
+            mend="ask for less, close other programs, or use --method simulate, which takes no memory",
+        )
+    if on_cpu and options.device_bytes is None:
+        return int((1 - options.margin) * max(free - (options.host_bytes or 0), 0))
+    return options.device_bytes
+
+
+# --- nothing fits -----------------------------------------------------------------------------------------------------
+
+
+def _needed(prepare: PrepareStep, task: ProbeTask, failed: Trial, options: ProbeOptions) -> Outcome | None:
+    """The smallest trial without a budget on the device, where the machine has room for it."""
+    if failed.outcome.cause != "device memory" or task.device_bytes is None:
+        return None
+    budget = StepBudget(None, task.host_bytes, task.disk_bytes, options.margin)
+    free = run_trial(prepare, failed.shape, budget, seconds=options.trial_seconds)
+    return free if free.fits else None
+
+
+def _nothing_fits(recipe: Recipe, task: ProbeTask, failed: Trial, needed: Outcome | None) -> ArgumentError | RunError:
+    """What does not fit, and what would."""
+    shape, outcome = failed.shape, failed.outcome
+    rows = f"{shape.batch_size:,} rows of " if shape.batch_size > 1 else ""
+    tried = f"{rows}{shape.length:,} tokens"
+    if outcome.cause not in ("device memory", "host memory", "disk memory"):
+        return RunError(
+            f"not even {tried} can be trained: {outcome.reason}",
+            mend=outcome.detail or "give --trial-timeout more seconds, or see what ended the process",
+        )
+    what = f"not even {tried} fit: {outcome.reason}"
+    known = needed or outcome
+    terms = {name: size for name, size in known.terms.items() if size}
+    if terms:
+        largest = max(terms, key=lambda name: terms[name])
+        parts = ", ".join(f"{name} {show_size(size)}" for name, size in terms.items())
+        what += f"; the largest term is {largest} ({parts})"
+    mends = []
+    if needed is not None and needed.peak_bytes is not None:
+        mends.append(f"{show_size(needed.peak_bytes)} on the device would hold {tried}")
+    mends += _smaller(recipe, known.terms, task)
+    mends.append("larger chunks never help")
+    return ArgumentError(what, mend="; ".join(mends))
+
+
+def _smaller(recipe: Recipe, terms: dict[str, int], task: ProbeTask) -> list[str]:
+    """What of the recipe would take less, the largest gain first."""
+    fixed = sum(terms.get(name, 0) for name in ("weights", "gradients", "optimizer"))
+    mends = []
+    if fixed > (task.device_bytes or 0) / 2:
+        if recipe.finetuning_type == "full":
+            mends.append("finetuning_type: lora needs no gradients and no optimizer state of the weights")
+        elif recipe.finetuning_type == "lora":
+            mends.append("finetuning_type: qlora keeps the weights in fewer bits")
+        if recipe.dtype != "bfloat16":
+            mends.append("dtype: bfloat16 halves what is in float32")
+    else:
+        mends.append("smaller engine.chunk_size and engine.head_chunk_size hold fewer activations")
+    return mends

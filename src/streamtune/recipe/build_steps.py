@@ -1,0 +1,140 @@
+"""A recipe to whole training steps on random tokens: what a trial of the probe runs, in its own process.
+
+They are the training loop's own functions, on batches shaped like the recipe's. Gradients are accumulated over two
+micro-batches where the recipe does so over several: those of the first are there during the second, and that is all
+that more of them would add.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from rich.console import Console
+
+from streamtune import models, optim, train
+from streamtune.engine import StreamHandle
+from streamtune.plan.steps import Shape, TrainingStep, use_checkpointing
+from streamtune.recipe.build import choose_quantization, quiet_libraries, stream_model
+from streamtune.recipe.schema import Recipe
+from streamtune.train.loop import accumulate_gradients, clip_gradients, update_weights
+from streamtune.train.routers import StepRouters
+
+__all__ = ["OBJECTIVES", "prepare_step"]
+
+
+def prepare_step(recipe: Recipe, objective: str, device_name: str, shape: Shape) -> TrainingStep:
+    """Model, optimizer and step of a trial, in its process."""
+    device = torch.device(device_name)
+    quiet_libraries(device)
+    model = _make_model(recipe, device)
+    handle: StreamHandle | None = None
+    if shape.mode == "stream":
+        handle = stream_model(recipe, model)
+    elif shape.mode == "checkpoint":
+        use_checkpointing(model)
+    optimizer = optim.build_optimizer(
+        recipe.optim,
+        model.named_parameters(),
+        learning_rate=recipe.learning_rate,
+        weight_decay=recipe.weight_decay,
+        betas=(recipe.adam_beta1, recipe.adam_beta2),
+        eps=recipe.adam_epsilon,
+    )
+    step = OBJECTIVES[objective](recipe, model, optimizer, handle, shape)
+    return TrainingStep(model, optimizer, step, handle)
+
+
+def _make_model(recipe: Recipe, device: torch.device) -> Any:
+    """The recipe's model without its data: where a tokenizer would be trained, its size is what is asked of it."""
+    quantization = choose_quantization(recipe.finetuning_type, recipe.quantization, device)
+    if recipe.model_name_or_path is not None:
+        model: Any = models.load_model(
+            recipe.model_name_or_path,
+            dtype=recipe.dtype,
+            device=str(device),
+            trust_remote_code=recipe.trust_remote_code,
+            quantization=quantization,
+        )
+    else:
+        assert recipe.model is not None, "the schema asks for a model"
+        trained = recipe.tokenizer.train if recipe.tokenizer is not None else None
+        init = recipe.model.init
+        model = models.init_model(
+            init,
+            vocab_size=init.get("vocab_size", trained.vocab_size if trained is not None else 0),
+            token_ids={},
+            dtype=recipe.dtype,
+            device=str(device),
+            seed=recipe.seed,
+            quantization=quantization,
+        )
+    if recipe.finetuning_type == "full":
+        return model
+    return models.add_lora(
+        model,
+        r=recipe.lora_r,
+        alpha=recipe.lora_alpha,
+        dropout=recipe.lora_dropout,
+        target=recipe.lora_target,
+        seed=recipe.seed,
+    )
+
+
+def _sft_step(
+    recipe: Recipe, model: Any, optimizer: torch.optim.Optimizer, handle: StreamHandle | None, shape: Shape
+) -> Callable[[], None]:
+    """One optimizer step of supervised fine-tuning, as ``train.loop`` takes it."""
+    settings = train.TrainSettings(
+        total_steps=1,
+        steps_per_epoch=1,
+        max_grad_norm=recipe.max_grad_norm,
+        eval_steps=0,
+        save_steps=0,
+        save_total_limit=1,
+        bf16=recipe.bf16,
+        seed=recipe.seed,
+        out_of_memory_mend="",
+    )
+    batches = _random_batches(recipe, model, shape)
+    state, stop = train.Progressed(), train.StopRequest()
+    unseen = train.Progress(Console(quiet=True), total_steps=1)
+
+    def step() -> None:
+        routers = StepRouters(handle, batches)
+        accumulate_gradients(model, batches, routers, settings=settings, state=state, progress=unseen, stop=stop)
+        clip_gradients(model, settings.max_grad_norm)
+        # Nothing is to be learnt from random tokens: the update runs whole and leaves the weights as they are.
+        update_weights(optimizer, 0.0, settings=settings, state=state, micro_batches=batches)
+
+    return step
+
+
+def _random_batches(recipe: Recipe, model: Any, shape: Shape) -> list[train.MicroBatch]:
+    """The micro-batches of a step, every token trained on: more of them would not hold more at a time than two do.
+
+    Where the recipe packs, a sequence is two rows of half its length, which takes the way of packed ones.
+    """
+    device = next(model.parameters()).device
+    generator = torch.Generator().manual_seed(recipe.seed)
+    vocab = model.get_input_embeddings().weight.shape[0]
+    rows, length = shape.batch_size, shape.length
+    positions = None
+    if recipe.packing and length >= 4:
+        halves = [torch.arange(length - length // 2), torch.arange(length // 2)]
+        positions = torch.cat(halves).expand(rows, length)
+    batches = []
+    for _ in range(min(recipe.gradient_accumulation_steps, 2)):
+        ids = torch.randint(0, vocab, (rows, length), generator=generator)
+        labels = ids.roll(-1, dims=1)
+        labels[:, -1] = train.IGNORE_INDEX
+        batch = train.MicroBatch(ids, torch.ones_like(ids), labels, ("random tokens",) * rows, positions)
+        batches.append(batch.to(device))
+    return batches
+
+
+Step = Callable[[Recipe, Any, torch.optim.Optimizer, StreamHandle | None, Shape], Callable[[], None]]
+
+OBJECTIVES: dict[str, Step] = {"sft": _sft_step}
+"""Objective -> function that makes its whole training step for recipe, model, optimizer, stream and shape."""
