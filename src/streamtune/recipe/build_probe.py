@@ -114,6 +114,14 @@ def _check(options: ProbeOptions) -> None:
         )
     if options.objective not in OBJECTIVES:
         raise ArgumentError(f"no objective is called {options.objective!r}", mend=f"known: {', '.join(OBJECTIVES)}")
+    if options.device is not None and options.method == "measure":
+        raise ArgumentError(
+            "--device names a device that is not there; what is measured runs on the one that is",
+            mend="add --method simulate, or write --set device=cpu to choose where to measure",
+        )
+    for name, number in (("--from", options.least), ("--to", options.most)):
+        if number is not None and number < 1:
+            raise ArgumentError(f"{name} takes a number from 1 up, not {number}")
     least, most = options.least or 1, options.most or MOST
     if least > most:
         raise ArgumentError(
@@ -135,7 +143,7 @@ def _check(options: ProbeOptions) -> None:
     if options.trial_seconds <= 0:
         raise ArgumentError("a trial takes more than no time", where="--trial-timeout")
     if not 0 <= options.margin < 1:
-        raise ArgumentError(f"--margin is a part of the memory from 0 up to 1, not {options.margin:g}")
+        raise ArgumentError(f"--margin is a part of the memory, from 0 up to but not 1; found {options.margin:g}")
 
 
 def _make_task(recipe: Recipe, options: ProbeOptions, device: torch.device) -> ProbeTask:
