@@ -10,6 +10,7 @@ from streamtune import __version__
 
 from .bench import bench
 from .env import env
+from .plan import plan
 from .probe_max_len import probe_max_len
 from .recipes import recipes
 from .schema import schema
@@ -50,6 +51,7 @@ def streamtune(
 
 
 app.command("sft", rich_help_panel="Training")(sft)
+app.command("plan", rich_help_panel="Measuring")(plan)
 app.command("bench", rich_help_panel="Measuring")(bench)
 app.command("probe-max-len", rich_help_panel="Measuring")(probe_max_len)
 app.command("verify", rich_help_panel="Measuring")(verify)

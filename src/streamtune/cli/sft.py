@@ -17,6 +17,7 @@ from streamtune.recipe import load_recipe
 
 from .console import err, out, print_rows
 from .options import RecipeArgument, SetOption
+from .plan import describe_plan
 
 if TYPE_CHECKING:
     from streamtune.recipe.build_sft import Outcome, SftRun
@@ -58,7 +59,7 @@ def sft(
             from streamtune.recipe.build_sft import build_sft, run_sft
         for note in loaded.notes:
             _note(note)
-        run = build_sft(loaded, resume=resume, notify=_note, doing=err.status)
+        run = build_sft(loaded, resume=resume, dry_run=dry_run, notify=_note, doing=err.status)
         _print_banner(run)
         if dry_run:
             return
@@ -84,6 +85,7 @@ def _print_banner(run: SftRun) -> None:
             ("model", _describe_model(run)),
             ("data", run.data.report.describe()),
             ("engine", _describe_engine(run)),
+            *([("memory", describe_plan(run.memory))] if run.memory is not None else []),
             ("steps", _describe_steps(run)),
             ("output", _describe_output(run)),
         ]

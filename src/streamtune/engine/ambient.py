@@ -1,16 +1,16 @@
-"""What surrounds a forward besides its arguments: random state, autocast, the attention that configs name."""
+"""What surrounds a forward besides its arguments: random state, autocast, the attention configs name, who looks on."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
-__all__ = ["Autocast", "RandomState", "attention_as"]
+__all__ = ["Autocast", "Observer", "RandomState", "attention_as", "hold", "observed", "tell_chunk"]
 
 
 @dataclass(frozen=True)
@@ -74,3 +74,38 @@ def attention_as(configs: list[Any], names: list[Any]) -> Iterator[None]:
     finally:
         for config, name in zip(configs, before, strict=True):
             config._attn_implementation_internal = name
+
+
+class Observer(Protocol):
+    """Someone who counts what the engine does; it does nothing else because of that."""
+
+    def on_chunk(self, layer: nn.Module, chunk: slice, walk: str) -> None:
+        """A layer is about to run on a chunk, in a walk of its cache."""
+
+    def on_hold(self, kind: str, tensors: Iterable[Tensor]) -> None:
+        """These tensors were made for a purpose: ``keys and values``, ``attention output``, ``layer input``."""
+
+
+_observers: list[Observer] = []  # no context variable: on an accelerator backward runs in a thread of autograd's
+
+
+@contextmanager
+def observed(observer: Observer) -> Iterator[None]:
+    """Tell ``observer`` what happens inside."""
+    _observers.append(observer)
+    try:
+        yield
+    finally:
+        _observers.remove(observer)
+
+
+def tell_chunk(layer: nn.Module, chunk: slice, walk: str) -> None:
+    """Tell who looks on that a layer is about to run on a chunk."""
+    for observer in _observers:
+        observer.on_chunk(layer, chunk, walk)
+
+
+def hold(kind: str, *tensors: Tensor) -> None:
+    """Tell who looks on what tensors are for."""
+    for observer in _observers:
+        observer.on_hold(kind, tensors)

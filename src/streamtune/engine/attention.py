@@ -17,6 +17,7 @@ from streamtune.engine.kept import remembered
 from streamtune.engine.recognise import recognise
 from streamtune.errors import UnsupportedModelError
 from streamtune.ops import LazyMask, MaskView, prefix_attention
+from streamtune.ops.simulated import autocast_kind
 from streamtune.ops.view import ForeignAttentionError
 
 __all__ = ["NAME", "dense_mask", "lazy_mask"]
@@ -77,8 +78,9 @@ def attention(
             raise ForeignAttentionError(
                 f"{type(module).__name__} hands {name!r} to its attention, which is no attention of ours"
             )
-    if torch.is_autocast_enabled(query.device.type) and query.dtype != torch.float64:
-        dtype = torch.get_autocast_dtype(query.device.type)
+    kind = autocast_kind(query.device)
+    if torch.is_autocast_enabled(kind) and query.dtype != torch.float64:
+        dtype = torch.get_autocast_dtype(kind)
         query, key, value = query.to(dtype), key.to(dtype), value.to(dtype)
     causal = is_causal if is_causal is not None else getattr(module, "is_causal", True)
     view = _view(attention_mask, query, key, bool(causal))

@@ -27,9 +27,11 @@ import torch
 from torch import Tensor, nn
 from transformers.cache_utils import Cache
 
+from streamtune.engine.ambient import hold
 from streamtune.engine.rows import PackedRows
 from streamtune.engine.storage import Block, Tier
 from streamtune.errors import UnsupportedModelError
+from streamtune.ops.simulated import autocast_kind
 
 __all__ = ["ChunkCache", "KeysAndValues", "ProjectionDone", "States"]
 
@@ -61,6 +63,7 @@ class KeysAndValues:
         """Store a chunk's keys and values of the ``index``-th update; the first chunk makes the buffers."""
         if index == len(self.pairs):
             self.pairs.append((self._buffer(k), self._buffer(v)))
+            hold("keys and values", *self.pairs[index])
             self.updates = max(self.updates, len(self.pairs))
         for buffer, own in zip(self.pairs[index], (k, v), strict=True):
             buffer[:, :, chunk] = own
@@ -110,6 +113,7 @@ class KeysAndValues:
         """Views of dK and dV at the given positions, to read or to add to; zero before anything was added."""
         if not self.grads:
             self.grads = [(self._zeros(k), self._zeros(v)) for k, v in self.pairs]
+            hold("keys and values", *(grad for pair in self.grads for grad in pair))
         grad_k, grad_v = self.grads[index]
         return grad_k[:, :, keys], grad_v[:, :, keys]
 
@@ -361,7 +365,7 @@ class _StateViews:
 
 def _attended_dtype(x: Tensor) -> Tensor:
     """Autocast lets rotary embeddings widen the keys and narrows them again in the attention: keep them narrow."""
-    kind = x.device.type
+    kind = autocast_kind(x.device)
     if x.dtype == torch.float64 or not torch.is_autocast_enabled(kind):
         return x
     return x.to(torch.get_autocast_dtype(kind))

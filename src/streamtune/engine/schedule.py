@@ -5,7 +5,8 @@ from __future__ import annotations
 from bisect import bisect_right
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Literal
+from importlib import import_module
+from typing import Any, Literal
 
 from streamtune.errors import ArgumentError
 
@@ -89,6 +90,32 @@ class Schedule:
             )
         if self.segment_size is not None and self.levels == 1:
             raise ArgumentError("segment_size needs levels=2", mend="set levels to 2, or leave segment_size out")
+
+    @classmethod
+    def plan(cls, model: Any, *, max_length: int, device_memory: int | str | None = None, **more: Any) -> Schedule:
+        """The fastest schedule with which a step of ``model`` fits the memory there is.
+
+        Args:
+            model: A causal language model of ``transformers``, not streamed yet, with its adapters if it has any. One
+                on ``meta`` is planned for an accelerator of ``device_memory``.
+            max_length: Tokens of the longest row.
+            device_memory: Bytes, or words such as ``"80GiB"``; None is what is free, and what the weights take.
+            more: ``host_memory``; ``batch_size``; ``accumulated``, whether gradients of earlier micro-batches are
+                there; ``optimizer``, a function of the model (AdamW, by default); ``autocast``; ``margin``, the part
+                left free; and any field of a schedule, which then stays as given.
+
+        Raises:
+            ArgumentError: Nothing fits, with what is in the way and the longest row that does.
+
+        Example:
+            >>> schedule = Schedule.plan(model, max_length=131072, device_memory="80GiB")
+            >>> streamtune.stream(model, schedule=schedule)
+        """
+        # By name, as an entry point is: the planner runs the engine, so the engine cannot import it.
+        schedule: Schedule = import_module("streamtune.plan.for_model").plan_schedule(
+            model, max_length=max_length, device_memory=device_memory, **more
+        )
+        return schedule
 
     def describe(self) -> str:
         """One line for people: sizes, then whatever is not the default."""

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from streamtune.engine.ambient import Autocast, RandomState
+from streamtune.engine.ambient import Autocast, RandomState, tell_chunk
 from streamtune.engine.cache import ChunkCache, KeysAndValues, ProjectionDone, States, Walk
 from streamtune.engine.call import LayerCall
 from streamtune.engine.kept import KeptAttention
@@ -84,6 +84,7 @@ class LayerStream:
 
     def run(self, chunk: slice, walk: Walk, x_i: list[Tensor]) -> tuple[list[Tensor], ChunkCache]:
         """The layer on one chunk: its outputs ``z(i)``, the first ``[B, T_i, C]``, and the cache it saw."""
+        tell_chunk(self.call.layer, chunk, walk)
         cache = ChunkCache(self.kv, self.states, chunk, self.call.first_key(chunk), walk)
         given = dict(zip(self.call.inputs, x_i, strict=True))
         listening: AbstractContextManager[list[Tensor]] = self.watch.listening() if self.watch else nullcontext([])

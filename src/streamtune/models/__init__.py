@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from streamtune.models.adapters import add_lora, load_lora
+from streamtune.models.blueprint import blueprint
 from streamtune.models.export import save_pretrained
 from streamtune.models.load import (
     ParameterCount,
@@ -20,6 +21,7 @@ __all__ = [
     "CHATML_TEMPLATE",
     "ParameterCount",
     "add_lora",
+    "blueprint",
     "check_positions",
     "choose_quantization",
     "count_parameters",

@@ -170,7 +170,7 @@ def init_model(
             where="model.init.vocab_size",
             mend="leave vocab_size out: it follows the tokenizer",
         )
-    hf_config = _build_config({**token_ids, **config, "vocab_size": wanted})
+    hf_config = build_config({**token_ids, **config, "vocab_size": wanted})
     with torch.random.fork_rng():
         torch.manual_seed(seed)
         model = AutoModelForCausalLM.from_config(hf_config, dtype=torch.float32 if dtype == "auto" else DTYPES[dtype])
@@ -179,8 +179,12 @@ def init_model(
     return model.to(device)
 
 
-def _build_config(keys: Mapping[str, Any]) -> PreTrainedConfig:
-    """Turn plain keys into a transformers configuration; the library itself keeps unknown keys in silence."""
+def build_config(keys: Mapping[str, Any]) -> PreTrainedConfig:
+    """Turn plain keys into a transformers configuration; the library itself keeps unknown keys in silence.
+
+    Raises:
+        ArgumentError: An unknown model type or key, or a value its class does not take.
+    """
     known_types = sorted(name for name in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES if name in CONFIG_MAPPING)
     model_type = str(keys.get("model_type", ""))
     if model_type not in known_types:

@@ -156,8 +156,24 @@ def _to_nf4(model: Any, linears: list[tuple[str, nn.Linear]], device: torch.devi
         quantised.weight = bitsandbytes.nn.Params4bit(linear.weight.data, requires_grad=False, **settings)
         quantised.bias = linear.bias
         parent, _, last = name.rpartition(".")
-        setattr(model.get_submodule(parent), last, quantised.to(device).requires_grad_(False))  # moving it quantises it
+        if device.type == "meta":  # which is no place it quantises for
+            quantised.weight = _packed_on_meta(linear.weight)
+        else:
+            quantised = quantised.to(device)  # moving it quantises it
+        setattr(model.get_submodule(parent), last, quantised.requires_grad_(False))
     model.is_loaded_in_4bit = True  # as from_pretrained leaves it: peft asks for this, and not for the layer's class
+
+
+def _packed_on_meta(weight: torch.Tensor) -> Any:
+    """The shapes of a 4-bit weight: what a model that is only simulated has of it."""
+    import bitsandbytes
+
+    settings = {"quant_type": "nf4", "compress_statistics": True, "blocksize": 64}
+    # It makes its table of values for the first tensor there is, and keeps it for all others: that one must be real.
+    bitsandbytes.functional.quantize_4bit(torch.zeros(64, 64), **settings)
+    packed, state = bitsandbytes.functional.quantize_4bit(weight.data, **settings)
+    state.offset = torch.zeros(())  # a number that is asked for when the state is written out
+    return bitsandbytes.nn.Params4bit(packed, requires_grad=False, quant_state=state, bnb_quantized=True, **settings)
 
 
 def _installed(package: str) -> bool:

@@ -22,6 +22,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from streamtune.ops.kernels import Kernel, flash_kernel
+from streamtune.ops.simulated import autocast_kind
 from streamtune.ops.view import MaskView, Segment, masked_score
 
 __all__ = ["Memory", "prefix_attention", "prefix_attention_reference"]
@@ -58,7 +59,9 @@ def prefix_attention(
         ``[B, H, T, D]`` in the dtype of ``q_BHTD``. A query that sees no key (left padding) gives zeros.
     """
     assert tuple(view.shape[2:]) == (q_BHTD.shape[2], k_BGSD.shape[2]), (view.shape, q_BHTD.shape, k_BGSD.shape)
-    with torch.autocast(q_BHTD.device.type, enabled=False):  # the formula's matmuls are in the dtypes it chooses
+    with torch.autocast(
+        autocast_kind(q_BHTD.device), enabled=False
+    ):  # the formula's matmuls are in the dtypes it chooses
         return _PrefixAttention.apply(q_BHTD, k_BGSD, v_BGSD, sinks_H, view, scale, softcap, dropout, memory)
 
 
@@ -104,7 +107,7 @@ class _PrefixAttention(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad_o: Tensor) -> tuple[Tensor | None, ...]:
-        with torch.autocast(grad_o.device.type, enabled=False):
+        with torch.autocast(autocast_kind(grad_o.device), enabled=False):
             return _PrefixAttention._backward(ctx, grad_o)
 
     @staticmethod

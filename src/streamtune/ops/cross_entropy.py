@@ -14,6 +14,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from streamtune.errors import ArgumentError
+from streamtune.ops.simulated import autocast_kind
 
 __all__ = ["linear_cross_entropy", "linear_cross_entropy_reference", "project_cross_entropy", "token_logprobs"]
 
@@ -53,7 +54,7 @@ def linear_cross_entropy(
     """
     rows = _Rows(targets_BT, ignore_index, chunk_size)
     compute_dtype, grad_enabled = _autocast_dtype(hidden_BTC), torch.is_grad_enabled()
-    with torch.autocast(hidden_BTC.device.type, enabled=False):
+    with torch.autocast(autocast_kind(hidden_BTC.device), enabled=False):
         total = _LinearCrossEntropy.apply(
             hidden_BTC.flatten(0, -2), weight_VC, bias_V, rows, transform, accumulate_dtype, compute_dtype, grad_enabled
         )
@@ -106,7 +107,7 @@ def token_logprobs(
     """
     rows = _Rows(targets, ignore_index, chunk_size)
     compute_dtype = _autocast_dtype(hidden)
-    with torch.autocast(hidden.device.type, enabled=False):
+    with torch.autocast(autocast_kind(hidden.device), enabled=False):
         logprobs_N = _TokenLogprobs.apply(hidden.flatten(0, -2), lm_head_weight, lm_head_bias, rows, compute_dtype)
     return logprobs_N.view(targets.shape)
 
@@ -297,7 +298,7 @@ def _handed_out(ctx: Any) -> tuple[Tensor | None, ...]:
 
 def _autocast_dtype(hidden: Tensor) -> torch.dtype | None:
     """The dtype autocast would run the head in, or None. Autocast itself is off: the sums keep their dtypes."""
-    kind = hidden.device.type
+    kind = autocast_kind(hidden.device)
     if hidden.dtype == torch.float64 or not torch.is_autocast_enabled(kind):
         return None
     return torch.get_autocast_dtype(kind)

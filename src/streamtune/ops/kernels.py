@@ -16,6 +16,8 @@ from functools import lru_cache
 import torch
 from torch import Tensor
 
+from streamtune.ops.simulated import kernel_device
+
 __all__ = ["Kernel", "flash_kernel", "kernel_names"]
 
 Forward = Callable[[Tensor, Tensor, Tensor, bool, Tensor | None, float], tuple[Tensor, Tensor]]
@@ -134,7 +136,19 @@ def flash_kernel(q: Tensor, k: Tensor, v: Tensor, biased: bool) -> Kernel | None
     """The fused kernel for these tensors, or None where only the tiled formula of ``ops.attention`` applies."""
     if not (q.dtype == k.dtype == v.dtype and q.shape[-1] == k.shape[-1] == v.shape[-1]):
         return None
+    if q.device.type == "meta":
+        return _assumed(kernel_device(q.device), q.dtype, q.shape[-1], biased)
     return _choose(q.device.type, q.device.index or 0, q.dtype, q.shape[-1], biased)
+
+
+def _assumed(kind: str, dtype: torch.dtype, head_dim: int, biased: bool) -> Kernel | None:
+    """What a device that is not there is taken to choose: the first of those it would try."""
+    if kind == "cpu":
+        return CPU
+    if biased or head_dim % 8 or dtype == torch.float64:
+        return None
+    half = dtype in (torch.float16, torch.bfloat16)
+    return FLASH if half and head_dim <= 256 else EFFICIENT
 
 
 @lru_cache(maxsize=256)

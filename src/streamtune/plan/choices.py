@@ -103,18 +103,14 @@ class Space:
                 away = (*(["host"] if host else []), *(["disk"] if disk else []))
                 return away if self.fixed.get("device_layers") and away else ("device", *away)
             case "levels":
-                return (2,) if self.fixed.get("segment_size") else (1, 2) if self.layers >= FEWEST_FOR_SEGMENTS else (1,)
+                return (
+                    (2,) if self.fixed.get("segment_size") else (1, 2) if self.layers >= FEWEST_FOR_SEGMENTS else (1,)
+                )
             case "keep_kv" | "keep_attention":
                 return ("no", "device", "host") if host else ("no", "device")
             case "stream_grads":
                 return (False, True)
         raise KeyError(name)
-
-    def reference(self) -> Schedule:
-        """What every choice is measured against."""
-        chunk, head = self.options("chunk_size"), self.options("head_chunk_size")
-        middle = chunk[min(1, len(chunk) - 1)]
-        return Schedule(middle, head[-1], grad_dtype=self.fixed.get("grad_dtype", "float32"))
 
     def combinations(self) -> Iterator[Schedule]:
         """Every allowed combination, but for the layers that stay on the device or are kept whole."""
@@ -164,9 +160,7 @@ def _with_device_layers(
             yield Candidate(replace(schedule, device_layers=count), figures.plus(each, count))
 
 
-def _with_kept_layers(
-    candidate: Candidate, space: Space, estimator: Estimator, limits: Limits
-) -> Iterator[Candidate]:
+def _with_kept_layers(candidate: Candidate, space: Space, estimator: Estimator, limits: Limits) -> Iterator[Candidate]:
     """The candidate as it is, and with as many layers kept whole as the device holds."""
     schedule, figures = candidate.schedule, candidate.figures
     wanted = space.fixed.get("keep_layers")
@@ -185,4 +179,3 @@ def _up_to(sizes: tuple[int, ...], length: int) -> tuple[int, ...]:
     """The sizes below ``length``, and the first that covers it."""
     below = [size for size in sizes if size < length]
     return tuple(sizes[: len(below) + 1])
-

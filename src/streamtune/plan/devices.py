@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 from streamtune.errors import ArgumentError, did_you_mean
 
-__all__ = ["DEVICES", "Device", "find_device"]
+__all__ = ["DEVICES", "Device", "find_device", "nearest_device"]
 
 GIB = 1024**3
 PCIE_4, PCIE_5 = 32e9, 64e9
@@ -77,3 +77,8 @@ def find_device(name: str) -> Device:
         where="--device",
         mend=(f"{nearest} " if nearest else "") + f"Known are {known}; for another give --device-memory 80GiB",
     )
+
+
+def nearest_device(size: int) -> Device:
+    """The device whose memory is nearest to ``size`` bytes; the fastest of those that are as near."""
+    return min(DEVICES.values(), key=lambda device: (abs(device.memory_bytes - size), -device.matmul_flops))

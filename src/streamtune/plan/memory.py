@@ -13,32 +13,58 @@ from typing import Any
 
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper_subclass
-from torch.utils._pytree import tree_iter
 
-__all__ = ["LiveBytes", "held_tensors"]
+from streamtune.engine.ambient import observed
+from streamtune.engine.storage import is_host_storage
+
+__all__ = [
+    "ACTIVATION",
+    "ATTENTION",
+    "GRADIENT",
+    "HEAD",
+    "INPUT",
+    "KEYS",
+    "OPTIMIZER",
+    "LiveBytes",
+    "held_tensors",
+]
 
 ACTIVATION, INPUT, GRADIENT = "activation", "layer input", "gradient"
+KEYS, ATTENTION, HEAD, OPTIMIZER = "keys and values", "attention output", "head", "optimizer"
+KINDS = (INPUT, KEYS, ATTENTION, ACTIVATION, HEAD, GRADIENT, OPTIMIZER)
+TEMPORARY = (KEYS, ACTIVATION, HEAD)
+"""Kinds that make up :attr:`LiveBytes.activation_peak`."""
 
 
 class LiveBytes(TorchDispatchMode):
     """Counts the storages made and still alive while it is entered, by what they are for.
 
     A new storage is an *activation* until it is known to be a *layer input* (the hidden states handed to a decoder
-    layer) or a finished *gradient* (``parameter.grad``). Weights and whatever else existed before are not counted.
+    layer), a finished *gradient* (``parameter.grad``), state of the *optimizer* (:meth:`file`), or what the engine says
+    it holds. Weights and whatever else existed before are not counted, nor what the machine's memory holds for a model
+    that is on an accelerator.
 
     Attributes:
         live: Bytes alive now, by kind.
-        peak: Largest total of all kinds.
-        activation_peak: Largest number of activation bytes.
+        total: Bytes alive now, of all kinds.
+        peak: Largest total.
+        at_peak: Bytes alive then, by kind.
+        activation_peak: Largest number of bytes of activations, keys and values, and the head.
     """
 
-    def __init__(self, model: nn.Module, layers: Iterable[nn.Module]) -> None:
+    def __init__(self, model: nn.Module, layers: Iterable[nn.Module], *, count_cpu: bool | None = None) -> None:
         super().__init__()
-        self.live = {ACTIVATION: 0, INPUT: 0, GRADIENT: 0}
-        self.peak = self.activation_peak = 0
+        self.live = dict.fromkeys(KINDS, 0)
+        self.total = self.peak = self.activation_peak = 0
+        self.at_peak = dict(self.live)
+        self.new_kind = ACTIVATION
+        """What a new storage is taken for."""
         self._model, self._layers = model, list(layers)
-        self._known: dict[int, tuple[str, int]] = {}
-        self._before = {_address(t) for t in held_tensors(model)}
+        self._known: dict[int, tuple[str, int, Any]] = {}
+        held = list(held_tensors(model))
+        self._before = {_address(t) for t in held}
+        on_cpu = all(tensor.device.type == "cpu" for tensor in held)
+        self._count_cpu = on_cpu if count_cpu is None else count_cpu
         self._hooks = ExitStack()
 
     def __enter__(self) -> LiveBytes:
@@ -47,6 +73,7 @@ class LiveBytes(TorchDispatchMode):
         for parameter in self._model.parameters():
             if parameter.requires_grad:
                 self._hook(parameter.register_post_accumulate_grad_hook(self._on_gradient))
+        self._hooks.enter_context(observed(self))
         super().__enter__()
         return self
 
@@ -59,43 +86,72 @@ class LiveBytes(TorchDispatchMode):
 
     def _on_layer_input(self, layer: nn.Module, args: tuple[Any, ...]) -> None:
         if args and isinstance(args[0], Tensor):
-            self._file_under(INPUT, args[0])
+            self.file(INPUT, args[0])
 
     def _on_gradient(self, parameter: Tensor) -> None:
         if parameter.grad is not None:
-            self._file_under(GRADIENT, parameter.grad)
+            self.file(GRADIENT, parameter.grad)
 
-    def _file_under(self, kind: str, tensor: Tensor) -> None:
-        address = _address(tensor)
-        if address in self._known:
-            old, size = self._known[address]
-            self.live[old] -= size
-            self.live[kind] += size
-            self._known[address] = (kind, size)
+    def file(self, kind: str, *tensors: Tensor) -> None:
+        """Say what the storages of these tensors are for."""
+        for tensor in tensors:
+            address = _address(tensor)
+            if address in self._known:
+                old, size, reference = self._known[address]
+                self.live[old] -= size
+                self.live[kind] += size
+                self._known[address] = (kind, size, reference)
+
+    def on_chunk(self, layer: nn.Module, chunk: slice, walk: str) -> None:
+        """The engine is about to run a layer on a chunk."""
+
+    def on_hold(self, kind: str, tensors: Iterable[Tensor]) -> None:
+        """The engine says what tensors are for."""
+        self.file(kind, *tensors)
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         out = func(*args, **(kwargs or {}))
-        for item in tree_iter(out):
-            if isinstance(item, Tensor):
-                self._meet(item)
+        self._see(out)
         return out
+
+    def _see(self, out: Any) -> None:
+        """Count what an operator returned."""
+        before = self.total
+        if isinstance(out, Tensor):
+            self._meet(out)
+        elif isinstance(out, (tuple, list)):
+            for item in out:
+                if isinstance(item, Tensor):
+                    self._meet(item)
+        if self.total > before:
+            self._grown()
+
+    def _grown(self) -> None:
+        """Note a peak."""
+        if self.total > self.peak:
+            self.peak = self.total
+            self.at_peak = dict(self.live)
+        temporary = sum(self.live[kind] for kind in TEMPORARY)
+        self.activation_peak = max(self.activation_peak, temporary)
 
     def _meet(self, tensor: Tensor) -> None:
         storage = tensor.untyped_storage()
         address = storage._cdata
-        if address in self._known or address in self._before or not storage.nbytes():
+        if address in self._known or address in self._before:
             return
-        self._known[address] = (ACTIVATION, storage.nbytes())
-        self.live[ACTIVATION] += storage.nbytes()
-        weakref.finalize(storage, self._forget, address)
-        self.peak = max(self.peak, sum(self.live.values()))
-        self.activation_peak = max(self.activation_peak, self.live[ACTIVATION])
+        size = storage.nbytes()
+        if not size or (not self._count_cpu and tensor.device.type == "cpu") or is_host_storage(storage):
+            return
+        self._known[address] = (self.new_kind, size, weakref.KeyedRef(storage, self._forget, address))
+        self.live[self.new_kind] += size
+        self.total += size
 
-    def _forget(self, address: int) -> None:
-        kind, size = self._known.pop(address)
+    def _forget(self, reference: Any) -> None:
+        kind, size, _ = self._known.pop(reference.key)
         self.live[kind] -= size
+        self.total -= size
 
 
 def held_tensors(model: nn.Module) -> Iterator[Tensor]:

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, fields, replace
 from typing import Any
 
 from streamtune.engine import Schedule, decoder_layers
@@ -20,10 +20,11 @@ from streamtune.errors import ArgumentError
 from streamtune.plan.choices import Candidate, Limits, Space, candidates
 from streamtune.plan.cost import Rates, predict_seconds
 from streamtune.plan.estimate import Estimator, Simulate
-from streamtune.plan.refusal import nothing_fits
+from streamtune.plan.refusal import excess_of, nothing_fits
 from streamtune.plan.simulate import Simulation, Workload, simulate
+from streamtune.sizes import show_size
 
-__all__ = ["Alternative", "Limits", "Plan", "choose"]
+__all__ = ["Alternative", "Limits", "Plan", "as_fixed", "choose", "judge"]
 
 MOST_TRIED = 6
 """Whole simulations of candidates before the thriftiest is the last."""
@@ -74,6 +75,11 @@ class Plan:
     seconds: float = 0.0
     simulations: int = 1
 
+    @property
+    def fits(self) -> bool:
+        """Whether the simulated step is within the limits; a chosen one is, a given one may not be."""
+        return excess_of(self.simulation, self.limits) <= 0
+
     def to_json(self) -> dict[str, Any]:
         """The document of ``streamtune plan --json``."""
         return {
@@ -83,10 +89,8 @@ class Plan:
             "disk_bytes": self.simulation.disk_bytes,
             "terms": dict(self.simulation.terms),
             "step_seconds": self.step_seconds,
-            "fits": True,
-            "alternatives": [
-                {**asdict(other), "schedule": asdict(other.schedule)} for other in self.alternatives
-            ],
+            "fits": self.fits,
+            "alternatives": [{**asdict(other), "schedule": asdict(other.schedule)} for other in self.alternatives],
             "binds": self.binds,
             "phase": self.simulation.phase,
             "phases": dict(self.simulation.phases),
@@ -118,39 +122,96 @@ def choose(
         ArgumentError: Nothing fits: which term is in the way, and what would help.
     """
     started = time.perf_counter()
-    space = Space(len(decoder_layers(workload.make_model())), workload.length, limits, fixed or {})
-    estimator = Estimator(workload, simulate, space.reference())
-    found: tuple[Candidate, Simulation] | None = None
-    room, tried = limits, dict[Schedule, Simulation]()
+    model: Any = workload.make_model()
+    layers = decoder_layers(model)
+    space = Space(len(layers), workload.length, limits, fixed or {})
+    vocabulary, width = model.get_input_embeddings().weight.shape
+    if _may_hold_all(space, workload, width * 2) and (easy := _nothing_recomputed(space, workload, simulate)):
+        return _plan(*easy, (), limits, rates, started, 1)
+    grad_dtype = space.fixed.get("grad_dtype", "float32")
+    estimator = Estimator(workload, len(layers), simulate, grad_dtype=grad_dtype, vocabulary=vocabulary)
+    tried: dict[Schedule, Simulation] = {}
+    room, found = limits, None
     while found is None and len(tried) < MOST_TRIED:
         ranked = _ranked(space, estimator, room, rates)
-        fitting = [candidate for candidate in ranked if candidate.excess(room) <= 0]
-        best = next((c for c in fitting if c.schedule not in tried), None)
+        best = next((c for c in ranked if c.excess(room) <= 0 and c.schedule not in tried), None)
         if best is None:
             break
         simulation = tried[best.schedule] = simulate(workload, best.schedule)
-        excess = _excess(simulation, limits)
-        if excess <= 0:
-            found = best, simulation
+        if excess_of(simulation, limits) <= 0:
+            found = best
         else:
             room = _less(room, best, simulation)
     if found is None:
         ranked = _ranked(space, estimator, limits, rates)
         found = _thriftiest(ranked, limits, workload, simulate, tried)
     if found is None:
-        raise nothing_fits(workload, space, estimator, ranked, tried, limits, simulate)
-    candidate, simulation = found
+        raise nothing_fits(workload, space, estimator, tried, limits, simulate)
+    others = _alternatives(found, tried, ranked, limits, rates)
+    made = estimator.simulations + len(tried)
+    return _plan(found.schedule, tried[found.schedule], others, limits, rates, started, made)
+
+
+def _plan(
+    schedule: Schedule,
+    simulation: Simulation,
+    alternatives: tuple[Alternative, ...],
+    limits: Limits,
+    rates: Rates,
+    started: float,
+    simulations: int,
+) -> Plan:
     return Plan(
-        schedule=candidate.schedule,
+        schedule=schedule,
         simulation=simulation,
         step_seconds=predict_seconds(simulation.work, rates),
-        alternatives=_alternatives(candidate, simulation, ranked, limits, rates),
+        alternatives=alternatives,
         binds=_binds(simulation, limits),
         limits=limits,
         rates=rates,
         seconds=time.perf_counter() - started,
-        simulations=estimator.simulations + len(tried),
+        simulations=simulations,
     )
+
+
+def judge(
+    workload: Workload, schedule: Schedule, limits: Limits, rates: Rates, *, simulate: Simulate = simulate
+) -> Plan:
+    """What a given schedule holds and takes, whether it fits or not."""
+    started = time.perf_counter()
+    simulation = simulate(workload, schedule)
+    return _plan(schedule, simulation, (), limits, rates, started, 1)
+
+
+def as_fixed(schedule: Schedule) -> dict[str, Any]:
+    """Every field of a schedule, for ``choose`` to keep to."""
+    return {f.name: getattr(schedule, f.name) for f in fields(schedule)}
+
+
+# --- the short way ---------------------------------------------------------------------------------------------------
+
+
+SIZES = {"chunk_size", "head_chunk_size", "grad_dtype", "offload_dir"}
+"""Fields that may be given and leave it open what is kept."""
+
+LEAST_OF_A_LAYER = 8
+"""Hidden states' worth of bytes that a layer's activations take at least."""
+
+
+def _may_hold_all(space: Space, workload: Workload, token_bytes: int) -> bool:
+    """Whether it is worth a simulation to see if the activations of all layers fit."""
+    if not set(space.fixed) <= SIZES:
+        return False
+    tokens = workload.length * workload.batch_size
+    return LEAST_OF_A_LAYER * token_bytes * tokens * space.layers <= space.limits.device
+
+
+def _nothing_recomputed(space: Space, workload: Workload, simulate: Simulate) -> tuple[Schedule, Simulation] | None:
+    """Every layer kept whole, which nothing is faster than, if that fits."""
+    sizes = {name: value for name, value in space.fixed.items() if name != "offload_dir"}
+    schedule = Schedule(**sizes, keep_layers=space.layers)
+    simulation = simulate(workload, schedule)
+    return (schedule, simulation) if excess_of(simulation, space.limits) <= 0 else None
 
 
 # --- the order --------------------------------------------------------------------------------------------------------
@@ -171,10 +232,6 @@ def _departures(schedule: Schedule) -> int:
     names = ("offload", "levels", "keep_kv", "keep_attention", "stream_grads")
     changed = sum(getattr(schedule, name) != getattr(plain, name) for name in names)
     return changed + bool(schedule.keep_layers) + bool(schedule.device_layers)
-
-
-def _excess(simulation: Simulation, limits: Limits) -> float:
-    return limits.excess(simulation.peak_bytes, simulation.host_bytes, simulation.disk_bytes)
 
 
 def _less(room: Limits, candidate: Candidate, simulation: Simulation) -> Limits:
@@ -198,13 +255,12 @@ def _thriftiest(
     workload: Workload,
     simulate: Simulate,
     tried: dict[Schedule, Simulation],
-) -> tuple[Candidate, Simulation] | None:
+) -> Candidate | None:
     """The candidate that misses the limits by least, if it fits when it is simulated."""
     best = min(ranked, key=lambda candidate: candidate.excess(limits))
     if best.schedule not in tried:
         tried[best.schedule] = simulate(workload, best.schedule)
-    simulation = tried[best.schedule]
-    return (best, simulation) if _excess(simulation, limits) <= 0 else None
+    return best if excess_of(tried[best.schedule], limits) <= 0 else None
 
 
 # --- what there is to say about it ------------------------------------------------------------------------------------
@@ -217,10 +273,14 @@ def _kind(schedule: Schedule) -> tuple[object, ...]:
 
 
 def _alternatives(
-    chosen: Candidate, simulation: Simulation, ranked: list[Candidate], limits: Limits, rates: Rates
+    chosen: Candidate,
+    tried: Mapping[Schedule, Simulation],
+    ranked: list[Candidate],
+    limits: Limits,
+    rates: Rates,
 ) -> tuple[Alternative, ...]:
     """The fastest that does not fit, the next that does, and the thriftiest: one of each kind."""
-    own = predict_seconds(simulation.work, rates)
+    own = predict_seconds(chosen.figures.work, rates)  # an estimate beside estimates
     others: dict[tuple[object, ...], Candidate] = {}
     for candidate in ranked:
         if _kind(candidate.schedule) != _kind(chosen.schedule):
@@ -237,8 +297,6 @@ def _alternatives(
 
 
 def _alternative(candidate: Candidate, own: float, limits: Limits, rates: Rates) -> Alternative:
-    from streamtune.sizes import show_size
-
     figures, excess = candidate.figures, candidate.excess(limits)
     seconds = predict_seconds(figures.work, rates)
     why = f"{show_size(excess)} too much" if excess > 0 else f"{seconds / own:.2f}x the time"

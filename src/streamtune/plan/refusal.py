@@ -11,7 +11,7 @@ from streamtune.plan.estimate import Estimator, Simulate
 from streamtune.plan.simulate import Simulation, Workload
 from streamtune.sizes import show_size
 
-__all__ = ["longest_that_fits", "nothing_fits"]
+__all__ = ["excess_of", "longest_that_fits", "nothing_fits"]
 
 FIXED_TERMS = ("weights", "gradients", "optimizer")
 """What does not grow with the sequence."""
@@ -24,7 +24,6 @@ def nothing_fits(
     workload: Workload,
     space: Space,
     estimator: Estimator,
-    ranked: list[Candidate],
     tried: dict[Schedule, Simulation],
     limits: Limits,
     simulate: Simulate,
@@ -35,12 +34,11 @@ def nothing_fits(
         workload: What was to be planned.
         space: What there was to choose from.
         estimator: With the figures found on the way.
-        ranked: All candidates.
         tried: Those simulated whole; the thriftiest is among them.
         limits: What there is.
         simulate: For the length that does fit.
     """
-    schedule, simulation = min(tried.items(), key=lambda item: _excess(item[1], limits))
+    schedule, simulation = min(tried.items(), key=lambda item: excess_of(item[1], limits))
     longest = longest_that_fits(workload, space, estimator, limits, simulate)
     base = sum(simulation.terms.get(name, 0) for name in FIXED_TERMS)
     what = (
@@ -69,9 +67,7 @@ def longest_that_fits(
     """The most tokens of a row that some schedule fits, to about 1%, simulated; 0 where none does."""
 
     def best(length: int) -> Candidate:
-        return min(
-            candidates(replace(space, length=length), estimator, limits), key=lambda c: c.excess(limits)
-        )
+        return min(candidates(replace(space, length=length), estimator, limits), key=lambda c: c.excess(limits))
 
     low, high = 0, workload.length
     while high - low > max(GRAIN, high // 200):
@@ -82,20 +78,26 @@ def longest_that_fits(
         if length < SHORTEST:
             return 0
         simulation = simulate(replace(workload, length=length), best(length).schedule)
-        if _excess(simulation, limits) <= 0:
+        if excess_of(simulation, limits) <= 0:
             return length
         length = int(length * 0.98) // GRAIN * GRAIN
     return 0
 
 
-def _excess(simulation: Simulation, limits: Limits) -> float:
+def excess_of(simulation: Simulation, limits: Limits) -> float:
+    """By how many bytes a simulated step does not fit; negative is what is left."""
     return limits.excess(simulation.peak_bytes, simulation.host_bytes, simulation.disk_bytes)
 
 
 def _needs(simulation: Simulation, limits: Limits) -> str:
     """``it takes 95.2 GiB of the device's 75.1 (79.1 less 5%), in the backward``"""
     tiers = [
-        ("device", simulation.peak_bytes + (simulation.host_bytes if limits.shared else 0), limits.device, limits.device_bytes),
+        (
+            "device",
+            simulation.peak_bytes + (simulation.host_bytes if limits.shared else 0),
+            limits.device,
+            limits.device_bytes,
+        ),
         ("host", 0 if limits.shared else simulation.host_bytes, limits.host, limits.host_bytes),
         ("disk", simulation.disk_bytes, limits.disk, limits.disk_bytes),
     ]

@@ -200,13 +200,18 @@ def make_router_loss(recipe: Recipe, model: Any) -> RouterLoss | None:
     return None
 
 
-def stream_model(recipe: Recipe, model: Any) -> StreamHandle:
+def stream_model(recipe: Recipe, model: Any, schedule: Schedule | None = None) -> StreamHandle:
     """Put the engine into a model, with what the recipe adds for its routers.
+
+    Args:
+        recipe: The recipe.
+        model: Changed in place.
+        schedule: What the planner chose; without it, what the recipe says and defaults.
 
     Raises:
         UnsupportedModelError: The model cannot be streamed, or has no routers such as the recipe asks to balance.
     """
-    schedule, router_loss = make_schedule(recipe.engine), make_router_loss(recipe, model)
+    schedule, router_loss = schedule or make_schedule(recipe.engine), make_router_loss(recipe, model)
     handle = stream(model, schedule=schedule)
     if router_loss is None:
         return handle

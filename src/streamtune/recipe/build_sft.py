@@ -10,7 +10,7 @@ import math
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -19,6 +19,8 @@ import torch
 
 from streamtune import data, models, optim, train
 from streamtune.engine import Schedule, StreamHandle, check_packing
+from streamtune.errors import ArgumentError
+from streamtune.plan import Plan
 from streamtune.recipe.build import (
     blame_recipe,
     choose_device,
@@ -30,6 +32,7 @@ from streamtune.recipe.build import (
     quiet_libraries,
     stream_model,
 )
+from streamtune.recipe.build_plan import plan_model
 from streamtune.recipe.dump import dump_recipe
 from streamtune.recipe.loader import LoadedRecipe
 from streamtune.recipe.schema import Recipe
@@ -85,6 +88,8 @@ class SftRun:
     parameters: models.ParameterCount
     handle: StreamHandle
     plan: StepPlan
+    memory: Plan | None
+    """The planner's schedule, and what a step of the longest rows holds and takes by it; None where none was asked."""
 
     @property
     def recipe(self) -> Recipe:
@@ -117,6 +122,7 @@ def build_sft(
     loaded: LoadedRecipe,
     *,
     resume: str = "auto",
+    dry_run: bool = False,
     notify: Callable[[str], None] = lambda message: None,
     doing: Callable[[str], AbstractContextManager[Any]] = nullcontext,
 ) -> SftRun:
@@ -125,6 +131,7 @@ def build_sft(
     Args:
         loaded: The recipe.
         resume: ``auto`` (go on where the run in ``output_dir`` stopped), ``never``, or the path of a checkpoint.
+        dry_run: Plan a fixed schedule too: what it would hold is what a dry run is for.
         notify: Told what is worth knowing on the way, a sentence at a time.
         doing: Shows what takes a while, for as long as it does.
 
@@ -167,7 +174,13 @@ def build_sft(
             notify(note)
         if checkpoint is None and (note := models.left_out(model)) is not None:
             notify(note)
-        handle = stream_model(recipe, model)
+        memory = None
+        if recipe.engine.schedule == "auto" or dry_run:
+            longest = recipe.max_length if recipe.packing else longest
+            with doing("planning the steps"):
+                memory = plan_model(recipe, model, longest, device, keep=_schedule_of(checkpoint), notify=notify)
+        handle = stream_model(recipe, model, memory.schedule if memory is not None else None)
+        identity["schedule"] = asdict(handle.schedule)  # not compared: another gives the same gradient, to rounding
         with doing("checking that this model streams exactly"):
             handle.check()
             if recipe.packing:
@@ -186,7 +199,17 @@ def build_sft(
         parameters=models.count_parameters(model),
         handle=handle,
         plan=_plan_steps(recipe, Batches(prepared, tokenizer).num_train),
+        memory=memory,
     )
+
+
+def _schedule_of(checkpoint: train.Checkpoint | None) -> Schedule | None:
+    """The schedule a run was going on with, if this version knows it."""
+    kept = checkpoint.state["identity"].get("schedule") if checkpoint is not None else None
+    try:
+        return Schedule(**kept) if kept is not None else None
+    except (TypeError, ArgumentError):
+        return None
 
 
 def run_sft(run: SftRun, console: Console) -> Outcome:
@@ -296,8 +319,7 @@ def _plan_steps(recipe: Recipe, num_sequences: int) -> StepPlan:
 
 
 def _train_settings(recipe: Recipe, plan: StepPlan, schedule: Schedule) -> train.TrainSettings:
-    mend = f"lower engine.chunk_size (now {schedule.chunk_size:,}) or engine.head_chunk_size (now "
-    mend += f"{schedule.head_chunk_size:,}), which changes no result"
+    mend = _mend_of_the_schedule(recipe, schedule)
     if recipe.per_device_train_batch_size > 1:
         mend += "; then per_device_train_batch_size, with more gradient_accumulation_steps"
     mend += f"; then max_length (now {recipe.max_length:,})"
@@ -315,6 +337,19 @@ def _train_settings(recipe: Recipe, plan: StepPlan, schedule: Schedule) -> train
         bf16=recipe.bf16,
         seed=recipe.seed,
         out_of_memory_mend=mend,
+    )
+
+
+def _mend_of_the_schedule(recipe: Recipe, schedule: Schedule) -> str:
+    """What to say of the schedule when memory ran out: none of it changes a result."""
+    if recipe.engine.schedule == "auto":
+        return (
+            f"leave the planner less, with engine.device_memory or a larger engine.margin (now {recipe.engine.margin:g}): "
+            "it predicted that this step fits, and `streamtune plan` shows how; no result changes"
+        )
+    return (
+        f"write engine.schedule: auto, and the planner finds what fits; or lower engine.chunk_size (now "
+        f"{schedule.chunk_size:,}) or engine.head_chunk_size (now {schedule.head_chunk_size:,}); no result changes"
     )
 
 

@@ -1,0 +1,221 @@
+"""``streamtune plan``: the schedule a run would take, what it holds by term, and how long its steps would be."""
+
+from __future__ import annotations
+
+import os
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+from rich.table import Table
+from rich.text import Text
+
+from streamtune.recipe import load_recipe
+from streamtune.sizes import show_size
+
+from .console import err, out, print_json, print_note, print_rows
+from .options import JsonOption, RecipeArgument, SetOption
+
+if TYPE_CHECKING:
+    from streamtune.plan import Plan
+    from streamtune.recipe.build_plan import RecipePlan
+
+__all__ = ["describe_plan", "plan"]
+
+EIGHTHS = " ▏▎▍▌▋▊▉█"
+GROWS_WITH_LENGTH = {"weights": False, "gradients": False, "optimizer": False}
+
+SizeOption = typer.Option(metavar="SIZE", show_default=False)
+
+
+def plan(
+    recipe: RecipeArgument,
+    device: Annotated[
+        str | None,
+        typer.Option(metavar="NAME", help="Plan for a device that is not here, such as h100-80gb.", show_default=False),
+    ] = None,
+    device_memory: Annotated[
+        str | None, typer.Option(metavar="SIZE", help="Its memory, such as 80GiB.", show_default=False)
+    ] = None,
+    host_memory: Annotated[
+        str | None, typer.Option(metavar="SIZE", help="Memory of the machine to plan with.", show_default=False)
+    ] = None,
+    disk_memory: Annotated[
+        str | None, typer.Option(metavar="SIZE", help="Space in engine.offload_dir.", show_default=False)
+    ] = None,
+    length: Annotated[
+        int | None,
+        typer.Option(metavar="N", min=2, help="Tokens of a row; by default max_length.", show_default=False),
+    ] = None,
+    set_: SetOption = None,
+    as_json: JsonOption = False,
+) -> None:
+    """Show the fastest exact schedule that fits, its memory by term and its step time. Reads no weights and no data.
+
+    The model's configuration is enough. To see another model, change it:
+
+        streamtune recipes copy qwen3-8b-long my.yaml
+
+        streamtune plan my.yaml --device h100-80gb --host-memory 256GiB
+
+        streamtune plan my.yaml --set hidden_size=5120 --set num_hidden_layers=40 --set num_attention_heads=40
+    """
+    loaded = load_recipe(recipe, set_ or [])
+    os.environ.setdefault("OMP_WAIT_POLICY", "passive")  # read when torch is imported
+    with err.status("loading libraries") as status:
+        from streamtune.recipe.build_plan import PlanOptions, plan_recipe
+
+        options = PlanOptions(device, device_memory, host_memory, disk_memory, length)
+        planned = plan_recipe(loaded, options, notify=status.update if err.is_terminal else lambda message: None)
+    if as_json:
+        print_json(_document(planned))
+        return
+    for note in loaded.notes:
+        print_note(note)
+    _print_plan(planned)
+
+
+def _document(planned: RecipePlan) -> dict[str, object]:
+    return {
+        **planned.plan.to_json(),
+        "model": planned.model_name,
+        "parameters": planned.parameters.total,
+        "trainable_parameters": planned.parameters.trainable,
+        "length": planned.length,
+        "tokens": planned.tokens,
+        "device": planned.device_name,
+        "here": planned.here,
+    }
+
+
+# --- the screen -------------------------------------------------------------------------------------------------------
+
+
+def _print_plan(planned: RecipePlan) -> None:
+    from streamtune import __version__
+
+    chosen = planned.plan
+    out.print(Text.assemble((f"StreamTune {__version__}", "bold"), f"  plan {planned.loaded.path}"), soft_wrap=True)
+    print_rows(
+        [
+            ("model", _describe_model(planned)),
+            ("step", _describe_step(planned)),
+            ("device", _describe_device(planned)),
+            ("schedule", chosen.schedule.describe()),
+            ("time", _describe_time(planned)),
+            ("rates", chosen.rates.source),
+            ("binds", _describe_binding(chosen)),
+        ]
+    )
+    out.print()
+    out.print(Text(f"memory at the peak of the step, in the {chosen.simulation.phase}", style="bold"))
+    out.print(_memory_table(chosen))
+    if chosen.alternatives:
+        out.print()
+        out.print(Text("alternatives, estimated", style="bold"))
+        out.print(_alternatives_table(chosen))
+
+
+def _describe_model(planned: RecipePlan) -> str:
+    total, trainable = planned.parameters.total, planned.parameters.trainable
+    trained = "all trained" if trainable == total else f"{trainable / 1e6:,.1f}M trained"
+    autocast = ", computed in bfloat16" if planned.loaded.recipe.bf16 and planned.dtype != "bfloat16" else ""
+    size = f"{total / 1e9:.2f}B" if total >= 1e9 else f"{total / 1e6:.1f}M"
+    return f"{planned.model_name}, {size} parameters, {trained}; {planned.dtype}{autocast}"
+
+
+def _describe_step(planned: RecipePlan) -> str:
+    recipe = planned.loaded.recipe
+    rows, micro = recipe.per_device_train_batch_size, recipe.gradient_accumulation_steps
+    text = f"{rows * micro} row{'s' if rows * micro > 1 else ''} of {planned.length:,} tokens"
+    return f"{text}, {rows} at a time; {recipe.optim}" if micro > 1 else f"{text}; {recipe.optim}"
+
+
+def _describe_device(planned: RecipePlan) -> str:
+    limits = planned.plan.limits
+    text = f"{planned.device_name}, {show_size(limits.device_bytes)}"
+    if not limits.shared:
+        text += f"; host {show_size(limits.host_bytes)}"
+    if limits.disk_bytes:
+        text += f"; disk {show_size(limits.disk_bytes)}"
+    return f"{text}; {limits.margin:.0%} of each is left free"
+
+
+def _describe_time(planned: RecipePlan) -> str:
+    seconds = planned.plan.step_seconds
+    return f"about {show_seconds(seconds)} a step, {planned.tokens / seconds:,.0f} tokens/s"
+
+
+def _describe_binding(chosen: Plan) -> str:
+    limits, simulation = chosen.limits, chosen.simulation
+    used = simulation.peak_bytes + (simulation.host_bytes if limits.shared else 0)
+    share = used / limits.device if limits.device else 0.0
+    return f"{chosen.binds}; {share:.0%} of the device's memory that may be used is"
+
+
+def _memory_table(chosen: Plan) -> Table:
+    """One bar for each term, in proportion to the device's memory."""
+    limits, simulation = chosen.limits, chosen.simulation
+    table = Table(box=None, show_header=False, pad_edge=False, padding=(0, 2, 0, 0))
+    table.add_column()
+    table.add_column(justify="right", no_wrap=True)
+    table.add_column(no_wrap=True)
+    width = max(10, min(60, out.width - 38))
+    whole = max(limits.device_bytes, simulation.peak_bytes, 1)
+    for name, size in sorted(simulation.terms.items(), key=lambda item: -item[1]):
+        if size > 0:
+            style = "cyan" if GROWS_WITH_LENGTH.get(name, True) else "blue"
+            table.add_row(f"  {name}", show_size(size), Text(bar(size / whole, width), style=style))
+    free = limits.device_bytes - simulation.peak_bytes
+    total = f"of {show_size(limits.device_bytes)}, {show_size(free)} free"
+    table.add_row("  device in all", show_size(simulation.peak_bytes), total, style="bold")
+    for name, size, limit in (
+        ("host", simulation.host_bytes, limits.host_bytes),
+        ("disk", simulation.disk_bytes, limits.disk_bytes),
+    ):
+        if size:
+            table.add_row(f"  {name}", show_size(size), f"of {show_size(limit)}", style="bold")
+    return table
+
+
+def _alternatives_table(chosen: Plan) -> Table:
+    table = Table(box=None, header_style="dim", pad_edge=False, padding=(0, 2, 0, 0))
+    table.add_column("  schedule", overflow="fold", ratio=1)
+    for name in ("device", "host", "step"):
+        table.add_column(name, justify="right", no_wrap=True)
+    table.add_column("why not", no_wrap=True)
+    for other in chosen.alternatives:
+        away = other.host_bytes + other.disk_bytes
+        table.add_row(
+            Text(f"  {other.schedule.describe()}"),
+            show_size(other.peak_bytes),
+            show_size(away) if away else "",
+            show_seconds(other.step_seconds),
+            Text(other.why_not, style="" if other.fits else "red"),
+        )
+    return table
+
+
+def describe_plan(chosen: Plan) -> str:
+    """One line for a run's banner: what a step holds and takes."""
+    limits, simulation = chosen.limits, chosen.simulation
+    text = f"{show_size(simulation.peak_bytes)} of {show_size(limits.device_bytes)} predicted"
+    if simulation.host_bytes and not limits.shared:
+        text += f", {show_size(simulation.host_bytes)} on the host"
+    if simulation.disk_bytes:
+        text += f", {show_size(simulation.disk_bytes)} on disk"
+    return f"{text}; about {show_seconds(chosen.step_seconds)} a step of the longest rows"
+
+
+def show_seconds(seconds: float) -> str:
+    """``0.12 s``, ``45 s``, ``12 min``, ``3.4 h``."""
+    if seconds < 10:
+        return f"{seconds:.2g} s" if seconds < 1 else f"{seconds:.1f} s"
+    if seconds < 600:
+        return f"{seconds:.0f} s"
+    return f"{seconds / 60:.0f} min" if seconds < 2 * 3600 else f"{seconds / 3600:.1f} h"
+
+
+def bar(share: float, width: int) -> str:
+    """A bar of at most ``width`` characters, in eighths; anything above nothing shows."""
+    eighths = max(1, round(max(0.0, min(1.0, share)) * width * 8))
+    return EIGHTHS[8] * (eighths // 8) + (EIGHTHS[eighths % 8] if eighths % 8 else "")

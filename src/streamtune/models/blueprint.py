@@ -1,0 +1,67 @@
+"""A model's shape without its weights: built on ``meta`` from its configuration, for a step that is only simulated."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
+
+from streamtune.errors import ArgumentError
+from streamtune.models.load import DTYPES, build_config, check_exists, loading_error
+from streamtune.models.quantize import quantize
+
+__all__ = ["blueprint"]
+
+
+def blueprint(
+    source: str | Mapping[str, Any],
+    *,
+    vocab_size: int | None = None,
+    dtype: str = "auto",
+    trust_remote_code: bool = False,
+    quantization: str | None = None,
+) -> PreTrainedModel:
+    """A causal language model on ``meta``: parameters have shapes and dtypes and take no memory.
+
+    Args:
+        source: A hub name or folder, of which the configuration alone is read, or the keys of a configuration.
+        vocab_size: Size of the vocabulary where ``source`` is keys and has none among them.
+        dtype: Of the weights; ``auto`` is the checkpoint's own, and float32 for a configuration.
+        trust_remote_code: Whether code that comes with the checkpoint may run.
+        quantization: ``nf4`` or ``int8`` of the frozen linear layers; None leaves them.
+
+    Raises:
+        ArgumentError: There is no such checkpoint, or it is not a configuration of a causal language model.
+    """
+    remote: dict[str, Any] = {}
+    if isinstance(source, str):
+        config, remote = _read_config(source, trust_remote_code), {"trust_remote_code": trust_remote_code}
+    else:
+        config = build_config({"vocab_size": vocab_size, **source} if vocab_size else dict(source))
+    own = getattr(config, "dtype", None)
+    wanted = DTYPES[dtype] if dtype != "auto" else own if isinstance(own, torch.dtype) else torch.float32
+    try:
+        with torch.device("meta"):
+            model = AutoModelForCausalLM.from_config(config, dtype=wanted, **remote)
+    except (OSError, ValueError) as error:
+        raise loading_error("model", str(source), error) from error
+    if quantization is not None:
+        quantize(model, quantization, torch.device("meta"))
+    return model
+
+
+def _read_config(name_or_path: str, trust_remote_code: bool) -> Any:
+    check_exists(name_or_path)
+    try:
+        config = AutoConfig.from_pretrained(name_or_path, trust_remote_code=trust_remote_code)
+    except (OSError, ValueError) as error:
+        raise loading_error("model", name_or_path, error) from error
+    if getattr(config, "quantization_config", None) is not None:
+        raise ArgumentError(
+            f"the weights of '{name_or_path}' are quantised already, and how is not known before they are loaded",
+            where="model_name_or_path",
+            mend="plan with the checkpoint they were made from, and finetuning_type: qlora",
+        )
+    return config

@@ -1,0 +1,222 @@
+"""A long and deep step from short and shallow ones, exactly.
+
+At a fixed chunk size everything a step holds is a tensor of a fixed size, of a chunk, of the prefix or of the sequence,
+for each layer or for one. So at each moment of the layer with number l of L on the chunk c of D, the bytes of each kind are a
+polynomial of degree one in each of L, l, D and c. Hence
+
+    the first chunks (layers) and the last of a step with D (L) of them follow, moment by moment, from those of two steps
+    with as few as there can be, and one more;
+    what lies between is largest at one of its ends, and its mean is the mean of its ends.
+
+Layers are taken in periods (sliding, sliding, full) and in zones of like periods (inputs on the host, then on the device).
+Nothing is assumed of the moments: where two steps did not run the same operators, there is no answer here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from streamtune.plan.tape import Cell, Place, Tape
+
+__all__ = ["Axis", "Part", "UnlikeError", "Zone", "combined", "zones"]
+
+ENOUGH = 5
+"""Periods of which some can be left out: first, between and last, one more in the longer step, and one."""
+
+LONGEST_PERIOD = 64
+"""Layers of the longest period that is looked for."""
+
+Coordinates = tuple[Hashable, ...]
+
+
+class UnlikeError(Exception):
+    """Two steps did not run the same operators, so that one does not tell of the other."""
+
+
+@dataclass(frozen=True)
+class Axis:
+    """Things in a row that are alike but for the first few and the last.
+
+    Attributes:
+        count: How many there are.
+        alone: How many at the start are like none of those behind.
+        tail: How many at the end are like none of those before.
+        base: How many there are in the shorter step; None where they are not left out.
+    """
+
+    count: int
+    alone: int = 1
+    tail: int = 1
+    base: int | None = None
+
+    @classmethod
+    def of(cls, count: int, alone: int = 1, tail: int = 1) -> Axis:
+        """An axis that is shortened if that leaves anything out."""
+        base = alone + 1 + tail
+        return cls(count, alone, tail, base if count > base + 1 else None)
+
+    def names(self, index: int, count: int) -> list[tuple[str, int]]:
+        """What the ``index``-th of ``count`` is called: names that mean the same in a step with more of them."""
+        if self.base is None or index < self.alone:
+            return [("start", index)]
+        if index >= count - self.tail:
+            return [("end", count - index)]
+        return [("first", 0)] * (index == self.alone) + [("last", 0)] * (index == count - self.tail - 1)
+
+    def weight(self, name: tuple[str, int]) -> float:
+        """How many of the whole step's a name stands for."""
+        return 1.0 if self.base is None or name[0] in ("start", "end") else (self.count - self.alone - self.tail) / 2
+
+    @property
+    def beyond(self) -> int:
+        """How many more the whole step has than the shorter one."""
+        return 0 if self.base is None else self.count - self.base
+
+
+@dataclass(frozen=True)
+class Zone:
+    """Layers that repeat.
+
+    Attributes:
+        start: The first.
+        period: Layers of a period.
+        axis: The periods.
+    """
+
+    start: int
+    period: int
+    axis: Axis
+
+    def layers(self, longer: bool) -> list[int]:
+        """The layers that a shorter step keeps: periods from the start."""
+        count = self.axis.count if self.axis.base is None else self.axis.base + longer
+        return list(range(self.start, self.start + count * self.period))
+
+
+def zones(kinds: Sequence[Hashable]) -> list[Zone]:
+    """Layers, given what tells them apart, as zones: each time the one that covers most."""
+    found: list[Zone] = []
+    at = 0
+    while at < len(kinds):
+        best, repeats = 1, 1
+        for period in range(1, min(LONGEST_PERIOD, (len(kinds) - at) // ENOUGH) + 1):
+            count = 1
+            while kinds[at : at + period] == kinds[at + count * period : at + (count + 1) * period]:
+                count += 1
+            if count >= ENOUGH and count * period > best * repeats:
+                best, repeats = period, count
+        found.append(Zone(at, best, Axis.of(repeats)))
+        at += best * repeats
+    return found
+
+
+@dataclass(frozen=True)
+class Part:
+    """A step that was walked, and what its share in the whole one is.
+
+    Attributes:
+        tape: What it wrote.
+        longer: The zone that has a period more than in the shortest step, by number; None if none has.
+        chunks: How many chunks it has.
+        share: The factor of its figures.
+    """
+
+    tape: Tape
+    longer: int | None
+    chunks: int
+    share: int
+
+
+@dataclass(frozen=True)
+class Combined:
+    """Cells of the whole step that are its largest, with their moments ``[n, COLUMNS]``, and the work of all."""
+
+    cells: list[tuple[Place, Tensor]]
+    work: list[float]
+
+
+def combined(parts: list[Part], layers: list[Zone], chunks: Axis) -> Combined:
+    """The whole step from its parts; the first is the shortest.
+
+    Raises:
+        UnlikeError: They did not run the same operators.
+    """
+    named = [_named(part, layers, chunks) for part in parts]
+    cells: list[tuple[Place, Tensor]] = []
+    work = [0.0] * len(parts[0].tape.cells[next(iter(parts[0].tape.cells))].work)
+    if any(cells_of.keys() != named[0].keys() for cells_of in named):
+        raise UnlikeError
+    shares = [part.share for part in parts]
+    for name, (place, _, weight) in named[0].items():
+        alike = [cells_of[name][1] for cells_of in named]
+        moments = _aligned(alike, loops=place.layer is None)
+        total = sum(share * each for share, each in zip(shares, moments, strict=True))
+        assert isinstance(total, Tensor)
+        cells.append((place, total))
+        for kind in range(len(work)):
+            work[kind] += weight * sum(share * cell.work[kind] for share, cell in zip(shares, alike, strict=True))
+    return Combined(cells, work)
+
+
+def _named(part: Part, layers: list[Zone], chunks: Axis) -> dict[Coordinates, tuple[Place, Cell, float]]:
+    """The cells of a part by names that mean the same in all of them, and how many of the whole step's each is."""
+    found: dict[Coordinates, tuple[Place, Cell, float]] = {}
+    where = [
+        (number, zone, index)
+        for number, zone in enumerate(layers)
+        for index in range(len(zone.layers(number == part.longer)))
+    ]
+    for place, cell in part.tape.cells.items():
+        layer_names: list[tuple[Coordinates, float]] = [((), 1.0)]
+        if place.layer is not None:
+            number, zone, index = where[place.layer]
+            count = len(zone.layers(number == part.longer)) // zone.period
+            layer_names = [
+                ((number, name, index % zone.period), zone.axis.weight(name))
+                for name in zone.axis.names(index // zone.period, count)
+            ]
+        chunk_names: list[tuple[Coordinates, float]] = [((), 1.0)]
+        if place.chunk is not None:
+            chunk_names = [(name, chunks.weight(name)) for name in chunks.names(place.chunk, part.chunks)]
+        for layer, layer_weight in layer_names:
+            for chunk, chunk_weight in chunk_names:
+                name = (place.phase, place.walk, place.turn, layer, chunk)
+                found[name] = (place, cell, layer_weight * chunk_weight)
+    return found
+
+
+def _aligned(cells: list[Cell], loops: bool) -> list[Tensor]:
+    """The moments of cells, each paired with the same moment of the others.
+
+    Where one cell has more, they must be turns of a loop: the same operators before and behind them.
+    """
+    if not loops and any(cell.operators != cells[0].operators for cell in cells):
+        raise UnlikeError
+    shortest = min(cells, key=lambda cell: len(cell.operators))
+    count = len(shortest.operators)
+    first, last = 0, count
+    for cell in cells:
+        before = _agreeing(shortest.operators, cell.operators)
+        behind = _agreeing(shortest.operators[::-1], cell.operators[::-1])
+        first, last = max(first, count - behind), min(last, before)
+    if first > last:
+        raise UnlikeError
+    split = (first + last) // 2
+    out = []
+    for cell in cells:
+        moments = torch.tensor(cell.moments, dtype=torch.int64)
+        out.append(torch.cat([moments[:split], moments[len(moments) - (count - split) :]]))
+    return out
+
+
+def _agreeing(one: list[Any], other: list[Any]) -> int:
+    """How many items from the start are the same."""
+    for index, (a, b) in enumerate(zip(one, other, strict=False)):
+        if a is not b:
+            return index
+    return min(len(one), len(other))

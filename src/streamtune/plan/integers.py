@@ -1,0 +1,125 @@
+"""Integers are real in a simulation: what a step asks of its data is asked of token numbers, positions and masks.
+
+Tensors on ``meta`` have no values, but models and the engine ask some of theirs: do positions restart, does a mask hide
+anything, which tokens predict something. All of that is computed from integers and booleans, which cost little beside
+activations. So each such tensor carries its value on the CPU, computed beside it by the same operator. What a router
+chooses is not known; it is taken to spread tokens evenly over experts.
+"""
+
+from __future__ import annotations
+
+from functools import lru_cache
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from streamtune.errors import UnsupportedModelError
+
+__all__ = ["IntegerValues", "asks", "with_value"]
+
+LARGEST = 1 << 22
+"""Elements of the largest tensor whose value is kept: no mask of a whole chunk against its window is worth it."""
+
+aten = torch.ops.aten
+ASKED = {
+    aten._local_scalar_dense.default,
+    aten.nonzero.default,
+    aten.equal.default,
+    aten.is_nonzero.default,
+    aten._unique2.default,
+    aten.unique_consecutive.default,
+    aten.masked_select.default,
+    aten.bincount.default,
+}
+"""Operators whose result, or the shape of it, is a matter of values."""
+
+
+def asks(func: Any) -> bool:
+    """Whether an operator may ask for values."""
+    return func in ASKED or func is aten._to_copy.default
+
+
+def with_value(value: Tensor) -> Tensor:
+    """A tensor on ``meta`` that carries its value."""
+    made: Any = torch.empty_like(value, device="meta")
+    made._value = value
+    return made  # type: ignore[no-any-return]
+
+
+class IntegerValues:
+    """Computes values beside ``meta`` tensors; used inside of a dispatch mode, where modes are off."""
+
+    def asked(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[bool, Any]:
+        """Whether the operator can only be answered from values, and the answer.
+
+        Raises:
+            UnsupportedModelError: It asks for a value that is not known.
+        """
+        first = args[0] if args else None
+        if not isinstance(first, Tensor) or first.device.type != "meta":
+            return False, None
+        if func is aten._to_copy.default and (device := kwargs.get("device")) is not None:
+            if torch.device(device).type == "meta":
+                return False, None
+            return True, self._evaluated(func, args, kwargs)
+        if func not in ASKED:
+            return False, None
+        out = self._evaluated(func, args, kwargs)
+        if isinstance(out, Tensor):
+            return True, with_value(out)
+        if isinstance(out, tuple):
+            return True, tuple(with_value(item) for item in out)
+        return True, out
+
+    def follow(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> None:
+        """Give the operator's results their values, where they are integers computed from such."""
+        if func is aten.topk.default:
+            self._spread(out[1], args[0].shape[-1])
+            return
+        results = (out,) if isinstance(out, Tensor) else out
+        if not isinstance(results, (tuple, list)):
+            return
+        for item in results:
+            if isinstance(item, Tensor) and (item.is_floating_point() or item.device.type != "meta"):
+                return
+        if not results or not isinstance(results[0], Tensor) or results[0].numel() > LARGEST:
+            return
+        try:
+            values = self._evaluated(func, args, kwargs)
+        except UnsupportedModelError:
+            if _writes(func):
+                results[0]._value = None  # type: ignore[attr-defined]
+            return
+        for item, value in zip(results, (values,) if isinstance(values, Tensor) else values, strict=True):
+            if isinstance(item, Tensor):
+                item._value = value  # type: ignore[attr-defined]
+
+    def _evaluated(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        given = {key: self._value(item, func) for key, item in kwargs.items()}
+        if "device" in given and given["device"] is not None:
+            given["device"] = torch.device("cpu")
+        return func(*(self._value(item, func) for item in args), **given)
+
+    def _value(self, item: Any, func: Any) -> Any:
+        if isinstance(item, (tuple, list)):
+            return type(item)(self._value(part, func) for part in item)
+        if not isinstance(item, Tensor) or item.device.type == "cpu":
+            return item
+        value = getattr(item, "_value", None)
+        if value is None:
+            raise UnsupportedModelError(
+                f"the model asks for the values of a tensor ({func}), and a simulated step has none",
+                mend="measure a real step instead",
+            )
+        return value
+
+    def _spread(self, indices: Tensor, among: int) -> None:
+        if indices.numel() <= LARGEST:
+            indices._value = torch.arange(indices.numel()).remainder(among).view(indices.shape)  # type: ignore[attr-defined]
+
+
+@lru_cache(maxsize=1024)
+def _writes(func: Any) -> bool:
+    """Whether an operator writes to its first argument."""
+    return bool(func._schema.is_mutable)

@@ -1,0 +1,134 @@
+"""Which layers and chunks of a step are alike, and the shorter steps that tell of it."""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Iterator
+from dataclasses import dataclass, replace
+from typing import Any
+
+from torch import nn
+
+from streamtune.engine import Schedule, decoder_layers
+from streamtune.plan.extrapolate import Axis, Zone, zones
+
+__all__ = ["Layout", "Shorter", "layout_of"]
+
+LAYER_NUMBERS = ("layer_idx", "layer_id", "layer_number", "block_idx")
+WINDOWS = ("sliding_window", "local_attention", "attention_window", "window_size")
+SPANS = ("attention_chunk_size",)
+"""Spans of chunked attention begin anew every so many tokens: what a chunk sees is then no straight line."""
+
+
+@dataclass(frozen=True)
+class Shorter:
+    """A step that is walked for its share in the whole one.
+
+    Attributes:
+        layers: The layers it keeps.
+        length: Its tokens.
+        schedule: Its schedule.
+        longer: The zone with a period more; None if there is none.
+        chunks: Its chunks.
+        share: The factor of its figures.
+    """
+
+    layers: list[int]
+    length: int
+    schedule: Schedule
+    longer: int | None
+    chunks: int
+    share: int
+
+
+@dataclass(frozen=True)
+class Layout:
+    """Zones of layers, and chunks of ``size`` tokens."""
+
+    layers: list[Zone]
+    chunks: Axis
+    size: int
+    length: int
+
+    def steps(self, schedule: Schedule, kinds: list[Hashable]) -> Iterator[Shorter]:
+        """The steps to walk, the shortest first."""
+        beyond = {number: zone.axis.beyond for number, zone in enumerate(self.layers) if zone.axis.beyond}
+        whole, more = 1 - sum(beyond.values()), self.chunks.beyond
+        rows = [(None, whole), *beyond.items()]
+        for chunks, factor in ((self.chunks.base, 1 - more), (self.chunks.base, more)) if more else ((None, 1),):
+            count = self.chunks.count if chunks is None else chunks + (factor == more)
+            length = self.length if chunks is None else count * self.size
+            for longer, share in rows:
+                kept = [i for number, zone in enumerate(self.layers) for i in zone.layers(number == longer)]
+                shorter = _schedule(schedule, self.size if more else schedule.chunk_size, kinds, kept)
+                yield Shorter(kept, length, shorter, longer, count, share * factor)
+
+
+def layout_of(model: Any, schedule: Schedule, length: int, *, streamed: bool, layers: bool, chunks: bool) -> Layout:
+    """How a step of ``length`` tokens may be shortened.
+
+    Args:
+        model: The model.
+        schedule: Its schedule.
+        length: Tokens of a row.
+        streamed: There are chunks.
+        layers: Layers may be left out.
+        chunks: Chunks may be left out.
+    """
+    count = len(schedule.chunks(length)) if streamed else 1
+    size = -(-length // count)
+    kinds = kinds_of_layers(model, schedule if streamed else None)
+    found = zones(kinds) if layers else [Zone(0, len(kinds), Axis(1))]
+    axis = Axis(count)
+    alone = _alone(model, size, length)
+    if streamed and chunks and alone is not None:
+        head = -(-3 * schedule.head_chunk_size // size) - 3  # at least three chunks of the head
+        axis = Axis.of(count, max(alone, head), tail=2)  # backward begins there, and its second chunk makes the sums
+    return Layout(found, axis, size, length)
+
+
+def kinds_of_layers(model: nn.Module, schedule: Schedule | None) -> list[Hashable]:
+    """For each layer what tells it from others: its modules, their sizes and settings, and its place in the schedule."""
+    layers = decoder_layers(model)
+    configs = {id(m.config): m.config for m in model.modules() if hasattr(m, "config")}.values()
+    lists = [v for config in configs for v in vars(config).values() if isinstance(v, list) and len(v) == len(layers)]
+    places = _places(schedule, len(layers)) if schedule is not None else [None] * len(layers)
+    return [
+        (_looks(layer), tuple(repr(each[index]) for each in lists), places[index]) for index, layer in enumerate(layers)
+    ]
+
+
+def _looks(layer: nn.Module) -> Hashable:
+    looks: list[Hashable] = []
+    for name, module in layer.named_modules():
+        settings = tuple(
+            (key, value)
+            for key, value in vars(module).items()
+            if isinstance(value, int | float | str) and key not in LAYER_NUMBERS
+        )
+        tensors = tuple(
+            (key, tuple(x.shape), x.dtype, x.requires_grad)
+            for key, x in (*module._parameters.items(), *module._buffers.items())
+            if x is not None
+        )
+        looks.append((name, type(module), settings, tensors))
+    return tuple(looks)
+
+
+def _alone(model: nn.Module, size: int, length: int) -> int | None:
+    """Chunks at the start that see less than those behind them; None where chunks cannot be compared."""
+    settings = [vars(m.config) for m in model.modules() if hasattr(m, "config")]
+
+    def found(names: tuple[str, ...]) -> list[int]:
+        return [v for s in settings for name in names if isinstance(v := s.get(name), int) and 0 < v < length]
+
+    if found(SPANS):
+        return None
+    return max((-(-window // size) + 1 for window in found(WINDOWS)), default=1)
+
+
+def _places(schedule: Schedule, count: int) -> list[Hashable]:
+    return [None] * count
+
+
+def _schedule(schedule: Schedule, size: int, kinds: list[Hashable], kept: list[int]) -> Schedule:
+    return replace(schedule, chunk_size=size)

@@ -1,0 +1,81 @@
+"""Results on ``meta``, remembered: an operator is asked once for each form of its arguments.
+
+Shape functions of many operators are written in Python and take longer than their kernels; a step asks the same of them
+for every chunk and layer. (The same idea as torch's cache of fake tensors.)
+"""
+
+from __future__ import annotations
+
+from functools import lru_cache
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+
+__all__ = ["Shapes"]
+
+MOVES = {"resize_", "set_", "t_", "transpose_", "squeeze_", "unsqueeze_", "as_strided_", "swapaxes_", "detach_"}
+"""Operators in place that leave their tensor in another form."""
+
+Form = tuple[torch.Size, tuple[int, ...], torch.dtype]
+
+
+class Shapes:
+    """Calls operators on ``meta`` tensors; used inside of a dispatch mode."""
+
+    def __init__(self) -> None:
+        self._known: dict[Any, Form] = {}
+
+    def call(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """What ``func(*args, **kwargs)`` returns."""
+        kind = _kind(func)
+        if kind == "other":
+            return func(*args, **kwargs)
+        if kind == "in place":
+            first = args[0]
+            return first if first.device.type == "meta" else func(*args, **kwargs)
+        try:
+            key = (func, _key(args), _key(tuple(kwargs.items())) if kwargs else ())
+            form = self._known.get(key)
+        except TypeError:  # of something that cannot be compared
+            return func(*args, **kwargs)
+        if form is not None:
+            return torch.empty_strided(form[0], form[1], dtype=form[2], device="meta")
+        out = func(*args, **kwargs)
+        if isinstance(out, Tensor) and out.device.type == "meta" and not _aliases(out, args):
+            self._known[key] = (out.shape, out.stride(), out.dtype)
+        return out
+
+
+@lru_cache(maxsize=2048)
+def _kind(func: Any) -> Literal["in place", "new", "other"]:
+    schema = func._schema
+    name = schema.name.removeprefix("aten::")
+    if len(schema.returns) != 1 or str(schema.returns[0].type) != "Tensor":
+        return "other"
+    alias = schema.returns[0].alias_info
+    if alias is None:
+        return "other" if schema.is_mutable else "new"
+    writes_first = schema.arguments[0].alias_info is not None and schema.arguments[0].alias_info.is_write
+    return "in place" if alias.is_write and writes_first and name not in MOVES else "other"
+
+
+def _aliases(out: Tensor, args: tuple[Any, ...]) -> bool:
+    """Whether it is a part of one of these, or of something else (some views do not say that they are)."""
+    storage = out.untyped_storage()
+    if any(isinstance(item, Tensor) and item.untyped_storage()._cdata == storage._cdata for item in args):
+        return True
+    alike = torch.empty_strided(out.shape, out.stride(), dtype=out.dtype, device="meta")
+    return bool(out.storage_offset()) or storage.nbytes() != alike.untyped_storage().nbytes()
+
+
+def _key(items: tuple[Any, ...]) -> tuple[Any, ...]:
+    out: list[Any] = []
+    for item in items:
+        if isinstance(item, Tensor):
+            out.append((item.shape, item.stride(), item.dtype, item.device.type))
+        elif isinstance(item, (list, tuple)):
+            out.append(_key(tuple(item)))
+        else:
+            out.append((type(item), item))
+    return tuple(out)

@@ -1,0 +1,183 @@
+"""A step on ``meta`` tensors, written down: what was alive at each moment, by what the engine was doing.
+
+The tape is cut into *cells*: a layer on a chunk in one of its walks, a layer's own backward, the head, what lies
+between. A cell holds a *moment* for each operator that made bytes, so that the same moments of steps of different
+lengths and depths can be compared one by one (``plan.extrapolate``).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+from typing import Any
+
+from torch import Tensor, nn
+
+from streamtune.plan.integers import IntegerValues, asks
+from streamtune.plan.memory import ACTIVATION, HEAD, KINDS, LiveBytes
+from streamtune.plan.shapes import Shapes
+from streamtune.plan.work import attention_flops, cost_of, product_flops, scratch_bytes, touched_bytes
+
+__all__ = ["COLUMNS", "WORK", "Cell", "Place", "Tape"]
+
+COLUMNS = (*KINDS, "scratch", "host", "disk")
+"""Of a moment: bytes on the device by kind, inside of the operator, on the host and on disk."""
+
+WORK = ("matmul_flops", "attention_flops", "touched_bytes", "moved_bytes", "disk_moved_bytes")
+
+_RULES: dict[Any, tuple[str, bool]] = {}
+"""Of each operator what kind of cost it has and whether it may ask for values; asked of its schema once."""
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where in a step a cell is.
+
+    Attributes:
+        phase: ``forward``, ``head`` or ``backward``.
+        walk: Of the layer's cache; empty outside of a chunk.
+        layer: Its index; None outside of the layers.
+        chunk: Index of the chunk; None outside of one.
+        turn: Which visit to this place it is.
+    """
+
+    phase: str
+    walk: str = ""
+    layer: int | None = None
+    chunk: int | None = None
+    turn: int = 0
+
+
+@dataclass
+class Cell:
+    """What happened there.
+
+    Attributes:
+        operators: Of each moment.
+        moments: A row of :data:`COLUMNS` each.
+        work: A sum for each of :data:`WORK`.
+    """
+
+    operators: list[Any] = field(default_factory=list)
+    moments: list[tuple[int, ...]] = field(default_factory=list)
+    work: list[int] = field(default_factory=lambda: [0] * len(WORK))
+
+
+class Tape(LiveBytes):
+    """Writes down a step.
+
+    Args:
+        model: A model on ``meta``.
+        layers: Its decoder layers.
+        device: The kind of device that is simulated.
+        chunk_index: The index of the chunk that begins at a position.
+        tiers: ``() -> (host bytes, disk bytes, bytes moved to and from the host, to and from the disk)``.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        layers: Iterable[nn.Module],
+        *,
+        device: str,
+        tiers: Callable[[], tuple[int, int, int, int]],
+    ) -> None:
+        super().__init__(model, layers, count_cpu=device == "cpu")
+        self.device, self.tiers = device, tiers
+        self.integers, self.shapes = IntegerValues(), Shapes()
+        self.cells: dict[Place, Cell] = {}
+        self._index = {id(layer): index for index, layer in enumerate(self._layers)}
+        self._owners = {id(p): index for index, layer in enumerate(self._layers) for p in layer.parameters()}
+        self._starts: dict[int, int] = {}
+        self._moved = (0, 0)
+        self._phase = "forward"
+        self._cell = Cell()
+        self.enter("forward")
+
+    def __enter__(self) -> Tape:
+        super().__enter__()
+        self._hook(self._layers[-1].register_forward_hook(self._on_last_layer))
+        return self
+
+    def enter(self, phase: str, walk: str = "", layer: int | None = None, chunk: int | None = None) -> None:
+        """What comes next belongs to another place."""
+        self._count_moved()
+        turn = 0
+        while (place := Place(phase, walk, layer, chunk, turn)) in self.cells:
+            turn += 1
+        self._phase, self._cell = phase, Cell()
+        self._place = place
+        self.cells[place] = self._cell
+        self.new_kind = HEAD if phase == "head" else ACTIVATION
+        self._write(None, 0)
+
+    def finish(self) -> None:
+        """The step is over."""
+        self._count_moved()
+
+    def _count_moved(self) -> None:
+        moved = self.tiers()[2:]
+        for place, (now, before) in enumerate(zip(moved, self._moved, strict=True)):
+            self._cell.work[3 + place] += now - before
+        self._moved = (moved[0], moved[1])
+
+    def on_chunk(self, layer: nn.Module, chunk: slice, walk: str) -> None:
+        phase = "forward" if self._phase == "forward" else "backward"
+        index = self._starts.setdefault(chunk.start, len(self._starts))
+        self.enter(phase, walk, self._index[id(layer)], index)
+
+    def _on_layer_input(self, layer: nn.Module, args: tuple[Any, ...]) -> None:
+        if self._phase == "forward":
+            self.enter("forward", "whole", self._index[id(layer)])
+        super()._on_layer_input(layer, args)
+
+    def _on_last_layer(self, layer: nn.Module, args: tuple[Any, ...], out: Any) -> None:
+        if self._phase == "forward":
+            self.enter("head")
+
+    def _on_gradient(self, parameter: Tensor) -> None:
+        super()._on_gradient(parameter)
+        index = self._owners.get(id(parameter))
+        if index is not None and (self._place.phase, self._place.layer) != ("backward", index):
+            self.enter("backward", "whole", index)
+
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        """No: nothing is compiled here, and the guard against it takes as long as an operator."""
+        return False
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        given = kwargs or {}
+        rule = _RULES.get(func)
+        if rule is None:
+            rule = _RULES[func] = (cost_of(func), asks(func))
+        cost, asking = rule
+        answered, out = self.integers.asked(func, args, given) if asking else (False, None)
+        if not answered:
+            out = self.shapes.call(func, args, given)
+            if not (isinstance(out, Tensor) and out.dtype.is_floating_point):
+                self.integers.follow(func, args, given, out)
+            elif cost == "view":
+                return out
+        before, scratch = self.total, 0
+        self._see(out)
+        if cost == "product":
+            self._cell.work[0] += product_flops(func, args, given, out)
+        elif cost == "attention":
+            self._cell.work[1] += attention_flops(func, args)
+            scratch = scratch_bytes(func, args, self.device)
+        elif cost == "other":
+            self._cell.work[2] += touched_bytes(func, args, out)
+        if self.total > before or scratch:
+            self._write(func, scratch)
+        return out
+
+    def _grown(self) -> None:
+        """The tape itself tells the peak."""
+
+    def _write(self, func: Any, scratch: int) -> None:
+        host, disk, _, _ = self.tiers()
+        self._cell.operators.append(func)
+        self._cell.moments.append((*self.live.values(), scratch, host, disk))

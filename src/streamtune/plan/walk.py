@@ -1,0 +1,195 @@
+"""One step of a model on ``meta``, written on a tape: forward, loss and backward as a training step runs them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+from torch.utils.checkpoint import checkpoint
+
+from streamtune.engine import Schedule, StreamHandle, decoder_layers
+from streamtune.ops.simulated import simulating
+from streamtune.plan.integers import with_value
+from streamtune.plan.memory import GRADIENT
+from streamtune.plan.subject import Mode
+from streamtune.plan.tape import Tape
+
+__all__ = ["Step", "fewer_layers", "shortened", "walk"]
+
+IGNORED = -100
+
+
+@dataclass(frozen=True)
+class Step:
+    """What is walked.
+
+    Attributes:
+        mode: How the model is trained.
+        length: Tokens of a row.
+        batch_size: Rows.
+        again: Gradients of an earlier micro-batch are there.
+        autocast: Compute in bf16.
+        device: The kind of device that is simulated.
+        targets: Tokens that predict something, of each row; None is all of them.
+    """
+
+    mode: Mode
+    length: int
+    batch_size: int = 1
+    again: bool = False
+    autocast: bool = False
+    device: str = "cuda"
+    targets: int | None = None
+
+
+def walk(model: Any, schedule: Schedule, step: Step) -> Tape:
+    """Forward and backward of a model on ``meta``; it is left as it was, without gradients."""
+    with ExitStack() as stack:
+        tiers = _prepared(stack, model, schedule, step.mode)
+        ids = with_value(torch.zeros(step.batch_size, step.length, dtype=torch.long))
+        labels = ids
+        if step.targets is not None and step.targets < step.length:
+            value = torch.zeros(step.batch_size, step.length, dtype=torch.long)
+            value[:, step.targets :] = IGNORED
+            labels = with_value(value)
+        stack.enter_context(simulating(step.device))
+        if step.mode != "stream" or step.autocast:
+            stack.enter_context(_Functions(step.device))
+        tape = stack.enter_context(Tape(model, decoder_layers(model), device=step.device, tiers=tiers))
+        stack.callback(model.zero_grad, set_to_none=True)
+        if step.again:
+            for parameter in model.parameters():
+                if parameter.requires_grad:
+                    parameter.grad = torch.empty_like(parameter)
+                    tape.file(GRADIENT, parameter.grad)
+        with torch.autocast("cpu", dtype=torch.bfloat16, enabled=step.autocast):
+            loss = model(input_ids=ids, labels=labels, use_cache=False).loss
+        _backward(loss)
+        tape.finish()
+    return tape
+
+
+def _backward(loss: Tensor) -> None:
+    """``loss.backward()``, with the modes for functions in force inside: torch leaves them while it calls that."""
+    engine: Any = torch.autograd.Variable._execution_engine  # type: ignore[attr-defined]
+    engine.run_backward(
+        (loss,), (torch.ones_like(loss),), False, False, (), allow_unreachable=True, accumulate_grad=True
+    )
+
+
+def _prepared(stack: ExitStack, model: Any, schedule: Schedule, mode: Mode) -> Callable[[], tuple[int, int, int, int]]:
+    """Put the model into its mode for the while; returns how to read what is held elsewhere."""
+    if mode == "checkpoint":
+        model._set_gradient_checkpointing(enable=True, gradient_checkpointing_func=_checkpoint)
+        stack.callback(model._set_gradient_checkpointing, enable=False)
+    elif mode == "stream":
+        handle: Any = stack.enter_context(StreamHandle(model, schedule, head=True))
+        if hasattr(handle, "tiers"):
+            host, disk = handle.tiers.host, handle.tiers.disk
+            return lambda: (host.live_bytes, disk.live_bytes, host.moved_bytes, disk.moved_bytes)
+    return lambda: (0, 0, 0, 0)
+
+
+def _checkpoint(function: Callable[..., Any], *args: Any) -> Any:
+    return checkpoint(function, *args, use_reentrant=False)
+
+
+@contextmanager
+def fewer_layers(model: nn.Module, kept: list[int]) -> Iterator[None]:
+    """Only some of the decoder layers, while inside; lists of a configuration that name one item for each follow."""
+    layers = decoder_layers(model)
+    count, chosen = len(layers), {id(layers[index]) for index in kept}
+    every = {id(layer) for layer in layers}
+    lists = [module for module in model.modules() if isinstance(module, nn.ModuleList)]
+    held = [module for module in lists if any(id(child) in every for child in module)]
+    configs = {id(m.config): m.config for m in model.modules() if hasattr(m, "config")}.values()
+    before: list[tuple[dict[str, Any], str, Any]] = []
+    for module in held:
+        before.append((module.__dict__, "_modules", module._modules))
+        left = [child for child in module if id(child) in chosen or id(child) not in every]
+        module.__dict__["_modules"] = {str(place): child for place, child in enumerate(left)}
+    for config in configs:
+        for name, value in list(vars(config).items()):
+            short = _shorter(name, value, count, kept)
+            if short is not value:
+                before.append((vars(config), name, value))
+                vars(config)[name] = short
+    try:
+        yield
+    finally:
+        for owner, name, value in reversed(before):
+            owner[name] = value
+
+
+def _shorter(name: str, value: Any, count: int, kept: list[int]) -> Any:
+    if isinstance(value, list) and len(value) == count:
+        return [value[index] for index in kept]
+    if name in ("num_hidden_layers", "n_layer") and value == count:
+        return len(kept)
+    return value
+
+
+class _Functions(TorchFunctionMode):
+    """What torch decides by the device of a tensor, decided for the device that is simulated.
+
+    The fused attention of ``scaled_dot_product_attention``: on ``meta`` it would be the formula, with all scores.
+    """
+
+    def __init__(self, device: str) -> None:
+        super().__init__()
+        self.device = device
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        if func is nn.functional.scaled_dot_product_attention and args and args[0].device.type == "meta":
+            return _attention(self.device, func, *args, **(kwargs or {}))
+        return func(*args, **(kwargs or {}))
+
+
+def _attention(
+    device: str,
+    func: Any,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attn_mask: Tensor | None = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+) -> Tensor:
+    """``scaled_dot_product_attention`` by the kernel the device would choose."""
+    settings: dict[str, Any] = {"scale": scale}
+    aten = torch.ops.aten
+    out: Tensor
+    if device == "cpu":
+        tiny = [torch.empty(*x.shape[:2], 2, x.shape[3], dtype=x.dtype) for x in (query, key, value)]
+        if torch._fused_sdp_choice(*tiny, None, dropout_p, is_causal, enable_gqa=enable_gqa) == 1:
+            out, _ = aten._scaled_dot_product_flash_attention_for_cpu(
+                query, key, value, dropout_p, is_causal, attn_mask=attn_mask, **settings
+            )
+            return out
+    elif attn_mask is None and query.dtype in (torch.bfloat16, torch.float16) and query.shape[-1] <= 256:
+        out, *_ = aten._scaled_dot_product_flash_attention(query, key, value, dropout_p, is_causal, False, **settings)
+        return out
+    elif query.dtype != torch.float64:
+        repeats = query.shape[1] // key.shape[1]
+        if repeats > 1:
+            key, value = key.repeat_interleave(repeats, 1), value.repeat_interleave(repeats, 1)
+        out, *_ = aten._scaled_dot_product_efficient_attention(
+            query, key, value, attn_mask, query.requires_grad, dropout_p, is_causal, **settings
+        )
+        return out
+    whole: Tensor = func(query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa)
+    return whole
+
+
+def shortened(step: Step, length: int, head_chunk: int) -> Step:
+    """The step on fewer tokens, with as many in its last head chunk as the whole one has."""
+    return replace(step, length=length, targets=length - (length - step.length) % head_chunk)

@@ -1,0 +1,106 @@
+"""What an operator costs besides memory: operations of matrix products and of attention, bytes that others touch."""
+
+from __future__ import annotations
+
+import math
+from functools import lru_cache
+from typing import Any, Literal
+
+from torch import Tensor
+from torch.utils.flop_counter import flop_registry
+
+__all__ = ["ATTENTION_WORK", "attention_flops", "cost_of", "product_flops", "scratch_bytes", "touched_bytes"]
+
+Cost = Literal["view", "room", "product", "attention", "other"]
+
+ATTENTION_WORK = {"forward": 2, "backward": 5}
+"""Matrix products of a tile: scores and output; and scores again, dV, dP, dQ, dK."""
+
+CAUSAL_AT = {
+    "_scaled_dot_product_flash_attention": 4,
+    "_scaled_dot_product_efficient_attention": 6,
+    "_scaled_dot_product_cudnn_attention": 6,
+    "_scaled_dot_product_flash_attention_for_cpu": 4,
+    "_scaled_dot_product_flash_attention_backward": 11,
+    "_scaled_dot_product_efficient_attention_backward": 11,
+    "_scaled_dot_product_cudnn_attention_backward": 14,
+    "_scaled_dot_product_flash_attention_for_cpu_backward": 7,
+}
+"""Fused attentions, and which of their arguments says that they are causal."""
+
+
+ROOM = ("empty", "empty_like", "new_empty", "empty_strided", "new_empty_strided", "empty_permuted")
+"""Operators that make a tensor and touch none of its bytes."""
+
+
+@lru_cache(maxsize=2048)
+def cost_of(func: Any) -> Cost:
+    """What kind of cost an operator has; a view has none."""
+    name = func._schema.name.removeprefix("aten::")
+    if name in CAUSAL_AT:
+        return "attention"
+    if func._overloadpacket in flop_registry:
+        return "product"
+    returns = func._schema.returns
+    aliases = [item.alias_info for item in returns]
+    if not returns:
+        return "other" if func._schema.is_mutable else "view"
+    if any(alias is not None and not alias.is_write for alias in aliases):
+        return "view"
+    return "room" if name in ROOM else "other"
+
+
+def product_flops(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> int:
+    """Multiplications and additions of a matrix product or convolution."""
+    return int(flop_registry[func._overloadpacket](*args, **kwargs, out_val=out))
+
+
+def attention_flops(func: Any, args: tuple[Any, ...]) -> int:
+    """The same of a fused attention: of a causal square the half that is computed."""
+    name = func._schema.name.removeprefix("aten::")
+    backward = name.endswith("_backward")
+    q, k, v = args[1:4] if backward else args[:3]
+    queries, keys = q.shape[-2], k.shape[-2]
+    place = CAUSAL_AT[name]
+    causal = len(args) > place and bool(args[place])
+    pairs = queries * (queries + 1) // 2 if causal and queries == keys else queries * keys
+    products = ATTENTION_WORK["backward" if backward else "forward"]
+    return int(products * pairs * (q.shape[-1] + v.shape[-1]) * math.prod(q.shape[:-2]))
+
+
+def scratch_bytes(func: Any, args: tuple[Any, ...], device: str) -> int:
+    """What a kernel allocates for itself and frees before it returns.
+
+    FlashAttention-2's backward sums dQ in fp32 over rows padded to 128 and heads padded to 32, keeps one more fp32 number
+    for each row, and where query heads share keys writes dK, dV for each query head before it sums them.
+    """
+    if device != "cuda" or not func._schema.name.endswith("_scaled_dot_product_flash_attention_backward"):
+        return 0
+    q, k = args[1], args[2]
+    batch, heads, queries, dim = q.shape
+    rows, wide = -(-queries // 128) * 128, -(-dim // 32) * 32
+    scratch = 4 * batch * heads * rows * (wide + 1)
+    if heads != k.shape[1]:
+        scratch += 2 * batch * heads * k.shape[2] * dim * k.element_size()
+    return int(scratch)
+
+
+GATHERS = ("index", "index_select", "gather", "embedding")
+SCATTERS = {"index_put": 2, "index_put_": 2, "scatter_add_": 3, "index_add_": 3, "scatter_": 3}
+"""Operators that touch a few places of a tensor; of the second kind which argument says how many."""
+
+
+def touched_bytes(func: Any, args: tuple[Any, ...], out: Any) -> int:
+    """Bytes an elementwise operator or a reduction reads and writes."""
+    name, total = func._schema.name.removeprefix("aten::"), 0
+    if name in GATHERS:
+        args = (out,)
+    elif name in SCATTERS:
+        out = values = args[SCATTERS[name]] if len(args) > SCATTERS[name] else None
+        args = (values,)
+    for item in (*args, out):
+        if isinstance(item, Tensor):
+            total += item.nbytes
+        elif isinstance(item, (tuple, list)):
+            total += sum(part.nbytes for part in item if isinstance(part, Tensor))
+    return total

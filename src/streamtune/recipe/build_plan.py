@@ -1,0 +1,277 @@
+"""A recipe to the schedule its steps will run: what is trained, the memory there is, the rates of the device.
+
+plan_recipe   for ``streamtune plan``: from the configuration alone, for this machine or for a device that is not there
+plan_model    for a run: of the model that is loaded, within what is free beside it
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from streamtune import models, optim, plan
+from streamtune.errors import ArgumentError
+from streamtune.plan.budget import device_name, free_device_bytes, free_disk_bytes
+from streamtune.plan.calibrate import load_rates, measure_disk
+from streamtune.plan.cost import Rates, sheet_rates
+from streamtune.plan.devices import Device, find_device, nearest_device
+from streamtune.plan.host import free_host_bytes
+from streamtune.plan.shape import held_bytes, meta_copy
+from streamtune.plan.simulate import Workload
+from streamtune.recipe.build import (
+    blame_recipe,
+    choose_device,
+    choose_quantization,
+    make_schedule,
+    quiet_libraries,
+)
+from streamtune.recipe.engine import EngineSpec
+from streamtune.recipe.loader import LoadedRecipe
+from streamtune.recipe.schema import Recipe
+from streamtune.sizes import parse_size
+
+__all__ = ["PlanOptions", "RecipePlan", "make_blueprint", "make_workload", "plan_model", "plan_recipe"]
+
+
+@dataclass(frozen=True)
+class PlanOptions:
+    """What the command line says beside the recipe; None where it says nothing."""
+
+    device: str | None = None
+    device_memory: str | None = None
+    host_memory: str | None = None
+    disk_memory: str | None = None
+    length: int | None = None
+
+
+@dataclass(frozen=True)
+class RecipePlan:
+    """A plan and what it is for.
+
+    Attributes:
+        loaded: The recipe.
+        model_name: Class of the model.
+        parameters: How many it has.
+        dtype: Of its weights.
+        length: Tokens of a row.
+        device_name: The device that was planned for.
+        here: Whether that is the device at hand.
+        plan: The schedule and what it takes.
+    """
+
+    loaded: LoadedRecipe
+    model_name: str
+    parameters: models.ParameterCount
+    dtype: str
+    length: int
+    device_name: str
+    here: bool
+    plan: plan.Plan
+
+    @property
+    def tokens(self) -> int:
+        """Tokens of an optimizer step."""
+        recipe = self.loaded.recipe
+        return self.length * recipe.per_device_train_batch_size * recipe.gradient_accumulation_steps
+
+
+def plan_recipe(
+    loaded: LoadedRecipe, options: PlanOptions, *, notify: Callable[[str], None] = lambda message: None
+) -> RecipePlan:
+    """Plan a recipe from its model's configuration; neither weights nor data are read.
+
+    Args:
+        loaded: The recipe.
+        options: A device that is not there, budgets, another length.
+        notify: Told what takes a while.
+
+    Raises:
+        UserError: A name that is not known, or a budget that nothing fits, with the line of the recipe.
+    """
+    recipe = loaded.recipe
+    with blame_recipe(loaded):
+        target, here = _target(recipe, options)
+        quiet_libraries(here)
+        device = here if target is None else torch.device("cuda")
+        model = make_blueprint(recipe, device)
+        length = options.length or recipe.max_length
+        workload = make_workload(recipe, partial(_same, model), length, device)
+        limits = _limits(recipe.engine, options, target, here)
+        rates = sheet_rates(target) if target else _rates_here(recipe, model, here, notify)
+        notify("planning")
+        if recipe.engine.schedule == "fixed":
+            chosen = plan.judge(workload, make_schedule(recipe.engine), limits, rates)
+        else:
+            chosen = plan.choose(workload, limits, rates, fixed=recipe.engine.written())
+    base = model.get_base_model() if hasattr(model, "get_base_model") else model
+    return RecipePlan(
+        loaded=loaded,
+        model_name=type(base).__name__,
+        parameters=models.count_parameters(model),
+        dtype=str(base.dtype).removeprefix("torch."),
+        length=length,
+        device_name=target.title if target else device_name(here),
+        here=target is None,
+        plan=chosen,
+    )
+
+
+def plan_model(
+    recipe: Recipe,
+    model: Any,
+    length: int,
+    device: torch.device,
+    *,
+    keep: plan.Schedule | None = None,
+    notify: Callable[[str], None] = lambda message: None,
+) -> plan.Plan:
+    """Plan a run with the model that is loaded, within what is free beside it.
+
+    Args:
+        recipe: The recipe.
+        model: On its device, with its adapters, not yet streamed.
+        length: Tokens of the longest row.
+        device: Where it is.
+        keep: The schedule of the run that is resumed: taken again, so that its losses are the same to the last bit, if
+            it still fits and the recipe still allows it.
+        notify: Told what takes a while.
+
+    Raises:
+        ArgumentError: Nothing fits.
+    """
+    shape = meta_copy(model)
+    limits = _limits(recipe.engine, PlanOptions(), None, device)
+    if recipe.engine.device_memory == "auto":  # the weights are there already, and part of what a step holds
+        limits = replace(limits, device_bytes=limits.device_bytes + held_bytes(model))
+    rates = _rates_here(recipe, model, device, notify)
+    workload = make_workload(recipe, partial(_same, shape), length, device)
+    if recipe.engine.schedule == "fixed":
+        return plan.judge(workload, make_schedule(recipe.engine), limits, rates)
+    written = recipe.engine.written()
+    if keep is not None and {**plan.as_fixed(keep), **written} == plan.as_fixed(keep):
+        kept = plan.judge(workload, keep, limits, rates)
+        if kept.fits:
+            return kept
+        notify("the schedule this run was started with does not fit any more; another gives the same gradient")
+    return plan.choose(workload, limits, rates, fixed=written)
+
+
+def make_workload(recipe: Recipe, make_model: Callable[[], nn.Module], length: int, device: torch.device) -> Workload:
+    """What a step of the recipe trains, for a simulation."""
+    return Workload(
+        make_model=make_model,
+        length=length,
+        batch_size=recipe.per_device_train_batch_size,
+        micro_batches=recipe.gradient_accumulation_steps,
+        make_optimizer=partial(_make_optimizer, recipe),
+        autocast=recipe.bf16,
+        device_type=device.type,
+    )
+
+
+def make_blueprint(recipe: Recipe, device: torch.device) -> Any:
+    """The recipe's model on ``meta``, with its adapters."""
+    quantization = choose_quantization(recipe.finetuning_type, recipe.quantization, device)
+    trained = recipe.tokenizer.train if recipe.tokenizer is not None else None
+    if recipe.model is not None:
+        source: Any = recipe.model.init
+    else:
+        source = recipe.model_name_or_path
+    model: Any = models.blueprint(
+        source,
+        vocab_size=trained.vocab_size if trained is not None else None,
+        dtype=recipe.dtype,
+        trust_remote_code=recipe.trust_remote_code,
+        quantization=quantization,
+    )
+    if recipe.finetuning_type == "full":
+        return model
+    with torch.device("meta"):
+        return models.add_lora(
+            model,
+            r=recipe.lora_r,
+            alpha=recipe.lora_alpha,
+            dropout=recipe.lora_dropout,
+            target=recipe.lora_target,
+            seed=recipe.seed,
+        )
+
+
+# --- what there is ----------------------------------------------------------------------------------------------------
+
+
+def _target(recipe: Recipe, options: PlanOptions) -> tuple[Device | None, torch.device]:
+    """The device that is not there and is planned for, if one is, and the device at hand.
+
+    A memory size alone, where there is no accelerator, stands for the accelerator nearest to it in the table.
+    """
+    here = torch.device("cpu") if options.device else choose_device(recipe.device)
+    if options.device is not None:
+        return find_device(options.device), here
+    if options.device_memory is not None and here.type == "cpu" and recipe.device != "cpu":
+        return nearest_device(parse_size(options.device_memory, where="--device-memory")), here
+    return None, here
+
+
+def _limits(spec: EngineSpec, options: PlanOptions, target: Device | None, here: torch.device) -> plan.Limits:
+    """The command line's sizes, then the recipe's, then the device's own or what is free."""
+    on_cpu = target is None and here.type == "cpu"
+    free_host = free_host_bytes()
+    device_bytes = _size(options.device_memory, spec.device_memory, "device_memory")
+    if device_bytes is None:
+        device_bytes = target.memory_bytes if target else free_host if on_cpu else free_device_bytes(here)
+    host_bytes = _size(options.host_memory, spec.host_memory, "host_memory")
+    disk_bytes = _size(options.disk_memory, spec.disk_memory, "disk_memory")
+    if disk_bytes is None:
+        disk_bytes = free_disk_bytes(spec.offload_dir) if spec.offload_dir else 0
+    return plan.Limits(
+        device_bytes=device_bytes,
+        host_bytes=free_host if host_bytes is None else host_bytes,
+        disk_bytes=disk_bytes,
+        margin=spec.margin,
+        shared=on_cpu,
+    )
+
+
+def _size(option: str | None, key: str, name: str) -> int | None:
+    if option is not None:
+        return parse_size(option, where=f"--{name.replace('_', '-')}")
+    return None if key == "auto" else parse_size(key, where=f"engine.{name}")
+
+
+def _rates_here(recipe: Recipe, model: Any, device: torch.device, notify: Callable[[str], None]) -> Rates:
+    base = model.get_base_model() if hasattr(model, "get_base_model") else model
+    rates = load_rates(device, torch.bfloat16 if recipe.bf16 else base.dtype, notify=notify)
+    directory = recipe.engine.offload_dir
+    if directory is not None and Path(directory).is_dir():
+        try:
+            rates = replace(rates, disk_bandwidth=measure_disk(Path(directory)))
+        except OSError as error:
+            raise ArgumentError(
+                f"nothing can be written to {directory}: {error.strerror}", where="engine.offload_dir"
+            ) from error
+    return rates
+
+
+# --- parts of a workload ----------------------------------------------------------------------------------------------
+
+
+def _same(model: nn.Module) -> nn.Module:
+    return model
+
+
+def _make_optimizer(recipe: Recipe, model: nn.Module) -> torch.optim.Optimizer:
+    return optim.build_optimizer(
+        recipe.optim,
+        model.named_parameters(),
+        learning_rate=recipe.learning_rate,
+        weight_decay=recipe.weight_decay,
+        betas=(recipe.adam_beta1, recipe.adam_beta2),
+        eps=recipe.adam_epsilon,
+    )
