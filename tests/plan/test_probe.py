@@ -208,6 +208,7 @@ def task(**changes: object) -> ProbeTask:
         "host_bytes": None,
         "disk_bytes": None,
         "schedule": Schedule(),
+        "margin": 0.0,
     }
     return ProbeTask(**{**settings, **changes})  # type: ignore[arg-type]
 
