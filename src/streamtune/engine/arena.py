@@ -91,7 +91,9 @@ class _Region:
         self.size, self.stack = size, Stack()
         self.map: mmap.mmap | None = None
         if device.type == "meta":
-            self.bytes = torch.empty(size, dtype=torch.uint8, device="meta")
+            storage = torch.UntypedStorage(size, device="meta")
+            _host_storages.add(storage._cdata)  # before a tensor of it is seen
+            self.bytes = torch.empty(0, dtype=torch.uint8, device="meta").set_(storage)
         else:
             self.map = mmap.mmap(-1, size)
             self.bytes = torch.frombuffer(self.map, dtype=torch.uint8)

@@ -15,6 +15,7 @@ from itertools import pairwise
 
 from torch import Tensor
 
+from streamtune.engine.ambient import hold
 from streamtune.engine.storage import Block, Tier
 
 __all__ = ["KeptAttention", "remembered"]
@@ -71,6 +72,7 @@ class Turn:
 
     def keep(self, o: Tensor, lse: Tensor) -> None:
         """Keep o and lse of the attention that :meth:`recall` did not know."""
+        hold("attention output", o, lse)
         self.kept.blocks[self.start, self.index] = self.kept.tier.put(o), self.kept.tier.put(lse)
 
 

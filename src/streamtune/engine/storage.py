@@ -18,6 +18,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from streamtune.engine.ambient import hold
 from streamtune.engine.arena import Arena, is_host_storage
 
 __all__ = ["Block", "Copies", "DeviceTier", "HostTier", "Source", "Stored", "Tier", "is_host_storage"]
@@ -190,6 +191,7 @@ class Stored:
 
     def put(self, chunk: slice, x: Tensor) -> None:
         """Store a chunk."""
+        hold("layer input", x)
         self.blocks[chunk.start, chunk.stop] = self.tier.put(x)
 
     def expect(self, chunks: Sequence[slice]) -> None:

@@ -59,9 +59,8 @@ def prefix_attention(
         ``[B, H, T, D]`` in the dtype of ``q_BHTD``. A query that sees no key (left padding) gives zeros.
     """
     assert tuple(view.shape[2:]) == (q_BHTD.shape[2], k_BGSD.shape[2]), (view.shape, q_BHTD.shape, k_BGSD.shape)
-    with torch.autocast(
-        autocast_kind(q_BHTD.device), enabled=False
-    ):  # the formula's matmuls are in the dtypes it chooses
+    kind = autocast_kind(q_BHTD.device)
+    with torch.autocast(kind, enabled=False):  # the formula's matmuls are in the dtypes it chooses
         return _PrefixAttention.apply(q_BHTD, k_BGSD, v_BGSD, sinks_H, view, scale, softcap, dropout, memory)
 
 

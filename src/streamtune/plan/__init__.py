@@ -1,8 +1,10 @@
 """What a step costs and whether it is exact: live bytes, the simulated step, the benchmark, the probe, verification."""
 
 from streamtune.plan.bench import MODES, BenchReport, BenchRow, Mode, run_bench
+from streamtune.plan.choices import Limits
+from streamtune.plan.cost import Rates
 from streamtune.plan.memory import LiveBytes
-from streamtune.plan.planner import Alternative, Limits, Plan, as_fixed, choose, judge
+from streamtune.plan.planner import Alternative, Plan, as_fixed, choose, judge
 from streamtune.plan.plot import draw_bench
 from streamtune.plan.probe import Limit, ProbeReport, ProbeTask, Trial, measured, run_probe
 from streamtune.plan.probe_plot import draw_probe
@@ -22,6 +24,7 @@ __all__ = [
     "Plan",
     "ProbeReport",
     "ProbeTask",
+    "Rates",
     "Simulation",
     "Trial",
     "VerifyReport",

@@ -133,9 +133,8 @@ def candidates(space: Space, estimator: Estimator, limits: Limits) -> Iterator[C
     Spare memory of the device is filled: by layers kept whole, which saves their recomputation, or by layer inputs that
     need not go away.
     """
-    length = space.length
     for schedule in space.combinations():
-        plain = Candidate(schedule, estimator.estimate(schedule, length))
+        plain = Candidate(schedule, estimator.estimate(schedule))
         sized = [] if space.fixed.get("device_layers") else [plain]
         if schedule.offload != "device" and (schedule.levels == 1 or not sized):
             sized += _with_device_layers(plain, space, estimator, limits)
@@ -148,7 +147,7 @@ def _with_device_layers(
 ) -> Iterator[Candidate]:
     """As many layer inputs on the device as it holds, and as few as the host asks for."""
     schedule, figures = candidate.schedule, candidate.figures
-    each = estimator.of_a_device_layer(schedule, space.length)
+    each = estimator.of_a_device_layer(schedule)
     most = math.floor(min(space.layers, figures.room_for(each, limits.device)))
     lacking, relief = figures.host_bytes - limits.host, -each.host_bytes
     if schedule.offload == "disk":
@@ -167,7 +166,7 @@ def _with_kept_layers(candidate: Candidate, space: Space, estimator: Estimator, 
     if wanted == 0 or (wanted is None and schedule.levels == 2):  # two levels spend what keeping layers saves
         yield candidate
         return
-    each = estimator.of_a_kept_layer(space.length)
+    each = estimator.of_a_kept_layer
     room = figures.room_for(each, limits.device - (figures.host_bytes if limits.shared else 0))
     counts = {0, max(0, math.floor(min(space.layers, room)))} if wanted is None else {wanted}
     for count in sorted(counts):

@@ -1,12 +1,11 @@
 """How long a step takes: the work a simulation counted, over rates measured on the device or taken from its data sheet.
 
-    seconds = max(matmul / r_m + attention / r_a + attention backward / r_b + touched / r_t + operators * t_o,
-                  moved / r_c, disk / r_d)
+    device = matmul / r_m + attention / r_a + touched / r_t
 
-The first term is what the device computes, one operator after another: matrix products and attention by their
-operations, everything else by the bytes it reads and writes, and each operator by what launching it costs. Copies run
-beside that on an accelerator, so the longest of the three is the step; on the CPU, which copies with the cores that
-compute, they are added up.
+What computes is taken one operator after another: matrix products and attention by their operations, everything else by
+the bytes it reads and writes. On an accelerator Python hands out operators while it computes and copies run beside it,
+so a step is the longest of the four: the device's work, ``operators * t_o``, ``moved / r_c`` and ``disk / r_d``. On the
+CPU, where the same cores do all of it, it is their sum.
 """
 
 from __future__ import annotations
@@ -57,6 +56,11 @@ class Rates:
     launch_seconds: float = LAUNCH_SECONDS
     overlaps: bool = True
 
+    @property
+    def seconds_of_attention(self) -> float:
+        """Of one operation, in the mix of a checkpointed step: 2 + 2 matrix products of a tile forward, 5 backward."""
+        return (4 / self.attention_flops + 5 / self.attention_backward_flops) / 9
+
 
 def sheet_rates(device: Device) -> Rates:
     """The rates of a device that is not there: its data sheet times :data:`SHEET_EFFICIENCY`."""
@@ -75,11 +79,11 @@ def predict_seconds(work: Work, rates: Rates) -> float:
     """Seconds of the step that does ``work``."""
     compute = (
         work.matmul_flops / rates.matmul_flops
-        + work.attention_flops / rates.attention_flops
-        + work.attention_backward_flops / rates.attention_backward_flops
+        + work.attention_flops * rates.seconds_of_attention
         + work.touched_bytes / rates.touch_bandwidth
-        + work.operators * rates.launch_seconds
     )
+    launches = work.operators * rates.launch_seconds
     copies = work.moved_bytes / rates.copy_bandwidth
     disk = work.disk_moved_bytes / rates.disk_bandwidth
-    return max(compute, copies, disk) if rates.overlaps else compute + copies + disk
+    parts = (compute, launches, copies, disk)
+    return max(parts) if rates.overlaps else sum(parts)

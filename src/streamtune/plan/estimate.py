@@ -1,17 +1,20 @@
-"""Bytes and work of any schedule from simulations of five short steps.
+"""Bytes and work of hundreds of schedules from simulations of five.
 
-At chunks of c tokens a step on T tokens holds, in each of its phases, ``m + s T + g c`` bytes, and does ``a + b T + d T/c``
-of each kind of work, attention aside, whose pairs are ``p T^2 + q T``: weights are touched once a chunk, tokens once. Two
-short lengths and a second chunk size give these numbers; two more steps tell what it adds to keep keys, values and
-attention outputs, and to keep a layer whole. Where a tensor is kept is then arithmetic.
+A plain step, one with another chunk size, and one each that keeps keys and values, attention outputs, or a whole layer,
+are simulated at the length that is planned for. What a choice adds is their difference: choices add up, for each keeps
+something of its own. In the size c of a chunk, bytes are a straight line, and work is ``a + b / c``, for weights and the
+prefix are touched once a chunk. *Where* a tensor is kept, and how many of them, is arithmetic.
 
-This is for choosing among hundreds. A schedule that is chosen is simulated whole before it is believed (``planner``).
+This is for choosing. A schedule that is chosen is simulated itself before it is believed (``planner``).
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields, replace
+from typing import Any, Literal
+
+from torch import Tensor
 
 from streamtune.engine import Schedule
 from streamtune.engine.placement import place_layers
@@ -22,9 +25,10 @@ __all__ = ["Estimator", "Figures", "Simulate"]
 Simulate = Callable[[Workload, Schedule], Simulation]
 
 DEVICE, WORK, HOST, DISK = "device:", "work:", "host", "disk"
-FORWARD, BACKWARD = f"{WORK}attention_flops", f"{WORK}attention_backward_flops"
-KEPT_TERM = "attention outputs"
-INPUT_TERM = "layer inputs"
+ATTENTION = f"{WORK}attention_flops"
+FORWARD_SHARE = 2 / 9
+"""Of attention's operations in a step that runs its forward twice: 2 and 2 products of a tile, 5 in the backward."""
+
 
 IN_FLIGHT = 4
 """Chunks on the device of what is kept elsewhere: on their way there, or fetched ahead."""
@@ -82,121 +86,104 @@ class Figures:
 
 
 class Estimator:
-    """Figures of any schedule at any length.
+    """Figures of any schedule of one workload.
 
     Args:
-        workload: What is trained; its length only says how short the short steps have to be.
+        workload: What is trained.
         layers: Decoder layers of the model.
         simulate: Simulates a step.
-        grad_dtype: Of the schedules that are asked about.
-        vocabulary: Entries of the head.
+        chunks: Chunk sizes that will be asked about.
+        head_chunk: Of the steps that are simulated; the largest that will be asked about.
+        grad_dtype: Of the schedules.
     """
 
     def __init__(
-        self, workload: Workload, layers: int, simulate: Simulate, *, grad_dtype: str = "float32", vocabulary: int = 0
+        self,
+        workload: Workload,
+        layers: int,
+        simulate: Simulate,
+        *,
+        chunks: Sequence[int],
+        head_chunk: int,
+        grad_dtype: Literal["float32", "param"] = "float32",
     ) -> None:
-        self.layers, self.rows, self.vocabulary = layers, workload.batch_size, vocabulary
-        self.head_chunk = min(1024, workload.length)
-        chunk = self.chunk = max(16, min(1024, workload.length // 4))
-        plain = Schedule(chunk, self.head_chunk, grad_dtype=grad_dtype)  # type: ignore[arg-type]
+        self.layers, self.rows, self.length = layers, workload.batch_size, workload.length
+        self.chunk, self.wide = chunks[min(1, len(chunks) - 1)], chunks[min(3, len(chunks) - 1)]
+        self.head_chunk = head_chunk
+        plain = Schedule(self.chunk, head_chunk, grad_dtype=grad_dtype)
+        self.plainest = Figures.of(simulate(workload, plain))
+        self.simulations = 1
 
-        def step(length: int, schedule: Schedule) -> Simulation:
-            return simulate(replace(workload, length=length), schedule)
+        def added(**choice: Any) -> Figures:
+            self.simulations += 1
+            return Figures.of(simulate(workload, replace(plain, **choice))).plus(self.plainest, -1.0)
 
-        short = step(2 * chunk, plain)
-        kept = step(2 * chunk, replace(plain, keep_kv="device", keep_attention="device"))
-        self._two, self._three = Figures.of(short), Figures.of(step(3 * chunk, plain))
-        self._wide = Figures.of(step(4 * chunk, replace(plain, chunk_size=2 * chunk)))
-        self._whole = Figures.of(step(2 * chunk, replace(plain, keep_layers=1))).plus(self._two, -1.0)
-        self._kept = Figures.of(kept).plus(self._two, -1.0)
-        self.simulations = 5
-        tokens = 2 * chunk * layers
-        self.input_bytes = _input_bytes(workload) * self.rows
-        """Of a token's hidden states, in all rows."""
-        self._output_bytes = kept.terms.get(KEPT_TERM, 0) / tokens
+        self._wider = added(chunk_size=self.wide) if self.wide != self.chunk else Figures({})
+        self._keys = added(keep_kv="device")
+        self._outputs = added(keep_attention="device")
+        self.of_a_kept_layer = added(keep_layers=1)
+        """What it adds to keep one layer whole."""
+        embedding = _embedding(workload)
+        self.vocabulary = embedding.shape[0]
+        self.input_bytes = embedding.shape[1] * embedding.element_size() * self.rows * self.length
+        """Of one layer's input."""
 
     # --- a schedule ---------------------------------------------------------------------------------------------------
 
-    def estimate(self, schedule: Schedule, length: int) -> Figures:
-        """The figures of a schedule at a length."""
-        total = self.plain(schedule.chunk_size, length)
+    def estimate(self, schedule: Schedule) -> Figures:
+        """The figures of a schedule."""
+        total = self._plain(schedule.chunk_size)
         if self.head_chunk > schedule.head_chunk_size:
             fewer = 4 * HEAD_COPIES * self.rows * self.vocabulary * (self.head_chunk - schedule.head_chunk_size)
             total = total.plus(Figures({f"{DEVICE}head": -fewer}))
-        total = total.plus(self._inputs(schedule, length))
+        total = total.plus(self._inputs(schedule))
         share = (self.layers - min(schedule.keep_layers, self.layers)) / self.layers
-        if schedule.keep_kv != "no":
-            total = total.plus(self._somewhere(self._keys(length), str(schedule.keep_kv), schedule), share)
-        if schedule.keep_attention != "no":
-            total = total.plus(self._somewhere(self._outputs(length), schedule.keep_attention, schedule), share)
-        return total.plus(self.of_a_kept_layer(length), schedule.keep_layers)
+        for kept, place in ((self._keys, schedule.keep_kv), (self._outputs, schedule.keep_attention)):
+            if place != "no":
+                total = total.plus(self._somewhere(kept, str(place)), share)
+        return total.plus(self.of_a_kept_layer, schedule.keep_layers)
 
-    def plain(self, chunk: int, length: int) -> Figures:
-        """One level, everything stored on the device, nothing kept."""
-        c, found = self.chunk, {}
-        chunk = min(chunk, length)
-        for name, two in self._two.values.items():
-            three, wide = self._three.values.get(name, 0.0), self._wide.values.get(name, 0.0)
-            if name in (FORWARD, BACKWARD):
-                found[name] = _square(two, three, c, length)
-            elif name.startswith(WORK):
-                each = (wide - two) / (2 * c)  # of a token
-                turn = (three - two) - c * each  # of a chunk
-                found[name] = two - 2 * (c * each + turn) + each * length + turn * length / chunk
-            else:
-                slope = (three - two) / c
-                width = (wide - two) / c - 2 * slope
-                found[name] = two + slope * (length - 2 * c) + width * (chunk - c)
-        return Figures(found)
-
-    def of_a_kept_layer(self, length: int) -> Figures:
-        """What it adds to keep one layer whole: bytes of every token, and no second forward."""
-        ratio = length / (2 * self.chunk)
-        scaled = {n: v * ratio * (ratio if n in (FORWARD, BACKWARD) else 1) for n, v in self._whole.values.items()}
-        return Figures(scaled)
-
-    def of_a_device_layer(self, schedule: Schedule, length: int) -> Figures:
+    def of_a_device_layer(self, schedule: Schedule) -> Figures:
         """What it adds to leave the input of one layer on the device."""
-        return self._moved(self.input_bytes * length, schedule.offload, -1.0)
+        return self._moved(self.input_bytes, schedule.offload, -1.0)
 
     # --- parts --------------------------------------------------------------------------------------------------------
 
-    def _inputs(self, schedule: Schedule, length: int) -> Figures:
+    def _plain(self, chunk: int) -> Figures:
+        """One level, everything stored on the device, nothing kept; at chunks of another size."""
+        if self.wide == self.chunk:
+            return self.plainest
+        chunk = min(chunk, self.length)
+        along = (chunk - self.chunk) / (self.wide - self.chunk)
+        turns = (1 / chunk - 1 / self.chunk) / (1 / self.wide - 1 / self.chunk)
+        more = {n: v * (turns if n.startswith(WORK) else along) for n, v in self._wider.values.items()}
+        return self.plainest.plus(Figures(more))
+
+    def _inputs(self, schedule: Schedule) -> Figures:
         """Where layer inputs wait and how many of them, against all of them on the device."""
-        each = self.input_bytes * length
+        each = self.input_bytes
         streamed = self.layers - min(schedule.keep_layers, self.layers)
         total = Figures({})
         if schedule.levels == 2:
-            held = _most_held(schedule, self.layers)
-            forward = self._forward(length, attention=schedule.keep_attention == "no")
+            held = min(streamed, _most_held(schedule, self.layers))
+            forward = self._forward(attention=schedule.keep_attention == "no")
             total = self._on_device(-(streamed - held) * each).plus(forward, (streamed - held) / self.layers)
             streamed = held
         if schedule.offload != "device":
             away = max(0, streamed - schedule.device_layers)
             total = total.plus(self._moved(away * each, schedule.offload))
-            total = total.plus(self._on_device(IN_FLIGHT * self.input_bytes * min(length, schedule.chunk_size)))
-        if schedule.stream_grads:  # the gradient of the output is gone chunk by chunk as that of the input comes
+            total = total.plus(self._on_device(IN_FLIGHT * each * min(1.0, schedule.chunk_size / self.length)))
+        if schedule.stream_grads:  # the gradient of the output goes chunk by chunk as that of the input comes
             total = total.plus(Figures({f"{DEVICE}backward": -each * (1 if schedule.offload == "device" else 2)}))
         return total
 
-    def _forward(self, length: int, *, attention: bool) -> Figures:
-        """One more forward of the layers: a fourth of a step's products; of attention what is not its backward."""
-        work = self.plain(self.chunk, length).values
+    def _forward(self, *, attention: bool) -> Figures:
+        """One more forward of the layers: a fourth of a step's products, of attention two of its nine."""
+        work = self.plainest.values
         forward = {name: work[name] / 4 for name in (f"{WORK}matmul_flops", f"{WORK}touched_bytes")}
-        return Figures({**forward, FORWARD: work[FORWARD] / 2 if attention else 0.0})
+        return Figures({**forward, ATTENTION: work[ATTENTION] * FORWARD_SHARE if attention else 0.0})
 
-    def _keys(self, length: int) -> Figures:
-        """Keys and values kept on the device: everything that is not for the attention outputs."""
-        names = {n: v for n, v in self._kept.values.items() if n not in (FORWARD, BACKWARD)}
-        grown = Figures(names).plus(self._on_device(self._output_bytes * 2 * self.chunk * self.layers), -1.0)
-        return Figures({n: v * length / (2 * self.chunk) for n, v in grown.values.items()})
-
-    def _outputs(self, length: int) -> Figures:
-        """Attention outputs kept on the device: attention runs forward once."""
-        kept = self._on_device(self._output_bytes * length * self.layers)
-        return kept.plus(Figures({FORWARD: -self.plain(self.chunk, length).values[FORWARD] / 2}))
-
-    def _somewhere(self, kept: Figures, place: str, schedule: Schedule) -> Figures:
+    def _somewhere(self, kept: Figures, place: str) -> Figures:
         """What is kept on the device, kept there or on the host."""
         if place == "device":
             return kept
@@ -211,14 +198,8 @@ class Estimator:
 
     def _on_device(self, size: float) -> Figures:
         """Bytes that are there in all phases but the optimizer's."""
-        names = [name for name in self._two.values if name.startswith(DEVICE) and not name.endswith("optimizer")]
+        names = [n for n in self.plainest.values if n.startswith(DEVICE) and not n.endswith("optimizer")]
         return Figures(dict.fromkeys(names, size))
-
-
-def _square(two: float, three: float, chunk: int, length: int) -> float:
-    """``p T^2 + q T`` through what there is at 2 and at 3 chunks."""
-    p = (three / (3 * chunk) - two / (2 * chunk)) / chunk
-    return (two / (2 * chunk) + p * (length - 2 * chunk)) * length
 
 
 def _most_held(schedule: Schedule, layers: int) -> int:
@@ -232,8 +213,8 @@ def _most_held(schedule: Schedule, layers: int) -> int:
     return stored + longest
 
 
-def _input_bytes(workload: Workload) -> int:
-    """Bytes of one token's hidden states."""
-    model = workload.make_model()
-    embedding = getattr(model, "get_input_embeddings")().weight  # noqa: B009  not an nn.Module's own
-    return int(embedding.shape[-1] * embedding.element_size())
+def _embedding(workload: Workload) -> Tensor:
+    """The table of token embeddings: its second dimension is that of hidden states."""
+    model: Any = workload.make_model()
+    weight: Tensor = model.get_input_embeddings().weight
+    return weight

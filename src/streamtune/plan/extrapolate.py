@@ -1,14 +1,14 @@
 """A long and deep step from short and shallow ones, exactly.
 
 At a fixed chunk size everything a step holds is a tensor of a fixed size, of a chunk, of the prefix or of the sequence,
-for each layer or for one. So at each moment of the layer with number l of L on the chunk c of D, the bytes of each kind are a
+for each layer or for one. So at each moment of layer l of L on chunk c of D, the bytes of each kind are a
 polynomial of degree one in each of L, l, D and c. Hence
 
-    the first chunks (layers) and the last of a step with D (L) of them follow, moment by moment, from those of two steps
+    the first chunks (layers) and the last of a step with D (L) of them follow, moment by moment, from those of steps
     with as few as there can be, and one more;
     what lies between is largest at one of its ends, and its mean is the mean of its ends.
 
-Layers are taken in periods (sliding, sliding, full) and in zones of like periods (inputs on the host, then on the device).
+Layers are taken in periods (sliding, sliding, full), in zones of like periods (inputs on the host, then on the device).
 Nothing is assumed of the moments: where two steps did not run the same operators, there is no answer here.
 """
 

@@ -44,7 +44,7 @@ def with_value(value: Tensor) -> Tensor:
     """A tensor on ``meta`` that carries its value."""
     made: Any = torch.empty_like(value, device="meta")
     made._value = value
-    return made  # type: ignore[no-any-return]
+    return made
 
 
 class IntegerValues:

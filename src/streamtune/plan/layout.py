@@ -9,7 +9,8 @@ from typing import Any
 from torch import nn
 
 from streamtune.engine import Schedule, decoder_layers
-from streamtune.plan.extrapolate import Axis, Zone, zones
+from streamtune.engine.placement import best_segment_size, place_layers
+from streamtune.plan.extrapolate import Axis, UnlikeError, Zone, zones
 
 __all__ = ["Layout", "Shorter", "layout_of"]
 
@@ -87,11 +88,11 @@ def layout_of(model: Any, schedule: Schedule, length: int, *, streamed: bool, la
 
 
 def kinds_of_layers(model: nn.Module, schedule: Schedule | None) -> list[Hashable]:
-    """For each layer what tells it from others: its modules, their sizes and settings, and its place in the schedule."""
+    """For each layer what tells it from others: its modules, their sizes, their settings, its place in the schedule."""
     layers = decoder_layers(model)
     configs = {id(m.config): m.config for m in model.modules() if hasattr(m, "config")}.values()
     lists = [v for config in configs for v in vars(config).values() if isinstance(v, list) and len(v) == len(layers)]
-    places = _places(schedule, len(layers)) if schedule is not None else [None] * len(layers)
+    places = place_layers(schedule, len(layers)) if schedule is not None else [None] * len(layers)
     return [
         (_looks(layer), tuple(repr(each[index]) for each in lists), places[index]) for index, layer in enumerate(layers)
     ]
@@ -126,9 +127,21 @@ def _alone(model: nn.Module, size: int, length: int) -> int | None:
     return max((-(-window // size) + 1 for window in found(WINDOWS)), default=1)
 
 
-def _places(schedule: Schedule, count: int) -> list[Hashable]:
-    return [None] * count
-
-
 def _schedule(schedule: Schedule, size: int, kinds: list[Hashable], kept: list[int]) -> Schedule:
-    return replace(schedule, chunk_size=size)
+    """The schedule that places fewer layers as the whole one does the same layers.
+
+    Raises:
+        UnlikeError: There is none.
+    """
+    before = place_layers(schedule, len(kinds))
+    wanted = [before[index] for index in kept]
+    whole = sum(place.whole for place in wanted)
+    changes: dict[str, Any] = {"chunk_size": size, "keep_layers": whole}
+    if schedule.levels == 2:
+        streamed = sum(not place.whole for place in before)
+        changes["segment_size"] = schedule.segment_size or best_segment_size(max(1, streamed))
+    for on_device in range(min(schedule.device_layers, len(kept)) + 1):
+        shorter = replace(schedule, **changes, device_layers=on_device)
+        if place_layers(shorter, len(kept)) == wanted:
+            return shorter
+    raise UnlikeError

@@ -15,6 +15,8 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, fields, replace
 from typing import Any
 
+from torch import Tensor
+
 from streamtune.engine import Schedule, decoder_layers
 from streamtune.errors import ArgumentError
 from streamtune.plan.choices import Candidate, Limits, Space, candidates
@@ -125,11 +127,18 @@ def choose(
     model: Any = workload.make_model()
     layers = decoder_layers(model)
     space = Space(len(layers), workload.length, limits, fixed or {})
-    vocabulary, width = model.get_input_embeddings().weight.shape
-    if _may_hold_all(space, workload, width * 2) and (easy := _nothing_recomputed(space, workload, simulate)):
+    if _may_hold_all(space, workload, model.get_input_embeddings().weight) and (
+        easy := _nothing_recomputed(space, workload, simulate)
+    ):
         return _plan(*easy, (), limits, rates, started, 1)
-    grad_dtype = space.fixed.get("grad_dtype", "float32")
-    estimator = Estimator(workload, len(layers), simulate, grad_dtype=grad_dtype, vocabulary=vocabulary)
+    estimator = Estimator(
+        workload,
+        len(layers),
+        simulate,
+        chunks=space.options("chunk_size"),
+        head_chunk=space.options("head_chunk_size")[-1],
+        grad_dtype=space.fixed.get("grad_dtype", "float32"),
+    )
     tried: dict[Schedule, Simulation] = {}
     room, found = limits, None
     while found is None and len(tried) < MOST_TRIED:
@@ -146,7 +155,7 @@ def choose(
         ranked = _ranked(space, estimator, limits, rates)
         found = _thriftiest(ranked, limits, workload, simulate, tried)
     if found is None:
-        raise nothing_fits(workload, space, estimator, tried, limits, simulate)
+        raise nothing_fits(workload, space, tried, limits, simulate)
     others = _alternatives(found, tried, ranked, limits, rates)
     made = estimator.simulations + len(tried)
     return _plan(found.schedule, tried[found.schedule], others, limits, rates, started, made)
@@ -198,10 +207,11 @@ LEAST_OF_A_LAYER = 8
 """Hidden states' worth of bytes that a layer's activations take at least."""
 
 
-def _may_hold_all(space: Space, workload: Workload, token_bytes: int) -> bool:
+def _may_hold_all(space: Space, workload: Workload, embedding: Tensor) -> bool:
     """Whether it is worth a simulation to see if the activations of all layers fit."""
     if not set(space.fixed) <= SIZES:
         return False
+    token_bytes = embedding.shape[-1] * (2 if workload.autocast else embedding.element_size())
     tokens = workload.length * workload.batch_size
     return LEAST_OF_A_LAYER * token_bytes * tokens * space.layers <= space.limits.device
 

@@ -6,8 +6,8 @@ from dataclasses import replace
 
 from streamtune.engine import Schedule
 from streamtune.errors import ArgumentError
-from streamtune.plan.choices import Candidate, Limits, Space, candidates
-from streamtune.plan.estimate import Estimator, Simulate
+from streamtune.plan.choices import Limits, Space
+from streamtune.plan.estimate import Simulate
 from streamtune.plan.simulate import Simulation, Workload
 from streamtune.sizes import show_size
 
@@ -19,11 +19,13 @@ FIXED_TERMS = ("weights", "gradients", "optimizer")
 SHORTEST, GRAIN = 64, 64
 """Tokens: the shortest length that is offered, and what lengths are rounded down to."""
 
+MOST_TRIED = 8
+"""Simulations to find it."""
+
 
 def nothing_fits(
     workload: Workload,
     space: Space,
-    estimator: Estimator,
     tried: dict[Schedule, Simulation],
     limits: Limits,
     simulate: Simulate,
@@ -33,13 +35,11 @@ def nothing_fits(
     Args:
         workload: What was to be planned.
         space: What there was to choose from.
-        estimator: With the figures found on the way.
         tried: Those simulated whole; the thriftiest is among them.
         limits: What there is.
         simulate: For the length that does fit.
     """
     schedule, simulation = min(tried.items(), key=lambda item: excess_of(item[1], limits))
-    longest = longest_that_fits(workload, space, estimator, limits, simulate)
     base = sum(simulation.terms.get(name, 0) for name in FIXED_TERMS)
     what = (
         f"no schedule fits a row of {workload.length:,} tokens: {_needs(simulation, limits)}; of that "
@@ -51,7 +51,7 @@ def nothing_fits(
             f"weights, gradients and optimizer state alone are {show_size(base)}: train adapters (finetuning_type: lora "
             "or qlora), keep the weights in bfloat16, or take a larger device"
         )
-    elif longest >= SHORTEST:
+    elif longest := longest_that_fits(workload, schedule, simulation, limits, simulate):
         helps.append(f"set max_length: {longest}, the longest that fits")
     if given := [name for name in ("offload", "levels", "chunk_size", "keep_layers") if name in space.fixed]:
         helps.append(f"leave {', '.join(given)} to the planner")
@@ -62,26 +62,37 @@ def nothing_fits(
 
 
 def longest_that_fits(
-    workload: Workload, space: Space, estimator: Estimator, limits: Limits, simulate: Simulate
+    workload: Workload, schedule: Schedule, simulation: Simulation, limits: Limits, simulate: Simulate
 ) -> int:
-    """The most tokens of a row that some schedule fits, to about 1%, simulated; 0 where none does."""
+    """The most tokens of a row that ``schedule`` fits, to about a percent, simulated; 0 where it fits none.
 
-    def best(length: int) -> Candidate:
-        return min(candidates(replace(space, length=length), estimator, limits), key=lambda c: c.excess(limits))
-
-    low, high = 0, workload.length
-    while high - low > max(GRAIN, high // 200):
-        middle = (low + high) // 2
-        low, high = (middle, high) if best(middle).excess(limits) <= 0 else (low, middle)
-    length = low // GRAIN * GRAIN
-    for _ in range(3):
-        if length < SHORTEST:
-            return 0
-        simulation = simulate(replace(workload, length=length), best(length).schedule)
-        if excess_of(simulation, limits) <= 0:
-            return length
-        length = int(length * 0.98) // GRAIN * GRAIN
-    return 0
+    Args:
+        workload: What does not fit at its length.
+        schedule: The thriftiest.
+        simulation: Its step at that length.
+        limits: What there is.
+        simulate: Simulates a step.
+    """
+    high, high_excess = workload.length, excess_of(simulation, limits)
+    low, low_excess = 0, 0.0
+    for _ in range(MOST_TRIED):
+        # Bytes grow by a straight line, or faster where the peak moves to another moment: a secant from a length that
+        # fits falls short of the longest, and one from a length that does not closes in on it.
+        if low:
+            length = low + int((high - low) * -low_excess / (high_excess - low_excess))
+        else:
+            length = int(high * 0.5)
+        length = length // GRAIN * GRAIN
+        if length < SHORTEST or length <= low:
+            break
+        excess = excess_of(simulate(replace(workload, length=length), schedule), limits)
+        if excess <= 0:
+            low, low_excess = length, excess
+            if high - low <= max(GRAIN, high // 100):
+                break
+        else:
+            high, high_excess = length, excess
+    return low
 
 
 def excess_of(simulation: Simulation, limits: Limits) -> float:

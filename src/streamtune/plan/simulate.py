@@ -99,6 +99,7 @@ class Work:
         moved_bytes: Copied to the host and back.
         disk_moved_bytes: Written to disk and read.
         touched_bytes: Read and written on the device by everything else.
+        operators: How many there are that compute.
     """
 
     matmul_flops: int
@@ -106,6 +107,7 @@ class Work:
     moved_bytes: int
     disk_moved_bytes: int
     touched_bytes: int
+    operators: int = 0
 
 
 @dataclass(frozen=True)

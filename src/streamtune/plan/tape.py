@@ -23,7 +23,7 @@ __all__ = ["COLUMNS", "WORK", "Cell", "Place", "Tape"]
 COLUMNS = (*KINDS, "scratch", "host", "disk")
 """Of a moment: bytes on the device by kind, inside of the operator, on the host and on disk."""
 
-WORK = ("matmul_flops", "attention_flops", "touched_bytes", "moved_bytes", "disk_moved_bytes")
+WORK = ("matmul_flops", "attention_flops", "touched_bytes", "moved_bytes", "disk_moved_bytes", "operators")
 
 _RULES: dict[Any, tuple[str, bool]] = {}
 """Of each operator what kind of cost it has and whether it may ask for values; asked of its schema once."""
@@ -122,6 +122,7 @@ class Tape(LiveBytes):
         self._moved = (moved[0], moved[1])
 
     def on_chunk(self, layer: nn.Module, chunk: slice, walk: str) -> None:
+        """A cell begins."""
         phase = "forward" if self._phase == "forward" else "backward"
         index = self._starts.setdefault(chunk.start, len(self._starts))
         self.enter(phase, walk, self._index[id(layer)], index)
@@ -170,6 +171,7 @@ class Tape(LiveBytes):
             scratch = scratch_bytes(func, args, self.device)
         elif cost == "other":
             self._cell.work[2] += touched_bytes(func, args, out)
+        self._cell.work[5] += cost != "view"
         if self.total > before or scratch:
             self._write(func, scratch)
         return out

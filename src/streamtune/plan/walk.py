@@ -13,6 +13,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils.checkpoint import checkpoint
 
 from streamtune.engine import Schedule, StreamHandle, decoder_layers
+from streamtune.engine.walks import placeholder
 from streamtune.ops.simulated import simulating
 from streamtune.plan.integers import with_value
 from streamtune.plan.memory import GRADIENT
@@ -22,6 +23,8 @@ from streamtune.plan.tape import Tape
 __all__ = ["Step", "fewer_layers", "shortened", "walk"]
 
 IGNORED = -100
+FLASH = 1
+"""What torch calls its flash attention."""
 
 
 @dataclass(frozen=True)
@@ -58,6 +61,9 @@ def walk(model: Any, schedule: Schedule, step: Step) -> Tape:
             value[:, step.targets :] = IGNORED
             labels = with_value(value)
         stack.enter_context(simulating(step.device))
+        if schedule.stream_grads:  # made once for all steps: not in this one
+            for dtype in {p.dtype for p in model.parameters() if p.is_floating_point()}:
+                placeholder(torch.empty((), dtype=dtype, device="meta"))
         if step.mode != "stream" or step.autocast:
             stack.enter_context(_Functions(step.device))
         tape = stack.enter_context(Tape(model, decoder_layers(model), device=step.device, tiers=tiers))
@@ -76,7 +82,7 @@ def walk(model: Any, schedule: Schedule, step: Step) -> Tape:
 
 def _backward(loss: Tensor) -> None:
     """``loss.backward()``, with the modes for functions in force inside: torch leaves them while it calls that."""
-    engine: Any = torch.autograd.Variable._execution_engine  # type: ignore[attr-defined]
+    engine: Any = torch.autograd.Variable._execution_engine
     engine.run_backward(
         (loss,), (torch.ones_like(loss),), False, False, (), allow_unreachable=True, accumulate_grad=True
     )
@@ -170,7 +176,8 @@ def _attention(
     out: Tensor
     if device == "cpu":
         tiny = [torch.empty(*x.shape[:2], 2, x.shape[3], dtype=x.dtype) for x in (query, key, value)]
-        if torch._fused_sdp_choice(*tiny, None, dropout_p, is_causal, enable_gqa=enable_gqa) == 1:
+        choose: Any = torch._fused_sdp_choice
+        if choose(*tiny, None, dropout_p, is_causal, enable_gqa=enable_gqa) == FLASH:
             out, _ = aten._scaled_dot_product_flash_attention_for_cpu(
                 query, key, value, dropout_p, is_causal, attn_mask=attn_mask, **settings
             )

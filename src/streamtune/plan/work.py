@@ -71,8 +71,8 @@ def attention_flops(func: Any, args: tuple[Any, ...]) -> int:
 def scratch_bytes(func: Any, args: tuple[Any, ...], device: str) -> int:
     """What a kernel allocates for itself and frees before it returns.
 
-    FlashAttention-2's backward sums dQ in fp32 over rows padded to 128 and heads padded to 32, keeps one more fp32 number
-    for each row, and where query heads share keys writes dK, dV for each query head before it sums them.
+    FlashAttention-2's backward sums dQ in fp32 over rows padded to 128 and heads padded to 32, keeps one more fp32
+    number for each row, and where query heads share keys writes dK, dV for each query head before it sums them.
     """
     if device != "cuda" or not func._schema.name.endswith("_scaled_dot_product_flash_attention_backward"):
         return 0

@@ -16,10 +16,11 @@ import torch
 from torch import nn
 
 from streamtune import models, optim, plan
+from streamtune.engine import Schedule
 from streamtune.errors import ArgumentError
 from streamtune.plan.budget import device_name, free_device_bytes, free_disk_bytes
 from streamtune.plan.calibrate import load_rates, measure_disk
-from streamtune.plan.cost import Rates, sheet_rates
+from streamtune.plan.cost import sheet_rates
 from streamtune.plan.devices import Device, find_device, nearest_device
 from streamtune.plan.host import free_host_bytes
 from streamtune.plan.shape import held_bytes, meta_copy
@@ -128,7 +129,7 @@ def plan_model(
     length: int,
     device: torch.device,
     *,
-    keep: plan.Schedule | None = None,
+    keep: Schedule | None = None,
     notify: Callable[[str], None] = lambda message: None,
 ) -> plan.Plan:
     """Plan a run with the model that is loaded, within what is free beside it.
@@ -245,7 +246,7 @@ def _size(option: str | None, key: str, name: str) -> int | None:
     return None if key == "auto" else parse_size(key, where=f"engine.{name}")
 
 
-def _rates_here(recipe: Recipe, model: Any, device: torch.device, notify: Callable[[str], None]) -> Rates:
+def _rates_here(recipe: Recipe, model: Any, device: torch.device, notify: Callable[[str], None]) -> plan.Rates:
     base = model.get_base_model() if hasattr(model, "get_base_model") else model
     rates = load_rates(device, torch.bfloat16 if recipe.bf16 else base.dtype, notify=notify)
     directory = recipe.engine.offload_dir

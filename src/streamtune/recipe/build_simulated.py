@@ -15,9 +15,10 @@ from torch import nn
 from streamtune.engine import Schedule
 from streamtune.errors import ArgumentError
 from streamtune.plan.budget import device_name
+from streamtune.plan.choices import Limits
 from streamtune.plan.cost import Rates, predict_seconds
 from streamtune.plan.devices import Device
-from streamtune.plan.planner import Limits, choose
+from streamtune.plan.planner import choose
 from streamtune.plan.probe import ProbeTask, RunTrial
 from streamtune.plan.simulate import Simulation, simulate
 from streamtune.plan.steps import Shape
