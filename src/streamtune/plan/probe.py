@@ -198,7 +198,7 @@ def _search(
         report.trials.append(trial)
         report.limits[mode] = _updated(known, number, trial)
         tried(trial)
-        return Attempt(outcome.fits, _filled(outcome, report, planned=mode == "stream" and task.schedule is None))
+        return Attempt(outcome.fits, _filled(outcome, report))
 
     report.limits[mode] = Limit(mode)
     search_largest(attempt, task.within)
@@ -213,13 +213,13 @@ def _updated(limit: Limit, number: int, trial: Trial) -> Limit:
     return limit
 
 
-def _filled(outcome: Outcome, report: ProbeReport, *, planned: bool) -> float | None:
+def _filled(outcome: Outcome, report: ProbeReport) -> float | None:
     """The part of the budget that a step took.
 
-    None of a measured one that was broken off, and where the planner picks the schedule: it takes what there is.
+    None of a measured one that was broken off, or whose schedule the planner picked: it takes what there is.
     """
     task = report.task
-    if planned or (not outcome.fits and task.method == "measure"):
+    if task.method == "measure" and (task.schedule is None or not outcome.fits):
         return None
     pairs = [
         (outcome.peak_bytes, report.device_bytes),

@@ -232,8 +232,14 @@ def _be_killed_first() -> None:
 def _end_with_parent() -> None:
     """A prober that is killed must not leave a step behind that fills the machine."""
     parent = multiprocessing.parent_process()
-    if parent is not None:
-        threading.Thread(target=lambda: (parent.join(), os._exit(1)), daemon=True).start()
+    if parent is None:
+        return
+
+    def wait() -> None:
+        parent.join()
+        os._exit(1)
+
+    threading.Thread(target=wait, daemon=True).start()
 
 
 def _env(device: str, device_bytes: int | None) -> dict[str, Any]:

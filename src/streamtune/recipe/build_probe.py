@@ -23,7 +23,7 @@ from streamtune.plan.search import Range
 from streamtune.plan.steps import StepBudget
 from streamtune.plan.trial import Outcome
 from streamtune.recipe.build import blame_recipe, choose_device, choose_quantization, make_schedule, quiet_libraries
-from streamtune.recipe.build_simulated import simulated
+from streamtune.recipe.build_simulated import SimulatedTrials, simulated
 from streamtune.recipe.build_steps import OBJECTIVES, prepare_step
 from streamtune.recipe.loader import LoadedRecipe
 from streamtune.recipe.schema import Recipe
@@ -95,6 +95,8 @@ def probe_recipe(
         target = _target(recipe, options, here)
         quiet_libraries(here)
         task = _make_task(recipe, options, target, here)
+        run: RunTrial
+        unlimited: RunTrial
         if task.method == "measure":
             choose_quantization(recipe.finetuning_type, recipe.quantization, here)  # refuse before the first process
             prepare = partial(prepare_step, recipe, options.objective, str(here), _budget(task))
@@ -105,6 +107,9 @@ def probe_recipe(
             run = unlimited = simulated(recipe, task, target, here, rates)
         report, interrupted = run_probe(task, run, notify=notify, tried=tried)
         limit = report.limits.get("stream")
+        if isinstance(run, SimulatedTrials) and limit is not None and limit.trial is not None and not interrupted:
+            notify(f"planning {limit.fits:,}")
+            report.limits["stream"] = replace(limit, trial=run.planned(limit.trial))
         if limit is not None and limit.complete and not limit.fits and limit.failed is not None:
             notify("what the smallest needs")
             raise _nothing_fits(recipe, task, limit.failed, _needed(unlimited, task, limit.failed))
