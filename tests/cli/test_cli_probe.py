@@ -148,3 +148,31 @@ def test_ctrl_c_ends_with_what_is_known(tmp_path: Path) -> None:
     assert document["max_length"] >= 64
     assert "stopped before the search was over" in said
     assert "Traceback" not in said
+
+
+def test_a_device_that_is_not_there(probe: Callable[..., int], capsys: pytest.CaptureFixture[str]) -> None:
+    """No process, no weights: the range is one length, so that one simulation of each mode tells."""
+    size = ["--device", "l4-24gb", "--host-memory", "64GiB", "--from", "4096", "--to", "4096"]
+    assert probe("--method", "simulate", *size, "--baseline", "--json") == 0
+    document = json.loads(capsys.readouterr().out)
+    assert (document["method"], document["max_length"]) == ("simulate", 4096)
+    assert document["baseline"] == {"checkpoint": 4096, "plain": 4096}
+    stream, checkpoint, plain = (trial["peak_bytes"] for trial in document["trials"])
+    assert stream < checkpoint < plain
+    assert document["trials"][0]["terms"]["weights"] > 0
+    assert document["env"]["device"] == "NVIDIA L4"
+
+
+def test_an_unknown_device_lists_the_known(probe: Callable[..., int], capsys: pytest.CaptureFixture[str]) -> None:
+    assert probe("--method", "simulate", "--device", "h300-80gb") == 2
+    said = capsys.readouterr().err
+    assert "no device is called 'h300-80gb'" in said
+    assert "h100-80gb, h200-141gb" in said
+
+
+def test_a_simulated_budget_that_nothing_fits(probe: Callable[..., int], capsys: pytest.CaptureFixture[str]) -> None:
+    size = ["--set", "device=cpu", "--device-memory", "200KiB", "--from", "64", "--to", "64"]
+    assert probe("--method", "simulate", *size) == 2
+    said = capsys.readouterr().err
+    assert "not even 64 tokens fit: device memory: the step takes" in said
+    assert "KiB on the device would hold 64 tokens" in said

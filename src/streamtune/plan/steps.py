@@ -25,7 +25,7 @@ from torch.utils.checkpoint import checkpoint
 
 from streamtune.engine import StreamHandle, decoder_layers
 from streamtune.engine.arena import Tally
-from streamtune.errors import OutOfMemoryError
+from streamtune.errors import OutOfMemoryError, StorageError
 from streamtune.plan.memory import ACTIVATION, OPTIMIZER, LiveBytes, held_tensors
 from streamtune.plan.simulate import TERMS
 from streamtune.plan.subject import Mode
@@ -209,6 +209,8 @@ def _explain(error: BaseException) -> dict[str, Any]:
         chain = chain.__cause__ or chain.__context__
     if isinstance(error, OutOfMemoryError):  # the engine's own, of the host
         return {"cause": "host memory", "reason": error.what}
+    if isinstance(error, StorageError):
+        return {"cause": "disk memory", "reason": error.what}
     first = (str(error).strip().splitlines() or [""])[0]
     reason = f"{type(error).__name__}: {first}".removesuffix(": ")
     return {"cause": "crash", "reason": reason, "detail": "".join(traceback.format_exception(error))}
