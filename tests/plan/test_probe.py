@@ -17,8 +17,7 @@ from PIL import Image
 
 from streamtune import Schedule, stream
 from streamtune.errors import OutOfMemoryError
-from streamtune.plan import ProbeReport, ProbeTask, draw_probe, run_probe
-from streamtune.plan import steps
+from streamtune.plan import ProbeReport, ProbeTask, draw_probe, run_probe, steps
 from streamtune.plan import trial as trial_module
 from streamtune.plan.host import free_host_bytes
 from streamtune.plan.search import Range
@@ -110,7 +109,8 @@ def test_a_trial_that_fits_says_what_it_took(ended: dict[str, Outcome]) -> None:
     assert done.terms["weights"] == pytest.approx(weights, rel=0.01)
     assert done.terms["optimizer"] == pytest.approx(2 * sum(p.nbytes for p in model.parameters()), rel=0.01)
     assert done.peak_bytes == sum(done.terms.values())
-    assert done.host_bytes == 2 * 256 * 32 * 4, "the inputs of two layers wait on the host"
+    assert done.host_bytes is not None
+    assert done.host_bytes >= 2 * 256 * 32 * 4, "the inputs of two layers wait on the host"
     assert done.disk_bytes == 0
     assert done.step_seconds is not None
     assert done.step_seconds > 0
@@ -123,7 +123,8 @@ def test_what_the_engine_keeps_on_the_host_is_not_counted_on_the_device(serve: C
     ours, theirs = serve(prepare), serve(prepare, Shape("checkpoint", 256, 1))
     assert ours.fits
     assert theirs.fits
-    assert (ours.host_bytes, theirs.host_bytes) == (2 * 256 * 32 * 4, None)
+    assert ours.host_bytes
+    assert theirs.host_bytes is None
     assert ours.peak_bytes is not None
     assert theirs.peak_bytes is not None
     assert ours.peak_bytes < theirs.peak_bytes
@@ -144,10 +145,13 @@ def test_a_budget_that_is_crossed_breaks_off(serve: Callable[..., Outcome], part
 
 
 def test_a_budget_of_the_host_is_kept(serve: Callable[..., Outcome]) -> None:
+    whole = serve(prepare).host_bytes
+    assert whole is not None
     cut = serve(prepare, host_bytes=4096)
     assert (cut.fits, cut.cause) == (False, "host memory")
     assert cut.reason == "host memory: the step takes more than 4.00 KiB"
-    assert serve(prepare, host_bytes=2 * 256 * 32 * 4).fits
+    assert serve(prepare, host_bytes=whole).fits
+    assert not serve(prepare, host_bytes=whole - 1).fits
 
 
 def test_a_crash_is_a_failed_trial_with_its_reason(ended: dict[str, Outcome], serve: Callable[..., Outcome]) -> None:
@@ -204,6 +208,7 @@ def task(**changes: object) -> ProbeTask:
         "host_bytes": None,
         "disk_bytes": None,
         "schedule": Schedule(),
+        "margin": 0.0,
     }
     return ProbeTask(**{**settings, **changes})  # type: ignore[arg-type]
 

@@ -57,6 +57,16 @@ def test_a_line_takes_two_attempts_beyond_the_doublings() -> None:
     assert 160_000 - found.fits < 1600
 
 
+def test_teeth_do_not_hide_the_line() -> None:
+    """A little longer may take a little less: chunks are equal, and there is one more of them."""
+    device = Device(lambda n: 0.9 + n / 100_000 - 0.04 * (n > 5000))
+    found = search_largest(device, LENGTHS)
+    assert found.fails is not None
+    assert found.fails - found.fits <= 256
+    assert max(device.tried) < 20_000
+    assert len(device.tried) <= 9
+
+
 def test_where_the_first_does_not_fit_shorter_ones_are_tried() -> None:
     device = Device(lambda n: n / 700)
     assert search_largest(device, LENGTHS) == Bracket(512, 768)

@@ -59,8 +59,9 @@ def probe_max_len(
     ] = None,
     trial_timeout: Annotated[float, typer.Option(metavar="SECONDS", help="A trial that takes longer fails.")] = 1800,
     margin: Annotated[
-        float, typer.Option(metavar="PART", help="Part of a device that is left alone where no budget says.")
-    ] = 0.05,
+        float | None,
+        typer.Option(metavar="PART", help="Part of a budget left free; else engine.margin.", show_default=False),
+    ] = None,
     output_dir: Annotated[
         Path | None, typer.Option(metavar="DIR", help="Where probe.json and probe.png go.", show_default=False)
     ] = None,
@@ -155,7 +156,7 @@ def _print_trial(trial: Trial) -> None:
 def _print_report(report: ProbeReport, folder: Path) -> None:
     out.print(_title(report), style="bold")
     out.print(_table(report))
-    rows = [("schedule", report.task.schedule.describe())]
+    rows = [("schedule", _describe_schedule(report))]
     for mode, limit in report.limits.items():
         if limit.trial is not None and limit.trial.outcome.terms and mode == "stream":
             terms = limit.trial.outcome.terms.items()
@@ -163,9 +164,25 @@ def _print_report(report: ProbeReport, folder: Path) -> None:
     for limit in report.limits.values():
         rows.append(("stopped" if limit.mode == "stream" else "", _stopped_by(limit)))
     if report.env:
-        rows.append(("on", f"{report.env['device']}, {report.env['threads']} threads, torch {report.env['torch']}"))
+        rows.append(("on", _describe_device(report)))
     rows.append(("written", f"{folder / 'probe.json'}, {folder / 'probe.png'}"))
     print_rows(rows)
+
+
+def _describe_schedule(report: ProbeReport) -> str:
+    if report.schedule is None:
+        return "the planner's"
+    picked = ", picked by the planner" if report.task.schedule is None else ""
+    return report.schedule.describe() + picked
+
+
+def _describe_device(report: ProbeReport) -> str:
+    env = report.env
+    if report.task.method == "simulate":
+        left = f", {report.task.margin:.0%} left free" if report.task.margin else ""
+        host = f"; host {show_size(report.task.host_bytes)}" if report.task.host_bytes else ""
+        return f"{env['device']}, {show_size(env['device_bytes'])}{host}{left}"
+    return f"{env['device']}, {env['threads']} threads, torch {env['torch']}"
 
 
 def _table(report: ProbeReport) -> Table:

@@ -140,10 +140,12 @@ class HostTier:
 
 
 class _OnHost:
+    host: Tensor | None = None  # where the arena has no room there is nothing to free
+
     def __init__(self, tier: HostTier, x: Tensor) -> None:
         self.tier, self.nbytes = tier, x.nbytes
         self.span = tier.arena.take(x.nbytes, x.device)
-        self.host: Tensor | None = self.span.tensor(x.shape, x.dtype)
+        self.host = self.span.tensor(x.shape, x.dtype)
         self.fetched: tuple[Tensor, torch.cuda.Event | None] | None = None
         tier.copies.to_host(x, self.host)
         tier.arena.tally.moved_bytes += self.nbytes

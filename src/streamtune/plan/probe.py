@@ -16,7 +16,7 @@ from streamtune.plan.steps import PrepareStep, Shape, StepBudget
 from streamtune.plan.subject import Mode
 from streamtune.plan.trial import Outcome, run_trial
 
-__all__ = ["Limit", "ProbeReport", "ProbeTask", "Trial", "measured", "run_probe"]
+__all__ = ["Limit", "ProbeReport", "ProbeTask", "RunTrial", "Trial", "measured", "run_probe"]
 
 Scaled = Literal["length", "batch"]
 
@@ -36,7 +36,8 @@ class ProbeTask:
         within: Where to look, and when to stop.
         modes: Streaming, and what it is compared with.
         device_bytes, host_bytes, disk_bytes: The budget; None is what there is.
-        schedule: The recipe's.
+        schedule: The recipe's, or None where the planner picks one for every length.
+        margin: Part of the budget that a simulated step leaves free, and one that the planner picks.
     """
 
     method: Literal["measure", "simulate"]
@@ -48,7 +49,8 @@ class ProbeTask:
     device_bytes: int | None
     host_bytes: int | None
     disk_bytes: int | None
-    schedule: Schedule
+    schedule: Schedule | None
+    margin: float = 0.0
 
     def shape(self, mode: Mode, number: int) -> Shape:
         """The trial of a number."""
@@ -107,6 +109,13 @@ class ProbeReport:
         """The budget on the device: what was asked for, or what the device turned out to have."""
         return self.env.get("device_bytes", self.task.device_bytes)
 
+    @property
+    def schedule(self) -> Schedule | None:
+        """How the longest is streamed: the recipe's way, or what the planner picked for it."""
+        limit = self.limits.get("stream")
+        chosen = limit.trial.outcome.schedule if limit is not None and limit.trial is not None else None
+        return chosen or self.task.schedule
+
     def to_json(self) -> dict[str, Any]:
         """The document of ``streamtune probe-max-len --json``."""
         task = self.task
@@ -121,9 +130,10 @@ class ProbeReport:
             "device_memory_bytes": self.device_bytes,
             "host_memory_bytes": task.host_bytes,
             "disk_memory_bytes": task.disk_bytes,
-            "schedule": asdict(task.schedule),
+            "schedule": asdict(self.schedule) if self.schedule is not None else None,
             "baseline": {mode: count for mode, count in found.items() if mode != "stream"},
             "complete": self.complete,
+            "margin": task.margin,
             "stops_at": {"share": task.within.share, "step": task.within.step},
             "limited_by": {mode: limit.failed.outcome.reason for mode, limit in self.limits.items() if limit.failed},
             "env": self.env,
@@ -131,16 +141,14 @@ class ProbeReport:
         }
 
 
-def measured(prepare: PrepareStep, task: ProbeTask, *, seconds: float, margin: float) -> RunTrial:
+def measured(prepare: PrepareStep, budget: StepBudget, *, seconds: float) -> RunTrial:
     """Trials by whole training steps on the device.
 
     Args:
         prepare: Builds what is stepped, in the process of a trial: must be picklable.
-        task: Whose budget is kept.
+        budget: Bytes a step may take.
         seconds: Time of a trial at most.
-        margin: Part of an accelerator's memory that is left alone where no budget is given.
     """
-    budget = StepBudget(task.device_bytes, task.host_bytes, task.disk_bytes, margin)
     return lambda shape, tell: run_trial(prepare, shape, budget, seconds=seconds, tell=tell)
 
 
@@ -206,16 +214,21 @@ def _updated(limit: Limit, number: int, trial: Trial) -> Limit:
 
 
 def _filled(outcome: Outcome, report: ProbeReport) -> float | None:
-    """The part of the budget that a step took; None of a measured one that was broken off."""
+    """The part of the budget that a step took.
+
+    None of a measured one that was broken off, or whose schedule the planner picked: it takes what there is.
+    """
     task = report.task
-    if not outcome.fits and task.method == "measure":
+    if task.method == "measure" and (task.schedule is None or not outcome.fits):
         return None
     pairs = [
         (outcome.peak_bytes, report.device_bytes),
         (outcome.host_bytes, task.host_bytes),
         (outcome.disk_bytes, task.disk_bytes),
     ]
-    return max((used / limit for used, limit in pairs if used is not None and limit), default=None)
+    usable = 1.0 if task.method == "measure" else 1 - task.margin
+    parts = [used / (usable * limit) for used, limit in pairs if used is not None and limit]
+    return max(parts, default=None)
 
 
 def _amount(shape: Shape) -> str:

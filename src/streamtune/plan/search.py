@@ -13,6 +13,9 @@ from dataclasses import dataclass
 
 __all__ = ["Attempt", "Bracket", "Range", "search_largest"]
 
+FAR = 0.8
+"""Part of a number below which another one is far enough from it to tell the slope."""
+
 
 @dataclass(frozen=True)
 class Attempt:
@@ -108,8 +111,10 @@ def _aim(low: int, known: dict[int, float], within: Range) -> int | None:
     """Just below where the budget ends by the line through two attempts, or just above if ``low`` is there already."""
     below = sorted(number for number in known if number <= low)
     above = sorted(number for number in known if number > low)
-    pair = (below[-1:] + above[:1]) if above else below[-2:]
-    if len(pair) < 2:
+    # Chunks are equal, so bytes rise in small teeth: two attempts side by side may say nothing of the line.
+    apart = [number for number in below if number <= FAR * low] or below[:-1]
+    pair = below[-1:] + above[:1] if above else apart[-1:] + below[-1:]
+    if len(pair) < 2 or pair[0] == pair[1]:
         return None
     slope = (known[pair[1]] - known[pair[0]]) / (pair[1] - pair[0])
     if slope <= 0:

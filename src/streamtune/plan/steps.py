@@ -6,7 +6,10 @@ accelerator it is the allocator's limit.
 
 from __future__ import annotations
 
+import multiprocessing
+import os
 import platform
+import threading
 import time
 import traceback
 from collections.abc import Callable, Iterable
@@ -22,13 +25,13 @@ from torch.utils.checkpoint import checkpoint
 
 from streamtune.engine import StreamHandle, decoder_layers
 from streamtune.engine.arena import Tally
-from streamtune.engine.storage import is_host_storage
-from streamtune.errors import OutOfMemoryError
-from streamtune.plan.memory import LiveBytes, held_tensors
+from streamtune.errors import OutOfMemoryError, StorageError
+from streamtune.plan.memory import ACTIVATION, OPTIMIZER, LiveBytes, held_tensors
+from streamtune.plan.simulate import TERMS
 from streamtune.plan.subject import Mode
 from streamtune.sizes import show_size
 
-__all__ = ["PrepareStep", "Shape", "StepBudget", "TrainingStep", "serve", "use_checkpointing"]
+__all__ = ["BudgetExceededError", "PrepareStep", "Shape", "StepBudget", "TrainingStep", "serve", "use_checkpointing"]
 
 STEPS = 2
 """The first makes the optimizer's state, which is there during the second."""
@@ -76,8 +79,8 @@ PrepareStep = Callable[[Shape], TrainingStep]
 class BudgetExceededError(MemoryError):
     """Raised inside a step at the allocation that crosses the budget of a tier: device, host or disk."""
 
-    def __init__(self, tier: str, limit: int) -> None:
-        super().__init__(f"{tier} memory: the step takes more than {show_size(limit)}")
+    def __init__(self, tier: str, what: str) -> None:
+        super().__init__(what)
         self.tier = tier
 
 
@@ -87,8 +90,6 @@ class _Budgeted(LiveBytes):
     def __init__(self, step: TrainingStep, budget: StepBudget) -> None:
         super().__init__(step.model, decoder_layers(step.model))
         self.weights = _distinct_bytes(held_tensors(step.model))
-        self.at_peak = dict(self.live)
-        """Live bytes by kind when most were alive."""
         self._step, self._budget = step, budget
 
     def __enter__(self) -> _Budgeted:
@@ -96,45 +97,33 @@ class _Budgeted(LiveBytes):
         super().__enter__()
         return self
 
-    def __torch_dispatch__(
-        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
-        before = self.peak
-        out = super().__torch_dispatch__(func, types, args, kwargs)
-        if self.peak > before:
-            self.at_peak = dict(self.live)
-        self._compare("device", self.weights + sum(self.live.values()), self._budget.device_bytes)
+    def _see(self, out: Any) -> None:
+        super()._see(out)
+        self._compare("device", self.weights + self.total, self._budget.device_bytes)
         for name, tally, limit in _tiers(self._step.handle, self._budget):
             self._compare(name, tally.live_bytes, limit)
-        return out
-
-    def _meet(self, tensor: Tensor) -> None:
-        if not is_host_storage(tensor.untyped_storage()):  # the machine's memory, though here the device's as well
-            super()._meet(tensor)
 
     def _compare(self, name: str, live: int, limit: int | None) -> None:
         if limit is not None and live > limit:
-            raise BudgetExceededError(name, limit)
+            raise BudgetExceededError(name, f"{name} memory: the step takes more than {show_size(limit)}")
 
     def terms(self) -> dict[str, int]:
         """Device bytes at the peak by what they are. The optimizer is asked for its own: they look like activations."""
-        activations, state = self.at_peak["activation"], _optimizer_bytes(self._step.optimizer)
-        return {
-            "weights": self.weights,
-            "gradients": self.at_peak["gradient"],
-            "optimizer": min(state, activations),
-            "layer inputs": self.at_peak["layer input"],
-            "activations": max(activations - state, 0),
-        }
+        held = {"weights": self.weights, **self.at_peak}
+        state = min(_optimizer_bytes(self._step.optimizer) - held[OPTIMIZER], held[ACTIVATION])
+        held[OPTIMIZER], held[ACTIVATION] = held[OPTIMIZER] + state, held[ACTIVATION] - state
+        return {TERMS[name]: size for name in TERMS if (size := held.get(name, 0))}
 
 
 def serve(connection: Connection, prepare: PrepareStep, shape: Shape, budget: StepBudget) -> None:
     """Body of the process: build, step, and say how it went. Phases are sent as text, the end as a dictionary."""
     _be_killed_first()
+    _end_with_parent()
     said: dict[str, Any] = {}
     try:
         connection.send("building the model")
         step = prepare(shape)
+        said["schedule"] = step.handle.schedule if step.handle is not None else None
         device = next(step.model.parameters()).device
         measure = _step_on_accelerator if device.type == "cuda" else _step_on_cpu
         measure(step, budget, connection.send, said)
@@ -166,7 +155,7 @@ def _step_on_accelerator(
     weights = _distinct_bytes(held_tensors(step.model))
     said["terms"], said["peak_bytes"] = {"weights": weights}, weights
     if weights > limit:
-        raise BudgetExceededError("device", limit)
+        raise BudgetExceededError("device", f"device memory: the weights alone take more than {show_size(limit)}")
     torch.cuda.empty_cache()  # what loading left behind would count
     torch.cuda.set_per_process_memory_fraction(min(1.0, limit / total), device)
     torch.cuda.reset_peak_memory_stats(device)
@@ -180,7 +169,7 @@ def _step_on_accelerator(
         said.update(_tier_peaks(step, budget))
     for name, tally, most in _tiers(step.handle, budget):
         if most is not None and tally.peak_bytes > most:
-            raise BudgetExceededError(name, most)
+            raise BudgetExceededError(name, f"{name} memory: the step takes more than {show_size(most)}")
 
 
 def _run(step: TrainingStep, tell: Callable[[str], None], synchronize: Callable[[], None]) -> float:
@@ -220,6 +209,8 @@ def _explain(error: BaseException) -> dict[str, Any]:
         chain = chain.__cause__ or chain.__context__
     if isinstance(error, OutOfMemoryError):  # the engine's own, of the host
         return {"cause": "host memory", "reason": error.what}
+    if isinstance(error, StorageError):
+        return {"cause": "disk memory", "reason": error.what}
     first = (str(error).strip().splitlines() or [""])[0]
     reason = f"{type(error).__name__}: {first}".removesuffix(": ")
     return {"cause": "crash", "reason": reason, "detail": "".join(traceback.format_exception(error))}
@@ -238,6 +229,19 @@ def _be_killed_first() -> None:
     """Where the system has to end a process to get memory back, let it be this one. Linux only."""
     with suppress(OSError):
         Path("/proc/self/oom_score_adj").write_text("1000")
+
+
+def _end_with_parent() -> None:
+    """A prober that is killed must not leave a step behind that fills the machine."""
+    parent = multiprocessing.parent_process()
+    if parent is None:
+        return
+
+    def wait() -> None:
+        parent.join()
+        os._exit(1)
+
+    threading.Thread(target=wait, daemon=True).start()
 
 
 def _env(device: str, device_bytes: int | None) -> dict[str, Any]:

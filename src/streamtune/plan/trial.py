@@ -20,6 +20,7 @@ from typing import Any, Literal
 
 import psutil
 
+from streamtune.engine import Schedule
 from streamtune.plan.host import free_host_bytes, reserved_host_bytes
 from streamtune.plan.steps import PrepareStep, Shape, StepBudget, serve
 from streamtune.quiet import packed_call, run_packed
@@ -48,6 +49,7 @@ class Outcome:
         rss_bytes: Largest resident memory of the process that was seen.
         step_seconds: Of the second step. On the CPU every storage is followed meanwhile, which takes some of it.
         terms: Device bytes at the peak by what they are.
+        schedule: How the step was streamed, where it was.
         env: Device, versions, and the budget the device was given.
     """
 
@@ -61,6 +63,7 @@ class Outcome:
     rss_bytes: int | None = None
     step_seconds: float | None = None
     terms: dict[str, int] = field(default_factory=dict)
+    schedule: Schedule | None = None
     env: dict[str, Any] = field(default_factory=dict)
 
 

@@ -6,23 +6,28 @@ A measured trial runs whole training steps (``build_steps``) in a process of its
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 
 import torch
 
 from streamtune import plan
 from streamtune.errors import ArgumentError, RunError, did_you_mean
+from streamtune.plan.budget import free_device_bytes, free_disk_bytes
+from streamtune.plan.calibrate import load_rates
+from streamtune.plan.cost import sheet_rates
+from streamtune.plan.devices import Device, find_device, nearest_device
 from streamtune.plan.host import free_host_bytes, reserved_host_bytes
-from streamtune.plan.probe import ProbeReport, ProbeTask, Trial, measured, run_probe
+from streamtune.plan.probe import ProbeReport, ProbeTask, RunTrial, Trial, measured, run_probe
 from streamtune.plan.search import Range
-from streamtune.plan.steps import PrepareStep, StepBudget
-from streamtune.plan.trial import Outcome, run_trial
-from streamtune.recipe.build import blame_recipe, choose_device, choose_quantization, make_schedule
+from streamtune.plan.steps import StepBudget
+from streamtune.plan.trial import Outcome
+from streamtune.recipe.build import blame_recipe, choose_device, choose_quantization, make_schedule, quiet_libraries
+from streamtune.recipe.build_simulated import SimulatedTrials, simulated
 from streamtune.recipe.build_steps import OBJECTIVES, prepare_step
 from streamtune.recipe.loader import LoadedRecipe
 from streamtune.recipe.schema import Recipe
-from streamtune.sizes import show_size
+from streamtune.sizes import parse_size, show_size
 
 __all__ = ["ProbeOptions", "probe_recipe"]
 
@@ -56,7 +61,8 @@ class ProbeOptions:
     least: int | None = None
     most: int | None = None
     trial_seconds: float = 1800.0
-    margin: float = 0.05
+    margin: float | None = None
+    """Part of a budget that is left free; None is the recipe's ``engine.margin``."""
     objective: str = "sft"
 
 
@@ -85,16 +91,28 @@ def probe_recipe(
     _check(options)
     recipe = loaded.recipe
     with blame_recipe(loaded):
-        device = choose_device(recipe.device)
-        choose_quantization(recipe.finetuning_type, recipe.quantization, device)  # refuse before the first process
-        task = _make_task(recipe, options, device)
-        prepare = partial(prepare_step, recipe, options.objective, str(device))
-        run = measured(prepare, task, seconds=options.trial_seconds, margin=options.margin)
+        here = torch.device("cpu") if options.device else choose_device(recipe.device)
+        target = _target(recipe, options, here)
+        quiet_libraries(here)
+        task = _make_task(recipe, options, target, here)
+        run: RunTrial
+        unlimited: RunTrial
+        if task.method == "measure":
+            choose_quantization(recipe.finetuning_type, recipe.quantization, here)  # refuse before the first process
+            prepare = partial(prepare_step, recipe, options.objective, str(here), _budget(task))
+            run = measured(prepare, _budget(task), seconds=options.trial_seconds)
+            unlimited = measured(prepare, replace(_budget(task), device_bytes=None), seconds=options.trial_seconds)
+        else:
+            rates = sheet_rates(target) if target else load_rates(here, torch.float32, notify=notify)
+            run = unlimited = simulated(recipe, task, target, here, rates)
         report, interrupted = run_probe(task, run, notify=notify, tried=tried)
         limit = report.limits.get("stream")
+        if isinstance(run, SimulatedTrials) and limit is not None and limit.trial is not None and not interrupted:
+            notify(f"planning {limit.fits:,}")
+            report.limits["stream"] = replace(limit, trial=run.planned(limit.trial))
         if limit is not None and limit.complete and not limit.fits and limit.failed is not None:
             notify("what the smallest needs")
-            raise _nothing_fits(recipe, task, limit.failed, _needed(prepare, task, limit.failed, options))
+            raise _nothing_fits(recipe, task, limit.failed, _needed(unlimited, task, limit.failed))
     return report, interrupted
 
 
@@ -114,6 +132,14 @@ def _check(options: ProbeOptions) -> None:
         )
     if options.objective not in OBJECTIVES:
         raise ArgumentError(f"no objective is called {options.objective!r}", mend=f"known: {', '.join(OBJECTIVES)}")
+    if options.device is not None and options.method == "measure":
+        raise ArgumentError(
+            "--device names a device that is not there; what is measured runs on the one that is",
+            mend="add --method simulate, or write --set device=cpu to choose where to measure",
+        )
+    for name, number in (("--from", options.least), ("--to", options.most)):
+        if number is not None and number < 1:
+            raise ArgumentError(f"{name} takes a number from 1 up, not {number}")
     least, most = options.least or 1, options.most or MOST
     if least > most:
         raise ArgumentError(
@@ -134,14 +160,39 @@ def _check(options: ProbeOptions) -> None:
             raise ArgumentError("nothing fits into no memory", where=name)
     if options.trial_seconds <= 0:
         raise ArgumentError("a trial takes more than no time", where="--trial-timeout")
-    if not 0 <= options.margin < 1:
-        raise ArgumentError(f"--margin is a part of the memory from 0 up to 1, not {options.margin:g}")
+    if options.margin is not None and not 0 <= options.margin < 1:
+        raise ArgumentError(f"--margin is a part of the memory, from 0 up to but not 1; found {options.margin:g}")
 
 
-def _make_task(recipe: Recipe, options: ProbeOptions, device: torch.device) -> ProbeTask:
-    device_bytes = options.device_bytes
+def _target(recipe: Recipe, options: ProbeOptions, here: torch.device) -> Device | None:
+    """The device that is not there and is simulated; None is the one at hand.
+
+    A size alone, where there is no accelerator, stands for the accelerator nearest to it in the table.
+    """
     if options.method == "measure":
-        device_bytes = _budget_here(options, device)
+        return None
+    if options.device is not None:
+        return find_device(options.device)
+    if options.device_bytes is not None and here.type == "cpu" and recipe.device != "cpu":
+        return nearest_device(options.device_bytes)
+    return None
+
+
+def _make_task(recipe: Recipe, options: ProbeOptions, target: Device | None, here: torch.device) -> ProbeTask:
+    spec = recipe.engine
+    margin = spec.margin if options.margin is None else options.margin
+    sizes = {"device": options.device_bytes, "host": options.host_bytes, "disk": options.disk_bytes}
+    for name, key in (("device", spec.device_memory), ("host", spec.host_memory), ("disk", spec.disk_memory)):
+        if sizes[name] is None and key != "auto":
+            sizes[name] = parse_size(key, where=f"engine.{name}_memory")
+    if options.method == "measure":
+        sizes["device"] = _budget_here(sizes["device"], sizes["host"], here, margin)
+    else:
+        free = free_host_bytes()
+        own = target.memory_bytes if target else free if here.type == "cpu" else free_device_bytes(here)
+        sizes["device"] = sizes["device"] or own
+        sizes["host"] = free if sizes["host"] is None else sizes["host"]
+        sizes["disk"] = sizes["disk"] or (free_disk_bytes(spec.offload_dir) if spec.offload_dir else 0)
     return ProbeTask(
         method="measure" if options.method == "measure" else "simulate",
         objective=options.objective,
@@ -149,11 +200,16 @@ def _make_task(recipe: Recipe, options: ProbeOptions, device: torch.device) -> P
         fixed=(options.length or recipe.max_length) if options.batch_size else recipe.per_device_train_batch_size,
         within=_range(options),
         modes=("stream", *(BASELINES if options.baseline else ())),
-        device_bytes=device_bytes,
-        host_bytes=options.host_bytes,
-        disk_bytes=options.disk_bytes,
-        schedule=make_schedule(recipe.engine),
+        device_bytes=sizes["device"],
+        host_bytes=sizes["host"],
+        disk_bytes=sizes["disk"],
+        schedule=make_schedule(spec) if spec.schedule == "fixed" else None,
+        margin=margin,
     )
+
+
+def _budget(task: ProbeTask) -> StepBudget:
+    return StepBudget(task.device_bytes, task.host_bytes, task.disk_bytes, task.margin)
 
 
 def _range(options: ProbeOptions) -> Range:
@@ -166,44 +222,37 @@ def _range(options: ProbeOptions) -> Range:
     return Range(first=first, least=least, most=most, step=STEP, grain=GRAIN)
 
 
-def _budget_here(options: ProbeOptions, device: torch.device) -> int | None:
+def _budget_here(device_bytes: int | None, host_bytes: int | None, here: torch.device, margin: float) -> int | None:
     """The device's budget; on the CPU what is free, where nothing is said. None asks the device.
 
     Raises:
         ArgumentError: The machine has less free than the trials may take.
     """
-    free = free_host_bytes() - reserved_host_bytes()
-    on_cpu = device.type == "cpu"
-    wanted = (options.host_bytes or 0) + ((options.device_bytes or 0) if on_cpu else 0)
+    free = max(0, free_host_bytes() - reserved_host_bytes())
+    asked = {"--device-memory": device_bytes if here.type == "cpu" else None, "--host-memory": host_bytes}
+    wanted = sum(size for size in asked.values() if size)
     if wanted > free:
-        names = " and ".join(
-            name
-            for name, size in (
-                ("--device-memory", on_cpu and options.device_bytes),
-                ("--host-memory", options.host_bytes),
-            )
-            if size
-        )
         raise ArgumentError(
-            f"the trials may take {show_size(wanted)} of this machine's memory, and {show_size(max(free, 0))} "
-            "are free: it would swap",
-            where=names,
+            f"the trials may take {show_size(wanted)} of this machine's memory, and {show_size(free)} are free: it "
+            "would swap",
+            where=" and ".join(name for name, size in asked.items() if size),
             mend="ask for less, close other programs, or use --method simulate, which takes no memory",
         )
-    if on_cpu and options.device_bytes is None:
-        return int((1 - options.margin) * max(free - (options.host_bytes or 0), 0))
-    return options.device_bytes
+    if here.type == "cpu" and device_bytes is None:
+        return int((1 - margin) * (free - (host_bytes or 0)))
+    return device_bytes
 
 
 # --- nothing fits -----------------------------------------------------------------------------------------------------
 
 
-def _needed(prepare: PrepareStep, task: ProbeTask, failed: Trial, options: ProbeOptions) -> Outcome | None:
-    """The smallest trial without a budget on the device, where the machine has room for it."""
+def _needed(run: RunTrial, task: ProbeTask, failed: Trial) -> Outcome | None:
+    """The smallest trial without a budget on the device: measured where the machine has room for it."""
     if failed.outcome.cause != "device memory" or task.device_bytes is None:
         return None
-    budget = StepBudget(None, task.host_bytes, task.disk_bytes, options.margin)
-    free = run_trial(prepare, failed.shape, budget, seconds=options.trial_seconds)
+    if task.method == "simulate":
+        return failed.outcome
+    free = run(failed.shape, lambda phase: None)
     return free if free.fits else None
 
 

@@ -14,9 +14,11 @@ import torch
 from rich.console import Console
 
 from streamtune import models, optim, train
-from streamtune.engine import StreamHandle
-from streamtune.plan.steps import Shape, TrainingStep, use_checkpointing
+from streamtune.engine import Schedule, StreamHandle
+from streamtune.errors import ArgumentError
+from streamtune.plan.steps import BudgetExceededError, Shape, StepBudget, TrainingStep, use_checkpointing
 from streamtune.recipe.build import choose_quantization, quiet_libraries, stream_model
+from streamtune.recipe.build_plan import plan_model
 from streamtune.recipe.schema import Recipe
 from streamtune.train.loop import accumulate_gradients, clip_gradients, update_weights
 from streamtune.train.routers import StepRouters
@@ -24,14 +26,18 @@ from streamtune.train.routers import StepRouters
 __all__ = ["OBJECTIVES", "prepare_step"]
 
 
-def prepare_step(recipe: Recipe, objective: str, device_name: str, shape: Shape) -> TrainingStep:
-    """Model, optimizer and step of a trial, in its process."""
+def prepare_step(recipe: Recipe, objective: str, device_name: str, budget: StepBudget, shape: Shape) -> TrainingStep:
+    """Model, optimizer and step of a trial, in its process.
+
+    Raises:
+        BudgetExceededError: The planner finds no schedule for this shape.
+    """
     device = torch.device(device_name)
     quiet_libraries(device)
     model = _make_model(recipe, device)
     handle: StreamHandle | None = None
     if shape.mode == "stream":
-        handle = stream_model(recipe, model)
+        handle = stream_model(recipe, model, _planned(recipe, model, shape, budget))
     elif shape.mode == "checkpoint":
         use_checkpointing(model)
     optimizer = optim.build_optimizer(
@@ -44,6 +50,20 @@ def prepare_step(recipe: Recipe, objective: str, device_name: str, shape: Shape)
     )
     step = OBJECTIVES[objective](recipe, model, optimizer, handle, shape)
     return TrainingStep(model, optimizer, step, handle)
+
+
+def _planned(recipe: Recipe, model: Any, shape: Shape, budget: StepBudget) -> Schedule | None:
+    """The schedule a run of rows like these would take; None where the recipe says it."""
+    if recipe.engine.schedule == "fixed":
+        return None
+    sizes = {"device_memory": budget.device_bytes, "host_memory": budget.host_bytes, "disk_memory": budget.disk_bytes}
+    given = {name: f"{size}B" for name, size in sizes.items() if size is not None}
+    engine = recipe.engine.model_copy(update={**given, "margin": budget.margin})
+    like = recipe.model_copy(update={"engine": engine, "per_device_train_batch_size": shape.batch_size})
+    try:
+        return plan_model(like, model, shape.length, next(model.parameters()).device).schedule
+    except ArgumentError as error:
+        raise BudgetExceededError("device", f"device memory: {error.what}") from error
 
 
 def _make_model(recipe: Recipe, device: torch.device) -> Any:

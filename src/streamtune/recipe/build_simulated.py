@@ -1,0 +1,170 @@
+"""A recipe to simulated trials of the probe: the step is walked on ``meta`` tensors, on a device that may be elsewhere.
+
+With a fixed schedule a trial simulates it. Where the planner picks one, a trial asks whether anything fits.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import dataclass, replace
+from functools import partial
+from itertools import product
+from typing import Any
+
+import torch
+from torch import nn
+
+from streamtune.engine import Schedule, decoder_layers
+from streamtune.errors import ArgumentError
+from streamtune.plan.budget import device_name
+from streamtune.plan.choices import Limits
+from streamtune.plan.cost import Rates, predict_seconds
+from streamtune.plan.devices import Device
+from streamtune.plan.planner import choose
+from streamtune.plan.probe import ProbeTask, Trial
+from streamtune.plan.simulate import Simulation, Workload, simulate
+from streamtune.plan.steps import Shape
+from streamtune.plan.trial import Cause, Outcome
+from streamtune.recipe.build_plan import make_blueprint, make_workload
+from streamtune.recipe.schema import Recipe
+from streamtune.sizes import show_size
+
+__all__ = ["SimulatedTrials", "simulated"]
+
+THRIFTY: dict[str, Any] = {"chunk_size": 1024, "head_chunk_size": 256, "stream_grads": True}
+"""The smallest sizes that the planner takes."""
+
+
+def simulated(
+    recipe: Recipe, task: ProbeTask, target: Device | None, here: torch.device, rates: Rates
+) -> SimulatedTrials:
+    """Trials by simulation.
+
+    Args:
+        recipe: The recipe.
+        task: Whose budget is kept: all sizes are given.
+        target: The device that is simulated; None is the one at hand.
+        here: That one.
+        rates: How fast it is.
+    """
+    device = torch.device("cuda") if target is not None else here
+    model = make_blueprint(recipe, device)
+    workload = make_workload(recipe, partial(_same, model), 2, device)
+    limits = Limits(
+        device_bytes=task.device_bytes or 0,
+        host_bytes=task.host_bytes or 0,
+        disk_bytes=task.disk_bytes or 0,
+        margin=task.margin,
+        shared=device.type == "cpu",
+    )
+    env = {
+        "device": target.title if target is not None else device_name(here),
+        "device_bytes": task.device_bytes,
+        "rates": rates.source,
+        "torch": torch.__version__,
+    }
+    return SimulatedTrials(workload, limits, rates, task.schedule, recipe.engine.written(), env)
+
+
+@dataclass
+class SimulatedTrials:
+    """Makes trials by simulating their steps.
+
+    Where the planner picks the schedule, a length fits if some schedule fits. That is asked of the thriftiest alone:
+    a plan takes several simulations, and it is made for the longest only, by :meth:`planned`.
+    """
+
+    workload: Workload
+    limits: Limits
+    rates: Rates
+    schedule: Schedule | None
+    """The recipe's; None where the planner picks one."""
+    written: dict[str, Any]
+    env: dict[str, Any]
+
+    def __call__(self, shape: Shape, tell: Callable[[str], None]) -> Outcome:
+        """Whether a shape fits."""
+        step = self._step(shape)
+        if shape.mode != "stream" or self.schedule is not None:
+            return self._tried(step, self.schedule or Schedule())  # a baseline reads nothing of it
+        schedule = self._thriftiest()
+        outcome = self._tried(step, schedule)
+        held = {"host memory": outcome.host_bytes, "disk memory": outcome.disk_bytes}.get(outcome.cause)
+        if held:  # what there is no room for elsewhere may stay on the device
+            usable = self.limits.host if outcome.cause == "host memory" else self.limits.disk
+            layers = len(decoder_layers(self.workload.make_model()))
+            mixed = self._tried(step, replace(schedule, device_layers=math.ceil((1 - usable / held) * layers)))
+            return mixed if mixed.fits else outcome
+        return outcome
+
+    def planned(self, trial: Trial) -> Trial:
+        """The trial of the longest with the fastest schedule that fits it."""
+        if self.schedule is not None or trial.shape.mode != "stream":
+            return trial
+        try:
+            plan = choose(self._step(trial.shape), self.limits, self.rates, fixed=self.written)
+        except ArgumentError:  # it looked among others than the one that fits
+            return trial
+        return replace(trial, outcome=self._judged(plan.simulation, plan.schedule))
+
+    def _step(self, shape: Shape) -> Workload:
+        return replace(self.workload, mode=shape.mode, length=shape.length, batch_size=shape.batch_size)
+
+    def _tried(self, step: Workload, schedule: Schedule) -> Outcome:
+        return self._judged(simulate(step, schedule), schedule)
+
+    def _judged(self, simulation: Simulation, schedule: Schedule) -> Outcome:
+        return replace(_judged(simulation, schedule, self.limits, self.rates), env=self.env)
+
+    def _thriftiest(self) -> Schedule:
+        """Everything small, nothing kept, layer inputs as far away as there is room, at two levels."""
+        tiers = ["device"]
+        if self.limits.host_bytes and not self.limits.shared:
+            tiers.insert(0, "host")
+        if self.limits.disk_bytes and "offload_dir" in self.written:
+            tiers.insert(0, "disk")
+        for offload, levels in product(tiers, (2, 1)):
+            chosen = {**THRIFTY, "offload": offload, "levels": levels, **self.written}
+            if chosen["offload"] != "disk":
+                chosen.pop("offload_dir", None)
+            with suppress(ArgumentError):  # what is written goes with other tiers
+                return Schedule(**chosen)
+        return Schedule()
+
+
+def _used(simulation: Simulation, limits: Limits) -> dict[Cause, tuple[int, int]]:
+    """Bytes in each tier, and how many there are."""
+    shared = simulation.host_bytes if limits.shared else 0
+    return {
+        "device memory": (simulation.peak_bytes + shared, limits.device),
+        "host memory": (simulation.host_bytes - shared, limits.host),
+        "disk memory": (simulation.disk_bytes, limits.disk),
+    }
+
+
+def _judged(simulation: Simulation, schedule: Schedule, limits: Limits, rates: Rates) -> Outcome:
+    """Whether a simulated step fits, and if not, what of it is too much."""
+    tiers = _used(simulation, limits)
+    cause = max(tiers, key=lambda name: tiers[name][0] - tiers[name][1])
+    used, usable = tiers[cause]
+    outcome = Outcome(
+        fits=used <= usable,
+        peak_bytes=simulation.peak_bytes,
+        host_bytes=simulation.host_bytes,
+        disk_bytes=simulation.disk_bytes,
+        step_seconds=predict_seconds(simulation.work, rates),
+        terms=simulation.terms,
+        schedule=schedule,
+    )
+    if outcome.fits:
+        return outcome
+    left = f" ({limits.margin:.0%} is left free)" if limits.margin else ""
+    where = f" in the {simulation.phase}" if cause == "device memory" else ""
+    reason = f"{cause}: the step takes {show_size(used)}{where} of {show_size(usable)}{left}"
+    return replace(outcome, cause=cause, reason=reason)
+
+
+def _same(model: nn.Module) -> nn.Module:
+    return model

@@ -1,0 +1,178 @@
+"""``streamtune probe-max-len`` through the real command line, its trials in real processes: so they are few."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from streamtune.cli import main
+
+RECIPE: dict[str, Any] = {
+    "model": {
+        "init": {
+            "model_type": "llama",
+            "hidden_size": 32,
+            "intermediate_size": 64,
+            "num_hidden_layers": 2,
+            "num_attention_heads": 4,
+            "num_key_value_heads": 2,
+            "vocab_size": 300,
+        }
+    },
+    "tokenizer": {"train": {"vocab_size": 300}},
+    "datasets": [{"path": "rows.jsonl"}],
+    "max_length": 512,
+    "engine": {"schedule": "fixed", "chunk_size": 64, "head_chunk_size": 64},
+    "gradient_accumulation_steps": 8,
+}
+
+
+@pytest.fixture
+def probe(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., int]:
+    """``streamtune probe-max-len tiny.yaml ...`` in this process; returns the exit code."""
+    monkeypatch.chdir(tmp_path)
+    Path("tiny.yaml").write_text(yaml.safe_dump(RECIPE, sort_keys=False))
+
+    def run(*arguments: str) -> int:
+        with pytest.raises(SystemExit) as left:
+            main(["probe-max-len", "tiny.yaml", *arguments])
+        return int(left.value.code or 0)
+
+    return run
+
+
+def test_the_longest_of_each_mode(probe: Callable[..., int], capsys: pytest.CaptureFixture[str]) -> None:
+    """A range of one length: streaming fits into the budget, the others do not."""
+    assert probe("--device-memory", "4MiB", "--from", "1024", "--to", "1024", "--baseline", "--output-dir", "out") == 0
+    shown, said = capsys.readouterr()
+    lines = shown.splitlines()
+    assert lines[0] == "Longest sequence in 4.00 MiB, sft, measured"
+    table = {line.split("  ")[0]: line.split() for line in lines[2:5]}
+    assert table["StreamTune"][1] == "1,024"
+    assert table["plain autograd"][2] == "none"
+    assert "StreamTune: the end of the range" in shown
+    assert "plain autograd at 1,024, device memory: the step takes more than 4.00 MiB" in shown
+    assert "mode=stream length=1024 batch_size=1 fits=true peak_bytes=" in said
+    assert "mode=plain length=1024 batch_size=1 fits=false" in said
+    assert "\x1b" not in shown + said
+    document = json.loads(Path("out/probe.json").read_text())
+    assert document["max_length"] == 1024
+    assert document["baseline"]["plain"] == 0
+    assert document["complete"] is True
+    assert document["trials"][0]["terms"]["gradients"] > 0
+    assert Path("out/probe.png").stat().st_size > 10_000
+
+
+def test_the_largest_batch_of_adapters_as_json(probe: Callable[..., int], capsys: pytest.CaptureFixture[str]) -> None:
+    options = ["--batch-size", "--length", "128", "--from", "2", "--to", "2", "--set", "packing=true", "--json"]
+    assert probe("--device-memory", "1GiB", "--set", "finetuning_type=lora", *options) == 0
+    document = json.loads(capsys.readouterr().out)
+    assert (document["max_batch_size"], document["length"]) == (2, 128)
+    assert [trial["batch_size"] for trial in document["trials"]] == [2]
+    assert Path("runs/tiny/probe.png").is_file()
+
+
+def test_a_budget_that_nothing_fits(probe: Callable[..., int], capsys: pytest.CaptureFixture[str]) -> None:
+    assert probe("--device-memory", "300KiB", "--from", "64", "--to", "64") == 2
+    said = capsys.readouterr().err
+    assert "error: not even 64 tokens fit: device memory: the step takes more than 300 KiB" in said
+    assert "the largest term is optimizer (weights" in said
+    assert "KiB on the device would hold 64 tokens" in said
+    assert "finetuning_type: lora" in said
+    assert "larger chunks never help" in said
+
+
+def test_a_model_that_cannot_be_trained_is_no_lack_of_memory(
+    probe: Callable[..., int], capsys: pytest.CaptureFixture[str]
+) -> None:
+    changes = ["--set", "model_name_or_path=./nowhere", "--set", "model=null"]
+    assert probe(*changes, "--device-memory", "1GiB", "--from", "64", "--to", "64") == 1
+    assert "not even 64 tokens can be trained: ArgumentError: there is no folder" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["--from", "100", "--to", "50"], "there is nothing from 100 to 50"),
+        (["--from", "1"], "two tokens or more"),
+        (["--batch-size", "--from", "0"], "from 1 up"),
+        (["--to", "0"], "from 1 up"),
+        (["--length", "100"], "--length is the fixed length of --batch-size"),
+        (["--batch-size", "--length", "1"], "two tokens or more"),
+        (["--device-memory", "much"], "'much' is no size"),
+        (["--device-memory", "0GiB"], "no memory"),
+        (["--device-memory", "100TiB"], "it would swap"),
+        (["--host-memory", "100TiB"], "it would swap"),
+        (["--method", "guess"], "--method is measure or simulate, not 'guess'"),
+        (["--margin", "1.5"], "--margin"),
+        (["--trial-timeout", "0"], "no time"),
+        (["--device", "h100-80gb"], "--method simulate"),
+    ],
+    ids=lambda value: value if isinstance(value, str) else " ".join(value),
+)
+def test_what_makes_no_sense_is_refused(
+    probe: Callable[..., int], capsys: pytest.CaptureFixture[str], arguments: list[str], words: str
+) -> None:
+    assert probe(*arguments) == 2
+    assert words in capsys.readouterr().err
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="signals of a terminal")
+def test_ctrl_c_ends_with_what_is_known(tmp_path: Path) -> None:
+    (tmp_path / "tiny.yaml").write_text(yaml.safe_dump(RECIPE, sort_keys=False))
+    command = [sys.executable, "-m", "streamtune", "probe-max-len", "tiny.yaml", "--device-memory", "1GiB", "--json"]
+    process = subprocess.Popen(
+        [*command, "--from", "64"],
+        cwd=tmp_path,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+    )
+    assert process.stderr is not None
+    assert "mode=stream length=64" in process.stderr.readline()
+    os.killpg(process.pid, signal.SIGINT)  # as a terminal does: to the trial as well
+    shown, said = process.communicate(timeout=60)
+    assert process.returncode == 130
+    document = json.loads(shown)
+    assert document["complete"] is False
+    assert document["max_length"] >= 64
+    assert "stopped before the search was over" in said
+    assert "Traceback" not in said
+
+
+def test_a_device_that_is_not_there(probe: Callable[..., int], capsys: pytest.CaptureFixture[str]) -> None:
+    """No process, no weights: the range is one length, so that one simulation of each mode tells."""
+    size = ["--device", "l4-24gb", "--host-memory", "64GiB", "--from", "4096", "--to", "4096"]
+    assert probe("--method", "simulate", *size, "--baseline", "--json") == 0
+    document = json.loads(capsys.readouterr().out)
+    assert (document["method"], document["max_length"]) == ("simulate", 4096)
+    assert document["baseline"] == {"checkpoint": 4096, "plain": 4096}
+    stream, checkpoint, plain = (trial["peak_bytes"] for trial in document["trials"])
+    assert stream < checkpoint < plain
+    assert document["trials"][0]["terms"]["weights"] > 0
+    assert document["env"]["device"] == "NVIDIA L4"
+
+
+def test_an_unknown_device_lists_the_known(probe: Callable[..., int], capsys: pytest.CaptureFixture[str]) -> None:
+    assert probe("--method", "simulate", "--device", "h300-80gb") == 2
+    said = capsys.readouterr().err
+    assert "no device is called 'h300-80gb'" in said
+    assert "h100-80gb, h200-141gb" in said
+
+
+def test_a_simulated_budget_that_nothing_fits(probe: Callable[..., int], capsys: pytest.CaptureFixture[str]) -> None:
+    size = ["--set", "device=cpu", "--device-memory", "200KiB", "--from", "64", "--to", "64"]
+    assert probe("--method", "simulate", *size) == 2
+    said = capsys.readouterr().err
+    assert "not even 64 tokens fit: device memory: the step takes" in said
+    assert "KiB on the device would hold 64 tokens" in said
