@@ -108,7 +108,7 @@ def budgets(workload: Workload, known: Any) -> list[int]:
     return [int(least * 1.15 + part * (most - least)) for part in (0.02, 0.15, 0.4, 0.8)]
 
 
-@pytest.mark.parametrize("index", (0, 2))
+@pytest.mark.parametrize("index", [0, 2])
 @pytest.mark.parametrize("host", [0, 1 << 30], ids=["no host", "host"])
 def test_what_is_chosen_fits_and_nothing_that_fits_is_faster(workload: Workload, known: Any, index: int, host: int):
     budget = budgets(workload, known)[index]
