@@ -170,7 +170,7 @@ class Estimator:
             total = self._on_device(-(streamed - held) * each).plus(forward, (streamed - held) / self.layers)
             streamed = held
         if schedule.offload != "device":
-            away = max(0, streamed - schedule.device_layers) + 1  # and the gradient that is handed on
+            away = max(0, streamed - schedule.device_layers)
             total = total.plus(self._moved(away * each, schedule.offload))
             total = total.plus(self._on_device(IN_FLIGHT * each * min(1.0, schedule.chunk_size / self.length)))
         if schedule.stream_grads:  # the gradient of the output goes chunk by chunk as that of the input comes

@@ -288,7 +288,8 @@ def _alternatives(
     rates: Rates,
 ) -> tuple[Alternative, ...]:
     """The fastest that does not fit, the next that does, and the thriftiest: one of each kind."""
-    own = predict_seconds(chosen.figures.work, rates)  # an estimate beside estimates
+    own = predict_seconds(chosen.figures.work, rates)
+    real = predict_seconds(tried[chosen.schedule].work, rates) / own  # what estimates are off by, there
     others: dict[tuple[object, ...], Candidate] = {}
     for candidate in ranked:
         if _kind(candidate.schedule) != _kind(chosen.schedule):
@@ -301,10 +302,10 @@ def _alternatives(
     for group in (faster[:1], fitting[:1], thrifty[:1], fitting[1:]):
         picked += [c for c in group if c not in picked]
     picked = sorted(picked[:SHOWN], key=lambda c: predict_seconds(c.figures.work, rates))
-    return tuple(_alternative(candidate, own, limits, rates) for candidate in picked)
+    return tuple(_alternative(candidate, own, real, limits, rates) for candidate in picked)
 
 
-def _alternative(candidate: Candidate, own: float, limits: Limits, rates: Rates) -> Alternative:
+def _alternative(candidate: Candidate, own: float, real: float, limits: Limits, rates: Rates) -> Alternative:
     figures, excess = candidate.figures, candidate.excess(limits)
     seconds = predict_seconds(figures.work, rates)
     why = f"{seconds / own:.2f}x the time"
@@ -315,7 +316,7 @@ def _alternative(candidate: Candidate, own: float, limits: Limits, rates: Rates)
         peak_bytes=round(figures.device_bytes),
         host_bytes=round(figures.host_bytes),
         disk_bytes=round(figures.disk_bytes),
-        step_seconds=seconds,
+        step_seconds=seconds * real,
         fits=excess <= 0,
         why_not=why,
     )

@@ -77,20 +77,20 @@ def longest_that_fits(
         simulate: Simulates a step.
     """
     high, high_excess = workload.length, excess_of(simulation, limits)
-    low, low_excess = 0, 0.0
+    low, low_excess, missed = 0, 0.0, True
     for _ in range(MOST_TRIED):
         # Bytes grow by a straight line, or by several where the peak moves to another moment: the secant is near.
-        part = SHY * -low_excess / (high_excess - low_excess) if low else 0.5
+        part = 0.5 if missed else SHY * -low_excess / (high_excess - low_excess)
         length = (low + int((high - low) * part)) // GRAIN * GRAIN
         if length < SHORTEST or length <= low:
             break
         excess = excess_of(simulate(replace(workload, length=length), schedule), limits)
         if excess <= 0:
-            low, low_excess = length, excess
+            low, low_excess, missed = length, excess, False
             if high - low <= max(GRAIN, high // 100):
                 break
         else:
-            high, high_excess = length, excess
+            high, high_excess, missed = length, excess, True
     return low
 
 
