@@ -196,7 +196,7 @@ def test_a_length_nothing_fits_names_the_longest_that_does(workload: Workload, k
     assert "of the device's" in error.what
     assert "longer chunks never help" in error.mend
     longest = int(error.mend.partition("set max_length: ")[2].partition(",")[0])
-    assert LENGTH / 2 < longest < 8 * LENGTH
+    assert LENGTH / 2 <= longest < 8 * LENGTH
     assert choose(replace(workload, length=longest), limits, RATES, simulate=known).fits
 
 

@@ -170,8 +170,10 @@ class Estimator:
             total = self._on_device(-(streamed - held) * each).plus(forward, (streamed - held) / self.layers)
             streamed = held
         if schedule.offload != "device":
-            away = max(0, streamed - schedule.device_layers)
-            total = total.plus(self._moved(away * each, schedule.offload))
+            # The gradient that is handed on waits there too, unless it takes the place of an input that stayed.
+            away = max(0, streamed - schedule.device_layers) + (schedule.device_layers == 0)
+            again = 1 if schedule.keep_kv == "no" else 0  # the projection of keys and values reads inputs once more
+            total = total.plus(self._moved(away * each, schedule.offload, again=again))
             total = total.plus(self._on_device(IN_FLIGHT * each * min(1.0, schedule.chunk_size / self.length)))
         if schedule.stream_grads:  # the gradient of the output goes chunk by chunk as that of the input comes
             total = total.plus(Figures({f"{DEVICE}backward": -each * (1 if schedule.offload == "device" else 2)}))
@@ -190,10 +192,10 @@ class Estimator:
         size = max(value for name, value in kept.values.items() if name.startswith(DEVICE))
         return kept.plus(self._moved(size, place))
 
-    def _moved(self, size: float, place: str, times: float = 1.0) -> Figures:
-        """``size`` bytes on host or disk that were on the device: copied there, and back."""
+    def _moved(self, size: float, place: str, times: float = 1.0, *, again: int = 0) -> Figures:
+        """``size`` bytes on host or disk that were on the device: copied there and back, and ``again`` times more."""
         name = f"{WORK}moved_bytes" if place == "host" else f"{WORK}disk_moved_bytes"
-        away = Figures({HOST if place == "host" else DISK: size, name: 2 * size})
+        away = Figures({HOST if place == "host" else DISK: size, name: (2 + again) * size})
         return Figures({}).plus(self._on_device(-size), times).plus(away, times)
 
     def _on_device(self, size: float) -> Figures:
