@@ -19,7 +19,6 @@ from streamtune import Schedule, stream
 from streamtune.errors import OutOfMemoryError
 from streamtune.plan import ProbeReport, ProbeTask, draw_probe, run_probe, steps
 from streamtune.plan import trial as trial_module
-from streamtune.plan.host import free_host_bytes
 from streamtune.plan.search import Range
 from streamtune.plan.steps import Shape, StepBudget, TrainingStep, _explain, use_checkpointing
 from streamtune.plan.trial import Outcome, run_trial
@@ -298,15 +297,3 @@ def test_a_report_without_a_trial_can_be_shown(tmp_path: Path) -> None:
     report = ProbeReport(task())
     draw_probe(report, tmp_path / "probe.png", title="nothing")
     assert report.to_json()["max_length"] is None
-
-
-def test_free_memory_is_that_of_the_container(tmp_path: Path) -> None:
-    free = free_host_bytes(tmp_path)
-    assert free > 0
-    (tmp_path / "memory.max").write_text("1000000\n")
-    (tmp_path / "memory.current").write_text("700000\n")
-    assert free_host_bytes(tmp_path) == 300_000
-    (tmp_path / "memory.stat").write_text("anon 5\ninactive_file 200000\n")
-    assert free_host_bytes(tmp_path) == 500_000
-    (tmp_path / "memory.max").write_text("max\n")
-    assert free_host_bytes(tmp_path) > 1_000_000

@@ -19,7 +19,17 @@ from torch import Tensor
 
 from streamtune.errors import OutOfMemoryError
 
-__all__ = ["PAGE", "Arena", "Span", "Stack", "Tally", "free_host_bytes", "is_host_storage"]
+__all__ = [
+    "PAGE",
+    "Arena",
+    "Span",
+    "Stack",
+    "Tally",
+    "free_host_bytes",
+    "is_host_storage",
+    "pages",
+    "reserved_host_bytes",
+]
 
 PAGE = 4096
 """Blocks begin at multiples of this: what direct reads and writes of a file need."""
@@ -27,8 +37,17 @@ PAGE = 4096
 REGION = 64 << 20
 """Bytes of the smallest region."""
 
-RESERVE = 1 << 30
-"""Bytes of the machine's memory that are left alone: a machine that swaps is lost."""
+LIMITS = (
+    ("memory.max", "memory.current"),  # control groups, version 2
+    ("memory/memory.limit_in_bytes", "memory/memory.usage_in_bytes"),  # version 1
+)
+"""The files of a container's limit and of what it uses."""
+
+RESERVE = 1 << 28
+"""Bytes that are left to the rest of the machine at least."""
+
+SHARE = 0.02
+"""Part of the machine's memory that is left to the rest of it at least."""
 
 GIB = 1 << 30
 
@@ -40,20 +59,40 @@ def is_host_storage(storage: torch.UntypedStorage) -> bool:
     return storage._cdata in _host_storages
 
 
-def free_host_bytes() -> int:
-    """Bytes the process may still take: what the machine has free, or its control group if that is less."""
+def free_host_bytes(root: Path = Path("/sys/fs/cgroup")) -> int:
+    """Bytes that can be taken without swapping: what is available, within the limit of a container.
+
+    Args:
+        root: Where the control group of this process is mounted.
+    """
     free = int(psutil.virtual_memory().available)
-    for limit_file, used_file in (
-        ("memory.max", "memory.current"),
-        ("memory/memory.limit_in_bytes", "memory/memory.usage_in_bytes"),
-    ):
-        try:
-            limit = int(Path("/sys/fs/cgroup", limit_file).read_text())
-            used = int(Path("/sys/fs/cgroup", used_file).read_text())
-        except (OSError, ValueError):  # no such control group, or "max"
-            continue
-        free = min(free, limit - used)
-    return max(0, free)
+    for limit_name, used_name in LIMITS:
+        limit, used = _number(root / limit_name), _number(root / used_name)
+        if limit is not None and used is not None:
+            free = min(free, max(0, limit - used + _reclaimable((root / used_name).parent)))
+    return free
+
+
+def reserved_host_bytes() -> int:
+    """Bytes of it to leave alone: a machine that swaps is lost."""
+    return max(RESERVE, int(SHARE * psutil.virtual_memory().total))
+
+
+def _number(file: Path) -> int | None:
+    try:
+        return int(file.read_text())
+    except (OSError, ValueError):  # no such limit, or the word "max"
+        return None
+
+
+def _reclaimable(folder: Path) -> int:
+    """Cached pages of files that the system gives back when memory is asked for."""
+    try:
+        lines = (folder / "memory.stat").read_text().splitlines()
+    except OSError:
+        return 0
+    numbers = dict(line.split(" ", 1) for line in lines if " " in line)
+    return int(numbers.get("total_inactive_file", numbers.get("inactive_file", "0")))
 
 
 class Stack:
@@ -187,12 +226,18 @@ class Arena:
 
     def _grow(self, nbytes: int, device: torch.device) -> _Region:
         size = pages(max(nbytes, REGION))
-        if device.type != "meta" and size > (free := free_host_bytes() - RESERVE):
-            raise OutOfMemoryError(
-                f"the host has no room for what is offloaded: {self.tally.live_bytes / GIB:.2f} GiB are held, "
-                f"{size / GIB:.2f} more are wanted, and {max(0, free) / GIB:.2f} are free beside the "
-                f"{RESERVE / GIB:.0f} GiB left alone",
-                mend="use levels: 2, raise device_layers, offload to disk, or lower max_length",
-            )
+        if device.type != "meta":
+            self._check_room(size)
         self.regions.append(region := _Region(size, device))
         return region
+
+    def _check_room(self, size: int) -> None:
+        reserved = reserved_host_bytes()
+        free = max(0, free_host_bytes() - reserved)
+        if size > free:
+            raise OutOfMemoryError(
+                f"the host has no room for what is offloaded: {self.tally.live_bytes / GIB:.2f} GiB are held, "
+                f"{size / GIB:.2f} more are wanted, and {free / GIB:.2f} are free beside the "
+                f"{reserved / GIB:.2f} GiB left alone",
+                mend="use levels: 2, raise device_layers, offload to disk, or lower max_length",
+            )

@@ -14,6 +14,7 @@ import tempfile
 import weakref
 from collections import deque
 from concurrent.futures import Future, ThreadPoolExecutor
+from copy import copy
 from pathlib import Path
 
 import torch
@@ -40,7 +41,8 @@ class DiskTier:
     Args:
         device: Where the tensors live that are put there.
         directory: A directory on a local disk.
-        arena: Host memory for what is on its way.
+        arena: Host memory for what is on its way, and for nothing else: threads fill its blocks at once, while copies
+            of other tiers may still read one that was freed.
         tally: Counts.
 
     Raises:
@@ -48,14 +50,15 @@ class DiskTier:
     """
 
     def __init__(self, device: torch.device, directory: str, arena: Arena, tally: Tally) -> None:
-        self.device, self.directory, self.arena, self.tally = device, directory, arena, tally
-        self.copies, self.space, self.allocated = Copies(device), Stack(), 0
-        self.simulated = device.type == "meta"
+        self.device, self.arena, self.tally = device, arena, tally
+        self.copies, self.space = Copies(device), Stack()
         self.writing: deque[tuple[Span, Future[None] | None]] = deque()
-        if not self.simulated:
-            self.file, self.direct = _open(directory)
+        self.file: _File | None = None  # where tensors are simulated
+        if device.type != "meta":
+            self.file = _File(directory)
             self.threads = ThreadPoolExecutor(THREADS, thread_name_prefix="streamtune-disk")
-            weakref.finalize(self, _close, self.file, self.threads)
+            # The last to let go of a tier may be one of its own threads, which cannot wait for itself.
+            weakref.finalize(self, self.threads.shutdown, wait=False)
 
     def put(self, x: Tensor) -> Block:
         """Begin to write it."""
@@ -65,74 +68,19 @@ class DiskTier:
         """Let go of what was put; writes go on."""
         self.copies.settle()
 
-    def extend(self, end: int) -> None:
-        """Make sure that the file may grow to ``end`` bytes, now, rather than find the disk full in mid-step.
-
-        Raises:
-            StorageError: The disk has no room.
-        """
-        if self.simulated or end <= self.allocated:
-            return
-        try:
-            if hasattr(os, "posix_fallocate"):
-                os.posix_fallocate(self.file, self.allocated, end - self.allocated)
-            else:
-                os.ftruncate(self.file, end)
-        except OSError as error:
-            raise self.failed(error, end) from error
-        self.allocated = end
-
-    def failed(self, error: OSError, wanted: int) -> StorageError:
-        """What to tell the user."""
-        if error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
-            free = shutil.disk_usage(self.directory).free
-            what = (
-                f"the disk is full: {wanted / GIB:.2f} GiB of layer inputs are to be there, {free / GIB:.2f} are free"
-            )
-        else:
-            what = f"layer inputs cannot be written or read: {error.strerror or error}"
-        return StorageError(
-            what,
-            where=self.directory,
-            mend="free space, name another offload_dir, or use levels: 2 or a shorter max_length; the file leaves "
-            "nothing behind, no weight was changed, and the run resumes from its last checkpoint",
-        )
-
     def begin_write(self, span: Span, offset: int, copied: torch.cuda.Event | None) -> Future[None] | None:
-        """Write a block and free it; wait for the oldest write where there are too many. None where simulated."""
-        job = None if self.simulated else self.threads.submit(self.write, span, offset, copied)
+        """Write a block and free it; wait for the oldest write where there are too many. None where simulated.
+
+        Whoever reads a block is told that it could not be written. Nobody else is: it may be of a step given up.
+        """
+        job = None if self.file is None else self.threads.submit(self.file.write, span, offset, copied)
         self.writing.append((span, job))
         while len(self.writing) > IN_FLIGHT:
             oldest, done = self.writing.popleft()
-            try:
-                if done is not None:
-                    done.result()
-            finally:
-                self.arena.free(oldest)
+            if done is not None:
+                done.exception()
+            self.arena.free(oldest)
         return job
-
-    def write(self, span: Span, offset: int, copied: torch.cuda.Event | None) -> None:
-        """Body of a thread's work: the block to the file, once it has come from the device."""
-        if copied is not None:
-            copied.synchronize()
-        data, done = span.memory(), 0
-        try:
-            while done < len(data):
-                done += os.pwrite(self.file, data[done:], offset + done)
-        except OSError as error:
-            raise self.failed(error, self.allocated) from error
-
-    def read(self, span: Span, offset: int) -> None:
-        """Body of a thread's work: the block from the file."""
-        data, done = span.memory(), 0
-        try:
-            while done < len(data):
-                count = os.preadv(self.file, [data[done:]], offset + done)
-                if count == 0:
-                    raise OSError(errno.EIO, "the file is shorter than what was written to it")
-                done += count
-        except OSError as error:
-            raise self.failed(error, self.allocated) from error
 
 
 class _OnDisk:
@@ -143,7 +91,8 @@ class _OnDisk:
         self.offset, self.freed = tier.space.take(self.nbytes), False
         tier.tally.take(self.nbytes)
         tier.tally.moved_bytes += self.nbytes
-        tier.extend(self.offset + pages(self.nbytes))
+        if tier.file is not None:
+            tier.file.extend(self.offset + pages(self.nbytes))
         span = tier.arena.take(self.nbytes, x.device)
         copied = tier.copies.to_host(x, span.tensor(self.shape, self.dtype))
         self.written = tier.begin_write(span, self.offset, copied)
@@ -152,13 +101,12 @@ class _OnDisk:
         if self.reading is not None:
             return
         tier = self.tier
+        if self.written is not None:
+            _wait(self.written)
         tier.tally.moved_bytes += self.nbytes
         span = tier.arena.take(self.nbytes, tier.device)
-        if self.written is None:
-            self.reading = span, None
-            return
-        self.written.result()
-        self.reading = span, tier.threads.submit(tier.read, span, self.offset)
+        job = None if tier.file is None else tier.threads.submit(tier.file.read, span, self.offset)
+        self.reading = span, job
 
     def get(self) -> Tensor:
         self.prefetch()
@@ -166,7 +114,7 @@ class _OnDisk:
         (span, job), self.reading = self.reading, None
         try:
             if job is not None:
-                job.result()
+                _wait(job)
             x, event = self.tier.copies.to_device(span.tensor(self.shape, self.dtype), self.tier.device)
             if event is not None:
                 event.synchronize()  # the block is reused at once
@@ -190,6 +138,91 @@ class _OnDisk:
     __del__ = free  # a forward whose backward never comes
 
 
+def _wait(job: Future[None]) -> None:
+    """Wait for a thread's work and raise its error: a copy, as the job would hold every frame that it is raised in."""
+    error = job.exception()
+    if error is not None:
+        raise copy(error) from error
+
+
+class _File:
+    """A file without a name, open as long as its tier or a thread at work has it.
+
+    Args:
+        directory: Where it is.
+
+    Raises:
+        StorageError: No file can be made there.
+    """
+
+    def __init__(self, directory: str) -> None:
+        self.directory, self.length = directory, 0
+        self.number, self.direct = _open(directory)
+        weakref.finalize(self, os.close, self.number)
+
+    def extend(self, end: int) -> None:
+        """Make sure that it may grow to ``end`` bytes, now, rather than find the disk full in mid-step.
+
+        Raises:
+            StorageError: The disk has no room.
+        """
+        if end <= self.length:
+            return
+        try:
+            self._allocate(end)
+        except OSError as error:
+            raise self.failed(error, end) from error
+        self.length = end
+
+    def _allocate(self, end: int) -> None:
+        try:
+            if hasattr(os, "posix_fallocate"):
+                os.posix_fallocate(self.number, self.length, end - self.length)
+                return
+        except OSError as error:
+            if error.errno not in (errno.EINVAL, errno.EOPNOTSUPP):
+                raise
+        os.ftruncate(self.number, end)  # this file system sets no room aside: a write finds the disk full
+
+    def write(self, span: Span, offset: int, copied: torch.cuda.Event | None) -> None:
+        """Body of a thread's work: a block to the file, once it has come from the device."""
+        if copied is not None:
+            copied.synchronize()
+        data, done = span.memory(), 0
+        try:
+            while done < len(data):
+                done += os.pwrite(self.number, data[done:], offset + done)
+        except OSError as error:
+            raise self.failed(error, self.length) from error
+
+    def read(self, span: Span, offset: int) -> None:
+        """Body of a thread's work: a block from the file."""
+        data, done = span.memory(), 0
+        try:
+            while done < len(data):
+                count = os.preadv(self.number, [data[done:]], offset + done)
+                if count == 0:
+                    raise OSError(errno.EIO, "the file is shorter than what was written to it")
+                done += count
+        except OSError as error:
+            raise self.failed(error, self.length) from error
+
+    def failed(self, error: OSError, wanted: int) -> StorageError:
+        """What to tell the user."""
+        if error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
+            free = shutil.disk_usage(self.directory).free
+            full = "a file may not grow so large (ulimit -f)" if error.errno == errno.EFBIG else "the disk is full"
+            what = f"{full}: {wanted / GIB:.2f} GiB of layer inputs are to be there, {free / GIB:.2f} are free"
+        else:
+            what = f"layer inputs cannot be written or read: {error.strerror or error}"
+        return StorageError(
+            what,
+            where=self.directory,
+            mend="free space, name another offload_dir, or use levels: 2 or a shorter max_length; the file leaves "
+            "nothing behind, no weight was changed, and the run resumes from its last checkpoint",
+        )
+
+
 def _open(directory: str) -> tuple[int, bool]:
     """A file without a name in ``directory``, and whether it goes past the page cache."""
     direct = getattr(os, "O_DIRECT", 0)
@@ -211,8 +244,3 @@ def _open(directory: str) -> tuple[int, bool]:
             where=directory,
             mend="name a directory you may write to as offload_dir",
         ) from error
-
-
-def _close(file: int, threads: ThreadPoolExecutor) -> None:
-    threads.shutdown(wait=True, cancel_futures=True)
-    os.close(file)

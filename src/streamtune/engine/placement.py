@@ -99,7 +99,11 @@ class Tiers:
         if name == "host":
             return HostTier(device, self.arena)
         assert self.schedule.offload_dir is not None
-        return DiskTier(device, self.schedule.offload_dir, self.arena, self.disk)
+        return DiskTier(device, self.schedule.offload_dir, Arena(self.host), self.disk)
+
+    def close(self) -> None:
+        """Let go of memory and file. What is still to go backward holds its own."""
+        self._made, self.arena = {}, Arena(self.host)
 
 
 class Trail:

@@ -262,6 +262,7 @@ class StreamHandle:
             config._attn_implementation_internal = implementation
         for module in self._checkpointing:
             module.gradient_checkpointing = True
+        self.tiers.close()
         self._hooks, self._attention, self._norms, self.layers, self._checkpointing = [], [], [], [], set()
 
     def __enter__(self) -> StreamHandle:

@@ -10,13 +10,13 @@ import torch
 from torch import nn
 
 from streamtune.engine import Schedule
+from streamtune.engine.arena import free_host_bytes
 from streamtune.errors import ArgumentError
 from streamtune.plan.budget import free_device_bytes, free_disk_bytes
 from streamtune.plan.calibrate import load_rates
 from streamtune.plan.choices import Limits
 from streamtune.plan.cost import sheet_rates
 from streamtune.plan.devices import nearest_device
-from streamtune.plan.host import free_host_bytes
 from streamtune.plan.planner import choose
 from streamtune.plan.shape import held_bytes, meta_copy
 from streamtune.plan.simulate import Workload

@@ -21,7 +21,7 @@ from typing import Any, Literal
 import psutil
 
 from streamtune.engine import Schedule
-from streamtune.plan.host import free_host_bytes, reserved_host_bytes
+from streamtune.engine.arena import free_host_bytes, reserved_host_bytes
 from streamtune.plan.steps import PrepareStep, Shape, StepBudget, serve
 from streamtune.quiet import packed_call, run_packed
 from streamtune.sizes import show_size

@@ -17,12 +17,12 @@ from torch import nn
 
 from streamtune import models, optim, plan
 from streamtune.engine import Schedule
+from streamtune.engine.arena import free_host_bytes
 from streamtune.errors import ArgumentError
 from streamtune.plan.budget import device_name, free_device_bytes, free_disk_bytes
 from streamtune.plan.calibrate import load_rates, measure_disk
 from streamtune.plan.cost import sheet_rates
 from streamtune.plan.devices import Device, find_device, nearest_device
-from streamtune.plan.host import free_host_bytes
 from streamtune.plan.shape import held_bytes, meta_copy
 from streamtune.plan.simulate import Workload
 from streamtune.recipe.build import (

@@ -12,12 +12,12 @@ from functools import partial
 import torch
 
 from streamtune import plan
+from streamtune.engine.arena import free_host_bytes, reserved_host_bytes
 from streamtune.errors import ArgumentError, RunError, did_you_mean
 from streamtune.plan.budget import free_device_bytes, free_disk_bytes
 from streamtune.plan.calibrate import load_rates
 from streamtune.plan.cost import sheet_rates
 from streamtune.plan.devices import Device, find_device, nearest_device
-from streamtune.plan.host import free_host_bytes, reserved_host_bytes
 from streamtune.plan.probe import ProbeReport, ProbeTask, RunTrial, Trial, measured, run_probe
 from streamtune.plan.search import Range
 from streamtune.plan.steps import StepBudget

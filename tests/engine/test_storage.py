@@ -1,0 +1,375 @@
+"""The memory behind a streamed step: the arena, the tiers of device, host and disk, and what goes where."""
+
+from __future__ import annotations
+
+import gc
+import random
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import streamtune
+from streamtune import Schedule
+from streamtune.engine import arena as arena_module
+from streamtune.engine.arena import (
+    PAGE,
+    REGION,
+    Arena,
+    Stack,
+    Tally,
+    free_host_bytes,
+    is_host_storage,
+    reserved_host_bytes,
+)
+from streamtune.engine.placement import Tiers, best_segment_size, place_layers
+from streamtune.engine.storage import Stored, Tier
+from streamtune.errors import OutOfMemoryError
+from tests.exactness.families import SMALL, batch, build, gradients
+
+CPU, META = torch.device("cpu"), torch.device("meta")
+GIB = 1 << 30
+TIERS = ("device", "host", "disk")
+
+
+def tier(name: Any, directory: Path) -> tuple[Tier, Tiers]:
+    """A tier for tensors of the CPU, and what counts its bytes."""
+    tiers = Tiers(Schedule(offload="disk", offload_dir=str(directory)))
+    return tiers.of(name, CPU), tiers
+
+
+# --- the stack and the arena ----------------------------------------------------------------------------------------
+
+
+def test_a_stack_is_whole_pages_and_sinks_past_what_was_freed() -> None:
+    stack = Stack()
+    assert [stack.take(nbytes) for nbytes in (1, PAGE, PAGE + 1, 0)] == [0, PAGE, 2 * PAGE, 4 * PAGE]
+    assert stack.top == 5 * PAGE
+    stack.free(PAGE)
+    assert stack.top == 5 * PAGE, "there are blocks above it"
+    stack.free(4 * PAGE)
+    assert stack.top == 4 * PAGE
+    stack.free(2 * PAGE)
+    assert stack.top == PAGE, "it sinks past the block in the middle that was freed before"
+    assert stack.take(5) == PAGE
+    stack.free(0)
+    stack.free(PAGE)
+    assert stack.top == 0
+
+
+def test_blocks_that_are_held_never_overlap() -> None:
+    stack, choose = Stack(), random.Random(0)
+    held: dict[int, int] = {}
+    for _ in range(2000):
+        if held and choose.random() < 0.5:
+            offset = choose.choice(list(held))
+            stack.free(offset)
+            del held[offset]
+        else:
+            nbytes = choose.randrange(0, 5 * PAGE)
+            held[stack.take(nbytes)] = nbytes
+        ends = sorted((offset, offset + nbytes) for offset, nbytes in held.items())
+        assert all(end <= start for (_, end), (start, _) in pairwise(ends))
+        assert stack.top >= (ends[-1][1] if ends else 0)
+    for offset in list(held):
+        stack.free(offset)
+    assert stack.top == 0
+
+
+def test_an_arena_uses_its_memory_again_and_counts() -> None:
+    tally = Tally()
+    arena = Arena(tally)
+    first, second = arena.take(100, CPU), arena.take(3 * PAGE, CPU)
+    assert (tally.live_bytes, tally.peak_bytes) == (100 + 3 * PAGE, 100 + 3 * PAGE)
+    assert second.offset == PAGE
+    arena.free(second)
+    third = arena.take(10, CPU)
+    assert third.offset == second.offset
+    assert third.region is first.region
+    assert (tally.live_bytes, tally.peak_bytes, tally.moved_bytes) == (110, 100 + 3 * PAGE, 0)
+    assert [region.size for region in arena.regions] == [REGION]
+    large = arena.take(REGION + 1, CPU)
+    assert [region.size for region in arena.regions] == [REGION, REGION + PAGE], "no larger than is wanted"
+    assert large.tensor(torch.Size([REGION + 1]), torch.uint8).data_ptr() % PAGE == 0
+    assert arena.take(10, CPU).region is first.region
+
+
+def test_what_is_reserved_is_mapped_once() -> None:
+    arena = Arena(Tally())
+    arena.reserve(2 * REGION, CPU)
+    arena.reserve(REGION, CPU)
+    assert [region.size for region in arena.regions] == [2 * REGION]
+    arena.take(REGION, CPU)
+    arena.take(REGION, CPU)
+    assert len(arena.regions) == 1
+    assert arena.tally.live_bytes == 2 * REGION
+
+
+def test_a_host_that_has_no_room_says_so_and_is_not_made_to_swap(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(arena_module, "free_host_bytes", lambda: reserved_host_bytes() + REGION)
+    arena = Arena(Tally())
+    arena.take(GIB // 64, CPU)
+    monkeypatch.setattr(arena_module, "free_host_bytes", lambda: reserved_host_bytes() + GIB // 4)
+    with pytest.raises(OutOfMemoryError) as caught:
+        arena.take(3 * GIB, CPU)
+    assert "0.02 GiB are held, 3.00 more are wanted, and 0.25 are free" in caught.value.what
+    assert "device_layers" in caught.value.mend
+    monkeypatch.setattr(arena_module, "free_host_bytes", lambda: 0)
+    with pytest.raises(OutOfMemoryError, match=r"0\.00 are free"):
+        arena.reserve(3 * GIB, CPU)
+    assert len(arena.regions) == 1
+    assert arena.tally.live_bytes == GIB // 64, "what was refused is not counted"
+    arena.take(1 << 50, META)  # simulated memory takes none
+
+
+def test_a_step_on_a_host_without_room_changes_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    model, inputs = build("qwen3"), batch("plain")
+    want = gradients(model, inputs)
+    model.zero_grad()
+    with streamtune.stream(model, schedule=Schedule(chunk_size=8, offload="host")) as handle:
+        monkeypatch.setattr(arena_module, "free_host_bytes", lambda: 0)
+        with pytest.raises(OutOfMemoryError):
+            model(**inputs)
+        assert handle.tiers.host.live_bytes == 0
+        assert all(parameter.grad is None for parameter in model.parameters())
+        monkeypatch.undo()
+        _, got = gradients(model, inputs)
+    assert all(torch.allclose(got[name], want[1][name], rtol=1e-4, atol=1e-6) for name in got)
+
+
+def test_free_memory_is_that_of_the_container(tmp_path: Path) -> None:
+    free = free_host_bytes(tmp_path)
+    assert free > 0
+    (tmp_path / "memory.max").write_text("1000000\n")
+    (tmp_path / "memory.current").write_text("700000\n")
+    assert free_host_bytes(tmp_path) == 300_000
+    (tmp_path / "memory.stat").write_text("anon 5\ninactive_file 200000\n")
+    assert free_host_bytes(tmp_path) == 500_000
+    (tmp_path / "memory.max").write_text("max\n")
+    assert free_host_bytes(tmp_path) > 1_000_000
+
+
+def test_host_memory_is_told_from_the_device_where_both_are_the_cpu() -> None:
+    for device in (CPU, META):
+        arena, mine = Arena(Tally()), torch.empty(8, device=device)
+        block = arena.take(100, device).tensor(torch.Size([25]), torch.float32)
+        assert is_host_storage(block.untyped_storage())
+        assert is_host_storage(block[3:].view(2, 11).untyped_storage())
+        assert not is_host_storage(mine.untyped_storage())
+        known = len(arena_module._host_storages)
+        del arena
+        gc.collect()
+        assert is_host_storage(block.untyped_storage()), "a tensor of it is still there"
+        del block
+        gc.collect()
+        assert len(arena_module._host_storages) == known - 1, "its address may be another storage's next"
+
+
+# --- round trips ----------------------------------------------------------------------------------------------------
+
+DTYPES = (
+    torch.float64,
+    torch.float32,
+    torch.bfloat16,
+    torch.float16,
+    torch.float8_e4m3fn,
+    torch.complex64,
+    torch.int64,
+    torch.uint8,
+    torch.bool,
+)
+
+
+def layouts(dtype: torch.dtype) -> list[Tensor]:
+    """Tensors of a dtype: whole, cut, transposed, expanded, with gaps, of one element and of none."""
+    torch.manual_seed(0)
+    x = (torch.randn(3, 10, 6) * 4).to(dtype)
+    return [
+        x,
+        x[:, 3:7],
+        x.transpose(0, 2),
+        x[:, :1].expand(3, 5, 6),
+        x[::2, ::3, 1::2],
+        x[0, 0, 0],
+        x[:, 4:4],
+        torch.zeros(0, dtype=dtype),
+        (torch.randn(1, 1025) * 4).to(dtype),
+    ]
+
+
+@pytest.mark.parametrize("name", TIERS)
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_any_tensor_comes_back(dtype: torch.dtype, name: str, tmp_path: Path) -> None:
+    place, tiers = tier(name, tmp_path)
+    tensors = layouts(dtype)
+    blocks = [place.put(x) for x in tensors]
+    place.settle()
+    for block, x in reversed(list(zip(blocks, tensors, strict=True))):
+        block.prefetch()
+        back = block.get()
+        assert (back.shape, back.dtype, back.device) == (x.shape, x.dtype, x.device)
+        assert torch.equal(back.to(torch.complex128), x.to(torch.complex128))
+        assert not is_host_storage(back.untyped_storage()), "it is the device's again"
+        block.free()
+        block.free()
+    total = sum(x.nbytes for x in tensors)
+    counted = {"device": None, "host": tiers.host, "disk": tiers.disk}[name]
+    if counted is not None:
+        assert (counted.live_bytes, counted.peak_bytes, counted.moved_bytes) == (0, total, 2 * total)
+
+
+@pytest.mark.parametrize("name", ["host", "disk"])
+def test_what_was_put_may_change_and_be_read_twice(name: str, tmp_path: Path) -> None:
+    place, _ = tier(name, tmp_path)
+    x = torch.arange(6.0)
+    block = place.put(x)
+    x.zero_()
+    assert torch.equal(block.get(), torch.arange(6.0))
+    block.get().zero_()
+    assert torch.equal(block.get(), torch.arange(6.0))
+
+
+@pytest.mark.parametrize("name", ["host", "disk"])
+def test_simulated_tensors_count_and_copy_nothing(name: str, tmp_path: Path) -> None:
+    tiers = Tiers(Schedule(offload="disk", offload_dir=str(tmp_path / "not made")))
+    place = tiers.of(name, META)  # type: ignore[arg-type]
+    x = torch.empty(1 << 20, 1 << 20, dtype=torch.bfloat16, device=META)
+    block = place.put(x)
+    counted = tiers.host if name == "host" else tiers.disk
+    assert counted.live_bytes == 2 << 40
+    back = block.get()
+    assert (back.shape, back.dtype, back.device) == (x.shape, x.dtype, x.device)
+    block.free()
+    assert (counted.live_bytes, counted.moved_bytes) == (0, 4 << 40)
+    assert not list(tmp_path.iterdir())
+
+
+def test_memory_on_its_way_to_the_disk_is_not_the_host_tier_s(tmp_path: Path) -> None:
+    """Threads fill blocks at once, whereas a copy to a device may still read one that was freed."""
+    tiers = Tiers(Schedule(offload="disk", offload_dir=str(tmp_path)))
+    host: Any = tiers.of("host", CPU)
+    disk: Any = tiers.of("disk", CPU)
+    assert host.arena is not disk.arena
+    assert host.arena.tally is disk.arena.tally is tiers.host
+
+
+# --- what follows the sequence --------------------------------------------------------------------------------------
+
+
+def slices(*ends: int) -> list[slice]:
+    return [slice(start, stop) for start, stop in zip((0, *ends), ends, strict=False)]
+
+
+@pytest.mark.parametrize("name", TIERS)
+@pytest.mark.parametrize("along", [0, 1, 2])
+def test_stored_is_read_in_other_chunks_than_it_was_written_in(name: str, along: int, tmp_path: Path) -> None:
+    place, _ = tier(name, tmp_path)
+    x = torch.randn([13 if dim == along else 3 for dim in range(3)])
+    stored = Stored(place, x, along)
+    for chunk in slices(4, 8, 13):
+        stored.put(chunk, x.narrow(along, chunk.start, chunk.stop - chunk.start))
+    for chunks in (slices(4, 8, 13), slices(13), slices(1, 4, 5, 9, 12, 13), slices(6, 13)):
+        stored.expect(chunks[::-1])
+        for chunk in chunks[::-1]:
+            want = x.narrow(along, chunk.start, chunk.stop - chunk.start)
+            assert torch.equal(stored.cut(chunk), want), (chunks, chunk)
+    stored.release()
+    assert not stored.blocks
+
+
+def test_the_chunk_that_comes_next_is_fetched_meanwhile(tmp_path: Path) -> None:
+    place, tiers = tier("host", tmp_path)
+    x, chunks = torch.randn(1, 12, 2), slices(3, 6, 9, 12)
+    stored = Stored(place, x, 1)
+    for chunk in chunks:
+        stored.put(chunk, x[:, chunk])
+    each = x.nbytes // 4
+
+    def fetched() -> list[int]:
+        return [start for (start, _), block in stored.blocks.items() if getattr(block, "fetched", None) is not None]
+
+    assert tiers.host.moved_bytes == 4 * each
+    for order in (chunks[::-1], chunks):
+        stored.expect(order)
+        before = tiers.host.moved_bytes
+        for place_, chunk in enumerate(order):
+            stored.cut(chunk)
+            assert fetched() == [following.start for following in order[place_ + 1 : place_ + 2]]
+            assert tiers.host.moved_bytes == before + min(4, place_ + 2) * each, "each is copied once"
+
+
+# --- which layer's input goes where ---------------------------------------------------------------------------------
+
+
+def held_at_once(schedule: Schedule, count: int) -> list[tuple[int, int]]:
+    """Inputs on the device and elsewhere while each segment goes backward: the stored ones before it, and its own."""
+    places = place_layers(schedule, count)
+    begins = [index for index, place in enumerate(places) if place.begins and not place.whole]
+    found = []
+    for begin in begins:
+        segment = [begin]
+        while not places[segment[-1]].ends:
+            segment.append(segment[-1] + 1)
+        held = [places[index].tier for index in [*(b for b in begins if b < begin), *segment]]
+        found.append((held.count("device"), len(held) - held.count("device")))
+    return found
+
+
+@pytest.mark.parametrize("count", [1, 2, 5, 12])
+def test_one_level_stores_every_input(count: int) -> None:
+    for kept in range(count + 3):
+        places = place_layers(Schedule(offload="host", device_layers=kept), count)
+        assert all(place.begins and place.ends and not place.whole for place in places)
+        on_device = [place.tier == "device" for place in places]
+        assert on_device == [index >= count - kept for index in range(count)], "those the backward wants first"
+
+
+@pytest.mark.parametrize("count", [1, 2, 3, 6, 7, 12])
+def test_two_levels_hold_what_the_formula_says(count: int) -> None:
+    for size in range(1, count + 3):
+        stored, most = -(-count // size), -(-count // size) + size - 1
+        for kept in range(most + 3):
+            schedule = Schedule(offload="host", levels=2, segment_size=size, device_layers=kept)
+            places = place_layers(schedule, count)
+            assert [place.begins for place in places] == [index % size == 0 for index in range(count)]
+            assert sum(place.ends for place in places) == stored
+            on_device, elsewhere = zip(*held_at_once(schedule, count), strict=True)
+            assert max(on_device) <= kept
+            assert max(elsewhere) <= max(0, most - kept)
+            if count % size == 0:
+                assert max(on_device) == min(kept, most)
+                assert max(elsewhere) == max(0, most - kept)
+
+
+def test_layers_that_are_kept_whole_are_the_last() -> None:
+    for kept in range(8):
+        places = place_layers(Schedule(keep_layers=kept, levels=2, segment_size=2), 6)
+        assert [place.whole for place in places] == [index >= 6 - kept for index in range(6)]
+        streamed = [place for place in places if not place.whole]
+        assert [place.begins for place in streamed] == [index % 2 == 0 for index in range(len(streamed))]
+        assert not streamed or streamed[-1].ends
+
+
+def test_the_best_segments_hold_fewest() -> None:
+    for count in range(1, 200):
+        held = {size: -(-count // size) + size - 1 for size in range(1, count + 1)}
+        assert held[best_segment_size(count)] == min(held.values())
+    assert [best_segment_size(count) for count in (0, 1, 16, 36, 100)] == [1, 1, 4, 6, 10]
+
+
+@pytest.mark.parametrize("more", [{}, {"levels": 2, "segment_size": 2}, {"levels": 2, "segment_size": 3}])
+@pytest.mark.parametrize("kept", [0, 1, 2, 4])
+def test_a_step_holds_that_many_inputs_on_the_host(kept: int, more: dict[str, Any]) -> None:
+    layers = 6
+    model, inputs = build("qwen3", num_hidden_layers=layers), batch("plain")
+    each = inputs["input_ids"].numel() * SMALL["hidden_size"] * 4
+    schedule = Schedule(chunk_size=8, offload="host", device_layers=kept, **more)
+    with streamtune.stream(model, schedule=schedule) as handle:
+        gradients(model, inputs)
+    after_forward = sum(place.begins and place.tier == "host" for place in place_layers(schedule, layers))
+    norm = 0 if kept else 1  # what the norm behind the layers is given waits where they do, unless some stay
+    in_backward = max(elsewhere for _, elsewhere in held_at_once(schedule, layers))
+    assert handle.tiers.host.peak_bytes == max(after_forward + norm, in_backward) * each
