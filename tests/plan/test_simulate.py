@@ -16,7 +16,9 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from streamtune.engine import Schedule, decoder_layers, stream
 from streamtune.errors import ArgumentError
 from streamtune.plan import LiveBytes, Mode, Simulation, Workload, simulate
+from streamtune.plan.autocast import RULES, MetaAutocast
 from streamtune.plan.memory import held_tensors
+from streamtune.plan.walk import _Functions
 
 LENGTH = 384
 SMALL: dict[str, Any] = {
@@ -31,6 +33,7 @@ SMALL: dict[str, Any] = {
 }
 MODELS: dict[str, dict[str, Any]] = {
     "qwen3": {},
+    "llama": {},
     "gemma3_text": {"sliding_window": 100, "query_pre_attn_scalar": 16, "num_hidden_layers": 6},
     "qwen3_moe": {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32},
     "lfm2": {},
@@ -66,7 +69,9 @@ def schedule_of(name: str, directory: Any) -> Schedule:
     return replace(BASE, **choices, **where)
 
 
-def measured(make: Callable[[str], Any], mode: Mode, schedule: Schedule, optimizer: Any = None) -> int:
+def measured(
+    make: Callable[[str], Any], mode: Mode, schedule: Schedule, optimizer: Any = None, autocast: bool = False
+) -> int:
     """Weights and live bytes of a step on the CPU, the second where there is an optimizer."""
     model = make("cpu").train()
     if mode == "stream":
@@ -76,12 +81,18 @@ def measured(make: Callable[[str], Any], mode: Mode, schedule: Schedule, optimiz
     ids = torch.randint(0, SMALL["vocab_size"], (1, LENGTH))
     weights = sum({t.untyped_storage()._cdata: t.untyped_storage().nbytes() for t in held_tensors(model)}.values())
     steps = None if optimizer is None else optimizer(model)
-    model(input_ids=ids, labels=ids, use_cache=False).loss.backward()  # what is made once is there
+
+    def backward() -> None:
+        with torch.autocast("cpu", dtype=torch.bfloat16, enabled=autocast):
+            loss = model(input_ids=ids, labels=ids, use_cache=False).loss
+        loss.backward()
+
+    backward()  # what is made once is there
     model.zero_grad(set_to_none=True)
     gc.collect()
     with LiveBytes(model, decoder_layers(model)) as live:
         for _ in range(1 if steps is None else 2):
-            model(input_ids=ids, labels=ids, use_cache=False).loss.backward()
+            backward()
             if steps is not None:
                 steps.step()
                 model.zero_grad(set_to_none=True)
@@ -114,6 +125,44 @@ def test_so_it_is_in_bf16(mode: Mode) -> None:
     assert simulate(workload(make, mode), BASE).peak_bytes == pytest.approx(measured(make, mode, BASE), rel=0.03)
 
 
+@pytest.mark.parametrize("family", ["qwen3", "llama"])
+@pytest.mark.parametrize("mode", ["plain", "checkpoint", "stream"])
+def test_so_it_is_under_autocast(family: str, mode: Mode) -> None:
+    make = partial(build, family)
+    found = simulate(workload(make, mode, autocast=True), BASE).peak_bytes
+    assert found == pytest.approx(measured(make, mode, BASE, autocast=True), rel=0.01)
+    assert found != simulate(workload(make, mode), BASE).peak_bytes
+
+
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+def test_what_autocast_casts_is_on_the_lists_of_torch(device: str) -> None:
+    listed = torch._C._dispatch_get_registrations_for_dispatch_key(f"Autocast{device.upper()}")
+    names = {name.removeprefix("aten::").partition(".")[0] for name in listed}
+    made_of_others = {"cross_entropy", "einsum"}
+    since_lately = {"rms_norm"}
+    assert set().union(*RULES[device].values()) - names <= made_of_others | since_lately
+
+
+@pytest.mark.parametrize(
+    ("rule", "call"),
+    [
+        ("lower", lambda x: x @ x),
+        ("lower", lambda x: nn.functional.linear(x, x)),
+        ("fp32", lambda x: x.to(torch.bfloat16) ** 2),
+        ("fp32", lambda x: nn.functional.layer_norm(x.to(torch.bfloat16), (4,), weight=x[0])),
+        ("to fp32", lambda x: x.to(torch.bfloat16).softmax(-1)),
+        ("to fp32", lambda x: x.to(torch.bfloat16).sum()),
+        ("widest", lambda x: x.index_put((torch.zeros(1, dtype=torch.long, device="meta"),), x[:1].bfloat16())),
+    ],
+)
+def test_what_autocast_makes_on_an_accelerator(rule: str, call: Callable[[torch.Tensor], torch.Tensor]) -> None:
+    x = torch.empty(4, 4, device="meta")
+    with _Functions("cuda", MetaAutocast("cuda")), torch.autocast("cpu", dtype=torch.bfloat16):
+        assert call(x).dtype == (torch.bfloat16 if rule == "lower" else torch.float32)
+        with torch.autocast("cpu", enabled=False):
+            assert (x @ x).dtype == torch.float32
+
+
 @pytest.mark.parametrize("form", [{"fused": True}, {"foreach": True}, {}])
 def test_so_it_is_with_an_optimizer(form: dict[str, bool]) -> None:
     make = partial(build, "qwen3", vocab_size=9973)
@@ -131,6 +180,11 @@ def test_a_step_told_from_shorter_ones_is_the_whole_step(name: str, tmp_path: An
     long = Workload(make, 64 * 9)
     schedule = schedule_of(name, tmp_path)
     assert simulate(long, schedule) == simulate(long, schedule, full=True)
+
+
+def test_so_it_is_of_steps_under_autocast() -> None:
+    long = Workload(partial(build, "qwen3", "meta", num_hidden_layers=9), 64 * 9, autocast=True)
+    assert simulate(long, BASE) == simulate(long, BASE, full=True)
 
 
 @pytest.mark.parametrize(
