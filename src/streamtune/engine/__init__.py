@@ -8,7 +8,7 @@ before it), ``head``, and ``stream``, which puts them into a model. What models 
     rows, scan, sharing, balance    packed rows; Mamba-1's state; keys and values of other layers; a router's losses
     walks                           one call of a layer: forward, again, project, replay
     pointwise                       the norms outside the layers
-    placement, storage, kept        what a schedule means for each layer; where tensors wait (arena, disk); attention kept
+    placement, storage, kept        what a schedule means for a layer; where tensors (arena, disk) and attention wait
     preflight                       is this very model streamed exactly? asked before training
 """
 
