@@ -15,6 +15,8 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from streamtune.engine import Schedule, decoder_layers, stream
 from streamtune.errors import ArgumentError
+from streamtune.models import add_lora
+from streamtune.models.quantize import PACKAGES, quantize
 from streamtune.plan import LiveBytes, Mode, Simulation, Workload, simulate
 from streamtune.plan.autocast import RULES, MetaAutocast
 from streamtune.plan.memory import held_tensors
@@ -39,6 +41,7 @@ MODELS: dict[str, dict[str, Any]] = {
     "lfm2": {},
     "gemma2": {"sliding_window": 100, "query_pre_attn_scalar": 16},
 }
+WIDE: dict[str, Any] = {"hidden_size": 512, "intermediate_size": 1024, "num_hidden_layers": 2}
 BASE = Schedule(chunk_size=64, head_chunk_size=32)
 SCHEDULES: dict[str, dict[str, Any]] = {
     "plain chunks": {},
@@ -132,6 +135,43 @@ def test_so_it_is_under_autocast(family: str, mode: Mode) -> None:
     found = simulate(workload(make, mode, autocast=True), BASE).peak_bytes
     assert found == pytest.approx(measured(make, mode, BASE, autocast=True), rel=0.01)
     assert found != simulate(workload(make, mode), BASE).peak_bytes
+
+
+def build_adapted(
+    device: str, *, kind: str | None = None, dtype: torch.dtype = torch.bfloat16, **changes: Any
+) -> nn.Module:
+    """With adapters in fp32 on a base that may be quantised."""
+    model: Any = build("qwen3", device, dtype, **changes)
+    if kind is not None:
+        pytest.importorskip(PACKAGES[kind])
+        quantize(model, kind, torch.device(device))
+    with torch.device(device):
+        return add_lora(model, r=8, alpha=16, dropout=0.0, target="all-linear", seed=0)
+
+
+@pytest.mark.parametrize("mode", ["checkpoint", "stream"])
+@pytest.mark.parametrize("kind", [None, "int8", "nf4"])
+@pytest.mark.parametrize(
+    ("dtype", "autocast"), [(torch.bfloat16, False), (torch.bfloat16, True), (torch.float32, True)]
+)
+def test_so_it_is_with_adapters_on_any_base(mode: Mode, kind: str | None, dtype: torch.dtype, autocast: bool) -> None:
+    make = partial(build_adapted, kind=kind, dtype=dtype)
+    found = simulate(workload(make, mode, autocast=autocast), BASE).peak_bytes
+    assert found == pytest.approx(measured(make, mode, BASE, autocast=autocast), rel=0.01)
+
+
+@pytest.mark.parametrize("kind", ["int8", "nf4"])
+def test_what_a_quantised_base_takes_on_an_accelerator(kind: str) -> None:
+    plain, packed = (
+        simulate(Workload(partial(build_adapted, "meta", kind=each, **WIDE), LENGTH), BASE) for each in (None, kind)
+    )
+    inside = sum(p.numel() for layer in decoder_layers(build("qwen3", "meta", **WIDE)) for p in layer.parameters())
+    saved = plain.terms["weights"] - packed.terms["weights"]
+    bytes_of_one = {"int8": 1, "nf4": 0.5 + 1 / 64}[kind]
+    assert saved == pytest.approx((2 - bytes_of_one) * inside, rel=0.02)
+    assert packed.work.matmul_flops == plain.work.matmul_flops
+    layer = inside  # bytes of one of the two layers, written out in bf16
+    assert plain.peak_bytes - saved < packed.peak_bytes < plain.peak_bytes - saved + 1.1 * layer
 
 
 @pytest.mark.parametrize("device", ["cpu", "cuda"])

@@ -163,6 +163,9 @@ class _Functions(TorchFunctionMode):
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
+        if types and torch._C._is_torch_function_enabled():  # a quantised tensor: autocast is for what it is made of
+            with self:
+                return types[0].__torch_function__(func, types, args, kwargs or {})
         args, given = self.autocast.given(func, args, kwargs or {})
         if func is nn.functional.scaled_dot_product_attention and args and args[0].device.type == "meta":
             return _attention(self.device, func, *args, **given)
