@@ -172,7 +172,7 @@ def build_adapted(
     ("dtype", "autocast"), [(torch.bfloat16, False), (torch.bfloat16, True), (torch.float32, True)]
 )
 def test_so_it_is_with_adapters_on_any_base(mode: Mode, kind: str | None, dtype: torch.dtype, autocast: bool) -> None:
-    make = partial(build_adapted, kind=kind, dtype=dtype)
+    make = partial(build_adapted, kind=kind, dtype=dtype, num_hidden_layers=2)
     found = simulate(workload(make, mode, autocast=autocast), BASE).peak_bytes
     assert found == pytest.approx(measured(make, mode, BASE, autocast=autocast), rel=0.01)
 
