@@ -21,6 +21,7 @@ from streamtune.plan import LiveBytes, Mode, Simulation, Workload, simulate
 from streamtune.plan.autocast import RULES, MetaAutocast
 from streamtune.plan.memory import held_tensors
 from streamtune.plan.walk import _Functions
+from tests.conformance.reducer import tiny_config
 
 LENGTH = 384
 SMALL: dict[str, Any] = {
@@ -73,15 +74,20 @@ def schedule_of(name: str, directory: Any) -> Schedule:
 
 
 def measured(
-    make: Callable[[str], Any], mode: Mode, schedule: Schedule, optimizer: Any = None, autocast: bool = False
+    make: Callable[[str], Any],
+    mode: Mode,
+    schedule: Schedule,
+    optimizer: Any = None,
+    autocast: bool = False,
+    length: int = LENGTH,
 ) -> int:
     """Weights and live bytes of a step on the CPU, the second where there is an optimizer."""
-    model = make("cpu").train()
+    model: Any = make("cpu").train()
     if mode == "stream":
         stream(model, schedule=schedule)
     elif mode == "checkpoint":
         model.gradient_checkpointing_enable({"use_reentrant": False})
-    ids = torch.randint(0, SMALL["vocab_size"], (1, LENGTH))
+    ids = torch.randint(3, model.config.vocab_size, (1, length))
     weights = sum({t.untyped_storage()._cdata: t.untyped_storage().nbytes() for t in held_tensors(model)}.values())
     steps = None if optimizer is None else optimizer(model)
 
@@ -122,6 +128,17 @@ def test_so_it_is_for_other_models_and_modes(family: str, mode: Mode) -> None:
     assert simulate(workload(make, mode), BASE).peak_bytes == pytest.approx(measured(make, mode, BASE), rel=0.03)
 
 
+@pytest.mark.parametrize("family", ["gpt2", "gpt_oss", "phi3", "mamba2", "qwen3_next", "falcon_h1", "bloom"])
+def test_so_it_is_for_families_that_are_built_otherwise(family: str) -> None:
+    def make(device: str) -> nn.Module:
+        with torch.device(device):
+            return AutoModelForCausalLM.from_config(tiny_config(family))
+
+    schedule = Schedule(chunk_size=16, head_chunk_size=16)
+    found = simulate(replace(workload(make), length=96), schedule).peak_bytes
+    assert found == pytest.approx(measured(make, "stream", schedule, length=96), rel=0.03)
+
+
 @pytest.mark.parametrize("mode", ["plain", "checkpoint"])
 def test_so_it_is_in_bf16(mode: Mode) -> None:
     make = partial(build, "qwen3", dtype=torch.bfloat16)
@@ -155,7 +172,7 @@ def build_adapted(
     ("dtype", "autocast"), [(torch.bfloat16, False), (torch.bfloat16, True), (torch.float32, True)]
 )
 def test_so_it_is_with_adapters_on_any_base(mode: Mode, kind: str | None, dtype: torch.dtype, autocast: bool) -> None:
-    make = partial(build_adapted, kind=kind, dtype=dtype)
+    make = partial(build_adapted, kind=kind, dtype=dtype, num_hidden_layers=2)
     found = simulate(workload(make, mode, autocast=autocast), BASE).peak_bytes
     assert found == pytest.approx(measured(make, mode, BASE, autocast=autocast), rel=0.01)
 

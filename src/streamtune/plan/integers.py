@@ -88,7 +88,9 @@ class IntegerValues:
         try:
             values = self._evaluated(func, args, kwargs)
         except (UnsupportedModelError, RuntimeError):  # not known, or not computed by the CPU
-            if _writes(func):
+            if func is aten.index.Tensor and (value := getattr(args[0], "_value", None)) is not None:
+                self._picked(results[0], value)
+            elif _writes(func):
                 results[0]._value = None  # type: ignore[attr-defined]
             return
         for item, value in zip(results, (values,) if isinstance(values, Tensor) else values, strict=True):
@@ -113,6 +115,14 @@ class IntegerValues:
                 mend="measure a real step instead",
             )
         return value
+
+    def _picked(self, out: Tensor, value: Tensor) -> None:
+        """Of elements that are all alike it does not matter which are picked.
+
+        The index of ``x[:, [-1, 0]]`` is made on the device without a word to the mode, so that nothing is known of it.
+        """
+        if value.numel() and bool((value == value.flatten()[0]).all()):
+            out._value = value.flatten()[0].expand(out.shape)  # type: ignore[attr-defined]
 
     def _spread(self, indices: Tensor, among: int) -> None:
         if indices.numel() <= LARGEST:

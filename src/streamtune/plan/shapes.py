@@ -6,38 +6,37 @@ for every chunk and layer. (The same idea as torch's cache of fake tensors.)
 
 from __future__ import annotations
 
-from functools import lru_cache
 from typing import Any, Literal
 
 import torch
 from torch import Tensor
 
-__all__ = ["Shapes"]
+__all__ = ["Form", "Shapes", "form_of"]
 
 MOVES = {"resize_", "set_", "t_", "transpose_", "squeeze_", "unsqueeze_", "as_strided_", "swapaxes_", "detach_"}
 """Operators in place that leave their tensor in another form."""
 
-Form = tuple[torch.Size, tuple[int, ...], torch.dtype]
+Form = Literal["in place", "new", "grouped", "other"]
+"""What an operator returns: its first argument, a tensor of its own, that of a grouped product, or something else."""
 
 
 class Shapes:
     """Calls operators on ``meta`` tensors; used inside of a dispatch mode."""
 
     def __init__(self) -> None:
-        self._known: dict[Any, Form] = {}
+        self._known: dict[Any, tuple[torch.Size, tuple[int, ...], torch.dtype]] = {}
 
-    def call(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """What ``func(*args, **kwargs)`` returns."""
-        kind = _kind(func)
-        if func is torch.ops.aten._grouped_mm.default and args[0].device.type == "meta":
-            return _grouped(func, args, kwargs)
+    def call(self, func: Any, kind: Form, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """What ``func(*args, **kwargs)`` returns, given :func:`form_of` it."""
         if kind == "other":
             return func(*args, **kwargs)
         if kind == "in place":
             first = args[0]
-            return first if first.device.type == "meta" else func(*args, **kwargs)
+            return first if first.is_meta else func(*args, **kwargs)
+        if kind == "grouped" and args[0].is_meta:
+            return _grouped(func, args, kwargs)
         try:
-            key = (func, _key(args), _key(tuple(kwargs.items())) if kwargs else ())
+            key = (id(func), _key(args), _key(tuple(kwargs.items())) if kwargs else ())
             form = self._known.get(key)
         except TypeError:  # of something that cannot be compared
             return func(*args, **kwargs)
@@ -49,8 +48,10 @@ class Shapes:
         return out
 
 
-@lru_cache(maxsize=2048)
-def _kind(func: Any) -> Literal["in place", "new", "other"]:
+def form_of(func: Any) -> Form:
+    """How the form of what an operator returns is found."""
+    if func is torch.ops.aten._grouped_mm.default:
+        return "grouped"
     schema = func._schema
     name = schema.name.removeprefix("aten::")
     if len(schema.returns) != 1 or str(schema.returns[0].type) != "Tensor":
@@ -85,7 +86,7 @@ def _key(items: tuple[Any, ...]) -> tuple[Any, ...]:
     out: list[Any] = []
     for item in items:
         if isinstance(item, Tensor):
-            out.append((item.shape, item.stride(), item.dtype, item.device.type))
+            out.append((item.shape, item.stride(), item.dtype, item.is_meta))
         elif isinstance(item, (list, tuple)):
             out.append(_key(tuple(item)))
         else:

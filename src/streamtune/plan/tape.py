@@ -16,8 +16,17 @@ from torch import Tensor, nn
 from streamtune.ops.simulated import repetitions
 from streamtune.plan.integers import IntegerValues, asks
 from streamtune.plan.memory import ACTIVATION, HEAD, KINDS, LiveBytes
-from streamtune.plan.shapes import Shapes
-from streamtune.plan.work import attention_flops, cost_of, product_flops, scratch_bytes, touched_bytes
+from streamtune.plan.shapes import Form, Shapes, form_of
+from streamtune.plan.work import (
+    Cost,
+    Reach,
+    attention_flops,
+    cost_of,
+    product_flops,
+    reach_of,
+    scratch_bytes,
+    touched_bytes,
+)
 
 __all__ = ["COLUMNS", "WORK", "Cell", "Place", "Tape"]
 
@@ -26,8 +35,33 @@ COLUMNS = (*KINDS, "scratch", "host", "disk")
 
 WORK = ("matmul_flops", "attention_flops", "touched_bytes", "moved_bytes", "disk_moved_bytes", "operators")
 
-_RULES: dict[Any, tuple[str, bool]] = {}
-"""Of each operator what kind of cost it has and whether it may ask for values; asked of its schema once."""
+
+@dataclass(frozen=True, slots=True)
+class _Rule:
+    """What is known of an operator from its schema, asked once.
+
+    Attributes:
+        func: The operator.
+        cost: What kind of cost it has.
+        asks: Whether it may ask for values.
+        form: How its result's form is found.
+        reach: How much of its arguments it touches.
+    """
+
+    func: Any
+    cost: Cost
+    asks: bool
+    form: Form
+    reach: Reach
+
+
+_RULES: dict[int, _Rule] = {}
+"""By the identity of the operator, whose own hash is a function in Python; the rule keeps it alive."""
+
+
+def _rule_of(func: Any) -> _Rule:
+    rule = _RULES[id(func)] = _Rule(func, cost_of(func), asks(func), form_of(func), reach_of(func))
+    return rule
 
 
 @dataclass(frozen=True)
@@ -154,13 +188,11 @@ class Tape(LiveBytes):
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         given = kwargs or {}
-        rule = _RULES.get(func)
-        if rule is None:
-            rule = _RULES[func] = (cost_of(func), asks(func))
-        cost, asking = rule
-        answered, out = self.integers.asked(func, args, given) if asking else (False, None)
+        rule = _RULES.get(id(func)) or _rule_of(func)
+        cost = rule.cost
+        answered, out = self.integers.asked(func, args, given) if rule.asks else (False, None)
         if not answered:
-            out = self.shapes.call(func, args, given)
+            out = self.shapes.call(func, rule.form, args, given)
             if not (isinstance(out, Tensor) and out.dtype.is_floating_point):
                 self.integers.follow(func, args, given, out)
             elif cost == "view":
@@ -173,7 +205,7 @@ class Tape(LiveBytes):
             self._cell.work[1] += times * attention_flops(func, args)
             scratch = scratch_bytes(func, args, self.device)
         elif cost == "other":
-            self._cell.work[2] += times * touched_bytes(func, args, out)
+            self._cell.work[2] += times * touched_bytes(rule.reach, args, out)
         self._cell.work[5] += times * (cost != "view")
         if self.total > before or scratch:
             self._write(func, scratch)

@@ -4,16 +4,26 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from functools import lru_cache
 from typing import Any, Literal
 
 import torch
 from torch import Tensor
 from torch.utils.flop_counter import flop_registry
 
-__all__ = ["ATTENTION_WORK", "attention_flops", "cost_of", "product_flops", "scratch_bytes", "touched_bytes"]
+__all__ = [
+    "ATTENTION_WORK",
+    "Cost",
+    "Reach",
+    "attention_flops",
+    "cost_of",
+    "product_flops",
+    "reach_of",
+    "scratch_bytes",
+    "touched_bytes",
+]
 
 Cost = Literal["view", "room", "product", "attention", "other"]
+Reach = Literal["all", "result"] | int
 
 ATTENTION_WORK = {"forward": 2, "backward": 5}
 """Matrix products of a tile: scores and output; and scores again, dV, dP, dQ, dK."""
@@ -38,7 +48,6 @@ ROOM = ("empty", "empty_like", "new_empty", "empty_strided", "new_empty_strided"
 """Operators that make a tensor and touch none of its bytes."""
 
 
-@lru_cache(maxsize=2048)
 def cost_of(func: Any) -> Cost:
     """What kind of cost an operator has; a view has none."""
     name = func._schema.name.removeprefix("aten::")
@@ -116,13 +125,19 @@ SCATTERS = {"index_put": 2, "index_put_": 2, "scatter_add_": 3, "index_add_": 3,
 """Operators that touch a few places of a tensor; of the second kind which argument says how many."""
 
 
-def touched_bytes(func: Any, args: tuple[Any, ...], out: Any) -> int:
+def reach_of(func: Any) -> Reach:
+    """How much of its arguments an operator touches: all, as much as it returns, or as much as one of them has."""
+    name = func._schema.name.removeprefix("aten::")
+    return "result" if name in GATHERS else SCATTERS.get(name, "all")
+
+
+def touched_bytes(reach: Reach, args: tuple[Any, ...], out: Any) -> int:
     """Bytes an elementwise operator or a reduction reads and writes."""
-    name, total = func._schema.name.removeprefix("aten::"), 0
-    if name in GATHERS:
+    total = 0
+    if reach == "result":
         args = (out,)
-    elif name in SCATTERS:
-        out = values = args[SCATTERS[name]] if len(args) > SCATTERS[name] else None
+    elif reach != "all":
+        out = values = args[reach] if len(args) > reach else None
         args = (values,)
     for item in (*args, out):
         if isinstance(item, Tensor):
