@@ -26,6 +26,8 @@ __all__ = [
     "KEYS",
     "OPTIMIZER",
     "LiveBytes",
+    "distinct_bytes",
+    "held_bytes",
     "held_tensors",
 ]
 
@@ -166,6 +168,17 @@ def held_tensors(model: nn.Module) -> Iterator[Tensor]:
         yield tensor
         state = getattr(tensor, "quant_state", None)  # bitsandbytes: scales of blocks, and scales of those
         todo += [item for item in state.as_dict().values() if isinstance(item, Tensor)] if state is not None else []
+
+
+def held_bytes(model: nn.Module) -> int:
+    """Bytes of a model's weights and buffers."""
+    return distinct_bytes(held_tensors(model))
+
+
+def distinct_bytes(tensors: Iterable[Tensor]) -> int:
+    """Bytes of the storages of some tensors, each counted once."""
+    held = {_address(tensor): tensor.untyped_storage() for tensor in tensors}
+    return sum(storage.nbytes() for storage in held.values())
 
 
 def _address(tensor: Tensor) -> int:

@@ -10,11 +10,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
-from torch.utils.checkpoint import checkpoint
 
 from streamtune.engine import Schedule, StreamHandle, decoder_layers
 from streamtune.engine.walks import placeholder
 from streamtune.ops.simulated import simulating
+from streamtune.plan.checkpointing import checkpointing
 from streamtune.plan.integers import with_value
 from streamtune.plan.memory import GRADIENT
 from streamtune.plan.subject import Mode
@@ -91,18 +91,12 @@ def _backward(loss: Tensor) -> None:
 def _prepared(stack: ExitStack, model: Any, schedule: Schedule, mode: Mode) -> Callable[[], tuple[int, int, int, int]]:
     """Put the model into its mode for the while; returns how to read what is held elsewhere."""
     if mode == "checkpoint":
-        model._set_gradient_checkpointing(enable=True, gradient_checkpointing_func=_checkpoint)
-        stack.callback(model._set_gradient_checkpointing, enable=False)
+        stack.enter_context(checkpointing(model))
     elif mode == "stream":
-        handle: Any = stack.enter_context(StreamHandle(model, schedule, head=True))
-        if hasattr(handle, "tiers"):
-            host, disk = handle.tiers.host, handle.tiers.disk
-            return lambda: (host.live_bytes, disk.live_bytes, host.moved_bytes, disk.moved_bytes)
+        tiers = stack.enter_context(StreamHandle(model, schedule, head=True)).tiers
+        host, disk = tiers.host, tiers.disk
+        return lambda: (host.live_bytes, disk.live_bytes, host.moved_bytes, disk.moved_bytes)
     return lambda: (0, 0, 0, 0)
-
-
-def _checkpoint(function: Callable[..., Any], *args: Any) -> Any:
-    return checkpoint(function, *args, use_reentrant=False)
 
 
 @contextmanager
