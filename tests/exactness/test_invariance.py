@@ -29,14 +29,16 @@ def test_chunk_count_and_ragged_tails(model: Any, chunk_size: int) -> None:
 
 
 @pytest.mark.parametrize("length", [1, 2, 3, 16, 17])
-def test_short_sequences(model: Any, length: int) -> None:
-    inputs = batch("plain", length=length) if length > 1 else batch("plain", length=1)
+def test_short_sequences(length: int) -> None:
+    """In fp64: a token that sees only itself has no gradient of its scores, and in fp32 two roundings of 0 differ."""
+    model = build("qwen3", dtype=torch.float64)
+    inputs = batch("plain", length=length)
     if length == 1:  # one token predicts nothing: train on its shifted label explicitly
         inputs["shift_labels"] = inputs["labels"]
     _, want = gradients(model, inputs)
     with streamtune.stream(model, chunk_size=2):
         _, got = gradients(model, inputs)
-    assert worst(got, want) <= BOUND
+    assert worst(got, want) <= 2e-6
 
 
 def test_padding_side_does_not_matter(model: Any) -> None:

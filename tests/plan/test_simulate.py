@@ -15,8 +15,12 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from streamtune.engine import Schedule, decoder_layers, stream
 from streamtune.errors import ArgumentError
+from streamtune.models import add_lora
+from streamtune.models.quantize import PACKAGES, quantize
 from streamtune.plan import LiveBytes, Mode, Simulation, Workload, simulate
+from streamtune.plan.autocast import RULES, MetaAutocast
 from streamtune.plan.memory import held_tensors
+from streamtune.plan.walk import _Functions
 
 LENGTH = 384
 SMALL: dict[str, Any] = {
@@ -31,11 +35,13 @@ SMALL: dict[str, Any] = {
 }
 MODELS: dict[str, dict[str, Any]] = {
     "qwen3": {},
+    "llama": {},
     "gemma3_text": {"sliding_window": 100, "query_pre_attn_scalar": 16, "num_hidden_layers": 6},
     "qwen3_moe": {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32},
     "lfm2": {},
     "gemma2": {"sliding_window": 100, "query_pre_attn_scalar": 16},
 }
+WIDE: dict[str, Any] = {"hidden_size": 512, "intermediate_size": 1024, "num_hidden_layers": 2}
 BASE = Schedule(chunk_size=64, head_chunk_size=32)
 SCHEDULES: dict[str, dict[str, Any]] = {
     "plain chunks": {},
@@ -66,7 +72,9 @@ def schedule_of(name: str, directory: Any) -> Schedule:
     return replace(BASE, **choices, **where)
 
 
-def measured(make: Callable[[str], Any], mode: Mode, schedule: Schedule, optimizer: Any = None) -> int:
+def measured(
+    make: Callable[[str], Any], mode: Mode, schedule: Schedule, optimizer: Any = None, autocast: bool = False
+) -> int:
     """Weights and live bytes of a step on the CPU, the second where there is an optimizer."""
     model = make("cpu").train()
     if mode == "stream":
@@ -76,12 +84,18 @@ def measured(make: Callable[[str], Any], mode: Mode, schedule: Schedule, optimiz
     ids = torch.randint(0, SMALL["vocab_size"], (1, LENGTH))
     weights = sum({t.untyped_storage()._cdata: t.untyped_storage().nbytes() for t in held_tensors(model)}.values())
     steps = None if optimizer is None else optimizer(model)
-    model(input_ids=ids, labels=ids, use_cache=False).loss.backward()  # what is made once is there
+
+    def backward() -> None:
+        with torch.autocast("cpu", dtype=torch.bfloat16, enabled=autocast):
+            loss = model(input_ids=ids, labels=ids, use_cache=False).loss
+        loss.backward()
+
+    backward()  # what is made once is there
     model.zero_grad(set_to_none=True)
     gc.collect()
     with LiveBytes(model, decoder_layers(model)) as live:
         for _ in range(1 if steps is None else 2):
-            model(input_ids=ids, labels=ids, use_cache=False).loss.backward()
+            backward()
             if steps is not None:
                 steps.step()
                 model.zero_grad(set_to_none=True)
@@ -114,6 +128,81 @@ def test_so_it_is_in_bf16(mode: Mode) -> None:
     assert simulate(workload(make, mode), BASE).peak_bytes == pytest.approx(measured(make, mode, BASE), rel=0.03)
 
 
+@pytest.mark.parametrize("family", ["qwen3", "llama"])
+@pytest.mark.parametrize("mode", ["plain", "checkpoint", "stream"])
+def test_so_it_is_under_autocast(family: str, mode: Mode) -> None:
+    make = partial(build, family)
+    found = simulate(workload(make, mode, autocast=True), BASE).peak_bytes
+    assert found == pytest.approx(measured(make, mode, BASE, autocast=True), rel=0.01)
+    assert found != simulate(workload(make, mode), BASE).peak_bytes
+
+
+def build_adapted(
+    device: str, *, kind: str | None = None, dtype: torch.dtype = torch.bfloat16, **changes: Any
+) -> nn.Module:
+    """With adapters in fp32 on a base that may be quantised."""
+    model: Any = build("qwen3", device, dtype, **changes)
+    if kind is not None:
+        pytest.importorskip(PACKAGES[kind])
+        quantize(model, kind, torch.device(device))
+    with torch.device(device):
+        return add_lora(model, r=8, alpha=16, dropout=0.0, target="all-linear", seed=0)
+
+
+@pytest.mark.parametrize("mode", ["checkpoint", "stream"])
+@pytest.mark.parametrize("kind", [None, "int8", "nf4"])
+@pytest.mark.parametrize(
+    ("dtype", "autocast"), [(torch.bfloat16, False), (torch.bfloat16, True), (torch.float32, True)]
+)
+def test_so_it_is_with_adapters_on_any_base(mode: Mode, kind: str | None, dtype: torch.dtype, autocast: bool) -> None:
+    make = partial(build_adapted, kind=kind, dtype=dtype)
+    found = simulate(workload(make, mode, autocast=autocast), BASE).peak_bytes
+    assert found == pytest.approx(measured(make, mode, BASE, autocast=autocast), rel=0.01)
+
+
+@pytest.mark.parametrize("kind", ["int8", "nf4"])
+def test_what_a_quantised_base_takes_on_an_accelerator(kind: str) -> None:
+    plain, packed = (
+        simulate(Workload(partial(build_adapted, "meta", kind=each, **WIDE), LENGTH), BASE) for each in (None, kind)
+    )
+    inside = sum(p.numel() for layer in decoder_layers(build("qwen3", "meta", **WIDE)) for p in layer.parameters())
+    saved = plain.terms["weights"] - packed.terms["weights"]
+    bytes_of_one = {"int8": 1, "nf4": 0.5 + 1 / 64}[kind]
+    assert saved == pytest.approx((2 - bytes_of_one) * inside, rel=0.02)
+    assert packed.work.matmul_flops == plain.work.matmul_flops
+    layer = inside  # bytes of one of the two layers, written out in bf16
+    assert plain.peak_bytes - saved < packed.peak_bytes < plain.peak_bytes - saved + 1.1 * layer
+
+
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+def test_what_autocast_casts_is_on_the_lists_of_torch(device: str) -> None:
+    listed = torch._C._dispatch_get_registrations_for_dispatch_key(f"Autocast{device.upper()}")
+    names = {name.removeprefix("aten::").partition(".")[0] for name in listed}
+    made_of_others = {"cross_entropy", "einsum"}
+    since_lately = {"rms_norm"}
+    assert set().union(*RULES[device].values()) - names <= made_of_others | since_lately
+
+
+@pytest.mark.parametrize(
+    ("rule", "call"),
+    [
+        ("lower", lambda x: x @ x),
+        ("lower", lambda x: nn.functional.linear(x, x)),
+        ("fp32", lambda x: x.to(torch.bfloat16) ** 2),
+        ("fp32", lambda x: nn.functional.layer_norm(x.to(torch.bfloat16), (4,), weight=x[0])),
+        ("to fp32", lambda x: x.to(torch.bfloat16).softmax(-1)),
+        ("to fp32", lambda x: x.to(torch.bfloat16).sum()),
+        ("widest", lambda x: x.index_put((torch.zeros(1, dtype=torch.long, device="meta"),), x[:1].bfloat16())),
+    ],
+)
+def test_what_autocast_makes_on_an_accelerator(rule: str, call: Callable[[torch.Tensor], torch.Tensor]) -> None:
+    x = torch.empty(4, 4, device="meta")
+    with _Functions("cuda", MetaAutocast("cuda")), torch.autocast("cpu", dtype=torch.bfloat16):
+        assert call(x).dtype == (torch.bfloat16 if rule == "lower" else torch.float32)
+        with torch.autocast("cpu", enabled=False):
+            assert (x @ x).dtype == torch.float32
+
+
 @pytest.mark.parametrize("form", [{"fused": True}, {"foreach": True}, {}])
 def test_so_it_is_with_an_optimizer(form: dict[str, bool]) -> None:
     make = partial(build, "qwen3", vocab_size=9973)
@@ -131,6 +220,11 @@ def test_a_step_told_from_shorter_ones_is_the_whole_step(name: str, tmp_path: An
     long = Workload(make, 64 * 9)
     schedule = schedule_of(name, tmp_path)
     assert simulate(long, schedule) == simulate(long, schedule, full=True)
+
+
+def test_so_it_is_of_steps_under_autocast() -> None:
+    long = Workload(partial(build, "qwen3", "meta", num_hidden_layers=9), 64 * 9, autocast=True)
+    assert simulate(long, BASE) == simulate(long, BASE, full=True)
 
 
 @pytest.mark.parametrize(

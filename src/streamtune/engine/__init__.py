@@ -6,6 +6,9 @@ before it), ``head``, and ``stream``, which puts them into a model. What models 
     call, outputs                   what goes into a layer and comes out of it, cut and joined
     attention, recognise, tiles     the attention and the mask a model asks for by name, or keeps
     rows, scan, sharing, balance    packed rows; Mamba-1's state; keys and values of other layers; a router's losses
+    walks                           one call of a layer: forward, again, project, replay
+    pointwise                       the norms outside the layers
+    placement, storage, kept        what a schedule means for a layer; where tensors (arena, disk) and attention wait
     preflight                       is this very model streamed exactly? asked before training
 """
 

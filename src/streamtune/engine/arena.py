@@ -132,8 +132,8 @@ def pages(nbytes: int) -> int:
 class _Region:
     """Pages that were mapped, and registered, once."""
 
-    def __init__(self, size: int, device: torch.device) -> None:
-        self.size, self.stack = size, Stack()
+    def __init__(self, number: int, size: int, device: torch.device) -> None:
+        self.number, self.size, self.stack = number, size, Stack()
         self.map: mmap.mmap | None = None
         if device.type == "meta":
             storage = torch.UntypedStorage(size, device="meta")
@@ -147,6 +147,10 @@ class _Region:
         storage = self.bytes.untyped_storage()
         _host_storages.add(storage._cdata)
         weakref.finalize(storage, _host_storages.discard, storage._cdata)
+
+    def fits(self, nbytes: int) -> bool:
+        """Whether a block fits on top."""
+        return self.stack.top + pages(nbytes) <= self.size
 
 
 def _register(region: Tensor) -> None:
@@ -203,6 +207,8 @@ class Arena:
     def __init__(self, tally: Tally) -> None:
         self.tally = tally
         self.regions: list[_Region] = []
+        self._at = 0
+        """The first region with a page left: a step takes thousands of blocks."""
 
     def reserve(self, nbytes: int, device: torch.device) -> None:
         """Map at least so much at once, so that a step need not.
@@ -220,7 +226,9 @@ class Arena:
         Raises:
             OutOfMemoryError: The machine does not have that much memory left; it is not made to swap.
         """
-        room = (region for region in self.regions if region.stack.top + pages(nbytes) <= region.size)
+        while self._at < len(self.regions) and not self.regions[self._at].fits(PAGE):
+            self._at += 1
+        room = (region for region in self.regions[self._at :] if region.fits(nbytes))
         region = next(room, None) or self._grow(nbytes, device)
         self.tally.take(nbytes)
         return Span(region, region.stack.take(nbytes), nbytes)
@@ -228,13 +236,17 @@ class Arena:
     def free(self, span: Span) -> None:
         """Give a block back."""
         span.region.stack.free(span.offset)
+        self._at = min(self._at, span.region.number)
         self.tally.free(span.nbytes)
 
     def _grow(self, nbytes: int, device: torch.device) -> _Region:
-        size = pages(max(nbytes, REGION))
+        ahead = sum(region.size for region in self.regions) // 16
+        if device.type != "meta":  # what is mapped ahead may be less, what is wanted may not
+            ahead = min(ahead, usable_host_bytes() // PAGE * PAGE)
+        size = pages(max(nbytes, REGION, ahead))
         if device.type != "meta":
             self._check_room(size)
-        self.regions.append(region := _Region(size, device))
+        self.regions.append(region := _Region(len(self.regions), size, device))
         return region
 
     def _check_room(self, size: int) -> None:

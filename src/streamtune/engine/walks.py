@@ -119,8 +119,9 @@ class LayerStream:
                 z = [_room(piece, along, self.length) for piece, along in zip(z_i, self.along, strict=True)]
             for whole, piece, along in zip(z, z_i, self.along, strict=True):
                 whole.add_(piece) if along is None else cut(whole, along, chunk).copy_(piece)
-        if isinstance(self.z_in, Stored):
-            self.z_in.tier.settle()
+        for waiting in (self.z_in, self.kept):
+            if isinstance(waiting, Stored | KeptAttention):
+                waiting.tier.settle()
         self.owner.narrow_states = self.states.narrower_than(inputs[0].dtype)
         shared = [buffer for index in self.filled.values() for buffer in self.kv.pairs[index]]
         self._keep_rest(for_backward, again=False, shared=bool(shared))

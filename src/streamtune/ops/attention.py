@@ -366,7 +366,7 @@ class _Piece:
         """Dropout's factor on the weights of a tile, a function of the seed, the segment and the rows only."""
         place = 1_000_003 * self.segment.start + self.segment.q_start + rows.start
         seed = (self.seed + place + (self.segment.row or 0) * (1 << 48)) % (1 << 62)
-        generator = torch.Generator(device).manual_seed(seed)
+        generator = None if device.type == "meta" else torch.Generator(device).manual_seed(seed)
         kept = torch.rand(shape, generator=generator, device=device) >= self.dropout
         return kept.to(dtype) / (1 - self.dropout)
 

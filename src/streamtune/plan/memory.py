@@ -167,7 +167,9 @@ def held_tensors(model: nn.Module) -> Iterator[Tensor]:
             continue
         yield tensor
         state = getattr(tensor, "quant_state", None)  # bitsandbytes: scales of blocks, and scales of those
-        todo += [item for item in state.as_dict().values() if isinstance(item, Tensor)] if state is not None else []
+        while state is not None:  # not as it writes itself out: that copies some, and these would be other storages
+            todo += [item for item in vars(state).values() if isinstance(item, Tensor)]
+            state = getattr(state, "state2", None)
 
 
 def held_bytes(model: nn.Module) -> int:

@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
+from torch.utils.checkpoint import checkpoint
 
 from streamtune.engine import Schedule, StreamHandle, decoder_layers
 from streamtune.engine.walks import placeholder
 from streamtune.ops.simulated import simulating
+from streamtune.plan.autocast import MetaAutocast
 from streamtune.plan.checkpointing import checkpointing
 from streamtune.plan.integers import with_value
 from streamtune.plan.memory import GRADIENT
@@ -53,7 +56,8 @@ class Step:
 def walk(model: Any, schedule: Schedule, step: Step) -> Tape:
     """Forward and backward of a model on ``meta``; it is left as it was, without gradients."""
     with ExitStack() as stack:
-        tiers = _prepared(stack, model, schedule, step.mode)
+        autocast = MetaAutocast(step.device)
+        tiers = _prepared(stack, model, schedule, step.mode, autocast)
         ids = with_value(torch.zeros(step.batch_size, step.length, dtype=torch.long))
         labels = ids
         if step.targets is not None and step.targets < step.length:
@@ -65,7 +69,7 @@ def walk(model: Any, schedule: Schedule, step: Step) -> Tape:
             for dtype in {p.dtype for p in model.parameters() if p.is_floating_point()}:
                 placeholder(torch.empty((), dtype=dtype, device="meta"))
         if step.mode != "stream" or step.autocast:
-            stack.enter_context(_Functions(step.device))
+            stack.enter_context(_Functions(step.device, autocast))
         tape = stack.enter_context(Tape(model, decoder_layers(model), device=step.device, tiers=tiers))
         stack.callback(model.zero_grad, set_to_none=True)
         if step.again:
@@ -73,7 +77,7 @@ def walk(model: Any, schedule: Schedule, step: Step) -> Tape:
                 if parameter.requires_grad:
                     parameter.grad = torch.empty_like(parameter)
                     tape.file(GRADIENT, parameter.grad)
-        with torch.autocast("cpu", dtype=torch.bfloat16, enabled=step.autocast):
+        with autocast.region(), torch.autocast(autocast.switch, dtype=torch.bfloat16, enabled=step.autocast):
             loss = model(input_ids=ids, labels=labels, use_cache=False).loss
         _backward(loss)
         tape.finish()
@@ -88,15 +92,24 @@ def _backward(loss: Tensor) -> None:
     )
 
 
-def _prepared(stack: ExitStack, model: Any, schedule: Schedule, mode: Mode) -> Callable[[], tuple[int, int, int, int]]:
+def _prepared(
+    stack: ExitStack, model: Any, schedule: Schedule, mode: Mode, autocast: MetaAutocast
+) -> Callable[[], tuple[int, int, int, int]]:
     """Put the model into its mode for the while; returns how to read what is held elsewhere."""
     if mode == "checkpoint":
-        stack.enter_context(checkpointing(model))
+        stack.enter_context(checkpointing(model, partial(_checkpoint, autocast)))
     elif mode == "stream":
         tiers = stack.enter_context(StreamHandle(model, schedule, head=True)).tiers
         host, disk = tiers.host, tiers.disk
         return lambda: (host.live_bytes, disk.live_bytes, host.moved_bytes, disk.moved_bytes)
     return lambda: (0, 0, 0, 0)
+
+
+def _checkpoint(autocast: MetaAutocast, function: Callable[..., Any], *args: Any) -> Any:
+    def contexts() -> tuple[AbstractContextManager[None], AbstractContextManager[None]]:
+        return nullcontext(), autocast.region()  # a layer that is computed again has a region of its own
+
+    return checkpoint(function, *args, use_reentrant=False, context_fn=contexts)
 
 
 @contextmanager
@@ -137,19 +150,24 @@ def _shorter(name: str, value: Any, count: int, kept: list[int]) -> Any:
 class _Functions(TorchFunctionMode):
     """What torch decides by the device of a tensor, decided for the device that is simulated.
 
-    The fused attention of ``scaled_dot_product_attention``: on ``meta`` it would be the formula, with all scores.
+    The fused attention of ``scaled_dot_product_attention``: on ``meta`` it would be the formula, with all scores. And
+    what autocast casts.
     """
 
-    def __init__(self, device: str) -> None:
+    def __init__(self, device: str, autocast: MetaAutocast) -> None:
         super().__init__()
-        self.device = device
+        self.device, self.autocast = device, autocast
 
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
+        if types and torch._C._is_torch_function_enabled():  # a quantised tensor: autocast is for what it is made of
+            with self:
+                return types[0].__torch_function__(func, types, args, kwargs or {})
+        args, given = self.autocast.given(func, args, kwargs or {})
         if func is nn.functional.scaled_dot_product_attention and args and args[0].device.type == "meta":
-            return _attention(self.device, func, *args, **(kwargs or {}))
-        return func(*args, **(kwargs or {}))
+            return _attention(self.device, func, *args, **given)
+        return func(*args, **given)
 
 
 def _attention(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from functools import lru_cache
 from typing import Any, Literal
 
@@ -29,6 +30,9 @@ CAUSAL_AT = {
 }
 """Fused attentions, and which of their arguments says that they are causal."""
 
+
+PACKED_PRODUCT = "bitsandbytes::gemm_4bit"
+"""A product with a weight in 4 bits, which torch has no formula for."""
 
 ROOM = ("empty", "empty_like", "new_empty", "empty_strided", "new_empty_strided", "empty_permuted")
 """Operators that make a tensor and touch none of its bytes."""
@@ -58,11 +62,18 @@ def product_flops(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], out:
 
 def _product(func: Any) -> Any:
     """torch's formula for the operations of a product; of one in place that of its other form."""
+    if func._schema.name == PACKED_PRODUCT:
+        return _packed_flops
     known = flop_registry.get(func._overloadpacket)
     name = func._schema.name.removeprefix("aten::")
     if known is None and name in ("addmm_", "baddbmm_"):
         known = flop_registry.get(getattr(torch.ops.aten, name.removesuffix("_")))
     return known
+
+
+def _packed_flops(x: Tensor, packed: Tensor, shape: Sequence[int], *rest: Any, **other: Any) -> int:
+    """Of ``x`` [..., k] times a packed weight of ``shape`` [n, k]."""
+    return 2 * x.numel() * shape[0]
 
 
 def attention_flops(func: Any, args: tuple[Any, ...]) -> int:
@@ -83,7 +94,12 @@ def scratch_bytes(func: Any, args: tuple[Any, ...], device: str) -> int:
 
     FlashAttention-2's backward sums dQ in fp32 over rows padded to 128 and heads padded to 32, keeps one more fp32
     number for each row, and where query heads share keys writes dK, dV for each query head before it sums them.
+    bitsandbytes writes a 4-bit weight out and the scales of its blocks with it (but for few rows, where some devices
+    have a kernel that does not).
     """
+    if device == "cuda" and func._schema.name == PACKED_PRODUCT:
+        x, blocks = args[0], -(-math.prod(args[2]) // args[4])
+        return int(math.prod(args[2]) * x.element_size() + 4 * blocks)
     if device != "cuda" or not func._schema.name.endswith("_scaled_dot_product_flash_attention_backward"):
         return 0
     q, k = args[1], args[2]

@@ -90,7 +90,7 @@ def _measured(recipe: Recipe, job: plan.Job, budget: Budget) -> tuple[dict[str, 
     def attempt(entry: Entry, length: int) -> Outcome:
         engine = recipe.engine.model_copy(update={**asdict(entry.case.schedule), "schedule": "fixed"})
         changed = recipe.model_copy(update={"engine": engine})
-        prepare = partial(prepare_step, changed, "sft", str(choose_device(recipe.device)))
+        prepare = partial(prepare_step, changed, "sft", str(choose_device(recipe.device)), limits)
         return run_trial(prepare, Shape(entry.case.mode, length, job.batch_size), limits, seconds=TRIAL_SECONDS)
 
     return env, attempt
