@@ -15,7 +15,9 @@ from torch import Tensor
 
 from streamtune.errors import ArgumentError, UnsupportedModelError
 from streamtune.recipe import load_recipe
-from streamtune.recipe.build_sft import Batches, SftRun, Steps, _train_settings, build_sft
+from streamtune.recipe.build_batches import Batches, Steps
+from streamtune.recipe.build_settings import train_settings
+from streamtune.recipe.build_sft import SftRun, build_sft
 from streamtune.train import MicroBatch, Progress, Progressed, StopRequest
 from streamtune.train.loop import accumulate_gradients
 from streamtune.train.routers import StepRouters
@@ -85,7 +87,7 @@ def gradient_of(run: SftRun, step: list[MicroBatch]) -> tuple[float, float | Non
         run.model,
         step,
         routers,
-        settings=_train_settings(run.recipe, run.plan, run.handle.schedule),
+        settings=train_settings(run.recipe, run.plan, run.handle.schedule),
         state=Progressed(),
         progress=Progress(Console(file=io.StringIO()), total_steps=1),
         stop=StopRequest(),

@@ -13,7 +13,8 @@ from torch import Tensor
 from streamtune.data import collate
 from streamtune.errors import UnsupportedModelError
 from streamtune.recipe import load_recipe
-from streamtune.recipe.build_sft import Batches, SftRun, Steps, build_sft
+from streamtune.recipe.build_batches import Batches, Steps
+from streamtune.recipe.build_sft import SftRun, build_sft
 from streamtune.train import MicroBatch
 from streamtune.train.loop import loss_of
 from tests.exactness.families import BOUND, worst

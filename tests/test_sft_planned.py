@@ -9,7 +9,8 @@ from typing import Any
 import pytest
 
 from streamtune.recipe import load_recipe
-from streamtune.recipe.build_sft import _train_settings, build_sft
+from streamtune.recipe.build_settings import train_settings
+from streamtune.recipe.build_sft import build_sft
 from tests.sft_kit import run, write_recipe, write_rows
 
 RECIPE: dict[str, Any] = {
@@ -96,4 +97,4 @@ def test_a_budget_nothing_fits_is_told_with_its_line(folder: Path, capfd: pytest
 )
 def test_out_of_memory_speaks_of_the_planner(folder: Path, settings: list[str], said: str):
     sft = build_sft(load_recipe("tiny.yaml", settings))
-    assert said in _train_settings(sft.recipe, sft.plan, sft.handle.schedule).out_of_memory_mend
+    assert said in train_settings(sft.recipe, sft.plan, sft.handle.schedule).out_of_memory_mend

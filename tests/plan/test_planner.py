@@ -17,7 +17,8 @@ from streamtune.models import blueprint
 from streamtune.plan import Limits, Rates, Simulation, Workload, as_fixed, choose, judge, simulate
 from streamtune.plan.choices import Space, candidates
 from streamtune.plan.estimate import Estimator, Figures
-from streamtune.plan.shape import held_bytes, meta_copy
+from streamtune.plan.memory import held_bytes
+from streamtune.plan.shape import meta_copy
 
 MIB = 1 << 20
 LAYERS, LENGTH = 6, 4096

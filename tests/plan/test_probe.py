@@ -19,8 +19,9 @@ from streamtune import Schedule, stream
 from streamtune.errors import OutOfMemoryError
 from streamtune.plan import ProbeReport, ProbeTask, draw_probe, run_probe, steps
 from streamtune.plan import trial as trial_module
+from streamtune.plan.checkpointing import use_checkpointing
 from streamtune.plan.search import Range
-from streamtune.plan.steps import Shape, StepBudget, TrainingStep, _explain, use_checkpointing
+from streamtune.plan.steps import Shape, StepBudget, TrainingStep, _explain
 from streamtune.plan.trial import Outcome, run_trial
 from streamtune.sizes import show_size
 from tests.exactness.families import build
@@ -171,7 +172,7 @@ def test_signals_have_names() -> None:
 
 def test_the_machine_is_not_driven_out_of_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     used = 600 * MIB  # torch and a little
-    monkeypatch.setattr(trial_module, "free_host_bytes", lambda: used + trial_module.reserved_host_bytes())
+    monkeypatch.setattr(trial_module, "usable_host_bytes", lambda: used)
     phases: list[str] = []
     outcome = run_trial(prepare_greedy, SHAPE, StepBudget(), seconds=120, tell=phases.append)
     assert outcome.cause == "host memory"

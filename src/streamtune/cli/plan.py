@@ -19,12 +19,11 @@ if TYPE_CHECKING:
     from streamtune.plan import Plan
     from streamtune.recipe.build_plan import RecipePlan
 
-__all__ = ["describe_plan", "plan"]
+__all__ = ["bar", "describe_plan", "plan", "show_seconds"]
 
 EIGHTHS = " ▏▎▍▌▋▊▉█"
-GROWS_WITH_LENGTH = {"weights": False, "gradients": False, "optimizer": False}
-
-SizeOption = typer.Option(metavar="SIZE", show_default=False)
+FIXED = ("weights", "gradients", "optimizer")
+"""Terms that do not grow with the length."""
 
 
 def plan(
@@ -163,7 +162,7 @@ def _memory_table(chosen: Plan) -> Table:
     whole = max(limits.device_bytes, simulation.peak_bytes, 1)
     for name, size in sorted(simulation.terms.items(), key=lambda item: -item[1]):
         if size > 0:
-            style = "cyan" if GROWS_WITH_LENGTH.get(name, True) else "blue"
+            style = "blue" if name in FIXED else "cyan"
             table.add_row(f"  {name}", show_size(size), Text(bar(size / whole, width), style=style))
     free = limits.device_bytes - simulation.peak_bytes
     total = f"of {show_size(limits.device_bytes)}, {show_size(free)} free"

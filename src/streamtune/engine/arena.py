@@ -29,6 +29,7 @@ __all__ = [
     "is_host_storage",
     "pages",
     "reserved_host_bytes",
+    "usable_host_bytes",
 ]
 
 PAGE = 4096
@@ -76,6 +77,11 @@ def free_host_bytes(root: Path = Path("/sys/fs/cgroup")) -> int:
 def reserved_host_bytes() -> int:
     """Bytes of it to leave alone: a machine that swaps is lost."""
     return max(RESERVE, int(SHARE * psutil.virtual_memory().total))
+
+
+def usable_host_bytes() -> int:
+    """Bytes that are free beside those left alone: what an arena gives at most."""
+    return max(0, free_host_bytes() - reserved_host_bytes())
 
 
 def _number(file: Path) -> int | None:
@@ -234,19 +240,21 @@ class Arena:
         self.tally.free(span.nbytes)
 
     def _grow(self, nbytes: int, device: torch.device) -> _Region:
-        size = pages(max(nbytes, REGION, sum(region.size for region in self.regions) // 16))
+        ahead = sum(region.size for region in self.regions) // 16
+        if device.type != "meta":  # what is mapped ahead may be less, what is wanted may not
+            ahead = min(ahead, usable_host_bytes() // PAGE * PAGE)
+        size = pages(max(nbytes, REGION, ahead))
         if device.type != "meta":
             self._check_room(size)
         self.regions.append(region := _Region(len(self.regions), size, device))
         return region
 
     def _check_room(self, size: int) -> None:
-        reserved = reserved_host_bytes()
-        free = max(0, free_host_bytes() - reserved)
+        free = usable_host_bytes()
         if size > free:
             raise OutOfMemoryError(
                 f"the host has no room for what is offloaded: {self.tally.live_bytes / GIB:.2f} GiB are held, "
                 f"{size / GIB:.2f} more are wanted, and {free / GIB:.2f} are free beside the "
-                f"{reserved / GIB:.2f} GiB left alone",
+                f"{reserved_host_bytes() / GIB:.2f} GiB left alone",
                 mend="use levels: 2, raise device_layers, offload to disk, or lower max_length",
             )

@@ -18,7 +18,7 @@ from torch import Tensor
 from streamtune.engine.ambient import hold
 from streamtune.engine.storage import Block, Tier
 
-__all__ = ["KeptAttention", "remembered"]
+__all__ = ["KeptAttention", "Turn", "remembered"]
 
 _local = threading.local()
 

@@ -26,7 +26,7 @@ from torch import Tensor
 
 from streamtune.engine.storage import Source, Stored
 
-__all__ = ["Along", "RunChunk", "cut", "part", "streamed_vjp", "sum_dtype"]
+__all__ = ["Along", "Boundary", "RunChunk", "cut", "part", "streamed_vjp", "sum_dtype"]
 
 Along = int | None
 """The dimension along which a tensor follows the sequence; None for a tensor of the whole sequence."""

@@ -14,7 +14,17 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_N
 from streamtune.errors import ArgumentError, did_you_mean
 from streamtune.models.quantize import logical_size, quantize
 
-__all__ = ["ParameterCount", "check_positions", "count_parameters", "init_model", "left_out", "load_model"]
+__all__ = [
+    "ParameterCount",
+    "build_config",
+    "check_exists",
+    "check_positions",
+    "count_parameters",
+    "init_model",
+    "left_out",
+    "load_model",
+    "loading_error",
+]
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 

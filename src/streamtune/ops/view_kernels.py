@@ -27,7 +27,7 @@ from streamtune.ops.kernel_trial import Heads
 from streamtune.ops.kernels import flash_kernel
 from streamtune.ops.view import MaskView
 
-__all__ = ["BandView", "ViewKernel", "attend_whole", "backward_whole", "fused_view_kernel"]
+__all__ = ["BandView", "ViewKernel", "attend_whole", "backward_whole", "band_is_right", "band_of", "fused_view_kernel"]
 
 log = logging.getLogger(__name__)
 

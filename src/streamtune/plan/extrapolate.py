@@ -23,7 +23,7 @@ from torch import Tensor
 
 from streamtune.plan.tape import WORK, Cell, Place, Tape
 
-__all__ = ["Axis", "Part", "UnlikeError", "Zone", "combined", "zones"]
+__all__ = ["Axis", "Combined", "Part", "UnlikeError", "Zone", "combined", "zones"]
 
 ENOUGH = 5
 """Periods of which some can be left out: first, between and last, one more in the longer step, and one."""

@@ -3,22 +3,22 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import partial
 from typing import Any
 
 import torch
 from torch import nn
 
 from streamtune.engine import Schedule
-from streamtune.engine.arena import free_host_bytes
+from streamtune.engine.arena import usable_host_bytes
 from streamtune.errors import ArgumentError
 from streamtune.plan.budget import free_device_bytes, free_disk_bytes
 from streamtune.plan.calibrate import load_rates
 from streamtune.plan.choices import Limits
 from streamtune.plan.cost import sheet_rates
 from streamtune.plan.devices import nearest_device
+from streamtune.plan.memory import held_bytes
 from streamtune.plan.planner import choose
-from streamtune.plan.shape import held_bytes, meta_copy
+from streamtune.plan.shape import meta_copy
 from streamtune.plan.simulate import Workload
 from streamtune.sizes import parse_size
 
@@ -54,7 +54,7 @@ def plan_schedule(
     offload_dir = fixed.get("offload_dir")
     limits = Limits(
         device_bytes=device_bytes,
-        host_bytes=free_host_bytes() if host_bytes is None else host_bytes,
+        host_bytes=usable_host_bytes() if host_bytes is None else host_bytes,
         disk_bytes=free_disk_bytes(offload_dir) if offload_dir is not None else 0,
         margin=margin,
         shared=planned_for == "cpu",
@@ -63,7 +63,7 @@ def plan_schedule(
     rates = sheet_rates(nearest_device(device_bytes)) if device.type == "meta" else load_rates(device, dtype)
     shape = model if device.type == "meta" else meta_copy(model)
     workload = Workload(
-        make_model=partial(_same, shape),
+        make_model=lambda: shape,
         length=max_length,
         batch_size=batch_size,
         micro_batches=2 if accumulated else 1,
@@ -75,15 +75,11 @@ def plan_schedule(
 
 
 def _found(device: torch.device) -> int:
-    return free_host_bytes() if device.type == "cpu" else free_device_bytes(device)
+    return usable_host_bytes() if device.type == "cpu" else free_device_bytes(device)
 
 
 def _bytes(size: int | str | None, name: str) -> int | None:
     return parse_size(size, where=name) if isinstance(size, str) else size
-
-
-def _same(model: nn.Module) -> nn.Module:
-    return model
 
 
 def _adamw(model: nn.Module) -> torch.optim.Optimizer:

@@ -14,7 +14,7 @@ from streamtune.engine.placement import best_segment_size, place_layers
 from streamtune.ops.attention import KEY_BLOCK
 from streamtune.plan.extrapolate import Axis, UnlikeError, Zone, zones
 
-__all__ = ["Layout", "Shorter", "layout_of"]
+__all__ = ["Layout", "Shorter", "kinds_of_layers", "layout_of"]
 
 LAYER_NUMBERS = ("layer_idx", "layer_id", "layer_number", "block_idx")
 WINDOWS = ("sliding_window", "local_attention", "attention_window", "window_size")

@@ -26,6 +26,8 @@ __all__ = [
     "KEYS",
     "OPTIMIZER",
     "LiveBytes",
+    "distinct_bytes",
+    "held_bytes",
     "held_tensors",
 ]
 
@@ -168,6 +170,17 @@ def held_tensors(model: nn.Module) -> Iterator[Tensor]:
         while state is not None:  # not as it writes itself out: that copies some, and these would be other storages
             todo += [item for item in vars(state).values() if isinstance(item, Tensor)]
             state = getattr(state, "state2", None)
+
+
+def held_bytes(model: nn.Module) -> int:
+    """Bytes of a model's weights and buffers."""
+    return distinct_bytes(held_tensors(model))
+
+
+def distinct_bytes(tensors: Iterable[Tensor]) -> int:
+    """Bytes of the storages of some tensors, each counted once."""
+    held = {_address(tensor): tensor.untyped_storage() for tensor in tensors}
+    return sum(storage.nbytes() for storage in held.values())
 
 
 def _address(tensor: Tensor) -> int:

@@ -15,11 +15,11 @@ from typing import Any, Literal, get_args
 from torch import Tensor, nn
 from torch.autograd.graph import save_on_cpu, saved_tensors_hooks
 from torch.nn.functional import cross_entropy, pad
-from torch.utils.checkpoint import checkpoint
 
 from streamtune.engine import Schedule, decoder_layers, stream
 from streamtune.engine.placement import Tiers
 from streamtune.errors import UnsupportedModelError
+from streamtune.plan.checkpointing import checkpointing, recompute
 
 __all__ = ["ALL_MODES", "MODES", "WAYS", "Batch", "Mode", "Ready", "Way", "last_hidden_state"]
 
@@ -84,7 +84,7 @@ def _plain(model: Any, schedule: Schedule) -> Iterator[Ready]:
 
 @contextmanager
 def _checkpointed(model: Any, schedule: Schedule) -> Iterator[Ready]:
-    with _checkpointing(model, _checkpoint):
+    with checkpointing(model):
         yield Ready(_own_loss(model))
 
 
@@ -102,9 +102,9 @@ def _offloaded(model: Any, schedule: Schedule) -> Iterator[Ready]:
         host = tiers.of("host", here)
         copied = saved_tensors_hooks(host.put, lambda block: block.get())
         with save_on_cpu(pin_memory=True) if here.type == "cuda" else copied:
-            return _checkpoint(function, *args)
+            return recompute(function, *args)
 
-    with _checkpointing(model, on_host):
+    with checkpointing(model, on_host):
         yield Ready(_own_loss(model), None if here.type == "cuda" else tiers)
 
 
@@ -115,13 +115,13 @@ def _tiled(model: Any, schedule: Schedule) -> Iterator[Ready]:
     An MLP has the tiles its documentation gives it, of as many tokens as the model is wide; a tile of the loss is as
     long as a chunk of the streamed head.
     """
-    with _tiled_mlps(decoder_layers(model)), _checkpointing(model, _checkpoint):
+    with _tiled_mlps(decoder_layers(model)), checkpointing(model):
         yield Ready(lambda batch: _tiled_loss(model, batch, schedule.head_chunk_size))
 
 
 @contextmanager
 def _liger(model: Any, schedule: Schedule) -> Iterator[Ready]:
-    with _checkpointing(model, _checkpoint):
+    with checkpointing(model):
         yield Ready(lambda batch: _liger_loss(model, batch))
 
 
@@ -164,19 +164,6 @@ def _own_loss(model: Any) -> Callable[[Batch], Tensor]:
         return out
 
     return loss
-
-
-@contextmanager
-def _checkpointing(model: Any, function: Callable[..., Any]) -> Iterator[None]:
-    model._set_gradient_checkpointing(enable=True, gradient_checkpointing_func=function)
-    try:
-        yield
-    finally:
-        model._set_gradient_checkpointing(enable=False, gradient_checkpointing_func=function)
-
-
-def _checkpoint(function: Callable[..., Any], *args: Any) -> Any:
-    return checkpoint(function, *args, use_reentrant=False)
 
 
 @contextmanager

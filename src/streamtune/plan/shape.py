@@ -9,9 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
-from streamtune.plan.memory import held_tensors
-
-__all__ = ["held_bytes", "meta_copy"]
+__all__ = ["meta_copy"]
 
 Model = TypeVar("Model", bound=nn.Module)
 
@@ -57,9 +55,3 @@ def _state_on_meta(state: Any) -> Any:
         elif type(value) is type(state):
             setattr(made, name, _state_on_meta(value))
     return made
-
-
-def held_bytes(model: nn.Module) -> int:
-    """Bytes of a model's weights and buffers."""
-    storages = {t.untyped_storage()._cdata: t.untyped_storage().nbytes() for t in held_tensors(model)}
-    return sum(storages.values())

@@ -21,7 +21,7 @@ from streamtune.engine import Schedule, decoder_layers
 from streamtune.errors import ArgumentError
 from streamtune.plan.extrapolate import Combined, Part, UnlikeError, combined
 from streamtune.plan.layout import kinds_of_layers, layout_of
-from streamtune.plan.memory import ACTIVATION, ATTENTION, GRADIENT, HEAD, INPUT, KEYS, OPTIMIZER, held_tensors
+from streamtune.plan.memory import ACTIVATION, ATTENTION, GRADIENT, HEAD, INPUT, KEYS, OPTIMIZER, held_bytes
 from streamtune.plan.subject import Mode
 from streamtune.plan.tape import COLUMNS, WORK, Place, Tape
 from streamtune.plan.walk import Step, fewer_layers, shortened, walk
@@ -203,9 +203,9 @@ class _Fixed:
     @classmethod
     def of(cls, model: nn.Module, workload: Workload) -> _Fixed:
         """For a model on ``meta``."""
-        weights, layers = _bytes(held_tensors(model)), decoder_layers(model)
+        weights, layers = held_bytes(model), decoder_layers(model)
         sharded = workload.ranks if workload.zero_stage >= 3 else 1
-        inner = max(_bytes(held_tensors(layer)) for layer in layers)
+        inner = max(held_bytes(layer) for layer in layers)
         inside = {id(p) for layer in layers for p in layer.parameters()}
         outer = max((p.nbytes for p in model.parameters() if id(p) not in inside), default=0)
         gathered = {"forward": max(inner, outer), "head": outer, "backward": max(inner, outer)}
@@ -254,10 +254,6 @@ def _optimizer_step(model: nn.Module, workload: Workload) -> tuple[int, int, int
 def _divided(size: int, workload: Workload, stage: int) -> int:
     """Bytes on one rank of what is divided from a stage on."""
     return -(-size // workload.ranks) if workload.zero_stage >= stage else size
-
-
-def _bytes(tensors: Any) -> int:
-    return sum({t.untyped_storage()._cdata: t.untyped_storage().nbytes() for t in tensors}.values())
 
 
 def _told(step: Combined, fixed: _Fixed, workload: Workload) -> Simulation:

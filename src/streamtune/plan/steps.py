@@ -12,7 +12,7 @@ import platform
 import threading
 import time
 import traceback
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
@@ -21,17 +21,16 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils.checkpoint import checkpoint
 
 from streamtune.engine import StreamHandle, decoder_layers
 from streamtune.engine.arena import Tally
 from streamtune.errors import OutOfMemoryError, StorageError
-from streamtune.plan.memory import ACTIVATION, OPTIMIZER, LiveBytes, held_tensors
+from streamtune.plan.memory import ACTIVATION, OPTIMIZER, LiveBytes, distinct_bytes, held_bytes
 from streamtune.plan.simulate import TERMS
 from streamtune.plan.subject import Mode
 from streamtune.sizes import show_size
 
-__all__ = ["BudgetExceededError", "PrepareStep", "Shape", "StepBudget", "TrainingStep", "serve", "use_checkpointing"]
+__all__ = ["BudgetExceededError", "PrepareStep", "Shape", "StepBudget", "TrainingStep", "serve"]
 
 STEPS = 2
 """The first makes the optimizer's state, which is there during the second."""
@@ -89,7 +88,7 @@ class _Budgeted(LiveBytes):
 
     def __init__(self, step: TrainingStep, budget: StepBudget) -> None:
         super().__init__(step.model, decoder_layers(step.model))
-        self.weights = _distinct_bytes(held_tensors(step.model))
+        self.weights = held_bytes(step.model)
         self._step, self._budget = step, budget
 
     def __enter__(self) -> _Budgeted:
@@ -152,7 +151,7 @@ def _step_on_accelerator(
     total = torch.cuda.get_device_properties(device).total_memory
     limit = int((1 - budget.margin) * total) if budget.device_bytes is None else budget.device_bytes
     said["env"] = _env(torch.cuda.get_device_name(device), limit)
-    weights = _distinct_bytes(held_tensors(step.model))
+    weights = held_bytes(step.model)
     said["terms"], said["peak_bytes"] = {"weights": weights}, weights
     if weights > limit:
         raise BudgetExceededError("device", f"device memory: the weights alone take more than {show_size(limit)}")
@@ -216,15 +215,6 @@ def _explain(error: BaseException) -> dict[str, Any]:
     return {"cause": "crash", "reason": reason, "detail": "".join(traceback.format_exception(error))}
 
 
-def use_checkpointing(model: Any) -> None:
-    """Recompute every layer in the backward with ``torch.utils.checkpoint``: the baseline ``checkpoint``."""
-    model._set_gradient_checkpointing(enable=True, gradient_checkpointing_func=_checkpoint)
-
-
-def _checkpoint(function: Callable[..., Any], *args: Any) -> Any:
-    return checkpoint(function, *args, use_reentrant=False)
-
-
 def _be_killed_first() -> None:
     """Where the system has to end a process to get memory back, let it be this one. Linux only."""
     with suppress(OSError):
@@ -255,9 +245,4 @@ def _env(device: str, device_bytes: int | None) -> dict[str, Any]:
 
 def _optimizer_bytes(optimizer: torch.optim.Optimizer) -> int:
     values = (value for state in optimizer.state.values() for value in state.values())
-    return _distinct_bytes(value for value in values if isinstance(value, Tensor))
-
-
-def _distinct_bytes(tensors: Iterable[Tensor]) -> int:
-    held = {tensor.untyped_storage()._cdata: tensor for tensor in tensors}
-    return sum(tensor.untyped_storage().nbytes() for tensor in held.values())
+    return distinct_bytes(value for value in values if isinstance(value, Tensor))

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import platform
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from typing import Any, Literal, cast
@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from streamtune.engine import Schedule, decoder_layers
 from streamtune.errors import UnsupportedModelError
-from streamtune.plan.memory import LiveBytes, held_tensors
+from streamtune.plan.memory import LiveBytes, held_bytes
 from streamtune.plan.modes import WAYS, Batch, Mode, Ready, last_hidden_state
 
 __all__ = ["Case", "Job", "Layout", "MakeModel", "Mode", "Subject", "env_of"]
@@ -75,7 +75,7 @@ class Subject:
     def memory(self, case: Case) -> dict[str, Any]:
         """Peaks of one step with the head and of one without it, in bytes; what is there at the first of them."""
         batches = self._prepared(case)
-        weights = sum(tensor.untyped_storage().nbytes() for tensor in _distinct(held_tensors(self.model)))
+        weights = held_bytes(self.model)
         layers = decoder_layers(self.model)
         with LiveBytes(self.model, layers) as whole:
             self._step(batches)
@@ -191,10 +191,6 @@ def _laid_out(ids: Tensor, layout: Layout, rows: int) -> list[Batch]:
         return [{"input_ids": part} for part in parts]
     positions = torch.cat([torch.arange(part.shape[1], device=ids.device) for part in parts])
     return [{"input_ids": ids, "position_ids": positions.expand(ids.shape[0], -1)}]
-
-
-def _distinct(tensors: Iterable[Tensor]) -> list[Tensor]:
-    return list({t.untyped_storage()._cdata: t for t in tensors}.values())
 
 
 def _logical_size(parameter: Tensor) -> int:

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from streamtune.plan.modes import MODES, WAYS
 from streamtune.plan.tables import TABLES, TableReport, TableRow
 
-__all__ = ["Column", "columns", "describe", "markdown", "notes"]
+__all__ = ["Column", "cells", "columns", "describe", "markdown", "notes"]
 
 HEADS = {
     "activations": "activ.",

@@ -75,7 +75,7 @@ def run_table(
                 here = [mode for mode in modes if not lacks[mode]]
                 groups = [_compared(here, length, schedule) for length in lengths]
             turns = 0 if table == "memory" else repeats
-            measure = measured(worker, repeats=turns, memory=table != "bp-time", notify=notify)
+            measure = _measured(worker, repeats=turns, memory=table != "bp-time", notify=notify)
             fill(report, groups, measure, folder=folder)
     finally:
         worker.close()
@@ -117,7 +117,7 @@ def fill(report: TableReport, groups: Sequence[Sequence[Entry]], measure: Measur
     report.save(folder)
 
 
-def measured(
+def _measured(
     worker: Worker, *, repeats: int, memory: bool, notify: Callable[[str], None] = lambda message: None
 ) -> MeasureGroup:
     """Rows by real steps.

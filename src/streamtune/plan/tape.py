@@ -34,6 +34,7 @@ COLUMNS = (*KINDS, "scratch", "host", "disk")
 """Of a moment: bytes on the device by kind, inside of the operator, on the host and on disk."""
 
 WORK = ("matmul_flops", "attention_flops", "touched_bytes", "moved_bytes", "disk_moved_bytes", "operators")
+MOVED = WORK.index("moved_bytes")
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,7 +106,6 @@ class Tape(LiveBytes):
         model: A model on ``meta``.
         layers: Its decoder layers.
         device: The kind of device that is simulated.
-        chunk_index: The index of the chunk that begins at a position.
         tiers: ``() -> (host bytes, disk bytes, bytes moved to and from the host, to and from the disk)``.
     """
 
@@ -153,7 +153,7 @@ class Tape(LiveBytes):
     def _count_moved(self) -> None:
         moved = self.tiers()[2:]
         for place, (now, before) in enumerate(zip(moved, self._moved, strict=True)):
-            self._cell.work[3 + place] += now - before
+            self._cell.work[MOVED + place] += now - before
         self._moved = (moved[0], moved[1])
 
     def on_chunk(self, layer: nn.Module, chunk: slice, walk: str) -> None:

@@ -21,7 +21,7 @@ from typing import Any, Literal
 import psutil
 
 from streamtune.engine import Schedule
-from streamtune.engine.arena import free_host_bytes, reserved_host_bytes
+from streamtune.engine.arena import reserved_host_bytes, usable_host_bytes
 from streamtune.plan.steps import PrepareStep, Shape, StepBudget, serve
 from streamtune.quiet import packed_call, run_packed
 from streamtune.sizes import show_size
@@ -126,7 +126,7 @@ class _Watch:
         self._process, self._seconds = process, seconds
         self._started = time.monotonic()
         self._reserve = reserved_host_bytes()
-        self._most = max(0, free_host_bytes() - self._reserve)
+        self._most = usable_host_bytes()
         self.rss = 0
         """Largest resident memory seen."""
         self.killed: Outcome | None = None

@@ -17,6 +17,7 @@ from streamtune.engine import Schedule, StreamHandle, decoder_layers
 from streamtune.engine.walks import placeholder
 from streamtune.ops.simulated import simulating
 from streamtune.plan.autocast import MetaAutocast
+from streamtune.plan.checkpointing import checkpointing
 from streamtune.plan.integers import with_value
 from streamtune.plan.memory import GRADIENT
 from streamtune.plan.subject import Mode
@@ -96,14 +97,11 @@ def _prepared(
 ) -> Callable[[], tuple[int, int, int, int]]:
     """Put the model into its mode for the while; returns how to read what is held elsewhere."""
     if mode == "checkpoint":
-        function = partial(_checkpoint, autocast)
-        model._set_gradient_checkpointing(enable=True, gradient_checkpointing_func=function)
-        stack.callback(model._set_gradient_checkpointing, enable=False)
+        stack.enter_context(checkpointing(model, partial(_checkpoint, autocast)))
     elif mode == "stream":
-        handle: Any = stack.enter_context(StreamHandle(model, schedule, head=True))
-        if hasattr(handle, "tiers"):
-            host, disk = handle.tiers.host, handle.tiers.disk
-            return lambda: (host.live_bytes, disk.live_bytes, host.moved_bytes, disk.moved_bytes)
+        tiers = stack.enter_context(StreamHandle(model, schedule, head=True)).tiers
+        host, disk = tiers.host, tiers.disk
+        return lambda: (host.live_bytes, disk.live_bytes, host.moved_bytes, disk.moved_bytes)
     return lambda: (0, 0, 0, 0)
 
 

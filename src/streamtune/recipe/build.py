@@ -25,8 +25,6 @@ if TYPE_CHECKING:
 __all__ = [
     "blame_recipe",
     "choose_device",
-    "choose_quantization",
-    "make_model",
     "make_router_loss",
     "make_schedule",
     "make_sources",
@@ -94,73 +92,6 @@ def prepare_data(
     finally:
         for text in said:
             notify(text)
-
-
-def make_model(
-    recipe: Recipe, tokenizer: PreTrainedTokenizerBase, checkpoint: train.Checkpoint | None, device: torch.device
-) -> Any:
-    """The model with the weights to go on from, and its adapters if it has any.
-
-    Raises:
-        ArgumentError: The model cannot be made, or the tokenizer is not its own.
-    """
-    adapters = recipe.finetuning_type != "full"
-    quantization = choose_quantization(recipe.finetuning_type, recipe.quantization, device)
-    name = recipe.model_name_or_path
-    if checkpoint is not None and not adapters:
-        name = str(checkpoint.model_dir)
-    if name is not None:
-        model = models.load_model(
-            name,
-            dtype=recipe.dtype,
-            device=str(device),
-            trust_remote_code=recipe.trust_remote_code,
-            quantization=quantization,
-        )
-    else:
-        assert recipe.model is not None, "the schema asks for a model"
-        ids = {key: getattr(tokenizer, key) for key in ("bos_token_id", "eos_token_id", "pad_token_id")}
-        model = models.init_model(
-            recipe.model.init,
-            vocab_size=len(tokenizer),
-            token_ids=ids,
-            dtype=recipe.dtype,
-            device=str(device),
-            seed=recipe.seed,
-            quantization=quantization,
-        )
-    _check_vocabulary(model, tokenizer)
-    if not adapters:
-        return model
-    if checkpoint is not None:
-        return models.load_lora(model, checkpoint.model_dir)
-    return models.add_lora(
-        model,
-        r=recipe.lora_r,
-        alpha=recipe.lora_alpha,
-        dropout=recipe.lora_dropout,
-        target=recipe.lora_target,
-        seed=recipe.seed,
-    )
-
-
-def _check_vocabulary(model: Any, tokenizer: PreTrainedTokenizerBase) -> None:
-    rows = model.get_input_embeddings().weight.shape[0]
-    if len(tokenizer) > rows:
-        raise ArgumentError(
-            f"the tokenizer has {len(tokenizer):,} tokens and the model's embedding {rows:,} rows",
-            where="tokenizer",
-            mend="use the tokenizer that belongs to the model",
-        )
-
-
-def choose_quantization(finetuning_type: str, quantization: str, device: torch.device) -> str | None:
-    """``nf4`` or ``int8`` of a QLoRA recipe on this device; None for other recipes.
-
-    Raises:
-        ArgumentError: What it needs is not installed.
-    """
-    return models.choose_quantization(quantization, device) if finetuning_type == "qlora" else None
 
 
 def make_schedule(spec: EngineSpec) -> Schedule:

@@ -10,11 +10,12 @@ from typing import Any
 
 import torch
 
-from streamtune import __version__, models, plan
+from streamtune import __version__, plan
 from streamtune.errors import ArgumentError
 from streamtune.plan.longest import Budget
-from streamtune.recipe.build import choose_device, choose_quantization, make_schedule, quiet_libraries
+from streamtune.recipe.build import choose_device, make_schedule, quiet_libraries
 from streamtune.recipe.build_lengths import lengths_report
+from streamtune.recipe.build_model import make_model_alone
 from streamtune.recipe.loader import LoadedRecipe
 from streamtune.recipe.schema import Recipe
 
@@ -152,40 +153,11 @@ def _check(lengths: Sequence[int], modes: Sequence[plan.Mode], repeats: int) -> 
 
 
 def _job(recipe: Recipe) -> plan.Job:
-    make_model = partial(_make_model, recipe.model_dump(), str(choose_device(recipe.device)))
+    make_model = partial(_make_model, recipe, str(choose_device(recipe.device)))
     return plan.Job(make_model, recipe.per_device_train_batch_size, recipe.bf16)
 
 
-def _make_model(recipe: dict[str, Any], device: str) -> Any:
-    """The recipe's model, in a process of its own: the recipe comes as plain values."""
+def _make_model(recipe: Recipe, device: str) -> Any:
+    """The recipe's model, in a process of its own."""
     quiet_libraries(torch.device(device))
-    quantization = choose_quantization(recipe["finetuning_type"], recipe["quantization"], torch.device(device))
-    if recipe["model_name_or_path"] is not None:
-        model: Any = models.load_model(
-            recipe["model_name_or_path"],
-            dtype=recipe["dtype"],
-            device=device,
-            trust_remote_code=recipe["trust_remote_code"],
-            quantization=quantization,
-        )
-    else:
-        init = recipe["model"]["init"]
-        model = models.init_model(
-            init,
-            vocab_size=init.get("vocab_size", recipe["tokenizer"]["train"]["vocab_size"]),
-            token_ids={},
-            dtype=recipe["dtype"],
-            device=device,
-            seed=recipe["seed"],
-            quantization=quantization,
-        )
-    if recipe["finetuning_type"] != "full":
-        model = models.add_lora(
-            model,
-            r=recipe["lora_r"],
-            alpha=recipe["lora_alpha"],
-            dropout=recipe["lora_dropout"],
-            target=recipe["lora_target"],
-            seed=recipe["seed"],
-        )
-    return model
+    return make_model_alone(recipe, torch.device(device))

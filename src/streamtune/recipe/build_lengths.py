@@ -21,7 +21,8 @@ from streamtune.plan.tabulate import fill
 from streamtune.plan.trial import Outcome, run_trial
 from streamtune.plan.worker import Worker
 from streamtune.recipe.build import choose_device, make_schedule, quiet_libraries
-from streamtune.recipe.build_plan import make_blueprint, make_workload
+from streamtune.recipe.build_model import make_blueprint
+from streamtune.recipe.build_plan import make_workload
 from streamtune.recipe.build_steps import prepare_step
 from streamtune.recipe.schema import Recipe
 from streamtune.sizes import show_size
@@ -102,7 +103,7 @@ def _simulated(recipe: Recipe, job: plan.Job, budget: Budget) -> tuple[dict[str,
     env = env_of(model, job, torch.device("meta"))
 
     def attempt(entry: Entry, length: int) -> Outcome:
-        workload = replace(make_workload(recipe, lambda: model, length, kernels), mode=entry.case.mode)
+        workload = replace(make_workload(recipe, model, length, kernels), mode=entry.case.mode)
         found = plan.simulate(workload, entry.case.schedule)
         outcome = Outcome(True, "", "", "", found.peak_bytes, found.host_bytes, found.disk_bytes, terms=found.terms)
         filled = (1 + MARGIN) * (budget.filled(outcome) or 0)

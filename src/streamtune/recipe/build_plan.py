@@ -15,29 +15,30 @@ from typing import Any
 import torch
 from torch import nn
 
-from streamtune import models, optim, plan
+from streamtune import models, plan
 from streamtune.engine import Schedule
-from streamtune.engine.arena import free_host_bytes
+from streamtune.engine.arena import usable_host_bytes
 from streamtune.errors import ArgumentError
 from streamtune.plan.budget import device_name, free_device_bytes, free_disk_bytes
 from streamtune.plan.calibrate import load_rates, measure_disk
 from streamtune.plan.cost import sheet_rates
 from streamtune.plan.devices import Device, find_device, nearest_device
-from streamtune.plan.shape import held_bytes, meta_copy
+from streamtune.plan.memory import held_bytes
+from streamtune.plan.shape import meta_copy
 from streamtune.plan.simulate import Workload
 from streamtune.recipe.build import (
     blame_recipe,
     choose_device,
-    choose_quantization,
     make_schedule,
     quiet_libraries,
 )
+from streamtune.recipe.build_model import make_blueprint, make_optimizer
 from streamtune.recipe.engine import EngineSpec
 from streamtune.recipe.loader import LoadedRecipe
 from streamtune.recipe.schema import Recipe
 from streamtune.sizes import parse_size
 
-__all__ = ["PlanOptions", "RecipePlan", "make_blueprint", "make_workload", "plan_model", "plan_recipe"]
+__all__ = ["PlanOptions", "RecipePlan", "device_elsewhere", "make_workload", "memory_of", "plan_model", "plan_recipe"]
 
 
 @dataclass(frozen=True)
@@ -102,7 +103,7 @@ def plan_recipe(
         device = here if target is None else torch.device("cuda")
         model = make_blueprint(recipe, device)
         length = options.length or recipe.max_length
-        workload = make_workload(recipe, partial(_same, model), length, device)
+        workload = make_workload(recipe, model, length, device)
         limits = _limits(recipe.engine, options, target, here)
         rates = sheet_rates(target) if target else _rates_here(recipe, model, here, notify)
         notify("planning")
@@ -151,7 +152,7 @@ def plan_model(
     if recipe.engine.device_memory == "auto":  # the weights are there already, and part of what a step holds
         limits = replace(limits, device_bytes=limits.device_bytes + held_bytes(model))
     rates = _rates_here(recipe, model, device, notify)
-    workload = make_workload(recipe, partial(_same, shape), length, device)
+    workload = make_workload(recipe, shape, length, device)
     if recipe.engine.schedule == "fixed":
         return plan.judge(workload, make_schedule(recipe.engine), limits, rates)
     written = recipe.engine.written()
@@ -163,77 +164,77 @@ def plan_model(
     return plan.choose(workload, limits, rates, fixed=written)
 
 
-def make_workload(recipe: Recipe, make_model: Callable[[], nn.Module], length: int, device: torch.device) -> Workload:
-    """What a step of the recipe trains, for a simulation."""
+def make_workload(recipe: Recipe, model: nn.Module, length: int, device: torch.device) -> Workload:
+    """What a step of the recipe trains, for a simulation.
+
+    Args:
+        recipe: The recipe.
+        model: On ``meta``, with its adapters.
+        length: Tokens of a row.
+        device: Whose kernels are simulated.
+    """
     return Workload(
-        make_model=make_model,
+        make_model=lambda: model,
         length=length,
         batch_size=recipe.per_device_train_batch_size,
         micro_batches=recipe.gradient_accumulation_steps,
-        make_optimizer=partial(_make_optimizer, recipe),
+        make_optimizer=partial(make_optimizer, recipe),
         autocast=recipe.bf16,
         device_type=device.type,
     )
 
 
-def make_blueprint(recipe: Recipe, device: torch.device) -> Any:
-    """The recipe's model on ``meta``, with its adapters."""
-    quantization = choose_quantization(recipe.finetuning_type, recipe.quantization, device)
-    trained = recipe.tokenizer.train if recipe.tokenizer is not None else None
-    if recipe.model is not None:
-        source: Any = recipe.model.init
-    else:
-        source = recipe.model_name_or_path
-    model: Any = models.blueprint(
-        source,
-        vocab_size=trained.vocab_size if trained is not None else None,
-        dtype=recipe.dtype,
-        trust_remote_code=recipe.trust_remote_code,
-        quantization=quantization,
-    )
-    if recipe.finetuning_type == "full":
-        return model
-    with torch.device("meta"):
-        return models.add_lora(
-            model,
-            r=recipe.lora_r,
-            alpha=recipe.lora_alpha,
-            dropout=recipe.lora_dropout,
-            target=recipe.lora_target,
-            seed=recipe.seed,
-        )
+def device_elsewhere(recipe: Recipe, name: str | None, device_bytes: int | None, here: torch.device) -> Device | None:
+    """The device that is simulated without being there; None for the one at hand.
+
+    Args:
+        recipe: The recipe.
+        name: What it is called, if it is asked for by name.
+        device_bytes: The memory that is asked for. Alone, where there is no accelerator, it stands for the accelerator
+            nearest to it in the table.
+        here: The device at hand.
+
+    Raises:
+        ArgumentError: The name is not known.
+    """
+    if name is not None:
+        return find_device(name)
+    if device_bytes is not None and here.type == "cpu" and recipe.device != "cpu":
+        return nearest_device(device_bytes)
+    return None
+
+
+def memory_of(device: Device | None, here: torch.device) -> int:
+    """Bytes of a device that is not there, or what is free on the one at hand."""
+    if device is not None:
+        return device.memory_bytes
+    return usable_host_bytes() if here.type == "cpu" else free_device_bytes(here)
 
 
 # --- what there is ----------------------------------------------------------------------------------------------------
 
 
 def _target(recipe: Recipe, options: PlanOptions) -> tuple[Device | None, torch.device]:
-    """The device that is not there and is planned for, if one is, and the device at hand.
-
-    A memory size alone, where there is no accelerator, stands for the accelerator nearest to it in the table.
-    """
+    """The device that is not there and is planned for, if one is, and the device at hand."""
     here = torch.device("cpu") if options.device else choose_device(recipe.device)
-    if options.device is not None:
-        return find_device(options.device), here
-    if options.device_memory is not None and here.type == "cpu" and recipe.device != "cpu":
-        return nearest_device(parse_size(options.device_memory, where="--device-memory")), here
-    return None, here
+    size = options.device_memory
+    asked = parse_size(size, where="--device-memory") if size is not None else None
+    return device_elsewhere(recipe, options.device, asked, here), here
 
 
 def _limits(spec: EngineSpec, options: PlanOptions, target: Device | None, here: torch.device) -> plan.Limits:
     """The command line's sizes, then the recipe's, then the device's own or what is free."""
     on_cpu = target is None and here.type == "cpu"
-    free_host = free_host_bytes()
     device_bytes = _size(options.device_memory, spec.device_memory, "device_memory")
     if device_bytes is None:
-        device_bytes = target.memory_bytes if target else free_host if on_cpu else free_device_bytes(here)
+        device_bytes = memory_of(target, here)
     host_bytes = _size(options.host_memory, spec.host_memory, "host_memory")
     disk_bytes = _size(options.disk_memory, spec.disk_memory, "disk_memory")
     if disk_bytes is None:
         disk_bytes = free_disk_bytes(spec.offload_dir) if spec.offload_dir else 0
     return plan.Limits(
         device_bytes=device_bytes,
-        host_bytes=free_host if host_bytes is None else host_bytes,
+        host_bytes=usable_host_bytes() if host_bytes is None else host_bytes,
         disk_bytes=disk_bytes,
         margin=spec.margin,
         shared=on_cpu,
@@ -258,21 +259,3 @@ def _rates_here(recipe: Recipe, model: Any, device: torch.device, notify: Callab
                 f"nothing can be written to {directory}: {error.strerror}", where="engine.offload_dir"
             ) from error
     return rates
-
-
-# --- parts of a workload ----------------------------------------------------------------------------------------------
-
-
-def _same(model: nn.Module) -> nn.Module:
-    return model
-
-
-def _make_optimizer(recipe: Recipe, model: nn.Module) -> torch.optim.Optimizer:
-    return optim.build_optimizer(
-        recipe.optim,
-        model.named_parameters(),
-        learning_rate=recipe.learning_rate,
-        weight_decay=recipe.weight_decay,
-        betas=(recipe.adam_beta1, recipe.adam_beta2),
-        eps=recipe.adam_epsilon,
-    )

@@ -12,17 +12,19 @@ from functools import partial
 import torch
 
 from streamtune import plan
-from streamtune.engine.arena import free_host_bytes, reserved_host_bytes
+from streamtune.engine.arena import usable_host_bytes
 from streamtune.errors import ArgumentError, RunError, did_you_mean
-from streamtune.plan.budget import free_device_bytes, free_disk_bytes
+from streamtune.plan.budget import free_disk_bytes
 from streamtune.plan.calibrate import load_rates
 from streamtune.plan.cost import sheet_rates
-from streamtune.plan.devices import Device, find_device, nearest_device
+from streamtune.plan.devices import Device
 from streamtune.plan.probe import ProbeReport, ProbeTask, RunTrial, Trial, measured, run_probe
 from streamtune.plan.search import Range
 from streamtune.plan.steps import StepBudget
 from streamtune.plan.trial import Outcome
-from streamtune.recipe.build import blame_recipe, choose_device, choose_quantization, make_schedule, quiet_libraries
+from streamtune.recipe.build import blame_recipe, choose_device, make_schedule, quiet_libraries
+from streamtune.recipe.build_model import choose_quantization
+from streamtune.recipe.build_plan import device_elsewhere, memory_of
 from streamtune.recipe.build_simulated import SimulatedTrials, simulated
 from streamtune.recipe.build_steps import OBJECTIVES, prepare_step
 from streamtune.recipe.loader import LoadedRecipe
@@ -92,13 +94,14 @@ def probe_recipe(
     recipe = loaded.recipe
     with blame_recipe(loaded):
         here = torch.device("cpu") if options.device else choose_device(recipe.device)
-        target = _target(recipe, options, here)
+        simulates = options.method == "simulate"
+        target = device_elsewhere(recipe, options.device, options.device_bytes, here) if simulates else None
         quiet_libraries(here)
         task = _make_task(recipe, options, target, here)
         run: RunTrial
         unlimited: RunTrial
         if task.method == "measure":
-            choose_quantization(recipe.finetuning_type, recipe.quantization, here)  # refuse before the first process
+            choose_quantization(recipe, here)  # refuse before the first process
             prepare = partial(prepare_step, recipe, options.objective, str(here), _budget(task))
             run = measured(prepare, _budget(task), seconds=options.trial_seconds)
             unlimited = measured(prepare, replace(_budget(task), device_bytes=None), seconds=options.trial_seconds)
@@ -164,20 +167,6 @@ def _check(options: ProbeOptions) -> None:
         raise ArgumentError(f"--margin is a part of the memory, from 0 up to but not 1; found {options.margin:g}")
 
 
-def _target(recipe: Recipe, options: ProbeOptions, here: torch.device) -> Device | None:
-    """The device that is not there and is simulated; None is the one at hand.
-
-    A size alone, where there is no accelerator, stands for the accelerator nearest to it in the table.
-    """
-    if options.method == "measure":
-        return None
-    if options.device is not None:
-        return find_device(options.device)
-    if options.device_bytes is not None and here.type == "cpu" and recipe.device != "cpu":
-        return nearest_device(options.device_bytes)
-    return None
-
-
 def _make_task(recipe: Recipe, options: ProbeOptions, target: Device | None, here: torch.device) -> ProbeTask:
     spec = recipe.engine
     margin = spec.margin if options.margin is None else options.margin
@@ -188,10 +177,8 @@ def _make_task(recipe: Recipe, options: ProbeOptions, target: Device | None, her
     if options.method == "measure":
         sizes["device"] = _budget_here(sizes["device"], sizes["host"], here, margin)
     else:
-        free = free_host_bytes()
-        own = target.memory_bytes if target else free if here.type == "cpu" else free_device_bytes(here)
-        sizes["device"] = sizes["device"] or own
-        sizes["host"] = free if sizes["host"] is None else sizes["host"]
+        sizes["device"] = sizes["device"] or memory_of(target, here)
+        sizes["host"] = usable_host_bytes() if sizes["host"] is None else sizes["host"]
         sizes["disk"] = sizes["disk"] or (free_disk_bytes(spec.offload_dir) if spec.offload_dir else 0)
     return ProbeTask(
         method="measure" if options.method == "measure" else "simulate",
@@ -228,7 +215,7 @@ def _budget_here(device_bytes: int | None, host_bytes: int | None, here: torch.d
     Raises:
         ArgumentError: The machine has less free than the trials may take.
     """
-    free = max(0, free_host_bytes() - reserved_host_bytes())
+    free = usable_host_bytes()
     asked = {"--device-memory": device_bytes if here.type == "cpu" else None, "--host-memory": host_bytes}
     wanted = sum(size for size in asked.values() if size)
     if wanted > free:

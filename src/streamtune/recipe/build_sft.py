@@ -6,12 +6,10 @@ run_sft     train, save the model, try it
 
 from __future__ import annotations
 
-import math
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import asdict, dataclass
-from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -24,15 +22,16 @@ from streamtune.plan import Plan
 from streamtune.recipe.build import (
     blame_recipe,
     choose_device,
-    choose_quantization,
-    make_model,
     make_sources,
     make_tokenizer,
     prepare_data,
     quiet_libraries,
     stream_model,
 )
+from streamtune.recipe.build_batches import Batches, Steps
+from streamtune.recipe.build_model import choose_quantization, make_model, make_optimizer
 from streamtune.recipe.build_plan import plan_model
+from streamtune.recipe.build_settings import StepPlan, plan_steps, train_settings
 from streamtune.recipe.dump import dump_recipe
 from streamtune.recipe.loader import LoadedRecipe
 from streamtune.recipe.schema import Recipe
@@ -41,7 +40,7 @@ if TYPE_CHECKING:
     from rich.console import Console
     from transformers import PreTrainedTokenizerBase
 
-__all__ = ["Outcome", "SftRun", "StepPlan", "build_sft", "run_sft"]
+__all__ = ["Outcome", "SftRun", "build_sft", "run_sft"]
 
 FREE_KEYS = frozenset(
     {
@@ -57,15 +56,6 @@ FREE_KEYS = frozenset(
 
 SAMPLE_TEMPERATURE = 0.3
 """Of the sample at the end. The likeliest token each time would go in circles where little is learnt yet."""
-
-
-@dataclass(frozen=True)
-class StepPlan:
-    """How many optimizer steps there are, and how long the learning rate rises."""
-
-    total_steps: int
-    steps_per_epoch: int
-    warmup_steps: int
 
 
 @dataclass
@@ -113,9 +103,9 @@ class Outcome:
     losses: list[float]
     """The training loss of every step, those before a resume included."""
     tokens: int
-    """Tokens trained on in this session."""
+    """Tokens trained on since it was started or resumed."""
     seconds: float
-    """Time the loop took in this session."""
+    """Time the loop took since it was started or resumed."""
 
 
 def build_sft(
@@ -143,29 +133,24 @@ def build_sft(
     recipe = loaded.recipe
     with blame_recipe(loaded):
         device = choose_device(recipe.device)
-        quantization = choose_quantization(recipe.finetuning_type, recipe.quantization, device)
+        quantization = choose_quantization(recipe, device)
         quiet_libraries(device)
         directory = train.RunDirectory(Path(recipe.output_dir))
         before = directory.read_identity()
         checkpoint = train.find_checkpoint(directory, resume, notify)
-        # What is continued must have been started under the same settings: checked before the data is read, with
-        # which it takes minutes, and once more with it.
-        identity: dict[str, Any] = {"recipe": recipe.model_dump(mode="json", exclude={*FREE_KEYS, "quantization"})}
-        if quantization is not None:  # what `auto` became: on another device it is another model
-            identity["recipe"]["quantization"] = quantization
+        identity = _identify(recipe, quantization)
         started = {directory.path: before} if before is not None and resume != "never" else {}
         if checkpoint is not None:
             started[checkpoint.path] = checkpoint.state["identity"]
-        for where, started_as in started.items():
-            train.check_same_run(started_as, identity, where=where)
-
+        # What is continued must have been started under the same settings: checked before the data is read, with
+        # which it takes minutes, and once more with it.
+        _check_same(started, identity)
         sources = make_sources(loaded)
         with doing("reading the tokenizer" if checkpoint else "making the tokenizer"):
             tokenizer = make_tokenizer(recipe, sources, checkpoint, notify)
         prepared = prepare_data(recipe, sources, tokenizer, notify)
         identity["data"] = prepared.fingerprint
-        for where, started_as in started.items():
-            train.check_same_run(started_as, identity, where=where)
+        _check_same(started, identity)
 
         with doing("loading the model"):
             model = make_model(recipe, tokenizer, checkpoint, device)
@@ -179,12 +164,8 @@ def build_sft(
             longest = recipe.max_length if recipe.packing else longest
             with doing("planning the steps"):
                 memory = plan_model(recipe, model, longest, device, keep=_schedule_of(checkpoint), notify=notify)
-        handle = stream_model(recipe, model, memory.schedule if memory is not None else None)
+        handle = _stream_exactly(recipe, model, memory, doing)
         identity["schedule"] = asdict(handle.schedule)  # not compared: another gives the same gradient, to rounding
-        with doing("checking that this model streams exactly"):
-            handle.check()
-            if recipe.packing:
-                check_packing(handle)
     return SftRun(
         loaded=loaded,
         directory=directory,
@@ -198,9 +179,34 @@ def build_sft(
         model=model,
         parameters=models.count_parameters(model),
         handle=handle,
-        plan=_plan_steps(recipe, Batches(prepared, tokenizer).num_train),
+        plan=plan_steps(recipe, Batches(prepared, tokenizer).num_train),
         memory=memory,
     )
+
+
+def _identify(recipe: Recipe, quantization: str | None) -> dict[str, Any]:
+    """What a run that is gone on with must have in common with the one that was started."""
+    identity: dict[str, Any] = {"recipe": recipe.model_dump(mode="json", exclude={*FREE_KEYS, "quantization"})}
+    if quantization is not None:  # what `auto` became: on another device it is another model
+        identity["recipe"]["quantization"] = quantization
+    return identity
+
+
+def _check_same(started: Mapping[Path, dict[str, Any]], identity: dict[str, Any]) -> None:
+    for where, started_as in started.items():
+        train.check_same_run(started_as, identity, where=where)
+
+
+def _stream_exactly(
+    recipe: Recipe, model: Any, memory: Plan | None, doing: Callable[[str], AbstractContextManager[Any]]
+) -> StreamHandle:
+    """The engine in the model, checked on that very model."""
+    handle = stream_model(recipe, model, memory.schedule if memory is not None else None)
+    with doing("checking that this model streams exactly"):
+        handle.check()
+        if recipe.packing:
+            check_packing(handle)
+    return handle
 
 
 def _schedule_of(checkpoint: train.Checkpoint | None) -> Schedule | None:
@@ -254,14 +260,7 @@ def _train(run: SftRun, writer: train.ModelWriter, stop: train.StopRequest, cons
     first_step = run.checkpoint.step if run.checkpoint else 0
     train.supersede(directory.checkpoints, first_step)
     train.append_event(directory.events, "resume" if run.checkpoint else "start", step=first_step)
-    optimizer = optim.build_optimizer(
-        recipe.optim,
-        run.model.named_parameters(),
-        learning_rate=recipe.learning_rate,
-        weight_decay=recipe.weight_decay,
-        betas=(recipe.adam_beta1, recipe.adam_beta2),
-        eps=recipe.adam_epsilon,
-    )
+    optimizer = make_optimizer(recipe, run.model)
     learning_rate_at = optim.build_schedule(
         recipe.lr_scheduler_type,
         learning_rate=recipe.learning_rate,
@@ -276,7 +275,7 @@ def _train(run: SftRun, writer: train.ModelWriter, stop: train.StopRequest, cons
             learning_rate_at,
             Steps(batches, recipe),
             (lambda: batches.held_out(recipe.per_device_eval_batch_size)) if run.data.validation else None,
-            settings=_train_settings(recipe, plan, run.handle.schedule),
+            settings=train_settings(recipe, plan, run.handle.schedule),
             run=directory,
             identity=run.identity,
             writer=writer,
@@ -304,123 +303,9 @@ def _finish(run: SftRun, writer: train.ModelWriter) -> str | None:
     )
 
 
-# --- the loop's arguments -------------------------------------------------------------------------------------------
-
-
-def _plan_steps(recipe: Recipe, num_sequences: int) -> StepPlan:
-    """Count the optimizer steps; the last of an epoch may have fewer micro-batches, none is left out."""
-    batches_per_epoch = -(-num_sequences // recipe.per_device_train_batch_size)
-    steps_per_epoch = -(-batches_per_epoch // recipe.gradient_accumulation_steps)
-    total_steps = recipe.max_steps
-    if total_steps < 0:
-        total_steps = math.ceil(steps_per_epoch * recipe.num_train_epochs)
-    warmup_steps = recipe.warmup_steps or math.ceil(total_steps * recipe.warmup_ratio)
-    return StepPlan(total_steps, steps_per_epoch, warmup_steps)
-
-
-def _train_settings(recipe: Recipe, plan: StepPlan, schedule: Schedule) -> train.TrainSettings:
-    mend = _mend_of_the_schedule(recipe, schedule)
-    if recipe.per_device_train_batch_size > 1:
-        mend += "; then per_device_train_batch_size, with more gradient_accumulation_steps"
-    mend += f"; then max_length (now {recipe.max_length:,})"
-    if recipe.finetuning_type == "full":
-        mend += "; or train adapters with finetuning_type: lora"
-    elif recipe.finetuning_type == "lora":
-        mend += "; or keep the frozen weights in fewer bits with finetuning_type: qlora"
-    return train.TrainSettings(
-        total_steps=plan.total_steps,
-        steps_per_epoch=plan.steps_per_epoch,
-        max_grad_norm=recipe.max_grad_norm,
-        eval_steps=recipe.eval_steps,
-        save_steps=recipe.save_steps,
-        save_total_limit=recipe.save_total_limit,
-        bf16=recipe.bf16,
-        seed=recipe.seed,
-        out_of_memory_mend=mend,
-    )
-
-
-def _mend_of_the_schedule(recipe: Recipe, schedule: Schedule) -> str:
-    """What to say of the schedule when memory ran out: none of it changes a result."""
-    if recipe.engine.schedule == "auto":
-        return (
-            "leave the planner less, with engine.device_memory or a larger engine.margin (now "
-            f"{recipe.engine.margin:g}): it predicted that this step fits; no result changes"
-        )
-    return (
-        f"write engine.schedule: auto, and the planner finds what fits; or lower engine.chunk_size (now "
-        f"{schedule.chunk_size:,}) or engine.head_chunk_size (now {schedule.head_chunk_size:,}); no result changes"
-    )
-
-
 def _make_writer(run: SftRun) -> train.ModelWriter:
     saved = [p for p in run.model.parameters() if p.requires_grad or run.recipe.finetuning_type == "full"]
     return train.ModelWriter(
         write=lambda folder: models.save_pretrained(run.model, run.tokenizer, folder),
         num_bytes=sum(parameter.nbytes for parameter in saved),
     )
-
-
-# --- data to batches ------------------------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True)
-class Batches:
-    """Examples to padded micro-batches."""
-
-    prepared: data.PreparedData
-    tokenizer: PreTrainedTokenizerBase
-
-    def collate(self, units: Sequence[Sequence[data.Example]]) -> train.MicroBatch:
-        """One sequence of each unit: an example, or the examples of a pack."""
-        origins = tuple(example.origin for unit in units for example in unit)
-        pad = self.tokenizer.pad_token_id
-        if self.prepared.packs is None:
-            batch = data.collate([example for unit in units for example in unit], pad_token_id=pad)
-            return train.MicroBatch(**batch, origins=origins)
-        return train.MicroBatch(**data.collate_packed(units, pad_token_id=pad), origins=origins)
-
-    @property
-    def num_train(self) -> int:
-        """Sequences to train on: examples, or packs of them."""
-        return len(self.prepared.train if self.prepared.packs is None else self.prepared.packs)
-
-    def training(self, units: Sequence[int]) -> train.MicroBatch:
-        """The batch of some training sequences."""
-        return self.collate([self._unit(self.prepared.train, self.prepared.packs, unit) for unit in units])
-
-    def held_out(self, batch_size: int) -> Iterator[train.MicroBatch]:
-        """The held-out sequences in their own order."""
-        examples, packs = self.prepared.validation, self.prepared.validation_packs
-        count = len(examples if packs is None else packs)
-        for start in range(0, count, batch_size):
-            units = range(start, min(start + batch_size, count))
-            yield self.collate([self._unit(examples, packs, unit) for unit in units])
-
-    @staticmethod
-    def _unit(examples: Sequence[data.Example], packs: data.Packs | None, unit: int) -> list[data.Example]:
-        return [examples[row] for row in ([unit] if packs is None else packs[unit])]
-
-
-class Steps:
-    """The shuffled training sequences, as the micro-batches of one optimizer step after the other."""
-
-    def __init__(self, batches: Batches, recipe: Recipe) -> None:
-        self.batches = batches
-        self.batch_size = recipe.per_device_train_batch_size
-        self.accumulation = recipe.gradient_accumulation_steps
-        self.sampler = data.ResumableSampler(batches.num_train, seed=recipe.seed)
-
-    def next_step(self) -> list[train.MicroBatch]:
-        """See :class:`streamtune.train.StepStream`. No step reaches over the end of an epoch."""
-        while not (step := list(islice(self.sampler.batches(self.batch_size), self.accumulation))):
-            pass  # The epoch was over; asking has moved the sampler on to the next one.
-        return [self.batches.training(units) for units in step]
-
-    def state_dict(self) -> dict[str, Any]:
-        """Where the sampler stands."""
-        return self.sampler.state_dict()
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go to where another one stood."""
-        self.sampler.load_state_dict(state)

@@ -9,12 +9,10 @@ import math
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass, replace
-from functools import partial
 from itertools import product
 from typing import Any
 
 import torch
-from torch import nn
 
 from streamtune.engine import Schedule, decoder_layers
 from streamtune.errors import ArgumentError
@@ -27,7 +25,8 @@ from streamtune.plan.probe import ProbeTask, Trial
 from streamtune.plan.simulate import Simulation, Workload, simulate
 from streamtune.plan.steps import Shape
 from streamtune.plan.trial import Cause, Outcome
-from streamtune.recipe.build_plan import make_blueprint, make_workload
+from streamtune.recipe.build_model import make_blueprint
+from streamtune.recipe.build_plan import make_workload
 from streamtune.recipe.schema import Recipe
 from streamtune.sizes import show_size
 
@@ -51,7 +50,7 @@ def simulated(
     """
     device = torch.device("cuda") if target is not None else here
     model = make_blueprint(recipe, device)
-    workload = make_workload(recipe, partial(_same, model), 2, device)
+    workload = make_workload(recipe, model, 2, device)
     limits = Limits(
         device_bytes=task.device_bytes or 0,
         host_bytes=task.host_bytes or 0,
@@ -164,7 +163,3 @@ def _judged(simulation: Simulation, schedule: Schedule, limits: Limits, rates: R
     where = f" in the {simulation.phase}" if cause == "device memory" else ""
     reason = f"{cause}: the step takes {show_size(used)}{where} of {show_size(usable)}{left}"
     return replace(outcome, cause=cause, reason=reason)
-
-
-def _same(model: nn.Module) -> nn.Module:
-    return model

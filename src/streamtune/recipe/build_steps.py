@@ -13,11 +13,13 @@ from typing import Any
 import torch
 from rich.console import Console
 
-from streamtune import models, optim, train
+from streamtune import train
 from streamtune.engine import Schedule, StreamHandle
 from streamtune.errors import ArgumentError
-from streamtune.plan.steps import BudgetExceededError, Shape, StepBudget, TrainingStep, use_checkpointing
-from streamtune.recipe.build import choose_quantization, quiet_libraries, stream_model
+from streamtune.plan.checkpointing import use_checkpointing
+from streamtune.plan.steps import BudgetExceededError, Shape, StepBudget, TrainingStep
+from streamtune.recipe.build import quiet_libraries, stream_model
+from streamtune.recipe.build_model import make_model_alone, make_optimizer
 from streamtune.recipe.build_plan import plan_model
 from streamtune.recipe.schema import Recipe
 from streamtune.train.loop import accumulate_gradients, clip_gradients, update_weights
@@ -34,20 +36,13 @@ def prepare_step(recipe: Recipe, objective: str, device_name: str, budget: StepB
     """
     device = torch.device(device_name)
     quiet_libraries(device)
-    model = _make_model(recipe, device)
+    model = make_model_alone(recipe, device)
     handle: StreamHandle | None = None
     if shape.mode == "stream":
         handle = stream_model(recipe, model, _planned(recipe, model, shape, budget))
     elif shape.mode == "checkpoint":
         use_checkpointing(model)
-    optimizer = optim.build_optimizer(
-        recipe.optim,
-        model.named_parameters(),
-        learning_rate=recipe.learning_rate,
-        weight_decay=recipe.weight_decay,
-        betas=(recipe.adam_beta1, recipe.adam_beta2),
-        eps=recipe.adam_epsilon,
-    )
+    optimizer = make_optimizer(recipe, model)
     step = OBJECTIVES[objective](recipe, model, optimizer, handle, shape)
     return TrainingStep(model, optimizer, step, handle)
 
@@ -64,42 +59,6 @@ def _planned(recipe: Recipe, model: Any, shape: Shape, budget: StepBudget) -> Sc
         return plan_model(like, model, shape.length, next(model.parameters()).device).schedule
     except ArgumentError as error:
         raise BudgetExceededError("device", f"device memory: {error.what}") from error
-
-
-def _make_model(recipe: Recipe, device: torch.device) -> Any:
-    """The recipe's model without its data: where a tokenizer would be trained, its size is what is asked of it."""
-    quantization = choose_quantization(recipe.finetuning_type, recipe.quantization, device)
-    if recipe.model_name_or_path is not None:
-        model: Any = models.load_model(
-            recipe.model_name_or_path,
-            dtype=recipe.dtype,
-            device=str(device),
-            trust_remote_code=recipe.trust_remote_code,
-            quantization=quantization,
-        )
-    else:
-        assert recipe.model is not None, "the schema asks for a model"
-        trained = recipe.tokenizer.train if recipe.tokenizer is not None else None
-        init = recipe.model.init
-        model = models.init_model(
-            init,
-            vocab_size=init.get("vocab_size", trained.vocab_size if trained is not None else 0),
-            token_ids={},
-            dtype=recipe.dtype,
-            device=str(device),
-            seed=recipe.seed,
-            quantization=quantization,
-        )
-    if recipe.finetuning_type == "full":
-        return model
-    return models.add_lora(
-        model,
-        r=recipe.lora_r,
-        alpha=recipe.lora_alpha,
-        dropout=recipe.lora_dropout,
-        target=recipe.lora_target,
-        seed=recipe.seed,
-    )
 
 
 def _sft_step(

@@ -28,7 +28,6 @@ from streamtune.plan.room import Room, measure_room
 from streamtune.recipe.build import (
     blame_recipe,
     choose_device,
-    make_model,
     make_router_loss,
     make_schedule,
     make_sources,
@@ -37,6 +36,7 @@ from streamtune.recipe.build import (
     quiet_libraries,
     stream_model,
 )
+from streamtune.recipe.build_model import make_model
 from streamtune.recipe.loader import LoadedRecipe
 from streamtune.train.loop import loss_of, output_of
 

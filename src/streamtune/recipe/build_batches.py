@@ -1,0 +1,78 @@
+"""Prepared data to the micro-batches of a training run."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from itertools import islice
+from typing import TYPE_CHECKING, Any
+
+from streamtune import data, train
+from streamtune.recipe.schema import Recipe
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+__all__ = ["Batches", "Steps"]
+
+
+@dataclass(frozen=True)
+class Batches:
+    """Examples to padded micro-batches."""
+
+    prepared: data.PreparedData
+    tokenizer: PreTrainedTokenizerBase
+
+    def collate(self, units: Sequence[Sequence[data.Example]]) -> train.MicroBatch:
+        """One sequence of each unit: an example, or the examples of a pack."""
+        origins = tuple(example.origin for unit in units for example in unit)
+        pad = self.tokenizer.pad_token_id
+        if self.prepared.packs is None:
+            batch = data.collate([example for unit in units for example in unit], pad_token_id=pad)
+            return train.MicroBatch(**batch, origins=origins)
+        return train.MicroBatch(**data.collate_packed(units, pad_token_id=pad), origins=origins)
+
+    @property
+    def num_train(self) -> int:
+        """Sequences to train on: examples, or packs of them."""
+        return len(self.prepared.train if self.prepared.packs is None else self.prepared.packs)
+
+    def training(self, units: Sequence[int]) -> train.MicroBatch:
+        """The batch of some training sequences."""
+        return self.collate([self._unit(self.prepared.train, self.prepared.packs, unit) for unit in units])
+
+    def held_out(self, batch_size: int) -> Iterator[train.MicroBatch]:
+        """The held-out sequences in their own order."""
+        examples, packs = self.prepared.validation, self.prepared.validation_packs
+        count = len(examples if packs is None else packs)
+        for start in range(0, count, batch_size):
+            units = range(start, min(start + batch_size, count))
+            yield self.collate([self._unit(examples, packs, unit) for unit in units])
+
+    @staticmethod
+    def _unit(examples: Sequence[data.Example], packs: data.Packs | None, unit: int) -> list[data.Example]:
+        return [examples[row] for row in ([unit] if packs is None else packs[unit])]
+
+
+class Steps:
+    """The shuffled training sequences, as the micro-batches of one optimizer step after the other."""
+
+    def __init__(self, batches: Batches, recipe: Recipe) -> None:
+        self.batches = batches
+        self.batch_size = recipe.per_device_train_batch_size
+        self.accumulation = recipe.gradient_accumulation_steps
+        self.sampler = data.ResumableSampler(batches.num_train, seed=recipe.seed)
+
+    def next_step(self) -> list[train.MicroBatch]:
+        """See :class:`streamtune.train.StepStream`. No step reaches over the end of an epoch."""
+        while not (step := list(islice(self.sampler.batches(self.batch_size), self.accumulation))):
+            pass  # The epoch was over; asking has moved the sampler on to the next one.
+        return [self.batches.training(units) for units in step]
+
+    def state_dict(self) -> dict[str, Any]:
+        """Where the sampler stands."""
+        return self.sampler.state_dict()
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Go to where another one stood."""
+        self.sampler.load_state_dict(state)

@@ -1,0 +1,150 @@
+"""A recipe to its model, with its data or without, and to its optimizer.
+
+make_model        for a run: with the weights to go on from, for the tokenizer of its data
+make_model_alone  for a measurement: without tokenizer or data
+make_blueprint    for a plan: on ``meta``, without weights
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+
+from streamtune import models, optim, train
+from streamtune.errors import ArgumentError
+from streamtune.recipe.schema import Recipe
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+__all__ = ["choose_quantization", "make_blueprint", "make_model", "make_model_alone", "make_optimizer"]
+
+
+def make_model(
+    recipe: Recipe, tokenizer: PreTrainedTokenizerBase, checkpoint: train.Checkpoint | None, device: torch.device
+) -> Any:
+    """The model with the weights to go on from, and its adapters if it has any.
+
+    Raises:
+        ArgumentError: The model cannot be made, or the tokenizer is not its own.
+    """
+    adapters = recipe.finetuning_type != "full"
+    ids = {key: getattr(tokenizer, key) for key in ("bos_token_id", "eos_token_id", "pad_token_id")}
+    whole = str(checkpoint.model_dir) if checkpoint is not None and not adapters else None
+    model = _base_model(recipe, device, len(tokenizer), ids, name=whole or recipe.model_name_or_path)
+    _check_vocabulary(model, tokenizer)
+    if checkpoint is not None and adapters:
+        return models.load_lora(model, checkpoint.model_dir)
+    return _adapted(recipe, model)
+
+
+def make_model_alone(recipe: Recipe, device: torch.device) -> Any:
+    """The model without its data: where a tokenizer would be trained, its size is what is asked of it.
+
+    Raises:
+        ArgumentError: The model cannot be made.
+    """
+    size = _asked_vocabulary(recipe) or 0
+    if recipe.model is not None:
+        size = recipe.model.init.get("vocab_size", size)
+    return _adapted(recipe, _base_model(recipe, device, size, {}, name=recipe.model_name_or_path))
+
+
+def make_blueprint(recipe: Recipe, device: torch.device) -> Any:
+    """The model on ``meta``, with its adapters.
+
+    Args:
+        recipe: The recipe.
+        device: Where it would be: what it is quantised with hangs on that.
+
+    Raises:
+        ArgumentError: The model cannot be made.
+    """
+    source: Any = recipe.model.init if recipe.model is not None else recipe.model_name_or_path
+    model: Any = models.blueprint(
+        source,
+        vocab_size=_asked_vocabulary(recipe),
+        dtype=recipe.dtype,
+        trust_remote_code=recipe.trust_remote_code,
+        quantization=choose_quantization(recipe, device),
+    )
+    with torch.device("meta"):
+        return _adapted(recipe, model)
+
+
+def make_optimizer(recipe: Recipe, model: nn.Module) -> torch.optim.Optimizer:
+    """The optimizer of what is trained of a model."""
+    return optim.build_optimizer(
+        recipe.optim,
+        model.named_parameters(),
+        learning_rate=recipe.learning_rate,
+        weight_decay=recipe.weight_decay,
+        betas=(recipe.adam_beta1, recipe.adam_beta2),
+        eps=recipe.adam_epsilon,
+    )
+
+
+def choose_quantization(recipe: Recipe, device: torch.device) -> str | None:
+    """``nf4`` or ``int8`` of a QLoRA recipe on this device; None for other recipes.
+
+    Raises:
+        ArgumentError: What it needs is not installed.
+    """
+    return models.choose_quantization(recipe.quantization, device) if recipe.finetuning_type == "qlora" else None
+
+
+def _base_model(
+    recipe: Recipe, device: torch.device, vocab_size: int, token_ids: dict[str, int], *, name: str | None
+) -> Any:
+    """The model of that name, or a new one; without adapters."""
+    quantization = choose_quantization(recipe, device)
+    if name is not None:
+        return models.load_model(
+            name,
+            dtype=recipe.dtype,
+            device=str(device),
+            trust_remote_code=recipe.trust_remote_code,
+            quantization=quantization,
+        )
+    assert recipe.model is not None, "the schema asks for a model"
+    return models.init_model(
+        recipe.model.init,
+        vocab_size=vocab_size,
+        token_ids=token_ids,
+        dtype=recipe.dtype,
+        device=str(device),
+        seed=recipe.seed,
+        quantization=quantization,
+    )
+
+
+def _adapted(recipe: Recipe, model: Any) -> Any:
+    """The model with new adapters, unless all of it is trained."""
+    if recipe.finetuning_type == "full":
+        return model
+    return models.add_lora(
+        model,
+        r=recipe.lora_r,
+        alpha=recipe.lora_alpha,
+        dropout=recipe.lora_dropout,
+        target=recipe.lora_target,
+        seed=recipe.seed,
+    )
+
+
+def _asked_vocabulary(recipe: Recipe) -> int | None:
+    """Entries of the tokenizer that the recipe trains; None where it trains none."""
+    trained = recipe.tokenizer.train if recipe.tokenizer is not None else None
+    return trained.vocab_size if trained is not None else None
+
+
+def _check_vocabulary(model: Any, tokenizer: PreTrainedTokenizerBase) -> None:
+    rows = model.get_input_embeddings().weight.shape[0]
+    if len(tokenizer) > rows:
+        raise ArgumentError(
+            f"the tokenizer has {len(tokenizer):,} tokens and the model's embedding {rows:,} rows",
+            where="tokenizer",
+            mend="use the tokenizer that belongs to the model",
+        )

@@ -1,0 +1,68 @@
+"""A recipe to the numbers the training loop runs by."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+from streamtune import train
+from streamtune.engine import Schedule
+from streamtune.recipe.schema import Recipe
+
+__all__ = ["StepPlan", "plan_steps", "train_settings"]
+
+
+@dataclass(frozen=True)
+class StepPlan:
+    """How many optimizer steps there are, and how long the learning rate rises."""
+
+    total_steps: int
+    steps_per_epoch: int
+    warmup_steps: int
+
+
+def plan_steps(recipe: Recipe, num_sequences: int) -> StepPlan:
+    """Count the optimizer steps; the last of an epoch may have fewer micro-batches, none is left out."""
+    batches_per_epoch = -(-num_sequences // recipe.per_device_train_batch_size)
+    steps_per_epoch = -(-batches_per_epoch // recipe.gradient_accumulation_steps)
+    total_steps = recipe.max_steps
+    if total_steps < 0:
+        total_steps = math.ceil(steps_per_epoch * recipe.num_train_epochs)
+    warmup_steps = recipe.warmup_steps or math.ceil(total_steps * recipe.warmup_ratio)
+    return StepPlan(total_steps, steps_per_epoch, warmup_steps)
+
+
+def train_settings(recipe: Recipe, plan: StepPlan, schedule: Schedule) -> train.TrainSettings:
+    """What the training loop is told, with what to say where memory runs out."""
+    mend = _mend_of_the_schedule(recipe, schedule)
+    if recipe.per_device_train_batch_size > 1:
+        mend += "; then per_device_train_batch_size, with more gradient_accumulation_steps"
+    mend += f"; then max_length (now {recipe.max_length:,})"
+    if recipe.finetuning_type == "full":
+        mend += "; or train adapters with finetuning_type: lora"
+    elif recipe.finetuning_type == "lora":
+        mend += "; or keep the frozen weights in fewer bits with finetuning_type: qlora"
+    return train.TrainSettings(
+        total_steps=plan.total_steps,
+        steps_per_epoch=plan.steps_per_epoch,
+        max_grad_norm=recipe.max_grad_norm,
+        eval_steps=recipe.eval_steps,
+        save_steps=recipe.save_steps,
+        save_total_limit=recipe.save_total_limit,
+        bf16=recipe.bf16,
+        seed=recipe.seed,
+        out_of_memory_mend=mend,
+    )
+
+
+def _mend_of_the_schedule(recipe: Recipe, schedule: Schedule) -> str:
+    """What to say of the schedule when memory ran out: none of it changes a result."""
+    if recipe.engine.schedule == "auto":
+        return (
+            "leave the planner less, with engine.device_memory or a larger engine.margin (now "
+            f"{recipe.engine.margin:g}): it predicted that this step fits; no result changes"
+        )
+    return (
+        f"write engine.schedule: auto, and the planner finds what fits; or lower engine.chunk_size (now "
+        f"{schedule.chunk_size:,}) or engine.head_chunk_size (now {schedule.head_chunk_size:,}); no result changes"
+    )
