@@ -92,7 +92,7 @@ def measured(
     steps = None if optimizer is None else optimizer(model)
 
     def backward() -> None:
-        with torch.autocast("cpu", dtype=torch.bfloat16, enabled=autocast):
+        with torch.autocast("cpu", dtype=torch.bfloat16, enabled=autocast, cache_enabled=False):
             loss = model(input_ids=ids, labels=ids, use_cache=False).loss
         loss.backward()
 

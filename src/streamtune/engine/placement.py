@@ -86,6 +86,14 @@ class Tiers:
         self.arena = Arena(self.host)
         self._made: dict[tuple[TierName, torch.device], Tier] = {}
 
+    def reserve(self, host_bytes: int, device: torch.device) -> None:
+        """Map, and lock for an accelerator, so much of the machine's memory at once, before the first step.
+
+        Raises:
+            OutOfMemoryError: The machine does not have it.
+        """
+        self.arena.reserve(host_bytes + host_bytes // 64, device)  # blocks are whole pages
+
     def of(self, name: TierName, device: torch.device) -> Tier:
         """The tier of that name for tensors of a device."""
         key = (name, device)

@@ -117,6 +117,11 @@ class Schedule:
         )
         return schedule
 
+    @property
+    def uses_host(self) -> bool:
+        """Whether anything waits for the backward in the machine's memory."""
+        return "host" in (self.offload, self.keep_kv, self.keep_attention)
+
     def describe(self) -> str:
         """One line for people: sizes, then whatever is not the default."""
         words = [f"chunks of {self.chunk_size:,} tokens, head {self.head_chunk_size:,}"]

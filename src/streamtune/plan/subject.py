@@ -149,12 +149,17 @@ class Subject:
             loss.backward()
 
     def _loss(self, batch: Batch) -> Tensor:
-        with torch.autocast(self.device.type, dtype=torch.bfloat16, enabled=self.job.autocast):
+        with self._autocast():
             return self._ready.loss(batch)
+
+    def _autocast(self) -> torch.autocast:
+        """As a run does: without a cache, which would hold all weights cast at once."""
+        enabled = self.job.autocast
+        return torch.autocast(self.device.type, dtype=torch.bfloat16, enabled=enabled, cache_enabled=False)
 
     def _hidden_backward(self, batches: list[Batch]) -> None:
         for batch in batches:
-            with torch.autocast(self.device.type, dtype=torch.bfloat16, enabled=self.job.autocast):
+            with self._autocast():
                 hidden = last_hidden_state(self.model, batch)
             hidden.backward(torch.ones((), dtype=hidden.dtype, device=hidden.device).expand_as(hidden))
 

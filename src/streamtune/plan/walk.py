@@ -77,7 +77,8 @@ def walk(model: Any, schedule: Schedule, step: Step) -> Tape:
                 if parameter.requires_grad:
                     parameter.grad = torch.empty_like(parameter)
                     tape.file(GRADIENT, parameter.grad)
-        with autocast.region(), torch.autocast(autocast.switch, dtype=torch.bfloat16, enabled=step.autocast):
+        bf16 = torch.autocast(autocast.switch, dtype=torch.bfloat16, enabled=step.autocast, cache_enabled=False)
+        with autocast.region(), bf16:
             loss = model(input_ids=ids, labels=labels, use_cache=False).loss
         _backward(loss)
         tape.finish()

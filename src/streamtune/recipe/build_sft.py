@@ -165,6 +165,8 @@ def build_sft(
             with doing("planning the steps"):
                 memory = plan_model(recipe, model, longest, device, keep=_schedule_of(checkpoint), notify=notify)
         handle = _stream_exactly(recipe, model, memory, doing)
+        if memory is not None and not dry_run and memory.schedule.uses_host:
+            handle.tiers.reserve(memory.simulation.host_bytes, device)
         identity["schedule"] = asdict(handle.schedule)  # not compared: another gives the same gradient, to rounding
     return SftRun(
         loaded=loaded,

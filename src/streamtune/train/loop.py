@@ -254,8 +254,8 @@ def output_of(model: nn.Module, batch: MicroBatch, *, num_targets: int, bf16: bo
 
 
 def autocast(device: torch.device, bf16: bool) -> torch.autocast:
-    """Compute in bfloat16 within, if ``bf16``."""
-    return torch.autocast(device.type, dtype=torch.bfloat16, enabled=bf16)
+    """Compute in bfloat16 within, if ``bf16``. The cache of cast weights would hold all of them at once."""
+    return torch.autocast(device.type, dtype=torch.bfloat16, enabled=bf16, cache_enabled=False)
 
 
 def clip_gradients(model: nn.Module, max_norm: float) -> float:
