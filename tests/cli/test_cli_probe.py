@@ -126,22 +126,39 @@ def test_what_makes_no_sense_is_refused(
     assert words in capsys.readouterr().err
 
 
+def interrupted(process: subprocess.Popen[str]) -> tuple[str, str]:
+    """What a command says that is stopped as a terminal does it: the trial is sent the signal as well.
+
+    Python loses an interrupt that falls into a destructor; a user presses again.
+    """
+    for _ in range(4):
+        os.killpg(process.pid, signal.SIGINT)
+        try:
+            return process.communicate(timeout=20)
+        except subprocess.TimeoutExpired:
+            continue
+    raise AssertionError("four interrupts did not end it")
+
+
 @pytest.mark.skipif(sys.platform == "win32", reason="signals of a terminal")
 def test_ctrl_c_ends_with_what_is_known(tmp_path: Path) -> None:
     (tmp_path / "tiny.yaml").write_text(yaml.safe_dump(RECIPE, sort_keys=False))
     command = [sys.executable, "-m", "streamtune", "probe-max-len", "tiny.yaml", "--device-memory", "1GiB", "--json"]
-    process = subprocess.Popen(
+    with subprocess.Popen(
         [*command, "--from", "64"],
         cwd=tmp_path,
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
         start_new_session=True,
-    )
-    assert process.stderr is not None
-    assert "mode=stream length=64" in process.stderr.readline()
-    os.killpg(process.pid, signal.SIGINT)  # as a terminal does: to the trial as well
-    shown, said = process.communicate(timeout=60)
+    ) as process:
+        try:
+            assert process.stderr is not None
+            assert "mode=stream length=64" in process.stderr.readline()
+            shown, said = interrupted(process)
+        finally:
+            if process.poll() is None:
+                os.killpg(process.pid, signal.SIGKILL)
     assert process.returncode == 130
     document = json.loads(shown)
     assert document["complete"] is False
