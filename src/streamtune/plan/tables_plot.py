@@ -91,7 +91,7 @@ def _ablation(report: TableReport, figure: Any) -> None:
     memory.set_title("Memory at its peak", loc="left", color=INK, fontsize=11)
     memory.set_xlabel(report.unit[0], color=INK, fontsize=9)
     shown = memory.get_legend_handles_labels()
-    figure.legend(*shown, loc="outside upper right", ncols=8, frameon=False, labelcolor=INK, fontsize=8)
+    figure.legend(*shown, loc="outside lower right", ncols=4, frameon=False, labelcolor=INK, fontsize=8)
     _bare(time)
 
 
