@@ -16,6 +16,9 @@ from streamtune import Schedule
 from tests.conformance.reducer import build as build_any
 
 from .families import BOUND, batch, build, gradients, worst
+from .test_packing import alone, packed, rows, targets
+from .test_routers import routed
+from .test_states import SHARING, sharing
 
 CHOICES: dict[str, tuple[Any, ...]] = {
     "offload": ("device", "host", "disk"),
@@ -38,6 +41,8 @@ FAMILIES = (
     "minimax",
 )
 """Softcaps and windows; learnt positions; experts; sinks; states of several kinds; a layer that attends by itself."""
+MORE_INPUTS = ("gemma3n_text", "gemma4_text", "zamba2", "zaya")
+"""Layers that are handed more than hidden states, or return more: keys of other layers, a second stream."""
 SOFTCAPS_AND_SINKS = ("gemma2", "gpt_oss")
 """Their reference is eager attention: sdpa knows neither."""
 PER_FAMILY = 14
@@ -89,6 +94,38 @@ def test_combinations_of_other_families(family: str, tmp_path: Path) -> None:
     want = gradients(model, inputs)
     for schedule in random.Random(family).sample(schedules(tmp_path), PER_FAMILY):
         assert_exact(model, inputs, want, schedule)
+
+
+@pytest.mark.parametrize("family", MORE_INPUTS)
+def test_combinations_where_layers_share_more(family: str, tmp_path: Path) -> None:
+    model = sharing(family) if family in SHARING else build_any(family)
+    inputs = batch("left")
+    want = gradients(model, inputs)
+    for schedule in random.Random(family).sample(schedules(tmp_path), PER_FAMILY):
+        assert_exact(model, inputs, want, schedule)
+
+
+@pytest.mark.parametrize("family", ["mixtral", "gpt_oss"])
+def test_combinations_under_a_balance_loss(family: str, tmp_path: Path) -> None:
+    model = routed(family)
+    inputs = batch("right")
+    want = gradients(model, inputs)
+    for schedule in random.Random(family).sample(schedules(tmp_path), PER_FAMILY):
+        assert_exact(model, inputs, want, schedule)
+
+
+@pytest.mark.parametrize("family", ["llama", "mamba2", "qwen3_next", "falcon_h1"])
+def test_combinations_of_packed_rows(family: str, tmp_path: Path) -> None:
+    """Among them layers kept whole: one with states would carry them from one row into the next."""
+    model, pieces = build_any(family), rows()
+    _, want = alone(model, pieces)
+    inputs = {**packed(pieces), "num_items_in_batch": targets(pieces)}
+    whole = [Schedule(chunk_size=8, keep_layers=count) for count in (1, 9)]
+    for schedule in [*whole, *random.Random(family).sample(schedules(tmp_path), PER_FAMILY // 2)]:
+        with streamtune.stream(model, schedule=schedule):
+            for _ in range(2):  # from the second call on it is known which layers have states
+                _, got = gradients(model, inputs)
+                assert worst(got, want) <= BOUND, schedule
 
 
 @pytest.mark.parametrize("segment_size", [1, 2, 3, 5, 9])

@@ -110,8 +110,8 @@ class StreamedForward:
         again = before is not None and before.repeatable and not self.place.begins
         stream = LayerStream(call, self, before if again else None)
         sharing = call.sharing
-        if self.place.whole and not (stream.rows and self.carries_states):
-            return stream.restore(stream.whole(call.tensors()), sharing)
+        if self.place.whole and (whole := stream.whole(call.tensors())) is not None:
+            return stream.restore(whole, sharing)
         stream.giver = before if self.schedule.stream_grads and call.hidden.requires_grad else None
         outputs = list(_StreamedLayer.apply(stream, self, *inputs))
         self.trail.note(outputs[0], stream)

@@ -112,8 +112,9 @@ class LayerStream:
             if isinstance(self.z_in, Stored):
                 self.z_in.put(chunk, x_i[0])
             z_i, cache = self.run(chunk, "store", x_i)
-            if begin is not None and cache.met_states and not self.owner.carries_states:
-                self.owner.carries_states = True  # known from its first chunk on
+            if (
+                begin is not None and cache.met_states and not self.owner.carries_states
+            ):  # known from its first chunk on
                 return self._anew(inputs, for_backward, begin)
             if not z:
                 z = [_room(piece, along, self.length) for piece, along in zip(z_i, self.along, strict=True)]
@@ -129,15 +130,30 @@ class LayerStream:
 
     def _anew(self, inputs: Sequence[Tensor], for_backward: bool, begin: RandomState) -> list[Tensor]:
         """The forward from its start, in chunks that end where packed rows do."""
-        assert self.rows is not None
-        self.chunks = self.rows.chunks(self.owner.schedule)
-        self.kv, self.states, self.random = KeysAndValues(self.length, self.widen), States(self.rows), {}
         begin.restore()
+        self._end_with_rows()
         return self.forward(inputs, for_backward)
 
-    def whole(self, inputs: Sequence[Tensor]) -> list[Tensor]:
-        """The outputs of the layer as autograd would compute them, with all their activations; and what is shared."""
-        z, cache = self.run(slice(0, self.length), "whole", list(inputs))
+    def _end_with_rows(self) -> None:
+        """From here on this layer's chunks end where packed rows do: nothing was kept yet."""
+        assert self.rows is not None
+        self.owner.carries_states = True
+        self.chunks = self.rows.chunks(self.owner.schedule)
+        self.kv, self.states, self.random = KeysAndValues(self.length, self.widen), States(self.rows), {}
+        self.filled = {}
+
+    def whole(self, inputs: Sequence[Tensor]) -> list[Tensor] | None:
+        """The outputs of the layer as autograd would compute them, with all their activations; and what is shared.
+
+        None of a layer whose states must not pass from one packed row to the next: it is streamed all the same.
+        """
+        begin = RandomState.now(self.device) if self.rows else None
+        if begin is None or not self.owner.carries_states:
+            z, cache = self.run(slice(0, self.length), "whole", list(inputs))
+        if begin is not None and (self.owner.carries_states or cache.met_states):
+            begin.restore()
+            self._end_with_rows()
+            return None
         return z + [cache.own[2 * index + place] for index in self.filled.values() for place in (0, 1)]
 
     def restore(self, outputs: list[Tensor], sharing: Any) -> Any:
@@ -173,7 +189,7 @@ class LayerStream:
 
     def _keep_rest(self, for_backward: bool, again: bool, shared: bool = False) -> None:
         """Let go of keys, values and states that the backward does not want, or that will be computed again for it."""
-        self.dropped = for_backward and not again and not self.owner.place.ends
+        self.dropped = for_backward and not again and not self.owner.place.ends and self.repeatable
         wanted = for_backward and not self.dropped
         if not (for_backward and shared) and not (wanted and self.schedule.keep_kv != "no"):
             self.kv.release()
