@@ -1,6 +1,7 @@
 """Rooms import downwards only, and the command line starts without the heavy libraries.
 
-    cli -> recipe -> {data, models, objectives, optim, train, plan, distributed} -> engine -> ops -> errors
+    cli -> recipe -> {data, models, objectives, rewards, rollout, optim, train, plan, distributed} -> engine -> ops
+        -> errors
 
 Read from the source with ``ast``, so imports inside functions and under ``TYPE_CHECKING`` count too.
 """
@@ -26,7 +27,7 @@ LEVELS = [
     {"sizes"},
     {"ops"},
     {"engine"},
-    {"data", "models", "objectives", "optim", "train", "plan", "distributed"},
+    {"data", "models", "objectives", "rewards", "rollout", "optim", "train", "plan", "distributed"},
     {"recipe"},
     {"cli"},
     {"__init__", "__main__"},  # the front door may import any room; no room imports it

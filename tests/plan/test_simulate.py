@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import sys
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
@@ -20,7 +21,8 @@ from streamtune.models.quantize import PACKAGES, quantize
 from streamtune.plan import LiveBytes, Mode, Simulation, Workload, simulate
 from streamtune.plan.autocast import RULES, MetaAutocast
 from streamtune.plan.memory import held_tensors
-from streamtune.plan.walk import _Functions
+from streamtune.plan.tape import Tape
+from streamtune.plan.walk import _Functions, walk
 from tests.conformance.reducer import tiny_config
 
 LENGTH = 384
@@ -242,6 +244,23 @@ def test_a_step_told_from_shorter_ones_is_the_whole_step(name: str, tmp_path: An
 def test_so_it_is_of_steps_under_autocast() -> None:
     long = Workload(partial(build, "qwen3", "meta", num_hidden_layers=9), 64 * 9, autocast=True)
     assert simulate(long, BASE) == simulate(long, BASE, full=True)
+
+
+@pytest.mark.parametrize("name", ["keys kept", "keys on host", "attention on host"])
+def test_adapted_layers_are_told_from_fewer(name: str, tmp_path: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The lowest layer hands no gradient on: what is made ready for it belongs to no other layer."""
+    walked: list[int] = []
+
+    def noted(model: Any, *args: Any) -> Tape:
+        walked.append(len(decoder_layers(model)))
+        return walk(model, *args)
+
+    monkeypatch.setattr(sys.modules["streamtune.plan.simulate"], "walk", noted)
+    long = Workload(partial(build_adapted, "meta", num_hidden_layers=9), 64 * 9)
+    schedule = schedule_of(name, tmp_path)
+    told = simulate(long, schedule)
+    assert max(walked) < 9
+    assert told == simulate(long, schedule, full=True)
 
 
 @pytest.mark.parametrize(

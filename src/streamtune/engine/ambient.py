@@ -80,7 +80,10 @@ class Observer(Protocol):
     """Someone who counts what the engine does; it does nothing else because of that."""
 
     def on_chunk(self, layer: nn.Module, chunk: slice, walk: str) -> None:
-        """A layer, or a norm outside of them, is about to run on a chunk, in a walk of its cache."""
+        """A layer, or a norm outside of them, is about to run on a chunk, in a walk of its cache.
+
+        Before the walks of a layer's backward there is an empty chunk: what comes next belongs to that layer.
+        """
 
     def on_hold(self, kind: str, tensors: Iterable[Tensor]) -> None:
         """These tensors were made for a purpose: ``keys and values``, ``attention output``, ``layer input``."""

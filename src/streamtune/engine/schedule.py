@@ -135,7 +135,8 @@ class Schedule:
             if kept != "no":
                 words.append(f"{name} kept" + (" on host" if kept == "host" else ""))
         if self.keep_layers:
-            words.append(f"the last {self.keep_layers} layers kept whole")
+            last = "layer" if self.keep_layers == 1 else f"{self.keep_layers} layers"
+            words.append(f"the last {last} kept whole")
         if self.stream_grads:
             words.append("gradients of hidden states streamed with them")
         return "; ".join(words)

@@ -260,6 +260,7 @@ class LayerStream:
 
     def prepare(self, inputs: Sequence[Source]) -> None:
         """Make ready what the replay of any chunk reads of those before it."""
+        tell_chunk(self.call.layer, slice(0, 0), "prepare")
         if self.dropped and (self.states.met or self.schedule.keep_kv != "no"):
             self.again(inputs[0], None)
         self.kv.fetch()
