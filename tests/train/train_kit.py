@@ -21,6 +21,7 @@ from streamtune.train import (
     Progressed,
     RunDirectory,
     StopRequest,
+    SupervisedObjective,
     TrainSettings,
     train,
 )
@@ -110,6 +111,7 @@ class Trainer:
         with Progress(console, total_steps=steps) as progress:
             return train(
                 model,
+                SupervisedObjective(),
                 build_optimizer("adamw", model.named_parameters(), learning_rate=learning_rate),
                 build_schedule("cosine", learning_rate=learning_rate, total_steps=steps, warmup_steps=2),
                 stream or RowStream(),

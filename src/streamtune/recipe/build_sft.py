@@ -273,6 +273,7 @@ def _train(run: SftRun, writer: train.ModelWriter, stop: train.StopRequest, cons
     with train.Progress(console, plan.total_steps, first_step, recipe.logging_steps) as progress:
         return train.train(
             run.model,
+            train.SupervisedObjective(run.handle),
             optimizer,
             learning_rate_at,
             Steps(batches, recipe),
