@@ -7,6 +7,7 @@ from typing import Annotated, Any, Literal
 from pydantic import Field, field_validator, model_validator
 
 from .schema import Recipe
+from .schema_dpo import refuse_sequences_of_rows
 from .spec import Count, Steps, Text, mistake
 
 __all__ = ["GrpoRecipe"]
@@ -109,8 +110,9 @@ class GrpoRecipe(Recipe):
     """Ratios of new to old probability by token or by completion; without it, what `loss_type` says: only gspo takes
     them by completion."""
 
-    scale_rewards: Literal["group", "batch", "none"] = "group"
-    """Divide advantages by the standard deviation of the rewards of the group, of the batch, or not at all."""
+    scale_rewards: Literal["group", "batch", "none"] | None = None
+    """Divide advantages by the standard deviation of the rewards of the group, of the batch, or not at all; without
+    it, as `loss_type` was published: dr_grpo, rloo and remax not at all, the others by that of the group."""
 
     epsilon: Positive = 0.2
     """Ratios are clipped at 1 - epsilon, and at 1 + epsilon where `epsilon_high` is not given."""
@@ -133,8 +135,9 @@ class GrpoRecipe(Recipe):
     mask_truncated_completions: bool = False
     """Do not train on completions that were cut off."""
 
-    share_prefix: bool | Literal["auto"] = "auto"
-    """Compute a prompt once for all its completions in a micro-batch; `auto` does where the model can."""
+    share_prefix: Literal["auto", "always", "never"] = "auto"
+    """Stream a prompt once for all its completions in a micro-batch: the same gradient in less time and memory. `auto`
+    does where the model can, `never` gives each completion its own copy of the prompt."""
 
     # --- what is shown -----------------------------------------------------------------------------------------
 
@@ -188,18 +191,7 @@ class GrpoRecipe(Recipe):
                 key="max_length",
                 mend="delete the line, or lower max_prompt_length or max_completion_length",
             )
-        if self.packing:
-            raise mistake(
-                "'packing: true' means nothing to completions that are yet to be written",
-                key="packing",
-                mend="delete the line: those of a prompt share it, see share_prefix",
-            )
-        if self.overlength == "split":
-            raise mistake(
-                "'overlength: split' would make several prompts of one",
-                key="overlength",
-                mend="write error, drop, or truncate, which keeps a prompt's end",
-            )
+        refuse_sequences_of_rows(self)
         return self
 
     @model_validator(mode="after")
