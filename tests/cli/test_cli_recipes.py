@@ -143,4 +143,4 @@ def test_copy_into_a_folder_that_is_not_there(tmp_path, capsys):
 def test_schema_prints_one_document(capsys):
     assert call("schema") == 0
     document = json.loads(capsys.readouterr().out)
-    assert set(document["properties"]) == set(Recipe.model_fields)
+    assert set(document["$defs"]["Recipe"]["properties"]) == set(Recipe.model_fields)
