@@ -51,7 +51,7 @@ def sft(
 ) -> None:
     """Fine-tune a model on the rows of a recipe."""
     overrides = [*(set_ or []), *([f"output_dir={json.dumps(str(output_dir))}"] if output_dir else [])]
-    loaded = load_recipe(recipe, overrides)
+    loaded = load_recipe(recipe, overrides, "sft")
     # Threads that spin while they wait starve each other where the cores are shared; read when torch is imported.
     os.environ.setdefault("OMP_WAIT_POLICY", "passive")
     try:
