@@ -104,7 +104,7 @@ def _describe_model(run: SftRun) -> str:
 
 
 def _describe_engine(run: SftRun) -> str:
-    return f"exact streamed backward: {run.handle.schedule.describe()}"
+    return f"exact streamed backward: {run.handle.schedule.describe(len(run.handle.layers))}"
 
 
 def _describe_steps(run: SftRun) -> str:
