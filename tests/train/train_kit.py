@@ -17,6 +17,7 @@ from streamtune.train import (
     Checkpoint,
     MicroBatch,
     ModelWriter,
+    Objective,
     Progress,
     Progressed,
     RunDirectory,
@@ -89,6 +90,7 @@ class Trainer:
         self,
         model: torch.nn.Module,
         *,
+        objective: Objective | None = None,
         stream: RowStream | None = None,
         steps: int = 8,
         resume_from: Checkpoint | None = None,
@@ -111,7 +113,7 @@ class Trainer:
         with Progress(console, total_steps=steps) as progress:
             return train(
                 model,
-                SupervisedObjective(),
+                objective or SupervisedObjective(),
                 build_optimizer("adamw", model.named_parameters(), learning_rate=learning_rate),
                 build_schedule("cosine", learning_rate=learning_rate, total_steps=steps, warmup_steps=2),
                 stream or RowStream(),
