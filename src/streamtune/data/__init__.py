@@ -15,7 +15,7 @@ from streamtune.data.collate_trees import NO_ROW, CollatedTrees, collate_trees
 from streamtune.data.fit_trees import IDENTICAL_PAIRS, TREE_OVERLENGTH
 from streamtune.data.packing import Packs, pack_rows
 from streamtune.data.prepare import OVERLENGTH, PreparedData, iter_texts, prepare
-from streamtune.data.prepare_prompts import PROMPT_TYPES, PreparedPrompts, prepare_prompts
+from streamtune.data.prepare_prompts import PROMPT_TYPES, PreparedPrompts, iter_prompts, prepare_prompts
 from streamtune.data.prepare_trees import PreparedTrees, prepare_preferences, prepare_unpaired
 from streamtune.data.prompt import Prompt, gather_columns
 from streamtune.data.render import IGNORE_INDEX, TRAIN_ON
@@ -58,6 +58,7 @@ __all__ = [
     "collate_packed",
     "collate_trees",
     "gather_columns",
+    "iter_prompts",
     "iter_texts",
     "pack_rows",
     "prepare",

@@ -80,12 +80,14 @@ def micro_batches(groups: Sequence[Group], prompts: Sequence[data.Prompt], layou
         prompts: All that are trained on.
         layout: How to lay them out.
     """
-    kept, silent = _rows(groups, layout)
-    if len(silent) == sum(len(group.completions) for group in groups):
+    rows, kept = _rows(groups, layout)
+    if all(layout.silent(groups[place], index) for place, index in rows):
         return []
-    left_out = silent if layout.leave_out else []
+    parts = _parts(groups, kept, layout)
+    computed = {row for part in parts for row in part}
+    left_out = [row for row in rows if row not in computed]
     tokens = sum(len(groups[g].completions[i]) for g, i in left_out if layout.counts(groups[g], i))
-    batches = [_batch(groups, prompts, part, layout) for part in _parts(groups, kept, layout)]
+    batches = [_batch(groups, prompts, part, layout) for part in parts]
     batches[0] = replace(batches[0], silent_rows=len(left_out), silent_tokens=tokens, metrics=group_metrics(groups))
     return batches
 
@@ -99,7 +101,7 @@ def remember_logprobs(
 ) -> None:
     """Compute ``old`` or ``ref`` of every completion with a gradient, a micro-batch at a time."""
     found: list[list[list[float]]] = [[[] for _ in group.completions] for group in groups]
-    for part in _parts(groups, _rows(groups, layout)[0], layout):
+    for part in _parts(groups, _rows(groups, layout)[1], layout):
         left = logprobs(_batch(groups, prompts, part, layout)).tolist()
         for place, index in part:
             if layout.counts(groups[place], index):
@@ -110,11 +112,9 @@ def remember_logprobs(
 
 
 def _rows(groups: Sequence[Group], layout: Layout) -> tuple[list[Row], list[Row]]:
-    """The completions that are in micro-batches, and those without a gradient, which may be among them."""
+    """All completions, and those that are to be computed."""
     rows = [(place, index) for place, group in enumerate(groups) for index in range(len(group.completions))]
-    silent = [row for row in rows if layout.silent(groups[row[0]], row[1])]
-    left = set(silent) if layout.leave_out else set()
-    return [row for row in rows if row not in left], silent
+    return rows, [row for row in rows if not (layout.leave_out and layout.silent(groups[row[0]], row[1]))]
 
 
 def _parts(groups: Sequence[Group], rows: Sequence[Row], layout: Layout) -> list[Sequence[Row]]:
