@@ -25,7 +25,7 @@ EPSILON, EPSILON_HIGH, TEMPERATURE, LONGEST = 0.2, 0.28, 0.7, 12
 
 
 def make_groups(*, flat: bool = True, old: bool = True, ref: bool = True) -> tuple[list[Group], list[data.Prompt]]:
-    """Three prompts, one of a single token, with four ragged completions each, and ratios on both sides of the clips."""
+    """Three prompts, one of a single token, with four ragged completions each; ratios on both sides of the clips."""
     draw = random.Random(3)
     groups, prompts = [], []
     for number, length in enumerate((11, 1, 6)):
