@@ -74,10 +74,10 @@ class DatasetSpec(Spec):
     of a dataset on the hub, or `python-stdlib` for the corpus built from this interpreter's own library."""
 
     type: Literal[
-        "auto", "messages", "prompt_completion", "text", "alpaca", "sharegpt", "preference", "unpaired", "prompt"
+        "auto", "messages", "prompt_completion", "text", "alpaca", "sharegpt", "preference", "unpaired", "prompts"
     ] = "auto"
     """Shape of a row; `auto` looks at the columns and prints what it found. dpo reads `preference` and `unpaired` rows,
-    grpo `prompt` rows, sft the others."""
+    grpo `prompts`, sft the others."""
 
     split: Text = "train"
     """Split of a dataset on the hub."""
