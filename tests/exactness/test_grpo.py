@@ -15,8 +15,9 @@ from torch import Tensor
 
 from streamtune import data, stream
 from streamtune.recipe.build_grpo_groups import Group, Layout, micro_batches, remember_logprobs
-from streamtune.recipe.build_grpo_objective import PolicyObjective, logprobs_of
+from streamtune.recipe.build_grpo_objective import PolicyObjective
 from streamtune.recipe.schema_grpo import GrpoRecipe
+from streamtune.train import ModelReference
 from tests.exactness.families import BOUND, VOCAB, build, worst
 
 LOSSES = ("grpo", "dr_grpo", "dapo", "bnpo", "gspo", "rloo", "remax")
@@ -203,13 +204,8 @@ def test_remembered_log_probs_are_those_of_each_row_alone() -> None:
     with torch.no_grad():
         alone = [[row_logprobs(model, prompts[g.prompt].input_ids, c) for c in g.completions] for g in groups]
         with stream(model, chunk_size=4) as handle:
-            remember_logprobs(
-                "old",
-                lambda batch: batch.ragged(logprobs_of(handle, model, batch, temperature=recipe.temperature).logprobs),
-                groups,
-                prompts,
-                make_layout(recipe, 5, share=True),
-            )
+            policy = ModelReference(model, handle, temperature=recipe.temperature, adapters=True)
+            remember_logprobs("old", policy.logprobs, groups, prompts, make_layout(recipe, 5, share=True))
     for group, rows in zip(groups, alone, strict=True):
         assert group.old is not None
         for index, row in enumerate(rows):

@@ -7,6 +7,7 @@ run_grpo     train, save the model, try it
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -16,16 +17,17 @@ from torch import Tensor
 
 from streamtune import data, models, optim, rollout, train
 from streamtune.engine import StreamHandle, check_branches
-from streamtune.errors import ArgumentError, UnsupportedModelError
+from streamtune.errors import UnsupportedModelError
 from streamtune.objectives import POLICY_LOSSES, check_policy
 from streamtune.recipe.build import blame_recipe, make_sources, make_tokenizer
 from streamtune.recipe.build_grpo_groups import Layout
 from streamtune.recipe.build_grpo_log import CompletionLog
-from streamtune.recipe.build_grpo_objective import PolicyObjective, logprobs_of
+from streamtune.recipe.build_grpo_objective import PolicyObjective
 from streamtune.recipe.build_grpo_rewards import RewardJudge, make_judge
 from streamtune.recipe.build_grpo_stream import GrpoSteps, Scorer
 from streamtune.recipe.build_grpo_warm import WarmSteps, row_texts
 from streamtune.recipe.build_model import make_model
+from streamtune.recipe.build_reference import load_reference, streamed
 from streamtune.recipe.build_run import (
     Doing,
     Notify,
@@ -39,6 +41,7 @@ from streamtune.recipe.build_run import (
 from streamtune.recipe.build_settings import StepPlan
 from streamtune.recipe.loader import LoadedRecipe
 from streamtune.recipe.schema_grpo import GrpoRecipe
+from streamtune.train.objective import autocast
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -106,6 +109,7 @@ def build_grpo(
             seed=recipe.seed,
             notify=notify,
         )
+        judge.check(prompts.train[:16])
         start.with_data(prompts.fingerprint)
         warm = WarmSteps(recipe, prompts.train, tokenizer) if recipe.sft_steps else None
         longest = min(prompts.report.length_percentiles["max"], recipe.max_prompt_length) + recipe.max_completion_length
@@ -123,7 +127,7 @@ def build_grpo(
             doing=doing,
         )
         share = _shares_prefix(recipe, handle, doing, notify)
-        reference = _make_reference(recipe, model, handle, start.device) if recipe.beta > 0 else None
+        reference = _reference_scorer(recipe, model, handle, tokenizer, start.device)
     return GrpoRun(
         loaded=loaded,
         start=start,
@@ -194,10 +198,132 @@ def _shares_prefix(recipe: GrpoRecipe, handle: StreamHandle, doing: Doing, notif
 
 
 def _plan_steps(recipe: GrpoRecipe, num_prompts: int) -> StepPlan:
-    """Count the optimizer steps. An epoch goes through every prompt once, ``num_iterations`` times through its rollout."""
+    """Count the optimizer steps. In an epoch every prompt is completed once, which makes ``num_iterations`` passes."""
     rollouts = -(-num_prompts // recipe.prompts_per_generation)
     steps_per_epoch = rollouts * recipe.steps_per_rollout * recipe.num_iterations
     steps = recipe.max_steps if recipe.max_steps > 0 else math.ceil(steps_per_epoch * recipe.num_train_epochs)
-    return StepPlan(
-        recipe.sft_steps + steps, steps_per_epoch, recipe.warmup_steps or math.ceil(steps * recipe.warmup_ratio)
+    warmup = recipe.warmup_steps or math.ceil(steps * recipe.warmup_ratio)
+    return StepPlan(recipe.sft_steps + steps, steps_per_epoch, warmup)
+
+
+def _learning_rate(recipe: GrpoRecipe, plan: StepPlan) -> Callable[[int], float]:
+    """That of the supervised steps, then the recipe's schedule over the others."""
+    before = optim.build_schedule(
+        "cosine",
+        learning_rate=recipe.learning_rate if recipe.sft_learning_rate is None else recipe.sft_learning_rate,
+        total_steps=recipe.sft_steps,
+        warmup_steps=recipe.sft_steps // 20,
+    )
+    after = optim.build_schedule(
+        recipe.lr_scheduler_type,
+        learning_rate=recipe.learning_rate,
+        total_steps=plan.total_steps - recipe.sft_steps,
+        warmup_steps=plan.warmup_steps,
+    )
+    return lambda step: before(step) if step < recipe.sft_steps else after(step - recipe.sft_steps)
+
+
+def _policy_scorer(recipe: GrpoRecipe, model: Any, handle: StreamHandle) -> Scorer:
+    """Log-probs under the policy as it is: in evaluation mode, as completions are written."""
+    policy = train.ModelReference(model, handle, temperature=recipe.temperature, adapters=True)
+    return _scorer(policy, recipe, next(model.parameters()).device)
+
+
+def _reference_scorer(
+    recipe: GrpoRecipe,
+    model: Any,
+    handle: StreamHandle,
+    tokenizer: PreTrainedTokenizerBase,
+    device: torch.device,
+) -> Scorer | None:
+    """Log-probs under the reference; None where the loss has no KL.
+
+    Raises:
+        ArgumentError: There is no such model, or its vocabulary is another.
+    """
+    if recipe.beta == 0:
+        return None
+    held = load_reference(recipe, model, tokenizer, device)
+    if held is None:
+        return _scorer(train.ModelReference(model, handle, temperature=recipe.temperature), recipe, device)
+    return _scorer(streamed(held, handle.schedule, temperature=recipe.temperature), recipe, device)
+
+
+def _scorer(reference: train.Reference, recipe: GrpoRecipe, device: torch.device) -> Scorer:
+    def logprobs(batch: train.TreeBatch) -> Tensor:
+        with autocast(device, recipe.bf16):
+            return reference.logprobs(batch.to(device))
+
+    return logprobs
+
+
+def _make_writer(run: GrpoRun) -> rollout.Writer:
+    recipe, device = run.recipe, run.start.device
+    ends = _end_tokens(run.model, run.tokenizer)
+    if recipe.use_vllm:
+        folder = run.directory.path / "vllm"
+        models.save_pretrained(run.model, run.tokenizer, folder)
+        return rollout.VllmWriter(
+            run.model,
+            folder,
+            end_token_ids=ends,
+            max_length=recipe.max_length,
+            memory_fraction=recipe.vllm_gpu_memory_utilization,
+        )
+    return rollout.TransformersWriter(
+        run.model,
+        end_token_ids=ends,
+        pad_token_id=run.tokenizer.pad_token_id,
+        prefill_chunk_size=run.handle.schedule.chunk_size,
+        max_rows=recipe.per_device_generation_batch_size or recipe.completions_per_generation,
+        computing=lambda: autocast(device, recipe.bf16),
+    )
+
+
+def _end_tokens(model: Any, tokenizer: PreTrainedTokenizerBase) -> list[int]:
+    """The tokenizer's end token, and those a checkpoint says generation ends with."""
+    base = model.get_base_model() if hasattr(model, "get_base_model") else model
+    said = getattr(base.generation_config, "eos_token_id", None)
+    listed = said if isinstance(said, list) else [said]
+    return sorted({token for token in (*listed, tokenizer.eos_token_id) if token is not None})
+
+
+def run_grpo(run: GrpoRun, console: Console) -> Outcome:
+    """Train, and where the run comes to its end save the model and let it answer the sample prompt.
+
+    Args:
+        run: From :func:`build_grpo`; used once.
+        console: Where progress is shown.
+
+    Raises:
+        RunError: It failed on the way; the checkpoints saved before are intact.
+    """
+    recipe = run.recipe
+    log = CompletionLog(run.directory, run.tokenizer, recipe.num_completions_to_print)
+    steps = GrpoSteps(
+        recipe,
+        run.prompts,
+        writer=_make_writer(run),
+        judge=run.judge,
+        policy=_policy_scorer(recipe, run.model, run.handle),
+        reference=run.reference,
+        layout=run.layout,
+        warm=run.warm,
+        log=log,
+    )
+
+    def begin(optimizer: torch.optim.Optimizer, progress: train.Progress) -> None:
+        log.cut(run.checkpoint.step if run.checkpoint else 0)
+        steps.activity = progress.activity
+        # The moments of supervised gradients would scale the first steps of another loss.
+        steps.on_first_rollout = optimizer.state.clear
+
+    return train_run(
+        run,
+        console,
+        objective=PolicyObjective(run.handle, recipe),
+        steps=steps,
+        validation=steps.held_out if run.prompts.validation else None,
+        learning_rate_at=_learning_rate(recipe, run.plan),
+        begin=begin,
     )

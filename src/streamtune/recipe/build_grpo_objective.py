@@ -17,7 +17,7 @@ from streamtune.engine import StreamHandle
 from streamtune.objectives import StepTotals, policy_loss
 from streamtune.recipe.schema_grpo import GrpoRecipe
 
-__all__ = ["MeasuredBatch", "PolicyBatch", "PolicyObjective", "logprobs_of"]
+__all__ = ["MeasuredBatch", "PolicyBatch", "PolicyObjective"]
 
 Metrics = Mapping[str, tuple[float, float]]
 
@@ -98,7 +98,13 @@ class PolicyObjective:
             assert totals is None or isinstance(totals, int)
             return self.supervised.score(model, batch, totals)
         assert isinstance(totals, StepTotals), "held-out prompts come with what was measured"
-        scores = logprobs_of(self.handle, model, batch, temperature=self.recipe.temperature, entropy=True)
+        scores = self.handle.logprobs(
+            targets=batch.shift_labels,
+            temperature=self.recipe.temperature,
+            entropy=True,
+            model=model,
+            **batch.arguments,
+        )
         assert scores.entropy is not None
         terms = policy_loss(
             self.recipe.loss_type,
@@ -112,18 +118,3 @@ class PolicyObjective:
             **self._loss,
         )
         return train.Score(terms.loss, scores.router_loss, metrics={**batch.metrics, **terms.metrics})
-
-
-def logprobs_of(
-    handle: StreamHandle, model: nn.Module, batch: train.TreeBatch, *, temperature: float, entropy: bool = False
-) -> Any:
-    """The log-probs of a batch's targets under the streamed model, ``[B, T]``: see ``StreamHandle.logprobs``."""
-    arguments = batch.arguments
-    return handle.logprobs(
-        arguments.pop("input_ids"),
-        batch.shift_labels,
-        temperature=temperature,
-        entropy=entropy,
-        model=model,
-        **arguments,
-    )

@@ -27,6 +27,7 @@ from streamtune.recipe.build_grpo_groups import Group, Layout, group_metrics, mi
 from streamtune.recipe.build_grpo_log import CompletionLog
 from streamtune.recipe.build_grpo_objective import MeasuredBatch
 from streamtune.recipe.schema_grpo import GrpoRecipe
+from streamtune.rewards import RewardScores
 
 __all__ = ["GrpoSteps", "Judge", "Scorer"]
 
@@ -37,14 +38,8 @@ OF_GROUPS = ("reward_std", "frac_reward_zero_std")
 class Judge(Protocol):
     """Scores completions by the reward functions of a recipe."""
 
-    def __call__(
-        self, prompts: Sequence[data.Prompt], completions: Sequence[list[int]]
-    ) -> dict[str, list[float | None]]:
-        """Return by function a score for each completion, which continues the prompt at its place; None: no opinion."""
-        ...
-
-    def total(self, scores: dict[str, list[float | None]]) -> list[float | None]:
-        """Return the weighted sum for each completion; None where no function had an opinion."""
+    def __call__(self, prompts: Sequence[data.Prompt], completions: Sequence[list[int]]) -> RewardScores:
+        """Score completions, each of the prompt at its place."""
         ...
 
 
@@ -104,6 +99,8 @@ class GrpoSteps:
         self.kl_in_reward = recipe.beta > 0 and recipe.loss_type in ("rloo", "remax")
         self.taken = 0
         """Steps handed out."""
+        self.on_first_rollout: Callable[[], None] = lambda: None
+        """Called when supervised steps are over."""
         self.current: _Rollout | None = None
         self.sampling = rollout.Sampling(
             max_completion_length=recipe.max_completion_length,
@@ -125,6 +122,8 @@ class GrpoSteps:
         if self.warm is not None and self.taken < self.recipe.sft_steps:
             self.taken += 1
             return self.warm.next_step()
+        if self.warm is not None and self.taken == self.recipe.sft_steps:
+            self.on_first_rollout()
         parts, iterations = self.recipe.steps_per_rollout, self.recipe.num_iterations
         while True:
             if self.current is None or self.current.next_part == parts * iterations:
@@ -150,8 +149,8 @@ class GrpoSteps:
                 prompt=-1,
                 completions=[completion.token_ids for completion in written],
                 truncated=[completion.truncated for completion in written],
-                rewards=self.judge.total(scores),
-                scores=scores,
+                rewards=scores.total,
+                scores=scores.by_function,
             )
             metrics = {name: value for name, value in group_metrics([whole]).items() if name not in OF_GROUPS}
             nothing = torch.zeros(1, 1, dtype=torch.int64)
@@ -193,7 +192,6 @@ class GrpoSteps:
         self.activity("scoring completions")
         asked = [prompt for prompt in prompts for _ in range(count)]
         scores = self.judge(asked, [completion.token_ids for group in written for completion in group])
-        rewards = self.judge.total(scores)
         groups = []
         for place, (number, completions) in enumerate(zip(numbers, written, strict=True)):
             own = slice(place * count, (place + 1) * count)
@@ -202,11 +200,11 @@ class GrpoSteps:
                     prompt=number,
                     completions=[completion.token_ids for completion in completions],
                     truncated=[completion.truncated for completion in completions],
-                    rewards=rewards[own],
-                    scores={name: values[own] for name, values in scores.items()},
+                    rewards=scores.total[own],
+                    scores={name: values[own] for name, values in scores.by_function.items()},
                 )
             )
-            passed = sum(reward is not None and reward >= recipe.pass_reward for reward in rewards[own])
+            passed = sum(reward is not None and reward >= recipe.pass_reward for reward in scores.total[own])
             self.picker.observe(number, passed=passed, tried=count)
         self._set_advantages(groups, prompts)
         self.log.wrote(self.taken + 1, groups, prompts)
@@ -222,7 +220,7 @@ class GrpoSteps:
         if recipe.loss_type == "remax":
             written = self._greedy(prompts)
             scores = self.judge(prompts, [completion.token_ids for completion in written])
-            greedy_N = _numbers(self.judge.total(scores)).repeat_interleave(count)
+            greedy_N = _numbers(scores.total).repeat_interleave(count)
         found = group_advantages(
             recipe.loss_type, rewards_N, group_N, scale_rewards=recipe.scale_rewards, greedy_N=greedy_N
         )
