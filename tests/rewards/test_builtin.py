@@ -216,6 +216,21 @@ def test_a_row_with_nothing_to_compare_has_no_score() -> None:
     assert rewards(["?", "?"], ["a", "a"], {"answer": [None, "a"]}).total == [None, 1.0]
 
 
+def test_an_error_of_a_row_names_the_row_and_blames_no_function() -> None:
+    rewards = load_rewards(["json_schema"])
+    with pytest.raises(RunError, match="the reward 'json_schema' cannot be computed: the schema uses") as error:
+        rewards(["?"] * 2, ["{}"] * 2, {"schema": [{}, {"$ref": "x"}]}, origins=["rows.jsonl:4", "rows.jsonl:9"])
+    assert error.value.where == "rows.jsonl:9"
+    assert error.value.mend.startswith("mend the row")
+
+
+@pytest.mark.parametrize("spec", ["regex_match(pattern='(')", "json_schema(schema={'$ref': 'x'})"])
+def test_a_value_for_all_rows_is_checked_before_the_run(spec: str) -> None:
+    with pytest.raises(ArgumentError, match=r"no regular expression|not read") as error:
+        load_rewards([spec])
+    assert error.value.where == "reward_funcs"
+
+
 def test_a_value_and_a_column_exclude_each_other() -> None:
     with pytest.raises(ArgumentError, match="exclude each other"):
         load_rewards(['exact_match(answer="a", column="b")'])

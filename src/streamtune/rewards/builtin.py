@@ -237,7 +237,7 @@ def bind(builtin: Builtin, options: Mapping[str, Any]) -> tuple[Callable[..., li
     """Return the reward as a function of (prompts, completions, columns), and the columns it needs.
 
     Raises:
-        ArgumentError: The options give the value and name a column as well.
+        ArgumentError: The options give the value and name a column as well, or the value is none the reward can use.
     """
     rest = dict(options)
     column = rest.pop("column", builtin.reads)
@@ -246,6 +246,11 @@ def bind(builtin: Builtin, options: Mapping[str, Any]) -> tuple[Callable[..., li
         raise ArgumentError(f"'{builtin.reads}' and 'column' exclude each other", where="reward_funcs")
     score = partial(builtin.function, **rest)
     from_rows = builtin.reads is not None and constant is None
+    if constant is not None and not builtin.runs_code:
+        try:
+            score("", constant)
+        except ValueError as error:
+            raise ArgumentError(str(error), where="reward_funcs") from error
 
     def one(completion: Any, value: Any) -> float | None:
         if builtin.reads is None:

@@ -19,6 +19,8 @@ from streamtune.rewards.spec import RewardFunction, load_reward
 
 __all__ = ["RewardScores", "Rewards", "load_rewards"]
 
+MEND = "mend the function; where it has nothing to say of a completion, let it return None"
+
 
 @dataclass(frozen=True)
 class RewardScores:
@@ -156,10 +158,16 @@ def _scores(name: str, function: RewardFunction, batch: _Batch) -> list[float | 
         returned = function.call(batch.prompts, batch.completions, batch.columns)
     except Exception as error:
         where = _culprit(function, batch)
+        if function.built_in and isinstance(error, ValueError):
+            raise RunError(
+                f"the reward '{name}' cannot be computed: {error}",
+                where=where,
+                mend="mend the row; where there is nothing to compare with, leave its value out (null)",
+            ) from error
         raise RunError(
             f"the reward function '{name}' raised {type(error).__name__}: {error}",
             where=", ".join(part for part in (_line_of(error, function), where) if part),
-            mend="mend the function; where it has nothing to say of a completion, let it return None",
+            mend=MEND,
         ) from error
     values = returned.tolist() if hasattr(returned, "tolist") else returned
     if not isinstance(values, list | tuple):
@@ -188,7 +196,7 @@ def _number(name: str, function: RewardFunction, batch: _Batch, number: int, val
     raise RunError(
         f"the reward function '{name}' gave the score {_shown(value)}",
         where=", ".join(part for part in (function.where, batch.where(number)) if part),
-        mend="give a finite number; where it has nothing to say of a completion, let it return None",
+        mend=MEND,
     )
 
 

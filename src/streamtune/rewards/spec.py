@@ -52,6 +52,7 @@ class RewardFunction:
     """columns it cannot be called without"""
     where: str = ""
     """``file:line`` of a function of the user's own"""
+    built_in: bool = False
 
 
 def load_reward(spec: str, *, allow_code: bool, directory: Path) -> RewardFunction:
@@ -113,7 +114,7 @@ def _built_in(name: str, options: dict[str, Any], *, allow_code: bool) -> Reward
         )
     _check_options(name, options, builtin.options, builtin.options)
     call, needs = bind(builtin, options)
-    return RewardFunction(name, call, needs)
+    return RewardFunction(name, call, needs, built_in=True)
 
 
 def _check_options(name: str, options: Iterable[str], accepted: Sequence[str], shown: Sequence[str]) -> None:
