@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import os
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
@@ -48,15 +48,14 @@ def make_tokenizer(
     sources: Sequence[data.Source],
     checkpoint: train.Checkpoint | None,
     notify: Callable[[str], None],
-    texts: Callable[[Sequence[data.Source]], Iterable[str]] = data.iter_texts,
 ) -> PreTrainedTokenizerBase:
-    """The tokenizer: the checkpoint's, one trained on the rows (their ``texts``), or one that is loaded."""
+    """The tokenizer: the checkpoint's, one trained on the rows, or one that is loaded."""
     if checkpoint is not None:
         return models.load_tokenizer(str(checkpoint.model_dir), trust_remote_code=recipe.trust_remote_code)
     spec = recipe.tokenizer
     tokenizer: PreTrainedTokenizerBase
     if spec is not None and spec.train is not None:
-        tokenizer = models.train_tokenizer(texts(sources), vocab_size=spec.train.vocab_size)
+        tokenizer = models.train_tokenizer(data.iter_texts(sources), vocab_size=spec.train.vocab_size)
         notify(f"trained a byte-level BPE tokenizer with {len(tokenizer):,} entries")
     else:
         name = spec.path if spec is not None else recipe.model_name_or_path

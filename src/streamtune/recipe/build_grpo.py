@@ -25,7 +25,7 @@ from streamtune.recipe.build_grpo_log import CompletionLog
 from streamtune.recipe.build_grpo_objective import PolicyObjective
 from streamtune.recipe.build_grpo_rewards import RewardJudge, make_judge
 from streamtune.recipe.build_grpo_stream import GrpoSteps, Scorer
-from streamtune.recipe.build_grpo_warm import WarmSteps, row_texts
+from streamtune.recipe.build_grpo_warm import WarmSteps
 from streamtune.recipe.build_model import make_model
 from streamtune.recipe.build_reference import load_reference, streamed
 from streamtune.recipe.build_run import (
@@ -98,7 +98,7 @@ def build_grpo(
             rollout.check_vllm(start.device)
         sources = make_sources(loaded)
         with doing("reading the tokenizer" if start.checkpoint else "making the tokenizer"):
-            tokenizer = make_tokenizer(recipe, sources, start.checkpoint, notify, row_texts)
+            tokenizer = make_tokenizer(recipe, sources, start.checkpoint, notify)
         judge = make_judge(recipe, loaded.path.parent, tokenizer)
         prompts = data.prepare_prompts(
             sources,

@@ -6,7 +6,7 @@ task cannot learn it from rewards. Held-out prompts take no part.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from itertools import islice
 from typing import TYPE_CHECKING, Any
 
@@ -22,7 +22,7 @@ from streamtune.recipe.schema_grpo import GrpoRecipe
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-__all__ = ["WarmSteps", "row_texts"]
+__all__ = ["WarmSteps"]
 
 
 class WarmSteps:
@@ -80,21 +80,3 @@ def _demonstration(prompt: data.Prompt, render: RowRenderer, max_length: int) ->
         )
     ids, labels = np.array(rendered.input_ids, dtype=np.int32), np.array(rendered.labels, dtype=np.int32)
     return data.Example(ids, labels, prompt.origin)
-
-
-def row_texts(sources: Sequence[data.Source]) -> Iterator[str]:
-    """All that the rows of prompts say, in whatever column: for training a tokenizer."""
-    for row, _ in data.iter_prompts(sources, lambda text: None):
-        yield from _texts(row.columns)
-
-
-def _texts(value: Any) -> Iterator[str]:
-    if isinstance(value, str):
-        yield value
-    elif isinstance(value, dict):
-        for key, item in value.items():
-            if key != "role":
-                yield from _texts(item)
-    elif isinstance(value, list):
-        for item in value:
-            yield from _texts(item)
