@@ -10,6 +10,7 @@ from streamtune.train.objective import Objective, Score, SupervisedObjective
 from streamtune.train.plot import draw_loss
 from streamtune.train.progress import Progress, format_duration, format_rate
 from streamtune.train.records import append_event, read_records, record_failure
+from streamtune.train.reference import ModelReference, Reference, evaluating
 from streamtune.train.rng import preserve_rng, seed_everything
 from streamtune.train.rundir import RunDirectory, check_same_run, find_checkpoint
 from streamtune.train.signals import StopRequest
@@ -21,10 +22,12 @@ __all__ = [
     "IGNORE_INDEX",
     "Checkpoint",
     "MicroBatch",
+    "ModelReference",
     "ModelWriter",
     "Objective",
     "Progress",
     "Progressed",
+    "Reference",
     "RunDirectory",
     "Score",
     "StepStream",
@@ -37,6 +40,7 @@ __all__ = [
     "checkpoint_path",
     "commit_directory",
     "draw_loss",
+    "evaluating",
     "find_checkpoint",
     "format_duration",
     "format_rate",
