@@ -119,7 +119,7 @@ def _describe_model(run: Run) -> str:
 
 
 def _describe_engine(run: Run) -> str:
-    return f"exact streamed backward: {run.handle.schedule.describe()}"
+    return f"exact streamed backward: {run.handle.schedule.describe(len(run.handle.layers))}"
 
 
 def _describe_steps(run: Run) -> str:

@@ -166,10 +166,14 @@ class LayerCall:
 
     def branch(self, branches: Branches) -> None:
         """The tokens are rows that share their beginnings: masks are those of rows that stand alone, for these."""
+
+        def branched(value: Any) -> Any:
+            if isinstance(value, LazyMask):
+                return branches.masked(value)
+            return {name: branched(item) for name, item in value.items()} if isinstance(value, dict) else value
+
         for group in (self.arguments, self.extra):
-            for key, value in group.items():
-                if isinstance(value, LazyMask):
-                    group[key] = branches.masked(value)
+            group |= {key: branched(value) for key, value in group.items()}
 
     @property
     def hidden(self) -> Tensor:

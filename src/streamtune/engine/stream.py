@@ -224,12 +224,13 @@ class StreamHandle:
         return reduced(counts)
 
     def remove(self) -> None:
-        """Restore the model exactly as it was; harmless when called twice."""
+        """Restore the model exactly as it was; harmless when called twice. A loss still to go backward is lost."""
         for hook in self._hooks:
             hook.remove()
         self.routers.remove()
         for layer in self.layers:
-            if isinstance(layer.__dict__.get("forward"), StreamedForward):
+            if isinstance(forward := layer.__dict__.get("forward"), StreamedForward):
+                forward.removed = True
                 del layer.forward
         for norm in self._norms:
             del norm.forward

@@ -215,9 +215,10 @@ def _put(scores: tuple[Tensor, Tensor], chunk: Tensor | slice, logits_nV: Tensor
         total = wide.logsumexp(-1)
         logprobs[part] = wide.gather(-1, targets_n[part, None]).squeeze(-1) - total
         if len(scores[1]):
-            p = (wide - total[:, None]).exp_()
-            # a logit of -inf has no share
-            entropies[part] = total - p.mul_(wide).nan_to_num_(nan=0.0).sum(-1)
+            # -sum p log p, as it stands: logsumexp(z) - sum p z would take two large numbers from each other
+            surprise = wide - total[:, None]
+            p = surprise.exp()
+            entropies[part] = -p.mul_(surprise).nan_to_num_(nan=0.0).sum(-1)  # what cannot be has no share
     scores[0][chunk] = logprobs
     if len(scores[1]):
         scores[1][chunk] = entropies

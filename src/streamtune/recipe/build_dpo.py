@@ -6,17 +6,17 @@ run_dpo     ask the reference where that is done before, train, save the model, 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from streamtune import data, models, objectives, train
-from streamtune.engine import StreamHandle, check_branches
-from streamtune.errors import ArgumentError, UnsupportedModelError
+from streamtune.engine import StreamHandle, check_branches, stream
+from streamtune.errors import DataError, UnsupportedModelError
 from streamtune.recipe.build import blame_recipe, make_sources, make_tokenizer
 from streamtune.recipe.build_batches import Steps
-from streamtune.recipe.build_model import make_model, make_reference_model
+from streamtune.recipe.build_model import make_model
 from streamtune.recipe.build_preference import (
     GivenReference,
     PairObjective,
@@ -114,17 +114,21 @@ def build_dpo(
             with doing("loading the reference"):
                 held = load_reference(recipe, model, tokenizer, start.device)
         share = _choose_layout(recipe, model, doing, notify)
+        rows, length = _largest(prepared, recipe, longest, share)
         handle, memory = plan_and_stream(
             recipe,
             model,
             start,
-            **_largest(prepared, recipe, longest, share),
+            rows=rows,
+            length=length,
             reserved=0 if held is None else _bytes_of(held),
             dry_run=dry_run,
             notify=notify,
             doing=doing,
         )
         measures = recipe.unpaired and objectives.UNPAIRED_LOSSES[recipe.loss_type].needs_baseline
+        if measures:
+            _check_prompts(prepared, recipe)
         batches = PreferenceBatches(
             prepared, recipe, pad_token_id=tokenizer.pad_token_id, share=share, measures=measures
         )
@@ -162,9 +166,7 @@ def run_dpo(run: DpoRun, console: Console) -> Outcome:
     """
     recipe, batches = run.recipe, run.batches
     held_out = (lambda: batches.held_out(recipe.per_device_eval_batch_size)) if batches.prepared.validation else None
-    return train_run(
-        run, console, objective=run.objective, steps=Steps(batches, recipe), validation=held_out
-    )
+    return train_run(run, console, objective=run.objective, steps=Steps(batches, recipe), validation=held_out)
 
 
 def prepare_trees(
@@ -206,19 +208,84 @@ def _check_loss(recipe: DpoRecipe) -> bool:
 
 
 def _choose_layout(recipe: DpoRecipe, model: Any, doing: Doing, notify: Notify) -> bool:
-    """Whether prompts are streamed once, after trying whether this very model can."""
+    """Whether prompts are streamed once, after trying whether this very model can.
+
+    Raises:
+        UnsupportedModelError: It cannot, and the recipe asks for it.
+    """
     if recipe.share_prefix == "never":
         return False
-    raise NotImplementedError
+    with doing("checking that prompts can be shared"), stream(model) as handle:
+        try:
+            check_branches(handle)
+        except UnsupportedModelError as error:
+            if recipe.share_prefix == "always":
+                error.where = "share_prefix"
+                raise
+            notify(f"each completion has its own copy of the prompt: {error.what}")
+            return False
+    return True
 
 
-def _largest(prepared: data.PreparedTrees, recipe: DpoRecipe, longest: int, share: bool) -> dict[str, int]:
-    """The shape of the largest micro-batch there may be: one sequence of whole trees, or a row for each completion."""
+def _largest(prepared: data.PreparedTrees, recipe: DpoRecipe, longest: int, share: bool) -> tuple[int, int]:
+    """Rows and tokens of the largest micro-batch there may be: one sequence of whole trees, or a row a completion."""
     size = recipe.per_device_train_batch_size
     if share:
-        return {"rows": 1, "length": size * prepared.report.tree_lengths["max"]}
+        return 1, size * prepared.report.tree_lengths["max"]
     completions = max(len(tree.completions) for tree in prepared.train)
-    return {"rows": size * completions, "length": longest}
+    return size * completions, longest
+
+
+def _check_prompts(prepared: data.PreparedTrees, recipe: DpoRecipe) -> None:
+    """Refuse data in which no completion belongs to another prompt.
+
+    Raises:
+        DataError: All rows have one prompt.
+    """
+    first = prepared.train[0].prompt
+    if all(tree.prompt == first for tree in prepared.train):
+        raise DataError(
+            f"all rows to train on have the same prompt, and {recipe.loss_type} measures its distance from the "
+            "reference on completions of other prompts",
+            where=prepared.train[0].origin,
+            mend="add rows with other prompts, or write loss_type: apo_zero_unpaired, which does not measure it",
+        )
+
+
+def _logps_of_reference(
+    recipe: DpoRecipe,
+    model: Any,
+    handle: StreamHandle,
+    tokenizer: PreTrainedTokenizerBase,
+    start: Start,
+    batches: PreferenceBatches,
+    notify: Notify,
+    doing: Doing,
+) -> KeptLogps:
+    """The reference's log-probs of every tree: those that are kept, or the reference is asked."""
+    # A run that is gone on with says under which key they are kept; its model is no longer the one it started with.
+    known = start.checkpoint.state["identity"].get("reference") if start.checkpoint is not None else None
+    if known is not None and (kept := read_logps(known)) is not None:
+        start.identity["reference"] = known
+        return kept
+    asked: Any = model
+    if asked_for(recipe) is not None or (recipe.finetuning_type == "full" and start.checkpoint is not None):
+        with doing("loading the reference"):
+            asked = load_reference(recipe, model, tokenizer, start.device)
+    with doing("reading the reference's weights"):
+        key = reference_key(asked, batches.asked(), bf16=recipe.bf16)
+    start.identity["reference"] = key
+    if (kept := read_logps(key)) is not None:
+        notify("the reference's log-probs are known from an earlier run")
+        return kept
+    reference = train.ModelReference(model, handle) if asked is model else streamed(asked, handle.schedule)
+    with doing("asking the reference"):
+        trees = map(batches.alone, batches.asked())
+        return compute_logps(key, reference, trees, start.device, bf16=recipe.bf16, notify=notify)
+
+
+def _bytes_of(model: Any) -> int:
+    return sum(parameter.nbytes for parameter in model.parameters())
 
 
 def _preferences(recipe: Any) -> DpoRecipe:

@@ -74,23 +74,18 @@ def tree_batch(trees: Sequence[data.Tree], *, pad_token_id: int, share: bool) ->
     return {**collated, "branches": Branches.of(lengths) if lengths is not None else None}
 
 
-def mismatched(trees: Sequence[data.Tree], tree: int, max_length: int) -> data.Tree:
-    """The prompt of one tree with the completions of the next one that has another prompt.
+def mismatched(tree: data.Tree, others: Sequence[data.Tree], start: int, max_length: int) -> data.Tree:
+    """The prompt of a tree with the completions of another: of the first from ``start`` on that has another prompt.
 
     Completions are cut so that the prompt and each of them have ``max_length`` tokens at most.
     """
-    own = trees[tree]
-    for distance in range(1, len(trees)):
-        other = trees[(tree + distance) % len(trees)]
-        if other.prompt != own.prompt:
-            break
-    else:
-        other = own  # One prompt only: there is no other, and nothing to be mismatched with.
-    room = max(max_length - len(own.prompt), 1)
+    turns = (others[(start + distance) % len(others)] for distance in range(len(others)))
+    other = next(candidate for candidate in turns if candidate.prompt != tree.prompt)
+    room = max(max_length - len(tree.prompt), 1)
     masks = other.masks and [mask[:room] for mask in other.masks]
     if masks is not None and not all(any(mask) for mask in masks):
         masks = None
-    return data.Tree(own.prompt, [ids[:room] for ids in other.completions], masks, own.origin)
+    return data.Tree(tree.prompt, [ids[:room] for ids in other.completions], masks, tree.origin)
 
 
 class PreferenceBatches:
@@ -135,7 +130,7 @@ class PreferenceBatches:
             yield from split
         if self.measures:
             for split in splits:
-                yield from (mismatched(split, tree, self.recipe.max_length) for tree in range(len(split)))
+                yield from (self._mismatched(split, unit) for unit in range(len(split)))
 
     def alone(self, tree: data.Tree) -> train.TreeBatch:
         """A tree in a batch of its own."""
@@ -146,10 +141,13 @@ class PreferenceBatches:
         beside = None
         if self.measures:
             total = self.num_train + len(self.prepared.validation)
-            others = [mismatched(split, unit, self.recipe.max_length) for unit in units]
+            others = [self._mismatched(split, unit) for unit in units]
             beside = self._batch(others, self._kept(units, total + before))
         trees = [split[unit] for unit in units]
         return replace(self._batch(trees, self._kept(units, before)), mismatched=beside)
+
+    def _mismatched(self, split: Sequence[data.Tree], unit: int) -> data.Tree:
+        return mismatched(split[unit], self.prepared.train, unit + 1, self.recipe.max_length)
 
     def _kept(self, units: Sequence[int], before: int) -> Tensor | None:
         return None if self.kept is None else self.kept.of(before + unit for unit in units)
@@ -224,7 +222,8 @@ class UnpairedObjective:
     """The mean over the completions of a step of a loss of ``objectives.unpaired``.
 
     Where the loss has a baseline, it is the mean log-ratio of the mismatched completions of the whole step, however the
-    step is split: they are scored once more before its first backward, without gradient and without dropout.
+    step is split: they are scored before its first backward, without gradient and without dropout. In evaluation it is
+    that of each batch.
 
     Args:
         handle: What streams the model.

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import hashlib
 import os
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -24,7 +24,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from streamtune import data, models, train
-from streamtune.engine import Schedule, StreamHandle, stream
+from streamtune.engine import Schedule, stream
 from streamtune.errors import ArgumentError, StreamTuneError, UserError
 from streamtune.recipe.build_model import choose_quantization, make_reference_model
 from streamtune.recipe.schema import Recipe
@@ -33,7 +33,16 @@ from streamtune.sizes import show_size
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-__all__ = ["KeptLogps", "asked_for", "cache_directory", "compute_logps", "load_reference", "reference_key", "streamed"]
+__all__ = [
+    "KeptLogps",
+    "asked_for",
+    "cache_directory",
+    "compute_logps",
+    "load_reference",
+    "read_logps",
+    "reference_key",
+    "streamed",
+]
 
 KEY = "ref_model_name_or_path"
 
@@ -44,9 +53,7 @@ def asked_for(recipe: Recipe) -> str | None:
     return name
 
 
-def load_reference(
-    recipe: Recipe, model: Any, tokenizer: PreTrainedTokenizerBase, device: torch.device
-) -> Any | None:
+def load_reference(recipe: Recipe, model: Any, tokenizer: PreTrainedTokenizerBase, device: torch.device) -> Any | None:
     """Load the model that is held beside the trained one; None where that is its own reference.
 
     Args:
@@ -100,7 +107,9 @@ def _check_vocabulary(
     mend = "use a reference with the tokenizer of the model, such as the model it was made from"
     ours, theirs = (m.get_input_embeddings().weight.shape[0] for m in (model, reference))
     if len(tokenizer) > theirs:
-        what = f"the reference '{name}' has an embedding of {theirs:,} rows, and the tokenizer {len(tokenizer):,} tokens"
+        what = (
+            f"the reference '{name}' has an embedding of {theirs:,} rows, and the tokenizer {len(tokenizer):,} tokens"
+        )
         raise ArgumentError(what, where=KEY, mend=mend)
     try:
         vocabulary = models.load_tokenizer(name, trust_remote_code=trust_remote_code).get_vocab()
@@ -134,7 +143,7 @@ class KeptLogps:
         return torch.cat(parts)
 
 
-def reference_key(model: Any, trees: Sequence[data.Tree], *, bf16: bool) -> str:
+def reference_key(model: Any, trees: Iterable[data.Tree], *, bf16: bool) -> str:
     """The hash of all that the reference's log-probs of some trees depend on; reads every weight once.
 
     Args:
@@ -149,8 +158,7 @@ def reference_key(model: Any, trees: Sequence[data.Tree], *, bf16: bool) -> str:
             _add_tensor(digest.update, parameter.detach())
     digest.update(f"autocast {bf16}".encode())
     for tree in trees:
-        masks = tree.masks
-        digest.update(repr((tree.prompt, tree.completions, masks)).encode())
+        digest.update(repr((tree.prompt, tree.completions, tree.masks)).encode())
     return digest.hexdigest()
 
 

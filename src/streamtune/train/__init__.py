@@ -6,7 +6,7 @@ from streamtune.train.batch import IGNORE_INDEX, MicroBatch, StepStream, TreeBat
 from streamtune.train.checkpoint import Checkpoint, ModelWriter, checkpoint_path, supersede, write_final
 from streamtune.train.loop import Progressed, train
 from streamtune.train.memory import GIB, is_out_of_memory, peak_memory_bytes
-from streamtune.train.objective import Objective, Score, SupervisedObjective
+from streamtune.train.objective import Objective, Score, SupervisedObjective, autocast
 from streamtune.train.plot import draw_loss
 from streamtune.train.progress import Progress, format_duration, format_rate
 from streamtune.train.records import append_event, read_records, record_failure
@@ -36,6 +36,7 @@ __all__ = [
     "TrainSettings",
     "TreeBatch",
     "append_event",
+    "autocast",
     "check_same_run",
     "checkpoint_path",
     "commit_directory",
