@@ -9,6 +9,7 @@ import typer
 from streamtune import __version__
 
 from .bench import bench
+from .dpo import dpo
 from .env import env
 from .grpo import grpo
 from .plan import plan
@@ -52,6 +53,7 @@ def streamtune(
 
 
 app.command("sft", rich_help_panel="Training")(sft)
+app.command("dpo", rich_help_panel="Training")(dpo)
 app.command("grpo", rich_help_panel="Training")(grpo)
 app.command("plan", rich_help_panel="Measuring")(plan)
 app.command("bench", rich_help_panel="Measuring")(bench)
