@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from streamtune import data, models, optim, rollout, train
-from streamtune.engine import StreamHandle, check_branches
+from streamtune.engine import StreamHandle, check_branches, stream
 from streamtune.errors import UnsupportedModelError
 from streamtune.objectives import POLICY_LOSSES, check_policy
 from streamtune.recipe.build import blame_recipe, make_sources, make_tokenizer
@@ -116,18 +116,24 @@ def build_grpo(
         with doing("loading the model"):
             model = make_model(recipe, tokenizer, start.checkpoint, start.device)
         tell_of_model(model, longest, start, notify)
+        held = None
+        if recipe.beta > 0:
+            with doing("loading the reference"):
+                held = load_reference(recipe, model, tokenizer, start.device)
+        share = _shares_prefix(recipe, model, doing, notify)
+        rows, length = _largest(recipe, longest, share)
         handle, memory = plan_and_stream(
             recipe,
             model,
             start,
-            rows=recipe.per_device_train_batch_size,
-            length=longest,
+            rows=rows,
+            length=length,
+            reserved=0 if held is None else sum(parameter.nbytes for parameter in held.parameters()),
             dry_run=dry_run,
             notify=notify,
             doing=doing,
         )
-        share = _shares_prefix(recipe, handle, doing, notify)
-        reference = _reference_scorer(recipe, model, handle, tokenizer, start.device)
+        reference = _reference_scorer(recipe, model, handle, held, start.device)
     return GrpoRun(
         loaded=loaded,
         start=start,
@@ -177,24 +183,39 @@ def _layout(recipe: GrpoRecipe, tokenizer: PreTrainedTokenizerBase, share: bool)
     )
 
 
-def _shares_prefix(recipe: GrpoRecipe, handle: StreamHandle, doing: Doing, notify: Notify) -> bool:
-    """Whether completions share their prompt.
+def _shares_prefix(recipe: GrpoRecipe, model: Any, doing: Doing, notify: Notify) -> bool:
+    """Whether completions share their prompt, after trying whether this very model can.
 
     Raises:
-        UnsupportedModelError: They are to, and the model cannot.
+        UnsupportedModelError: They are to, and it cannot.
     """
     if recipe.share_prefix == "never" or min(recipe.per_device_train_batch_size, recipe.num_generations) == 1:
         return False
-    try:
-        with doing("checking that this model shares prompts exactly"):
+    with doing("checking that prompts can be shared"), stream(model) as handle:
+        try:
             check_branches(handle)
-    except UnsupportedModelError as error:
-        if recipe.share_prefix == "always":
-            error.where = error.where or "share_prefix"
-            raise
-        notify(f"each completion gets its own copy of the prompt: {error.what}")
-        return False
+        except UnsupportedModelError as error:
+            if recipe.share_prefix == "always":
+                error.where = "share_prefix"
+                raise
+            notify(f"each completion has its own copy of the prompt: {error.what}")
+            return False
     return True
+
+
+def _largest(recipe: GrpoRecipe, longest: int, share: bool) -> tuple[int, int]:
+    """Sequences of the largest micro-batch there may be, and tokens of the longest of them.
+
+    Args:
+        recipe: The recipe.
+        longest: Tokens of the longest prompt with the longest completion.
+        share: Whether all is one sequence, each prompt in it once.
+    """
+    size = recipe.per_device_train_batch_size
+    if not share:
+        return size, longest
+    prompts = min(size, recipe.prompts_per_generation)  # of each there may be one completion that has a gradient
+    return 1, prompts * (longest - recipe.max_completion_length) + size * (recipe.max_completion_length + 1)
 
 
 def _plan_steps(recipe: GrpoRecipe, num_prompts: int) -> StepPlan:
@@ -230,20 +251,11 @@ def _policy_scorer(recipe: GrpoRecipe, model: Any, handle: StreamHandle) -> Scor
 
 
 def _reference_scorer(
-    recipe: GrpoRecipe,
-    model: Any,
-    handle: StreamHandle,
-    tokenizer: PreTrainedTokenizerBase,
-    device: torch.device,
+    recipe: GrpoRecipe, model: Any, handle: StreamHandle, held: Any | None, device: torch.device
 ) -> Scorer | None:
-    """Log-probs under the reference; None where the loss has no KL.
-
-    Raises:
-        ArgumentError: There is no such model, or its vocabulary is another.
-    """
+    """Log-probs under the reference: a model ``held`` beside the policy, or that without adapters; None without KL."""
     if recipe.beta == 0:
         return None
-    held = load_reference(recipe, model, tokenizer, device)
     if held is None:
         return _scorer(train.ModelReference(model, handle, temperature=recipe.temperature), recipe, device)
     return _scorer(streamed(held, handle.schedule, temperature=recipe.temperature), recipe, device)

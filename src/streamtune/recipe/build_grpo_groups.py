@@ -10,10 +10,10 @@ from typing import Any
 import torch
 
 from streamtune import data
-from streamtune.engine import Branches
 from streamtune.recipe.build_grpo_objective import Metrics, PolicyBatch
+from streamtune.recipe.build_preference import tree_batch
 
-__all__ = ["Group", "Layout", "group_metrics", "micro_batches", "remember_logprobs", "tree_arguments"]
+__all__ = ["Group", "Layout", "group_metrics", "micro_batches", "remember_logprobs"]
 
 Row = tuple[int, int]
 """A completion: the number of its group, and its own in the group."""
@@ -127,7 +127,7 @@ def _batch(groups: Sequence[Group], prompts: Sequence[data.Prompt], rows: Sequen
     trees = list(_trees(groups, prompts, rows, layout))
     read = [(groups[g], i) for g, i in rows if layout.counts(groups[g], i)]
     return PolicyBatch(
-        **tree_arguments(trees, pad_token_id=layout.pad_token_id, share=layout.share),
+        **tree_batch(trees, pad_token_id=layout.pad_token_id, share=layout.share),
         advantages_N=torch.tensor([groups[g].advantages[i] for g, i in rows], dtype=torch.float32),
         old_K=_tokens([group.old[i] if group.old else None for group, i in read]),
         ref_K=_tokens([group.ref[i] if group.ref else None for group, i in read]),
@@ -158,17 +158,6 @@ def _trees(
         masks = None if all(counts) else [[kept] * len(c) for kept, c in zip(counts, completions, strict=True)]
         yield data.Tree(prompt.input_ids, completions, masks, prompt.origin)
         start = stop
-
-
-def tree_arguments(trees: Sequence[data.Tree], *, pad_token_id: int, share: bool) -> dict[str, Any]:
-    """The fields of a :class:`streamtune.train.TreeBatch`."""
-    fields: dict[str, Any] = dict(data.collate_trees(trees, pad_token_id=pad_token_id, share=share))
-    lengths = fields.pop("tree_lengths")
-    fields["origins"] = tuple(fields["origins"])
-    if lengths is not None:
-        # The positions of a sequence of trees are those of its branches.
-        fields |= {"branches": Branches.of(lengths), "position_ids": None}
-    return fields
 
 
 def group_metrics(groups: Sequence[Group]) -> Metrics:
