@@ -51,7 +51,7 @@ def folder(tmp_path: Path, cache: Path, monkeypatch: pytest.MonkeyPatch) -> Path
 def test_a_dry_run_shows_the_plan(folder: Path, capfd: pytest.CaptureFixture[str]):
     assert run("--dry-run") == 0
     out = capfd.readouterr().out
-    assert "the last 2 layers kept whole" in out  # it all fits: nothing is recomputed
+    assert "no layer computed again: all kept whole" in out  # it all fits
     assert " predicted; about " in out
 
 

@@ -40,8 +40,18 @@ TIME_LIMIT = 150.0
 KINDS = ("plain", "masked", "right", "left")
 SCHEDULES = (
     Schedule(chunk_size=16, head_chunk_size=11),
-    Schedule(chunk_size=5, head_chunk_size=7, keep_kv=True),
+    Schedule(
+        chunk_size=5,
+        head_chunk_size=7,
+        offload="host",
+        levels=2,
+        segment_size=2,
+        keep_kv="host",
+        keep_attention="host",
+        stream_grads=True,
+    ),
 )
+"""Everything computed again from the layer inputs; everything kept or moved that can be, over two levels."""
 # In training these refuse a batch that does not say which tokens are text.
 NEEDS_TOKEN_TYPES = ("gemma3", "gemma4", "gemma4_unified")
 

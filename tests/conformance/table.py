@@ -20,9 +20,10 @@ HEAD = """\
 Every name of the causal language models of `transformers` {version}, tried with a tiny random model of its class.
 *Exact*: loss and the gradient of every parameter equal plain autograd's,
 `||g - g_ref|| <= 2e-5 max(||g_ref||, 1e-3 ||G_ref||)` in fp32, for plain, masked, right- and left-padded batches of
-3 x 37 tokens in chunks of 13 and of 5, in training mode; the largest error is in the table. *Refused*: `stream()` or
-`handle.check()` says so before training, by name. *Not a causal decoder*: another last token changes the outputs at
-earlier ones, or the class is no language model of its own.
+3 x 37 tokens in training mode, in chunks of 13 by a plain schedule, and in chunks of 5 with layer inputs, their
+gradients, keys, values and attention outputs on the host, over two levels; the largest error is in the table.
+*Refused*: `stream()` or `handle.check()` says so before training, by name. *Not a causal decoder*: another last token
+changes the outputs at earlier ones, or the class is no language model of its own.
 
 {counts}
 

@@ -150,3 +150,28 @@ def test_a_second_backward_through_the_same_forward(head: bool, retain: bool) ->
             loss.backward()
     layers = {name: p.grad for name, p in model.named_parameters() if "layers" in name}
     assert all(torch.equal(grad, before[name]) for name, grad in layers.items())
+
+
+@pytest.mark.parametrize("family", ["llama", "mixtral"])
+@pytest.mark.parametrize("again", [False, True])
+def test_a_backward_after_the_stream_was_removed(family: str, again: bool) -> None:
+    model = build(family)
+    want = gradients(model, batch("plain"))[1]
+    handle = streamtune.stream(model, chunk_size=8)
+    loss = model(**batch("plain")).loss
+    handle.remove()
+    if again:
+        handle = streamtune.stream(model, chunk_size=8)
+    with pytest.raises(ArgumentError, match="removed between a forward and its backward") as caught:
+        loss.backward()
+    assert "before handle.remove()" in caught.value.mend
+    assert worst(gradients(model, batch("plain"))[1], want) <= BOUND
+
+
+def test_another_attention_set_before_the_backward() -> None:
+    model = build("llama")
+    with streamtune.stream(model, chunk_size=8):
+        loss = model(**batch("plain")).loss
+        model.set_attn_implementation("eager")
+        with pytest.raises(UnsupportedModelError, match="set to 'eager' while the model is streamed"):
+            loss.backward()

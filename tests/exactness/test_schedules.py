@@ -229,3 +229,18 @@ def test_a_forward_without_a_backward_leaves_nothing(tmp_path: Path) -> None:
             assert handle.tiers.host.live_bytes > 0
             del loss
             assert handle.tiers.host.live_bytes == 0
+
+
+@pytest.mark.parametrize(
+    ("more", "layers", "said"),
+    [
+        ({"keep_layers": 2}, None, "the last 2 layers kept whole"),
+        ({"keep_layers": 2}, 3, "the last 2 layers kept whole"),
+        ({"keep_layers": 1}, 3, "the last layer kept whole"),
+        ({"keep_layers": 2}, 2, "no layer computed again: all kept whole"),
+        ({"keep_layers": 3, "levels": 2, "offload": "host"}, 2, "no layer computed again: all kept whole"),
+        ({"levels": 2, "keep_kv": "host"}, 2, "two levels, segments computed again; keys and values kept on host"),
+    ],
+)
+def test_a_schedule_in_words(more: dict[str, Any], layers: int | None, said: str) -> None:
+    assert Schedule(**more).describe(layers) == f"chunks of 2,048 tokens, head 1,024; {said}"

@@ -99,7 +99,7 @@ def _print_plan(planned: RecipePlan) -> None:
             ("model", _describe_model(planned)),
             ("step", _describe_step(planned)),
             ("device", _describe_device(planned)),
-            ("schedule", chosen.schedule.describe()),
+            ("schedule", chosen.schedule.describe(planned.layers)),
             ("time", _describe_time(planned)),
             ("rates", chosen.rates.source),
             ("binds", _describe_binding(chosen)),
@@ -111,7 +111,7 @@ def _print_plan(planned: RecipePlan) -> None:
     if chosen.alternatives:
         out.print()
         out.print(Text("alternatives, estimated", style="bold"))
-        out.print(_alternatives_table(chosen))
+        out.print(_alternatives_table(chosen, planned.layers))
 
 
 def _describe_model(planned: RecipePlan) -> str:
@@ -176,7 +176,7 @@ def _memory_table(chosen: Plan) -> Table:
     return table
 
 
-def _alternatives_table(chosen: Plan) -> Table:
+def _alternatives_table(chosen: Plan, layers: int) -> Table:
     table = Table(box=None, header_style="dim", pad_edge=False, padding=(0, 2, 0, 0))
     for name in ("  step", "device", "elsewhere"):
         table.add_column(name, justify="right", no_wrap=True)
@@ -187,7 +187,7 @@ def _alternatives_table(chosen: Plan) -> Table:
             f"  {show_seconds(other.step_seconds)}",
             show_size(other.peak_bytes),
             show_size(away) if away else "-",
-            Text.assemble(other.schedule.describe(), ": ", (other.why_not, "yellow" if other.fits else "red")),
+            Text.assemble(other.schedule.describe(layers), ": ", (other.why_not, "yellow" if other.fits else "red")),
         )
     return table
 

@@ -173,7 +173,7 @@ def _describe_schedule(report: ProbeReport) -> str:
     if report.schedule is None:
         return "the planner's"
     picked = ", picked by the planner" if report.task.schedule is None else ""
-    return report.schedule.describe() + picked
+    return report.schedule.describe(report.env.get("layers")) + picked
 
 
 def _describe_device(report: ProbeReport) -> str:

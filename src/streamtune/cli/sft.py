@@ -51,7 +51,7 @@ def sft(
 ) -> None:
     """Fine-tune a model on the rows of a recipe."""
     overrides = [*(set_ or []), *([f"output_dir={json.dumps(str(output_dir))}"] if output_dir else [])]
-    loaded = load_recipe(recipe, overrides)
+    loaded = load_recipe(recipe, overrides, "sft")
     # Threads that spin while they wait starve each other where the cores are shared; read when torch is imported.
     os.environ.setdefault("OMP_WAIT_POLICY", "passive")
     try:
@@ -104,7 +104,7 @@ def _describe_model(run: SftRun) -> str:
 
 
 def _describe_engine(run: SftRun) -> str:
-    return f"exact streamed backward: {run.handle.schedule.describe()}"
+    return f"exact streamed backward: {run.handle.schedule.describe(len(run.handle.layers))}"
 
 
 def _describe_steps(run: SftRun) -> str:

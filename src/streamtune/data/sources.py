@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import islice
@@ -15,7 +15,7 @@ from streamtune.data.readers import READERS, Row, format_of, read_file, without_
 from streamtune.data.stdlib_corpus import STDLIB_PATH, stdlib_rows
 from streamtune.errors import DataError, did_you_mean
 
-__all__ = ["Source", "read_rows"]
+__all__ = ["Source", "read_rows", "typed_rows"]
 
 
 @dataclass(frozen=True)
@@ -50,9 +50,42 @@ def read_rows(source: Source) -> Iterator[Row]:
         raise DataError(f"'{source.path}' has no rows", where=source.where or source.path)
 
 
+def typed_rows(
+    sources: Sequence[Source],
+    known: Sequence[str],
+    detect: Callable[[Row], str],
+    notify: Callable[[str], None],
+) -> Iterator[tuple[Row, str]]:
+    """Every row of every source with its type: the one its source names, or that of the source's first row.
+
+    Args:
+        sources: Where the rows come from, in order.
+        known: The types a source may name, besides ``auto``.
+        detect: Says which type a row looks like.
+        notify: Told what was detected, source by source.
+
+    Raises:
+        DataError: As :func:`read_rows` and ``detect``, or a source names a type that is not known.
+    """
+    for source in sources:
+        row_type = source.type
+        if row_type not in ("auto", *known):
+            raise DataError(
+                f"unknown row type '{row_type}'",
+                where=source.where or source.path,
+                mend=f"use {', '.join(('auto', *known))}",
+            )
+        for row in read_rows(source):
+            if row_type == "auto":
+                row_type = detect(row)
+                if source.path not in BUILT_IN:
+                    notify(f"{source.path}: rows look like '{row_type}'")
+            yield row, row_type
+
+
 def _all_rows(source: Source) -> Iterator[Row]:
-    if source.path == STDLIB_PATH:
-        yield from stdlib_rows(max_rows=source.max_rows)
+    if source.path in BUILT_IN:
+        yield from BUILT_IN[source.path](source)
         return
     try:
         files = _local_files(source)
@@ -160,3 +193,9 @@ def _quiet_without_terminal() -> Iterator[Any]:
         yield
     finally:
         datasets.enable_progress_bars()
+
+
+BUILT_IN: dict[str, Callable[[Source], Iterator[Row]]] = {
+    STDLIB_PATH: lambda source: stdlib_rows(max_rows=source.max_rows),
+}
+"""Datasets that every machine has, by the path that names them."""

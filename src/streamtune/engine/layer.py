@@ -16,6 +16,7 @@ from torch.autograd.function import once_differentiable
 
 from streamtune.engine.ambient import RandomState
 from streamtune.engine.balance import RouterWatch
+from streamtune.engine.branches import Branches
 from streamtune.engine.cache import ChunkCache
 from streamtune.engine.call import LayerCall
 from streamtune.engine.placement import Placement, Tiers, Trail
@@ -67,7 +68,7 @@ class StreamedForward:
         self.watch = watch
         self.bare_scans = mixers_with_a_bare_scan(layer)
         self.schedule = schedule
-        self.leaves_checked = self.settled = False
+        self.leaves_checked = self.settled = self.removed = False
         self.narrow_states = False
         """Whether its last call handed on a state in a narrower dtype than that of its hidden states."""
         configs: list[Any] = [getattr(module, "config", None) for module in layer.modules()]
@@ -91,6 +92,8 @@ class StreamedForward:
 
     def _call(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         call = LayerCall.bind(self.layer, args, kwargs, self.own)
+        if isinstance(self.facts.rows, Branches):
+            call.branch(self.facts.rows)
         if call.cache is not None:
             if not torch.is_grad_enabled():  # generation: the model's own cache, the model's own walk
                 return self._generate(call)
@@ -100,7 +103,7 @@ class StreamedForward:
                     where=type(self.layer).__name__,
                     mend="pass the whole sequence without past_key_values, or call the model under torch.no_grad()",
                 )
-        self._check_attention(call.length)
+        self.check_attention(call.length)
         parameters = [p for p in self.layer.parameters() if p.requires_grad]
         inputs = [*call.tensors(), *parameters]
         if not (torch.is_grad_enabled() and any(x.requires_grad for x in inputs)):
@@ -132,7 +135,7 @@ class StreamedForward:
         except ForeignAttentionError as error:
             raise UnsupportedModelError(error.what, mend="fill the cache after stream(model), not before") from error
 
-    def _check_attention(self, length: int) -> None:
+    def check_attention(self, length: int) -> None:
         """Another attention does not know that a chunk's queries are the last of its keys, and would be wrong.
 
         Neither can a choice of keys be repeated that was made between equals: a score of the value alone is the same
@@ -176,6 +179,7 @@ class _StreamedLayer(torch.autograd.Function):
             raise ArgumentError(
                 "a streamed layer can go backward once", mend="call the model again for a second backward"
             )
+        _check_in_place(ctx.owner, stream.length)
         inputs = [stream.source(), *ctx.saved_tensors]
         count = len(stream.along)
 
@@ -212,6 +216,17 @@ class _StreamedLayer(torch.autograd.Function):
         stream.release()
         ctx.stream = ctx.parameters = None
         return (None, None, *grad_inputs, *grad_parameters)
+
+
+def _check_in_place(owner: StreamedForward, length: int) -> None:
+    """Refuse a backward that would run the layer again by another attention, or without ears for its routers."""
+    if owner.removed:
+        raise ArgumentError(
+            "the stream was removed between a forward and its backward, which has to run the layers again",
+            where=type(owner.layer).__name__,
+            mend="call loss.backward() before handle.remove(), or inside of the with statement",
+        )
+    owner.check_attention(length)
 
 
 def _check_leaves(layer: nn.Module, z_out: Tensor, known: Sequence[Tensor]) -> None:

@@ -122,9 +122,16 @@ class Schedule:
         """Whether anything waits for the backward in the machine's memory."""
         return "host" in (self.offload, self.keep_kv, self.keep_attention)
 
-    def describe(self) -> str:
-        """One line for people: sizes, then whatever is not the default."""
+    def describe(self, layers: int | None = None) -> str:
+        """One line for people: sizes, then whatever is not the default.
+
+        Args:
+            layers: How many the model has, where that is known. If all are kept whole, that is said instead of what
+                becomes of those that are not.
+        """
         words = [f"chunks of {self.chunk_size:,} tokens, head {self.head_chunk_size:,}"]
+        if layers is not None and self.keep_layers >= layers:
+            return "; ".join([*words, "no layer computed again: all kept whole"])
         if self.offload != "device":
             rest = f", the last {self.device_layers} on the device" if self.device_layers else ""
             words.append(f"layer inputs on {self.offload}{rest}")

@@ -16,7 +16,7 @@ import torch
 from torch import nn
 
 from streamtune import models, plan
-from streamtune.engine import Schedule
+from streamtune.engine import Schedule, decoder_layers
 from streamtune.engine.arena import usable_host_bytes
 from streamtune.errors import ArgumentError
 from streamtune.plan.budget import device_name, free_device_bytes, free_disk_bytes
@@ -61,6 +61,7 @@ class RecipePlan:
         model_name: Class of the model.
         parameters: How many it has.
         dtype: Of its weights.
+        layers: Its decoder layers.
         length: Tokens of a row.
         device_name: The device that was planned for.
         here: Whether that is the device at hand.
@@ -71,6 +72,7 @@ class RecipePlan:
     model_name: str
     parameters: models.ParameterCount
     dtype: str
+    layers: int
     length: int
     device_name: str
     here: bool
@@ -117,6 +119,7 @@ def plan_recipe(
         model_name=type(base).__name__,
         parameters=models.count_parameters(model),
         dtype=str(base.dtype).removeprefix("torch."),
+        layers=len(decoder_layers(model)),
         length=length,
         device_name=target.title if target else device_name(here),
         here=target is None,

@@ -189,6 +189,8 @@ def build_sft(
 def _identify(recipe: Recipe, quantization: str | None) -> dict[str, Any]:
     """What a run that is gone on with must have in common with the one that was started."""
     identity: dict[str, Any] = {"recipe": recipe.model_dump(mode="json", exclude={*FREE_KEYS, "quantization"})}
+    if recipe.objective == "sft":  # runs were started before there was another
+        del identity["recipe"]["objective"]
     if quantization is not None:  # what `auto` became: on another device it is another model
         identity["recipe"]["quantization"] = quantization
     return identity
@@ -273,6 +275,7 @@ def _train(run: SftRun, writer: train.ModelWriter, stop: train.StopRequest, cons
     with train.Progress(console, plan.total_steps, first_step, recipe.logging_steps) as progress:
         return train.train(
             run.model,
+            train.SupervisedObjective(run.handle),
             optimizer,
             learning_rate_at,
             Steps(batches, recipe),

@@ -73,8 +73,11 @@ class DatasetSpec(Spec):
     """A .jsonl, .json, .parquet, .csv or .txt file (relative to the recipe, then to the working directory), the name
     of a dataset on the hub, or `python-stdlib` for the corpus built from this interpreter's own library."""
 
-    type: Literal["auto", "messages", "prompt_completion", "text", "alpaca", "sharegpt"] = "auto"
-    """Shape of a row; `auto` looks at the columns and prints what it found."""
+    type: Literal[
+        "auto", "messages", "prompt_completion", "text", "alpaca", "sharegpt", "preference", "unpaired", "prompt"
+    ] = "auto"
+    """Shape of a row; `auto` looks at the columns and prints what it found. dpo reads `preference` and `unpaired` rows,
+    grpo `prompt` rows, sft the others."""
 
     split: Text = "train"
     """Split of a dataset on the hub."""
@@ -97,7 +100,11 @@ class SampleSpec(Spec):
 
 
 class Recipe(Spec):
-    """Everything a supervised fine-tuning run depends on."""
+    """Everything a supervised fine-tuning run depends on; what other objectives have in common with it."""
+
+    objective: Literal["sft", "dpo", "grpo"] = "sft"
+    """What is trained for: `sft` the rows as they are, `dpo` preferences between completions, `grpo` rewards. The
+    command of that name implies it."""
 
     # --- model -------------------------------------------------------------------------------------------------
 
