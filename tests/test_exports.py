@@ -19,6 +19,7 @@ PUBLIC = {
         "token_logprobs",
     },
     "streamtune.data": {
+        "ARITHMETIC_PATH",
         "Batch",
         "CollatedTrees",
         "DataReport",
@@ -27,6 +28,7 @@ PUBLIC = {
         "IGNORE_INDEX",
         "NO_ROW",
         "OVERLENGTH",
+        "PREFERENCES_PATH",
         "PREFERENCE_TYPES",
         "PROMPT_TYPES",
         "PackedBatch",

@@ -12,9 +12,10 @@ from __future__ import annotations
 
 from streamtune.data.collate import Batch, PackedBatch, collate, collate_packed
 from streamtune.data.collate_trees import NO_ROW, CollatedTrees, collate_trees
+from streamtune.data.demos import ARITHMETIC_PATH, PREFERENCES_PATH
 from streamtune.data.fit_trees import IDENTICAL_PAIRS, TREE_OVERLENGTH
 from streamtune.data.packing import Packs, pack_rows
-from streamtune.data.prepare import OVERLENGTH, PreparedData, iter_texts, prepare
+from streamtune.data.prepare import OVERLENGTH, PreparedData, prepare
 from streamtune.data.prepare_prompts import PROMPT_TYPES, PreparedPrompts, prepare_prompts
 from streamtune.data.prepare_trees import PreparedTrees, prepare_preferences, prepare_unpaired
 from streamtune.data.prompt import Prompt, gather_columns
@@ -27,13 +28,16 @@ from streamtune.data.sampler import ResumableSampler
 from streamtune.data.sources import Source
 from streamtune.data.stdlib_corpus import STDLIB_PATH
 from streamtune.data.store import Example
+from streamtune.data.texts import iter_texts
 from streamtune.data.tree import Tree
 
 __all__ = [
+    "ARITHMETIC_PATH",
     "IDENTICAL_PAIRS",
     "IGNORE_INDEX",
     "NO_ROW",
     "OVERLENGTH",
+    "PREFERENCES_PATH",
     "PREFERENCE_TYPES",
     "PROMPT_TYPES",
     "ROW_TYPES",

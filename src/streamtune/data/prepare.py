@@ -20,7 +20,7 @@ from streamtune.data.packing import Packs, pack_rows
 from streamtune.data.progress import with_progress
 from streamtune.data.render import IGNORE_INDEX, Rendered, RowRenderer
 from streamtune.data.report import DataReport, length_percentiles
-from streamtune.data.rows import ROW_TYPES, Completion, Content, Conversation, detect_type, normalise
+from streamtune.data.rows import ROW_TYPES, Content, detect_type, normalise
 from streamtune.data.sources import Source, typed_rows
 from streamtune.data.store import Example, ExampleSequence, ExampleWriter, spill
 from streamtune.errors import ArgumentError, DataError
@@ -28,7 +28,7 @@ from streamtune.errors import ArgumentError, DataError
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-__all__ = ["OVERLENGTH", "PreparedData", "iter_texts", "prepare"]
+__all__ = ["OVERLENGTH", "PreparedData", "prepare"]
 
 OVERLENGTH = ("error", "truncate", "drop", "split")
 """What becomes of a row with more than ``max_length`` tokens."""
@@ -120,21 +120,6 @@ def _packed(prepared: PreparedData, max_length: int, seed: int) -> PreparedData:
 def _lengths(examples: Sequence[Example]) -> npt.NDArray[np.int64]:
     assert isinstance(examples, ExampleSequence)
     return examples.lengths()
-
-
-def iter_texts(sources: Sequence[Source], *, notify: Callable[[str], None] = lambda message: None) -> Iterator[str]:
-    """Yield the texts of all rows, for training a tokenizer: no chat template is applied.
-
-    Raises:
-        DataError: As :func:`prepare`.
-    """
-    for content, _ in _contents(sources, notify):
-        if isinstance(content, Conversation):
-            yield from (message["content"] for message in content.messages if message.get("content"))
-        elif isinstance(content, Completion):
-            yield content.prompt + content.completion
-        else:
-            yield content.text
 
 
 def _contents(sources: Sequence[Source], notify: Callable[[str], None]) -> Iterator[tuple[Content, str]]:

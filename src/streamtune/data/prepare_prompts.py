@@ -29,7 +29,7 @@ from streamtune.data.readers import Row
 from streamtune.data.render_prompt import PromptRenderer
 from streamtune.data.report import length_percentiles
 from streamtune.data.report_trees import TreeReport
-from streamtune.data.rows_preference import Said, check_order, prompt_digest, said
+from streamtune.data.said import Said, check_order, prompt_digest, said
 from streamtune.data.sources import Source, typed_rows
 from streamtune.data.store import TableWriter, spill
 from streamtune.errors import DataError
@@ -37,7 +37,7 @@ from streamtune.errors import DataError
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-__all__ = ["PROMPT_TYPES", "PreparedPrompts", "iter_prompts", "prepare_prompts"]
+__all__ = ["PROMPT_TYPES", "PreparedPrompts", "iter_prompts", "prepare_prompts", "prompt_of"]
 
 PROMPT_TYPES = ("prompts", "messages")
 """Names a recipe's ``type`` may have, besides ``auto``, for prompts."""
@@ -119,7 +119,7 @@ def iter_prompts(sources: Sequence[Source], notify: Callable[[str], None]) -> It
                 where=row.origin,
                 mend="rename the column",
             )
-        yield row, _prompt(row, row_type)
+        yield row, prompt_of(row, row_type)
 
 
 def detect_prompt_type(row: Row) -> str:
@@ -138,8 +138,12 @@ def detect_prompt_type(row: Row) -> str:
     )
 
 
-def _prompt(row: Row, row_type: str) -> Said:
-    """The prompt of a row."""
+def prompt_of(row: Row, row_type: str) -> Said:
+    """The prompt of a row.
+
+    Raises:
+        DataError: There is none, it is malformed, or it ends with what the assistant says.
+    """
     column = _COLUMN[row_type]
     if row.columns.get(column) is None:
         raise DataError(

@@ -14,8 +14,8 @@ import pyarrow.compute  # type: ignore[import-untyped]
 
 __all__ = ["PROMPT_SCHEMA", "Prompt", "PromptSequence", "gather_columns"]
 
-# A row's other columns may hold whatever its file format knows (dates, bytes): pickled, they come back as they were. The
-# file is written and read by one process and nobody else can open it.
+# A row's other columns may hold whatever its file format knows (dates, bytes): pickled, they come back as they were.
+# The file is written and read by one process, and nobody else can open it.
 PROMPT_SCHEMA = pa.schema([("input_ids", pa.list_(pa.int32())), ("said", pa.binary()), ("origin", pa.string())])
 
 

@@ -20,7 +20,7 @@ from streamtune.data.messages import check_message, from_sharegpt, text_field
 from streamtune.data.readers import Row
 from streamtune.errors import DataError, did_you_mean
 
-__all__ = ["ROW_TYPES", "Completion", "Content", "Conversation", "Document", "detect_type", "normalise"]
+__all__ = ["ROW_TYPES", "Completion", "Content", "Conversation", "Document", "detect_type", "looks_like", "normalise"]
 
 
 @dataclass(frozen=True)
@@ -71,7 +71,7 @@ def detect_type(row: Row) -> str:
     Raises:
         DataError: It looks like none.
     """
-    found = _looks_like(row.columns)
+    found = looks_like(row.columns)
     if found is None:
         raise DataError(
             f"cannot tell what the rows are from the columns {column_names(row.columns)}",
@@ -96,7 +96,8 @@ def normalise(row: Row, row_type: str) -> Content:
     return _NORMALISERS[row_type](row)
 
 
-def _looks_like(columns: Mapping[str, Any]) -> str | None:
+def looks_like(columns: Mapping[str, Any]) -> str | None:
+    """The first type whose columns are all there; None if there is none."""
     for row_type, required in REQUIRED_COLUMNS.items():
         present = [next((name for name in names if name in columns), None) for names in required]
         if None in present:
@@ -108,7 +109,7 @@ def _looks_like(columns: Mapping[str, Any]) -> str | None:
 
 
 def _missing_column(row: Row, row_type: str, column: str) -> DataError:
-    other = _looks_like(row.columns)
+    other = looks_like(row.columns)
     if other is not None and other != row_type:
         mend = f"this row looks like '{other}'; keep rows of different types in different files"
     else:

@@ -11,6 +11,7 @@ from itertools import islice
 from pathlib import Path
 from typing import Any
 
+from streamtune.data.demos import ARITHMETIC_PATH, PREFERENCES_PATH, TASKS, arithmetic_rows, preference_rows
 from streamtune.data.readers import READERS, Row, format_of, read_file, without_nulls
 from streamtune.data.stdlib_corpus import STDLIB_PATH, stdlib_rows
 from streamtune.errors import DataError, did_you_mean
@@ -23,13 +24,14 @@ class Source:
     """One entry of a recipe's ``datasets``."""
 
     path: str
-    """a file, a folder or a glob of files, a dataset on the hub, or ``python-stdlib``"""
+    """a file, a folder or a glob of files, a dataset on the hub, or one of :data:`BUILT_IN`"""
     type: str = "auto"
-    """``auto``, ``messages``, ``prompt_completion``, ``text``, ``alpaca`` or ``sharegpt``"""
+    """``auto``; ``messages``, ``prompt_completion``, ``text``, ``alpaca`` or ``sharegpt``; ``preference`` or
+    ``unpaired``; ``prompts``"""
     split: str = "train"
     """split of a dataset on the hub"""
     name: str | None = None
-    """configuration of a dataset on the hub"""
+    """configuration of a dataset on the hub, or the task of ``demo-arithmetic``"""
     max_rows: int | None = None
     """use the first so many rows"""
     where: str = ""
@@ -85,6 +87,7 @@ def typed_rows(
 
 def _all_rows(source: Source) -> Iterator[Row]:
     if source.path in BUILT_IN:
+        _check_choices(source, tuple(TASKS) if source.path == ARITHMETIC_PATH else ())
         yield from BUILT_IN[source.path](source)
         return
     try:
@@ -98,6 +101,24 @@ def _all_rows(source: Source) -> Iterator[Row]:
     else:
         for path, shown in files:
             yield from read_file(path, shown)
+
+
+def _check_choices(source: Source, names: Sequence[str]) -> None:
+    """Check what a source asks of a built-in dataset.
+
+    Raises:
+        DataError: It has no such split or no such part.
+    """
+    where = source.where or source.path
+    if source.split != "train":
+        raise DataError(
+            f"'{source.path}' is built in and has no split '{source.split}'",
+            where=where,
+            mend="leave out 'split'; hold rows out with val_size",
+        )
+    if source.name is not None and source.name not in names:
+        mend = did_you_mean(source.name, names) or (f"use {', '.join(names)}" if names else "leave out 'name'")
+        raise DataError(f"'{source.path}' is built in and has no part '{source.name}'", where=where, mend=mend)
 
 
 def _local_files(source: Source) -> list[tuple[Path, str]] | None:
@@ -197,5 +218,7 @@ def _quiet_without_terminal() -> Iterator[Any]:
 
 BUILT_IN: dict[str, Callable[[Source], Iterator[Row]]] = {
     STDLIB_PATH: lambda source: stdlib_rows(max_rows=source.max_rows),
+    PREFERENCES_PATH: lambda source: preference_rows(max_rows=source.max_rows),
+    ARITHMETIC_PATH: lambda source: arithmetic_rows(task=source.name, max_rows=source.max_rows),
 }
 """Datasets that every machine has, by the path that names them."""

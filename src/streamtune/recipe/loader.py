@@ -19,8 +19,8 @@ from .overrides import apply_overrides
 from .schema import Recipe
 from .shipped import shipped_names
 
-BUILT_IN = "python-stdlib"
-"""A dataset that is no file, even where a folder has its name."""
+BUILT_IN = ("python-stdlib", "demo-preferences", "demo-arithmetic")
+"""Datasets that are no files, even where a folder has their name."""
 
 __all__ = ["LoadedRecipe", "load_recipe"]
 
@@ -165,7 +165,7 @@ def _find_files(recipe: Recipe, folder: Path) -> Recipe:
 
     def find(value: str) -> str:
         beside = folder / Path(value).expanduser()
-        return str(beside) if value != BUILT_IN and _exists(beside) else value
+        return str(beside) if value not in BUILT_IN and _exists(beside) else value
 
     changes: dict[str, Any] = {
         "datasets": tuple(spec.model_copy(update={"path": find(spec.path)}) for spec in recipe.datasets)

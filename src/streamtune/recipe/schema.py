@@ -71,7 +71,8 @@ class DatasetSpec(Spec):
 
     path: Text
     """A .jsonl, .json, .parquet, .csv or .txt file (relative to the recipe, then to the working directory), the name
-    of a dataset on the hub, or `python-stdlib` for the corpus built from this interpreter's own library."""
+    of a dataset on the hub, or one that every machine has: `python-stdlib` (the corpus built from this interpreter's
+    own library), `demo-preferences` (pairs of answers with a rule), `demo-arithmetic` (tasks on digits)."""
 
     type: Literal[
         "auto", "messages", "prompt_completion", "text", "alpaca", "sharegpt", "preference", "unpaired", "prompt"
@@ -83,7 +84,8 @@ class DatasetSpec(Spec):
     """Split of a dataset on the hub."""
 
     name: Text | None = None
-    """Configuration of a dataset on the hub that has several."""
+    """Configuration of a dataset on the hub that has several; of `demo-arithmetic` its task: `copy`, `sort` or
+    `add`."""
 
     max_rows: Count | None = None
     """Use this many rows at most, from the start."""
