@@ -9,6 +9,7 @@ import typer
 from streamtune import __version__
 
 from .bench import bench
+from .dpo import dpo
 from .env import env
 from .plan import plan
 from .probe_max_len import probe_max_len
@@ -51,6 +52,7 @@ def streamtune(
 
 
 app.command("sft", rich_help_panel="Training")(sft)
+app.command("dpo", rich_help_panel="Training")(dpo)
 app.command("plan", rich_help_panel="Measuring")(plan)
 app.command("bench", rich_help_panel="Measuring")(bench)
 app.command("probe-max-len", rich_help_panel="Measuring")(probe_max_len)

@@ -75,10 +75,10 @@ class DatasetSpec(Spec):
     own library), `demo-preferences` (pairs of answers with a rule), `demo-arithmetic` (tasks on digits)."""
 
     type: Literal[
-        "auto", "messages", "prompt_completion", "text", "alpaca", "sharegpt", "preference", "unpaired", "prompt"
+        "auto", "messages", "prompt_completion", "text", "alpaca", "sharegpt", "preference", "unpaired", "prompts"
     ] = "auto"
     """Shape of a row; `auto` looks at the columns and prints what it found. dpo reads `preference` and `unpaired` rows,
-    grpo `prompt` rows, sft the others."""
+    grpo `prompts`, sft the others."""
 
     split: Text = "train"
     """Split of a dataset on the hub."""

@@ -115,7 +115,8 @@ def accumulate_gradients(
     """
     device, mend = device_of(model), settings.out_of_memory_mend
     reset_peak_memory(device)
-    totals = objective.totals(micro_batches)
+    with explain_out_of_memory(f"step {step}", micro_batches, mend):
+        totals = objective.totals(micro_batches)
     total, metrics = 0.0, _Means()
     model.train()
     if routers.need_counting:
