@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import io
 import json
 from pathlib import Path
 from typing import Any
@@ -10,7 +9,6 @@ from typing import Any
 import pytest
 import torch
 import yaml
-from rich.console import Console
 from torch import Tensor
 
 from streamtune.errors import ArgumentError, UnsupportedModelError
@@ -18,9 +16,9 @@ from streamtune.recipe import load_recipe
 from streamtune.recipe.build_batches import Batches, Steps
 from streamtune.recipe.build_settings import train_settings
 from streamtune.recipe.build_sft import SftRun, build_sft
-from streamtune.train import MicroBatch, Progress, Progressed, StopRequest
-from streamtune.train.loop import accumulate_gradients
+from streamtune.train import MicroBatch, StopRequest, SupervisedObjective
 from streamtune.train.routers import StepRouters
+from streamtune.train.step import accumulate_gradients
 from tests.exactness.families import BOUND, worst
 from tests.sft_kit import FIXED, RECIPE, run, write_recipe, write_rows
 
@@ -81,17 +79,18 @@ def gradient_of(run: SftRun, step: list[MicroBatch]) -> tuple[float, float | Non
     """Loss, balance loss and gradient of a step, by the loop's own function."""
     run.model.zero_grad(set_to_none=True)
     routers = StepRouters(run.handle, step)
-    loss = accumulate_gradients(
+    score = accumulate_gradients(
         run.model,
+        SupervisedObjective(run.handle),
         step,
         routers,
         settings=train_settings(run.recipe, run.plan, run.handle.schedule),
-        state=Progressed(),
-        progress=Progress(Console(file=io.StringIO()), total_steps=1),
+        step=1,
+        progress=lambda activity: None,
         stop=StopRequest(),
     )
-    assert loss is not None
-    return loss, routers.aux_loss, {name: p.grad.clone() for name, p in run.model.named_parameters()}
+    assert score is not None
+    return score.loss, routers.aux_loss, {name: p.grad.clone() for name, p in run.model.named_parameters()}
 
 
 def counted(model: Any, step: list[MicroBatch]) -> list[tuple[Tensor, Tensor, Tensor, Tensor]]:

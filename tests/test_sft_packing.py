@@ -16,7 +16,7 @@ from streamtune.recipe import load_recipe
 from streamtune.recipe.build_batches import Batches, Steps
 from streamtune.recipe.build_sft import SftRun, build_sft
 from streamtune.train import MicroBatch
-from streamtune.train.loop import loss_of
+from streamtune.train.objective import loss_of
 from tests.exactness.families import BOUND, worst
 from tests.sft_kit import FIXED, QWEN3, RECIPE, run, write_recipe, write_rows
 
@@ -48,7 +48,7 @@ def built(folder: Path, **more: Any) -> SftRun:
 
 
 def gradient(run: SftRun, batches: list[MicroBatch], num_targets: int) -> tuple[float, dict[str, Tensor]]:
-    """As ``train.loop.accumulate_gradients`` adds them up."""
+    """As ``train.step.accumulate_gradients`` adds them up."""
     run.model.zero_grad(set_to_none=True)
     losses = [loss_of(run.model, batch, num_targets=num_targets, bf16=False) for batch in batches]
     for loss in losses:

@@ -44,6 +44,7 @@ def test_validate_says_what_a_recipe_does(tmp_path, capsys):
         f"OK {path}",
         "  model      Qwen/Qwen3-8B",
         "  tokenizer  the model's own",
+        "  objective  supervised fine-tuning",
         "  training   LoRA of rank 16 on all-linear; weights in bfloat16",
         "  data       a (1,000 rows at most), b",
         "  length     131,072 tokens; a longer row is refused",
@@ -143,4 +144,4 @@ def test_copy_into_a_folder_that_is_not_there(tmp_path, capsys):
 def test_schema_prints_one_document(capsys):
     assert call("schema") == 0
     document = json.loads(capsys.readouterr().out)
-    assert set(document["properties"]) == set(Recipe.model_fields)
+    assert set(document["$defs"]["Recipe"]["properties"]) == set(Recipe.model_fields)

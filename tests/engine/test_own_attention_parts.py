@@ -11,7 +11,7 @@ from transformers.masking_utils import create_causal_mask
 
 import streamtune
 from streamtune.engine.outputs import LayerOutputs
-from streamtune.engine.stream import decoder_layers
+from streamtune.engine.streamable import decoder_layers
 from streamtune.engine.tiles import FormedMask, over, sees_future, tile
 from streamtune.errors import UnsupportedModelError
 from streamtune.ops import LazyMask

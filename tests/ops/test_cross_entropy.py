@@ -11,7 +11,13 @@ import torch
 from torch import Tensor
 from torch.nn.functional import cross_entropy, linear, log_softmax
 
-from streamtune.ops import linear_cross_entropy, project_cross_entropy, token_logprobs
+from streamtune.ops import (
+    linear_cross_entropy,
+    project_cross_entropy,
+    project_scores,
+    token_logprobs,
+    token_scores,
+)
 from streamtune.ops.cross_entropy import linear_cross_entropy_reference
 
 ROWS, LENGTH, VOCAB, HIDDEN = 3, 19, 71, 24
@@ -337,3 +343,84 @@ def test_the_weight_gradient_is_summed_in_the_asked_dtype(accumulate: torch.dtyp
     (got,) = torch.autograd.grad(fused(rounded, num_items=1, chunk_size=1, accumulate_dtype=accumulate), rounded.weight)
     assert got.dtype == torch.bfloat16
     assert relative(got, want) <= (5e-3 if accumulate == torch.float32 else 3e-2)
+
+
+def with_entropy(head: Head, transform: Callable[[Tensor], Tensor] | None, chunk_size: int) -> tuple[Tensor, Tensor]:
+    logprobs, entropy = token_scores(
+        head.hidden,
+        head.weight,
+        head.targets,
+        bias_V=head.bias,
+        transform=transform,
+        entropy=True,
+        chunk_size=chunk_size,
+    )
+    assert entropy is not None
+    return logprobs, entropy
+
+
+def projected_with_entropy(
+    head: Head, transform: Callable[[Tensor], Tensor] | None, chunk_size: int
+) -> tuple[Tensor, Tensor]:
+    def project(h: Tensor) -> Tensor:
+        logits = linear(h, head.weight, head.bias)
+        return logits if transform is None else transform(logits)
+
+    logprobs, entropy = project_scores(
+        head.hidden, project, head.leaves[1:], head.targets, entropy=True, chunk_size=chunk_size
+    )
+    assert entropy is not None
+    return logprobs, entropy
+
+
+SCORES = {"fused": with_entropy, "projected": projected_with_entropy}
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32], ids=["fp64", "fp32"])
+@pytest.mark.parametrize("transform", [None, softcap], ids=["", "softcap"])
+@pytest.mark.parametrize("part", ["both", "logprobs", "entropy"])
+@pytest.mark.parametrize("how", SCORES)
+def test_scores_and_their_gradients(how: str, part: str, transform: Any, dtype: torch.dtype) -> None:
+    """An objective may read log-probabilities, entropies (a bonus), or both."""
+    head = make(dtype)
+    logits = head.logits() if transform is None else transform(head.logits())
+    dense = log_softmax(logits, -1)
+    chosen = head.targets != -100
+    want = dense.gather(-1, head.targets.clamp_min(0)[..., None]).squeeze(-1).masked_fill(~chosen, 0.0)
+    want_entropy = -(dense.exp() * dense).sum(-1).masked_fill(~chosen, 0.0)
+
+    def loss(logprobs: Tensor, entropy: Tensor) -> Tensor:
+        weights = torch.linspace(-1, 1, LENGTH, dtype=dtype)
+        total = torch.zeros((), dtype=dtype)
+        if part != "entropy":
+            total = total + clipped_ratio(logprobs)
+        if part != "logprobs":
+            total = total + (weights * entropy.square()).sum()
+        return total
+
+    grads = torch.autograd.grad(loss(want, want_entropy), head.leaves)
+    for chunk_size in CHUNKS:
+        logprobs, entropy = SCORES[how](head, transform, chunk_size)
+        assert relative(logprobs, want) <= TOLERANCE[dtype]
+        assert relative(entropy, want_entropy) <= TOLERANCE[dtype]
+        for g, w in zip(torch.autograd.grad(loss(logprobs, entropy), head.leaves), grads, strict=True):
+            assert relative(g, w) <= 10 * TOLERANCE[dtype]
+
+
+def test_entropy_of_tokens_that_cannot_be() -> None:
+    """A vocabulary whose end is ruled out by -inf, as models with a padded head do."""
+    head = make(torch.float64)
+
+    def without_end(logits: Tensor) -> Tensor:
+        mask = torch.arange(VOCAB) >= VOCAB - 5
+        return logits.masked_fill(mask, -torch.inf)
+
+    targets = head.targets.masked_fill(head.targets >= VOCAB - 5, -100)
+    _, entropy = token_scores(head.hidden, head.weight, targets, bias_V=head.bias, transform=without_end, entropy=True)
+    assert entropy is not None
+    kept = log_softmax(head.logits()[..., : VOCAB - 5], -1)
+    want = -(kept.exp() * kept).sum(-1).masked_fill(targets == -100, 0.0)
+    assert relative(entropy, want) <= 1e-12
+    grads = torch.autograd.grad(entropy.sum(), head.leaves)
+    for g, w in zip(grads, torch.autograd.grad(want.sum(), head.leaves), strict=True):
+        assert relative(g, w) <= 1e-12

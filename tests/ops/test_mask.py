@@ -15,7 +15,9 @@ from transformers.masking_utils import (
     create_sliding_window_causal_mask,
 )
 
+from streamtune.engine import Branches
 from streamtune.engine.attention import NAME, dense_mask
+from streamtune.errors import UnsupportedModelError
 from streamtune.ops import LazyMask, MaskView
 from streamtune.ops import mask as mask_module
 from streamtune.ops import view as view_module
@@ -218,3 +220,60 @@ def test_causal_chunks_take_two_unmasked_kernel_calls() -> None:
         (32, 64, True, False),
     ]
     assert [(s.start, s.stop, s.causal, s.masked) for s in lazy.chunk(0, 32, 0).segments()] == [(0, 32, True, False)]
+
+
+TREES = ((11, (4, 2, 9)), (0, (3, 5)), (1, (6,)), (7, (5,)))
+
+
+@pytest.mark.parametrize("facts", [{}, {"window": 1}, {"window": 5}, {"window": 13}, {"span": 6}, {"function": True}])
+@pytest.mark.parametrize("size", [1, 4, 9, 20, LENGTH])
+def test_rows_that_share_their_beginning(facts: dict[str, Any], size: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Dense: every row's own square, put where its trunk and its branch lie."""
+    monkeypatch.setattr(view_module, "MASKED_KEYS", 7)
+    table = Branches.of(TREES).table
+    assert table.length == LENGTH
+    positions = torch.arange(LENGTH)
+    spans = None if "span" not in facts else (positions - positions % facts["span"])[None]
+
+    def every_third(b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
+        return ((q + k) % 3 != 1) | (q == k)
+
+    lazy = LazyMask(
+        1,
+        LENGTH,
+        LENGTH,
+        window=facts.get("window"),
+        span_start=spans,
+        function=every_third if "function" in facts else None,
+    )
+    alone = whole(lazy)[0, 0]
+    want = torch.zeros(LENGTH, LENGTH, dtype=torch.bool)
+    for part in table.parts:
+        trunk, own = torch.arange(part.trunk_start, part.trunk_stop), torch.arange(part.start, part.stop)
+        places = torch.cat([trunk, own])
+        row = alone[: len(places), : len(places)]
+        want[own[:, None], places] = row[len(trunk) :]
+    shared = lazy.branched(table)
+    assert torch.equal(whole(shared)[0, 0], want)
+    for start in range(0, LENGTH, size):
+        stop = min(start + size, LENGTH)
+        first = min(shared.first_key(start), start)
+        assert not want[start:stop, :first].any(), "a key before the first is seen"
+        assert torch.equal(from_segments(shared.chunk(start, stop, first))[0, 0], want[start:stop, first:stop])
+
+
+@pytest.mark.parametrize(
+    "facts",
+    [
+        {"batch_size": 2},
+        {"padding": torch.arange(LENGTH)[None] > 0},
+        {"row_start": torch.zeros(1, LENGTH, dtype=torch.long)},
+        {"block_start": torch.zeros(1, LENGTH, dtype=torch.long)},
+        {"q_length": 3},
+    ],
+    ids=lambda facts: next(iter(facts)),
+)
+def test_masks_that_are_not_of_one_row(facts: dict[str, Any]) -> None:
+    sizes = {"batch_size": 1, "q_length": LENGTH, "kv_length": LENGTH}
+    with pytest.raises(UnsupportedModelError, match="single row"):
+        LazyMask(**{**sizes, **facts}).branched(Branches.of(TREES).table)

@@ -10,7 +10,7 @@ from typing import Any
 import pydantic
 import pytest
 
-from streamtune.recipe import Recipe, json_schema, schema_file, shipped_recipes, with_schema
+from streamtune.recipe import RECIPES, Recipe, json_schema, schema_file, shipped_recipes, with_schema
 from streamtune.recipe.fields import expected, field_at, leaf_paths
 
 ROOT = Path(__file__).parent.parent.parent
@@ -33,7 +33,7 @@ def nodes(schema: Any) -> Iterator[dict[str, Any]]:
 
 def test_every_key_is_described():
     schema = json_schema()
-    for spec in [schema, *schema["$defs"].values()]:
+    for spec in schema["$defs"].values():
         for name, field in spec["properties"].items():
             assert len(field.get("description", "")) > 5, name
 
@@ -50,17 +50,30 @@ def test_no_title_of_pydantics_is_left():
     assert titles == ["StreamTune recipe"]
 
 
-def test_every_key_can_be_put_in_words():
-    for paths in leaf_paths().values():
+@pytest.mark.parametrize("kind", RECIPES.values())
+def test_every_key_can_be_put_in_words(kind):
+    for paths in leaf_paths(kind).values():
         for path in paths:
-            found, fragment = field_at(path)
+            found, fragment = field_at(path, kind)
             assert found == path
             assert expected(fragment)
 
 
-def test_leaf_names_are_unique_but_for_path_like_ones():
+@pytest.mark.parametrize("kind", RECIPES.values())
+def test_leaf_names_are_unique_but_for_path_like_ones(kind):
     """``--set NAME=...`` works for every leaf; ``train`` and the like are whole groups."""
-    assert {name for name, paths in leaf_paths().items() if len(paths) > 1} == set()
+    assert {name for name, paths in leaf_paths(kind).items() if len(paths) > 1} == set()
+
+
+@pytest.mark.parametrize("objective", RECIPES)
+def test_a_file_is_held_to_the_recipe_of_its_objective(objective):
+    """Followed by hand: a validator of JSON schemas is no dependency of ours."""
+    node = json_schema()
+    while "if" in node:
+        holds = node["if"]["properties"]["objective"]["const"] == objective
+        node = node["then"] if holds else node["else"]
+    definition = json_schema()["$defs"][node["$ref"].removeprefix("#/$defs/")]
+    assert set(definition["properties"]) == set(RECIPES[objective].model_fields)
 
 
 def test_a_recipe_is_frozen():

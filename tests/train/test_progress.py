@@ -51,7 +51,7 @@ def test_without_a_terminal_lines_are_key_value_pairs() -> None:
     with Progress(Console(file=output, width=30), total_steps=4, logging_steps=2) as progress:
         for step in range(1, 5):
             progress.step({**RECORD, "step": step})
-        progress.evaluated(4, 3.5)
+        progress.evaluated(4, {"eval_loss": 3.5})
         progress.saved(4, "runs/x/checkpoints/step-000004")
     lines = output.getvalue().splitlines()
     assert [line.split()[0] for line in lines] == ["step=2/4", "step=4/4", "step=4/4", "step=4/4"]

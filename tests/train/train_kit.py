@@ -17,10 +17,12 @@ from streamtune.train import (
     Checkpoint,
     MicroBatch,
     ModelWriter,
+    Objective,
     Progress,
     Progressed,
     RunDirectory,
     StopRequest,
+    SupervisedObjective,
     TrainSettings,
     train,
 )
@@ -88,6 +90,7 @@ class Trainer:
         self,
         model: torch.nn.Module,
         *,
+        objective: Objective | None = None,
         stream: RowStream | None = None,
         steps: int = 8,
         resume_from: Checkpoint | None = None,
@@ -110,6 +113,7 @@ class Trainer:
         with Progress(console, total_steps=steps) as progress:
             return train(
                 model,
+                objective or SupervisedObjective(),
                 build_optimizer("adamw", model.named_parameters(), learning_rate=learning_rate),
                 build_schedule("cosine", learning_rate=learning_rate, total_steps=steps, warmup_steps=2),
                 stream or RowStream(),

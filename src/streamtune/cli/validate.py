@@ -5,7 +5,7 @@ from __future__ import annotations
 from rich.text import Text
 
 from streamtune.errors import RecipeError
-from streamtune.recipe import LoadedRecipe, Recipe, load_recipe
+from streamtune.recipe import DpoRecipe, LoadedRecipe, Recipe, load_recipe
 
 from .console import out, print_json, print_note, print_rows
 from .options import JsonOption, RecipeArgument, SetOption
@@ -14,6 +14,7 @@ __all__ = ["recipe_facts", "validate"]
 
 OVERLENGTH = {"error": "refused", "truncate": "cut at the end", "drop": "left out", "split": "split into several"}
 ADAPTERS = {"lora": "LoRA", "qlora": "QLoRA"}
+OBJECTIVES = {"sft": "supervised fine-tuning", "dpo": "preferences", "grpo": "rewards"}
 TRAIN_ON = {"assistant": "the assistant's turns", "completion": "the completion", "all": "every token"}
 
 
@@ -44,10 +45,11 @@ def recipe_facts(recipe: Recipe) -> list[tuple[str, str]]:
     return [
         ("model", _model(recipe)),
         ("tokenizer", _tokenizer(recipe)),
+        ("objective", _objective(recipe)),
         ("training", _training(recipe)),
         ("data", ", ".join(_dataset(spec.path, spec.max_rows) for spec in recipe.datasets)),
         ("length", f"{recipe.max_length:,} tokens; a longer row is {OVERLENGTH[recipe.overlength]}"),
-        ("loss on", TRAIN_ON[recipe.train_on]),
+        *([("loss on", TRAIN_ON[recipe.train_on])] if recipe.objective == "sft" else []),
         ("batch", _batch(recipe)),
         ("optimizer", _optimizer(recipe)),
         ("duration", _duration(recipe)),
@@ -66,6 +68,13 @@ def _tokenizer(recipe: Recipe) -> str:
     if spec is None:
         return "the model's own"
     return f"trained on the rows, {spec.train.vocab_size:,} entries" if spec.train else str(spec.path)
+
+
+def _objective(recipe: Recipe) -> str:
+    if not isinstance(recipe, DpoRecipe):
+        return OBJECTIVES[recipe.objective]
+    compared = "completions judged one by one" if recipe.unpaired else "pairs of completions"
+    return f"{OBJECTIVES['dpo']}: {recipe.loss_type} loss of {compared}, beta {recipe.beta:g}"
 
 
 def _training(recipe: Recipe) -> str:

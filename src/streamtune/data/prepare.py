@@ -6,30 +6,29 @@ Everything is read and checked before this returns, so that a malformed last row
 from __future__ import annotations
 
 import hashlib
-import random
-import sys
 from array import array
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
 import numpy as np
 import numpy.typing as npt
 
+from streamtune.data.holdout import choose_held_out
 from streamtune.data.packing import Packs, pack_rows
+from streamtune.data.progress import with_progress
 from streamtune.data.render import IGNORE_INDEX, Rendered, RowRenderer
 from streamtune.data.report import DataReport, length_percentiles
-from streamtune.data.rows import ROW_TYPES, Completion, Content, Conversation, detect_type, normalise
-from streamtune.data.sources import Source, read_rows
-from streamtune.data.stdlib_corpus import STDLIB_PATH
+from streamtune.data.rows import ROW_TYPES, Content, detect_type, normalise
+from streamtune.data.sources import Source, typed_rows
 from streamtune.data.store import Example, ExampleSequence, ExampleWriter, spill
 from streamtune.errors import ArgumentError, DataError
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-__all__ = ["OVERLENGTH", "PreparedData", "iter_texts", "prepare"]
+__all__ = ["OVERLENGTH", "PreparedData", "prepare"]
 
 OVERLENGTH = ("error", "truncate", "drop", "split")
 """What becomes of a row with more than ``max_length`` tokens."""
@@ -85,11 +84,11 @@ def prepare(
         raise ArgumentError(f"overlength is '{overlength}'", where="overlength", mend=f"use {', '.join(OVERLENGTH)}")
     render = RowRenderer(tokenizer, train_on=train_on, notify=notify)
     with spill() as (writer, tables):
-        fitting = _Fitting(writer, max_length, overlength)
-        for content, origin in _progress(_contents(sources, notify)):
+        fitting = _Fitting(ExampleWriter(writer), max_length, overlength)
+        for content, origin in with_progress(_contents(sources, notify)):
             fitting.add(render(content, origin), origin)
         fitting.check(notify)
-    held_out = _choose_held_out(fitting, val_size, seed)
+    held_out = choose_held_out(fitting.row_digests, val_size, seed)
     rows = np.frombuffer(fitting.row_of_example, dtype=np.int64)
     train = np.flatnonzero(~held_out[rows])
     validation = np.flatnonzero(held_out[rows])
@@ -123,34 +122,10 @@ def _lengths(examples: Sequence[Example]) -> npt.NDArray[np.int64]:
     return examples.lengths()
 
 
-def iter_texts(sources: Sequence[Source], *, notify: Callable[[str], None] = lambda message: None) -> Iterator[str]:
-    """Yield the texts of all rows, for training a tokenizer: no chat template is applied.
-
-    Raises:
-        DataError: As :func:`prepare`.
-    """
-    for content, _ in _contents(sources, notify):
-        if isinstance(content, Conversation):
-            yield from (message["content"] for message in content.messages if message.get("content"))
-        elif isinstance(content, Completion):
-            yield content.prompt + content.completion
-        else:
-            yield content.text
-
-
 def _contents(sources: Sequence[Source], notify: Callable[[str], None]) -> Iterator[tuple[Content, str]]:
     """The normal form of every row of every source, with its origin."""
-    for source in sources:
-        row_type = source.type
-        if row_type not in ("auto", *ROW_TYPES):
-            known = ", ".join(("auto", *ROW_TYPES))
-            raise DataError(f"unknown row type '{row_type}'", where=source.where or source.path, mend=f"use {known}")
-        for row in read_rows(source):
-            if row_type == "auto":
-                row_type = detect_type(row)
-                if source.path != STDLIB_PATH:
-                    notify(f"{source.path}: rows look like '{row_type}'")
-            yield normalise(row, row_type), row.origin
+    for row, row_type in typed_rows(sources, ROW_TYPES, detect_type, notify):
+        yield normalise(row, row_type), row.origin
 
 
 @dataclass
@@ -270,50 +245,3 @@ def _piece(rendered: Rendered, start: int, size: int) -> Rendered:
 def _supervised(pieces: Sequence[Rendered]) -> list[Rendered]:
     """The pieces with a token that is trained on."""
     return [piece for piece in pieces if any(label != IGNORE_INDEX for label in piece.labels)]
-
-
-def _choose_held_out(fitting: _Fitting, val_size: float, seed: int) -> npt.NDArray[np.bool_]:
-    """[kept rows] whether a row is held out. Rows with the same tokens share their fate.
-
-    Raises:
-        DataError: Nothing would be left to train on.
-    """
-    digests = fitting.row_digests
-    held_out = np.zeros(len(digests), dtype=np.bool_)
-    if val_size <= 0:
-        return held_out
-    wanted = max(1, round(val_size * len(digests))) if val_size < 1 else int(val_size)
-    groups: dict[bytes, list[int]] = {}
-    for row, digest in enumerate(digests):
-        groups.setdefault(digest, []).append(row)
-    order = sorted(groups)
-    random.Random(seed).shuffle(order)
-    count = 0
-    for digest in order:
-        if count >= wanted:
-            break
-        held_out[groups[digest]] = True
-        count += len(groups[digest])
-    if held_out.all():
-        raise DataError(
-            f"val_size = {val_size:g} holds out all of the {len(digests):,} rows ({len(groups):,} different ones)",
-            where="val_size",
-            mend="hold out fewer rows, or add data",
-        )
-    return held_out
-
-
-def _progress(contents: Iterable[tuple[Content, str]]) -> Iterator[tuple[Content, str]]:
-    """Pass rows through, with a live count on stderr if that is a terminal."""
-    if not sys.stderr.isatty():
-        yield from contents
-        return
-    from rich.console import Console
-    from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
-
-    columns = (SpinnerColumn(), TextColumn("tokenising, {task.completed:,} rows"), TimeElapsedColumn())
-    with Progress(*columns, console=Console(stderr=True), transient=True) as progress:
-        task = progress.add_task("rows", total=None)
-        for item in contents:
-            yield item
-            progress.advance(task)

@@ -11,16 +11,16 @@ A row that does not fit is a ``DataError`` that names the row, what is missing a
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from streamtune.data.cells import column_names, has_roles, kind_of, parsed_cell, parsed_messages, tools_of
 from streamtune.data.messages import check_message, from_sharegpt, text_field
 from streamtune.data.readers import Row
 from streamtune.errors import DataError, did_you_mean
 
-__all__ = ["ROW_TYPES", "Completion", "Content", "Conversation", "Document", "detect_type", "normalise"]
+__all__ = ["ROW_TYPES", "Completion", "Content", "Conversation", "Document", "detect_type", "looks_like", "normalise"]
 
 
 @dataclass(frozen=True)
@@ -71,12 +71,14 @@ def detect_type(row: Row) -> str:
     Raises:
         DataError: It looks like none.
     """
-    found = _looks_like(row.columns)
+    found = looks_like(row.columns)
     if found is None:
         raise DataError(
-            f"cannot tell what the rows are from the columns {_names(row.columns)}",
+            f"cannot tell what the rows are from the columns {column_names(row.columns)}",
             where=row.origin,
-            mend="rows need 'messages', 'conversations', 'prompt' and 'completion', 'instruction' and 'output', or "
+            mend="rows with 'chosen' and 'rejected' are preference data: train on them with streamtune dpo"
+            if {"chosen", "rejected"} <= row.columns.keys()
+            else "rows need 'messages', 'conversations', 'prompt' and 'completion', 'instruction' and 'output', or "
             "'text'; rename the columns",
         )
     return found
@@ -94,47 +96,29 @@ def normalise(row: Row, row_type: str) -> Content:
     return _NORMALISERS[row_type](row)
 
 
-def _looks_like(columns: Mapping[str, Any]) -> str | None:
+def looks_like(columns: Mapping[str, Any]) -> str | None:
+    """The first type whose columns are all there; None if there is none."""
     for row_type, required in REQUIRED_COLUMNS.items():
         present = [next((name for name in names if name in columns), None) for names in required]
         if None in present:
             continue
-        if row_type == "messages" and present == ["conversations"] and not _has_roles(columns["conversations"]):
+        if row_type == "messages" and present == ["conversations"] and not has_roles(columns["conversations"]):
             continue  # the same column with from/value turns is sharegpt
         return row_type
     return None
 
 
-def _has_roles(turns: Any) -> bool:
-    turns = _parsed(turns)
-    return isinstance(turns, list) and bool(turns) and isinstance(turns[0], dict) and "role" in turns[0]
-
-
 def _missing_column(row: Row, row_type: str, column: str) -> DataError:
-    other = _looks_like(row.columns)
+    other = looks_like(row.columns)
     if other is not None and other != row_type:
         mend = f"this row looks like '{other}'; keep rows of different types in different files"
     else:
         mend = did_you_mean(column, row.columns) or f"add the column '{column}' or set the dataset's 'type'"
     return DataError(
-        f"a '{row_type}' row needs the column '{column}', this one has {_names(row.columns)}",
+        f"a '{row_type}' row needs the column '{column}', this one has {column_names(row.columns)}",
         where=row.origin,
         mend=mend,
     )
-
-
-def _names(columns: Mapping[str, Any]) -> str:
-    return ", ".join(f"'{name}'" for name in columns) or "no column"
-
-
-def _parsed(value: Any) -> Any:
-    """A list or object that a CSV or Parquet cell holds as JSON text; anything else as it is."""
-    if isinstance(value, str) and value.lstrip()[:1] in ("[", "{"):
-        try:
-            return json.loads(value)
-        except ValueError:
-            return value
-    return value
 
 
 def _conversation(
@@ -148,32 +132,18 @@ def _conversation(
             where=row.origin,
             mend="add one or remove the row",
         )
-    return Conversation(checked, _tools(tools, row.origin), first_answer)
-
-
-def _tools(value: Any, origin: str) -> list[dict[str, Any]] | None:
-    value = _parsed(value)
-    if value is None or value in ("", []):
-        return None
-    if not isinstance(value, list) or not all(isinstance(tool, dict) for tool in value):
-        raise DataError("'tools' must be a list of JSON schemas", where=origin)
-    return value
+    return Conversation(checked, tools_of(tools, row.origin), first_answer)
 
 
 def _turns(row: Row, names: tuple[str, ...]) -> tuple[str, list[Any]]:
     """The non-empty list in the first of ``names`` that the row has, with that name."""
     column = next(name for name in names if name in row.columns)
-    value = _parsed(row.columns[column])
+    value = parsed_cell(row.columns[column])
     if not isinstance(value, list):
-        raise DataError(f"'{column}' must be a list of messages, it is {_kind(value)}", where=row.origin)
+        raise DataError(f"'{column}' must be a list of messages, it is {kind_of(value)}", where=row.origin)
     if not value:
         raise DataError(f"'{column}' is empty", where=row.origin, mend="remove the row")
     return column, value
-
-
-def _kind(value: Any) -> str:
-    kinds = {str: "a string", dict: "an object", list: "a list", bool: "a boolean", int: "a number", float: "a number"}
-    return kinds.get(type(value), "null")
 
 
 def _messages(row: Row) -> Content:
@@ -196,7 +166,7 @@ def _alpaca(row: Row) -> Content:
     messages: list[dict[str, Any]] = []
     if row.columns.get("system"):
         messages.append({"role": "system", "content": text_field(row.columns, "system", row.origin)})
-    history = _parsed(row.columns.get("history") or [])
+    history = parsed_cell(row.columns.get("history") or [])
     if not isinstance(history, list) or not all(isinstance(turn, list) and len(turn) == 2 for turn in history):
         raise DataError("'history' must be a list of [instruction, output] pairs", where=row.origin)
     for asked, answered in history:
@@ -207,7 +177,7 @@ def _alpaca(row: Row) -> Content:
 
 
 def _prompt_completion(row: Row) -> Content:
-    prompt, completion = (_parsed_messages(row.columns[name]) for name in ("prompt", "completion"))
+    prompt, completion = (parsed_messages(row.columns[name]) for name in ("prompt", "completion"))
     if isinstance(prompt, list) and isinstance(completion, list):
         messages = [*prompt, *completion]
         tools = row.columns.get("tools")
@@ -216,12 +186,6 @@ def _prompt_completion(row: Row) -> Content:
     if not text:
         raise DataError("'completion' is empty, so there is nothing to train on", where=row.origin)
     return Completion(text_field(row.columns, "prompt", row.origin), text)
-
-
-def _parsed_messages(value: Any) -> Any:
-    """A list of messages that a cell holds as JSON text; a prompt that merely starts with a bracket stays text."""
-    parsed = _parsed(value)
-    return parsed if isinstance(parsed, list) and _has_roles(parsed) else value
 
 
 def _text(row: Row) -> Content:

@@ -4,18 +4,19 @@ from __future__ import annotations
 
 import re
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
 from typing import Any
 
+from streamtune.data.demos import ARITHMETIC_PATH, PREFERENCES_PATH, TASKS, arithmetic_rows, preference_rows
 from streamtune.data.readers import READERS, Row, format_of, read_file, without_nulls
 from streamtune.data.stdlib_corpus import STDLIB_PATH, stdlib_rows
 from streamtune.errors import DataError, did_you_mean
 
-__all__ = ["Source", "read_rows"]
+__all__ = ["Source", "read_rows", "typed_rows"]
 
 
 @dataclass(frozen=True)
@@ -23,13 +24,14 @@ class Source:
     """One entry of a recipe's ``datasets``."""
 
     path: str
-    """a file, a folder or a glob of files, a dataset on the hub, or ``python-stdlib``"""
+    """a file, a folder or a glob of files, a dataset on the hub, or one of :data:`BUILT_IN`"""
     type: str = "auto"
-    """``auto``, ``messages``, ``prompt_completion``, ``text``, ``alpaca`` or ``sharegpt``"""
+    """``auto``; ``messages``, ``prompt_completion``, ``text``, ``alpaca`` or ``sharegpt``; ``preference`` or
+    ``unpaired``; ``prompts``"""
     split: str = "train"
     """split of a dataset on the hub"""
     name: str | None = None
-    """configuration of a dataset on the hub"""
+    """configuration of a dataset on the hub, or the task of ``demo-arithmetic``"""
     max_rows: int | None = None
     """use the first so many rows"""
     where: str = ""
@@ -50,9 +52,43 @@ def read_rows(source: Source) -> Iterator[Row]:
         raise DataError(f"'{source.path}' has no rows", where=source.where or source.path)
 
 
+def typed_rows(
+    sources: Sequence[Source],
+    known: Sequence[str],
+    detect: Callable[[Row], str],
+    notify: Callable[[str], None],
+) -> Iterator[tuple[Row, str]]:
+    """Every row of every source with its type: the one its source names, or that of the source's first row.
+
+    Args:
+        sources: Where the rows come from, in order.
+        known: The types a source may name, besides ``auto``.
+        detect: Says which type a row looks like.
+        notify: Told what was detected, source by source.
+
+    Raises:
+        DataError: As :func:`read_rows` and ``detect``, or a source names a type that is not known.
+    """
+    for source in sources:
+        row_type = source.type
+        if row_type not in ("auto", *known):
+            raise DataError(
+                f"unknown row type '{row_type}'",
+                where=source.where or source.path,
+                mend=f"use {', '.join(('auto', *known))}",
+            )
+        for row in read_rows(source):
+            if row_type == "auto":
+                row_type = detect(row)
+                if source.path not in BUILT_IN:
+                    notify(f"{source.path}: rows look like '{row_type}'")
+            yield row, row_type
+
+
 def _all_rows(source: Source) -> Iterator[Row]:
-    if source.path == STDLIB_PATH:
-        yield from stdlib_rows(max_rows=source.max_rows)
+    if source.path in BUILT_IN:
+        _check_choices(source, tuple(TASKS) if source.path == ARITHMETIC_PATH else ())
+        yield from BUILT_IN[source.path](source)
         return
     try:
         files = _local_files(source)
@@ -65,6 +101,24 @@ def _all_rows(source: Source) -> Iterator[Row]:
     else:
         for path, shown in files:
             yield from read_file(path, shown)
+
+
+def _check_choices(source: Source, names: Sequence[str]) -> None:
+    """Check what a source asks of a built-in dataset.
+
+    Raises:
+        DataError: It has no such split or no such part.
+    """
+    where = source.where or source.path
+    if source.split != "train":
+        raise DataError(
+            f"'{source.path}' is built in and has no split '{source.split}'",
+            where=where,
+            mend="leave out 'split'; hold rows out with val_size",
+        )
+    if source.name is not None and source.name not in names:
+        mend = did_you_mean(source.name, names) or (f"use {', '.join(names)}" if names else "leave out 'name'")
+        raise DataError(f"'{source.path}' is built in and has no part '{source.name}'", where=where, mend=mend)
 
 
 def _local_files(source: Source) -> list[tuple[Path, str]] | None:
@@ -160,3 +214,11 @@ def _quiet_without_terminal() -> Iterator[Any]:
         yield
     finally:
         datasets.enable_progress_bars()
+
+
+BUILT_IN: dict[str, Callable[[Source], Iterator[Row]]] = {
+    STDLIB_PATH: lambda source: stdlib_rows(max_rows=source.max_rows),
+    PREFERENCES_PATH: lambda source: preference_rows(max_rows=source.max_rows),
+    ARITHMETIC_PATH: lambda source: arithmetic_rows(task=source.name, max_rows=source.max_rows),
+}
+"""Datasets that every machine has, by the path that names them."""

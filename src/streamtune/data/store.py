@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import tempfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,11 +14,11 @@ import numpy.typing as npt
 import pyarrow as pa  # type: ignore[import-untyped]
 import pyarrow.compute  # type: ignore[import-untyped]
 
-__all__ = ["Example", "ExampleSequence", "ExampleWriter", "IntArray", "spill"]
+__all__ = ["EXAMPLE_SCHEMA", "Example", "ExampleSequence", "ExampleWriter", "IntArray", "TableWriter", "spill"]
 
 IntArray = npt.NDArray[np.int32]
 
-_SCHEMA = pa.schema(
+EXAMPLE_SCHEMA = pa.schema(
     [("input_ids", pa.list_(pa.int32())), ("labels", pa.list_(pa.int32())), ("origin", pa.string())],
 )
 
@@ -38,18 +38,19 @@ class Example:
     """the row it comes from, ``file:line`` or ``file:row N``"""
 
 
-class ExampleWriter:
-    """Appends examples to an Arrow stream, holding no more than a mebi of tokens in memory."""
+class TableWriter:
+    """Appends rows to an Arrow stream, holding no more than a mebi of tokens in memory."""
 
-    def __init__(self, stream: Any) -> None:
+    def __init__(self, stream: Any, schema: pa.Schema) -> None:
         self._stream = stream
-        self._pending: list[Example] = []
+        self._schema = schema
+        self._pending: list[Mapping[str, Any]] = []
         self._pending_tokens = 0
 
-    def append(self, example: Example) -> None:
-        """Add one example."""
-        self._pending.append(example)
-        self._pending_tokens += len(example.input_ids)
+    def append(self, columns: Mapping[str, Any], tokens: int) -> None:
+        """Add one row of so many tokens."""
+        self._pending.append(columns)
+        self._pending_tokens += tokens
         if self._pending_tokens >= _FLUSH_TOKENS:
             self.flush()
 
@@ -57,17 +58,24 @@ class ExampleWriter:
         """Write what is pending."""
         if not self._pending:
             return
-        columns = {
-            "input_ids": [example.input_ids for example in self._pending],
-            "labels": [example.labels for example in self._pending],
-            "origin": [example.origin for example in self._pending],
-        }
-        self._stream.write_table(pa.table(columns, schema=_SCHEMA))
+        columns = {name: [row[name] for row in self._pending] for name in self._schema.names}
+        self._stream.write_table(pa.table(columns, schema=self._schema))
         self._pending, self._pending_tokens = [], 0
 
 
+class ExampleWriter:
+    """Appends examples to a table."""
+
+    def __init__(self, writer: TableWriter) -> None:
+        self._writer = writer
+
+    def append(self, example: Example) -> None:
+        """Add one example."""
+        self._writer.append(vars(example), len(example.input_ids))
+
+
 @contextmanager
-def spill() -> Iterator[tuple[ExampleWriter, list[pa.Table]]]:
+def spill(schema: pa.Schema = EXAMPLE_SCHEMA) -> Iterator[tuple[TableWriter, list[pa.Table]]]:
     """A writer, and a list that holds the written table, memory-mapped, once the block has ended without error.
 
     The file is deleted at once: the mapping keeps its bytes for as long as somebody holds the table, and a killed run
@@ -75,9 +83,9 @@ def spill() -> Iterator[tuple[ExampleWriter, list[pa.Table]]]:
     """
     tables: list[pa.Table] = []
     with tempfile.TemporaryDirectory(prefix="streamtune-data-", ignore_cleanup_errors=True) as folder:
-        path = Path(folder) / "examples.arrow"
-        with pa.OSFile(str(path), "wb") as file, pa.ipc.new_stream(file, _SCHEMA) as stream:
-            writer = ExampleWriter(stream)
+        path = Path(folder) / "rows.arrow"
+        with pa.OSFile(str(path), "wb") as file, pa.ipc.new_stream(file, schema) as stream:
+            writer = TableWriter(stream, schema)
             yield writer, tables
             writer.flush()
         with pa.ipc.open_stream(pa.memory_map(str(path))) as reader:

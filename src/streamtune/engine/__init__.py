@@ -6,6 +6,7 @@ before it), ``head``, and ``stream``, which puts them into a model. What models 
     call, outputs                   what goes into a layer and comes out of it, cut and joined
     attention, recognise, tiles     the attention and the mask a model asks for by name, or keeps
     rows, scan, sharing, balance    packed rows; Mamba-1's state; keys and values of other layers; a router's losses
+    branches, scores                rows that share their beginning; per-token log-probabilities for any objective
     walks                           one call of a layer: forward, again, project, replay
     pointwise                       the norms outside the layers
     placement, storage, kept        what a schedule means for a layer; where tensors (arena, disk) and attention wait
@@ -13,16 +14,22 @@ before it), ``head``, and ``stream``, which puts them into a model. What models 
 """
 
 from streamtune.engine.balance import RouterLoss, balance_coefficient, balances_itself
-from streamtune.engine.preflight import check_packing
+from streamtune.engine.branches import Branches
+from streamtune.engine.preflight import check_branches, check_packing
 from streamtune.engine.schedule import Schedule
-from streamtune.engine.stream import StreamHandle, decoder_layers, stream
+from streamtune.engine.scores import TokenScores
+from streamtune.engine.stream import StreamHandle, stream
+from streamtune.engine.streamable import decoder_layers
 
 __all__ = [
+    "Branches",
     "RouterLoss",
     "Schedule",
     "StreamHandle",
+    "TokenScores",
     "balance_coefficient",
     "balances_itself",
+    "check_branches",
     "check_packing",
     "decoder_layers",
     "stream",

@@ -142,8 +142,12 @@ class States:
         self.grads: dict[int, dict[StateKey, Tensor]] = {}
 
     def row_ends(self, position: int) -> bool:
-        """Whether every sequence begins a packed row here, so that nothing is carried on."""
-        return self.rows is not None and position in self.rows.clean_starts
+        """Whether no sequence carries anything on from here."""
+        return self.rows is not None and not self.rows.carries_on(position)
+
+    def left_before(self, position: int) -> int:
+        """Where the states were left that a chunk from ``position`` on takes up."""
+        return position if self.rows is None else self.rows.state_before(position)
 
     def narrower_than(self, dtype: torch.dtype) -> bool:
         """Whether a state is of a narrower floating dtype: its layer computes in that whatever it is given."""
@@ -208,7 +212,10 @@ class ChunkCache(Cache):
                 if (part := next(grads)) is not None:
                     total += part
         parts = {key: next(grads) for key in self.state_leaves}
-        self.states.grads[self.chunk.start] = {key: part for key, part in parts.items() if part is not None}
+        totals = self.states.grads.setdefault(self.states.left_before(self.chunk.start), {})
+        for key, part in parts.items():  # of a trunk's last state there are as many as branches take it up
+            if part is not None:
+                totals[key] = totals[key] + part if key in totals else part
 
     # What an attention layer asks.
 
@@ -303,7 +310,7 @@ class ChunkCache(Cache):
 
     def has_previous_state(self, layer_idx: int | None = None, state_idx: int | None = None) -> bool:
         """Whether earlier tokens of the row left a state."""
-        return bool(self.states.after.get(self.chunk.start))
+        return bool(self.states.after.get(self.states.left_before(self.chunk.start)))
 
     def is_recording_past(self, layer_idx: int) -> bool:
         """True: a chunk of one token must not take the layer's decoding path, which writes its state in place."""
@@ -312,7 +319,7 @@ class ChunkCache(Cache):
     def _before(self, key: StateKey) -> Tensor | None:
         self.met_states = True
         start, rows = self.chunk.start, self.states.rows
-        state = self.states.after.get(start, {}).get(key)
+        state = self.states.after.get(self.states.left_before(start), {}).get(key)
         if state is None:
             return None
         if self.walk == "replay" and state.is_floating_point():

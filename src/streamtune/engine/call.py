@@ -33,6 +33,7 @@ from torch import Tensor, nn
 
 from streamtune.engine.ambient import attention_as
 from streamtune.engine.attention import dense_mask
+from streamtune.engine.branches import Branches
 from streamtune.engine.cache import ChunkCache
 from streamtune.engine.rows import OTHER_WORDS
 from streamtune.engine.schedule import Schedule
@@ -162,6 +163,17 @@ class LayerCall:
             )
         elif key != self.hidden_name and isinstance(value, Tensor) and value.requires_grad:
             self.inputs[key] = self._dim(key, value, self.length)
+
+    def branch(self, branches: Branches) -> None:
+        """The tokens are rows that share their beginnings: masks are those of rows that stand alone, for these."""
+
+        def branched(value: Any) -> Any:
+            if isinstance(value, LazyMask):
+                return branches.masked(value)
+            return {name: branched(item) for name, item in value.items()} if isinstance(value, dict) else value
+
+        for group in (self.arguments, self.extra):
+            group |= {key: branched(value) for key, value in group.items()}
 
     @property
     def hidden(self) -> Tensor:

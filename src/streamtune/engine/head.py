@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from streamtune.engine.schedule import Schedule
 from streamtune.errors import UnsupportedModelError
-from streamtune.ops import linear_cross_entropy, project_cross_entropy
+from streamtune.ops import linear_cross_entropy, project_cross_entropy, project_scores, token_scores
 
 __all__ = ["LazyLogits", "StreamedHead"]
 
@@ -303,8 +303,7 @@ class StreamedHead:
             "ignore_index": ignore_index,
         }
         head: Any = self.module
-        plain = self.shadowed is None and not head._forward_hooks and not head._forward_pre_hooks
-        if type(head) is nn.Linear and plain:
+        if self._is_plain:
             return linear_cross_entropy(
                 logits.hidden,
                 head.weight,
@@ -317,6 +316,31 @@ class StreamedHead:
         return project_cross_entropy(
             logits.hidden, self._project(logits), [p for p in head.parameters() if p.requires_grad], targets, **sizes
         )
+
+    def scores(self, logits: LazyLogits, targets: Tensor, *, entropy: bool) -> tuple[Tensor, Tensor | None]:
+        """Log-probabilities ``[...]`` of targets ``[...]``, -100 for none, and their entropies where asked for."""
+        size = self.schedule.head_chunk_size
+        head: Any = self.module
+        if self._is_plain:
+            return token_scores(
+                logits.hidden,
+                head.weight,
+                targets,
+                bias_V=head.bias,
+                transform=logits.transform if logits.steps else None,
+                entropy=entropy,
+                chunk_size=size,
+                accumulate_dtype=torch.float32 if self.schedule.grad_dtype == "float32" else head.weight.dtype,
+            )
+        wanted = [p for p in head.parameters() if p.requires_grad]
+        return project_scores(logits.hidden, self._project(logits), wanted, targets, entropy=entropy, chunk_size=size)
+
+    @property
+    def _is_plain(self) -> bool:
+        """Whether the head is a matrix and nothing else."""
+        head: Any = self.module
+        hooked = bool(head._forward_hooks or head._forward_pre_hooks)
+        return type(head) is nn.Linear and self.shadowed is None and not hooked
 
     def _project(self, logits: LazyLogits) -> Step:
         forward = self.shadowed or type(self.module).forward.__get__(self.module)

@@ -16,6 +16,7 @@ from torch.autograd.function import once_differentiable
 
 from streamtune.engine.ambient import RandomState
 from streamtune.engine.balance import RouterWatch
+from streamtune.engine.branches import Branches
 from streamtune.engine.cache import ChunkCache
 from streamtune.engine.call import LayerCall
 from streamtune.engine.placement import Placement, Tiers, Trail
@@ -91,6 +92,8 @@ class StreamedForward:
 
     def _call(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         call = LayerCall.bind(self.layer, args, kwargs, self.own)
+        if isinstance(self.facts.rows, Branches):
+            call.branch(self.facts.rows)
         if call.cache is not None:
             if not torch.is_grad_enabled():  # generation: the model's own cache, the model's own walk
                 return self._generate(call)

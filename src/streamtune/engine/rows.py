@@ -83,6 +83,14 @@ class PackedRows:
                 )
         return found
 
+    def carries_on(self, position: int) -> bool:
+        """Whether any sequence goes on past a position, so that what it left there is taken up again."""
+        return position not in self.clean_starts
+
+    def state_before(self, position: int) -> int:
+        """Where the state was left that a chunk from ``position`` on takes up."""
+        return position
+
     def without_begun(self, state: Tensor, position: int) -> Tensor:
         """A state ``[B, ...]``, zero for the sequences that begin a row at the position."""
         if not state.is_floating_point():

@@ -8,18 +8,17 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import fields
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers import PreTrainedModel, modeling_layers
-from transformers.modeling_layers import GradientCheckpointingLayer
 
 from streamtune.engine.ambient import RandomState
 from streamtune.engine.attention import NAME
 from streamtune.engine.balance import RouterLoss, RouterTerms, RouterWatch, balances_itself, not_balanced, reduced
-from streamtune.engine.call import hands_on_cache, takes_cache
+from streamtune.engine.branches import Branches
 from streamtune.engine.head import LazyLogits, StreamedHead
 from streamtune.engine.layer import StreamedForward
 from streamtune.engine.placement import Tiers, Trail, place_layers
@@ -27,17 +26,20 @@ from streamtune.engine.pointwise import StreamedNorm, norms_outside
 from streamtune.engine.preflight import check_exact
 from streamtune.engine.rows import CallFacts, PackedRows, tells_of_rows
 from streamtune.engine.schedule import Schedule
-from streamtune.engine.tiles import FORMS, over
+from streamtune.engine.scores import Scored, TokenScores, token_scores_of
+from streamtune.engine.streamable import (
+    REFUSED_OUTPUTS,
+    attention_configs,
+    base_model,
+    check_streamable,
+    decoder_layers,
+    own_attention,
+    owners,
+)
+from streamtune.engine.tiles import over
 from streamtune.errors import ArgumentError, UnsupportedModelError
 
 __all__ = ["StreamHandle", "decoder_layers", "stream"]
-
-REFUSED_OUTPUTS = {
-    "output_attentions": "attention weights are never built",
-}
-
-STATES_IN_MODULES = ("conv1d_state", "recurrent_states", "recurrent_state", "ssm_state")
-"""What modules call a state they keep themselves, outside of the cache."""
 
 
 def stream(
@@ -84,90 +86,6 @@ def stream(
     return StreamHandle(model, schedule, head, router_loss)
 
 
-def base_model(model: nn.Module) -> PreTrainedModel:
-    """The ``transformers`` model inside adapter wrappers.
-
-    Raises:
-        UnsupportedModelError: There is none.
-    """
-    unwrap: Any = getattr(model, "get_base_model", None)
-    inner: Any = model if unwrap is None else unwrap()
-    if not isinstance(inner, PreTrainedModel):
-        raise UnsupportedModelError(f"{type(model).__name__} is not a transformers model")
-    return inner
-
-
-def decoder_layers(model: nn.Module) -> list[nn.Module]:
-    """The outermost layers that take a key/value cache, in order.
-
-    A layer says of itself that it is one (``GradientCheckpointingLayer``) and takes the cache by name. In a model where
-    none does, the members of its module lists are asked, and those that only hand the cache on.
-    """
-    found: list[nn.Module] = []
-
-    def visit(module: nn.Module, searching: bool) -> None:
-        for child in module.children():
-            listed = isinstance(module, nn.ModuleList) and searching and hands_on_cache(child)
-            if listed or (isinstance(child, GradientCheckpointingLayer) and takes_cache(child)):
-                found.append(child)
-            else:
-                visit(child, searching)
-
-    visit(model, searching=False)
-    if not found:
-        visit(model, searching=True)
-    return found
-
-
-def check_streamable(model: PreTrainedModel, layers: list[nn.Module]) -> None:
-    """Refuse, by name, what is known not to stream exactly.
-
-    Raises:
-        UnsupportedModelError: With the reason.
-    """
-    name, config = type(model).__name__, model.config.get_text_config(decoder=True)
-    if model.config.is_encoder_decoder:
-        raise UnsupportedModelError(f"{name} is an encoder-decoder; only causal decoders are streamed")
-    if not layers:
-        raise UnsupportedModelError(
-            f"{name} has no decoder layer with a key/value cache, so there is nothing to stream"
-        )
-    own = _own_attention(model, layers)
-    if own is not None and own not in FORMS:
-        raise UnsupportedModelError(
-            f"{name} computes its attention itself, by {own!r}, which does not know the tile of a chunk",
-            mend="load it with attn_implementation='eager'",
-        )
-    if isinstance(model, getattr(modeling_layers, "MtpModel", ())):
-        raise UnsupportedModelError(
-            f"{name} holds layers for multi-token prediction, which only draft: transformers gives them no loss",
-            mend="stream the causal language model they belong to",
-        )
-    for layer in layers:
-        if "forward" in layer.__dict__:
-            raise UnsupportedModelError(
-                f"{name} has a {type(layer).__name__} whose forward was replaced on the instance (a device map of "
-                "accelerate does that, and so do patches); chunks would go around it",
-                mend="load the model onto one device, or undo the patch",
-            )
-        for module in layer.modules():
-            if any(hasattr(module, state) for state in STATES_IN_MODULES):
-                raise UnsupportedModelError(
-                    f"{name} has layers whose {type(module).__name__} keeps a state in the module itself, which no "
-                    "chunk can be given"
-                )
-            if isinstance(module, nn.modules.batchnorm._NormBase):
-                raise UnsupportedModelError(
-                    f"{name} has a {type(module).__name__} in its {type(layer).__name__}; its statistic is of "
-                    "the whole sequence or batch, not a sum over chunks"
-                )
-    for flag, why in REFUSED_OUTPUTS.items():
-        if getattr(config, flag, False):
-            raise UnsupportedModelError(
-                f"{name} is configured with {flag}=True, but {why}", mend=f"set model.config.{flag} = False"
-            )
-
-
 class StreamHandle:
     """What :func:`stream` put into a model, and the way to take it out. Use as a context manager if you like."""
 
@@ -180,12 +98,13 @@ class StreamHandle:
         check_streamable(self.model, self.layers)
         self._head = StreamedHead(self.model, schedule) if head else None
         self.facts = CallFacts()
+        self._scored: Scored | None = None
         self.routers = RouterWatch(self.model, self.layers, router_loss)
         self._checkpointing: set[Any] = set()
         self._attention = [
-            (config, config._attn_implementation_internal) for config in _configs(self.model, self.layers)
+            (config, config._attn_implementation_internal) for config in attention_configs(self.model, self.layers)
         ]
-        self.own_attention = _own_attention(self.model, self.layers)
+        self.own_attention = own_attention(self.model, self.layers)
         """The implementation that layers which compute their attention themselves keep; None where ours is used."""
         for config, _ in self._attention:
             config._attn_implementation_internal = NAME if self.own_attention is None else over(self.own_attention)
@@ -201,13 +120,66 @@ class StreamHandle:
                 tiers=self.tiers,
                 trail=self._trail,
             )
-        self._norms = norms_outside(_owners(self.model, self.layers)[-1], self.layers)
+        self._norms = norms_outside(owners(self.model, self.layers)[-1], self.layers)
         for norm in self._norms:
             norm.forward = StreamedNorm(norm, schedule, self.tiers, self._trail)
         self._hooks = [
             self.model.register_forward_pre_hook(self._before, with_kwargs=True),
             self.model.register_forward_hook(self._after, always_call=True),
         ]
+
+    def logprobs(
+        self,
+        input_ids: Tensor,
+        targets: Tensor,
+        *,
+        branches: Branches | None = None,
+        entropy: bool = False,
+        temperature: float = 1.0,
+        model: nn.Module | None = None,
+        **arguments: Any,
+    ) -> TokenScores:
+        """Log-probabilities of any target tokens, streamed and differentiable: what objectives are made of.
+
+        Under ``torch.no_grad()`` it streams as well. Its gradient is that of ``log_softmax(logits / temperature)``.
+
+        Args:
+            input_ids: ``[B, T]``.
+            targets: ``[B, T]``: position t predicts ``targets[:, t]``, or nothing where that is -100.
+            branches: The tokens ``[1, T]`` are rows that share their beginnings; positions and mask follow from it.
+            entropy: Return the entropy of each target's distribution as well.
+            temperature: What logits are divided by.
+            model: What is called: a wrapper around the model (DeepSpeed's, DDP's); None is the model itself.
+            **arguments: More of the model's call: ``attention_mask``, ``position_ids``.
+
+        Raises:
+            ArgumentError: A shape is wrong, or the head is not streamed.
+            UnsupportedModelError: The model cannot be asked for logits of all tokens, or its rows cannot share theirs.
+        """
+        return token_scores_of(
+            self,
+            input_ids,
+            targets,
+            branches=branches,
+            entropy=entropy,
+            temperature=temperature,
+            model=model,
+            arguments=arguments,
+        )
+
+    @property
+    def streams_head(self) -> bool:
+        """Whether the language-model head is streamed too."""
+        return self._head is not None
+
+    @contextmanager
+    def scoring(self, branches: Branches | None) -> Iterator[Scored]:
+        """A call within returns its promised logits, and tells what it has to say of its routers."""
+        self._scored = Scored(branches)
+        try:
+            yield self._scored
+        finally:
+            self._scored = None
 
     def check(self) -> None:
         """Compare this very model streamed and unstreamed on a few random tokens; costs a few short forwards.
@@ -225,7 +197,7 @@ class StreamHandle:
         draw, if these follow in the same order.
 
         Args:
-            batches: Arguments of the model's call, each; labels are not read.
+            batches: Arguments of the model's call, each; labels are not read. ``branches`` may be among them.
 
         Returns:
             ``[E + 1]``: the routes by expert and, last, the number of pairs of a token and a layer's router; over all
@@ -237,8 +209,11 @@ class StreamHandle:
             for batch in batches:
                 unread = ("labels", "shift_labels", "num_items_in_batch", "output_router_logits")
                 read = {key: value for key, value in batch.items() if key not in unread}
+                branches: Branches | None = read.pop("branches", None)
+                if branches is not None:
+                    read |= branches.arguments(read["input_ids"])
                 self.routers.open(batch.get("attention_mask"))
-                self.facts.rows = self._rows((), read)
+                self.facts.rows = self._rows((), read) if branches is None else branches
                 try:
                     decoder(**{**read, "use_cache": False, **not_balanced(self.model)})
                 finally:
@@ -280,10 +255,12 @@ class StreamHandle:
             if getattr(module, "gradient_checkpointing", False):
                 module.gradient_checkpointing = False  # type: ignore[assignment]
                 self._checkpointing.add(module)  # once, however often a trainer turns it on again
-        with_labels = kwargs.get("labels") is not None
+        scored = self._scored
+        with_labels = kwargs.get("labels") is not None or scored is not None  # to be scored is to be trained on
         if kwargs.get("past_key_values") is None and (with_labels or model.training):
             kwargs = {**kwargs, "use_cache": False}
-        self.facts.rows = self._rows(args, kwargs)
+        branches = None if scored is None else scored.branches
+        self.facts.rows = self._rows(args, kwargs) if branches is None else branches
         if "position_ids" not in inspect.signature(type(self.model).forward).parameters:
             kwargs = {key: value for key, value in kwargs.items() if key != "position_ids"}  # it was for the rows
         if self._head is not None and with_labels:
@@ -301,7 +278,7 @@ class StreamHandle:
 
     def _checkpointed(self) -> Iterator[nn.Module]:
         """What may be told to checkpoint and is streamed instead: not an image tower beside the decoder."""
-        yield from _owners(self.model, self.layers)
+        yield from owners(self.model, self.layers)
         for layer in self.layers:
             yield from layer.modules()
 
@@ -324,7 +301,20 @@ class StreamHandle:
 
     def _after(self, model: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
         self.facts.rows = None
+        if self._scored is not None:
+            return self._promised(self._scored, output)
         return self._with_router_loss(self._without_promise(output))
+
+    def _promised(self, scored: Scored, output: Any) -> Any:
+        """The output with its promise of logits; what the routers add is told beside it."""
+        if self._head is not None:
+            self._head.close()
+        sums = self.routers.close() if self.routers.active else None
+        if sums is not None and output is not None:
+            balance, scored.router_loss = self.routers.losses(sums)
+            share = self.routers.share * balance.detach()
+            self.routers.terms = RouterTerms(torch.zeros_like(share), share)
+        return output
 
     def _with_router_loss(self, output: Any) -> Any:
         sums = self.routers.close() if self.routers.active else None
@@ -355,32 +345,3 @@ def _argument(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], n
     """An argument of the model's forward, however it was passed."""
     names = list(inspect.signature(type(model).forward).parameters)[1:]
     return kwargs.get(name, args[names.index(name)] if name in names[: len(args)] else None)
-
-
-def _owners(model: PreTrainedModel, layers: list[nn.Module]) -> list[PreTrainedModel]:
-    """The models around the layers, the outermost first."""
-    inside = {id(layer) for layer in layers}
-    return [
-        module
-        for module in model.modules()
-        if isinstance(module, PreTrainedModel) and any(id(child) in inside for child in module.modules())
-    ]
-
-
-def _own_attention(model: PreTrainedModel, layers: list[nn.Module]) -> str | None:
-    """The attention of layers that do not take it from ``transformers``' ``AttentionInterface``; None for others."""
-    owner = _owners(model, layers)[-1]
-    return None if owner._can_set_attn_implementation() else str(owner.config._attn_implementation_internal)
-
-
-def _configs(model: PreTrainedModel, layers: list[nn.Module]) -> list[Any]:
-    """The configs that name the attention of the decoder: the ones its layers and their model read, each once."""
-    owners: list[Any] = [model.config.get_text_config(decoder=True)]
-    owners += [module.config for module in _owners(model, layers)]
-    for layer in layers:
-        owners += [
-            m.config
-            for m in layer.modules()
-            if hasattr(m, "config") and hasattr(m.config, "_attn_implementation_internal")
-        ]
-    return list({id(config): config for config in owners}.values())

@@ -1,12 +1,16 @@
 """Tensors in, tensors out: attention of a chunk, mask tiles, log-probabilities and losses without full logits."""
 
 from streamtune.ops.attention import prefix_attention, prefix_attention_reference
-from streamtune.ops.cross_entropy import linear_cross_entropy, project_cross_entropy, token_logprobs
+from streamtune.ops.branching import Branch, BranchTable
+from streamtune.ops.cross_entropy import linear_cross_entropy, project_cross_entropy
+from streamtune.ops.logprobs import project_scores, token_logprobs, token_scores
 from streamtune.ops.mask import LazyMask
 from streamtune.ops.runs import row_starts
 from streamtune.ops.view import MaskView, Segment
 
 __all__ = [
+    "Branch",
+    "BranchTable",
     "LazyMask",
     "MaskView",
     "Segment",
@@ -14,6 +18,8 @@ __all__ = [
     "prefix_attention",
     "prefix_attention_reference",
     "project_cross_entropy",
+    "project_scores",
     "row_starts",
     "token_logprobs",
+    "token_scores",
 ]

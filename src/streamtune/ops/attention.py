@@ -144,7 +144,7 @@ class _PrefixAttention(torch.autograd.Function):
             o, lse = known
         ctx.save_for_backward(q, k, v, sinks, o, lse)
         ctx.whole, ctx.pieces, ctx.prefix = whole, pieces, prefix
-        ctx.shared_keys = view.mask.block_start is not None
+        ctx.shared_keys = view.mask.block_start is not None or view.mask.branches is not None
         return o.detach() if o.dtype == q.dtype else o.to(q.dtype)  # o itself may be kept, and gets no graph
 
     @staticmethod

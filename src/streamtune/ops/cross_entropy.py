@@ -1,4 +1,4 @@
-"""Log-probabilities and cross entropy of a language-model head that never holds more than one chunk of logits.
+"""Cross entropy of a language-model head that never holds more than one chunk of logits.
 
 Shape suffixes: B batch, T tokens, N = B * T or the target tokens among them, V vocabulary, C hidden size.
 Targets are already shifted: ``targets[:, t]`` is the token that position t predicts.
@@ -6,7 +6,7 @@ Targets are already shifted: ``targets[:, t]`` is the token that position t pred
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
@@ -16,10 +16,11 @@ from torch.autograd.function import once_differentiable
 
 from streamtune.errors import ArgumentError
 from streamtune.ops.head_kernels import Chunk, HeadShape, head_kernel, run_head
+from streamtune.ops.head_rows import TargetRows, autocast_dtype, cast, scaled
 from streamtune.ops.head_sweep import HeadGradients, Project, loss_and_grad
 from streamtune.ops.simulated import autocast_kind
 
-__all__ = ["linear_cross_entropy", "linear_cross_entropy_reference", "project_cross_entropy", "token_logprobs"]
+__all__ = ["linear_cross_entropy", "linear_cross_entropy_reference", "project_cross_entropy"]
 
 
 def linear_cross_entropy(
@@ -52,8 +53,8 @@ def linear_cross_entropy(
     Returns:
         The scalar loss in fp32 (fp64 for fp64 inputs).
     """
-    rows = _Rows(targets_BT, ignore_index, chunk_size)
-    compute_dtype, grad_enabled = _autocast_dtype(hidden_BTC), torch.is_grad_enabled()
+    rows = TargetRows(targets_BT, ignore_index, chunk_size)
+    compute_dtype, grad_enabled = autocast_dtype(hidden_BTC), torch.is_grad_enabled()
     with torch.autocast(autocast_kind(hidden_BTC.device), enabled=False):
         total = _LinearCrossEntropy.apply(
             hidden_BTC.flatten(0, -2), weight_VC, bias_V, rows, transform, accumulate_dtype, compute_dtype, grad_enabled
@@ -75,41 +76,9 @@ def project_cross_entropy(
 
     ``parameters`` are the tensors ``project`` reads whose gradients are wanted.
     """
-    rows = _Rows(targets_BT, ignore_index, chunk_size)
+    rows = TargetRows(targets_BT, ignore_index, chunk_size)
     total = _ProjectCrossEntropy.apply(hidden_BTC.flatten(0, -2), rows, project, torch.is_grad_enabled(), *parameters)
     return total / rows.divisor(num_items)
-
-
-def token_logprobs(
-    hidden: Tensor,
-    lm_head_weight: Tensor,
-    targets: Tensor,
-    *,
-    lm_head_bias: Tensor | None = None,
-    chunk_size: int = 1024,
-    ignore_index: int = -100,
-) -> Tensor:
-    """Log-probability of each target, differentiable; the logits of a chunk are computed again in the backward.
-
-    Equal to ``log_softmax(linear(hidden, weight, bias).float(), -1).gather(-1, targets)``, with 0 where the target is
-    ``ignore_index``.
-
-    Args:
-        hidden: ``[B, T, C]`` final hidden states.
-        lm_head_weight: ``[V, C]``.
-        targets: ``[B, T]``, already shifted.
-        lm_head_bias: ``[V]``.
-        chunk_size: Tokens whose logits exist at once.
-        ignore_index: Target value that has no log-probability.
-
-    Returns:
-        ``[B, T]`` in fp32 (fp64 for fp64 inputs).
-    """
-    rows = _Rows(targets, ignore_index, chunk_size)
-    compute_dtype = _autocast_dtype(hidden)
-    with torch.autocast(autocast_kind(hidden.device), enabled=False):
-        logprobs_N = _TokenLogprobs.apply(hidden.flatten(0, -2), lm_head_weight, lm_head_bias, rows, compute_dtype)
-    return logprobs_N.view(targets.shape)
 
 
 def linear_cross_entropy_reference(
@@ -121,31 +90,6 @@ def linear_cross_entropy_reference(
     return torch.nn.functional.cross_entropy(logits, targets_BT.flatten(), ignore_index=ignore_index)
 
 
-class _Rows:
-    """The positions that predict something, in chunks: slices where all do, indices (a chunk's copy) where some do."""
-
-    def __init__(self, targets_BT: Tensor, ignore_index: int, chunk_size: int) -> None:
-        self.targets, self.chunk_size = targets_BT.flatten(), chunk_size
-        self.positions = (self.targets != ignore_index).nonzero().squeeze(-1)
-        self.every = len(self.positions) == len(self.targets)
-
-    def chunks(self) -> Iterator[Tensor | slice]:
-        """Indices into the flattened positions, ``chunk_size`` of them at most."""
-        for start in range(0, len(self.positions), self.chunk_size):
-            chunk = slice(start, min(start + self.chunk_size, len(self.positions)))
-            yield chunk if self.every else self.positions[chunk]
-
-    def gradient(self, hidden_NC: Tensor) -> Tensor:
-        """A buffer for the gradient of the hidden states: zero wherever nothing is predicted."""
-        return torch.empty_like(hidden_NC) if self.every else torch.zeros_like(hidden_NC)
-
-    def divisor(self, num_items: Tensor | float | None) -> Tensor | float:
-        """What the summed loss is divided by."""
-        if num_items is None:
-            return max(1, len(self.positions))
-        return num_items.to(self.targets.device) if isinstance(num_items, Tensor) else num_items
-
-
 class _LinearCrossEntropy(torch.autograd.Function):
     """Sum over tokens of -log softmax(W h)[target]; dh = (p - onehot) W and dW = (p - onehot)' h in the same sweep."""
 
@@ -155,7 +99,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
         hidden: Tensor,
         weight: Tensor,
         bias: Tensor | None,
-        rows: _Rows,
+        rows: TargetRows,
         transform: Project | None,
         accumulate_dtype: torch.dtype,
         compute_dtype: torch.dtype | None,
@@ -163,14 +107,14 @@ class _LinearCrossEntropy(torch.autograd.Function):
     ) -> Tensor:
         wanted = [grad_enabled and needed for needed in ctx.needs_input_grad[:3]]
         ctx.inputs = (hidden.dtype, weight.dtype, None if bias is None else bias.dtype)
-        weight, bias = _cast(compute_dtype, weight, bias)
+        weight, bias = cast(compute_dtype, weight, bias)
         sums = HeadGradients(rows.gradient(hidden) if wanted[0] else None, weight, bias, wanted, accumulate_dtype)
         total = hidden.new_zeros((), dtype=torch.promote_types(hidden.dtype, torch.float32))
         shape = HeadShape(
             rows.chunk_size, weight.shape[0], weight.shape[1], weight.dtype, (wanted[0], wanted[1]), accumulate_dtype
         )
         for chunk in rows.chunks():
-            (h,) = _cast(compute_dtype, hidden[chunk])
+            (h,) = cast(compute_dtype, hidden[chunk])
             targets = rows.targets[chunk]
             kernel = None
             if bias is None and transform is None:
@@ -192,12 +136,14 @@ class _LinearCrossEntropy(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, grad_total: Tensor) -> tuple[Tensor | None, ...]:
         grads = _handed_out(ctx)
-        return (*_scaled(grads, ctx.inputs, grad_total), None, None, None, None, None)
+        return (*scaled(grads, ctx.inputs, grad_total), None, None, None, None, None)
 
 
 class _ProjectCrossEntropy(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, hidden: Tensor, rows: _Rows, project: Project, grad_enabled: bool, *params: Tensor) -> Tensor:
+    def forward(
+        ctx: Any, hidden: Tensor, rows: TargetRows, project: Project, grad_enabled: bool, *params: Tensor
+    ) -> Tensor:
         wanted = [p for p in params if p.requires_grad] if grad_enabled else []
         backward = grad_enabled and (bool(wanted) or ctx.needs_input_grad[0])
         grad_hidden = rows.gradient(hidden) if backward else None
@@ -222,49 +168,9 @@ class _ProjectCrossEntropy(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, grad_total: Tensor) -> tuple[Tensor | None, ...]:
         grads = _handed_out(ctx)
-        grad_hidden, *rest = _scaled(grads, ctx.inputs, grad_total)
+        grad_hidden, *rest = scaled(grads, ctx.inputs, grad_total)
         terms = iter(rest)
         return (grad_hidden, None, None, None, *(next(terms) if needed else None for needed in ctx.needed))
-
-
-class _TokenLogprobs(torch.autograd.Function):
-    @staticmethod
-    def forward(
-        ctx: Any,
-        hidden: Tensor,
-        weight: Tensor,
-        bias: Tensor | None,
-        rows: _Rows,
-        compute_dtype: torch.dtype | None,
-    ) -> Tensor:
-        ctx.inputs = (hidden.dtype, weight.dtype, None if bias is None else bias.dtype)
-        ctx.save_for_backward(hidden, weight, bias)
-        ctx.rows, ctx.compute_dtype = rows, compute_dtype
-        weight, bias = _cast(compute_dtype, weight, bias)
-        out = hidden.new_zeros(len(rows.targets), dtype=torch.promote_types(hidden.dtype, torch.float32))
-        for chunk in rows.chunks():
-            (h,) = _cast(compute_dtype, hidden[chunk])
-            logits = torch.nn.functional.linear(h, weight, bias).to(out.dtype)
-            out[chunk] = logits.gather(-1, rows.targets[chunk, None]).squeeze(-1) - logits.logsumexp(-1)
-        return out
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, grad_out: Tensor) -> tuple[Tensor | None, ...]:
-        rows: _Rows = ctx.rows
-        hidden, weight, bias = ctx.saved_tensors
-        weight, bias = _cast(ctx.compute_dtype, weight, bias)
-        wanted = ctx.needs_input_grad[:3]
-        sums = HeadGradients(rows.gradient(hidden) if wanted[0] else None, weight, bias, wanted, torch.float32)
-        for chunk in rows.chunks():
-            (h,) = _cast(ctx.compute_dtype, hidden[chunk])
-            logits = torch.nn.functional.linear(h, weight, bias)
-            # the loss is -log p, hence the sign
-            _, grad = loss_and_grad(logits, rows.targets[chunk], None, True, reuse=True, factor_n=-grad_out[chunk])
-            assert grad is not None
-            sums.add(chunk, h, weight, grad)
-        one = torch.ones((), device=hidden.device)
-        return (*_scaled(sums.all(), ctx.inputs, one), None, None)
 
 
 def _sweep(h: Tensor, weight: Tensor, targets: Tensor, wanted: Sequence[bool]) -> Chunk:
@@ -286,31 +192,3 @@ def _handed_out(ctx: Any) -> tuple[Tensor | None, ...]:
     if grads is None:
         raise ArgumentError("a streamed loss can go backward once", mend="compute the loss again for a second backward")
     return grads
-
-
-def _autocast_dtype(hidden: Tensor) -> torch.dtype | None:
-    """The dtype autocast would run the head in, or None. Autocast itself is off: the sums keep their dtypes."""
-    kind = autocast_kind(hidden.device)
-    if hidden.dtype == torch.float64 or not torch.is_autocast_enabled(kind):
-        return None
-    return torch.get_autocast_dtype(kind)
-
-
-def _cast(dtype: torch.dtype | None, *tensors: Tensor | None) -> tuple[Any, ...]:
-    return tuple(t if t is None or dtype is None else t.to(dtype) for t in tensors)
-
-
-def _scaled(
-    grads: Sequence[Tensor | None], dtypes: Sequence[torch.dtype | None], factor: Tensor
-) -> list[Tensor | None]:
-    """Multiply the gradients of the sum by the upstream gradient, in the wider dtype, and cast to the input's.
-
-    ``factor`` stays a fp32 scalar: rounded to bf16 it would scale the whole gradient by up to 0.4%.
-    """
-    out: list[Tensor | None] = []
-    for grad, dtype in zip(grads, dtypes, strict=True):
-        if grad is None or dtype is None:
-            out.append(None)
-        else:
-            out.append(grad.to(torch.promote_types(grad.dtype, dtype)).mul_(factor).to(dtype))
-    return out

@@ -146,10 +146,18 @@ def _mask_mod(view: MaskView) -> Modifier:
     window = None if mask.window is None else torch.tensor(mask.window, device=mask.device)
     first, block, padding = mask.first_seen, mask.block_start, mask.padding
 
+    rows = None if mask.branches is None else mask.branch_places
+
     def allowed(b: Tensor, h: Tensor, q_place: Tensor, k_place: Tensor) -> Tensor:
         q, k = q_place + q_start, k_place + k_start
+        own = None
+        if rows is not None:
+            positions, (part, trunk, trunk_stop) = rows
+            own = ((k >= part[q]) & (k <= q)) | ((k >= trunk[q]) & (k < trunk_stop[q]))
+            q, k = positions[q], positions[k]
         near = None if window is None else q - k < window
         seen = k <= q if mask.causal else q == q
+        seen = seen if own is None else seen & own
         if near is not None:
             seen = seen & near
         if first is not None:

@@ -7,7 +7,7 @@ count tokens from the start of the sequence, whatever part of it the caller hold
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any
 
@@ -17,6 +17,8 @@ from torch import Tensor
 # Private in torch as in name; transformers' own mask functions and torch's flex_attention are mapped through it.
 from torch._dynamo._trace_wrapped_higher_order_op import TransformGetItemToIndex
 
+from streamtune.errors import UnsupportedModelError
+from streamtune.ops.branching import Branch, BranchTable
 from streamtune.ops.runs import Stretch, clipped, stretches
 from streamtune.ops.view import MaskView, NoTensor, Segment
 
@@ -51,6 +53,8 @@ class LazyMask(NoTensor):
         span_start: The same for spans of chunked attention (Llama 4).
         block_start: The same for blocks whose tokens all see each other (an image); a token in none is its own.
         window_cuts_blocks: The window also hides tokens of the query's own block.
+        branches: The tokens are rows that share their beginnings. All else is then said of positions in a row, and a
+            query sees keys of its own row only (:meth:`branched`).
     """
 
     batch_size: int
@@ -68,6 +72,7 @@ class LazyMask(NoTensor):
     span_start: Tensor | None = None
     block_start: Tensor | None = None
     window_cuts_blocks: bool = False
+    branches: BranchTable | None = None
 
     def __post_init__(self) -> None:
         # Layers share a mask, forward and backward ask twice.
@@ -75,6 +80,21 @@ class LazyMask(NoTensor):
         if self.padding is not None and bool(self.padding.all()):
             self.padding = None
         assert self.causal or (self.row_start is self.span_start is self.block_start is None)
+
+    def branched(self, table: BranchTable) -> LazyMask:
+        """The mask of rows that stand alone, for a sequence in which they share their beginnings.
+
+        Raises:
+            UnsupportedModelError: It has padding, packed rows or blocks whose tokens see each other.
+        """
+        alone = self.batch_size == 1 and self.padding is None and self.row_start is None and self.block_start is None
+        offsets = (self.q_offset, self.kv_offset, self.q_length, self.kv_length)
+        if not alone or offsets != (0, 0, table.length, table.length):
+            raise UnsupportedModelError(
+                "this model's attention mask is not that of a single row, so rows cannot share their beginning",
+                mend="set share_prefix: never",
+            )
+        return replace(self, branches=table)
 
     @property
     def shape(self) -> tuple[int, int, int, int]:
@@ -178,11 +198,28 @@ class LazyMask(NoTensor):
 
     def first_key(self, q_start: int) -> int:
         """The first key any query from ``q_start`` on can see."""
+        if self.branches is not None:
+            return self._first_key_of_branch(self.branches.at(q_start), q_start)
         first = self.kv_offset
         if self.first_seen is not None:
             found = [clipped(row, q_start, q_start + 1) for row in self.stretches]
             first = max(first, min((row[0][2].first for row in found if row), default=first))
         return first if self.window is None else max(first, q_start - self.window + 1)
+
+    def _first_key_of_branch(self, part: Branch, q_start: int) -> int:
+        """The same for a part; the next one may be another branch of the trunk, and see all that its end sees."""
+        if self.window is None:
+            return part.trunk_start
+        position = min(q_start - part.shift, part.trunk_stop - part.trunk_start)
+        if part.trunk_start == part.trunk_stop:  # a trunk itself: its branches begin behind it
+            position = q_start - part.shift
+        return part.trunk_start + max(0, position - self.window + 1)
+
+    @cached_property
+    def branch_places(self) -> tuple[Tensor, Tensor]:
+        """``[T]`` the position of each place in its row, ``[3, T]`` the bounds of its part and trunk."""
+        assert self.branches is not None
+        return self.branches.positions.to(self.device), self.branches.bounds.to(self.device)
 
     def __getitem__(self, key: Any) -> LazyMask:
         """The whole mask, by slices that leave nothing out; anything else is refused."""
@@ -220,13 +257,18 @@ class LazyMask(NoTensor):
         k = torch.arange(k_start, k_stop, device=self.device)[None, None, None, :]
         batch = slice(None) if row is None else slice(row, row + 1)
         allowed = torch.ones(1, 1, q_stop - q_start, k_stop - k_start, dtype=torch.bool, device=self.device)
+        if self.branches is not None:
+            positions, (part, trunk, trunk_stop) = self.branch_places
+            q_part, q_trunk, q_trunk_stop = part[q], trunk[q], trunk_stop[q]
+            allowed = ((k >= q_part) & (k <= q)) | ((k >= q_trunk) & (k < q_trunk_stop))
+            q, k = positions[q], positions[k]
         if self.causal:
             allowed = allowed & (k <= q)
         near = None if self.window is None else q - k < self.window
         if near is not None:
             allowed = allowed & near
         if self.first_seen is not None:
-            allowed = allowed & (k >= _of_row(self.first_seen, batch)[:, None, q_start:q_stop, None])
+            allowed = allowed & (k >= _of_row(self.first_seen, batch)[:, None, q.flatten(), None])
         if self.function is not None:
             evaluated = self._evaluate(q.flatten(), k.flatten())
             allowed = allowed & (evaluated[batch] if evaluated.shape[0] > 1 else evaluated)

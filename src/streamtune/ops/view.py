@@ -15,9 +15,14 @@ from streamtune.errors import UnsupportedModelError
 from streamtune.ops.runs import Stretch, clipped
 
 if TYPE_CHECKING:
+    from streamtune.ops.branching import Branch, BranchTable
     from streamtune.ops.mask import LazyMask
 
 __all__ = ["ForeignAttentionError", "MaskView", "NoTensor", "Segment", "masked_score"]
+
+
+MASKED_KEYS = 2048
+"""Keys of a branch's segment whose mask is built."""
 
 
 class ForeignAttentionError(UnsupportedModelError):
@@ -105,12 +110,16 @@ class MaskView(NoTensor):
 
         A causal chunk is one rectangle (the prefix, no mask) and one square (lower triangle); where it holds several
         packed rows, one such pair for each. A sliding window cuts the prefix to the window and adds one masked tile at
-        its far edge. A block whose tokens see each other is one rectangle. Anything else is examined block by block.
+        its far edge. A block whose tokens see each other is one rectangle. A branch is a rectangle over its trunk and
+        the square of its own. Anything else is examined block by block.
         """
         key = (self.q_start, self.q_stop, self.k_start, self.k_stop)
         if key not in self.mask._segments:
             known = self.mask.function is None and self.mask.causal
-            self.mask._segments[key] = self._known_segments() if known else self._examined_segments()
+            if self.mask.branches is not None:
+                self.mask._segments[key] = self._branch_segments(self.mask.branches)
+            else:
+                self.mask._segments[key] = self._known_segments() if known else self._examined_segments()
         return self.mask._segments[key]
 
     def _known_segments(self) -> list[Segment]:
@@ -120,6 +129,34 @@ class MaskView(NoTensor):
             for row, found in enumerate(rows)
             for start, stop, stretch in clipped(found, self.q_start, self.q_stop)
             for piece in self._of_stretch(row if len(rows) > 1 else None, start, stop, stretch)
+        ]
+
+    def _branch_segments(self, table: BranchTable) -> list[Segment]:
+        mask = self.mask
+        plain = mask.function is None and mask.causal and mask.first_seen is None
+        of_part = self._of_branch if plain else self._of_masked_branch
+        return [piece for found in table.clipped(self.q_start, self.q_stop) for piece in of_part(*found)]
+
+    def _of_branch(self, start: int, stop: int, part: Branch) -> list[Segment]:
+        """The segments of queries ``[start, stop)`` in one part: its trunk, as far as the window goes, and its own."""
+        first = everyone = part.trunk_start
+        if self.mask.window is not None:
+            behind = part.trunk_start - part.shift - self.mask.window + 1  # from a query's place to its first key's
+            first = min(max(first, start + behind), part.trunk_stop)
+            everyone = min(max(first, stop - 1 + behind), part.trunk_stop)
+        pieces = [
+            self._segment(None, start, stop, first, everyone, masked=True),
+            self._segment(None, start, stop, everyone, part.trunk_stop),
+        ]
+        own = self._of_stretch(None, start, stop, Stretch(part.start, part.stop, part.start, mutual=False))
+        return [piece for piece in pieces if piece.stop > piece.start] + own
+
+    def _of_masked_branch(self, start: int, stop: int, part: Branch) -> list[Segment]:
+        """The same where a function says more: in blocks, each with its mask."""
+        return [
+            self._segment(None, start, stop, key, min(key + MASKED_KEYS, last), masked=True)
+            for first, last in ((part.trunk_start, part.trunk_stop), (part.start, stop))
+            for key in range(first, last, MASKED_KEYS)
         ]
 
     def _of_stretch(self, row: int | None, start: int, stop: int, stretch: Stretch) -> list[Segment]:

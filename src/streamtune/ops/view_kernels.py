@@ -174,6 +174,11 @@ def band_of(view: MaskView, scale: float) -> BandView | None:
     if stretch is None or stretch.mutual or view.k_stop < view.q_stop:
         return None
     first = max(view.k_start, stretch.first)
+    if mask.branches is not None:
+        part = mask.branches.at(view.q_start)
+        if part.trunk_stop > part.trunk_start or part.stop < view.q_stop or mask.span_start is not None:
+            return None
+        first = max(first, part.start)
     if mask.window is not None:
         first = max(first, view.q_start - mask.window + 1)
     if first > view.q_start or mask.is_padded(None, first, view.q_stop):

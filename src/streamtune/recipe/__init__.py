@@ -6,13 +6,19 @@ and is imported by name.
 
 from .dump import dump_recipe
 from .jsonschema import json_schema
+from .kinds import RECIPES
 from .loader import LoadedRecipe, load_recipe
 from .schema import DatasetSpec, EngineSpec, ModelInit, Recipe, SampleSpec, TokenizerSpec, TokenizerTrain
+from .schema_dpo import DpoRecipe
+from .schema_grpo import GrpoRecipe
 from .shipped import ShippedRecipe, read_shipped, schema_file, shipped_names, shipped_recipes, with_schema
 
 __all__ = [
+    "RECIPES",
     "DatasetSpec",
+    "DpoRecipe",
     "EngineSpec",
+    "GrpoRecipe",
     "LoadedRecipe",
     "ModelInit",
     "Recipe",

@@ -36,6 +36,18 @@ ALIASES: dict[str, str] = {
     "moe_aux_loss_coef": "router_aux_loss_coef",
     "moe_aux_loss_coeff": "router_aux_loss_coef",
     "moe_z_loss_coeff": "router_z_loss_coef",
+    # preferences
+    "rl": "objective",
+    "rl_beta": "beta",
+    "pref_beta": "beta",
+    "pref_loss": "loss_type",
+    "pref_ftx": "rpo_alpha",
+    "dpo_label_smoothing": "label_smoothing",
+    "kto_chosen_weight": "desirable_weight",
+    "kto_desirable_weight": "desirable_weight",
+    "kto_rejected_weight": "undesirable_weight",
+    "kto_undesirable_weight": "undesirable_weight",
+    "ref_model": "ref_model_name_or_path",
     # optimisation
     "batch_size": "per_device_train_batch_size",
     "eval_batch_size": "per_device_eval_batch_size",
@@ -61,6 +73,7 @@ SWITCHES: dict[str, tuple[str, str]] = {
 
 VALUES: dict[str, dict[str, Any]] = {
     "lora_target": {"all": "all-linear"},
+    "loss_type": {"kto_pair": "kto"},
     "lr_scheduler_type": {"constant_with_warmup": "constant"},
     "optim": {"adamw_torch": "adamw", "adamw_torch_fused": "adamw", "adamw_hf": "adamw"},
     "quantization": {"4": "nf4", "8": "int8"},

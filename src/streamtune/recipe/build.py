@@ -176,7 +176,7 @@ def blame_recipe(loaded: LoadedRecipe) -> Iterator[None]:
         yield
     except UserError as error:
         key, *rest = error.where.split(".")
-        if key in Recipe.model_fields:
+        if key in type(loaded.recipe).model_fields:
             error.where = loaded.where(key, *rest)
         raise
     except (RuntimeError, MemoryError) as error:

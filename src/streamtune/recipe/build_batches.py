@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import islice
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 from streamtune import data, train
 from streamtune.recipe.schema import Recipe
@@ -54,10 +54,23 @@ class Batches:
         return [examples[row] for row in ([unit] if packs is None else packs[unit])]
 
 
-class Steps:
-    """The shuffled training sequences, as the micro-batches of one optimizer step after the other."""
+class Trainable(Protocol):
+    """Something that makes micro-batches of numbered training units."""
 
-    def __init__(self, batches: Batches, recipe: Recipe) -> None:
+    @property
+    def num_train(self) -> int:
+        """How many units there are."""
+        ...
+
+    def training(self, units: Sequence[int]) -> train.MicroBatch:
+        """The batch of some of them."""
+        ...
+
+
+class Steps:
+    """The shuffled training units, as the micro-batches of one optimizer step after the other."""
+
+    def __init__(self, batches: Trainable, recipe: Recipe) -> None:
         self.batches = batches
         self.batch_size = recipe.per_device_train_batch_size
         self.accumulation = recipe.gradient_accumulation_steps

@@ -19,7 +19,14 @@ from streamtune.recipe.schema import Recipe
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-__all__ = ["choose_quantization", "make_blueprint", "make_model", "make_model_alone", "make_optimizer"]
+__all__ = [
+    "choose_quantization",
+    "make_blueprint",
+    "make_model",
+    "make_model_alone",
+    "make_optimizer",
+    "make_reference_model",
+]
 
 
 def make_model(
@@ -31,13 +38,21 @@ def make_model(
         ArgumentError: The model cannot be made, or the tokenizer is not its own.
     """
     adapters = recipe.finetuning_type != "full"
-    ids = {key: getattr(tokenizer, key) for key in ("bos_token_id", "eos_token_id", "pad_token_id")}
     whole = str(checkpoint.model_dir) if checkpoint is not None and not adapters else None
-    model = _base_model(recipe, device, len(tokenizer), ids, name=whole or recipe.model_name_or_path)
+    model = _base_model(recipe, device, len(tokenizer), _ids(tokenizer), name=whole or recipe.model_name_or_path)
     _check_vocabulary(model, tokenizer)
     if checkpoint is not None and adapters:
         return models.load_lora(model, checkpoint.model_dir)
     return _adapted(recipe, model)
+
+
+def make_reference_model(recipe: Recipe, tokenizer: PreTrainedTokenizerBase, device: torch.device) -> Any:
+    """The model as it is when training starts, whatever is gone on with now; without adapters.
+
+    Raises:
+        ArgumentError: The model cannot be made.
+    """
+    return _base_model(recipe, device, len(tokenizer), _ids(tokenizer), name=recipe.model_name_or_path)
 
 
 def make_model_alone(recipe: Recipe, device: torch.device) -> Any:
@@ -118,6 +133,10 @@ def _base_model(
         seed=recipe.seed,
         quantization=quantization,
     )
+
+
+def _ids(tokenizer: PreTrainedTokenizerBase) -> dict[str, int]:
+    return {key: getattr(tokenizer, key) for key in ("bos_token_id", "eos_token_id", "pad_token_id")}
 
 
 def _adapted(recipe: Recipe, model: Any) -> Any:

@@ -133,6 +133,7 @@ def plan_model(
     length: int,
     device: torch.device,
     *,
+    reserved: int = 0,
     keep: Schedule | None = None,
     notify: Callable[[str], None] = lambda message: None,
 ) -> plan.Plan:
@@ -143,6 +144,7 @@ def plan_model(
         model: On its device, with its adapters, not yet streamed.
         length: Tokens of the longest row.
         device: Where it is.
+        reserved: Bytes of the device that are held already and are not the model's, such as a reference's.
         keep: The schedule of the run that is resumed: taken again, so that its losses are the same to the last bit, if
             it still fits and the recipe still allows it.
         notify: Told what takes a while.
@@ -154,6 +156,8 @@ def plan_model(
     limits = _limits(recipe.engine, PlanOptions(), None, device)
     if recipe.engine.device_memory == "auto":  # the weights are there already, and part of what a step holds
         limits = replace(limits, device_bytes=limits.device_bytes + held_bytes(model))
+    else:  # what is free no longer has what is reserved; a size that is written has
+        limits = replace(limits, device_bytes=max(limits.device_bytes - reserved, 0))
     rates = _rates_here(recipe, model, device, notify)
     workload = make_workload(recipe, shape, length, device)
     if recipe.engine.schedule == "fixed":

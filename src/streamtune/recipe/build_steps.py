@@ -11,7 +11,6 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from rich.console import Console
 
 from streamtune import train
 from streamtune.engine import Schedule, StreamHandle
@@ -22,8 +21,8 @@ from streamtune.recipe.build import quiet_libraries, stream_model
 from streamtune.recipe.build_model import make_model_alone, make_optimizer
 from streamtune.recipe.build_plan import plan_model
 from streamtune.recipe.schema import Recipe
-from streamtune.train.loop import accumulate_gradients, clip_gradients, update_weights
 from streamtune.train.routers import StepRouters
+from streamtune.train.step import accumulate_gradients, clip_gradients, update_weights
 
 __all__ = ["OBJECTIVES", "prepare_step"]
 
@@ -77,15 +76,16 @@ def _sft_step(
         out_of_memory_mend="",
     )
     batches = _random_batches(recipe, model, shape)
-    state, stop = train.Progressed(), train.StopRequest()
-    unseen = train.Progress(Console(quiet=True), total_steps=1)
+    loss, stop = train.SupervisedObjective(handle), train.StopRequest()
 
     def step() -> None:
         routers = StepRouters(handle, batches)
-        accumulate_gradients(model, batches, routers, settings=settings, state=state, progress=unseen, stop=stop)
+        accumulate_gradients(
+            model, loss, batches, routers, settings=settings, step=1, progress=lambda activity: None, stop=stop
+        )
         clip_gradients(model, settings.max_grad_norm)
         # Nothing is to be learnt from random tokens: the update runs whole and leaves the weights as they are.
-        update_weights(optimizer, 0.0, settings=settings, state=state, micro_batches=batches)
+        update_weights(optimizer, 0.0, settings=settings, step=1, micro_batches=batches)
 
     return step
 

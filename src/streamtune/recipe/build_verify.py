@@ -38,7 +38,7 @@ from streamtune.recipe.build import (
 )
 from streamtune.recipe.build_model import make_model
 from streamtune.recipe.loader import LoadedRecipe
-from streamtune.train.loop import loss_of, output_of
+from streamtune.train.objective import autocast, loss_of, output_of
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -279,7 +279,8 @@ def _loss(batch: train.MicroBatch, router_loss: RouterLoss | None, model: torch.
     padded = batch.position_ids is None and batch.num_tokens < batch.attention_mask.numel()
     mask = batch.attention_mask if padded else None
     asked = {"attention_mask": mask, "output_router_logits": True}
-    output = output_of(model, batch, num_targets=batch.num_targets, bf16=bf16, **asked)
+    with autocast(batch.input_ids.device, bf16):
+        output = output_of(model, batch, num_targets=batch.num_targets, **asked)
     loss: torch.Tensor = output.loss + (router_loss.balance - balance_coefficient(base)) * output.aux_loss
     return loss
 

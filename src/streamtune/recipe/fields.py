@@ -1,4 +1,7 @@
-"""What the schema says about a key, in words: made from the JSON schema, so that it cannot differ from it."""
+"""What the schema says about a key, in words: made from the JSON schema, so that it cannot differ from it.
+
+``kind`` is the recipe's type: each objective has its own.
+"""
 
 from __future__ import annotations
 
@@ -16,29 +19,37 @@ Fragment = dict[str, Any]
 
 
 @cache
-def _schema() -> Fragment:
-    return Recipe.model_json_schema()
+def _schema(kind: type[Recipe]) -> Fragment:
+    """The recipe's schema with every reference replaced by what it points to."""
+    schema = kind.model_json_schema()
+    definitions = schema.pop("$defs", {})
+
+    def inlined(node: Any) -> Any:
+        if isinstance(node, list):
+            return [inlined(item) for item in node]
+        if not isinstance(node, dict):
+            return node
+        if "$ref" in node:
+            return inlined(definitions[node["$ref"].rpartition("/")[2]])
+        return {key: inlined(value) for key, value in node.items()}
+
+    found: Fragment = inlined(schema)
+    return found
 
 
 def _resolve(fragment: Fragment) -> Fragment:
-    """Follow a reference; of "this or null" take this."""
-    while True:
-        if "$ref" in fragment:
-            fragment = _schema()["$defs"][fragment["$ref"].rpartition("/")[2]]
-            continue
-        choices = [choice for choice in fragment.get("anyOf", []) if choice.get("type") != "null"]
-        if len(choices) == 1:
-            fragment = choices[0]
-            continue
-        return fragment
+    """Of "this or null" take this."""
+    while len(choices := [choice for choice in fragment.get("anyOf", []) if choice.get("type") != "null"]) == 1:
+        fragment = choices[0]
+    return fragment
 
 
-def field_at(path: KeyPath) -> tuple[KeyPath, Fragment]:
+def field_at(path: KeyPath, kind: type[Recipe] = Recipe) -> tuple[KeyPath, Fragment]:
     """The deepest part of ``path`` the schema knows, and the schema of it.
 
     Pydantic adds to a path the branch of a union it tried; those parts are the ones dropped.
     """
-    fragment = _resolve(_schema())
+    fragment = _schema(kind)
     for depth, part in enumerate(path):
         if isinstance(part, str) and part in fragment.get("properties", {}):
             fragment = fragment["properties"][part]
@@ -50,9 +61,9 @@ def field_at(path: KeyPath) -> tuple[KeyPath, Fragment]:
     return path, fragment
 
 
-def properties(path: KeyPath) -> list[str]:
+def properties(path: KeyPath, kind: type[Recipe] = Recipe) -> list[str]:
     """The keys that may stand at ``path``."""
-    return list(field_at(path)[1].get("properties", {}))
+    return list(field_at(path, kind)[1].get("properties", {}))
 
 
 def options(fragment: Fragment) -> list[str]:
@@ -90,7 +101,7 @@ def expected(fragment: Fragment) -> str:
 
 
 @cache
-def leaf_paths() -> dict[str, list[KeyPath]]:
+def leaf_paths(kind: type[Recipe] = Recipe) -> dict[str, list[KeyPath]]:
     """Every leaf of the recipe by its last name; lists of entries are left out, for their leaves have no one place."""
     found: dict[str, list[KeyPath]] = {}
 
@@ -102,7 +113,7 @@ def leaf_paths() -> dict[str, list[KeyPath]]:
             else:
                 found.setdefault(name, []).append((*path, name))
 
-    walk(_resolve(_schema()), ())
+    walk(_schema(kind), ())
     return found
 
 

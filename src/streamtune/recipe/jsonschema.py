@@ -4,15 +4,28 @@ from __future__ import annotations
 
 from typing import Any
 
-from .schema import Recipe
+from .kinds import RECIPES
 
 __all__ = ["json_schema"]
 
 
 def json_schema() -> dict[str, Any]:
-    """The schema of a recipe file, JSON Schema draft 2020-12, with every key's description."""
-    schema = _tidy(Recipe.model_json_schema())
-    return {"$schema": "https://json-schema.org/draft/2020-12/schema", "title": "StreamTune recipe", **schema}
+    """The schema of a recipe file, JSON Schema draft 2020-12, with every key's description.
+
+    Each objective's recipe is a definition of its own; the key ``objective`` decides which of them a file is held to.
+    """
+    definitions: dict[str, Any] = {}
+    for kind in RECIPES.values():
+        schema = kind.model_json_schema()
+        definitions |= schema.pop("$defs", {})
+        definitions[kind.__name__] = schema
+    others = [(objective, kind) for objective, kind in RECIPES.items() if objective != "sft"]
+    held_to: dict[str, Any] = {"$ref": f"#/$defs/{RECIPES['sft'].__name__}"}
+    for objective, kind in reversed(others):
+        condition = {"properties": {"objective": {"const": objective}}, "required": ["objective"]}
+        held_to = {"if": condition, "then": {"$ref": f"#/$defs/{kind.__name__}"}, "else": held_to}
+    head = {"$schema": "https://json-schema.org/draft/2020-12/schema", "title": "StreamTune recipe", "type": "object"}
+    return {**head, **held_to, "$defs": _tidy(definitions, names=True)}
 
 
 def _tidy(node: Any, *, names: bool = False) -> Any:

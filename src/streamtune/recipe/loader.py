@@ -11,15 +11,16 @@ from pydantic import ValidationError
 
 from streamtune.errors import RecipeError, did_you_mean
 
-from .aliases import apply_aliases
-from .marks import MAX_BYTES, Marks, read_yaml
+from .aliases import ALIASES, apply_aliases
+from .kinds import RECIPES
+from .marks import MAX_BYTES, Marks, parse_scalar, read_yaml
 from .mistakes import explain, to_error
 from .overrides import apply_overrides
 from .schema import Recipe
 from .shipped import shipped_names
 
-BUILT_IN = "python-stdlib"
-"""A dataset that is no file, even where a folder has its name."""
+BUILT_IN = ("python-stdlib", "demo-preferences", "demo-arithmetic")
+"""Datasets that are no files, even where a folder has their name."""
 
 __all__ = ["LoadedRecipe", "load_recipe"]
 
@@ -45,12 +46,14 @@ class LoadedRecipe:
         return self.marks.where(*path)
 
 
-def load_recipe(path: str | Path, overrides: Sequence[str] = ()) -> LoadedRecipe:
+def load_recipe(path: str | Path, overrides: Sequence[str] = (), objective: str | None = None) -> LoadedRecipe:
     """Read and check a recipe.
 
     Args:
         path: A YAML file.
         overrides: ``key=value`` settings that win over the file.
+        objective: What the command trains for: a recipe that says nothing is one of that, and one that says something
+            else is refused. None takes what the recipe says, and sft where it says nothing.
 
     Returns:
         The recipe. Paths of local files in it (``datasets[].path``, ``chat_template``, ``tokenizer.path``,
@@ -70,20 +73,43 @@ def load_recipe(path: str | Path, overrides: Sequence[str] = ()) -> LoadedRecipe
                           mend="write 'key: value', with a space after the colon")  # fmt: skip
     notes, misnamed = apply_aliases(tree, marks)
     mistakes += misnamed
+    kind = _kind(tree, overrides, objective)
     if not mistakes:  # a setting may name a key that is a mistake in the file
-        notes += apply_overrides(tree, marks, overrides)
+        notes += apply_overrides(tree, marks, overrides, kind)
         renamed, misnamed = apply_aliases(tree, marks)  # values and later keys that came with a setting
         notes += renamed
         mistakes += misnamed
     tree.setdefault("output_dir", f"runs/{path.stem}")
+    _check_objective(tree, marks, objective)
     try:
-        recipe = Recipe.model_validate(tree)
+        recipe = kind.model_validate(tree)
     except ValidationError as error:
-        raise to_error(mistakes + explain(error, tree), marks) from None
+        raise to_error(mistakes + explain(error, tree, kind), marks) from None
     if mistakes:
         raise to_error(mistakes, marks)
     notes += _without_effect(recipe)
     return LoadedRecipe(_find_files(recipe, path.parent), path, tuple(notes), marks)
+
+
+def _kind(tree: dict[str, Any], overrides: Sequence[str], objective: str | None) -> type[Recipe]:
+    """The recipe's type, found before anything else is: it says which keys there are."""
+    said = tree.get("objective")
+    for override in overrides:
+        name, _, value = override.partition("=")
+        if ALIASES.get(name.strip(), name.strip()) == "objective":
+            said = parse_scalar(value.strip())
+    return RECIPES.get(str(said)) or RECIPES[objective or "sft"]
+
+
+def _check_objective(tree: dict[str, Any], marks: Marks, objective: str | None) -> None:
+    """Refuse a recipe of another objective than the command's."""
+    said = tree.setdefault("objective", objective) if objective is not None else tree.get("objective")
+    if objective is not None and said != objective and said in RECIPES:
+        raise RecipeError(
+            f"this is a recipe of {said}, and the command trains {objective}",
+            where=marks.where("objective"),
+            mend=f"run `streamtune {said} {marks.file}`",
+        )
 
 
 def _read_text(path: Path) -> str:
@@ -139,15 +165,15 @@ def _find_files(recipe: Recipe, folder: Path) -> Recipe:
 
     def find(value: str) -> str:
         beside = folder / Path(value).expanduser()
-        return str(beside) if value != BUILT_IN and _exists(beside) else value
+        return str(beside) if value not in BUILT_IN and _exists(beside) else value
 
     changes: dict[str, Any] = {
         "datasets": tuple(spec.model_copy(update={"path": find(spec.path)}) for spec in recipe.datasets)
     }
     if recipe.tokenizer and recipe.tokenizer.path:
         changes["tokenizer"] = recipe.tokenizer.model_copy(update={"path": find(recipe.tokenizer.path)})
-    for key in ("chat_template", "model_name_or_path"):
-        if value := getattr(recipe, key):
+    for key in ("chat_template", "model_name_or_path", "ref_model_name_or_path"):
+        if value := getattr(recipe, key, None):
             changes[key] = find(value)
     return recipe.model_copy(update=changes)
 

@@ -12,7 +12,9 @@ from streamtune.errors import RecipeError, did_you_mean
 
 from .aliases import ALIASES, SWITCHES
 from .fields import expected, field_at, leaf_paths, options, properties
+from .kinds import objectives_with
 from .marks import KeyPath, Marks, Mistake, parse_scalar, show_path
+from .schema import Recipe
 
 __all__ = ["explain", "to_error", "unknown_key"]
 
@@ -35,8 +37,8 @@ def to_error(mistakes: Sequence[Mistake], marks: Marks) -> RecipeError:
     return RecipeError("\n".join(lines), where=_where(first, marks))
 
 
-def explain(error: ValidationError, tree: dict[str, Any]) -> list[Mistake]:
-    """Pydantic's findings as mistakes: one to a key, with what the key takes and what was found."""
+def explain(error: ValidationError, tree: dict[str, Any], kind: type[Recipe]) -> list[Mistake]:
+    """Pydantic's findings in a recipe of this kind as mistakes: one to a key, with what it takes and what was found."""
     found: dict[KeyPath, Mistake] = {}
     for detail in error.errors():
         context = detail.get("ctx", {})
@@ -44,11 +46,11 @@ def explain(error: ValidationError, tree: dict[str, Any]) -> list[Mistake]:
         if detail["type"] == "recipe":
             mistake = Mistake(tuple(context["key"].split(".")), context["what"], context["mend"])
         elif detail["type"] == "extra_forbidden":
-            mistake = unknown_key(loc)
+            mistake = unknown_key(loc, kind)
         elif detail["type"] == "missing":
             mistake = Mistake(loc, f"'{show_path(loc)}' is missing", _how_to_add(loc))
         else:
-            mistake = _wrong_value(loc, tree)
+            mistake = _wrong_value(loc, tree, kind)
         found.setdefault(mistake.path, mistake)
     # A list with a wrong entry is also reported as too short; the entry says it better.
     return [
@@ -58,12 +60,14 @@ def explain(error: ValidationError, tree: dict[str, Any]) -> list[Mistake]:
     ]
 
 
-def unknown_key(path: KeyPath) -> Mistake:
+def unknown_key(path: KeyPath, kind: type[Recipe]) -> Mistake:
     """A key the recipe does not have, with the nearest one that it has."""
     parent, name = path[:-1], str(path[-1])
-    known = properties(parent) + ([*ALIASES, *SWITCHES] if not parent else [])
+    known = properties(parent, kind) + ([*ALIASES, *SWITCHES] if not parent else [])
+    if not parent and (others := objectives_with(name)):
+        return _key_of_another_objective(path, others)
     mend = did_you_mean(name, known)
-    if elsewhere := [place for place in leaf_paths().get(name, []) if place != path]:
+    if elsewhere := [place for place in leaf_paths(kind).get(name, []) if place != path]:
         place = elsewhere[0]
         mend = (
             f"'{name}' stands under '{show_path(place[:-1])}:'" if place[:-1] else f"'{name}' stands at the top level"
@@ -74,6 +78,13 @@ def unknown_key(path: KeyPath) -> Mistake:
     return Mistake(path, f"unknown key '{name}'{shown}", mend or "`streamtune schema` lists every key")
 
 
+def _key_of_another_objective(path: KeyPath, objectives: Sequence[str]) -> Mistake:
+    """A key that this recipe would have if it trained for something else."""
+    names = " and ".join(objectives)
+    how = " or ".join(f"add objective: {name}, or run `streamtune {name}`" for name in objectives)
+    return Mistake(path, f"'{path[0]}' is a key of {names} recipes", how)
+
+
 def _where(mistake: Mistake, marks: Marks) -> str:
     return f"{marks.file}:{mistake.line}" if mistake.line else marks.where(*mistake.path)
 
@@ -82,8 +93,8 @@ def _how_to_add(path: KeyPath) -> str:
     return "add datasets: [{path: data/train.jsonl}]" if path == ("datasets",) else f"add {path[-1]}: ..."
 
 
-def _wrong_value(loc: KeyPath, tree: dict[str, Any]) -> Mistake:
-    path, fragment = field_at(loc)
+def _wrong_value(loc: KeyPath, tree: dict[str, Any], kind: type[Recipe]) -> Mistake:
+    path, fragment = field_at(loc, kind)
     value = _value_at(path, tree)
     name = show_path(path)
     if value is None:

@@ -15,18 +15,25 @@ from streamtune.errors import RecipeError, did_you_mean
 
 from .aliases import ALIASES, INSTEAD, LATER, SWITCHES
 from .fields import leaf_paths
+from .kinds import objectives_with
 from .marks import KeyPath, Marks, read_yaml, show_path
+from .mistakes import unknown_key
+from .schema import Recipe
 
 __all__ = ["apply_overrides"]
 
 
-def apply_overrides(tree: dict[str, Any], marks: Marks, overrides: Sequence[str]) -> list[str]:
+def apply_overrides(
+    tree: dict[str, Any], marks: Marks, overrides: Sequence[str], kind: type[Recipe] = Recipe
+) -> list[str]:
     """Write ``key=value`` settings into a recipe, in place; of two for one key the last counts.
 
     Args:
         tree: The recipe, with its aliases already renamed.
         marks: Where its keys stand; the keys written are marked with their setting.
         overrides: Settings as given after ``--set``.
+
+        kind: The recipe's type, which says which keys there are.
 
     Returns:
         Notes on other trainers' names taken.
@@ -47,7 +54,7 @@ def apply_overrides(tree: dict[str, Any], marks: Marks, overrides: Sequence[str]
         if name in ALIASES:
             notes.append(f"'{name}' is read as '{ALIASES[name]}'")
             name = ALIASES[name]
-        path = _find(name, tree, setting)
+        path = _find(name, tree, setting, kind)
         _write(tree, path, value, marks, setting)
     return notes
 
@@ -62,10 +69,10 @@ def _read_value(text: str, setting: str) -> Any:
     return value
 
 
-def _find(name: str, tree: dict[str, Any], setting: str) -> KeyPath:
+def _find(name: str, tree: dict[str, Any], setting: str, kind: type[Recipe]) -> KeyPath:
     """The place a name stands for: written in full, at the top level, or a last name that is unique."""
     parts = tuple(int(part) if part.isdecimal() else part for part in re.sub(r"\[(\d+)\]", r".\1", name).split("."))
-    leaves = leaf_paths()
+    leaves = leaf_paths(kind)
     if len(parts) > 1 or (name,) in leaves.get(name, []) or name in {*INSTEAD, *SWITCHES} or (name,) in LATER:
         return parts
     if name in {str(paths[0][0]) for paths in leaves.values()}:  # 'engine', 'tokenizer': whole groups
@@ -87,6 +94,9 @@ def _find(name: str, tree: dict[str, Any], setting: str) -> KeyPath:
             where=setting,
             mend=f"write --set datasets.{entries[0]}.{name}=...",
         )
+    if objectives_with(name):
+        mistake = unknown_key((name,), kind)
+        raise RecipeError(mistake.what, where=setting, mend=mistake.mend)
     configuration = list(_configuration(tree))
     mend = did_you_mean(name, [*leaves, *ALIASES, *SWITCHES, *configuration])
     raise RecipeError(f"unknown key '{name}'", where=setting, mend=mend or "`streamtune schema` lists every key")

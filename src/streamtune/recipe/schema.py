@@ -71,16 +71,21 @@ class DatasetSpec(Spec):
 
     path: Text
     """A .jsonl, .json, .parquet, .csv or .txt file (relative to the recipe, then to the working directory), the name
-    of a dataset on the hub, or `python-stdlib` for the corpus built from this interpreter's own library."""
+    of a dataset on the hub, or one that every machine has: `python-stdlib` (the corpus built from this interpreter's
+    own library), `demo-preferences` (pairs of answers with a rule), `demo-arithmetic` (tasks on digits)."""
 
-    type: Literal["auto", "messages", "prompt_completion", "text", "alpaca", "sharegpt"] = "auto"
-    """Shape of a row; `auto` looks at the columns and prints what it found."""
+    type: Literal[
+        "auto", "messages", "prompt_completion", "text", "alpaca", "sharegpt", "preference", "unpaired", "prompts"
+    ] = "auto"
+    """Shape of a row; `auto` looks at the columns and prints what it found. dpo reads `preference` and `unpaired` rows,
+    grpo `prompts`, sft the others."""
 
     split: Text = "train"
     """Split of a dataset on the hub."""
 
     name: Text | None = None
-    """Configuration of a dataset on the hub that has several."""
+    """Configuration of a dataset on the hub that has several; of `demo-arithmetic` its task: `copy`, `sort` or
+    `add`."""
 
     max_rows: Count | None = None
     """Use this many rows at most, from the start."""
@@ -97,7 +102,11 @@ class SampleSpec(Spec):
 
 
 class Recipe(Spec):
-    """Everything a supervised fine-tuning run depends on."""
+    """Everything a supervised fine-tuning run depends on; what other objectives have in common with it."""
+
+    objective: Literal["sft", "dpo", "grpo"] = "sft"
+    """What is trained for: `sft` the rows as they are, `dpo` preferences between completions, `grpo` rewards. The
+    command of that name implies it."""
 
     # --- model -------------------------------------------------------------------------------------------------
 

@@ -2,35 +2,46 @@
 
 from __future__ import annotations
 
-from streamtune.train.batch import IGNORE_INDEX, MicroBatch, StepStream
+from streamtune.train.batch import IGNORE_INDEX, MicroBatch, StepStream, TreeBatch
 from streamtune.train.checkpoint import Checkpoint, ModelWriter, checkpoint_path, supersede, write_final
-from streamtune.train.loop import Progressed, TrainSettings, train
+from streamtune.train.loop import Progressed, train
 from streamtune.train.memory import GIB, is_out_of_memory, peak_memory_bytes
+from streamtune.train.objective import Objective, Score, SupervisedObjective, autocast
 from streamtune.train.plot import draw_loss
 from streamtune.train.progress import Progress, format_duration, format_rate
 from streamtune.train.records import append_event, read_records, record_failure
+from streamtune.train.reference import ModelReference, Reference, evaluating
 from streamtune.train.rng import preserve_rng, seed_everything
 from streamtune.train.rundir import RunDirectory, check_same_run, find_checkpoint
 from streamtune.train.signals import StopRequest
 from streamtune.train.staging import commit_directory
+from streamtune.train.step import TrainSettings
 
 __all__ = [
     "GIB",
     "IGNORE_INDEX",
     "Checkpoint",
     "MicroBatch",
+    "ModelReference",
     "ModelWriter",
+    "Objective",
     "Progress",
     "Progressed",
+    "Reference",
     "RunDirectory",
+    "Score",
     "StepStream",
     "StopRequest",
+    "SupervisedObjective",
     "TrainSettings",
+    "TreeBatch",
     "append_event",
+    "autocast",
     "check_same_run",
     "checkpoint_path",
     "commit_directory",
     "draw_loss",
+    "evaluating",
     "find_checkpoint",
     "format_duration",
     "format_rate",

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Any, Protocol
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 from torch import Tensor
 
-__all__ = ["IGNORE_INDEX", "MicroBatch", "StepStream"]
+if TYPE_CHECKING:
+    from streamtune.engine import Branches
+
+__all__ = ["IGNORE_INDEX", "MicroBatch", "StepStream", "TreeBatch"]
 
 IGNORE_INDEX = -100
 """The label of a position that is not trained on."""
@@ -62,6 +65,48 @@ class MicroBatch:
         positions = None if self.position_ids is None else self.position_ids.to(device)
         tensors = (self.input_ids.to(device), self.attention_mask.to(device), self.shift_labels.to(device))
         return MicroBatch(*tensors, self.origins, positions)
+
+
+@dataclass(frozen=True, kw_only=True)
+class TreeBatch(MicroBatch):
+    """Completions of prompts: N of them, with K targets together, in one of two layouts.
+
+    shared      one sequence ``[1, T]``: each prompt once, with its completions behind it (``branches``)
+    separate    a row for each completion ``[N, L]``, its prompt before it; padded on the right or on the left
+
+    What an objective sees is the same for both: 1-D over K, ordered by completion and then by position.
+    """
+
+    rows: Tensor
+    """int64, of the shape of ``input_ids``: which completion the target at a position belongs to; -1 elsewhere"""
+    num_rows: int
+    """N"""
+    branches: Branches | None = None
+    """Which tokens see which, where prompts are shared"""
+
+    @property
+    def row_K(self) -> Tensor:  # noqa: N802 (a shape suffix)
+        """``[K]`` int64, sorted: the completion of each target."""
+        return self.ragged(self.rows)
+
+    def ragged(self, x_BT: Tensor) -> Tensor:
+        """``[K]``: the values at targets, completion by completion. Differentiable."""
+        flat = self.rows.flatten()
+        targets = flat.ge(0).nonzero()[:, 0]
+        order = targets[flat[targets].argsort(stable=True)]
+        return x_BT.flatten()[order]
+
+    @property
+    def arguments(self) -> dict[str, Any]:
+        """What ``StreamHandle.logprobs`` is called with, targets apart."""
+        given = super().arguments
+        return given if self.branches is None else {**given, "branches": self.branches}
+
+    def to(self, device: torch.device) -> TreeBatch:
+        """The same batch on ``device``."""
+        names = ("input_ids", "attention_mask", "shift_labels", "rows", "position_ids")
+        moved = {name: getattr(self, name).to(device) for name in names if getattr(self, name) is not None}
+        return replace(self, **moved)
 
 
 class StepStream(Protocol):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -12,6 +13,10 @@ from rich.live import Live
 from rich.text import Text
 
 __all__ = ["Progress", "format_duration", "format_rate"]
+
+
+SHOWN = {"reward": "reward", "rewards/accuracies": "accuracy", "rewards/margins": "margin", "kl": "kl"}
+"""Metrics of an objective that are shown as it trains, and what they are called there; a file has them all."""
 
 
 @dataclass
@@ -53,6 +58,7 @@ class Progress:
             self._print_pairs(
                 step=f"{done}/{self.total_steps}",
                 loss=f"{record['loss']:.4f}",
+                **{SHOWN[name]: f"{record[name]:.4f}" for name in SHOWN if name in record},
                 **({"aux_loss": f"{record['aux_loss']:.4f}"} if "aux_loss" in record else {}),
                 lr=f"{record['lr']:.3g}",
                 grad_norm=f"{record['grad_norm']:.3g}",
@@ -65,13 +71,18 @@ class Progress:
         """What is going on within a step: shown at the end of the live line until the step is done."""
         self._activity = text
 
-    def evaluated(self, step: int, loss: float) -> None:
-        """The held-out loss after ``step`` steps."""
+    def evaluated(self, step: int, found: Mapping[str, float]) -> None:
+        """What was found after ``step`` steps: ``eval_loss`` and ``eval_`` metrics."""
         self._activity = ""
+        names = {"eval_loss": "loss", **{f"eval_{name}": called for name, called in SHOWN.items()}}
+        shown = {called: f"{found[name]:.4f}" for name, called in names.items() if name in found}
         if self.console.is_terminal:
-            self._print_event(step, Text.assemble("held-out loss ", (f"{loss:.4f}", "bold")))
+            parts: list[Any] = ["held-out"]
+            for called, value in shown.items():
+                parts += [f" {called} ", (value, "bold")]
+            self._print_event(step, Text.assemble(*parts))
         else:
-            self._print_pairs(step=f"{step}/{self.total_steps}", eval_loss=f"{loss:.4f}")
+            self._print_pairs(step=f"{step}/{self.total_steps}", **{f"eval_{name}": v for name, v in shown.items()})
 
     def saved(self, step: int, path: object) -> None:
         """A checkpoint is committed."""
@@ -104,18 +115,23 @@ class Progress:
         if "loss" in record:
             fields += [
                 (Text.assemble("loss ", (f"{record['loss']:.3f}", "bold green")), 1),
+                *[
+                    (Text.assemble(f"{called} ", (f"{record[name]:.2f}", "bold")), 6)
+                    for name, called in SHOWN.items()
+                    if name in record
+                ],
                 (Text(f"lr {record['lr']:.2g}"), 5),
                 *([(Text(f"grad {record['grad_norm']:.2f}"), 7)] if width >= 100 else []),  # else room for the bar
                 (Text(f"{format_rate(record['tokens_per_s'])} tok/s"), 3),
                 (Text(f"{record['peak_mem_gib']:.1f} GiB"), 4),
                 (Text(f"ETA {format_duration(self._seconds_left())}"), 2),
             ]
-        fields.append((Text(self._activity or " ", style="dim"), 6))
+        fields.append((Text(self._activity or " ", style="dim"), 8))
         while len(fields) > 1 and _width(fields) > width:
             fields.remove(max(fields, key=lambda field: field[1]))
         room = min(width - _width(fields) - 2, 40)
         if room >= 8:
-            fields.insert(1, (_bar(int(record["step"]), self.total_steps, room), 8))
+            fields.insert(1, (_bar(int(record["step"]), self.total_steps, room), 9))
         return Text("  ", end="").join(text for text, _ in fields)
 
 

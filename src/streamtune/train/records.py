@@ -46,11 +46,15 @@ def cut_after_step(path: Path, step: int, *, evaluated: bool = True) -> None:
     kept = [
         record
         for record in read_records(path)
-        if record["step"] < step or (record["step"] == step and (evaluated or "eval_loss" not in record))
+        if record["step"] < step or (record["step"] == step and (evaluated or not _is_evaluation(record)))
     ]
     staged = path.with_name(f".tmp-{path.name}")
     staged.write_text("".join(json.dumps(record) + "\n" for record in kept), encoding="utf-8")
     staged.replace(path)
+
+
+def _is_evaluation(record: dict[str, Any]) -> bool:
+    return any(name.startswith("eval_") for name in record)
 
 
 @contextmanager

@@ -68,10 +68,6 @@ class StepRouters:
         assert watch.terms is not None, "a call with labels has said what its loss was made of"
         self.aux_loss = (self.aux_loss or 0.0) + watch.terms.balance.item()
 
-    def without(self, loss: float) -> float:
-        """The value of the last call's loss without what the routers added to it."""
-        return loss if self._watch is None or self._watch.terms is None else self._watch.terms.loss.item()
-
     def _calls(self, device: torch.device) -> Iterator[dict[str, Any]]:
         """The arguments of each micro-batch's call; while they are used, its padding does not count."""
         assert self._watch is not None

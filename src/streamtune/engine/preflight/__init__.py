@@ -4,6 +4,6 @@
 """
 
 from streamtune.engine.preflight.exact import check_exact
-from streamtune.engine.preflight.packing import check_packing
+from streamtune.engine.preflight.packing import check_branches, check_packing
 
-__all__ = ["check_exact", "check_packing"]
+__all__ = ["check_branches", "check_exact", "check_packing"]

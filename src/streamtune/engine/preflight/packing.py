@@ -1,4 +1,4 @@
-"""A numerical preflight for packing: does this very model keep the rows of a packed sequence apart?
+"""A numerical preflight for packing: does this very model keep the rows of a sequence apart, and share what it may?
 
 A model is told of packed rows by positions that restart and by nothing else. Whether it listens cannot be read off its
 signature: one that adds a bias by distance (ALiBi), carries a state past a row's end or numbers positions itself takes
@@ -9,6 +9,8 @@ handed the very same inputs again, a row at a time. What it adds to its input mu
 
 In a narrow dtype a router may choose another expert because of rounding alone, for a token here and there. A row that
 meets the one before it shows it at its first token, in every row: there the median over the rows decides.
+
+Rows that share their beginning (``branches``) are asked about in the same way: a row alone is its trunk and its branch.
 """
 
 from __future__ import annotations
@@ -24,6 +26,7 @@ import torch
 from torch import Tensor, nn
 
 from streamtune.engine.balance import not_balanced
+from streamtune.engine.branches import Branches
 from streamtune.engine.layer import StreamedForward
 from streamtune.engine.preflight.borrow import borrowed
 from streamtune.engine.preflight.difference import BOUND, compared_dtype, norm_of
@@ -34,11 +37,28 @@ from streamtune.errors import ArgumentError, StreamTuneError, UnsupportedModelEr
 if TYPE_CHECKING:
     from streamtune.engine.stream import StreamHandle
 
-__all__ = ["check_packing"]
+__all__ = ["check_branches", "check_packing"]
 
 ROWS = (9, 2, 13, 3, 11, 10)
 """Tokens of the rows of the trial: chunks end inside some, and several lie inside one chunk."""
-MEND = "set packing: false"
+
+TREES = ((11, (5, 2, 9)), (4, (7, 10)))
+"""Tokens of trunks and branches of the trial: chunks end in a trunk, behind it and in branches."""
+
+
+@dataclass(frozen=True)
+class _Layout:
+    """How the rows of a trial lie in one sequence, and what is said of a model that mixes them up."""
+
+    rows: PackedRows
+    arguments: dict[str, Tensor]
+    """Of the model's call, where it takes them."""
+    places: list[Tensor]
+    """Of each row alone."""
+    begins: list[int]
+    """The first token of each row that others lie before, counted in the row."""
+    fault: str
+    mend: str
 
 
 @dataclass
@@ -64,41 +84,76 @@ def check_packing(handle: StreamHandle) -> None:
     """
     if not handle.layers:
         raise ArgumentError("the model is not streamed any more", mend="check before .remove()")
+    positions = torch.cat([torch.arange(length) for length in ROWS])[None]
+    rows = PackedRows.of(positions)
+    assert rows is not None
+    ends = [sum(ROWS[:count]) for count in range(len(ROWS) + 1)]
+    places = [torch.arange(start, stop) for start, stop in pairwise(ends)]
+    fault = "keep packed rows apart: the {what} for a row changes with the rows before it"
+    layout = _Layout(rows, {"position_ids": positions}, places, [0] * len(ROWS), fault, "set packing: false")
     with borrowed(handle), torch.no_grad():
-        _Trial(handle).run()
+        _Trial(handle, layout).run()
+
+
+def check_branches(handle: StreamHandle) -> None:
+    """Compare rows that share their beginning with the same rows alone, layer by layer, as :func:`check_packing` does.
+
+    Args:
+        handle: What ``stream(model)`` returned.
+
+    Raises:
+        ArgumentError: The handle was removed.
+        UnsupportedModelError: The model does not compute a branch as it would compute its row alone.
+    """
+    if not handle.layers:
+        raise ArgumentError("the model is not streamed any more", mend="check before .remove()")
+    branches = Branches.of(TREES)
+    parts = [part for part in branches.table.parts if part.trunk_stop > part.trunk_start]
+    places = [torch.cat([torch.arange(p.trunk_start, p.trunk_stop), torch.arange(p.start, p.stop)]) for p in parts]
+    begins = [part.trunk_stop - part.trunk_start for part in parts]
+    fault = "compute rows that share their beginning as it does alone: the {what} for a row is another"
+    arguments = branches.arguments(torch.zeros(1, branches.length, dtype=torch.long))
+    layout = _Layout(branches, arguments, places, begins, fault, "set share_prefix: never")
+    with borrowed(handle), torch.no_grad():
+        _Trial(handle, layout).run()
 
 
 class _Trial:
-    def __init__(self, handle: StreamHandle) -> None:
+    def __init__(self, handle: StreamHandle, layout: _Layout) -> None:
         self.model: Any = handle.model
+        self.layout = layout
         self.layers, self.own = handle.layers, handle.own_attention
         self.facts = CallFacts()
-        self.ids = trial_batch(self.model)["input_ids"].flatten()[: sum(ROWS)][None]
+        length = layout.rows.positions_BT.shape[1]
+        ids = trial_batch(self.model)["input_ids"].flatten()
+        self.ids = ids.repeat(-(-length // len(ids)))[:length][None]
         self.seen: list[_Seen] = []
         self.calls = 0
-        self.row = slice(0, 0)
+        self.row, self.begin = torch.arange(0), 0
         self.errors: dict[tuple[int, str], list[float]] = {}
 
     def run(self) -> None:
         """Raise if rows meet."""
-        positions = torch.cat([torch.arange(length) for length in ROWS])[None].to(self.ids.device)
-        packed = self._walk(self._record, self.ids, positions)
-        ends = [0]
-        for length in ROWS:
-            ends.append(ends[-1] + length)
-        for start, stop in pairwise(ends):
-            self.calls, self.row = 0, slice(start, stop)
-            alone = self._walk(self._compare, self.ids[:, self.row], positions[:, self.row])
+        layout, device = self.layout, self.ids.device
+        positions = layout.rows.positions_BT
+        arguments = {name: value.to(device) for name, value in layout.arguments.items()}
+        packed = self._walk(self._record, self.ids, layout.rows, arguments)
+        for places, begin in zip(layout.places, layout.begins, strict=True):
+            self.calls, self.row, self.begin = 0, places.to(device), begin
+            own = {"position_ids": positions[:, places].to(device)}
+            alone = self._walk(self._compare, self.ids[:, self.row], None, own)
             self._note(len(self.layers), "logits", packed[:, self.row], alone, torch.zeros_like(alone))
         self._judge()
 
-    def _walk(self, step: Callable[..., Any], ids: Tensor, positions: Tensor) -> Tensor:
+    def _walk(
+        self, step: Callable[..., Any], ids: Tensor, rows: PackedRows | None, arguments: dict[str, Tensor]
+    ) -> Tensor:
         """One forward with ``step`` in each layer's place: the logits."""
         for index, layer in enumerate(self.layers):
             layer.forward = _Step(index, layer, step)
-        self.facts.rows = PackedRows.of(positions)
+        self.facts.rows = rows
         taken = inspect.signature(type(self.model).forward).parameters
-        given = {"position_ids": positions} if "position_ids" in taken else {}  # the rest is in the facts
+        given = {name: value for name, value in arguments.items() if name in taken}  # the rest is in the facts
         try:
             more = {"use_cache": False, **not_balanced(self.model)}
             out = self.model.forward(input_ids=ids, **given, **more)
@@ -106,7 +161,7 @@ class _Trial:
             raise
         except Exception as error:
             raise UnsupportedModelError(
-                f"{self._name} does not take packed rows ({type(error).__name__}: {error})", mend=MEND
+                f"{self._name} does not take packed rows ({type(error).__name__}: {error})", mend=self.layout.mend
             ) from error
         logits: Tensor = out[0] if isinstance(out, tuple) else out.logits
         return logits
@@ -119,7 +174,7 @@ class _Trial:
     def _compare(self, index: int, bound: inspect.BoundArguments) -> Any:
         call = self.seen[self.calls] if self.calls < len(self.seen) else None
         if call is None or call.index != index:
-            raise UnsupportedModelError(f"{self._name} calls other layers when rows are packed", mend=MEND)
+            raise UnsupportedModelError(f"{self._name} calls other layers when rows are packed", mend=self.layout.mend)
         self.calls += 1
         name, z_in = _hidden_name(bound), call.z_in[:, self.row]
         if self.calls == 1:  # positions that are learnt are added here, before any layer
@@ -135,7 +190,8 @@ class _Trial:
         """The error of one row, relative to what rounding explains: all of it, or its first token in a narrow dtype."""
         dtype = self._dtype(index, alone)
         if torch.finfo(dtype).bits < 32:
-            packed, alone, z_in = packed[:, :1], alone[:, :1], z_in[:, :1]
+            first = slice(self.begin, self.begin + 1)
+            packed, alone, z_in = packed[:, first], alone[:, first], z_in[:, first]
         explained = BOUND[dtype] * norm_of(alone, z_in) + torch.finfo(dtype).eps * norm_of(alone)
         error = norm_of(packed, alone)
         self.errors.setdefault((index, what), []).append(error / explained if explained > 0 else float(error > 0))
@@ -148,11 +204,11 @@ class _Trial:
             if not error <= 1:
                 layer = index < len(self.layers)
                 kind = type(self.layers[index]).__name__ if layer else "the head"
+                fault = self.layout.fault.format(what=f"{what} of {kind}")
                 raise UnsupportedModelError(
-                    f"{self._name} does not keep packed rows apart: the {what} of {kind} for a row changes with the "
-                    f"rows before it, {error:.0f} times as much as rounding explains",
+                    f"{self._name} does not {fault}, {error:.0f} times as much as rounding explains",
                     where=f"layer {index} of {len(self.layers)} ({kind})" if layer else f"the head of {self._name}",
-                    mend=MEND,
+                    mend=self.layout.mend,
                 )
 
     def _dtype(self, index: int, z: Tensor) -> torch.dtype:

@@ -1,0 +1,28 @@
+"""``streamtune dpo``: training on preferences, from a recipe to a trained model."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from .options import RecipeArgument, SetOption
+from .training import DryRunOption, OutputDirOption, ResumeOption, train_recipe
+
+__all__ = ["dpo"]
+
+
+def dpo(
+    recipe: RecipeArgument,
+    set_: SetOption = None,
+    dry_run: DryRunOption = False,
+    resume: ResumeOption = "auto",
+    output_dir: OutputDirOption = None,
+) -> None:
+    """Train a model to prefer some completions to others."""
+    train_recipe("dpo", _import_room, recipe, set_ or [], dry_run=dry_run, resume=resume, output_dir=output_dir)
+
+
+def _import_room() -> tuple[Callable[..., Any], Callable[..., Any]]:
+    from streamtune.recipe.build_dpo import build_dpo, run_dpo
+
+    return build_dpo, run_dpo

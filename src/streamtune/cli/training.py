@@ -1,0 +1,208 @@
+"""What every training command shares: from a recipe to a trained model, with what is printed before and after."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Callable, Sequence
+from itertools import pairwise
+from pathlib import Path
+from textwrap import indent
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+from rich.text import Text
+
+from streamtune.recipe import load_recipe
+
+from .console import err, out, print_rows
+from .plan import describe_plan
+
+if TYPE_CHECKING:
+    from streamtune.recipe.build_run import Outcome, Run
+
+__all__ = ["DryRunOption", "OutputDirOption", "ResumeOption", "train_recipe"]
+
+DryRunOption = Annotated[
+    bool, typer.Option("--dry-run", help="Load everything, say what would run, and stop.", show_default=False)
+]
+ResumeOption = Annotated[
+    str,
+    typer.Option(
+        metavar="auto|never|PATH",
+        help="Go on where the run in the output directory stopped, start anew, or go on from a checkpoint.",
+    ),
+]
+OutputDirOption = Annotated[Path | None, typer.Option(metavar="DIR", help="Directory of the run.", show_default=False)]
+
+QUANTIZED = {
+    "int8": "TorchAoConfig(Int8WeightOnlyConfig())",
+    "nf4": 'BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_use_double_quant=True)',
+}
+"""How transformers is asked for the base a run was trained on."""
+SPARK = "▁▂▃▄▅▆▇█"
+
+
+def train_recipe(
+    objective: str,
+    import_room: Callable[[], tuple[Callable[..., Any], Callable[..., Outcome]]],
+    recipe: Path,
+    settings: Sequence[str],
+    *,
+    dry_run: bool,
+    resume: str,
+    output_dir: Path | None,
+) -> None:
+    """Train, and leave with the exit code.
+
+    Args:
+        objective: What the command trains for.
+        import_room: Imports and returns what builds a run from a loaded recipe, and what trains it. Slow, so it is
+            called where that is shown.
+        recipe: The file.
+        settings: ``key=value``.
+        dry_run: Build, say what would run, and stop.
+        resume: ``auto``, ``never`` or a checkpoint.
+        output_dir: Overrides the recipe's.
+    """
+    overrides = [*settings, *([f"output_dir={json.dumps(str(output_dir))}"] if output_dir else [])]
+    loaded = load_recipe(recipe, overrides, objective)
+    # Threads that spin while they wait starve each other where the cores are shared; read when torch is imported.
+    os.environ.setdefault("OMP_WAIT_POLICY", "passive")
+    try:
+        with err.status("loading libraries"):
+            build, train = import_room()
+        for note in loaded.notes:
+            _note(note)
+        run = build(loaded, resume=resume, dry_run=dry_run, notify=_note, doing=err.status)
+        _print_banner(run)
+        if dry_run:
+            return
+        outcome = train(run, out)
+    except KeyboardInterrupt:
+        err.print("Stopped.")
+        raise typer.Exit(130) from None
+    _print_outcome(run, outcome)
+    raise typer.Exit(outcome.exit_code)
+
+
+def _note(text: str) -> None:
+    err.print(Text.assemble(("note", "yellow"), f": {text}"), soft_wrap=True)
+
+
+def _print_banner(run: Run) -> None:
+    """What is about to run, before the first step costs anything."""
+    from streamtune import __version__
+
+    out.print(Text.assemble((f"StreamTune {__version__}", "bold"), "  ", str(run.loaded.path)), soft_wrap=True)
+    print_rows(
+        [
+            ("model", _describe_model(run)),
+            ("data", run.data_summary),
+            ("engine", _describe_engine(run)),
+            *([("memory", describe_plan(run.memory))] if run.memory is not None else []),
+            ("steps", _describe_steps(run)),
+            ("output", _describe_output(run)),
+        ]
+    )
+
+
+def _describe_model(run: Run) -> str:
+    total, trainable = run.parameters.total, run.parameters.trainable
+    trained = "all trained" if trainable == total else f"{trainable:,} ({trainable / total:.2%}) trained"
+    base = run.model.get_base_model() if hasattr(run.model, "get_base_model") else run.model
+    dtype = str(base.dtype).removeprefix("torch.")
+    if run.start.quantization is not None:
+        dtype += f", linear layers in {run.start.quantization}"
+    autocast = ", computed in bfloat16" if run.recipe.bf16 else ""
+    return f"{type(base).__name__}, {_short(total)} parameters, {trained}; {dtype}{autocast} on {run.start.device}"
+
+
+def _describe_engine(run: Run) -> str:
+    return f"exact streamed backward: {run.handle.schedule.describe(len(run.handle.layers))}"
+
+
+def _describe_steps(run: Run) -> str:
+    recipe, plan = run.recipe, run.plan
+    rows = recipe.per_device_train_batch_size * recipe.gradient_accumulation_steps
+    epochs = plan.total_steps / plan.steps_per_epoch
+    warmup = f" after {plan.warmup_steps:,} of warm-up" if plan.warmup_steps else ""
+    return (
+        f"{plan.total_steps:,} ({epochs:.3g} epochs) of {rows} {run.unit}{'s' if rows > 1 else ''}; {recipe.optim}, "
+        f"learning rate {recipe.learning_rate:g}, {recipe.lr_scheduler_type}{warmup}"
+    )
+
+
+def _describe_output(run: Run) -> str:
+    if run.checkpoint is not None:
+        return f"{run.directory.path}, going on from {run.checkpoint.path.name}"
+    if run.start.replaces:
+        return f"{run.directory.path}; the run that is there is moved aside"
+    return str(run.directory.path)
+
+
+def _print_outcome(run: Run, outcome: Outcome) -> None:
+    """What came of it, and what to do next."""
+    state, folder = outcome.progressed, run.directory.path
+    rows = []
+    if state.first_loss is not None and state.last_loss is not None:
+        held_out = f", held out {state.eval_loss:.3f}" if state.eval_loss is not None else ""
+        rows.append(("loss", f"first {state.first_loss:.3f}, last {state.last_loss:.3f}{held_out}"))
+    if len(outcome.losses) > 1:
+        rows.append(("", sparkline(outcome.losses, width=min(out.width - 16, 60))))
+    if outcome.tokens > 0:
+        rate = f"{outcome.tokens / outcome.seconds:,.0f} tokens/s"
+        rows.append(("speed", f"{outcome.tokens:,} tokens in {outcome.seconds:.0f} s, {rate}"))
+    if outcome.moved_aside is not None:
+        rows.append(("before", f"the run that was here is now in {outcome.moved_aside}"))
+    rows.append(("curves", f"{folder / 'loss.png'} and metrics.jsonl"))
+    if outcome.finished:
+        rows.append(("model", str(run.directory.final)))
+        rows.append(("load it", f"{_loader(run)}.from_pretrained({_load_arguments(run)})"))
+    elif outcome.checkpoint is not None:
+        rows.append(("saved", str(outcome.checkpoint)))
+        rows.append(("go on", "run the same command again"))
+    else:
+        rows.append(("saved", "nothing: no step was done"))
+    out.print(_title(run, outcome), soft_wrap=True)
+    print_rows(rows)
+    if outcome.sample is not None and run.recipe.sample is not None:
+        for title, text, style in (("asked", run.recipe.sample.prompt, ""), ("wrote", outcome.sample, "green")):
+            out.print(Text(f"  {title}", style="dim"))
+            out.print(Text(indent(text.strip("\n") or "(nothing)", "    "), style=style), soft_wrap=True)
+
+
+def _title(run: Run, outcome: Outcome) -> Text:
+    if not outcome.finished:
+        step = f"{outcome.progressed.step:,} of {run.plan.total_steps:,}"
+        return Text(f"Stopped after step {step}", style="bold yellow")
+    if outcome.tokens == 0:
+        return Text("Done before: nothing left to train (--resume never trains anew)", style="bold green")
+    return Text("Done", style="bold green")
+
+
+def _loader(run: Run) -> str:
+    return "AutoPeftModelForCausalLM" if run.recipe.finetuning_type != "full" else "AutoModelForCausalLM"
+
+
+def _load_arguments(run: Run) -> str:
+    """With adapters trained on a quantised base, the base they were trained on."""
+    quantized = f", quantization_config={QUANTIZED[run.start.quantization]}" if run.start.quantization else ""
+    return f'"{run.directory.final}"{quantized}'
+
+
+def sparkline(values: Sequence[float], width: int) -> str:
+    """A curve in one line of text: ``width`` means of equal stretches of ``values``, from lowest to highest."""
+    width = max(1, min(width, len(values)))
+    edges = [len(values) * index // width for index in range(width + 1)]
+    means = [sum(values[a:b]) / (b - a) for a, b in pairwise(edges)]
+    low, high = min(means), max(means)
+    return "".join(SPARK[round((mean - low) / ((high - low) or 1.0) * (len(SPARK) - 1))] for mean in means)
+
+
+def _short(count: int) -> str:
+    """``4.2M``, ``8.19B``"""
+    for size, unit in ((10**9, "B"), (10**6, "M"), (10**3, "K")):
+        if count >= size:
+            return f"{count / size:.3g}{unit}"
+    return str(count)

@@ -1,0 +1,73 @@
+"""From a prompt and its answers to token ids: one trunk, and what of each answer counts.
+
+Every answer is tokenised **with its prompt before it**, whole, as supervised training does (:mod:`.render`): a
+conversation by the chat template, text as the plain joint of both with the end token behind it. The tree's prompt is
+then the longest beginning that all of these have in common and in which no token counts. So ``prompt + completion`` is,
+token for token, what the whole conversation renders to, whatever the template and the tokenizer do at the border:
+
+- A token that holds the end of the prompt and the start of an answer belongs to the answer and counts there.
+- Where that token differs from answer to answer, or a template writes a prompt differently before different answers,
+  the tokens that differ and do not count go with the completion, masked.
+
+A token counts if it holds a character of an assistant's turn behind the prompt, its terminator included; the end token
+behind a text counts. What users and tools say in an answer of several turns does not.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING
+
+from streamtune.data.render import IGNORE_INDEX, RowRenderer
+from streamtune.data.rows_preference import Answers
+from streamtune.data.tree import Tree
+from streamtune.errors import DataError
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+__all__ = ["TreeRenderer"]
+
+
+class TreeRenderer:
+    """Turns prompts with their answers into trees.
+
+    Args:
+        tokenizer: The model's tokenizer, with its chat template.
+        notify: Called once with each thing a user should know.
+    """
+
+    def __init__(self, tokenizer: PreTrainedTokenizerBase, *, notify: Callable[[str], None]) -> None:
+        self._render = RowRenderer(tokenizer, train_on="assistant", notify=notify)
+
+    def __call__(self, answers: Answers, origin: str) -> Tree:
+        """Render one prompt and its answers.
+
+        Raises:
+            DataError: A row cannot be rendered, an answer has no token that counts, or the prompt has no token.
+        """
+        rendered = [self._render(content, origin) for content in answers.contents]
+        ids = [row.input_ids for row in rendered]
+        counted = [[label != IGNORE_INDEX for label in row.labels] for row in rendered]
+        start = min(_common_beginning(ids), *(mask.index(True) for mask in counted))
+        if start == 0:
+            raise DataError(
+                "the prompt has no token that all its answers share, so nothing predicts their first token",
+                where=origin,
+                mend="give the row a prompt, or use a tokenizer that begins texts with a token",
+            )
+        masks = [mask[start:] for mask in counted]
+        return Tree(
+            prompt=ids[0][:start],
+            completions=[row[start:] for row in ids],
+            masks=None if all(map(all, masks)) else masks,
+            origin=origin,
+            labels=None if answers.labels is None else list(answers.labels),
+            margin=answers.margin,
+        )
+
+
+def _common_beginning(rows: Sequence[Sequence[int]]) -> int:
+    """How many items all rows begin with."""
+    shortest = min(map(len, rows))
+    return next((index for index in range(shortest) if len({row[index] for row in rows}) > 1), shortest)

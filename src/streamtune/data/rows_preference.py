@@ -1,0 +1,301 @@
+"""Rows of preference data: one prompt and the answers that are compared, or judged one by one.
+
+    preference    prompt, chosen, rejected                    each a string or a list of messages
+                  chosen, rejected                            without prompt: their common beginning is the prompt
+                  score_chosen, score_rejected; or margin     optional numbers, kept as the pair's margin
+    unpaired      prompt, completion, label                   label: true (desirable) or false
+
+``tools`` (optional) goes to the chat template. A prompt that is text and answers that are messages go together, and the
+other way round. A pair whose answers already hold the prompt's messages loses them. Other columns are not read.
+
+**Implicit prompts.** Of messages: as many as ``chosen`` and ``rejected`` have in common. Of text: their common
+characters, back to the last border between words, and without the blanks that stand there, which belong to the answers
+as in ``"... Assistant:"`` and ``" Yes"``.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from streamtune.data.cells import column_names, tools_of
+from streamtune.data.readers import Row
+from streamtune.data.renderings import common_prefix
+from streamtune.data.rows import Completion, Conversation
+from streamtune.data.said import Said, check_order, said, texts_of
+from streamtune.errors import DataError, did_you_mean
+
+__all__ = [
+    "PREFERENCE_TYPES",
+    "Answers",
+    "detect_preference_type",
+    "normalise_preference",
+]
+
+PREFERENCE_TYPES = ("preference", "unpaired")
+"""Names a recipe's ``type`` may have, besides ``auto``, for preference data."""
+
+_REQUIRED = {"preference": ("chosen", "rejected"), "unpaired": ("prompt", "completion", "label")}
+
+_SCORES = (("score_chosen", "score_rejected"), ("chosen_score", "rejected_score"))
+"""Names that the scores of a pair's answers have in published sets."""
+
+_PROMPT_LIKE = ("question", "instruction", "input", "query", "context", "problem", "system")
+"""Columns that hold a prompt under another name: to guess one from the answers beside them would be wrong."""
+
+
+@dataclass(frozen=True)
+class Answers:
+    """One prompt and its answers, each with the prompt before it, in the normal form of training text."""
+
+    prompt: Said
+    contents: Sequence[Completion | Conversation]
+    """``(chosen, rejected)``, or the one that is judged"""
+    labels: tuple[bool, ...] | None = None
+    """of unpaired rows: whether each answer is desirable"""
+    margin: float | None = None
+    """by how much the first is better, where the row says so"""
+    identical: bool = False
+    """whether both answers are the same: there is nothing to prefer"""
+    tools: list[dict[str, Any]] | None = None
+
+    def texts(self) -> list[str]:
+        """What the prompt and the answers say, for training a tokenizer."""
+        return [*texts_of(self.prompt), *(text for content in self.contents for text in _answer_texts(content))]
+
+
+def _answer_texts(content: Completion | Conversation) -> list[str]:
+    if isinstance(content, Completion):
+        return [content.completion]
+    return texts_of(content.messages[content.first_answer :])
+
+
+def detect_preference_type(row: Row) -> str:
+    """Say which type of preference data a row looks like.
+
+    Raises:
+        DataError: It looks like none.
+    """
+    for row_type, required in _REQUIRED.items():
+        if all(name in row.columns for name in required):
+            return row_type
+    raise DataError(
+        f"cannot tell what the rows compare from the columns {column_names(row.columns)}",
+        where=row.origin,
+        mend="preference data needs 'prompt', 'chosen' and 'rejected', or 'prompt', 'completion' and 'label'; "
+        "rename the columns",
+    )
+
+
+def normalise_preference(row: Row, row_type: str) -> Answers:
+    """Turn a row of a known type into its normal form.
+
+    Raises:
+        DataError: The row is not of this type, or one of its values is wrong.
+    """
+    for name in _REQUIRED[row_type]:
+        if name not in row.columns:
+            raise DataError(
+                f"a '{row_type}' row needs the column '{name}', this one has {column_names(row.columns)}",
+                where=row.origin,
+                mend=did_you_mean(name, row.columns) or f"add the column '{name}' or set the dataset's 'type'",
+            )
+    return _NORMALISERS[row_type](row)
+
+
+# ------------------------------------------------------------------------------------------------------------- pairs
+
+
+def _pair(row: Row) -> Answers:
+    chosen, rejected = (said(row.columns, name, row.origin) for name in ("chosen", "rejected"))
+    if isinstance(chosen, str) != isinstance(rejected, str):
+        kinds = {True: "text", False: "a list of messages"}
+        raise DataError(
+            f"'chosen' is {kinds[isinstance(chosen, str)]} and 'rejected' is {kinds[isinstance(rejected, str)]}",
+            where=row.origin,
+            mend="write both as text, or both as messages",
+        )
+    identical = chosen == rejected
+    margin, tools = _margin(row), tools_of(row.columns.get("tools"), row.origin)
+    if identical:
+        return Answers(chosen, (), margin=margin, identical=True, tools=tools)
+    prompt: Said
+    if row.columns.get("prompt") is not None:
+        prompt = said(row.columns, "prompt", row.origin)
+        prompt, (chosen, rejected) = _agree(row, prompt, {"chosen": chosen, "rejected": rejected})
+    else:
+        _refuse_other_prompt(row)
+        if isinstance(chosen, str) and isinstance(rejected, str):
+            start = _text_prompt(chosen, rejected)
+        else:
+            pairs = enumerate(zip(chosen, rejected, strict=False))
+            start = next((index for index, (a, b) in pairs if a != b), min(len(chosen), len(rejected)))
+        prompt, chosen, rejected = _split(row, chosen, rejected, start)
+    contents = tuple(
+        _content(row, prompt, answer, name, tools) for name, answer in (("chosen", chosen), ("rejected", rejected))
+    )
+    return Answers(prompt, contents, margin=margin, tools=tools)
+
+
+def _refuse_other_prompt(row: Row) -> None:
+    other = next((name for name in _PROMPT_LIKE if row.columns.get(name)), None)
+    if other is not None:
+        raise DataError(
+            f"the row has no 'prompt', and a column '{other}' that is not read",
+            where=row.origin,
+            mend=f"rename '{other}' to 'prompt'; without it the prompt is the common beginning of both answers",
+        )
+
+
+def _split(row: Row, chosen: Said, rejected: Said, start: int) -> tuple[Said, Said, Said]:
+    """The common beginning of both answers, and what is left of them."""
+    if start == 0:
+        raise DataError(
+            "the prompt is missing: the row has no column 'prompt', and 'chosen' and 'rejected' begin differently",
+            where=row.origin,
+            mend="add the column 'prompt'",
+        )
+    for name, answer in (("chosen", chosen), ("rejected", rejected)):
+        left = answer[start:]
+        if not (left.strip() if isinstance(left, str) else left):
+            raise DataError(
+                f"'{name}' is empty behind the common beginning of both answers, which is the prompt",
+                where=row.origin,
+                mend="add the column 'prompt', or remove the row",
+            )
+    return chosen[:start], chosen[start:], rejected[start:]
+
+
+def _text_prompt(chosen: str, rejected: str) -> int:
+    """Characters of the common beginning that are the prompt: no word is cut, and no blank stands at their end."""
+    start = common_prefix(chosen, rejected)
+    following = (chosen[start : start + 1], rejected[start : start + 1])
+    if "" in following or any(_in_word(character) for character in following):
+        while start and _in_word(chosen[start - 1]):
+            start -= 1
+    return len(chosen[:start].rstrip())
+
+
+def _in_word(character: str) -> bool:
+    return character.isalnum() or character == "_"
+
+
+def _agree(row: Row, prompt: Said, answers: dict[str, Said]) -> tuple[Said, list[Said]]:
+    """A prompt and its answers, all as text or all as messages, the prompt's messages taken off the answers."""
+    if isinstance(prompt, str) and all(isinstance(answer, str) for answer in answers.values()):
+        return prompt, list(answers.values())
+    if isinstance(prompt, str):
+        prompt = _prompt_messages(row, prompt, answers)
+    agreed: list[Said] = []
+    for name, answer in answers.items():
+        turns = [{"role": "assistant", "content": answer}] if isinstance(answer, str) else answer
+        if turns[0]["role"] != "assistant":
+            if turns[: len(prompt)] != prompt:
+                raise DataError(
+                    f"'{name}' begins with a '{turns[0]['role']}' message and not with the messages of 'prompt'",
+                    where=row.origin,
+                    mend="let it begin with the assistant's answer, or with the prompt",
+                )
+            turns = turns[len(prompt) :]
+        agreed.append(turns)
+    return prompt, agreed
+
+
+def _prompt_messages(row: Row, prompt: str, answers: dict[str, Said]) -> list[dict[str, Any]]:
+    """The messages that a text stands for: the user's, or those before the answer in conversations that repeat it."""
+    first = next(answer for answer in answers.values() if not isinstance(answer, str))
+    start = next((index for index, message in enumerate(first) if message["role"] == "assistant"), len(first))
+    if start == 0:
+        return [{"role": "user", "content": prompt}]
+    if not any(message["role"] == "user" and message.get("content") == prompt for message in first[:start]):
+        raise DataError(
+            "'prompt' is none of the user's messages before the answer in 'chosen'",
+            where=row.origin,
+            mend="let 'chosen' and 'rejected' begin with the assistant's answer, or with the prompt",
+        )
+    return first[:start]
+
+
+def _margin(row: Row) -> float | None:
+    """By how much the chosen answer is better."""
+    for names in _SCORES:
+        if any(_is_given(row, name) for name in names):
+            chosen, rejected = (_number(row, name) for name in names)
+            return chosen - rejected
+    return _number(row, "margin") if _is_given(row, "margin") else None
+
+
+def _is_given(row: Row, name: str) -> bool:
+    return row.columns.get(name) not in (None, "")
+
+
+def _number(row: Row, name: str) -> float:
+    value = row.columns.get(name)
+    try:
+        # a cell of a CSV file is always text
+        number = math.nan if isinstance(value, bool) or not isinstance(value, (int, float, str)) else float(value)
+    except ValueError:
+        number = math.nan
+    if not math.isfinite(number):
+        shown = "missing" if value is None else repr(value)[:40]
+        raise DataError(f"'{name}' must be a finite number, it is {shown}", where=row.origin)
+    return number
+
+
+# ---------------------------------------------------------------------------------------------------------- unpaired
+
+
+def _unpaired(row: Row) -> Answers:
+    label = row.columns["label"]
+    if isinstance(label, str) and label.strip().lower() in ("true", "false"):  # a cell of a CSV file is always text
+        label = label.strip().lower() == "true"
+    if not isinstance(label, bool):
+        raise DataError(
+            f"'label' must be true (desirable) or false, it is {label!r:.40}",
+            where=row.origin,
+            mend="write true or false",
+        )
+    prompt = said(row.columns, "prompt", row.origin)
+    prompt, (answer,) = _agree(row, prompt, {"completion": said(row.columns, "completion", row.origin)})
+    tools = tools_of(row.columns.get("tools"), row.origin)
+    return Answers(prompt, (_content(row, prompt, answer, "completion", tools),), labels=(label,), tools=tools)
+
+
+def _content(
+    row: Row, prompt: Said, answer: Said, name: str, tools: list[dict[str, Any]] | None
+) -> Completion | Conversation:
+    """An answer behind its prompt."""
+    if isinstance(prompt, str) or isinstance(answer, str):
+        assert isinstance(prompt, str) is isinstance(answer, str), "both were brought into one form"
+        return Completion(str(prompt), str(answer))
+    check_order(prompt, "prompt", row.origin)
+    if prompt[-1]["role"] == "assistant":
+        raise DataError(
+            f"the prompt of '{name}' ends with what the assistant says: there is no question left to answer",
+            where=row.origin,
+            mend="let the prompt end with a user or tool message",
+        )
+    if not answer or answer[0]["role"] != "assistant":
+        role = f"a '{answer[0]['role']}' message" if answer else "nothing"
+        raise DataError(
+            f"'{name}' goes on after the prompt with {role}; both answers must be the assistant's, to one prompt",
+            where=row.origin,
+        )
+    check_order(answer, name, row.origin)
+    if not any(_says_something(message) for message in answer):
+        raise DataError(f"'{name}' is empty: the assistant says nothing", where=row.origin, mend="remove the row")
+    return Conversation([*prompt, *answer], tools, first_answer=len(prompt))
+
+
+def _says_something(message: Mapping[str, Any]) -> bool:
+    return message["role"] == "assistant" and any(
+        value.strip() if isinstance(value, str) else value for key, value in message.items() if key not in _SILENT
+    )
+
+
+_SILENT = ("role", "name", "weight")
+"""Fields of a message that are no words."""
+
+_NORMALISERS: dict[str, Callable[[Row], Answers]] = {"preference": _pair, "unpaired": _unpaired}

@@ -1,0 +1,146 @@
+"""What of a model is streamed, and what is known not to be.
+
+The decoder layers are found by what they say of themselves, not by the name of a family.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import nn
+from transformers import PreTrainedModel, modeling_layers
+from transformers.modeling_layers import GradientCheckpointingLayer
+
+from streamtune.engine.call import hands_on_cache, takes_cache
+from streamtune.engine.tiles import FORMS
+from streamtune.errors import UnsupportedModelError
+
+__all__ = [
+    "REFUSED_OUTPUTS",
+    "attention_configs",
+    "base_model",
+    "check_streamable",
+    "decoder_layers",
+    "own_attention",
+    "owners",
+]
+
+REFUSED_OUTPUTS = {
+    "output_attentions": "attention weights are never built",
+}
+
+STATES_IN_MODULES = ("conv1d_state", "recurrent_states", "recurrent_state", "ssm_state")
+"""What modules call a state they keep themselves, outside of the cache."""
+
+
+def base_model(model: nn.Module) -> PreTrainedModel:
+    """The ``transformers`` model inside adapter wrappers.
+
+    Raises:
+        UnsupportedModelError: There is none.
+    """
+    unwrap: Any = getattr(model, "get_base_model", None)
+    inner: Any = model if unwrap is None else unwrap()
+    if not isinstance(inner, PreTrainedModel):
+        raise UnsupportedModelError(f"{type(model).__name__} is not a transformers model")
+    return inner
+
+
+def decoder_layers(model: nn.Module) -> list[nn.Module]:
+    """The outermost layers that take a key/value cache, in order.
+
+    A layer says of itself that it is one (``GradientCheckpointingLayer``) and takes the cache by name. In a model where
+    none does, the members of its module lists are asked, and those that only hand the cache on.
+    """
+    found: list[nn.Module] = []
+
+    def visit(module: nn.Module, searching: bool) -> None:
+        for child in module.children():
+            listed = isinstance(module, nn.ModuleList) and searching and hands_on_cache(child)
+            if listed or (isinstance(child, GradientCheckpointingLayer) and takes_cache(child)):
+                found.append(child)
+            else:
+                visit(child, searching)
+
+    visit(model, searching=False)
+    if not found:
+        visit(model, searching=True)
+    return found
+
+
+def check_streamable(model: PreTrainedModel, layers: list[nn.Module]) -> None:
+    """Refuse, by name, what is known not to stream exactly.
+
+    Raises:
+        UnsupportedModelError: With the reason.
+    """
+    name, config = type(model).__name__, model.config.get_text_config(decoder=True)
+    if model.config.is_encoder_decoder:
+        raise UnsupportedModelError(f"{name} is an encoder-decoder; only causal decoders are streamed")
+    if not layers:
+        raise UnsupportedModelError(
+            f"{name} has no decoder layer with a key/value cache, so there is nothing to stream"
+        )
+    own = own_attention(model, layers)
+    if own is not None and own not in FORMS:
+        raise UnsupportedModelError(
+            f"{name} computes its attention itself, by {own!r}, which does not know the tile of a chunk",
+            mend="load it with attn_implementation='eager'",
+        )
+    if isinstance(model, getattr(modeling_layers, "MtpModel", ())):
+        raise UnsupportedModelError(
+            f"{name} holds layers for multi-token prediction, which only draft: transformers gives them no loss",
+            mend="stream the causal language model they belong to",
+        )
+    for layer in layers:
+        if "forward" in layer.__dict__:
+            raise UnsupportedModelError(
+                f"{name} has a {type(layer).__name__} whose forward was replaced on the instance (a device map of "
+                "accelerate does that, and so do patches); chunks would go around it",
+                mend="load the model onto one device, or undo the patch",
+            )
+        for module in layer.modules():
+            if any(hasattr(module, state) for state in STATES_IN_MODULES):
+                raise UnsupportedModelError(
+                    f"{name} has layers whose {type(module).__name__} keeps a state in the module itself, which no "
+                    "chunk can be given"
+                )
+            if isinstance(module, nn.modules.batchnorm._NormBase):
+                raise UnsupportedModelError(
+                    f"{name} has a {type(module).__name__} in its {type(layer).__name__}; its statistic is of "
+                    "the whole sequence or batch, not a sum over chunks"
+                )
+    for flag, why in REFUSED_OUTPUTS.items():
+        if getattr(config, flag, False):
+            raise UnsupportedModelError(
+                f"{name} is configured with {flag}=True, but {why}", mend=f"set model.config.{flag} = False"
+            )
+
+
+def owners(model: PreTrainedModel, layers: list[nn.Module]) -> list[PreTrainedModel]:
+    """The models around the layers, the outermost first."""
+    inside = {id(layer) for layer in layers}
+    return [
+        module
+        for module in model.modules()
+        if isinstance(module, PreTrainedModel) and any(id(child) in inside for child in module.modules())
+    ]
+
+
+def own_attention(model: PreTrainedModel, layers: list[nn.Module]) -> str | None:
+    """The attention of layers that do not take it from ``transformers``' ``AttentionInterface``; None for others."""
+    owner = owners(model, layers)[-1]
+    return None if owner._can_set_attn_implementation() else str(owner.config._attn_implementation_internal)
+
+
+def attention_configs(model: PreTrainedModel, layers: list[nn.Module]) -> list[Any]:
+    """The configs that name the attention of the decoder: the ones its layers and their model read, each once."""
+    found: list[Any] = [model.config.get_text_config(decoder=True)]
+    found += [module.config for module in owners(model, layers)]
+    for layer in layers:
+        found += [
+            m.config
+            for m in layer.modules()
+            if hasattr(m, "config") and hasattr(m.config, "_attn_implementation_internal")
+        ]
+    return list({id(config): config for config in found}.values())

@@ -1,0 +1,293 @@
+"""A recipe to a run of preference training.
+
+build_dpo   recipe -> tokenizer, trees, reference, model, engine, step plan; reads everything, writes nothing
+run_dpo     ask the reference where that is done before, train, save the model, try it
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from contextlib import nullcontext
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from streamtune import data, models, objectives, train
+from streamtune.engine import StreamHandle, check_branches, stream
+from streamtune.errors import DataError, UnsupportedModelError
+from streamtune.recipe.build import blame_recipe, make_sources, make_tokenizer
+from streamtune.recipe.build_batches import Steps
+from streamtune.recipe.build_model import make_model
+from streamtune.recipe.build_preference import (
+    GivenReference,
+    PairObjective,
+    PreferenceBatches,
+    UnpairedObjective,
+    pair_knobs,
+    unpaired_knobs,
+)
+from streamtune.recipe.build_reference import (
+    KeptLogps,
+    asked_for,
+    compute_logps,
+    load_reference,
+    read_logps,
+    reference_key,
+    streamed,
+)
+from streamtune.recipe.build_run import (
+    Doing,
+    Notify,
+    Outcome,
+    Run,
+    Start,
+    plan_and_stream,
+    start_run,
+    tell_of_model,
+    train_run,
+)
+from streamtune.recipe.build_settings import plan_steps
+from streamtune.recipe.loader import LoadedRecipe
+from streamtune.recipe.schema_dpo import DpoRecipe
+
+if TYPE_CHECKING:
+    from rich.console import Console
+    from transformers import PreTrainedTokenizerBase
+
+__all__ = ["DpoRun", "build_dpo", "run_dpo"]
+
+
+@dataclass(kw_only=True)
+class DpoRun(Run):
+    """Everything a run of preference training needs, built and checked."""
+
+    batches: PreferenceBatches
+    reference: train.Reference | None
+    """None where the loss has none."""
+
+    @property
+    def objective(self) -> train.Objective:
+        """What is minimised."""
+        recipe = _preferences(self.recipe)
+        if recipe.unpaired:
+            assert self.reference is not None, "losses of single completions compare with a reference"
+            return UnpairedObjective(self.handle, recipe, self.reference, self.start.device)
+        return PairObjective(self.handle, recipe, self.reference)
+
+
+def build_dpo(
+    loaded: LoadedRecipe,
+    *,
+    resume: str = "auto",
+    dry_run: bool = False,
+    notify: Notify = lambda message: None,
+    doing: Doing = nullcontext,
+) -> DpoRun:
+    """Load or make everything the recipe names. Nothing is written but the reference's log-probs, where asked for.
+
+    Args:
+        loaded: The recipe, with ``objective: dpo``.
+        resume: ``auto`` (go on where the run in ``output_dir`` stopped), ``never``, or the path of a checkpoint.
+        dry_run: Plan a fixed schedule too, and ask no reference.
+        notify: Told what is worth knowing on the way, a sentence at a time.
+        doing: Shows what takes a while, for as long as it does.
+
+    Raises:
+        UserError: With the line of the recipe that is to blame.
+        CheckpointError: The checkpoint named by ``resume`` cannot be used.
+        OutOfMemoryError: The weights alone do not fit.
+    """
+    recipe = _preferences(loaded.recipe)
+    with blame_recipe(loaded):
+        compares = _check_loss(recipe)
+        start = start_run(recipe, resume, notify)
+        sources = make_sources(loaded)
+        with doing("reading the tokenizer" if start.checkpoint else "making the tokenizer"):
+            tokenizer = make_tokenizer(recipe, sources, start.checkpoint, notify)
+        prepared = prepare_trees(recipe, sources, tokenizer, notify)
+        start.with_data(prepared.fingerprint)
+        longest = min(prepared.report.length_percentiles["max"], recipe.max_length)
+        with doing("loading the model"):
+            model = make_model(recipe, tokenizer, start.checkpoint, start.device)
+        tell_of_model(model, longest, start, notify)
+        held = None
+        if compares and not recipe.precompute_ref_log_probs:
+            with doing("loading the reference"):
+                held = load_reference(recipe, model, tokenizer, start.device)
+        share = _choose_layout(recipe, model, doing, notify)
+        rows, length = _largest(prepared, recipe, longest, share)
+        handle, memory = plan_and_stream(
+            recipe,
+            model,
+            start,
+            rows=rows,
+            length=length,
+            reserved=0 if held is None else _bytes_of(held),
+            dry_run=dry_run,
+            notify=notify,
+            doing=doing,
+        )
+        measures = recipe.unpaired and objectives.UNPAIRED_LOSSES[recipe.loss_type].needs_baseline
+        if measures:
+            _check_prompts(prepared, recipe)
+        batches = PreferenceBatches(
+            prepared, recipe, pad_token_id=tokenizer.pad_token_id, share=share, measures=measures
+        )
+        reference: train.Reference | None = None
+        if compares and recipe.precompute_ref_log_probs and not dry_run:
+            reference = GivenReference()
+            batches.kept = _logps_of_reference(recipe, model, handle, tokenizer, start, batches, notify, doing)
+        elif compares:
+            reference = train.ModelReference(model, handle) if held is None else streamed(held, handle.schedule)
+    return DpoRun(
+        loaded=loaded,
+        start=start,
+        data_summary=prepared.report.describe(),
+        tokenizer=tokenizer,
+        model=model,
+        parameters=models.count_parameters(model),
+        handle=handle,
+        plan=plan_steps(recipe, batches.num_train),
+        unit="row" if recipe.unpaired else "pair",
+        memory=memory,
+        batches=batches,
+        reference=reference,
+    )
+
+
+def run_dpo(run: DpoRun, console: Console) -> Outcome:
+    """Train, and where the run comes to its end save the model and let it answer the sample prompt.
+
+    Args:
+        run: From :func:`build_dpo`; used once.
+        console: Where progress is shown.
+
+    Raises:
+        RunError: It failed on the way; the checkpoints saved before are intact.
+    """
+    recipe, batches = run.recipe, run.batches
+    held_out = (lambda: batches.held_out(recipe.per_device_eval_batch_size)) if batches.prepared.validation else None
+    return train_run(run, console, objective=run.objective, steps=Steps(batches, recipe), validation=held_out)
+
+
+def prepare_trees(
+    recipe: DpoRecipe,
+    sources: Sequence[data.Source],
+    tokenizer: PreTrainedTokenizerBase,
+    notify: Notify,
+) -> data.PreparedTrees:
+    """The rows as trees of token ids. What there is to say about them is said at the end, not into the live count."""
+    said: list[str] = []
+    prepare = data.prepare_unpaired if recipe.unpaired else data.prepare_preferences
+    try:
+        return prepare(
+            sources,
+            tokenizer,
+            max_length=recipe.max_length,
+            max_prompt_length=recipe.max_prompt_length,
+            overlength=recipe.overlength,
+            identical_pairs=recipe.identical_pairs,
+            val_size=recipe.val_size,
+            seed=recipe.seed,
+            notify=said.append,
+        )
+    finally:
+        for text in said:
+            notify(text)
+
+
+def _check_loss(recipe: DpoRecipe) -> bool:
+    """Whether the loss compares with a reference.
+
+    Raises:
+        ArgumentError: A number that it would not read, or not take.
+    """
+    if recipe.unpaired:
+        return objectives.check_unpaired(recipe.loss_type, **unpaired_knobs(recipe)).needs_reference
+    loss = objectives.check_preference(recipe.loss_type, **pair_knobs(recipe))
+    return loss.needs_reference and not recipe.reference_free
+
+
+def _choose_layout(recipe: DpoRecipe, model: Any, doing: Doing, notify: Notify) -> bool:
+    """Whether prompts are streamed once, after trying whether this very model can.
+
+    Raises:
+        UnsupportedModelError: It cannot, and the recipe asks for it.
+    """
+    if recipe.share_prefix == "never":
+        return False
+    with doing("checking that prompts can be shared"), stream(model) as handle:
+        try:
+            check_branches(handle)
+        except UnsupportedModelError as error:
+            if recipe.share_prefix == "always":
+                error.where = "share_prefix"
+                raise
+            notify(f"each completion has its own copy of the prompt: {error.what}")
+            return False
+    return True
+
+
+def _largest(prepared: data.PreparedTrees, recipe: DpoRecipe, longest: int, share: bool) -> tuple[int, int]:
+    """Rows and tokens of the largest micro-batch there may be: one sequence of whole trees, or a row a completion."""
+    size = recipe.per_device_train_batch_size
+    if share:
+        return 1, size * prepared.report.tree_lengths["max"]
+    completions = max(len(tree.completions) for tree in prepared.train)
+    return size * completions, longest
+
+
+def _check_prompts(prepared: data.PreparedTrees, recipe: DpoRecipe) -> None:
+    """Refuse data in which no completion belongs to another prompt.
+
+    Raises:
+        DataError: All rows have one prompt.
+    """
+    first = prepared.train[0].prompt
+    if all(tree.prompt == first for tree in prepared.train):
+        raise DataError(
+            f"all rows to train on have the same prompt, and {recipe.loss_type} measures its distance from the "
+            "reference on completions of other prompts",
+            where=prepared.train[0].origin,
+            mend="add rows with other prompts, or write loss_type: apo_zero_unpaired, which does not measure it",
+        )
+
+
+def _logps_of_reference(
+    recipe: DpoRecipe,
+    model: Any,
+    handle: StreamHandle,
+    tokenizer: PreTrainedTokenizerBase,
+    start: Start,
+    batches: PreferenceBatches,
+    notify: Notify,
+    doing: Doing,
+) -> KeptLogps:
+    """The reference's log-probs of every tree: those that are kept, or the reference is asked."""
+    # A run that is gone on with says under which key they are kept; its model is no longer the one it started with.
+    known = start.checkpoint.state["identity"].get("reference") if start.checkpoint is not None else None
+    if known is not None and (kept := read_logps(known)) is not None:
+        start.identity["reference"] = known
+        return kept
+    asked: Any = model
+    if asked_for(recipe) is not None or (recipe.finetuning_type == "full" and start.checkpoint is not None):
+        with doing("loading the reference"):
+            asked = load_reference(recipe, model, tokenizer, start.device)
+    with doing("reading the reference's weights"):
+        key = reference_key(asked, batches.asked(), bf16=recipe.bf16)
+    start.identity["reference"] = key
+    if (kept := read_logps(key)) is not None:
+        notify("the reference's log-probs are known from an earlier run")
+        return kept
+    reference = train.ModelReference(model, handle) if asked is model else streamed(asked, handle.schedule)
+    with doing("asking the reference"):
+        trees = map(batches.alone, batches.asked())
+        return compute_logps(key, reference, trees, start.device, bf16=recipe.bf16, notify=notify)
+
+
+def _bytes_of(model: Any) -> int:
+    return sum(parameter.nbytes for parameter in model.parameters())
+
+
+def _preferences(recipe: Any) -> DpoRecipe:
+    assert isinstance(recipe, DpoRecipe)
+    return recipe

@@ -1,0 +1,225 @@
+"""A recipe to its reference: the trained model without its adapters, a model held beside it, or log-probs on disk.
+
+    adapters, and no name       the trained model, adapters switched off        nothing is held
+    full, and no name           the model as it is when training starts         a second copy of the weights
+    ref_model_name_or_path      that model                                      its weights
+    precompute_ref_log_probs    any of these, asked once before training        nothing, once it has been asked
+
+What was computed once is kept below the user's cache directory under a hash of all it depends on: the reference's
+weights, the dtypes it computes in, and every token of the rows.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from streamtune import data, models, train
+from streamtune.engine import Schedule, stream
+from streamtune.errors import ArgumentError, StreamTuneError, UserError
+from streamtune.recipe.build_model import choose_quantization, make_reference_model
+from streamtune.recipe.schema import Recipe
+from streamtune.sizes import show_size
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+__all__ = [
+    "KeptLogps",
+    "asked_for",
+    "cache_directory",
+    "compute_logps",
+    "load_reference",
+    "read_logps",
+    "reference_key",
+    "streamed",
+]
+
+KEY = "ref_model_name_or_path"
+
+
+def asked_for(recipe: Recipe) -> str | None:
+    """The reference a recipe names."""
+    name: str | None = getattr(recipe, KEY, None)
+    return name
+
+
+def load_reference(recipe: Recipe, model: Any, tokenizer: PreTrainedTokenizerBase, device: torch.device) -> Any | None:
+    """Load the model that is held beside the trained one; None where that is its own reference.
+
+    Args:
+        recipe: The recipe.
+        model: What is trained.
+        tokenizer: Its tokenizer.
+        device: Where the reference goes.
+
+    Raises:
+        ArgumentError: There is no such model, or its vocabulary is another.
+    """
+    name = asked_for(recipe)
+    if name is None:
+        if recipe.finetuning_type != "full":
+            return None
+        return _frozen(make_reference_model(recipe, tokenizer, device))
+    try:
+        reference = models.load_model(
+            name,
+            dtype=recipe.dtype,
+            device=str(device),
+            trust_remote_code=recipe.trust_remote_code,
+            quantization=choose_quantization(recipe, device),
+        )
+    except UserError as error:
+        error.where = KEY
+        raise
+    _check_vocabulary(name, reference, model, tokenizer, trust_remote_code=recipe.trust_remote_code)
+    return _frozen(reference)
+
+
+def streamed(model: Any, schedule: Schedule, *, temperature: float = 1.0) -> train.ModelReference:
+    """A held reference in an engine of its own, which cuts the sequence as the trained model's does."""
+    chunks = Schedule(chunk_size=schedule.chunk_size, head_chunk_size=schedule.head_chunk_size)
+    return train.ModelReference(model, stream(model, schedule=chunks), temperature=temperature)
+
+
+def _frozen(model: Any) -> Any:
+    model.requires_grad_(False)
+    return model.eval()
+
+
+def _check_vocabulary(
+    name: str, reference: Any, model: Any, tokenizer: PreTrainedTokenizerBase, *, trust_remote_code: bool
+) -> None:
+    """Refuse a reference that means other tokens by the same ids: every number would be finite and worth nothing.
+
+    Where the reference comes without a tokenizer only the sizes can be compared. With one, embeddings of different
+    sizes are fine: those of a family are often padded differently.
+    """
+    mend = "use a reference with the tokenizer of the model, such as the model it was made from"
+    ours, theirs = (m.get_input_embeddings().weight.shape[0] for m in (model, reference))
+    if len(tokenizer) > theirs:
+        what = (
+            f"the reference '{name}' has an embedding of {theirs:,} rows, and the tokenizer {len(tokenizer):,} tokens"
+        )
+        raise ArgumentError(what, where=KEY, mend=mend)
+    try:
+        vocabulary = models.load_tokenizer(name, trust_remote_code=trust_remote_code).get_vocab()
+    except StreamTuneError:
+        if ours != theirs:
+            what = f"the reference '{name}' has a vocabulary of {theirs:,} tokens, and the model one of {ours:,}"
+            raise ArgumentError(what, where=KEY, mend=mend) from None
+        return
+    known = tokenizer.get_vocab()
+    differing = sum(vocabulary.get(token) != index for token, index in known.items())
+    if differing:
+        what = f"the reference '{name}' has another vocabulary: {differing:,} of {len(known):,} tokens differ"
+        raise ArgumentError(what, where=KEY, mend=mend)
+
+
+# --- computed once ----------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class KeptLogps:
+    """Log-probs of trees that were computed before: fp32, ``[K]`` of each tree in the order of their completions."""
+
+    logps: Tensor
+    """[sum of K] fp32"""
+    offsets: Tensor
+    """[trees + 1] int64"""
+
+    def of(self, trees: Iterable[int]) -> Tensor:
+        """``[K]``: the log-probs of some trees, one after another."""
+        parts = [self.logps[self.offsets[tree] : self.offsets[tree + 1]] for tree in trees]
+        return torch.cat(parts)
+
+
+def reference_key(model: Any, trees: Iterable[data.Tree], *, bf16: bool) -> str:
+    """The hash of all that the reference's log-probs of some trees depend on; reads every weight once.
+
+    Args:
+        model: The reference; adapters are not part of it.
+        trees: The rows.
+        bf16: Whether it computes under autocast.
+    """
+    digest = hashlib.blake2b(digest_size=20)
+    for name, parameter in model.named_parameters():
+        if "lora_" not in name:
+            digest.update(f"{name.replace('.base_layer', '')} {parameter.dtype} {tuple(parameter.shape)}".encode())
+            _add_tensor(digest.update, parameter.detach())
+    digest.update(f"autocast {bf16}".encode())
+    for tree in trees:
+        digest.update(repr((tree.prompt, tree.completions, tree.masks)).encode())
+    return digest.hexdigest()
+
+
+def _add_tensor(update: Callable[[bytes], None], x: Any) -> None:
+    """Hash a tensor's bytes, or those of the tensors a quantised one is made of."""
+    if hasattr(x, "__tensor_flatten__"):
+        for name in x.__tensor_flatten__()[0]:
+            _add_tensor(update, getattr(x, name))
+        return
+    for part in x.contiguous().flatten().view(torch.uint8).split(1 << 26):
+        update(part.cpu().numpy().tobytes())
+
+
+def cache_directory() -> Path:
+    """Where log-probs are kept, by the convention of the XDG base directories."""
+    home = os.environ.get("XDG_CACHE_HOME", "")
+    return (Path(home) if home.startswith("/") else Path.home() / ".cache") / "streamtune" / "reference"
+
+
+def read_logps(key: str) -> KeptLogps | None:
+    """What is kept under ``key``; None if nothing is, or nothing whole."""
+    try:
+        kept = load_file(cache_directory() / f"{key}.safetensors")
+        return KeptLogps(kept["logps"], kept["offsets"])
+    except (OSError, SafetensorError, KeyError):
+        return None
+
+
+def compute_logps(
+    key: str,
+    reference: train.Reference,
+    batches: Iterable[train.TreeBatch],
+    device: torch.device,
+    *,
+    bf16: bool,
+    notify: Callable[[str], None],
+) -> KeptLogps:
+    """Ask the reference about every tree, and keep what it says under ``key``.
+
+    Args:
+        key: From :func:`reference_key`.
+        reference: Who is asked.
+        batches: A tree each, all trees in their order.
+        device: Where the reference is.
+        bf16: Compute under autocast.
+        notify: Told where it is kept.
+    """
+    found: list[Tensor] = []
+    for batch in batches:
+        with torch.autocast(device.type, dtype=torch.bfloat16, enabled=bf16, cache_enabled=False):
+            found.append(reference.logprobs(batch.to(device)).float().cpu())
+    sizes = torch.tensor([0, *(len(part) for part in found)])
+    kept = KeptLogps(torch.cat(found), sizes.cumsum(0))
+    path = cache_directory() / f"{key}.safetensors"
+    staged = path.with_name(f".tmp-{os.getpid()}-{path.name}")
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        save_file({"logps": kept.logps, "offsets": kept.offsets}, staged)
+        staged.replace(path)
+        notify(f"the reference's log-probs are kept in {path} ({show_size(kept.logps.nbytes)}) for the next run")
+    except (OSError, SafetensorError) as error:
+        staged.unlink(missing_ok=True)
+        notify(f"the reference's log-probs cannot be kept for the next run: {error}")
+    return kept

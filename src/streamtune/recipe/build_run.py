@@ -1,0 +1,393 @@
+"""What runs of every objective share: where they start from, the model in its engine, training, and the end.
+
+start_run     recipe -> directory, checkpoint, device; refuses to go on with another run
+stream_model  in ``build``; plan_and_stream joins it with the planner and with what is checked on that very model
+train_run     trains, saves the model, tries it
+
+An objective adds its data, its loss and its batches (``build_sft``, ``build_dpo``).
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from streamtune import models, optim, train
+from streamtune.engine import Schedule, StreamHandle
+from streamtune.errors import ArgumentError
+from streamtune.plan import Plan
+from streamtune.recipe.build import choose_device, quiet_libraries, stream_model
+from streamtune.recipe.build_model import choose_quantization, make_optimizer
+from streamtune.recipe.build_plan import plan_model
+from streamtune.recipe.build_settings import StepPlan, train_settings
+from streamtune.recipe.dump import dump_recipe
+from streamtune.recipe.loader import LoadedRecipe
+from streamtune.recipe.schema import Recipe
+
+if TYPE_CHECKING:
+    from rich.console import Console
+    from transformers import PreTrainedTokenizerBase
+
+__all__ = ["Doing", "Notify", "Outcome", "Run", "Start", "plan_and_stream", "start_run", "tell_of_model", "train_run"]
+
+Notify = Callable[[str], None]
+"""Told what is worth knowing on the way, a sentence at a time."""
+Doing = Callable[[str], AbstractContextManager[Any]]
+"""Shows what takes a while, for as long as it does."""
+
+FREE_KEYS = frozenset(
+    {
+        # Where things go and what is shown,
+        "output_dir", "save_steps", "save_total_limit", "eval_steps", "logging_steps", "report_to", "sample",
+        "num_completions_to_print",
+        # how the same gradient is computed,
+        "engine", "device", "per_device_eval_batch_size", "trust_remote_code", "share_prefix",
+        # and what the fingerprint of the data covers, wherever the files are now.
+        "datasets",
+    }
+)  # fmt: skip
+"""Keys that may change between the start of a run and its resumption."""
+
+SAMPLE_TEMPERATURE = 0.3
+"""Of the sample at the end. The likeliest token each time would go in circles where little is learnt yet."""
+
+
+@dataclass(frozen=True)
+class Start:
+    """Where a run starts, and what it must have in common with what it goes on with."""
+
+    device: torch.device
+    quantization: str | None
+    """``nf4`` or ``int8``: of the frozen linear layers."""
+    directory: train.RunDirectory
+    checkpoint: train.Checkpoint | None
+    """Where the run goes on from; None starts at the beginning."""
+    identity: dict[str, Any]
+    replaces: bool
+    """Whether ``directory`` holds another run, which is moved aside first."""
+    continued: Mapping[Path, dict[str, Any]]
+    """What is gone on with, and what it was started as."""
+
+    def with_data(self, fingerprint: str) -> None:
+        """Take note of the data. Run settings were compared before it was read, with which it takes minutes.
+
+        Raises:
+            RecipeError: It is not the data of the run that is gone on with.
+        """
+        self.identity["data"] = fingerprint
+        self._check()
+
+    def _check(self) -> None:
+        for where, started_as in self.continued.items():
+            train.check_same_run(started_as, self.identity, where=where)
+
+
+@dataclass(kw_only=True)
+class Run:
+    """Everything a run needs whatever its objective, built and checked."""
+
+    loaded: LoadedRecipe
+    start: Start
+    tokenizer: PreTrainedTokenizerBase
+    data_summary: str
+    """The data in one line."""
+    model: Any
+    parameters: models.ParameterCount
+    handle: StreamHandle
+    plan: StepPlan
+    unit: str
+    """What a step has so many of: ``row``, ``packed sequence``, ``pair`` ..."""
+    memory: Plan | None
+    """The planner's schedule, and what a step of the longest rows holds and takes by it; None where none was asked."""
+
+    @property
+    def recipe(self) -> Recipe:
+        """The recipe."""
+        return self.loaded.recipe
+
+    @property
+    def directory(self) -> train.RunDirectory:
+        """Where the run's files go."""
+        return self.start.directory
+
+    @property
+    def checkpoint(self) -> train.Checkpoint | None:
+        """Where it goes on from."""
+        return self.start.checkpoint
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """How a run ended."""
+
+    progressed: train.Progressed
+    finished: bool
+    exit_code: int
+    """0; 130 or 143 where a signal stopped it."""
+    checkpoint: Path | None
+    """The newest checkpoint."""
+    moved_aside: Path | None
+    """Where the run went that was in the directory before."""
+    sample: str | None
+    records: Sequence[Mapping[str, Any]]
+    """The lines of ``metrics.jsonl``, those before a resume included."""
+    tokens: int
+    """Tokens trained on since it was started or resumed."""
+    seconds: float
+    """Time the loop took since it was started or resumed."""
+
+    @property
+    def losses(self) -> list[float]:
+        """The training loss of every step."""
+        return [record["loss"] for record in self.records if "loss" in record]
+
+    @property
+    def held_out(self) -> Mapping[str, Any]:
+        """What the last evaluation found; empty without one."""
+        found = [r for r in self.records if any(name.startswith("eval_") for name in r)]
+        return found[-1] if found else {}
+
+
+def start_run(recipe: Recipe, resume: str, notify: Notify) -> Start:
+    """Find out where a run starts. Nothing is written.
+
+    Args:
+        recipe: The recipe.
+        resume: ``auto`` (go on where the run in ``output_dir`` stopped), ``never``, or the path of a checkpoint.
+        notify: See :data:`Notify`.
+
+    Raises:
+        ArgumentError: A device that is not there, or a quantisation that is not installed.
+        CheckpointError: The checkpoint named by ``resume`` cannot be used.
+        RecipeError: What would be gone on with was started under other settings.
+    """
+    device = choose_device(recipe.device)
+    quantization = choose_quantization(recipe, device)
+    quiet_libraries(device)
+    directory = train.RunDirectory(Path(recipe.output_dir))
+    before = directory.read_identity()
+    checkpoint = train.find_checkpoint(directory, resume, notify)
+    continued = {directory.path: before} if before is not None and resume != "never" else {}
+    if checkpoint is not None:
+        continued[checkpoint.path] = checkpoint.state["identity"]
+    start = Start(
+        device=device,
+        quantization=quantization,
+        directory=directory,
+        checkpoint=checkpoint,
+        identity=_identify(recipe, quantization),
+        replaces=before is not None and resume == "never",
+        continued=continued,
+    )
+    start._check()
+    return start
+
+
+def _identify(recipe: Recipe, quantization: str | None) -> dict[str, Any]:
+    """What a run that is gone on with must have in common with the one that was started."""
+    identity: dict[str, Any] = {"recipe": recipe.model_dump(mode="json", exclude={*FREE_KEYS, "quantization"})}
+    if recipe.objective == "sft":  # runs were started before there was another
+        del identity["recipe"]["objective"]
+    if quantization is not None:  # what `auto` became: on another device it is another model
+        identity["recipe"]["quantization"] = quantization
+    return identity
+
+
+def tell_of_model(model: Any, longest: int, start: Start, notify: Notify) -> None:
+    """Say what is worth knowing of a loaded model before rows of ``longest`` tokens go through it.
+
+    Raises:
+        ArgumentError: They cannot: its table of positions is shorter.
+    """
+    notes = [models.check_positions(model, longest)]
+    if start.checkpoint is None:
+        notes.append(models.left_out(model))
+    for note in notes:
+        if note is not None:
+            notify(note)
+
+
+def plan_and_stream(
+    recipe: Recipe,
+    model: Any,
+    start: Start,
+    *,
+    rows: int,
+    length: int,
+    check: Callable[[StreamHandle], None] = lambda handle: None,
+    reserved: int = 0,
+    dry_run: bool,
+    notify: Notify,
+    doing: Doing,
+) -> tuple[StreamHandle, Plan | None]:
+    """Put the engine into the model, by the planner's schedule where the recipe asks for one.
+
+    Args:
+        recipe: The recipe.
+        model: On its device, with its adapters; changed in place.
+        start: Where the run starts.
+        rows: Sequences of a micro-batch.
+        length: Tokens of the longest sequence.
+        check: What else is to be checked on that very model, besides that it streams exactly.
+        reserved: Bytes of the device that are another's, such as a reference's.
+        dry_run: Plan a fixed schedule too: what it would hold is what a dry run is for.
+        notify: See :data:`Notify`.
+        doing: See :data:`Doing`.
+
+    Raises:
+        ArgumentError: Nothing fits.
+        UnsupportedModelError: The model does not stream exactly.
+    """
+    memory = None
+    if recipe.engine.schedule == "auto" or dry_run:
+        like = recipe.model_copy(update={"per_device_train_batch_size": rows})
+        keep = _schedule_of(start.checkpoint)
+        with doing("planning the steps"):
+            memory = plan_model(like, model, length, start.device, reserved=reserved, keep=keep, notify=notify)
+    handle = stream_model(recipe, model, memory.schedule if memory is not None else None)
+    with doing("checking that this model streams exactly"):
+        handle.check()
+        check(handle)
+    if memory is not None and not dry_run and memory.schedule.uses_host:
+        handle.tiers.reserve(memory.simulation.host_bytes, start.device)
+    start.identity["schedule"] = asdict(handle.schedule)  # not compared: another gives the same gradient, to rounding
+    return handle, memory
+
+
+def _schedule_of(checkpoint: train.Checkpoint | None) -> Schedule | None:
+    """The schedule a run was going on with, if this version knows it."""
+    kept = checkpoint.state["identity"].get("schedule") if checkpoint is not None else None
+    try:
+        return Schedule(**kept) if kept is not None else None
+    except (TypeError, ArgumentError):
+        return None
+
+
+def train_run(
+    run: Run,
+    console: Console,
+    *,
+    objective: train.Objective,
+    steps: train.StepStream,
+    validation: Callable[[], Iterable[train.MicroBatch]] | None,
+    learning_rate_at: Callable[[int], float] | None = None,
+    begin: Callable[[torch.optim.Optimizer, train.Progress], None] = lambda optimizer, progress: None,
+) -> Outcome:
+    """Train, and where the run comes to its end save the model and let it answer the sample prompt.
+
+    Args:
+        run: Built from its recipe; used once.
+        console: Where progress is shown.
+        objective: What is minimised.
+        steps: Its micro-batches.
+        validation: The held-out ones, anew at each call; None where nothing is held out.
+        learning_rate_at: The learning rate of each step, from 0; None is the recipe's schedule over all of them.
+        begin: Given the optimizer and the progress before the first step.
+
+    Raises:
+        RunError: It failed on the way; the checkpoints saved before are intact.
+    """
+    directory = run.directory
+    before = run.checkpoint.state["progressed"]["tokens"] if run.checkpoint else 0
+    moved_aside = directory.move_aside() if run.start.replaces else None
+    with directory.claim(run.start.identity, dump_recipe(run.recipe, comment=f"resolved from {run.loaded.path}")):
+        writer = _make_writer(run)
+        started = time.perf_counter()
+        with train.StopRequest() as stop, train.record_failure(directory.events):
+            progressed = _train(
+                run, objective, steps, validation, writer, stop, console, learning_rate_at or _schedule(run), begin
+            )
+        seconds = time.perf_counter() - started
+        finished = progressed.step >= run.plan.total_steps
+        sample = _finish(run, writer) if finished else None
+        train.append_event(directory.events, "finish" if finished else "stop", step=progressed.step)
+    newest = train.checkpoint_path(directory.checkpoints, progressed.step)
+    return Outcome(
+        progressed=progressed,
+        finished=finished,
+        exit_code=0 if finished else stop.exit_code,
+        checkpoint=newest if newest.exists() else None,
+        moved_aside=moved_aside,
+        sample=sample,
+        records=train.read_records(directory.metrics),
+        tokens=progressed.tokens - before,
+        seconds=seconds,
+    )
+
+
+def _train(
+    run: Run,
+    objective: train.Objective,
+    steps: train.StepStream,
+    validation: Callable[[], Iterable[train.MicroBatch]] | None,
+    writer: train.ModelWriter,
+    stop: train.StopRequest,
+    console: Console,
+    learning_rate_at: Callable[[int], float],
+    begin: Callable[[torch.optim.Optimizer, train.Progress], None],
+) -> train.Progressed:
+    """The loop, with the optimizer the recipe asks for."""
+    recipe, plan, directory = run.recipe, run.plan, run.directory
+    first_step = run.checkpoint.step if run.checkpoint else 0
+    train.supersede(directory.checkpoints, first_step)
+    train.append_event(directory.events, "resume" if run.checkpoint else "start", step=first_step)
+    optimizer = make_optimizer(recipe, run.model)
+    with train.Progress(console, plan.total_steps, first_step, recipe.logging_steps) as progress:
+        begin(optimizer, progress)
+        return train.train(
+            run.model,
+            objective,
+            optimizer,
+            learning_rate_at,
+            steps,
+            validation,
+            settings=train_settings(recipe, plan, run.handle.schedule),
+            run=directory,
+            identity=run.start.identity,
+            writer=writer,
+            resume_from=run.checkpoint,
+            progress=progress,
+            stop=stop,
+            handle=run.handle,
+        )
+
+
+def _schedule(run: Run) -> Callable[[int], float]:
+    """The learning rate as the recipe asks."""
+    return optim.build_schedule(
+        run.recipe.lr_scheduler_type,
+        learning_rate=run.recipe.learning_rate,
+        total_steps=run.plan.total_steps,
+        warmup_steps=run.plan.warmup_steps,
+    )
+
+
+def _finish(run: Run, writer: train.ModelWriter) -> str | None:
+    """Write ``final/`` and return what the model says to the sample prompt."""
+    train.write_final(run.directory.final, writer)
+    run.handle.remove()
+    sample = run.recipe.sample
+    if sample is None:
+        return None
+    return models.sample_text(
+        run.model,
+        run.tokenizer,
+        sample.prompt,
+        max_new_tokens=sample.max_new_tokens,
+        temperature=SAMPLE_TEMPERATURE,
+        seed=run.recipe.seed,
+    )
+
+
+def _make_writer(run: Run) -> train.ModelWriter:
+    saved = [p for p in run.model.parameters() if p.requires_grad or run.recipe.finetuning_type == "full"]
+    return train.ModelWriter(
+        write=lambda folder: models.save_pretrained(run.model, run.tokenizer, folder),
+        num_bytes=sum(parameter.nbytes for parameter in saved),
+    )

@@ -1,0 +1,17 @@
+"""Which recipe an objective has."""
+
+from __future__ import annotations
+
+from .schema import Recipe
+from .schema_dpo import DpoRecipe
+from .schema_grpo import GrpoRecipe
+
+__all__ = ["RECIPES", "objectives_with"]
+
+RECIPES: dict[str, type[Recipe]] = {"sft": Recipe, "dpo": DpoRecipe, "grpo": GrpoRecipe}
+"""Value of the key ``objective`` -> the recipe's type. A command of the same name trains it."""
+
+
+def objectives_with(key: str) -> list[str]:
+    """The objectives whose recipes have a key at their top level."""
+    return [objective for objective, kind in RECIPES.items() if key in kind.model_fields]

@@ -1,0 +1,139 @@
+"""The keys of preference training, beside those every recipe has; the names are TRL's where it has one."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal
+
+from pydantic import Field, model_validator
+
+from .schema import Recipe
+from .spec import Count, Text, mistake
+
+__all__ = ["DpoRecipe"]
+
+PairedLoss = Literal[
+    "sigmoid",
+    "robust",
+    "hinge",
+    "ipo",
+    "exo_pair",
+    "sppo_hard",
+    "apo_zero",
+    "apo_down",
+    "dpop",
+    "copg",
+    "orpo",
+    "simpo",
+    "cpo",
+]
+UnpairedLoss = Literal["kto", "apo_zero_unpaired"]
+
+
+class DpoRecipe(Recipe):
+    """Everything a run of preference training depends on."""
+
+    objective: Literal["dpo"] = "dpo"
+    """What is trained for: preferences between completions of a prompt."""
+
+    # --- the loss ----------------------------------------------------------------------------------------------
+
+    loss_type: PairedLoss | UnpairedLoss = "sigmoid"
+    """Loss of a pair (`sigmoid` is DPO's), or of single completions that are labelled desirable or not (`kto`,
+    `apo_zero_unpaired`). `orpo`, `simpo` and `cpo` need no reference."""
+
+    beta: Annotated[float, Field(gt=0)] = 0.1
+    """How closely the reference is kept to; the factor of the log-ratios."""
+
+    label_smoothing: Annotated[float, Field(ge=0, lt=0.5)] = 0.0
+    """Share of the pairs taken to be the wrong way round: `sigmoid`, `robust`, `exo_pair`, `simpo`, `cpo`."""
+
+    rpo_alpha: Annotated[float, Field(ge=0)] | None = None
+    """Weight of the chosen completion's negative log-likelihood per token, added to the loss; none without it."""
+
+    simpo_gamma: Annotated[float, Field(ge=0)] = 0.5
+    """Target margin of `simpo`."""
+
+    cpo_alpha: Annotated[float, Field(ge=0)] = 1.0
+    """Weight of the negative log-likelihood in `cpo`."""
+
+    dpop_lambda: Annotated[float, Field(ge=0)] = 50.0
+    """Weight of the penalty of `dpop` (DPO-positive)."""
+
+    desirable_weight: Annotated[float, Field(gt=0)] = 1.0
+    """Weight of desirable completions in `kto` and `apo_zero_unpaired`."""
+
+    undesirable_weight: Annotated[float, Field(gt=0)] = 1.0
+    """Weight of undesirable completions in `kto` and `apo_zero_unpaired`."""
+
+    length_normalization: bool = False
+    """Mean log-probs per token in place of sums; `ipo`, `simpo` and `orpo` always take means."""
+
+    # --- the reference -----------------------------------------------------------------------------------------
+
+    reference_free: bool = False
+    """Take a uniform reference: log-probs in place of log-ratios."""
+
+    ref_model_name_or_path: Text | None = None
+    """Hub name or local folder of the reference; without it, the model as it is when training starts: the frozen
+    weights under adapters, or a copy."""
+
+    precompute_ref_log_probs: bool = False
+    """Compute the reference's log-probs once before training and keep them on disk, where the next run of the same
+    model and rows finds them. Training then holds no reference."""
+
+    # --- data --------------------------------------------------------------------------------------------------
+
+    max_prompt_length: Count | None = None
+    """Tokens a prompt may have, as part of `max_length`; without it, no limit of its own."""
+
+    identical_pairs: Literal["error", "drop"] = "error"
+    """A pair whose chosen and rejected completion are equal: refuse it, or leave it out and count it."""
+
+    share_prefix: Literal["auto", "always", "never"] = "auto"
+    """Stream a prompt once for all its completions: the same gradient in less time and memory. `auto` does where the
+    model can, `never` gives each completion its own copy of the prompt."""
+
+    @property
+    def unpaired(self) -> bool:
+        """Whether completions are judged one by one."""
+        return self.loss_type in ("kto", "apo_zero_unpaired")
+
+    @model_validator(mode="after")
+    def _preferences_agree(self) -> DpoRecipe:
+        refuse_sequences_of_rows(self)
+        if self.max_prompt_length is not None and self.max_prompt_length >= self.max_length:
+            raise mistake(
+                f"'max_prompt_length' leaves no token of 'max_length' ({self.max_length:,}) to a completion",
+                key="max_prompt_length",
+                mend="lower it, or raise max_length",
+            )
+        if self.reference_free:
+            given: dict[str, Any] = {
+                "ref_model_name_or_path": self.ref_model_name_or_path,
+                "precompute_ref_log_probs": self.precompute_ref_log_probs,
+            }
+            for key in [key for key, value in given.items() if value]:
+                raise mistake(
+                    f"'{key}' names a reference, and 'reference_free' is true", key=key, mend="keep one of the two"
+                )
+        return self
+
+
+def refuse_sequences_of_rows(recipe: Recipe) -> None:
+    """Refuse what makes no sense where a row is a prompt with completions.
+
+    Raises:
+        PydanticCustomError: A mistake in the recipe.
+    """
+    if recipe.overlength == "split":
+        raise mistake(
+            f"'overlength: split' makes several rows of one, which {recipe.objective} cannot compare",
+            key="overlength",
+            mend="write truncate, drop or error",
+        )
+    if recipe.packing:
+        raise mistake(
+            f"'packing' has no meaning in {recipe.objective}",
+            key="packing",
+            mend="delete the line; where prompts are shared the rows of a batch lie end to end anyway",
+        )

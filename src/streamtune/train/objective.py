@@ -1,0 +1,110 @@
+"""What the loop minimises: an objective scores one micro-batch at a time, of a step whose divisors are known before.
+
+The loss of an optimizer step is a mean over something (tokens, pairs, completions) of the whole step, however many
+micro-batches it is split over. So the loop asks :meth:`Objective.totals` once, of all micro-batches together, and each
+micro-batch's :class:`Score` is divided by them: the scores add up, and so do their gradients.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor, nn
+
+from streamtune.engine import StreamHandle
+from streamtune.train.batch import MicroBatch
+
+__all__ = ["Objective", "Score", "SupervisedObjective", "autocast", "loss_of", "output_of"]
+
+SumAndCount = tuple[float, float]
+
+
+@dataclass(frozen=True)
+class Score:
+    """What an objective says of one micro-batch."""
+
+    loss: Tensor
+    """Scalar with graph: the micro-batch's share of the step's loss."""
+    router_loss: Tensor | None = None
+    """Scalar with graph, added to what is minimised and not to what is shown."""
+    reported: Tensor | None = None
+    """Scalar: ``loss`` as it is shown, where ``loss`` has something in it that is not shown. None: ``loss`` itself."""
+    metrics: Mapping[str, SumAndCount] = field(default_factory=dict)
+    """Name -> (sum, count): the record of a step shows the sums of all micro-batches divided by their counts."""
+    held_out: Sequence[SumAndCount] = ()
+    """The held-out loss as means that are added: (sum, count) of each, over this batch. Read in evaluation only, where
+    one mean is over all batches; empty where nothing is held out by its loss."""
+
+    @property
+    def minimised(self) -> Tensor:
+        """Scalar with graph: what the backward starts from."""
+        return self.loss if self.router_loss is None else self.loss + self.router_loss
+
+
+class Objective(Protocol):
+    """A loss that is a mean over a whole optimizer step."""
+
+    def totals(self, micro_batches: Sequence[MicroBatch]) -> Any:
+        """The divisors of the step, counted before its first backward. Never None."""
+        ...
+
+    def score(self, model: nn.Module, batch: MicroBatch, totals: Any) -> Score:
+        """Score one micro-batch, under the loop's autocast.
+
+        Args:
+            model: What is trained.
+            batch: On the model's device.
+            totals: Of the step it belongs to. None in evaluation, where there are no gradients: nothing is divided,
+                ``loss`` is not read, ``held_out`` and ``metrics`` are.
+        """
+        ...
+
+
+class SupervisedObjective:
+    """The mean of ``-log p(target)`` over every target of the step.
+
+    Args:
+        handle: What streams the model, if anything does: what its routers add to the loss is not shown.
+    """
+
+    def __init__(self, handle: StreamHandle | None = None) -> None:
+        self._routers = None if handle is None else handle.routers
+
+    def totals(self, micro_batches: Sequence[MicroBatch]) -> int:
+        """The targets of the step."""
+        return sum(batch.num_targets for batch in micro_batches)
+
+    def score(self, model: nn.Module, batch: MicroBatch, totals: int | None) -> Score:
+        """See :meth:`Objective.score`."""
+        loss: Tensor = output_of(model, batch, num_targets=1 if totals is None else totals).loss
+        if totals is None:
+            return Score(loss, held_out=[(loss.item(), batch.num_targets)])
+        watch = self._routers
+        terms = watch.terms if watch is not None and watch.loss is not None else None
+        return Score(loss, reported=None if terms is None else terms.loss)
+
+
+def loss_of(model: nn.Module, batch: MicroBatch, *, num_targets: int, bf16: bool) -> Tensor:
+    """The sum of ``-log p`` over the targets of ``batch``, divided by ``num_targets``, and what routers add to it."""
+    with autocast(batch.input_ids.device, bf16):
+        loss: Tensor = output_of(model, batch, num_targets=num_targets).loss
+    return loss
+
+
+def output_of(model: nn.Module, batch: MicroBatch, *, num_targets: int, **more: Any) -> Any:
+    """What the model's call returns; ``more`` are arguments of it that replace or add to the usual ones."""
+    return model(
+        # Transformers asks for labels to compute a loss at all, and takes the shifted ones where they are given.
+        labels=batch.shift_labels,
+        shift_labels=batch.shift_labels,
+        num_items_in_batch=num_targets,
+        **{**batch.arguments, **more},
+    )
+
+
+def autocast(device: torch.device, bf16: bool) -> torch.autocast:
+    """Compute in bfloat16 within, if ``bf16``. The cache of cast weights would hold all of them at once."""
+    return torch.autocast(device.type, dtype=torch.bfloat16, enabled=bf16, cache_enabled=False)

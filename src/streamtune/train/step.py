@@ -1,0 +1,245 @@
+"""One optimizer step, piece by piece: gradients of all its micro-batches, clipping, the update, and evaluation beside.
+
+The gradient of a step is that of one number, whatever the number of micro-batches G it is summed over. For supervised
+fine-tuning it is
+
+    loss = 1/N  sum_{g=1..G}  sum_{t in targets of micro-batch g}  -log p(target_t)        N = targets of all G together
+
+Each micro-batch contributes its sum, divided once by N, and its gradient is added to the ones before. So a step split
+differently, or shorter at the end of an epoch, still weighs every token the same. Other objectives have other divisors
+(``objective``). What a mixture's routers add is in ``routers``; the loss that is shown and recorded is without it.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+
+from streamtune.engine import StreamHandle
+from streamtune.errors import NonFiniteError, OutOfMemoryError
+from streamtune.train.batch import MicroBatch
+from streamtune.train.memory import is_out_of_memory, reset_peak_memory
+from streamtune.train.objective import Objective, SumAndCount, autocast
+from streamtune.train.rng import preserve_rng
+from streamtune.train.routers import StepRouters
+from streamtune.train.signals import StopRequest
+
+__all__ = [
+    "StepScore",
+    "TrainSettings",
+    "accumulate_gradients",
+    "clip_gradients",
+    "device_of",
+    "evaluate",
+    "refuse_non_finite",
+    "update_weights",
+]
+
+
+@dataclass(frozen=True)
+class TrainSettings:
+    """What the loop needs to know beyond its objects."""
+
+    total_steps: int
+    """Optimizer steps of the whole run, those before a resume included."""
+    steps_per_epoch: int
+    max_grad_norm: float
+    """0 does not clip."""
+    eval_steps: int
+    """Evaluate every so many steps, and at the end; 0 only at the end."""
+    save_steps: int
+    """Save every so many steps, at the end and when stopped; 0 only at the end and when stopped."""
+    save_total_limit: int
+    bf16: bool
+    """Run the forward under bfloat16 autocast."""
+    seed: int
+    out_of_memory_mend: str
+    """What to change where memory runs out."""
+
+
+@dataclass(frozen=True)
+class StepScore:
+    """The loss of a whole optimizer step, and what else its objective says of it."""
+
+    loss: float
+    metrics: dict[str, float]
+
+
+class _Means:
+    """Sums and counts by name, added up over micro-batches."""
+
+    def __init__(self) -> None:
+        self._found: dict[str, SumAndCount] = {}
+
+    def add(self, scored: Mapping[str, SumAndCount]) -> None:
+        """Take those of one more micro-batch."""
+        for name, (value, count) in scored.items():
+            before, counted = self._found.get(name, (0.0, 0.0))
+            self._found[name] = (before + value, counted + count)
+
+    def means(self) -> dict[str, float]:
+        """What was counted at all; a mean of nothing is left out."""
+        return {name: value / count for name, (value, count) in self._found.items() if count}
+
+
+def accumulate_gradients(
+    model: nn.Module,
+    objective: Objective,
+    micro_batches: Sequence[MicroBatch],
+    routers: StepRouters,
+    *,
+    settings: TrainSettings,
+    step: int,
+    progress: Callable[[str], None],
+    stop: StopRequest,
+) -> StepScore | None:
+    """Add the gradients of all micro-batches to ``parameter.grad`` and return the step's loss, without the routers'.
+
+    Args:
+        model: What is trained.
+        objective: What is minimised.
+        micro_batches: Of one optimizer step.
+        routers: Made for these micro-batches.
+        settings: Autocast, and what to say where memory runs out.
+        step: Number of the step, from 1: for messages.
+        progress: Told what is going on, a few words at a time.
+        stop: Looked at after each micro-batch.
+
+    Returns:
+        None where ``stop`` was requested before the last micro-batch: the gradients are then incomplete.
+    """
+    device, mend = device_of(model), settings.out_of_memory_mend
+    reset_peak_memory(device)
+    with explain_out_of_memory(f"step {step}", micro_batches, mend):
+        totals = objective.totals(micro_batches)
+    total, metrics = 0.0, _Means()
+    model.train()
+    if routers.need_counting:
+        progress("counting routes")
+        with explain_out_of_memory(f"step {step}", micro_batches, mend), autocast(device, settings.bf16):
+            routers.count(device)
+    for index, batch in enumerate(micro_batches):
+        if stop.requested:
+            return None
+        if len(micro_batches) > 1:
+            progress(f"batch {index + 1}/{len(micro_batches)}")
+        with explain_out_of_memory(f"step {step}", [batch], mend):
+            batch = batch.to(device)
+            with routers.micro_batch(batch):
+                with autocast(device, settings.bf16):
+                    score = objective.score(model, batch, totals)
+                minimised = score.minimised
+                value = minimised.item()
+                refuse_non_finite("loss", value, step, [batch])
+                minimised.backward()
+        shown = score.loss if score.reported is None else score.reported
+        total += value if shown is minimised else shown.item()
+        metrics.add(score.metrics)
+    return StepScore(total, metrics.means())
+
+
+def clip_gradients(model: nn.Module, max_norm: float) -> float:
+    """Scale the gradients down to ``max_norm`` (0: leave them) and return the norm they had."""
+    trained = [parameter for parameter in model.parameters() if parameter.grad is not None]
+    norm = torch.nn.utils.get_total_norm([parameter.grad for parameter in trained if parameter.grad is not None])
+    value = norm.item()
+    if max_norm > 0 and math.isfinite(value):
+        torch.nn.utils.clip_grads_with_norm_(trained, max_norm, norm)
+    return value
+
+
+def update_weights(
+    optimizer: torch.optim.Optimizer,
+    learning_rate: float,
+    *,
+    settings: TrainSettings,
+    step: int,
+    micro_batches: Sequence[MicroBatch],
+) -> None:
+    """Take optimizer step number ``step`` (from 1) and let go of the gradients."""
+    for group in optimizer.param_groups:
+        group["lr"] = learning_rate
+    # The first step allocates the optimizer's state, which is when a model that just fits no longer does.
+    with explain_out_of_memory(f"the optimizer at step {step}", micro_batches, settings.out_of_memory_mend):
+        optimizer.step()
+    optimizer.zero_grad(set_to_none=True)
+
+
+def evaluate(
+    model: nn.Module,
+    objective: Objective,
+    batches: Iterable[MicroBatch],
+    *,
+    settings: TrainSettings,
+    step: int,
+    stop: StopRequest,
+    handle: StreamHandle | None = None,
+) -> dict[str, float] | None:
+    """Score every batch without gradients; None where ``stop`` was requested.
+
+    Nothing is added for routers, so recipes that balance them differently can be compared. Training goes on afterwards
+    as if this had not been: the random state is put back.
+
+    Returns:
+        ``eval_loss``, a mean over all batches together, if the objective has one, and ``eval_`` each of its metrics.
+    """
+    device = device_of(model)
+    losses, metrics = _Means(), _Means()
+    model.eval()
+    silenced = nullcontext() if handle is None else handle.routers.silenced()
+    with torch.no_grad(), preserve_rng(), silenced:
+        for batch in batches:
+            if stop.requested:
+                return None
+            with explain_out_of_memory(f"the evaluation at step {step}", [batch], settings.out_of_memory_mend):
+                batch = batch.to(device)
+                with autocast(device, settings.bf16):
+                    score = objective.score(model, batch, None)
+            losses.add({str(index): part for index, part in enumerate(score.held_out)})
+            metrics.add(score.metrics)
+    parts = losses.means()
+    found = {"eval_loss": sum(parts.values())} if parts else {}
+    found |= {f"eval_{name}": value for name, value in metrics.means().items()}
+    if not math.isfinite(loss := found.get("eval_loss", 0.0)):
+        raise NonFiniteError(f"the held-out loss at step {step} is {loss}", mend="lower learning_rate")
+    return found
+
+
+def device_of(model: nn.Module) -> torch.device:
+    """The device of the parameters."""
+    return next(model.parameters()).device
+
+
+def refuse_non_finite(name: str, value: float, step: int, micro_batches: Sequence[MicroBatch]) -> None:
+    """Raise where ``value`` is NaN or infinite: one such step would leave no weight usable."""
+    if not math.isfinite(value):
+        raise NonFiniteError(
+            f"the {name} of step {step} is {value}; the weights were not changed by it",
+            where=name_rows(micro_batches),
+            mend="look at these rows; lower learning_rate or warm up longer; checkpoints saved before are intact",
+        )
+
+
+@contextmanager
+def explain_out_of_memory(doing: str, micro_batches: Sequence[MicroBatch], mend: str) -> Iterator[None]:
+    """Turn running out of memory into a message that names the batch and what to change."""
+    try:
+        yield
+    except (RuntimeError, MemoryError) as error:
+        if not is_out_of_memory(error):
+            raise
+        rows, length = max((tuple(batch.input_ids.shape) for batch in micro_batches), key=math.prod)
+        what = f"out of memory in {doing}, on a batch of {rows} x {length:,} tokens"
+        raise OutOfMemoryError(what, where=name_rows(micro_batches), mend=mend) from error
+
+
+def name_rows(micro_batches: Sequence[MicroBatch], most: int = 4) -> str:
+    """Where the rows come from; the first few of many."""
+    origins = [origin for batch in micro_batches for origin in batch.origins]
+    rest = f" and {len(origins) - most} more" if len(origins) > most else ""
+    return ", ".join(origins[:most]) + rest

@@ -1,0 +1,89 @@
+"""Which recipe a file is: what it says, what the command says, and where the two disagree."""
+
+from __future__ import annotations
+
+import pytest
+
+from streamtune.errors import RecipeError
+from streamtune.recipe import DpoRecipe, Recipe, dump_recipe, load_recipe
+
+
+def test_a_recipe_that_says_nothing_is_supervised_fine_tuning(write):
+    recipe = load_recipe(write("")).recipe
+    assert type(recipe) is Recipe
+    assert recipe.objective == "sft"
+
+
+@pytest.mark.parametrize(
+    ("lines", "overrides", "objective"),
+    [
+        ("objective: dpo\nbeta: 0.2\n", (), None),
+        ("objective: dpo\nbeta: 0.2\n", (), "dpo"),
+        ("beta: 0.2\n", (), "dpo"),
+        ("beta: 0.2\n", ("objective=dpo",), None),
+        ("", ("beta=0.2", "objective=dpo"), None),
+        ("rl: dpo\npref_beta: 0.2\n", (), None),
+        ("", ("rl=dpo", "rl_beta=0.2"), None),
+    ],
+)
+def test_what_it_says_and_what_the_command_says(write, lines, overrides, objective):
+    recipe = load_recipe(write(lines), overrides, objective).recipe
+    assert isinstance(recipe, DpoRecipe)
+    assert (recipe.objective, recipe.beta) == ("dpo", 0.2)
+
+
+def test_it_is_written_back_with_its_objective(write, tmp_path):
+    recipe = load_recipe(write("loss_type: ipo\n"), (), "dpo").recipe
+    (tmp_path / "again.yaml").write_text(dump_recipe(recipe))
+    assert load_recipe(tmp_path / "again.yaml").recipe == recipe
+
+
+@pytest.mark.parametrize(("said", "command"), [("dpo", "sft"), ("sft", "dpo"), ("grpo", "dpo")])
+def test_a_command_refuses_a_recipe_of_another_objective(write, said, command):
+    path = write(f"seed: 1\nobjective: {said}\n")
+    with pytest.raises(RecipeError, match=f"this is a recipe of {said}, and the command trains {command}") as caught:
+        load_recipe(path, (), command)
+    assert caught.value.where == f"{path}:5"
+    assert caught.value.mend == f"run `streamtune {said} {path}`"
+
+
+def test_a_key_of_another_objective_is_told_apart_from_a_typo(refused):
+    error = refused("loss_type: sigmoid\n")
+    assert "'loss_type' is a key of" in error.what
+    assert "add objective: dpo, or run `streamtune dpo`" in error.mend
+    error = refused("", overrides=("share_prefix=never",))
+    assert error.what == "'share_prefix' is a key of dpo recipes"
+    assert error.where == "--set share_prefix=never"
+    assert "unknown key 'objectiv'" in refused("objectiv: dpo\n").what
+    assert "did you mean 'objective'" in refused("objectiv: dpo\n").mend
+
+
+def test_an_unknown_objective(refused):
+    error = refused("objective: ppo\n")
+    assert error.what == "'objective' takes 'sft', 'dpo' or 'grpo'; found 'ppo'"
+
+
+@pytest.mark.parametrize(
+    ("lines", "what", "line"),
+    [
+        ("beta: 0\n", "'beta' takes a number above 0; found 0", 5),
+        ("label_smoothing: 0.5\n", "'label_smoothing' takes", 5),
+        ("packing: true\n", "'packing' has no meaning in dpo", 5),
+        ("overlength: split\n", "'overlength: split' makes several rows of one", 5),
+        ("max_length: 64\nmax_prompt_length: 64\n", "leaves no token of 'max_length' (64)", 6),
+        ("reference_free: true\nref_model_name_or_path: a/b\n", "'ref_model_name_or_path' names a reference", 6),
+        ("reference_free: true\nprecompute_ref_log_probs: true\n", "'precompute_ref_log_probs' names a reference", 6),
+        ("share_prefix: sometimes\n", "'share_prefix' takes 'auto', 'always' or 'never'", 5),
+    ],
+)
+def test_mistakes_in_a_preference_recipe(refused, lines, what, line):
+    error = refused(f"objective: dpo\n{lines}")
+    assert what in error.what
+    assert error.where.endswith(f":{line}")
+
+
+def test_a_reference_beside_the_recipe_is_found(write, tmp_path):
+    (tmp_path / "reference").mkdir()
+    recipe = load_recipe(write("ref_model_name_or_path: reference\n"), (), "dpo").recipe
+    assert isinstance(recipe, DpoRecipe)
+    assert recipe.ref_model_name_or_path == str(tmp_path / "reference")
