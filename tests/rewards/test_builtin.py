@@ -231,6 +231,21 @@ def test_a_value_for_all_rows_is_checked_before_the_run(spec: str) -> None:
     assert error.value.where == "reward_funcs"
 
 
+@pytest.mark.parametrize(
+    ("spec", "mend"),
+    [
+        ("format_tags(tags='think')", "give list or tuple"),
+        ("exact_match(ignore_case=1)", "give bool"),
+        ("exact_match(tag=3)", "give str"),
+        ("numeric_answer(tolerance=True)", "give int or float"),
+    ],
+)
+def test_options_have_types(spec: str, mend: str) -> None:
+    with pytest.raises(ArgumentError, match="the option") as error:
+        load_rewards([spec])
+    assert error.value.mend == mend
+
+
 def test_a_value_and_a_column_exclude_each_other() -> None:
     with pytest.raises(ArgumentError, match="exclude each other"):
         load_rewards(['exact_match(answer="a", column="b")'])

@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
@@ -64,13 +64,18 @@ class GivenReference:
         return batch.reference_K
 
 
-def tree_batch(trees: Sequence[data.Tree], *, pad_token_id: int, share: bool) -> dict[str, Any]:
-    """The fields of a :class:`streamtune.train.TreeBatch`."""
-    collated: dict[str, Any] = {**data.collate_trees(trees, pad_token_id=pad_token_id, share=share)}
+def tree_batch(
+    trees: Sequence[data.Tree], *, pad_token_id: int, share: bool, padding_side: Literal["right", "left"] = "right"
+) -> dict[str, Any]:
+    """The fields of a :class:`streamtune.train.TreeBatch`; arguments as ``data.collate_trees``."""
+    collated: dict[str, Any] = {
+        **data.collate_trees(trees, pad_token_id=pad_token_id, share=share, padding_side=padding_side)
+    }
     lengths = collated.pop("tree_lengths")
     collated["origins"] = tuple(tree.origin for tree in trees)
-    # Positions follow from branches; rows padded on the right count from 0 by themselves.
-    collated["position_ids"] = None
+    if share or padding_side == "right":
+        # They follow from branches, and rows padded on the right count from 0 by themselves.
+        collated["position_ids"] = None
     return {**collated, "branches": Branches.of(lengths) if lengths is not None else None}
 
 
@@ -205,7 +210,8 @@ class PairObjective:
         summed = terms.losses_P.sum()
         metrics = terms.metrics()
         if ref_K is not None:
-            kl_K = objectives.kl_estimate(logp_K.detach(), ref_K)
+            chosen_K = row_K % 2 == 0  # the policy's own completions are not here; the chosen ones stand in for them
+            kl_K = objectives.kl_estimate(logp_K.detach()[chosen_K], ref_K[chosen_K])
             metrics["kl"] = (kl_K.sum(dtype=torch.float64).item(), float(kl_K.numel()))
         if totals is None:
             return train.Score(summed, metrics=metrics, held_out=[(summed.item(), float(rows // 2))])

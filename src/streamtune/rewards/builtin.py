@@ -237,13 +237,14 @@ def bind(builtin: Builtin, options: Mapping[str, Any]) -> tuple[Callable[..., li
     """Return the reward as a function of (prompts, completions, columns), and the columns it needs.
 
     Raises:
-        ArgumentError: The options give the value and name a column as well, or the value is none the reward can use.
+        ArgumentError: The options give the value and name a column as well, or a value is none the reward can use.
     """
     rest = dict(options)
     column = rest.pop("column", builtin.reads)
     constant = rest.pop(builtin.reads, None) if builtin.reads else None
     if constant is not None and "column" in options:
         raise ArgumentError(f"'{builtin.reads}' and 'column' exclude each other", where="reward_funcs")
+    _check_types(builtin, rest)
     score = partial(builtin.function, **rest)
     from_rows = builtin.reads is not None and constant is None
     if constant is not None and not builtin.runs_code:
@@ -267,6 +268,20 @@ def bind(builtin: Builtin, options: Mapping[str, Any]) -> tuple[Callable[..., li
             return list(pool.map(one, completions, values))
 
     return call, frozenset({column}) if from_rows else frozenset()
+
+
+def _check_types(builtin: Builtin, options: Mapping[str, Any]) -> None:
+    """An option has the type of its default."""
+    wider: dict[type, tuple[type, ...]] = {float: (int, float), tuple: (list, tuple), type(None): (str,)}
+    for key, value in options.items():
+        kind = type(inspect.signature(builtin.function).parameters[key].default)
+        if not isinstance(value, wider.get(kind, (kind,))) or (isinstance(value, bool) and kind is not bool):
+            names = " or ".join(one.__name__ for one in wider.get(kind, (kind,)))
+            raise ArgumentError(
+                f"the option '{key}' of the reward '{builtin.function.__name__}' is {value!r}",
+                where="reward_funcs",
+                mend=f"give {names}",
+            )
 
 
 def text_of(completion: Any) -> str:

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Hashable
 from fractions import Fraction
 from typing import Any
 
@@ -35,15 +35,17 @@ TYPES: dict[str, Callable[[Any], bool]] = {
 }
 
 
+def _key(value: Any) -> Hashable:
+    """A hashable value, equal for values that are the same in JSON: 1 is 1.0, but true is not 1."""
+    if isinstance(value, list):
+        return ("list", tuple(map(_key, value)))
+    if isinstance(value, dict):
+        return ("object", frozenset((key, _key(item)) for key, item in value.items()))
+    return (isinstance(value, bool), value)
+
+
 def _same(one: Any, other: Any) -> bool:
-    """Equality of JSON: 1 is 1.0, but true is not 1."""
-    if isinstance(one, bool) or isinstance(other, bool):
-        return one is other
-    if isinstance(one, list) and isinstance(other, list):
-        return len(one) == len(other) and all(map(_same, one, other))
-    if isinstance(one, dict) and isinstance(other, dict):
-        return one.keys() == other.keys() and all(_same(one[key], other[key]) for key in one)
-    return bool(one == other)
+    return _key(one) == _key(other)
 
 
 def _properties(value: dict[str, Any], schema: dict[str, Any]) -> bool:
@@ -55,7 +57,7 @@ def _properties(value: dict[str, Any], schema: dict[str, Any]) -> bool:
 
 
 def _distinct(items: list[Any]) -> bool:
-    return not any(_same(one, other) for i, one in enumerate(items) for other in items[:i])
+    return len({_key(item) for item in items}) == len(items)
 
 
 def _divides(value: float, step: float) -> bool:

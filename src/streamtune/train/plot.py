@@ -1,14 +1,40 @@
-"""``loss.png``: the loss over the steps, as a picture one can show."""
+"""``loss.png``: the loss over the steps, and what else an objective measures, as a picture one can show."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 __all__ = ["draw_loss", "smooth"]
 
 INK, MUTED, TRAIN, HELD_OUT = "#1f2430", "#8a909c", "#2f6fde", "#e4572e"
+OTHER_TRAIN, OTHER_HELD_OUT = "#7a5cc9", "#c98a1b"
+
+Records = Sequence[dict[str, Any]]
+
+
+@dataclass(frozen=True)
+class _Panel:
+    """One set of axes, drawn where a run has the first of its metrics."""
+
+    label: str
+    """Of the vertical axis."""
+    metrics: tuple[str, ...]
+    """One curve each, or two where some of it is held out; two metrics at most."""
+    names: tuple[str, ...] = ("",)
+    """What each is called beside its curve."""
+    limits: tuple[float, float] | None = None
+
+
+PANELS = (
+    _Panel("accuracy", ("rewards/accuracies",), limits=(-0.03, 1.03)),
+    _Panel("reward", ("rewards/chosen", "rewards/rejected"), ("chosen, ", "rejected, ")),
+    _Panel("mean reward", ("reward",)),
+    _Panel("tokens per completion", ("completions/mean_length",)),
+)
+"""What is drawn below the loss, from the metrics of an objective."""
 
 
 def smooth(values: Sequence[float], window: float) -> list[float]:
@@ -22,8 +48,8 @@ def smooth(values: Sequence[float], window: float) -> list[float]:
     return smoothed
 
 
-def draw_loss(records: Sequence[dict[str, Any]], path: Path, *, title: str) -> None:
-    """Draw the training loss, its smoothed course and the held-out loss.
+def draw_loss(records: Records, path: Path, *, title: str) -> None:
+    """Draw the training loss, its smoothed course and the held-out loss; below them the metrics of :data:`PANELS`.
 
     Args:
         records: Lines of ``metrics.jsonl``.
@@ -35,38 +61,50 @@ def draw_loss(records: Sequence[dict[str, Any]], path: Path, *, title: str) -> N
     from matplotlib.figure import Figure
     from matplotlib.ticker import MaxNLocator
 
-    train = [(record["step"], record["loss"]) for record in records if "loss" in record]
-    held_out = [(record["step"], record["eval_loss"]) for record in records if "eval_loss" in record]
-    if not train:
+    if not any("loss" in record for record in records):
         return
-    steps, losses = [step for step, _ in train], [loss for _, loss in train]
-    figure = Figure(figsize=(9, 5), dpi=150, layout="constrained")
-    axes = figure.add_subplot()
-    axes.plot(steps, losses, color=TRAIN, alpha=0.25, linewidth=1)
-    course = smooth(losses, window=len(losses) / 20)
-    axes.plot(steps, course, color=TRAIN, linewidth=2.2, label=f"training (smoothed)  {course[-1]:.3f}")
-    if held_out:
-        axes.plot(
-            [step for step, _ in held_out],
-            [loss for _, loss in held_out],
-            color=HELD_OUT,
-            marker="o",
-            markersize=6,
-            markeredgecolor="white",
-            linewidth=1.4,
-            label=f"held out  {held_out[-1][1]:.3f}",
-        )
-    axes.set_title(title, loc="left", color=INK, fontsize=13, fontweight="bold", pad=12)
-    axes.set_xlabel("optimizer step", color=INK)
-    axes.set_ylabel("loss per trained token (nats)", color=INK)
-    axes.xaxis.set_major_locator(MaxNLocator(integer=True))
-    axes.set_xlim(left=0)
+    panels = [panel for panel in PANELS if any(panel.metrics[0] in record for record in records)]
+    loss = _Panel("loss" if panels else "loss per trained token (nats)", ("loss",))
+    ratios = [1.6] + [1.0] * len(panels)
+    figure = Figure(figsize=(9, 5 + 2.6 * len(panels)), dpi=150, layout="constrained")
+    grid = figure.subplots(len(ratios), 1, sharex=True, squeeze=False, height_ratios=ratios)[:, 0]
+    for axes, panel in zip(grid, [loss, *panels], strict=True):
+        _draw_panel(axes, panel, records)
+    grid[0].set_title(title, loc="left", color=INK, fontsize=13, fontweight="bold", pad=12)
+    grid[-1].set_xlabel("optimizer step", color=INK)
+    grid[-1].xaxis.set_major_locator(MaxNLocator(integer=True))
+    grid[-1].set_xlim(left=0)
+    staged = path.with_name(f".tmp-{path.name}")
+    FigureCanvasAgg(figure).print_png(staged)
+    staged.replace(path)
+
+
+def _draw_panel(axes: Any, panel: _Panel, records: Records) -> None:
+    """Each metric's course over the steps: as measured, smoothed, and held out."""
+    colours = ((TRAIN, HELD_OUT), (OTHER_TRAIN, OTHER_HELD_OUT))
+    for metric, name, (colour, other) in zip(panel.metrics, panel.names, colours, strict=False):
+        steps, values = _course(records, metric)
+        if not steps:
+            continue
+        axes.plot(steps, values, color=colour, alpha=0.25, linewidth=1)
+        smoothed = smooth(values, window=len(values) / 20)
+        axes.plot(steps, smoothed, color=colour, linewidth=2.2, label=f"{name}training (smoothed)  {smoothed[-1]:.3f}")
+        steps, values = _course(records, f"eval_{metric}")
+        if steps:
+            shape = {"marker": "o", "markersize": 6, "markeredgecolor": "white", "linewidth": 1.4}
+            axes.plot(steps, values, color=other, label=f"{name}held out  {values[-1]:.3f}", **shape)
+    axes.set_ylabel(panel.label, color=INK)
     axes.margins(x=0.02)
+    if panel.limits is not None:
+        axes.set_ylim(*panel.limits)
     axes.grid(axis="y", color=MUTED, alpha=0.25)
     axes.spines[["top", "right"]].set_visible(False)
     axes.spines[["left", "bottom"]].set_color(MUTED)
     axes.tick_params(colors=INK)
     axes.legend(frameon=False, labelcolor=INK)
-    staged = path.with_name(f".tmp-{path.name}")
-    FigureCanvasAgg(figure).print_png(staged)
-    staged.replace(path)
+
+
+def _course(records: Records, metric: str) -> tuple[list[int], list[float]]:
+    """Steps and values of a metric."""
+    found = [(record["step"], record[metric]) for record in records if metric in record]
+    return [step for step, _ in found], [value for _, value in found]
