@@ -150,6 +150,14 @@ PUBLIC = {
         "simulate",
         "verify_schedules",
     },
+    "streamtune.rewards": {
+        "BUILTINS",
+        "RewardFunction",
+        "RewardScores",
+        "Rewards",
+        "load_reward",
+        "load_rewards",
+    },
     "streamtune.errors": {
         "ArgumentError",
         "CheckpointError",

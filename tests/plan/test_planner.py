@@ -18,6 +18,7 @@ from streamtune.plan import Limits, Rates, Simulation, Workload, as_fixed, choos
 from streamtune.plan.choices import Space, candidates
 from streamtune.plan.estimate import Estimator, Figures
 from streamtune.plan.memory import held_bytes
+from streamtune.plan.refusal import excess_of, longest_that_fits
 from streamtune.plan.shape import meta_copy
 
 MIB = 1 << 20
@@ -199,6 +200,16 @@ def test_a_length_nothing_fits_names_the_longest_that_does(workload: Workload, k
     longest = int(error.mend.partition("set max_length: ")[2].partition(",")[0])
     assert LENGTH / 2 <= longest < 8 * LENGTH
     assert choose(replace(workload, length=longest), limits, RATES, simulate=known).fits
+
+
+@pytest.mark.parametrize("host", [0, 1 << 34])  # a tier that is not there has nothing left, whatever the length
+def test_the_longest_that_fits_is_found_to_a_percent(workload: Workload, known: Any, host: int):
+    schedule = Schedule(256, 256, levels=2, stream_grads=True)
+    limits = Limits(int(known(workload, schedule).peak_bytes / 0.95) + 1, host)
+    far = replace(workload, length=7 * LENGTH)
+    longest = longest_that_fits(far, schedule, known(far, schedule), limits, known)
+    assert 0.98 * LENGTH <= longest <= 1.03 * LENGTH
+    assert excess_of(known(replace(far, length=longest), schedule), limits) <= 0
 
 
 def test_weights_that_do_not_fit_are_named(workload: Workload, known: Any):

@@ -404,14 +404,17 @@ def test_local_paths_are_taken_from_the_recipes_folder(tmp_path, monkeypatch):
     (tmp_path / "project" / "data").mkdir(parents=True)
     (tmp_path / "project" / "data" / "train.jsonl").write_text("{}")
     (tmp_path / "project" / "template.jinja").write_text("{{ messages }}")
-    (tmp_path / "project" / "python-stdlib").mkdir()
+    built_in = ["python-stdlib", "demo-preferences", "demo-arithmetic"]
+    for name in built_in:
+        (tmp_path / "project" / name).mkdir()
     (tmp_path / "project" / "run.yaml").write_text(
         "model_name_or_path: org/name\nchat_template: template.jinja\n"
-        "datasets: [{path: data/train.jsonl}, {path: org/rows}, {path: python-stdlib}]\n"
+        "datasets: [{path: data/train.jsonl}, {path: org/rows}, {path: python-stdlib}, {path: demo-preferences},\n"
+        "  {path: demo-arithmetic}]\n"
     )
     monkeypatch.chdir(tmp_path)
     recipe = load_recipe("project/run.yaml").recipe
-    assert [spec.path for spec in recipe.datasets] == ["project/data/train.jsonl", "org/rows", "python-stdlib"]
+    assert [spec.path for spec in recipe.datasets] == ["project/data/train.jsonl", "org/rows", *built_in]
     assert recipe.chat_template == "project/template.jinja"
     assert recipe.model_name_or_path == "org/name"
     assert recipe.output_dir == "runs/run"

@@ -11,6 +11,7 @@ from streamtune import __version__
 from .bench import bench
 from .dpo import dpo
 from .env import env
+from .grpo import grpo
 from .plan import plan
 from .probe_max_len import probe_max_len
 from .recipes import recipes
@@ -53,6 +54,7 @@ def streamtune(
 
 app.command("sft", rich_help_panel="Training")(sft)
 app.command("dpo", rich_help_panel="Training")(dpo)
+app.command("grpo", rich_help_panel="Training")(grpo)
 app.command("plan", rich_help_panel="Measuring")(plan)
 app.command("bench", rich_help_panel="Measuring")(bench)
 app.command("probe-max-len", rich_help_panel="Measuring")(probe_max_len)

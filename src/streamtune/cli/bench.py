@@ -34,6 +34,7 @@ LENGTHS = {
     "max-length": "",
     "memory": "2048,4096,8192",
     "ablation": "2048",
+    "prefix-sharing": "1024,4096",
 }
 """What is measured where nothing is said, by table."""
 
@@ -44,7 +45,8 @@ def bench(
         str,
         typer.Option(
             metavar="NAME",
-            help="Measure a table: bp-time, max-length, memory or ablation. One that was stopped is gone on with.",
+            help="Measure a table: bp-time, max-length, memory, ablation or prefix-sharing. "
+            "One that was stopped is gone on with.",
             show_default=False,
         ),
     ] = "",

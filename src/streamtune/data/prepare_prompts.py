@@ -29,7 +29,7 @@ from streamtune.data.readers import Row
 from streamtune.data.render_prompt import PromptRenderer
 from streamtune.data.report import length_percentiles
 from streamtune.data.report_trees import TreeReport
-from streamtune.data.rows_preference import Said, check_order, prompt_digest, said
+from streamtune.data.said import Said, check_order, prompt_digest, said
 from streamtune.data.sources import Source, typed_rows
 from streamtune.data.store import TableWriter, spill
 from streamtune.errors import DataError

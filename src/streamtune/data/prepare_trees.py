@@ -24,8 +24,8 @@ from streamtune.data.rows_preference import (
     Answers,
     detect_preference_type,
     normalise_preference,
-    prompt_digest,
 )
+from streamtune.data.said import prompt_digest
 from streamtune.data.sources import Source, typed_rows
 from streamtune.data.store import spill
 from streamtune.data.tree import TREE_SCHEMA, Tree, TreeSequence

@@ -15,35 +15,27 @@ as in ``"... Assistant:"`` and ``" Yes"``.
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from hashlib import blake2b
 from typing import Any
 
-from streamtune.data.cells import column_names, has_roles, kind_of, parsed_cell, tools_of
-from streamtune.data.messages import check_message, from_sharegpt, text_field
+from streamtune.data.cells import column_names, tools_of
 from streamtune.data.readers import Row
 from streamtune.data.renderings import common_prefix
 from streamtune.data.rows import Completion, Conversation
+from streamtune.data.said import Said, check_order, said, texts_of
 from streamtune.errors import DataError, did_you_mean
 
 __all__ = [
     "PREFERENCE_TYPES",
     "Answers",
-    "check_order",
     "detect_preference_type",
     "normalise_preference",
-    "prompt_digest",
-    "said",
 ]
 
 PREFERENCE_TYPES = ("preference", "unpaired")
 """Names a recipe's ``type`` may have, besides ``auto``, for preference data."""
-
-Said = str | list[dict[str, Any]]
-"""Text, or checked messages."""
 
 _REQUIRED = {"preference": ("chosen", "rejected"), "unpaired": ("prompt", "completion", "label")}
 
@@ -72,13 +64,6 @@ class Answers:
     def texts(self) -> list[str]:
         """What the prompt and the answers say, for training a tokenizer."""
         return [*texts_of(self.prompt), *(text for content in self.contents for text in _answer_texts(content))]
-
-
-def texts_of(value: Said) -> list[str]:
-    """The text of a prompt or an answer, message by message."""
-    if isinstance(value, str):
-        return [value]
-    return [message["content"] for message in value if message.get("content")]
 
 
 def _answer_texts(content: Completion | Conversation) -> list[str]:
@@ -118,63 +103,6 @@ def normalise_preference(row: Row, row_type: str) -> Answers:
                 mend=did_you_mean(name, row.columns) or f"add the column '{name}' or set the dataset's 'type'",
             )
     return _NORMALISERS[row_type](row)
-
-
-def prompt_digest(prompt: Said, tools: Any) -> bytes:
-    """Hash of a prompt: rows with the same one are held out together."""
-    return blake2b(json.dumps([prompt, tools], sort_keys=True, default=repr).encode(), digest_size=16).digest()
-
-
-def said(columns: Mapping[str, Any], name: str, origin: str) -> Said:
-    """What a column says: its text, or its messages, checked. One message may stand without a list around it.
-
-    Raises:
-        DataError: It is neither, a message is wrong, or nothing is said.
-    """
-    value = parsed_cell(columns[name])
-    value = [value] if isinstance(value, dict) and ("role" in value or "from" in value) else value
-    if isinstance(columns[name], str) and not (isinstance(value, list) and (has_roles(value) or _has_speakers(value))):
-        value = text_field(columns, name, origin)  # text that merely starts with a bracket stays text
-        if not value.strip():
-            raise DataError(f"'{name}' is empty", where=origin, mend="remove the row")
-        return value
-    if not isinstance(value, list):
-        raise DataError(f"'{name}' must be a string or a list of messages, it is {kind_of(value)}", where=origin)
-    if not value:
-        raise DataError(f"'{name}' is empty", where=origin, mend="remove the row")
-    messages = []
-    for index, item in enumerate(value):
-        place = f"{name}[{index}]"
-        item = from_sharegpt(item, place, origin) if isinstance(item, dict) and "from" in item else item
-        messages.append(check_message(item, place, origin))
-    return messages
-
-
-def _has_speakers(turns: list[Any]) -> bool:
-    return bool(turns) and isinstance(turns[0], dict) and "from" in turns[0]
-
-
-def check_order(messages: Sequence[Mapping[str, Any]], name: str, origin: str, after: str | None = None) -> None:
-    """Refuse two turns of the user, or of the assistant, one after the other.
-
-    Args:
-        messages: Checked messages.
-        name: The column, for the error.
-        origin: The row, for the error.
-        after: Role of the message before the first.
-
-    Raises:
-        DataError: They do not alternate.
-    """
-    for index, message in enumerate(messages):
-        role = message["role"]
-        if role == after and role in ("user", "assistant"):
-            raise DataError(
-                f"{name}[{index}] is a second '{role}' message in a row: user and assistant must alternate",
-                where=origin,
-                mend="join the two messages, or remove one",
-            )
-        after = role
 
 
 # ------------------------------------------------------------------------------------------------------------- pairs
@@ -230,7 +158,8 @@ def _split(row: Row, chosen: Said, rejected: Said, start: int) -> tuple[Said, Sa
             mend="add the column 'prompt'",
         )
     for name, answer in (("chosen", chosen), ("rejected", rejected)):
-        if len(answer) == start:
+        left = answer[start:]
+        if not (left.strip() if isinstance(left, str) else left):
             raise DataError(
                 f"'{name}' is empty behind the common beginning of both answers, which is the prompt",
                 where=row.origin,
@@ -292,10 +221,14 @@ def _prompt_messages(row: Row, prompt: str, answers: dict[str, Said]) -> list[di
 def _margin(row: Row) -> float | None:
     """By how much the chosen answer is better."""
     for names in _SCORES:
-        if any(row.columns.get(name) is not None for name in names):
+        if any(_is_given(row, name) for name in names):
             chosen, rejected = (_number(row, name) for name in names)
             return chosen - rejected
-    return _number(row, "margin") if row.columns.get("margin") is not None else None
+    return _number(row, "margin") if _is_given(row, "margin") else None
+
+
+def _is_given(row: Row, name: str) -> bool:
+    return row.columns.get(name) not in (None, "")
 
 
 def _number(row: Row, name: str) -> float:

@@ -117,7 +117,7 @@ def _copg(w_P: Tensor, l_P: Tensor, knobs: Knobs) -> Tensor:
 
     Contrastive policy gradient (arXiv 2406.19185, eqs. 7-9, its objective negated); the gradient is that of eqs. 18-19.
     R are scores of the completions. Without them ``R_w - R_l = 1/2``, where the gradient is that of IPO over summed
-    log-probs times beta (eqs. 21-22).
+    log-probs, times beta / 2 (eqs. 21-22).
     """
     gap_P = w_P - l_P
     return -(knobs.reward_gap_P - 0.5 * knobs.beta * gap_P) * gap_P

@@ -58,6 +58,15 @@ class Limits:
             return max(device + host - self.device, disk - self.disk)
         return max(device - self.device, host - self.host, disk - self.disk)
 
+    def filled(self, device: float, host: float, disk: float) -> float | None:
+        """The part that a step takes of the tier it fills most; None if it needs one that is not there.
+
+        Other than :meth:`excess` it tells steps apart that fit where a tier is not there, of which nothing is left.
+        """
+        pairs = [(device + host, self.device)] if self.shared else [(device, self.device), (host, self.host)]
+        wanted = [(used, limit) for used, limit in [*pairs, (disk, self.disk)] if used > 0]
+        return None if any(limit == 0 for _, limit in wanted) else max((u / limit for u, limit in wanted), default=0.0)
+
 
 @dataclass(frozen=True)
 class Candidate:

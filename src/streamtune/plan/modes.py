@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.autograd.graph import save_on_cpu, saved_tensors_hooks
 from torch.nn.functional import cross_entropy, pad
 
-from streamtune.engine import Schedule, decoder_layers, stream
+from streamtune.engine import Schedule, StreamHandle, decoder_layers, stream
 from streamtune.engine.placement import Tiers
 from streamtune.errors import UnsupportedModelError
 from streamtune.plan.checkpointing import checkpointing, recompute
@@ -31,8 +31,12 @@ ALL_MODES: tuple[Mode, ...] = get_args(Mode)
 MODES: tuple[Mode, ...] = ("plain", "checkpoint", "stream")
 """What is compared unless more is asked for."""
 
-Batch = dict[str, Tensor]
-"""Arguments of the model: ``input_ids`` and, for packed rows, ``position_ids``; both [batch, length]."""
+Batch = dict[str, Any]
+"""Arguments of the model: ``input_ids`` and, for packed rows, ``position_ids``; both [batch, length].
+
+Of completions ``targets`` [batch, length] are what each position predicts, ``count`` how many there are in all batches
+of a step, and ``branches`` how they lie where they share their prompt.
+"""
 
 
 @dataclass(frozen=True)
@@ -129,7 +133,7 @@ def _liger(model: Any, schedule: Schedule) -> Iterator[Ready]:
 def _streamed(model: Any, schedule: Schedule) -> Iterator[Ready]:
     handle = stream(model, schedule=schedule)
     try:
-        yield Ready(_own_loss(model), handle.tiers)
+        yield Ready(_scored_loss(model, handle), handle.tiers)
     finally:
         handle.remove()
 
@@ -160,8 +164,29 @@ def last_hidden_state(model: Any, batch: Batch) -> Tensor:
 
 def _own_loss(model: Any) -> Callable[[Batch], Tensor]:
     def loss(batch: Batch) -> Tensor:
-        out: Tensor = model(**batch, labels=batch["input_ids"], use_cache=False).loss
+        labels = {"labels": batch["input_ids"]}
+        if "targets" in batch:
+            labels = {
+                "labels": batch["targets"],
+                "shift_labels": batch["targets"],
+                "num_items_in_batch": batch["count"],
+            }
+        given = {name: value for name, value in batch.items() if name not in ("targets", "count")}
+        out: Tensor = model(**given, **labels, use_cache=False).loss
         return out
+
+    return loss
+
+
+def _scored_loss(model: Any, handle: StreamHandle) -> Callable[[Batch], Tensor]:
+    """The same; completions are scored token by token, as an objective wants them."""
+    own = _own_loss(model)
+
+    def loss(batch: Batch) -> Tensor:
+        if "targets" not in batch:
+            return own(batch)
+        scores = handle.logprobs(batch["input_ids"], batch["targets"], branches=batch.get("branches"))
+        return -scores.logprobs.sum() / batch["count"]
 
     return loss
 

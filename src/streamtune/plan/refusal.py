@@ -8,6 +8,7 @@ from streamtune.engine import Schedule
 from streamtune.errors import ArgumentError
 from streamtune.plan.choices import Limits, Space
 from streamtune.plan.estimate import Simulate
+from streamtune.plan.search import Attempt, Range, search_largest
 from streamtune.plan.simulate import Simulation, Workload
 from streamtune.sizes import show_size
 
@@ -18,12 +19,6 @@ FIXED_TERMS = ("weights", "gradients", "optimizer")
 
 SHORTEST, GRAIN = 64, 64
 """Tokens: the shortest length that is offered, and what lengths are rounded down to."""
-
-SHY = 0.97
-"""Of the way to where the secant says the limit is: what is looked for is a length that fits."""
-
-MOST_TRIED = 8
-"""Simulations to find it."""
 
 
 def nothing_fits(
@@ -69,6 +64,9 @@ def longest_that_fits(
 ) -> int:
     """The most tokens of a row that ``schedule`` fits, to about a percent, simulated; 0 where it fits none.
 
+    It is the schedule that lacks least at the workload's own length. At a shorter one another may reach a little
+    further: to know that, each length that is tried would have to be planned.
+
     Args:
         workload: What does not fit at its length.
         schedule: The thriftiest.
@@ -76,22 +74,14 @@ def longest_that_fits(
         limits: What there is.
         simulate: Simulates a step.
     """
-    high, high_excess = workload.length, excess_of(simulation, limits)
-    low, low_excess, missed = 0, 0.0, True
-    for _ in range(MOST_TRIED):
-        # Bytes grow by a straight line, or by several where the peak moves to another moment: the secant is near.
-        part = 0.5 if missed else SHY * -low_excess / (high_excess - low_excess)
-        length = (low + int((high - low) * part)) // GRAIN * GRAIN
-        if length < SHORTEST or length <= low:
-            break
-        excess = excess_of(simulate(replace(workload, length=length), schedule), limits)
-        if excess <= 0:
-            low, low_excess, missed = length, excess, False
-            if high - low <= max(GRAIN, high // 100):
-                break
-        else:
-            high, high_excess, missed = length, excess, True
-    return low
+
+    def attempt(length: int) -> Attempt:
+        known = length == workload.length
+        step = simulation if known else simulate(replace(workload, length=length), schedule)
+        return Attempt(excess_of(step, limits) <= 0, limits.filled(step.peak_bytes, step.host_bytes, step.disk_bytes))
+
+    within = Range(first=workload.length, least=SHORTEST, most=workload.length, step=GRAIN, grain=GRAIN)
+    return search_largest(attempt, within).fits
 
 
 def excess_of(simulation: Simulation, limits: Limits) -> float:

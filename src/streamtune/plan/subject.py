@@ -18,11 +18,13 @@ from streamtune.engine import Schedule, decoder_layers
 from streamtune.errors import UnsupportedModelError
 from streamtune.plan.memory import LiveBytes, held_bytes
 from streamtune.plan.modes import WAYS, Batch, Mode, Ready, last_hidden_state
+from streamtune.plan.sharing import SHARING, sharing_batches, sharing_tokens
 
 __all__ = ["Case", "Job", "Layout", "MakeModel", "Mode", "Subject", "env_of"]
 
-Layout = Literal["row", "packed", "separate"]
-"""The tokens as one row, as several rows in one sequence, or as the same rows one after another."""
+Layout = Literal["row", "packed", "separate", "shared", "batch", "turns"]
+"""The tokens as one row, as several rows in one sequence, or as the same rows one after another; or as a prompt with
+completions (``plan.sharing``)."""
 
 MakeModel = Callable[[], nn.Module]
 """Builds the model in a fresh process; must be picklable (``functools.partial`` of a module's function)."""
@@ -80,8 +82,11 @@ class Subject:
         with LiveBytes(self.model, layers) as whole:
             self._step(batches)
         self.model.zero_grad(set_to_none=True)
-        with LiveBytes(self.model, layers) as decoder:
-            self._hidden_backward(batches)
+        without_head = None
+        if "targets" not in batches[0]:
+            with LiveBytes(self.model, layers) as decoder:
+                self._hidden_backward(batches)
+            without_head = decoder.activation_peak
         self.model.zero_grad(set_to_none=True)
         peak = weights + whole.peak
         if self.device.type == "cuda":
@@ -92,7 +97,7 @@ class Subject:
         return {
             "peak_bytes": peak,
             "activation_bytes": whole.activation_peak,
-            "layer_activation_bytes": decoder.activation_peak,
+            "layer_activation_bytes": without_head,
             "host_bytes": tiers.host.peak_bytes if tiers else 0,
             "disk_bytes": tiers.disk.peak_bytes if tiers else 0,
             "terms": {"weights": weights, **{PLURALS.get(kind, kind): size for kind, size in whole.at_peak.items()}},
@@ -140,6 +145,9 @@ class Subject:
             self._entered = wanted
         self.model.zero_grad(set_to_none=True)
         torch.manual_seed(0)
+        if case.layout in SHARING:
+            ids = torch.randint(0, self._vocabulary, (sharing_tokens(case.length),), device=self.device)
+            return sharing_batches(ids, case.length, case.layout)
         ids = torch.randint(0, self._vocabulary, (self.job.batch_size, case.length), device=self.device)
         return _laid_out(ids, case.layout, case.packed_rows)
 

@@ -13,13 +13,14 @@ from streamtune.plan.subject import Case
 
 __all__ = ["DEFAULT", "TABLES", "Entry", "TableName", "TableReport", "TableRow"]
 
-TableName = Literal["bp-time", "max-length", "memory", "ablation"]
+TableName = Literal["bp-time", "max-length", "memory", "ablation", "prefix-sharing"]
 
 TABLES: dict[TableName, str] = {
     "bp-time": "Forward and backward time by length",
     "max-length": "Longest sequence in a given memory",
     "memory": "Memory of a step by what it is",
     "ablation": "What each choice of a schedule costs and saves",
+    "prefix-sharing": "A prompt with several completions, streamed once or once for each",
 }
 
 DEFAULT = "the recipe's schedule"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import textwrap
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -37,7 +38,13 @@ def draw_table(report: TableReport, path: Path) -> None:
     """
     from matplotlib.figure import Figure  # slow to import, and only needed here
 
-    draw = {"bp-time": _time, "memory": _memory, "ablation": _ablation, "max-length": _longest}[report.table]
+    draw = {
+        "bp-time": _time,
+        "memory": _memory,
+        "ablation": _ablation,
+        "max-length": _longest,
+        "prefix-sharing": _sharing,
+    }[report.table]
     figure = Figure(figsize=(11, 5.2), dpi=150, layout="constrained")
     draw(report, figure)
     figure.supxlabel(describe(report), x=0.01, ha="left", color="#5d6470", fontsize=8)
@@ -119,6 +126,34 @@ def _longest(report: TableReport, figure: Any) -> None:
     axes.xaxis.set_major_formatter("{x:,.0f}")
     axes.set_title(f"Tokens of a row that fit {report.asked['budget']}", loc="left", color=INK, fontsize=11)
     _bare(axes)
+
+
+def _sharing(report: TableReport, figure: Any) -> None:
+    """Time to that of the rows in a batch, and memory by what it is, for each layout and length of a prompt."""
+    rows = [replace(row, section=f"prompt of {row.length:,} tokens") for row in report.rows]
+    figure.set_size_inches(11, 1.8 + 0.4 * (len(rows) + len({row.section for row in rows})))
+    time, memory = figure.subplots(1, 2, sharey=True)
+    places = _stack(memory, rows, report.unit[1], time)
+    for place, row in zip(places, rows, strict=True):
+        if row.to_default is not None:
+            time.barh(place, row.to_default, color=COLOURS[row.mode], height=0.6)
+            time.annotate(
+                f"{row.to_default:.2f}",
+                (row.to_default, place),
+                (4, 0),
+                textcoords="offset points",
+                va="center",
+                fontsize=8,
+                color=INK,
+            )
+    time.margins(x=0.12)
+    time.set_title("Time of a step", loc="left", color=INK, fontsize=11)
+    time.set_xlabel("rows in a batch = 1", color=INK, fontsize=9)
+    memory.set_title("Memory at its peak", loc="left", color=INK, fontsize=11)
+    memory.set_xlabel(report.unit[0], color=INK, fontsize=9)
+    shown = memory.get_legend_handles_labels()
+    figure.legend(*shown, loc="outside lower right", ncols=4, frameon=False, labelcolor=INK, fontsize=8)
+    _bare(time)
 
 
 def _lines(report: TableReport) -> list[tuple[list[TableRow], dict[str, Any]]]:

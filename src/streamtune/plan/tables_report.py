@@ -6,7 +6,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from streamtune.plan.modes import MODES, WAYS
-from streamtune.plan.tables import TABLES, TableReport, TableRow
+from streamtune.plan.sharing import COMPLETIONS, SHARING
+from streamtune.plan.tables import TABLES, TableName, TableReport, TableRow
 
 __all__ = ["Column", "cells", "columns", "describe", "markdown", "notes"]
 
@@ -42,11 +43,13 @@ def columns(report: TableReport) -> list[Column]:
     """The columns of a table, those that would be empty left out."""
     lengths = {row.length for row in report.rows}
     found = [Column("mode", lambda row: row.mode, right=False)]
-    if report.table in ("ablation", "max-length"):
+    if report.table in ("ablation", "max-length", "prefix-sharing"):
         found = [Column("schedule", lambda row: row.label, right=False)]
-    if report.table in ("bp-time", "memory") or len(lengths) > 1:
-        found.insert(0, Column("tokens", lambda row: f"{row.length:,}"))
-    found += {"bp-time": _time, "memory": _memory, "ablation": _ablation, "max-length": _longest}[report.table](report)
+    if report.table in ("bp-time", "memory", "prefix-sharing") or len(lengths) > 1:
+        found.insert(
+            0, Column("prompt" if report.table == "prefix-sharing" else "tokens", lambda row: f"{row.length:,}")
+        )
+    found += _COLUMNS[report.table](report)
     found += [Column("loss", lambda row: _error(report, row, "loss"))]
     found += [Column("grad", lambda row: _error(report, row, "gradient norm"), page=report.table == "memory")]
     return [column for column in found if any(column.cell(row) for row in report.rows)]
@@ -99,6 +102,37 @@ def _longest(report: TableReport) -> list[Column]:
     ]
 
 
+def _sharing(report: TableReport) -> list[Column]:
+    show = _shown(report)
+
+    def to_batch(figure: Callable[[TableRow], int | None]) -> Callable[[TableRow], str]:
+        def ratio(row: TableRow) -> str:
+            base = next((r for r in report.rows if r.length == row.length and r.to_default == 1), None)
+            whole, part = (None if base is None else figure(base)), figure(row)
+            return f"{part / whole:.2f}x" if whole and part else ""
+
+        return ratio
+
+    return [
+        Column("fwd s", lambda row: _seconds(row.forward_s)),
+        Column("bwd s", lambda row: _seconds(row.backward_s)),
+        Column("time", lambda row: _ratio(row.to_default)),
+        Column("peak", lambda row: show(row.peak_bytes)),
+        Column("to rows", to_batch(lambda row: row.peak_bytes)),
+        Column("activ.", lambda row: show(row.activation_bytes), page=True),
+        *_elsewhere(report),
+    ]
+
+
+_COLUMNS: dict[TableName, Callable[[TableReport], list[Column]]] = {
+    "bp-time": _time,
+    "memory": _memory,
+    "ablation": _ablation,
+    "max-length": _longest,
+    "prefix-sharing": _sharing,
+}
+
+
 def _times(report: TableReport, row: TableRow) -> str:
     """How many times as long a sequence fits as with gradient checkpointing."""
     base = next((r.max_length for r in report.rows if r.mode == "checkpoint"), None)
@@ -139,6 +173,8 @@ def notes(report: TableReport) -> list[str]:
         "max-length": ("Simulated, 5% of the budget left free. " if report.env["device_type"] == "meta" else "")
         + f"Tokens of the longest sequence whose step fits {report.asked.get('budget')}, within 1% or 256 "
         f"tokens. Peak, host and disk in {unit}.",
+        "prefix-sharing": f"{COMPLETIONS} completions, each a fourth as long as the prompt; the loss is over their "
+        f"tokens. Time and peak (in {unit}) are to {SHARING['batch']}, medians over steps that took turns.",
     }[report.table]
     exact = "Loss and grad are how far the loss and the norm of the gradient are from plain autograd's, relative."
     lines = [said, exact] if any(report.errors_of(row) for row in report.rows) else [said]

@@ -18,7 +18,8 @@ from streamtune.errors import RunError
 from streamtune.plan.ablation import ablation_entries
 from streamtune.plan.bench import paired
 from streamtune.plan.modes import WAYS, Mode
-from streamtune.plan.subject import Case, Job
+from streamtune.plan.sharing import SHARING
+from streamtune.plan.subject import Case, Job, Layout
 from streamtune.plan.tables import Entry, TableName, TableReport, TableRow
 from streamtune.plan.worker import Worker
 
@@ -49,8 +50,8 @@ def run_table(
     Args:
         table: Any but ``max-length``.
         job: The model.
-        lengths: Tokens of a row.
-        modes: What to compare; an ablation compares schedules.
+        lengths: Tokens of a row, or of a prompt that is shared.
+        modes: What to compare; an ablation compares schedules, a shared prompt layouts.
         schedule: How streaming cuts the sequence.
         repeats: Timed steps of each row, taken in turns.
         folder: Where the table's file is; it exists.
@@ -69,6 +70,8 @@ def run_table(
             if table == "ablation":
                 rows = [ablation_entries(schedule, length, env["layers"], scratch) for length in lengths]
                 groups = [part[start : start + TURNS] for part in rows for start in range(0, len(part), TURNS)]
+            elif table == "prefix-sharing":
+                groups = [_layouts(length, schedule) for length in lengths]
             else:
                 lacks = {mode: WAYS[mode].lacks(env["device_type"]) for mode in modes}
                 report.absent = {mode: why for mode, why in lacks.items() if why}
@@ -93,6 +96,17 @@ def _compared(modes: Sequence[Mode], length: int, schedule: Schedule) -> list[En
         )
         for mode in modes
     ]
+
+
+def _layouts(prompt: int, schedule: Schedule) -> list[Entry]:
+    """A prompt with its completions: every layout streamed, and checkpointing of the rows one after another."""
+    layouts: tuple[Layout, ...] = ("batch", "turns", "shared")
+    rows = [
+        Entry(Case("stream", prompt, schedule, layout), SHARING[layout], "StreamTune", to_default=layout == "batch")
+        for layout in layouts
+    ]
+    last = Case("checkpoint", prompt, layout="turns")
+    return [*rows, Entry(last, f"{SHARING['turns']}, checkpointed", WAYS["checkpoint"].label, to_checkpoint=True)]
 
 
 def fill(report: TableReport, groups: Sequence[Sequence[Entry]], measure: MeasureGroup, *, folder: Path) -> None:

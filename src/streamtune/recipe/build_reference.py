@@ -85,10 +85,10 @@ def load_reference(recipe: Recipe, model: Any, tokenizer: PreTrainedTokenizerBas
     return _frozen(reference)
 
 
-def streamed(model: Any, schedule: Schedule) -> train.ModelReference:
+def streamed(model: Any, schedule: Schedule, *, temperature: float = 1.0) -> train.ModelReference:
     """A held reference in an engine of its own, which cuts the sequence as the trained model's does."""
     chunks = Schedule(chunk_size=schedule.chunk_size, head_chunk_size=schedule.head_chunk_size)
-    return train.ModelReference(model, stream(model, schedule=chunks))
+    return train.ModelReference(model, stream(model, schedule=chunks), temperature=temperature)
 
 
 def _frozen(model: Any) -> Any:

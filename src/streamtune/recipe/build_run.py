@@ -45,6 +45,7 @@ FREE_KEYS = frozenset(
     {
         # Where things go and what is shown,
         "output_dir", "save_steps", "save_total_limit", "eval_steps", "logging_steps", "report_to", "sample",
+        "num_completions_to_print",
         # how the same gradient is computed,
         "engine", "device", "per_device_eval_batch_size", "trust_remote_code", "share_prefix",
         # and what the fingerprint of the data covers, wherever the files are now.
@@ -275,6 +276,8 @@ def train_run(
     objective: train.Objective,
     steps: train.StepStream,
     validation: Callable[[], Iterable[train.MicroBatch]] | None,
+    learning_rate_at: Callable[[int], float] | None = None,
+    begin: Callable[[torch.optim.Optimizer, train.Progress], None] = lambda optimizer, progress: None,
 ) -> Outcome:
     """Train, and where the run comes to its end save the model and let it answer the sample prompt.
 
@@ -284,6 +287,8 @@ def train_run(
         objective: What is minimised.
         steps: Its micro-batches.
         validation: The held-out ones, anew at each call; None where nothing is held out.
+        learning_rate_at: The learning rate of each step, from 0; None is the recipe's schedule over all of them.
+        begin: Given the optimizer and the progress before the first step.
 
     Raises:
         RunError: It failed on the way; the checkpoints saved before are intact.
@@ -295,7 +300,9 @@ def train_run(
         writer = _make_writer(run)
         started = time.perf_counter()
         with train.StopRequest() as stop, train.record_failure(directory.events):
-            progressed = _train(run, objective, steps, validation, writer, stop, console)
+            progressed = _train(
+                run, objective, steps, validation, writer, stop, console, learning_rate_at or _schedule(run), begin
+            )
         seconds = time.perf_counter() - started
         finished = progressed.step >= run.plan.total_steps
         sample = _finish(run, writer) if finished else None
@@ -322,23 +329,21 @@ def _train(
     writer: train.ModelWriter,
     stop: train.StopRequest,
     console: Console,
+    learning_rate_at: Callable[[int], float],
+    begin: Callable[[torch.optim.Optimizer, train.Progress], None],
 ) -> train.Progressed:
-    """The loop, with optimizer and learning rate as the recipe asks."""
+    """The loop, with the optimizer the recipe asks for."""
     recipe, plan, directory = run.recipe, run.plan, run.directory
     first_step = run.checkpoint.step if run.checkpoint else 0
     train.supersede(directory.checkpoints, first_step)
     train.append_event(directory.events, "resume" if run.checkpoint else "start", step=first_step)
-    learning_rate_at = optim.build_schedule(
-        recipe.lr_scheduler_type,
-        learning_rate=recipe.learning_rate,
-        total_steps=plan.total_steps,
-        warmup_steps=plan.warmup_steps,
-    )
+    optimizer = make_optimizer(recipe, run.model)
     with train.Progress(console, plan.total_steps, first_step, recipe.logging_steps) as progress:
+        begin(optimizer, progress)
         return train.train(
             run.model,
             objective,
-            make_optimizer(recipe, run.model),
+            optimizer,
             learning_rate_at,
             steps,
             validation,
@@ -351,6 +356,16 @@ def _train(
             stop=stop,
             handle=run.handle,
         )
+
+
+def _schedule(run: Run) -> Callable[[int], float]:
+    """The learning rate as the recipe asks."""
+    return optim.build_schedule(
+        run.recipe.lr_scheduler_type,
+        learning_rate=run.recipe.learning_rate,
+        total_steps=run.plan.total_steps,
+        warmup_steps=run.plan.warmup_steps,
+    )
 
 
 def _finish(run: Run, writer: train.ModelWriter) -> str | None:

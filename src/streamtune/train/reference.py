@@ -7,7 +7,7 @@ compared with. The model that is trained is its own reference where its adapters
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Any, Protocol
 
 import torch
@@ -33,15 +33,20 @@ class ModelReference:
     Args:
         model: What is called; the trained model itself where adapters are trained, else another one.
         handle: What streams it.
+        temperature: What logits are divided by.
+        adapters: Leave its adapters on: the model as it is.
     """
 
-    def __init__(self, model: Any, handle: StreamHandle) -> None:
-        self.model, self.handle = model, handle
+    def __init__(self, model: Any, handle: StreamHandle, *, temperature: float = 1.0, adapters: bool = False) -> None:
+        self.model, self.handle, self.temperature, self.adapters = model, handle, temperature, adapters
 
     def logprobs(self, batch: TreeBatch) -> Tensor:
         """See :meth:`Reference.logprobs`; under the caller's autocast."""
-        with torch.no_grad(), evaluating(self.model), _without_adapters(self.model), self.handle.routers.silenced():
-            scores = self.handle.logprobs(targets=batch.shift_labels, model=self.model, **batch.arguments)
+        without = nullcontext() if self.adapters else _without_adapters(self.model)
+        with torch.no_grad(), evaluating(self.model), without, self.handle.routers.silenced():
+            scores = self.handle.logprobs(
+                targets=batch.shift_labels, temperature=self.temperature, model=self.model, **batch.arguments
+            )
         return batch.ragged(scores.logprobs)
 
 

@@ -1,0 +1,341 @@
+"""A recipe to a run of reinforcement learning from rewards, with advantages within groups of completions.
+
+build_grpo   recipe -> prompts, rewards, model, engine, what writes, what judges; reads everything, writes nothing
+run_grpo     train, save the model, try it
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from contextlib import nullcontext
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from streamtune import data, models, optim, rollout, train
+from streamtune.engine import StreamHandle, check_branches, stream
+from streamtune.errors import UnsupportedModelError
+from streamtune.objectives import POLICY_LOSSES, check_policy
+from streamtune.recipe.build import blame_recipe, make_sources, make_tokenizer
+from streamtune.recipe.build_grpo_groups import Layout
+from streamtune.recipe.build_grpo_log import CompletionLog
+from streamtune.recipe.build_grpo_objective import PolicyObjective
+from streamtune.recipe.build_grpo_rewards import RewardJudge, make_judge
+from streamtune.recipe.build_grpo_stream import GrpoSteps, Scorer
+from streamtune.recipe.build_grpo_warm import WarmSteps
+from streamtune.recipe.build_model import make_model
+from streamtune.recipe.build_reference import load_reference, streamed
+from streamtune.recipe.build_run import (
+    Doing,
+    Notify,
+    Outcome,
+    Run,
+    plan_and_stream,
+    start_run,
+    tell_of_model,
+    train_run,
+)
+from streamtune.recipe.build_settings import StepPlan
+from streamtune.recipe.loader import LoadedRecipe
+from streamtune.recipe.schema_grpo import GrpoRecipe
+from streamtune.train.objective import autocast
+
+if TYPE_CHECKING:
+    from rich.console import Console
+    from transformers import PreTrainedTokenizerBase
+
+__all__ = ["GrpoRun", "build_grpo", "run_grpo"]
+
+
+@dataclass(kw_only=True)
+class GrpoRun(Run):
+    """Everything a run of reinforcement learning needs, built and checked."""
+
+    prompts: data.PreparedPrompts
+    judge: RewardJudge
+    layout: Layout
+    reference: Scorer | None
+    warm: WarmSteps | None
+
+    @property
+    def recipe(self) -> GrpoRecipe:
+        """The recipe."""
+        assert isinstance(self.loaded.recipe, GrpoRecipe)
+        return self.loaded.recipe
+
+
+def build_grpo(
+    loaded: LoadedRecipe,
+    *,
+    resume: str = "auto",
+    dry_run: bool = False,
+    notify: Notify = lambda message: None,
+    doing: Doing = nullcontext,
+) -> GrpoRun:
+    """Load or make everything the recipe names. Nothing is written.
+
+    Args:
+        loaded: The recipe, one of grpo.
+        resume: ``auto`` (go on where the run in ``output_dir`` stopped), ``never``, or the path of a checkpoint.
+        dry_run: Plan a fixed schedule too: what it would hold is what a dry run is for.
+        notify: Told what is worth knowing on the way, a sentence at a time.
+        doing: Shows what takes a while, for as long as it does.
+
+    Raises:
+        UserError: With the line of the recipe that is to blame.
+        CheckpointError: The checkpoint named by ``resume`` cannot be used.
+        OutOfMemoryError: The weights alone do not fit.
+    """
+    recipe = loaded.recipe
+    assert isinstance(recipe, GrpoRecipe), "the command asks for a recipe of grpo"
+    with blame_recipe(loaded):
+        start = start_run(recipe, resume, notify)
+        _check_loss(recipe)
+        if recipe.use_vllm:
+            rollout.check_vllm(start.device)
+        sources = make_sources(loaded)
+        with doing("reading the tokenizer" if start.checkpoint else "making the tokenizer"):
+            tokenizer = make_tokenizer(recipe, sources, start.checkpoint, notify)
+        judge = make_judge(recipe, loaded.path.parent, tokenizer)
+        prompts = data.prepare_prompts(
+            sources,
+            tokenizer,
+            max_prompt_length=recipe.max_prompt_length,
+            overlength=recipe.overlength,
+            val_size=recipe.val_size,
+            seed=recipe.seed,
+            notify=notify,
+        )
+        judge.check(prompts.train[:16])
+        start.with_data(prompts.fingerprint)
+        warm = WarmSteps(recipe, prompts.train, tokenizer) if recipe.sft_steps else None
+        longest = min(prompts.report.length_percentiles["max"], recipe.max_prompt_length) + recipe.max_completion_length
+        with doing("loading the model"):
+            model = make_model(recipe, tokenizer, start.checkpoint, start.device)
+        tell_of_model(model, longest, start, notify)
+        held = None
+        if recipe.beta > 0:
+            with doing("loading the reference"):
+                held = load_reference(recipe, model, tokenizer, start.device)
+        share = _shares_prefix(recipe, model, doing, notify)
+        rows, length = _largest(recipe, longest, share)
+        handle, memory = plan_and_stream(
+            recipe,
+            model,
+            start,
+            rows=rows,
+            length=length,
+            reserved=0 if held is None else sum(parameter.nbytes for parameter in held.parameters()),
+            dry_run=dry_run,
+            notify=notify,
+            doing=doing,
+        )
+        reference = _reference_scorer(recipe, model, handle, held, start.device)
+    return GrpoRun(
+        loaded=loaded,
+        start=start,
+        tokenizer=tokenizer,
+        data_summary=prompts.report.describe(),
+        model=model,
+        parameters=models.count_parameters(model),
+        handle=handle,
+        plan=_plan_steps(recipe, len(prompts.train)),
+        unit="completion",
+        memory=memory,
+        prompts=prompts,
+        judge=judge,
+        layout=_layout(recipe, tokenizer, share),
+        reference=reference,
+        warm=warm,
+    )
+
+
+def _check_loss(recipe: GrpoRecipe) -> None:
+    """Ask the objective's room whether the recipe's numbers go together.
+
+    Raises:
+        ArgumentError: They do not; it names the key.
+    """
+    loss = POLICY_LOSSES[recipe.loss_type]
+    check_policy(
+        recipe.loss_type,
+        epsilon_low=recipe.epsilon,
+        epsilon_high=recipe.epsilon if recipe.epsilon_high is None else recipe.epsilon_high,
+        delta=recipe.delta,
+        beta=0.0 if loss.kl_in_reward else recipe.beta,
+        importance_level=recipe.importance_sampling_level,
+        max_completion_length=recipe.max_completion_length,
+    )
+
+
+def _layout(recipe: GrpoRecipe, tokenizer: PreTrainedTokenizerBase, share: bool) -> Layout:
+    loss = POLICY_LOSSES[recipe.loss_type]
+    return Layout(
+        batch_size=recipe.per_device_train_batch_size,
+        pad_token_id=tokenizer.pad_token_id,
+        share=share,
+        leave_out=recipe.loss_type != "bnpo",
+        mask_truncated=recipe.mask_truncated_completions,
+        flat_has_gradient=recipe.beta > 0 and not loss.kl_in_reward,
+    )
+
+
+def _shares_prefix(recipe: GrpoRecipe, model: Any, doing: Doing, notify: Notify) -> bool:
+    """Whether completions share their prompt, after trying whether this very model can.
+
+    Raises:
+        UnsupportedModelError: They are to, and it cannot.
+    """
+    if recipe.share_prefix == "never" or min(recipe.per_device_train_batch_size, recipe.num_generations) == 1:
+        return False
+    with doing("checking that prompts can be shared"), stream(model) as handle:
+        try:
+            check_branches(handle)
+        except UnsupportedModelError as error:
+            if recipe.share_prefix == "always":
+                error.where = "share_prefix"
+                raise
+            notify(f"each completion has its own copy of the prompt: {error.what}")
+            return False
+    return True
+
+
+def _largest(recipe: GrpoRecipe, longest: int, share: bool) -> tuple[int, int]:
+    """Sequences of the largest micro-batch there may be, and tokens of the longest of them.
+
+    Args:
+        recipe: The recipe.
+        longest: Tokens of the longest prompt with the longest completion.
+        share: Whether all is one sequence, each prompt in it once.
+    """
+    size = recipe.per_device_train_batch_size
+    if not share:
+        return size, longest
+    prompts = min(size, recipe.prompts_per_generation)  # of each there may be one completion that has a gradient
+    return 1, prompts * (longest - recipe.max_completion_length) + size * (recipe.max_completion_length + 1)
+
+
+def _plan_steps(recipe: GrpoRecipe, num_prompts: int) -> StepPlan:
+    """Count the optimizer steps. In an epoch every prompt is completed once, which makes ``num_iterations`` passes."""
+    rollouts = -(-num_prompts // recipe.prompts_per_generation)
+    steps_per_epoch = rollouts * recipe.steps_per_rollout * recipe.num_iterations
+    steps = recipe.max_steps if recipe.max_steps > 0 else math.ceil(steps_per_epoch * recipe.num_train_epochs)
+    warmup = recipe.warmup_steps or math.ceil(steps * recipe.warmup_ratio)
+    return StepPlan(recipe.sft_steps + steps, steps_per_epoch, warmup)
+
+
+def _learning_rate(recipe: GrpoRecipe, plan: StepPlan) -> Callable[[int], float]:
+    """That of the supervised steps, then the recipe's schedule over the others."""
+    before = optim.build_schedule(
+        "cosine",
+        learning_rate=recipe.learning_rate if recipe.sft_learning_rate is None else recipe.sft_learning_rate,
+        total_steps=recipe.sft_steps,
+        warmup_steps=recipe.sft_steps // 20,
+    )
+    after = optim.build_schedule(
+        recipe.lr_scheduler_type,
+        learning_rate=recipe.learning_rate,
+        total_steps=plan.total_steps - recipe.sft_steps,
+        warmup_steps=plan.warmup_steps,
+    )
+    return lambda step: before(step) if step < recipe.sft_steps else after(step - recipe.sft_steps)
+
+
+def _policy_scorer(recipe: GrpoRecipe, model: Any, handle: StreamHandle) -> Scorer:
+    """Log-probs under the policy as it is: in evaluation mode, as completions are written."""
+    policy = train.ModelReference(model, handle, temperature=recipe.temperature, adapters=True)
+    return _scorer(policy, recipe, next(model.parameters()).device)
+
+
+def _reference_scorer(
+    recipe: GrpoRecipe, model: Any, handle: StreamHandle, held: Any | None, device: torch.device
+) -> Scorer | None:
+    """Log-probs under the reference: a model ``held`` beside the policy, or that without adapters; None without KL."""
+    if recipe.beta == 0:
+        return None
+    if held is None:
+        return _scorer(train.ModelReference(model, handle, temperature=recipe.temperature), recipe, device)
+    return _scorer(streamed(held, handle.schedule, temperature=recipe.temperature), recipe, device)
+
+
+def _scorer(reference: train.Reference, recipe: GrpoRecipe, device: torch.device) -> Scorer:
+    def logprobs(batch: train.TreeBatch) -> Tensor:
+        with autocast(device, recipe.bf16):
+            return reference.logprobs(batch.to(device))
+
+    return logprobs
+
+
+def _make_writer(run: GrpoRun) -> rollout.Writer:
+    recipe, device = run.recipe, run.start.device
+    ends = _end_tokens(run.model, run.tokenizer)
+    if recipe.use_vllm:
+        folder = run.directory.path / "vllm"
+        models.save_pretrained(run.model, run.tokenizer, folder)
+        return rollout.VllmWriter(
+            run.model,
+            folder,
+            end_token_ids=ends,
+            max_length=recipe.max_length,
+            memory_fraction=recipe.vllm_gpu_memory_utilization,
+        )
+    return rollout.TransformersWriter(
+        run.model,
+        end_token_ids=ends,
+        pad_token_id=run.tokenizer.pad_token_id,
+        prefill_chunk_size=run.handle.schedule.chunk_size,
+        max_rows=recipe.per_device_generation_batch_size or recipe.completions_per_generation,
+        computing=lambda: autocast(device, recipe.bf16),
+    )
+
+
+def _end_tokens(model: Any, tokenizer: PreTrainedTokenizerBase) -> list[int]:
+    """The tokenizer's end token, and those a checkpoint says generation ends with."""
+    base = model.get_base_model() if hasattr(model, "get_base_model") else model
+    said = getattr(base.generation_config, "eos_token_id", None)
+    listed = said if isinstance(said, list) else [said]
+    return sorted({token for token in (*listed, tokenizer.eos_token_id) if token is not None})
+
+
+def run_grpo(run: GrpoRun, console: Console) -> Outcome:
+    """Train, and where the run comes to its end save the model and let it answer the sample prompt.
+
+    Args:
+        run: From :func:`build_grpo`; used once.
+        console: Where progress is shown.
+
+    Raises:
+        RunError: It failed on the way; the checkpoints saved before are intact.
+    """
+    recipe = run.recipe
+    log = CompletionLog(run.directory, run.tokenizer, recipe.num_completions_to_print)
+    steps = GrpoSteps(
+        recipe,
+        run.prompts,
+        writer=_make_writer(run),
+        judge=run.judge,
+        policy=_policy_scorer(recipe, run.model, run.handle),
+        reference=run.reference,
+        layout=run.layout,
+        warm=run.warm,
+        log=log,
+    )
+
+    def begin(optimizer: torch.optim.Optimizer, progress: train.Progress) -> None:
+        log.cut(run.checkpoint.step if run.checkpoint else 0)
+        steps.activity = progress.activity
+        # The moments of supervised gradients would scale the first steps of another loss.
+        steps.on_first_rollout = optimizer.state.clear
+
+    return train_run(
+        run,
+        console,
+        objective=PolicyObjective(run.handle, recipe),
+        steps=steps,
+        validation=steps.held_out if run.prompts.validation else None,
+        learning_rate_at=_learning_rate(recipe, run.plan),
+        begin=begin,
+    )

@@ -1,0 +1,164 @@
+"""The program of the subprocess that runs code with tests: started by path, with nothing but the standard library.
+
+It forks. The child takes on the limits and runs the code, then the tests one by one, and writes a secret and the number
+of tests that passed to a pipe; the parent waits for the clock, kills every process that descends from it, and prints
+the result. Code that exits early has not written the secret, so that ``sys.exit(0)`` passes no test.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import json
+import math
+import os
+import resource
+import secrets
+import select
+import signal
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+SET_PDEATHSIG, SET_CHILD_SUBREAPER = 1, 36  # linux/prctl.h
+MOST_PROCESSES = 64  # at a time; RLIMIT_NPROC counts all of the user's, and none of root's
+POLL = 0.1
+DIGITS, MESSAGE = 8, 40  # of a number of tests; with 32 of the secret before it
+
+
+def main() -> None:
+    """Read the request from stdin, print ``{"passed": n}``."""
+    request = json.load(sys.stdin)
+    # Orphans of the code come to this process, not to init, so that it finds them all.
+    _prctl(SET_CHILD_SUBREAPER, 1)
+    _prctl(SET_PDEATHSIG, signal.SIGKILL)
+    secret = secrets.token_hex(16)
+    reading, writing = os.pipe()
+    deadline = time.monotonic() + request["seconds"]
+    child = os.fork()
+    if child == 0:
+        os.setpgid(0, 0)
+        os.close(reading)
+        _run(request, secret, writing)
+    with contextlib.suppress(OSError):  # both do it, so that it is done whichever goes on first
+        os.setpgid(child, child)
+    os.close(writing)
+    said = _read(reading, deadline, child)
+    with contextlib.suppress(ProcessLookupError):
+        os.killpg(child, signal.SIGKILL)  # all at once, or processes that fork would run ahead of the loop below
+    _kill_descendants()
+    mark, passed = said[: len(secret)], said[len(secret) :]
+    print(json.dumps({"passed": int(passed) if mark == secret.encode() else 0}))
+
+
+def _prctl(option: int, value: int) -> None:
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(option, value, 0, 0, 0)
+
+
+# --- the child ---------------------------------------------------------------------------------------------------
+
+
+def _run(request: dict[str, Any], secret: str, writing: int) -> None:
+    """Run code and tests in this process, which ends here."""
+    try:
+        _prctl(SET_PDEATHSIG, signal.SIGKILL)
+        nowhere = os.open(os.devnull, os.O_RDWR)
+        for descriptor in (0, 1, 2):
+            os.dup2(nowhere, descriptor)
+        code, tests = request.pop("code"), request.pop("tests")
+        _limit(**request)
+        space: dict[str, Any] = {"__name__": "__main__"}
+        exec(compile(code, "<completion>", "exec"), space)
+        passed = sum(_passes(test, dict(space)) for test in tests)
+        os.write(writing, f"{secret}{passed:0{DIGITS}}".encode())
+    except BaseException:  # whatever the code raised, SystemExit and MemoryError too: no test has passed
+        pass
+    finally:
+        os._exit(0)
+
+
+def _passes(test: str, space: dict[str, Any]) -> bool:
+    try:
+        exec(compile(test, "<tests>", "exec"), space)
+    except BaseException:
+        return False
+    return True
+
+
+def _limit(seconds: float, memory_bytes: int, file_bytes: int) -> None:
+    limits = {
+        resource.RLIMIT_CPU: math.ceil(seconds) + 1,
+        resource.RLIMIT_AS: memory_bytes,
+        resource.RLIMIT_FSIZE: file_bytes,
+        resource.RLIMIT_NOFILE: 128,
+        resource.RLIMIT_CORE: 0,
+    }
+    for kind, most in limits.items():
+        hard = resource.getrlimit(kind)[1]
+        most = most if hard == resource.RLIM_INFINITY else min(most, hard)
+        with contextlib.suppress(ValueError, OSError):  # not every system lets every limit be set
+            resource.setrlimit(kind, (most, most))
+
+
+# --- the parent --------------------------------------------------------------------------------------------------
+
+
+def _read(reading: int, deadline: float, child: int) -> bytes:
+    """The child's message; empty where it ends without one, has too many processes, or the deadline comes first."""
+    said = b""
+    while len(said) < MESSAGE:  # not until the pipe is closed: a process that the code left behind may hold it
+        left = deadline - time.monotonic()
+        if left <= 0:
+            return b""
+        if not _readable(reading, min(left, POLL)):
+            if (_has_ended(child) and not _readable(reading, 0)) or len(_descendants()) > MOST_PROCESSES:
+                return b""
+            continue
+        part = os.read(reading, MESSAGE - len(said))
+        if not part:
+            return b""
+        said += part
+    return said
+
+
+def _readable(descriptor: int, seconds: float) -> bool:
+    return bool(select.select([descriptor], [], [], seconds)[0])
+
+
+def _has_ended(child: int) -> bool:
+    """Whether the child has ended, without reaping it: its process group is still to be killed."""
+    return hasattr(os, "waitid") and os.waitid(os.P_PID, child, os.WEXITED | os.WNOHANG | os.WNOWAIT) is not None
+
+
+def _kill_descendants() -> None:
+    """Kill and reap until there is none: a killed process's own children come here, and are killed in turn."""
+    while True:
+        for process in _descendants():
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(process, signal.SIGKILL)
+        try:
+            while os.waitpid(-1, os.WNOHANG)[0]:
+                pass
+        except ChildProcessError:
+            return
+        time.sleep(0.002)
+
+
+def _descendants() -> list[int]:
+    """Every process whose chain of parents leads here."""
+    parents: dict[int, int] = {}
+    for process in Path("/proc").glob("[0-9]*"):
+        with contextlib.suppress(OSError):
+            # pid (name) state parent ...: the name may hold blanks and parentheses
+            parents[int(process.name)] = int((process / "stat").read_text().rpartition(")")[2].split()[1])
+    found, before = {os.getpid()}, 0
+    while len(found) > before:
+        before = len(found)
+        found |= {process for process, parent in parents.items() if parent in found}
+    return sorted(found - {os.getpid()})
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,228 @@
+"""What a recipe writes in ``reward_funcs``, and the function it means.
+
+    exact_match                              built in (``builtin.BUILTINS``)
+    my_rewards:score                         function ``score`` of an importable module
+    rewards/length.py:shorter                function ``shorter`` of a file
+    regex_match(pattern="^[0-9]+$")          any of them with options, Python literals by keyword
+
+A function of the user's own is called as TRL calls it, once for a batch:
+
+    def score(prompts, completions, **columns) -> list[float | None]
+
+``prompts`` and ``completions`` are lists of text, or of lists of messages ``{"role": ..., "content": ...}`` where the
+rows have messages. Every other column of the rows comes as a list by its name; a function without ``**columns`` gets
+those that it names. It returns one number a completion, or None where it has nothing to say.
+"""
+
+from __future__ import annotations
+
+import ast
+import importlib
+import importlib.util
+import inspect
+import re
+import sys
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+from streamtune.errors import ArgumentError, did_you_mean
+from streamtune.rewards.builtin import BUILTINS, bind
+
+__all__ = ["RewardFunction", "load_reward"]
+
+Call = Callable[[Sequence[Any], Sequence[Any], Mapping[str, Sequence[Any]]], Any]
+
+WHERE = "reward_funcs"
+BUILTIN = re.compile(r"(?P<name>[A-Za-z_]\w*)\s*(?P<options>\(.*\))?", re.DOTALL)
+OWN = re.compile(r"(?P<target>.+?):(?P<name>[A-Za-z_]\w*)\s*(?P<options>\(.*\))?", re.DOTALL)
+
+
+@dataclass(frozen=True)
+class RewardFunction:
+    """One loaded function."""
+
+    name: str
+    """as it is logged"""
+    call: Call
+    """(prompts, completions, columns) -> what the function returns, not checked"""
+    needs: frozenset[str]
+    """columns it cannot be called without"""
+    where: str = ""
+    """``file:line`` of a function of the user's own"""
+    built_in: bool = False
+
+
+def load_reward(spec: str, *, allow_code: bool, directory: Path) -> RewardFunction:
+    """Load one reward function.
+
+    Args:
+        spec: See the module.
+        allow_code: Whether it may run code that a model wrote.
+        directory: Where relative paths start and modules may lie.
+
+    Raises:
+        ArgumentError: There is no such function, its options are wrong, or it would run code and may not.
+    """
+    spec = spec.strip()
+    if match := BUILTIN.fullmatch(spec):
+        return _built_in(match["name"], _options(spec, match["options"]), allow_code=allow_code)
+    if match := OWN.fullmatch(spec):
+        function = _own(match["target"], match["name"], directory)
+        return _bound(match["name"], function, _options(spec, match["options"]))
+    raise ArgumentError(
+        f"'{spec}' names no reward function",
+        where=WHERE,
+        mend=f"write module:function, path/to/file.py:function, or one of: {', '.join(BUILTINS)}",
+    )
+
+
+def _options(spec: str, text: str | None) -> dict[str, Any]:
+    """``(a=1, b="x")`` as a dict."""
+    if text is None:
+        return {}
+    try:
+        call = ast.parse(f"f{text}", mode="eval").body
+        if isinstance(call, ast.Call) and not call.args and all(keyword.arg for keyword in call.keywords):
+            return {str(keyword.arg): ast.literal_eval(keyword.value) for keyword in call.keywords}
+    except (SyntaxError, ValueError):
+        pass
+    raise ArgumentError(
+        f"cannot read the options of the reward '{spec}'",
+        where=WHERE,
+        mend='write Python literals by keyword, like regex_match(pattern="^[0-9]+$", whole=True)',
+    )
+
+
+def _built_in(name: str, options: dict[str, Any], *, allow_code: bool) -> RewardFunction:
+    if name not in BUILTINS:
+        raise ArgumentError(
+            f"no built-in reward is called '{name}'",
+            where=WHERE,
+            mend=did_you_mean(name, BUILTINS)
+            or f"choose one of: {', '.join(BUILTINS)}; a function of your own is module:function or file.py:function",
+        )
+    builtin = BUILTINS[name]
+    if builtin.runs_code and not allow_code:
+        raise ArgumentError(
+            f"the reward '{name}' runs code that the model writes",
+            where=WHERE,
+            mend="set allow_code: true if you accept that: it runs in a subprocess with limits on time and memory, as "
+            "your user and with your network",
+        )
+    _check_options(name, options, builtin.options, builtin.options)
+    call, needs = bind(builtin, options)
+    return RewardFunction(name, call, needs, built_in=True)
+
+
+def _check_options(name: str, options: Iterable[str], accepted: Sequence[str], shown: Sequence[str]) -> None:
+    for option in options:
+        if option not in accepted:
+            raise ArgumentError(
+                f"the reward '{name}' has no option '{option}'",
+                where=WHERE,
+                mend=did_you_mean(option, shown) or f"it has: {', '.join(shown) or 'none'}",
+            )
+
+
+def _own(target: str, name: str, directory: Path) -> Callable[..., Any]:
+    """The function of the user's own."""
+    module = _file(target, directory) if target.endswith(".py") else _module(target, directory)
+    found = getattr(module, name, None)
+    if found is None:
+        callables = [key for key, value in vars(module).items() if callable(value) and not key.startswith("_")]
+        raise ArgumentError(
+            f"{target} has no function '{name}'",
+            where=WHERE,
+            mend=did_you_mean(name, callables) or f"it has: {', '.join(callables) or 'none'}",
+        )
+    if not callable(found):
+        raise ArgumentError(f"'{name}' of {target} is no function, it is {type(found).__name__}", where=WHERE)
+    if inspect.iscoroutinefunction(found):
+        raise ArgumentError(
+            f"'{name}' of {target} is an async function",
+            where=WHERE,
+            mend="write a plain function, which may call asyncio.run",
+        )
+    return found
+
+
+def _file(target: str, directory: Path) -> ModuleType:
+    path = directory / Path(target).expanduser()
+    if not path.is_file():
+        raise ArgumentError(f"there is no file {target}", where=WHERE, mend=f"paths start at {directory}")
+    # A name of its own, so that the file shadows no module and two files of one name are two modules.
+    name = f"_streamtune_reward_{re.sub(r'[^A-Za-z0-9]', '_', str(path.resolve()))}"
+    if name in sys.modules:
+        return sys.modules[name]
+    loaded = importlib.util.spec_from_file_location(name, path.resolve())
+    assert loaded is not None
+    assert loaded.loader is not None
+    module = importlib.util.module_from_spec(loaded)
+    sys.modules[name] = module
+    try:
+        loaded.loader.exec_module(module)
+    except Exception as error:
+        del sys.modules[name]
+        raise _import_failed(target, error) from error
+    return module
+
+
+def _module(target: str, directory: Path) -> ModuleType:
+    if str(directory) not in sys.path:
+        sys.path.append(str(directory))  # at the end: a file beside the recipe shadows no installed module
+    try:
+        return importlib.import_module(target)
+    except ModuleNotFoundError as error:
+        if error.name and (target == error.name or target.startswith(f"{error.name}.")):
+            raise ArgumentError(
+                f"there is no module '{target}'",
+                where=WHERE,
+                mend=f"install it, put it into {directory}, or write path/to/file.py:function",
+            ) from error
+        raise _import_failed(target, error) from error
+    except Exception as error:
+        raise _import_failed(target, error) from error
+
+
+def _import_failed(target: str, error: Exception) -> ArgumentError:
+    line = f"{error.filename}:{error.lineno}" if isinstance(error, SyntaxError) and error.filename else WHERE
+    return ArgumentError(f"importing {target} raised {type(error).__name__}: {error}", where=line)
+
+
+def _bound(name: str, function: Callable[..., Any], options: dict[str, Any]) -> RewardFunction:
+    """The function with its options, called with what it accepts."""
+    try:
+        parameters: Mapping[str, inspect.Parameter] = inspect.signature(function).parameters
+    except ValueError:  # written in C: it has to take everything
+        parameters = {}
+    takes_all = not parameters or any(one.kind is one.VAR_KEYWORD for one in parameters.values())
+    named = [
+        key for key, one in parameters.items() if one.kind in (one.POSITIONAL_OR_KEYWORD, one.KEYWORD_ONLY)
+    ]  # fmt: skip
+    given = ("prompts", "completions")
+    if not takes_all:
+        _check_options(name, options, named, [key for key in named if key not in given])
+    for key, one in parameters.items():
+        if one.kind is one.POSITIONAL_ONLY and one.default is one.empty:
+            raise ArgumentError(
+                f"the parameter '{key}' of the reward function '{name}' cannot be given by name",
+                where=WHERE,
+                mend="declare def name(prompts, completions, **columns)",
+            )
+    needs = frozenset(
+        key for key in named if parameters[key].default is inspect.Parameter.empty and key not in (*given, *options)
+    )
+
+    def call(prompts: Sequence[Any], completions: Sequence[Any], columns: Mapping[str, Sequence[Any]]) -> Any:
+        everything = {**columns, "prompts": prompts, "completions": completions, **options}
+        return function(**{key: value for key, value in everything.items() if takes_all or key in named})
+
+    return RewardFunction(name, call, needs, _line_of(function))
+
+
+def _line_of(function: Callable[..., Any]) -> str:
+    code = getattr(inspect.unwrap(function), "__code__", None)
+    return f"{code.co_filename}:{code.co_firstlineno}" if code else ""

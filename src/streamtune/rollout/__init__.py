@@ -1,0 +1,20 @@
+"""What a policy writes, and which prompts it is asked: the part of reinforcement learning before the gradient."""
+
+from __future__ import annotations
+
+from streamtune.rollout.generate import TransformersWriter
+from streamtune.rollout.select import PROMPT_CHOICES, PassRates, PromptPicker
+from streamtune.rollout.vllm import VllmWriter, check_vllm
+from streamtune.rollout.writer import Completion, Sampling, Writer
+
+__all__ = [
+    "PROMPT_CHOICES",
+    "Completion",
+    "PassRates",
+    "PromptPicker",
+    "Sampling",
+    "TransformersWriter",
+    "VllmWriter",
+    "Writer",
+    "check_vllm",
+]

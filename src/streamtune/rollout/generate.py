@@ -1,0 +1,163 @@
+"""Completions by ``transformers``' ``generate``, each prompt read once for all of its completions.
+
+A prompt's trunk, ``prompt[:-1]``, goes through the decoder once, ``prefill_chunk_size`` tokens at a time and without
+the head. Its keys and values are then repeated for the G completions, and ``generate`` goes on from the prompt's last
+token.
+
+Layers that keep a state instead of keys and values are not handed on that way: their caches cannot be repeated, and
+many of them lose the state where a second chunk has more than one token. There the prompt is repeated, in batches of
+one length, because padding would run through the state.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import DynamicCache, GenerationConfig, PreTrainedModel
+from transformers.cache_utils import LinearAttentionCacheLayerMixin
+
+from streamtune.rollout.writer import Completion, Sampling, ended
+
+__all__ = ["TransformersWriter"]
+
+
+class TransformersWriter:
+    """Writes with a model of ``transformers``, streamed or not, with or without adapters.
+
+    Args:
+        model: The policy. It is in evaluation mode while it writes and in its own mode afterwards.
+        end_token_ids: Tokens that end a completion.
+        pad_token_id: Fills rows that are shorter or done; never in what is returned.
+        prefill_chunk_size: Tokens of prompts read at a time.
+        max_rows: Completions written at a time: their keys and values are in memory together.
+        computing: A context for everything the model computes, such as autocast.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        *,
+        end_token_ids: Sequence[int],
+        pad_token_id: int,
+        prefill_chunk_size: int,
+        max_rows: int,
+        computing: Callable[[], AbstractContextManager[Any]] = nullcontext,
+    ) -> None:
+        unwrap: Any = getattr(model, "get_base_model", None)
+        self.model: PreTrainedModel = model if unwrap is None else unwrap()
+        self.end_token_ids = frozenset(end_token_ids)
+        self.pad_token_id = pad_token_id
+        self.prefill_chunk_size = prefill_chunk_size
+        self.max_rows = max_rows
+        self.computing = computing
+        self.shares_prompts = _keeps_only_keys(self.model)
+        """Whether a prompt is read once; False where it is repeated for each of its completions."""
+
+    def write(self, prompts: Sequence[list[int]], count: int, sampling: Sampling) -> list[list[Completion]]:
+        """See :class:`streamtune.rollout.Writer`. Bit for bit the same on the CPU from the same random state."""
+        written: list[list[Completion]] = [[] for _ in prompts]
+        # A penalty on what stands in a row already would count its padding.
+        padded = self.shares_prompts and sampling.repetition_penalty == 1.0
+        with torch.no_grad(), self._writing(sampling), self.computing():
+            for batch in _batches(prompts, at_a_time=max(1, self.max_rows // count), padded=padded):
+                for repeats in _parts(count, self.max_rows):
+                    rows = self._rows([prompts[index] for index in batch], repeats)
+                    for place, index in enumerate(batch):
+                        written[index] += rows[place * repeats : (place + 1) * repeats]
+        return written
+
+    def _rows(self, prompts: Sequence[list[int]], repeats: int) -> list[Completion]:
+        """``repeats`` completions of each prompt, those of one prompt next to each other."""
+        ids_PT, mask_PT = self._padded(prompts)
+        cache = self._read(ids_PT, mask_PT) if self.shares_prompts and ids_PT.shape[1] > 1 else None
+        given: dict[str, Any] = {}
+        if cache is not None:
+            cache.batch_repeat_interleave(repeats)
+            given["past_key_values"] = cache
+        ids_NT, mask_NT = ids_PT.repeat_interleave(repeats, dim=0), mask_PT.repeat_interleave(repeats, dim=0)
+        output: Any = self.model.generate(input_ids=ids_NT, attention_mask=mask_NT, **given)
+        return [ended(row, self.end_token_ids) for row in output[:, ids_PT.shape[1] :].tolist()]
+
+    def _padded(self, prompts: Sequence[list[int]]) -> tuple[Tensor, Tensor]:
+        """``[P, T]`` token ids padded on the left, and their mask."""
+        length = max(map(len, prompts))
+        ids = [[self.pad_token_id] * (length - len(prompt)) + prompt for prompt in prompts]
+        mask = [[0] * (length - len(prompt)) + [1] * len(prompt) for prompt in prompts]
+        device = self.model.device
+        return torch.tensor(ids, device=device), torch.tensor(mask, device=device)
+
+    def _read(self, ids_PT: Tensor, mask_PT: Tensor) -> DynamicCache:
+        """The keys and values of all tokens but the last."""
+        decoder: Any = getattr(self.model, self.model.base_model_prefix)
+        takes_positions = "position_ids" in inspect.signature(type(decoder).forward).parameters
+        cache = DynamicCache(config=self.model.config)
+        positions_PT = (mask_PT.cumsum(dim=1) - 1).clamp_min(0)
+        last = ids_PT.shape[1] - 1
+        for start in range(0, last, self.prefill_chunk_size):
+            stop = min(start + self.prefill_chunk_size, last)
+            given = {"position_ids": positions_PT[:, start:stop]} if takes_positions else {}
+            decoder(
+                input_ids=ids_PT[:, start:stop],
+                attention_mask=mask_PT[:, :stop],
+                past_key_values=cache,
+                use_cache=True,
+                **given,
+            )
+        return cache
+
+    @contextmanager
+    def _writing(self, sampling: Sampling) -> Iterator[None]:
+        """The model in evaluation mode, with our settings: a checkpoint's own would fill what we leave out."""
+        drawn = {"temperature": sampling.temperature, "top_p": sampling.top_p, "top_k": sampling.top_k}
+        settings = GenerationConfig(
+            max_new_tokens=sampling.max_completion_length,
+            do_sample=sampling.temperature > 0,
+            **(drawn if sampling.temperature > 0 else {}),
+            **({"min_p": sampling.min_p} if sampling.temperature > 0 and sampling.min_p > 0 else {}),
+            repetition_penalty=sampling.repetition_penalty,
+            eos_token_id=sorted(self.end_token_ids) or None,
+            pad_token_id=self.pad_token_id,
+            use_cache=True,
+        )
+        before, training = self.model.generation_config, self.model.training
+        self.model.generation_config = settings
+        self.model.eval()
+        try:
+            yield
+        finally:
+            self.model.generation_config = before
+            self.model.train(training)
+
+
+def _batches(prompts: Sequence[list[int]], *, at_a_time: int, padded: bool) -> Iterator[list[int]]:
+    """The prompts by number, at most ``at_a_time`` together, the longest first; without padding of one length each."""
+    batch: list[int] = []
+    for index in sorted(range(len(prompts)), key=lambda index: (-len(prompts[index]), index)):
+        if batch and (len(batch) == at_a_time or not (padded or len(prompts[index]) == len(prompts[batch[0]]))):
+            yield batch
+            batch = []
+        batch.append(index)
+    if batch:
+        yield batch
+
+
+def _parts(count: int, at_most: int) -> Iterator[int]:
+    """``count`` in parts of ``at_most`` and a rest."""
+    for start in range(0, count, at_most):
+        yield min(at_most, count - start)
+
+
+def _keeps_only_keys(model: PreTrainedModel) -> bool:
+    """Whether all that the model remembers of a token are keys and values in the ordinary cache."""
+    if getattr(model, "_is_stateful", False):
+        return False
+    layers = DynamicCache(config=model.config).layers
+    return all(
+        hasattr(layer, "batch_repeat_interleave") and not isinstance(layer, LinearAttentionCacheLayerMixin)
+        for layer in layers
+    )
