@@ -148,6 +148,7 @@ def _print_outcome(run: Run, outcome: Outcome) -> None:
     if state.first_loss is not None and state.last_loss is not None:
         held_out = f", held out {state.eval_loss:.3f}" if state.eval_loss is not None else ""
         rows.append(("loss", f"first {state.first_loss:.3f}, last {state.last_loss:.3f}{held_out}"))
+    rows += _metric_rows(outcome)
     if len(outcome.losses) > 1:
         rows.append(("", sparkline(outcome.losses, width=min(out.width - 16, 60))))
     if outcome.tokens > 0:
@@ -170,6 +171,18 @@ def _print_outcome(run: Run, outcome: Outcome) -> None:
         for title, text, style in (("asked", run.recipe.sample.prompt, ""), ("wrote", outcome.sample, "green")):
             out.print(Text(f"  {title}", style="dim"))
             out.print(Text(indent(text.strip("\n") or "(nothing)", "    "), style=style), soft_wrap=True)
+
+
+def _metric_rows(outcome: Outcome) -> list[tuple[str, str]]:
+    """What an objective is really after, at the start, at the end and held out."""
+    rows = []
+    for name, title in (("rewards/accuracies", "accuracy"), ("reward", "reward")):
+        course = [record[name] for record in outcome.records if name in record]
+        if course:
+            found = outcome.held_out.get(f"eval_{name}")
+            held_out = f", held out {found:.3f}" if found is not None else ""
+            rows.append((title, f"first {course[0]:.3f}, last {course[-1]:.3f}{held_out}"))
+    return rows
 
 
 def _title(run: Run, outcome: Outcome) -> Text:
