@@ -22,7 +22,7 @@ from torch import Tensor
 
 from streamtune import data, rollout, train
 from streamtune.errors import RunError
-from streamtune.objectives import group_advantages, reward_with_kl
+from streamtune.objectives import POLICY_LOSSES, group_advantages, reward_with_kl
 from streamtune.recipe.build_grpo_groups import Group, Layout, group_metrics, micro_batches, remember_logprobs
 from streamtune.recipe.build_grpo_log import CompletionLog
 from streamtune.recipe.build_grpo_objective import MeasuredBatch
@@ -96,7 +96,7 @@ class GrpoSteps:
         self.writer, self.judge, self.policy, self.reference = writer, judge, policy, reference
         self.layout, self.warm, self.log, self.activity = layout, warm, log, activity
         self.picker = rollout.PromptPicker(len(prompts.train), choice=recipe.prompts, seed=recipe.seed)
-        self.kl_in_reward = recipe.beta > 0 and recipe.loss_type in ("rloo", "remax")
+        self.kl_in_reward = recipe.beta > 0 and POLICY_LOSSES[recipe.loss_type].kl_in_reward
         self.taken = 0
         """Steps handed out."""
         self.on_first_rollout: Callable[[], None] = lambda: None
