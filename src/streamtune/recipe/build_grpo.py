@@ -292,7 +292,7 @@ def _make_writer(run: GrpoRun) -> rollout.Writer:
         end_token_ids=ends,
         pad_token_id=run.tokenizer.pad_token_id,
         prefill_chunk_size=run.handle.schedule.chunk_size,
-        max_rows=recipe.per_device_generation_batch_size or recipe.completions_per_generation,
+        max_rows=recipe.per_device_generation_batch_size or recipe.per_device_train_batch_size,
         computing=lambda: autocast(device, recipe.bf16),
     )
 
