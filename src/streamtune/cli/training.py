@@ -125,10 +125,13 @@ def _describe_engine(run: Run) -> str:
 def _describe_steps(run: Run) -> str:
     recipe, plan = run.recipe, run.plan
     rows = recipe.per_device_train_batch_size * recipe.gradient_accumulation_steps
-    epochs = plan.total_steps / plan.steps_per_epoch
+    supervised = getattr(recipe, "sft_steps", 0)
+    steps = plan.total_steps - supervised
+    epochs = steps / plan.steps_per_epoch
     warmup = f" after {plan.warmup_steps:,} of warm-up" if plan.warmup_steps else ""
+    first = f"{supervised:,} supervised, then " if supervised else ""
     return (
-        f"{plan.total_steps:,} ({epochs:.3g} epochs) of {rows} {run.unit}{'s' if rows > 1 else ''}; {recipe.optim}, "
+        f"{first}{steps:,} ({epochs:.3g} epochs) of {rows} {run.unit}{'s' if rows > 1 else ''}; {recipe.optim}, "
         f"learning rate {recipe.learning_rate:g}, {recipe.lr_scheduler_type}{warmup}"
     )
 
@@ -149,8 +152,10 @@ def _print_outcome(run: Run, outcome: Outcome) -> None:
         held_out = f", held out {state.eval_loss:.3f}" if state.eval_loss is not None else ""
         rows.append(("loss", f"first {state.first_loss:.3f}, last {state.last_loss:.3f}{held_out}"))
     rows += _metric_rows(outcome)
-    if len(outcome.losses) > 1:
-        rows.append(("", sparkline(outcome.losses, width=min(out.width - 16, 60))))
+    # The loss of a policy stands near 0 whatever it learns.
+    curve = [record["reward"] for record in outcome.records if "reward" in record] or outcome.losses
+    if len(curve) > 1:
+        rows.append(("", sparkline(curve, width=min(out.width - 16, 60))))
     if outcome.tokens > 0:
         rate = f"{outcome.tokens / outcome.seconds:,.0f} tokens/s"
         rows.append(("speed", f"{outcome.tokens:,} tokens in {outcome.seconds:.0f} s, {rate}"))
