@@ -18,12 +18,12 @@ from torch import Tensor
 from streamtune import data, models, optim, rollout, train
 from streamtune.engine import StreamHandle, check_branches, stream
 from streamtune.errors import UnsupportedModelError
-from streamtune.objectives import POLICY_LOSSES, check_policy
+from streamtune.objectives import POLICY_LOSSES, check_policy, group_advantages
 from streamtune.recipe.build import blame_recipe, make_sources, make_tokenizer
 from streamtune.recipe.build_grpo_groups import Layout
 from streamtune.recipe.build_grpo_log import CompletionLog
 from streamtune.recipe.build_grpo_objective import PolicyObjective
-from streamtune.recipe.build_grpo_rewards import RewardJudge, make_judge
+from streamtune.recipe.build_grpo_rewards import RewardJudge, load_functions
 from streamtune.recipe.build_grpo_stream import GrpoSteps, Scorer
 from streamtune.recipe.build_grpo_warm import WarmSteps
 from streamtune.recipe.build_model import make_model
@@ -92,14 +92,15 @@ def build_grpo(
     recipe = loaded.recipe
     assert isinstance(recipe, GrpoRecipe), "the command asks for a recipe of grpo"
     with blame_recipe(loaded):
-        start = start_run(recipe, resume, notify)
         _check_loss(recipe)
+        functions = load_functions(recipe, loaded.path.parent)
+        start = start_run(recipe, resume, notify)
         if recipe.use_vllm:
             rollout.check_vllm(start.device)
         sources = make_sources(loaded)
         with doing("reading the tokenizer" if start.checkpoint else "making the tokenizer"):
             tokenizer = make_tokenizer(recipe, sources, start.checkpoint, notify)
-        judge = make_judge(recipe, loaded.path.parent, tokenizer)
+        judge = RewardJudge(functions, tokenizer)
         prompts = data.prepare_prompts(
             sources,
             tokenizer,
@@ -168,6 +169,10 @@ def _check_loss(recipe: GrpoRecipe) -> None:
         beta=0.0 if loss.kl_in_reward else recipe.beta,
         importance_level=recipe.importance_sampling_level,
         max_completion_length=recipe.max_completion_length,
+    )
+    some_N = torch.tensor([0.0, 1.0])
+    group_advantages(
+        recipe.loss_type, some_N, torch.zeros(2), scale_rewards=recipe.scale_rewards, greedy_N=torch.zeros(2)
     )
 
 
@@ -287,7 +292,7 @@ def _make_writer(run: GrpoRun) -> rollout.Writer:
         end_token_ids=ends,
         pad_token_id=run.tokenizer.pad_token_id,
         prefill_chunk_size=run.handle.schedule.chunk_size,
-        max_rows=recipe.per_device_generation_batch_size or recipe.completions_per_generation,
+        max_rows=recipe.per_device_generation_batch_size or recipe.per_device_train_batch_size,
         computing=lambda: autocast(device, recipe.bf16),
     )
 
@@ -327,8 +332,9 @@ def run_grpo(run: GrpoRun, console: Console) -> Outcome:
     def begin(optimizer: torch.optim.Optimizer, progress: train.Progress) -> None:
         log.cut(run.checkpoint.step if run.checkpoint else 0)
         steps.activity = progress.activity
-        # The moments of supervised gradients would scale the first steps of another loss.
-        steps.on_first_rollout = optimizer.state.clear
+        # The moments of supervised gradients would scale the first steps of another loss. A resume puts another
+        # dictionary into the optimizer, so it is looked up when the time has come.
+        steps.on_first_rollout = lambda: optimizer.state.clear()
 
     return train_run(
         run,
