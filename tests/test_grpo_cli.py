@@ -68,6 +68,16 @@ def too_few(completions, **columns):
     return [1.0]
 
 
+def interrupting(completions, completion_ids, **columns):
+    """Presses Ctrl-C while the completions of the third step are scored, once."""
+    import os, signal
+    calls = int(os.environ.get("CALLS", "0")) + 1
+    os.environ["CALLS"] = str(calls)
+    if calls == 3:
+        signal.raise_signal(signal.SIGINT)
+    return low_tokens(completions, completion_ids)
+
+
 def wants_more(completions, difficulty, **columns):
     return [0.0] * len(completions)
 '''
@@ -135,6 +145,19 @@ def test_trains_from_a_recipe_to_a_model_that_transformers_loads(
     shown = capsys.readouterr().out
     assert "12 completions" in shown
     assert "reward" in shown
+
+
+def test_ctrl_c_in_a_rollout_saves_and_the_same_command_goes_on(grpo: Grpo, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CALLS", "10")
+    assert grpo("--output-dir", "whole", reward_funcs=["rewards.py:interrupting"], max_steps=4) == 0
+    monkeypatch.setenv("CALLS", "0")
+    settings = {"reward_funcs": ["rewards.py:interrupting"], "max_steps": 4}
+    assert grpo("--output-dir", "split", **settings) == 130
+    assert [path.name for path in Path("split/checkpoints").iterdir()] == ["step-000002"]
+    assert grpo("--output-dir", "split", **settings) == 0
+    assert lines("split") == lines("whole")
+    assert lines("split", "completions.jsonl") == lines("whole", "completions.jsonl")
+    assert same_model("split", "whole")
 
 
 INNER = {"num_iterations": 2, "steps_per_generation": 4, "max_steps": 7, "epsilon": 0.01, "prompts": "pass_rate"}

@@ -7,8 +7,8 @@ run_grpo     train, save the model, try it
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
-from contextlib import nullcontext
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -277,6 +277,12 @@ def _scorer(reference: train.Reference, recipe: GrpoRecipe, device: torch.device
 def _make_writer(run: GrpoRun) -> rollout.Writer:
     recipe, device = run.recipe, run.start.device
     ends = _end_tokens(run.model, run.tokenizer)
+
+    @contextmanager
+    def computing() -> Iterator[None]:
+        with run.handle.routers.silenced(), autocast(device, recipe.bf16):
+            yield
+
     if recipe.use_vllm:
         folder = run.directory.path / "vllm"
         models.save_pretrained(run.model, run.tokenizer, folder)
@@ -293,7 +299,7 @@ def _make_writer(run: GrpoRun) -> rollout.Writer:
         pad_token_id=run.tokenizer.pad_token_id,
         prefill_chunk_size=run.handle.schedule.chunk_size,
         max_rows=recipe.per_device_generation_batch_size or recipe.per_device_train_batch_size,
-        computing=lambda: autocast(device, recipe.bf16),
+        computing=computing,
     )
 
 
@@ -329,7 +335,9 @@ def run_grpo(run: GrpoRun, console: Console) -> Outcome:
         log=log,
     )
 
-    def begin(optimizer: torch.optim.Optimizer, progress: train.Progress) -> None:
+    def begin(optimizer: torch.optim.Optimizer, progress: train.Progress, stop: train.StopRequest) -> None:
+        if isinstance(steps.writer, rollout.TransformersWriter):
+            steps.writer.stop = lambda: stop.requested
         log.cut(run.checkpoint.step if run.checkpoint else 0)
         steps.activity = progress.activity
         # The moments of supervised gradients would scale the first steps of another loss. A resume puts another

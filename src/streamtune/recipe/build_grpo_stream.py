@@ -114,11 +114,17 @@ class GrpoSteps:
     # --- steps -------------------------------------------------------------------------------------------------
 
     def next_step(self) -> Sequence[train.MicroBatch]:
-        """See :class:`streamtune.train.StepStream`.
+        """See :class:`streamtune.train.StepStream`. Nothing where writing was broken off: the run is to stop.
 
         Raises:
             RunError: ``skip_limit`` rollouts in a row taught nothing.
         """
+        try:
+            return self._next_step()
+        except rollout.WritingStopped:
+            return []
+
+    def _next_step(self) -> Sequence[train.MicroBatch]:
         if self.warm is not None and self.taken < self.recipe.sft_steps:
             self.taken += 1
             return self.warm.next_step()
