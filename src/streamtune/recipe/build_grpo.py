@@ -7,7 +7,7 @@ run_grpo     train, save the model, try it
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -101,15 +101,7 @@ def build_grpo(
         with doing("reading the tokenizer" if start.checkpoint else "making the tokenizer"):
             tokenizer = make_tokenizer(recipe, sources, start.checkpoint, notify)
         judge = RewardJudge(functions, tokenizer)
-        prompts = data.prepare_prompts(
-            sources,
-            tokenizer,
-            max_prompt_length=recipe.max_prompt_length,
-            overlength=recipe.overlength,
-            val_size=recipe.val_size,
-            seed=recipe.seed,
-            notify=notify,
-        )
+        prompts = _prepare_prompts(recipe, sources, tokenizer, notify)
         judge.check(prompts.train[:16])
         start.with_data(prompts.fingerprint)
         warm = WarmSteps(recipe, prompts.train, tokenizer) if recipe.sft_steps else None
@@ -152,6 +144,26 @@ def build_grpo(
         reference=reference,
         warm=warm,
     )
+
+
+def _prepare_prompts(
+    recipe: GrpoRecipe, sources: Sequence[data.Source], tokenizer: PreTrainedTokenizerBase, notify: Notify
+) -> data.PreparedPrompts:
+    """The prompts as token ids. What there is to say about them is said at the end, not into the live count."""
+    said: list[str] = []
+    try:
+        return data.prepare_prompts(
+            sources,
+            tokenizer,
+            max_prompt_length=recipe.max_prompt_length,
+            overlength=recipe.overlength,
+            val_size=recipe.val_size,
+            seed=recipe.seed,
+            notify=said.append,
+        )
+    finally:
+        for text in said:
+            notify(text)
 
 
 def _check_loss(recipe: GrpoRecipe) -> None:
