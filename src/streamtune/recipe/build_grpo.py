@@ -19,6 +19,7 @@ from streamtune import data, models, optim, rollout, train
 from streamtune.engine import StreamHandle, check_branches, stream
 from streamtune.errors import UnsupportedModelError
 from streamtune.objectives import POLICY_LOSSES, check_policy
+from streamtune.plan.memory import held_bytes
 from streamtune.recipe.build import blame_recipe, make_sources, make_tokenizer
 from streamtune.recipe.build_grpo_groups import Layout
 from streamtune.recipe.build_grpo_log import CompletionLog
@@ -41,6 +42,7 @@ from streamtune.recipe.build_run import (
 from streamtune.recipe.build_settings import StepPlan
 from streamtune.recipe.loader import LoadedRecipe
 from streamtune.recipe.schema_grpo import GrpoRecipe
+from streamtune.recipe.shapes import completions_of, prompts_of
 from streamtune.train.objective import autocast
 
 if TYPE_CHECKING:
@@ -121,14 +123,14 @@ def build_grpo(
             with doing("loading the reference"):
                 held = load_reference(recipe, model, tokenizer, start.device)
         share = _shares_prefix(recipe, model, doing, notify)
-        rows, length = _largest(recipe, longest, share)
         handle, memory = plan_and_stream(
             recipe,
             model,
             start,
-            rows=rows,
-            length=length,
-            reserved=0 if held is None else sum(parameter.nbytes for parameter in held.parameters()),
+            rows=recipe.per_device_train_batch_size,
+            length=longest,
+            completions=completions_of(recipe, share=share),
+            reference_bytes=0 if held is None else held_bytes(held),
             dry_run=dry_run,
             notify=notify,
             doing=doing,
@@ -175,6 +177,7 @@ def _layout(recipe: GrpoRecipe, tokenizer: PreTrainedTokenizerBase, share: bool)
     loss = POLICY_LOSSES[recipe.loss_type]
     return Layout(
         batch_size=recipe.per_device_train_batch_size,
+        prompts=prompts_of(recipe, recipe.per_device_train_batch_size),
         pad_token_id=tokenizer.pad_token_id,
         share=share,
         leave_out=recipe.loss_type != "bnpo",
@@ -201,21 +204,6 @@ def _shares_prefix(recipe: GrpoRecipe, model: Any, doing: Doing, notify: Notify)
             notify(f"each completion has its own copy of the prompt: {error.what}")
             return False
     return True
-
-
-def _largest(recipe: GrpoRecipe, longest: int, share: bool) -> tuple[int, int]:
-    """Sequences of the largest micro-batch there may be, and tokens of the longest of them.
-
-    Args:
-        recipe: The recipe.
-        longest: Tokens of the longest prompt with the longest completion.
-        share: Whether all is one sequence, each prompt in it once.
-    """
-    size = recipe.per_device_train_batch_size
-    if not share:
-        return size, longest
-    prompts = min(size, recipe.prompts_per_generation)  # of each there may be one completion that has a gradient
-    return 1, prompts * (longest - recipe.max_completion_length) + size * (recipe.max_completion_length + 1)
 
 
 def _plan_steps(recipe: GrpoRecipe, num_prompts: int) -> StepPlan:
