@@ -7,7 +7,7 @@ run_grpo     train, save the model, try it
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -102,15 +102,7 @@ def build_grpo(
         with doing("reading the tokenizer" if start.checkpoint else "making the tokenizer"):
             tokenizer = make_tokenizer(recipe, sources, start.checkpoint, notify)
         judge = make_judge(recipe, loaded.path.parent, tokenizer)
-        prompts = data.prepare_prompts(
-            sources,
-            tokenizer,
-            max_prompt_length=recipe.max_prompt_length,
-            overlength=recipe.overlength,
-            val_size=recipe.val_size,
-            seed=recipe.seed,
-            notify=notify,
-        )
+        prompts = prepare_prompts(recipe, sources, tokenizer, notify)
         judge.check(prompts.train[:16])
         start.with_data(prompts.fingerprint)
         warm = WarmSteps(recipe, prompts.train, tokenizer) if recipe.sft_steps else None
@@ -152,6 +144,21 @@ def build_grpo(
         layout=_layout(recipe, tokenizer, share),
         reference=reference,
         warm=warm,
+    )
+
+
+def prepare_prompts(
+    recipe: GrpoRecipe, sources: Sequence[data.Source], tokenizer: PreTrainedTokenizerBase, notify: Notify
+) -> data.PreparedPrompts:
+    """The rows as prompts of token ids."""
+    return data.prepare_prompts(
+        sources,
+        tokenizer,
+        max_prompt_length=recipe.max_prompt_length,
+        overlength=recipe.overlength,
+        val_size=recipe.val_size,
+        seed=recipe.seed,
+        notify=notify,
     )
 
 
