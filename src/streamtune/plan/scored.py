@@ -11,10 +11,12 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 from torch import Tensor
 
+from streamtune.engine import Branches
 from streamtune.errors import ArgumentError
 
 __all__ = ["Completions", "Scored", "Trees"]
@@ -98,6 +100,27 @@ class Scored:
     def apart(self) -> Scored:
         """The same completions, each behind its own copy of the prompt."""
         return replace(self, share=False)
+
+    def batch(self, vocabulary: int, device: torch.device) -> dict[str, Any]:
+        """Random tokens as a batch of ``plan.modes``: the same rows, shared or apart."""
+        draw = torch.Generator().manual_seed(0)
+
+        def tokens(count: int) -> Tensor:
+            return torch.randint(0, vocabulary, (count,), generator=draw)
+
+        ids = torch.zeros(self.rows, self.length, dtype=torch.long)
+        row = place = 0
+        for trunk, branches in self.trees:
+            prompt = tokens(trunk + 1)
+            for number, branch in enumerate(branches):
+                if not number or not self.share:
+                    ids[row, place : place + trunk] = prompt[:-1]
+                    place += trunk
+                ids[row, place : place + branch] = torch.cat([prompt[-1:], tokens(branch - 1)])
+                row, place = (row, place + branch) if self.share else (row + 1, 0)
+        targets = torch.where(self.targets() == IGNORED, IGNORED, ids.roll(-1, 1))
+        tree = {"branches": Branches.of(self.trees)} if self.shares else {}
+        return {"input_ids": ids.to(device), "targets": targets.to(device), "count": self.num_targets, **tree}
 
     def targets(self) -> Tensor:
         """``[B, T]`` int64: 0 where a token is scored, -100 elsewhere."""
