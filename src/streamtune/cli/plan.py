@@ -165,7 +165,7 @@ def _describe_time(planned: RecipePlan) -> str:
     seconds = planned.plan.step_seconds
     text = f"about {show_seconds(seconds)} a step, {planned.tokens / seconds:,.0f} tokens/s"
     if planned.scored is not None and planned.scored.forwards:
-        text += ", asking the reference included" if planned.loaded.recipe.objective == "dpo" else ""
+        text += ", forward passes without gradient included"
     return f"{text}, without the rollout" if planned.loaded.recipe.objective == "grpo" else text
 
 
