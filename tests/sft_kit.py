@@ -11,7 +11,29 @@ import yaml
 
 from streamtune.cli import main
 
-__all__ = ["run", "write_recipe", "write_rows"]
+__all__ = ["FIXED", "QWEN3", "RECIPE", "run", "write_recipe", "write_rows"]
+
+QWEN3: dict[str, Any] = {
+    "model_type": "qwen3",
+    "hidden_size": 32,
+    "intermediate_size": 64,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 8,
+}
+"""The configuration of a model that is made in no time."""
+
+RECIPE: dict[str, Any] = {
+    "model": {"init": QWEN3},
+    "tokenizer": {"train": {"vocab_size": 320}},
+    "datasets": [{"path": "rows.jsonl"}],
+    "learning_rate": 1.0e-2,
+}
+"""What the recipes of all tests begin with; :func:`write_rows` makes the rows."""
+
+FIXED: dict[str, Any] = {"schedule": "fixed", "chunk_size": 16, "head_chunk_size": 8}
+"""An engine without the planner, whose chunks are shorter than the rows."""
 
 
 def write_rows(folder: Path, count: int) -> None:
@@ -30,8 +52,8 @@ def write_recipe(folder: Path, recipe: dict[str, Any]) -> Path:
     return path
 
 
-def run(*arguments: str) -> int:
-    """Exit code of ``streamtune sft tiny.yaml`` in the current folder."""
+def run(*arguments: str, command: str = "sft") -> int:
+    """Exit code of ``streamtune sft tiny.yaml``, or another command, in the current folder."""
     with pytest.raises(SystemExit) as left:
-        main(["sft", "tiny.yaml", *arguments])
+        main([command, "tiny.yaml", *arguments])
     return int(left.value.code or 0)

@@ -19,32 +19,19 @@ import torch
 import yaml
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from streamtune.cli import main
 from streamtune.models import load_model
 from streamtune.models.quantize import quantize
+from tests.sft_kit import FIXED, QWEN3, RECIPE, run, write_recipe, write_rows
 
-RECIPE: dict[str, Any] = {
-    "model": {
-        "init": {
-            "model_type": "qwen3",
-            "hidden_size": 32,
-            "intermediate_size": 64,
-            "num_hidden_layers": 2,
-            "num_attention_heads": 4,
-            "num_key_value_heads": 2,
-            "head_dim": 8,
-            "attention_dropout": 0.1,
-        }
-    },
-    "tokenizer": {"train": {"vocab_size": 320}},
-    "datasets": [{"path": "rows.jsonl"}],
+TINY: dict[str, Any] = {
+    **RECIPE,
+    "model": {"init": {**QWEN3, "attention_dropout": 0.1}},
     "max_length": 256,
     "val_size": 4,
-    "engine": {"schedule": "fixed", "chunk_size": 16, "head_chunk_size": 8},
+    "engine": FIXED,
     "gradient_accumulation_steps": 3,
     "num_train_epochs": 2,
     "eval_steps": 4,
-    "learning_rate": 1.0e-2,
     "sample": {"prompt": "Add 3 and 4.", "max_new_tokens": 8},
 }
 TIMINGS = ("tokens_per_s", "peak_mem_gib")
@@ -54,30 +41,18 @@ TIMINGS = ("tokens_per_s", "peak_mem_gib")
 def recipe(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A recipe with rows beside it, in the working directory."""
     monkeypatch.chdir(tmp_path)
-    with (tmp_path / "rows.jsonl").open("w") as file:
-        for number in range(20):
-            answer = f"def add_{number}(a, b):\n    return a + b + {number}\n" * (1 + number % 3)
-            messages = [{"role": "user", "content": f"Add {number}."}, {"role": "assistant", "content": answer}]
-            file.write(json.dumps({"messages": messages}) + "\n")
-    path = tmp_path / "tiny.yaml"
-    path.write_text(yaml.safe_dump(RECIPE, sort_keys=False))
-    return path
+    write_rows(tmp_path, 20)
+    return write_recipe(tmp_path, TINY)
 
 
 @pytest.fixture
 def sft(recipe: Path) -> Callable[..., int]:
-    """``streamtune sft tiny.yaml ...`` in this process; returns the exit code."""
-
-    def run(*arguments: str, command: str = "sft") -> int:
-        with pytest.raises(SystemExit) as left:
-            main([command, "tiny.yaml", *arguments])
-        return int(left.value.code or 0)
-
+    """``streamtune sft tiny.yaml ...`` in this process, where there is a recipe; returns the exit code."""
     return run
 
 
-def records(run: str, *, timings: bool = False) -> list[dict[str, Any]]:
-    lines = Path(run, "metrics.jsonl").read_text().splitlines()
+def records(folder: str, *, timings: bool = False) -> list[dict[str, Any]]:
+    lines = Path(folder, "metrics.jsonl").read_text().splitlines()
     return [{k: v for k, v in json.loads(line).items() if timings or k not in TIMINGS} for line in lines]
 
 
@@ -176,7 +151,7 @@ def test_a_finished_run_is_not_trained_again(sft: Callable[..., int], capsys: py
 
 def test_resume_goes_on_from_a_checkpoint_of_full_and_of_adapter_training(sft: Callable[..., int]) -> None:
     assert sft("--set", "max_steps=2", "--output-dir", "base") == 0
-    recipe = {**RECIPE, "model_name_or_path": "base/final", "finetuning_type": "lora", "lora_r": 4, "lora_dropout": 0.2}
+    recipe = {**TINY, "model_name_or_path": "base/final", "finetuning_type": "lora", "lora_r": 4, "lora_dropout": 0.2}
     for key in ("model", "tokenizer", "sample"):
         del recipe[key]
     Path("tiny.yaml").write_text(yaml.safe_dump({**recipe, "max_steps": 4, "save_steps": 2}))
@@ -202,7 +177,7 @@ def test_adapters_on_a_quantised_base(
     """Trained, resumed to the same bits, and read by peft on the base that transformers quantises."""
     pytest.importorskip(package)
     assert sft("--set", "max_steps=2", "--output-dir", "base") == 0
-    recipe = {**RECIPE, "model_name_or_path": "base/final", "finetuning_type": "qlora", "quantization": kind}
+    recipe = {**TINY, "model_name_or_path": "base/final", "finetuning_type": "qlora", "quantization": kind}
     for key in ("model", "tokenizer", "sample"):
         del recipe[key]
     Path("tiny.yaml").write_text(
@@ -284,11 +259,13 @@ def test_another_run_in_the_same_place_is_refused_or_moved_aside(
 
 
 def test_chunks_may_change_on_resume_for_they_change_no_gradient(sft: Callable[..., int]) -> None:
-    assert sft("--set", "save_steps=2", "--set", "max_steps=4") == 0
+    """Without dropout: what is dropped is drawn chunk by chunk."""
+    settings = ("--set", "save_steps=2", "--set", "max_steps=4", "--set", "model.init.attention_dropout=0.0")
+    assert sft(*settings) == 0
     whole = records("runs/tiny")
     shutil.rmtree("runs/tiny/checkpoints/step-000004")
-    assert sft("--set", "save_steps=2", "--set", "max_steps=4", "--set", "chunk_size=64") == 0
-    assert records("runs/tiny")[-1]["eval_loss"] == pytest.approx(whole[-1]["eval_loss"], rel=1e-4)
+    assert sft(*settings, "--set", "chunk_size=64") == 0
+    assert records("runs/tiny")[-1]["eval_loss"] == pytest.approx(whole[-1]["eval_loss"], rel=1e-5)
 
 
 def test_a_loss_that_explodes_ends_the_run_with_the_rows_to_look_at(

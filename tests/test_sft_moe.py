@@ -20,7 +20,7 @@ from streamtune.train import MicroBatch, StopRequest, SupervisedObjective
 from streamtune.train.routers import StepRouters
 from streamtune.train.step import accumulate_gradients
 from tests.exactness.families import BOUND, worst
-from tests.sft_kit import run, write_recipe, write_rows
+from tests.sft_kit import FIXED, RECIPE, run, write_recipe, write_rows
 
 MIXTRAL = {
     "model_type": "mixtral",
@@ -39,18 +39,16 @@ QWEN3_MOE = {
     "num_experts": 4,
     "moe_intermediate_size": 16,
 }
-RECIPE: dict[str, Any] = {
+ROUTED: dict[str, Any] = {
+    **RECIPE,
     "model": {"init": MIXTRAL},
-    "tokenizer": {"train": {"vocab_size": 320}},
-    "datasets": [{"path": "rows.jsonl"}],
     "max_length": 160,
     "val_size": 5,
-    "engine": {"schedule": "fixed", "chunk_size": 16, "head_chunk_size": 8},
+    "engine": FIXED,
     "gradient_accumulation_steps": 3,
     "per_device_train_batch_size": 2,
     "per_device_eval_batch_size": 2,
     "num_train_epochs": 1,
-    "learning_rate": 1.0e-2,
 }
 
 
@@ -62,7 +60,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def recipe(folder: Path, **more: Any) -> Path:
-    return write_recipe(folder, {**RECIPE, **more})
+    return write_recipe(folder, {**ROUTED, **more})
 
 
 def built(folder: Path, **more: Any) -> SftRun:
@@ -249,7 +247,7 @@ def test_layers_for_multi_token_prediction_are_said_to_be_left_out(
     recipe(folder, model={"init": init}, max_steps=1)
     assert run("--output-dir", "first") == 0
     assert "multi-token prediction" not in capsys.readouterr().err, "nothing was loaded"
-    loaded = {**RECIPE, "model_name_or_path": "first/final", "max_steps": 1}
+    loaded = {**ROUTED, "model_name_or_path": "first/final", "max_steps": 1}
     del loaded["model"], loaded["tokenizer"]
     Path("tiny.yaml").write_text(yaml.safe_dump(loaded, sort_keys=False))
     assert run("--dry-run") == 0

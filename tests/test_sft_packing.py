@@ -18,30 +18,17 @@ from streamtune.recipe.build_sft import SftRun, build_sft
 from streamtune.train import MicroBatch
 from streamtune.train.objective import loss_of
 from tests.exactness.families import BOUND, worst
-from tests.sft_kit import run, write_recipe, write_rows
+from tests.sft_kit import FIXED, QWEN3, RECIPE, run, write_recipe, write_rows
 
-RECIPE: dict[str, Any] = {
-    "model": {
-        "init": {
-            "model_type": "qwen3",
-            "hidden_size": 32,
-            "intermediate_size": 64,
-            "num_hidden_layers": 2,
-            "num_attention_heads": 4,
-            "num_key_value_heads": 2,
-            "head_dim": 8,
-        }
-    },
-    "tokenizer": {"train": {"vocab_size": 320}},
-    "datasets": [{"path": "rows.jsonl"}],
+PACKED: dict[str, Any] = {
+    **RECIPE,
     "max_length": 160,
     "packing": True,
     "val_size": 5,
-    "engine": {"schedule": "fixed", "chunk_size": 16, "head_chunk_size": 8},
+    "engine": FIXED,
     "gradient_accumulation_steps": 2,
     "per_device_train_batch_size": 2,
     "num_train_epochs": 2,
-    "learning_rate": 1.0e-2,
 }
 
 
@@ -53,7 +40,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def recipe(folder: Path, **more: Any) -> Path:
-    return write_recipe(folder, {**RECIPE, **more})
+    return write_recipe(folder, {**PACKED, **more})
 
 
 def built(folder: Path, **more: Any) -> SftRun:
@@ -135,7 +122,7 @@ def test_trains_and_resumes_to_the_same_curve(folder: Path, capsys: pytest.Captu
 
 
 def test_a_model_that_does_not_keep_rows_apart_is_refused_before_training(folder: Path) -> None:
-    init = {**RECIPE["model"]["init"], "model_type": "gpt_oss", "num_local_experts": 2, "num_experts_per_tok": 1}
+    init = {**QWEN3, "model_type": "gpt_oss", "num_local_experts": 2, "num_experts_per_tok": 1}
     with pytest.raises(UnsupportedModelError, match="GptOssForCausalLM does not keep packed rows apart") as caught:
         built(folder, model={"init": init})
     assert caught.value.mend == "set packing: false"

@@ -11,26 +11,9 @@ import pytest
 from streamtune.recipe import load_recipe
 from streamtune.recipe.build_settings import train_settings
 from streamtune.recipe.build_sft import build_sft
-from tests.sft_kit import run, write_recipe, write_rows
+from tests.sft_kit import RECIPE, run, write_recipe, write_rows
 
-RECIPE: dict[str, Any] = {
-    "model": {
-        "init": {
-            "model_type": "qwen3",
-            "hidden_size": 32,
-            "intermediate_size": 64,
-            "num_hidden_layers": 2,
-            "num_attention_heads": 4,
-            "num_key_value_heads": 2,
-            "head_dim": 8,
-        }
-    },
-    "tokenizer": {"train": {"vocab_size": 320}},
-    "datasets": [{"path": "rows.jsonl"}],
-    "max_length": 256,
-    "max_steps": 4,
-    "learning_rate": 1.0e-2,
-}
+PLANNED: dict[str, Any] = {**RECIPE, "max_length": 256, "max_steps": 4}
 
 
 @pytest.fixture(scope="module")
@@ -44,7 +27,7 @@ def folder(tmp_path: Path, cache: Path, monkeypatch: pytest.MonkeyPatch) -> Path
     monkeypatch.setenv("XDG_CACHE_HOME", str(cache))
     monkeypatch.chdir(tmp_path)
     write_rows(tmp_path, 12)
-    write_recipe(tmp_path, RECIPE)
+    write_recipe(tmp_path, PLANNED)
     return tmp_path
 
 

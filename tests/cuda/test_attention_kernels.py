@@ -12,7 +12,7 @@ from streamtune.ops import LazyMask, attention, prefix_attention
 from streamtune.ops.flex import FlexView, flex_is_right
 from streamtune.ops.kernel_blocks import in_blocks
 from streamtune.ops.kernel_trial import Heads, Kernel, agrees_with_formula, median_seconds
-from streamtune.ops.kernels import flash_kernel, kernel_names
+from streamtune.ops.kernels import Scores, flash_kernel, kernel_names
 from streamtune.ops.kernels_cuda import CUDNN, EFFICIENT, FLASH
 from streamtune.ops.view_kernels import band_is_right, band_of
 
@@ -111,13 +111,13 @@ def test_more_than_32_bits_of_keys(device: torch.device, kernel: Kernel) -> None
     q, k, v, grad = long_problem(device, keys, torch.bfloat16)
     whole = in_blocks(kernel, q, k)
     assert whole is not kernel
-    o, lse = whole.forward(q, k, v, False, None, 0.1)
+    o, lse = whole.forward(q, k, v, Scores(0.1))
     parts = [slice(start, min(start + 16384, keys)) for start in range(0, keys, 16384)]
-    lses = torch.stack([EFFICIENT.forward(q, k[:, :, s], v[:, :, s], False, None, 0.1)[1] for s in parts])
+    lses = torch.stack([EFFICIENT.forward(q, k[:, :, s], v[:, :, s], Scores(0.1))[1] for s in parts])
     torch.testing.assert_close(lse, lses.logsumexp(0), rtol=1e-4, atol=1e-4)
-    grads = whole.backward(grad, q, k, v, o, lse, False, None, 0.1)
+    grads = whole.backward(grad, q, k, v, o, lse, Scores(0.1))
     for s in (parts[0], parts[-1]):
-        _, grad_k, grad_v = EFFICIENT.backward(grad, q, k[:, :, s], v[:, :, s], o, lse, False, None, 0.1)
+        _, grad_k, grad_v = EFFICIENT.backward(grad, q, k[:, :, s], v[:, :, s], o, lse, Scores(0.1))
         for g, w in ((grads[1][:, :, s], grad_k), (grads[2][:, :, s], grad_v)):
             assert (g - w).float().norm() <= 2e-2 * w.float().norm()
 
@@ -133,12 +133,12 @@ def test_strides_beyond_32_bits(device: torch.device, kernel: Kernel) -> None:
         k = memory.as_strided((1, 2, 128, 64), strides)
         k.normal_(generator=torch.Generator(device).manual_seed(0))
         q = torch.randn(1, 4, 64, 64, device=device, dtype=torch.bfloat16)
-        o, lse = kernel.forward(q, k, k, False, None, 0.125)
+        o, lse = kernel.forward(q, k, k, Scores(0.125))
         near = k.contiguous()
-        want_o, want_lse = kernel.forward(q, near, near, False, None, 0.125)
+        want_o, want_lse = kernel.forward(q, near, near, Scores(0.125))
         torch.testing.assert_close(o, want_o, rtol=1e-2, atol=1e-2)
         torch.testing.assert_close(lse, want_lse, rtol=1e-3, atol=1e-3)
-        got, want = (kernel.backward(q, q, x, x, o, lse, False, None, 0.125) for x in (k, near))
+        got, want = (kernel.backward(q, q, x, x, o, lse, Scores(0.125)) for x in (k, near))
         for g, w in zip(got, want, strict=True):
             torch.testing.assert_close(g, w, rtol=2e-2, atol=2e-2)
 
@@ -147,7 +147,7 @@ def test_the_efficient_kernel_past_its_16_bits(device: torch.device) -> None:
     """Causal and 70,000 long, where one call of it is wrong."""
     needs(8)
     q = torch.randn(1, 2, 70_000, 64, device=device, dtype=torch.bfloat16)
-    o, lse = in_blocks(EFFICIENT, q, q).forward(q, q, q, True, None, 0.125)
+    o, lse = in_blocks(EFFICIENT, q, q).forward(q, q, q, Scores(0.125, causal=True))
     rows = slice(69_900, 70_000)
     s = (q[:, :, rows].float() @ q.float().mT) * 0.125
     s = s.masked_fill(torch.arange(70_000, device=device) > torch.arange(*rows.indices(70_000), device=device)[:, None],

@@ -13,7 +13,20 @@ import pyarrow.parquet as pq  # type: ignore[import-untyped]
 import pytest
 from transformers import PreTrainedTokenizerFast
 
-from streamtune.data import PreparedTrees, Source, Tree, TreeReport, iter_texts, prepare_preferences, prepare_unpaired
+from streamtune.data import (
+    PREFERENCE_TYPES,
+    PROMPT_TYPES,
+    ROW_TYPES,
+    PreparedTrees,
+    Source,
+    Tree,
+    TreeReport,
+    iter_texts,
+    prepare,
+    prepare_preferences,
+    prepare_unpaired,
+)
+from streamtune.data.sources import READ_BY
 from streamtune.errors import ArgumentError, DataError
 
 Write = Callable[..., str]
@@ -89,7 +102,7 @@ def test_parquet(prepared: Prepared, tmp_path: Path) -> None:
     data = prepared(str(path), notify=told.append)
     assert data.train[0].margin == -2.0
     assert data.report.negative_margins == 1
-    assert told[-1] == "1 pairs have a chosen answer with the lower score"
+    assert told[-1] == "1 pair has a chosen answer with the lower score"
 
 
 def test_report(prepared: Prepared, write: Write) -> None:
@@ -233,11 +246,15 @@ def test_all_labels_the_same(unpaired: Prepared, write: Write) -> None:
     assert caught.value.where == path
 
 
-def test_judged_answers_where_pairs_are_wanted(prepared: Prepared, write: Write) -> None:
+def test_judged_answers_where_pairs_are_wanted(
+    prepared: Prepared, write: Write, tokenizer: PreTrainedTokenizerFast
+) -> None:
     path = write("a.jsonl", [judged("one?", " good", True)])
-    with pytest.raises(DataError, match="the row looks like 'unpaired'") as caught:
+    with pytest.raises(DataError, match="the rows are of type 'unpaired'") as caught:
         prepared(path)
     assert "loss_type: kto" in caught.value.mend
+    with pytest.raises(DataError, match="the rows are of type 'unpaired'"):
+        prepare_preferences([Source(path, type="unpaired")], tokenizer, max_length=64)
 
 
 def test_one_malformed_row_stops_everything(prepared: Prepared, write: Write) -> None:
@@ -277,8 +294,14 @@ def test_unknown_names(prepared: Prepared, write: Write) -> None:
 
 def test_unknown_types(write: Write, tokenizer: PreTrainedTokenizerFast) -> None:
     path = write("a.jsonl", [pair("one?")])
-    with pytest.raises(DataError, match="unknown row type 'messages'"):
+    with pytest.raises(DataError, match="unknown row type 'pairs'"):
+        prepare_preferences([Source(path, type="pairs")], tokenizer, max_length=8)
+    with pytest.raises(DataError, match="rows of type 'messages' are read by streamtune sft and grpo") as caught:
         prepare_preferences([Source(path, type="messages")], tokenizer, max_length=8)
+    assert caught.value.mend == "here use auto, preference, unpaired"
+    with pytest.raises(DataError, match="rows of type 'preference' are read by streamtune dpo"):
+        prepare([Source(path, type="preference")], tokenizer, max_length=8)
+    assert set(READ_BY) == {*ROW_TYPES, *PREFERENCE_TYPES, *PROMPT_TYPES}
 
 
 def test_texts_for_a_tokenizer(write: Write) -> None:

@@ -10,9 +10,10 @@ import torch
 from torch import Tensor, nn
 
 import streamtune
-from streamtune import Schedule, StreamHandle
+from streamtune import RouterLoss, Schedule, StreamHandle
 from streamtune.engine import Branches, check_branches
 from streamtune.errors import ArgumentError, UnsupportedModelError
+from streamtune.models import add_lora
 from tests.conformance.reducer import build as build_any
 
 from .families import BOUND, VOCAB, build, gradients, worst
@@ -219,3 +220,44 @@ def test_no_scores_without_a_streamed_head() -> None:
 def test_what_is_no_tree(trees: Any) -> None:
     with pytest.raises(ArgumentError, match="tree"):
         Branches.of(trees)
+
+
+@pytest.mark.parametrize(
+    "schedule",
+    [Schedule(chunk_size=6, levels=2, segment_size=2, offload="host"), Schedule(chunk_size=7, keep_layers=1)],
+)
+def test_adapters_on_a_frozen_model(schedule: Schedule) -> None:
+    model = add_lora(build("qwen3"), r=4, alpha=8, dropout=0.0, target="all-linear", seed=0)
+    torch.manual_seed(1)
+    for name, parameter in model.named_parameters():
+        if "lora_B" in name:  # fresh ones are zero, and so is half of the gradient
+            torch.nn.init.normal_(parameter, std=0.02)
+    compare(model, rows(), schedule)
+
+
+def test_tied_embeddings() -> None:
+    compare(build("qwen3", tie_word_embeddings=True), rows(), Schedule(chunk_size=7))
+
+
+def test_a_balance_loss_counts_each_token_once() -> None:
+    """The routers' losses come beside the scores, are those of all tokens that are computed, and know no chunks."""
+    model, given = build("mixtral"), rows(((0, (9, 13, 20)),))
+    ones = {"input_ids": given.ids, "position_ids": given.branches.position_ids, "use_cache": False}
+    found = []
+    for chunk_size in (4, 11, 256):
+        handle = streamtune.stream(model, chunk_size=chunk_size, router_loss=RouterLoss(balance=0.7, z=0.1))
+        with handle:
+            # Rows that share nothing are packed rows: what a call with labels adds to its loss.
+            labelled = model(**ones, labels=given.targets, shift_labels=given.targets).loss
+            assert handle.routers.terms is not None
+            added = labelled - handle.routers.terms.loss
+            scores = handle.logprobs(given.ids, given.targets, branches=given.branches)
+            assert scores.router_loss is not None
+            torch.testing.assert_close(scores.router_loss, added, rtol=1e-5, atol=1e-6)
+            model.zero_grad(set_to_none=True)
+            scores.router_loss.backward()
+            grads = [p.grad.clone() for p in model.parameters() if p.grad is not None]
+            found.append(torch.cat([grad.flatten() for grad in grads]))
+            model.zero_grad(set_to_none=True)
+    for other in found[1:]:
+        assert float((other - found[0]).norm() / found[0].norm()) <= BOUND

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from streamtune.ops.indexing import MAX_ELEMENTS, blocks
 from streamtune.ops.kernel_blocks import in_blocks
-from streamtune.ops.kernels import CPU, flash_kernel
+from streamtune.ops.kernels import CPU, Scores, flash_kernel
 
 
 def draw(*shape: int, dtype: torch.dtype = torch.float64) -> Tensor:
@@ -54,16 +54,16 @@ def test_blocks_are_the_whole(
     counted = replace(CPU, forward=forward, backward=backward, longest=longest)
     split = in_blocks(counted, q, k)
     assert (split is counted) == (max(queries, keys) <= longest)
-    how = (mask == "causal", bias, 0.3)
+    scores = Scores(0.3, mask == "causal", bias)
     exact = [x.double() for x in (q, k, v)]
-    wide_bias = None if bias is None else bias.double()
-    want_o, want_lse = CPU.forward(*exact, how[0], wide_bias, 0.3)
-    o, lse = split.forward(q, k, v, *how)
+    wide = replace(scores, bias=None if bias is None else bias.double())
+    want_o, want_lse = CPU.forward(*exact, wide)
+    o, lse = split.forward(q, k, v, scores)
     assert (o.dtype, o.shape) == (dtype, q.shape)
     foreign = want_lse + 0.5
     foreign_o = (want_o * torch.exp(torch.tensor(-0.5))).to(dtype)
-    want = CPU.backward(grad.double(), *exact, foreign_o.double(), foreign, how[0], wide_bias, 0.3)
-    got = split.backward(grad, q, k, v, foreign_o, foreign.to(lse.dtype), *how)
+    want = CPU.backward(grad.double(), *exact, foreign_o.double(), foreign, wide)
+    got = split.backward(grad, q, k, v, foreign_o, foreign.to(lse.dtype), scores)
     for g, w in zip((o, lse, *got), (want_o, want_lse, *want), strict=True):
         assert g.shape == w.shape
         assert (g.double() - w).norm() <= bound * w.norm()
@@ -75,8 +75,8 @@ def test_elements_are_counted_at_all_heads() -> None:
     kernel = in_blocks(CPU, q, k, most=2 * 4 * 16 * 1000)
     assert kernel is not CPU
     assert in_blocks(CPU, q, k, most=2 * 4 * 16 * 4096) is CPU
-    o, lse = kernel.forward(q, k, v, False, None, 0.25)
-    want_o, want_lse = CPU.forward(q, k, v, False, None, 0.25)
+    o, lse = kernel.forward(q, k, v, Scores(0.25))
+    want_o, want_lse = CPU.forward(q, k, v, Scores(0.25))
     torch.testing.assert_close(o, want_o)
     torch.testing.assert_close(lse, want_lse)
 
@@ -93,7 +93,7 @@ def test_a_cache_of_more_than_32_bits_is_cut() -> None:
         calls.append(k.shape[2])
         return q, q[..., 0].float()
 
-    in_blocks(replace(CPU, forward=forward), q, k).forward(q, k, k, False, None, 1.0)
+    in_blocks(replace(CPU, forward=forward), q, k).forward(q, k, k, Scores(1.0))
     assert sum(calls) == 1 << 19
     assert len(calls) == 3
     assert all(keys * 64 * 128 <= MAX_ELEMENTS for keys in calls)
@@ -109,10 +109,10 @@ def test_strides_beyond_32_bits_on_the_cpu() -> None:
     v = memory.as_strided(shape, strides, 1024)
     q, grad = draw(1, 4, 5, 16, dtype=dtype), draw(1, 4, 5, 16, dtype=dtype)
     k.copy_(draw(1, 2, 17, 16)), v.copy_(draw(1, 2, 17, 16).flip(2))
-    o, lse = CPU.forward(q, k, v, False, None, 0.25)
-    got = CPU.backward(grad, q, k, v, o, lse, False, None, 0.25)
-    want_o, want_lse = CPU.forward(q, k.contiguous(), v.contiguous(), False, None, 0.25)
-    want = CPU.backward(grad, q, k.contiguous(), v.contiguous(), o, lse, False, None, 0.25)
+    o, lse = CPU.forward(q, k, v, Scores(0.25))
+    got = CPU.backward(grad, q, k, v, o, lse, Scores(0.25))
+    want_o, want_lse = CPU.forward(q, k.contiguous(), v.contiguous(), Scores(0.25))
+    want = CPU.backward(grad, q, k.contiguous(), v.contiguous(), o, lse, Scores(0.25))
     for g, w in zip((o, lse, *got), (want_o, want_lse, *want), strict=True):
         torch.testing.assert_close(g, w)
 

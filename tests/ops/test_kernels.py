@@ -13,7 +13,7 @@ from torch import Tensor
 from streamtune.ops.kernel_padding import padded
 from streamtune.ops.kernel_trial import Kernel
 from streamtune.ops.kernel_trial import agrees_with_formula as _agrees_with_formula
-from streamtune.ops.kernels import CPU, flash_kernel, kernel_names
+from streamtune.ops.kernels import CPU, Scores, flash_kernel, kernel_names
 from streamtune.ops.kernels_cuda import CUDNN, EFFICIENT, FLASH
 
 HERE = torch.device("cpu")
@@ -65,12 +65,13 @@ def test_cpu_kernel_with_a_foreign_log_sum_exp(
     bias = low.to(dtype) if mask == "bias" else None
     o, lse, *grads = formula(q, k, v, grad, None if mask == "none" else low, shift)
 
-    own_o, own_lse = CPU.forward(q, k, v, mask == "causal", bias, SCALE)
+    scores = Scores(SCALE, mask == "causal", bias)
+    own_o, own_lse = CPU.forward(q, k, v, scores)
     assert own_o.dtype == dtype
     assert own_lse.dtype == torch.promote_types(dtype, torch.float32)
     assert relative(own_o.double() * math.exp(-shift), o) <= bound
     assert relative(own_lse.double() + shift, lse) <= bound
-    got = CPU.backward(grad, q, k, v, o.to(dtype), lse.to(own_lse.dtype), mask == "causal", bias, SCALE)
+    got = CPU.backward(grad, q, k, v, o.to(dtype), lse.to(own_lse.dtype), scores)
     for g, w, like in zip(got, grads, (q, k, v), strict=True):
         assert g.shape == like.shape
         assert relative(g, w) <= bound
@@ -80,7 +81,7 @@ def test_a_row_whose_log_sum_exp_is_infinite_gives_no_gradient() -> None:
     """How a query that sees no key at all is taken out of the backward."""
     q, k, v, grad = problem(torch.float32, 2)
     lse = torch.full((BATCH, HEADS, QUERIES), float("inf"))
-    for g in CPU.backward(grad, q, k, v, torch.zeros_like(q), lse, False, None, SCALE):
+    for g in CPU.backward(grad, q, k, v, torch.zeros_like(q), lse, Scores(SCALE)):
         assert torch.equal(g, torch.zeros_like(g))
 
 
@@ -90,17 +91,15 @@ def test_the_cpu_kernel_passes_its_check(dtype: torch.dtype, dim: int) -> None:
     assert _agrees_with_formula(CPU, HERE, dtype, dim)
 
 
-def recomputed(grad_o: Tensor, q: Tensor, k: Tensor, v: Tensor, o: Tensor, lse: Tensor, *rest: object) -> object:
+def recomputed(grad_o: Tensor, q: Tensor, k: Tensor, v: Tensor, o: Tensor, lse: Tensor, scores: Scores) -> object:
     """A backward that ignores the log-sum-exp it is given and takes that of its own keys: right for a whole softmax."""
-    causal, bias, scale = rest
-    own_o, own_lse = CPU.forward(q, k, v, causal, bias, scale)  # type: ignore[arg-type]
-    return CPU.backward(grad_o, q, k, v, own_o, own_lse, causal, bias, scale)  # type: ignore[arg-type]
+    return CPU.backward(grad_o, q, k, v, *CPU.forward(q, k, v, scores), scores)
 
 
 def unscaled(*arguments: object) -> object:
     """A backward that forgets the scale in dq."""
     grad_q, grad_k, grad_v = CPU.backward(*arguments)  # type: ignore[arg-type]
-    return grad_q / arguments[-1], grad_k, grad_v  # type: ignore[operator]
+    return grad_q / arguments[-1].scale, grad_k, grad_v  # type: ignore[attr-defined]
 
 
 def not_a_number(*arguments: object) -> object:
@@ -167,10 +166,10 @@ def test_values_shorter_than_keys_and_the_other_way_round(
     assert chosen is not None
     o, lse, *grads = formula(q, k, v, grad, None, 0.7)
     for kernel in (chosen, padded(CPU, 24)):
-        own_o, own_lse = kernel.forward(q, k, v, False, None, SCALE)
+        own_o, own_lse = kernel.forward(q, k, v, Scores(SCALE))
         assert own_o.shape == grad.shape
         assert relative(own_o.double() * math.exp(-0.7), o) <= bound
-        got = kernel.backward(grad, q, k, v, o.to(dtype), lse.to(own_lse.dtype), False, None, SCALE)
+        got = kernel.backward(grad, q, k, v, o.to(dtype), lse.to(own_lse.dtype), Scores(SCALE))
         for g, w, like in zip(got, grads, (q, k, v), strict=True):
             assert g.shape == like.shape
             assert relative(g, w) <= bound

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from streamtune.ops import kernels
 from streamtune.ops.kernel_trial import Heads, Kernel, agrees_with_formula, fastest
-from streamtune.ops.kernels import CPU
+from streamtune.ops.kernels import CPU, Scores
 from streamtune.ops.kernels_cuda import CUDNN, EFFICIENT, FLASH
 from tests.ops.cuda_operators import cuda_operators
 
@@ -44,9 +44,9 @@ def test_the_operators_of_this_torch_take_what_they_are_given(kernel: Kernel, la
 
     q, k, v = make(8, 40), make(2, 72), make(2, 72)
     for bias in (None, torch.empty(2, 1, 40, 72, device="meta", dtype=q.dtype)) if kernel.takes_bias else (None,):
-        o, lse = kernel.forward(q, k, v, False, bias, 0.1)
+        o, lse = kernel.forward(q, k, v, Scores(0.1, bias=bias))
         assert (o.shape, o.dtype, lse.shape, lse.dtype) == (q.shape, q.dtype, (2, 8, 40), torch.float32)
-        grads = kernel.backward(q, q, k, v, o, lse, False, bias, 0.1)
+        grads = kernel.backward(q, q, k, v, o, lse, Scores(0.1, bias=bias))
         assert [g.shape for g in grads] == [q.shape, k.shape, v.shape]
 
 
@@ -62,7 +62,7 @@ def test_keys_and_values_are_not_repeated(monkeypatch: pytest.MonkeyPatch) -> No
 
     monkeypatch.setattr(torch.ops.aten, "_scaled_dot_product_efficient_attention", spy)
     q, k, v = torch.randn(1, 8, 6, 16), torch.randn(1, 2, 9, 16), torch.randn(1, 2, 9, 16)
-    EFFICIENT.forward(q, k, v, False, None, 0.25)
+    EFFICIENT.forward(q, k, v, Scores(0.25))
     assert [x.untyped_storage().data_ptr() for x in seen] == [x.untyped_storage().data_ptr() for x in (k, v)]
     assert all(x.stride(1) == 0 for x in seen)
 

@@ -51,9 +51,9 @@ def test_a_key_of_another_objective_is_told_apart_from_a_typo(refused):
     error = refused("loss_type: sigmoid\n")
     assert "'loss_type' is a key of" in error.what
     assert "add objective: dpo, or run `streamtune dpo`" in error.mend
-    error = refused("", overrides=("share_prefix=never",))
-    assert error.what == "'share_prefix' is a key of dpo recipes"
-    assert error.where == "--set share_prefix=never"
+    error = refused("", overrides=("rpo_alpha=1.0",))
+    assert error.what == "'rpo_alpha' is a key of dpo recipes"
+    assert error.where == "--set rpo_alpha=1.0"
     assert "unknown key 'objectiv'" in refused("objectiv: dpo\n").what
     assert "did you mean 'objective'" in refused("objectiv: dpo\n").mend
 
@@ -73,6 +73,9 @@ def test_an_unknown_objective(refused):
         ("max_length: 64\nmax_prompt_length: 64\n", "leaves no token of 'max_length' (64)", 6),
         ("reference_free: true\nref_model_name_or_path: a/b\n", "'ref_model_name_or_path' names a reference", 6),
         ("reference_free: true\nprecompute_ref_log_probs: true\n", "'precompute_ref_log_probs' names a reference", 6),
+        ("loss_type: simpo\nprecompute_ref_log_probs: true\n", "names a reference, and 'simpo' needs none", 6),
+        ("loss_type: kto\nrpo_alpha: 0.5\n", "'rpo_alpha' is not read by the loss 'kto'", 6),
+        ("undesirable_weight: 0.5\n", "'undesirable_weight' is not read by the loss 'sigmoid'", 5),
         ("share_prefix: sometimes\n", "'share_prefix' takes 'auto', 'always' or 'never'", 5),
     ],
 )

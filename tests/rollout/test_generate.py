@@ -12,7 +12,7 @@ from transformers import GenerationConfig, PreTrainedModel
 from streamtune import stream
 from streamtune.errors import ArgumentError
 from streamtune.models import add_lora
-from streamtune.rollout import Sampling, TransformersWriter
+from streamtune.rollout import Sampling, TransformersWriter, WritingStopped
 from streamtune.rollout.vllm import check_vllm, policy_weights
 from tests.exactness.families import VOCAB, build
 
@@ -194,6 +194,20 @@ def test_a_model_with_adapters_writes_with_them() -> None:
     missing, unexpected = merged.load_state_dict(weights, strict=False)
     assert (missing, unexpected) == ([], [])
     assert writer(merged).write(prompts(6), 1, greedy) == after
+
+
+def test_writing_breaks_off_at_the_next_token_when_it_is_asked_to() -> None:
+    model = build("qwen3").train()
+    asked: list[int] = []
+
+    def stop() -> bool:
+        asked.append(1)
+        return len(asked) > 5
+
+    with pytest.raises(WritingStopped):
+        writer(model, stop=stop).write(prompts(6), 2, Sampling(max_completion_length=100))
+    assert len(asked) < 10
+    assert model.training
 
 
 def test_vllm_is_refused_where_it_is_not() -> None:

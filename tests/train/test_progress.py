@@ -62,6 +62,35 @@ def test_without_a_terminal_lines_are_key_value_pairs() -> None:
     assert "\x1b" not in output.getvalue()
 
 
+def test_what_an_objective_measures_is_shown_and_goes_before_the_loss_does() -> None:
+    metrics = {"rewards/accuracies": 0.75, "rewards/margins": 1.5, "rewards/chosen": 2.0}
+    output = io.StringIO()
+    with Progress(Console(file=output, width=30), total_steps=4) as progress:
+        progress.step({**RECORD, "step": 1, **metrics})
+        progress.evaluated(1, {"eval_loss": 3.5, "eval_rewards/accuracies": 0.5, "eval_rewards/chosen": 1.0})
+    lines = output.getvalue().splitlines()
+    assert " accuracy=0.7500 margin=1.5000 lr=" in lines[0]
+    assert lines[1] == "step=1/4 eval_loss=3.5000 eval_accuracy=0.5000"
+    for width in (40, 140):
+        progress = Progress(Console(file=io.StringIO(), width=width, force_terminal=True), total_steps=400)
+        progress.step({**RECORD, **metrics})
+        line = progress._line().plain
+        assert len(line) <= width
+        assert "loss 3.215" in line
+        assert ("accuracy 0.75" in line) == (width == 140)
+
+
+def test_a_picture_has_a_panel_for_each_kind_of_metric(tmp_path: Path) -> None:
+    """Their number is read off the height: 5 inches for the loss and 2.6 for each of the others."""
+    heights = []
+    for metrics in ((), ("rewards/accuracies",), ("rewards/accuracies", "rewards/chosen", "rewards/rejected")):
+        records = [{"step": step, "loss": 1.0, **dict.fromkeys(metrics, 0.5)} for step in (1, 2)]
+        records.append({"step": 2, "eval_loss": 1.0, **{f"eval_{name}": 0.5 for name in metrics}})
+        draw_loss(records, tmp_path / "loss.png", title="run")
+        heights.append(int.from_bytes((tmp_path / "loss.png").read_bytes()[20:24], "big"))
+    assert heights == [750, 1140, 1530]
+
+
 @pytest.mark.parametrize(
     ("seconds", "shown"), [(None, "-:--"), (0, "0:00"), (61.6, "1:02"), (3661, "1:01:01"), (200_000, "2d 07:33")]
 )

@@ -125,10 +125,13 @@ def _describe_engine(run: Run) -> str:
 def _describe_steps(run: Run) -> str:
     recipe, plan = run.recipe, run.plan
     rows = recipe.per_device_train_batch_size * recipe.gradient_accumulation_steps
-    epochs = plan.total_steps / plan.steps_per_epoch
+    supervised = getattr(recipe, "sft_steps", 0)
+    steps = plan.total_steps - supervised
+    epochs = steps / plan.steps_per_epoch
     warmup = f" after {plan.warmup_steps:,} of warm-up" if plan.warmup_steps else ""
+    first = f"{supervised:,} supervised, then " if supervised else ""
     return (
-        f"{plan.total_steps:,} ({epochs:.3g} epochs) of {rows} {run.unit}{'s' if rows > 1 else ''}; {recipe.optim}, "
+        f"{first}{steps:,} ({epochs:.3g} epochs) of {rows} {run.unit}{'s' if rows > 1 else ''}; {recipe.optim}, "
         f"learning rate {recipe.learning_rate:g}, {recipe.lr_scheduler_type}{warmup}"
     )
 
@@ -148,8 +151,11 @@ def _print_outcome(run: Run, outcome: Outcome) -> None:
     if state.first_loss is not None and state.last_loss is not None:
         held_out = f", held out {state.eval_loss:.3f}" if state.eval_loss is not None else ""
         rows.append(("loss", f"first {state.first_loss:.3f}, last {state.last_loss:.3f}{held_out}"))
-    if len(outcome.losses) > 1:
-        rows.append(("", sparkline(outcome.losses, width=min(out.width - 16, 60))))
+    rows += _metric_rows(outcome)
+    # The loss of a policy stands near 0 whatever it learns.
+    curve = [record["reward"] for record in outcome.records if "reward" in record] or outcome.losses
+    if len(curve) > 1:
+        rows.append(("", sparkline(curve, width=min(out.width - 16, 60))))
     if outcome.tokens > 0:
         rate = f"{outcome.tokens / outcome.seconds:,.0f} tokens/s"
         rows.append(("speed", f"{outcome.tokens:,} tokens in {outcome.seconds:.0f} s, {rate}"))
@@ -170,6 +176,18 @@ def _print_outcome(run: Run, outcome: Outcome) -> None:
         for title, text, style in (("asked", run.recipe.sample.prompt, ""), ("wrote", outcome.sample, "green")):
             out.print(Text(f"  {title}", style="dim"))
             out.print(Text(indent(text.strip("\n") or "(nothing)", "    "), style=style), soft_wrap=True)
+
+
+def _metric_rows(outcome: Outcome) -> list[tuple[str, str]]:
+    """What an objective is really after, at the start, at the end and held out."""
+    rows = []
+    for name, title in (("rewards/accuracies", "accuracy"), ("reward", "reward")):
+        course = [record[name] for record in outcome.records if name in record]
+        if course:
+            found = outcome.held_out.get(f"eval_{name}")
+            held_out = f", held out {found:.3f}" if found is not None else ""
+            rows.append((title, f"first {course[0]:.3f}, last {course[-1]:.3f}{held_out}"))
+    return rows
 
 
 def _title(run: Run, outcome: Outcome) -> Text:

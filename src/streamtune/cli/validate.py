@@ -5,7 +5,7 @@ from __future__ import annotations
 from rich.text import Text
 
 from streamtune.errors import RecipeError
-from streamtune.recipe import DpoRecipe, LoadedRecipe, Recipe, load_recipe
+from streamtune.recipe import DpoRecipe, GrpoRecipe, LoadedRecipe, Recipe, load_recipe
 
 from .console import out, print_json, print_note, print_rows
 from .options import JsonOption, RecipeArgument, SetOption
@@ -71,6 +71,9 @@ def _tokenizer(recipe: Recipe) -> str:
 
 
 def _objective(recipe: Recipe) -> str:
+    if isinstance(recipe, GrpoRecipe):
+        functions, count = ", ".join(recipe.reward_funcs), recipe.num_generations
+        return f"{OBJECTIVES['grpo']} by {functions}: {recipe.loss_type} loss, {count} completions of a prompt"
     if not isinstance(recipe, DpoRecipe):
         return OBJECTIVES[recipe.objective]
     compared = "completions judged one by one" if recipe.unpaired else "pairs of completions"
@@ -106,6 +109,8 @@ def _optimizer(recipe: Recipe) -> str:
 
 
 def _duration(recipe: Recipe) -> str:
+    supervised = getattr(recipe, "sft_steps", 0)
+    first = f"{supervised:,} supervised steps, then " if supervised else ""
     if recipe.max_steps != -1:
-        return f"{recipe.max_steps:,} steps"
-    return f"{recipe.num_train_epochs:g} epoch{'s' if recipe.num_train_epochs != 1 else ''}"
+        return f"{first}{recipe.max_steps:,} steps"
+    return f"{first}{recipe.num_train_epochs:g} epoch{'s' if recipe.num_train_epochs != 1 else ''}"

@@ -202,7 +202,7 @@ class TreeFitting:
             changed = ", ".join(f"{count:,} {how}" for how, count in named.items() if count)
             notify(f"{too_long:,} of {rows:,} rows are over the length: {changed}")
         if self.counts["negative_margins"]:
-            notify(f"{self.counts['negative_margins']:,} pairs have a chosen answer with the lower score")
+            notify(f"{_count(self.counts['negative_margins'], 'pair')} a chosen answer with the lower score")
 
     def _too_long(self) -> DataError:
         """The error for rows over the length: what is too long, prompts or rows, and how to mend it."""

@@ -16,7 +16,6 @@ import pyarrow as pa  # type: ignore[import-untyped]
 from streamtune.data.fit_trees import IDENTICAL_PAIRS, LengthPolicy, TreeFitting, check_choice
 from streamtune.data.holdout import choose_held_out
 from streamtune.data.progress import with_progress
-from streamtune.data.readers import Row
 from streamtune.data.render_tree import TreeRenderer
 from streamtune.data.report_trees import TreeReport
 from streamtune.data.rows_preference import (
@@ -129,20 +128,15 @@ def prepare_unpaired(
     return _held_out(fitting, tables[0], val_size, seed)
 
 
-def _answers(sources: Sequence[Source], known: Sequence[str], notify: Callable[[str], None]) -> Rows:
+def _answers(sources: Sequence[Source], wanted: Sequence[str], notify: Callable[[str], None]) -> Rows:
     """The normal form of every row, with its origin."""
-
-    def detect(row: Row) -> str:
-        row_type = detect_preference_type(row)
-        if row_type not in known:
+    for row, row_type in typed_rows(sources, PREFERENCE_TYPES, detect_preference_type, notify):
+        if row_type not in wanted:
             raise DataError(
-                f"the row looks like '{row_type}', and pairs of 'chosen' and 'rejected' are compared here",
+                f"the rows are of type '{row_type}', and pairs of 'chosen' and 'rejected' are compared here",
                 where=row.origin,
                 mend="set loss_type: kto, which judges answers one by one",
             )
-        return row_type
-
-    for row, row_type in typed_rows(sources, known, detect, notify):
         yield normalise_preference(row, row_type), row.origin
 
 

@@ -19,6 +19,15 @@ from streamtune.errors import DataError, did_you_mean
 __all__ = ["Source", "read_rows", "typed_rows"]
 
 
+READ_BY = {
+    "messages": "streamtune sft and grpo",
+    **dict.fromkeys(("sharegpt", "prompt_completion", "alpaca", "text"), "streamtune sft"),
+    **dict.fromkeys(("preference", "unpaired"), "streamtune dpo"),
+    "prompts": "streamtune grpo",
+}
+"""Which command reads rows of a type: for those it is no use to."""
+
+
 @dataclass(frozen=True)
 class Source:
     """One entry of a recipe's ``datasets``."""
@@ -72,10 +81,11 @@ def typed_rows(
     for source in sources:
         row_type = source.type
         if row_type not in ("auto", *known):
+            reader = READ_BY.get(row_type)
             raise DataError(
-                f"unknown row type '{row_type}'",
+                f"rows of type '{row_type}' are read by {reader}" if reader else f"unknown row type '{row_type}'",
                 where=source.where or source.path,
-                mend=f"use {', '.join(('auto', *known))}",
+                mend=f"{'here ' if reader else ''}use {', '.join(('auto', *known))}",
             )
         for row in read_rows(source):
             if row_type == "auto":

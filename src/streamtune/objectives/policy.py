@@ -32,7 +32,7 @@ class StepTotals:
     """What a step's losses are divided by, over all its micro-batches (and processes)."""
 
     completions: int
-    """completions that count, those of skipped groups left out"""
+    """completions of the step; one without a gradient may be left out of the micro-batches and counts all the same"""
     tokens: int
     """their target tokens"""
     max_completion_length: int = 0

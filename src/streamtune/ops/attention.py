@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from streamtune.ops.kernels import Kernel, flash_kernel
+from streamtune.ops.kernels import Kernel, Scores, flash_kernel
 from streamtune.ops.simulated import autocast_kind, repeated
 from streamtune.ops.view import MaskView, Segment, masked_score
 from streamtune.ops.view_kernels import attend_whole, backward_whole, fused_view_kernel
@@ -309,7 +309,7 @@ class _Piece:
         """
         q, k, v, kernel = q[self.queries], k[self.keys], v[self.keys], self._kernel(q, k, v)
         if kernel is not None:
-            return kernel.forward(q, k, v, self.segment.causal, self._bias(q.dtype), self.scale)
+            return kernel.forward(q, k, v, Scores(self.scale, self.segment.causal, self._bias(q.dtype)))
         return self._tiled_forward(q, k, v)
 
     def backward(
@@ -319,8 +319,8 @@ class _Piece:
         q, k, v, kernel = q[self.queries], k[self.keys], v[self.keys], self._kernel(q, k, v)
         grad_o, o, lse = grad_o[self.queries], o[self.queries], lse[self.queries].contiguous()
         if kernel is not None:
-            causal, bias = self.segment.causal, self._bias(q.dtype)
-            return kernel.backward(grad_o, q, k, v, o, lse, causal, bias, self.scale)
+            scores = Scores(self.scale, self.segment.causal, self._bias(q.dtype))
+            return kernel.backward(grad_o, q, k, v, o, lse, scores)
         return self._tiled_backward(grad_o, q, k, v, o, lse)
 
     def by_formula(self, q: Tensor, k: Tensor, v: Tensor) -> bool:

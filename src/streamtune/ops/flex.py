@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 from torch.nn.attention.flex_attention import AuxRequest, BlockMask, flex_attention
 
-from streamtune.ops.kernel_trial import Heads
+from streamtune.ops.kernel_trial import Grads, Heads
 from streamtune.ops.mask import LazyMask
 from streamtune.ops.view import MaskView
 
@@ -56,9 +56,7 @@ class FlexView:
             self._kept = (*leaves, o, lse)
         return o.detach(), lse.detach()
 
-    def backward(
-        self, grad_o: Tensor, q: Tensor, k: Tensor, v: Tensor, o: Tensor, lse: Tensor
-    ) -> tuple[Tensor, Tensor, Tensor]:
+    def backward(self, grad_o: Tensor, q: Tensor, k: Tensor, v: Tensor, o: Tensor, lse: Tensor) -> Grads:
         """``ViewKernel.backward``.
 
         flex gives ``dS = P (a dP - a rowsum(dO o_own) + g)`` for gradients ``a dO`` of its output and ``g`` of its

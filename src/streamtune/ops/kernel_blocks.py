@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from streamtune.ops.indexing import MAX_ELEMENTS, blocks
-from streamtune.ops.kernel_trial import Kernel
+from streamtune.ops.kernel_trial import Grads, Kernel, Scores
 
 __all__ = ["in_blocks", "merged"]
 
@@ -47,34 +47,21 @@ class _InBlocks:
             if not causal or block.start < queries.stop:
                 yield block, causal and block == queries
 
-    def forward(
-        self, q: Tensor, k: Tensor, v: Tensor, causal: bool, bias: Tensor | None, scale: float
-    ) -> tuple[Tensor, Tensor]:
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, scores: Scores) -> tuple[Tensor, Tensor]:
         """``Kernel.forward``."""
         done = []
         for rows in blocks(q.shape[2], self.longest):
             parts = (
-                self.kernel.forward(
-                    q[:, :, rows], k[:, :, keys], v[:, :, keys], triangle, _part(bias, rows, keys), scale
-                )
-                for keys, triangle in self._keys(rows, k.shape[2], causal)
+                self.kernel.forward(q[:, :, rows], k[:, :, keys], v[:, :, keys], _part(scores, rows, keys, triangle))
+                for keys, triangle in self._keys(rows, k.shape[2], scores.causal)
             )
             done.append(merged(parts))
         o, lse = (torch.cat(each, dim=2) if len(done) > 1 else each[0] for each in zip(*done, strict=True))
         return o.to(q.dtype), lse
 
     def backward(
-        self,
-        grad_o: Tensor,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        o: Tensor,
-        lse: Tensor,
-        causal: bool,
-        bias: Tensor | None,
-        scale: float,
-    ) -> tuple[Tensor, Tensor, Tensor]:
+        self, grad_o: Tensor, q: Tensor, k: Tensor, v: Tensor, o: Tensor, lse: Tensor, scores: Scores
+    ) -> Grads:
         """``Kernel.backward``; what several calls add to is summed in fp32."""
         wide = torch.promote_types(q.dtype, torch.float32)
         sums = wide if q.shape[2] > self.longest else k.dtype
@@ -83,11 +70,11 @@ class _InBlocks:
         for rows in blocks(q.shape[2], self.longest):
             grad_q_rows = torch.zeros_like(q[:, :, rows], dtype=wide)
             queries = [x[:, :, rows] for x in (grad_o, q, o, lse)]
-            for keys, triangle in self._keys(rows, k.shape[2], causal):
+            for keys, triangle in self._keys(rows, k.shape[2], scores.causal):
                 g, q_rows, o_rows, lse_rows = queries
                 grads = self.kernel.backward(
-                    g, q_rows, k[:, :, keys], v[:, :, keys], o_rows, lse_rows.contiguous(), triangle,
-                    _part(bias, rows, keys), scale,
+                    g, q_rows, k[:, :, keys], v[:, :, keys], o_rows, lse_rows.contiguous(),
+                    _part(scores, rows, keys, triangle),
                 )  # fmt: skip
                 grad_q_rows += grads[0]
                 grad_k[:, :, keys] += grads[1]
@@ -110,5 +97,6 @@ def merged(parts: Iterator[tuple[Tensor, Tensor]]) -> tuple[Tensor, Tensor]:
     return o, lse
 
 
-def _part(bias: Tensor | None, rows: slice, keys: slice) -> Tensor | None:
-    return None if bias is None else bias[:, :, rows, keys]
+def _part(scores: Scores, rows: slice, keys: slice, triangle: bool) -> Scores:
+    bias = None if scores.bias is None else scores.bias[:, :, rows, keys]
+    return Scores(scores.scale, triangle, bias)

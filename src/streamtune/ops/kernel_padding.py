@@ -10,7 +10,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from streamtune.ops.kernel_trial import Kernel
+from streamtune.ops.kernel_trial import Grads, Kernel, Scores
 
 __all__ = ["padded"]
 
@@ -29,27 +29,16 @@ class _Padded:
         missing = self.size - x.shape[-1]
         return torch.nn.functional.pad(x, (0, missing)) if missing else x
 
-    def forward(
-        self, q: Tensor, k: Tensor, v: Tensor, causal: bool, bias: Tensor | None, scale: float
-    ) -> tuple[Tensor, Tensor]:
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, scores: Scores) -> tuple[Tensor, Tensor]:
         """``Kernel.forward``, with an output as long as the values are."""
-        o, lse = self.kernel.forward(self._wide(q), self._wide(k), self._wide(v), causal, bias, scale)
+        o, lse = self.kernel.forward(self._wide(q), self._wide(k), self._wide(v), scores)
         return o[..., : v.shape[-1]], lse
 
     def backward(
-        self,
-        grad_o: Tensor,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        o: Tensor,
-        lse: Tensor,
-        causal: bool,
-        bias: Tensor | None,
-        scale: float,
-    ) -> tuple[Tensor, Tensor, Tensor]:
+        self, grad_o: Tensor, q: Tensor, k: Tensor, v: Tensor, o: Tensor, lse: Tensor, scores: Scores
+    ) -> Grads:
         """``Kernel.backward``."""
         wide = [self._wide(x) for x in (grad_o, q, k, v, o)]
-        grads = self.kernel.backward(wide[0], wide[1], wide[2], wide[3], wide[4], lse, causal, bias, scale)
+        grads = self.kernel.backward(wide[0], wide[1], wide[2], wide[3], wide[4], lse, scores)
         grad_q, grad_k, grad_v = (g[..., : x.shape[-1]] for g, x in zip(grads, (q, k, v), strict=True))
         return grad_q, grad_k, grad_v

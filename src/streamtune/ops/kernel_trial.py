@@ -14,12 +14,7 @@ from statistics import median
 import torch
 from torch import Tensor
 
-__all__ = ["Heads", "Kernel", "agrees_with_formula", "fastest", "median_seconds"]
-
-Forward = Callable[[Tensor, Tensor, Tensor, bool, Tensor | None, float], tuple[Tensor, Tensor]]
-Backward = Callable[
-    [Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, bool, Tensor | None, float], tuple[Tensor, Tensor, Tensor]
-]
+__all__ = ["Grads", "Heads", "Kernel", "Scores", "agrees_with_formula", "fastest", "median_seconds"]
 
 RUNS = 5
 """Timed runs of a kernel, of which the median counts; one more before them is not counted."""
@@ -27,14 +22,36 @@ MARGIN = 0.95
 """A kernel takes the place of one before it in the list only where it needs less than this share of its time."""
 
 
+@dataclass(frozen=True, eq=False)
+class Scores:
+    """What a kernel makes its scores by, beside queries and keys: ``scale * q k^T + bias``.
+
+    Args:
+        scale: Factor on the products.
+        causal: Each query sees no later key; there are as many of both.
+        bias: ``[B or 1, 1, T, S]``, added.
+    """
+
+    scale: float
+    causal: bool = False
+    bias: Tensor | None = None
+
+
+Grads = tuple[Tensor, Tensor, Tensor]
+"""Gradients of q, k and v."""
+
+Forward = Callable[[Tensor, Tensor, Tensor, Scores], tuple[Tensor, Tensor]]
+Backward = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Scores], Grads]
+
+
 @dataclass(frozen=True)
 class Kernel:
     """A named pair of attention functions and whether it takes an additive mask.
 
-    ``forward(q, k, v, causal, bias, scale) -> (o, lse)`` and ``backward(grad_o, q, k, v, o, lse, causal, bias, scale)
-    -> (grad_q, grad_k, grad_v)`` with q ``[B, H, T, D]``, k and v ``[B, G, S, D]`` (G divides H), o like q, lse
-    ``[B, H, T]`` in fp32 (fp64 for fp64 inputs), bias ``[B or 1, 1, T, S]``. ``causal`` comes with T = S. The backward
-    takes any o and lse, so also those of a softmax that spans more keys than k and v hold.
+    ``forward(q, k, v, scores) -> (o, lse)`` and ``backward(grad_o, q, k, v, o, lse, scores) -> (grad_q, grad_k,
+    grad_v)`` with q ``[B, H, T, D]``, k and v ``[B, G, S, D]`` (G divides H), o like q, lse ``[B, H, T]`` in fp32 (fp64
+    for fp64 inputs). The backward takes any o and lse, so also those of a softmax that spans more keys than k and v
+    hold.
 
     ``longest`` is the most queries and keys the kernel is trusted with in one call.
     """
@@ -117,11 +134,11 @@ class _Problem:
             blind[:, :, -1] = True  # a query that sees nothing: an infinite log-sum-exp takes it out of the backward
             lse = lse.masked_fill(blind, float("inf"))
         o, want = self._formula(s, lse)
-        arguments = (self.causal, bias, self.scale)
-        got_o, got_lse = kernel.forward(self.q, self.k, self.v, *arguments)
+        scores = Scores(self.scale, self.causal, bias)
+        got_o, got_lse = kernel.forward(self.q, self.k, self.v, scores)
         placed = torch.nn.functional.pad(o.to(self.dtype), (0, 0, 3, 5))[:, :, 3 : 3 + o.shape[2]]
         wide = torch.promote_types(self.dtype, torch.float32)
-        got = kernel.backward(self.grad, self.q, self.k, self.v, placed, lse.to(wide), *arguments)
+        got = kernel.backward(self.grad, self.q, self.k, self.v, placed, lse.to(wide), scores)
         seen = ~blind
         pairs = [(got_o[seen], (s.softmax(-1) @ self._repeated(self.v))[seen]), (got_lse[seen], own_lse[seen])]
         pairs += list(zip(got, want, strict=True))
@@ -173,15 +190,15 @@ def median_seconds(
 
     None where the device has no room for it.
     """
-    generator = torch.Generator(device).manual_seed(0)
+    generator, scores = torch.Generator(device).manual_seed(0), Scores(heads.size**-0.5)
 
     def draw(count: int, length: int) -> Tensor:
         shape = (1, length, count, heads.size)
         return torch.randn(shape, generator=generator, device=device, dtype=dtype).transpose(1, 2)
 
     def run() -> None:
-        o, lse = kernel.forward(q, k, v, False, None, heads.size**-0.5)
-        kernel.backward(grad, q, k, v, o, lse, False, None, heads.size**-0.5)
+        o, lse = kernel.forward(q, k, v, scores)
+        kernel.backward(grad, q, k, v, o, lse, scores)
 
     with torch.no_grad():
         try:

@@ -15,34 +15,24 @@ from torch import Tensor
 
 from streamtune.ops.kernel_blocks import in_blocks
 from streamtune.ops.kernel_padding import padded
-from streamtune.ops.kernel_trial import Heads, Kernel, agrees_with_formula, fastest, median_seconds
+from streamtune.ops.kernel_trial import Grads, Heads, Kernel, Scores, agrees_with_formula, fastest, median_seconds
 from streamtune.ops.kernels_cuda import CUDNN, EFFICIENT, FLASH
 from streamtune.ops.simulated import kernel_device
 
-__all__ = ["Kernel", "flash_kernel", "kernel_names"]
+__all__ = ["Kernel", "Scores", "flash_kernel", "kernel_names"]
 
 log = logging.getLogger(__name__)
 
 
-def _cpu_forward(
-    q: Tensor, k: Tensor, v: Tensor, causal: bool, bias: Tensor | None, scale: float
-) -> tuple[Tensor, Tensor]:
-    return torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(q, k, v, 0.0, causal, attn_mask=bias, scale=scale)
+def _cpu_forward(q: Tensor, k: Tensor, v: Tensor, scores: Scores) -> tuple[Tensor, Tensor]:
+    return torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
+        q, k, v, 0.0, scores.causal, attn_mask=scores.bias, scale=scores.scale
+    )
 
 
-def _cpu_backward(
-    grad_o: Tensor,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    o: Tensor,
-    lse: Tensor,
-    causal: bool,
-    bias: Tensor | None,
-    scale: float,
-) -> tuple[Tensor, Tensor, Tensor]:
+def _cpu_backward(grad_o: Tensor, q: Tensor, k: Tensor, v: Tensor, o: Tensor, lse: Tensor, scores: Scores) -> Grads:
     return torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(
-        grad_o, q, k, v, o, lse, 0.0, causal, attn_mask=bias, scale=scale
+        grad_o, q, k, v, o, lse, 0.0, scores.causal, attn_mask=scores.bias, scale=scores.scale
     )
 
 

@@ -6,101 +6,71 @@ none. Keys and values stay at their G heads; none of these copies them to all qu
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import torch
 from torch import Tensor
 
-from streamtune.ops.kernel_trial import Kernel
+from streamtune.ops.kernel_trial import Grads, Kernel, Scores
 
 __all__ = ["CUDNN", "EFFICIENT", "FLASH"]
 
 
-def _flash_forward(
-    q: Tensor, k: Tensor, v: Tensor, causal: bool, bias: Tensor | None, scale: float
-) -> tuple[Tensor, Tensor]:
+def _flash_forward(q: Tensor, k: Tensor, v: Tensor, scores: Scores) -> tuple[Tensor, Tensor]:
     q, k, v = (_last_together(x) for x in (q, k, v))
-    o, lse, *_ = torch.ops.aten._scaled_dot_product_flash_attention(q, k, v, 0.0, causal, False, scale=scale)
+    o, lse, *_ = torch.ops.aten._scaled_dot_product_flash_attention(
+        q, k, v, 0.0, scores.causal, False, scale=scores.scale
+    )
     return o, lse
 
 
-def _flash_backward(
-    grad_o: Tensor,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    o: Tensor,
-    lse: Tensor,
-    causal: bool,
-    bias: Tensor | None,
-    scale: float,
-) -> tuple[Tensor, Tensor, Tensor]:
+def _flash_backward(grad_o: Tensor, q: Tensor, k: Tensor, v: Tensor, o: Tensor, lse: Tensor, scores: Scores) -> Grads:
     grad_o, q, k, v, o = (_last_together(x) for x in (grad_o, q, k, v, o))
     unused = torch.empty(2, dtype=torch.uint64, device=q.device)  # the random state of a dropout of zero
     grad_q, grad_k, grad_v = torch.ops.aten._scaled_dot_product_flash_attention_backward(
-        grad_o, q, k, v, o, lse.contiguous(), None, None, q.shape[2], k.shape[2], 0.0, causal, unused, unused,
-        scale=scale,
+        grad_o, q, k, v, o, lse.contiguous(), None, None, q.shape[2], k.shape[2], 0.0, scores.causal,
+        unused, unused, scale=scores.scale,
     )  # fmt: skip
     return grad_q, grad_k, grad_v
 
 
-def _cudnn_forward(
-    q: Tensor, k: Tensor, v: Tensor, causal: bool, bias: Tensor | None, scale: float
-) -> tuple[Tensor, Tensor]:
+def _cudnn_forward(q: Tensor, k: Tensor, v: Tensor, scores: Scores) -> tuple[Tensor, Tensor]:
     q, k, v = (_last_together(x) for x in (q, k, v))
     o, lse, *_ = torch.ops.aten._scaled_dot_product_cudnn_attention(
-        q, k, v, None, True, 0.0, causal, False, scale=scale
+        q, k, v, None, True, 0.0, scores.causal, False, scale=scores.scale
     )
     return o, lse.reshape(o.shape[:3])
 
 
-def _cudnn_backward(
-    grad_o: Tensor,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    o: Tensor,
-    lse: Tensor,
-    causal: bool,
-    bias: Tensor | None,
-    scale: float,
-) -> tuple[Tensor, Tensor, Tensor]:
+def _cudnn_backward(grad_o: Tensor, q: Tensor, k: Tensor, v: Tensor, o: Tensor, lse: Tensor, scores: Scores) -> Grads:
     grad_o, q, k, v, o = (_last_together(x) for x in (grad_o, q, k, v, o))
     unused = torch.zeros((), dtype=torch.int64, device=q.device)  # the random state of a dropout of zero
     grad_q, grad_k, grad_v = torch.ops.aten._scaled_dot_product_cudnn_attention_backward(
         grad_o, q, k, v, o, lse.contiguous()[..., None], unused, unused, None, None, None, q.shape[2], k.shape[2], 0.0,
-        causal, scale=scale,
+        scores.causal, scale=scores.scale,
     )  # fmt: skip
     return grad_q, grad_k, grad_v
 
 
-def _efficient_forward(
-    q: Tensor, k: Tensor, v: Tensor, causal: bool, bias: Tensor | None, scale: float
-) -> tuple[Tensor, Tensor]:
-    if bias is not None and q.shape[0] > 1:  # a mask of each row's own would be copied for each group of heads
-        rows = zip(*_rows(q, k, v, bias.expand(q.shape[0], -1, -1, -1)), strict=True)
-        done = [_efficient_forward(q_r, k_r, v_r, causal, bias_r, scale) for q_r, k_r, v_r, bias_r in rows]
+def _efficient_forward(q: Tensor, k: Tensor, v: Tensor, scores: Scores) -> tuple[Tensor, Tensor]:
+    if scores.bias is not None and q.shape[0] > 1:  # a mask of each row's own would be copied for each group of heads
+        rows = zip(*_rows(q, k, v, scores.bias.expand(q.shape[0], -1, -1, -1)), strict=True)
+        done = [_efficient_forward(q_r, k_r, v_r, replace(scores, bias=bias_r)) for q_r, k_r, v_r, bias_r in rows]
         return torch.cat([o for o, _ in done]), torch.cat([lse for _, lse in done])
     grouped = [_grouped(x, q, k) for x in (q, k, v)]
     o, lse, *_ = torch.ops.aten._scaled_dot_product_efficient_attention(
-        *grouped, _aligned(bias, grouped[0]), True, 0.0, causal, scale=scale
+        *grouped, _aligned(scores.bias, grouped[0]), True, 0.0, scores.causal, scale=scores.scale
     )
     return o.reshape(q.shape), lse[:, :, : q.shape[2]].reshape(q.shape[:3])
 
 
 def _efficient_backward(
-    grad_o: Tensor,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    o: Tensor,
-    lse: Tensor,
-    causal: bool,
-    bias: Tensor | None,
-    scale: float,
-) -> tuple[Tensor, Tensor, Tensor]:
-    if bias is not None and q.shape[0] > 1:
-        rows = zip(*_rows(grad_o, q, k, v, o, lse, bias.expand(q.shape[0], -1, -1, -1)), strict=True)
+    grad_o: Tensor, q: Tensor, k: Tensor, v: Tensor, o: Tensor, lse: Tensor, scores: Scores
+) -> Grads:
+    if scores.bias is not None and q.shape[0] > 1:
+        rows = zip(*_rows(grad_o, q, k, v, o, lse, scores.bias.expand(q.shape[0], -1, -1, -1)), strict=True)
         done = [
-            _efficient_backward(g_r, q_r, k_r, v_r, o_r, lse_r, causal, bias_r, scale)
+            _efficient_backward(g_r, q_r, k_r, v_r, o_r, lse_r, replace(scores, bias=bias_r))
             for g_r, q_r, k_r, v_r, o_r, lse_r, bias_r in rows
         ]
         grad_q, grad_k, grad_v = (torch.cat(grads) for grads in zip(*done, strict=True))
@@ -111,8 +81,9 @@ def _efficient_backward(
     aligned[:, :, :queries] = lse
     unused = torch.zeros((), dtype=torch.int64, device=q.device)  # the random state of a dropout of zero
     grad_q, grad_k, grad_v, _ = torch.ops.aten._scaled_dot_product_efficient_attention_backward(
-        *grouped[:4], _aligned(bias, grouped[1]), grouped[4], aligned.unflatten(1, (k.shape[1], -1)).flatten(0, 1),
-        unused, unused, 0.0, [True, True, True, False], causal, scale=scale,
+        *grouped[:4], _aligned(scores.bias, grouped[1]), grouped[4],
+        aligned.unflatten(1, (k.shape[1], -1)).flatten(0, 1), unused, unused, 0.0, [True, True, True, False],
+        scores.causal, scale=scores.scale,
     )  # fmt: skip
     return grad_q.reshape(q.shape), grad_k.sum(1).view(k.shape), grad_v.sum(1).view(v.shape)
 

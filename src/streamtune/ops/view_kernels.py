@@ -23,7 +23,7 @@ from torch import Tensor
 from streamtune.ops.flex import FlexView, flex_is_right
 from streamtune.ops.indexing import MAX_ELEMENTS
 from streamtune.ops.kernel_blocks import merged
-from streamtune.ops.kernel_trial import Heads
+from streamtune.ops.kernel_trial import Grads, Heads, Scores
 from streamtune.ops.kernels import flash_kernel
 from streamtune.ops.view import MaskView
 
@@ -42,9 +42,7 @@ class ViewKernel(Protocol):
     def forward(self, q: Tensor, k: Tensor, v: Tensor, for_backward: bool) -> tuple[Tensor, Tensor]:
         """Output ``[B, H, T, D]`` and log-sum-exp ``[B, H, T]``; -inf for a query that sees no key."""
 
-    def backward(
-        self, grad_o: Tensor, q: Tensor, k: Tensor, v: Tensor, o: Tensor, lse: Tensor
-    ) -> tuple[Tensor, Tensor, Tensor]:
+    def backward(self, grad_o: Tensor, q: Tensor, k: Tensor, v: Tensor, o: Tensor, lse: Tensor) -> Grads:
         """Gradients of q, k, v for any output and log-sum-exp; +inf for a query that is to have none."""
 
 
@@ -79,9 +77,7 @@ class BandView:
         )
         return o.transpose(1, 2), lse
 
-    def backward(
-        self, grad_o: Tensor, q: Tensor, k: Tensor, v: Tensor, o: Tensor, lse: Tensor
-    ) -> tuple[Tensor, Tensor, Tensor]:
+    def backward(self, grad_o: Tensor, q: Tensor, k: Tensor, v: Tensor, o: Tensor, lse: Tensor) -> Grads:
         """``ViewKernel.backward``."""
         seen = [x[:, :, self.first : self.stop] for x in (k, v)]
         grad_o, q, k_seen, v_seen, o = (_tokens_first(x) for x in (grad_o, q, *seen, o))
@@ -138,7 +134,7 @@ def attend_whole(
 
 def backward_whole(
     kernel: ViewKernel, grad_o: Tensor, q: Tensor, k: Tensor, v: Tensor, o: Tensor, lse: Tensor
-) -> tuple[Tensor, Tensor, Tensor] | None:
+) -> Grads | None:
     """``kernel.backward``, or None likewise: segments take any output and log-sum-exp, so also those of this kernel."""
     if kernel.name in _given_up:
         return None
@@ -261,9 +257,9 @@ def _band_is_faster(device: torch.device, dtype: torch.dtype, heads: Heads) -> b
             band.backward(grad, q, k, v, *band.forward(q, k, v, for_backward=True))
 
         def segments() -> None:
-            o, lse = merged(kernel.forward(q, k[:, :, s], v[:, :, s], causal, None, scale) for s, causal in parts)
+            o, lse = merged(kernel.forward(q, k[:, :, s], v[:, :, s], Scores(scale, causal)) for s, causal in parts)
             for s, causal in parts:
-                kernel.backward(grad, q, k[:, :, s], v[:, :, s], o.to(dtype), lse, causal, None, scale)
+                kernel.backward(grad, q, k[:, :, s], v[:, :, s], o.to(dtype), lse, Scores(scale, causal))
 
         return _seconds(whole, device) < _seconds(segments, device)
     except RuntimeError:  # no room to compare

@@ -7,8 +7,8 @@ run_grpo     train, save the model, try it
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
-from contextlib import nullcontext
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -18,13 +18,13 @@ from torch import Tensor
 from streamtune import data, models, optim, rollout, train
 from streamtune.engine import StreamHandle, check_branches, stream
 from streamtune.errors import UnsupportedModelError
-from streamtune.objectives import POLICY_LOSSES, check_policy
+from streamtune.objectives import POLICY_LOSSES, check_policy, group_advantages
 from streamtune.plan.memory import held_bytes
 from streamtune.recipe.build import blame_recipe, make_sources, make_tokenizer
 from streamtune.recipe.build_grpo_groups import Layout
 from streamtune.recipe.build_grpo_log import CompletionLog
 from streamtune.recipe.build_grpo_objective import PolicyObjective
-from streamtune.recipe.build_grpo_rewards import RewardJudge, make_judge
+from streamtune.recipe.build_grpo_rewards import RewardJudge, load_functions
 from streamtune.recipe.build_grpo_stream import GrpoSteps, Scorer
 from streamtune.recipe.build_grpo_warm import WarmSteps
 from streamtune.recipe.build_model import make_model
@@ -94,14 +94,15 @@ def build_grpo(
     recipe = loaded.recipe
     assert isinstance(recipe, GrpoRecipe), "the command asks for a recipe of grpo"
     with blame_recipe(loaded):
-        start = start_run(recipe, resume, notify)
         _check_loss(recipe)
+        functions = load_functions(recipe, loaded.path.parent)
+        start = start_run(recipe, resume, notify)
         if recipe.use_vllm:
             rollout.check_vllm(start.device)
         sources = make_sources(loaded)
         with doing("reading the tokenizer" if start.checkpoint else "making the tokenizer"):
             tokenizer = make_tokenizer(recipe, sources, start.checkpoint, notify)
-        judge = make_judge(recipe, loaded.path.parent, tokenizer)
+        judge = RewardJudge(functions, tokenizer)
         prompts = prepare_prompts(recipe, sources, tokenizer, notify)
         judge.check(prompts.train[:16])
         start.with_data(prompts.fingerprint)
@@ -177,6 +178,10 @@ def _check_loss(recipe: GrpoRecipe) -> None:
         beta=0.0 if loss.kl_in_reward else recipe.beta,
         importance_level=recipe.importance_sampling_level,
         max_completion_length=recipe.max_completion_length,
+    )
+    some_N = torch.tensor([0.0, 1.0])
+    group_advantages(
+        recipe.loss_type, some_N, torch.zeros(2), scale_rewards=recipe.scale_rewards, greedy_N=torch.zeros(2)
     )
 
 
@@ -267,6 +272,12 @@ def _scorer(reference: train.Reference, recipe: GrpoRecipe, device: torch.device
 def _make_writer(run: GrpoRun) -> rollout.Writer:
     recipe, device = run.recipe, run.start.device
     ends = _end_tokens(run.model, run.tokenizer)
+
+    @contextmanager
+    def computing() -> Iterator[None]:
+        with run.handle.routers.silenced(), autocast(device, recipe.bf16):
+            yield
+
     if recipe.use_vllm:
         folder = run.directory.path / "vllm"
         models.save_pretrained(run.model, run.tokenizer, folder)
@@ -282,8 +293,8 @@ def _make_writer(run: GrpoRun) -> rollout.Writer:
         end_token_ids=ends,
         pad_token_id=run.tokenizer.pad_token_id,
         prefill_chunk_size=run.handle.schedule.chunk_size,
-        max_rows=recipe.per_device_generation_batch_size or recipe.completions_per_generation,
-        computing=lambda: autocast(device, recipe.bf16),
+        max_rows=recipe.per_device_generation_batch_size or recipe.per_device_train_batch_size,
+        computing=computing,
     )
 
 
@@ -319,11 +330,14 @@ def run_grpo(run: GrpoRun, console: Console) -> Outcome:
         log=log,
     )
 
-    def begin(optimizer: torch.optim.Optimizer, progress: train.Progress) -> None:
+    def begin(optimizer: torch.optim.Optimizer, progress: train.Progress, stop: train.StopRequest) -> None:
+        if isinstance(steps.writer, rollout.TransformersWriter):
+            steps.writer.stop = lambda: stop.requested
         log.cut(run.checkpoint.step if run.checkpoint else 0)
         steps.activity = progress.activity
-        # The moments of supervised gradients would scale the first steps of another loss.
-        steps.on_first_rollout = optimizer.state.clear
+        # The moments of supervised gradients would scale the first steps of another loss. A resume puts another
+        # dictionary into the optimizer, so it is looked up when the time has come.
+        steps.on_first_rollout = lambda: optimizer.state.clear()
 
     return train_run(
         run,

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from streamtune import train
 from streamtune.engine import StreamHandle
-from streamtune.objectives import StepTotals, policy_loss
+from streamtune.objectives import POLICY_LOSSES, StepTotals, policy_loss
 from streamtune.recipe.schema_grpo import GrpoRecipe
 
 __all__ = ["MeasuredBatch", "PolicyBatch", "PolicyObjective"]
@@ -70,12 +70,11 @@ class PolicyObjective:
     def __init__(self, handle: StreamHandle, recipe: GrpoRecipe) -> None:
         self.handle, self.recipe = handle, recipe
         self.supervised = train.SupervisedObjective(handle)
-        in_reward = recipe.loss_type in ("rloo", "remax")
         self._loss: dict[str, Any] = {
             "epsilon_low": recipe.epsilon,
             "epsilon_high": recipe.epsilon if recipe.epsilon_high is None else recipe.epsilon_high,
             "delta": recipe.delta,
-            "beta": 0.0 if in_reward else recipe.beta,
+            "beta": 0.0 if POLICY_LOSSES[recipe.loss_type].kl_in_reward else recipe.beta,
             "importance_level": recipe.importance_sampling_level,
         }
 

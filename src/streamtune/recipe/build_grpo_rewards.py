@@ -12,7 +12,7 @@ from streamtune.recipe.schema_grpo import GrpoRecipe
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-__all__ = ["RewardJudge", "make_judge"]
+__all__ = ["RewardJudge", "load_functions"]
 
 
 class RewardJudge:
@@ -45,18 +45,12 @@ class RewardJudge:
         self.functions.check_columns([*data.gather_columns(prompts), "completion_ids"])
 
 
-def make_judge(recipe: GrpoRecipe, folder: Path, tokenizer: PreTrainedTokenizerBase) -> RewardJudge:
-    """The reward functions of a recipe.
-
-    Args:
-        recipe: The recipe.
-        folder: Where the recipe is: modules may lie there.
-        tokenizer: Turns completions into text.
+def load_functions(recipe: GrpoRecipe, folder: Path) -> rewards.Rewards:
+    """The reward functions of a recipe that is in ``folder``, where modules of the user's own may lie.
 
     Raises:
         ArgumentError: One of them does not exist, or would run code and may not.
     """
-    functions = rewards.load_rewards(
+    return rewards.load_rewards(
         recipe.reward_funcs, weights=recipe.reward_weights, allow_code=recipe.allow_code, directory=folder
     )
-    return RewardJudge(functions, tokenizer)

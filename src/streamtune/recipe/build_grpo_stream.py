@@ -21,8 +21,8 @@ import torch
 from torch import Tensor
 
 from streamtune import data, rollout, train
-from streamtune.errors import RunError
-from streamtune.objectives import group_advantages, reward_with_kl
+from streamtune.errors import OutOfMemoryError, RunError
+from streamtune.objectives import POLICY_LOSSES, group_advantages, reward_with_kl
 from streamtune.recipe.build_grpo_groups import Group, Layout, group_metrics, micro_batches, remember_logprobs
 from streamtune.recipe.build_grpo_log import CompletionLog
 from streamtune.recipe.build_grpo_objective import MeasuredBatch
@@ -96,7 +96,7 @@ class GrpoSteps:
         self.writer, self.judge, self.policy, self.reference = writer, judge, policy, reference
         self.layout, self.warm, self.log, self.activity = layout, warm, log, activity
         self.picker = rollout.PromptPicker(len(prompts.train), choice=recipe.prompts, seed=recipe.seed)
-        self.kl_in_reward = recipe.beta > 0 and recipe.loss_type in ("rloo", "remax")
+        self.kl_in_reward = recipe.beta > 0 and POLICY_LOSSES[recipe.loss_type].kl_in_reward
         self.taken = 0
         """Steps handed out."""
         self.on_first_rollout: Callable[[], None] = lambda: None
@@ -114,11 +114,17 @@ class GrpoSteps:
     # --- steps -------------------------------------------------------------------------------------------------
 
     def next_step(self) -> Sequence[train.MicroBatch]:
-        """See :class:`streamtune.train.StepStream`.
+        """See :class:`streamtune.train.StepStream`. Nothing where writing was broken off: the run is to stop.
 
         Raises:
             RunError: ``skip_limit`` rollouts in a row taught nothing.
         """
+        try:
+            return self._next_step()
+        except rollout.WritingStopped:
+            return []
+
+    def _next_step(self) -> Sequence[train.MicroBatch]:
         if self.warm is not None and self.taken < self.recipe.sft_steps:
             self.taken += 1
             return self.warm.next_step()
@@ -188,7 +194,7 @@ class GrpoSteps:
         numbers = self.picker.next(recipe.prompts_per_generation)
         prompts = [self.prompts.train[number] for number in numbers]
         self.activity(f"writing {len(prompts) * count} completions")
-        written = self.writer.write([prompt.input_ids for prompt in prompts], count, self.sampling)
+        written = self._write(prompts, count, self.sampling)
         self.activity("scoring completions")
         asked = [prompt for prompt in prompts for _ in range(count)]
         scores = self.judge(asked, [completion.token_ids for group in written for completion in group])
@@ -259,7 +265,29 @@ class GrpoSteps:
     def _greedy(self, prompts: Sequence[data.Prompt]) -> list[rollout.Completion]:
         """The likeliest completion of each prompt."""
         likeliest = replace(self.sampling, temperature=0.0)
-        return [group[0] for group in self.writer.write([prompt.input_ids for prompt in prompts], 1, likeliest)]
+        return [group[0] for group in self._write(prompts, 1, likeliest)]
+
+    def _write(
+        self, prompts: Sequence[data.Prompt], count: int, sampling: rollout.Sampling
+    ) -> list[list[rollout.Completion]]:
+        """Completions of each prompt.
+
+        Raises:
+            OutOfMemoryError: Their keys and values do not fit.
+        """
+        try:
+            return self.writer.write([prompt.input_ids for prompt in prompts], count, sampling)
+        except (RuntimeError, MemoryError) as error:
+            if not train.is_out_of_memory(error):
+                raise
+            longest = max(len(prompt.input_ids) for prompt in prompts) + sampling.max_completion_length
+            recipe = self.recipe
+            at_once = recipe.per_device_generation_batch_size or recipe.per_device_train_batch_size
+            raise OutOfMemoryError(
+                f"out of memory while writing completions, {at_once} at a time of up to {longest:,} tokens",
+                where="per_device_generation_batch_size",
+                mend="lower per_device_generation_batch_size, or max_completion_length",
+            ) from error
 
     # --- where it stands ---------------------------------------------------------------------------------------
 

@@ -41,6 +41,8 @@ Notify = Callable[[str], None]
 """Told what is worth knowing on the way, a sentence at a time."""
 Doing = Callable[[str], AbstractContextManager[Any]]
 """Shows what takes a while, for as long as it does."""
+Begin = Callable[[torch.optim.Optimizer, train.Progress, train.StopRequest], None]
+"""Given, before the first step, what a loop is run with and a stream of steps may want to know."""
 
 FREE_KEYS = frozenset(
     {
@@ -289,7 +291,7 @@ def train_run(
     steps: train.StepStream,
     validation: Callable[[], Iterable[train.MicroBatch]] | None,
     learning_rate_at: Callable[[int], float] | None = None,
-    begin: Callable[[torch.optim.Optimizer, train.Progress], None] = lambda optimizer, progress: None,
+    begin: Begin = lambda optimizer, progress, stop: None,
 ) -> Outcome:
     """Train, and where the run comes to its end save the model and let it answer the sample prompt.
 
@@ -300,7 +302,7 @@ def train_run(
         steps: Its micro-batches.
         validation: The held-out ones, anew at each call; None where nothing is held out.
         learning_rate_at: The learning rate of each step, from 0; None is the recipe's schedule over all of them.
-        begin: Given the optimizer and the progress before the first step.
+        begin: See :data:`Begin`.
 
     Raises:
         RunError: It failed on the way; the checkpoints saved before are intact.
@@ -342,7 +344,7 @@ def _train(
     stop: train.StopRequest,
     console: Console,
     learning_rate_at: Callable[[int], float],
-    begin: Callable[[torch.optim.Optimizer, train.Progress], None],
+    begin: Begin,
 ) -> train.Progressed:
     """The loop, with the optimizer the recipe asks for."""
     recipe, plan, directory = run.recipe, run.plan, run.directory
@@ -351,7 +353,7 @@ def _train(
     train.append_event(directory.events, "resume" if run.checkpoint else "start", step=first_step)
     optimizer = make_optimizer(recipe, run.model)
     with train.Progress(console, plan.total_steps, first_step, recipe.logging_steps) as progress:
-        begin(optimizer, progress)
+        begin(optimizer, progress, stop)
         return train.train(
             run.model,
             objective,

@@ -243,7 +243,7 @@ def _rollout(job: Trained, recipe: GrpoRecipe, draw: RandomTokens) -> Callable[[
     if recipe.use_vllm:
         return lambda: None
     group = recipe.num_generations
-    at_once = recipe.per_device_generation_batch_size or recipe.completions_per_generation
+    at_once = recipe.per_device_generation_batch_size or job.shape.batch_size
     writer = rollout.TransformersWriter(
         job.model,
         end_token_ids=[],

@@ -175,7 +175,16 @@ def _find_files(recipe: Recipe, folder: Path) -> Recipe:
     for key in ("chat_template", "model_name_or_path", "ref_model_name_or_path"):
         if value := getattr(recipe, key, None):
             changes[key] = find(value)
+    if rewards := getattr(recipe, "reward_funcs", None):
+        changes["reward_funcs"] = tuple(_find_reward(spec, folder) for spec in rewards)
     return recipe.model_copy(update=changes)
+
+
+def _find_reward(spec: str, folder: Path) -> str:
+    """A reward function in a file, by the file's whole path: the run's own copy of the recipe stands elsewhere."""
+    file, suffix, function = spec.partition(".py:")
+    beside = folder / Path(f"{file}.py").expanduser()
+    return f"{beside.absolute()}:{function}" if suffix and _exists(beside) else spec
 
 
 def _exists(path: Path) -> bool:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal
+from typing import Annotated, Literal
 
 from pydantic import Field, model_validator
 
@@ -27,6 +27,11 @@ PairedLoss = Literal[
     "cpo",
 ]
 UnpairedLoss = Literal["kto", "apo_zero_unpaired"]
+
+WITHOUT_REFERENCE = ("orpo", "simpo", "cpo")
+OF_A_REFERENCE = ("ref_model_name_or_path", "precompute_ref_log_probs")
+OF_PAIRS = ("label_smoothing", "rpo_alpha", "simpo_gamma", "cpo_alpha", "dpop_lambda", "reference_free")
+OF_SINGLE_COMPLETIONS = ("desirable_weight", "undesirable_weight")
 
 
 class DpoRecipe(Recipe):
@@ -107,16 +112,24 @@ class DpoRecipe(Recipe):
                 key="max_prompt_length",
                 mend="lower it, or raise max_length",
             )
-        if self.reference_free:
-            given: dict[str, Any] = {
-                "ref_model_name_or_path": self.ref_model_name_or_path,
-                "precompute_ref_log_probs": self.precompute_ref_log_probs,
-            }
-            for key in [key for key, value in given.items() if value]:
-                raise mistake(
-                    f"'{key}' names a reference, and 'reference_free' is true", key=key, mend="keep one of the two"
-                )
+        self._refuse_what_is_not_read()
         return self
+
+    def _refuse_what_is_not_read(self) -> None:
+        """Keys that would change nothing; those that only some losses of pairs read are refused where these are made.
+
+        Raises:
+            PydanticCustomError: A mistake in the recipe.
+        """
+        unread: dict[str, str] = {}
+        if self.reference_free or self.loss_type in WITHOUT_REFERENCE:
+            why = "'reference_free' is true" if self.reference_free else f"'{self.loss_type}' needs none"
+            unread = dict.fromkeys(OF_A_REFERENCE, f"names a reference, and {why}")
+        others = OF_PAIRS if self.unpaired else OF_SINGLE_COMPLETIONS
+        unread |= dict.fromkeys(others, f"is not read by the loss '{self.loss_type}'")
+        for key, why in unread.items():
+            if getattr(self, key) != type(self).model_fields[key].default:
+                raise mistake(f"'{key}' {why}", key=key, mend="delete one of the two")
 
 
 def refuse_sequences_of_rows(recipe: Recipe) -> None:

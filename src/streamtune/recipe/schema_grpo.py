@@ -72,7 +72,8 @@ class GrpoRecipe(Recipe):
     """Completions written at once, in place of `steps_per_generation`: that times `per_device_train_batch_size`."""
 
     per_device_generation_batch_size: Count | None = None
-    """Completions whose keys and values are in memory together while they are written; without it, all of them."""
+    """Completions whose keys and values are in memory together while they are written; without it,
+    `per_device_train_batch_size`, for which there is room when they are trained."""
 
     use_vllm: bool = False
     """Let vLLM write the completions; it has to be installed, and keeps a copy of the model on the device."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 from streamtune.rollout.generate import TransformersWriter
 from streamtune.rollout.select import PROMPT_CHOICES, PassRates, PromptPicker
 from streamtune.rollout.vllm import VllmWriter, check_vllm
-from streamtune.rollout.writer import Completion, Sampling, Writer
+from streamtune.rollout.writer import Completion, Sampling, Writer, WritingStopped
 
 __all__ = [
     "PROMPT_CHOICES",
@@ -16,5 +16,6 @@ __all__ = [
     "TransformersWriter",
     "VllmWriter",
     "Writer",
+    "WritingStopped",
     "check_vllm",
 ]

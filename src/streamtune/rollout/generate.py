@@ -18,10 +18,10 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers import DynamicCache, GenerationConfig, PreTrainedModel
+from transformers import DynamicCache, GenerationConfig, PreTrainedModel, StoppingCriteria, StoppingCriteriaList
 from transformers.cache_utils import LinearAttentionCacheLayerMixin
 
-from streamtune.rollout.writer import Completion, Sampling, ended
+from streamtune.rollout.writer import Completion, Sampling, WritingStopped, ended
 
 __all__ = ["TransformersWriter"]
 
@@ -36,6 +36,7 @@ class TransformersWriter:
         prefill_chunk_size: Tokens of prompts read at a time.
         max_rows: Completions written at a time: their keys and values are in memory together.
         computing: A context for everything the model computes, such as autocast.
+        stop: Asked before each token whether to break off: completions may take minutes.
     """
 
     def __init__(
@@ -47,6 +48,7 @@ class TransformersWriter:
         prefill_chunk_size: int,
         max_rows: int,
         computing: Callable[[], AbstractContextManager[Any]] = nullcontext,
+        stop: Callable[[], bool] = lambda: False,
     ) -> None:
         unwrap: Any = getattr(model, "get_base_model", None)
         self.model: PreTrainedModel = model if unwrap is None else unwrap()
@@ -54,7 +56,7 @@ class TransformersWriter:
         self.pad_token_id = pad_token_id
         self.prefill_chunk_size = prefill_chunk_size
         self.max_rows = max_rows
-        self.computing = computing
+        self.computing, self.stop = computing, stop
         self.shares_prompts = _keeps_only_keys(self.model)
         """Whether a prompt is read once; False where it is repeated for each of its completions."""
 
@@ -80,7 +82,14 @@ class TransformersWriter:
             cache.batch_repeat_interleave(repeats)
             given["past_key_values"] = cache
         ids_NT, mask_NT = ids_PT.repeat_interleave(repeats, dim=0), mask_PT.repeat_interleave(repeats, dim=0)
-        output: Any = self.model.generate(input_ids=ids_NT, attention_mask=mask_NT, **given)
+        output: Any = self.model.generate(
+            input_ids=ids_NT,
+            attention_mask=mask_NT,
+            stopping_criteria=StoppingCriteriaList([_WhenAsked(self.stop)]),
+            **given,
+        )
+        if self.stop():
+            raise WritingStopped
         return [ended(row, self.end_token_ids) for row in output[:, ids_PT.shape[1] :].tolist()]
 
     def _padded(self, prompts: Sequence[list[int]]) -> tuple[Tensor, Tensor]:
@@ -132,6 +141,16 @@ class TransformersWriter:
         finally:
             self.model.generation_config = before
             self.model.train(training)
+
+
+class _WhenAsked(StoppingCriteria):
+    """Ends all rows when somebody asks for it."""
+
+    def __init__(self, stop: Callable[[], bool]) -> None:
+        self.stop = stop
+
+    def __call__(self, input_ids: Tensor, scores: Tensor, **more: Any) -> Tensor:
+        return torch.full((input_ids.shape[0],), self.stop(), dtype=torch.bool, device=input_ids.device)
 
 
 def _batches(prompts: Sequence[list[int]], *, at_a_time: int, padded: bool) -> Iterator[list[int]]:

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
-__all__ = ["Completion", "Sampling", "Writer", "ended"]
+__all__ = ["Completion", "Sampling", "Writer", "WritingStopped", "ended"]
 
 
 @dataclass(frozen=True)
@@ -37,6 +37,10 @@ class Completion:
     """Whether it was cut off at the longest length allowed: no end token was written."""
 
 
+class WritingStopped(Exception):  # noqa: N818 (nothing is wrong: somebody asked for it)
+    """Writing was broken off because it was asked to be."""
+
+
 class Writer(Protocol):
     """Completes prompts with the model as it is now."""
 
@@ -48,6 +52,9 @@ class Writer(Protocol):
             count: Completions of each prompt.
             sampling: How to draw. Random numbers come from torch's global generators, so that a run that goes on from
                 a checkpoint draws the same.
+
+        Raises:
+            WritingStopped: It was asked to stop before the last token.
         """
         ...
 

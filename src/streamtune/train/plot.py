@@ -101,7 +101,9 @@ def _draw_panel(axes: Any, panel: _Panel, records: Records) -> None:
     axes.spines[["top", "right"]].set_visible(False)
     axes.spines[["left", "bottom"]].set_color(MUTED)
     axes.tick_params(colors=INK)
-    axes.legend(frameon=False, labelcolor=INK)
+    # Four curves leave no corner free.
+    above = {"loc": "lower right", "bbox_to_anchor": (1.0, 1.0), "ncols": 2} if len(panel.metrics) > 1 else {}
+    axes.legend(frameon=False, labelcolor=INK, **above)
 
 
 def _course(records: Records, metric: str) -> tuple[list[int], list[float]]:

@@ -113,6 +113,8 @@ def accumulate_gradients(
     Returns:
         None where ``stop`` was requested before the last micro-batch: the gradients are then incomplete.
     """
+    if stop.requested:  # while the micro-batches were made, which may have been broken off
+        return None
     device, mend = device_of(model), settings.out_of_memory_mend
     reset_peak_memory(device)
     with explain_out_of_memory(f"step {step}", micro_batches, mend):
