@@ -21,9 +21,9 @@ from streamtune.recipe import load_recipe
 from streamtune.recipe.build import make_schedule
 from streamtune.recipe.build_model import make_blueprint
 from streamtune.recipe.build_plan import make_workload, reference_bytes
+from streamtune.recipe.build_shapes import completions_of
 from streamtune.recipe.build_steps import prepare_step
 from streamtune.recipe.build_verify_trees import choose_trees
-from streamtune.recipe.shapes import completions_of
 
 COMMON: dict[str, Any] = {
     "model": {

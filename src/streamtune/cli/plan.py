@@ -139,7 +139,7 @@ def _describe_step(planned: RecipePlan) -> str:
 
 def _describe_scored(scored: Scored, recipe: Recipe) -> str:
     """``1 pair of 2 x 65,536 tokens, prompt shared: 98,304 tokens``"""
-    from streamtune.recipe.shapes import unit_of
+    from streamtune.recipe.build_shapes import unit_of
 
     longest = max(trunk + max(branches) for trunk, branches in scored.trees)
     unit, count = unit_of(recipe), recipe.per_device_train_batch_size

@@ -17,7 +17,8 @@ from .options import JsonOption, RecipeArgument, SetOption
 if TYPE_CHECKING:
     from streamtune.engine import RouterLoss
     from streamtune.plan import VerifyReport
-    from streamtune.recipe.build_verify import Subject, Window
+    from streamtune.recipe.build_verify import Subject
+    from streamtune.recipe.build_verify_rows import Window
 
 __all__ = ["verify"]
 
@@ -147,7 +148,7 @@ def _describe_completions(subject: Subject) -> str:
 
 def _describe_reference_of(subject: Subject) -> str:
     """The loss, and what it compares with."""
-    from streamtune.recipe.shapes import has_reference
+    from streamtune.recipe.build_shapes import has_reference
 
     recipe, losses = subject.loaded.recipe, subject.losses
     assert losses is not None

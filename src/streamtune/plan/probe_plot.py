@@ -112,7 +112,7 @@ def _unit(report: ProbeReport) -> str:
         return f"{task.unit}s of {task.fixed:,} tokens"
     if task.objective == "sft":
         return "tokens" if task.fixed == 1 else f"tokens of a row, {task.fixed:,} rows"
-    return f"tokens of a prompt with its completion, {task.fixed:,} {task.unit}{'s' if task.fixed > 1 else ''}"
+    return f"tokens, {task.fixed:,} {task.unit}{'s' if task.fixed > 1 else ''}"
 
 
 def _undress(axes: Any) -> None:

@@ -17,9 +17,9 @@ from streamtune.recipe.build import blame_recipe, choose_device, make_schedule, 
 from streamtune.recipe.build_lengths import lengths_report
 from streamtune.recipe.build_model import make_blueprint, make_model_alone
 from streamtune.recipe.build_plan import shares_prompts
+from streamtune.recipe.build_shapes import LEAST, completions_of
 from streamtune.recipe.loader import LoadedRecipe
 from streamtune.recipe.schema import Recipe
-from streamtune.recipe.shapes import LEAST, completions_of
 
 __all__ = ["TableOptions", "bench_recipe", "table_recipe"]
 

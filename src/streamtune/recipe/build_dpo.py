@@ -12,8 +12,8 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from streamtune import data, models, objectives, train
-from streamtune.engine import StreamHandle, check_branches, stream
-from streamtune.errors import DataError, UnsupportedModelError
+from streamtune.engine import StreamHandle
+from streamtune.errors import DataError
 from streamtune.plan.memory import held_bytes
 from streamtune.plan.scored import Trees
 from streamtune.recipe.build import blame_recipe, make_sources, make_tokenizer
@@ -48,9 +48,10 @@ from streamtune.recipe.build_run import (
     train_run,
 )
 from streamtune.recipe.build_settings import plan_steps
+from streamtune.recipe.build_shapes import completions_like
+from streamtune.recipe.build_sharing import can_share
 from streamtune.recipe.loader import LoadedRecipe
 from streamtune.recipe.schema_dpo import DpoRecipe
-from streamtune.recipe.shapes import completions_like
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -116,7 +117,8 @@ def build_dpo(
         if compares and not recipe.precompute_ref_log_probs:
             with doing("loading the reference"):
                 held = load_reference(recipe, model, tokenizer, start.device)
-        share = _choose_layout(recipe, model, doing, notify)
+        with doing("checking that prompts can be shared"):
+            share = can_share(recipe, model, notify)
         largest = _largest(prepared, recipe, longest, share)
         handle, memory = plan_and_stream(
             recipe,
@@ -209,26 +211,6 @@ def _check_loss(recipe: DpoRecipe) -> bool:
         return objectives.check_unpaired(recipe.loss_type, **unpaired_knobs(recipe)).needs_reference
     loss = objectives.check_preference(recipe.loss_type, **pair_knobs(recipe))
     return loss.needs_reference and not recipe.reference_free
-
-
-def _choose_layout(recipe: DpoRecipe, model: Any, doing: Doing, notify: Notify) -> bool:
-    """Whether prompts are streamed once, after trying whether this very model can.
-
-    Raises:
-        UnsupportedModelError: It cannot, and the recipe asks for it.
-    """
-    if recipe.share_prefix == "never":
-        return False
-    with doing("checking that prompts can be shared"), stream(model) as handle:
-        try:
-            check_branches(handle)
-        except UnsupportedModelError as error:
-            if recipe.share_prefix == "always":
-                error.where = "share_prefix"
-                raise
-            notify(f"each completion has its own copy of the prompt: {error.what}")
-            return False
-    return True
 
 
 def _largest(prepared: data.PreparedTrees, recipe: DpoRecipe, longest: int, share: bool) -> Trees:

@@ -16,8 +16,7 @@ import torch
 from torch import Tensor
 
 from streamtune import data, models, optim, rollout, train
-from streamtune.engine import StreamHandle, check_branches, stream
-from streamtune.errors import UnsupportedModelError
+from streamtune.engine import StreamHandle
 from streamtune.objectives import POLICY_LOSSES, check_policy, group_advantages
 from streamtune.plan.memory import held_bytes
 from streamtune.recipe.build import blame_recipe, make_sources, make_tokenizer
@@ -40,9 +39,10 @@ from streamtune.recipe.build_run import (
     train_run,
 )
 from streamtune.recipe.build_settings import StepPlan
+from streamtune.recipe.build_shapes import completions_of, prompts_of
+from streamtune.recipe.build_sharing import can_share
 from streamtune.recipe.loader import LoadedRecipe
 from streamtune.recipe.schema_grpo import GrpoRecipe
-from streamtune.recipe.shapes import completions_of, prompts_of
 from streamtune.train.objective import autocast
 
 if TYPE_CHECKING:
@@ -115,7 +115,8 @@ def build_grpo(
         if recipe.beta > 0:
             with doing("loading the reference"):
                 held = load_reference(recipe, model, tokenizer, start.device)
-        share = _shares_prefix(recipe, model, doing, notify)
+        with doing("checking that prompts can be shared"):
+            share = can_share(recipe, model, notify)
         handle, memory = plan_and_stream(
             recipe,
             model,
@@ -196,26 +197,6 @@ def _layout(recipe: GrpoRecipe, tokenizer: PreTrainedTokenizerBase, share: bool)
         mask_truncated=recipe.mask_truncated_completions,
         flat_has_gradient=recipe.beta > 0 and not loss.kl_in_reward,
     )
-
-
-def _shares_prefix(recipe: GrpoRecipe, model: Any, doing: Doing, notify: Notify) -> bool:
-    """Whether completions share their prompt, after trying whether this very model can.
-
-    Raises:
-        UnsupportedModelError: They are to, and it cannot.
-    """
-    if recipe.share_prefix == "never" or min(recipe.per_device_train_batch_size, recipe.num_generations) == 1:
-        return False
-    with doing("checking that prompts can be shared"), stream(model) as handle:
-        try:
-            check_branches(handle)
-        except UnsupportedModelError as error:
-            if recipe.share_prefix == "always":
-                error.where = "share_prefix"
-                raise
-            notify(f"each completion has its own copy of the prompt: {error.what}")
-            return False
-    return True
 
 
 def _plan_steps(recipe: GrpoRecipe, num_prompts: int) -> StepPlan:

@@ -23,9 +23,9 @@ from streamtune.plan.worker import Worker
 from streamtune.recipe.build import choose_device, make_schedule, quiet_libraries
 from streamtune.recipe.build_model import make_blueprint
 from streamtune.recipe.build_plan import make_workload, reference_bytes, shares_prompts
+from streamtune.recipe.build_shapes import LEAST, completions_of
 from streamtune.recipe.build_steps import prepare_step
 from streamtune.recipe.schema import Recipe
-from streamtune.recipe.shapes import LEAST, completions_of
 from streamtune.sizes import show_size
 
 __all__ = ["lengths_report"]

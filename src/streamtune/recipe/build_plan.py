@@ -34,10 +34,10 @@ from streamtune.recipe.build import (
     quiet_libraries,
 )
 from streamtune.recipe.build_model import make_blueprint, make_optimizer, make_reference_blueprint
+from streamtune.recipe.build_shapes import LEAST, completions_of, holds_reference, may_share
 from streamtune.recipe.engine import EngineSpec
 from streamtune.recipe.loader import LoadedRecipe
 from streamtune.recipe.schema import Recipe
-from streamtune.recipe.shapes import LEAST, completions_of, holds_reference
 from streamtune.sizes import parse_size
 
 __all__ = [
@@ -238,15 +238,14 @@ def shares_prompts(recipe: Recipe, model: nn.Module, device: torch.device) -> bo
     Raises:
         UnsupportedModelError: They cannot, and the recipe asks for it.
     """
-    asked = getattr(recipe, "share_prefix", "never")
-    if asked == "never":
+    if not may_share(recipe):
         return False
     tree = Scored(((5, (6, 6)),))
     workload = Workload(lambda: model, tree.length, device_type=device.type, completions=lambda length, size: tree)
     try:
         plan.simulate(workload, Schedule(chunk_size=4))
     except UnsupportedModelError as error:
-        if asked == "always":
+        if getattr(recipe, "share_prefix", None) == "always":
             error.where = "share_prefix"
             raise
         return False

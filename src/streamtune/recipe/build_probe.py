@@ -25,11 +25,11 @@ from streamtune.plan.trial import Outcome
 from streamtune.recipe.build import blame_recipe, choose_device, make_schedule, quiet_libraries
 from streamtune.recipe.build_model import choose_quantization
 from streamtune.recipe.build_plan import device_elsewhere, memory_of
+from streamtune.recipe.build_shapes import LEAST, unit_of
 from streamtune.recipe.build_simulated import SimulatedTrials, simulated
 from streamtune.recipe.build_steps import prepare_step
 from streamtune.recipe.loader import LoadedRecipe
 from streamtune.recipe.schema import Recipe
-from streamtune.recipe.shapes import LEAST, unit_of
 from streamtune.sizes import parse_size, show_size
 
 __all__ = ["ProbeOptions", "probe_recipe"]

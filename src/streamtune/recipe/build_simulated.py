@@ -27,8 +27,8 @@ from streamtune.plan.steps import Shape
 from streamtune.plan.trial import Cause, Outcome
 from streamtune.recipe.build_model import make_blueprint
 from streamtune.recipe.build_plan import make_workload, reference_bytes, shares_prompts
+from streamtune.recipe.build_shapes import LEAST, completions_of
 from streamtune.recipe.schema import Recipe
-from streamtune.recipe.shapes import LEAST, completions_of
 from streamtune.sizes import show_size
 
 __all__ = ["SimulatedTrials", "simulated"]

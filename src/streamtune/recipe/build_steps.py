@@ -19,8 +19,8 @@ from typing import Any
 import torch
 
 from streamtune import rollout, train
-from streamtune.engine import Schedule, StreamHandle, check_branches, stream
-from streamtune.errors import ArgumentError, UnsupportedModelError
+from streamtune.engine import Schedule, StreamHandle
+from streamtune.errors import ArgumentError
 from streamtune.plan.checkpointing import use_checkpointing
 from streamtune.plan.memory import held_bytes
 from streamtune.plan.plain_scores import PlainScores
@@ -33,15 +33,16 @@ from streamtune.recipe.build_plan import plan_model
 from streamtune.recipe.build_preference import GivenReference, PairObjective, UnpairedObjective
 from streamtune.recipe.build_random import RandomTokens
 from streamtune.recipe.build_reference import streamed
+from streamtune.recipe.build_shapes import completions_of, has_reference, holds_reference
+from streamtune.recipe.build_sharing import can_share
 from streamtune.recipe.schema import Recipe
 from streamtune.recipe.schema_dpo import DpoRecipe
 from streamtune.recipe.schema_grpo import GrpoRecipe
-from streamtune.recipe.shapes import completions_of, has_reference, holds_reference
 from streamtune.train.objective import autocast
 from streamtune.train.routers import StepRouters
 from streamtune.train.step import accumulate_gradients, clip_gradients, update_weights
 
-__all__ = ["OBJECTIVES", "can_share", "make_reference", "prepare_step"]
+__all__ = ["OBJECTIVES", "make_reference", "prepare_step"]
 
 WRITTEN = 4
 """Tokens of a completion that a trial writes."""
@@ -101,26 +102,6 @@ class Trained:
     def batches(self) -> range:
         """The micro-batches of a step."""
         return range(min(self.recipe.gradient_accumulation_steps, 2))
-
-
-def can_share(recipe: Recipe, model: Any) -> bool:
-    """Whether completions share their prompts in this very model.
-
-    Raises:
-        UnsupportedModelError: They cannot, and the recipe asks for it.
-    """
-    asked = getattr(recipe, "share_prefix", "never")
-    if asked == "never":
-        return False
-    try:
-        with stream(model) as handle:
-            check_branches(handle)
-    except UnsupportedModelError as error:
-        if asked == "always":
-            error.where = "share_prefix"
-            raise
-        return False
-    return True
 
 
 def _planned(

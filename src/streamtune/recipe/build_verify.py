@@ -40,28 +40,26 @@ from streamtune.recipe.build_dpo import prepare_trees
 from streamtune.recipe.build_grpo import prepare_prompts
 from streamtune.recipe.build_model import make_model
 from streamtune.recipe.build_reference import load_reference
-from streamtune.recipe.build_steps import can_share
+from streamtune.recipe.build_shapes import has_reference
+from streamtune.recipe.build_sharing import can_share
+from streamtune.recipe.build_verify_rows import Window, choose_rows
 from streamtune.recipe.build_verify_trees import TreeLosses, choose_trees, make_losses, random_completions
 from streamtune.recipe.loader import LoadedRecipe
 from streamtune.recipe.schema import Recipe
 from streamtune.recipe.schema_dpo import DpoRecipe
 from streamtune.recipe.schema_grpo import GrpoRecipe
-from streamtune.recipe.shapes import has_reference
 from streamtune.train.objective import autocast, loss_of, output_of
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-__all__ = ["DTYPES", "Subject", "Window", "build_verify", "choose_rows", "run_verify"]
+__all__ = ["DTYPES", "Subject", "build_verify", "run_verify"]
 
 DTYPES = ("float32", "bfloat16", "float64")
 """What ``--dtype`` takes."""
 
 FIRST_ROWS = 64
 """Rows of each source that are read: a verification needs one or a few."""
-
-MOST_ROWS = 4
-"""Rows of the batch at most."""
 
 PACKED_ROWS = 2
 """Rows of a packed sequence at least, if the data has so many: one alone would prove nothing of packing."""
@@ -74,20 +72,6 @@ LENGTH = {"cpu": 2048, "cuda": 8192}
 
 PROBE = 256
 """Tokens of the forward that memory is measured on."""
-
-
-@dataclass(frozen=True)
-class Window:
-    """The part of a row that is used."""
-
-    example: data.Example
-    start: int
-    row_length: int
-
-    @property
-    def length(self) -> int:
-        """Tokens used."""
-        return len(self.example.input_ids)
 
 
 @dataclass(frozen=True)
@@ -216,7 +200,7 @@ def _build_trees(
             model = make_model(recipe, tokenizer, None, device)
         stream_model(recipe, model).remove()  # what is refused is refused at once
         with doing("checking that prompts can be shared"):
-            share = can_share(recipe, model)
+            share = can_share(recipe, model, notify)
         with doing("loading the reference"):
             beside = load_reference(recipe, model, tokenizer, device) if has_reference(recipe) else None
         bf16, widened = _precision(recipe, dtype)
@@ -299,47 +283,6 @@ def _first_rows(
         return prepare_data(recipe, few[:1], tokenizer, notify).train
     except DataError:
         return prepare_data(recipe, sources, tokenizer, notify).train
-
-
-def choose_rows(examples: Sequence[data.Example], length: int, at_least: int = 1) -> list[Window]:
-    """The first row with something to train on, cut to ``length``; if it is short, following ones beside it.
-
-    The batch has ``length`` tokens at most, padding counted, so short rows cost no more than one long one. Rows are cut
-    further where there shall be ``at_least`` so many.
-
-    Raises:
-        DataError: No row has two tokens of which the second is trained on.
-    """
-    windows: list[Window] = []
-    for example in examples:
-        window = _window(example, max(2, length // at_least))
-        if window is None:
-            continue
-        longest = max(window.length, *(other.length for other in windows), 0)
-        if windows and (len(windows) == MOST_ROWS or longest * (len(windows) + 1) > length):
-            break
-        windows.append(window)
-    if not windows:
-        raise DataError(
-            "none of the rows has a token to train on after its first, so there is no gradient to compare",
-            where=examples[0].origin,
-            mend="use longer rows, or look at train_on",
-        )
-    return windows
-
-
-def _window(example: data.Example, length: int) -> Window | None:
-    """``length`` tokens of a row, half of them before the first that is trained on if the prompt is long."""
-    ids, labels = np.asarray(example.input_ids), np.asarray(example.labels)
-    trained = np.flatnonzero(labels[1:] != train.IGNORE_INDEX) + 1
-    if not len(trained):
-        return None
-    start = 0
-    if len(ids) > length and trained[0] >= length // 2:
-        start = int(min(trained[0] - length // 2, len(ids) - length))
-    kept = labels[start : start + length].copy()
-    kept[0] = train.IGNORE_INDEX  # nothing before it is there to predict it from
-    return Window(data.Example(ids[start : start + length], kept, example.origin), start, len(ids))
 
 
 def _collate(windows: Sequence[Window], tokenizer: PreTrainedTokenizerBase, packed: bool = False) -> train.MicroBatch:

@@ -32,9 +32,9 @@ from streamtune.recipe.build_preference import (
     tree_batch,
 )
 from streamtune.recipe.build_reference import streamed
+from streamtune.recipe.build_shapes import has_reference
 from streamtune.recipe.schema_dpo import DpoRecipe
 from streamtune.recipe.schema_grpo import GrpoRecipe
-from streamtune.recipe.shapes import has_reference
 from streamtune.train.objective import autocast
 
 __all__ = ["TreeLosses", "choose_trees", "make_losses", "random_completions"]

@@ -10,7 +10,7 @@ from streamtune import data
 from streamtune.plan.scored import Scored
 from streamtune.recipe import DpoRecipe, GrpoRecipe, Recipe
 from streamtune.recipe.build_grpo_groups import Group, Layout, micro_batches
-from streamtune.recipe.shapes import completions_like, completions_of, holds_reference, prompts_of, unit_of
+from streamtune.recipe.build_shapes import completions_like, completions_of, holds_reference, prompts_of, unit_of
 
 COMMON: dict[str, Any] = {"model_name_or_path": "none", "datasets": [{"path": "none"}]}
 

@@ -23,7 +23,16 @@ from streamtune.recipe.schema import Recipe
 from streamtune.recipe.schema_dpo import DpoRecipe
 from streamtune.recipe.schema_grpo import GrpoRecipe
 
-__all__ = ["LEAST", "completions_like", "completions_of", "has_reference", "holds_reference", "prompts_of", "unit_of"]
+__all__ = [
+    "LEAST",
+    "completions_like",
+    "completions_of",
+    "has_reference",
+    "holds_reference",
+    "may_share",
+    "prompts_of",
+    "unit_of",
+]
 
 LEAST = {"sft": 2, "dpo": 4, "grpo": 4}
 """Tokens of the shortest length: a prompt and completions of two each, where there are any."""
@@ -37,8 +46,15 @@ def completions_of(recipe: Recipe, *, share: bool = True) -> Completions | None:
         share: Whether its model can share prompts; the recipe may still say never.
     """
     if isinstance(recipe, DpoRecipe | GrpoRecipe):
-        return partial(_scored, recipe, share and recipe.share_prefix != "never")
+        return partial(_scored, recipe, share and may_share(recipe))
     return None
+
+
+def may_share(recipe: Recipe) -> bool:
+    """Whether there are completions with a prompt in common, and the recipe does not keep them apart."""
+    if isinstance(recipe, GrpoRecipe) and min(recipe.per_device_train_batch_size, recipe.num_generations) == 1:
+        return False
+    return getattr(recipe, "share_prefix", "never") != "never"
 
 
 def completions_like(recipe: Recipe, trees: Trees, longest: int, *, share: bool) -> Completions:
