@@ -18,7 +18,7 @@ from streamtune.data import Example
 from streamtune.engine import cache, head, vjp
 from streamtune.engine.balance import RouterSums
 from streamtune.plan.room import Room
-from streamtune.recipe.build_verify import choose_rows
+from streamtune.recipe.build_verify_rows import choose_rows
 
 RECIPE: dict[str, Any] = {
     "model": {

@@ -181,6 +181,12 @@ def _bench(
     out.print(
         "Peak and activations in MiB (beyond weights, gradients and layer inputs); x: to checkpointing", style="dim"
     )
+    if report.objective != "sft":
+        out.print(
+            "tokens: of a prompt with its longest completion, prompts shared where they are streamed; tok/s counts "
+            "each completion with its prompt. The loss is their mean log-probability; no reference is asked",
+            style="dim",
+        )
     out.print(f"Written to {folder / 'bench.json'} and {folder / 'bench.png'}", style="dim", soft_wrap=True)
 
 

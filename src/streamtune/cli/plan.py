@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from dataclasses import asdict
 from typing import TYPE_CHECKING, Annotated
 
 import typer
@@ -17,12 +18,14 @@ from .options import JsonOption, RecipeArgument, SetOption
 
 if TYPE_CHECKING:
     from streamtune.plan import Plan
+    from streamtune.plan.scored import Scored
+    from streamtune.recipe import Recipe
     from streamtune.recipe.build_plan import RecipePlan
 
 __all__ = ["bar", "describe_plan", "plan", "show_seconds"]
 
 EIGHTHS = " ▏▎▍▌▋▊▉█"
-FIXED = ("weights", "gradients", "optimizer")
+FIXED = ("weights", "reference", "gradients", "optimizer")
 """Terms that do not grow with the length."""
 
 
@@ -81,6 +84,8 @@ def _document(planned: RecipePlan) -> dict[str, object]:
         "trainable_parameters": planned.parameters.trainable,
         "length": planned.length,
         "tokens": planned.tokens,
+        "objective": planned.loaded.recipe.objective,
+        "completions": None if planned.scored is None else asdict(planned.scored),
         "device": planned.device_name,
         "here": planned.here,
     }
@@ -125,8 +130,25 @@ def _describe_model(planned: RecipePlan) -> str:
 def _describe_step(planned: RecipePlan) -> str:
     recipe = planned.loaded.recipe
     rows, micro = recipe.per_device_train_batch_size, recipe.gradient_accumulation_steps
+    if planned.scored is not None:
+        text = _describe_scored(planned.scored, recipe)
+        return f"{text}, {micro} times; {recipe.optim}" if micro > 1 else f"{text}; {recipe.optim}"
     text = f"{rows * micro} row{'s' if rows * micro > 1 else ''} of {planned.length:,} tokens"
     return f"{text}, {rows} at a time; {recipe.optim}" if micro > 1 else f"{text}; {recipe.optim}"
+
+
+def _describe_scored(scored: Scored, recipe: Recipe) -> str:
+    """``1 pair of 2 x 65,536 tokens, prompt shared: 98,304 tokens``"""
+    from streamtune.recipe.build_shapes import unit_of
+
+    longest = max(trunk + max(branches) for trunk, branches in scored.trees)
+    unit, count = unit_of(recipe), recipe.per_device_train_batch_size
+    units = f"{count} {unit}{'s' if count > 1 else ''} of {'2 x ' if unit == 'pair' else ''}{longest:,} tokens"
+    total = f"{scored.rows * scored.length:,} tokens"
+    if not scored.shares:
+        return f"{units}: {total}"
+    prompts = len(scored.trees)
+    return f"{units}, {'prompts' if prompts > 1 else 'prompt'} shared: {total}"
 
 
 def _describe_device(planned: RecipePlan) -> str:
@@ -141,7 +163,10 @@ def _describe_device(planned: RecipePlan) -> str:
 
 def _describe_time(planned: RecipePlan) -> str:
     seconds = planned.plan.step_seconds
-    return f"about {show_seconds(seconds)} a step, {planned.tokens / seconds:,.0f} tokens/s"
+    text = f"about {show_seconds(seconds)} a step, {planned.tokens / seconds:,.0f} tokens/s"
+    if planned.scored is not None and planned.scored.forwards:
+        text += ", forward passes without gradient included"
+    return f"{text}, without the rollout" if planned.loaded.recipe.objective == "grpo" else text
 
 
 def _describe_binding(chosen: Plan) -> str:

@@ -157,6 +157,8 @@ def _print_report(report: ProbeReport, folder: Path) -> None:
     out.print(_title(report), style="bold")
     out.print(_table(report))
     rows = [("schedule", _describe_schedule(report))]
+    if report.task.objective != "sft":
+        rows.insert(0, ("length", _describe_length(report)))
     for mode, limit in report.limits.items():
         if limit.trial is not None and limit.trial.outcome.terms and mode == "stream":
             terms = limit.trial.outcome.terms.items()
@@ -167,6 +169,17 @@ def _print_report(report: ProbeReport, folder: Path) -> None:
         rows.append(("on", _describe_device(report)))
     rows.append(("written", f"{folder / 'probe.json'}, {folder / 'probe.png'}"))
     print_rows(rows)
+
+
+def _describe_length(report: ProbeReport) -> str:
+    task = report.task
+    text = "tokens of a prompt with its longest completion"
+    if task.scaled == "length":
+        text += f"; {task.fixed:,} {task.unit}{'s' if task.fixed > 1 else ''} in a batch"
+    if task.objective == "grpo":
+        measured = "the end of its rollout is part of a trial" if task.method == "measure" else "without its rollout"
+        text += f"; {measured}"
+    return text
 
 
 def _describe_schedule(report: ProbeReport) -> str:
@@ -187,12 +200,12 @@ def _describe_device(report: ProbeReport) -> str:
 
 def _table(report: ProbeReport) -> Table:
     """One row a mode."""
-    scaled = "tokens" if report.task.scaled == "length" else "rows"
+    scaled = "tokens" if report.task.scaled == "length" else f"{report.task.unit}s"
     streamed = report.limits["stream"].fits if "stream" in report.limits else 0
     table = Table(box=None, header_style="bold", pad_edge=False)
     table.add_column("")
     for name in (
-        f"longest, {scaled}" if scaled == "tokens" else "largest, rows",
+        f"longest, {scaled}" if scaled == "tokens" else f"largest, {scaled}",
         "ours is",
         "peak",
         "host",

@@ -17,7 +17,8 @@ from .options import JsonOption, RecipeArgument, SetOption
 if TYPE_CHECKING:
     from streamtune.engine import RouterLoss
     from streamtune.plan import VerifyReport
-    from streamtune.recipe.build_verify import Subject, Window
+    from streamtune.recipe.build_verify import Subject
+    from streamtune.recipe.build_verify_rows import Window
 
 __all__ = ["verify"]
 
@@ -64,7 +65,9 @@ def _facts(subject: Subject) -> dict[str, object]:
     return {
         "model": _base_name(subject),
         "device": str(subject.device),
+        "objective": subject.loaded.recipe.objective,
         "rows": list(batch.origins),
+        "shared_prompts": getattr(batch, "branches", None) is not None,
         "packed": batch.position_ids is not None,
         "length": subject.length,
         "tokens": batch.num_tokens,
@@ -92,6 +95,7 @@ def _print_banner(subject: Subject) -> None:
         [
             ("model", _describe_model(subject)),
             ("rows", _describe_rows(subject)),
+            *([("loss", _describe_reference_of(subject))] if subject.losses is not None else []),
             ("chunks", f"{sizes} tokens; in the head {heads}"),
             *([("routers", _describe_routers(subject.router_loss))] if subject.router_loss else []),
         ]
@@ -116,12 +120,43 @@ def _describe_routers(loss: RouterLoss) -> str:
 
 def _describe_rows(subject: Subject) -> str:
     batch, windows = subject.batch, subject.windows
+    if subject.losses is not None:
+        return _describe_completions(subject)
     tokens = f"{batch.num_tokens:,} tokens, {batch.num_targets:,} of them trained on"
     if batch.position_ids is not None:
         return f"the first {len(windows)} packed into one sequence, against each alone: {tokens}"
     if len(windows) > 1:
         return f"the first {len(windows)}, padded to {subject.length:,}: {tokens}"
     return f"{windows[0].example.origin}{_describe_cut(windows[0], subject.length_limit)}: {tokens}"
+
+
+def _describe_completions(subject: Subject) -> str:
+    """What was scored, and how it lay."""
+    from streamtune.train import TreeBatch
+
+    batch, alone = subject.batch, subject.alone
+    assert isinstance(batch, TreeBatch)
+    whose = "random completions" if subject.loaded.recipe.objective == "grpo" else "completions"
+    prompts = len(batch.origins)
+    text = f"{batch.num_rows} {whose} of {'the first prompt' if prompts == 1 else f'the first {prompts} prompts'}"
+    if subject.length_limit:
+        text += f", cut to {alone.input_ids.shape[1]:,} tokens ({subject.length_limit})"
+    how = "prompts shared" if batch.branches is not None else "each with its own prompt"
+    against = f", against {alone.num_tokens:,} in rows of their own" if batch.branches is not None else ""
+    return f"{text}, {how}: {batch.num_tokens:,} tokens{against}; {batch.num_targets:,} trained on"
+
+
+def _describe_reference_of(subject: Subject) -> str:
+    """The loss, and what it compares with."""
+    from streamtune.recipe.build_shapes import has_reference
+
+    recipe, losses = subject.loaded.recipe, subject.losses
+    assert losses is not None
+    name: str = losses.recipe.loss_type
+    if not has_reference(recipe):
+        return f"{name}, no reference"
+    held = "a model beside it" if losses.beside is not None else "the model without its adapters"
+    return f"{name}; the reference is {held}"
 
 
 def _describe_cut(window: Window, why: str) -> str:
@@ -150,7 +185,7 @@ def _print_report(report: VerifyReport) -> None:
             ("experts", "rounding may send a token to another one; a shorter --length, or --dtype float64, tells")
         )
     if report.refusal:
-        rows.append(("sft", f"would refuse this model: {report.refusal}"))
+        rows.append(("train", f"would refuse this model: {report.refusal}"))
     print_rows(rows)
     out.print(_verdict(report), soft_wrap=not out.is_terminal)
 

@@ -27,7 +27,7 @@ from streamtune.data.rows_preference import (
 from streamtune.data.said import prompt_digest
 from streamtune.data.sources import Source, typed_rows
 from streamtune.data.store import spill
-from streamtune.data.tree import TREE_SCHEMA, Tree, TreeSequence
+from streamtune.data.tree import TREE_SCHEMA, TreeSequence
 from streamtune.errors import DataError
 
 if TYPE_CHECKING:
@@ -43,8 +43,8 @@ Rows = Iterator[tuple[Answers, str]]
 class PreparedTrees:
     """Trees, split in what is trained on and what is held out; no prompt is on both sides."""
 
-    train: Sequence[Tree]
-    validation: Sequence[Tree]
+    train: TreeSequence
+    validation: TreeSequence
     report: TreeReport
     fingerprint: str
     """hash of all token ids, masks, labels and margins in order: equal if and only if a run sees the same data"""

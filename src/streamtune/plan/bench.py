@@ -13,6 +13,7 @@ from typing import Any
 
 from streamtune.engine import Schedule
 from streamtune.plan.modes import MODES, Mode
+from streamtune.plan.scored import Completions
 from streamtune.plan.subject import Case, Job, Layout, MakeModel
 from streamtune.plan.worker import Worker
 
@@ -65,6 +66,8 @@ class BenchReport:
     rows: list[BenchRow] = field(default_factory=list)
     packed_rows: int = 0
     """Rows of the layouts that have several; 0 where only one row was measured."""
+    objective: str = "sft"
+    """Whose shape a batch has."""
 
     def to_json(self) -> dict[str, Any]:
         """The document of ``streamtune bench --json``."""
@@ -85,6 +88,8 @@ def run_bench(
     packed_rows: int = 0,
     repeats: int = 3,
     autocast: bool = False,
+    objective: str = "sft",
+    completions: Completions | None = None,
     notify: Callable[[str], None] = lambda message: None,
 ) -> BenchReport:
     """Measure every mode at every length.
@@ -98,11 +103,14 @@ def run_bench(
         packed_rows: Also measure each length as so many rows in one sequence, and as the same rows one after another.
         repeats: Timed steps of each mode, taken in turns.
         autocast: Compute in bf16.
+        objective: Whose shape a batch has.
+        completions: What a batch scores, where the objective scores completions; its rows are apart where it is not
+            streamed. The loss is the mean of their log-probabilities, and no reference is asked.
         notify: Told what is being measured.
     """
-    report = BenchReport({}, schedule, [], packed_rows)
+    report = BenchReport({}, schedule, [], packed_rows, objective)
     layouts: list[Layout] = ["row", "packed", "separate"] if packed_rows else ["row"]
-    job = Job(make_model, batch_size, autocast)
+    job = Job(make_model, batch_size, autocast, completions)
     for length in lengths:
         cases = [Case(mode, length, schedule, layout, packed_rows) for mode in modes for layout in layouts]
         report.rows.extend(_measure_length(job, cases, repeats, notify, report.env))
@@ -154,7 +162,7 @@ def _with_times(row: BenchRow, case: Case, times: dict[Case, list[tuple[float, f
         row,
         forward_s=statistics.median(forward for forward, _ in own),
         backward_s=statistics.median(backward for _, backward in own),
-        tokens_per_s=job.batch_size * case.length / statistics.median(map(sum, own)),
+        tokens_per_s=job.tokens(case.length) / statistics.median(map(sum, own)),
         ratio=paired(own, times.get(replace(case, mode=BASELINE), [])),
         row_ratio=paired(own, times.get(replace(case, layout="row"), [])),
     )

@@ -107,7 +107,7 @@ class Estimator:
         head_chunk: int,
         grad_dtype: Literal["float32", "param"] = "float32",
     ) -> None:
-        self.layers, self.rows, self.length = layers, workload.batch_size, workload.length
+        self.layers, self.rows, self.length = layers, workload.rows, workload.tokens
         self.chunk, self.wide = chunks[min(1, len(chunks) - 1)], chunks[min(3, len(chunks) - 1)]
         self.head_chunk = head_chunk
         plain = Schedule(self.chunk, head_chunk, grad_dtype=grad_dtype)
@@ -123,6 +123,7 @@ class Estimator:
         self._outputs = added(keep_attention="device")
         self.of_a_kept_layer = added(keep_layers=1)
         """What it adds to keep one layer whole."""
+        self.forwards = 0.0 if workload.scored is None else workload.scored.forwards
         embedding = _embedding(workload)
         self.vocabulary = embedding.shape[0]
         self.input_bytes = embedding.shape[1] * embedding.element_size() * self.rows * self.length
@@ -180,10 +181,12 @@ class Estimator:
         return total
 
     def _forward(self, *, attention: bool) -> Figures:
-        """One more forward of the layers: a fourth of a step's products, of attention two of its nine."""
+        """One more forward of the layers: a fourth of a step's products, of attention two of its nine; of less where a
+        reference goes forward besides."""
         work = self.plainest.values
-        forward = {name: work[name] / 4 for name in (f"{WORK}matmul_flops", f"{WORK}touched_bytes")}
-        return Figures({**forward, ATTENTION: work[ATTENTION] * FORWARD_SHARE if attention else 0.0})
+        forward = {name: work[name] / (4 + self.forwards) for name in (f"{WORK}matmul_flops", f"{WORK}touched_bytes")}
+        share = FORWARD_SHARE / (1 + FORWARD_SHARE * self.forwards)
+        return Figures({**forward, ATTENTION: work[ATTENTION] * share if attention else 0.0})
 
     def _somewhere(self, kept: Figures, place: str) -> Figures:
         """What is kept on the device, kept there or on the host."""

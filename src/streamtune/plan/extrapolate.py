@@ -134,10 +134,11 @@ class Part:
 
 @dataclass(frozen=True)
 class Combined:
-    """Cells of the whole step that are its largest, with their moments ``[n, COLUMNS]``, and the work of all."""
+    """Cells of the whole step that are its largest, with their moments ``[n, COLUMNS]``, and the work of all: by phase
+    and whether it is that of layers, a sum for each of ``WORK``."""
 
     cells: list[tuple[Place, Tensor]]
-    work: list[float]
+    work: dict[tuple[str, bool], list[float]]
 
 
 def combined(parts: list[Part], layers: list[Zone], chunks: Axis) -> Combined:
@@ -148,7 +149,7 @@ def combined(parts: list[Part], layers: list[Zone], chunks: Axis) -> Combined:
     """
     named = [_named(part, layers, chunks) for part in parts]
     cells: list[tuple[Place, Tensor]] = []
-    work = [0.0] * len(parts[0].tape.cells[next(iter(parts[0].tape.cells))].work)
+    work: dict[tuple[str, bool], list[float]] = {}
     if any(cells_of.keys() != named[0].keys() for cells_of in named):
         raise UnlikeError
     shares = [part.share for part in parts]
@@ -159,9 +160,10 @@ def combined(parts: list[Part], layers: list[Zone], chunks: Axis) -> Combined:
         total = sum(share * each for share, each in zip(shares, moments, strict=True))
         assert isinstance(total, Tensor)
         cells.append((place, total))
-        for kind in range(len(work)):
+        sums = work.setdefault((place.phase, place.layer is not None), [0.0] * len(WORK))
+        for kind in range(len(WORK)):
             factors = squares if place.walk == "whole" and WORK[kind] == "attention_flops" else shares
-            work[kind] += weight * sum(share * cell.work[kind] for share, cell in zip(factors, alike, strict=True))
+            sums[kind] += weight * sum(share * cell.work[kind] for share, cell in zip(factors, alike, strict=True))
     return Combined(cells, work)
 
 

@@ -46,6 +46,12 @@ class LiveBytes(TorchDispatchMode):
     it holds. Weights and whatever else existed before are not counted, nor what the machine's memory holds for a model
     that is on an accelerator.
 
+    Args:
+        model: What is run.
+        layers: Its decoder layers.
+        count_cpu: Count what is in the machine's memory; None does where the model is.
+        beside: Another model that is run and not trained, whose weights are not counted either.
+
     Attributes:
         live: Bytes alive now, by kind.
         total: Bytes alive now, of all kinds.
@@ -54,7 +60,14 @@ class LiveBytes(TorchDispatchMode):
         activation_peak: Largest number of bytes of activations, keys and values, and the head.
     """
 
-    def __init__(self, model: nn.Module, layers: Iterable[nn.Module], *, count_cpu: bool | None = None) -> None:
+    def __init__(
+        self,
+        model: nn.Module,
+        layers: Iterable[nn.Module],
+        *,
+        count_cpu: bool | None = None,
+        beside: nn.Module | None = None,
+    ) -> None:
         super().__init__()
         self.live = dict.fromkeys(KINDS, 0)
         self.total = self.peak = self.activation_peak = 0
@@ -63,7 +76,7 @@ class LiveBytes(TorchDispatchMode):
         """What a new storage is taken for."""
         self._model, self._layers = model, list(layers)
         self._known: dict[int, tuple[str, int, Any]] = {}
-        held = list(held_tensors(model))
+        held = [tensor for each in (model, beside) if each is not None for tensor in held_tensors(each)]
         self._before = {_address(t) for t in held}
         on_cpu = all(tensor.device.type == "cpu" for tensor in held)
         self._count_cpu = on_cpu if count_cpu is None else count_cpu

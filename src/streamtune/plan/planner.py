@@ -125,7 +125,7 @@ def choose(
     started = time.perf_counter()
     model: Any = workload.make_model()
     layers = decoder_layers(model)
-    space = Space(len(layers), workload.length, limits, fixed or {})
+    space = Space(len(layers), workload.tokens, limits, fixed or {})
     if _may_hold_all(space, workload, model.get_input_embeddings().weight) and (
         easy := _nothing_recomputed(space, workload, simulate)
     ):
@@ -211,7 +211,7 @@ def _may_hold_all(space: Space, workload: Workload, embedding: Tensor) -> bool:
     if not set(space.fixed) <= SIZES:
         return False
     token_bytes = embedding.shape[-1] * (2 if workload.autocast else embedding.element_size())
-    tokens = workload.length * workload.batch_size
+    tokens = workload.tokens * workload.rows
     return LEAST_OF_A_LAYER * token_bytes * tokens * space.layers <= space.limits.device
 
 

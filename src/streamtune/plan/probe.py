@@ -30,7 +30,7 @@ class ProbeTask:
 
     Attributes:
         method: ``measure`` or ``simulate``.
-        objective: What is trained: ``sft``.
+        objective: What is trained: ``sft``, ``dpo`` or ``grpo``.
         scaled: The length of a row, or the number of rows.
         fixed: The other of the two.
         within: Where to look, and when to stop.
@@ -38,6 +38,7 @@ class ProbeTask:
         device_bytes, host_bytes, disk_bytes: The budget; None is what there is.
         schedule: The recipe's, or None where the planner picks one for every length.
         margin: Part of the budget that a simulated step leaves free, and one that the planner picks.
+        unit: What a batch has so many of: ``row``, ``pair`` or ``completion``.
     """
 
     method: Literal["measure", "simulate"]
@@ -51,6 +52,7 @@ class ProbeTask:
     disk_bytes: int | None
     schedule: Schedule | None
     margin: float = 0.0
+    unit: str = "row"
 
     def shape(self, mode: Mode, number: int) -> Shape:
         """The trial of a number."""
@@ -127,6 +129,7 @@ class ProbeReport:
             **fixed,
             "method": task.method,
             "objective": task.objective,
+            "unit": task.unit,
             "device_memory_bytes": self.device_bytes,
             "host_memory_bytes": task.host_bytes,
             "disk_memory_bytes": task.disk_bytes,
@@ -190,7 +193,9 @@ def _search(
     def attempt(number: int) -> Attempt:
         shape = task.shape(mode, number)
         known = report.limits[mode]
-        say = _Sayer(f"{mode}, {_amount(shape)}", known.fits, task.scaled, notify)
+        say = _Sayer(
+            f"{mode}, {_amount(shape)}", known.fits, "tokens" if task.scaled == "length" else f"{task.unit}s", notify
+        )
         say("")
         outcome = run(shape, say)
         report.env = report.env or outcome.env
@@ -242,9 +247,9 @@ class _Sayer:
 
     trying: str
     fits: int
-    scaled: Scaled
+    unit: str
     notify: Callable[[str], None]
 
     def __call__(self, phase: str) -> None:
-        known = f" (fits: {self.fits:,} {'tokens' if self.scaled == 'length' else 'rows'})" if self.fits else ""
+        known = f" (fits: {self.fits:,} {self.unit})" if self.fits else ""
         self.notify(f"{self.trying}{f': {phase}' if phase else ''}{known}")

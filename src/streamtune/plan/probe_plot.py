@@ -109,8 +109,10 @@ def _number(report: ProbeReport, trial: Trial) -> int:
 def _unit(report: ProbeReport) -> str:
     task = report.task
     if task.scaled == "batch":
-        return f"rows of {task.fixed:,} tokens"
-    return "tokens" if task.fixed == 1 else f"tokens of a row, {task.fixed:,} rows"
+        return f"{task.unit}s of {task.fixed:,} tokens"
+    if task.objective == "sft":
+        return "tokens" if task.fixed == 1 else f"tokens of a row, {task.fixed:,} rows"
+    return f"tokens, {task.fixed:,} {task.unit}{'s' if task.fixed > 1 else ''}"
 
 
 def _undress(axes: Any) -> None:

@@ -14,7 +14,7 @@ from streamtune.sizes import show_size
 
 __all__ = ["excess_of", "longest_that_fits", "nothing_fits"]
 
-FIXED_TERMS = ("weights", "gradients", "optimizer")
+FIXED_TERMS = ("weights", "reference", "gradients", "optimizer")
 """What does not grow with the sequence."""
 
 SHORTEST, GRAIN = 64, 64
@@ -39,14 +39,12 @@ def nothing_fits(
     """
     schedule, simulation = min(tried.items(), key=lambda item: excess_of(item[1], limits))
     base = sum(simulation.terms.get(name, 0) for name in FIXED_TERMS)
-    what = (
-        f"no schedule fits a row of {workload.length:,} tokens: {_needs(simulation, limits)}; of that "
-        f"{_largest_terms(simulation)}"
-    )
+    what = f"no schedule fits {_describe(workload)}: {_needs(simulation, limits)}; of that {_largest_terms(simulation)}"
     helps: list[str] = []
+    beside = "weights, the reference's" if workload.reference_bytes else "weights"
     if base > limits.device:
         helps.append(
-            f"weights, gradients and optimizer state alone are {show_size(base)}: train adapters (finetuning_type: "
+            f"{beside}, gradients and optimizer state alone are {show_size(base)}: train adapters (finetuning_type: "
             "lora or qlora), keep the weights in bfloat16, or take a larger device"
         )
     elif longest := longest_that_fits(workload, schedule, simulation, limits, simulate):
@@ -82,6 +80,13 @@ def longest_that_fits(
 
     within = Range(first=workload.length, least=SHORTEST, most=workload.length, step=GRAIN, grain=GRAIN)
     return search_largest(attempt, within).fits
+
+
+def _describe(workload: Workload) -> str:
+    scored = workload.scored
+    if scored is None:
+        return f"a row of {workload.length:,} tokens"
+    return f"{scored.describe()} of up to {workload.length:,} tokens, {scored.rows * scored.length:,} in all"
 
 
 def excess_of(simulation: Simulation, limits: Limits) -> float:

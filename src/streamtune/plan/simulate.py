@@ -6,12 +6,18 @@ known (``plan.work``).
 
 Layers that are alike and chunks that are alike are walked a few times and the rest follows (``plan.extrapolate``);
 ``full=True`` walks them all.
+
+Chunks of completions that share their prompts are not alike. Few of them are walked, each; where they are many, one
+ordinary row of as many tokens stands for them, in which every token is scored. It holds what they hold but for some
+masks and copies, and of its work that of the head and of attention is counted for as many targets and pairs of tokens
+as there are.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -22,6 +28,7 @@ from streamtune.errors import ArgumentError
 from streamtune.plan.extrapolate import Combined, Part, UnlikeError, combined
 from streamtune.plan.layout import kinds_of_layers, layout_of
 from streamtune.plan.memory import ACTIVATION, ATTENTION, GRADIENT, HEAD, INPUT, KEYS, OPTIMIZER, held_bytes
+from streamtune.plan.scored import Completions, Scored
 from streamtune.plan.subject import Mode
 from streamtune.plan.tape import COLUMNS, WORK, Place, Tape
 from streamtune.plan.walk import Step, fewer_layers, shortened, walk
@@ -30,8 +37,12 @@ __all__ = ["Simulation", "Work", "Workload", "simulate"]
 
 DEVICES = ("cpu", "cuda")
 
+FEW = 24
+"""Chunks of completions that are walked one by one."""
+
 TERMS = {
     "weights": "weights",
+    "reference": "reference",
     GRADIENT: "gradients",
     OPTIMIZER: "optimizer",
     INPUT: "layer inputs",
@@ -50,8 +61,8 @@ class Workload:
 
     Args:
         make_model: Builds the model on ``meta``: in its dtype, adapters attached, without weights.
-        length: Tokens of a row.
-        batch_size: Rows of a micro-batch.
+        length: Tokens of a row; where completions are scored, of the longest with its prompt.
+        batch_size: Rows of a micro-batch; where completions are scored, what ``completions`` takes for one.
         micro_batches: Of a step. With more than one the gradients of the first are there during the others.
         make_optimizer: Builds the optimizer of a model; None trains without one.
         autocast: Compute in bf16.
@@ -60,6 +71,9 @@ class Workload:
             (2), weights (3).
         ranks: Over how many devices.
         device_type: Whose kernels compute: ``cuda`` or ``cpu``.
+        completions: What is scored at a length and batch size, where the loss is not on next tokens. A baseline has
+            them apart.
+        reference_bytes: Of weights that are held beside the model's and not trained.
 
     Raises:
         ArgumentError: A value is out of range.
@@ -75,6 +89,8 @@ class Workload:
     zero_stage: int = 0
     ranks: int = 1
     device_type: str = "cuda"
+    completions: Completions | None = None
+    reference_bytes: int = 0
 
     def __post_init__(self) -> None:
         for name in ("batch_size", "micro_batches", "ranks"):
@@ -87,6 +103,24 @@ class Workload:
         if self.device_type not in DEVICES:
             known = " or ".join(map(repr, DEVICES))
             raise ArgumentError(f"kernels of {self.device_type!r} are not known", mend=f"set device_type to {known}")
+
+    @cached_property
+    def scored(self) -> Scored | None:
+        """What is scored; None where the loss is on next tokens."""
+        if self.completions is None:
+            return None
+        scored = self.completions(self.length, self.batch_size)
+        return scored if self.mode == "stream" else scored.apart()
+
+    @property
+    def rows(self) -> int:
+        """Sequences of a micro-batch."""
+        return self.batch_size if self.scored is None else self.scored.rows
+
+    @property
+    def tokens(self) -> int:
+        """Tokens of a sequence."""
+        return self.length if self.scored is None else self.scored.length
 
 
 @dataclass(frozen=True)
@@ -118,7 +152,7 @@ class Simulation:
         peak_bytes: On the device.
         host_bytes, disk_bytes: Elsewhere, at their own peaks.
         terms: Device bytes at the peak, by what they are.
-        phase: When the peak is: ``forward``, ``head``, ``backward`` or ``optimizer``.
+        phase: When the peak is: ``reference``, ``forward``, ``head``, ``backward`` or ``optimizer``.
         phases: Device bytes at the peak of each phase.
         work: Of the whole step.
     """
@@ -159,25 +193,46 @@ def simulate(workload: Workload, schedule: Schedule, *, full: bool = False) -> S
 def _walked(model: Any, workload: Workload, schedule: Schedule, *, layers: bool, chunks: bool) -> Combined:
     """Forward and backward of one micro-batch, the last."""
     streamed = workload.mode == "stream"
-    layout = layout_of(model, schedule, workload.length, streamed=streamed, layers=layers, chunks=chunks)
+    scored = workload.scored
+    many = streamed and len(schedule.chunks(workload.tokens)) > FEW
+    alike = scored is not None and not (chunks and many)
+    layout = layout_of(model, schedule, workload.tokens, streamed=streamed, layers=layers, chunks=chunks and not alike)
     kinds = kinds_of_layers(model, schedule if streamed else None)
     whole = Step(
         workload.mode,
-        workload.length,
-        workload.batch_size,
+        workload.tokens,
+        workload.rows,
         workload.micro_batches > 1,
         workload.autocast,
         workload.device_type,
+        scored=scored,
+        alike=alike,
     )
     parts = []
     for shorter in layout.steps(schedule, kinds):
         step = whole
-        if shorter.length != workload.length:
+        if shorter.length != workload.tokens:
             step = shortened(whole, shorter.length, shorter.schedule.head_chunk_size)
         with fewer_layers(model, shorter.layers):
             tape = walk(model, shorter.schedule, step)
         parts.append(Part(tape, shorter.longer, shorter.chunks, shorter.share))
-    return combined(parts, layout.layers, layout.chunks)
+    found = combined(parts, layout.layers, layout.chunks)
+    return found if scored is None else replace(found, work=_work_of(scored, found, alike))
+
+
+def _work_of(scored: Scored, step: Combined, alike: bool) -> dict[tuple[str, bool], list[float]]:
+    """The work of completions: of a stand-in what is theirs, and of the reference as much as there is of it."""
+    targets, pairs = 1.0, 1.0
+    if not alike:
+        targets = scored.num_targets / (scored.rows * scored.length)
+        pairs = scored.pairs / (scored.rows * (scored.length * (scored.length + 1) // 2))
+    found = {}
+    for (phase, inside), work in step.work.items():
+        # Outside of the layers there are embeddings and norms beside the head, next to which they are nothing.
+        share = (scored.forwards if phase == "reference" else 1.0) * (1.0 if inside else targets)
+        found[phase, inside] = [share * each for each in work]
+        found[phase, inside][WORK.index("attention_flops")] *= pairs
+    return found
 
 
 @dataclass(frozen=True)
@@ -209,6 +264,7 @@ class _Fixed:
         inside = {id(p) for layer in layers for p in layer.parameters()}
         outer = max((p.nbytes for p in model.parameters() if id(p) not in inside), default=0)
         gathered = {"forward": max(inner, outer), "head": outer, "backward": max(inner, outer)}
+        gathered["reference"] = gathered["forward"]
         state, temporary, touched = _optimizer_step(model, workload)
         return cls(
             -(-weights // sharded),
@@ -260,6 +316,7 @@ def _told(step: Combined, fixed: _Fixed, workload: Workload) -> Simulation:
     """The peaks of all phases, and the terms at the largest."""
     peaks: dict[str, tuple[int, dict[str, int]]] = {}
     host = disk = 0
+    beside = {"reference": workload.reference_bytes} if workload.reference_bytes else {}
     for place, moments in step.cells:
         held = moments[:, : COLUMNS.index("host")].clone()
         gradient = COLUMNS.index(GRADIENT)
@@ -267,19 +324,20 @@ def _told(step: Combined, fixed: _Fixed, workload: Workload) -> Simulation:
             held[:, gradient] = held[:, gradient] // workload.ranks
         totals = held.sum(1)
         at = int(totals.argmax())
-        constant = {"weights": fixed.weights + fixed.gathered[place.phase], OPTIMIZER: fixed.state}
+        constant = {"weights": fixed.weights + fixed.gathered[place.phase], OPTIMIZER: fixed.state, **beside}
         total = int(totals[at]) + sum(constant.values())
         if total > peaks.get(place.phase, (-1, {}))[0]:
             peaks[place.phase] = (total, _terms(held[at], constant))
         host = max(host, int(moments[:, COLUMNS.index("host")].max()))
         disk = max(disk, int(moments[:, COLUMNS.index("disk")].max()))
     if workload.make_optimizer is not None:
-        constant = {"weights": fixed.weights, OPTIMIZER: fixed.state, GRADIENT: fixed.gradients}
+        constant = {"weights": fixed.weights, OPTIMIZER: fixed.state, GRADIENT: fixed.gradients, **beside}
         constant[ACTIVATION] = fixed.temporary
         peaks["optimizer"] = (sum(constant.values()), {TERMS[k]: v for k, v in constant.items() if v})
     phase = max(peaks, key=lambda name: peaks[name][0])
     total, terms = peaks[phase]
-    work = dict(zip(WORK, (round(each * workload.micro_batches) for each in step.work), strict=True))
+    sums = (sum(each) for each in zip(*step.work.values(), strict=True))
+    work = dict(zip(WORK, (round(each * workload.micro_batches) for each in sums), strict=True))
     work["touched_bytes"] += fixed.touched
     return Simulation(total, host, disk, terms, phase, {k: v[0] for k, v in peaks.items()}, Work(**work))
 

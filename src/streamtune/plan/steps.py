@@ -63,12 +63,22 @@ class StepBudget:
 
 @dataclass(frozen=True)
 class TrainingStep:
-    """A model with its optimizer, and a function that trains one whole step: gradients, clipping, update."""
+    """A model with its optimizer, and a function that trains one whole step: gradients, clipping, update.
+
+    ``beside`` is another model that is held and asked, and not trained.
+    """
 
     model: nn.Module
     optimizer: torch.optim.Optimizer
     run: Callable[[], None]
     handle: StreamHandle | None = None
+    beside: nn.Module | None = None
+
+    @property
+    def fixed_terms(self) -> dict[str, int]:
+        """Bytes of what is there before the step begins, by what it is."""
+        terms = {"weights": held_bytes(self.model)}
+        return terms if self.beside is None else {**terms, "reference": held_bytes(self.beside)}
 
 
 PrepareStep = Callable[[Shape], TrainingStep]
@@ -87,8 +97,9 @@ class _Budgeted(LiveBytes):
     """Follows live bytes and breaks off where they, or what the engine keeps elsewhere, cross a budget."""
 
     def __init__(self, step: TrainingStep, budget: StepBudget) -> None:
-        super().__init__(step.model, decoder_layers(step.model))
-        self.weights = held_bytes(step.model)
+        super().__init__(step.model, decoder_layers(step.model), beside=step.beside)
+        self.fixed = step.fixed_terms
+        self.weights = sum(self.fixed.values())
         self._step, self._budget = step, budget
 
     def __enter__(self) -> _Budgeted:
@@ -108,7 +119,7 @@ class _Budgeted(LiveBytes):
 
     def terms(self) -> dict[str, int]:
         """Device bytes at the peak by what they are. The optimizer is asked for its own: they look like activations."""
-        held = {"weights": self.weights, **self.at_peak}
+        held = {**self.fixed, **self.at_peak}
         state = min(_optimizer_bytes(self._step.optimizer) - held[OPTIMIZER], held[ACTIVATION])
         held[OPTIMIZER], held[ACTIVATION] = held[OPTIMIZER] + state, held[ACTIVATION] - state
         return {TERMS[name]: size for name in TERMS if (size := held.get(name, 0))}
@@ -151,8 +162,9 @@ def _step_on_accelerator(
     total = torch.cuda.get_device_properties(device).total_memory
     limit = int((1 - budget.margin) * total) if budget.device_bytes is None else budget.device_bytes
     said["env"] = _env(torch.cuda.get_device_name(device), limit)
-    weights = held_bytes(step.model)
-    said["terms"], said["peak_bytes"] = {"weights": weights}, weights
+    fixed = step.fixed_terms
+    weights = sum(fixed.values())
+    said["terms"], said["peak_bytes"] = fixed, weights
     if weights > limit:
         raise BudgetExceededError("device", f"device memory: the weights alone take more than {show_size(limit)}")
     torch.cuda.empty_cache()  # what loading left behind would count
@@ -164,7 +176,7 @@ def _step_on_accelerator(
         state = _optimizer_bytes(step.optimizer)
         peak = torch.cuda.max_memory_allocated(device)
         said["peak_bytes"] = peak
-        said["terms"] = {"weights": weights, "optimizer": state, "gradients and activations": peak - weights - state}
+        said["terms"] = {**fixed, "optimizer": state, "gradients and activations": peak - weights - state}
         said.update(_tier_peaks(step, budget))
     for name, tally, most in _tiers(step.handle, budget):
         if most is not None and tally.peak_bytes > most:

@@ -18,6 +18,7 @@ from streamtune.engine import Schedule, decoder_layers
 from streamtune.errors import UnsupportedModelError
 from streamtune.plan.memory import LiveBytes, held_bytes
 from streamtune.plan.modes import WAYS, Batch, Mode, Ready, last_hidden_state
+from streamtune.plan.scored import Completions
 from streamtune.plan.sharing import SHARING, sharing_batches, sharing_tokens
 
 __all__ = ["Case", "Job", "Layout", "MakeModel", "Mode", "Subject", "env_of"]
@@ -40,11 +41,22 @@ PLURALS = {
 
 @dataclass(frozen=True)
 class Job:
-    """What all that a process measures has in common: the model, the rows of a batch, the precision."""
+    """What all that a process measures has in common: the model, the rows of a batch, the precision.
+
+    With ``completions`` a batch scores what that says instead of rows, and must be picklable too.
+    """
 
     make_model: MakeModel
     batch_size: int = 1
     autocast: bool = False
+    completions: Completions | None = None
+
+    def tokens(self, length: int) -> int:
+        """Tokens of a batch, each completion with a prompt of its own."""
+        if self.completions is None:
+            return self.batch_size * length
+        apart = self.completions(length, self.batch_size).apart()
+        return apart.rows * apart.length
 
 
 @dataclass(frozen=True)
@@ -145,6 +157,10 @@ class Subject:
             self._entered = wanted
         self.model.zero_grad(set_to_none=True)
         torch.manual_seed(0)
+        if self.job.completions is not None:
+            scored = self.job.completions(case.length, self.job.batch_size)
+            streams = case.mode in ("stream", "stream-keep-attention")
+            return [(scored if streams else scored.apart()).batch(self._vocabulary, self.device)]
         if case.layout in SHARING:
             ids = torch.randint(0, self._vocabulary, (sharing_tokens(case.length),), device=self.device)
             return sharing_batches(ids, case.length, case.layout)

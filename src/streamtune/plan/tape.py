@@ -70,7 +70,7 @@ class Place:
     """Where in a step a cell is.
 
     Attributes:
-        phase: ``forward``, ``head`` or ``backward``.
+        phase: ``reference`` (forward without gradient, head included), ``forward``, ``head`` or ``backward``.
         walk: Of the layer's cache; empty outside of a chunk.
         layer: Its index; None outside of the layers (a norm has chunks there as well).
         chunk: Index of the chunk; None outside of one.
@@ -165,12 +165,14 @@ class Tape(LiveBytes):
         self.enter(phase, walk, layer_index, index)
 
     def _on_layer_input(self, layer: nn.Module, args: tuple[Any, ...]) -> None:
-        if self._phase == "forward":
-            self.enter("forward", "whole", self._index[id(layer)])
+        if self._phase in ("forward", "reference"):
+            self.enter(self._phase, "whole", self._index[id(layer)])
         super()._on_layer_input(layer, args)
 
     def _on_last_layer(self, layer: nn.Module, args: tuple[Any, ...], out: Any) -> None:
-        if self._phase == "forward":
+        if self._phase == "reference":
+            self.enter("reference")
+        elif self._phase == "forward":
             self.enter("head")
 
     def _on_gradient(self, parameter: Tensor) -> None:

@@ -27,7 +27,7 @@ from functools import partial
 import torch
 from torch import Tensor, nn
 
-from streamtune.engine import Schedule, stream
+from streamtune.engine import Schedule, StreamHandle, stream
 from streamtune.errors import ArgumentError, NonFiniteError, StreamTuneError, UnsupportedModelError
 from streamtune.plan.guest import attending, borrowed, cast, quantised_as, routes
 from streamtune.plan.verify_report import Loss, ModuleRow, Run, VerifyReport, module_of
@@ -72,6 +72,7 @@ def run_verify(
     dtype: torch.dtype | None = None,
     bf16: bool = False,
     plain_loss_of: LossOf | None = None,
+    loss_with: Callable[[StreamHandle], LossOf] | None = None,
     unfit: Callable[[torch.dtype], str] = lambda dtype: "",
     notify: Callable[[str], None] = lambda message: None,
 ) -> VerifyReport:
@@ -85,6 +86,8 @@ def run_verify(
         bf16: Train under bfloat16 autocast.
         plain_loss_of: The same loss for plain autograd, where that is given the batch in another form (rows that are
             packed for streaming, one by one); None is ``loss_of``.
+        loss_with: The same loss where it is asked of the engine itself, given what streams the model; None is
+            ``loss_of``.
         unfit: Why a truth in a dtype does not fit, or an empty string.
         notify: Told which run begins.
 
@@ -97,6 +100,8 @@ def run_verify(
     stream(model, schedule=schedules[0]).remove()  # what is refused by name is refused before anything is computed
     with borrowed(model) as filled, cast(model, dtype):
         compare = partial(_Comparison, model, loss_of, plain_loss_of or loss_of, schedules, bf16, unfit, notify)
+        if loss_with is not None:
+            compare = partial(compare, loss_with=loss_with)
         report = _against_own_attention(model, compare)
         refusal = "" if report.exact else _refusal(model, schedules[0])
         return replace(report, filled=filled, refusal=refusal)
@@ -172,8 +177,10 @@ class _Comparison:
         bf16: bool,
         unfit: Callable[[torch.dtype], str],
         notify: Callable[[str], None],
+        loss_with: Callable[[StreamHandle], LossOf] | None = None,
     ) -> None:
-        self.model, self.loss_of, self.plain_loss_of = model, loss_of, plain_loss_of
+        self.model, self.plain_loss_of = model, plain_loss_of
+        self.loss_with = loss_with or (lambda handle: loss_of)
         self.schedules, self.bf16 = schedules, bf16
         self.unfit, self.notify = unfit, notify
         self.names = {name: p for name, p in model.named_parameters() if p.requires_grad}
@@ -263,7 +270,7 @@ class _Comparison:
         else:
             with stream(self.model, schedule=schedule) as handle:
                 try:
-                    loss = self._backward(self.loss_of, bf16, compare)
+                    loss = self._backward(self.loss_with(handle), bf16, compare)
                 except (StreamTuneError, torch.OutOfMemoryError, MemoryError):
                     raise
                 except Exception:

@@ -13,13 +13,15 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 from torch.utils.checkpoint import checkpoint
 
-from streamtune.engine import Schedule, StreamHandle, decoder_layers
+from streamtune.engine import Branches, Schedule, StreamHandle, decoder_layers
 from streamtune.engine.walks import placeholder
 from streamtune.ops.simulated import simulating
 from streamtune.plan.autocast import MetaAutocast
 from streamtune.plan.checkpointing import checkpointing
 from streamtune.plan.integers import with_value
 from streamtune.plan.memory import GRADIENT
+from streamtune.plan.plain_scores import PlainScores
+from streamtune.plan.scored import Scored
 from streamtune.plan.subject import Mode
 from streamtune.plan.tape import Tape
 
@@ -42,6 +44,8 @@ class Step:
         autocast: Compute in bf16.
         device: The kind of device that is simulated.
         targets: Tokens that predict something, of each row; None is all of them.
+        scored: Completions are scored, instead of a loss on next tokens.
+        alike: The tokens lie as ``scored`` has them. Else they are ordinary rows in which every one is scored.
     """
 
     mode: Mode
@@ -51,19 +55,17 @@ class Step:
     autocast: bool = False
     device: str = "cuda"
     targets: int | None = None
+    scored: Scored | None = None
+    alike: bool = False
 
 
 def walk(model: Any, schedule: Schedule, step: Step) -> Tape:
     """Forward and backward of a model on ``meta``; it is left as it was, without gradients."""
     with ExitStack() as stack:
         autocast = MetaAutocast(step.device)
-        tiers = _prepared(stack, model, schedule, step.mode, autocast)
+        scorer, tiers = _prepared(stack, model, schedule, step.mode, autocast)
         ids = with_value(torch.zeros(step.batch_size, step.length, dtype=torch.long))
-        labels = ids
-        if step.targets is not None and step.targets < step.length:
-            value = torch.zeros(step.batch_size, step.length, dtype=torch.long)
-            value[:, step.targets :] = IGNORED
-            labels = with_value(value)
+        labels = with_value(_targets(step))
         stack.enter_context(simulating(step.device))
         if schedule.stream_grads:  # made once for all steps: not in this one
             for dtype in {p.dtype for p in model.parameters() if p.is_floating_point()}:
@@ -78,11 +80,52 @@ def walk(model: Any, schedule: Schedule, step: Step) -> Tape:
                     parameter.grad = torch.empty_like(parameter)
                     tape.file(GRADIENT, parameter.grad)
         bf16 = torch.autocast(autocast.switch, dtype=torch.bfloat16, enabled=step.autocast, cache_enabled=False)
+        if step.scored is not None and step.scored.forwards:
+            tape.enter("reference")
+            with autocast.region(), bf16, _as_reference(model):
+                _logprobs(scorer, step, ids, labels)
+            tape.enter("forward")
         with autocast.region(), bf16:
-            loss = model(input_ids=ids, labels=labels, use_cache=False).loss
+            if step.scored is None:
+                loss = model(input_ids=ids, labels=labels, use_cache=False).loss
+            else:
+                loss = _logprobs(scorer, step, ids, labels).sum()
+                tape.enter("head")  # its second loop over the chunks, to tell it from the first
         _backward(loss)
         tape.finish()
     return tape
+
+
+def _targets(step: Step) -> Tensor:
+    """``[B, T]``: 0 where a token predicts something, -100 elsewhere."""
+    if step.scored is not None and step.alike:
+        return step.scored.targets()
+    targets = torch.zeros(step.batch_size, step.length, dtype=torch.long)
+    if step.targets is not None:
+        targets[:, step.targets :] = IGNORED
+    return targets
+
+
+def _logprobs(scorer: Any, step: Step, ids: Tensor, targets: Tensor) -> Tensor:
+    """Of the targets, by the call an objective makes."""
+    assert step.scored is not None
+    given: dict[str, Any] = {"use_cache": False}
+    if step.scored.shares and step.alike:
+        given["branches"] = Branches.of(step.scored.trees)
+    out: Tensor = scorer.logprobs(ids, targets, entropy=step.scored.entropy, **given).logprobs
+    return out
+
+
+@contextmanager
+def _as_reference(model: Any) -> Iterator[None]:
+    """In evaluation, without gradients and without adapters."""
+    without = model.disable_adapter() if hasattr(model, "disable_adapter") else nullcontext()
+    model.eval()
+    try:
+        with torch.no_grad(), without:
+            yield
+    finally:
+        model.train()
 
 
 def _backward(loss: Tensor) -> None:
@@ -95,15 +138,15 @@ def _backward(loss: Tensor) -> None:
 
 def _prepared(
     stack: ExitStack, model: Any, schedule: Schedule, mode: Mode, autocast: MetaAutocast
-) -> Callable[[], tuple[int, int, int, int]]:
-    """Put the model into its mode for the while; returns how to read what is held elsewhere."""
+) -> tuple[Any, Callable[[], tuple[int, int, int, int]]]:
+    """Put the model into its mode for the while; returns what scores, and how to read what is held elsewhere."""
     if mode == "checkpoint":
         stack.enter_context(checkpointing(model, partial(_checkpoint, autocast)))
     elif mode == "stream":
-        tiers = stack.enter_context(StreamHandle(model, schedule, head=True)).tiers
-        host, disk = tiers.host, tiers.disk
-        return lambda: (host.live_bytes, disk.live_bytes, host.moved_bytes, disk.moved_bytes)
-    return lambda: (0, 0, 0, 0)
+        handle = stack.enter_context(StreamHandle(model, schedule, head=True))
+        host, disk = handle.tiers.host, handle.tiers.disk
+        return handle, lambda: (host.live_bytes, disk.live_bytes, host.moved_bytes, disk.moved_bytes)
+    return PlainScores(model), lambda: (0, 0, 0, 0)
 
 
 def _checkpoint(autocast: MetaAutocast, function: Callable[..., Any], *args: Any) -> Any:
@@ -214,4 +257,5 @@ def _attention(
 
 def shortened(step: Step, length: int, head_chunk: int) -> Step:
     """The step on fewer tokens, with as many in its last head chunk as the whole one has."""
-    return replace(step, length=length, targets=length - (length - step.length) % head_chunk)
+    targets = length - (length - step.length) % head_chunk
+    return replace(step, length=length, targets=targets, alike=False)

@@ -13,13 +13,18 @@ import torch
 from streamtune import __version__, plan
 from streamtune.errors import ArgumentError
 from streamtune.plan.longest import Budget
-from streamtune.recipe.build import choose_device, make_schedule, quiet_libraries
+from streamtune.recipe.build import blame_recipe, choose_device, make_schedule, quiet_libraries
 from streamtune.recipe.build_lengths import lengths_report
-from streamtune.recipe.build_model import make_model_alone
+from streamtune.recipe.build_model import make_blueprint, make_model_alone
+from streamtune.recipe.build_plan import shares_prompts
+from streamtune.recipe.build_shapes import LEAST, completions_of
 from streamtune.recipe.loader import LoadedRecipe
 from streamtune.recipe.schema import Recipe
 
 __all__ = ["TableOptions", "bench_recipe", "table_recipe"]
+
+SCORING: tuple[plan.Mode, ...] = ("plain", "checkpoint", "checkpoint-offload", "stream", "stream-keep-attention")
+"""Ways that score completions."""
 
 DECIDES = {
     "model_name_or_path",
@@ -34,6 +39,13 @@ DECIDES = {
     "per_device_train_batch_size",
     "engine",
     "seed",
+    "objective",
+    "loss_type",
+    "max_prompt_length",
+    "max_completion_length",
+    "num_generations",
+    "share_prefix",
+    "ref_model_name_or_path",
 }
 """Keys of a recipe that the figures of a table hang on."""
 
@@ -51,8 +63,23 @@ def bench_recipe(
 
     Raises:
         ArgumentError: A length, a mode or the number of repeats makes no sense.
+        UnsupportedModelError: The recipe asks for shared prompts, and its model cannot share them.
     """
-    _check(lengths, modes, repeats)
+    recipe = loaded.recipe
+    _check(lengths, modes, repeats, LEAST[recipe.objective])
+    completions = None
+    if recipe.objective != "sft":
+        if packed_rows:
+            raise ArgumentError(f"--packed-rows has no meaning in {recipe.objective}", mend="leave it out")
+        if unfit := [mode for mode in modes if mode not in SCORING]:
+            raise ArgumentError(
+                f"'{unfit[0]}' computes the loss of next tokens and knows no completions",
+                mend=f"choose from {', '.join(SCORING)}",
+            )
+        device = choose_device(recipe.device)
+        quiet_libraries(device)
+        with blame_recipe(loaded):
+            completions = completions_of(recipe, share=shares_prompts(recipe, make_blueprint(recipe, device), device))
     if packed_rows and not 2 <= packed_rows <= min(lengths) // 2:
         raise ArgumentError(
             f"--packed-rows cuts every length into rows of two tokens or more; found {packed_rows}",
@@ -68,6 +95,8 @@ def bench_recipe(
         packed_rows=packed_rows,
         repeats=repeats,
         autocast=job.autocast,
+        objective=recipe.objective,
+        completions=completions,
         notify=notify,
     )
 
@@ -111,10 +140,16 @@ def table_recipe(
     schedule = make_schedule(recipe.engine)
     asked = {
         "streamtune": __version__,
-        "recipe": {key: value for key, value in recipe.model_dump(mode="json").items() if key in DECIDES},
+        "recipe": _decisive(recipe),
         "schedule_in_words": schedule.describe(),
     }
-    _check(options.lengths or [2], options.modes, options.repeats)
+    if recipe.objective != "sft" and table not in ("max-length", "prefix-sharing"):
+        raise ArgumentError(
+            f"--table {table} measures rows of supervised fine-tuning, and this is a recipe of {recipe.objective}",
+            where="--table",
+            mend="leave --table out, or write --table max-length, or prefix-sharing for the layouts of a shared prompt",
+        )
+    _check(options.lengths or [4], options.modes, options.repeats, 2)
     if options.method not in ("measure", "simulate"):
         raise ArgumentError(f"--method is measure or simulate, not {options.method!r}")
     if table == "max-length":
@@ -143,9 +178,16 @@ def table_recipe(
     )
 
 
-def _check(lengths: Sequence[int], modes: Sequence[plan.Mode], repeats: int) -> None:
-    if not lengths or any(length < 2 for length in lengths):
-        raise ArgumentError("--lengths takes numbers of tokens from 2 up", mend="write --lengths 2048,8192")
+def _decisive(recipe: Recipe) -> dict[str, Any]:
+    written = {key: value for key, value in recipe.model_dump(mode="json").items() if key in DECIDES}
+    if recipe.objective == "sft":  # tables were begun before there was another
+        del written["objective"]
+    return written
+
+
+def _check(lengths: Sequence[int], modes: Sequence[plan.Mode], repeats: int, shortest: int) -> None:
+    if not lengths or any(length < shortest for length in lengths):
+        raise ArgumentError(f"--lengths takes numbers of tokens from {shortest} up", mend="write --lengths 2048,8192")
     if unknown := [mode for mode in modes if mode not in plan.ALL_MODES]:
         raise ArgumentError(f"--modes does not know {unknown[0]!r}", mend=f"choose from {', '.join(plan.ALL_MODES)}")
     if repeats < 1:

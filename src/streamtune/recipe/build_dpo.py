@@ -12,8 +12,10 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from streamtune import data, models, objectives, train
-from streamtune.engine import StreamHandle, check_branches, stream
-from streamtune.errors import DataError, UnsupportedModelError
+from streamtune.engine import StreamHandle
+from streamtune.errors import DataError
+from streamtune.plan.memory import held_bytes
+from streamtune.plan.scored import Trees
 from streamtune.recipe.build import blame_recipe, make_sources, make_tokenizer
 from streamtune.recipe.build_batches import Steps
 from streamtune.recipe.build_model import make_model
@@ -46,6 +48,8 @@ from streamtune.recipe.build_run import (
     train_run,
 )
 from streamtune.recipe.build_settings import plan_steps
+from streamtune.recipe.build_shapes import completions_like
+from streamtune.recipe.build_sharing import can_share
 from streamtune.recipe.loader import LoadedRecipe
 from streamtune.recipe.schema_dpo import DpoRecipe
 
@@ -113,15 +117,17 @@ def build_dpo(
         if compares and not recipe.precompute_ref_log_probs:
             with doing("loading the reference"):
                 held = load_reference(recipe, model, tokenizer, start.device)
-        share = _choose_layout(recipe, model, doing, notify)
-        rows, length = _largest(prepared, recipe, longest, share)
+        with doing("checking that prompts can be shared"):
+            share = can_share(recipe, model, notify)
+        largest = _largest(prepared, recipe, longest, share)
         handle, memory = plan_and_stream(
             recipe,
             model,
             start,
-            rows=rows,
-            length=length,
-            reserved=0 if held is None else _bytes_of(held),
+            rows=recipe.per_device_train_batch_size,
+            length=longest,
+            completions=completions_like(recipe, largest, longest, share=share),
+            reference_bytes=0 if held is None else held_bytes(held),
             dry_run=dry_run,
             notify=notify,
             doing=doing,
@@ -207,33 +213,19 @@ def _check_loss(recipe: DpoRecipe) -> bool:
     return loss.needs_reference and not recipe.reference_free
 
 
-def _choose_layout(recipe: DpoRecipe, model: Any, doing: Doing, notify: Notify) -> bool:
-    """Whether prompts are streamed once, after trying whether this very model can.
+def _largest(prepared: data.PreparedTrees, recipe: DpoRecipe, longest: int, share: bool) -> Trees:
+    """The largest micro-batch there may be, as trunks and branches.
 
-    Raises:
-        UnsupportedModelError: It cannot, and the recipe asks for it.
+    Args:
+        prepared: The trees.
+        recipe: The recipe.
+        longest: Tokens of the longest completion with its prompt.
+        share: Prompts are shared: it is the tree of most tokens that counts, not the longest row.
     """
-    if recipe.share_prefix == "never":
-        return False
-    with doing("checking that prompts can be shared"), stream(model) as handle:
-        try:
-            check_branches(handle)
-        except UnsupportedModelError as error:
-            if recipe.share_prefix == "always":
-                error.where = "share_prefix"
-                raise
-            notify(f"each completion has its own copy of the prompt: {error.what}")
-            return False
-    return True
-
-
-def _largest(prepared: data.PreparedTrees, recipe: DpoRecipe, longest: int, share: bool) -> tuple[int, int]:
-    """Rows and tokens of the largest micro-batch there may be: one sequence of whole trees, or a row a completion."""
-    size = recipe.per_device_train_batch_size
-    if share:
-        return 1, size * prepared.report.tree_lengths["max"]
-    completions = max(len(tree.completions) for tree in prepared.train)
-    return size * completions, longest
+    tree = prepared.train[int(prepared.train.lengths().argmax())]
+    trunk = len(tree.prompt) - 1
+    branches = tuple(len(completion) + 1 if share else longest - trunk for completion in tree.completions)
+    return ((trunk, branches),) * recipe.per_device_train_batch_size
 
 
 def _check_prompts(prepared: data.PreparedTrees, recipe: DpoRecipe) -> None:
@@ -282,10 +274,6 @@ def _logps_of_reference(
     with doing("asking the reference"):
         trees = map(batches.alone, batches.asked())
         return compute_logps(key, reference, trees, start.device, bf16=recipe.bf16, notify=notify)
-
-
-def _bytes_of(model: Any) -> int:
-    return sum(parameter.nbytes for parameter in model.parameters())
 
 
 def _preferences(recipe: Any) -> DpoRecipe:

@@ -16,9 +16,9 @@ import torch
 from torch import Tensor
 
 from streamtune import data, models, optim, rollout, train
-from streamtune.engine import StreamHandle, check_branches, stream
-from streamtune.errors import UnsupportedModelError
+from streamtune.engine import StreamHandle
 from streamtune.objectives import POLICY_LOSSES, check_policy, group_advantages
+from streamtune.plan.memory import held_bytes
 from streamtune.recipe.build import blame_recipe, make_sources, make_tokenizer
 from streamtune.recipe.build_grpo_groups import Layout
 from streamtune.recipe.build_grpo_log import CompletionLog
@@ -39,6 +39,8 @@ from streamtune.recipe.build_run import (
     train_run,
 )
 from streamtune.recipe.build_settings import StepPlan
+from streamtune.recipe.build_shapes import completions_of, prompts_of
+from streamtune.recipe.build_sharing import can_share
 from streamtune.recipe.loader import LoadedRecipe
 from streamtune.recipe.schema_grpo import GrpoRecipe
 from streamtune.train.objective import autocast
@@ -101,7 +103,7 @@ def build_grpo(
         with doing("reading the tokenizer" if start.checkpoint else "making the tokenizer"):
             tokenizer = make_tokenizer(recipe, sources, start.checkpoint, notify)
         judge = RewardJudge(functions, tokenizer)
-        prompts = _prepare_prompts(recipe, sources, tokenizer, notify)
+        prompts = prepare_prompts(recipe, sources, tokenizer, notify)
         judge.check(prompts.train[:16])
         start.with_data(prompts.fingerprint)
         warm = WarmSteps(recipe, prompts.train, tokenizer) if recipe.sft_steps else None
@@ -113,15 +115,16 @@ def build_grpo(
         if recipe.beta > 0:
             with doing("loading the reference"):
                 held = load_reference(recipe, model, tokenizer, start.device)
-        share = _shares_prefix(recipe, model, doing, notify)
-        rows, length = _largest(recipe, longest, share)
+        with doing("checking that prompts can be shared"):
+            share = can_share(recipe, model, notify)
         handle, memory = plan_and_stream(
             recipe,
             model,
             start,
-            rows=rows,
-            length=length,
-            reserved=0 if held is None else sum(parameter.nbytes for parameter in held.parameters()),
+            rows=recipe.per_device_train_batch_size,
+            length=longest,
+            completions=completions_of(recipe, share=share),
+            reference_bytes=0 if held is None else held_bytes(held),
             dry_run=dry_run,
             notify=notify,
             doing=doing,
@@ -146,7 +149,7 @@ def build_grpo(
     )
 
 
-def _prepare_prompts(
+def prepare_prompts(
     recipe: GrpoRecipe, sources: Sequence[data.Source], tokenizer: PreTrainedTokenizerBase, notify: Notify
 ) -> data.PreparedPrompts:
     """The prompts as token ids. What there is to say about them is said at the end, not into the live count."""
@@ -192,47 +195,13 @@ def _layout(recipe: GrpoRecipe, tokenizer: PreTrainedTokenizerBase, share: bool)
     loss = POLICY_LOSSES[recipe.loss_type]
     return Layout(
         batch_size=recipe.per_device_train_batch_size,
+        prompts=prompts_of(recipe, recipe.per_device_train_batch_size),
         pad_token_id=tokenizer.pad_token_id,
         share=share,
         leave_out=recipe.loss_type != "bnpo",
         mask_truncated=recipe.mask_truncated_completions,
         flat_has_gradient=recipe.beta > 0 and not loss.kl_in_reward,
     )
-
-
-def _shares_prefix(recipe: GrpoRecipe, model: Any, doing: Doing, notify: Notify) -> bool:
-    """Whether completions share their prompt, after trying whether this very model can.
-
-    Raises:
-        UnsupportedModelError: They are to, and it cannot.
-    """
-    if recipe.share_prefix == "never" or min(recipe.per_device_train_batch_size, recipe.num_generations) == 1:
-        return False
-    with doing("checking that prompts can be shared"), stream(model) as handle:
-        try:
-            check_branches(handle)
-        except UnsupportedModelError as error:
-            if recipe.share_prefix == "always":
-                error.where = "share_prefix"
-                raise
-            notify(f"each completion has its own copy of the prompt: {error.what}")
-            return False
-    return True
-
-
-def _largest(recipe: GrpoRecipe, longest: int, share: bool) -> tuple[int, int]:
-    """Sequences of the largest micro-batch there may be, and tokens of the longest of them.
-
-    Args:
-        recipe: The recipe.
-        longest: Tokens of the longest prompt with the longest completion.
-        share: Whether all is one sequence, each prompt in it once.
-    """
-    size = recipe.per_device_train_batch_size
-    if not share:
-        return size, longest
-    prompts = min(size, recipe.prompts_per_generation)  # of each there may be one completion that has a gradient
-    return 1, prompts * (longest - recipe.max_completion_length) + size * (recipe.max_completion_length + 1)
 
 
 def _plan_steps(recipe: GrpoRecipe, num_prompts: int) -> StepPlan:

@@ -62,6 +62,9 @@ class Layout:
     mask_truncated: bool
     flat_has_gradient: bool
     """Whether a completion whose advantage is 0 has one all the same: that of a KL in the loss."""
+    prompts: int | None = None
+    """Prompts of a micro-batch at most: as many as meet in it where no completion is left out, so that its memory is
+    what was planned. None sets no limit."""
 
     def counts(self, group: Group, index: int) -> bool:
         """Whether a completion's tokens are trained on at all."""
@@ -117,9 +120,15 @@ def _rows(groups: Sequence[Group], layout: Layout) -> tuple[list[Row], list[Row]
     return rows, [row for row in rows if not (layout.leave_out and layout.silent(groups[row[0]], row[1]))]
 
 
-def _parts(groups: Sequence[Group], rows: Sequence[Row], layout: Layout) -> list[Sequence[Row]]:
+def _parts(groups: Sequence[Group], rows: Sequence[Row], layout: Layout) -> list[list[Row]]:
     """Rows by micro-batch; one without a single target is none."""
-    parts = [rows[start : start + layout.batch_size] for start in range(0, len(rows), layout.batch_size)]
+    parts: list[list[Row]] = []
+    for row in rows:
+        part = parts[-1] if parts else []
+        met = {place for place, _ in part} | {row[0]}
+        if not part or len(part) == layout.batch_size or len(met) > (layout.prompts or len(met)):
+            parts.append([])
+        parts[-1].append(row)
     return [part for part in parts if any(layout.counts(groups[place], index) for place, index in part)]
 
 

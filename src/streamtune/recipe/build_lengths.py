@@ -22,7 +22,8 @@ from streamtune.plan.trial import Outcome, run_trial
 from streamtune.plan.worker import Worker
 from streamtune.recipe.build import choose_device, make_schedule, quiet_libraries
 from streamtune.recipe.build_model import make_blueprint
-from streamtune.recipe.build_plan import make_workload
+from streamtune.recipe.build_plan import make_workload, reference_bytes, shares_prompts
+from streamtune.recipe.build_shapes import LEAST, completions_of
 from streamtune.recipe.build_steps import prepare_step
 from streamtune.recipe.schema import Recipe
 from streamtune.sizes import show_size
@@ -90,7 +91,7 @@ def _measured(recipe: Recipe, job: plan.Job, budget: Budget) -> tuple[dict[str, 
     def attempt(entry: Entry, length: int) -> Outcome:
         engine = recipe.engine.model_copy(update={**asdict(entry.case.schedule), "schedule": "fixed"})
         changed = recipe.model_copy(update={"engine": engine})
-        prepare = partial(prepare_step, changed, "sft", str(choose_device(recipe.device)), limits)
+        prepare = partial(prepare_step, changed, str(choose_device(recipe.device)), limits)
         return run_trial(prepare, Shape(entry.case.mode, length, job.batch_size), limits, seconds=TRIAL_SECONDS)
 
     return env, attempt
@@ -101,9 +102,17 @@ def _simulated(recipe: Recipe, job: plan.Job, budget: Budget) -> tuple[dict[str,
     quiet_libraries(kernels)
     model = make_blueprint(recipe, kernels)
     env = env_of(model, job, torch.device("meta"))
+    whole = make_workload(
+        recipe,
+        model,
+        LEAST[recipe.objective],
+        kernels,
+        completions=completions_of(recipe, share=shares_prompts(recipe, model, kernels)),
+        reference_bytes=reference_bytes(recipe, kernels),
+    )
 
     def attempt(entry: Entry, length: int) -> Outcome:
-        workload = replace(make_workload(recipe, model, length, kernels), mode=entry.case.mode)
+        workload = replace(whole, length=length, mode=entry.case.mode)
         found = plan.simulate(workload, entry.case.schedule)
         outcome = Outcome(True, "", "", "", found.peak_bytes, found.host_bytes, found.disk_bytes, terms=found.terms)
         filled = (1 + MARGIN) * (budget.filled(outcome) or 0)

@@ -3,6 +3,8 @@
 make_model        for a run: with the weights to go on from, for the tokenizer of its data
 make_model_alone  for a measurement: without tokenizer or data
 make_blueprint    for a plan: on ``meta``, without weights
+
+A reference that is held beside it is made in the same three ways.
 """
 
 from __future__ import annotations
@@ -25,6 +27,8 @@ __all__ = [
     "make_model",
     "make_model_alone",
     "make_optimizer",
+    "make_reference_alone",
+    "make_reference_blueprint",
     "make_reference_model",
 ]
 
@@ -67,6 +71,29 @@ def make_model_alone(recipe: Recipe, device: torch.device) -> Any:
     return _adapted(recipe, _base_model(recipe, device, size, {}, name=recipe.model_name_or_path))
 
 
+def make_reference_alone(recipe: Recipe, device: torch.device) -> Any:
+    """The reference that is held beside a model, without tokenizer or data: the named one, or a copy.
+
+    Raises:
+        ArgumentError: The model cannot be made.
+    """
+    name = getattr(recipe, "ref_model_name_or_path", None) or recipe.model_name_or_path
+    size = _asked_vocabulary(recipe) or 0
+    if recipe.model is not None:
+        size = recipe.model.init.get("vocab_size", size)
+    return _base_model(recipe, device, size, {}, name=name).requires_grad_(False).eval()
+
+
+def make_reference_blueprint(recipe: Recipe, device: torch.device) -> Any:
+    """The same on ``meta``.
+
+    Raises:
+        ArgumentError: The model cannot be made.
+    """
+    name = getattr(recipe, "ref_model_name_or_path", None)
+    return _blueprint(recipe, device, name).requires_grad_(False)
+
+
 def make_blueprint(recipe: Recipe, device: torch.device) -> Any:
     """The model on ``meta``, with its adapters.
 
@@ -77,16 +104,21 @@ def make_blueprint(recipe: Recipe, device: torch.device) -> Any:
     Raises:
         ArgumentError: The model cannot be made.
     """
-    source: Any = recipe.model.init if recipe.model is not None else recipe.model_name_or_path
-    model: Any = models.blueprint(
-        source,
-        vocab_size=_asked_vocabulary(recipe),
+    model = _blueprint(recipe, device, None)
+    with torch.device("meta"):
+        return _adapted(recipe, model)
+
+
+def _blueprint(recipe: Recipe, device: torch.device, name: str | None) -> Any:
+    """The base of a named model, or of the recipe's own."""
+    own: Any = recipe.model.init if recipe.model is not None else recipe.model_name_or_path
+    return models.blueprint(
+        own if name is None else name,
+        vocab_size=_asked_vocabulary(recipe) if name is None else None,
         dtype=recipe.dtype,
         trust_remote_code=recipe.trust_remote_code,
         quantization=choose_quantization(recipe, device),
     )
-    with torch.device("meta"):
-        return _adapted(recipe, model)
 
 
 def make_optimizer(recipe: Recipe, model: nn.Module) -> torch.optim.Optimizer:

@@ -18,12 +18,13 @@ from torch import nn
 from streamtune import models, plan
 from streamtune.engine import Schedule, decoder_layers
 from streamtune.engine.arena import usable_host_bytes
-from streamtune.errors import ArgumentError
+from streamtune.errors import ArgumentError, UnsupportedModelError
 from streamtune.plan.budget import device_name, free_device_bytes, free_disk_bytes
 from streamtune.plan.calibrate import load_rates, measure_disk
 from streamtune.plan.cost import sheet_rates
 from streamtune.plan.devices import Device, find_device, nearest_device
 from streamtune.plan.memory import held_bytes
+from streamtune.plan.scored import Completions, Scored
 from streamtune.plan.shape import meta_copy
 from streamtune.plan.simulate import Workload
 from streamtune.recipe.build import (
@@ -32,13 +33,24 @@ from streamtune.recipe.build import (
     make_schedule,
     quiet_libraries,
 )
-from streamtune.recipe.build_model import make_blueprint, make_optimizer
+from streamtune.recipe.build_model import make_blueprint, make_optimizer, make_reference_blueprint
+from streamtune.recipe.build_shapes import LEAST, completions_of, holds_reference, may_share
 from streamtune.recipe.engine import EngineSpec
 from streamtune.recipe.loader import LoadedRecipe
 from streamtune.recipe.schema import Recipe
 from streamtune.sizes import parse_size
 
-__all__ = ["PlanOptions", "RecipePlan", "device_elsewhere", "make_workload", "memory_of", "plan_model", "plan_recipe"]
+__all__ = [
+    "PlanOptions",
+    "RecipePlan",
+    "device_elsewhere",
+    "make_workload",
+    "memory_of",
+    "plan_model",
+    "plan_recipe",
+    "reference_bytes",
+    "shares_prompts",
+]
 
 
 @dataclass(frozen=True)
@@ -62,10 +74,11 @@ class RecipePlan:
         parameters: How many it has.
         dtype: Of its weights.
         layers: Its decoder layers.
-        length: Tokens of a row.
+        length: Tokens of a row, or of a prompt with its longest completion.
         device_name: The device that was planned for.
         here: Whether that is the device at hand.
         plan: The schedule and what it takes.
+        scored: The completions of a micro-batch, where the objective scores completions.
     """
 
     loaded: LoadedRecipe
@@ -77,11 +90,14 @@ class RecipePlan:
     device_name: str
     here: bool
     plan: plan.Plan
+    scored: Scored | None
 
     @property
     def tokens(self) -> int:
         """Tokens of an optimizer step."""
         recipe = self.loaded.recipe
+        if self.scored is not None:
+            return self.scored.rows * self.scored.length * recipe.gradient_accumulation_steps
         return self.length * recipe.per_device_train_batch_size * recipe.gradient_accumulation_steps
 
 
@@ -105,7 +121,19 @@ def plan_recipe(
         device = here if target is None else torch.device("cuda")
         model = make_blueprint(recipe, device)
         length = options.length or recipe.max_length
-        workload = make_workload(recipe, model, length, device)
+        if length < LEAST[recipe.objective]:
+            raise ArgumentError(
+                f"a prompt and its completion have {LEAST[recipe.objective]} tokens or more, not {length}",
+                where="max_length" if options.length is None else "--length",
+            )
+        workload = make_workload(
+            recipe,
+            model,
+            length,
+            device,
+            completions=completions_of(recipe, share=shares_prompts(recipe, model, device)),
+            reference_bytes=reference_bytes(recipe, device),
+        )
         limits = _limits(recipe.engine, options, target, here)
         rates = sheet_rates(target) if target else _rates_here(recipe, model, here, notify)
         notify("planning")
@@ -124,6 +152,7 @@ def plan_recipe(
         device_name=target.title if target else device_name(here),
         here=target is None,
         plan=chosen,
+        scored=workload.scored,
     )
 
 
@@ -133,7 +162,8 @@ def plan_model(
     length: int,
     device: torch.device,
     *,
-    reserved: int = 0,
+    completions: Completions | None = None,
+    reference_bytes: int = 0,
     keep: Schedule | None = None,
     notify: Callable[[str], None] = lambda message: None,
 ) -> plan.Plan:
@@ -142,9 +172,10 @@ def plan_model(
     Args:
         recipe: The recipe.
         model: On its device, with its adapters, not yet streamed.
-        length: Tokens of the longest row.
+        length: Tokens of the longest row, or of the longest completion with its prompt.
         device: Where it is.
-        reserved: Bytes of the device that are held already and are not the model's, such as a reference's.
+        completions: What a micro-batch scores, where the objective scores completions.
+        reference_bytes: Of a model that is held beside it and is not trained; it is there already.
         keep: The schedule of the run that is resumed: taken again, so that its losses are the same to the last bit, if
             it still fits and the recipe still allows it.
         notify: Told what takes a while.
@@ -155,11 +186,9 @@ def plan_model(
     shape = meta_copy(model)
     limits = _limits(recipe.engine, PlanOptions(), None, device)
     if recipe.engine.device_memory == "auto":  # the weights are there already, and part of what a step holds
-        limits = replace(limits, device_bytes=limits.device_bytes + held_bytes(model))
-    else:  # what is free no longer has what is reserved; a size that is written has
-        limits = replace(limits, device_bytes=max(limits.device_bytes - reserved, 0))
+        limits = replace(limits, device_bytes=limits.device_bytes + held_bytes(model) + reference_bytes)
     rates = _rates_here(recipe, model, device, notify)
-    workload = make_workload(recipe, shape, length, device)
+    workload = make_workload(recipe, shape, length, device, completions=completions, reference_bytes=reference_bytes)
     if recipe.engine.schedule == "fixed":
         return plan.judge(workload, make_schedule(recipe.engine), limits, rates)
     written = recipe.engine.written()
@@ -171,14 +200,24 @@ def plan_model(
     return plan.choose(workload, limits, rates, fixed=written)
 
 
-def make_workload(recipe: Recipe, model: nn.Module, length: int, device: torch.device) -> Workload:
+def make_workload(
+    recipe: Recipe,
+    model: nn.Module,
+    length: int,
+    device: torch.device,
+    *,
+    completions: Completions | None = None,
+    reference_bytes: int = 0,
+) -> Workload:
     """What a step of the recipe trains, for a simulation.
 
     Args:
         recipe: The recipe.
         model: On ``meta``, with its adapters.
-        length: Tokens of a row.
+        length: Tokens of a row, or of the longest completion with its prompt.
         device: Whose kernels are simulated.
+        completions: What a micro-batch scores, where the objective scores completions.
+        reference_bytes: Of a model that is held beside it and is not trained.
     """
     return Workload(
         make_model=lambda: model,
@@ -188,7 +227,34 @@ def make_workload(recipe: Recipe, model: nn.Module, length: int, device: torch.d
         make_optimizer=partial(make_optimizer, recipe),
         autocast=recipe.bf16,
         device_type=device.type,
+        completions=completions,
+        reference_bytes=reference_bytes,
     )
+
+
+def shares_prompts(recipe: Recipe, model: nn.Module, device: torch.device) -> bool:
+    """Whether completions can share their prompts in this model, asked of a few tokens on ``meta``.
+
+    Raises:
+        UnsupportedModelError: They cannot, and the recipe asks for it.
+    """
+    if not may_share(recipe):
+        return False
+    tree = Scored(((5, (6, 6)),))
+    workload = Workload(lambda: model, tree.length, device_type=device.type, completions=lambda length, size: tree)
+    try:
+        plan.simulate(workload, Schedule(chunk_size=4))
+    except UnsupportedModelError as error:
+        if getattr(recipe, "share_prefix", None) == "always":
+            error.where = "share_prefix"
+            raise
+        return False
+    return True
+
+
+def reference_bytes(recipe: Recipe, device: torch.device) -> int:
+    """Bytes of the weights of a model held beside the trained one, from its configuration; 0 where none is."""
+    return held_bytes(make_reference_blueprint(recipe, device)) if holds_reference(recipe) else 0
 
 
 def device_elsewhere(recipe: Recipe, name: str | None, device_bytes: int | None, here: torch.device) -> Device | None:

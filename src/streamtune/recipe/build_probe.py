@@ -25,8 +25,9 @@ from streamtune.plan.trial import Outcome
 from streamtune.recipe.build import blame_recipe, choose_device, make_schedule, quiet_libraries
 from streamtune.recipe.build_model import choose_quantization
 from streamtune.recipe.build_plan import device_elsewhere, memory_of
+from streamtune.recipe.build_shapes import LEAST, unit_of
 from streamtune.recipe.build_simulated import SimulatedTrials, simulated
-from streamtune.recipe.build_steps import OBJECTIVES, prepare_step
+from streamtune.recipe.build_steps import prepare_step
 from streamtune.recipe.loader import LoadedRecipe
 from streamtune.recipe.schema import Recipe
 from streamtune.sizes import parse_size, show_size
@@ -65,7 +66,6 @@ class ProbeOptions:
     trial_seconds: float = 1800.0
     margin: float | None = None
     """Part of a budget that is left free; None is the recipe's ``engine.margin``."""
-    objective: str = "sft"
 
 
 def probe_recipe(
@@ -90,8 +90,8 @@ def probe_recipe(
         ArgumentError: Options that make no sense, or a budget that nothing fits.
         RunError: Every trial failed for another reason than memory.
     """
-    _check(options)
     recipe = loaded.recipe
+    _check(options, LEAST[recipe.objective])
     with blame_recipe(loaded):
         here = torch.device("cpu") if options.device else choose_device(recipe.device)
         simulates = options.method == "simulate"
@@ -102,7 +102,7 @@ def probe_recipe(
         unlimited: RunTrial
         if task.method == "measure":
             choose_quantization(recipe, here)  # refuse before the first process
-            prepare = partial(prepare_step, recipe, options.objective, str(here), _budget(task))
+            prepare = partial(prepare_step, recipe, str(here), _budget(task))
             run = measured(prepare, _budget(task), seconds=options.trial_seconds)
             unlimited = measured(prepare, replace(_budget(task), device_bytes=None), seconds=options.trial_seconds)
         else:
@@ -122,8 +122,8 @@ def probe_recipe(
 # --- what is asked ----------------------------------------------------------------------------------------------------
 
 
-def _check(options: ProbeOptions) -> None:
-    """Refuse options that contradict each other.
+def _check(options: ProbeOptions, shortest: int) -> None:
+    """Refuse options that contradict each other, and lengths below the ``shortest``.
 
     Raises:
         ArgumentError: With what to write instead.
@@ -133,8 +133,6 @@ def _check(options: ProbeOptions) -> None:
             f"--method is measure or simulate, not {options.method!r}",
             mend=did_you_mean(options.method, ("measure", "simulate")),
         )
-    if options.objective not in OBJECTIVES:
-        raise ArgumentError(f"no objective is called {options.objective!r}", mend=f"known: {', '.join(OBJECTIVES)}")
     if options.device is not None and options.method == "measure":
         raise ArgumentError(
             "--device names a device that is not there; what is measured runs on the one that is",
@@ -148,15 +146,15 @@ def _check(options: ProbeOptions) -> None:
         raise ArgumentError(
             f"there is nothing from {least:,} to {most:,}", mend="--from is where to begin, --to where to end"
         )
-    if not options.batch_size and options.least is not None and options.least < 2:
-        raise ArgumentError(f"a sequence has two tokens or more, not {options.least}", where="--from")
+    if not options.batch_size and options.least is not None and options.least < shortest:
+        raise ArgumentError(_too_short(options.least, shortest), where="--from")
     if not options.batch_size and options.length is not None:
         raise ArgumentError(
             "--length is the fixed length of --batch-size; the length is what is looked for otherwise",
             mend=f"add --batch-size, or write --to {options.length} to look no further",
         )
-    if options.length is not None and options.length < 2:
-        raise ArgumentError(f"a sequence has two tokens or more, not {options.length}", where="--length")
+    if options.length is not None and options.length < shortest:
+        raise ArgumentError(_too_short(options.length, shortest), where="--length")
     sizes = {"--device-memory": options.device_bytes, "--disk-memory": options.disk_bytes}
     for name, size in sizes.items():
         if size == 0:
@@ -165,6 +163,13 @@ def _check(options: ProbeOptions) -> None:
         raise ArgumentError("a trial takes more than no time", where="--trial-timeout")
     if options.margin is not None and not 0 <= options.margin < 1:
         raise ArgumentError(f"--margin is a part of the memory, from 0 up to but not 1; found {options.margin:g}")
+
+
+def _too_short(length: int, shortest: int) -> str:
+    what = (
+        "a sequence has two tokens or more" if shortest == 2 else f"a prompt and its completion have {shortest} or more"
+    )
+    return f"{what}, not {length}"
 
 
 def _make_task(recipe: Recipe, options: ProbeOptions, target: Device | None, here: torch.device) -> ProbeTask:
@@ -182,7 +187,7 @@ def _make_task(recipe: Recipe, options: ProbeOptions, target: Device | None, her
         sizes["disk"] = sizes["disk"] or (free_disk_bytes(spec.offload_dir) if spec.offload_dir else 0)
     return ProbeTask(
         method="measure" if options.method == "measure" else "simulate",
-        objective=options.objective,
+        objective=recipe.objective,
         scaled="batch" if options.batch_size else "length",
         fixed=(options.length or recipe.max_length) if options.batch_size else recipe.per_device_train_batch_size,
         within=_range(options),
@@ -192,6 +197,7 @@ def _make_task(recipe: Recipe, options: ProbeOptions, target: Device | None, her
         disk_bytes=sizes["disk"],
         schedule=make_schedule(spec) if spec.schedule == "fixed" else None,
         margin=margin,
+        unit=unit_of(recipe),
     )
 
 
@@ -246,7 +252,7 @@ def _needed(run: RunTrial, task: ProbeTask, failed: Trial) -> Outcome | None:
 def _nothing_fits(recipe: Recipe, task: ProbeTask, failed: Trial, needed: Outcome | None) -> ArgumentError | RunError:
     """What does not fit, and what would."""
     shape, outcome = failed.shape, failed.outcome
-    rows = f"{shape.batch_size:,} rows of " if shape.batch_size > 1 else ""
+    rows = f"{shape.batch_size:,} {task.unit}s of " if shape.batch_size > 1 else ""
     tried = f"{rows}{shape.length:,} tokens"
     if outcome.cause not in ("device memory", "host memory", "disk memory"):
         return RunError(
@@ -270,8 +276,10 @@ def _nothing_fits(recipe: Recipe, task: ProbeTask, failed: Trial, needed: Outcom
 
 def _smaller(recipe: Recipe, terms: dict[str, int], task: ProbeTask) -> list[str]:
     """What of the recipe would take less, the largest gain first."""
-    fixed = sum(terms.get(name, 0) for name in ("weights", "gradients", "optimizer"))
+    fixed = sum(terms.get(name, 0) for name in ("weights", "reference", "gradients", "optimizer"))
     mends = []
+    if terms.get("reference"):
+        mends.append("adapters (finetuning_type: lora) are their own reference, switched off, and hold no second model")
     if fixed > (task.device_bytes or 0) / 2:
         if recipe.finetuning_type == "full":
             mends.append("finetuning_type: lora needs no gradients and no optimizer state of the weights")

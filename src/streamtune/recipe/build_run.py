@@ -22,6 +22,7 @@ from streamtune import models, optim, train
 from streamtune.engine import Schedule, StreamHandle
 from streamtune.errors import ArgumentError
 from streamtune.plan import Plan
+from streamtune.plan.scored import Completions
 from streamtune.recipe.build import choose_device, quiet_libraries, stream_model
 from streamtune.recipe.build_model import choose_quantization, make_optimizer
 from streamtune.recipe.build_plan import plan_model
@@ -222,8 +223,9 @@ def plan_and_stream(
     *,
     rows: int,
     length: int,
+    completions: Completions | None = None,
     check: Callable[[StreamHandle], None] = lambda handle: None,
-    reserved: int = 0,
+    reference_bytes: int = 0,
     dry_run: bool,
     notify: Notify,
     doing: Doing,
@@ -234,10 +236,11 @@ def plan_and_stream(
         recipe: The recipe.
         model: On its device, with its adapters; changed in place.
         start: Where the run starts.
-        rows: Sequences of a micro-batch.
-        length: Tokens of the longest sequence.
+        rows: Sequences of a micro-batch, or what ``completions`` takes for one.
+        length: Tokens of the longest sequence, or of the longest completion with its prompt.
+        completions: What a micro-batch scores, where the objective scores completions.
         check: What else is to be checked on that very model, besides that it streams exactly.
-        reserved: Bytes of the device that are another's, such as a reference's.
+        reference_bytes: Of a model that is held beside it and is not trained.
         dry_run: Plan a fixed schedule too: what it would hold is what a dry run is for.
         notify: See :data:`Notify`.
         doing: See :data:`Doing`.
@@ -251,7 +254,16 @@ def plan_and_stream(
         like = recipe.model_copy(update={"per_device_train_batch_size": rows})
         keep = _schedule_of(start.checkpoint)
         with doing("planning the steps"):
-            memory = plan_model(like, model, length, start.device, reserved=reserved, keep=keep, notify=notify)
+            memory = plan_model(
+                like,
+                model,
+                length,
+                start.device,
+                completions=completions,
+                reference_bytes=reference_bytes,
+                keep=keep,
+                notify=notify,
+            )
     handle = stream_model(recipe, model, memory.schedule if memory is not None else None)
     with doing("checking that this model streams exactly"):
         handle.check()

@@ -26,7 +26,8 @@ from streamtune.plan.simulate import Simulation, Workload, simulate
 from streamtune.plan.steps import Shape
 from streamtune.plan.trial import Cause, Outcome
 from streamtune.recipe.build_model import make_blueprint
-from streamtune.recipe.build_plan import make_workload
+from streamtune.recipe.build_plan import make_workload, reference_bytes, shares_prompts
+from streamtune.recipe.build_shapes import LEAST, completions_of
 from streamtune.recipe.schema import Recipe
 from streamtune.sizes import show_size
 
@@ -50,7 +51,14 @@ def simulated(
     """
     device = torch.device("cuda") if target is not None else here
     model = make_blueprint(recipe, device)
-    workload = make_workload(recipe, model, 2, device)
+    workload = make_workload(
+        recipe,
+        model,
+        LEAST[recipe.objective],
+        device,
+        completions=completions_of(recipe, share=shares_prompts(recipe, model, device)),
+        reference_bytes=reference_bytes(recipe, device),
+    )
     limits = Limits(
         device_bytes=task.device_bytes or 0,
         host_bytes=task.host_bytes or 0,

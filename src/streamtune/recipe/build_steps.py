@@ -1,33 +1,54 @@
 """A recipe to whole training steps on random tokens: what a trial of the probe runs, in its own process.
 
-They are the training loop's own functions, on batches shaped like the recipe's. Gradients are accumulated over two
-micro-batches where the recipe does so over several: those of the first are there during the second, and that is all
-that more of them would add.
+They are the training loop's own functions with the recipe's own objective, on batches shaped like the recipe's, and its
+reference is asked. Gradients are accumulated over two micro-batches where the recipe does so over several: those of the
+first are there during the second, and that is all that more of them would add.
+
+A step of grpo begins with a rollout that is as large as any and short: as many completions as are written together, a
+few tokens each, of prompts so long that their keys and values come to the length that is tried. With ``use_vllm``
+nothing is written.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import torch
 
-from streamtune import train
+from streamtune import rollout, train
 from streamtune.engine import Schedule, StreamHandle
 from streamtune.errors import ArgumentError
 from streamtune.plan.checkpointing import use_checkpointing
+from streamtune.plan.memory import held_bytes
+from streamtune.plan.plain_scores import PlainScores
+from streamtune.plan.scored import Scored
 from streamtune.plan.steps import BudgetExceededError, Shape, StepBudget, TrainingStep
 from streamtune.recipe.build import quiet_libraries, stream_model
-from streamtune.recipe.build_model import make_model_alone, make_optimizer
+from streamtune.recipe.build_grpo_objective import PolicyBatch, PolicyObjective
+from streamtune.recipe.build_model import make_model_alone, make_optimizer, make_reference_alone
 from streamtune.recipe.build_plan import plan_model
+from streamtune.recipe.build_preference import GivenReference, PairObjective, UnpairedObjective
+from streamtune.recipe.build_random import RandomTokens
+from streamtune.recipe.build_reference import streamed
+from streamtune.recipe.build_shapes import completions_of, has_reference, holds_reference
+from streamtune.recipe.build_sharing import can_share
 from streamtune.recipe.schema import Recipe
+from streamtune.recipe.schema_dpo import DpoRecipe
+from streamtune.recipe.schema_grpo import GrpoRecipe
+from streamtune.train.objective import autocast
 from streamtune.train.routers import StepRouters
 from streamtune.train.step import accumulate_gradients, clip_gradients, update_weights
 
-__all__ = ["OBJECTIVES", "prepare_step"]
+__all__ = ["OBJECTIVES", "make_reference", "prepare_step"]
+
+WRITTEN = 4
+"""Tokens of a completion that a trial writes."""
 
 
-def prepare_step(recipe: Recipe, objective: str, device_name: str, budget: StepBudget, shape: Shape) -> TrainingStep:
+def prepare_step(recipe: Recipe, device_name: str, budget: StepBudget, shape: Shape) -> TrainingStep:
     """Model, optimizer and step of a trial, in its process.
 
     Raises:
@@ -36,34 +57,76 @@ def prepare_step(recipe: Recipe, objective: str, device_name: str, budget: StepB
     device = torch.device(device_name)
     quiet_libraries(device)
     model = make_model_alone(recipe, device)
+    beside = make_reference_alone(recipe, device) if holds_reference(recipe) else None
+    share = shape.mode == "stream" and can_share(recipe, model)
     handle: StreamHandle | None = None
     if shape.mode == "stream":
-        handle = stream_model(recipe, model, _planned(recipe, model, shape, budget))
+        schedule = _planned(recipe, model, shape, budget, share, 0 if beside is None else held_bytes(beside))
+        handle = stream_model(recipe, model, schedule)
     elif shape.mode == "checkpoint":
         use_checkpointing(model)
     optimizer = make_optimizer(recipe, model)
-    step = OBJECTIVES[objective](recipe, model, optimizer, handle, shape)
-    return TrainingStep(model, optimizer, step, handle)
+    job = Trained(recipe, model, handle, beside, shape, share)
+    return TrainingStep(
+        model, optimizer, partial(_step, job, optimizer, OBJECTIVES[recipe.objective](job)), handle, beside
+    )
 
 
-def _planned(recipe: Recipe, model: Any, shape: Shape, budget: StepBudget) -> Schedule | None:
-    """The schedule a run of rows like these would take; None where the recipe says it."""
+@dataclass(frozen=True)
+class Trained:
+    """What is stepped."""
+
+    recipe: Recipe
+    model: Any
+    handle: StreamHandle | None
+    """None where it is a baseline."""
+    beside: Any | None
+    """The reference that is held."""
+    shape: Shape
+    share: bool
+    """Whether prompts are shared."""
+
+    @property
+    def scorer(self) -> Any:
+        """What objectives ask for log-probabilities."""
+        return PlainScores(self.model) if self.handle is None else self.handle
+
+    @property
+    def scored(self) -> Scored:
+        """The completions of a micro-batch."""
+        completions = completions_of(self.recipe)
+        assert completions is not None
+        return replace(completions(self.shape.length, self.shape.batch_size), share=self.share)
+
+    @property
+    def batches(self) -> range:
+        """The micro-batches of a step."""
+        return range(min(self.recipe.gradient_accumulation_steps, 2))
+
+
+def _planned(
+    recipe: Recipe, model: Any, shape: Shape, budget: StepBudget, share: bool, beside_bytes: int
+) -> Schedule | None:
+    """The schedule a run of batches like these would take; None where the recipe says it."""
     if recipe.engine.schedule == "fixed":
         return None
     sizes = {"device_memory": budget.device_bytes, "host_memory": budget.host_bytes, "disk_memory": budget.disk_bytes}
     given = {name: f"{size}B" for name, size in sizes.items() if size is not None}
     engine = recipe.engine.model_copy(update={**given, "margin": budget.margin})
     like = recipe.model_copy(update={"engine": engine, "per_device_train_batch_size": shape.batch_size})
+    device = next(model.parameters()).device
+    completions = completions_of(recipe, share=share)
     try:
-        return plan_model(like, model, shape.length, next(model.parameters()).device).schedule
+        return plan_model(
+            like, model, shape.length, device, completions=completions, reference_bytes=beside_bytes
+        ).schedule
     except ArgumentError as error:
         raise BudgetExceededError("device", f"device memory: {error.what}") from error
 
 
-def _sft_step(
-    recipe: Recipe, model: Any, optimizer: torch.optim.Optimizer, handle: StreamHandle | None, shape: Shape
-) -> Callable[[], None]:
-    """One optimizer step of supervised fine-tuning, as ``train.loop`` takes it."""
+def _step(job: Trained, optimizer: torch.optim.Optimizer, prepared: Prepared) -> None:
+    """One optimizer step, as ``train.loop`` takes it."""
+    recipe, model = job.recipe, job.model
     settings = train.TrainSettings(
         total_steps=1,
         steps_per_epoch=1,
@@ -75,45 +138,115 @@ def _sft_step(
         seed=recipe.seed,
         out_of_memory_mend="",
     )
-    batches = _random_batches(recipe, model, shape)
-    loss, stop = train.SupervisedObjective(handle), train.StopRequest()
-
-    def step() -> None:
-        routers = StepRouters(handle, batches)
-        accumulate_gradients(
-            model, loss, batches, routers, settings=settings, step=1, progress=lambda activity: None, stop=stop
-        )
-        clip_gradients(model, settings.max_grad_norm)
-        # Nothing is to be learnt from random tokens: the update runs whole and leaves the weights as they are.
-        update_weights(optimizer, 0.0, settings=settings, step=1, micro_batches=batches)
-
-    return step
-
-
-def _random_batches(recipe: Recipe, model: Any, shape: Shape) -> list[train.MicroBatch]:
-    """The micro-batches of a step, every token trained on: more of them would not hold more at a time than two do.
-
-    Where the recipe packs, a sequence is two rows of half its length, which takes the way of packed ones.
-    """
-    device = next(model.parameters()).device
-    generator = torch.Generator().manual_seed(recipe.seed)
-    vocab = model.get_input_embeddings().weight.shape[0]
-    rows, length = shape.batch_size, shape.length
-    positions = None
-    if recipe.packing and length >= 4:
-        halves = [torch.arange(length - length // 2), torch.arange(length // 2)]
-        positions = torch.cat(halves).expand(rows, length)
-    batches = []
-    for _ in range(min(recipe.gradient_accumulation_steps, 2)):
-        ids = torch.randint(0, vocab, (rows, length), generator=generator)
-        labels = ids.roll(-1, dims=1)
-        labels[:, -1] = train.IGNORE_INDEX
-        batch = train.MicroBatch(ids, torch.ones_like(ids), labels, ("random tokens",) * rows, positions)
-        batches.append(batch.to(device))
-    return batches
+    objective, make_batches = prepared
+    batches = make_batches()
+    accumulate_gradients(
+        model,
+        objective,
+        batches,
+        StepRouters(job.handle, batches),
+        settings=settings,
+        step=1,
+        progress=lambda activity: None,
+        stop=train.StopRequest(),
+    )
+    clip_gradients(model, settings.max_grad_norm)
+    # Nothing is to be learnt from random tokens: the update runs whole and leaves the weights as they are.
+    update_weights(optimizer, 0.0, settings=settings, step=1, micro_batches=batches)
 
 
-Step = Callable[[Recipe, Any, torch.optim.Optimizer, StreamHandle | None, Shape], Callable[[], None]]
+# --- objectives -------------------------------------------------------------------------------------------------------
 
-OBJECTIVES: dict[str, Step] = {"sft": _sft_step}
-"""Objective -> function that makes its whole training step for recipe, model, optimizer, stream and shape."""
+Prepared = tuple[train.Objective, Callable[[], Sequence[train.MicroBatch]]]
+"""An objective, and what makes the micro-batches of a step."""
+
+
+def _sft(job: Trained) -> Prepared:
+    draw = RandomTokens(job.recipe, job.model)
+    batches = [draw.rows(job.shape.batch_size, job.shape.length).to(_device(job)) for _ in job.batches]
+    return train.SupervisedObjective(job.handle), lambda: batches
+
+
+def _dpo(job: Trained) -> Prepared:
+    recipe = job.recipe
+    assert isinstance(recipe, DpoRecipe)
+    draw = RandomTokens(recipe, job.model)
+    batches = [draw.preferences(recipe, job.scored) for _ in job.batches]
+    reference = make_reference(job)
+    if recipe.unpaired:
+        assert reference is not None
+        return UnpairedObjective(job.scorer, recipe, reference, _device(job)), lambda: batches
+    return PairObjective(job.scorer, recipe, reference), lambda: batches
+
+
+def make_reference(job: Trained) -> train.Reference | None:
+    """What the objective compares with: the model without its adapters, the one beside it, or what is given."""
+    recipe = job.recipe
+    if not has_reference(recipe):
+        return None
+    if getattr(recipe, "precompute_ref_log_probs", False):
+        return GivenReference()
+    temperature = recipe.temperature if isinstance(recipe, GrpoRecipe) else 1.0
+    if job.beside is None:
+        return train.ModelReference(job.model, job.scorer, temperature=temperature)
+    if job.handle is None:
+        plain: Any = PlainScores(job.beside)
+        return train.ModelReference(job.beside, plain, temperature=temperature)
+    return streamed(job.beside, job.handle.schedule, temperature=temperature)
+
+
+def _grpo(job: Trained) -> Prepared:
+    recipe, device = job.recipe, _device(job)
+    assert isinstance(recipe, GrpoRecipe)
+    draw = RandomTokens(recipe, job.model)
+    drawn = [draw.completions(recipe, job.scored) for _ in job.batches]
+    policy = train.ModelReference(job.model, job.scorer, temperature=recipe.temperature, adapters=True)
+    asked = {"old_K": policy if recipe.needs_old_logprobs else None, "ref_K": make_reference(job)}
+    write = _rollout(job, recipe, draw)
+
+    def batches() -> list[PolicyBatch]:
+        write()
+        found = []
+        for batch in drawn:
+            moved = batch.to(device)
+            with autocast(device, recipe.bf16):
+                known: dict[str, Any] = {
+                    name: each.logprobs(moved).cpu() for name, each in asked.items() if each is not None
+                }
+            found.append(replace(batch, **known))
+        return found
+
+    return PolicyObjective(job.scorer, recipe), batches
+
+
+def _rollout(job: Trained, recipe: GrpoRecipe, draw: RandomTokens) -> Callable[[], None]:
+    """Writes the last tokens of completions that come to the length of the trial."""
+    if recipe.use_vllm:
+        return lambda: None
+    group = recipe.num_generations
+    at_once = recipe.per_device_generation_batch_size or job.shape.batch_size
+    writer = rollout.TransformersWriter(
+        job.model,
+        end_token_ids=[],
+        pad_token_id=0,
+        prefill_chunk_size=(Schedule() if job.handle is None else job.handle.schedule).chunk_size,
+        max_rows=at_once,
+        computing=lambda: autocast(_device(job), recipe.bf16),
+    )
+    written = min(WRITTEN, job.shape.length - 1)
+    prompts = draw.prompts(max(1, min(at_once // group, recipe.prompts_per_generation)), job.shape.length - written)
+    sampling = rollout.Sampling(written, temperature=recipe.temperature)
+
+    def write() -> None:
+        writer.write(prompts, group, sampling)
+
+    return write
+
+
+def _device(job: Trained) -> torch.device:
+    device: torch.device = next(job.model.parameters()).device
+    return device
+
+
+OBJECTIVES: dict[str, Callable[[Trained], Prepared]] = {"sft": _sft, "dpo": _dpo, "grpo": _grpo}
+"""Objective -> what makes its loss and the micro-batches of its steps."""

@@ -6,8 +6,7 @@ run_verify     plain autograd and streaming on them
 The balance loss of a mixture's routers is compared with the one ``transformers`` computes. A router z-loss, which it
 does not know, is left out on both sides.
 
-An objective other than supervised fine-tuning joins with a loss of its own: what is compared only ever sees
-``loss_of(model, bf16)``.
+Where completions are scored, their own loss is compared (``build_verify_trees``).
 """
 
 from __future__ import annotations
@@ -21,9 +20,10 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 
-from streamtune import data, models, plan, train
+from streamtune import data, models, objectives, plan, train
 from streamtune.engine import RouterLoss, Schedule, balance_coefficient, balances_itself, check_packing
 from streamtune.errors import ArgumentError, DataError, OutOfMemoryError, RunError
+from streamtune.plan.plain_scores import PlainScores
 from streamtune.plan.room import Room, measure_room
 from streamtune.recipe.build import (
     blame_recipe,
@@ -36,23 +36,30 @@ from streamtune.recipe.build import (
     quiet_libraries,
     stream_model,
 )
+from streamtune.recipe.build_dpo import prepare_trees
+from streamtune.recipe.build_grpo import prepare_prompts
 from streamtune.recipe.build_model import make_model
+from streamtune.recipe.build_reference import load_reference
+from streamtune.recipe.build_shapes import has_reference
+from streamtune.recipe.build_sharing import can_share
+from streamtune.recipe.build_verify_rows import Window, choose_rows
+from streamtune.recipe.build_verify_trees import TreeLosses, choose_trees, make_losses, random_completions
 from streamtune.recipe.loader import LoadedRecipe
+from streamtune.recipe.schema import Recipe
+from streamtune.recipe.schema_dpo import DpoRecipe
+from streamtune.recipe.schema_grpo import GrpoRecipe
 from streamtune.train.objective import autocast, loss_of, output_of
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-__all__ = ["DTYPES", "Subject", "Window", "build_verify", "choose_rows", "run_verify"]
+__all__ = ["DTYPES", "Subject", "build_verify", "run_verify"]
 
 DTYPES = ("float32", "bfloat16", "float64")
 """What ``--dtype`` takes."""
 
 FIRST_ROWS = 64
 """Rows of each source that are read: a verification needs one or a few."""
-
-MOST_ROWS = 4
-"""Rows of the batch at most."""
 
 PACKED_ROWS = 2
 """Rows of a packed sequence at least, if the data has so many: one alone would prove nothing of packing."""
@@ -65,20 +72,6 @@ LENGTH = {"cpu": 2048, "cuda": 8192}
 
 PROBE = 256
 """Tokens of the forward that memory is measured on."""
-
-
-@dataclass(frozen=True)
-class Window:
-    """The part of a row that is used."""
-
-    example: data.Example
-    start: int
-    row_length: int
-
-    @property
-    def length(self) -> int:
-        """Tokens used."""
-        return len(self.example.input_ids)
 
 
 @dataclass(frozen=True)
@@ -102,6 +95,8 @@ class Subject:
     room: Room
     router_loss: RouterLoss | None
     """What the recipe adds for routers; of it only the balance loss is compared."""
+    losses: TreeLosses | None = None
+    """Where completions are scored, their loss; there are no windows then."""
 
     @property
     def length(self) -> int:
@@ -134,6 +129,8 @@ def build_verify(
     if dtype is not None and dtype not in DTYPES:
         raise ArgumentError(f"--dtype does not know {dtype!r}", mend=f"choose from {', '.join(DTYPES)}")
     recipe = loaded.recipe
+    if isinstance(recipe, DpoRecipe | GrpoRecipe):
+        return _build_trees(loaded, recipe, length, dtype, notify, doing)
     with blame_recipe(loaded):
         device = choose_device(recipe.device)
         quiet_libraries(device)
@@ -147,8 +144,7 @@ def build_verify(
             if recipe.packing:
                 check_packing(handle)
         router_loss = make_router_loss(recipe, model)
-        bf16 = recipe.bf16 if dtype is None else dtype == "bfloat16"
-        widened = getattr(torch, dtype) if dtype in ("float32", "float64") else None
+        bf16, widened = _precision(recipe, dtype)
         with doing("measuring how long a row plain autograd has room for"):
             room = _measure(model, examples, tokenizer, device, bf16, router_loss)
         limit, why = (length, "--length") if length is not None else _fitting_length(room, device, widened)
@@ -175,6 +171,70 @@ def build_verify(
     )
 
 
+def _precision(recipe: Recipe, dtype: str | None) -> tuple[bool, torch.dtype | None]:
+    """Whether to compute under autocast, and what to widen the weights to first."""
+    bf16 = recipe.bf16 if dtype is None else dtype == "bfloat16"
+    return bf16, getattr(torch, dtype) if dtype in ("float32", "float64") else None
+
+
+def _build_trees(
+    loaded: LoadedRecipe,
+    recipe: DpoRecipe | GrpoRecipe,
+    length: int | None,
+    dtype: str | None,
+    notify: Callable[[str], None],
+    doing: Callable[[str], AbstractContextManager[Any]],
+) -> Subject:
+    """:func:`build_verify` where completions are scored."""
+    with blame_recipe(loaded):
+        device = choose_device(recipe.device)
+        quiet_libraries(device)
+        sources = make_sources(loaded)
+        with doing("making the tokenizer"):
+            tokenizer = make_tokenizer(recipe, sources, None, notify)
+        few = [replace(sources[0], max_rows=min(sources[0].max_rows or FIRST_ROWS, FIRST_ROWS))]
+        whole: Any = recipe.model_copy(update={"val_size": 0.0})
+        prepare: Any = prepare_prompts if isinstance(recipe, GrpoRecipe) else prepare_trees
+        rows = prepare(whole, few, tokenizer, notify).train
+        with doing("loading the model"):
+            model = make_model(recipe, tokenizer, None, device)
+        stream_model(recipe, model).remove()  # what is refused is refused at once
+        with doing("checking that prompts can be shared"):
+            share = can_share(recipe, model, notify)
+        with doing("loading the reference"):
+            beside = load_reference(recipe, model, tokenizer, device) if has_reference(recipe) else None
+        bf16, widened = _precision(recipe, dtype)
+        with doing("measuring how long a row plain autograd has room for"):
+            room = _measure_scored(model, device, bf16)
+        limit, why = (length, "--length") if length is not None else _fitting_length(room, device, widened)
+        if isinstance(recipe, GrpoRecipe):
+            trees, cut = random_completions(recipe, rows, limit, len(tokenizer)), False
+        else:
+            loss = objectives.UNPAIRED_LOSSES.get(recipe.loss_type)
+            differing = loss is not None and loss.needs_baseline
+            trees, cut = choose_trees(rows, limit, differing=differing)
+        losses = make_losses(recipe, model, beside, trees, pad_token_id=tokenizer.pad_token_id, share=share)
+        if (note := models.check_positions(model, losses.apart.input_ids.shape[1])) is not None:
+            notify(note)
+        schedules = plan.verify_schedules(losses.shared.input_ids.shape[1], make_schedule(recipe.engine))
+    return Subject(
+        loaded=loaded,
+        model=model,
+        parameters=models.count_parameters(model),
+        device=device,
+        windows=(),
+        batch=losses.shared,
+        alone=losses.apart,
+        length_limit=why if cut else "",
+        schedules=schedules,
+        dtype=widened,
+        bf16=bf16,
+        room=room,
+        router_loss=None,
+        losses=losses,
+    )
+
+
 def run_verify(subject: Subject, notify: Callable[[str], None] = lambda message: None) -> plan.VerifyReport:
     """Compare streamed with plain autograd.
 
@@ -182,14 +242,18 @@ def run_verify(subject: Subject, notify: Callable[[str], None] = lambda message:
         UnsupportedModelError: The model cannot be streamed.
         OutOfMemoryError: Plain autograd itself does not fit at this length.
     """
+    loss_of = partial(_loss, subject.batch, subject.router_loss)
+    plain_loss_of = partial(_loss, subject.alone, subject.router_loss)
+    losses = subject.losses
     try:
         return plan.run_verify(
             subject.model,
-            partial(_loss, subject.batch, subject.router_loss),
+            loss_of if losses is None else losses.plain,
             subject.schedules,
             dtype=subject.dtype,
             bf16=subject.bf16,
-            plain_loss_of=partial(_loss, subject.alone, subject.router_loss),
+            plain_loss_of=plain_loss_of if losses is None else losses.plain,
+            loss_with=None if losses is None else losses.streamed,
             unfit=partial(subject.room.lacks, subject.alone.input_ids.numel()),
             notify=notify,
         )
@@ -219,47 +283,6 @@ def _first_rows(
         return prepare_data(recipe, few[:1], tokenizer, notify).train
     except DataError:
         return prepare_data(recipe, sources, tokenizer, notify).train
-
-
-def choose_rows(examples: Sequence[data.Example], length: int, at_least: int = 1) -> list[Window]:
-    """The first row with something to train on, cut to ``length``; if it is short, following ones beside it.
-
-    The batch has ``length`` tokens at most, padding counted, so short rows cost no more than one long one. Rows are cut
-    further where there shall be ``at_least`` so many.
-
-    Raises:
-        DataError: No row has two tokens of which the second is trained on.
-    """
-    windows: list[Window] = []
-    for example in examples:
-        window = _window(example, max(2, length // at_least))
-        if window is None:
-            continue
-        longest = max(window.length, *(other.length for other in windows), 0)
-        if windows and (len(windows) == MOST_ROWS or longest * (len(windows) + 1) > length):
-            break
-        windows.append(window)
-    if not windows:
-        raise DataError(
-            "none of the rows has a token to train on after its first, so there is no gradient to compare",
-            where=examples[0].origin,
-            mend="use longer rows, or look at train_on",
-        )
-    return windows
-
-
-def _window(example: data.Example, length: int) -> Window | None:
-    """``length`` tokens of a row, half of them before the first that is trained on if the prompt is long."""
-    ids, labels = np.asarray(example.input_ids), np.asarray(example.labels)
-    trained = np.flatnonzero(labels[1:] != train.IGNORE_INDEX) + 1
-    if not len(trained):
-        return None
-    start = 0
-    if len(ids) > length and trained[0] >= length // 2:
-        start = int(min(trained[0] - length // 2, len(ids) - length))
-    kept = labels[start : start + length].copy()
-    kept[0] = train.IGNORE_INDEX  # nothing before it is there to predict it from
-    return Window(data.Example(ids[start : start + length], kept, example.origin), start, len(ids))
 
 
 def _collate(windows: Sequence[Window], tokenizer: PreTrainedTokenizerBase, packed: bool = False) -> train.MicroBatch:
@@ -313,6 +336,18 @@ def _measure(
     limit = getattr(base.config.get_text_config(decoder=True), "max_position_embeddings", None)
     tokens = min(PROBE, limit) if isinstance(limit, int) else PROBE
     return measure_room(base, torch.bfloat16 if bf16 else base.dtype, forward, tokens)
+
+
+def _measure_scored(model: Any, device: torch.device, bf16: bool) -> Room:
+    """What plain autograd holds per token that it scores."""
+    base = _base(model)
+
+    def forward(tokens: int) -> torch.Tensor:
+        ids = torch.zeros(1, tokens, dtype=torch.long, device=device)
+        with autocast(device, bf16):
+            return PlainScores(base).logprobs(ids, ids).logprobs.sum()
+
+    return measure_room(base, torch.bfloat16 if bf16 else base.dtype, forward, PROBE)
 
 
 def _fitting_length(room: Room, device: torch.device, widened: torch.dtype | None) -> tuple[int, str]:

@@ -1,0 +1,38 @@
+"""Whether completions share their prompts: what the recipe says, and what its very model can."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from streamtune.engine import check_branches, stream
+from streamtune.errors import UnsupportedModelError
+from streamtune.recipe.build_shapes import may_share
+from streamtune.recipe.schema import Recipe
+
+__all__ = ["can_share"]
+
+
+def can_share(recipe: Recipe, model: Any, notify: Callable[[str], None] = lambda message: None) -> bool:
+    """Try whether completions can share their prompts, where the recipe does not say that they never do.
+
+    Args:
+        recipe: The recipe.
+        model: On its device, not streamed; left as it is.
+        notify: Told why they cannot.
+
+    Raises:
+        UnsupportedModelError: They cannot, and the recipe asks for it.
+    """
+    if not may_share(recipe):
+        return False
+    with stream(model) as handle:
+        try:
+            check_branches(handle)
+        except UnsupportedModelError as error:
+            if getattr(recipe, "share_prefix", None) == "always":
+                error.where = "share_prefix"
+                raise
+            notify(f"each completion has its own copy of the prompt: {error.what}")
+            return False
+    return True
