@@ -152,16 +152,21 @@ def build_grpo(
 def prepare_prompts(
     recipe: GrpoRecipe, sources: Sequence[data.Source], tokenizer: PreTrainedTokenizerBase, notify: Notify
 ) -> data.PreparedPrompts:
-    """The rows as prompts of token ids."""
-    return data.prepare_prompts(
-        sources,
-        tokenizer,
-        max_prompt_length=recipe.max_prompt_length,
-        overlength=recipe.overlength,
-        val_size=recipe.val_size,
-        seed=recipe.seed,
-        notify=notify,
-    )
+    """The prompts as token ids. What there is to say about them is said at the end, not into the live count."""
+    said: list[str] = []
+    try:
+        return data.prepare_prompts(
+            sources,
+            tokenizer,
+            max_prompt_length=recipe.max_prompt_length,
+            overlength=recipe.overlength,
+            val_size=recipe.val_size,
+            seed=recipe.seed,
+            notify=said.append,
+        )
+    finally:
+        for text in said:
+            notify(text)
 
 
 def _check_loss(recipe: GrpoRecipe) -> None:
