@@ -22,6 +22,7 @@ from streamtune.plan.ablation import ablation_entries
 from streamtune.plan.longest import Budget, length_entries, longest_by
 from streamtune.plan.modes import WAYS
 from streamtune.plan.search import Range
+from streamtune.plan.sharing import SHARING
 from streamtune.plan.subject import Case, Subject
 from streamtune.plan.tables import DEFAULT, Entry, TableRow
 from streamtune.plan.tabulate import fill
@@ -118,6 +119,42 @@ def test_an_ablation_changes_one_choice_at_a_time_and_repeats_none(tmp_path: Pat
     }.items():
         assert {getattr(schedule, name) for schedule in schedules} == values
     assert {0, 1, 2, 4} == {schedule.keep_layers for schedule in schedules}
+
+
+# --- a shared prompt ------------------------------------------------------------------------------------------------
+
+
+def test_every_layout_of_a_prompt_has_the_same_loss_and_gradient(tmp_path: Path) -> None:
+    report = run_table(
+        "prefix-sharing",
+        Job(partial(build, "llama", max_position_embeddings=512)),
+        lengths=[32],
+        modes=[],
+        schedule=SCHEDULE,
+        repeats=1,
+        folder=tmp_path,
+        command="streamtune bench",
+        asked={"schedule_in_words": "chunks"},
+    )
+    assert [(row.mode, row.label) for row in report.rows] == [
+        ("stream", SHARING["batch"]),
+        ("stream", SHARING["turns"]),
+        ("stream", SHARING["shared"]),
+        ("checkpoint", SHARING["turns"]),
+    ]
+    batch, turns, shared, checkpointed = report.rows
+    for row in (batch, turns, shared):
+        assert row.loss == pytest.approx(checkpointed.loss, rel=1e-6)
+        assert row.grad_norm == pytest.approx(checkpointed.grad_norm, rel=1e-5)
+    assert batch.to_default == 1
+    assert shared.peak_bytes is not None
+    assert batch.peak_bytes is not None
+    assert shared.peak_bytes < batch.peak_bytes
+    page = markdown(report)
+    assert "| prompt | rows |" in page
+    assert f"{shared.peak_bytes / batch.peak_bytes:.2f}x" in page
+    draw_table(report, tmp_path / "table.png")
+    assert Image.open(tmp_path / "table.png").size[0] > 1000
 
 
 # --- resuming --------------------------------------------------------------------------------------------------------

@@ -22,9 +22,9 @@ COMPLETIONS = 8
 """Completions of a prompt."""
 
 SHARING = {
-    "batch": f"{COMPLETIONS} rows in a batch",
-    "turns": f"{COMPLETIONS} rows, one after another",
-    "shared": "the prompt once, the completions behind it",
+    "batch": f"{COMPLETIONS} rows, one batch",
+    "turns": f"{COMPLETIONS} rows in turn",
+    "shared": "prompt shared",
 }
 """The layouts, for people."""
 

@@ -130,7 +130,14 @@ def _longest(report: TableReport, figure: Any) -> None:
 
 def _sharing(report: TableReport, figure: Any) -> None:
     """Time to that of the rows in a batch, and memory by what it is, for each layout and length of a prompt."""
-    rows = [replace(row, section=f"prompt of {row.length:,} tokens") for row in report.rows]
+    rows = [
+        replace(
+            row,
+            section=f"prompt of {row.length:,} tokens",
+            label=f"checkpointed, {row.label}" if row.mode == "checkpoint" else row.label,
+        )
+        for row in report.rows
+    ]
     figure.set_size_inches(11, 1.8 + 0.4 * (len(rows) + len({row.section for row in rows})))
     time, memory = figure.subplots(1, 2, sharey=True)
     places = _stack(memory, rows, report.unit[1], time)

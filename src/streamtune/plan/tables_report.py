@@ -44,7 +44,8 @@ def columns(report: TableReport) -> list[Column]:
     lengths = {row.length for row in report.rows}
     found = [Column("mode", lambda row: row.mode, right=False)]
     if report.table in ("ablation", "max-length", "prefix-sharing"):
-        found = [Column("schedule", lambda row: row.label, right=False)]
+        name = "rows" if report.table == "prefix-sharing" else "schedule"
+        found = [Column(name, lambda row: row.label, right=False)]
     if report.table in ("bp-time", "memory", "prefix-sharing") or len(lengths) > 1:
         found.insert(
             0, Column("prompt" if report.table == "prefix-sharing" else "tokens", lambda row: f"{row.length:,}")
@@ -114,11 +115,12 @@ def _sharing(report: TableReport) -> list[Column]:
         return ratio
 
     return [
-        Column("fwd s", lambda row: _seconds(row.forward_s)),
-        Column("bwd s", lambda row: _seconds(row.backward_s)),
+        Column("fwd s", lambda row: _seconds(row.forward_s), page=True),
+        Column("bwd s", lambda row: _seconds(row.backward_s), page=True),
+        Column("step s", lambda row: _seconds(row.step_s)),
         Column("time", lambda row: _ratio(row.to_default)),
         Column("peak", lambda row: show(row.peak_bytes)),
-        Column("to rows", to_batch(lambda row: row.peak_bytes)),
+        Column("memory", to_batch(lambda row: row.peak_bytes)),
         Column("activ.", lambda row: show(row.activation_bytes), page=True),
         *_elsewhere(report),
     ]
@@ -174,7 +176,8 @@ def notes(report: TableReport) -> list[str]:
         + f"Tokens of the longest sequence whose step fits {report.asked.get('budget')}, within 1% or 256 "
         f"tokens. Peak, host and disk in {unit}.",
         "prefix-sharing": f"{COMPLETIONS} completions, each a fourth as long as the prompt; the loss is over their "
-        f"tokens. Time and peak (in {unit}) are to {SHARING['batch']}, medians over steps that took turns.",
+        f"tokens. Time and memory (peak, in {unit}) are to {SHARING['batch']}; times are medians over steps that took "
+        "turns.",
     }[report.table]
     exact = "Loss and grad are how far the loss and the norm of the gradient are from plain autograd's, relative."
     lines = [said, exact] if any(report.errors_of(row) for row in report.rows) else [said]

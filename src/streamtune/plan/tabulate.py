@@ -106,7 +106,7 @@ def _layouts(prompt: int, schedule: Schedule) -> list[Entry]:
         for layout in layouts
     ]
     last = Case("checkpoint", prompt, layout="turns")
-    return [*rows, Entry(last, f"{SHARING['turns']}, checkpointed", WAYS["checkpoint"].label, to_checkpoint=True)]
+    return [*rows, Entry(last, SHARING["turns"], WAYS["checkpoint"].label, to_checkpoint=True)]
 
 
 def fill(report: TableReport, groups: Sequence[Sequence[Entry]], measure: MeasureGroup, *, folder: Path) -> None:
