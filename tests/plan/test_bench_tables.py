@@ -154,7 +154,8 @@ def test_every_layout_of_a_prompt_has_the_same_loss_and_gradient(tmp_path: Path)
     assert "| prompt | rows |" in page
     assert f"{shared.peak_bytes / batch.peak_bytes:.2f}x" in page
     draw_table(report, tmp_path / "table.png")
-    assert Image.open(tmp_path / "table.png").size[0] > 1000
+    with Image.open(tmp_path / "table.png") as picture:
+        assert picture.size[0] > 1000
 
 
 # --- resuming --------------------------------------------------------------------------------------------------------
