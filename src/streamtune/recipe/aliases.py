@@ -59,6 +59,9 @@ ALIASES: dict[str, str] = {
     "optimizer": "optim",
     "adam_eps": "adam_epsilon",
     "gradient_clipping": "max_grad_norm",
+    # several devices
+    "context_parallel_size": "sequence_parallel_size",
+    "global_batch_size": "train_batch_size",
     # the run
     "random_seed": "seed",
     "torch_dtype": "dtype",
@@ -104,11 +107,7 @@ INSTEAD: dict[str, str] = {
 }
 """Another trainer's key that has no equal: how to say it here."""
 
-LATER: dict[tuple[str, ...], str] = {
-    ("deepspeed",): "delete the line; this release trains on one device",
-    ("fsdp",): "delete the line; this release trains on one device",
-    ("sequence_parallel_size",): "delete the line; this release trains on one device",
-}
+LATER: dict[tuple[str, ...], str] = {}
 """Keys of the plan that this release does not build: refused by name, never ignored."""
 
 LATER_VALUES: dict[tuple[str, Any], str] = {

@@ -181,6 +181,27 @@ class Recipe(Spec):
     device: Literal["auto", "cpu", "cuda"] = "auto"
     """Where to train; `auto` takes an accelerator where there is one."""
 
+    # --- several devices ---------------------------------------------------------------------------------------
+
+    deepspeed: Text | None = None
+    """Share optimizer, gradients and weights between ranks through DeepSpeed: `zero1`, `zero2`, `zero3`,
+    `zero3_offload` (weights and optimizer on the host), or the path of a DeepSpeed configuration, whose `auto` values
+    are filled from the recipe. Without it several ranks keep a whole model each (DDP)."""
+
+    fsdp: bool = False
+    """Share weights, gradients and optimizer between ranks through PyTorch's FSDP2, in DeepSpeed's place."""
+
+    sequence_parallel_size: Count = 1
+    """Ranks that share each sequence: the longest one grows with them. Divides the number of ranks."""
+
+    sequence_parallel: Literal["auto", "ulysses", "ring"] = "auto"
+    """How they share it: `ulysses` exchanges heads for tokens, `ring` passes keys and values around; `auto` is ulysses
+    where the ranks divide the heads."""
+
+    train_batch_size: Count | None = None
+    """Rows of one optimizer step over all ranks, in place of `gradient_accumulation_steps`, which then follows from the
+    number of ranks: the same recipe trains the same on any number of them."""
+
     # --- routers of a mixture of experts -----------------------------------------------------------------------
 
     router_aux_loss_coef: Annotated[float, Field(ge=0)] | None = None
