@@ -19,7 +19,22 @@ from streamtune.errors import ArgumentError
 from streamtune.recipe.build_model import make_optimizer
 from streamtune.recipe.schema import Recipe
 
-__all__ = ["accumulation", "make_backend", "make_world", "shares_weights"]
+__all__ = ["accumulation", "device_of_rank", "leave_ranks", "make_backend", "make_world", "shares_weights"]
+
+
+def device_of_rank(device: torch.device) -> torch.device:
+    """Of several accelerators of a machine, the one with the number of this rank."""
+    if device.type != "cuda" or "LOCAL_RANK" not in os.environ:
+        return device
+    return torch.device("cuda", int(os.environ["LOCAL_RANK"]))
+
+
+def leave_ranks() -> None:
+    """Leave the process group, if there is one, when all ranks are done."""
+    if torch.distributed.is_available() and torch.distributed.is_initialized():
+        from streamtune.distributed.process_group import leave
+
+        leave()
 
 
 def make_world(recipe: Recipe, device: torch.device) -> train.World:
