@@ -7,7 +7,7 @@ STAMP  := $(VENV)/.installed
 
 export TOKENIZERS_PARALLELISM ?= false
 
-.PHONY: help setup quickstart fmt check test conformance bench docs clean
+.PHONY: help setup quickstart fmt check test conformance bench bench-comm docs clean
 
 help:  ## list the targets
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-14s %s\n", $$1, $$2}'
@@ -26,12 +26,12 @@ quickstart: $(STAMP)  ## install, then train a small model end to end
 	$(BIN)/streamtune sft recipes/quickstart.yaml
 
 fmt: $(STAMP)  ## format and sort imports
-	$(BIN)/ruff format src tests
-	$(BIN)/ruff check --fix src tests
+	$(BIN)/ruff format src tests benchmarks
+	$(BIN)/ruff check --fix src tests benchmarks
 
 check: $(STAMP)  ## ruff and mypy --strict
-	$(BIN)/ruff format --check src tests
-	$(BIN)/ruff check src tests
+	$(BIN)/ruff format --check src tests benchmarks
+	$(BIN)/ruff check src tests benchmarks
 	$(BIN)/mypy
 
 test: $(STAMP)  ## the test suite without what is marked slow (installs what it needs)
@@ -46,6 +46,9 @@ conformance: $(STAMP)  ## exactness: tested families, then every causal LM of tr
 
 bench: $(STAMP)  ## plain autograd, gradient checkpointing and streaming side by side
 	$(BIN)/streamtune bench recipes/bench.yaml
+
+bench-comm: $(STAMP)  ## what ranks send in a step: ordinary, streaming, naive chunks; root measures two nodes as well
+	$(BIN)/python -m benchmarks.communication
 
 clean:  ## remove the virtual environment, caches and runs
 	rm -rf $(VENV) .mypy_cache .ruff_cache .pytest_cache runs

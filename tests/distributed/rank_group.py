@@ -15,7 +15,9 @@ import subprocess
 import sys
 import tempfile
 import traceback
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -24,18 +26,39 @@ PATIENCE = 300
 """Seconds for all cases of a group together."""
 
 
-def run_ranks(size: int, module: str, cases: Sequence[Any], patience: float = PATIENCE) -> dict[str, Any]:
-    """What rank 0 returned of each case, by the case as JSON.
+@dataclass(frozen=True)
+class Place:
+    """Where a rank runs: what its command begins with, and more of its environment."""
+
+    command: tuple[str, ...] = ()
+    environment: Mapping[str, str] = field(default_factory=dict)
+
+
+def run_ranks(
+    size: int, module: str, cases: Sequence[Any], patience: float = PATIENCE, places: Sequence[Place] = ()
+) -> dict[str, Any]:
+    """What rank 0 returned of each case, by the case as JSON; each rank in its place, or all of them here.
 
     Raises:
         AssertionError: A rank failed; with its traceback.
     """
-    with tempfile.TemporaryDirectory() as folder:
+    places = places or [Place()] * size
+    with tempfile.TemporaryDirectory() as folder, ExitStack() as opened:
+        # Files: a pipe that nobody reads yet would stop the rank that fills it.
+        logs = [opened.enter_context((Path(folder) / f"rank{rank}.log").open("w")) for rank in range(size)]
         results = Path(folder) / "results.jsonl"
         port = _free_port()
         ranks = [
             subprocess.Popen(
-                [sys.executable, "-m", "tests.distributed.rank_group", module, str(results), json.dumps(list(cases))],
+                [
+                    *place.command,
+                    sys.executable,
+                    "-m",
+                    "tests.distributed.rank_group",
+                    module,
+                    str(results),
+                    json.dumps(list(cases)),
+                ],
                 cwd=ROOT,
                 env={
                     **os.environ,
@@ -48,18 +71,20 @@ def run_ranks(size: int, module: str, cases: Sequence[Any], patience: float = PA
                     "MASTER_ADDR": "127.0.0.1",
                     "MASTER_PORT": str(port),
                     "DS_ACCELERATOR": "cpu",
+                    **place.environment,
                 },
-                stdout=subprocess.PIPE,
+                stdout=log,
                 stderr=subprocess.STDOUT,
-                text=True,
             )
-            for rank in range(size)
+            for rank, (place, log) in enumerate(zip(places, logs, strict=True))
         ]
         try:
-            said = [rank.communicate(timeout=patience)[0] for rank in ranks]
+            for rank in ranks:
+                rank.wait(timeout=patience)
         finally:
             for rank in ranks:
                 rank.kill()
+            said = [(Path(folder) / f"rank{rank}.log").read_text(errors="replace") for rank in range(size)]
         codes = [rank.returncode for rank in ranks]
         assert codes == [0] * size, "\n".join(
             f"rank {i} ended with {codes[i]}:\n{text[-6000:]}" for i, text in enumerate(said)

@@ -63,10 +63,6 @@ class DeepSpeedBackend:
         self.stage = int(config["zero_optimization"]["stage"])
         if self.stage == 3:
             deepspeed.utils.set_z3_leaf_modules(model, list({type(layer) for layer in layers}))
-            embedding: Any = model.get_input_embeddings()  # type: ignore[operator]
-            if not any(parameter.requires_grad for parameter in embedding.parameters()):
-                # The hooks of a leaf hang on its first input: without a gradient there its weights are not gathered.
-                embedding.register_forward_hook(_needs_gradient)
         self.module = model
         try:
             self.engine, *_ = deepspeed.initialize(
@@ -74,6 +70,11 @@ class DeepSpeedBackend:
             )
         except (ValueError, AssertionError, deepspeed.runtime.config.DeepSpeedConfigError) as error:
             raise ArgumentError(f"DeepSpeed refuses the configuration: {error}", where="deepspeed") from error
+        embedding: Any = model.get_input_embeddings()  # type: ignore[operator]
+        if self.stage == 3 and not any(parameter.requires_grad for parameter in embedding.parameters()):
+            # The hooks of a leaf hang on its first input: without a gradient there its weights are not gathered. After
+            # DeepSpeed's own hook, which would gather the embedding for a backward that it does not have.
+            embedding.register_forward_hook(_needs_gradient)
         self.size = distributed.get_world_size()
 
     @property

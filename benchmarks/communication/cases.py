@@ -1,0 +1,194 @@
+"""One case on one rank: a model, an engine that shares it, a few steps, and what the ranks sent each other in one.
+
+Modes:
+    plain       the model as ``transformers`` has it
+    ordinary    with its gradient checkpointing, which is what the others are compared with
+    streaming   ``streamtune.stream`` with D chunks
+    naive       D times forward and backward, each with the loss of a D-th of the tokens: chunks without the node
+
+All have the same gradient; its norm is returned to show it.
+"""
+
+from __future__ import annotations
+
+import gc
+import os
+from typing import Any
+
+import torch
+from torch import Tensor, distributed, nn
+from transformers import LlamaConfig, LlamaForCausalLM
+
+import streamtune
+from benchmarks.communication.traffic import Traffic, wire_bytes
+from streamtune import models, train
+from streamtune.distributed.deepspeed_backend import DeepSpeedBackend
+from streamtune.distributed.deepspeed_config import resolve_config
+from streamtune.recipe import Recipe
+from streamtune.recipe.build_model import make_optimizer
+from streamtune.recipe.build_world import deepspeed_values, make_backend
+
+Rows = list[tuple[Tensor, Tensor]]
+
+TOKENS, CLIP = 128, 1.0
+WARM_UP = 2
+"""Steps before the one that counts: DDP lays out its buckets in the first, ZeRO-3 learns the order of modules."""
+WIRE_STEPS = 5
+SIZES = {
+    "table": {"hidden_size": 256, "intermediate_size": 512, "num_attention_heads": 8, "num_key_value_heads": 4},
+    "test": {"hidden_size": 64, "intermediate_size": 96, "num_attention_heads": 4, "num_key_value_heads": 2},
+}
+VOCABULARY, LAYERS = 512, 4
+UNHIDDEN = {"stage3_max_live_parameters": 0, "stage3_max_reuse_distance": 0}
+"""ZeRO-3 keeps up to 1e9 numbers whole from the forward to the backward: all of a small model's, which is then gathered
+once instead of twice. Nothing is kept here, as in a model of many billions."""
+
+
+def run(case: dict[str, Any]) -> dict[str, Any]:
+    """Count the collectives of one optimizer step, and the bytes on the wire where ranks are nodes of their own."""
+    recipe, model = _recipe(case), _model(case)
+    trained = sum(p.numel() * p.element_size() for p in model.parameters() if p.requires_grad)
+    whole = sum(p.numel() * p.element_size() for p in model.parameters())
+    layers = list(model.get_decoder().layers)
+    if case["mode"] == "streaming":
+        chunk = TOKENS // case["chunks"]
+        schedule = streamtune.Schedule(chunk_size=chunk, head_chunk_size=chunk)
+        layers = streamtune.stream(model, schedule=schedule, **_sequence(case)).layers
+    elif case["mode"] != "plain":
+        model.gradient_checkpointing_enable()
+        model.enable_input_require_grads()
+    backend = _backend(case, recipe, model, layers)
+    world = _world(case)
+    rows = _rows(recipe.gradient_accumulation_steps, world)
+    targets = world.data_size * len(rows) * (TOKENS - 1)
+    parts = case["chunks"] if case["mode"] == "naive" else 1
+    for _ in range(WARM_UP):
+        _step(backend, rows, parts, targets, Traffic())
+    with Traffic() as traffic:
+        norm = _step(backend, rows, parts, targets, traffic)
+    found = {"bytes": whole, "trained_bytes": trained, "norm": norm, "traffic": traffic.found}
+    if case.get("wire"):
+        found["wire"] = _wire(backend, rows, parts, targets)
+    backend.close()
+    del backend, model
+    gc.collect()
+    return found
+
+
+def _world(case: dict[str, Any]) -> train.World:
+    return train.World(distributed.get_rank(), distributed.get_world_size(), case.get("sequence", 1))
+
+
+def _sequence(case: dict[str, Any]) -> dict[str, Any]:
+    """What streaming is told where ranks share each sequence."""
+    return {"sequence_parallel": streamtune.SequenceParallel(form=case["form"])} if "sequence" in case else {}
+
+
+def _recipe(case: dict[str, Any]) -> Recipe:
+    return Recipe(
+        model_name_or_path="none",
+        datasets=[{"path": "none"}],
+        max_length=TOKENS,
+        learning_rate=1e-5,
+        max_grad_norm=CLIP,
+        per_device_train_batch_size=1,
+        gradient_accumulation_steps=case.get("accumulation", 1),
+        finetuning_type=case.get("finetuning", "full"),
+        deepspeed=case["engine"] if case["engine"].startswith("zero") else None,
+        fsdp=case["engine"] == "fsdp",
+        sequence_parallel_size=case.get("sequence", 1),
+    )
+
+
+def _model(case: dict[str, Any]) -> Any:
+    torch.manual_seed(0)
+    model: Any = LlamaForCausalLM(
+        LlamaConfig(
+            vocab_size=VOCABULARY,
+            num_hidden_layers=LAYERS,
+            tie_word_embeddings=case.get("tied", False),
+            **SIZES[case.get("size", "table")],
+        )
+    )
+    if case.get("finetuning") == "lora":
+        model = models.add_lora(model, r=8, alpha=16, dropout=0.0, target="all-linear", seed=0)
+    return model.train()
+
+
+def _backend(case: dict[str, Any], recipe: Recipe, model: Any, layers: list[nn.Module]) -> Any:
+    """The product's, or DeepSpeed as anyone has it: without leaves, for what is not streamed.
+
+    Buckets are small and nothing stays gathered in all modes alike, unless the case says ``preset``.
+    """
+    world = _world(case)
+    if not case["engine"].startswith("zero"):
+        return make_backend(recipe, model, layers, world)
+    streams = case["mode"] == "streaming"
+    if case.get("preset") and streams:
+        return make_backend(recipe, model, layers, world)
+    config = resolve_config(case["engine"], deepspeed_values(recipe, model, world))
+    zero = config["zero_optimization"]
+    if not case.get("preset"):
+        zero["reduce_bucket_size"] //= LAYERS
+        if zero["stage"] == 3:
+            zero |= UNHIDDEN
+    kind = DeepSpeedBackend if streams else _OrdinaryDeepSpeed
+    return kind(model, make_optimizer(recipe, model), config, layers)
+
+
+class _OrdinaryDeepSpeed(DeepSpeedBackend):
+    """No leaf modules: hooks around every module, as without streaming."""
+
+    def __init__(self, model: Any, optimizer: torch.optim.Optimizer, config: Any, layers: Any) -> None:
+        import deepspeed
+
+        deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
+        deepspeed.utils.logger.setLevel("WARNING")
+        deepspeed.init_distributed(dist_init_required=False)
+        self.stage, self.module = config["zero_optimization"]["stage"], model
+        self.engine, *_ = deepspeed.initialize(
+            model=model, optimizer=optimizer, config=config, dist_init_required=False
+        )
+        self.size = distributed.get_world_size()
+
+
+def _rows(count: int, world: train.World) -> Rows:
+    """This rank's micro-batches: ``[1, T]`` tokens and the targets they predict."""
+    generator = torch.Generator().manual_seed(1 + world.data_rank)
+    rows = []
+    for _ in range(count):
+        ids = torch.randint(VOCABULARY, (1, TOKENS), generator=generator)
+        rows.append((ids, nn.functional.pad(ids, (0, 1), value=-100)[:, 1:]))
+    return rows
+
+
+def _step(backend: Any, rows: Rows, parts: int, targets: int, traffic: Traffic) -> float:
+    """One optimizer step, each micro-batch in so many backwards; the norm of its gradient."""
+    size = TOKENS // parts
+    for index, (ids, labels) in enumerate(rows):
+        for start in range(0, TOKENS, size):
+            mine = torch.full_like(labels, -100)
+            mine[:, start : start + size] = labels[:, start : start + size]
+            with backend.micro_step(last=index == len(rows) - 1 and start + size == TOKENS):
+                traffic.phase = "forward"
+                out = backend.model(input_ids=ids, labels=mine, shift_labels=mine, num_items_in_batch=targets)
+                traffic.phase = "backward"
+                backend.backward(out.loss)
+    traffic.phase = "step"
+    norm: float = backend.clip_gradients(CLIP)
+    backend.step(1e-5)
+    return norm
+
+
+def _wire(backend: Any, rows: Rows, parts: int, targets: int) -> dict[str, float]:
+    """Bytes that this node received and sent in a step, by the kernel's count; mean of several."""
+    distributed.barrier()
+    before = wire_bytes()
+    for _ in range(WIRE_STEPS):
+        _step(backend, rows, parts, targets, Traffic())
+    distributed.barrier()
+    received, sent = (after - was for was, after in zip(before, wire_bytes(), strict=True))
+    return {"received": received / WIRE_STEPS, "sent": sent / WIRE_STEPS}
+
+
+assert os.environ.get("WORLD_SIZE"), "imported by ranks alone"

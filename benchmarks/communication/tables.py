@@ -1,0 +1,176 @@
+"""Which cases are counted, what is known of each, and what must hold of them."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from typing import Any
+
+from tests.distributed.rank_group import run_ranks
+
+import streamtune
+from benchmarks.communication.nodes import two_nodes, why_not
+
+__all__ = ["BOUND", "CHUNKS", "ENGINES", "TABLES", "Row", "broken", "count", "main_cases", "measured", "reference"]
+
+ENGINES = ["ddp", "zero1", "zero2", "zero3", "fsdp"]
+CHUNKS = [1, 8, 16]
+BOUND = 1.01
+"""Streaming's bytes over those of ordinary training, and over those of training without checkpointing.
+
+Adapters are compared with ordinary training alone: plain, nothing before the first one has a backward."""
+PATIENCE = 3600
+MODULE = "benchmarks.communication.cases"
+
+Case = dict[str, Any]
+
+
+def main_cases(engines: Iterable[str] = ENGINES, **more: Any) -> list[Case]:
+    """Every mode of each engine."""
+    modes = [("plain", 1), ("ordinary", 1), *(("streaming", chunks) for chunks in CHUNKS), ("naive", 8)]
+    return [{"engine": engine, "mode": mode, "chunks": chunks, **more} for engine in engines for mode, chunks in modes]
+
+
+def _beside(engines: Iterable[str], naive: bool = False, **more: Any) -> list[Case]:
+    modes = [("plain", 1), ("ordinary", 1), ("streaming", 8), *([("naive", 8)] if naive else [])]
+    return [{"engine": engine, "mode": mode, "chunks": chunks, **more} for engine in engines for mode, chunks in modes]
+
+
+TABLES: dict[str, list[Case]] = {
+    "One step": main_cases(),
+    "With the shipped presets' own values": _beside(["zero1", "zero2", "zero3"], naive=True, preset=True),
+    "Accumulation over 4 micro-batches": _beside(ENGINES, accumulation=4),
+    "LoRA": _beside(ENGINES, finetuning="lora"),
+    "Tied embeddings": _beside(["zero2", "zero3", "fsdp"], tied=True),
+    "On the wire between two nodes": _beside(["zero1", "zero2", "zero3", "fsdp"], naive=True, wire=True),
+}
+"""Title -> cases, which share one start of ranks."""
+if hasattr(streamtune, "SequenceParallel"):
+    TABLES["Sequences shared by two ranks"] = [
+        {"engine": engine, "mode": "streaming", "chunks": chunks, "sequence": 2, "form": form}
+        for engine in ("zero2", "zero3")
+        for form in ("ulysses", "ring")
+        for chunks in CHUNKS
+    ]
+
+
+@dataclass(frozen=True)
+class Row:
+    """A case and what was counted.
+
+    Attributes:
+        traffic: Phase -> kind -> ``[calls, bytes]`` of one optimizer step on one rank.
+        weight_bytes, trained_bytes: Of the whole model, and of what is trained of it.
+        norm: Of the step's gradient.
+        sent, received: Bytes on the wire of one node in a step; None where ranks were no nodes.
+    """
+
+    case: Case
+    traffic: dict[str, dict[str, list[int]]]
+    weight_bytes: int
+    trained_bytes: int
+    norm: float
+    sent: float | None = None
+    received: float | None = None
+
+    @property
+    def calls(self) -> int:
+        """Collectives of the step."""
+        return sum(calls for kinds in self.traffic.values() for calls, _ in kinds.values())
+
+    @property
+    def bytes(self) -> int:
+        """Bytes of them."""
+        return sum(size for kinds in self.traffic.values() for _, size in kinds.values())
+
+    @property
+    def streams(self) -> bool:
+        """Whether it is what all this is about."""
+        return bool(self.case["mode"] == "streaming")
+
+
+def count(cases: list[Case]) -> list[Row]:
+    """Run cases on two ranks, each a node of its own where bytes on the wire are asked for.
+
+    Raises:
+        RuntimeError: Nodes cannot be made on this machine.
+        AssertionError: A rank failed.
+    """
+    if any(case.get("wire") for case in cases):
+        with two_nodes() as places:
+            found = run_ranks(2, MODULE, cases, PATIENCE, places)
+    else:
+        found = run_ranks(2, MODULE, cases, PATIENCE)
+    return [
+        Row(
+            json.loads(case),
+            said["traffic"],
+            said["bytes"],
+            said["trained_bytes"],
+            said["norm"],
+            **said.get("wire", {}),
+        )
+        for case, said in found.items()
+    ]
+
+
+def measured(title: str) -> tuple[list[Row], str | None]:
+    """The rows of a table, or why there are none."""
+    if any(case.get("wire") for case in TABLES[title]) and (reason := why_not()):
+        return [], reason
+    return count(TABLES[title]), None
+
+
+def reference(rows: list[Row], row: Row, mode: str) -> Row | None:
+    """The row of the same engine and settings in another mode."""
+    same = {**row.case, "mode": mode, "chunks": 1}
+    return next((other for other in rows if other.case == same), None)
+
+
+def broken(rows: list[Row]) -> list[str]:
+    """What does not hold: streaming never sends more than training without it, and the same on any number of chunks."""
+    found = []
+    measures: dict[str, Callable[[Row], float | None]] = {
+        "counted": lambda row: row.bytes,
+        "on the wire": lambda row: row.sent,
+    }
+    for row in rows:
+        if (volume := _known_volume(row)) is not None:
+            found.append(f"{row.case}: {volume}")
+    for row in (row for row in rows if row.streams and "sequence" not in row.case):
+        for mode in ("plain", "ordinary"):
+            if (other := reference(rows, row, mode)) is None:
+                continue
+            for what, measure in measures.items():
+                mine, theirs = measure(row), measure(other)
+                if mine is None or theirs is None or (mode == "plain" and "finetuning" in row.case):
+                    continue
+                if mine > BOUND * theirs:
+                    found.append(f"{row.case}: {mine / theirs:.3f} x the bytes of {mode} ({what})")
+            if abs(row.norm / other.norm - 1) > 1e-5:
+                found.append(f"{row.case}: another gradient than {mode}: {row.norm} and {other.norm}")
+        for other in rows:
+            if {**other.case, "chunks": row.case["chunks"]} == row.case and other.traffic != row.traffic:
+                found.append(f"{row.case}: {row.traffic}; {other.case}: {other.traffic}")
+    return found
+
+
+def _known_volume(row: Row) -> str | None:
+    """What is wrong with the counting itself, where the volume of a step is known beforehand.
+
+    DDP reduces each gradient once. ZeRO-3 gathers each weight once for a forward and reduces each gradient once.
+    """
+    if row.case.get("tied") or "sequence" in row.case:
+        return None
+    backwards = row.case.get("accumulation", 1) * (row.case["chunks"] if row.case["mode"] == "naive" else 1)
+    checks = {
+        "ddp": [("backward", "all_reduce", row.trained_bytes)],
+        "zero3": [("backward", "reduce_scatter", backwards * row.trained_bytes)]
+        + ([] if row.case.get("preset") else [("forward", "all_gather", backwards * row.weight_bytes)]),
+    }
+    for phase, kind, want in checks.get(row.case["engine"], []):
+        got = row.traffic.get(phase, {}).get(kind, [0, 0])[1]
+        if got != want:
+            return f"{kind} of {got:,} bytes in the {phase}, and {want:,} are known to be due"
+    return None
