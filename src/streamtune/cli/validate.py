@@ -5,7 +5,7 @@ from __future__ import annotations
 from rich.text import Text
 
 from streamtune.errors import RecipeError
-from streamtune.recipe import DpoRecipe, GrpoRecipe, LoadedRecipe, Recipe, load_recipe
+from streamtune.recipe import DpoRecipe, GrpoRecipe, LoadedRecipe, Recipe, code_of, load_recipe
 
 from .console import out, print_json, print_note, print_rows
 from .options import JsonOption, RecipeArgument, SetOption
@@ -54,6 +54,7 @@ def recipe_facts(recipe: Recipe) -> list[tuple[str, str]]:
         ("optimizer", _optimizer(recipe)),
         ("duration", _duration(recipe)),
         ("output", recipe.output_dir),
+        *([("runs code", "; ".join(code))] if (code := code_of(recipe)) else []),
     ]
 
 

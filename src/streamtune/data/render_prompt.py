@@ -59,4 +59,10 @@ class PromptRenderer:
                 where=origin,
                 mend="mend the row, or set chat_template to a template that takes it",
             ) from error
+        try:
+            text.encode()
+        except UnicodeEncodeError as error:
+            raise DataError(
+                "the conversation holds half a surrogate pair, which is no character", where=origin
+            ) from error
         return list(self._tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"])

@@ -25,7 +25,7 @@ from .shipped import shipped_names
 BUILT_IN = ("python-stdlib", "demo-preferences", "demo-arithmetic")
 """Datasets that are no files, even where a folder has their name."""
 
-__all__ = ["LoadedRecipe", "load_recipe"]
+__all__ = ["LoadedRecipe", "load_recipe", "names_a_hub"]
 
 
 @dataclass(frozen=True)
@@ -228,6 +228,18 @@ def _expand(path: str, where: str) -> Path:
     except RuntimeError:
         raise RecipeError(f"'{path.partition('/')[0]}' is nobody's home folder here", where=where,
                           mend="write the path out") from None  # fmt: skip
+
+
+def names_a_hub(recipe: Recipe) -> bool:
+    """Whether a recipe names a model, tokenizer or dataset that is not here, and so may be on a hub.
+
+    Args:
+        recipe: As :func:`load_recipe` returns it: local paths are found.
+    """
+    names = [recipe.model_name_or_path, getattr(recipe, "ref_model_name_or_path", None)]
+    names += [recipe.tokenizer.path if recipe.tokenizer else None]
+    names += [spec.path for spec in recipe.datasets if spec.path not in BUILT_IN and "*" not in spec.path]
+    return any(name is not None and not _exists(Path(name).expanduser()) for name in names)
 
 
 def _find_reward(spec: str, folder: Path, marks: Marks) -> str:

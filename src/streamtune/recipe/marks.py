@@ -5,7 +5,8 @@ A recipe is read by stricter rules than YAML 1.1's, so that what a user sees is 
 - scalars follow the YAML 1.2 core schema: ``1e-5`` is a number, ``true`` and ``false`` are the booleans, ``no`` and
   ``on`` are text, ``012`` is twelve;
 - a key may stand once in a mapping;
-- no anchors, aliases, merge keys or tags, one document, a bounded size, depth and number of values: a hostile file costs nothing.
+- no anchors, aliases, merge keys or tags, one document, a bounded size, depth and number of values: a hostile file
+  costs nothing.
 """
 
 from __future__ import annotations

@@ -184,11 +184,8 @@ class _Workers:
         """Render one conversation."""
         data = pickle.dumps({**request, "limits": None}, protocol=pickle.HIGHEST_PROTOCOL)
         seconds = limits.seconds + len(data) / 1e6
-        bounds = {
-            "seconds": seconds,
-            "memory_bytes": (limits.memory_mib << 20) + 48 * len(data),
-            "output_characters": limits.output_characters + 16 * len(data),
-        }
+        memory, output = (limits.memory_mib << 20) + 48 * len(data), limits.output_characters + 16 * len(data)
+        bounds = {"seconds": seconds, "memory_bytes": memory, "output_characters": output}
         data = pickle.dumps({**request, "limits": bounds}, protocol=pickle.HIGHEST_PROTOCOL)
         with self._lock:
             if self._worker is None or self._worker.owner != os.getpid():
@@ -203,8 +200,8 @@ class _Workers:
         if status == b"E":
             raise TemplateRefusalError(text)
         if text == "memory":
-            raise _too_much(f"takes more than {bounds['memory_bytes'] >> 20:,} MiB of memory")
-        raise _too_much(f"writes more than {bounds['output_characters']:,} characters")
+            raise _too_much(f"takes more than {memory >> 20:,} MiB of memory")
+        raise _too_much(f"writes more than {output:,} characters")
 
     def close(self) -> None:
         """End the process, if there is one."""
