@@ -46,7 +46,7 @@ def blueprint(
     try:
         with torch.device("meta"):
             model = AutoModelForCausalLM.from_config(config, dtype=wanted, **remote)
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, ImportError) as error:
         raise loading_error("model", str(source), error) from error
     if quantization is not None:
         quantize(model, quantization, torch.device("meta"))

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from pickle import UnpicklingError
 from typing import Any
 
 import torch
@@ -32,7 +33,8 @@ __all__ = [
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
-UNREADABLE = (OSError, ValueError, ImportError, KeyError, TypeError, AttributeError, RecursionError, SafetensorError)
+UNREADABLE = (OSError, EOFError, ValueError, ImportError, KeyError, TypeError, AttributeError, RecursionError,
+              SafetensorError, UnpicklingError)  # fmt: skip
 """What transformers raises for a folder whose files are not what they should be."""
 
 DRAFT_LAYERS = ("num_nextn_predict_layers", "num_mtp_layers", "mtp_num_hidden_layers")
@@ -279,7 +281,10 @@ def loading_error(kind: str, name_or_path: str, error: Exception) -> ArgumentErr
     """Say in one sentence what a loader of transformers says in a page."""
     first_line = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
     mend = "check the name or folder; a gated model needs `hf auth login`; offline, give a local folder"
-    if "trust_remote_code" in str(error):
+    if isinstance(error, UnpicklingError):  # torch's words advise to run it
+        first_line = "its pickle holds more than tensors, which is code"
+        mend = "use a copy with safetensors"
+    elif "trust_remote_code" in str(error):
         mend = "set trust_remote_code: true if you trust the code that comes with it"
     elif "safetensors" in str(error) and isinstance(error, OSError):
         first_line = "it has no safetensors weights; a pickle runs code when it is read"
