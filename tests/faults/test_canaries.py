@@ -147,7 +147,7 @@ RECIPES: dict[str, str] = {
     "code a model writes": "objective: grpo\nreward_funcs: [unit_tests]\n",
 }
 KERNELS = """
-__version__ = "0.13.0"
+__version__ = "0.18.2"
 import pathlib
 pathlib.Path({canary!r}).touch()
 def __getattr__(name):
@@ -168,9 +168,9 @@ def test_a_folder_with_a_model_runs_nothing(model_folder: Path, tmp_path: Path) 
         plant(folder, canary)
         canaries.append(canary)
     installed = tmp_path / "site"
-    (installed / "kernels-0.13.0.dist-info").mkdir(parents=True)
-    (installed / "kernels-0.13.0.dist-info" / "METADATA").write_text(
-        "Metadata-Version: 2.1\nName: kernels\nVersion: 0.13.0\n"
+    (installed / "kernels-0.18.2.dist-info").mkdir(parents=True)
+    (installed / "kernels-0.18.2.dist-info" / "METADATA").write_text(
+        "Metadata-Version: 2.1\nName: kernels\nVersion: 0.18.2\n"
     )
     canaries.append(tmp_path / "kernels.fired")
     (installed / "kernels.py").write_text(KERNELS.format(canary=str(canaries[-1])))
