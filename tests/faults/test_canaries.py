@@ -143,7 +143,8 @@ RECIPES: dict[str, str] = {
     "pickled dataset": "datasets: [{{path: pandas}}]\n",
     "reward file": "objective: grpo\nreward_funcs: ['evil.py:score']\n",
     "reward module": "objective: grpo\nreward_funcs: ['evil:score']\n",
-    "reward options": 'objective: grpo\nreward_funcs: [\'exact_match(column=__import__("os").system("touch {canary}"))\']\n',
+    "reward options": "objective: grpo\nreward_funcs:\n"
+    '- \'exact_match(column=__import__("os").system("touch {canary}"))\'\n',
     "code a model writes": "objective: grpo\nreward_funcs: [unit_tests]\n",
 }
 KERNELS = """
@@ -253,10 +254,9 @@ def test_reward_code_runs_where_it_is_allowed_and_is_named_first(
         main(["grpo", "r.yaml", "--dry-run"])
     assert left.value.code == 2
     assert "--allow-code" in capsys.readouterr().err
-    try:
+    with pytest.raises(SystemExit) as left:
         main(["grpo", "r.yaml", "--dry-run", "--allow-code"])
-    except SystemExit as left_again:
-        assert not left_again.code
+    assert not left.value.code
     said = capsys.readouterr()
     assert f"running the code of {tmp_path / 'mine.py'}:score" in said.err
     assert "runs code" in said.out
@@ -279,6 +279,13 @@ def test_a_pickle_that_is_allowed_gives_tensors_and_runs_nothing(model_folder: P
     with pytest.raises(StreamTuneError):
         load_model(str(folder), allow_pickle=True)
     assert not canary.exists()
+
+
+def test_a_recipe_names_no_kernel_of_a_hub() -> None:
+    for key in ("attn_implementation", "experts_implementation"):
+        with pytest.raises(ArgumentError, match="names a kernel of a hub") as caught:
+            init_model({**QWEN3, key: "evil/kernel"}, vocab_size=320, token_ids={}, dtype="auto", device="cpu", seed=0)
+        assert caught.value.where == f"model.init.{key}"
 
 
 def test_adapters_are_safetensors(model_folder: Path, tmp_path: Path) -> None:

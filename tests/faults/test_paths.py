@@ -41,7 +41,7 @@ def test_thirty_names_lead_nowhere(tmp_path: Path) -> None:
     state = {"bytes": 2, "sha256": hashlib.sha256(b"{}").hexdigest()}
     for payload in PAYLOADS:
         assert escape_of(payload), payload
-        index = {"metadata": {}, "weight_map": {name: payload for name in model.state_dict()}}
+        index = {"metadata": {}, "weight_map": dict.fromkeys(model.state_dict(), payload)}
         (folder / "model.safetensors.index.json").write_text(json.dumps(index))
         with pytest.raises(ArgumentError, match="names a file that"):
             load_model(str(folder))

@@ -113,7 +113,6 @@ def test_nothing_a_run_writes_or_says_holds_a_secret(tmp_path: Path) -> None:
         (2, ["sft", "tiny.yaml", "--set", f"seed={planted['HF_TOKEN']}"]),
         (2, ["sft", "tiny.yaml", "--set", f"datasets=https://x:{'p' * 12}@example.org/a.jsonl"]),
         (2, ["validate", f"{planted['HF_TOKEN']}.yaml"]),
-        (0, ["validate", "tiny.yaml", "--json"]),
     ]
     said = ""
     for code, arguments in commands:
