@@ -89,4 +89,6 @@ def _from_environment() -> dict[str, str]:
 
 def _is_path_or_switch(value: str) -> bool:
     """Whether a value is a number, names a file that holds the secret, or says whether there is one."""
-    return value.isdecimal() or value.startswith(("/", "~", "./")) or value.lower() in ("disabled", "required", "optional")
+    return (
+        value.isdecimal() or value.startswith(("/", "~", "./")) or value.lower() in ("disabled", "required", "optional")
+    )
