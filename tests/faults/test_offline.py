@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.faults.figures import tell
+from tests.faults.figures import full, tell
 from tests.sft_kit import FIXED, RECIPE, write_recipe, write_rows
 
 HOOK = """
@@ -84,7 +84,7 @@ def test_offline_is_one_clear_error(folder: Path) -> None:
         "model": {**hub, "model_name_or_path": "somebody/a-model"},
         "data": {**RECIPE, "datasets": [{"path": "somebody/some-rows"}]},
     }
-    for name, keys in recipes.items():
+    for name, keys in list(recipes.items())[: None if full() else 1]:
         (folder / f"{name}.yaml").write_text("".join(f"{key}: {json.dumps(value)}\n" for key, value in keys.items()))
         done = run(folder, "sft", f"{name}.yaml", "--offline")
         assert done.returncode == 2, done.stderr

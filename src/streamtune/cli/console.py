@@ -24,6 +24,9 @@ SHOWN_BYTES = 64 * 1024
 """A recipe is no longer; more of a file is not read to show a line of it."""
 _CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u200e\u200f\u202a-\u202e\u2066-\u2069\ud800-\udfff]")
 
+_UNPRINTABLE = re.compile(r"[\x7f-\x9f\u200e\u200f\u202a-\u202e\u2066-\u2069\ud800-\udfff]")
+"""Of these, what JSON does not escape by itself."""
+
 
 def plain(text: str) -> str:
     """Text that is safe to show: no secrets, nothing that a terminal obeys (escapes, changes of direction)."""
@@ -32,7 +35,8 @@ def plain(text: str) -> str:
 
 def print_json(document: Any) -> None:
     """Print one JSON document on stdout, without colour or wrapping."""
-    print(json.dumps(redact_values(document), indent=2, ensure_ascii=False))
+    text = json.dumps(redact_values(document), indent=2, ensure_ascii=False)
+    print(_UNPRINTABLE.sub(lambda found: f"\\u{ord(found[0]):04x}", text))
 
 
 def print_rows(rows: Iterable[tuple[str, str]], *, name_style: str = "dim", indent: str = "  ") -> None:

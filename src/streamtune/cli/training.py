@@ -95,7 +95,7 @@ def _print_banner(run: Run) -> None:
     """What is about to run, before the first step costs anything."""
     from streamtune import __version__
 
-    out.print(Text.assemble((f"StreamTune {__version__}", "bold"), "  ", str(run.loaded.path)), soft_wrap=True)
+    out.print(Text.assemble((f"StreamTune {__version__}", "bold"), "  ", plain(str(run.loaded.path))), soft_wrap=True)
     print_rows(
         [
             ("model", _describe_model(run)),
