@@ -32,7 +32,8 @@ if TYPE_CHECKING:
 __all__ = ["TemplateLimitError", "TemplateLimits", "TemplateRefusalError", "render_chat"]
 
 WORKER = Path(__file__).with_name("worker.py")
-HEADER = struct.Struct(">Q")
+HEADER, ANSWER = struct.Struct(">QdQQ"), struct.Struct(">Q")
+"""Before a request: its size, and its limits in seconds, bytes and characters. Before an answer: its size."""
 
 
 @dataclass(frozen=True)
@@ -146,13 +147,12 @@ class _Worker:
         assert self.process.stdin is not None
         assert self.process.stdout is not None
         try:
-            self.process.stdin.write(HEADER.pack(len(request)))
             self.process.stdin.write(request)
             self.process.stdin.flush()
             if not _readable(self.process.stdout, patience):
                 return None
-            head = self.process.stdout.read(HEADER.size)
-            return self.process.stdout.read(HEADER.unpack(head)[0]) if len(head) == HEADER.size else None
+            head = self.process.stdout.read(ANSWER.size)
+            return self.process.stdout.read(ANSWER.unpack(head)[0]) if len(head) == ANSWER.size else None
         except (BrokenPipeError, ConnectionError):
             return None
 
@@ -182,11 +182,10 @@ class _Workers:
 
     def render(self, request: dict[str, Any], limits: TemplateLimits) -> str:
         """Render one conversation."""
-        data = pickle.dumps({**request, "limits": None}, protocol=pickle.HIGHEST_PROTOCOL)
+        data = pickle.dumps(request, protocol=pickle.HIGHEST_PROTOCOL)
         seconds = limits.seconds + len(data) / 1e6
         memory, output = (limits.memory_mib << 20) + 48 * len(data), limits.output_characters + 16 * len(data)
-        bounds = {"seconds": seconds, "memory_bytes": memory, "output_characters": output}
-        data = pickle.dumps({**request, "limits": bounds}, protocol=pickle.HIGHEST_PROTOCOL)
+        data = HEADER.pack(len(data), seconds, memory, output) + data
         with self._lock:
             if self._worker is None or self._worker.owner != os.getpid():
                 self._worker = _Worker()

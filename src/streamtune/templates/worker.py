@@ -17,9 +17,9 @@ import pickle
 import signal
 import struct
 import sys
-from typing import Any, BinaryIO
+from typing import Any
 
-HEADER = struct.Struct(">Q")
+HEADER, ANSWER = struct.Struct(">QdQQ"), struct.Struct(">Q")
 OUTPUT, MEMORY = "output", "memory"
 
 
@@ -30,21 +30,22 @@ def main() -> None:
     from transformers.utils.chat_template_utils import render_jinja_template
 
     _forbid_files()
-    base = _address_space()
-    while (data := _read(requests)) is not None:
+    bound = _MemoryBound()
+    while head := requests.read(HEADER.size):
+        size, seconds, memory_bytes, most = HEADER.unpack(head)
+        data = requests.read(size)
         request = pickle.loads(data)
-        limits = request.pop("limits")
-        _limit(limits, base + limits["memory_bytes"])
+        bound.set(memory_bytes)
+        _stop_after(seconds)
         try:
-            status, text = _render(render_jinja_template, request, limits["output_characters"])
+            status, text = _render(render_jinja_template, request, most)
             answer = status + text.encode("utf-8", "surrogatepass")
             del text
         except MemoryError:
             answer = b"L" + MEMORY.encode()
-        _limit({"seconds": 0}, -1)
+        _stop_after(0)
         del request, data
-        answers.write(HEADER.pack(len(answer)))
-        answers.write(answer)
+        answers.write(ANSWER.pack(len(answer)) + answer)
         answers.flush()
 
 
@@ -60,24 +61,29 @@ def _render(render: Any, request: dict[str, Any], most: int) -> tuple[bytes, str
     return (b"O", rendered[0]) if len(rendered[0]) <= most else (b"L", OUTPUT)
 
 
-def _read(file: BinaryIO) -> bytes | None:
-    head = file.read(HEADER.size)
-    return file.read(HEADER.unpack(head)[0]) if len(head) == HEADER.size else None
-
-
-def _limit(limits: dict[str, Any], memory_bytes: int) -> None:
-    """Bound what follows in processor time, which ends the process, and in memory, which raises MemoryError."""
+def _stop_after(seconds: float) -> None:
+    """Let the system end this process after so much processor time, whatever it does then; 0 takes that back."""
     if hasattr(signal, "setitimer"):
-        signal.setitimer(signal.ITIMER_PROF, limits["seconds"])
-    with contextlib.suppress(ImportError, ValueError, OSError):
-        import resource
+        signal.setitimer(signal.ITIMER_PROF, seconds)
 
-        hard = resource.getrlimit(resource.RLIMIT_AS)[1]
-        if memory_bytes < 0:
-            memory_bytes = hard
-        elif hard != resource.RLIM_INFINITY:
-            memory_bytes = min(memory_bytes, hard)
-        resource.setrlimit(resource.RLIMIT_AS, (memory_bytes, hard))
+
+class _MemoryBound:
+    """A bound on the address space, beyond what this process has at first; past it Python raises MemoryError."""
+
+    def __init__(self) -> None:
+        self.base, self.now = _address_space(), 0
+
+    def set(self, memory_bytes: int) -> None:
+        """Allow so many bytes. A larger allowance stays for twice its size: most requests need no change."""
+        if memory_bytes <= self.now <= 2 * memory_bytes:
+            return
+        self.now = memory_bytes
+        with contextlib.suppress(ImportError, ValueError, OSError):
+            import resource
+
+            hard = resource.getrlimit(resource.RLIMIT_AS)[1]
+            most = self.base + memory_bytes
+            resource.setrlimit(resource.RLIMIT_AS, (most if hard == resource.RLIM_INFINITY else min(most, hard), hard))
 
 
 def _forbid_files() -> None:
