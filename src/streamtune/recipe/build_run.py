@@ -28,7 +28,7 @@ from streamtune.recipe.build_batches import share_out
 from streamtune.recipe.build_model import choose_quantization
 from streamtune.recipe.build_plan import plan_model
 from streamtune.recipe.build_settings import StepPlan, train_settings
-from streamtune.recipe.build_world import accumulation, make_backend, make_world, shares_weights
+from streamtune.recipe.build_world import accumulation, device_of_rank, make_backend, make_world, shares_weights
 from streamtune.recipe.dump import dump_recipe
 from streamtune.recipe.loader import LoadedRecipe
 from streamtune.recipe.schema import Recipe
@@ -129,6 +129,12 @@ class Run:
         return self.start.directory
 
     @property
+    def rows_per_step(self) -> int:
+        """Rows, or what ``unit`` says, of an optimizer step on all ranks together."""
+        world = self.start.world
+        return self.recipe.per_device_train_batch_size * accumulation(self.recipe, world) * world.data_size
+
+    @property
     def checkpoint(self) -> train.Checkpoint | None:
         """Where it goes on from."""
         return self.start.checkpoint
@@ -179,7 +185,7 @@ def start_run(recipe: Recipe, resume: str, notify: Notify) -> Start:
         CheckpointError: The checkpoint named by ``resume`` cannot be used.
         RecipeError: What would be gone on with was started under other settings.
     """
-    device = choose_device(recipe.device)
+    device = device_of_rank(choose_device(recipe.device))
     quantization = choose_quantization(recipe, device)
     quiet_libraries(device)
     world = make_world(recipe, device)
@@ -360,6 +366,7 @@ def train_run(
         sample = _finish(run, writer) if finished else None
         if world.is_main:
             train.append_event(directory.events, "finish" if finished else "stop", step=progressed.step)
+        run.backend.close()
     newest = train.checkpoint_path(directory.checkpoints, progressed.step)
     return Outcome(
         progressed=progressed,
