@@ -12,6 +12,7 @@ PUBLIC = {
     "streamtune": {
         "RouterLoss",
         "Schedule",
+        "SequenceParallel",
         "StreamHandle",
         "__version__",
         "linear_cross_entropy",
@@ -60,6 +61,7 @@ PUBLIC = {
         "Branches",
         "RouterLoss",
         "Schedule",
+        "SequenceParallel",
         "StreamHandle",
         "TokenScores",
         "balance_coefficient",

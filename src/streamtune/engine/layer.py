@@ -83,7 +83,9 @@ class StreamedForward:
         before = RandomState.now(torch.device("cpu") if hidden is None else hidden.device)
         try:
             result = self._call(args, kwargs)
-        except ForeignAttentionError:
+        except ForeignAttentionError as error:
+            if self.facts.strips is not None:
+                raise UnsupportedModelError(error.what, mend="set sequence_parallel_size: 1") from error
             self.own = OwnAttention("eager", tuple(self.configs))
             before.restore()
             return self._call(args, kwargs)
@@ -92,6 +94,8 @@ class StreamedForward:
 
     def _call(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         call = LayerCall.bind(self.layer, args, kwargs, self.own)
+        if self.facts.strips is not None:
+            call.share(self.facts.strips)
         if isinstance(self.facts.rows, Branches):
             call.branch(self.facts.rows)
         if call.cache is not None:
@@ -103,7 +107,7 @@ class StreamedForward:
                     where=type(self.layer).__name__,
                     mend="pass the whole sequence without past_key_values, or call the model under torch.no_grad()",
                 )
-        self.check_attention(call.length)
+        self.check_attention(call.length if self.facts.strips is None else self.facts.strips.given)
         parameters = [p for p in self.layer.parameters() if p.requires_grad]
         inputs = [*call.tensors(), *parameters]
         if not (torch.is_grad_enabled() and any(x.requires_grad for x in inputs)):

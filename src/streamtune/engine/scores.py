@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 from streamtune.engine.branches import Branches
 from streamtune.engine.head import LazyLogits
+from streamtune.engine.strips import Strips
 from streamtune.errors import ArgumentError, UnsupportedModelError
 
 if TYPE_CHECKING:
@@ -30,6 +31,7 @@ class Scored:
 
     branches: Branches | None = None
     router_loss: Tensor | None = None
+    strips: Strips | None = None
 
 
 @dataclass(frozen=True)
@@ -63,6 +65,9 @@ def token_scores_of(
     with handle.scoring(branches) as scored:
         output = called(input_ids=input_ids, **arguments)
     logits = output[0] if isinstance(output, tuple) else output.logits
+    strips = scored.strips
+    if strips is not None:
+        targets = strips.cut(targets, 1, -100)
     if not isinstance(logits, LazyLogits) or logits.hidden.shape[:-1] != targets.shape:
         raise UnsupportedModelError(
             f"{type(handle.model).__name__} does not return the logits of all its tokens, so they cannot be scored"
@@ -70,6 +75,9 @@ def token_scores_of(
     if temperature != 1.0:
         logits = logits / temperature
     logprobs, entropies = logits.owner.scores(logits, targets.to(logits.hidden.device), entropy=entropy)
+    if strips is not None:
+        logprobs = strips.collect(logprobs)
+        entropies = None if entropies is None else strips.collect(entropies)
     return TokenScores(logprobs, entropies, scored.router_loss)
 
 

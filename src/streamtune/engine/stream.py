@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import fields
 from typing import Any
 
@@ -21,6 +21,7 @@ from streamtune.engine.balance import RouterLoss, RouterTerms, RouterWatch, bala
 from streamtune.engine.branches import Branches
 from streamtune.engine.head import LazyLogits, StreamedHead
 from streamtune.engine.layer import StreamedForward
+from streamtune.engine.parallel import SequenceParallel, drawn_apart, form_for, shared_call
 from streamtune.engine.placement import Tiers, Trail, place_layers
 from streamtune.engine.pointwise import StreamedNorm, norms_outside
 from streamtune.engine.preflight import check_exact
@@ -49,6 +50,7 @@ def stream(
     schedule: Schedule | None = None,
     head: bool = True,
     router_loss: RouterLoss | None = None,
+    sequence_parallel: SequenceParallel | None = None,
 ) -> StreamHandle:
     """Train ``model`` with the exact streaming backward (StreamBP, arXiv 2506.03077). The model is changed in place.
 
@@ -66,13 +68,18 @@ def stream(
         router_loss: Losses on the routers of a mixture of experts, added to the loss of a call with ``labels``. None
             adds what the model itself would, its balance loss where ``output_router_logits`` is set. Router logits are
             not returned.
+        sequence_parallel: Ranks that share each sequence. All of them make the same calls with the same whole rows; a
+            call with labels, or one that is scored, has the loss of the whole rows on every rank, and the gradients of
+            the ranks add up to the gradient.
 
     Returns:
         A handle with ``.schedule`` and ``.remove()``, which restores the model exactly.
 
     Raises:
-        ArgumentError: Both ``chunk_size`` and ``schedule`` are given, or the model is streamed already.
-        UnsupportedModelError: The model cannot be streamed exactly; it is left as it was.
+        ArgumentError: Both ``chunk_size`` and ``schedule`` are given, or the model is streamed already; ranks are to
+            share sequences and the head is not streamed.
+        UnsupportedModelError: The model cannot be streamed exactly, or ranks cannot share its sequences; it is left as
+            it was.
 
     Example:
         >>> handle = streamtune.stream(model, chunk_size=2048)
@@ -83,19 +90,35 @@ def stream(
         raise ArgumentError("give chunk_size or schedule, not both")
     if schedule is None:
         schedule = Schedule() if chunk_size is None else Schedule(chunk_size=chunk_size)
-    return StreamHandle(model, schedule, head, router_loss)
+    return StreamHandle(model, schedule, head, router_loss, sequence_parallel)
 
 
 class StreamHandle:
     """What :func:`stream` put into a model, and the way to take it out. Use as a context manager if you like."""
 
-    def __init__(self, model: nn.Module, schedule: Schedule, head: bool, router_loss: RouterLoss | None = None) -> None:
+    def __init__(
+        self,
+        model: nn.Module,
+        schedule: Schedule,
+        head: bool,
+        router_loss: RouterLoss | None = None,
+        sequence_parallel: SequenceParallel | None = None,
+    ) -> None:
         self.model = base_model(model)
         self.schedule = schedule
         self.layers = decoder_layers(self.model)
         if any(isinstance(layer.__dict__.get("forward"), StreamedForward) for layer in self.layers):
             raise ArgumentError(f"this {type(self.model).__name__} is streamed already", mend="call .remove() first")
         check_streamable(self.model, self.layers)
+        self.sequence_parallel = None if sequence_parallel is None or sequence_parallel.size == 1 else sequence_parallel
+        """The ranks that share each sequence; None where there is only this one."""
+        self.form = ""
+        """What they exchange, ``ulysses`` or ``ring``."""
+        if self.sequence_parallel is not None:
+            if not head:
+                raise ArgumentError("ranks that share a sequence share its loss: the head must be streamed, head=True")
+            self.form = form_for(self.sequence_parallel, self.model, self.layers, own_attention(self.model, self.layers))
+        self._shared = ExitStack()
         self._head = StreamedHead(self.model, schedule) if head else None
         self.facts = CallFacts()
         self._scored: Scored | None = None
@@ -212,12 +235,14 @@ class StreamHandle:
                 branches: Branches | None = read.pop("branches", None)
                 if branches is not None:
                     read |= branches.arguments(read["input_ids"])
-                self.routers.open(batch.get("attention_mask"))
                 self.facts.rows = self._rows((), read) if branches is None else branches
                 try:
+                    read = self._share(read)
+                    self._open_routers(batch.get("attention_mask"))
                     decoder(**{**read, "use_cache": False, **not_balanced(self.model)})
                 finally:
-                    sums, self.facts.rows = self.routers.close(), None
+                    sums = self.routers.close()
+                    self._unshare()
                 assert sums is not None
                 counts = sums.counts if counts is None else counts + sums.counts
         assert counts is not None
@@ -261,20 +286,72 @@ class StreamHandle:
             kwargs = {**kwargs, "use_cache": False}
         branches = None if scored is None else scored.branches
         self.facts.rows = self._rows(args, kwargs) if branches is None else branches
+        asked = kwargs.get("output_router_logits")
+        padding = _argument(model, args, kwargs, "attention_mask")
+        if self.sequence_parallel is not None:
+            args, kwargs = (), self._shared_arguments(args, kwargs, with_labels)
         if "position_ids" not in inspect.signature(type(self.model).forward).parameters:
             kwargs = {key: value for key, value in kwargs.items() if key != "position_ids"}  # it was for the rows
         if self._head is not None and with_labels:
             self._head.close()
             self._head.open()
-        asked = kwargs.get("output_router_logits")
         if asked is None:
             asked = balances_itself(self.model)
         if self.routers.silent:
             kwargs = {**kwargs, "output_router_logits": False} if asked else kwargs
         elif asked or (self.routers.loss is not None and with_labels):
-            self.routers.open(_argument(model, args, kwargs, "attention_mask"))
+            self._open_routers(padding)
             kwargs = {**kwargs, "output_router_logits": False}
         return args, kwargs
+
+    def _shared_arguments(self, args: tuple[Any, ...], kwargs: dict[str, Any], with_labels: bool) -> dict[str, Any]:
+        """All arguments by name: on this rank's strips, or as they are for a call that is not shared.
+
+        Raises:
+            UnsupportedModelError: It has no targets and wants gradients: there is no share of them.
+        """
+        names = list(inspect.signature(type(self.model).forward).parameters)[1:]
+        kwargs = {**dict(zip(names, args, strict=False)), **kwargs}
+        if with_labels:
+            return self._share(kwargs)
+        if torch.is_grad_enabled() and any(p.requires_grad for p in self.model.parameters()):
+            raise UnsupportedModelError(
+                "ranks share this model's sequences, and logits would be those of a strip",
+                mend="pass labels, ask handle.logprobs, or call the model under torch.no_grad() to compute all of it here",
+            )
+        return kwargs
+
+    def _share(self, kwargs: dict[str, Any]) -> dict[str, Any]:
+        """The arguments for this rank's strips; layers, head and routers are told of them until :meth:`_unshare`."""
+        if self.sequence_parallel is None:
+            return kwargs
+        self._unshare(rows=False)
+        strips, kwargs, self.facts.rows = shared_call(self, kwargs, self.facts.rows, self.schedule)
+        self.facts.strips = self.routers.strips = strips
+        if self._head is not None:
+            self._head.strips = strips
+        if self._scored is not None:
+            self._scored.strips = strips
+        if self.model.training:
+            device = next(self.model.parameters()).device
+            self._shared.enter_context(drawn_apart(self.sequence_parallel, device))
+        return kwargs
+
+    def _unshare(self, rows: bool = True) -> None:
+        """The call is done, or another begins."""
+        self._shared.close()
+        self.facts.strips = self.routers.strips = None
+        if self._head is not None:
+            self._head.strips = None
+        if rows:
+            self.facts.rows = None
+
+    def _open_routers(self, attention_mask: Any) -> None:
+        """Routers count the tokens of the rows, not what is behind their end."""
+        strips = self.facts.strips
+        if strips is not None and attention_mask is None:
+            attention_mask = torch.ones(strips.batch, strips.given, device=next(self.model.parameters()).device)
+        self.routers.open(attention_mask)
 
     def _checkpointed(self) -> Iterator[nn.Module]:
         """What may be told to checkpoint and is streamed instead: not an image tower beside the decoder."""
@@ -300,10 +377,12 @@ class StreamHandle:
         return None
 
     def _after(self, model: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
-        self.facts.rows = None
-        if self._scored is not None:
-            return self._promised(self._scored, output)
-        return self._with_router_loss(self._without_promise(output))
+        try:
+            if self._scored is not None:
+                return self._promised(self._scored, output)
+            return self._with_router_loss(self._without_promise(output))
+        finally:
+            self._unshare()
 
     def _promised(self, scored: Scored, output: Any) -> Any:
         """The output with its promise of logits; what the routers add is told beside it."""
