@@ -12,9 +12,10 @@ from __future__ import annotations
 import inspect
 import sys
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
+from weakref import proxy
 
 import torch
 import torch.distributed as dist
@@ -22,16 +23,16 @@ from torch import Tensor, nn
 
 from streamtune.engine.ambient import RandomState
 from streamtune.engine.branches import Branches
-from streamtune.engine.rows import OTHER_WORDS, PackedRows
+from streamtune.engine.rows import OTHER_WORDS
 from streamtune.engine.scan import code_names
+from streamtune.engine.streamable import own_attention
 from streamtune.engine.strips import Strips
 from streamtune.errors import ArgumentError, UnsupportedModelError
 
 if TYPE_CHECKING:
-    from streamtune.engine.schedule import Schedule
     from streamtune.engine.stream import StreamHandle
 
-__all__ = ["SequenceParallel", "drawn_apart", "form_for", "shared_call"]
+__all__ = ["SequenceParallel", "Sharing", "drawn_apart", "form_for"]
 
 FORMS = ("auto", "ulysses", "ring")
 
@@ -49,7 +50,8 @@ class SequenceParallel:
     """The ranks that share each sequence.
 
     Args:
-        group: A process group of ``torch.distributed``; None is all ranks. Its ranks make every call with the same rows.
+        group: A process group of ``torch.distributed``; None is all ranks. They make all calls together, with the same
+            rows.
         form: ``ulysses`` exchanges heads for strips in every chunk, ``ring`` sends keys and values around. ``auto`` is
             the first where the query heads can be shared out, and the second where they cannot.
 
@@ -82,17 +84,19 @@ class SequenceParallel:
         return dist.get_rank(self.group)
 
 
-def form_for(ranks: SequenceParallel, model: Any, layers: list[nn.Module], own_attention: str | None) -> str:
-    """``ulysses`` or ``ring`` for this model.
+def form_for(ranks: SequenceParallel, model: Any, layers: list[nn.Module], head: bool) -> str:
+    """``ulysses`` or ``ring`` for this model, whose head is streamed or not.
 
     Raises:
-        ArgumentError: ``ulysses`` is asked for, and there are not enough heads.
+        ArgumentError: ``ulysses`` is asked for, and there are not enough heads; or the head is not streamed.
         UnsupportedModelError: Ranks cannot share its sequences.
     """
     name = type(model).__name__
-    if own_attention is not None:
+    if not head:
+        raise ArgumentError("ranks that share a sequence share its loss: the head must be streamed, head=True")
+    if (own := own_attention(model, layers)) is not None:
         raise UnsupportedModelError(
-            f"{name} computes its attention itself ({own_attention}), so ranks cannot share its sequence", mend=UNSHARED
+            f"{name} computes its attention itself ({own}), so ranks cannot share its sequence", mend=UNSHARED
         )
     if "position_ids" not in inspect.signature(type(model).forward).parameters:
         raise UnsupportedModelError(
@@ -117,40 +121,82 @@ def form_for(ranks: SequenceParallel, model: Any, layers: list[nn.Module], own_a
     return ranks.form
 
 
-def shared_call(
-    handle: StreamHandle, kwargs: dict[str, Any], rows: PackedRows | None, schedule: Schedule
-) -> tuple[Strips, dict[str, Any], PackedRows | None]:
-    """A call of the model on whole rows as the call on this rank's strips of them.
+class Sharing:
+    """Makes calls of a streamed model calls on this rank's strips; does nothing where no ranks share its sequences."""
 
-    Args:
-        handle: Whose ranks they are.
-        kwargs: All arguments of the call, by name.
-        rows: Packed rows, or rows that share their beginning.
-        schedule: How to cut.
+    def __init__(self, handle: StreamHandle) -> None:
+        self._handle = proxy(handle)
+        self._drawing = ExitStack()
 
-    Returns:
-        The strips, the arguments, and what is left to tell layers of the rows.
+    def begin(self, args: tuple[Any, ...], kwargs: dict[str, Any], with_targets: bool) -> dict[str, Any]:
+        """All arguments of a call by name: for this rank's strips, or as they are if the call has no targets.
 
-    Raises:
-        UnsupportedModelError: Something of the call does not follow the tokens.
-    """
-    assert handle.sequence_parallel is not None
-    tokens = next((kwargs[name] for name in ("input_ids", "inputs_embeds") if kwargs.get(name) is not None), None)
-    if tokens is None:
-        raise ArgumentError("a call that ranks share needs input_ids or inputs_embeds")
-    _refuse(handle, kwargs, tokens.shape[1])
-    branches = rows if isinstance(rows, Branches) else None
-    packed, (batch, length) = None if branches else rows, tokens.shape[:2]
-    strips = Strips(handle.sequence_parallel.group, handle.form, schedule, batch, length, packed, _targets(kwargs))
-    given = {key: value for key, value in kwargs.items() if key not in (*OTHER_WORDS, "cache_position")}
-    given |= _placed(handle, strips, tokens, kwargs)
-    given.pop("shift_labels", None)
-    for name, dim in TOKENS.items():
-        if isinstance(value := given.get(name), Tensor):
-            given[name] = strips.cut(value, dim, -100 if name == "labels" else None)
-    if branches is not None and strips.total > length:  # what is behind the rows is a row of its own
-        branches = branches.followed_by(strips.total - length)
-    return strips, given, branches
+        Raises:
+            UnsupportedModelError: Something of the call does not follow the tokens; or it has no targets and wants
+                gradients, and there is no share of them.
+        """
+        model = self._handle.model
+        names = list(inspect.signature(type(model).forward).parameters)[1:]
+        kwargs = {**dict(zip(names, args, strict=False)), **kwargs}
+        if with_targets:
+            return self.share(kwargs)
+        if torch.is_grad_enabled() and any(p.requires_grad for p in model.parameters()):
+            raise UnsupportedModelError(
+                "ranks share this model's sequences, and logits would be those of a strip",
+                mend="pass labels, ask handle.logprobs, or call it under torch.no_grad(), where ranks do not share",
+            )
+        return kwargs
+
+    def share(self, kwargs: dict[str, Any]) -> dict[str, Any]:
+        """The arguments for this rank's strips; layers, head and routers are told of them until :meth:`end`."""
+        handle = self._handle
+        ranks, rows = handle.sequence_parallel, handle.facts.rows
+        if ranks is None:
+            return kwargs
+        self._tell(None)
+        tokens = next((kwargs[name] for name in ("input_ids", "inputs_embeds") if kwargs.get(name) is not None), None)
+        if tokens is None:
+            raise ArgumentError("a call that ranks share needs input_ids or inputs_embeds")
+        batch, length = tokens.shape[:2]
+        _refuse(handle, kwargs, length)
+        branches = rows if isinstance(rows, Branches) else None
+        packed = None if branches else rows
+        strips = Strips(ranks.group, handle.form, handle.schedule, batch, length, packed, _targets(kwargs))
+        given = {key: value for key, value in kwargs.items() if key not in (*OTHER_WORDS, "cache_position")}
+        given |= _placed(handle, strips, tokens, kwargs)
+        given.pop("shift_labels", None)
+        for name, dim in TOKENS.items():
+            if isinstance(value := given.get(name), Tensor):
+                given[name] = strips.cut(value, dim, -100 if name == "labels" else None)
+        if branches is not None and strips.total > length:  # what is behind the rows is a row of its own
+            branches = branches.followed_by(strips.total - length)
+        handle.facts.rows = branches
+        self._tell(strips)
+        if handle.model.training:
+            self._drawing.enter_context(drawn_apart(ranks, next(handle.model.parameters()).device))
+        return given
+
+    def end(self) -> None:
+        """The call is done."""
+        self._tell(None)
+        self._handle.facts.rows = None
+
+    def open_routers(self, attention_mask: Any) -> None:
+        """Routers count the tokens of the rows, not what is behind their end."""
+        strips = self._handle.facts.strips
+        if strips is not None and attention_mask is None:
+            device = next(self._handle.model.parameters()).device
+            attention_mask = torch.ones(strips.batch, strips.given, device=device)
+        self._handle.routers.open(attention_mask)
+
+    def _tell(self, strips: Strips | None) -> None:
+        self._drawing.close()
+        handle = self._handle
+        handle.facts.strips = handle.routers.strips = strips
+        if handle.head is not None:
+            handle.head.strips = strips
+        if handle.scored is not None and strips is not None:
+            handle.scored.strips = strips
 
 
 def _targets(kwargs: dict[str, Any]) -> Tensor | None:
@@ -192,7 +238,9 @@ def _refuse(handle: StreamHandle, kwargs: dict[str, Any], length: int) -> None:
         if isinstance(value, Tensor) and value.dim() > 0:
             raise UnsupportedModelError(f"{name} is handed {key!r}, which ranks cannot share", mend=UNSHARED)
         if key in ("past_key_values", "output_hidden_states", "logits_to_keep") and value:
-            raise UnsupportedModelError(f"{key} is asked for, which ranks that share a sequence do not have", mend=UNSHARED)
+            raise UnsupportedModelError(
+                f"{key} is asked for, which ranks that share a sequence do not have", mend=UNSHARED
+            )
     mask = kwargs.get("attention_mask")
     if mask is not None and not (isinstance(mask, Tensor) and mask.dim() == 2 and mask.shape[1] == length):
         raise UnsupportedModelError(
@@ -206,7 +254,11 @@ def _places_tokens_itself(handle: StreamHandle, padded: bool) -> str | None:
     for module in handle.model.modules():
         if id(module) in inside:
             continue
-        by_mask = padded and isinstance(module, nn.Embedding) and "attention_mask" in inspect.signature(module.forward).parameters
+        by_mask = (
+            padded
+            and isinstance(module, nn.Embedding)
+            and "attention_mask" in inspect.signature(module.forward).parameters
+        )
         names = {name for kind in type(module).__mro__ for name in vars(sys.modules[kind.__module__])}
         if by_mask or "create_position_ids_from_input_ids" in names:
             return type(module).__name__
@@ -226,8 +278,8 @@ def _same_rotation_everywhere(model: Any, strips: Strips, positions: Tensor) -> 
         longest = [int(positions.index_select(-1, place).max()) + 1 for place in places]
         if min(longest) <= limit < max(longest) or (kind["rope_type"] == "dynamic" and max(longest) > limit):
             raise UnsupportedModelError(
-                f"rotary embeddings of type {kind['rope_type']!r} change with the longest position, which is another on "
-                f"each rank ({min(longest):,} to {max(longest):,} beside {limit:,})",
+                f"rotary embeddings of type {kind['rope_type']!r} change with the longest position, which is another "
+                f"on each rank ({min(longest):,} to {max(longest):,} beside {limit:,})",
                 mend=UNSHARED,
             )
 

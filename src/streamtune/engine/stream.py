@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Iterable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from dataclasses import fields
 from typing import Any
 
@@ -21,10 +21,10 @@ from streamtune.engine.balance import RouterLoss, RouterTerms, RouterWatch, bala
 from streamtune.engine.branches import Branches
 from streamtune.engine.head import LazyLogits, StreamedHead
 from streamtune.engine.layer import StreamedForward
-from streamtune.engine.parallel import SequenceParallel, drawn_apart, form_for, shared_call
+from streamtune.engine.parallel import SequenceParallel, Sharing, form_for
 from streamtune.engine.placement import Tiers, Trail, place_layers
 from streamtune.engine.pointwise import StreamedNorm, norms_outside
-from streamtune.engine.preflight import check_exact
+from streamtune.engine.preflight import check_exact, check_shared
 from streamtune.engine.rows import CallFacts, PackedRows, tells_of_rows
 from streamtune.engine.schedule import Schedule
 from streamtune.engine.scores import Scored, TokenScores, token_scores_of
@@ -115,13 +115,11 @@ class StreamHandle:
         self.form = ""
         """What they exchange, ``ulysses`` or ``ring``."""
         if self.sequence_parallel is not None:
-            if not head:
-                raise ArgumentError("ranks that share a sequence share its loss: the head must be streamed, head=True")
-            self.form = form_for(self.sequence_parallel, self.model, self.layers, own_attention(self.model, self.layers))
-        self._shared = ExitStack()
-        self._head = StreamedHead(self.model, schedule) if head else None
+            self.form = form_for(self.sequence_parallel, self.model, self.layers, head)
+        self._sharing = Sharing(self)
+        self.head = StreamedHead(self.model, schedule) if head else None
         self.facts = CallFacts()
-        self._scored: Scored | None = None
+        self.scored: Scored | None = None
         self.routers = RouterWatch(self.model, self.layers, router_loss)
         self._checkpointing: set[Any] = set()
         self._attention = [
@@ -193,24 +191,28 @@ class StreamHandle:
     @property
     def streams_head(self) -> bool:
         """Whether the language-model head is streamed too."""
-        return self._head is not None
+        return self.head is not None
 
     @contextmanager
     def scoring(self, branches: Branches | None) -> Iterator[Scored]:
         """A call within returns its promised logits, and tells what it has to say of its routers."""
-        self._scored = Scored(branches)
+        self.scored = Scored(branches)
         try:
-            yield self._scored
+            yield self.scored
         finally:
-            self._scored = None
+            self.scored = None
 
     def check(self) -> None:
         """Compare this very model streamed and unstreamed on a few random tokens; costs a few short forwards.
+
+        Where ranks share sequences all of them call it together, and what they compute is compared too.
 
         Raises:
             UnsupportedModelError: They differ; the layer is named. The model is left as it was, still streamed.
         """
         check_exact(self)
+        if self.sequence_parallel is not None:
+            check_shared(self)
 
     @torch.no_grad()
     def count_routes(self, batches: Iterable[dict[str, Any]]) -> Tensor:
@@ -237,12 +239,12 @@ class StreamHandle:
                     read |= branches.arguments(read["input_ids"])
                 self.facts.rows = self._rows((), read) if branches is None else branches
                 try:
-                    read = self._share(read)
-                    self._open_routers(batch.get("attention_mask"))
+                    read = self._sharing.share(read)
+                    self._sharing.open_routers(batch.get("attention_mask"))
                     decoder(**{**read, "use_cache": False, **not_balanced(self.model)})
                 finally:
                     sums = self.routers.close()
-                    self._unshare()
+                    self._sharing.end()
                 assert sums is not None
                 counts = sums.counts if counts is None else counts + sums.counts
         assert counts is not None
@@ -280,7 +282,7 @@ class StreamHandle:
             if getattr(module, "gradient_checkpointing", False):
                 module.gradient_checkpointing = False  # type: ignore[assignment]
                 self._checkpointing.add(module)  # once, however often a trainer turns it on again
-        scored = self._scored
+        scored = self.scored
         with_labels = kwargs.get("labels") is not None or scored is not None  # to be scored is to be trained on
         if kwargs.get("past_key_values") is None and (with_labels or model.training):
             kwargs = {**kwargs, "use_cache": False}
@@ -289,69 +291,20 @@ class StreamHandle:
         asked = kwargs.get("output_router_logits")
         padding = _argument(model, args, kwargs, "attention_mask")
         if self.sequence_parallel is not None:
-            args, kwargs = (), self._shared_arguments(args, kwargs, with_labels)
+            args, kwargs = (), self._sharing.begin(args, kwargs, with_labels)
         if "position_ids" not in inspect.signature(type(self.model).forward).parameters:
             kwargs = {key: value for key, value in kwargs.items() if key != "position_ids"}  # it was for the rows
-        if self._head is not None and with_labels:
-            self._head.close()
-            self._head.open()
+        if self.head is not None and with_labels:
+            self.head.close()
+            self.head.open()
         if asked is None:
             asked = balances_itself(self.model)
         if self.routers.silent:
             kwargs = {**kwargs, "output_router_logits": False} if asked else kwargs
         elif asked or (self.routers.loss is not None and with_labels):
-            self._open_routers(padding)
+            self._sharing.open_routers(padding)
             kwargs = {**kwargs, "output_router_logits": False}
         return args, kwargs
-
-    def _shared_arguments(self, args: tuple[Any, ...], kwargs: dict[str, Any], with_labels: bool) -> dict[str, Any]:
-        """All arguments by name: on this rank's strips, or as they are for a call that is not shared.
-
-        Raises:
-            UnsupportedModelError: It has no targets and wants gradients: there is no share of them.
-        """
-        names = list(inspect.signature(type(self.model).forward).parameters)[1:]
-        kwargs = {**dict(zip(names, args, strict=False)), **kwargs}
-        if with_labels:
-            return self._share(kwargs)
-        if torch.is_grad_enabled() and any(p.requires_grad for p in self.model.parameters()):
-            raise UnsupportedModelError(
-                "ranks share this model's sequences, and logits would be those of a strip",
-                mend="pass labels, ask handle.logprobs, or call the model under torch.no_grad() to compute all of it here",
-            )
-        return kwargs
-
-    def _share(self, kwargs: dict[str, Any]) -> dict[str, Any]:
-        """The arguments for this rank's strips; layers, head and routers are told of them until :meth:`_unshare`."""
-        if self.sequence_parallel is None:
-            return kwargs
-        self._unshare(rows=False)
-        strips, kwargs, self.facts.rows = shared_call(self, kwargs, self.facts.rows, self.schedule)
-        self.facts.strips = self.routers.strips = strips
-        if self._head is not None:
-            self._head.strips = strips
-        if self._scored is not None:
-            self._scored.strips = strips
-        if self.model.training:
-            device = next(self.model.parameters()).device
-            self._shared.enter_context(drawn_apart(self.sequence_parallel, device))
-        return kwargs
-
-    def _unshare(self, rows: bool = True) -> None:
-        """The call is done, or another begins."""
-        self._shared.close()
-        self.facts.strips = self.routers.strips = None
-        if self._head is not None:
-            self._head.strips = None
-        if rows:
-            self.facts.rows = None
-
-    def _open_routers(self, attention_mask: Any) -> None:
-        """Routers count the tokens of the rows, not what is behind their end."""
-        strips = self.facts.strips
-        if strips is not None and attention_mask is None:
-            attention_mask = torch.ones(strips.batch, strips.given, device=next(self.model.parameters()).device)
-        self.routers.open(attention_mask)
 
     def _checkpointed(self) -> Iterator[nn.Module]:
         """What may be told to checkpoint and is streamed instead: not an image tower beside the decoder."""
@@ -378,16 +331,16 @@ class StreamHandle:
 
     def _after(self, model: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
         try:
-            if self._scored is not None:
-                return self._promised(self._scored, output)
+            if self.scored is not None:
+                return self._promised(self.scored, output)
             return self._with_router_loss(self._without_promise(output))
         finally:
-            self._unshare()
+            self._sharing.end()
 
     def _promised(self, scored: Scored, output: Any) -> Any:
         """The output with its promise of logits; what the routers add is told beside it."""
-        if self._head is not None:
-            self._head.close()
+        if self.head is not None:
+            self.head.close()
         sums = self.routers.close() if self.routers.active else None
         if sums is not None and output is not None:
             balance, scored.router_loss = self.routers.losses(sums)
@@ -410,9 +363,9 @@ class StreamHandle:
         return output
 
     def _without_promise(self, output: Any) -> Any:
-        if self._head is None or not self._head.active:
+        if self.head is None or not self.head.active:
             return output
-        self._head.close()
+        self.head.close()
         if isinstance(output, tuple):
             return tuple(item for item in output if not isinstance(item, LazyLogits))
         if isinstance(getattr(output, "logits", None), LazyLogits):

@@ -226,7 +226,9 @@ class Turn:
         heads, size = q_BHLD.shape[1], self.strips.size
         if heads % size:
             raise UnsupportedModelError(
-                f"{heads} query heads cannot be shared out to {size} ranks", where=layer, mend="set sequence_parallel: ring"
+                f"{heads} query heads cannot be shared out to {size} ranks",
+                where=layer,
+                mend="set sequence_parallel: ring",
             )
         if (heads // size) % keys.shape[1]:
             raise UnsupportedModelError(

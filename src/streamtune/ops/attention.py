@@ -27,7 +27,16 @@ from streamtune.ops.simulated import autocast_kind, repeated
 from streamtune.ops.view import MaskView, Segment, masked_score
 from streamtune.ops.view_kernels import attend_whole, backward_whole, fused_view_kernel
 
-__all__ = ["Memory", "Piece", "Place", "Prefix", "prefix_attention", "prefix_attention_reference", "seen", "sinks_gradient"]
+__all__ = [
+    "Memory",
+    "Piece",
+    "Place",
+    "Prefix",
+    "prefix_attention",
+    "prefix_attention_reference",
+    "seen",
+    "sinks_gradient",
+]
 
 KEY_BLOCK = 1024
 """Keys whose gradient a backward computes at once, as long as it has no more queries: a prefix is as long as the
@@ -230,7 +239,10 @@ def _softmax_times_v(
 
 
 def seen(o: Tensor, lse: Tensor, sinks: Tensor | None, dtype: torch.dtype, masked: bool) -> tuple[Tensor, Tensor]:
-    """Merged output and log-sum-exp with sinks among the keys; ``masked`` says that some query of ``dtype`` may see none."""
+    """Merged output and log-sum-exp, with sinks among the keys; ``masked`` says that some query may see no key.
+
+    ``dtype`` is that of the queries.
+    """
     if sinks is not None:
         total = torch.logaddexp(lse, sinks.to(lse.dtype)[None, :, None])
         o, lse = o * (lse - total).exp()[..., None], total

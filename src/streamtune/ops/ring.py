@@ -110,7 +110,8 @@ def _visible(mask: LazyMask, q: slice, strips: Sequence[Strip]) -> Iterator[tupl
         if k.start >= q.stop:
             break
         view = MaskView(mask, q.start, q.stop, k.start, k.stop)
-        segments = view.segments()
+        beside = mask.branches is not None and k.stop > q.start  # the trunk of a branch is not in its own strip
+        segments = view.examined_segments() if beside else view.segments()
         plain = len(segments) == 1 and k.stop <= q.start and not segments[0].masked
         if plain and run is not None and run[0].stop == k_at.start:
             joined = slice(run[0].start, k_at.stop)

@@ -111,7 +111,7 @@ class MaskView(NoTensor):
         A causal chunk is one rectangle (the prefix, no mask) and one square (lower triangle); where it holds several
         packed rows, one such pair for each. A sliding window cuts the prefix to the window and adds one masked tile at
         its far edge. A block whose tokens see each other is one rectangle. A branch is a rectangle over its trunk and
-        the square of its own. Keys that all lie before the queries (of another rank) are one rectangle or none. Anything
+        the square of its own. Keys that all lie before the queries (another rank's) are one rectangle or none. Anything
         else is examined block by block.
         """
         key = (self.q_start, self.q_stop, self.k_start, self.k_stop)
@@ -122,7 +122,7 @@ class MaskView(NoTensor):
             elif self.mask.branches is not None:
                 self.mask._segments[key] = self._branch_segments(self.mask.branches)
             else:
-                self.mask._segments[key] = self._known_segments() if known else self._examined_segments()
+                self.mask._segments[key] = self._known_segments() if known else self.examined_segments()
         return self.mask._segments[key]
 
     def _earlier_segments(self, known: bool) -> list[Segment]:
@@ -225,7 +225,8 @@ class MaskView(NoTensor):
         keys, queries = (start - self.k_start, stop - self.k_start), (q_start - self.q_start, q_stop - self.q_start)
         return Segment(*keys, *queries, row, causal, masked or padded, only_padding=padded and not masked)
 
-    def _examined_segments(self) -> list[Segment]:
+    def examined_segments(self) -> list[Segment]:
+        """The visible keys found by looking at every block of them."""
         pieces: list[Segment] = []
         queries = (0, self.q_stop - self.q_start)
         for start, stop, uniform in self.mask.examined(self.q_start, self.q_stop, self.k_start, self.k_stop):
