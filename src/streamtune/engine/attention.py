@@ -117,7 +117,7 @@ def _shared(
     if isinstance(mask, Tensor) or not causal:
         raise UnsupportedModelError(f"{name} has a mask of its own, which ranks cannot share", where=name)
     if not turn.in_ring:
-        query = turn.queries(query, key, name)
+        query, key, value = turn.heads(query, key, value, name)
         how["sinks_H"] = turn.own_heads(how["sinks_H"])
         return turn.attended(prefix_attention(query, key, value, _view(mask, query, key, causal), **how))
     if isinstance(mask, MaskView):

@@ -186,10 +186,9 @@ class LayerCall:
             else:
                 continue
             raise UnsupportedModelError(f"{name} {what}", mend="set sequence_parallel_size: 1")
-        if self._rotates_pooled_keys or self.hidden.dim() != 3:
+        if self._rotates_pooled_keys:
             raise UnsupportedModelError(
-                f"{name} pools keys or runs several streams, which ranks that share a sequence do not know",
-                mend="set sequence_parallel_size: 1",
+                f"{name} pools keys, which ranks that share a sequence cannot", mend="set sequence_parallel_size: 1"
             )
         self.strips = strips
         self._with_masks(strips.mask)

@@ -179,6 +179,8 @@ class Turn:
         self.strips, self.part = strips, part
         self.lengths = [chunk.stop - chunk.start for chunk in strips.within(part)]
         self.first_key = 0
+        self.one_head = False
+        """Whether all ranks keep the same head, of which the layer may make all heads of keys and values."""
 
     @property
     def in_ring(self) -> bool:
@@ -212,32 +214,33 @@ class Turn:
         if self.in_ring:
             return k_BGLD, v_BGLD
         heads = k_BGLD.shape[1]
+        self.one_head = heads == 1
         copies = math.lcm(heads, self.strips.size) // heads
         both = torch.cat([k_BGLD, v_BGLD], -1).repeat_interleave(copies, 1)
         k, v = to_heads(both, self.strips.group, self.lengths).split([k_BGLD.shape[-1], v_BGLD.shape[-1]], -1)
         return k.contiguous(), v.contiguous()
 
-    def queries(self, q_BHLD: Tensor, keys: Tensor, layer: str) -> Tensor:
-        """This rank's query heads of all strips.
+    def heads(self, q: Tensor, k: Tensor, v: Tensor, layer: str) -> tuple[Tensor, Tensor, Tensor]:
+        """This rank's heads: of queries, exchanged for strips, and of keys and values, as the layer has them now.
 
         Raises:
             UnsupportedModelError: They cannot be told apart: there are too few, or keys have heads of another number.
         """
-        heads, size = q_BHLD.shape[1], self.strips.size
+        heads, size = q.shape[1], self.strips.size
         if heads % size:
+            what = f"{heads} query heads cannot be shared out to {size} ranks"
+            raise UnsupportedModelError(what, where=layer, mend="set sequence_parallel: ring")
+        if self.one_head and k.shape[1] > 1:  # made of a latent, on every rank all of them
+            copies = math.lcm(k.shape[1], size) // k.shape[1]
+            k, v = (x.repeat_interleave(copies, 1).chunk(size, 1)[self.strips.rank] for x in (k, v))
+        if (heads // size) % k.shape[1]:
             raise UnsupportedModelError(
-                f"{heads} query heads cannot be shared out to {size} ranks",
-                where=layer,
-                mend="set sequence_parallel: ring",
-            )
-        if (heads // size) % keys.shape[1]:
-            raise UnsupportedModelError(
-                f"{heads // size} query heads of a rank meet {keys.shape[1]} heads of keys, which the layer changed "
+                f"{heads // size} query heads of a rank meet {k.shape[1]} heads of keys, which the layer changed "
                 "after its cache had kept them",
                 where=layer,
                 mend="set sequence_parallel: ring",
             )
-        return to_heads(q_BHLD, self.strips.group, self.lengths)
+        return to_heads(q, self.strips.group, self.lengths), k, v
 
     def own_heads(self, sinks_H: Tensor | None) -> Tensor | None:
         """Of a number for each head those of this rank's heads."""
