@@ -32,9 +32,7 @@ def judged(found: Found, size: int, slow: bool) -> None:
     for case in cases(size, slow):
         for rank, results in enumerate(found):
             result = results.get(case.name, "did not run")
-            if isinstance(result, str):
-                wrong[f"{case.name}, rank {rank}"] = result
-            elif any(not value <= BOUND for value in result.values()):
+            if isinstance(result, str) or any(not abs(value) <= BOUND for value in result.values()):
                 wrong[f"{case.name}, rank {rank}"] = result
     assert not wrong, "\n".join(f"{name}: {what}" for name, what in wrong.items())
 

@@ -186,6 +186,12 @@ class LayerCall:
             else:
                 continue
             raise UnsupportedModelError(f"{name} {what}", mend="set sequence_parallel_size: 1")
+        if self.length != strips.own:
+            raise UnsupportedModelError(
+                f"{name} is given {self.length} hidden states for {strips.own} tokens of this rank, which ranks that share "
+                "a sequence cannot cut",
+                mend="set sequence_parallel_size: 1",
+            )
         if self._rotates_pooled_keys:
             raise UnsupportedModelError(
                 f"{name} pools keys, which ranks that share a sequence cannot", mend="set sequence_parallel_size: 1"
