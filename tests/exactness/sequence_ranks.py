@@ -82,6 +82,10 @@ CASES = [
     Case("llama", check="dropout", sizes=(2,)),
     Case("llama", check="preflight", sizes=(2,)),
     Case("llama", check="refused", sizes=(2,)),
+    Case("qwen3", "right", check="calls", sizes=(4,)),
+    Case("qwen3", "right", "ring", check="calls", slow=True),
+    Case("qwen3", "right", check="groups", sizes=(4,)),
+    Case("qwen3", "right", "ring", check="groups", sizes=(4,), slow=True),
     Case("llama", check="traffic"),
     Case("llama", check="traffic", form="ring"),
     Case("gemma2", "left", "ring", slow=True),
@@ -234,6 +238,59 @@ def check_routers(case: Case) -> dict[str, float]:
     model, inputs = model_of(case), batch(case.kind)
     model.router_aux_loss_coef = 0.5
     return compared(model, case, inputs, lambda: gradients(model, inputs))
+
+
+def check_calls(case: Case) -> dict[str, float]:
+    """Ways to call: few tokens, embeddings, unnamed arguments, tuples, a divisor, without gradients, autocast."""
+    model, worst = model_of(case), {}
+    whole = batch(case.kind)
+    ids, labels, mask = whole["input_ids"], whole["labels"], whole["attention_mask"]
+    embeds = model.get_input_embeddings()(ids).detach()
+
+    def autocast(model: nn.Module, inputs: dict[str, Any]) -> Tensor:
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            return model(**inputs).loss
+
+    ways: dict[str, tuple[dict[str, Any], Loss | None]] = {
+        f"{count} tokens": ({"input_ids": ids[:1, :count], "labels": ids[:1, :count]}, None) for count in (2, 3, 5)
+    }
+    ways["embeddings"] = ({"inputs_embeds": embeds, "labels": labels, "attention_mask": mask}, None)
+    ways["unnamed, tuple"] = (whole, lambda model, x: model(ids, mask, labels=labels, return_dict=False)[0])
+    ways["divisor"] = ({**whole, "num_items_in_batch": torch.tensor(7)}, None)
+    for name, (inputs, loss) in ways.items():
+        want = gradients(model, inputs, loss) if dist.get_rank() == 0 else None
+        with shared(model, case):
+            found = off(together(model, inputs, loss), want)
+        few = name in ("2 tokens", "3 tokens")  # two see one another at most: their queries' gradient is rounding
+        worst[name] = found.get("loss", 0.0) if few else max(found.values(), default=0.0)
+    with streamtune.stream(model, chunk_size=4):
+        narrow = gradients(model, whole, autocast)
+    with shared(model, case):
+        worst["autocast / 10,000"] = max(off(together(model, whole, autocast), narrow).values()) / 10_000
+        with torch.no_grad():
+            quiet = float(model.eval()(**whole).loss)
+    model.train()
+    worst["no gradients"] = abs(quiet / float(model(**whole).loss.detach()) - 1)
+    return worst
+
+
+def check_groups(case: Case) -> dict[str, float]:
+    """Two groups, each with rows of its own: all ranks' gradients add up to that of all rows."""
+    pairs = [dist.new_group([first, first + 1]) for first in range(0, dist.get_world_size(), 2)]
+    mine = dist.get_rank() // 2
+    model, inputs = model_of(case), batch(case.kind)
+    items = int((inputs["labels"][:, 1:] != -100).sum())
+
+    def loss(model: nn.Module, inputs: dict[str, Any]) -> Tensor:
+        return model(**inputs, num_items_in_batch=items).loss
+
+    want = gradients(model, inputs, loss) if dist.get_rank() == 0 else None
+    rows = {key: value[:1] if mine == 0 else value[1:] for key, value in inputs.items()}
+    ranks = SequenceParallel(pairs[mine], case.form)  # type: ignore[arg-type]
+    with streamtune.stream(model, chunk_size=5, sequence_parallel=ranks):
+        value, grads = together(model, rows, loss)
+    dist.all_reduce(total := value.clone())
+    return off((total / 2, grads), want)
 
 
 def check_routes(case: Case) -> dict[str, float]:

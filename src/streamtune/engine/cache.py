@@ -240,10 +240,10 @@ class ChunkCache(Cache):
             self.kv.write(index, self.chunk, key_states, value_states)
             if self.walk == "project" and self.updates == self.kv.updates:
                 raise ProjectionDone
-            return self.kv.prefix(index, slice(self.first_key, self.chunk.stop))
+            return self._handed(self.kv.prefix(index, slice(self.first_key, self.chunk.stop)))
         self.own += [key_states, value_states]
         if self.chunk.start == 0:
-            return key_states, value_states
+            return self._handed((key_states, value_states))
         before = _Prefix(self.kv, index, self.prefix_keys, (key_states, value_states))
         joined = []
         views = zip(self.kv.prefix(index, self.prefix_keys), (key_states, value_states), strict=True)
@@ -254,6 +254,11 @@ class ChunkCache(Cache):
             joined.append(_Join.apply(leaf, own, (buffer, self.first_key, self.chunk)))
             joined[-1].streamtune_prefix = before  # for an attention that is handed this very tensor
         return tuple(joined)
+
+    def _handed(self, pair: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
+        if self.turn is not None:
+            self.turn.kept = pair
+        return pair
 
     def update_indexer(self, indexer_key_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any) -> Tensor:
         """The same for the keys ``[B, S, D]`` by which a layer chooses whom it attends to: one head, no values."""

@@ -188,8 +188,8 @@ class LayerCall:
             raise UnsupportedModelError(f"{name} {what}", mend="set sequence_parallel_size: 1")
         if self.length != strips.own:
             raise UnsupportedModelError(
-                f"{name} is given {self.length} hidden states for {strips.own} tokens of this rank, which ranks that share "
-                "a sequence cannot cut",
+                f"{name} is given {self.length} hidden states where this rank has {strips.own} tokens, so ranks cannot "
+                "share its sequence",
                 mend="set sequence_parallel_size: 1",
             )
         if self._rotates_pooled_keys:

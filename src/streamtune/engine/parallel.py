@@ -41,6 +41,8 @@ STATES = {"update_conv_state", "update_recurrent_state", "set_linear_cache", "ma
 
 TOKENS = {"input_ids": 1, "inputs_embeds": 1, "labels": 1, "position_ids": -1, "shift_labels": 1}
 """Arguments that follow the tokens, and along which dimension."""
+TYPES = ("token_type_ids", "mm_token_type_ids")
+"""What says which tokens are text: 0 is."""
 
 UNSHARED = "set sequence_parallel_size: 1"
 
@@ -165,7 +167,7 @@ class Sharing:
         given = {key: value for key, value in kwargs.items() if key not in (*OTHER_WORDS, "cache_position")}
         given |= _placed(handle, strips, tokens, kwargs)
         given.pop("shift_labels", None)
-        for name, dim in TOKENS.items():
+        for name, dim in (TOKENS | dict.fromkeys(TYPES, 1)).items():
             if isinstance(value := given.get(name), Tensor):
                 given[name] = strips.cut(value, dim, -100 if name == "labels" else None)
         if branches is not None and strips.total > length:  # what is behind the rows is a row of its own
@@ -234,6 +236,8 @@ def _refuse(handle: StreamHandle, kwargs: dict[str, Any], length: int) -> None:
     name = type(handle.model).__name__
     for key, value in kwargs.items():
         if key in known or value is None:
+            continue
+        if key in TYPES and isinstance(value, Tensor) and value.dim() == 2 and not bool(value.any()):
             continue
         if isinstance(value, Tensor) and value.dim() > 0:
             raise UnsupportedModelError(f"{name} is handed {key!r}, which ranks cannot share", mend=UNSHARED)

@@ -181,6 +181,8 @@ class Turn:
         self.first_key = 0
         self.one_head = False
         """Whether all ranks keep the same head, of which the layer may make all heads of keys and values."""
+        self.kept: tuple[Tensor, Tensor] | None = None
+        """What the cache handed the layer last."""
 
     @property
     def in_ring(self) -> bool:
@@ -230,6 +232,13 @@ class Turn:
         if heads % size:
             what = f"{heads} query heads cannot be shared out to {size} ranks"
             raise UnsupportedModelError(what, where=layer, mend="set sequence_parallel: ring")
+        of_cache = self.kept is None or self.one_head or self.part.start > 0  # one chunk tells for all
+        if not of_cache and not all(_same(x, kept) for x, kept in zip((k, v), self.kept or (), strict=True)):
+            raise UnsupportedModelError(
+                "keys or values are not those that the cache handed the layer; of others no rank knows the heads",
+                where=layer,
+                mend="set sequence_parallel: ring",
+            )
         if self.one_head and k.shape[1] > 1:  # made of a latent, on every rank all of them
             copies = math.lcm(k.shape[1], size) // k.shape[1]
             k, v = (x.repeat_interleave(copies, 1).chunk(size, 1)[self.strips.rank] for x in (k, v))
@@ -276,6 +285,11 @@ class Turn:
             yield
         finally:
             _local.turn = before
+
+
+def _same(x: Tensor, kept: Tensor) -> bool:
+    """Whether a layer attends to what its cache handed it. Heads it repeats may be meant for any query heads."""
+    return x is kept or (x.shape == kept.shape and torch.equal(x, kept.to(x.dtype)))
 
 
 def turn_of_strips() -> Turn | None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
@@ -64,7 +64,7 @@ def check_shared(handle: StreamHandle) -> None:
             )
 
 
-def _loss_and_gradient(handle: StreamHandle, wanted: list[Tensor]) -> list[Tensor]:
+def _loss_and_gradient(handle: StreamHandle, wanted: Sequence[Tensor]) -> list[Tensor]:
     loss = handle.model(**trial_batch(handle.model)).loss
     grads = torch.autograd.grad(loss, wanted, allow_unused=True) if wanted else ()
     return [
