@@ -65,6 +65,7 @@ class Strips:
     rows: PackedRows | None = None
     targets: Tensor | None = None
     _masks: dict[int, tuple[LazyMask, LazyMask]] = field(default_factory=dict)
+    _places: dict[int, Tensor] = field(default_factory=dict)
 
     @cached_property
     def size(self) -> int:
@@ -116,8 +117,10 @@ class Strips:
 
     def places(self, rank: int, device: torch.device) -> Tensor:
         """``[L]`` where in the sequence a rank's tokens are."""
-        strips = [self.strip(chunk, rank) for chunk in self.chunks]
-        return torch.cat([torch.arange(strip.start, strip.stop, device=device) for strip in strips])
+        if rank not in self._places:
+            strips = [self.strip(chunk, rank) for chunk in self.chunks]
+            self._places[rank] = torch.cat([torch.arange(s.start, s.stop, device=device) for s in strips])
+        return self._places[rank].to(device)
 
     def cut(self, x: Tensor, dim: int, fill: float | bool | None = None) -> Tensor:
         """This rank's tokens of a tensor of the rows; behind their end is ``fill``, or what their last token has."""
@@ -147,7 +150,7 @@ class Strips:
         return known[1]
 
     def _of_sequence(self, mask: LazyMask) -> LazyMask:
-        if not mask.causal or mask.block_start is not None:
+        if not mask.causal or not _alone(mask.block_start):
             raise UnsupportedModelError(
                 "the attention mask lets a token see later tokens, which may be another rank's",
                 mend="set sequence_parallel_size: 1",
@@ -163,7 +166,7 @@ class Strips:
             begins = torch.nn.functional.pad(self.rows.begins, (0, self.total - self.given))
             begins[:, self.given :] = True
             row_start = run_starts(begins.cumsum(1)).to(mask.device)
-        return replace(mask, q_length=self.total, row_start=row_start)
+        return replace(mask, q_length=self.total, row_start=row_start, block_start=None)
 
 
 class Turn:
@@ -285,6 +288,13 @@ class Turn:
             yield
         finally:
             _local.turn = before
+
+
+def _alone(block_start: Tensor | None) -> bool:
+    """Whether no two tokens are of one block: a model that takes images is handed none."""
+    return block_start is None or bool(
+        (block_start == torch.arange(block_start.shape[-1], device=block_start.device)).all()
+    )
 
 
 def _same(x: Tensor, kept: Tensor) -> bool:
