@@ -194,11 +194,11 @@ class StreamHandle:
         return self.head is not None
 
     @contextmanager
-    def scoring(self, branches: Branches | None) -> Iterator[Scored]:
-        """A call within returns its promised logits, and tells what it has to say of its routers."""
-        self.scored = Scored(branches)
+    def scoring(self, scored: Scored) -> Iterator[None]:
+        """A call within returns the scores it is asked for, in place of its output."""
+        self.scored = scored
         try:
-            yield self.scored
+            yield
         finally:
             self.scored = None
 
@@ -338,7 +338,7 @@ class StreamHandle:
             self._sharing.end()
 
     def _promised(self, scored: Scored, output: Any) -> Any:
-        """The output with its promise of logits; what the routers add is told beside it."""
+        """The scores, made of the promise of logits, and what the routers add."""
         if self.head is not None:
             self.head.close()
         sums = self.routers.close() if self.routers.active else None
@@ -346,7 +346,7 @@ class StreamHandle:
             balance, scored.router_loss = self.routers.losses(sums)
             share = self.routers.share * balance.detach()
             self.routers.terms = RouterTerms(torch.zeros_like(share), share)
-        return output
+        return None if output is None else scored.redeem(self.model, output)
 
     def _with_router_loss(self, output: Any) -> Any:
         sums = self.routers.close() if self.routers.active else None
