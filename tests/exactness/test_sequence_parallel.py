@@ -13,7 +13,8 @@ import torch.multiprocessing as mp
 from streamtune import SequenceParallel
 from streamtune.errors import ArgumentError
 
-from .sequence_ranks import BOUND, cases, run_rank
+from .sequence_cases import BOUND, cases
+from .sequence_ranks import run_rank
 
 Found = list[dict[str, Any]]
 
