@@ -234,7 +234,7 @@ def check_dropout(case: Case) -> dict[str, float]:
                 for name, parameter in model.named_parameters():
                     parameter.add_(step * (grads[name].double() / square.sqrt()).to(parameter.dtype))
             torch.manual_seed(11)
-            losses.append(float(model(**inputs).loss))
+            losses.append(float(model(**inputs).loss.detach()))
             with torch.no_grad():
                 for name, parameter in model.named_parameters():
                     parameter.sub_(step * (grads[name].double() / square.sqrt()).to(parameter.dtype))
@@ -327,6 +327,9 @@ def check_refused(case: Case) -> dict[str, float]:
         refused(what, lambda other=other: shared(other, case))  # type: ignore[misc]
         assert not any("forward" in module.__dict__ for module in other.modules())
     refused("head must be streamed", lambda: shared(build("llama"), case, head=False))
+    from_tokens, plain_batch = build_any("camembert"), batch("plain")
+    with shared(from_tokens, case):
+        refused("makes positions from tokens", lambda: from_tokens(**plain_batch))
     three_heads = build("qwen3", num_attention_heads=3, num_key_value_heads=3)
     refused("cannot be shared out", lambda: shared(three_heads, Case("qwen3", form="ulysses")))
     model, inputs = build("llama"), batch("plain")
@@ -339,7 +342,7 @@ def check_refused(case: Case) -> dict[str, float]:
         with torch.no_grad():
             whole = model(input_ids=inputs["input_ids"]).logits
             written = model.generate(inputs["input_ids"][:, :5], max_new_tokens=4, do_sample=False)
-    plain = model(input_ids=inputs["input_ids"]).logits
+    plain = model(input_ids=inputs["input_ids"]).logits.detach()
     return {
         "logits of a call that is not shared": float((whole - plain).norm() / plain.norm()),
         "tokens": float(

@@ -263,8 +263,8 @@ def _places_tokens_itself(handle: StreamHandle, padded: bool) -> str | None:
             and isinstance(module, nn.Embedding)
             and "attention_mask" in inspect.signature(module.forward).parameters
         )
-        names = {name for kind in type(module).__mro__ for name in vars(sys.modules[kind.__module__])}
-        if by_mask or "create_position_ids_from_input_ids" in names:
+        names = {*dir(module), *(name for kind in type(module).__mro__ for name in vars(sys.modules[kind.__module__]))}
+        if by_mask or any(name.startswith("create_position_ids") for name in names):
             return type(module).__name__
     return None
 
