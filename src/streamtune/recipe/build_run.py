@@ -52,7 +52,7 @@ FREE_KEYS = frozenset(
         "output_dir", "save_steps", "save_total_limit", "eval_steps", "logging_steps", "report_to", "sample",
         "num_completions_to_print",
         # how the same gradient is computed,
-        "engine", "device", "per_device_eval_batch_size", "trust_remote_code", "share_prefix",
+        "engine", "device", "per_device_eval_batch_size", "trust_remote_code", "allow_pickle", "share_prefix",
         "deepspeed", "fsdp", "sequence_parallel", "sequence_parallel_size",
         # what `rows_per_step` says,
         "gradient_accumulation_steps", "train_batch_size",
