@@ -26,7 +26,7 @@ from streamtune.distributed.deepspeed_backend import DeepSpeedBackend
 from streamtune.distributed.deepspeed_config import resolve_config
 from streamtune.recipe import Recipe
 from streamtune.recipe.build_model import make_optimizer
-from streamtune.recipe.build_world import deepspeed_values, make_backend
+from streamtune.recipe.build_world import deepspeed_values, make_backend, sequence_ranks
 
 Rows = list[tuple[Tensor, Tensor]]
 
@@ -46,19 +46,19 @@ once instead of twice. Nothing is kept here, as in a model of many billions."""
 
 def run(case: dict[str, Any]) -> dict[str, Any]:
     """Count the collectives of one optimizer step, and the bytes on the wire where ranks are nodes of their own."""
+    world = _world(case)
     recipe, model = _recipe(case), _model(case)
     trained = sum(p.numel() * p.element_size() for p in model.parameters() if p.requires_grad)
     whole = sum(p.numel() * p.element_size() for p in model.parameters())
     layers = list(model.get_decoder().layers)
     if case["mode"] == "streaming":
-        chunk = TOKENS // case["chunks"]
+        chunk, ranks = TOKENS // case["chunks"], sequence_ranks(recipe, world)
         schedule = streamtune.Schedule(chunk_size=chunk, head_chunk_size=chunk)
-        layers = streamtune.stream(model, schedule=schedule, **_sequence(case)).layers
+        layers = streamtune.stream(model, schedule=schedule, sequence_parallel=ranks).layers
     elif case["mode"] != "plain":
         model.gradient_checkpointing_enable()
         model.enable_input_require_grads()
-    backend = _backend(case, recipe, model, layers)
-    world = _world(case)
+    backend = _backend(case, recipe, model, layers, world)
     rows = _rows(recipe.gradient_accumulation_steps, world)
     targets = world.data_size * len(rows) * (TOKENS - 1)
     parts = case["chunks"] if case["mode"] == "naive" else 1
@@ -79,11 +79,6 @@ def _world(case: dict[str, Any]) -> train.World:
     return train.World(distributed.get_rank(), distributed.get_world_size(), case.get("sequence", 1))
 
 
-def _sequence(case: dict[str, Any]) -> dict[str, Any]:
-    """What streaming is told where ranks share each sequence."""
-    return {"sequence_parallel": streamtune.SequenceParallel(form=case["form"])} if "sequence" in case else {}
-
-
 def _recipe(case: dict[str, Any]) -> Recipe:
     return Recipe(
         model_name_or_path="none",
@@ -97,6 +92,7 @@ def _recipe(case: dict[str, Any]) -> Recipe:
         deepspeed=case["engine"] if case["engine"].startswith("zero") else None,
         fsdp=case["engine"] == "fsdp",
         sequence_parallel_size=case.get("sequence", 1),
+        sequence_parallel=case.get("form", "auto"),
     )
 
 
@@ -115,12 +111,11 @@ def _model(case: dict[str, Any]) -> Any:
     return model.train()
 
 
-def _backend(case: dict[str, Any], recipe: Recipe, model: Any, layers: list[nn.Module]) -> Any:
+def _backend(case: dict[str, Any], recipe: Recipe, model: Any, layers: list[nn.Module], world: train.World) -> Any:
     """The product's, or DeepSpeed as anyone has it: without leaves, for what is not streamed.
 
     Buckets are small and nothing stays gathered in all modes alike, unless the case says ``preset``.
     """
-    world = _world(case)
     if not case["engine"].startswith("zero"):
         return make_backend(recipe, model, layers, world)
     streams = case["mode"] == "streaming"

@@ -9,7 +9,6 @@ from typing import Any
 
 from tests.distributed.rank_group import run_ranks
 
-import streamtune
 from benchmarks.communication.nodes import two_nodes, why_not
 
 __all__ = ["BOUND", "CHUNKS", "ENGINES", "TABLES", "Row", "broken", "count", "main_cases", "measured", "reference"]
@@ -43,16 +42,15 @@ TABLES: dict[str, list[Case]] = {
     "Accumulation over 4 micro-batches": _beside(ENGINES, accumulation=4),
     "LoRA": _beside(ENGINES, finetuning="lora"),
     "Tied embeddings": _beside(["zero2", "zero3", "fsdp"], tied=True),
-    "On the wire between two nodes": _beside(["zero1", "zero2", "zero3", "fsdp"], naive=True, wire=True),
-}
-"""Title -> cases, which share one start of ranks."""
-if hasattr(streamtune, "SequenceParallel"):
-    TABLES["Sequences shared by two ranks"] = [
+    "Sequences shared by two ranks": [
         {"engine": engine, "mode": "streaming", "chunks": chunks, "sequence": 2, "form": form}
         for engine in ("zero2", "zero3")
         for form in ("ulysses", "ring")
         for chunks in CHUNKS
-    ]
+    ],
+    "On the wire between two nodes": _beside(["zero1", "zero2", "zero3", "fsdp"], naive=True, wire=True),
+}
+"""Title -> cases, which share one start of ranks."""
 
 
 @dataclass(frozen=True)

@@ -97,7 +97,7 @@ def build_grpo(
     assert isinstance(recipe, GrpoRecipe), "the command asks for a recipe of grpo"
     with blame_recipe(loaded):
         _check_loss(recipe)
-        functions = load_functions(recipe, loaded.path.parent)
+        functions = load_functions(recipe, loaded.path.parent, notify)
         start = start_run(recipe, resume, notify)
         if recipe.use_vllm:
             rollout.check_vllm(start.device)
@@ -249,7 +249,7 @@ def _reference_scorer(
         return None
     if held is None:
         return _scorer(train.ModelReference(model, handle, temperature=recipe.temperature), recipe, device)
-    return _scorer(streamed(held, handle.schedule, temperature=recipe.temperature), recipe, device)
+    return _scorer(streamed(held, handle, temperature=recipe.temperature), recipe, device)
 
 
 def _scorer(reference: train.Reference, recipe: GrpoRecipe, device: torch.device) -> Scorer:

@@ -28,7 +28,14 @@ from streamtune.recipe.build_batches import share_out
 from streamtune.recipe.build_model import choose_quantization
 from streamtune.recipe.build_plan import plan_model
 from streamtune.recipe.build_settings import StepPlan, train_settings
-from streamtune.recipe.build_world import accumulation, device_of_rank, make_backend, make_world, shares_weights
+from streamtune.recipe.build_world import (
+    accumulation,
+    device_of_rank,
+    make_backend,
+    make_world,
+    sequence_ranks,
+    shares_weights,
+)
 from streamtune.recipe.dump import dump_recipe
 from streamtune.recipe.loader import LoadedRecipe
 from streamtune.recipe.schema import Recipe
@@ -52,7 +59,7 @@ FREE_KEYS = frozenset(
         "output_dir", "save_steps", "save_total_limit", "eval_steps", "logging_steps", "report_to", "sample",
         "num_completions_to_print",
         # how the same gradient is computed,
-        "engine", "device", "per_device_eval_batch_size", "trust_remote_code", "share_prefix",
+        "engine", "device", "per_device_eval_batch_size", "trust_remote_code", "allow_pickle", "share_prefix",
         "deepspeed", "fsdp", "sequence_parallel", "sequence_parallel_size",
         # what `rows_per_step` says,
         "gradient_accumulation_steps", "train_batch_size",
@@ -287,7 +294,8 @@ def plan_and_stream(
                 keep=keep,
                 notify=notify,
             )
-    handle = stream_model(recipe, model, memory.schedule if memory is not None else None)
+    ranks = sequence_ranks(recipe, start.world)
+    handle = stream_model(recipe, model, memory.schedule if memory is not None else None, ranks)
     with doing("checking that this model streams exactly"):
         handle.check()
         check(handle)
