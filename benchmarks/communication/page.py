@@ -158,17 +158,17 @@ def _exchanged(row: Row) -> int:
 
 
 def draw(counted: list[Row], wired: list[Row], path: Path) -> None:
-    """Bytes by engine and mode: counted, and on the wire."""
+    """Bytes by engine and mode: counted, and on the wire where that was measured."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
-    figure = Figure(figsize=(12, 4.8), dpi=150, layout="constrained")
-    left, right = figure.subplots(1, 2, width_ratios=[6, 4])
+    figure = Figure(figsize=(12 if wired else 8, 4.8), dpi=150, layout="constrained")
+    left, *right = figure.subplots(1, 2, width_ratios=[6, 4]) if wired else [figure.subplots()]
     bars = [("plain", 1), ("ordinary", 1), *(("streaming", chunks) for chunks in CHUNKS), ("naive", 8)]
     _bars(left, counted, bars, "bytes", "Bytes of a step's collectives (MiB)")
-    _bars(
-        right, wired, [bar for bar in bars if bar[1] in (1, 8) and bar != ("streaming", 1)], "sent", "On the wire (MiB)"
-    )
+    for axes in right:
+        few = [(mode, chunks) for mode, chunks in bars if mode != "streaming" or chunks == 8]
+        _bars(axes, wired, few, "sent", "Sent over the cable between two nodes in a step (MiB)")
     left.legend(frameon=False, labelcolor=INK, loc="upper left")
     figure.suptitle("What ranks send in a step", x=0.01, ha="left", color=INK, fontsize=12, fontweight="bold")
     FigureCanvasAgg(figure).print_png(str(path))
