@@ -30,15 +30,14 @@ from streamtune.recipe.build_world import deepspeed_values, make_backend, sequen
 
 Rows = list[tuple[Tensor, Tensor]]
 
-TOKENS, CLIP = 128, 1.0
+TOKENS, VOCABULARY, CLIP = 128, 512, 1.0
 WARM_UP = 2
 """Steps before the one that counts: DDP lays out its buckets in the first, ZeRO-3 learns the order of modules."""
 WIRE_STEPS = 5
-SIZES = {
-    "table": {"hidden_size": 256, "intermediate_size": 512, "num_attention_heads": 8, "num_key_value_heads": 4},
-    "test": {"hidden_size": 64, "intermediate_size": 96, "num_attention_heads": 4, "num_key_value_heads": 2},
+SIZES: dict[str, dict[str, int]] = {
+    "table": {"num_hidden_layers": 4, "hidden_size": 256, "intermediate_size": 512, "num_attention_heads": 8},
+    "test": {"num_hidden_layers": 2, "hidden_size": 64, "intermediate_size": 96, "num_attention_heads": 4},
 }
-VOCABULARY, LAYERS = 512, 4
 UNHIDDEN = {"stage3_max_live_parameters": 0, "stage3_max_reuse_distance": 0}
 """ZeRO-3 keeps up to 1e9 numbers whole from the forward to the backward: all of a small model's, which is then gathered
 once instead of twice. Nothing is kept here, as in a model of many billions."""
@@ -98,12 +97,13 @@ def _recipe(case: dict[str, Any]) -> Recipe:
 
 def _model(case: dict[str, Any]) -> Any:
     torch.manual_seed(0)
+    size = SIZES[case.get("size", "table")]
     model: Any = LlamaForCausalLM(
         LlamaConfig(
             vocab_size=VOCABULARY,
-            num_hidden_layers=LAYERS,
+            num_key_value_heads=size["num_attention_heads"] // 2,
             tie_word_embeddings=case.get("tied", False),
-            **SIZES[case.get("size", "table")],
+            **size,
         )
     )
     if case.get("finetuning") == "lora":
@@ -124,7 +124,7 @@ def _backend(case: dict[str, Any], recipe: Recipe, model: Any, layers: list[nn.M
     config = resolve_config(case["engine"], deepspeed_values(recipe, model, world))
     zero = config["zero_optimization"]
     if not case.get("preset"):
-        zero["reduce_bucket_size"] //= LAYERS
+        zero["reduce_bucket_size"] //= len(layers)
         if zero["stage"] == 3:
             zero |= UNHIDDEN
     kind = DeepSpeedBackend if streams else _OrdinaryDeepSpeed

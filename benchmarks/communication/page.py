@@ -21,8 +21,8 @@ MEANING = """
   **streaming**: `streamtune.stream` with D chunks a sequence. **naive**: D times forward and backward of the whole
   model, each with the loss of a D-th of the tokens, with gradient checkpointing: chunks without a node of their own.
 - All modes of an engine compute the same gradient of the same rows; its norm was compared (1e-5).
-- A cell is *collective calls, MiB*, of one optimizer step after two others, on one rank. Bytes are those of the whole
-  tensor the call is about: all that is gathered, all that is reduced. Calls are counted at the operators of
+- A cell is *collective calls, MiB* (or B), of one optimizer step after two others, on one rank. Bytes are those of the
+  whole tensor a call is about: all that is gathered, all that is reduced. Calls are counted at the operators of
   `torch.distributed`, where those of DeepSpeed, DDP, FSDP2 and DTensor all end up. That DDP reduces exactly the bytes
   of its gradients, and ZeRO-3 gathers exactly those of its weights, is checked each time.
 - **to plain**, **to ordinary**: bytes of the step to those of that row. Streaming must not be above 1.01 of either
@@ -144,7 +144,7 @@ def _phase(kinds: dict[str, list[int]]) -> str:
 
 
 def _mib(size: float) -> str:
-    return f"{size / 2**20:.2f}"
+    return f"{size / 2**20:.2f}" if size >= 0.005 * 2**20 else f"{size:.0f} B"
 
 
 def _ratio(rows: list[Row], row: Row, mode: str, what: str) -> str:

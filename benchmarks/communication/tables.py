@@ -79,8 +79,8 @@ class Row:
 
     @property
     def bytes(self) -> int:
-        """Bytes of them."""
-        return sum(size for kinds in self.traffic.values() for _, size in kinds.values())
+        """Bytes of them; what is received is what another rank sent."""
+        return sum(size for kinds in self.traffic.values() for kind, (_, size) in kinds.items() if kind != "recv")
 
     @property
     def streams(self) -> bool:
