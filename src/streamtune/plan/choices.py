@@ -99,12 +99,16 @@ class Space:
         length: Tokens of a row.
         limits: The memory; a tier without any is not used.
         fixed: Fields of the schedule that are given.
+        shared_by: Ranks that compute a chunk together: as many times the tokens make a chunk worth a device's while.
+        two_levels: Whether layer inputs may be computed again.
     """
 
     layers: int
     length: int
     limits: Limits
     fixed: Mapping[str, Any]
+    shared_by: int = 1
+    two_levels: bool = True
 
     def options(self, name: str) -> tuple[Any, ...]:
         """The values of a field that are tried, the thriftiest in device memory among them."""
@@ -114,16 +118,16 @@ class Space:
         disk = self.fixed.get("offload_dir") is not None and self.limits.disk_bytes > 0
         match name:
             case "chunk_size":
-                return _up_to(CHUNKS, self.length)
+                return _up_to(tuple(self.shared_by * size for size in CHUNKS), self.length)
             case "head_chunk_size":
-                return _up_to(HEAD_CHUNKS, self.length)
+                return _up_to(HEAD_CHUNKS, -(-self.length // self.shared_by))
             case "offload":
                 away = (*(["host"] if host else []), *(["disk"] if disk else []))
                 return away if self.fixed.get("device_layers") and away else ("device", *away)
             case "levels":
-                return (
-                    (2,) if self.fixed.get("segment_size") else (1, 2) if self.layers >= FEWEST_FOR_SEGMENTS else (1,)
-                )
+                if self.fixed.get("segment_size"):
+                    return (2,)
+                return (1, 2) if self.two_levels and self.layers >= FEWEST_FOR_SEGMENTS else (1,)
             case "keep_kv" | "keep_attention":
                 return ("no", "device", "host") if host else ("no", "device")
             case "stream_grads":

@@ -126,8 +126,9 @@ class Estimator:
         self.forwards = 0.0 if workload.scored is None else workload.scored.forwards
         embedding = _embedding(workload)
         self.vocabulary = embedding.shape[0]
-        self.input_bytes = embedding.shape[1] * embedding.element_size() * self.rows * self.length
-        """Of one layer's input."""
+        strip = -(-self.length // workload.cluster.sequence_size)
+        self.input_bytes = embedding.shape[1] * embedding.element_size() * self.rows * strip
+        """Of one layer's input, on one rank."""
 
     # --- a schedule ---------------------------------------------------------------------------------------------------
 
