@@ -53,12 +53,14 @@ class Buckets:
         reduce: Of the buffer that gradients are reduced from.
         buffers: How many such buffers.
         prefetch: Of the weights that are gathered ahead of the layer in flight.
+        sub_group: Of a rank's part that is stepped at a time at stage 3, with its gradients in fp32.
         reuse: Of the weights that are used before a layer is used again, up to which it stays gathered.
     """
 
     reduce: int = 500_000_000
     buffers: int = 1
     prefetch: int = 0
+    sub_group: int = 1_000_000_000
     reuse: int = 1_000_000_000
 
 

@@ -78,6 +78,8 @@ class Holdings:
         count = sum(p.numel() for p in model.parameters() if p.requires_grad)
         master = cluster.divided(FP32 * count, 1) if cluster.keeps_master and workload.make_optimizer else 0
         temporary += master  # the gradients of the step, in fp32
+        if cluster.keeps_master and cluster.zero_stage == 3:
+            temporary = round(temporary * min(1.0, cluster.buckets.sub_group / max(1, cluster.divided(count, 3))))
         gradients, buckets = _gradients(model, workload, trained)
         kept = {"weights": weights, "master": master, "state": state, "gradients": gradients, "touched": touched}
         host: dict[str, int] = {}

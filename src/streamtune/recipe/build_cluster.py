@@ -186,6 +186,7 @@ def _written(name: str) -> Cluster:
             reduce=number("reduce_bucket_size", ALL),
             buffers=2 if stage < 3 and zero.get("overlap_comm") else 1,
             prefetch=number("stage3_prefetch_bucket_size", 0),
+            sub_group=number("sub_group_size", Buckets.sub_group),
             reuse=number("stage3_max_reuse_distance", Buckets.reuse),
         ),
         optimizer_offload=_offloads(zero, "offload_optimizer"),
