@@ -6,16 +6,16 @@ The command line says how many; what they do with each other is the recipe's: ``
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import Any
 
 import torch
 from torch import nn
 
-from streamtune.errors import ArgumentError, did_you_mean
+from streamtune import train
+from streamtune.distributed.deepspeed_config import resolve_config, stage_of
+from streamtune.errors import ArgumentError
 from streamtune.plan.choices import Limits
 from streamtune.plan.cluster import Buckets, Cluster, Engine, Form, Links, form_of
 from streamtune.plan.cost import links_of
@@ -23,17 +23,16 @@ from streamtune.plan.devices import Device, nearest_device
 from streamtune.plan.longer import longest_of
 from streamtune.plan.simulate import Workload
 from streamtune.plan.strip import heads_of
+from streamtune.recipe.build_world import _values, accumulation
 from streamtune.recipe.schema import Recipe
 
 __all__ = ["RanksAsked", "Wider", "accumulation_of", "cluster_of", "links_for", "wider_of"]
 
-PRESETS: tuple[Engine, ...] = ("zero1", "zero2", "zero3", "zero3_offload")
-
 NODE = 8
 """Devices of a node where nothing is said."""
 
-ALL = 500_000_000
-"""Elements of DeepSpeed's bucket of gradients, or all of them where there are fewer."""
+PREFETCH = 50_000_000
+"""Elements that DeepSpeed gathers ahead where a configuration does not say."""
 
 
 @dataclass(frozen=True)
@@ -79,7 +78,9 @@ def cluster_of(recipe: Recipe, model: nn.Module, asked: RanksAsked, links: Links
         raise ArgumentError("'deepspeed' and 'fsdp' exclude each other", where="fsdp", mend="keep one of them")
     ranks = size if asked.ranks is None else asked.ranks
     nodes = asked.nodes or (ranks // NODE if ranks % NODE == 0 and ranks > NODE else 1)
-    cluster = replace(_shared(recipe), ranks=ranks, nodes=nodes, sequence_size=size, links=links)
+    Cluster(ranks, nodes, sequence_size=size)  # what cannot be divided is refused first
+    shared = _shared(recipe, model, train.World(0, ranks, size))
+    cluster = replace(shared, ranks=ranks, nodes=nodes, sequence_size=size, links=links)
     if ranks > 1 and cluster.engine == "none":
         cluster = replace(cluster, engine="ddp")
     if size > 1:
@@ -94,17 +95,7 @@ def accumulation_of(recipe: Recipe, cluster: Cluster) -> int:
     Raises:
         ArgumentError: The rows of a step are no multiple of those of all ranks' micro-batches.
     """
-    if recipe.train_batch_size is None:
-        return recipe.gradient_accumulation_steps
-    at_once = recipe.per_device_train_batch_size * cluster.data_size
-    if recipe.train_batch_size % at_once:
-        raise ArgumentError(
-            f"train_batch_size is {recipe.train_batch_size}, and {cluster.data_size} groups of ranks with "
-            f"{recipe.per_device_train_batch_size} rows each compute {at_once} at a time, which does not divide it",
-            where="train_batch_size",
-            mend=f"write a multiple of {at_once}, a smaller per_device_train_batch_size, or other --ranks",
-        )
-    return recipe.train_batch_size // at_once
+    return accumulation(recipe, train.World(0, cluster.ranks, cluster.sequence_size))
 
 
 def links_for(device: Device | None, here: torch.device) -> Links:
@@ -137,57 +128,27 @@ def wider_of(recipe: Recipe, workload: Workload, limits: Limits, notify: Callabl
             yield Wider(size, form, longest)
 
 
-def _shared(recipe: Recipe) -> Cluster:
-    """The engine of a recipe, on one rank."""
+def _shared(recipe: Recipe, model: nn.Module, world: train.World) -> Cluster:
+    """The engine of a recipe, on one rank.
+
+    Raises:
+        ArgumentError: A DeepSpeed configuration that a run would refuse.
+    """
     if recipe.fsdp:
         return Cluster(engine="fsdp")
     if recipe.deepspeed is None:
         return Cluster()
-    for engine in PRESETS:
-        if engine != recipe.deepspeed:
-            continue
-        return Cluster(engine=engine, buckets=Buckets(buffers=2 if engine in ("zero1", "zero2") else 1))
-    return _written(recipe.deepspeed)
-
-
-def _written(name: str) -> Cluster:
-    """The engine of a DeepSpeed configuration file. What it leaves ``auto`` is as in the presets.
-
-    Raises:
-        ArgumentError: It cannot be read, or has no stage.
-    """
-    try:
-        config = json.loads(Path(name).expanduser().read_text(encoding="utf-8"))
-    except FileNotFoundError:
-        raise ArgumentError(
-            f"there is no DeepSpeed configuration {name}",
-            where="deepspeed",
-            mend=did_you_mean(name, PRESETS) or f"write {', '.join(PRESETS)}, or the path of a JSON file",
-        ) from None
-    except (OSError, ValueError) as error:
-        raise ArgumentError(f"{name} cannot be read as JSON: {error}", where="deepspeed") from None
-    zero: Any = config.get("zero_optimization") if isinstance(config, dict) else None
-    stage = zero.get("stage") if isinstance(zero, dict) else None
-    if stage not in (1, 2, 3):
-        raise ArgumentError(
-            f"{name} has no ZeRO stage to plan for: zero_optimization.stage is {stage!r}",
-            where="deepspeed",
-            mend="write stage 1, 2 or 3; without the key deepspeed, several ranks train by DDP, which is stage 0",
-        )
-
-    def number(key: str, default: int) -> int:
-        value = zero.get(key, default)
-        return int(value) if isinstance(value, int | float) else default
-
-    engine: Engine = PRESETS[stage - 1]
+    config = resolve_config(recipe.deepspeed, _values(recipe, model, world))
+    zero, stage = config["zero_optimization"], stage_of(config)
+    engines: tuple[Engine, ...] = ("zero1", "zero2", "zero3")
     return Cluster(
-        engine=engine,
+        engine="zero3_offload" if recipe.deepspeed == "zero3_offload" else engines[stage - 1],
         buckets=Buckets(
-            reduce=number("reduce_bucket_size", ALL),
+            reduce=int(zero.get("reduce_bucket_size", Buckets.reduce)),
             buffers=2 if stage < 3 and zero.get("overlap_comm") else 1,
-            prefetch=number("stage3_prefetch_bucket_size", 0),
-            sub_group=number("sub_group_size", Buckets.sub_group),
-            reuse=number("stage3_max_reuse_distance", Buckets.reuse),
+            prefetch=int(zero.get("stage3_prefetch_bucket_size", PREFETCH)),
+            sub_group=int(zero.get("sub_group_size", Buckets.sub_group)),
+            reuse=int(zero.get("stage3_max_reuse_distance", Buckets.reuse)),
         ),
         optimizer_offload=_offloads(zero, "offload_optimizer"),
         weights_offload=_offloads(zero, "offload_param"),
