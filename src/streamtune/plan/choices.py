@@ -96,10 +96,9 @@ class Space:
 
     Args:
         layers: Decoder layers of the model.
-        length: Tokens of a row.
+        length: Tokens of a row, or of a rank's strip of it.
         limits: The memory; a tier without any is not used.
         fixed: Fields of the schedule that are given.
-        shared_by: Ranks that compute a chunk together: as many times the tokens make a chunk worth a device's while.
         two_levels: Whether layer inputs may be computed again.
     """
 
@@ -107,7 +106,6 @@ class Space:
     length: int
     limits: Limits
     fixed: Mapping[str, Any]
-    shared_by: int = 1
     two_levels: bool = True
 
     def options(self, name: str) -> tuple[Any, ...]:
@@ -118,9 +116,9 @@ class Space:
         disk = self.fixed.get("offload_dir") is not None and self.limits.disk_bytes > 0
         match name:
             case "chunk_size":
-                return _up_to(tuple(self.shared_by * size for size in CHUNKS), self.length)
+                return _up_to(CHUNKS, self.length)
             case "head_chunk_size":
-                return _up_to(HEAD_CHUNKS, -(-self.length // self.shared_by))
+                return _up_to(HEAD_CHUNKS, self.length)
             case "offload":
                 away = (*(["host"] if host else []), *(["disk"] if disk else []))
                 return away if self.fixed.get("device_layers") and away else ("device", *away)

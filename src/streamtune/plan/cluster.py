@@ -12,6 +12,7 @@ are one group of ZeRO, FSDP or DDP. Here that is a frozen value, and what it mea
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, field, replace
 from typing import Literal, get_args
 
@@ -200,7 +201,7 @@ class Heads:
         size = cluster.sequence_size
         if cluster.form == "ring" or size == 1:
             return 1.0
-        return -(-self.keys // size) * size / self.keys
+        return math.lcm(self.keys, size) / self.keys
 
 
 def form_of(asked: str, size: int, heads: Heads) -> Form:
@@ -214,17 +215,14 @@ def form_of(asked: str, size: int, heads: Heads) -> Form:
     Raises:
         ArgumentError: The ranks do not divide the heads that they are to exchange.
     """
-    divides = heads.queries % size == 0 and (heads.keys % size == 0 or size % heads.keys == 0)
+    divides = heads.queries % size == 0
     if asked == "ring" or (asked == "auto" and not divides):
         return "ring"
     if not divides:
-        sizes = [n for n in range(1, heads.queries + 1) if heads.queries % n == 0]
-        sizes = [n for n in sizes if heads.keys % n == 0 or n % heads.keys == 0]
+        sizes = [str(n) for n in range(2, heads.queries + 1) if heads.queries % n == 0]
         raise ArgumentError(
-            f"{size} ranks cannot exchange {heads.queries} query heads over {heads.keys} key/value heads",
+            f"{heads.queries} attention heads cannot be shared out to {size} ranks",
             where="sequence_parallel_size",
-            mend="write sequence_parallel: ring, which needs no heads, or one of "
-            + ", ".join(map(str, sizes))
-            + " ranks to a sequence",
+            mend=f"write sequence_parallel: ring, which needs no heads, or sequence_parallel_size: {', '.join(sizes)}",
         )
     return "ulysses"

@@ -32,14 +32,14 @@ def thriftiest(limits: Limits, written: Mapping[str, Any], cluster: Cluster) -> 
     Args:
         limits: The memory.
         written: Fields of the schedule that are given.
-        cluster: Whose ranks compute a chunk together.
+        cluster: Whose ranks run it.
     """
     tiers = ["device"]
     if limits.host_bytes and not limits.shared:
         tiers.insert(0, "host")
     if limits.disk_bytes and "offload_dir" in written:
         tiers.insert(0, "disk")
-    sizes = {"chunk_size": cluster.sequence_size * CHUNKS[0], "head_chunk_size": HEAD_CHUNKS[0], "stream_grads": True}
+    sizes = {"chunk_size": CHUNKS[0], "head_chunk_size": HEAD_CHUNKS[0], "stream_grads": True}
     for offload, levels in product(tiers, (2, 1) if cluster.runs_layers_again else (1,)):
         chosen: dict[str, Any] = {**sizes, "offload": offload, "levels": levels, **written}
         if chosen["offload"] != "disk":

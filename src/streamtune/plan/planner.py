@@ -131,9 +131,7 @@ def choose(
     model: Any = workload.make_model()
     layers = decoder_layers(model)
     cluster = workload.cluster
-    space = Space(
-        len(layers), workload.tokens, limits, fixed or {}, cluster.sequence_size, two_levels=cluster.runs_layers_again
-    )
+    space = Space(len(layers), workload.strip_tokens, limits, fixed or {}, two_levels=cluster.runs_layers_again)
     if _may_hold_all(space, workload, model.get_input_embeddings().weight) and (
         easy := _nothing_recomputed(space, workload, simulate)
     ):
@@ -220,7 +218,7 @@ def _may_hold_all(space: Space, workload: Workload, embedding: Tensor) -> bool:
     if not set(space.fixed) <= SIZES:
         return False
     token_bytes = embedding.shape[-1] * (2 if workload.autocast else embedding.element_size())
-    tokens = workload.tokens * workload.rows / workload.cluster.sequence_size
+    tokens = workload.strip_tokens * workload.rows
     return LEAST_OF_A_LAYER * token_bytes * tokens * space.layers <= space.limits.device
 
 

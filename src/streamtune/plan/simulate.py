@@ -125,6 +125,11 @@ class Workload:
         """Tokens of a sequence."""
         return self.length if self.scored is None else self.scored.length
 
+    @property
+    def strip_tokens(self) -> int:
+        """Of those, a rank's own."""
+        return Strip(self.cluster.sequence_size).tokens(self.tokens)
+
 
 @dataclass(frozen=True)
 class Work:
@@ -191,12 +196,13 @@ def simulate(workload: Workload, schedule: Schedule, *, full: bool = False) -> S
     for layers, chunks in attempts:
         try:
             with narrower(model, strip.size):
-                step = _walked(model, workload, strip, strip.schedule(schedule), layers=layers, chunks=chunks)
+                step = _walked(model, workload, strip, schedule, layers=layers, chunks=chunks)
             break
         except UnlikeError:  # steps of other lengths or depths run other operators
             continue
-    more = strip.keys_on_host(model, schedule, workload.tokens, workload.rows)
-    return _told(step, fixed, strip, workload, more)
+    size = (workload.tokens, workload.rows)
+    passing = {phase: strip.passing_bytes(model, *size, backward=phase == "backward") for phase in fixed.gathered}
+    return _told(step, fixed, strip, workload, passing, strip.keys_on_host(model, schedule, *size))
 
 
 def _walked(
@@ -247,8 +253,11 @@ def _work_of(scored: Scored, step: Combined, alike: bool) -> dict[tuple[str, boo
     return found
 
 
-def _told(step: Combined, fixed: Holdings, strip: Strip, workload: Workload, host: int) -> Simulation:
-    """The peaks of all phases, and the terms at the largest; ``host`` bytes are there beside those that were walked."""
+def _told(
+    step: Combined, fixed: Holdings, strip: Strip, workload: Workload, passing: dict[str, int], host: int
+) -> Simulation:
+    """The peaks of all phases, and the terms at the largest; bytes that pass by and on the ``host`` are beside those
+    that were walked."""
     peaks: dict[str, tuple[int, dict[str, int]]] = {}
     disk, walked = 0, 0
     beside = {"weights": fixed.weights, MASTER: fixed.master, OPTIMIZER: fixed.state}
@@ -264,6 +273,7 @@ def _told(step: Combined, fixed: Holdings, strip: Strip, workload: Workload, hos
         totals = held.sum(1)
         at = int(totals.argmax())
         constant = {**beside, "gathered": fixed.gathered[place.phase], ACTIVATION: rows}
+        constant[KEYS] = 0 if place.phase == "head" else passing[place.phase]
         total = int(totals[at]) + sum(constant.values())
         if total > peaks.get(place.phase, (-1, {}))[0]:
             peaks[place.phase] = (total, _terms(held[at], constant))

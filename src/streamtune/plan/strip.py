@@ -1,23 +1,24 @@
 """A rank's strip of a step whose sequences several ranks share, as a step the engine can walk on one.
 
-The SP ranks of a group take a strip of every chunk, C / SP tokens of C. A token then has its own rank for everything
-that looks at one token at a time; for attention the rank has all tokens on heads / SP (ulysses), or meets the keys of
-all of them as they come by (ring). In bytes and operations that is the step of a sequence SP times shorter, by chunks
-SP times shorter and windows SP times narrower, but for this:
+The schedule cuts a rank's own T / SP tokens into chunks; those of all ranks together are a chunk of the sequence, of
+which each rank has a strip. A token then has its own rank for everything that looks at one token at a time; for
+attention a rank has all tokens on heads / SP (ulysses), or meets the keys of all of them as they come by (ring). In
+bytes and operations that is the step of a sequence SP times shorter, by windows SP times narrower, but for this:
 
 - Attention does SP times the work: a strip's H heads of T / SP queries over T / SP keys stand for H / SP heads of T
   queries over T keys (ulysses), or for H heads of T / SP queries over T keys (ring). What a kernel is given has the
   same bytes, element by element.
-- Where there are more ranks than key/value heads, each still needs one: keys and values are held SP / G times.
-- What is exchanged has to be laid out to be sent, and received: a chunk's queries, keys, values or outputs, twice.
-- Token ids and labels are whole on every rank.
+- Where ranks do not divide the key/value heads, several hold the same: keys and values are held lcm(G, SP) / G times.
+- What is exchanged has to be laid out to be sent, and received: a chunk's queries, keys, values or outputs, twice; in
+  a ring all keys and values of a rank, and their gradients in fp32, twice.
+- Token ids, labels, positions and the starts of packed rows are whole on every rank.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 from torch import Tensor, nn
@@ -31,7 +32,7 @@ WINDOWS = ("sliding_window", "local_attention", "attention_window", "window_size
 SPANS = ("attention_chunk_size",)
 """Spans of chunked attention begin anew every so many tokens: what a chunk sees is then no straight line."""
 
-ID_BYTES = 8
+ID_BYTES, FP32 = 8, 4
 
 
 @dataclass(frozen=True)
@@ -52,18 +53,21 @@ class Strip:
         """Of a row of ``length``, those of the rank that has most."""
         return max(2, -(-length // self.size)) if self.size > 1 else length
 
-    def schedule(self, whole: Schedule) -> Schedule:
-        """The same in tokens of a strip."""
-        return replace(whole, chunk_size=max(1, -(-whole.chunk_size // self.size)))
-
     def exchange_bytes(self, q: Tensor, k: Tensor) -> int:
         """What is laid out and received beside the inputs of an attention of ``q`` [B, H, T, D] with keys ``k``."""
-        if self.size == 1:
+        if self.size == 1 or self.form == "ring":
             return 0
         own = q.nbytes * k.shape[1] // q.shape[1]  # the chunk's keys, or its values
-        if self.form == "ulysses":
-            return int(2 * q.nbytes + 2 * 2 * own * self.copies)
-        return 2 * 2 * own + 2 * 2 * own * 4 // q.element_size()  # a block that comes and one that goes, sums in fp32
+        return int(2 * q.nbytes + 2 * 2 * own * self.copies)
+
+    def passing_bytes(self, model: Any, length: int, rows: int, *, backward: bool) -> int:
+        """In a ring, the keys and values of all of a rank's tokens that come and go with the last chunk; on the way
+        back their gradients too."""
+        if self.size == 1 or self.form == "ulysses":
+            return 0
+        heads, element = heads_of(model), model.get_input_embeddings().weight.element_size()
+        each = rows * self.tokens(length) * heads.keys * (heads.key_dim + heads.value_dim)
+        return int(2 * each * (element + (FP32 if backward else 0)))
 
     def keys_on_host(self, model: Any, schedule: Schedule, length: int, rows: int) -> int:
         """Bytes of the copies of keys and values that wait on the host beside those of the strip."""
@@ -75,8 +79,8 @@ class Strip:
         return int((self.copies - 1) * each * max(0, layers))
 
     def row_bytes(self, length: int, rows: int) -> int:
-        """Token ids and labels of the other ranks' strips."""
-        return 2 * ID_BYTES * rows * (length - self.tokens(length)) if self.size > 1 else 0
+        """What is whole on every rank, of the other ranks' strips."""
+        return 4 * ID_BYTES * rows * (length - self.tokens(length)) if self.size > 1 else 0
 
 
 WHOLE = Strip()

@@ -190,8 +190,8 @@ class _Exchange:
         if cluster.sequence_size == 1:
             return
         workload, heads = self.workload, self.heads
-        tokens = workload.rows * -(-workload.tokens // cluster.sequence_size) * workload.micro_batches
-        chunks = len(schedule.chunks(workload.tokens)) * workload.micro_batches
+        tokens = workload.rows * workload.strip_tokens * workload.micro_batches
+        chunks = len(schedule.chunks(workload.strip_tokens)) * workload.micro_batches
         width = heads.keys * (heads.key_dim + heads.value_dim)
         keys = tokens * width * self.element
         queries = tokens * heads.queries * (heads.key_dim + heads.value_dim) * self.element  # and outputs
@@ -199,10 +199,11 @@ class _Exchange:
         streamed = self.layers - whole
         forwards = (1 + self.forwards) * self.layers + self._again(schedule)
         if cluster.form == "ring":
-            yield from self._ring(keys, tokens * width * FP32, forwards, streamed, chunks)
+            again = streamed if schedule.keep_attention == "no" else 0
+            yield from self._ring(keys, tokens * width * FP32, forwards + again, chunks)
             return
         keys = round(keys * self.copies)
-        projected = streamed if schedule.keep_kv == "no" else 0
+        projected = streamed * (1 - 1 / chunks) if schedule.keep_kv == "no" else 0  # the last chunk's are made anyway
         size = forwards * (queries + keys) + projected * keys + streamed * (queries + keys)
         count = 4 * forwards + 2 * projected + 4 * streamed
         yield self._all_to_all("all-to-all, forward and recomputed", round(count * chunks), round(size))
@@ -217,17 +218,18 @@ class _Exchange:
         seconds = max(inside / links.node, crossing / links.network) + count * links.launch_seconds
         return Flow(what, count, round(inside), round(crossing), seconds)
 
-    def _ring(self, keys: int, sums: int, forwards: float, streamed: int, chunks: int) -> Iterator[Flow]:
-        """Keys and values of a strip go to all others for every chunk that follows; backward, their gradients too."""
-        visits = (chunks + 1) / 2
-        yield self._passed("keys and values passed on", forwards + streamed, keys * visits, chunks)
-        yield self._passed("keys, values and gradients passed on", self.layers, (keys + sums) * visits, chunks)
+    def _ring(self, keys: int, sums: int, forwards: float, chunks: int) -> Iterator[Flow]:
+        """A rank's keys and values go to all others with every chunk that follows; their gradients go round with them,
+        and home."""
+        hops, visits = self.cluster.sequence_size - 1, (chunks // self.workload.micro_batches + 1) / 2
+        yield self._passed("keys and values passed on", (forwards + self.layers) * hops, keys * visits, chunks)
+        yield self._passed("their gradients passed on", self.layers * (hops + 1), sums * visits, chunks)
 
-    def _passed(self, what: str, times: float, size: float, chunks: int) -> Flow:
+    def _passed(self, what: str, hops: float, size: float, chunks: int) -> Flow:
+        """``size`` bytes that all chunks together pass on, so often."""
         cluster, links = self.cluster, self.cluster.links
-        hops = cluster.sequence_size - 1
-        sent, far = times * size * hops, 1 / cluster.ranks_per_node if cluster.spans_nodes else 0.0
-        count = round(times * chunks * hops)
+        sent, far = size * hops, 1 / cluster.ranks_per_node if cluster.spans_nodes else 0.0
+        count = round(chunks * hops)
         # All wait for the slowest hop, the one between two nodes.
         seconds = sent / (links.network if cluster.spans_nodes else links.node) + count * links.launch_seconds
         return Flow(what, count, round(sent * (1 - far)), round(sent * far), seconds)
