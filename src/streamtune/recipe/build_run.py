@@ -28,7 +28,7 @@ from streamtune.recipe.build_batches import share_out
 from streamtune.recipe.build_model import choose_quantization
 from streamtune.recipe.build_plan import plan_model
 from streamtune.recipe.build_settings import StepPlan, train_settings
-from streamtune.recipe.build_world import accumulation, make_backend, make_world
+from streamtune.recipe.build_world import accumulation, device_of_rank, make_backend, make_world, shares_weights
 from streamtune.recipe.dump import dump_recipe
 from streamtune.recipe.loader import LoadedRecipe
 from streamtune.recipe.schema import Recipe
@@ -52,7 +52,7 @@ FREE_KEYS = frozenset(
         "output_dir", "save_steps", "save_total_limit", "eval_steps", "logging_steps", "report_to", "sample",
         "num_completions_to_print",
         # how the same gradient is computed,
-        "engine", "device", "per_device_eval_batch_size", "trust_remote_code", "share_prefix",
+        "engine", "device", "per_device_eval_batch_size", "trust_remote_code", "allow_pickle", "share_prefix",
         "deepspeed", "fsdp", "sequence_parallel", "sequence_parallel_size",
         # what `rows_per_step` says,
         "gradient_accumulation_steps", "train_batch_size",
@@ -129,6 +129,12 @@ class Run:
         return self.start.directory
 
     @property
+    def rows_per_step(self) -> int:
+        """Rows, or what ``unit`` says, of an optimizer step on all ranks together."""
+        world = self.start.world
+        return self.recipe.per_device_train_batch_size * accumulation(self.recipe, world) * world.data_size
+
+    @property
     def checkpoint(self) -> train.Checkpoint | None:
         """Where it goes on from."""
         return self.start.checkpoint
@@ -179,7 +185,7 @@ def start_run(recipe: Recipe, resume: str, notify: Notify) -> Start:
         CheckpointError: The checkpoint named by ``resume`` cannot be used.
         RecipeError: What would be gone on with was started under other settings.
     """
-    device = choose_device(recipe.device)
+    device = device_of_rank(choose_device(recipe.device))
     quantization = choose_quantization(recipe, device)
     quiet_libraries(device)
     world = make_world(recipe, device)
@@ -265,6 +271,7 @@ def plan_and_stream(
         ArgumentError: Nothing fits.
         UnsupportedModelError: The model does not stream exactly.
     """
+    recipe = _one_level(recipe)
     memory = None
     if recipe.engine.schedule == "auto" or dry_run:
         like = recipe.model_copy(update={"per_device_train_batch_size": rows})
@@ -290,6 +297,23 @@ def plan_and_stream(
         handle.tiers.reserve(memory.simulation.host_bytes, start.device)
     start.identity["schedule"] = asdict(handle.schedule)  # not compared: another gives the same gradient, to rounding
     return handle, backend, memory
+
+
+def _one_level(recipe: Recipe) -> Recipe:
+    """Where ranks share the weights a layer's are whole while it computes, and no other's: none is made again there.
+
+    Raises:
+        ArgumentError: The recipe asks for two levels.
+    """
+    if not shares_weights(recipe):
+        return recipe
+    if recipe.engine.levels == 2:
+        raise ArgumentError(
+            "with two levels a layer's backward computes those before it again, whose weights are on other ranks then",
+            where="engine.levels",
+            mend="delete the line, or write deepspeed: zero2; offload: host holds layer inputs as well",
+        )
+    return recipe.model_copy(update={"engine": recipe.engine.model_copy(update={"levels": 1})})
 
 
 def _schedule_of(checkpoint: train.Checkpoint | None) -> Schedule | None:
@@ -342,6 +366,7 @@ def train_run(
         sample = _finish(run, writer) if finished else None
         if world.is_main:
             train.append_event(directory.events, "finish" if finished else "stop", step=progressed.step)
+        run.backend.close()
     newest = train.checkpoint_path(directory.checkpoints, progressed.step)
     return Outcome(
         progressed=progressed,
