@@ -17,6 +17,7 @@ from streamtune.recipe import load_recipe
 
 from .console import err, out, print_rows
 from .plan import describe_plan
+from .ranks import enter_rank, launch_ranks
 
 if TYPE_CHECKING:
     from streamtune.recipe.build_run import Outcome, Run
@@ -52,6 +53,8 @@ def train_recipe(
     dry_run: bool,
     resume: str,
     output_dir: Path | None,
+    nproc: int | None = None,
+    hostfile: Path | None = None,
 ) -> None:
     """Train, and leave with the exit code.
 
@@ -64,9 +67,14 @@ def train_recipe(
         dry_run: Build, say what would run, and stop.
         resume: ``auto``, ``never`` or a checkpoint.
         output_dir: Overrides the recipe's.
+        nproc: Start so many ranks of this command, and wait for them.
+        hostfile: On these machines.
     """
     overrides = [*settings, *([f"output_dir={json.dumps(str(output_dir))}"] if output_dir else [])]
     loaded = load_recipe(recipe, overrides, objective)
+    if nproc is not None or hostfile is not None:
+        raise typer.Exit(launch_ranks(nproc, hostfile, loaded.recipe.device))
+    enter_rank()
     # Threads that spin while they wait starve each other where the cores are shared; read when torch is imported.
     os.environ.setdefault("OMP_WAIT_POLICY", "passive")
     try:
