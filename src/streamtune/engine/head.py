@@ -18,6 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from streamtune.engine.schedule import Schedule
+from streamtune.engine.sharded import is_sharded
 from streamtune.errors import UnsupportedModelError
 from streamtune.ops import linear_cross_entropy, project_cross_entropy, project_scores, token_scores
 
@@ -223,7 +224,7 @@ class StreamedHead:
 
     def __init__(self, model: Any, schedule: Schedule) -> None:
         self.model, self.schedule = model, schedule
-        self.active = False
+        self.active = self.sharded = False
         if isinstance(heads := model.get_output_embeddings(), nn.ModuleList):
             raise UnsupportedModelError(
                 f"{type(model).__name__} keeps a list of heads ({len(heads)}), one for each stream of tokens, and a "
@@ -243,6 +244,9 @@ class StreamedHead:
         self.had_loss = "_loss_function" in self.model.__dict__
         self.loss_before = self.model.__dict__.get("_loss_function")
         head.forward = lambda hidden: LazyLogits(self, hidden)
+        self.sharded = is_sharded(head)
+        if self.sharded:  # a promise needs no weight: it is gathered when the promise is redeemed, and not before
+            head._call_impl = head.forward  # type: ignore[method-assign]
         self.model._loss_function = self.loss
         self.active = True
 
@@ -251,14 +255,38 @@ class StreamedHead:
         if not self.active:
             return
         self.active = False
-        if self.shadowed is None:
-            del self.module.forward
-        else:
-            self.module.forward = self.shadowed
+        self._restore_forward()
+        self.module.__dict__.pop("_call_impl", None)
         if self.had_loss:
             self.model._loss_function = self.loss_before
         else:
             del self.model._loss_function
+
+    def _restore_forward(self) -> None:
+        if self.shadowed is None:
+            del self.module.forward
+        else:
+            self.module.forward = self.shadowed
+
+    def _redeem(self, logits: LazyLogits, compute: Callable[[LazyLogits], Any]) -> Any:
+        """``compute(logits)``; inside a call of the head where its weight is whole only there.
+
+        Hooks around that call gather it, once for the forward and once for the backward, and reduce its gradient.
+        """
+        if not self.sharded:
+            return compute(logits)
+        promising, head = self.module.__dict__.pop("_call_impl", None), self.module
+        before = head.__dict__.get("forward")
+        head.forward = lambda hidden: compute(logits.of(hidden))
+        try:
+            return head(logits.hidden)
+        finally:
+            if before is None:
+                del head.forward
+            else:
+                head.forward = before
+            if promising is not None:
+                head._call_impl = promising  # type: ignore[method-assign]
 
     def loss(
         self,
@@ -302,6 +330,9 @@ class StreamedHead:
             "num_items": num_items,
             "ignore_index": ignore_index,
         }
+        return self._redeem(logits, lambda logits: self._cross_entropy(logits, targets, sizes))
+
+    def _cross_entropy(self, logits: LazyLogits, targets: Tensor, sizes: dict[str, Any]) -> Tensor:
         head: Any = self.module
         if self._is_plain:
             return linear_cross_entropy(
@@ -319,6 +350,9 @@ class StreamedHead:
 
     def scores(self, logits: LazyLogits, targets: Tensor, *, entropy: bool) -> tuple[Tensor, Tensor | None]:
         """Log-probabilities ``[...]`` of targets ``[...]``, -100 for none, and their entropies where asked for."""
+        return self._redeem(logits, lambda logits: self._scores(logits, targets, entropy))
+
+    def _scores(self, logits: LazyLogits, targets: Tensor, entropy: bool) -> tuple[Tensor, Tensor | None]:
         size = self.schedule.head_chunk_size
         head: Any = self.module
         if self._is_plain:
@@ -339,8 +373,12 @@ class StreamedHead:
     def _is_plain(self) -> bool:
         """Whether the head is a matrix and nothing else."""
         head: Any = self.module
-        hooked = bool(head._forward_hooks or head._forward_pre_hooks)
-        return type(head) is nn.Linear and self.shadowed is None and not hooked
+        hooked = bool(head._forward_hooks or head._forward_pre_hooks) and not self.sharded
+        return (
+            (type(head) is nn.Linear or (self.sharded and isinstance(head, nn.Linear)))
+            and self.shadowed is None
+            and not hooked
+        )
 
     def _project(self, logits: LazyLogits) -> Step:
         forward = self.shadowed or type(self.module).forward.__get__(self.module)

@@ -2,7 +2,9 @@
 
 The model runs as it does with labels, but nobody computes a loss: the promise its head made (``head``) is taken from
 its output and redeemed for the targets of the caller. So the tokens that are predicted need not be the next ones of
-the same sequence, and a preference or a policy objective is ordinary PyTorch on what comes back.
+the same sequence, and a preference or a policy objective is ordinary PyTorch on what comes back. It is redeemed before
+the model's call returns: where weights are shared between ranks they are whole only within, and what wraps the model
+looks for tensors in what it returns.
 
 Shape suffixes: B batch, T tokens.
 """
@@ -28,8 +30,30 @@ __all__ = ["Scored", "TokenScores", "token_scores_of"]
 class Scored:
     """What a call that is scored is told, and what it tells."""
 
+    targets: Tensor
+    """``[B, T]``"""
     branches: Branches | None = None
+    temperature: float = 1.0
+    entropy: bool = False
     router_loss: Tensor | None = None
+
+    def redeem(self, model: nn.Module, output: Any) -> dict[str, Tensor]:
+        """The scores of a call that returned ``output``: ``logprobs``, and ``entropy`` and ``router_loss`` if any.
+
+        Raises:
+            UnsupportedModelError: It holds no promise of the logits of all tokens.
+        """
+        logits = output[0] if isinstance(output, tuple) else getattr(output, "logits", None)
+        if not isinstance(logits, LazyLogits) or logits.hidden.shape[:-1] != self.targets.shape:
+            raise UnsupportedModelError(
+                f"{type(model).__name__} does not return the logits of all its tokens, so they cannot be scored"
+            )
+        if self.temperature != 1.0:
+            logits = logits / self.temperature
+        targets = self.targets.to(logits.hidden.device)
+        logprobs, entropy = logits.owner.scores(logits, targets, entropy=self.entropy)
+        found = {"logprobs": logprobs, "entropy": entropy, "router_loss": self.router_loss}
+        return {name: value for name, value in found.items() if value is not None}
 
 
 @dataclass(frozen=True)
@@ -60,17 +84,9 @@ def token_scores_of(
     if branches is not None:
         arguments = {**arguments, **branches.arguments(input_ids)}
     called: Any = handle.model if model is None else model
-    with handle.scoring(branches) as scored:
-        output = called(input_ids=input_ids, **arguments)
-    logits = output[0] if isinstance(output, tuple) else output.logits
-    if not isinstance(logits, LazyLogits) or logits.hidden.shape[:-1] != targets.shape:
-        raise UnsupportedModelError(
-            f"{type(handle.model).__name__} does not return the logits of all its tokens, so they cannot be scored"
-        )
-    if temperature != 1.0:
-        logits = logits / temperature
-    logprobs, entropies = logits.owner.scores(logits, targets.to(logits.hidden.device), entropy=entropy)
-    return TokenScores(logprobs, entropies, scored.router_loss)
+    with handle.scoring(Scored(targets, branches, temperature, entropy)):
+        found = called(input_ids=input_ids, **arguments)
+    return TokenScores(found["logprobs"], found.get("entropy"), found.get("router_loss"))
 
 
 def _check(

@@ -173,11 +173,11 @@ class StreamHandle:
         return self._head is not None
 
     @contextmanager
-    def scoring(self, branches: Branches | None) -> Iterator[Scored]:
-        """A call within returns its promised logits, and tells what it has to say of its routers."""
-        self._scored = Scored(branches)
+    def scoring(self, scored: Scored) -> Iterator[None]:
+        """A call within returns the scores it is asked for, in place of its output."""
+        self._scored = scored
         try:
-            yield self._scored
+            yield
         finally:
             self._scored = None
 
@@ -306,7 +306,7 @@ class StreamHandle:
         return self._with_router_loss(self._without_promise(output))
 
     def _promised(self, scored: Scored, output: Any) -> Any:
-        """The output with its promise of logits; what the routers add is told beside it."""
+        """The scores, made of the promise of logits, and what the routers add."""
         if self._head is not None:
             self._head.close()
         sums = self.routers.close() if self.routers.active else None
@@ -314,7 +314,7 @@ class StreamHandle:
             balance, scored.router_loss = self.routers.losses(sums)
             share = self.routers.share * balance.detach()
             self.routers.terms = RouterTerms(torch.zeros_like(share), share)
-        return output
+        return None if output is None else scored.redeem(self.model, output)
 
     def _with_router_loss(self, output: Any) -> Any:
         sums = self.routers.close() if self.routers.active else None

@@ -120,7 +120,7 @@ def build_dpo(
         with doing("checking that prompts can be shared"):
             share = can_share(recipe, model, notify)
         largest = _largest(prepared, recipe, longest, share)
-        handle, memory = plan_and_stream(
+        handle, backend, memory = plan_and_stream(
             recipe,
             model,
             start,
@@ -152,7 +152,8 @@ def build_dpo(
         model=model,
         parameters=models.count_parameters(model),
         handle=handle,
-        plan=plan_steps(recipe, batches.num_train),
+        backend=backend,
+        plan=plan_steps(recipe, batches.num_train, start.world),
         unit="row" if recipe.unpaired else "pair",
         memory=memory,
         batches=batches,
@@ -172,7 +173,9 @@ def run_dpo(run: DpoRun, console: Console) -> Outcome:
     """
     recipe, batches = run.recipe, run.batches
     held_out = (lambda: batches.held_out(recipe.per_device_eval_batch_size)) if batches.prepared.validation else None
-    return train_run(run, console, objective=run.objective, steps=Steps(batches, recipe), validation=held_out)
+    return train_run(
+        run, console, objective=run.objective, steps=Steps(batches, recipe, run.start.world), validation=held_out
+    )
 
 
 def prepare_trees(

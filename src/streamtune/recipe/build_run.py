@@ -10,8 +10,8 @@ An objective adds its data, its loss and its batches (``build_sft``, ``build_dpo
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -24,9 +24,11 @@ from streamtune.errors import ArgumentError
 from streamtune.plan import Plan
 from streamtune.plan.scored import Completions
 from streamtune.recipe.build import choose_device, quiet_libraries, stream_model
-from streamtune.recipe.build_model import choose_quantization, make_optimizer
+from streamtune.recipe.build_batches import share_out
+from streamtune.recipe.build_model import choose_quantization
 from streamtune.recipe.build_plan import plan_model
 from streamtune.recipe.build_settings import StepPlan, train_settings
+from streamtune.recipe.build_world import accumulation, make_backend, make_world
 from streamtune.recipe.dump import dump_recipe
 from streamtune.recipe.loader import LoadedRecipe
 from streamtune.recipe.schema import Recipe
@@ -41,7 +43,7 @@ Notify = Callable[[str], None]
 """Told what is worth knowing on the way, a sentence at a time."""
 Doing = Callable[[str], AbstractContextManager[Any]]
 """Shows what takes a while, for as long as it does."""
-Begin = Callable[[torch.optim.Optimizer, train.Progress, train.StopRequest], None]
+Begin = Callable[[train.Backend, train.Progress, train.StopRequest], None]
 """Given, before the first step, what a loop is run with and a stream of steps may want to know."""
 
 FREE_KEYS = frozenset(
@@ -51,6 +53,9 @@ FREE_KEYS = frozenset(
         "num_completions_to_print",
         # how the same gradient is computed,
         "engine", "device", "per_device_eval_batch_size", "trust_remote_code", "share_prefix",
+        "deepspeed", "fsdp", "sequence_parallel", "sequence_parallel_size",
+        # what `rows_per_step` says,
+        "gradient_accumulation_steps", "train_batch_size",
         # and what the fingerprint of the data covers, wherever the files are now.
         "datasets",
     }
@@ -66,6 +71,8 @@ class Start:
     """Where a run starts, and what it must have in common with what it goes on with."""
 
     device: torch.device
+    world: train.World
+    """The ranks that train together."""
     quantization: str | None
     """``nf4`` or ``int8``: of the frozen linear layers."""
     directory: train.RunDirectory
@@ -103,6 +110,8 @@ class Run:
     model: Any
     parameters: models.ParameterCount
     handle: StreamHandle
+    backend: train.Backend
+    """Steps the model."""
     plan: StepPlan
     unit: str
     """What a step has so many of: ``row``, ``packed sequence``, ``pair`` ..."""
@@ -173,18 +182,21 @@ def start_run(recipe: Recipe, resume: str, notify: Notify) -> Start:
     device = choose_device(recipe.device)
     quantization = choose_quantization(recipe, device)
     quiet_libraries(device)
+    world = make_world(recipe, device)
     directory = train.RunDirectory(Path(recipe.output_dir))
-    before = directory.read_identity()
-    checkpoint = train.find_checkpoint(directory, resume, notify)
+    before, checkpoint = world.main(
+        lambda: (directory.read_identity(), train.find_checkpoint(directory, resume, notify))
+    )
     continued = {directory.path: before} if before is not None and resume != "never" else {}
     if checkpoint is not None:
         continued[checkpoint.path] = checkpoint.state["identity"]
     start = Start(
         device=device,
+        world=world,
         quantization=quantization,
         directory=directory,
         checkpoint=checkpoint,
-        identity=_identify(recipe, quantization),
+        identity=_identify(recipe, quantization, world),
         replaces=before is not None and resume == "never",
         continued=continued,
     )
@@ -192,9 +204,13 @@ def start_run(recipe: Recipe, resume: str, notify: Notify) -> Start:
     return start
 
 
-def _identify(recipe: Recipe, quantization: str | None) -> dict[str, Any]:
-    """What a run that is gone on with must have in common with the one that was started."""
+def _identify(recipe: Recipe, quantization: str | None, world: train.World) -> dict[str, Any]:
+    """What a run that is gone on with must have in common with the one that was started.
+
+    The rows of a step are those of all ranks together: on how many they are computed changes nothing.
+    """
     identity: dict[str, Any] = {"recipe": recipe.model_dump(mode="json", exclude={*FREE_KEYS, "quantization"})}
+    identity["recipe"]["gradient_accumulation_steps"] = accumulation(recipe, world) * world.data_size
     if recipe.objective == "sft":  # runs were started before there was another
         del identity["recipe"]["objective"]
     if quantization is not None:  # what `auto` became: on another device it is another model
@@ -229,7 +245,7 @@ def plan_and_stream(
     dry_run: bool,
     notify: Notify,
     doing: Doing,
-) -> tuple[StreamHandle, Plan | None]:
+) -> tuple[StreamHandle, train.Backend, Plan | None]:
     """Put the engine into the model, by the planner's schedule where the recipe asks for one.
 
     Args:
@@ -268,10 +284,12 @@ def plan_and_stream(
     with doing("checking that this model streams exactly"):
         handle.check()
         check(handle)
+    with doing("setting up the optimizer"):  # after the checks: ranks that share the weights have them no longer whole
+        backend = make_backend(recipe, model, handle.layers, start.world)
     if memory is not None and not dry_run and memory.schedule.uses_host:
         handle.tiers.reserve(memory.simulation.host_bytes, start.device)
     start.identity["schedule"] = asdict(handle.schedule)  # not compared: another gives the same gradient, to rounding
-    return handle, memory
+    return handle, backend, memory
 
 
 def _schedule_of(checkpoint: train.Checkpoint | None) -> Schedule | None:
@@ -291,7 +309,7 @@ def train_run(
     steps: train.StepStream,
     validation: Callable[[], Iterable[train.MicroBatch]] | None,
     learning_rate_at: Callable[[int], float] | None = None,
-    begin: Begin = lambda optimizer, progress, stop: None,
+    begin: Begin = lambda backend, progress, stop: None,
 ) -> Outcome:
     """Train, and where the run comes to its end save the model and let it answer the sample prompt.
 
@@ -309,18 +327,21 @@ def train_run(
     """
     directory = run.directory
     before = run.checkpoint.state["progressed"]["tokens"] if run.checkpoint else 0
-    moved_aside = directory.move_aside() if run.start.replaces else None
-    with directory.claim(run.start.identity, dump_recipe(run.recipe, comment=f"resolved from {run.loaded.path}")):
+    world = run.start.world
+    moved_aside = world.main(directory.move_aside) if run.start.replaces else None
+    with _claimed(run):
         writer = _make_writer(run)
         started = time.perf_counter()
-        with train.StopRequest() as stop, train.record_failure(directory.events):
+        failures = train.record_failure(directory.events) if world.is_main else nullcontext()
+        with train.StopRequest() as stop, failures:
             progressed = _train(
                 run, objective, steps, validation, writer, stop, console, learning_rate_at or _schedule(run), begin
             )
         seconds = time.perf_counter() - started
         finished = progressed.step >= run.plan.total_steps
         sample = _finish(run, writer) if finished else None
-        train.append_event(directory.events, "finish" if finished else "stop", step=progressed.step)
+        if world.is_main:
+            train.append_event(directory.events, "finish" if finished else "stop", step=progressed.step)
     newest = train.checkpoint_path(directory.checkpoints, progressed.step)
     return Outcome(
         progressed=progressed,
@@ -333,6 +354,15 @@ def train_run(
         tokens=progressed.tokens - before,
         seconds=seconds,
     )
+
+
+@contextmanager
+def _claimed(run: Run) -> Iterator[None]:
+    """The run directory is this run's within; rank 0 holds it for all."""
+    with ExitStack() as held:
+        text = dump_recipe(run.recipe, comment=f"resolved from {run.loaded.path}")
+        run.start.world.main(lambda: held.enter_context(run.directory.claim(run.start.identity, text)))
+        yield
 
 
 def _train(
@@ -349,18 +379,18 @@ def _train(
     """The loop, with the optimizer the recipe asks for."""
     recipe, plan, directory = run.recipe, run.plan, run.directory
     first_step = run.checkpoint.step if run.checkpoint else 0
-    train.supersede(directory.checkpoints, first_step)
-    train.append_event(directory.events, "resume" if run.checkpoint else "start", step=first_step)
-    optimizer = make_optimizer(recipe, run.model)
+    world = run.start.world
+    if world.is_main:
+        train.supersede(directory.checkpoints, first_step)
+        train.append_event(directory.events, "resume" if run.checkpoint else "start", step=first_step)
     with train.Progress(console, plan.total_steps, first_step, recipe.logging_steps) as progress:
-        begin(optimizer, progress, stop)
+        begin(run.backend, progress, stop)
         return train.train(
-            run.model,
+            run.backend,
             objective,
-            optimizer,
             learning_rate_at,
             steps,
-            validation,
+            None if validation is None else lambda: share_out(validation(), world),
             settings=train_settings(recipe, plan, run.handle.schedule),
             run=directory,
             identity=run.start.identity,
@@ -369,6 +399,7 @@ def _train(
             progress=progress,
             stop=stop,
             handle=run.handle,
+            world=world,
         )
 
 
@@ -384,19 +415,24 @@ def _schedule(run: Run) -> Callable[[int], float]:
 
 def _finish(run: Run, writer: train.ModelWriter) -> str | None:
     """Write ``final/`` and return what the model says to the sample prompt."""
-    train.write_final(run.directory.final, writer)
-    run.handle.remove()
-    sample = run.recipe.sample
-    if sample is None:
-        return None
-    return models.sample_text(
-        run.model,
-        run.tokenizer,
-        sample.prompt,
-        max_new_tokens=sample.max_new_tokens,
-        temperature=SAMPLE_TEMPERATURE,
-        seed=run.recipe.seed,
-    )
+    world, sample = run.start.world, run.recipe.sample
+
+    def finish() -> str | None:
+        train.write_final(run.directory.final, writer)
+        if sample is None or world.size > 1:
+            return None
+        run.handle.remove()
+        return models.sample_text(
+            run.model,
+            run.tokenizer,
+            sample.prompt,
+            max_new_tokens=sample.max_new_tokens,
+            temperature=SAMPLE_TEMPERATURE,
+            seed=run.recipe.seed,
+        )
+
+    with run.backend.whole():
+        return world.main(finish)
 
 
 def _make_writer(run: Run) -> train.ModelWriter:

@@ -75,7 +75,7 @@ def build_sft(
         with doing("loading the model"):
             model = make_model(recipe, tokenizer, start.checkpoint, start.device)
         tell_of_model(model, longest, start, notify)
-        handle, memory = plan_and_stream(
+        handle, backend, memory = plan_and_stream(
             recipe,
             model,
             start,
@@ -95,7 +95,8 @@ def build_sft(
         model=model,
         parameters=models.count_parameters(model),
         handle=handle,
-        plan=plan_steps(recipe, Batches(prepared, tokenizer).num_train),
+        backend=backend,
+        plan=plan_steps(recipe, Batches(prepared, tokenizer).num_train, start.world),
         unit="packed sequence" if recipe.packing else "row",
         memory=memory,
     )
@@ -117,6 +118,6 @@ def run_sft(run: SftRun, console: Console) -> Outcome:
         run,
         console,
         objective=train.SupervisedObjective(run.handle),
-        steps=Steps(batches, recipe),
+        steps=Steps(batches, recipe, run.start.world),
         validation=held_out,
     )

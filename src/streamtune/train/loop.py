@@ -10,15 +10,12 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
-import torch
-from torch import nn
-
 from streamtune.engine import StreamHandle
-from streamtune.train.batch import MicroBatch, StepStream
+from streamtune.train.backend import Backend
+from streamtune.train.batch import MicroBatch, StepStream, counted
 from streamtune.train.checkpoint import Checkpoint, ModelWriter, rotate, save_checkpoint
 from streamtune.train.memory import GIB, peak_memory_bytes
 from streamtune.train.objective import Objective
-from streamtune.train.optimizer_state import load_optimizer_tensors, optimizer_tensors
 from streamtune.train.plot import draw_loss
 from streamtune.train.progress import Progress
 from streamtune.train.records import append_event, append_record, cut_after_step, read_records
@@ -29,12 +26,12 @@ from streamtune.train.signals import StopRequest
 from streamtune.train.step import (
     TrainSettings,
     accumulate_gradients,
-    clip_gradients,
     device_of,
     evaluate,
+    explain_out_of_memory,
     refuse_non_finite,
-    update_weights,
 )
+from streamtune.train.world import World
 
 __all__ = ["Position", "Progressed", "train"]
 
@@ -64,9 +61,8 @@ class Position:
 
 
 def train(
-    model: nn.Module,
+    backend: Backend,
     objective: Objective,
-    optimizer: torch.optim.Optimizer,
     learning_rate_at: Callable[[int], float],
     steps: StepStream,
     validation: Callable[[], Iterable[MicroBatch]] | None,
@@ -79,13 +75,14 @@ def train(
     progress: Progress,
     stop: StopRequest,
     handle: StreamHandle | None = None,
+    world: World = World(),  # noqa: B008 (frozen)
 ) -> Progressed:
-    """Train ``model`` until ``settings.total_steps``, or until ``stop`` is requested.
+    """Train the model of ``backend`` until ``settings.total_steps``, or until ``stop`` is requested.
 
     Args:
-        model: A causal language model. Where ``resume_from`` is given it has been loaded from that checkpoint already.
+        backend: A causal language model with its gradients and optimizer. Where ``resume_from`` is given its weights
+            are those of that checkpoint already.
         objective: What is minimised.
-        optimizer: Over parameters of ``model``.
         learning_rate_at: The learning rate of each step, counted from 0.
         steps: Gives each optimizer step its micro-batches.
         validation: Gives the held-out batches, anew at each call.
@@ -96,7 +93,8 @@ def train(
         resume_from: Go on from here. On the CPU every later loss is bit for bit that of a run never interrupted.
         progress: What the user sees.
         stop: Looked at after each micro-batch. A step broken off half-way is left out of the checkpoint.
-        handle: What streams ``model``; its routers' losses, if it has any, are in the gradient and not in ``loss``.
+        handle: What streams the model; its routers' losses, if it has any, are in the gradient and not in ``loss``.
+        world: The ranks that train together: each calls this with its share of the rows, rank 0 writes the files.
 
     Returns:
         How far it came.
@@ -106,9 +104,11 @@ def train(
         OutOfMemoryError: With the batch it happened on and what to change.
         CheckpointError: A checkpoint cannot be written. The ones before are intact.
     """
-    seed_everything(settings.seed)
-    state = Progressed() if resume_from is None else resume(resume_from, model, optimizer, steps)
-    cut_after_step(run.metrics, state.step, evaluated=not state.eval_due)
+    model = backend.model
+    seed_everything(settings.seed, world.rank)
+    state = Progressed() if resume_from is None else resume(resume_from, backend, steps)
+    if world.is_main:
+        cut_after_step(run.metrics, state.step, evaluated=not state.eval_due)
     position = Position(capture_rng(), steps.state_dict())
     saved_step = state.step
 
@@ -117,19 +117,28 @@ def train(
         if state.eval_due and validation is not None:
             progress.activity("evaluating")
             found = evaluate(
-                model, objective, validation(), settings=settings, step=state.step, stop=stop, handle=handle
+                model,
+                objective,
+                validation(),
+                settings=settings,
+                step=state.step,
+                stop=stop,
+                handle=handle,
+                world=world,
             )
             if found is not None:
                 state = replace(state, eval_loss=found.get("eval_loss"), eval_due=False)
-                append_record(run.metrics, {"step": state.step, **found})
                 progress.evaluated(state.step, found)
-                draw_loss(read_records(run.metrics), run.loss_plot, title=run.path.name)
-        over = stop.requested or state.step >= settings.total_steps
+                if world.is_main:
+                    append_record(run.metrics, {"step": state.step, **found})
+                    draw_loss(read_records(run.metrics), run.loss_plot, title=run.path.name)
+        over = world.any(stop.requested) or state.step >= settings.total_steps
         if state.step != saved_step and (over or is_due(state.step, settings.save_steps)):
             progress.activity("saving")
-            checkpoint = save(run, model, optimizer, state, position, identity, writer)
+            checkpoint = save(run, backend, state, position, identity, writer, world)
             saved_step = state.step
-            rotate(run.checkpoints, settings.save_total_limit)
+            if world.is_main:
+                rotate(run.checkpoints, settings.save_total_limit)
             progress.saved(state.step, checkpoint.path)
         if over:
             return state
@@ -137,9 +146,9 @@ def train(
         # 2. One optimizer step.
         started = time.perf_counter()
         micro_batches = steps.next_step()
-        routers = StepRouters(handle, micro_batches)
+        routers = StepRouters(handle, micro_batches, world)
         score = accumulate_gradients(
-            model,
+            backend,
             objective,
             micro_batches,
             routers,
@@ -147,17 +156,22 @@ def train(
             step=state.step + 1,
             progress=progress.activity,
             stop=stop,
+            world=world,
         )
         if score is None:  # Stopped half-way: `position` still is where this step began.
-            optimizer.zero_grad(set_to_none=True)
+            backend.drop_gradients()
             continue
-        grad_norm = clip_gradients(model, settings.max_grad_norm)
-        refuse_non_finite("gradient norm", grad_norm, state.step + 1, micro_batches)
+        grad_norm = backend.clip_gradients(settings.max_grad_norm)
+        refuse_non_finite("gradient norm", grad_norm, state.step + 1, micro_batches, world)
         learning_rate = learning_rate_at(state.step)
-        update_weights(optimizer, learning_rate, settings=settings, step=state.step + 1, micro_batches=micro_batches)
+        # The first step allocates the optimizer's state, which is when a model that just fits no longer does.
+        doing = f"the optimizer at step {state.step + 1}"
+        with explain_out_of_memory(doing, micro_batches, settings.out_of_memory_mend):
+            backend.step(learning_rate)
 
         # 3. What the step was.
-        tokens = sum(batch.num_tokens for batch in micro_batches)
+        mine = counted(micro_batches)
+        tokens = world.count(sum(batch.num_tokens for batch in mine))
         state = replace(
             state,
             step=state.step + 1,
@@ -173,44 +187,56 @@ def train(
             "step": state.step,
             "loss": score.loss,
             **score.metrics,
-            **({} if routers.aux_loss is None else {"aux_loss": routers.aux_loss}),
+            **({} if routers.aux_loss is None else {"aux_loss": world.sums([routers.aux_loss])[0]}),
             "lr": learning_rate,
             "grad_norm": grad_norm,
             "tokens": tokens,
-            "supervised_tokens": sum(batch.num_targets for batch in micro_batches),
+            "supervised_tokens": world.count(sum(batch.num_targets for batch in mine)),
             "tokens_per_s": round(tokens / seconds, 1),
             "peak_mem_gib": round(peak_memory_bytes(device_of(model)) / GIB, 3),
             "epoch": round(state.step / settings.steps_per_epoch, 4),
         }
-        append_record(run.metrics, record)
+        if world.is_main:
+            append_record(run.metrics, record)
         progress.step(record)
 
 
 def save(
     run: RunDirectory,
-    model: nn.Module,
-    optimizer: torch.optim.Optimizer,
+    backend: Backend,
     state: Progressed,
     position: Position,
     identity: Mapping[str, Any],
     writer: ModelWriter,
+    world: World,
 ) -> Checkpoint:
-    """Commit a checkpoint of ``state``, from which the next step starts at ``position``."""
-    checkpoint = save_checkpoint(
-        run.checkpoints,
-        state={"step": state.step, "progressed": asdict(state), "stream": position.stream, "identity": dict(identity)},
-        rng=position.rng,
-        optimizer_tensors=optimizer_tensors(optimizer, model),
-        writer=writer,
-    )
-    append_event(run.events, "checkpoint", step=state.step, folder=str(checkpoint.path))
-    draw_loss(read_records(run.metrics), run.loss_plot, title=run.path.name)
-    return checkpoint
+    """Commit a checkpoint of ``state``, from which the next step starts at ``position``. Called by all ranks."""
+    tensors = backend.optimizer_tensors()
+
+    def write() -> Checkpoint:
+        checkpoint = save_checkpoint(
+            run.checkpoints,
+            state={
+                "step": state.step,
+                "progressed": asdict(state),
+                "stream": position.stream,
+                "identity": dict(identity),
+            },
+            rng=position.rng,
+            optimizer_tensors=tensors,
+            writer=writer,
+        )
+        append_event(run.events, "checkpoint", step=state.step, folder=str(checkpoint.path))
+        draw_loss(read_records(run.metrics), run.loss_plot, title=run.path.name)
+        return checkpoint
+
+    with backend.whole():
+        return world.main(write)
 
 
-def resume(checkpoint: Checkpoint, model: nn.Module, optimizer: torch.optim.Optimizer, steps: StepStream) -> Progressed:
+def resume(checkpoint: Checkpoint, backend: Backend, steps: StepStream) -> Progressed:
     """Put optimizer, data and random state to where ``checkpoint`` left them, and return how far it had come."""
-    load_optimizer_tensors(optimizer, model, checkpoint.optimizer_tensors())
+    backend.load_optimizer_tensors(checkpoint.optimizer_tensors())
     steps.load_state_dict(checkpoint.state["stream"])
     restore_rng(checkpoint.rng())
     return Progressed(**checkpoint.state["progressed"])
