@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from pathlib import Path
+from typing import Any
 
 from rich.console import Console
 
 from streamtune.distributed import (
     Failure,
     RankEnvironment,
+    Watchdog,
     launch,
     leave_terminal,
     read_environment,
@@ -21,7 +24,9 @@ from streamtune.errors import StreamTuneError
 
 from .console import err, print_error
 
-__all__ = ["enter_rank", "launch_ranks", "note_failure", "remember_arguments", "tell_failure"]
+__all__ = ["enter_rank", "launch_ranks", "note_failure", "remember_arguments", "shown", "tell_failure", "watch"]
+
+Doing = Callable[[str], AbstractContextManager[Any]]
 
 ECHO_SECONDS = 3.0
 """A rank other than 0 waits so long before it prints its error: rank 0 most often has the same, and its launcher then
@@ -50,6 +55,21 @@ def enter_rank() -> RankEnvironment:
     if before is not None:
         _terminal[:] = [before]
     return environment
+
+
+def watch(environment: RankEnvironment) -> Watchdog:
+    """What watches the other ranks from here, to be entered."""
+    return Watchdog(environment, show=print_error)
+
+
+def shown(doing: Doing, watchdog: Watchdog) -> Doing:
+    """``doing`` as before, which the other ranks are to know as well."""
+
+    def told(text: str) -> AbstractContextManager[Any]:
+        watchdog.at(0, text, patient=True)
+        return doing(text)
+
+    return told
 
 
 def note_failure(error: StreamTuneError) -> bool:

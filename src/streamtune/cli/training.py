@@ -17,7 +17,7 @@ from streamtune.recipe import load_recipe
 
 from .console import err, out, print_rows
 from .plan import describe_plan
-from .ranks import enter_rank, launch_ranks
+from .ranks import enter_rank, launch_ranks, shown, watch
 
 if TYPE_CHECKING:
     from streamtune.recipe.build_run import Outcome, Run
@@ -74,7 +74,7 @@ def train_recipe(
     loaded = load_recipe(recipe, overrides, objective)
     if nproc is not None or hostfile is not None:
         raise typer.Exit(launch_ranks(nproc, hostfile, loaded.recipe.device))
-    enter_rank()
+    environment = enter_rank()
     # Threads that spin while they wait starve each other where the cores are shared; read when torch is imported.
     os.environ.setdefault("OMP_WAIT_POLICY", "passive")
     try:
@@ -82,11 +82,14 @@ def train_recipe(
             build, train = import_room()
         for note in loaded.notes:
             _note(note)
-        run = build(loaded, resume=resume, dry_run=dry_run, notify=_note, doing=err.status)
-        _print_banner(run)
-        if dry_run:
-            return
-        outcome = train(run, out)
+        with watch(environment) as watchdog:
+            doing = shown(err.status, watchdog)
+            run = build(loaded, resume=resume, dry_run=dry_run, notify=_note, doing=doing)
+            run.watchdog = watchdog
+            _print_banner(run)
+            if dry_run:
+                return
+            outcome = train(run, out)
     except KeyboardInterrupt:
         err.print("Stopped.")
         raise typer.Exit(130) from None

@@ -188,7 +188,7 @@ class Vitals:
     def _file_bytes() -> int:
         with suppress(OSError, ValueError, IndexError):
             fields = _text("/proc/self/io").split()
-            return int(fields[1]) + int(fields[3])
+            return int(fields[1]) + int(fields[3]) + int(fields[9])  # the last: pages of mapped files
         return 0
 
     def _net_bytes(self) -> int:

@@ -73,7 +73,9 @@ class Watchdog:
         limits: Limits | None = None,
     ) -> None:
         self.environment = environment
-        self._show, self._event = show, event
+        self.event = event
+        """May be set later, when there is a place to write to."""
+        self._show = show
         self._limits = limits or Limits()
         self._at = (0, "starting", False)
         self._on = environment.world_size > 1 and os.environ.get("STREAMTUNE_WATCHDOG") != "off"
@@ -98,7 +100,7 @@ class Watchdog:
     def __enter__(self) -> Watchdog:
         if self._on:
             post = _Hub if self.environment.is_main else _Client
-            self._post = post(self.environment, self._limits, self._event)
+            self._post = post(self.environment, self._limits, lambda name, details: self.event(name, details))
             self._thread = threading.Thread(target=self._run, name="watchdog", daemon=True)
             self._thread.start()
         return self
@@ -183,7 +185,7 @@ class Watchdog:
         speaks = env.is_main or (verdict.rank == 0 and env.local_rank == (1 if verdict.host == env.host else 0))
         if env.is_main:
             writing = threading.Thread(
-                target=self._event, args=("rank failure", {"rank": verdict.rank, "what": verdict.what}), daemon=True
+                target=self.event, args=("rank failure", {"rank": verdict.rank, "what": verdict.what}), daemon=True
             )
             writing.start()
             writing.join(2.0)
