@@ -38,7 +38,8 @@ class RankEnvironment:
     """Where rank 0 is."""
     master_port: int = DEFAULT_PORT
     launcher: str = "none"
-    """``none`` (an ordinary process), ``streamtune``, ``torchrun``, ``deepspeed``, ``srun``, ``mpirun``, ``unknown``"""
+    """What started this process: ``none`` (of several), ``streamtune``, ``torchrun``, ``deepspeed``, ``srun``, ``mpirun``
+    or ``another launcher``."""
     run_id: str = ""
     """The same on every rank of a run, and on none of another."""
 
@@ -110,7 +111,7 @@ def _from_torch(environ: Mapping[str, str]) -> RankEnvironment:
     elif "CROSS_RANK" in environ and "LOCAL_SIZE" in environ:
         launcher = "deepspeed"
     else:
-        launcher = "unknown"
+        launcher = "another launcher"
     rank, size = _number(environ, "RANK"), _number(environ, "WORLD_SIZE")
     if "LOCAL_RANK" not in environ and size > 1:
         raise _missing("LOCAL_RANK", launcher)

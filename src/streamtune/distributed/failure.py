@@ -27,6 +27,8 @@ ERROR_FILE_VARIABLE = "STREAMTUNE_ERROR_FILE"
 TAIL_LINES = 8
 AT_ONCE = 2.0
 """Seconds within which the order of several ends says nothing: a rank whose peer dies fails as fast as that is seen."""
+ENDED_FROM_OUTSIDE = (signal.SIGKILL, signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
+"""The log of a rank that ends so knows nothing of it."""
 MENDS = {
     "SIGKILL": "the system kills what takes the host's last memory: see `dmesg`, and try fewer ranks on this host",
     "SIGSEGV": "a library crashed: its last words are in the log",
@@ -168,7 +170,7 @@ def _silent_end(end: RankEnd, seen: Failure | None) -> StreamTuneError:
         mend = ""
     if seen is not None and (doing := re.search(r", (in step .*)", seen.what.splitlines()[0])):
         what += f", {doing[1]}"
-    if end.tail:
+    if end.tail and -end.code not in ENDED_FROM_OUTSIDE:
         what += "\nits last words:\n" + "\n".join(end.tail)
     return DistributedError(what, where=end.log, mend=mend)
 

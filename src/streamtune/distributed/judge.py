@@ -15,6 +15,10 @@ from typing import Any
 from .agree import describe_ranks
 from .failure import Failure
 
+LOOK_SECONDS = 0.5
+CPU_SHARE = 0.1
+CLOCK_TICKS = os.sysconf("SC_CLK_TCK") if hasattr(os, "sysconf") else 100
+
 __all__ = ["Beat", "Limits", "Peer", "Stragglers", "end_stopped", "find_culprit", "find_deadlock", "this_process"]
 
 
@@ -83,17 +87,21 @@ class Peer:
     """It has left in peace."""
     gone: bool = False
     """Its connection is closed, and it has not said why."""
-    ticks: int = -1
+    ticks: int = 0
     """CPU time of its process when it was last looked at, where it is on this machine."""
+    looked: float = float("-inf")
+    """When that was."""
     ran: float = float("-inf")
-    """When that was last more than before."""
+    """When it was last seen to compute."""
 
 
 def this_process() -> tuple[str, int]:
-    """Names the machine (as it was booted, and the name space of its processes) and the process on it."""
+    """Names the machine (as it was booted, and the name spaces of its processes and network) and the process on it."""
     try:
         boot = Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
-        return f"{boot}/{Path('/proc/self/ns/pid').readlink()}", os.getpid()
+        return "/".join(
+            [boot, *(str(Path(f"/proc/self/ns/{space}").readlink()) for space in ("pid", "net"))]
+        ), os.getpid()
     except OSError:
         return "", os.getpid()
 
@@ -132,8 +140,11 @@ def find_culprit(peers: Iterable[Peer], now: float, limits: Limits) -> Failure |
 def _watch_from_outside(peer: Peer, now: float) -> None:
     """See whether a silent rank of this machine computes all the same: a library may hold the interpreter for long."""
     ticks = _cpu_ticks(peer)
-    if ticks > peer.ticks and _state(peer) not in ("T", "t", "Z"):
-        peer.ticks, peer.ran = ticks, now
+    if now - peer.looked >= LOOK_SECONDS:
+        # Its watchdog alone takes a percent or two, which it also does where only the network is gone.
+        if ticks - peer.ticks > CPU_SHARE * CLOCK_TICKS * (now - peer.looked):
+            peer.ran = now
+        peer.ticks, peer.looked = ticks, now
 
 
 def end_stopped(peer: Peer) -> None:

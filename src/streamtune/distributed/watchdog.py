@@ -117,6 +117,7 @@ class Watchdog:
             self._leaving.set()
             if self._verdict is not None and self._verdict.rank != self.environment.rank:
                 write_failure(replace(self._verdict, own=False))
+                self._note(self._verdict)
                 self._leave_soon()
                 raise self._verdict.error() from error
             self._own = Failure.of(error, self.environment.rank, self.environment.host)
@@ -129,6 +130,14 @@ class Watchdog:
         timer = threading.Timer(LEAVE_SECONDS, os._exit, (1,))
         timer.daemon = True
         timer.start()
+
+    def _note(self, verdict: Failure) -> None:
+        """Have rank 0 write down what was found, if the disk takes it in time."""
+        if self.environment.is_main:
+            details = {"rank": verdict.rank, "host": verdict.host, "what": verdict.what}
+            writing = threading.Thread(target=self.event, args=("rank failure", details), daemon=True)
+            writing.start()
+            writing.join(2.0)
 
     def _run(self) -> None:
         """The thread."""
@@ -183,12 +192,7 @@ class Watchdog:
             return
         shown_elsewhere = write_failure(replace(verdict, own=False))
         speaks = env.is_main or (verdict.rank == 0 and env.local_rank == (1 if verdict.host == env.host else 0))
-        if env.is_main:
-            writing = threading.Thread(
-                target=self.event, args=("rank failure", {"rank": verdict.rank, "what": verdict.what}), daemon=True
-            )
-            writing.start()
-            writing.join(2.0)
+        self._note(verdict)
         if speaks and not shown_elsewhere:
             with suppress(Exception):
                 self._show(verdict.error())
