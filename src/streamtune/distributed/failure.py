@@ -139,7 +139,9 @@ class RankEnd:
 def first_failure(ends: Sequence[RankEnd]) -> tuple[StreamTuneError, int] | None:
     """Of all that ended: the error to show for them and the exit code; None where none failed."""
     failed = sorted((end for end in ends if end.code != 0 and not end.stopped), key=lambda end: end.at)
-    accused = [end.failure for end in ends if end.failure is not None and not end.failure.own]
+    # Where the way between two is cut each accuses the other: the side of rank 0 is heard first.
+    in_order = sorted(ends, key=lambda end: end.rank)
+    accused = [end.failure for end in in_order if end.failure is not None and not end.failure.own]
     if not failed:
         return None
     blamed = {failure.rank for failure in accused}
