@@ -27,7 +27,14 @@ class Running:
     Within, and after, no process of it is left.
     """
 
-    def __init__(self, folder: Path, call: Sequence[str], output: str = "runs/tiny", **environment: str) -> None:
+    def __init__(
+        self,
+        folder: Path,
+        call: Sequence[str],
+        output: str = "runs/tiny",
+        terminal: int | None = None,
+        **environment: str,
+    ) -> None:
         self.run = folder / output
         self._err = (folder / "stderr.txt").open("wb+")
         self._seen: dict[int, psutil.Process] = {}
@@ -35,8 +42,9 @@ class Running:
             call,
             cwd=folder,
             env={**os.environ, "PYTHONPATH": str(SRC), "OMP_NUM_THREADS": "1", **environment},
-            stdout=subprocess.DEVNULL,
-            stderr=self._err,
+            stdin=subprocess.DEVNULL if terminal is None else terminal,
+            stdout=subprocess.DEVNULL if terminal is None else terminal,
+            stderr=self._err if terminal is None else terminal,
             start_new_session=True,
         )
 

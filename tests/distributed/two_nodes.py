@@ -71,6 +71,12 @@ class TwoNodes:
         """The command, run on the first machine."""
         return ["ip", "netns", "exec", self.names[0], *command]
 
+    def block_process_group(self) -> None:
+        """Drop what the first machine sends over TCP, but for the connections beside the process group's."""
+        rule = ("-n", self.names[0], "rule", "add", "ipproto", "tcp")
+        _ip(*rule, "priority", "1", "iif", "lo", "sport", "15000-24999", "lookup", "main")
+        _ip(*rule, "priority", "2", "iif", "lo", "dport", "25000-65535", "blackhole")
+
     def cut(self) -> None:
         """Take the link down."""
         _ip("-n", self.names[1], "link", "set", self._links[1], "down")

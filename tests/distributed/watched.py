@@ -20,7 +20,7 @@ from streamtune.distributed.failure import Failure, write_failure
 from streamtune.distributed.judge import Limits
 from streamtune.errors import DataError, StreamTuneError
 
-QUICK = Limits(silence=3.0, stillness=2.0, start=60.0, course=5.0)
+QUICK = Limits(silence=6.0, stillness=4.0, start=120.0, course=5.0)
 """Only so that tests wait less; how long is long enough on a busy machine is tested with what is shipped."""
 
 
@@ -52,7 +52,9 @@ def main() -> None:
 
     try:
         if case == "agree":
-            agree(json.loads(os.environ["WATCHED_FACTS"])[environment.rank], environment, seconds=15)
+            facts = json.loads(os.environ["WATCHED_FACTS"])[environment.rank]
+            if facts is not None:
+                agree(facts, environment, seconds=float(os.environ.get("WATCHED_SECONDS", "60")))
             return
         with Watchdog(environment, event=note, limits=limits) as watchdog:
             work(case, environment.rank, watchdog)
@@ -81,7 +83,7 @@ def work(case: str, rank: int, watchdog: Watchdog) -> None:
         compute(6)
         return
     elif case == "hold":
-        hold_the_interpreter(8) if rank == other else compute(8)
+        hold_the_interpreter(10) if rank == other else compute(10)
         return
     compute(60)
 

@@ -38,8 +38,8 @@ class RankEnvironment:
     """Where rank 0 is."""
     master_port: int = DEFAULT_PORT
     launcher: str = "none"
-    """What started this process: ``streamtune``, ``torchrun``, ``deepspeed``, ``srun``, ``mpirun``, ``another launcher``,
-    or ``none`` that starts several."""
+    """What started this process: ``streamtune``, ``torchrun``, ``deepspeed``, ``srun``, ``mpirun``, ``another
+    launcher``; ``none`` where it is alone."""
     run_id: str = ""
     """The same on every rank of a run, and on none of another."""
 

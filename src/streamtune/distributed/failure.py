@@ -151,8 +151,10 @@ def first_failure(ends: Sequence[RankEnd]) -> tuple[StreamTuneError, int] | None
     if not culprits:
         return accused[0].error(), failed[0].exit_code
     first = culprits[0]
-    seen = next((failure for failure in accused if failure.rank == first.rank), None)
-    if first.failure is None and seen is not None and seen.seen != "died":  # it was ended because of that
+    told = [failure for failure in accused if failure.rank == first.rank]
+    told.sort(key=lambda failure: failure.seen == "died")  # as do those that are ended for another reason
+    seen = told[0] if told else None
+    if first.failure is None and seen is not None and seen.seen != "died":
         return seen.error(), 1
     if first.failure is None:
         return _silent_end(first, seen), first.exit_code

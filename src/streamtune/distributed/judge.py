@@ -17,6 +17,8 @@ from .failure import Failure
 
 LOOK_SECONDS = 0.5
 CPU_SHARE = 0.1
+RAN_SECONDS = 5.0
+"""A process that computed within so long is not gone, even if all cores are taken by others."""
 CLOCK_TICKS = os.sysconf("SC_CLK_TCK") if hasattr(os, "sysconf") else 100
 
 __all__ = ["Beat", "Limits", "Peer", "Stragglers", "end_stopped", "find_culprit", "find_deadlock", "this_process"]
@@ -87,8 +89,8 @@ class Peer:
     """It has left in peace."""
     gone: bool = False
     """Its connection is closed, and it has not said why."""
-    ticks: int = 0
-    """CPU time of its process when it was last looked at, where it is on this machine."""
+    seconds: float = 0.0
+    """Those its process has computed when it was last looked at, where it is on this machine."""
     looked: float = float("-inf")
     """When that was."""
     ran: float = float("-inf")
@@ -116,8 +118,7 @@ def find_culprit(peers: Iterable[Peer], now: float, limits: Limits) -> Failure |
     for peer in peers:
         if now - peer.heard > limits.silence / 3:
             _watch_from_outside(peer, now)
-    patience = min(5.0, limits.silence / 3)
-    silent = [peer for peer in peers if now - peer.heard > limits.silence and now - peer.ran > patience]
+    silent = [peer for peer in peers if now - peer.heard > limits.silence and now - peer.ran > RAN_SECONDS]
     if not silent:
         return None
     first = silent[0]
@@ -139,12 +140,12 @@ def find_culprit(peers: Iterable[Peer], now: float, limits: Limits) -> Failure |
 
 def _watch_from_outside(peer: Peer, now: float) -> None:
     """See whether a silent rank of this machine computes all the same: a library may hold the interpreter for long."""
-    ticks = _cpu_ticks(peer)
+    seconds = _cpu_seconds(peer)
     if now - peer.looked >= LOOK_SECONDS:
         # Its watchdog alone takes a percent or two, which it also does where only the network is gone.
-        if ticks - peer.ticks > CPU_SHARE * CLOCK_TICKS * (now - peer.looked):
+        if seconds - peer.seconds > CPU_SHARE * (now - peer.looked):
             peer.ran = now
-        peer.ticks, peer.looked = ticks, now
+        peer.seconds, peer.looked = seconds, now
 
 
 def end_stopped(peer: Peer) -> None:
@@ -168,9 +169,17 @@ def _state(peer: Peer) -> str:
     return fields[0] if fields else ""
 
 
-def _cpu_ticks(peer: Peer) -> int:
+def _cpu_seconds(peer: Peer) -> float:
+    """Seconds the threads of its process had a core or waited for one; CPU time alone where the system does not say."""
     fields = _stat(peer)
-    return int(fields[11]) + int(fields[12]) if fields else -1
+    if not fields:
+        return 0.0
+    try:
+        tasks = list(Path(f"/proc/{peer.process[1]}/task").iterdir())
+        told = [(task / "schedstat").read_text(encoding="ascii").split() for task in tasks]
+        return sum(int(ran) + int(waited) for ran, waited, _ in told) * 1e-9
+    except (OSError, ValueError):
+        return (int(fields[11]) + int(fields[12])) / CLOCK_TICKS
 
 
 def find_deadlock(peers: Iterable[Peer], limits: Limits) -> Failure | None:

@@ -79,8 +79,9 @@ class RemoteRanks:
         except OSError as error:
             raise DistributedError(f"{ssh[0]} cannot be run: {error.strerror}", where=host.where) from None
         self._host = host
-        for work in (self._listen, self._listen_to_errors, self._ping):
-            threading.Thread(target=work, daemon=True).start()
+        self._threads = [threading.Thread(target=work, daemon=True) for work in (self._listen, self._listen_to_errors)]
+        for thread in (*self._threads, threading.Thread(target=self._ping, daemon=True)):
+            thread.start()
 
     def hello(self, until: float) -> dict[str, Any]:
         """What the agent there says first, waited for ``until`` (monotonic).
@@ -189,6 +190,10 @@ class RemoteRanks:
             with suppress(ProcessLookupError):
                 os.killpg(self._process.pid, signal.SIGKILL)
             self._process.wait()
+        for thread, stream in zip(self._threads, (self._process.stdout, self._process.stderr), strict=True):
+            thread.join(2)
+            if stream is not None and not thread.is_alive():  # else a child of it still has the other end
+                stream.close()
         return self.poll()
 
     def _say(self, word: dict[str, Any]) -> None:
