@@ -95,7 +95,6 @@ class Running:
 
     @property
     def stderr(self) -> str:
-        self._err.flush()
         return Path(self._err.name).read_text()
 
     def wait(self, seconds: float) -> int:

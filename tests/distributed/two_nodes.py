@@ -75,7 +75,7 @@ class TwoNodes:
         """Drop what the first machine sends over TCP, but for the connections beside the process group's."""
         rule = ("-n", self.names[0], "rule", "add", "ipproto", "tcp")
         _ip(*rule, "priority", "1", "iif", "lo", "sport", "15000-24999", "lookup", "main")
-        _ip(*rule, "priority", "2", "iif", "lo", "dport", "25000-65535", "blackhole")
+        _ip(*rule, "priority", "2", "iif", "lo", "dport", "25000-65534", "blackhole")
 
     def cut(self) -> None:
         """Take the link down."""
