@@ -8,6 +8,7 @@ from collections.abc import Sequence
 
 from streamtune.distributed.ranks import die_with_launcher
 from streamtune.errors import StreamTuneError
+from streamtune.network import go_offline, is_offline, keep_private
 from streamtune.quiet import hush_imports
 
 from .allocator import grow_segments
@@ -27,13 +28,17 @@ def main(argv: Sequence[str] | None = None) -> None:
     """
     die_with_launcher()
     grow_segments()
+    keep_private()
     if "--debug" not in (sys.argv if argv is None else argv):
         hush_imports()
     given = list(sys.argv[1:] if argv is None else argv)
     remember_arguments(given)
     debug = "--debug" in given
+    if "--offline" in given or is_offline():
+        go_offline()
+    arguments = [argument for argument in given if argument not in ("--debug", "--offline")]
     # `deepspeed` adds the rank on the machine, which its variables say as well.
-    arguments = [a for a in given if a != "--debug" and not a.startswith(("--local_rank=", "--local-rank="))]
+    arguments = [argument for argument in arguments if not argument.startswith(("--local_rank=", "--local-rank="))]
     try:
         try:
             app(arguments, prog_name="streamtune")

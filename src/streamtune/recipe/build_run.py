@@ -30,7 +30,7 @@ from streamtune.recipe.build_batches import share_out
 from streamtune.recipe.build_model import choose_quantization
 from streamtune.recipe.build_plan import plan_model
 from streamtune.recipe.build_settings import StepPlan, train_settings
-from streamtune.recipe.build_world import accumulation, make_backend, make_world, shares_weights
+from streamtune.recipe.build_world import accumulation, device_of_rank, make_backend, make_world, shares_weights
 from streamtune.recipe.dump import dump_recipe
 from streamtune.recipe.loader import LoadedRecipe
 from streamtune.recipe.schema import Recipe
@@ -54,7 +54,7 @@ FREE_KEYS = frozenset(
         "output_dir", "save_steps", "save_total_limit", "eval_steps", "logging_steps", "report_to", "sample",
         "num_completions_to_print",
         # how the same gradient is computed,
-        "engine", "device", "per_device_eval_batch_size", "trust_remote_code", "share_prefix",
+        "engine", "device", "per_device_eval_batch_size", "trust_remote_code", "allow_pickle", "share_prefix",
         "deepspeed", "fsdp", "sequence_parallel", "sequence_parallel_size",
         # what `rows_per_step` says,
         "gradient_accumulation_steps", "train_batch_size",
@@ -138,6 +138,12 @@ class Run:
         return self.start.directory
 
     @property
+    def rows_per_step(self) -> int:
+        """Rows, or what ``unit`` says, of an optimizer step on all ranks together."""
+        world = self.start.world
+        return self.recipe.per_device_train_batch_size * accumulation(self.recipe, world) * world.data_size
+
+    @property
     def checkpoint(self) -> train.Checkpoint | None:
         """Where it goes on from."""
         return self.start.checkpoint
@@ -189,7 +195,7 @@ def start_run(recipe: Recipe, resume: str, notify: Notify) -> Start:
         DistributedError: The ranks have other versions or another recipe, or do not reach each other.
         RecipeError: What would be gone on with was started under other settings.
     """
-    device = choose_device(recipe.device)
+    device = device_of_rank(choose_device(recipe.device))
     quantization = choose_quantization(recipe, device)
     quiet_libraries(device)
     agree(_facts(recipe))
@@ -379,6 +385,7 @@ def train_run(
         sample = _finish(run, writer) if finished else None
         if world.is_main:
             train.append_event(directory.events, "finish" if finished else "stop", step=progressed.step)
+        run.backend.close()
     newest = train.checkpoint_path(directory.checkpoints, progressed.step)
     return Outcome(
         progressed=progressed,
