@@ -23,6 +23,7 @@ from typing import Any
 
 from streamtune import __version__
 from streamtune.errors import DistributedError
+from streamtune.network import among_ranks
 
 from .environment import RankEnvironment, read_environment
 from .failure import Failure
@@ -193,7 +194,8 @@ def _try(leaders: Sequence[dict[str, Any]], rank: int) -> list[str]:
     for leader in leaders:
         if leader["rank"] != rank:
             try:
-                socket.create_connection((leader["address"], leader["port"]), timeout=REACH_SECONDS / 2).close()
+                with among_ranks():
+                    socket.create_connection((leader["address"], leader["port"]), timeout=REACH_SECONDS / 2).close()
             except OSError as error:
                 reason = os.strerror(error.errno) if error.errno else str(error)
                 place = f"{leader['address']}:{leader['port']}"

@@ -17,6 +17,7 @@ from collections.abc import Mapping, MutableMapping
 from dataclasses import dataclass
 
 from streamtune.errors import ArgumentError
+from streamtune.network import among_ranks
 
 __all__ = ["RankEnvironment", "expand_nodes", "interface_to", "read_environment", "usable_cpus"]
 
@@ -261,10 +262,11 @@ def interface_to(host: str) -> str | None:
     import psutil  # 20 ms
 
     try:
-        address = socket.getaddrinfo(host, None, type=socket.SOCK_DGRAM)[0]
-        with socket.socket(address[0], socket.SOCK_DGRAM) as probe:
-            probe.connect((address[4][0], 9))  # of a datagram socket: sends nothing, only chooses the way
-            ours, theirs = probe.getsockname()[0], address[4][0]
+        with among_ranks():
+            address = socket.getaddrinfo(host, None, type=socket.SOCK_DGRAM)[0]
+            with socket.socket(address[0], socket.SOCK_DGRAM) as probe:
+                probe.connect((address[4][0], 9))  # of a datagram socket: sends nothing, only chooses the way
+                ours, theirs = probe.getsockname()[0], address[4][0]
     except OSError:
         return None
     # The way to an address of this machine itself is always the loopback; others come in by the one that has it.

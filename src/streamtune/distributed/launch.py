@@ -17,6 +17,7 @@ from types import FrameType, TracebackType
 from typing import Any, Protocol
 
 from streamtune.errors import ArgumentError
+from streamtune.network import among_ranks
 
 from .environment import read_environment
 from .failure import RankEnd, first_failure
@@ -141,7 +142,9 @@ def _is_this_machine(host: Host) -> bool:
     if "@" in host.name:
         return False
     try:
-        for family, kind, _, _, address in socket.getaddrinfo(host.address, 0, type=socket.SOCK_DGRAM):
+        with among_ranks():
+            known = socket.getaddrinfo(host.address, 0, type=socket.SOCK_DGRAM)
+        for family, kind, _, _, address in known:
             with socket.socket(family, kind) as probe:
                 probe.bind(address)
                 return True

@@ -14,6 +14,7 @@ from contextlib import suppress
 from typing import Any
 
 from streamtune.errors import DistributedError
+from streamtune.network import among_ranks
 
 from .environment import RankEnvironment
 from .ports import side_ports
@@ -120,7 +121,7 @@ def listen(environment: RankEnvironment, purpose: str) -> socket.socket:
 
 def _addresses(host: str) -> list[str]:
     """Where rank 0 listens: on the address the others call, or on all where that is not of this machine (a NAT)."""
-    with suppress(OSError):
+    with suppress(OSError), among_ranks():
         return [str(socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)[0][4][0]), ""]
     return [""]
 
@@ -173,7 +174,8 @@ def dial(environment: RankEnvironment, purpose: str, about: dict[str, Any], seco
 
 
 def _call(env: RankEnvironment, purpose: str, greeting: dict[str, Any], port: int, seconds: float) -> Line:
-    line = Line(socket.create_connection((env.master_addr, port), timeout=seconds))
+    with among_ranks():
+        line = Line(socket.create_connection((env.master_addr, port), timeout=seconds))
     try:
         line.send(greeting)
         answer = line.receive(ANSWER_SECONDS)
