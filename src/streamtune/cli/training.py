@@ -81,6 +81,7 @@ def train_recipe(
     try:
         with err.status("loading libraries"):
             build, train = import_room()
+            from streamtune.recipe.build_world import leave_ranks
         for note in loaded.notes:
             _note(note)
         with watch(environment) as watchdog:
@@ -88,17 +89,14 @@ def train_recipe(
             run = build(loaded, resume=resume, dry_run=dry_run, notify=_note, doing=doing)
             run.watchdog = watchdog
             _print_banner(run)
-            if dry_run:
-                return
-            outcome = train(run, out)
+            outcome = None if dry_run else train(run, out)
+            leave_ranks()  # while the watchdog still looks: a rank that does not come is named
     except KeyboardInterrupt:
         err.print("Stopped.")
         raise typer.Exit(130) from None
-    _print_outcome(run, outcome)
-    from streamtune.recipe.build_world import leave_ranks
-
-    leave_ranks()
-    raise typer.Exit(outcome.exit_code)
+    if outcome is not None:
+        _print_outcome(run, outcome)
+        raise typer.Exit(outcome.exit_code)
 
 
 def _note(text: str) -> None:
