@@ -26,7 +26,7 @@ from streamtune.distributed.deepspeed_backend import DeepSpeedBackend
 from streamtune.distributed.deepspeed_config import resolve_config
 from streamtune.recipe import Recipe
 from streamtune.recipe.build_model import make_optimizer
-from streamtune.recipe.build_world import deepspeed_values, make_backend, sequence_ranks
+from streamtune.recipe.build_world import config_values, make_backend, sequence_ranks
 
 Rows = list[tuple[Tensor, Tensor]]
 
@@ -121,7 +121,7 @@ def _backend(case: dict[str, Any], recipe: Recipe, model: Any, layers: list[nn.M
     streams = case["mode"] == "streaming"
     if case.get("preset") and streams:
         return make_backend(recipe, model, layers, world)
-    config = resolve_config(case["engine"], deepspeed_values(recipe, model, world))
+    config = resolve_config(case["engine"], config_values(recipe, model, world))
     zero = config["zero_optimization"]
     if not case.get("preset"):
         zero["reduce_bucket_size"] //= len(layers)

@@ -9,7 +9,7 @@ from typing import Any
 
 from tests.distributed.rank_group import run_ranks
 
-from benchmarks.communication.nodes import two_nodes, why_not
+from benchmarks.communication.nodes import two_places, why_no_nodes
 
 __all__ = ["BOUND", "CHUNKS", "ENGINES", "TABLES", "Row", "broken", "count", "main_cases", "measured", "reference"]
 
@@ -96,7 +96,7 @@ def count(cases: list[Case]) -> list[Row]:
         AssertionError: A rank failed.
     """
     if any(case.get("wire") for case in cases):
-        with two_nodes() as places:
+        with two_places() as places:
             found = run_ranks(2, MODULE, cases, PATIENCE, places)
     else:
         found = run_ranks(2, MODULE, cases, PATIENCE)
@@ -115,7 +115,7 @@ def count(cases: list[Case]) -> list[Row]:
 
 def measured(title: str) -> tuple[list[Row], str | None]:
     """The rows of a table, or why there are none."""
-    if any(case.get("wire") for case in TABLES[title]) and (reason := why_not()):
+    if any(case.get("wire") for case in TABLES[title]) and (reason := why_no_nodes()):
         return [], reason
     return count(TABLES[title]), None
 

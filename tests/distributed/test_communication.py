@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from benchmarks.communication.nodes import why_not
+from benchmarks.communication.nodes import why_no_nodes
 from benchmarks.communication.tables import ENGINES, Row, broken, count, main_cases
 
 
@@ -30,7 +30,7 @@ def test_streaming_sends_what_ordinary_training_sends() -> None:
 
 @pytest.mark.slow
 def test_two_nodes_send_the_same_over_their_cable() -> None:
-    if reason := why_not():
+    if reason := why_no_nodes():
         pytest.skip(reason)
     cases = main_cases(["zero1", "zero2", "zero3", "fsdp"], size="test", wire=True)
     rows = count([case for case in cases if case["chunks"] in (1, 8)])

@@ -7,7 +7,7 @@ from typing import Annotated, Any
 
 import typer
 
-from .options import RecipeArgument, SetOption
+from .options import HostfileOption, NprocOption, RecipeArgument, SetOption
 from .training import DryRunOption, OutputDirOption, ResumeOption, train_recipe
 
 __all__ = ["grpo"]
@@ -28,11 +28,22 @@ def grpo(
     dry_run: DryRunOption = False,
     resume: ResumeOption = "auto",
     output_dir: OutputDirOption = None,
+    nproc: NprocOption = None,
+    hostfile: HostfileOption = None,
     allow_code: AllowCodeOption = False,
 ) -> None:
     """Train a model on rewards of what it writes itself."""
-    settings = [*(set_ or []), *(["allow_code=true"] if allow_code else [])]
-    train_recipe("grpo", _import_room, recipe, settings, dry_run=dry_run, resume=resume, output_dir=output_dir)
+    train_recipe(
+        "grpo",
+        _import_room,
+        recipe,
+        [*(set_ or []), *(["allow_code=true"] if allow_code else [])],
+        dry_run=dry_run,
+        resume=resume,
+        output_dir=output_dir,
+        nproc=nproc,
+        hostfile=hostfile,
+    )
 
 
 def _import_room() -> tuple[Callable[..., Any], Callable[..., Any]]:

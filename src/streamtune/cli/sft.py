@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from .options import RecipeArgument, SetOption
+from .options import HostfileOption, NprocOption, RecipeArgument, SetOption
 from .training import DryRunOption, OutputDirOption, ResumeOption, train_recipe
 
 __all__ = ["sft"]
@@ -17,9 +17,21 @@ def sft(
     dry_run: DryRunOption = False,
     resume: ResumeOption = "auto",
     output_dir: OutputDirOption = None,
+    nproc: NprocOption = None,
+    hostfile: HostfileOption = None,
 ) -> None:
     """Fine-tune a model on the rows of a recipe."""
-    train_recipe("sft", _import_room, recipe, set_ or [], dry_run=dry_run, resume=resume, output_dir=output_dir)
+    train_recipe(
+        "sft",
+        _import_room,
+        recipe,
+        set_ or [],
+        dry_run=dry_run,
+        resume=resume,
+        output_dir=output_dir,
+        nproc=nproc,
+        hostfile=hostfile,
+    )
 
 
 def _import_room() -> tuple[Callable[..., Any], Callable[..., Any]]:

@@ -24,7 +24,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from streamtune import data, models, train
-from streamtune.engine import Schedule, stream
+from streamtune.engine import Schedule, StreamHandle, stream
 from streamtune.errors import ArgumentError, StreamTuneError, UserError
 from streamtune.recipe.build_model import choose_quantization, make_reference_model
 from streamtune.recipe.schema import Recipe
