@@ -105,7 +105,7 @@ def build_grpo(
             check_sharded(recipe)
         sources = make_sources(loaded)
         with doing("reading the tokenizer" if start.checkpoint else "making the tokenizer"):
-            tokenizer = make_tokenizer(recipe, sources, start.checkpoint, notify)
+            tokenizer = start.world.main(lambda: make_tokenizer(recipe, sources, start.checkpoint, notify))
         judge = RewardJudge(functions, tokenizer)
         prompts = prepare_prompts(recipe, sources, tokenizer, notify)
         judge.check(prompts.train[:16])

@@ -68,7 +68,7 @@ def build_sft(
         start = start_run(recipe, resume, notify)
         sources = make_sources(loaded)
         with doing("reading the tokenizer" if start.checkpoint else "making the tokenizer"):
-            tokenizer = make_tokenizer(recipe, sources, start.checkpoint, notify)
+            tokenizer = start.world.main(lambda: make_tokenizer(recipe, sources, start.checkpoint, notify))
         prepared = prepare_data(recipe, sources, tokenizer, notify)
         start.with_data(prepared.fingerprint)
         longest = min(prepared.report.length_percentiles["max"], recipe.max_length)
