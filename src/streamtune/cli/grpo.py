@@ -6,7 +6,7 @@ from collections.abc import Callable
 from typing import Any
 
 from .options import RecipeArgument, SetOption
-from .training import DryRunOption, OutputDirOption, ResumeOption, train_recipe
+from .training import AllowChangeOption, DryRunOption, OutputDirOption, ResumeOption, train_recipe
 
 __all__ = ["grpo"]
 
@@ -17,9 +17,19 @@ def grpo(
     dry_run: DryRunOption = False,
     resume: ResumeOption = "auto",
     output_dir: OutputDirOption = None,
+    allow_change: AllowChangeOption = None,
 ) -> None:
     """Train a model on rewards of what it writes itself."""
-    train_recipe("grpo", _import_room, recipe, set_ or [], dry_run=dry_run, resume=resume, output_dir=output_dir)
+    train_recipe(
+        "grpo",
+        _import_room,
+        recipe,
+        set_ or [],
+        dry_run=dry_run,
+        resume=resume,
+        output_dir=output_dir,
+        allow_change=allow_change or [],
+    )
 
 
 def _import_room() -> tuple[Callable[..., Any], Callable[..., Any]]:

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from typing import Any
 
 from .options import RecipeArgument, SetOption
-from .training import DryRunOption, OutputDirOption, ResumeOption, train_recipe
+from .training import AllowChangeOption, DryRunOption, OutputDirOption, ResumeOption, train_recipe
 
 __all__ = ["sft"]
 
@@ -17,9 +17,19 @@ def sft(
     dry_run: DryRunOption = False,
     resume: ResumeOption = "auto",
     output_dir: OutputDirOption = None,
+    allow_change: AllowChangeOption = None,
 ) -> None:
     """Fine-tune a model on the rows of a recipe."""
-    train_recipe("sft", _import_room, recipe, set_ or [], dry_run=dry_run, resume=resume, output_dir=output_dir)
+    train_recipe(
+        "sft",
+        _import_room,
+        recipe,
+        set_ or [],
+        dry_run=dry_run,
+        resume=resume,
+        output_dir=output_dir,
+        allow_change=allow_change or [],
+    )
 
 
 def _import_room() -> tuple[Callable[..., Any], Callable[..., Any]]:

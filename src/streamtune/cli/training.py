@@ -21,7 +21,7 @@ from .plan import describe_plan
 if TYPE_CHECKING:
     from streamtune.recipe.build_run import Outcome, Run
 
-__all__ = ["DryRunOption", "OutputDirOption", "ResumeOption", "train_recipe"]
+__all__ = ["AllowChangeOption", "DryRunOption", "OutputDirOption", "ResumeOption", "train_recipe"]
 
 DryRunOption = Annotated[
     bool, typer.Option("--dry-run", help="Load everything, say what would run, and stop.", show_default=False)
@@ -34,6 +34,15 @@ ResumeOption = Annotated[
     ),
 ]
 OutputDirOption = Annotated[Path | None, typer.Option(metavar="DIR", help="Directory of the run.", show_default=False)]
+AllowChangeOption = Annotated[
+    list[str] | None,
+    typer.Option(
+        metavar="KEY",
+        help="Go on though this differs from the start of the run: a key of the recipe, `data` or `world_size`. May be "
+        "given several times.",
+        show_default=False,
+    ),
+]
 
 QUANTIZED = {
     "int8": "TorchAoConfig(Int8WeightOnlyConfig())",
@@ -52,6 +61,7 @@ def train_recipe(
     dry_run: bool,
     resume: str,
     output_dir: Path | None,
+    allow_change: Sequence[str] = (),
 ) -> None:
     """Train, and leave with the exit code.
 
@@ -64,6 +74,7 @@ def train_recipe(
         dry_run: Build, say what would run, and stop.
         resume: ``auto``, ``never`` or a checkpoint.
         output_dir: Overrides the recipe's.
+        allow_change: What may differ from the run that is gone on with.
     """
     overrides = [*settings, *([f"output_dir={json.dumps(str(output_dir))}"] if output_dir else [])]
     loaded = load_recipe(recipe, overrides, objective)
@@ -74,7 +85,7 @@ def train_recipe(
             build, train = import_room()
         for note in loaded.notes:
             _note(note)
-        run = build(loaded, resume=resume, dry_run=dry_run, notify=_note, doing=err.status)
+        run = build(loaded, resume=resume, allow_change=allow_change, dry_run=dry_run, notify=_note, doing=err.status)
         _print_banner(run)
         if dry_run:
             return

@@ -52,6 +52,9 @@ __all__ = [
     "shares_prompts",
 ]
 
+LESS = 0.75
+"""Part of what a schedule held besides the weights that the next may hold, where it ran out of memory."""
+
 
 @dataclass(frozen=True)
 class PlanOptions:
@@ -165,6 +168,7 @@ def plan_model(
     completions: Completions | None = None,
     reference_bytes: int = 0,
     keep: Schedule | None = None,
+    below: Schedule | None = None,
     notify: Callable[[str], None] = lambda message: None,
 ) -> plan.Plan:
     """Plan a run with the model that is loaded, within what is free beside it.
@@ -178,6 +182,8 @@ def plan_model(
         reference_bytes: Of a model that is held beside it and is not trained; it is there already.
         keep: The schedule of the run that is resumed: taken again, so that its losses are the same to the last bit, if
             it still fits and the recipe still allows it.
+        below: A schedule that ran out of memory, whatever was predicted. What is chosen holds at most LESS of what this
+            holds besides the weights, whether or not the recipe leaves the schedule to the planner.
         notify: Told what takes a while.
 
     Raises:
@@ -189,9 +195,14 @@ def plan_model(
         limits = replace(limits, device_bytes=limits.device_bytes + held_bytes(model) + reference_bytes)
     rates = _rates_here(recipe, model, device, notify)
     workload = make_workload(recipe, shape, length, device, completions=completions, reference_bytes=reference_bytes)
+    written = recipe.engine.written()
+    if below is not None:
+        peak, held = plan.judge(workload, below, limits, rates).simulation.peak_bytes, held_bytes(model)
+        room = min(limits.device_bytes, int((held + LESS * (peak - held)) / (1 - limits.margin)))
+        given = {name: value for name, value in written.items() if name in ("offload_dir", "grad_dtype")}
+        return plan.choose(workload, replace(limits, device_bytes=room), rates, fixed=given)
     if recipe.engine.schedule == "fixed":
         return plan.judge(workload, make_schedule(recipe.engine), limits, rates)
-    written = recipe.engine.written()
     if keep is not None and {**plan.as_fixed(keep), **written} == plan.as_fixed(keep):
         kept = plan.judge(workload, keep, limits, rates)
         if kept.fits:

@@ -9,18 +9,22 @@ An objective adds its data, its loss and its batches (``build_sft``, ``build_dpo
 
 from __future__ import annotations
 
+import os
+import secrets
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
+import transformers
 
-from streamtune import models, optim, train
+from streamtune import __version__, models, optim, train
 from streamtune.engine import Schedule, StreamHandle
-from streamtune.errors import ArgumentError
+from streamtune.errors import ArgumentError, did_you_mean
 from streamtune.plan import Plan
 from streamtune.plan.scored import Completions
 from streamtune.recipe.build import choose_device, quiet_libraries, stream_model
@@ -48,9 +52,12 @@ FREE_KEYS = frozenset(
     {
         # Where things go and what is shown,
         "output_dir", "save_steps", "save_total_limit", "eval_steps", "logging_steps", "report_to", "sample",
-        "num_completions_to_print",
+        "num_completions_to_print", "save_async", "metric_for_best_model", "greater_is_better", "save_best_limit",
+        # what is done about what goes wrong,
+        "on_nan", "max_skips", "on_oom",
         # how the same gradient is computed,
         "engine", "device", "per_device_eval_batch_size", "trust_remote_code", "share_prefix",
+        "dataloader_num_workers", "deterministic",
         # and what the fingerprint of the data covers, wherever the files are now.
         "datasets",
     }
@@ -76,6 +83,11 @@ class Start:
     """Whether ``directory`` holds another run, which is moved aside first."""
     continued: Mapping[Path, dict[str, Any]]
     """What is gone on with, and what it was started as."""
+    allow: frozenset[str]
+    """What may differ from that all the same: keys of the recipe, ``data``, ``world_size``."""
+    notify: Notify
+    planned_for: dict[str, Any] = field(default_factory=dict)
+    """What the planner was asked, to ask it again where memory runs out."""
 
     def with_data(self, fingerprint: str) -> None:
         """Take note of the data. Run settings were compared before it was read, with which it takes minutes.
@@ -83,12 +95,25 @@ class Start:
         Raises:
             RecipeError: It is not the data of the run that is gone on with.
         """
+        told = self._check()
         self.identity["data"] = fingerprint
-        self._check()
+        changed = self._check()
+        self._tell(changed[len(told) :])
+        if changed != told and self.checkpoint is not None and "epoch" in self.checkpoint.state["stream"]:
+            self.checkpoint.state["stream"] = None
+            self.notify("the data is another, as --allow-change data says: it is gone through from its beginning")
 
-    def _check(self) -> None:
-        for where, started_as in self.continued.items():
-            train.check_same_run(started_as, self.identity, where=where)
+    def _check(self) -> list[str]:
+        """The allowed differences; each once, though the directory and its checkpoint both tell them."""
+        found = (
+            train.check_same_run(started_as, self.identity, where=where, allow=self.allow)
+            for where, started_as in self.continued.items()
+        )
+        return list(dict.fromkeys(text for texts in found for text in texts))
+
+    def _tell(self, changes: Iterable[str]) -> None:
+        for text in changes:
+            self.notify(f"going on with a change: {text}")
 
 
 @dataclass(kw_only=True)
@@ -157,20 +182,29 @@ class Outcome:
         return found[-1] if found else {}
 
 
-def start_run(recipe: Recipe, resume: str, notify: Notify) -> Start:
-    """Find out where a run starts. Nothing is written.
+def start_run(recipe: Recipe, resume: str, notify: Notify, allow_change: Collection[str] = ()) -> Start:
+    """Find out where a run starts, and say what differs from the start of what it goes on with. Nothing is written.
 
     Args:
         recipe: The recipe.
         resume: ``auto`` (go on where the run in ``output_dir`` stopped), ``never``, or the path of a checkpoint.
         notify: See :data:`Notify`.
+        allow_change: What may differ: keys of the recipe, ``data``, ``world_size``.
 
     Raises:
-        ArgumentError: A device that is not there, or a quantisation that is not installed.
+        ArgumentError: A device that is not there, a quantisation that is not installed, or ``allow_change`` names
+            nothing that could be refused.
         CheckpointError: The checkpoint named by ``resume`` cannot be used.
         RecipeError: What would be gone on with was started under other settings.
     """
+    known = (*type(recipe).model_fields, "data", "world_size")
+    for name in allow_change:
+        if name not in known:
+            mend = did_you_mean(name, known) or "name a key of the recipe, data or world_size"
+            raise ArgumentError(f"there is no '{name}' to change", where="--allow-change", mend=mend)
     device = choose_device(recipe.device)
+    if recipe.deterministic:
+        train.use_deterministic_kernels()
     quantization = choose_quantization(recipe, device)
     quiet_libraries(device)
     directory = train.RunDirectory(Path(recipe.output_dir))
@@ -184,22 +218,32 @@ def start_run(recipe: Recipe, resume: str, notify: Notify) -> Start:
         quantization=quantization,
         directory=directory,
         checkpoint=checkpoint,
-        identity=_identify(recipe, quantization),
+        identity=_identify(recipe, quantization, before if resume != "never" else None),
         replaces=before is not None and resume == "never",
         continued=continued,
+        allow=frozenset(allow_change),
+        notify=notify,
     )
-    start._check()
+    start._tell(start._check())
+    last = list(continued.values())[-1] if continued else start.identity
+    start._tell(train.tell_changes(last, start.identity))
     return start
 
 
-def _identify(recipe: Recipe, quantization: str | None) -> dict[str, Any]:
-    """What a run that is gone on with must have in common with the one that was started."""
-    identity: dict[str, Any] = {"recipe": recipe.model_dump(mode="json", exclude={*FREE_KEYS, "quantization"})}
+def _identify(recipe: Recipe, quantization: str | None, before: Mapping[str, Any] | None) -> dict[str, Any]:
+    """What run this is: what a resumption must have in common with its start, and what is told where it differs."""
+    compared = recipe.model_dump(mode="json", exclude={*FREE_KEYS, "quantization"})
     if recipe.objective == "sft":  # runs were started before there was another
-        del identity["recipe"]["objective"]
+        del compared["objective"]
     if quantization is not None:  # what `auto` became: on another device it is another model
-        identity["recipe"]["quantization"] = quantization
-    return identity
+        compared["quantization"] = quantization
+    return {
+        "run": (before or {}).get("run") or secrets.token_hex(8),
+        "recipe": compared,
+        "world_size": int(os.environ.get("WORLD_SIZE", "1")),
+        "free": recipe.model_dump(mode="json", include=set(FREE_KEYS) - {"output_dir", "datasets"}),
+        "versions": {"streamtune": __version__, "torch": torch.__version__, "transformers": transformers.__version__},
+    }
 
 
 def tell_of_model(model: Any, longest: int, start: Start, notify: Notify) -> None:
@@ -250,20 +294,13 @@ def plan_and_stream(
         UnsupportedModelError: The model does not stream exactly.
     """
     memory = None
+    like = recipe.model_copy(update={"per_device_train_batch_size": rows})
+    shape: dict[str, Any] = {"completions": completions, "reference_bytes": reference_bytes}
+    start.planned_for.update(recipe=like, length=length, device=start.device, **shape)
     if recipe.engine.schedule == "auto" or dry_run:
-        like = recipe.model_copy(update={"per_device_train_batch_size": rows})
         keep = _schedule_of(start.checkpoint)
         with doing("planning the steps"):
-            memory = plan_model(
-                like,
-                model,
-                length,
-                start.device,
-                completions=completions,
-                reference_bytes=reference_bytes,
-                keep=keep,
-                notify=notify,
-            )
+            memory = plan_model(like, model, length, start.device, **shape, keep=keep, notify=notify)
     handle = stream_model(recipe, model, memory.schedule if memory is not None else None)
     with doing("checking that this model streams exactly"):
         handle.check()
@@ -369,7 +406,22 @@ def _train(
             progress=progress,
             stop=stop,
             handle=run.handle,
+            next_schedule=partial(_next_schedule, run),
         )
+
+
+def _next_schedule(run: Run, install: bool) -> Schedule | None:
+    """What the planner takes in place of the schedule that ran out of memory, put into the engine if asked."""
+    failed = run.handle.schedule
+    run.handle.remove()  # the planner wants the bare model
+    try:
+        found = plan_model(model=run.model, below=failed, **run.start.planned_for).schedule
+    except ArgumentError:
+        found = None
+    if install and found is not None:
+        run.handle.reschedule(found)
+        run.start.identity["schedule"] = asdict(found)
+    return found
 
 
 def _schedule(run: Run) -> Callable[[int], float]:
@@ -401,7 +453,13 @@ def _finish(run: Run, writer: train.ModelWriter) -> str | None:
 
 def _make_writer(run: Run) -> train.ModelWriter:
     saved = [p for p in run.model.parameters() if p.requires_grad or run.recipe.finetuning_type == "full"]
-    return train.ModelWriter(
-        write=lambda folder: models.save_pretrained(run.model, run.tokenizer, folder),
-        num_bytes=sum(parameter.nbytes for parameter in saved),
-    )
+    tokenizer = models.SavedTokenizer(run.tokenizer)
+
+    def write(folder: Path) -> None:
+        models.save_pretrained(run.model, tokenizer, folder)
+
+    def snapshot() -> Callable[[Path], None]:
+        tokenizer.read()  # here and once: a tokenizer is not for two threads
+        return partial(models.save_pretrained, run.model, tokenizer, weights=models.copy_weights(run.model))
+
+    return train.ModelWriter(write, sum(parameter.nbytes for parameter in saved), snapshot)

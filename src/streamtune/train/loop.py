@@ -6,8 +6,9 @@ What is minimised comes in as an ``Objective``; one optimizer step of it, and th
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -15,24 +16,27 @@ from torch import nn
 
 from streamtune.engine import StreamHandle
 from streamtune.train.batch import MicroBatch, StepStream
-from streamtune.train.checkpoint import Checkpoint, ModelWriter, rotate, save_checkpoint
+from streamtune.train.checkpoint import Checkpoint, ModelWriter, check_room
+from streamtune.train.guard import NextSchedule, StepGuard
 from streamtune.train.memory import GIB, peak_memory_bytes
 from streamtune.train.objective import Objective
 from streamtune.train.optimizer_state import load_optimizer_tensors, optimizer_tensors
-from streamtune.train.plot import draw_loss
+from streamtune.train.plot import LossPlot
 from streamtune.train.progress import Progress
-from streamtune.train.records import append_event, append_record, cut_after_step, read_records
+from streamtune.train.records import append_event, append_record, cut_after_step, cut_events
 from streamtune.train.rng import RngState, capture_rng, restore_rng, seed_everything
 from streamtune.train.routers import StepRouters
 from streamtune.train.rundir import RunDirectory
+from streamtune.train.saver import CheckpointSaver, Keep
 from streamtune.train.signals import StopRequest
 from streamtune.train.step import (
+    StepScore,
     TrainSettings,
     accumulate_gradients,
     clip_gradients,
     device_of,
     evaluate,
-    refuse_non_finite,
+    find_non_finite,
     update_weights,
 )
 
@@ -53,6 +57,8 @@ class Progressed:
     """The newest held-out loss."""
     eval_due: bool = False
     """An evaluation at this step is still to be done: it was interrupted."""
+    skipped: int = 0
+    """Steps without an update, because something was not finite."""
 
 
 @dataclass(frozen=True)
@@ -79,6 +85,7 @@ def train(
     progress: Progress,
     stop: StopRequest,
     handle: StreamHandle | None = None,
+    next_schedule: NextSchedule = lambda install: None,
 ) -> Progressed:
     """Train ``model`` until ``settings.total_steps``, or until ``stop`` is requested.
 
@@ -97,121 +104,175 @@ def train(
         progress: What the user sees.
         stop: Looked at after each micro-batch. A step broken off half-way is left out of the checkpoint.
         handle: What streams ``model``; its routers' losses, if it has any, are in the gradient and not in ``loss``.
+        next_schedule: What else to stream it by where memory runs out.
 
     Returns:
         How far it came.
 
     Raises:
-        NonFiniteError: A loss or gradient is NaN or infinite. Raised before the weights are touched.
+        NonFiniteError: A loss or gradient is NaN or infinite, and the run is to stop. Raised before the weights are
+            touched.
         OutOfMemoryError: With the batch it happened on and what to change.
         CheckpointError: A checkpoint cannot be written. The ones before are intact.
     """
     seed_everything(settings.seed)
     state = Progressed() if resume_from is None else resume(resume_from, model, optimizer, steps)
     cut_after_step(run.metrics, state.step, evaluated=not state.eval_due)
+    cut_events(run.events, state.step)
     position = Position(capture_rng(), steps.state_dict())
     saved_step = state.step
+    plot = LossPlot(run)
+    latest: dict[str, Any] = {}
+    guard = StepGuard(settings, run, device_of(model), next_schedule=next_schedule)
+    keep = Keep(settings.save_total_limit, settings.save_best_limit, settings.greater_is_better)
+    saver = CheckpointSaver(
+        run.checkpoints,
+        writer,
+        keep,
+        run=str(identity.get("run", "")),
+        asynchronous=settings.save_async,
+        before=run.sync,
+    )
 
-    while True:
-        # 1. At a boundary between steps: evaluate and save where it is time to, leave where the run is over.
-        if state.eval_due and validation is not None:
-            progress.activity("evaluating")
-            found = evaluate(
-                model, objective, validation(), settings=settings, step=state.step, stop=stop, handle=handle
+    with saver:
+        while True:
+            # 1. At a boundary between steps: evaluate and save where it is time to, leave where the run is over.
+            if state.eval_due and validation is not None:
+                progress.activity("evaluating")
+                found = evaluate(
+                    model, objective, validation(), settings=settings, step=state.step, stop=stop, handle=handle
+                )
+                if found is not None:
+                    state = replace(state, eval_loss=found.get("eval_loss"), eval_due=False)
+                    latest |= found
+                    append_record(run.metrics, {"step": state.step, **found})
+                    progress.evaluated(state.step, found)
+                    plot.draw()
+            over = stop.requested or state.step >= settings.total_steps
+            if state.step != saved_step and (over or is_due(state.step, settings.save_steps)):
+                progress.activity("saving")
+                metric = None if settings.metric_for_best_model is None else latest.get(settings.metric_for_best_model)
+                save(saver, model, optimizer, state, position, identity, metric)
+                saved_step = state.step
+                plot.draw()
+            for checkpoint in saver.wait() if over else saver.finished():
+                append_event(run.events, "checkpoint", step=checkpoint.step, folder=str(checkpoint.path))
+                progress.saved(checkpoint.step, checkpoint.path)
+            if over:
+                plot.draw(last=True)
+                return state
+
+            # 2. One optimizer step.
+            started = time.perf_counter()
+            micro_batches = steps.next_step()
+
+            gradients = partial(
+                take_gradients,
+                model,
+                objective,
+                micro_batches,
+                handle,
+                settings=settings,
+                step=state.step + 1,
+                progress=progress,
+                stop=stop,
             )
-            if found is not None:
-                state = replace(state, eval_loss=found.get("eval_loss"), eval_due=False)
-                append_record(run.metrics, {"step": state.step, **found})
-                progress.evaluated(state.step, found)
-                draw_loss(read_records(run.metrics), run.loss_plot, title=run.path.name)
-        over = stop.requested or state.step >= settings.total_steps
-        if state.step != saved_step and (over or is_due(state.step, settings.save_steps)):
-            progress.activity("saving")
-            checkpoint = save(run, model, optimizer, state, position, identity, writer)
-            saved_step = state.step
-            rotate(run.checkpoints, settings.save_total_limit)
-            progress.saved(state.step, checkpoint.path)
-        if over:
-            return state
+            drop = partial(optimizer.zero_grad, set_to_none=True)
+            score, aux_loss = guard.attempt(gradients, drop, state.step + 1)
+            if score is None:  # Stopped half-way: `position` still is where this step began.
+                optimizer.zero_grad(set_to_none=True)
+                continue
+            grad_norm = clip_gradients(model, settings.max_grad_norm)
+            wrong = score.not_finite or find_non_finite("gradient norm", grad_norm, state.step + 1, micro_batches)
+            learning_rate = learning_rate_at(state.step)
+            skip = guard.skips(wrong, state.step + 1, state.skipped)
+            if skip:
+                optimizer.zero_grad(set_to_none=True)
+            else:
+                guard.watch(state.step + 1, score.loss, grad_norm, micro_batches)
+                update_weights(
+                    optimizer, learning_rate, settings=settings, step=state.step + 1, micro_batches=micro_batches
+                )
+            if not latest:  # the first step of this session: now the optimizer has its state
+                check_room(run.checkpoints, writer, optimizer_tensors(optimizer, model))
 
-        # 2. One optimizer step.
-        started = time.perf_counter()
-        micro_batches = steps.next_step()
-        routers = StepRouters(handle, micro_batches)
-        score = accumulate_gradients(
-            model,
-            objective,
-            micro_batches,
-            routers,
-            settings=settings,
-            step=state.step + 1,
-            progress=progress.activity,
-            stop=stop,
-        )
-        if score is None:  # Stopped half-way: `position` still is where this step began.
-            optimizer.zero_grad(set_to_none=True)
-            continue
-        grad_norm = clip_gradients(model, settings.max_grad_norm)
-        refuse_non_finite("gradient norm", grad_norm, state.step + 1, micro_batches)
-        learning_rate = learning_rate_at(state.step)
-        update_weights(optimizer, learning_rate, settings=settings, step=state.step + 1, micro_batches=micro_batches)
+            # 3. What the step was.
+            tokens = sum(batch.num_tokens for batch in micro_batches)
+            state = replace(
+                state,
+                step=state.step + 1,
+                tokens=state.tokens + tokens,
+                first_loss=score.loss if state.first_loss is None and not skip else state.first_loss,
+                last_loss=state.last_loss if skip else score.loss,
+                skipped=state.skipped + skip,
+                eval_due=validation is not None
+                and (state.step + 1 == settings.total_steps or is_due(state.step + 1, settings.eval_steps)),
+            )
+            position = Position(capture_rng(), steps.state_dict())
+            seconds = time.perf_counter() - started
+            measured = {
+                "loss": score.loss,
+                **score.metrics,
+                **({} if aux_loss is None else {"aux_loss": aux_loss}),
+                "grad_norm": grad_norm,
+            }
+            record = {
+                "step": state.step,
+                **({"skipped": True} if skip else measured),  # JSON has no NaN
+                "lr": learning_rate,
+                "tokens": tokens,
+                "supervised_tokens": sum(batch.num_targets for batch in micro_batches),
+                "tokens_per_s": round(tokens / seconds, 1),
+                "peak_mem_gib": round(peak_memory_bytes(device_of(model)) / GIB, 3),
+                "epoch": round(state.step / settings.steps_per_epoch, 4),
+            }
+            latest = dict(record)
+            append_record(run.metrics, record)
+            progress.step(record)
 
-        # 3. What the step was.
-        tokens = sum(batch.num_tokens for batch in micro_batches)
-        state = replace(
-            state,
-            step=state.step + 1,
-            tokens=state.tokens + tokens,
-            first_loss=score.loss if state.first_loss is None else state.first_loss,
-            last_loss=score.loss,
-            eval_due=validation is not None
-            and (state.step + 1 == settings.total_steps or is_due(state.step + 1, settings.eval_steps)),
-        )
-        position = Position(capture_rng(), steps.state_dict())
-        seconds = time.perf_counter() - started
-        record = {
-            "step": state.step,
-            "loss": score.loss,
-            **score.metrics,
-            **({} if routers.aux_loss is None else {"aux_loss": routers.aux_loss}),
-            "lr": learning_rate,
-            "grad_norm": grad_norm,
-            "tokens": tokens,
-            "supervised_tokens": sum(batch.num_targets for batch in micro_batches),
-            "tokens_per_s": round(tokens / seconds, 1),
-            "peak_mem_gib": round(peak_memory_bytes(device_of(model)) / GIB, 3),
-            "epoch": round(state.step / settings.steps_per_epoch, 4),
-        }
-        append_record(run.metrics, record)
-        progress.step(record)
+
+def take_gradients(
+    model: nn.Module,
+    objective: Objective,
+    micro_batches: Sequence[MicroBatch],
+    handle: StreamHandle | None,
+    *,
+    settings: TrainSettings,
+    step: int,
+    progress: Progress,
+    stop: StopRequest,
+) -> tuple[StepScore | None, float | None]:
+    """One attempt at the gradients of a step; its loss, None where it was broken off, and its routers' loss."""
+    routers = StepRouters(handle, micro_batches)
+    score = accumulate_gradients(
+        model, objective, micro_batches, routers, settings=settings, step=step, progress=progress.activity, stop=stop
+    )
+    return score, routers.aux_loss
 
 
 def save(
-    run: RunDirectory,
+    saver: CheckpointSaver,
     model: nn.Module,
     optimizer: torch.optim.Optimizer,
     state: Progressed,
     position: Position,
     identity: Mapping[str, Any],
-    writer: ModelWriter,
-) -> Checkpoint:
-    """Commit a checkpoint of ``state``, from which the next step starts at ``position``."""
-    checkpoint = save_checkpoint(
-        run.checkpoints,
+    metric: float | None,
+) -> None:
+    """Begin a checkpoint of ``state``, from which the next step starts at ``position``."""
+    saver.save(
         state={"step": state.step, "progressed": asdict(state), "stream": position.stream, "identity": dict(identity)},
         rng=position.rng,
         optimizer_tensors=optimizer_tensors(optimizer, model),
-        writer=writer,
+        metric=metric,
     )
-    append_event(run.events, "checkpoint", step=state.step, folder=str(checkpoint.path))
-    draw_loss(read_records(run.metrics), run.loss_plot, title=run.path.name)
-    return checkpoint
 
 
 def resume(checkpoint: Checkpoint, model: nn.Module, optimizer: torch.optim.Optimizer, steps: StepStream) -> Progressed:
     """Put optimizer, data and random state to where ``checkpoint`` left them, and return how far it had come."""
     load_optimizer_tensors(optimizer, model, checkpoint.optimizer_tensors())
-    steps.load_state_dict(checkpoint.state["stream"])
+    if checkpoint.state["stream"] is not None:  # None: the data may be another, and is begun anew
+        steps.load_state_dict(checkpoint.state["stream"])
     restore_rng(checkpoint.rng())
     return Progressed(**checkpoint.state["progressed"])
 

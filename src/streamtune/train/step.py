@@ -16,6 +16,7 @@ import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
+from typing import Literal
 
 import torch
 from torch import nn
@@ -36,7 +37,7 @@ __all__ = [
     "clip_gradients",
     "device_of",
     "evaluate",
-    "refuse_non_finite",
+    "find_non_finite",
     "update_weights",
 ]
 
@@ -60,6 +61,16 @@ class TrainSettings:
     seed: int
     out_of_memory_mend: str
     """What to change where memory runs out."""
+    on_nan: Literal["stop", "skip"] = "stop"
+    max_skips: int = 0
+    """Steps of the whole run that may be skipped."""
+    on_oom: Literal["stop", "replan"] = "stop"
+    save_async: bool = True
+    metric_for_best_model: str | None = None
+    """A name of ``metrics.jsonl``."""
+    greater_is_better: bool = False
+    save_best_limit: int = 0
+    """Checkpoints to keep for their metric, besides the newest."""
 
 
 @dataclass(frozen=True)
@@ -68,6 +79,8 @@ class StepScore:
 
     loss: float
     metrics: dict[str, float]
+    not_finite: NonFiniteError | None = None
+    """Set, not raised, where the loss of a micro-batch was NaN or infinite: all ranks decide alike what follows."""
 
 
 class _Means:
@@ -119,7 +132,7 @@ def accumulate_gradients(
     reset_peak_memory(device)
     with explain_out_of_memory(f"step {step}", micro_batches, mend):
         totals = objective.totals(micro_batches)
-    total, metrics = 0.0, _Means()
+    total, metrics, wrong = 0.0, _Means(), None
     model.train()
     if routers.need_counting:
         progress("counting routes")
@@ -137,12 +150,12 @@ def accumulate_gradients(
                     score = objective.score(model, batch, totals)
                 minimised = score.minimised
                 value = minimised.item()
-                refuse_non_finite("loss", value, step, [batch])
+                wrong = wrong or find_non_finite("loss", value, step, [batch])
                 minimised.backward()
         shown = score.loss if score.reported is None else score.reported
         total += value if shown is minimised else shown.item()
         metrics.add(score.metrics)
-    return StepScore(total, metrics.means())
+    return StepScore(total, metrics.means(), wrong)
 
 
 def clip_gradients(model: nn.Module, max_norm: float) -> float:
@@ -217,14 +230,15 @@ def device_of(model: nn.Module) -> torch.device:
     return next(model.parameters()).device
 
 
-def refuse_non_finite(name: str, value: float, step: int, micro_batches: Sequence[MicroBatch]) -> None:
-    """Raise where ``value`` is NaN or infinite: one such step would leave no weight usable."""
-    if not math.isfinite(value):
-        raise NonFiniteError(
-            f"the {name} of step {step} is {value}; the weights were not changed by it",
-            where=name_rows(micro_batches),
-            mend="look at these rows; lower learning_rate or warm up longer; checkpoints saved before are intact",
-        )
+def find_non_finite(name: str, value: float, step: int, micro_batches: Sequence[MicroBatch]) -> NonFiniteError | None:
+    """What is wrong where ``value`` is NaN or infinite: one such step would leave no weight usable."""
+    if math.isfinite(value):
+        return None
+    return NonFiniteError(
+        f"the {name} of step {step} is {value}; the weights were not changed by it",
+        where=name_rows(micro_batches),
+        mend="look at these rows; lower learning_rate or warm up longer; checkpoints saved before are intact",
+    )
 
 
 @contextmanager
