@@ -45,6 +45,7 @@ PUBLIC = {
         "TREE_OVERLENGTH",
         "Tree",
         "TreeReport",
+        "assign_rows",
         "collate",
         "collate_packed",
         "collate_trees",

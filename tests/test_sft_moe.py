@@ -80,7 +80,7 @@ def gradient_of(run: SftRun, step: list[MicroBatch]) -> tuple[float, float | Non
     run.model.zero_grad(set_to_none=True)
     routers = StepRouters(run.handle, step)
     score = accumulate_gradients(
-        run.model,
+        run.backend,
         SupervisedObjective(run.handle),
         step,
         routers,

@@ -223,7 +223,7 @@ def ours(
         objective = PairObjective(handle, recipe, reference)
     settings = TrainSettings(1, 1, 0.0, 0, 0, 1, bf16=recipe.bf16, seed=0, out_of_memory_mend="")
     score = accumulate_gradients(
-        model,
+        train.LocalBackend(model, torch.optim.SGD(model.parameters())),
         objective,
         batches,
         StepRouters(handle, batches),

@@ -1,11 +1,11 @@
-"""What a disk may hold after the power went: a file system that keeps only what was synced, replayed from the shim's log.
+"""What a disk may hold after the power went: only what was synced is kept for sure; replayed from the shim's log.
 
     synced    nothing survives but what an fsync of it, and of the directory it is named in, had returned for
     names     every name survives; of the bytes only those that were synced
     journal   names up to some moment after the last fsync, as journals keep them; of the bytes some more than synced
 
-Files are only ever appended to or written once here, so what a file held at a moment is the beginning of what it held at
-the end, or when it was deleted (the shim keeps a link to each).
+Files are only ever appended to or written once here, so what a file held at a moment is the beginning of what it held
+at the end, or when it was deleted (the shim keeps a link to each).
 """
 
 from __future__ import annotations

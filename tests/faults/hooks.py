@@ -74,13 +74,13 @@ def sigterm_while(job: dict[str, Any]) -> None:
     """A real SIGTERM from the middle of ``job["phase"]``, the second time it is reached (loading: the first)."""
     import streamtune.recipe.build_run as build_run
     import streamtune.recipe.build_sft as build_sft
-    from streamtune.train import loop, saver
+    from streamtune.train import LocalBackend, loop, saver
     from streamtune.train.objective import SupervisedObjective
 
     phases: dict[str, tuple[Any, str]] = {
         "loading": (build_sft, "make_model"),
         "forward": (SupervisedObjective, "score"),
-        "optimizer": (loop, "update_weights"),
+        "optimizer": (LocalBackend, "step"),
         "evaluating": (loop, "evaluate"),
         "saving": (saver, "save_checkpoint"),
         "final": (build_run.train, "write_final"),
@@ -113,7 +113,7 @@ def _before(owner: Any, name: str, *, at: int, then: Callable[[], None]) -> None
 
 
 def not_finite(job: dict[str, Any]) -> None:
-    """The loss of micro-batch ``job["micro"]`` (from 1) is NaN; or that of every batch with a row in ``job["rows"]``."""
+    """The loss of micro-batch ``job["micro"]`` (from 1) is NaN, or that of batches with a row in ``job["rows"]``."""
     from dataclasses import replace
 
     from streamtune.train.objective import SupervisedObjective
@@ -142,10 +142,8 @@ def out_of_memory(job: dict[str, Any]) -> None:
     def score(self: Any, model: Any, batch: Any, totals: Any) -> Any:
         calls[0] += totals is not None
         found = real(self, model, batch, totals)
-        if calls[0] >= job["micro"] and self.handle.schedule.chunk_size > job["most"]:
+        if calls[0] >= job["micro"] and self._handle.schedule.chunk_size > job["most"]:
             raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.")
         return found
 
     SupervisedObjective.score = score  # type: ignore[method-assign]
-
-

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import shutil
@@ -61,7 +62,12 @@ def write_sft(folder: Path, **changes: Any) -> None:
     """Rows and recipe of a tiny run of ``sft``."""
     folder.mkdir(parents=True, exist_ok=True)
     rows = [
-        {"messages": [{"role": "user", "content": f"Add {n}."}, {"role": "assistant", "content": f"{n}+1" * (1 + n % 3)}]}
+        {
+            "messages": [
+                {"role": "user", "content": f"Add {n}."},
+                {"role": "assistant", "content": f"{n}+1" * (1 + n % 3)},
+            ]
+        }
         for n in range(12)
     ]
     (folder / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
@@ -116,7 +122,13 @@ class Zygote:
         """``streamtune sft tiny.yaml ...`` in ``folder``; ``after`` is called with the process that was forked."""
         output = folder / "output.txt"
         output.unlink(missing_ok=True)
-        job = {"cwd": str(folder), "argv": [command, "tiny.yaml", *arguments], "output": str(output), "arm": arm, **more}
+        job = {
+            "cwd": str(folder),
+            "argv": [command, "tiny.yaml", *arguments],
+            "output": str(output),
+            "arm": arm,
+            **more,
+        }
         assert self.process.stdin is not None
         self.process.stdin.write(json.dumps({**job, "hook": hook}) + "\n")
         self.process.stdin.flush()
@@ -187,10 +199,8 @@ def kill_after(seconds: float) -> Callable[[int], None]:
 
     def kill(pid: int) -> None:
         time.sleep(seconds)
-        try:
+        with contextlib.suppress(ProcessLookupError):  # it was faster
             os.kill(pid, signal.SIGKILL)
-        except ProcessLookupError:
-            pass  # It was faster.
 
     return kill
 
@@ -209,7 +219,11 @@ def state_of(run: Path) -> dict[str, Any]:
     checkpoint = newest_checkpoint(run / "checkpoints", lambda text: None)
     assert checkpoint is not None, "no checkpoint"
     tensors = {
-        f"{file.relative_to(run)}/{name}": (str(x.dtype), tuple(x.shape), x.contiguous().flatten().view(torch.uint8).numpy().tobytes())
+        f"{file.relative_to(run)}/{name}": (
+            str(x.dtype),
+            tuple(x.shape),
+            x.contiguous().flatten().view(torch.uint8).numpy().tobytes(),
+        )
         for file in [*sorted((run / "final").glob("*.safetensors")), *sorted(checkpoint.path.rglob("*.safetensors"))]
         for name, x in load_file(file).items()
     }

@@ -114,5 +114,3 @@ def test_a_disk_of_one_mebibyte_fills_up_at_any_place(zygotes: Zygotes, tmp_path
     report("disk_tmpfs", trials=len(found), ran_full=failed, intact=sum(not differs for _, differs in found))
     assert failed >= 1
     assert [differs for _, differs in found if differs] == []
-
-

@@ -42,7 +42,9 @@ def test_killed_at_random_instants(zygotes: Zygotes, whole: Whole, tmp_path: Pat
     trials = size(200, 8)
     write_sft(tmp_path / "counted")
     prefix = "runs/tiny/checkpoints"
-    counted = zygotes.run(tmp_path / "counted", arm=(str(tmp_path / "counted" / prefix), ALL, 0, COUNT, 0, "", "")).counted
+    counted = zygotes.run(
+        tmp_path / "counted", arm=(str(tmp_path / "counted" / prefix), ALL, 0, COUNT, 0, "", "")
+    ).counted
     assert counted > 50
 
     def trial(number: int) -> tuple[int, list[str]]:
@@ -68,14 +70,14 @@ def test_killed_at_random_instants(zygotes: Zygotes, whole: Whole, tmp_path: Pat
 
 
 @pytest.mark.parametrize("asynchronous", [True, False])
-def test_killed_at_every_call_of_a_save(
-    zygotes: Zygotes, tmp_path: Path, asynchronous: bool, whole: Whole
-) -> None:
+def test_killed_at_every_call_of_a_save(zygotes: Zygotes, tmp_path: Path, asynchronous: bool, whole: Whole) -> None:
     """At every open, mkdir, fsync, rename and unlink of a run that saves twice and deletes the first checkpoint."""
     changes = {"save_steps": 5, "save_total_limit": 1, "save_async": asynchronous}
     write_sft(tmp_path / "counted", **changes)
     which = ALL & ~WRITE
-    counted = zygotes.run(tmp_path / "counted", arm=(str(tmp_path / "counted/runs"), which, 0, COUNT, 0, "", "")).counted
+    counted = zygotes.run(
+        tmp_path / "counted", arm=(str(tmp_path / "counted/runs"), which, 0, COUNT, 0, "", "")
+    ).counted
     theirs = state_of(tmp_path / "counted/runs/tiny")
     assert differences(theirs, whole[1]) == []
 

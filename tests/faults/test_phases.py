@@ -36,5 +36,3 @@ def test_sigterm_in_every_phase(zygotes: Zygotes, whole: Whole, tmp_path: Path) 
     identical = sum(not differs for _, differs in found)
     report("phases", trials=len(PHASES), identical=identical, slowest_seconds=round(max(s for s, _ in found), 2))
     assert [differs for _, differs in found if differs] == []
-
-

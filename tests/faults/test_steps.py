@@ -16,7 +16,9 @@ STEADY: dict[str, Any] = {"save_steps": 1, "save_total_limit": 99, "eval_steps":
 
 
 def events(run: Path, kind: str) -> list[dict[str, Any]]:
-    return [record for record in map(json.loads, (run / "events.jsonl").read_text().splitlines()) if record["event"] == kind]
+    return [
+        record for record in map(json.loads, (run / "events.jsonl").read_text().splitlines()) if record["event"] == kind
+    ]
 
 
 def test_a_loss_that_is_not_finite_is_found_in_its_step(zygotes: Zygotes, tmp_path: Path) -> None:

@@ -2,8 +2,9 @@
 
     python -m tests.faults.zygote        one JSON job a line on stdin; {"pid": n}, then {"status": n, ...} on stdout
 
-A job: ``{"cwd": folder, "argv": [...], "output": file, "arm": [...] | null, "hook": name | null}``. ``arm``
-are the arguments of ``faults_arm`` (``shim.c``); ``hook`` (``hooks``) is called in the forked process before the command, or in its place where it returns an exit code.
+A job: ``{"cwd": folder, "argv": [...], "output": file, "arm": [...] | null, "hook": name | null}``. ``arm`` are the
+arguments of ``faults_arm`` (``shim.c``); ``hook`` (``hooks``) is called in the forked process before the command, or in
+its place where it returns an exit code.
 """
 
 from __future__ import annotations
@@ -51,9 +52,7 @@ def run(job: dict[str, Any]) -> int:
     if job.get("arm"):
         library = ctypes.CDLL(None)
         below, classes, at, action, error, log, graves = job["arm"]
-        library.faults_arm(
-            below.encode(), classes, ctypes.c_long(at), action, error, log.encode(), graves.encode()
-        )
+        library.faults_arm(below.encode(), classes, ctypes.c_long(at), action, error, log.encode(), graves.encode())
     try:
         main(job["argv"])
     except SystemExit as left:

@@ -9,14 +9,14 @@ import pytest
 import torch
 from train_kit import RowStream, Trainer, make_batch, make_model
 
-from streamtune.train import MicroBatch, Score, TreeBatch, read_records
+from streamtune.train import MicroBatch, Score, TreeBatch, World, read_records
 from streamtune.train.objective import output_of
 
 
 class SquaredNorm:
     """The squared norm of the head, and a metric that depends on the batch: nothing like a language model's loss."""
 
-    def totals(self, micro_batches: Sequence[MicroBatch]) -> float:
+    def totals(self, micro_batches: Sequence[MicroBatch], world: World) -> float:
         return float(len(micro_batches))
 
     def score(self, model: Any, batch: MicroBatch, totals: float | None) -> Score:

@@ -15,6 +15,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from streamtune.optim import build_optimizer, build_schedule
 from streamtune.train import (
     Checkpoint,
+    LocalBackend,
     MicroBatch,
     ModelWriter,
     Objective,
@@ -112,9 +113,8 @@ class Trainer:
         console = Console(file=self.output, width=100)
         with Progress(console, total_steps=steps) as progress:
             return train(
-                model,
+                LocalBackend(model, build_optimizer("adamw", model.named_parameters(), learning_rate=learning_rate)),
                 objective or SupervisedObjective(),
-                build_optimizer("adamw", model.named_parameters(), learning_rate=learning_rate),
                 build_schedule("cosine", learning_rate=learning_rate, total_steps=steps, warmup_steps=2),
                 stream or RowStream(),
                 validation,

@@ -38,8 +38,8 @@ AllowChangeOption = Annotated[
     list[str] | None,
     typer.Option(
         metavar="KEY",
-        help="Go on though this differs from the start of the run: a key of the recipe, `data` or `world_size`. May be "
-        "given several times.",
+        help="Go on though this differs from the start of the run: a key of the recipe, or `data`. May be given "
+        "several times.",
         show_default=False,
     ),
 ]

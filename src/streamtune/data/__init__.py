@@ -10,6 +10,7 @@ Import order is that of the arrows, right to left; nothing here knows a model or
 
 from __future__ import annotations
 
+from streamtune.data.assign import assign_rows
 from streamtune.data.collate import Batch, PackedBatch, collate, collate_packed
 from streamtune.data.collate_trees import NO_ROW, CollatedTrees, collate_trees
 from streamtune.data.demos import ARITHMETIC_PATH, PREFERENCES_PATH
@@ -58,6 +59,7 @@ __all__ = [
     "Source",
     "Tree",
     "TreeReport",
+    "assign_rows",
     "collate",
     "collate_packed",
     "collate_trees",

@@ -3,19 +3,20 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import islice
 from typing import TYPE_CHECKING, Any, Protocol
 
 from streamtune import data, train
+from streamtune.recipe.build_world import accumulation
 from streamtune.recipe.schema import Recipe
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-__all__ = ["Batches", "Steps"]
+__all__ = ["Batches", "Steps", "share_out"]
 
 
 @dataclass(frozen=True)
@@ -43,6 +44,10 @@ class Batches:
         """The batch of some training sequences."""
         return self.collate([self._unit(self.prepared.train, self.prepared.packs, unit) for unit in units])
 
+    def length(self, unit: int) -> int:
+        """Tokens of a training sequence."""
+        return sum(len(example.input_ids) for example in self._unit(self.prepared.train, self.prepared.packs, unit))
+
     def held_out(self, batch_size: int) -> Iterator[train.MicroBatch]:
         """The held-out sequences in their own order."""
         examples, packs = self.prepared.validation, self.prepared.validation_packs
@@ -56,12 +61,24 @@ class Batches:
         return [examples[row] for row in ([unit] if packs is None else packs[unit])]
 
 
+def share_out(batches: Iterable[train.MicroBatch], world: train.World) -> Iterator[train.MicroBatch]:
+    """This rank's of some batches: as many as every other rank has, with a filler where they do not come out even."""
+    together = iter(batches)
+    while at_once := list(islice(together, world.data_size)):
+        filler = replace(at_once[0], filler=True)
+        yield at_once[world.data_rank] if world.data_rank < len(at_once) else filler
+
+
 class Trainable(Protocol):
     """Something that makes micro-batches of numbered training units."""
 
     @property
     def num_train(self) -> int:
         """How many units there are."""
+        ...
+
+    def length(self, unit: int) -> int:
+        """Tokens of a unit."""
         ...
 
     def training(self, units: Sequence[int]) -> train.MicroBatch:
@@ -74,12 +91,23 @@ class Steps:
 
     With ``dataloader_num_workers`` the steps to come are prepared by so many threads while one is trained on. Where the
     stream stands is said by what was handed out, not by what is prepared.
+
+    Args:
+        batches: Makes them.
+        recipe: How many there are.
+        world: The ranks that share a step. Which units it has hangs on their number only where the recipe's numbers
+            are those of one rank (no ``train_batch_size``).
     """
 
-    def __init__(self, batches: Trainable, recipe: Recipe) -> None:
-        self.batches = batches
+    def __init__(
+        self,
+        batches: Trainable,
+        recipe: Recipe,
+        world: train.World = train.World(),  # noqa: B008 (frozen)
+    ) -> None:
+        self.batches, self.world = batches, world
         self.batch_size = recipe.per_device_train_batch_size
-        self.accumulation = recipe.gradient_accumulation_steps
+        self.micro_batches = accumulation(recipe, world) * world.data_size
         self.sampler = data.ResumableSampler(batches.num_train, seed=recipe.seed)
         self.workers = recipe.dataloader_num_workers
         self._pool = ThreadPoolExecutor(self.workers, "batches") if self.workers else None
@@ -93,18 +121,27 @@ class Steps:
             self._position = self.sampler.state_dict()
             return step
         while len(self._coming) <= self.workers:
-            units = self._draw()
-            self._coming.append((self._pool.submit(self._make, units), self.sampler.state_dict()))
+            drawn = self._draw()
+            self._coming.append((self._pool.submit(self._make, drawn), self.sampler.state_dict()))
         prepared, self._position = self._coming.popleft()
         return prepared.result()
 
     def _draw(self) -> list[list[int]]:
-        while not (step := list(islice(self.sampler.batches(self.batch_size), self.accumulation))):
+        while not (step := list(islice(self.sampler.batches(self.batch_size), self.micro_batches))):
             pass  # The epoch was over; asking has moved the sampler on to the next one.
         return step
 
     def _make(self, step: Sequence[Sequence[int]]) -> list[train.MicroBatch]:
-        return [self.batches.training(units) for units in step]
+        """This rank's micro-batches of a step."""
+        units = [unit for batch in step for unit in batch]
+        shares = data.assign_rows(units, self.batches.length, ranks=self.world.data_size, batch_size=self.batch_size)
+        mine = shares[self.world.data_rank]
+        # A rank without a row of its own computes the shortest of the others': it waits for them in any case.
+        shortest = min(units, key=self.batches.length) if not all(mine) else 0
+        return [
+            self.batches.training(batch) if batch else replace(self.batches.training([shortest]), filler=True)
+            for batch in mine
+        ]
 
     def state_dict(self) -> dict[str, Any]:
         """Where the sampler stood when the last step was handed out."""

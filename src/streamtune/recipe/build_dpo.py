@@ -92,7 +92,7 @@ def build_dpo(
     Args:
         loaded: The recipe, with ``objective: dpo``.
         resume: ``auto`` (go on where the run in ``output_dir`` stopped), ``never``, or the path of a checkpoint.
-        allow_change: What may differ from the run that is gone on with: keys of the recipe, ``data``, ``world_size``.
+        allow_change: What may differ from the run that is gone on with: keys of the recipe, and ``data``.
         dry_run: Plan a fixed schedule too, and ask no reference.
         notify: Told what is worth knowing on the way, a sentence at a time.
         doing: Shows what takes a while, for as long as it does.
@@ -122,7 +122,7 @@ def build_dpo(
         with doing("checking that prompts can be shared"):
             share = can_share(recipe, model, notify)
         largest = _largest(prepared, recipe, longest, share)
-        handle, memory = plan_and_stream(
+        handle, backend, memory = plan_and_stream(
             recipe,
             model,
             start,
@@ -154,7 +154,8 @@ def build_dpo(
         model=model,
         parameters=models.count_parameters(model),
         handle=handle,
-        plan=plan_steps(recipe, batches.num_train),
+        backend=backend,
+        plan=plan_steps(recipe, batches.num_train, start.world),
         unit="row" if recipe.unpaired else "pair",
         memory=memory,
         batches=batches,
@@ -174,7 +175,9 @@ def run_dpo(run: DpoRun, console: Console) -> Outcome:
     """
     recipe, batches = run.recipe, run.batches
     held_out = (lambda: batches.held_out(recipe.per_device_eval_batch_size)) if batches.prepared.validation else None
-    return train_run(run, console, objective=run.objective, steps=Steps(batches, recipe), validation=held_out)
+    return train_run(
+        run, console, objective=run.objective, steps=Steps(batches, recipe, run.start.world), validation=held_out
+    )
 
 
 def prepare_trees(

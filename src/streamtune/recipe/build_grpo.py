@@ -83,7 +83,7 @@ def build_grpo(
     Args:
         loaded: The recipe, one of grpo.
         resume: ``auto`` (go on where the run in ``output_dir`` stopped), ``never``, or the path of a checkpoint.
-        allow_change: What may differ from the run that is gone on with: keys of the recipe, ``data``, ``world_size``.
+        allow_change: What may differ from the run that is gone on with: keys of the recipe, and ``data``.
         dry_run: Plan a fixed schedule too: what it would hold is what a dry run is for.
         notify: Told what is worth knowing on the way, a sentence at a time.
         doing: Shows what takes a while, for as long as it does.
@@ -119,7 +119,7 @@ def build_grpo(
                 held = load_reference(recipe, model, tokenizer, start.device)
         with doing("checking that prompts can be shared"):
             share = can_share(recipe, model, notify)
-        handle, memory = plan_and_stream(
+        handle, backend, memory = plan_and_stream(
             recipe,
             model,
             start,
@@ -140,6 +140,7 @@ def build_grpo(
         model=model,
         parameters=models.count_parameters(model),
         handle=handle,
+        backend=backend,
         plan=_plan_steps(recipe, len(prompts.train)),
         unit="completion",
         memory=memory,
@@ -318,14 +319,13 @@ def run_grpo(run: GrpoRun, console: Console) -> Outcome:
         log=log,
     )
 
-    def begin(optimizer: torch.optim.Optimizer, progress: train.Progress, stop: train.StopRequest) -> None:
+    def begin(backend: train.Backend, progress: train.Progress, stop: train.StopRequest) -> None:
         if isinstance(steps.writer, rollout.TransformersWriter):
             steps.writer.stop = lambda: stop.requested
         log.cut(run.checkpoint.step if run.checkpoint else 0)
         steps.activity = progress.activity
-        # The moments of supervised gradients would scale the first steps of another loss. A resume puts another
-        # dictionary into the optimizer, so it is looked up when the time has come.
-        steps.on_first_rollout = lambda: optimizer.state.clear()
+        # The moments of supervised gradients would scale the first steps of another loss.
+        steps.on_first_rollout = backend.reset_optimizer
 
     return train_run(
         run,

@@ -20,6 +20,7 @@ from streamtune.recipe.schema_grpo import GrpoRecipe
 __all__ = ["MeasuredBatch", "PolicyBatch", "PolicyObjective"]
 
 Metrics = Mapping[str, tuple[float, float]]
+WORLD = train.World()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -78,14 +79,14 @@ class PolicyObjective:
             "importance_level": recipe.importance_sampling_level,
         }
 
-    def totals(self, micro_batches: Sequence[train.MicroBatch]) -> StepTotals | int:
+    def totals(self, micro_batches: Sequence[train.MicroBatch], world: train.World = WORLD) -> StepTotals | int:
         """The completions and target tokens of the step, those without a gradient included."""
-        policy = [batch for batch in micro_batches if isinstance(batch, PolicyBatch)]
-        if not policy:
-            return self.supervised.totals(micro_batches)
+        policy = [batch for batch in train.counted(micro_batches) if isinstance(batch, PolicyBatch)]
+        if not world.any(bool(policy)):
+            return self.supervised.totals(micro_batches, world)
         return StepTotals(
-            completions=sum(batch.num_rows + batch.silent_rows for batch in policy),
-            tokens=sum(batch.num_targets + batch.silent_tokens for batch in policy),
+            completions=world.count(sum(batch.num_rows + batch.silent_rows for batch in policy)),
+            tokens=world.count(sum(batch.num_targets + batch.silent_tokens for batch in policy)),
             max_completion_length=self.recipe.max_completion_length,
         )
 

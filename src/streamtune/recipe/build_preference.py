@@ -21,6 +21,8 @@ from streamtune.engine import Branches, StreamHandle
 from streamtune.recipe.build_reference import KeptLogps
 from streamtune.recipe.schema_dpo import DpoRecipe
 
+WORLD = train.World()
+
 __all__ = [
     "GivenReference",
     "PairObjective",
@@ -112,6 +114,11 @@ class PreferenceBatches:
         self.kept: KeptLogps | None = None
         """Of all trees in the order of :meth:`asked`."""
 
+    def length(self, unit: int) -> int:
+        """Tokens of a training unit: its prompt once, and its completions."""
+        tree = self.prepared.train[unit]
+        return len(tree.prompt) + sum(len(completion) for completion in tree.completions)
+
     @property
     def num_train(self) -> int:
         """Trees to train on."""
@@ -187,9 +194,9 @@ class PairObjective:
     def __init__(self, handle: StreamHandle, recipe: DpoRecipe, reference: train.Reference | None) -> None:
         self.handle, self.recipe, self.reference = handle, recipe, reference
 
-    def totals(self, micro_batches: Sequence[train.MicroBatch]) -> int:
+    def totals(self, micro_batches: Sequence[train.MicroBatch], world: train.World = WORLD) -> int:
         """The pairs of the step."""
-        return sum(_tree(batch).num_rows // 2 for batch in micro_batches)
+        return world.count(sum(_tree(batch).num_rows // 2 for batch in train.counted(micro_batches)))
 
     def score(self, model: nn.Module, batch: train.MicroBatch, totals: int | None) -> train.Score:
         """See :meth:`streamtune.train.Objective.score`."""
@@ -244,11 +251,12 @@ class UnpairedObjective:
         self.handle, self.recipe, self.reference, self.device = handle, recipe, reference, device
         self.loss = objectives.check_unpaired(recipe.loss_type, **unpaired_knobs(recipe))
 
-    def totals(self, micro_batches: Sequence[train.MicroBatch]) -> _UnpairedTotals:
+    def totals(self, micro_batches: Sequence[train.MicroBatch], world: train.World = WORLD) -> _UnpairedTotals:
         """The completions of the step, and its baseline."""
         batches = [_tree(batch) for batch in micro_batches]
         with self._autocast():
-            return _UnpairedTotals(sum(batch.num_rows for batch in batches), self._baseline(batches))
+            baseline = self._baseline(batches, world)
+        return _UnpairedTotals(world.count(sum(batch.num_rows for batch in train.counted(batches))), baseline)
 
     def score(self, model: nn.Module, batch: train.MicroBatch, totals: _UnpairedTotals | None) -> train.Score:
         """See :meth:`streamtune.train.Objective.score`."""
@@ -278,8 +286,8 @@ class UnpairedObjective:
         return train.Score(summed / totals.rows, router_loss=router_loss, metrics=metrics)
 
     @torch.no_grad()
-    def _baseline(self, batches: Sequence[PreferenceBatch]) -> Tensor | None:
-        """A scalar, or None where the loss has none."""
+    def _baseline(self, batches: Sequence[PreferenceBatch], world: train.World = WORLD) -> Tensor | None:
+        """A scalar, of the batches of all ranks; None where the loss has none."""
         if not self.loss.needs_baseline:
             return None
         policy, reference = [], []
@@ -290,13 +298,18 @@ class UnpairedObjective:
                 row_K, rows = beside.row_K, beside.num_rows
                 logp_K, _ = _policy(self.handle, self.handle.model, beside)
                 ref_K = self.reference.logprobs(beside)
-                policy.append(objectives.RowLogps.of(logp_K, row_K, rows))
-                reference.append(objectives.RowLogps.of(ref_K, row_K, rows))
-        return objectives.kto_baseline(self._joined(policy), self._joined(reference))
+                if not batch.filler:
+                    policy.append(objectives.RowLogps.of(logp_K, row_K, rows))
+                    reference.append(objectives.RowLogps.of(ref_K, row_K, rows))
+        return objectives.kto_baseline(self._joined(policy, world), self._joined(reference, world))
 
-    def _joined(self, parts: Sequence[objectives.RowLogps]) -> objectives.RowLogps:
+    def _joined(self, parts: Sequence[objectives.RowLogps], world: train.World) -> objectives.RowLogps:
+        if world.size > 1:
+            mine = [objectives.RowLogps(part.logp_N.cpu(), part.tokens_N.cpu()) for part in parts]
+            parts = [part for found in world.gather(mine) for part in found]
         joined = objectives.RowLogps(
-            torch.cat([part.logp_N for part in parts]), torch.cat([part.tokens_N for part in parts])
+            torch.cat([part.logp_N for part in parts]).to(self.device),
+            torch.cat([part.tokens_N for part in parts]).to(self.device),
         )
         return joined.per_token() if self.recipe.length_normalization else joined
 

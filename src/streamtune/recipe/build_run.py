@@ -9,11 +9,10 @@ An objective adds its data, its loss and its batches (``build_sft``, ``build_dpo
 
 from __future__ import annotations
 
-import os
 import secrets
 import time
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import asdict, dataclass, field
 from functools import partial
 from pathlib import Path
@@ -28,9 +27,11 @@ from streamtune.errors import ArgumentError, did_you_mean
 from streamtune.plan import Plan
 from streamtune.plan.scored import Completions
 from streamtune.recipe.build import choose_device, quiet_libraries, stream_model
-from streamtune.recipe.build_model import choose_quantization, make_optimizer
+from streamtune.recipe.build_batches import share_out
+from streamtune.recipe.build_model import choose_quantization
 from streamtune.recipe.build_plan import plan_model
 from streamtune.recipe.build_settings import StepPlan, train_settings
+from streamtune.recipe.build_world import accumulation, make_backend, make_world
 from streamtune.recipe.dump import dump_recipe
 from streamtune.recipe.loader import LoadedRecipe
 from streamtune.recipe.schema import Recipe
@@ -45,7 +46,7 @@ Notify = Callable[[str], None]
 """Told what is worth knowing on the way, a sentence at a time."""
 Doing = Callable[[str], AbstractContextManager[Any]]
 """Shows what takes a while, for as long as it does."""
-Begin = Callable[[torch.optim.Optimizer, train.Progress, train.StopRequest], None]
+Begin = Callable[[train.Backend, train.Progress, train.StopRequest], None]
 """Given, before the first step, what a loop is run with and a stream of steps may want to know."""
 
 FREE_KEYS = frozenset(
@@ -58,6 +59,9 @@ FREE_KEYS = frozenset(
         # how the same gradient is computed,
         "engine", "device", "per_device_eval_batch_size", "trust_remote_code", "share_prefix",
         "dataloader_num_workers", "deterministic",
+        "deepspeed", "fsdp", "sequence_parallel", "sequence_parallel_size",
+        # what `rows_per_step` says,
+        "gradient_accumulation_steps", "train_batch_size",
         # and what the fingerprint of the data covers, wherever the files are now.
         "datasets",
     }
@@ -73,6 +77,8 @@ class Start:
     """Where a run starts, and what it must have in common with what it goes on with."""
 
     device: torch.device
+    world: train.World
+    """The ranks that train together."""
     quantization: str | None
     """``nf4`` or ``int8``: of the frozen linear layers."""
     directory: train.RunDirectory
@@ -84,7 +90,7 @@ class Start:
     continued: Mapping[Path, dict[str, Any]]
     """What is gone on with, and what it was started as."""
     allow: frozenset[str]
-    """What may differ from that all the same: keys of the recipe, ``data``, ``world_size``."""
+    """What may differ from that all the same: keys of the recipe, and ``data``."""
     notify: Notify
     planned_for: dict[str, Any] = field(default_factory=dict)
     """What the planner was asked, to ask it again where memory runs out."""
@@ -128,6 +134,8 @@ class Run:
     model: Any
     parameters: models.ParameterCount
     handle: StreamHandle
+    backend: train.Backend
+    """Steps the model."""
     plan: StepPlan
     unit: str
     """What a step has so many of: ``row``, ``packed sequence``, ``pair`` ..."""
@@ -189,7 +197,7 @@ def start_run(recipe: Recipe, resume: str, notify: Notify, allow_change: Collect
         recipe: The recipe.
         resume: ``auto`` (go on where the run in ``output_dir`` stopped), ``never``, or the path of a checkpoint.
         notify: See :data:`Notify`.
-        allow_change: What may differ: keys of the recipe, ``data``, ``world_size``.
+        allow_change: What may differ: keys of the recipe, and ``data``.
 
     Raises:
         ArgumentError: A device that is not there, a quantisation that is not installed, or ``allow_change`` names
@@ -197,28 +205,31 @@ def start_run(recipe: Recipe, resume: str, notify: Notify, allow_change: Collect
         CheckpointError: The checkpoint named by ``resume`` cannot be used.
         RecipeError: What would be gone on with was started under other settings.
     """
-    known = (*type(recipe).model_fields, "data", "world_size")
+    known = (*type(recipe).model_fields, "data")
     for name in allow_change:
         if name not in known:
-            mend = did_you_mean(name, known) or "name a key of the recipe, data or world_size"
+            mend = did_you_mean(name, known) or "name a key of the recipe, or data"
             raise ArgumentError(f"there is no '{name}' to change", where="--allow-change", mend=mend)
     device = choose_device(recipe.device)
     if recipe.deterministic:
         train.use_deterministic_kernels()
     quantization = choose_quantization(recipe, device)
     quiet_libraries(device)
+    world = make_world(recipe, device)
     directory = train.RunDirectory(Path(recipe.output_dir))
-    before = directory.read_identity()
-    checkpoint = train.find_checkpoint(directory, resume, notify)
+    before, checkpoint = world.main(
+        lambda: (directory.read_identity(), train.find_checkpoint(directory, resume, notify))
+    )
     continued = {directory.path: before} if before is not None and resume != "never" else {}
     if checkpoint is not None:
         continued[checkpoint.path] = checkpoint.state["identity"]
     start = Start(
         device=device,
+        world=world,
         quantization=quantization,
         directory=directory,
         checkpoint=checkpoint,
-        identity=_identify(recipe, quantization, before if resume != "never" else None),
+        identity=_identify(recipe, quantization, world, before if resume != "never" else None),
         replaces=before is not None and resume == "never",
         continued=continued,
         allow=frozenset(allow_change),
@@ -230,9 +241,15 @@ def start_run(recipe: Recipe, resume: str, notify: Notify, allow_change: Collect
     return start
 
 
-def _identify(recipe: Recipe, quantization: str | None, before: Mapping[str, Any] | None) -> dict[str, Any]:
-    """What run this is: what a resumption must have in common with its start, and what is told where it differs."""
+def _identify(
+    recipe: Recipe, quantization: str | None, world: train.World, before: Mapping[str, Any] | None
+) -> dict[str, Any]:
+    """What run this is: what a resumption must have in common with its start, and what is told where it differs.
+
+    The rows of a step are those of all ranks together: on how many they are computed changes nothing but roundings.
+    """
     compared = recipe.model_dump(mode="json", exclude={*FREE_KEYS, "quantization"})
+    compared["gradient_accumulation_steps"] = accumulation(recipe, world) * world.data_size
     if recipe.objective == "sft":  # runs were started before there was another
         del compared["objective"]
     if quantization is not None:  # what `auto` became: on another device it is another model
@@ -240,7 +257,7 @@ def _identify(recipe: Recipe, quantization: str | None, before: Mapping[str, Any
     return {
         "run": (before or {}).get("run") or secrets.token_hex(8),
         "recipe": compared,
-        "world_size": int(os.environ.get("WORLD_SIZE", "1")),
+        "world_size": world.size,
         "free": recipe.model_dump(mode="json", include=set(FREE_KEYS) - {"output_dir", "datasets"}),
         "versions": {"streamtune": __version__, "torch": torch.__version__, "transformers": transformers.__version__},
     }
@@ -273,7 +290,7 @@ def plan_and_stream(
     dry_run: bool,
     notify: Notify,
     doing: Doing,
-) -> tuple[StreamHandle, Plan | None]:
+) -> tuple[StreamHandle, train.Backend, Plan | None]:
     """Put the engine into the model, by the planner's schedule where the recipe asks for one.
 
     Args:
@@ -305,10 +322,12 @@ def plan_and_stream(
     with doing("checking that this model streams exactly"):
         handle.check()
         check(handle)
+    with doing("setting up the optimizer"):  # after the checks: ranks that share the weights have them no longer whole
+        backend = make_backend(recipe, model, handle.layers, start.world)
     if memory is not None and not dry_run and memory.schedule.uses_host:
         handle.tiers.reserve(memory.simulation.host_bytes, start.device)
     start.identity["schedule"] = asdict(handle.schedule)  # not compared: another gives the same gradient, to rounding
-    return handle, memory
+    return handle, backend, memory
 
 
 def _schedule_of(checkpoint: train.Checkpoint | None) -> Schedule | None:
@@ -328,7 +347,7 @@ def train_run(
     steps: train.StepStream,
     validation: Callable[[], Iterable[train.MicroBatch]] | None,
     learning_rate_at: Callable[[int], float] | None = None,
-    begin: Begin = lambda optimizer, progress, stop: None,
+    begin: Begin = lambda backend, progress, stop: None,
 ) -> Outcome:
     """Train, and where the run comes to its end save the model and let it answer the sample prompt.
 
@@ -346,18 +365,21 @@ def train_run(
     """
     directory = run.directory
     before = run.checkpoint.state["progressed"]["tokens"] if run.checkpoint else 0
-    moved_aside = directory.move_aside() if run.start.replaces else None
-    with directory.claim(run.start.identity, dump_recipe(run.recipe, comment=f"resolved from {run.loaded.path}")):
+    world = run.start.world
+    moved_aside = world.main(directory.move_aside) if run.start.replaces else None
+    with _claimed(run):
         writer = _make_writer(run)
         started = time.perf_counter()
-        with train.StopRequest() as stop, train.record_failure(directory.events):
+        failures = train.record_failure(directory.events) if world.is_main else nullcontext()
+        with train.StopRequest() as stop, failures:
             progressed = _train(
                 run, objective, steps, validation, writer, stop, console, learning_rate_at or _schedule(run), begin
             )
         seconds = time.perf_counter() - started
         finished = progressed.step >= run.plan.total_steps
         sample = _finish(run, writer) if finished else None
-        train.append_event(directory.events, "finish" if finished else "stop", step=progressed.step)
+        if world.is_main:
+            train.append_event(directory.events, "finish" if finished else "stop", step=progressed.step)
     newest = train.checkpoint_path(directory.checkpoints, progressed.step)
     return Outcome(
         progressed=progressed,
@@ -370,6 +392,15 @@ def train_run(
         tokens=progressed.tokens - before,
         seconds=seconds,
     )
+
+
+@contextmanager
+def _claimed(run: Run) -> Iterator[None]:
+    """The run directory is this run's within; rank 0 holds it for all."""
+    with ExitStack() as held:
+        text = dump_recipe(run.recipe, comment=f"resolved from {run.loaded.path}")
+        run.start.world.main(lambda: held.enter_context(run.directory.claim(run.start.identity, text)))
+        yield
 
 
 def _train(
@@ -386,18 +417,18 @@ def _train(
     """The loop, with the optimizer the recipe asks for."""
     recipe, plan, directory = run.recipe, run.plan, run.directory
     first_step = run.checkpoint.step if run.checkpoint else 0
-    train.supersede(directory.checkpoints, first_step)
-    train.append_event(directory.events, "resume" if run.checkpoint else "start", step=first_step)
-    optimizer = make_optimizer(recipe, run.model)
+    world = run.start.world
+    if world.is_main:
+        train.supersede(directory.checkpoints, first_step)
+        train.append_event(directory.events, "resume" if run.checkpoint else "start", step=first_step)
     with train.Progress(console, plan.total_steps, first_step, recipe.logging_steps) as progress:
-        begin(optimizer, progress, stop)
+        begin(run.backend, progress, stop)
         return train.train(
-            run.model,
+            run.backend,
             objective,
-            optimizer,
             learning_rate_at,
             steps,
-            validation,
+            None if validation is None else lambda: share_out(validation(), world),
             settings=train_settings(recipe, plan, run.handle.schedule),
             run=directory,
             identity=run.start.identity,
@@ -406,6 +437,7 @@ def _train(
             progress=progress,
             stop=stop,
             handle=run.handle,
+            world=world,
             next_schedule=partial(_next_schedule, run),
         )
 
@@ -436,19 +468,24 @@ def _schedule(run: Run) -> Callable[[int], float]:
 
 def _finish(run: Run, writer: train.ModelWriter) -> str | None:
     """Write ``final/`` and return what the model says to the sample prompt."""
-    train.write_final(run.directory.final, writer)
-    run.handle.remove()
-    sample = run.recipe.sample
-    if sample is None:
-        return None
-    return models.sample_text(
-        run.model,
-        run.tokenizer,
-        sample.prompt,
-        max_new_tokens=sample.max_new_tokens,
-        temperature=SAMPLE_TEMPERATURE,
-        seed=run.recipe.seed,
-    )
+    world, sample = run.start.world, run.recipe.sample
+
+    def finish() -> str | None:
+        train.write_final(run.directory.final, writer)
+        if sample is None or world.size > 1:
+            return None
+        run.handle.remove()
+        return models.sample_text(
+            run.model,
+            run.tokenizer,
+            sample.prompt,
+            max_new_tokens=sample.max_new_tokens,
+            temperature=SAMPLE_TEMPERATURE,
+            seed=run.recipe.seed,
+        )
+
+    with run.backend.whole():
+        return world.main(finish)
 
 
 def _make_writer(run: Run) -> train.ModelWriter:

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 from streamtune import train
 from streamtune.engine import Schedule
+from streamtune.recipe.build_world import accumulation
 from streamtune.recipe.schema import Recipe
 
 __all__ = ["StepPlan", "plan_steps", "train_settings"]
@@ -21,10 +22,10 @@ class StepPlan:
     warmup_steps: int
 
 
-def plan_steps(recipe: Recipe, num_sequences: int) -> StepPlan:
+def plan_steps(recipe: Recipe, num_sequences: int, world: train.World) -> StepPlan:
     """Count the optimizer steps; the last of an epoch may have fewer micro-batches, none is left out."""
     batches_per_epoch = -(-num_sequences // recipe.per_device_train_batch_size)
-    steps_per_epoch = -(-batches_per_epoch // recipe.gradient_accumulation_steps)
+    steps_per_epoch = -(-batches_per_epoch // (accumulation(recipe, world) * world.data_size))
     total_steps = recipe.max_steps
     if total_steps < 0:
         total_steps = math.ceil(steps_per_epoch * recipe.num_train_epochs)

@@ -56,7 +56,7 @@ def build_sft(
     Args:
         loaded: The recipe.
         resume: ``auto`` (go on where the run in ``output_dir`` stopped), ``never``, or the path of a checkpoint.
-        allow_change: What may differ from the run that is gone on with: keys of the recipe, ``data``, ``world_size``.
+        allow_change: What may differ from the run that is gone on with: keys of the recipe, and ``data``.
         dry_run: Plan a fixed schedule too: what it would hold is what a dry run is for.
         notify: Told what is worth knowing on the way, a sentence at a time.
         doing: Shows what takes a while, for as long as it does.
@@ -78,7 +78,7 @@ def build_sft(
         with doing("loading the model"):
             model = make_model(recipe, tokenizer, start.checkpoint, start.device)
         tell_of_model(model, longest, start, notify)
-        handle, memory = plan_and_stream(
+        handle, backend, memory = plan_and_stream(
             recipe,
             model,
             start,
@@ -98,7 +98,8 @@ def build_sft(
         model=model,
         parameters=models.count_parameters(model),
         handle=handle,
-        plan=plan_steps(recipe, Batches(prepared, tokenizer).num_train),
+        backend=backend,
+        plan=plan_steps(recipe, Batches(prepared, tokenizer).num_train, start.world),
         unit="packed sequence" if recipe.packing else "row",
         memory=memory,
     )
@@ -120,6 +121,6 @@ def run_sft(run: SftRun, console: Console) -> Outcome:
         run,
         console,
         objective=train.SupervisedObjective(run.handle),
-        steps=Steps(batches, recipe),
+        steps=Steps(batches, recipe, run.start.world),
         validation=held_out,
     )

@@ -40,7 +40,7 @@ from streamtune.recipe.schema_dpo import DpoRecipe
 from streamtune.recipe.schema_grpo import GrpoRecipe
 from streamtune.train.objective import autocast
 from streamtune.train.routers import StepRouters
-from streamtune.train.step import accumulate_gradients, clip_gradients, update_weights
+from streamtune.train.step import accumulate_gradients, explain_out_of_memory
 
 __all__ = ["OBJECTIVES", "make_reference", "prepare_step"]
 
@@ -140,8 +140,9 @@ def _step(job: Trained, optimizer: torch.optim.Optimizer, prepared: Prepared) ->
     )
     objective, make_batches = prepared
     batches = make_batches()
+    backend = train.LocalBackend(model, optimizer)
     accumulate_gradients(
-        model,
+        backend,
         objective,
         batches,
         StepRouters(job.handle, batches),
@@ -150,9 +151,10 @@ def _step(job: Trained, optimizer: torch.optim.Optimizer, prepared: Prepared) ->
         progress=lambda activity: None,
         stop=train.StopRequest(),
     )
-    clip_gradients(model, settings.max_grad_norm)
+    backend.clip_gradients(settings.max_grad_norm)
     # Nothing is to be learnt from random tokens: the update runs whole and leaves the weights as they are.
-    update_weights(optimizer, 0.0, settings=settings, step=1, micro_batches=batches)
+    with explain_out_of_memory("the optimizer at step 1", batches, settings.out_of_memory_mend):
+        backend.step(0.0)
 
 
 # --- objectives -------------------------------------------------------------------------------------------------------

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from streamtune.train.batch import IGNORE_INDEX, MicroBatch, StepStream, TreeBatch
+from streamtune.train.backend import Backend, LocalBackend
+from streamtune.train.batch import IGNORE_INDEX, MicroBatch, StepStream, TreeBatch, counted
 from streamtune.train.checkpoint import Checkpoint, ModelWriter, checkpoint_path, supersede, write_final
 from streamtune.train.loop import Progressed, train
 from streamtune.train.memory import GIB, is_out_of_memory, peak_memory_bytes
@@ -16,11 +17,14 @@ from streamtune.train.rundir import RunDirectory, check_same_run, find_checkpoin
 from streamtune.train.signals import StopRequest
 from streamtune.train.staging import commit_directory
 from streamtune.train.step import TrainSettings
+from streamtune.train.world import World
 
 __all__ = [
     "GIB",
     "IGNORE_INDEX",
+    "Backend",
     "Checkpoint",
+    "LocalBackend",
     "MicroBatch",
     "ModelReference",
     "ModelWriter",
@@ -35,11 +39,13 @@ __all__ = [
     "SupervisedObjective",
     "TrainSettings",
     "TreeBatch",
+    "World",
     "append_event",
     "autocast",
     "check_same_run",
     "checkpoint_path",
     "commit_directory",
+    "counted",
     "draw_loss",
     "evaluating",
     "find_checkpoint",

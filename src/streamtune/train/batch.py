@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 import torch
 from torch import Tensor
@@ -12,7 +12,9 @@ from torch import Tensor
 if TYPE_CHECKING:
     from streamtune.engine import Branches
 
-__all__ = ["IGNORE_INDEX", "MicroBatch", "StepStream", "TreeBatch"]
+__all__ = ["IGNORE_INDEX", "MicroBatch", "StepStream", "TreeBatch", "counted"]
+
+Batch = TypeVar("Batch", bound="MicroBatch")
 
 IGNORE_INDEX = -100
 """The label of a position that is not trained on."""
@@ -35,6 +37,8 @@ class MicroBatch:
     """Where each row comes from, ``file:row``: for messages."""
     position_ids: Tensor | None = None
     """[B, T] int64 from 0 in each of the rows packed into a sequence; None where a sequence is one row"""
+    filler: bool = False
+    """It is computed because other ranks compute a batch of theirs, and counts nothing."""
 
     @property
     def num_targets(self) -> int:
@@ -63,8 +67,13 @@ class MicroBatch:
     def to(self, device: torch.device) -> MicroBatch:
         """The same batch on ``device``."""
         positions = None if self.position_ids is None else self.position_ids.to(device)
-        tensors = (self.input_ids.to(device), self.attention_mask.to(device), self.shift_labels.to(device))
-        return MicroBatch(*tensors, self.origins, positions)
+        return replace(
+            self,
+            input_ids=self.input_ids.to(device),
+            attention_mask=self.attention_mask.to(device),
+            shift_labels=self.shift_labels.to(device),
+            position_ids=positions,
+        )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -107,6 +116,11 @@ class TreeBatch(MicroBatch):
         names = ("input_ids", "attention_mask", "shift_labels", "rows", "position_ids")
         moved = {name: getattr(self, name).to(device) for name in names if getattr(self, name) is not None}
         return replace(self, **moved)
+
+
+def counted(batches: Sequence[Batch]) -> list[Batch]:
+    """Those that are not there for the sake of other ranks."""
+    return [batch for batch in batches if not batch.filler]
 
 
 class StepStream(Protocol):

@@ -1,7 +1,7 @@
 """What is done about a step that goes wrong: numbers that are not finite, memory that runs out, sudden jumps.
 
 Every decision is made in one place, :class:`StepGuard`, before the weights are touched. Several ranks must decide
-alike: ``agree`` combines a flag over them, and is all of this that knows of ranks.
+alike: :meth:`StepGuard.skips` is where their flags are combined, and all of them call it at the same place.
 """
 
 from __future__ import annotations
@@ -23,6 +23,7 @@ from streamtune.train.records import append_event, read_records
 from streamtune.train.rng import capture_rng, restore_rng
 from streamtune.train.rundir import RunDirectory
 from streamtune.train.step import TrainSettings, name_rows
+from streamtune.train.world import World
 
 __all__ = ["NextSchedule", "StepGuard"]
 
@@ -51,9 +52,8 @@ class StepGuard:
         run: Whose events are written; its metrics tell what came before a resume.
         device: Where the model is.
         next_schedule: See :data:`NextSchedule`.
-        agree: Whether a flag is set on any rank; asked by all of them at the same places.
-        alone: Whether this is the only rank. Others would wait in a collective while one of them takes a step again, so
-            with several of them running out of memory ends the run.
+        world: The ranks that train together. Others would wait in a collective while one of them takes a step again,
+            so with several of them running out of memory ends the run.
     """
 
     def __init__(
@@ -63,11 +63,10 @@ class StepGuard:
         device: torch.device,
         *,
         next_schedule: NextSchedule = lambda install: None,
-        agree: Callable[[bool], bool] = lambda flag: flag,
-        alone: bool = True,
+        world: World = World(),  # noqa: B008 (frozen)
     ) -> None:
         self.settings, self.run, self.device = settings, run, device
-        self.next_schedule, self.agree, self.alone = next_schedule, agree, alone
+        self.next_schedule, self.world = next_schedule, world
         before = [record for record in read_records(run.metrics) if "loss" in record][-WINDOW:]
         self._seen = {name: deque((r[name] for r in before), maxlen=WINDOW) for name in ("loss", "grad_norm")}
 
@@ -82,17 +81,19 @@ class StepGuard:
         Raises:
             NonFiniteError: Something is not finite, and the run is to stop; nothing was changed by this step.
         """
-        if not self.agree(wrong is not None):
+        if not self.world.any(wrong is not None):
             return False
-        if wrong is None:
-            wrong = NonFiniteError(f"the loss or gradient of step {step} is not finite on another rank")
+        told = self.world.gather(None if wrong is None else (wrong.what, wrong.where, wrong.mend))
+        what, where, mend = next((each for each in told if each is not None), (f"step {step} is not finite", "", ""))
+        wrong = NonFiniteError(what, where=where, mend=mend)
         if self.settings.on_nan == "stop":
             wrong.mend += "; or write on_nan: skip to go on without such steps"
             raise wrong
         if skipped >= self.settings.max_skips:
             wrong.mend = f"{skipped} steps were skipped, as many as max_skips allows; {wrong.mend}"
             raise wrong
-        append_event(self.run.events, "non_finite", step=step, what=wrong.what, rows=wrong.where, skipped=skipped + 1)
+        if self.world.is_main:
+            append_event(self.run.events, "non_finite", step=step, what=what, rows=where, skipped=skipped + 1)
         return True
 
     def attempt(self, take: Callable[[], Taken], undo: Callable[[], None], step: int) -> Taken:
@@ -109,7 +110,8 @@ class StepGuard:
         Raises:
             OutOfMemoryError: With the peak, and the schedule the planner would take next.
         """
-        replans = self.settings.on_oom == "replan" and self.alone
+        alone = self.world.size == 1
+        replans = self.settings.on_oom == "replan" and alone
         began = capture_rng() if replans else None
         for tried in range(MOST_REPLANS + 1):
             try:
@@ -123,7 +125,7 @@ class StepGuard:
             gc.collect()
             if self.device.type == "cuda":
                 torch.cuda.empty_cache()
-            schedule = self.next_schedule(replans) if self.alone and tried < MOST_REPLANS else None
+            schedule = self.next_schedule(replans) if alone and tried < MOST_REPLANS else None
             details = {"step": step, "what": failed.what, "rows": failed.where, "peak_bytes": peak}
             if schedule is None or began is None:
                 if schedule is not None:
@@ -138,13 +140,13 @@ class StepGuard:
         raise AssertionError("the last attempt returns or raises")
 
     def watch(self, step: int, loss: float, grad_norm: float, micro_batches: Sequence[MicroBatch]) -> None:
-        """Write an event with the rows where loss or gradient norm jumped."""
+        """Write an event with the rows, this rank's, where loss or gradient norm jumped."""
         for name, value in (("loss", loss), ("grad_norm", grad_norm)):
             seen = self._seen[name]
             if len(seen) >= LEAST_STEPS:
                 middle = median(seen)
                 deviation = 1.4826 * median(abs(other - middle) for other in seen)
-                if value > max(middle + SPIKE * deviation, LEAST_SPIKE * middle) and value > 0:
+                if self.world.is_main and value > max(middle + SPIKE * deviation, LEAST_SPIKE * middle):
                     rows = name_rows(micro_batches, most=16)
                     append_event(self.run.events, "spike", step=step, metric=name, value=value, usual=middle, rows=rows)
             seen.append(value)

@@ -11,16 +11,13 @@ from dataclasses import asdict, dataclass, replace
 from functools import partial
 from typing import Any
 
-import torch
-from torch import nn
-
 from streamtune.engine import StreamHandle
-from streamtune.train.batch import MicroBatch, StepStream
+from streamtune.train.backend import Backend
+from streamtune.train.batch import MicroBatch, StepStream, counted
 from streamtune.train.checkpoint import Checkpoint, ModelWriter, check_room
 from streamtune.train.guard import NextSchedule, StepGuard
 from streamtune.train.memory import GIB, peak_memory_bytes
 from streamtune.train.objective import Objective
-from streamtune.train.optimizer_state import load_optimizer_tensors, optimizer_tensors
 from streamtune.train.plot import LossPlot
 from streamtune.train.progress import Progress
 from streamtune.train.records import append_event, append_record, cut_after_step, cut_events
@@ -33,12 +30,12 @@ from streamtune.train.step import (
     StepScore,
     TrainSettings,
     accumulate_gradients,
-    clip_gradients,
     device_of,
     evaluate,
+    explain_out_of_memory,
     find_non_finite,
-    update_weights,
 )
+from streamtune.train.world import World
 
 __all__ = ["Position", "Progressed", "train"]
 
@@ -70,9 +67,8 @@ class Position:
 
 
 def train(
-    model: nn.Module,
+    backend: Backend,
     objective: Objective,
-    optimizer: torch.optim.Optimizer,
     learning_rate_at: Callable[[int], float],
     steps: StepStream,
     validation: Callable[[], Iterable[MicroBatch]] | None,
@@ -85,14 +81,15 @@ def train(
     progress: Progress,
     stop: StopRequest,
     handle: StreamHandle | None = None,
+    world: World = World(),  # noqa: B008 (frozen)
     next_schedule: NextSchedule = lambda install: None,
 ) -> Progressed:
-    """Train ``model`` until ``settings.total_steps``, or until ``stop`` is requested.
+    """Train the model of ``backend`` until ``settings.total_steps``, or until ``stop`` is requested.
 
     Args:
-        model: A causal language model. Where ``resume_from`` is given it has been loaded from that checkpoint already.
+        backend: A causal language model with its gradients and optimizer. Where ``resume_from`` is given its weights
+            are those of that checkpoint already.
         objective: What is minimised.
-        optimizer: Over parameters of ``model``.
         learning_rate_at: The learning rate of each step, counted from 0.
         steps: Gives each optimizer step its micro-batches.
         validation: Gives the held-out batches, anew at each call.
@@ -103,8 +100,9 @@ def train(
         resume_from: Go on from here. On the CPU every later loss is bit for bit that of a run never interrupted.
         progress: What the user sees.
         stop: Looked at after each micro-batch. A step broken off half-way is left out of the checkpoint.
-        handle: What streams ``model``; its routers' losses, if it has any, are in the gradient and not in ``loss``.
-        next_schedule: What else to stream it by where memory runs out.
+        handle: What streams the model; its routers' losses, if it has any, are in the gradient and not in ``loss``.
+        world: The ranks that train together: each calls this with its share of the rows, rank 0 writes the files.
+        next_schedule: What else to stream the model by where memory runs out.
 
     Returns:
         How far it came.
@@ -115,60 +113,69 @@ def train(
         OutOfMemoryError: With the batch it happened on and what to change.
         CheckpointError: A checkpoint cannot be written. The ones before are intact.
     """
-    seed_everything(settings.seed)
-    state = Progressed() if resume_from is None else resume(resume_from, model, optimizer, steps)
-    cut_after_step(run.metrics, state.step, evaluated=not state.eval_due)
-    cut_events(run.events, state.step)
+    model = backend.model
+    seed_everything(settings.seed, world.rank)
+    state = Progressed() if resume_from is None else resume(resume_from, backend, steps)
+    if world.is_main:
+        cut_after_step(run.metrics, state.step, evaluated=not state.eval_due)
+        cut_events(run.events, state.step)
     position = Position(capture_rng(), steps.state_dict())
     saved_step = state.step
-    plot = LossPlot(run)
     latest: dict[str, Any] = {}
-    guard = StepGuard(settings, run, device_of(model), next_schedule=next_schedule)
-    keep = Keep(settings.save_total_limit, settings.save_best_limit, settings.greater_is_better)
+    plot = LossPlot(run)
+    guard = StepGuard(settings, run, device_of(model), next_schedule=next_schedule, world=world)
     saver = CheckpointSaver(
         run.checkpoints,
         writer,
-        keep,
+        Keep(settings.save_total_limit, settings.save_best_limit, settings.greater_is_better),
         run=str(identity.get("run", "")),
-        asynchronous=settings.save_async,
+        asynchronous=settings.save_async and world.size == 1,
         before=run.sync,
     )
 
-    with saver:
+    with saver:  # which waits for a save in flight, however this ends
         while True:
             # 1. At a boundary between steps: evaluate and save where it is time to, leave where the run is over.
             if state.eval_due and validation is not None:
                 progress.activity("evaluating")
                 found = evaluate(
-                    model, objective, validation(), settings=settings, step=state.step, stop=stop, handle=handle
+                    model,
+                    objective,
+                    validation(),
+                    settings=settings,
+                    step=state.step,
+                    stop=stop,
+                    handle=handle,
+                    world=world,
                 )
                 if found is not None:
                     state = replace(state, eval_loss=found.get("eval_loss"), eval_due=False)
                     latest |= found
-                    append_record(run.metrics, {"step": state.step, **found})
                     progress.evaluated(state.step, found)
-                    plot.draw()
-            over = stop.requested or state.step >= settings.total_steps
+                    if world.is_main:
+                        append_record(run.metrics, {"step": state.step, **found})
+                        plot.draw()
+            over = world.any(stop.requested) or state.step >= settings.total_steps
             if state.step != saved_step and (over or is_due(state.step, settings.save_steps)):
                 progress.activity("saving")
-                metric = None if settings.metric_for_best_model is None else latest.get(settings.metric_for_best_model)
-                save(saver, model, optimizer, state, position, identity, metric)
+                save(saver, backend, state, position, identity, world, latest.get(settings.metric_for_best_model or ""))
                 saved_step = state.step
-                plot.draw()
-            for checkpoint in saver.wait() if over else saver.finished():
-                append_event(run.events, "checkpoint", step=checkpoint.step, folder=str(checkpoint.path))
-                progress.saved(checkpoint.step, checkpoint.path)
+            if world.is_main:
+                for path in saver.wait() if over else saver.finished():
+                    step = int(path.name.removeprefix("step-"))
+                    append_event(run.events, "checkpoint", step=step, folder=str(path))
+                    progress.saved(step, path)
+                if over:
+                    plot.draw(last=True)
             if over:
-                plot.draw(last=True)
                 return state
 
             # 2. One optimizer step.
             started = time.perf_counter()
             micro_batches = steps.next_step()
-
             gradients = partial(
                 take_gradients,
-                model,
+                backend,
                 objective,
                 micro_batches,
                 handle,
@@ -176,28 +183,30 @@ def train(
                 step=state.step + 1,
                 progress=progress,
                 stop=stop,
+                world=world,
             )
-            drop = partial(optimizer.zero_grad, set_to_none=True)
-            score, aux_loss = guard.attempt(gradients, drop, state.step + 1)
+            score, aux_loss = guard.attempt(gradients, backend.drop_gradients, state.step + 1)
             if score is None:  # Stopped half-way: `position` still is where this step began.
-                optimizer.zero_grad(set_to_none=True)
+                backend.drop_gradients()
                 continue
-            grad_norm = clip_gradients(model, settings.max_grad_norm)
+            grad_norm = backend.clip_gradients(settings.max_grad_norm)
             wrong = score.not_finite or find_non_finite("gradient norm", grad_norm, state.step + 1, micro_batches)
-            learning_rate = learning_rate_at(state.step)
             skip = guard.skips(wrong, state.step + 1, state.skipped)
+            learning_rate = learning_rate_at(state.step)
             if skip:
-                optimizer.zero_grad(set_to_none=True)
+                backend.drop_gradients()
             else:
                 guard.watch(state.step + 1, score.loss, grad_norm, micro_batches)
-                update_weights(
-                    optimizer, learning_rate, settings=settings, step=state.step + 1, micro_batches=micro_batches
-                )
-            if not latest:  # the first step of this session: now the optimizer has its state
-                check_room(run.checkpoints, writer, optimizer_tensors(optimizer, model))
+                # The first step allocates the optimizer's state, which is when a model that just fits no longer does.
+                doing = f"the optimizer at step {state.step + 1}"
+                with explain_out_of_memory(doing, micro_batches, settings.out_of_memory_mend):
+                    backend.step(learning_rate)
+            if not latest and world.size == 1:  # now the optimizer has its state: what a checkpoint takes is known
+                check_room(run.checkpoints, writer, backend.optimizer_tensors())
 
             # 3. What the step was.
-            tokens = sum(batch.num_tokens for batch in micro_batches)
+            mine = counted(micro_batches)
+            tokens = world.count(sum(batch.num_tokens for batch in mine))
             state = replace(
                 state,
                 step=state.step + 1,
@@ -213,26 +222,27 @@ def train(
             measured = {
                 "loss": score.loss,
                 **score.metrics,
-                **({} if aux_loss is None else {"aux_loss": aux_loss}),
-                "grad_norm": grad_norm,
+                **({} if aux_loss is None else {"aux_loss": world.sums([aux_loss])[0]}),
             }
             record = {
                 "step": state.step,
                 **({"skipped": True} if skip else measured),  # JSON has no NaN
                 "lr": learning_rate,
+                **({} if skip else {"grad_norm": grad_norm}),
                 "tokens": tokens,
-                "supervised_tokens": sum(batch.num_targets for batch in micro_batches),
+                "supervised_tokens": world.count(sum(batch.num_targets for batch in mine)),
                 "tokens_per_s": round(tokens / seconds, 1),
                 "peak_mem_gib": round(peak_memory_bytes(device_of(model)) / GIB, 3),
                 "epoch": round(state.step / settings.steps_per_epoch, 4),
             }
             latest = dict(record)
-            append_record(run.metrics, record)
+            if world.is_main:
+                append_record(run.metrics, record)
             progress.step(record)
 
 
 def take_gradients(
-    model: nn.Module,
+    backend: Backend,
     objective: Objective,
     micro_batches: Sequence[MicroBatch],
     handle: StreamHandle | None,
@@ -241,36 +251,52 @@ def take_gradients(
     step: int,
     progress: Progress,
     stop: StopRequest,
+    world: World,
 ) -> tuple[StepScore | None, float | None]:
     """One attempt at the gradients of a step; its loss, None where it was broken off, and its routers' loss."""
-    routers = StepRouters(handle, micro_batches)
+    routers = StepRouters(handle, micro_batches, world)
     score = accumulate_gradients(
-        model, objective, micro_batches, routers, settings=settings, step=step, progress=progress.activity, stop=stop
+        backend,
+        objective,
+        micro_batches,
+        routers,
+        settings=settings,
+        step=step,
+        progress=progress.activity,
+        stop=stop,
+        world=world,
     )
     return score, routers.aux_loss
 
 
 def save(
     saver: CheckpointSaver,
-    model: nn.Module,
-    optimizer: torch.optim.Optimizer,
+    backend: Backend,
     state: Progressed,
     position: Position,
     identity: Mapping[str, Any],
+    world: World,
     metric: float | None,
 ) -> None:
-    """Begin a checkpoint of ``state``, from which the next step starts at ``position``."""
-    saver.save(
+    """Begin a checkpoint of ``state``, from which the next step starts at ``position``. Called by all ranks.
+
+    With several ranks it is committed when this returns, and what goes wrong is raised on all of them.
+    """
+    tensors = backend.optimizer_tensors()
+    begin = partial(
+        saver.save,
         state={"step": state.step, "progressed": asdict(state), "stream": position.stream, "identity": dict(identity)},
         rng=position.rng,
-        optimizer_tensors=optimizer_tensors(optimizer, model),
+        optimizer_tensors=tensors,
         metric=metric,
     )
+    with backend.whole():
+        world.main(begin)
 
 
-def resume(checkpoint: Checkpoint, model: nn.Module, optimizer: torch.optim.Optimizer, steps: StepStream) -> Progressed:
+def resume(checkpoint: Checkpoint, backend: Backend, steps: StepStream) -> Progressed:
     """Put optimizer, data and random state to where ``checkpoint`` left them, and return how far it had come."""
-    load_optimizer_tensors(optimizer, model, checkpoint.optimizer_tensors())
+    backend.load_optimizer_tensors(checkpoint.optimizer_tensors())
     if checkpoint.state["stream"] is not None:  # None: the data may be another, and is begun anew
         steps.load_state_dict(checkpoint.state["stream"])
     restore_rng(checkpoint.rng())

@@ -15,11 +15,13 @@ import torch
 from torch import Tensor, nn
 
 from streamtune.engine import StreamHandle
-from streamtune.train.batch import MicroBatch
+from streamtune.train.batch import MicroBatch, counted
+from streamtune.train.world import World
 
 __all__ = ["Objective", "Score", "SupervisedObjective", "autocast", "loss_of", "output_of"]
 
 SumAndCount = tuple[float, float]
+WORLD = World()
 
 
 @dataclass(frozen=True)
@@ -47,8 +49,13 @@ class Score:
 class Objective(Protocol):
     """A loss that is a mean over a whole optimizer step."""
 
-    def totals(self, micro_batches: Sequence[MicroBatch]) -> Any:
-        """The divisors of the step, counted before its first backward. Never None."""
+    def totals(self, micro_batches: Sequence[MicroBatch], world: World = WORLD) -> Any:
+        """The divisors of the step, counted before its first backward. Never None.
+
+        Args:
+            micro_batches: This rank's. Those that are fillers count nothing, and take part in what all ranks compute.
+            world: The ranks that share the step: what is counted is counted over all of them.
+        """
         ...
 
     def score(self, model: nn.Module, batch: MicroBatch, totals: Any) -> Score:
@@ -71,18 +78,18 @@ class SupervisedObjective:
     """
 
     def __init__(self, handle: StreamHandle | None = None) -> None:
-        self._routers = None if handle is None else handle.routers
+        self._handle = handle  # whose routers are others once it is scheduled anew
 
-    def totals(self, micro_batches: Sequence[MicroBatch]) -> int:
+    def totals(self, micro_batches: Sequence[MicroBatch], world: World = WORLD) -> int:
         """The targets of the step."""
-        return sum(batch.num_targets for batch in micro_batches)
+        return world.count(sum(batch.num_targets for batch in counted(micro_batches)))
 
     def score(self, model: nn.Module, batch: MicroBatch, totals: int | None) -> Score:
         """See :meth:`Objective.score`."""
         loss: Tensor = output_of(model, batch, num_targets=1 if totals is None else totals).loss
         if totals is None:
             return Score(loss, held_out=[(loss.item(), batch.num_targets)])
-        watch = self._routers
+        watch = None if self._handle is None else self._handle.routers
         terms = watch.terms if watch is not None and watch.loss is not None else None
         return Score(loss, reported=None if terms is None else terms.loss)
 

@@ -20,7 +20,8 @@ from typing import Any
 import torch
 
 from streamtune.engine import StreamHandle
-from streamtune.train.batch import MicroBatch
+from streamtune.train.batch import MicroBatch, counted
+from streamtune.train.world import World
 
 __all__ = ["StepRouters"]
 
@@ -31,12 +32,21 @@ class StepRouters:
     Args:
         handle: What streams the model; None, or one without a loss on its routers: nothing is done here.
         batches: The micro-batches of the step.
+        world: The ranks that share the step.
     """
 
-    def __init__(self, handle: StreamHandle | None, batches: Sequence[MicroBatch]) -> None:
+    def __init__(
+        self,
+        handle: StreamHandle | None,
+        batches: Sequence[MicroBatch],
+        world: World = World(),  # noqa: B008 (frozen)
+    ) -> None:
         self._watch = handle.routers if handle is not None and handle.routers.loss is not None else None
         self._handle, self._batches = handle, batches
-        self._tokens = sum(batch.num_tokens for batch in batches)
+        self._world = world
+        self._tokens = sum(batch.num_tokens for batch in counted(batches))
+        if self._watch is not None:
+            self._tokens = world.count(self._tokens)
         self._totals: torch.Tensor | None = None
         self.aux_loss: float | None = None if self._watch is None else 0.0
         """The step's balance loss so far, not multiplied with its coefficient."""
@@ -45,7 +55,7 @@ class StepRouters:
     def need_counting(self) -> bool:
         """Whether the step is balanced as a whole and has parts."""
         loss = None if self._watch is None else self._watch.loss
-        return loss is not None and loss.scope == "global" and len(self._batches) > 1
+        return loss is not None and loss.scope == "global" and len(self._batches) * self._world.size > 1
 
     def count(self, device: torch.device) -> None:
         """Find out how often each expert is chosen in the whole step. Random numbers are left as they were."""
@@ -59,14 +69,15 @@ class StepRouters:
             yield
             return
         watch = self._watch
-        watch.totals, watch.weight = self._totals, batch.num_tokens / self._tokens
+        watch.totals, watch.weight = self._totals, 0.0 if batch.filler else batch.num_tokens / self._tokens
         try:
             with watch.counting(batch.attention_mask):
                 yield
         finally:
             watch.totals, watch.weight = None, 1.0
         assert watch.terms is not None, "a call with labels has said what its loss was made of"
-        self.aux_loss = (self.aux_loss or 0.0) + watch.terms.balance.item()
+        if not batch.filler:
+            self.aux_loss = (self.aux_loss or 0.0) + watch.terms.balance.item()
 
     def _calls(self, device: torch.device) -> Iterator[dict[str, Any]]:
         """The arguments of each micro-batch's call; while they are used, its padding does not count."""

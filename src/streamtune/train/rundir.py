@@ -195,14 +195,13 @@ def find_checkpoint(run: RunDirectory, resume: str, notify: Callable[[str], None
 def check_same_run(
     before: Mapping[str, Any], now: Mapping[str, Any], *, where: Path, allow: Container[str] = ()
 ) -> list[str]:
-    """Refuse to go on with a run under settings, data or ranks other than those it was started with.
+    """Refuse to go on with a run under settings or data other than those it was started with.
 
     Args:
-        before: The identity written down when the run started: ``{"recipe": {key: value}, "data": fingerprint,
-            "world_size": ranks}``.
+        before: The identity written down when the run started: ``{"recipe": {key: value}, "data": fingerprint}``.
         now: The identity of this start; a part it lacks is not compared.
         where: What is to be continued, for the message.
-        allow: Keys of the recipe, ``data`` and ``world_size``: what may differ all the same.
+        allow: Keys of the recipe, and ``data``: what may differ all the same.
 
     Returns:
         The differences that were allowed, in words.
@@ -211,7 +210,6 @@ def check_same_run(
         RecipeError: They differ; the message names each key with both values.
     """
     found = _changes(before.get("recipe", {}), now.get("recipe", {}))
-    found |= _changes(*({"world_size": each.get("world_size", 1)} for each in (before, now)))
     if "data" in now and before.get("data") != now["data"]:
         found["data"] = "the data is not the same"
     refused = {key: text for key, text in found.items() if key not in allow}
@@ -225,8 +223,9 @@ def check_same_run(
 
 
 def tell_changes(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
-    """What else differs from the start of a run, in words: keys that may differ, and versions of what computes."""
+    """What else differs from the start of a run, in words: keys that may, versions of what computes, ranks."""
     parts = [_changes(before.get(part, {}), now.get(part, {})) for part in ("free", "versions")]
+    parts.append(_changes(*({"world_size": each.get("world_size", 1)} for each in (before, now))))
     return [text for part in parts for text in part.values()]
 
 

@@ -24,7 +24,6 @@ from torch import Tensor
 
 from streamtune.errors import CheckpointError
 from streamtune.train.checkpoint import (
-    Checkpoint,
     ModelWriter,
     checkpoint_path,
     explained,
@@ -100,7 +99,7 @@ class CheckpointSaver:
         self.folder, self.writer, self.keep, self.run = folder, writer, keep, run
         self.asynchronous, self.before = asynchronous, before
         self._worker: threading.Thread | None = None
-        self._saved: list[Checkpoint] = []
+        self._saved: list[Path] = []
         self._error: BaseException | None = None
 
     def __enter__(self) -> CheckpointSaver:
@@ -154,7 +153,7 @@ class CheckpointSaver:
                 )
                 open_checkpoint(saved.path)  # read back; only now is there one more than before
                 rotate(self.folder, self.keep, run=self.run)
-            self._saved.append(saved)
+            self._saved.append(saved.path)
 
         if not copied:
             write()
@@ -162,7 +161,7 @@ class CheckpointSaver:
         self._worker = threading.Thread(target=self._guarded, args=(write,), name="checkpoint")
         self._worker.start()
 
-    def finished(self) -> list[Checkpoint]:
+    def finished(self) -> list[Path]:
         """What was committed since the last call.
 
         Raises:
@@ -172,7 +171,7 @@ class CheckpointSaver:
         saved, self._saved = self._saved, []
         return saved
 
-    def wait(self) -> list[Checkpoint]:
+    def wait(self) -> list[Path]:
         """Wait for the save in flight, then as :meth:`finished`."""
         self._join()
         return self.finished()

@@ -7,7 +7,8 @@ fine-tuning it is
 
 Each micro-batch contributes its sum, divided once by N, and its gradient is added to the ones before. So a step split
 differently, or shorter at the end of an epoch, still weighs every token the same. Other objectives have other divisors
-(``objective``). What a mixture's routers add is in ``routers``; the loss that is shown and recorded is without it.
+(``objective``). Several ranks split a step further: N is of all of them, and the shares of all add up. What a mixture's
+routers add is in ``routers``; the loss that is shown and recorded is without it.
 """
 
 from __future__ import annotations
@@ -23,22 +24,23 @@ from torch import nn
 
 from streamtune.engine import StreamHandle
 from streamtune.errors import NonFiniteError, OutOfMemoryError
+from streamtune.train.backend import Backend
 from streamtune.train.batch import MicroBatch
 from streamtune.train.memory import is_out_of_memory, reset_peak_memory
 from streamtune.train.objective import Objective, SumAndCount, autocast
 from streamtune.train.rng import preserve_rng
 from streamtune.train.routers import StepRouters
 from streamtune.train.signals import StopRequest
+from streamtune.train.world import World
 
 __all__ = [
     "StepScore",
     "TrainSettings",
     "accumulate_gradients",
-    "clip_gradients",
     "device_of",
     "evaluate",
+    "explain_out_of_memory",
     "find_non_finite",
-    "update_weights",
 ]
 
 
@@ -95,13 +97,20 @@ class _Means:
             before, counted = self._found.get(name, (0.0, 0.0))
             self._found[name] = (before + value, counted + count)
 
+    def over(self, world: World) -> _Means:
+        """Those of all ranks together."""
+        joined = _Means()
+        for found in world.gather(self._found):
+            joined.add(found)
+        return joined
+
     def means(self) -> dict[str, float]:
         """What was counted at all; a mean of nothing is left out."""
         return {name: value / count for name, (value, count) in self._found.items() if count}
 
 
 def accumulate_gradients(
-    model: nn.Module,
+    backend: Backend,
     objective: Objective,
     micro_batches: Sequence[MicroBatch],
     routers: StepRouters,
@@ -110,28 +119,31 @@ def accumulate_gradients(
     step: int,
     progress: Callable[[str], None],
     stop: StopRequest,
+    world: World = World(),  # noqa: B008 (frozen)
 ) -> StepScore | None:
-    """Add the gradients of all micro-batches to ``parameter.grad`` and return the step's loss, without the routers'.
+    """Add the gradients of all micro-batches to those of ``backend`` and return the step's loss, without the routers'.
 
     Args:
-        model: What is trained.
+        backend: What is trained, and where its gradients go.
         objective: What is minimised.
-        micro_batches: Of one optimizer step.
+        micro_batches: Of one optimizer step, this rank's: as many on every rank.
         routers: Made for these micro-batches.
         settings: Autocast, and what to say where memory runs out.
         step: Number of the step, from 1: for messages.
         progress: Told what is going on, a few words at a time.
-        stop: Looked at after each micro-batch.
+        stop: Looked at after each micro-batch; a stop of one rank is one of all.
+        world: The ranks that share the step.
 
     Returns:
         None where ``stop`` was requested before the last micro-batch: the gradients are then incomplete.
     """
-    if stop.requested:  # while the micro-batches were made, which may have been broken off
+    if world.any(stop.requested):  # while the micro-batches were made, which may have been broken off
         return None
+    model = backend.model
     device, mend = device_of(model), settings.out_of_memory_mend
     reset_peak_memory(device)
     with explain_out_of_memory(f"step {step}", micro_batches, mend):
-        totals = objective.totals(micro_batches)
+        totals = objective.totals(micro_batches, world)
     total, metrics, wrong = 0.0, _Means(), None
     model.train()
     if routers.need_counting:
@@ -139,50 +151,26 @@ def accumulate_gradients(
         with explain_out_of_memory(f"step {step}", micro_batches, mend), autocast(device, settings.bf16):
             routers.count(device)
     for index, batch in enumerate(micro_batches):
-        if stop.requested:
+        if world.any(stop.requested):
             return None
         if len(micro_batches) > 1:
             progress(f"batch {index + 1}/{len(micro_batches)}")
         with explain_out_of_memory(f"step {step}", [batch], mend):
             batch = batch.to(device)
-            with routers.micro_batch(batch):
+            last = index == len(micro_batches) - 1
+            with routers.micro_batch(batch), backend.micro_step(last=last):
                 with autocast(device, settings.bf16):
                     score = objective.score(model, batch, totals)
-                minimised = score.minimised
+                minimised = score.minimised * 0.0 if batch.filler else score.minimised
                 value = minimised.item()
                 wrong = wrong or find_non_finite("loss", value, step, [batch])
-                minimised.backward()
+                backend.backward(minimised)
+        if batch.filler:
+            continue
         shown = score.loss if score.reported is None else score.reported
         total += value if shown is minimised else shown.item()
         metrics.add(score.metrics)
-    return StepScore(total, metrics.means(), wrong)
-
-
-def clip_gradients(model: nn.Module, max_norm: float) -> float:
-    """Scale the gradients down to ``max_norm`` (0: leave them) and return the norm they had."""
-    trained = [parameter for parameter in model.parameters() if parameter.grad is not None]
-    norm = torch.nn.utils.get_total_norm([parameter.grad for parameter in trained if parameter.grad is not None])
-    value = norm.item()
-    if max_norm > 0 and math.isfinite(value):
-        torch.nn.utils.clip_grads_with_norm_(trained, max_norm, norm)
-    return value
-
-
-def update_weights(
-    optimizer: torch.optim.Optimizer,
-    learning_rate: float,
-    *,
-    settings: TrainSettings,
-    step: int,
-    micro_batches: Sequence[MicroBatch],
-) -> None:
-    """Take optimizer step number ``step`` (from 1) and let go of the gradients."""
-    for group in optimizer.param_groups:
-        group["lr"] = learning_rate
-    # The first step allocates the optimizer's state, which is when a model that just fits no longer does.
-    with explain_out_of_memory(f"the optimizer at step {step}", micro_batches, settings.out_of_memory_mend):
-        optimizer.step()
-    optimizer.zero_grad(set_to_none=True)
+    return StepScore(world.sums([total])[0], metrics.over(world).means(), wrong)
 
 
 def evaluate(
@@ -194,8 +182,11 @@ def evaluate(
     step: int,
     stop: StopRequest,
     handle: StreamHandle | None = None,
+    world: World = World(),  # noqa: B008 (frozen)
 ) -> dict[str, float] | None:
     """Score every batch without gradients; None where ``stop`` was requested.
+
+    With several ranks each has its own batches, as many as the others.
 
     Nothing is added for routers, so recipes that balance them differently can be compared. Training goes on afterwards
     as if this had not been: the random state is put back.
@@ -209,17 +200,19 @@ def evaluate(
     silenced = nullcontext() if handle is None else handle.routers.silenced()
     with torch.no_grad(), preserve_rng(), silenced:
         for batch in batches:
-            if stop.requested:
+            if world.any(stop.requested):
                 return None
             with explain_out_of_memory(f"the evaluation at step {step}", [batch], settings.out_of_memory_mend):
                 batch = batch.to(device)
                 with autocast(device, settings.bf16):
                     score = objective.score(model, batch, None)
+            if batch.filler:
+                continue
             losses.add({str(index): part for index, part in enumerate(score.held_out)})
             metrics.add(score.metrics)
-    parts = losses.means()
+    parts = losses.over(world).means()
     found = {"eval_loss": sum(parts.values())} if parts else {}
-    found |= {f"eval_{name}": value for name, value in metrics.means().items()}
+    found |= {f"eval_{name}": value for name, value in metrics.over(world).means().items()}
     if not math.isfinite(loss := found.get("eval_loss", 0.0)):
         raise NonFiniteError(f"the held-out loss at step {step} is {loss}", mend="lower learning_rate")
     return found

@@ -1,0 +1,1 @@
+"""Several ranks: started, watched and ended together. Importing it loads no torch."""

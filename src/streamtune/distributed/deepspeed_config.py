@@ -1,0 +1,147 @@
+"""The DeepSpeed configuration of a recipe: shipped presets, or a file whose ``auto`` values the recipe fills.
+
+    zero1          optimizer shared
+    zero2          gradients too
+    zero3          weights too: a decoder layer is gathered whole, once forward and once backward
+    zero3_offload  weights and optimizer wait on the host
+
+What both the recipe and a file say must agree: a run that trains by other numbers than its recipe's would not be the
+run it says it is.
+"""
+
+from __future__ import annotations
+
+import copy
+import json
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from streamtune.errors import ArgumentError, did_you_mean
+
+__all__ = ["PRESETS", "resolve_config", "stage_of"]
+
+COMMON: dict[str, Any] = {
+    "train_batch_size": "auto",
+    "train_micro_batch_size_per_gpu": "auto",
+    "gradient_accumulation_steps": "auto",
+    "gradient_clipping": "auto",
+    "bf16": {"enabled": "auto"},
+    "zero_allow_untested_optimizer": True,
+    "steps_per_print": 2**31 - 1,  # the progress line is ours
+}
+ZERO: dict[str, Any] = {"overlap_comm": True, "contiguous_gradients": True, "reduce_bucket_size": "auto"}
+ZERO3: dict[str, Any] = {
+    **ZERO,
+    "stage": 3,
+    # A decoder layer is one leaf module and far above both: what is small stays whole, what comes next is fetched.
+    "stage3_param_persistence_threshold": "auto",
+    "stage3_prefetch_bucket_size": "auto",
+    "stage3_gather_16bit_weights_on_model_save": False,  # weights are written shard by shard
+}
+HOST = {"device": "cpu", "pin_memory": "auto"}
+
+PRESETS: dict[str, dict[str, Any]] = {
+    "zero1": {**COMMON, "zero_optimization": {**ZERO, "stage": 1}},
+    "zero2": {**COMMON, "zero_optimization": {**ZERO, "stage": 2}},
+    "zero3": {**COMMON, "zero_optimization": ZERO3},
+    "zero3_offload": {
+        **COMMON,
+        "zero_optimization": {**ZERO3, "offload_optimizer": HOST, "offload_param": HOST},
+        "zero_force_ds_cpu_optimizer": False,
+    },
+}
+"""Name in a recipe -> configuration."""
+
+AUTO = "auto"
+
+
+def resolve_config(name: str, values: Mapping[str, Any], *, where: str = "deepspeed") -> dict[str, Any]:
+    """A configuration with nothing left to fill in.
+
+    Args:
+        name: A preset, or the path of a JSON file.
+        values: What the recipe says, by dotted key: ``{"bf16.enabled": True, ...}``.
+        where: Which line asks for it.
+
+    Raises:
+        ArgumentError: There is no such preset or file, it is no JSON object, it says something else than the recipe, or
+            leaves ``auto`` what the recipe does not know.
+    """
+    config = copy.deepcopy(PRESETS[name]) if name in PRESETS else _read(name, where)
+    source = f"the preset {name}" if name in PRESETS else name
+    for key, value in values.items():
+        holder, last = _holder(config, key)
+        if holder is None:
+            continue
+        written = holder.get(last, AUTO)
+        if written == AUTO:
+            holder[last] = value
+        elif written != value:
+            raise ArgumentError(
+                f"{source} says {key}: {json.dumps(written)}, and the recipe makes it {json.dumps(value)}",
+                where=where,
+                mend=f'write "{key.rpartition(".")[2]}": "auto" there, or change the recipe',
+            )
+    if left := list(_autos(config)):
+        raise ArgumentError(
+            f'{source} leaves {left[0]} "auto", which the recipe does not know', where=where, mend="write its value"
+        )
+    if "optimizer" in config or "scheduler" in config:
+        both = "optimizer" if "optimizer" in config else "scheduler"
+        key = "optim" if both == "optimizer" else "lr_scheduler_type"
+        raise ArgumentError(
+            f"{source} names {'an' if both == 'optimizer' else 'a'} {both}, and the recipe has one ({key})",
+            where=where,
+            mend=f"delete {both!r} there; {key}, learning_rate and warmup_steps of the recipe say it",
+        )
+    if (stage := stage_of(config)) not in (1, 2, 3):
+        raise ArgumentError(
+            f"{source} asks for ZeRO stage {stage}",
+            where=where,
+            mend="write stage 1, 2 or 3; without the key deepspeed, several ranks train by DDP, which is stage 0",
+        )
+    return config
+
+
+def stage_of(config: Mapping[str, Any]) -> int:
+    """The stage of ZeRO a configuration asks for."""
+    return int(config.get("zero_optimization", {}).get("stage", 0))
+
+
+def _read(name: str, where: str) -> dict[str, Any]:
+    path = Path(name).expanduser()
+    try:
+        config = json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        raise ArgumentError(
+            f"there is no DeepSpeed configuration {name}",
+            where=where,
+            mend=did_you_mean(name, PRESETS) or f"write {', '.join(PRESETS)}, or the path of a JSON file",
+        ) from None
+    except (OSError, UnicodeDecodeError) as error:
+        raise ArgumentError(f"{name} cannot be read: {error}", where=where) from None
+    except json.JSONDecodeError as error:
+        raise ArgumentError(f"{name} is no JSON: {error.msg}", where=f"{name}:{error.lineno}") from None
+    if not isinstance(config, dict):
+        raise ArgumentError(f"{name} holds no JSON object", where=where, mend='write {"zero_optimization": {...}}')
+    return config
+
+
+def _holder(config: dict[str, Any], key: str) -> tuple[dict[str, Any] | None, str]:
+    """Where a dotted key is; None for one inside a section that the configuration does not have."""
+    *path, last = key.split(".")
+    holder: Any = config
+    for name in path:
+        if not isinstance(holder.get(name), dict):
+            return None, last
+        holder = holder[name]
+    return holder, last
+
+
+def _autos(config: Mapping[str, Any], prefix: str = "") -> Iterator[str]:
+    for key, value in config.items():
+        if isinstance(value, dict):
+            yield from _autos(value, f"{prefix}{key}.")
+        elif value == AUTO:
+            yield f"{prefix}{key}"

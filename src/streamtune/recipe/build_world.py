@@ -1,0 +1,125 @@
+"""A recipe to the ranks that train together, and to the backend that shares gradients and weights between them.
+
+make_world     which rank this process is; the process group is joined
+make_backend   DDP, FSDP2 or DeepSpeed by the recipe; one device by itself
+split_step     rows of an optimizer step -> rows of a micro-batch x micro-batches x ranks
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+from torch import nn
+
+from streamtune import train
+from streamtune.errors import ArgumentError
+from streamtune.recipe.build_model import make_optimizer
+from streamtune.recipe.schema import Recipe
+
+__all__ = ["accumulation", "make_backend", "make_world"]
+
+
+def make_world(recipe: Recipe, device: torch.device) -> train.World:
+    """Join the ranks of this run, by the variables their launcher set; a run of one where there are none.
+
+    Args:
+        recipe: The recipe.
+        device: This rank's.
+
+    Raises:
+        ArgumentError: The ranks cannot be laid out as the recipe asks.
+    """
+    size, sequence_size = int(os.environ.get("WORLD_SIZE", "1")), recipe.sequence_parallel_size
+    if size % sequence_size:
+        raise ArgumentError(
+            f"{sequence_size} ranks are to share each sequence, and there {'is' if size == 1 else 'are'} {size}",
+            where="sequence_parallel_size",
+            mend="start a multiple of that many, with --nproc, or share each sequence between fewer",
+        )
+    if recipe.deepspeed is not None and recipe.fsdp:
+        raise ArgumentError("'deepspeed' and 'fsdp' exclude each other", where="fsdp", mend="keep one of them")
+    if size == 1 and recipe.deepspeed is None and not recipe.fsdp:
+        return train.World()
+    from streamtune.distributed.process_group import join
+
+    if size == 1:  # DeepSpeed on one device: its host offload
+        for name, value in {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1"}.items():
+            os.environ.setdefault(name, value)
+        os.environ.setdefault("MASTER_PORT", "0")
+    join(device)
+    world = train.World(int(os.environ["RANK"]), size, sequence_size)
+    accumulation(recipe, world)
+    return world
+
+
+def accumulation(recipe: Recipe, world: train.World) -> int:
+    """Micro-batches of a rank in one optimizer step.
+
+    Raises:
+        ArgumentError: The rows of a step are no multiple of those of all ranks' micro-batches.
+    """
+    if recipe.train_batch_size is None:
+        return recipe.gradient_accumulation_steps
+    at_once = recipe.per_device_train_batch_size * world.data_size
+    if recipe.train_batch_size % at_once:
+        ranks = f"{world.data_size} ranks" if world.data_size > 1 else "one rank"
+        raise ArgumentError(
+            f"train_batch_size is {recipe.train_batch_size}, and {ranks} with per_device_train_batch_size "
+            f"{recipe.per_device_train_batch_size} compute {at_once} rows at a time, which does not divide it",
+            where="train_batch_size",
+            mend=f"write a multiple of {at_once}, a smaller per_device_train_batch_size, or start other ranks",
+        )
+    return recipe.train_batch_size // at_once
+
+
+def make_backend(recipe: Recipe, model: Any, layers: Iterable[nn.Module], world: train.World) -> train.Backend:
+    """What turns losses into new weights.
+
+    Args:
+        recipe: The recipe.
+        model: Streamed already, the same on every rank.
+        layers: Its decoder layers.
+        world: The ranks.
+
+    Raises:
+        ArgumentError: DeepSpeed is not installed or refuses what is asked of it.
+    """
+    if recipe.deepspeed is not None:
+        from streamtune.distributed.deepspeed_backend import DeepSpeedBackend, check_deepspeed
+        from streamtune.distributed.deepspeed_config import resolve_config
+
+        check_deepspeed()
+        config = resolve_config(recipe.deepspeed, _values(recipe, model, world))
+        return DeepSpeedBackend(model, make_optimizer(recipe, model), config, layers)
+    if recipe.fsdp:
+        from streamtune.distributed.fsdp_backend import FsdpBackend
+
+        return FsdpBackend(model, lambda sharded: make_optimizer(recipe, sharded), layers)
+    local = train.LocalBackend(model, make_optimizer(recipe, model))
+    if world.size == 1:
+        return local
+    from streamtune.distributed.ddp_backend import DdpBackend
+
+    return DdpBackend(model, local.optimizer, local)
+
+
+def _values(recipe: Recipe, model: Any, world: train.World) -> dict[str, Any]:
+    """What a recipe says of a DeepSpeed configuration. Batches are counted in ranks: each has rows of its own, or a
+    part of the same."""
+    layers = sum(parameter.numel() for parameter in model.parameters() if parameter.requires_grad)
+    steps = accumulation(recipe, world)
+    return {
+        "train_micro_batch_size_per_gpu": recipe.per_device_train_batch_size,
+        "gradient_accumulation_steps": steps,
+        "train_batch_size": recipe.per_device_train_batch_size * steps * world.size,
+        "gradient_clipping": recipe.max_grad_norm,
+        "bf16.enabled": next(model.parameters()).dtype == torch.bfloat16,
+        "zero_optimization.reduce_bucket_size": min(500_000_000, max(1, layers)),
+        "zero_optimization.stage3_param_persistence_threshold": 0,
+        "zero_optimization.stage3_prefetch_bucket_size": 0,
+        "zero_optimization.offload_optimizer.pin_memory": torch.cuda.is_available(),
+        "zero_optimization.offload_param.pin_memory": torch.cuda.is_available(),
+    }

@@ -1,0 +1,126 @@
+"""What turns a loss into new weights: the part of a step that is not the same on one device and on many.
+
+The loop knows the sum it minimises; a backend knows where gradients, optimizer and weights are. The shares of all
+ranks add up to the gradient (``streamtune.distributed`` has the backends of several ranks).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor, nn
+
+from streamtune.train.optimizer_state import load_optimizer_tensors, optimizer_tensors
+
+__all__ = ["Backend", "LocalBackend"]
+
+
+class Backend(Protocol):
+    """Weights, gradients and optimizer, wherever they are."""
+
+    @property
+    def model(self) -> Any:
+        """What is called for a loss that goes backward."""
+        ...
+
+    def micro_step(self, *, last: bool) -> AbstractContextManager[Any]:
+        """Around the call of the model and the backward of one micro-batch; ``last`` of the step or not."""
+        ...
+
+    def backward(self, loss: Tensor) -> None:
+        """Add the gradient of ``loss`` to that of the step: scalar with graph, whose shares of all ranks add up."""
+        ...
+
+    def clip_gradients(self, max_norm: float) -> float:
+        """Bound the gradient to ``max_norm`` (0: leave it) at the latest in :meth:`step`; return the norm it has."""
+        ...
+
+    def step(self, learning_rate: float) -> None:
+        """Take the optimizer step and let go of the gradients."""
+        ...
+
+    def drop_gradients(self) -> None:
+        """Forget what was added since the last step."""
+        ...
+
+    def reset_optimizer(self) -> None:
+        """Begin the optimizer's state anew."""
+        ...
+
+    def optimizer_tensors(self) -> Mapping[str, Tensor]:
+        """The optimizer's state, ``PARAMETER/KEY`` (see ``optimizer_state``). Called by all ranks; whole on rank 0."""
+        ...
+
+    def load_optimizer_tensors(self, tensors: Mapping[str, Tensor]) -> None:
+        """Put the state back; given whole on every rank.
+
+        Raises:
+            CheckpointError: It belongs to a model with other parameters.
+        """
+        ...
+
+    def whole(self) -> AbstractContextManager[Any]:
+        """A context in which the model's weights are whole on rank 0, to be written or tried."""
+        ...
+
+    def close(self) -> None:
+        """Let go of threads and buffers; nothing is called after it."""
+        ...
+
+
+class LocalBackend:
+    """One device: the model itself and a torch optimizer over its parameters."""
+
+    def __init__(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+        self.model, self.optimizer = model, optimizer
+
+    def micro_step(self, *, last: bool) -> AbstractContextManager[Any]:
+        """See :class:`Backend`."""
+        return nullcontext()
+
+    def backward(self, loss: Tensor) -> None:
+        """See :class:`Backend`."""
+        loss.backward()
+
+    def clip_gradients(self, max_norm: float) -> float:
+        """See :class:`Backend`."""
+        trained = [parameter for parameter in self.model.parameters() if parameter.grad is not None]
+        norm = torch.nn.utils.get_total_norm([parameter.grad for parameter in trained if parameter.grad is not None])
+        value = norm.item()
+        if max_norm > 0 and math.isfinite(value):
+            torch.nn.utils.clip_grads_with_norm_(trained, max_norm, norm)
+        return value
+
+    def step(self, learning_rate: float) -> None:
+        """See :class:`Backend`."""
+        for group in self.optimizer.param_groups:
+            group["lr"] = learning_rate
+        self.optimizer.step()
+        self.drop_gradients()
+
+    def drop_gradients(self) -> None:
+        """See :class:`Backend`."""
+        self.optimizer.zero_grad(set_to_none=True)
+
+    def reset_optimizer(self) -> None:
+        """See :class:`Backend`."""
+        self.optimizer.state.clear()  # it puts another dictionary there when it loads: looked up now
+
+    def optimizer_tensors(self) -> Mapping[str, Tensor]:
+        """See :class:`Backend`."""
+        return optimizer_tensors(self.optimizer, self.model)
+
+    def load_optimizer_tensors(self, tensors: Mapping[str, Tensor]) -> None:
+        """See :class:`Backend`."""
+        load_optimizer_tensors(self.optimizer, self.model, tensors)
+
+    def whole(self) -> AbstractContextManager[Any]:
+        """See :class:`Backend`."""
+        return nullcontext()
+
+    def close(self) -> None:
+        """See :class:`Backend`."""

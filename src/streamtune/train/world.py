@@ -1,0 +1,104 @@
+"""The ranks that train one model together, and the little they have to tell each other beside gradients.
+
+W ranks are laid out as DP x SP: consecutive ranks share a sequence (``sequence_size`` of them), each such group is one
+*data rank* and has rows of its own. What is counted (targets, losses) is counted by data ranks, so a sum over ranks is
+divided by ``sequence_size``.
+
+Everything here is a few numbers through the CPU; with one rank nothing is sent.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+import torch
+from torch import distributed
+
+from streamtune.errors import RunError, StreamTuneError
+
+__all__ = ["World"]
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class World:
+    """Where this process stands among the ranks of a run; ``World()`` is a run of one.
+
+    The default process group must be there where ``size`` is more than 1, and carry CPU tensors.
+    """
+
+    rank: int = 0
+    size: int = 1
+    sequence_size: int = 1
+    """Ranks that share each sequence."""
+
+    @property
+    def is_main(self) -> bool:
+        """Whether this rank writes the files and talks to the user."""
+        return self.rank == 0
+
+    @property
+    def data_rank(self) -> int:
+        """Which share of the rows this rank has."""
+        return self.rank // self.sequence_size
+
+    @property
+    def data_size(self) -> int:
+        """Shares of the rows."""
+        return self.size // self.sequence_size
+
+    def sums(self, values: Sequence[float]) -> list[float]:
+        """Each value summed over the data ranks."""
+        if self.size == 1:
+            return list(values)
+        found = torch.tensor(list(values), dtype=torch.float64)
+        distributed.all_reduce(found)
+        return [value / self.sequence_size for value in found.tolist()]
+
+    def count(self, value: int) -> int:
+        """A count summed over the data ranks."""
+        return round(self.sums([value])[0])
+
+    def any(self, flag: bool) -> bool:
+        """Whether the flag is up on any rank: what all of them then act on."""
+        return flag if self.size == 1 else self.sums([float(flag)])[0] > 0
+
+    def gather(self, value: T) -> list[T]:
+        """What each data rank has, in their order; picklable, small."""
+        if self.size == 1:
+            return [value]
+        found: list[Any] = [None] * self.size
+        distributed.all_gather_object(found, value)
+        return found[:: self.sequence_size]
+
+    def main(self, work: Callable[[], T]) -> T:
+        """``work()`` done by rank 0 alone, its result on every rank.
+
+        Raises:
+            StreamTuneError: Where it raises one, on every rank; any other error of rank 0 reaches the others as one.
+        """
+        if self.size == 1:
+            return work()
+        outcome: list[Any] = [None, None]
+        error: Exception | None = None
+        if self.is_main:
+            try:
+                outcome[0] = work()
+            except StreamTuneError as failed:
+                error, outcome[1] = failed, failed
+            except Exception as failed:
+                error, outcome[1] = failed, RunError(f"rank 0 failed: {type(failed).__name__}: {failed}")
+        distributed.broadcast_object_list(outcome, src=0)
+        if error is not None:
+            raise error
+        if outcome[1] is not None:
+            raise outcome[1]
+        return outcome[0]
+
+    def barrier(self) -> None:
+        """Wait for all ranks."""
+        if self.size > 1:
+            distributed.all_reduce(torch.zeros(1))
