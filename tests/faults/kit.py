@@ -58,14 +58,14 @@ SFT: dict[str, Any] = {
 """Ten rows by two: five steps an epoch, ten in all, five checkpoints of which two are kept."""
 
 
-def write_sft(folder: Path, **changes: Any) -> None:
-    """Rows and recipe of a tiny run of ``sft``."""
+def write_sft(folder: Path, *, longer: int = 1, **changes: Any) -> None:
+    """Rows and recipe of a tiny run of ``sft``; ``longer`` answers for long rows."""
     folder.mkdir(parents=True, exist_ok=True)
     rows = [
         {
             "messages": [
                 {"role": "user", "content": f"Add {n}."},
-                {"role": "assistant", "content": f"{n}+1" * (1 + n % 3)},
+                {"role": "assistant", "content": f"{n}+1" * (1 + n % 3) * longer},
             ]
         }
         for n in range(12)

@@ -10,7 +10,8 @@ from typing import Any
 import pytest
 from safetensors.torch import load_file
 
-from tests.faults.kit import Zygotes, differences, kill_after, read_lines, report, size, state_of, write_sft
+from streamtune.train.checkpoint import newest_checkpoint
+from tests.faults.kit import MODEL, Zygotes, differences, kill_after, read_lines, report, size, state_of, write_sft
 
 STEADY: dict[str, Any] = {"save_steps": 1, "save_total_limit": 99, "eval_steps": 0, "max_steps": 6}
 
@@ -84,43 +85,48 @@ def test_no_more_steps_are_skipped_than_allowed(zygotes: Zygotes, tmp_path: Path
     assert "1 steps were skipped, as many as max_skips allows" in " ".join(done.output.split())
 
 
-@pytest.mark.parametrize("schedule", ["fixed", "auto"])
-def test_memory_that_runs_out_is_planned_again(zygotes: Zygotes, tmp_path: Path, schedule: str) -> None:
-    """The gradient is that of any other schedule; without dropout, which is drawn chunk by chunk."""
-    model = {"init": {**write_model(), "attention_dropout": 0.0}}
-    engine = {"schedule": "fixed", "chunk_size": 32, "head_chunk_size": 32} if schedule == "fixed" else {}
-    changes = {"model": model, "on_oom": "replan", "engine": engine, "device": "cpu"}
-    write_sft(tmp_path / "whole", **changes)
+LONG: dict[str, Any] = {
+    "longer": 200,
+    "model": {"init": {**MODEL, "attention_dropout": 0.0}},
+    "max_length": 4096,
+    "max_steps": 4,
+    "eval_steps": 0,
+    "val_size": 0,
+    "device": "cpu",
+}
+"""Rows of hundreds of tokens, which chunks of several sizes cut; no dropout, which is drawn chunk by chunk."""
+COARSE = {"schedule": "fixed", "chunk_size": 4096, "head_chunk_size": 4096}
+
+
+@pytest.mark.parametrize("engine", [COARSE, {}], ids=["fixed", "auto"])
+def test_memory_that_runs_out_is_planned_again(zygotes: Zygotes, tmp_path: Path, engine: dict[str, Any]) -> None:
+    """The gradient is that of any other schedule."""
+    write_sft(tmp_path / "whole", engine=engine, **LONG)
     assert zygotes.run(tmp_path / "whole").status == 0
-    write_sft(tmp_path / "short", **changes)
-    done = zygotes.run(tmp_path / "short", hook="out_of_memory", micro=5, most=31 if schedule == "fixed" else 63)
+    write_sft(tmp_path / "short", engine=engine, on_oom="replan", **LONG)
+    done = zygotes.run(tmp_path / "short", hook="out_of_memory", micro=5, most=1024)
     assert done.status == 0, done.output
     ours, theirs = (read_lines(tmp_path / name / "runs/tiny/metrics.jsonl") for name in ("short", "whole"))
-    assert len(ours) == len(theirs)
     for a, b in zip(ours, theirs, strict=True):
-        assert a.keys() == b.keys()
-        assert a.get("loss", 0.0) == pytest.approx(b.get("loss", 0.0), rel=1e-4)
+        assert a["loss"] == pytest.approx(b["loss"], rel=1e-4)
+        assert a["grad_norm"] == pytest.approx(b["grad_norm"], rel=1e-3)
     told = events(tmp_path / "short/runs/tiny", "out_of_memory")
-    assert told
     assert told[0]["step"] == 3
-    assert told[-1]["replanned"]["chunk_size"] < 32 if schedule == "fixed" else 64
+    assert told[-1]["replanned"]["chunk_size"] <= 1024
     assert told[0]["peak_bytes"] > 0
     assert "rows.jsonl:" in told[0]["rows"]
-
-
-def write_model() -> dict[str, Any]:
-    from tests.faults.kit import MODEL
-
-    return MODEL
+    saved = newest_checkpoint(tmp_path / "short/runs/tiny/checkpoints", print)
+    assert saved is not None
+    assert saved.state["identity"]["schedule"] == told[-1]["replanned"]
 
 
 def test_memory_that_runs_out_stops_the_run_with_what_to_do(zygotes: Zygotes, tmp_path: Path) -> None:
-    write_sft(tmp_path)
-    done = zygotes.run(tmp_path, hook="out_of_memory", micro=5, most=31)
+    write_sft(tmp_path, engine=COARSE, **LONG)
+    done = zygotes.run(tmp_path, hook="out_of_memory", micro=5, most=1024)
     assert done.status == 1
     said = " ".join(done.output.split())
     assert "out of memory in step 3, on a batch of 1 x" in said
     assert "(peak " in said
     assert "the planner would take" in said
     assert "on_oom: replan" in said
-    assert events(tmp_path / "runs/tiny", "out_of_memory")[0]["next_schedule"]["chunk_size"] < 32
+    assert events(tmp_path / "runs/tiny", "out_of_memory")[0]["next_schedule"]["chunk_size"] < 4096

@@ -52,8 +52,9 @@ __all__ = [
     "shares_prompts",
 ]
 
-LESS = 0.75
-"""Part of what a schedule held besides the weights that the next may hold, where it ran out of memory."""
+LESS = (0.75, 0.9, 0.97)
+"""Parts of what a schedule held besides weights, gradients and optimizer that the next may hold, where it ran out of
+memory: the first that anything fits."""
 
 
 @dataclass(frozen=True)
@@ -182,8 +183,8 @@ def plan_model(
         reference_bytes: Of a model that is held beside it and is not trained; it is there already.
         keep: The schedule of the run that is resumed: taken again, so that its losses are the same to the last bit, if
             it still fits and the recipe still allows it.
-        below: A schedule that ran out of memory, whatever was predicted. What is chosen holds at most LESS of what this
-            holds besides the weights, whether or not the recipe leaves the schedule to the planner.
+        below: A schedule that ran out of memory, whatever was predicted. What is chosen holds less, whether or not the
+            recipe leaves the schedule to the planner.
         notify: Told what takes a while.
 
     Raises:
@@ -197,10 +198,7 @@ def plan_model(
     workload = make_workload(recipe, shape, length, device, completions=completions, reference_bytes=reference_bytes)
     written = recipe.engine.written()
     if below is not None:
-        peak, held = plan.judge(workload, below, limits, rates).simulation.peak_bytes, held_bytes(model)
-        room = min(limits.device_bytes, int((held + LESS * (peak - held)) / (1 - limits.margin)))
-        given = {name: value for name, value in written.items() if name in ("offload_dir", "grad_dtype")}
-        return plan.choose(workload, replace(limits, device_bytes=room), rates, fixed=given)
+        return _smaller(workload, below, limits, rates, written)
     if recipe.engine.schedule == "fixed":
         return plan.judge(workload, make_schedule(recipe.engine), limits, rates)
     if keep is not None and {**plan.as_fixed(keep), **written} == plan.as_fixed(keep):
@@ -209,6 +207,24 @@ def plan_model(
             return kept
         notify("the schedule this run was started with does not fit any more; another gives the same gradient")
     return plan.choose(workload, limits, rates, fixed=written)
+
+
+def _smaller(
+    workload: Workload, failed: Schedule, limits: plan.Limits, rates: plan.Rates, written: dict[str, Any]
+) -> plan.Plan:
+    """The fastest schedule that holds less than one that ran out of memory: much less if there is one."""
+    simulation = plan.judge(workload, failed, limits, rates).simulation
+    stays = sum(simulation.terms.get(name, 0) for name in ("weights", "gradients", "optimizer"))
+    given = {name: value for name, value in written.items() if name in ("offload_dir", "grad_dtype")}
+    for part in LESS:
+        room = int((stays + part * (simulation.peak_bytes - stays)) / (1 - limits.margin))
+        smaller = replace(limits, device_bytes=min(limits.device_bytes, room))
+        try:
+            return plan.choose(workload, smaller, rates, fixed=given)
+        except ArgumentError:
+            if part == LESS[-1]:
+                raise
+    raise AssertionError("the last one returns or raises")
 
 
 def make_workload(
