@@ -108,7 +108,7 @@ ROWS: tuple[tuple[str, str, Callable[[Figures], str]], ...] = (
     ("bytes of a checkpoint flipped, files truncated", "flips", _flips),
     ("SIGTERM while loading, in a forward, in the optimizer, evaluating, saving, writing the model", "phases", _phases),
     ("NaN in the loss of micro-batch k, for every k", "steps", _nan),
-    ("what saving costs", "tests/faults/bench_saving.py", _overhead),
+    ("what saving costs", "saving", _overhead),
 )
 
 OTHERS = {"## Several ranks": "ranks", "## Recipes, paths and files that are out to do harm": "recipes"}

@@ -103,9 +103,9 @@ class Start:
         """
         told = self._check()
         self.identity["data"] = fingerprint
-        changed = self._check()
-        self._tell(changed[len(told) :])
-        if changed != told and self.checkpoint is not None and "epoch" in self.checkpoint.state["stream"]:
+        changed = [text for text in self._check() if text not in told]
+        self._tell(changed)
+        if changed and self.checkpoint is not None and "epoch" in self.checkpoint.state["stream"]:
             self.checkpoint.state["stream"] = None
             self.notify("the data is another, as --allow-change data says: it is gone through from its beginning")
 

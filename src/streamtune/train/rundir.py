@@ -224,7 +224,7 @@ def check_same_run(
 
 def tell_changes(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
     """What else differs from the start of a run, in words: keys that may, versions of what computes, ranks."""
-    parts = [_changes(before.get(part, {}), now.get(part, {})) for part in ("free", "versions")]
+    parts = [_changes(before[part], now.get(part, {})) for part in ("free", "versions") if part in before]
     parts.append(_changes(*({"world_size": each.get("world_size", 1)} for each in (before, now))))
     return [text for part in parts for text in part.values()]
 
