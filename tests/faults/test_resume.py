@@ -128,6 +128,14 @@ def test_resumed_at_every_step(zygotes: Zygotes, tmp_path: Path, case: str) -> N
     assert [text for texts in found for text in texts] == []
 
 
+def test_threads_that_read_ahead_change_nothing(zygotes: Zygotes, tmp_path: Path) -> None:
+    for workers in (0, 2):
+        write_dpo(tmp_path / str(workers), dataloader_num_workers=workers, save_steps=0)
+        done = zygotes.run(tmp_path / str(workers), command="dpo")
+        assert done.status == 0, done.output
+    assert differences(*(state_of(tmp_path / workers / "runs/tiny") for workers in ("0", "2"))) == []
+
+
 def test_a_change_is_refused_by_name_and_goes_on_where_it_is_allowed(zygotes: Zygotes, tmp_path: Path) -> None:
     write_sft(tmp_path, max_steps=4, save_steps=2)
     assert zygotes.run(tmp_path).status == 0

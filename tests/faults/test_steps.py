@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 from safetensors.torch import load_file
 
+from streamtune.train import read_records
 from streamtune.train.checkpoint import newest_checkpoint
 from tests.faults.kit import MODEL, Zygotes, differences, kill_after, read_lines, report, size, state_of, write_sft
 
@@ -36,7 +37,7 @@ def test_a_loss_that_is_not_finite_is_found_in_its_step(zygotes: Zygotes, tmp_pa
         step, run = (micro + 1) // 2, folder / "runs/tiny"
         assert f"the loss of step {step} is nan; the weights were not changed" in " ".join(done.output.split())
         assert "rows.jsonl:" in done.output
-        taken = [record["step"] for record in read_lines(run / "metrics.jsonl")]
+        taken = read_records(run / "metrics.jsonl")
         late = len(taken) - (step - 1)
         found = []
         if step > 1:

@@ -12,6 +12,7 @@ from functools import partial
 from typing import Any
 
 from streamtune.engine import StreamHandle
+from streamtune.errors import did_you_mean
 from streamtune.train.backend import Backend
 from streamtune.train.batch import MicroBatch, StepStream, counted
 from streamtune.train.checkpoint import Checkpoint, ModelWriter, check_room
@@ -152,6 +153,7 @@ def train(
                     state = replace(state, eval_loss=found.get("eval_loss"), eval_due=False)
                     latest |= found
                     progress.evaluated(state.step, found)
+                    tell_missing_metric(settings, latest, state.step, progress)
                     if world.is_main:
                         append_record(run.metrics, {"step": state.step, **found})
                         plot.draw()
@@ -235,6 +237,8 @@ def train(
                 "peak_mem_gib": round(peak_memory_bytes(device_of(model)) / GIB, 3),
                 "epoch": round(state.step / settings.steps_per_epoch, 4),
             }
+            if not latest and not (settings.metric_for_best_model or "").startswith("eval_"):
+                tell_missing_metric(settings, record, state.step, progress)
             latest = dict(record)
             if world.is_main:
                 append_record(run.metrics, record)
@@ -301,6 +305,13 @@ def resume(checkpoint: Checkpoint, backend: Backend, steps: StepStream) -> Progr
         steps.load_state_dict(checkpoint.state["stream"])
     restore_rng(checkpoint.rng())
     return Progressed(**checkpoint.state["progressed"])
+
+
+def tell_missing_metric(settings: TrainSettings, latest: Mapping[str, Any], step: int, progress: Progress) -> None:
+    """Say so where checkpoints are to be kept for a metric that is not measured."""
+    name = settings.metric_for_best_model
+    if name is not None and name not in latest:
+        progress.note(step, f"there is no metric '{name}' to keep checkpoints for; {did_you_mean(name, latest)}")
 
 
 def is_due(step: int, every: int) -> bool:
