@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from .curve_cases import run as curve
 from .rank_group import run_ranks
 
 BOUND = 5e-6
@@ -51,3 +52,37 @@ def test_two_ranks_have_the_gradient_of_one() -> None:
 @pytest.mark.parametrize("size", [2, 4])
 def test_every_engine_on_every_objective(size: int) -> None:
     show(size, check(size, ALL, 1800))
+
+
+CURVES: list[dict[str, Any]] = [
+    {"settings": {"deepspeed": "zero3", "per_device_train_batch_size": 2}},
+    {"objective": "dpo", "settings": {"deepspeed": "zero2", "finetuning_type": "lora"}},
+]
+ALL_CURVES: list[dict[str, Any]] = [
+    {"objective": objective, "settings": {**engine, "finetuning_type": finetuning, "packing": packing}}
+    for engine in ({}, {"deepspeed": "zero1"}, {"deepspeed": "zero2"}, {"deepspeed": "zero3"}, {"fsdp": True})
+    for objective, finetuning, packing in (("sft", "full", False), ("sft", "lora", True), ("dpo", "full", False))
+]
+
+
+def same_curves(size: int, cases: list[dict[str, Any]], patience: float) -> None:
+    found = run_ranks(size, "tests.distributed.curve_cases", cases, patience)
+    for case in cases:
+        alone = {key: value for key, value in case["settings"].items() if key not in ("deepspeed", "fsdp")}
+        want, got = curve({**case, "settings": alone}), found[json.dumps(case)]
+        assert len(want["loss"]) == 20
+        assert len(want["eval_loss"]) == 2
+        for name, values in want.items():
+            assert got[name] == pytest.approx(values, abs=1e-4), (size, case)
+        worst = max(abs(a - b) for name in want for a, b in zip(want[name], got[name], strict=True))
+        print(size, case, f"{worst:.1e}")
+
+
+def test_two_ranks_have_the_losses_of_one() -> None:
+    same_curves(2, CURVES, 300)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("size", [2, 4])
+def test_every_engine_has_the_losses_of_one_rank(size: int) -> None:
+    same_curves(size, ALL_CURVES, 1800)

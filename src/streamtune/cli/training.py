@@ -94,6 +94,9 @@ def train_recipe(
         err.print("Stopped.")
         raise typer.Exit(130) from None
     _print_outcome(run, outcome)
+    from streamtune.recipe.build_world import leave_ranks
+
+    leave_ranks()
     raise typer.Exit(outcome.exit_code)
 
 
@@ -111,6 +114,7 @@ def _print_banner(run: Run) -> None:
             ("model", _describe_model(run)),
             ("data", run.data_summary),
             ("engine", _describe_engine(run)),
+            *([("ranks", _describe_ranks(run))] if run.start.world.size > 1 else []),
             *([("memory", describe_plan(run.memory))] if run.memory is not None else []),
             ("steps", _describe_steps(run)),
             ("output", _describe_output(run)),
@@ -133,9 +137,20 @@ def _describe_engine(run: Run) -> str:
     return f"exact streamed backward: {run.handle.schedule.describe(len(run.handle.layers))}"
 
 
+def _describe_ranks(run: Run) -> str:
+    recipe, world = run.recipe, run.start.world
+    local = int(os.environ.get("LOCAL_WORLD_SIZE", world.size))
+    nodes = f" on {world.size // local} machines" if world.size > local else ""
+    shared = "PyTorch FSDP2" if recipe.fsdp else "a whole model each (DDP)"
+    if recipe.deepspeed is not None:
+        shared = f"DeepSpeed {recipe.deepspeed}"
+    sequences = f"; each sequence on {world.sequence_size}" if world.sequence_size > 1 else ""
+    return f"{world.size}{nodes}; {shared}{sequences}"
+
+
 def _describe_steps(run: Run) -> str:
     recipe, plan = run.recipe, run.plan
-    rows = recipe.per_device_train_batch_size * recipe.gradient_accumulation_steps
+    rows = run.rows_per_step
     supervised = getattr(recipe, "sft_steps", 0)
     steps = plan.total_steps - supervised
     epochs = steps / plan.steps_per_epoch

@@ -31,7 +31,7 @@ from streamtune.recipe.build_batches import share_out
 from streamtune.recipe.build_model import choose_quantization
 from streamtune.recipe.build_plan import plan_model
 from streamtune.recipe.build_settings import StepPlan, train_settings
-from streamtune.recipe.build_world import accumulation, make_backend, make_world
+from streamtune.recipe.build_world import accumulation, device_of_rank, make_backend, make_world, shares_weights
 from streamtune.recipe.dump import dump_recipe
 from streamtune.recipe.loader import LoadedRecipe
 from streamtune.recipe.schema import Recipe
@@ -153,6 +153,12 @@ class Run:
         return self.start.directory
 
     @property
+    def rows_per_step(self) -> int:
+        """Rows, or what ``unit`` says, of an optimizer step on all ranks together."""
+        world = self.start.world
+        return self.recipe.per_device_train_batch_size * accumulation(self.recipe, world) * world.data_size
+
+    @property
     def checkpoint(self) -> train.Checkpoint | None:
         """Where it goes on from."""
         return self.start.checkpoint
@@ -210,7 +216,7 @@ def start_run(recipe: Recipe, resume: str, notify: Notify, allow_change: Collect
         if name not in known:
             mend = did_you_mean(name, known) or "name a key of the recipe, or data"
             raise ArgumentError(f"there is no '{name}' to change", where="--allow-change", mend=mend)
-    device = choose_device(recipe.device)
+    device = device_of_rank(choose_device(recipe.device))
     if recipe.deterministic:
         train.use_deterministic_kernels()
     quantization = choose_quantization(recipe, device)
@@ -310,6 +316,7 @@ def plan_and_stream(
         ArgumentError: Nothing fits.
         UnsupportedModelError: The model does not stream exactly.
     """
+    recipe = _one_level(recipe)
     memory = None
     like = recipe.model_copy(update={"per_device_train_batch_size": rows})
     shape: dict[str, Any] = {"completions": completions, "reference_bytes": reference_bytes}
@@ -328,6 +335,23 @@ def plan_and_stream(
         handle.tiers.reserve(memory.simulation.host_bytes, start.device)
     start.identity["schedule"] = asdict(handle.schedule)  # not compared: another gives the same gradient, to rounding
     return handle, backend, memory
+
+
+def _one_level(recipe: Recipe) -> Recipe:
+    """Where ranks share the weights a layer's are whole while it computes, and no other's: none is made again there.
+
+    Raises:
+        ArgumentError: The recipe asks for two levels.
+    """
+    if not shares_weights(recipe):
+        return recipe
+    if recipe.engine.levels == 2:
+        raise ArgumentError(
+            "with two levels a layer's backward computes those before it again, whose weights are on other ranks then",
+            where="engine.levels",
+            mend="delete the line, or write deepspeed: zero2; offload: host holds layer inputs as well",
+        )
+    return recipe.model_copy(update={"engine": recipe.engine.model_copy(update={"levels": 1})})
 
 
 def _schedule_of(checkpoint: train.Checkpoint | None) -> Schedule | None:
@@ -380,6 +404,7 @@ def train_run(
         sample = _finish(run, writer) if finished else None
         if world.is_main:
             train.append_event(directory.events, "finish" if finished else "stop", step=progressed.step)
+        run.backend.close()
     newest = train.checkpoint_path(directory.checkpoints, progressed.step)
     return Outcome(
         progressed=progressed,

@@ -1,8 +1,8 @@
 """A recipe to the ranks that train together, and to the backend that shares gradients and weights between them.
 
 make_world     which rank this process is; the process group is joined
+accumulation   rows of an optimizer step -> rows of a micro-batch x micro-batches x ranks
 make_backend   DDP, FSDP2 or DeepSpeed by the recipe; one device by itself
-split_step     rows of an optimizer step -> rows of a micro-batch x micro-batches x ranks
 """
 
 from __future__ import annotations
@@ -19,7 +19,22 @@ from streamtune.errors import ArgumentError
 from streamtune.recipe.build_model import make_optimizer
 from streamtune.recipe.schema import Recipe
 
-__all__ = ["accumulation", "make_backend", "make_world"]
+__all__ = ["accumulation", "device_of_rank", "leave_ranks", "make_backend", "make_world", "shares_weights"]
+
+
+def device_of_rank(device: torch.device) -> torch.device:
+    """Of several accelerators of a machine, the one with the number of this rank."""
+    if device.type != "cuda" or "LOCAL_RANK" not in os.environ:
+        return device
+    return torch.device("cuda", int(os.environ["LOCAL_RANK"]))
+
+
+def leave_ranks() -> None:
+    """Leave the process group, if there is one, when all ranks are done."""
+    if torch.distributed.is_available() and torch.distributed.is_initialized():
+        from streamtune.distributed.process_group import leave
+
+        leave()
 
 
 def make_world(recipe: Recipe, device: torch.device) -> train.World:
@@ -41,6 +56,12 @@ def make_world(recipe: Recipe, device: torch.device) -> train.World:
         )
     if recipe.deepspeed is not None and recipe.fsdp:
         raise ArgumentError("'deepspeed' and 'fsdp' exclude each other", where="fsdp", mend="keep one of them")
+    if recipe.finetuning_type == "qlora" and shares_weights(recipe):
+        raise ArgumentError(
+            "quantised weights cannot be shared between ranks",
+            where="fsdp" if recipe.fsdp else "deepspeed",
+            mend="write deepspeed: zero2 (each rank keeps the quantised base), or finetuning_type: lora",
+        )
     if size == 1 and recipe.deepspeed is None and not recipe.fsdp:
         return train.World()
     from streamtune.distributed.process_group import join
@@ -73,6 +94,19 @@ def accumulation(recipe: Recipe, world: train.World) -> int:
             mend=f"write a multiple of {at_once}, a smaller per_device_train_batch_size, or start other ranks",
         )
     return recipe.train_batch_size // at_once
+
+
+def shares_weights(recipe: Recipe) -> bool:
+    """Whether each rank holds a part of the weights, which are whole only while a layer computes.
+
+    Raises:
+        ArgumentError: The DeepSpeed configuration cannot be read.
+    """
+    if recipe.deepspeed is None:
+        return recipe.fsdp
+    from streamtune.distributed.deepspeed_config import read_config, stage_of
+
+    return stage_of(read_config(recipe.deepspeed)) == 3
 
 
 def make_backend(recipe: Recipe, model: Any, layers: Iterable[nn.Module], world: train.World) -> train.Backend:
@@ -117,6 +151,7 @@ def _values(recipe: Recipe, model: Any, world: train.World) -> dict[str, Any]:
         "train_batch_size": recipe.per_device_train_batch_size * steps * world.size,
         "gradient_clipping": recipe.max_grad_norm,
         "bf16.enabled": next(model.parameters()).dtype == torch.bfloat16,
+        "torch_autocast.enabled": recipe.bf16,
         "zero_optimization.reduce_bucket_size": min(500_000_000, max(1, layers)),
         "zero_optimization.stage3_param_persistence_threshold": 0,
         "zero_optimization.stage3_prefetch_bucket_size": 0,
