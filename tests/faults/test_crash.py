@@ -62,7 +62,7 @@ def test_what_was_not_synced_is_lost_and_the_run_is_not(zygotes: Zygotes, tmp_pa
     for crash in states:
         unique.setdefault(key(crash), crash)
     chosen = list(unique.values())
-    chosen = chosen if size(1, 0) else random.Random(3).sample(chosen, 10)
+    chosen = chosen if size(1, 0) else random.Random(3).sample(chosen, 6)
 
     def trial(case: tuple[int, Crash]) -> list[str]:
         number, crash = case

@@ -39,7 +39,7 @@ def finish(zygotes: Zygotes, folder: Path, whole: Whole) -> list[str]:
 
 def test_killed_at_random_instants(zygotes: Zygotes, whole: Whole, tmp_path: Path) -> None:
     """Half of them inside a save, some in the middle of a write; a third of the runs are killed more than once."""
-    trials = size(200, 8)
+    trials = size(200, 6)
     write_sft(tmp_path / "counted")
     prefix = "runs/tiny/checkpoints"
     counted = zygotes.run(
@@ -88,7 +88,7 @@ def test_killed_at_every_call_of_a_save(zygotes: Zygotes, tmp_path: Path, asynch
         assert done.status == -9, done.output
         return finish(zygotes, folder, (folder, theirs, 0.0))
 
-    places = range(1, counted + 1) if size(1, 0) else random.Random(7).sample(range(1, counted + 1), 8)
+    places = range(1, counted + 1) if size(1, 0) else random.Random(7).sample(range(1, counted + 1), 4)
     found = zygotes.each(trial, places)
     name = "asynchronous" if asynchronous else "synchronous"
     report(f"kill_calls_{name}", trials=len(found), identical=sum(not differs for differs in found))
@@ -101,7 +101,7 @@ def test_a_kill_never_leaves_fewer_than_one_complete_checkpoint(zygotes: Zygotes
     write_sft(tmp_path / "counted", **changes)
     run = tmp_path / "counted/runs/tiny/checkpoints"
     counted = zygotes.run(tmp_path / "counted", arm=(str(run), ALL, 0, COUNT, 0, "", "")).counted
-    trials = size(100, 6)
+    trials = size(100, 3)
 
     def trial(number: int) -> bool:
         folder = tmp_path / f"left-{number}"

@@ -9,6 +9,7 @@ from __future__ import annotations
 import gc
 from collections import deque
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import asdict
 from statistics import median
 from typing import TypeVar
@@ -16,7 +17,7 @@ from typing import TypeVar
 import torch
 
 from streamtune.engine import Schedule
-from streamtune.errors import NonFiniteError, OutOfMemoryError
+from streamtune.errors import NonFiniteError, OutOfMemoryError, StreamTuneError
 from streamtune.train.batch import MicroBatch
 from streamtune.train.memory import GIB, peak_memory_bytes
 from streamtune.train.records import append_event, read_records
@@ -38,8 +39,8 @@ WINDOW = 50
 LEAST_STEPS = 10
 SPIKE = 6.0
 """A spike is so many deviations (1.4826 x the median distance from the median) above the median of the window,"""
-LEAST_SPIKE = 1.5
-"""and so many times the median: a curve without noise has no deviations."""
+LEAST_SPIKE = 0.5
+"""and so much of the median: a curve without noise has no deviations."""
 MOST_REPLANS = 4
 """Schedules tried in one step."""
 
@@ -125,7 +126,11 @@ class StepGuard:
             gc.collect()
             if self.device.type == "cuda":
                 torch.cuda.empty_cache()
-            schedule = self.next_schedule(replans) if alone and tried < MOST_REPLANS else None
+            schedule = None
+            if alone and tried < MOST_REPLANS:
+                # What the planner has to say against it must not hide what happened.
+                with suppress(StreamTuneError, RuntimeError, MemoryError):
+                    schedule = self.next_schedule(replans)
             details = {"step": step, "what": failed.what, "rows": failed.where, "peak_bytes": peak}
             if schedule is None or began is None:
                 if schedule is not None:
@@ -146,7 +151,8 @@ class StepGuard:
             if len(seen) >= LEAST_STEPS:
                 middle = median(seen)
                 deviation = 1.4826 * median(abs(other - middle) for other in seen)
-                if self.world.is_main and value > max(middle + SPIKE * deviation, LEAST_SPIKE * middle):
+                jump = max(SPIKE * deviation, LEAST_SPIKE * abs(middle))
+                if self.world.is_main and value > middle + jump:
                     rows = name_rows(micro_batches, most=16)
                     append_event(self.run.events, "spike", step=step, metric=name, value=value, usual=middle, rows=rows)
             seen.append(value)
