@@ -72,6 +72,7 @@ def write_grpo(folder: Path, **changes: Any) -> None:
         "max_prompt_length": 40,
         "max_completion_length": 4,
         "reward_funcs": ["rewards.py:low"],
+        "allow_code": True,
         "num_generations": 2,
         "per_device_train_batch_size": 2,
         "num_iterations": 2,

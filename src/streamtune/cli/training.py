@@ -13,10 +13,11 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 from rich.text import Text
 
-from streamtune.recipe import load_recipe
+from streamtune.recipe import code_of
 
-from .console import err, out, print_rows
+from .console import err, out, plain, print_rows
 from .plan import describe_plan
+from .reading import read_recipe
 
 if TYPE_CHECKING:
     from streamtune.recipe.build_run import Outcome, Run
@@ -77,7 +78,7 @@ def train_recipe(
         allow_change: What may differ from the run that is gone on with.
     """
     overrides = [*settings, *([f"output_dir={json.dumps(str(output_dir))}"] if output_dir else [])]
-    loaded = load_recipe(recipe, overrides, objective)
+    loaded = read_recipe(recipe, overrides, objective)
     # Threads that spin while they wait starve each other where the cores are shared; read when torch is imported.
     os.environ.setdefault("OMP_WAIT_POLICY", "passive")
     try:
@@ -101,14 +102,14 @@ def train_recipe(
 
 
 def _note(text: str) -> None:
-    err.print(Text.assemble(("note", "yellow"), f": {text}"), soft_wrap=True)
+    err.print(Text.assemble(("note", "yellow"), f": {plain(text)}"), soft_wrap=True)
 
 
 def _print_banner(run: Run) -> None:
     """What is about to run, before the first step costs anything."""
     from streamtune import __version__
 
-    out.print(Text.assemble((f"StreamTune {__version__}", "bold"), "  ", str(run.loaded.path)), soft_wrap=True)
+    out.print(Text.assemble((f"StreamTune {__version__}", "bold"), "  ", plain(str(run.loaded.path))), soft_wrap=True)
     print_rows(
         [
             ("model", _describe_model(run)),
@@ -118,6 +119,7 @@ def _print_banner(run: Run) -> None:
             *([("memory", describe_plan(run.memory))] if run.memory is not None else []),
             ("steps", _describe_steps(run)),
             ("output", _describe_output(run)),
+            *([("runs code", "; ".join(code))] if (code := code_of(run.recipe)) else []),
         ]
     )
 
@@ -201,7 +203,7 @@ def _print_outcome(run: Run, outcome: Outcome) -> None:
     if outcome.sample is not None and run.recipe.sample is not None:
         for title, text, style in (("asked", run.recipe.sample.prompt, ""), ("wrote", outcome.sample, "green")):
             out.print(Text(f"  {title}", style="dim"))
-            out.print(Text(indent(text.strip("\n") or "(nothing)", "    "), style=style), soft_wrap=True)
+            out.print(Text(indent(plain(text.strip("\n")) or "(nothing)", "    "), style=style), soft_wrap=True)
 
 
 def _metric_rows(outcome: Outcome) -> list[tuple[str, str]]:

@@ -6,11 +6,12 @@ from collections.abc import Mapping
 from typing import Any
 
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
+from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from streamtune.errors import ArgumentError
-from streamtune.models.load import DTYPES, build_config, check_exists, loading_error
+from streamtune.models.load import DTYPES, build_config, check_exists, loading_error, read_config
 from streamtune.models.quantize import quantize
+from streamtune.models.safety import check_folder
 
 __all__ = ["blueprint"]
 
@@ -45,7 +46,7 @@ def blueprint(
     try:
         with torch.device("meta"):
             model = AutoModelForCausalLM.from_config(config, dtype=wanted, **remote)
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, ImportError) as error:
         raise loading_error("model", str(source), error) from error
     if quantization is not None:
         quantize(model, quantization, torch.device("meta"))
@@ -54,10 +55,8 @@ def blueprint(
 
 def _read_config(name_or_path: str, trust_remote_code: bool) -> Any:
     check_exists(name_or_path)
-    try:
-        config = AutoConfig.from_pretrained(name_or_path, trust_remote_code=trust_remote_code)
-    except (OSError, ValueError) as error:
-        raise loading_error("model", name_or_path, error) from error
+    check_folder(name_or_path, allow_pickle=True)  # no weights are read
+    config = read_config(name_or_path, trust_remote_code)
     if getattr(config, "quantization_config", None) is not None:
         raise ArgumentError(
             f"the weights of '{name_or_path}' are quantised already, and how is not known before they are loaded",

@@ -99,7 +99,7 @@ def build_grpo(
     assert isinstance(recipe, GrpoRecipe), "the command asks for a recipe of grpo"
     with blame_recipe(loaded):
         _check_loss(recipe)
-        functions = load_functions(recipe, loaded.path.parent)
+        functions = load_functions(recipe, loaded.path.parent, notify)
         start = start_run(recipe, resume, notify, allow_change)
         if recipe.use_vllm:
             rollout.check_vllm(start.device)

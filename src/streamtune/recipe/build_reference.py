@@ -77,6 +77,7 @@ def load_reference(recipe: Recipe, model: Any, tokenizer: PreTrainedTokenizerBas
             device=str(device),
             trust_remote_code=recipe.trust_remote_code,
             quantization=choose_quantization(recipe, device),
+            allow_pickle=recipe.allow_pickle,
         )
     except UserError as error:
         error.where = KEY

@@ -57,7 +57,7 @@ FREE_KEYS = frozenset(
         # what is done about what goes wrong,
         "on_nan", "max_skips", "on_oom",
         # how the same gradient is computed,
-        "engine", "device", "per_device_eval_batch_size", "trust_remote_code", "share_prefix",
+        "engine", "device", "per_device_eval_batch_size", "trust_remote_code", "allow_pickle", "share_prefix",
         "dataloader_num_workers", "deterministic",
         "deepspeed", "fsdp", "sequence_parallel", "sequence_parallel_size",
         # what `rows_per_step` says,

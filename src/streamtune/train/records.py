@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from streamtune.errors import CheckpointError
+from streamtune.secrets import redact_values
 from streamtune.train.staging import write_durably, write_error
 
 __all__ = ["append_event", "append_record", "cut_after_step", "cut_events", "read_records", "record_failure"]
@@ -34,7 +35,8 @@ def append_record(path: Path, record: dict[str, Any]) -> None:
 
 def append_event(path: Path, event: str, **details: Any) -> None:
     """Add one line that says what happened, and when (UTC)."""
-    append_record(path, {"time": datetime.now(UTC).isoformat(timespec="seconds"), "event": event, **details})
+    told = redact_values(details)  # an error's text may quote anything
+    append_record(path, {"time": datetime.now(UTC).isoformat(timespec="seconds"), "event": event, **told})
 
 
 def read_records(path: Path) -> list[dict[str, Any]]:
