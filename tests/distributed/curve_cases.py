@@ -25,10 +25,12 @@ engine: {schedule: fixed, chunk_size: 32}
 train_batch_size: 8
 learning_rate: 1.0e-3
 max_steps: 20
+val_size: 5
+eval_steps: 10
 """
 DATA = {
-    "sft": "datasets: [{path: python-stdlib, max_rows: 60}]\noverlength: truncate\ntrain_on: all\nval_size: 5\neval_steps: 10\n",
-    "dpo": "objective: dpo\ndatasets: [{path: demo-preferences, max_rows: 50}]\nval_size: 5\neval_steps: 10\n",
+    "sft": "datasets: [{path: python-stdlib, max_rows: 60}]\noverlength: truncate\ntrain_on: all\n",
+    "dpo": "objective: dpo\ndatasets: [{path: demo-preferences, max_rows: 50}]\n",
 }
 
 
