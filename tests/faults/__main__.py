@@ -3,7 +3,7 @@
     python -m tests.faults [SUITE ...] [--report-only]
 
 A suite that is not here yet is said to be missing. Others join by a line in :data:`SUITES`, and tell figures with
-``kit.report(name, **figures)``.
+``figures.tell``.
 """
 
 from __future__ import annotations
@@ -33,6 +33,12 @@ SUITES = {
     "resume": "tests/faults/test_resume.py",
     "ranks": "tests/faults/test_ranks.py",
     "recipes": "tests/faults/test_recipes.py",
+    "canaries": "tests/faults/test_canaries.py",
+    "templates": "tests/faults/test_templates.py",
+    "paths": "tests/faults/test_paths.py",
+    "files": "tests/faults/test_data_files.py",
+    "secrets": "tests/faults/test_secrets.py",
+    "offline": "tests/faults/test_offline.py",
     "saving": "tests/faults/bench_saving.py",
 }
 

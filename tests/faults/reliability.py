@@ -14,7 +14,7 @@ Figures = Mapping[str, Mapping[str, Any]]
 def write_page(target: Path, figures: Figures, suites: Mapping[str, str], machine: str) -> None:
     """Write the page; a figure that was not measured is said to be missing."""
     parts = [INTRODUCTION.format(machine=machine), _table(figures), STATUS, _status(suites), HOW]
-    parts += [f"{title}\n\n{_others(figures, prefix)}" for title, prefix in OTHERS.items()]
+    parts += [f"{title}\n\n{_others(figures, mine)}" for title, mine in OTHERS.items()]
     parts.append(LIMITS)
     target.write_text("\n".join(parts).rstrip() + "\n", encoding="utf-8")
 
@@ -111,18 +111,27 @@ ROWS: tuple[tuple[str, str, Callable[[Figures], str]], ...] = (
     ("what saving costs", "saving", _overhead),
 )
 
-OTHERS = {"## Several ranks": "ranks", "## Recipes, paths and files that are out to do harm": "recipes"}
+
+def _of_ranks(name: str) -> bool:
+    return name.startswith("rank")
 
 
-def _others(figures: Figures, prefix: str) -> str:
-    """Figures of suites that are kept elsewhere, as they tell them."""
-    found = {name: values for name, values in figures.items() if name.startswith(prefix)}
+OTHERS: dict[str, Callable[[str], bool]] = {
+    "## Several ranks": _of_ranks,
+    "## Recipes, paths and files that are out to do harm": lambda name: not _of_ranks(name),
+}
+"""Sections of suites that tell their own figures, with ``figures.tell``."""
+
+
+def _others(figures: Figures, mine: Callable[[str], bool]) -> str:
+    found = {name: values for name, values in figures.items() if "of" in values and mine(name)}
     if not found:
         return "Not measured in this run of `make faults`.\n"
-    rows = ["| what | figures |", "|---|---|"]
+    rows = ["| what | figure | more |", "|---|---|---|"]
     for name, values in found.items():
-        told = ", ".join(f"{key.replace('_', ' ')} {value}" for key, value in values.items())
-        rows.append(f"| {name.removeprefix(prefix).strip('_').replace('_', ' ') or prefix} | {told} |")
+        more = {key: value for key, value in values.items() if key not in ("name", "done", "of")}
+        told = ", ".join(f"{key.replace('_', ' ')} {value}" for key, value in more.items())
+        rows.append(f"| {name.replace('_', ' ')} | **{values['done']}/{values['of']}** | {told} |")
     return "\n".join(rows) + "\n"
 
 
