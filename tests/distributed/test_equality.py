@@ -11,6 +11,7 @@ from .curve_cases import run as curve
 from .rank_group import run_ranks
 
 BOUND = 5e-6
+"""Relative, and beyond plain autograd's own rounding: a gradient that is a small difference is as hard for it."""
 ENGINES = ["ddp", "zero1", "zero2", "zero3", "fsdp"]
 
 QUICK: list[dict[str, Any]] = [
@@ -18,6 +19,16 @@ QUICK: list[dict[str, Any]] = [
     {"engine": "zero3", "finetuning": "lora", "accumulation": 4, "family": "qwen3"},
     {"engine": "zero2", "objective": "dpo", "family": "qwen3", "settings": {"tie_word_embeddings": True}},
     {"engine": "zero3", "objective": "dpo", "accumulation": 2},
+    {"engine": "zero3", "sequence": 2, "form": "ulysses"},
+    {"engine": "zero1", "sequence": 2, "form": "ring", "objective": "dpo", "accumulation": 2},
+    {"engine": "fsdp", "sequence": 2, "form": "ulysses", "finetuning": "lora"},
+]
+SEQUENCES: list[dict[str, Any]] = [
+    {"engine": engine, "sequence": sequence, "form": form, "objective": objective, "accumulation": accumulation}
+    for engine in ENGINES
+    for sequence in (2, 4)
+    for form in ("ulysses", "ring")
+    for objective, accumulation in (("sft", 1), ("sft", 4), ("dpo", 2))
 ]
 ALL: list[dict[str, Any]] = [
     {"engine": engine, "accumulation": accumulation, "finetuning": finetuning, "objective": objective, "family": family}
@@ -32,20 +43,31 @@ def check(size: int, cases: list[dict[str, Any]], patience: float) -> dict[str, 
     found = run_ranks(size, "tests.distributed.equality_cases", cases, patience)
     assert len(found) == len(cases)
     for case, errors in found.items():
-        assert errors["gradient"] <= BOUND, (case, errors)
+        assert errors["beyond"] <= BOUND, (case, errors)
         assert errors["loss"] <= BOUND, (case, errors)
         assert errors["norm"] <= BOUND, (case, errors)
-        assert errors["fillers"] >= 1, (case, errors)
+        assert errors["fillers"] >= 1 or size == json.loads(case).get("sequence"), (case, errors)
     return found
 
 
 def show(size: int, found: dict[str, Any]) -> None:
     for case, errors in found.items():
-        print(size, " ".join(str(value) for value in json.loads(case).values()), f"{errors['gradient']:.1e}")
+        print(
+            size,
+            " ".join(str(value) for value in json.loads(case).values()),
+            f"{errors['gradient']:.1e} beyond torch {errors['beyond']:.1e}",
+        )
 
 
 def test_two_ranks_have_the_gradient_of_one() -> None:
     show(2, check(2, QUICK, 300))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("size", [2, 4])
+def test_ranks_that_share_sequences(size: int) -> None:
+    """Two or four ranks to a sequence, and two sequences of two ranks."""
+    show(size, check(size, [case for case in SEQUENCES if case["sequence"] <= size], 1800))
 
 
 @pytest.mark.slow

@@ -145,7 +145,7 @@ def build_dpo(
             reference = GivenReference()
             batches.kept = _logps_of_reference(recipe, model, handle, tokenizer, start, batches, notify, doing)
         elif compares:
-            reference = train.ModelReference(model, handle) if held is None else streamed(held, handle.schedule)
+            reference = train.ModelReference(model, handle) if held is None else streamed(held, handle)
     return DpoRun(
         loaded=loaded,
         start=start,
@@ -275,7 +275,7 @@ def _logps_of_reference(
     if (kept := read_logps(key)) is not None:
         notify("the reference's log-probs are known from an earlier run")
         return kept
-    reference = train.ModelReference(model, handle) if asked is model else streamed(asked, handle.schedule)
+    reference = train.ModelReference(model, handle) if asked is model else streamed(asked, handle)
     with doing("asking the reference"):
         trees = map(batches.alone, batches.asked())
         return compute_logps(key, reference, trees, start.device, bf16=recipe.bf16, notify=notify)

@@ -251,7 +251,7 @@ def _reference_scorer(
         return None
     if held is None:
         return _scorer(train.ModelReference(model, handle, temperature=recipe.temperature), recipe, device)
-    return _scorer(streamed(held, handle.schedule, temperature=recipe.temperature), recipe, device)
+    return _scorer(streamed(held, handle, temperature=recipe.temperature), recipe, device)
 
 
 def _scorer(reference: train.Reference, recipe: GrpoRecipe, device: torch.device) -> Scorer:

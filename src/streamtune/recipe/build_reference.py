@@ -24,7 +24,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from streamtune import data, models, train
-from streamtune.engine import Schedule, stream
+from streamtune.engine import Schedule, StreamHandle, stream
 from streamtune.errors import ArgumentError, StreamTuneError, UserError
 from streamtune.recipe.build_model import choose_quantization, make_reference_model
 from streamtune.recipe.schema import Recipe
@@ -86,10 +86,11 @@ def load_reference(recipe: Recipe, model: Any, tokenizer: PreTrainedTokenizerBas
     return _frozen(reference)
 
 
-def streamed(model: Any, schedule: Schedule, *, temperature: float = 1.0) -> train.ModelReference:
-    """A held reference in an engine of its own, which cuts the sequence as the trained model's does."""
-    chunks = Schedule(chunk_size=schedule.chunk_size, head_chunk_size=schedule.head_chunk_size)
-    return train.ModelReference(model, stream(model, schedule=chunks), temperature=temperature)
+def streamed(model: Any, like: StreamHandle, *, temperature: float = 1.0) -> train.ModelReference:
+    """A held reference in an engine of its own, which cuts and shares the sequence as that of the trained model."""
+    chunks = Schedule(chunk_size=like.schedule.chunk_size, head_chunk_size=like.schedule.head_chunk_size)
+    handle = stream(model, schedule=chunks, sequence_parallel=like.sequence_parallel)
+    return train.ModelReference(model, handle, temperature=temperature)
 
 
 def _frozen(model: Any) -> Any:

@@ -31,7 +31,14 @@ from streamtune.recipe.build_batches import share_out
 from streamtune.recipe.build_model import choose_quantization
 from streamtune.recipe.build_plan import plan_model
 from streamtune.recipe.build_settings import StepPlan, train_settings
-from streamtune.recipe.build_world import accumulation, device_of_rank, make_backend, make_world, shares_weights
+from streamtune.recipe.build_world import (
+    accumulation,
+    device_of_rank,
+    make_backend,
+    make_world,
+    sequence_ranks,
+    shares_weights,
+)
 from streamtune.recipe.dump import dump_recipe
 from streamtune.recipe.loader import LoadedRecipe
 from streamtune.recipe.schema import Recipe
@@ -325,7 +332,8 @@ def plan_and_stream(
         keep = _schedule_of(start.checkpoint)
         with doing("planning the steps"):
             memory = plan_model(like, model, length, start.device, **shape, keep=keep, notify=notify)
-    handle = stream_model(recipe, model, memory.schedule if memory is not None else None)
+    ranks = sequence_ranks(recipe, start.world)
+    handle = stream_model(recipe, model, memory.schedule if memory is not None else None, ranks)
     with doing("checking that this model streams exactly"):
         handle.check()
         check(handle)

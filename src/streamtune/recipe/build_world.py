@@ -2,6 +2,7 @@
 
 make_world     which rank this process is; the process group is joined
 accumulation   rows of an optimizer step -> rows of a micro-batch x micro-batches x ranks
+sequence_ranks the ranks that share a sequence
 make_backend   DDP, FSDP2 or DeepSpeed by the recipe; one device by itself
 """
 
@@ -15,11 +16,20 @@ import torch
 from torch import nn
 
 from streamtune import train
+from streamtune.engine import SequenceParallel
 from streamtune.errors import ArgumentError
 from streamtune.recipe.build_model import make_optimizer
 from streamtune.recipe.schema import Recipe
 
-__all__ = ["accumulation", "device_of_rank", "leave_ranks", "make_backend", "make_world", "shares_weights"]
+__all__ = [
+    "accumulation",
+    "device_of_rank",
+    "leave_ranks",
+    "make_backend",
+    "make_world",
+    "sequence_ranks",
+    "shares_weights",
+]
 
 
 def device_of_rank(device: torch.device) -> torch.device:
@@ -74,6 +84,15 @@ def make_world(recipe: Recipe, device: torch.device) -> train.World:
     world = train.World(int(os.environ["RANK"]), size, sequence_size)
     accumulation(recipe, world)
     return world
+
+
+def sequence_ranks(recipe: Recipe, world: train.World) -> SequenceParallel | None:
+    """The ranks that share this rank's sequences; None where each has its own. Called by all ranks together."""
+    if world.sequence_size == 1:
+        return None
+    from streamtune.distributed.process_group import sequence_group
+
+    return SequenceParallel(sequence_group(world.sequence_size), form=recipe.sequence_parallel)
 
 
 def accumulation(recipe: Recipe, world: train.World) -> int:
