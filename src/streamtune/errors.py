@@ -10,6 +10,7 @@
         ├── OutOfMemoryError      device or host memory ran out
         ├── StorageError          a file that holds layer inputs cannot be written or read
         ├── CheckpointError       a checkpoint cannot be written or read
+        ├── DistributedError      a rank is gone, hangs, cannot be reached or is not like the others
         └── NonFiniteError        a loss or gradient is NaN or Inf
 
 This module is a leaf: it imports nothing of the project and nothing heavy.
@@ -24,6 +25,7 @@ __all__ = [
     "ArgumentError",
     "CheckpointError",
     "DataError",
+    "DistributedError",
     "NonFiniteError",
     "OutOfMemoryError",
     "RecipeError",
@@ -98,6 +100,10 @@ class StorageError(RunError):
 
 class CheckpointError(RunError):
     """A checkpoint cannot be written, or the one found cannot be trusted."""
+
+
+class DistributedError(RunError):
+    """A rank is gone, hangs, cannot be reached or is not like the others."""
 
 
 class NonFiniteError(RunError):

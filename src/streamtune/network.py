@@ -8,11 +8,14 @@ from __future__ import annotations
 import ipaddress
 import os
 import sys
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 from streamtune.errors import RunError
 
-__all__ = ["OFFLINE", "OfflineError", "go_offline", "is_offline", "keep_private", "stay_off_the_hub"]
+__all__ = ["OFFLINE", "OfflineError", "among_ranks", "go_offline", "is_offline", "keep_private", "stay_off_the_hub"]
 
 OFFLINE = "STREAMTUNE_OFFLINE"
 """Environment variable that ``--offline`` sets, so that processes started by this one are offline too."""
@@ -29,6 +32,7 @@ _PRIVATE = {
 }
 _OFF_THE_HUB = {"HF_HUB_OFFLINE": "1", "HF_DATASETS_OFFLINE": "1", "TRANSFORMERS_OFFLINE": "1"}
 _guarded = False
+_talking = threading.local()
 
 
 class OfflineError(RunError):
@@ -71,9 +75,20 @@ def is_offline() -> bool:
     return os.environ.get(OFFLINE) == "1"
 
 
+@contextmanager
+def among_ranks() -> Iterator[None]:
+    """Connections of this thread within are those of a run's ranks to each other: they are no way out of it."""
+    before = getattr(_talking, "to_ranks", False)
+    _talking.to_ranks = True
+    try:
+        yield
+    finally:
+        _talking.to_ranks = before
+
+
 def _refuse(event: str, arguments: tuple[Any, ...]) -> None:
     """The audit hook: hooks cannot be removed, so it asks whether it still holds."""
-    if not event.startswith("socket.") or not is_offline():
+    if not event.startswith("socket.") or not is_offline() or getattr(_talking, "to_ranks", False):
         return
     if event in ("socket.connect", "socket.sendto", "socket.sendmsg"):
         address = arguments[1]

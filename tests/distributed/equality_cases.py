@@ -56,14 +56,14 @@ def run(case: dict[str, Any]) -> dict[str, Any]:
     with torch.no_grad():
         for parameter in reference.parameters():
             parameter.add_(0.02)
-    exact, exact_reference = copy.deepcopy(plain).double(), copy.deepcopy(reference).double()
+    truth = _Truth(copy.deepcopy(plain).double(), recipe, copy.deepcopy(reference).double())
+    torchs = _Truth(plain, recipe, copy.deepcopy(reference))
     chunk = case.get("chunk", 5)
     shared = sequence_ranks(recipe, world)
     schedule = streamtune.Schedule(chunk_size=chunk, head_chunk_size=7)
     handle = streamtune.stream(model, schedule=schedule, sequence_parallel=shared)
     beside = streamtune.stream(reference, schedule=schedule, sequence_parallel=shared)
     backend = make_backend(recipe, model, handle.layers, world)
-    truth, torchs = _Truth(exact, recipe, exact_reference), _Truth(plain, recipe, copy.deepcopy(reference))
     objective: train.Objective
     if isinstance(recipe, DpoRecipe):
         objective = PairObjective(handle, recipe, train.ModelReference(reference, beside))

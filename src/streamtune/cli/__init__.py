@@ -6,13 +6,14 @@ import os
 import sys
 from collections.abc import Sequence
 
+from streamtune.distributed.ranks import die_with_launcher
 from streamtune.errors import StreamTuneError
 from streamtune.network import go_offline, is_offline, keep_private
 from streamtune.quiet import hush_imports
 
 from .allocator import grow_segments
 from .app import app
-from .console import print_error
+from .ranks import note_failure, remember_arguments, tell_failure
 
 __all__ = ["app", "main"]
 
@@ -25,25 +26,30 @@ def main(argv: Sequence[str] | None = None) -> None:
     Args:
         argv: Arguments without the program's name; ``sys.argv`` by default.
     """
+    die_with_launcher()
     grow_segments()
     keep_private()
     if "--debug" not in (sys.argv if argv is None else argv):
         hush_imports()
-    arguments = list(sys.argv[1:] if argv is None else argv)
-    debug = "--debug" in arguments
-    if "--offline" in arguments or is_offline():
+    given = list(sys.argv[1:] if argv is None else argv)
+    remember_arguments(given)
+    debug = "--debug" in given
+    if "--offline" in given or is_offline():
         go_offline()
-    arguments = [argument for argument in arguments if argument not in ("--debug", "--offline")]
+    arguments = [argument for argument in given if argument not in ("--debug", "--offline")]
+    # `deepspeed` adds the rank on the machine, which its variables say as well.
+    arguments = [argument for argument in arguments if not argument.startswith(("--local_rank=", "--local-rank="))]
     try:
         try:
             app(arguments, prog_name="streamtune")
         finally:
             _flush()
     except Exception as error:
-        if debug:
-            raise
         known = error if isinstance(error, StreamTuneError) else _unexpected(error)
-        print_error(known)
+        if debug:
+            note_failure(known)
+            raise
+        tell_failure(known)
         sys.exit(known.exit_code)
 
 

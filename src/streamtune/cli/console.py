@@ -60,12 +60,12 @@ def print_note(note: str) -> None:
     err.print(Text.assemble(("note", "yellow"), ": ", _commands(plain(note))), soft_wrap=True)
 
 
-def print_error(error: StreamTuneError) -> None:
+def print_error(error: StreamTuneError, to: Console = err) -> None:
     """Tell an error on stderr: a panel on a terminal, plain lines in a log."""
-    if err.is_terminal:
-        err.print(error_panel(error))
+    if to.is_terminal:
+        to.print(error_panel(error))
     else:
-        err.print(Text(error_text(error)), soft_wrap=True)
+        to.print(Text(error_text(error)), soft_wrap=True)
 
 
 def error_text(error: StreamTuneError) -> str:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from .options import RecipeArgument, SetOption
+from .options import HostfileOption, NprocOption, RecipeArgument, SetOption
 from .training import AllowChangeOption, DryRunOption, OutputDirOption, ResumeOption, train_recipe
 
 __all__ = ["dpo"]
@@ -18,6 +18,8 @@ def dpo(
     resume: ResumeOption = "auto",
     output_dir: OutputDirOption = None,
     allow_change: AllowChangeOption = None,
+    nproc: NprocOption = None,
+    hostfile: HostfileOption = None,
 ) -> None:
     """Train a model to prefer some completions to others."""
     train_recipe(
@@ -29,6 +31,8 @@ def dpo(
         resume=resume,
         output_dir=output_dir,
         allow_change=allow_change or [],
+        nproc=nproc,
+        hostfile=hostfile,
     )
 
 

@@ -7,7 +7,7 @@ from typing import Annotated, Any
 
 import typer
 
-from .options import RecipeArgument, SetOption
+from .options import HostfileOption, NprocOption, RecipeArgument, SetOption
 from .training import AllowChangeOption, DryRunOption, OutputDirOption, ResumeOption, train_recipe
 
 __all__ = ["grpo"]
@@ -29,6 +29,8 @@ def grpo(
     resume: ResumeOption = "auto",
     output_dir: OutputDirOption = None,
     allow_change: AllowChangeOption = None,
+    nproc: NprocOption = None,
+    hostfile: HostfileOption = None,
     allow_code: AllowCodeOption = False,
 ) -> None:
     """Train a model on rewards of what it writes itself."""
@@ -41,6 +43,8 @@ def grpo(
         resume=resume,
         output_dir=output_dir,
         allow_change=allow_change or [],
+        nproc=nproc,
+        hostfile=hostfile,
     )
 
 

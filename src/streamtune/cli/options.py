@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-__all__ = ["JsonOption", "RecipeArgument", "SetOption"]
+__all__ = ["HostfileOption", "JsonOption", "NprocOption", "RecipeArgument", "SetOption"]
 
 RecipeArgument = Annotated[Path, typer.Argument(metavar="RECIPE", help="A recipe (YAML).", show_default=False)]
 SetOption = Annotated[
@@ -16,6 +16,24 @@ SetOption = Annotated[
         "--set",
         metavar="KEY=VALUE",
         help="Change a key of the recipe: `--set max_length=4096`. May be given several times.",
+        show_default=False,
+    ),
+]
+NprocOption = Annotated[
+    int | None,
+    typer.Option(
+        "--nproc",
+        metavar="N",
+        help="Train in N ranks on this machine (or on each host of the hostfile).",
+        show_default=False,
+    ),
+]
+HostfileOption = Annotated[
+    Path | None,
+    typer.Option(
+        "--hostfile",
+        metavar="FILE",
+        help="Train on these machines, reached over ssh: a line `HOST slots=N` for each.",
         show_default=False,
     ),
 ]

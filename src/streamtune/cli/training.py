@@ -17,6 +17,7 @@ from streamtune.recipe import code_of
 
 from .console import err, out, plain, print_rows
 from .plan import describe_plan
+from .ranks import enter_rank, launch_ranks, shown, watch
 from .reading import read_recipe
 
 if TYPE_CHECKING:
@@ -63,6 +64,8 @@ def train_recipe(
     resume: str,
     output_dir: Path | None,
     allow_change: Sequence[str] = (),
+    nproc: int | None = None,
+    hostfile: Path | None = None,
 ) -> None:
     """Train, and leave with the exit code.
 
@@ -76,29 +79,35 @@ def train_recipe(
         resume: ``auto``, ``never`` or a checkpoint.
         output_dir: Overrides the recipe's.
         allow_change: What may differ from the run that is gone on with.
+        nproc: Start so many ranks of this command, and wait for them.
+        hostfile: On these machines.
     """
     overrides = [*settings, *([f"output_dir={json.dumps(str(output_dir))}"] if output_dir else [])]
     loaded = read_recipe(recipe, overrides, objective)
+    if nproc is not None or hostfile is not None:
+        raise typer.Exit(launch_ranks(nproc, hostfile, loaded.recipe.device))
+    environment = enter_rank()
     # Threads that spin while they wait starve each other where the cores are shared; read when torch is imported.
     os.environ.setdefault("OMP_WAIT_POLICY", "passive")
     try:
         with err.status("loading libraries"):
             build, train = import_room()
+            from streamtune.recipe.build_world import leave_ranks
         for note in loaded.notes:
             _note(note)
-        run = build(loaded, resume=resume, allow_change=allow_change, dry_run=dry_run, notify=_note, doing=err.status)
-        _print_banner(run)
-        if dry_run:
-            return
-        outcome = train(run, out)
+        with watch(environment) as watchdog:
+            doing = shown(err.status, watchdog)
+            run = build(loaded, resume=resume, allow_change=allow_change, dry_run=dry_run, notify=_note, doing=doing)
+            run.watchdog = watchdog
+            _print_banner(run)
+            outcome = None if dry_run else train(run, out)
+            leave_ranks()  # while the watchdog still looks: a rank that does not come is named
     except KeyboardInterrupt:
         err.print("Stopped.")
         raise typer.Exit(130) from None
-    _print_outcome(run, outcome)
-    from streamtune.recipe.build_world import leave_ranks
-
-    leave_ranks()
-    raise typer.Exit(outcome.exit_code)
+    if outcome is not None:
+        _print_outcome(run, outcome)
+        raise typer.Exit(outcome.exit_code)
 
 
 def _note(text: str) -> None:

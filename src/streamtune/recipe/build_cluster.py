@@ -6,6 +6,7 @@ The command line says how many; what they do with each other is the recipe's: ``
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from typing import Any
@@ -23,10 +24,10 @@ from streamtune.plan.devices import Device, nearest_device
 from streamtune.plan.longer import longest_of
 from streamtune.plan.simulate import Workload
 from streamtune.plan.strip import heads_of
-from streamtune.recipe.build_world import _values, accumulation
+from streamtune.recipe.build_world import accumulation, config_values
 from streamtune.recipe.schema import Recipe
 
-__all__ = ["RanksAsked", "Wider", "accumulation_of", "cluster_of", "links_for", "wider_of"]
+__all__ = ["RanksAsked", "Wider", "accumulation_of", "cluster_here", "cluster_of", "links_for", "wider_of"]
 
 NODE = 8
 """Devices of a node where nothing is said."""
@@ -89,6 +90,21 @@ def cluster_of(recipe: Recipe, model: nn.Module, asked: RanksAsked, links: Links
     return cluster
 
 
+def cluster_here(recipe: Recipe, model: nn.Module, world: train.World, device: torch.device) -> Cluster:
+    """The ranks that are here, as the launcher of this one says.
+
+    Args:
+        recipe: The recipe.
+        model: For its heads.
+        world: The ranks.
+        device: This rank's.
+    """
+    if world.size == 1:
+        return Cluster()
+    on_a_node = int(os.environ.get("LOCAL_WORLD_SIZE", world.size))
+    return cluster_of(recipe, model, RanksAsked(world.size, max(1, world.size // on_a_node)), links_for(None, device))
+
+
 def accumulation_of(recipe: Recipe, cluster: Cluster) -> int:
     """Micro-batches of a rank in one optimizer step.
 
@@ -138,7 +154,7 @@ def _shared(recipe: Recipe, model: nn.Module, world: train.World) -> Cluster:
         return Cluster(engine="fsdp")
     if recipe.deepspeed is None:
         return Cluster()
-    config = resolve_config(recipe.deepspeed, _values(recipe, model, world))
+    config = resolve_config(recipe.deepspeed, config_values(recipe, model, world))
     zero, stage = config["zero_optimization"], stage_of(config)
     engines: tuple[Engine, ...] = ("zero1", "zero2", "zero3")
     return Cluster(

@@ -9,6 +9,7 @@ An objective adds its data, its loss and its batches (``build_sft``, ``build_dpo
 
 from __future__ import annotations
 
+import json
 import secrets
 import time
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
@@ -22,12 +23,14 @@ import torch
 import transformers
 
 from streamtune import __version__, models, optim, train
+from streamtune.distributed import RankEnvironment, Watchdog, agree, keep_log, read_environment
 from streamtune.engine import Schedule, StreamHandle
 from streamtune.errors import ArgumentError, did_you_mean
 from streamtune.plan import Plan
 from streamtune.plan.scored import Completions
 from streamtune.recipe.build import choose_device, quiet_libraries, stream_model
 from streamtune.recipe.build_batches import share_out
+from streamtune.recipe.build_cluster import cluster_here
 from streamtune.recipe.build_model import choose_quantization
 from streamtune.recipe.build_plan import plan_model
 from streamtune.recipe.build_settings import StepPlan, train_settings
@@ -75,6 +78,9 @@ FREE_KEYS = frozenset(
 )  # fmt: skip
 """Keys that may change between the start of a run and its resumption."""
 
+PATIENT = ("saving", "scoring")
+"""What a step does that may wait for something outside: a disk, a judge of completions."""
+
 SAMPLE_TEMPERATURE = 0.3
 """Of the sample at the end. The likeliest token each time would go in circles where little is learnt yet."""
 
@@ -106,9 +112,11 @@ class Start:
         """Take note of the data. Run settings were compared before it was read, with which it takes minutes.
 
         Raises:
+            DistributedError: It is not the data of the other ranks.
             RecipeError: It is not the data of the run that is gone on with.
         """
         told = self._check()
+        agree({"data": fingerprint})
         self.identity["data"] = fingerprint
         changed = [text for text in self._check() if text not in told]
         self._tell(changed)
@@ -148,6 +156,8 @@ class Run:
     """What a step has so many of: ``row``, ``packed sequence``, ``pair`` ..."""
     memory: Plan | None
     """The planner's schedule, and what a step of the longest rows holds and takes by it; None where none was asked."""
+    watchdog: Watchdog = field(default_factory=lambda: Watchdog(RankEnvironment()))
+    """Watches the ranks while they train; by itself that of a run of one, which does nothing."""
 
     @property
     def recipe(self) -> Recipe:
@@ -216,6 +226,7 @@ def start_run(recipe: Recipe, resume: str, notify: Notify, allow_change: Collect
         ArgumentError: A device that is not there, a quantisation that is not installed, or ``allow_change`` names
             nothing that could be refused.
         CheckpointError: The checkpoint named by ``resume`` cannot be used.
+        DistributedError: The ranks have other versions or another recipe, or do not reach each other.
         RecipeError: What would be gone on with was started under other settings.
     """
     known = (*type(recipe).model_fields, "data")
@@ -228,6 +239,7 @@ def start_run(recipe: Recipe, resume: str, notify: Notify, allow_change: Collect
         train.use_deterministic_kernels()
     quantization = choose_quantization(recipe, device)
     quiet_libraries(device)
+    agree(_facts(recipe))
     world = make_world(recipe, device)
     directory = train.RunDirectory(Path(recipe.output_dir))
     before, checkpoint = world.main(
@@ -252,6 +264,12 @@ def start_run(recipe: Recipe, resume: str, notify: Notify, allow_change: Collect
     last = list(continued.values())[-1] if continued else start.identity
     start._tell(train.tell_changes(last, start.identity))
     return start
+
+
+def _facts(recipe: Recipe) -> dict[str, str]:
+    """What of a recipe must be the same on all ranks: everything but where the files are."""
+    settings = recipe.model_dump(mode="json", exclude={"output_dir", "datasets"})
+    return {f"recipe {name}": json.dumps(value) for name, value in settings.items()}
 
 
 def _identify(
@@ -324,23 +342,37 @@ def plan_and_stream(
         UnsupportedModelError: The model does not stream exactly.
     """
     recipe = _one_level(recipe)
-    memory = None
     like = recipe.model_copy(update={"per_device_train_batch_size": rows})
     shape: dict[str, Any] = {"completions": completions, "reference_bytes": reference_bytes}
     start.planned_for.update(recipe=like, length=length, device=start.device, **shape)
+    memory: Plan | None = None
+
+    def plan() -> tuple[Schedule, int]:
+        nonlocal memory
+        memory = plan_model(
+            like,
+            model,
+            length,
+            start.device,
+            **shape,
+            cluster=cluster_here(recipe, model, start.world, start.device),
+            keep=_schedule_of(start.checkpoint),
+            notify=notify,
+        )
+        return memory.schedule, memory.simulation.host_bytes
+
+    schedule, host_bytes = None, 0
     if recipe.engine.schedule == "auto" or dry_run:
-        keep = _schedule_of(start.checkpoint)
-        with doing("planning the steps"):
-            memory = plan_model(like, model, length, start.device, **shape, keep=keep, notify=notify)
-    ranks = sequence_ranks(recipe, start.world)
-    handle = stream_model(recipe, model, memory.schedule if memory is not None else None, ranks)
+        with doing("planning the steps"):  # one rank measures and chooses for all: they have to walk in step
+            schedule, host_bytes = start.world.main(plan)
+    handle = stream_model(recipe, model, schedule, sequence_ranks(recipe, start.world))
     with doing("checking that this model streams exactly"):
         handle.check()
         check(handle)
     with doing("setting up the optimizer"):  # after the checks: ranks that share the weights have them no longer whole
         backend = make_backend(recipe, model, handle.layers, start.world)
-    if memory is not None and not dry_run and memory.schedule.uses_host:
-        handle.tiers.reserve(memory.simulation.host_bytes, start.device)
+    if schedule is not None and not dry_run and schedule.uses_host:
+        handle.tiers.reserve(host_bytes, start.device)
     start.identity["schedule"] = asdict(handle.schedule)  # not compared: another gives the same gradient, to rounding
     return handle, backend, memory
 
@@ -400,6 +432,8 @@ def train_run(
     world = run.start.world
     moved_aside = world.main(directory.move_aside) if run.start.replaces else None
     with _claimed(run):
+        keep_log(directory.path, read_environment())
+        run.watchdog.event = lambda name, details: train.append_event(directory.events, name, **details)
         writer = _make_writer(run)
         started = time.perf_counter()
         failures = train.record_failure(directory.events) if world.is_main else nullcontext()
@@ -454,7 +488,8 @@ def _train(
     if world.is_main:
         train.supersede(directory.checkpoints, first_step)
         train.append_event(directory.events, "resume" if run.checkpoint else "start", step=first_step)
-    with train.Progress(console, plan.total_steps, first_step, recipe.logging_steps) as progress:
+    told = _tell(run.watchdog)
+    with train.Progress(console, plan.total_steps, first_step, recipe.logging_steps, told) as progress:
         begin(run.backend, progress, stop)
         return train.train(
             run.backend,
@@ -487,6 +522,11 @@ def _next_schedule(run: Run, install: bool) -> Schedule | None:
         run.handle.reschedule(found)
         run.start.identity["schedule"] = asdict(found)
     return found
+
+
+def _tell(watchdog: Watchdog) -> Callable[[int, str], None]:
+    """Pass on to the ranks' watchdog what a step does."""
+    return lambda step, doing: watchdog.at(step, doing, patient=doing.startswith(PATIENT))
 
 
 def _schedule(run: Run) -> Callable[[int], float]:

@@ -23,6 +23,7 @@ from streamtune.recipe.schema import Recipe
 
 __all__ = [
     "accumulation",
+    "config_values",
     "device_of_rank",
     "leave_ranks",
     "make_backend",
@@ -145,7 +146,7 @@ def make_backend(recipe: Recipe, model: Any, layers: Iterable[nn.Module], world:
         from streamtune.distributed.deepspeed_config import resolve_config
 
         check_deepspeed()
-        config = resolve_config(recipe.deepspeed, _values(recipe, model, world))
+        config = resolve_config(recipe.deepspeed, config_values(recipe, model, world))
         return DeepSpeedBackend(model, make_optimizer(recipe, model), config, layers)
     if recipe.fsdp:
         from streamtune.distributed.fsdp_backend import FsdpBackend
@@ -159,7 +160,7 @@ def make_backend(recipe: Recipe, model: Any, layers: Iterable[nn.Module], world:
     return DdpBackend(model, local.optimizer, local)
 
 
-def _values(recipe: Recipe, model: Any, world: train.World) -> dict[str, Any]:
+def config_values(recipe: Recipe, model: Any, world: train.World) -> dict[str, Any]:
     """What a recipe says of a DeepSpeed configuration. Batches are counted in ranks: each has rows of its own, or a
     part of the same."""
     layers = sum(parameter.numel() for parameter in model.parameters() if parameter.requires_grad)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -28,12 +28,14 @@ class Progress:
         total_steps: Optimizer steps of the whole run.
         first_step: Steps taken before, where a run is resumed: the time left is judged by this session alone.
         logging_steps: Without a terminal, one line every so many steps.
+        told: Told the number of the step that is going on, from 1, and what is done in it.
     """
 
     console: Console
     total_steps: int
     first_step: int = 0
     logging_steps: int = 1
+    told: Callable[[int, str], None] = lambda step, doing: None
 
     def __post_init__(self) -> None:
         self._record: dict[str, Any] = {"step": self.first_step}
@@ -43,6 +45,7 @@ class Progress:
 
     def __enter__(self) -> Progress:
         self._started = time.monotonic()
+        self.activity("")
         if self.console.is_terminal:
             self._live.start()
         return self
@@ -52,7 +55,8 @@ class Progress:
 
     def step(self, record: dict[str, Any]) -> None:
         """A step is done; ``record`` is its line of ``metrics.jsonl``."""
-        self._record, self._activity = record, ""
+        self._record = record
+        self.activity("")
         done = record["step"]
         if "loss" not in record:
             self.note(done, "skipped: not finite")
@@ -73,10 +77,11 @@ class Progress:
     def activity(self, text: str) -> None:
         """What is going on within a step: shown at the end of the live line until the step is done."""
         self._activity = text
+        self.told(self._record["step"] + 1, text or "training")
 
     def evaluated(self, step: int, found: Mapping[str, float]) -> None:
         """What was found after ``step`` steps: ``eval_loss`` and ``eval_`` metrics."""
-        self._activity = ""
+        self.activity("")
         names = {"eval_loss": "loss", **{f"eval_{name}": called for name, called in SHOWN.items()}}
         shown = {called: f"{found[name]:.4f}" for name, called in names.items() if name in found}
         if self.console.is_terminal:
@@ -89,7 +94,7 @@ class Progress:
 
     def saved(self, step: int, path: object) -> None:
         """A checkpoint is committed."""
-        self._activity = ""
+        self.activity("")
         if self.console.is_terminal:
             self._print_event(step, Text.assemble("saved ", (str(path), "cyan")))
         else:

@@ -1,0 +1,149 @@
+"""``python -m streamtune.distributed.agent``: starts the ranks of its machine for a launcher on another one.
+
+Started over ssh, it speaks JSON, a document a line. It reads
+
+    {"start": {...}}  {"signal": 2}  {"kill": true}  {"ping": true}
+
+and writes ``{"hello": {...}}`` first, then ``{"end": {...}}`` for each rank that ends and
+``{"out": text, "to": 1 or 2}`` for what rank 0 prints, if that is here. Where the launcher has nothing to say it says
+``ping``: where that stays out, or the connection is closed, the ranks are ended.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import queue
+import signal
+import subprocess
+import sys
+import threading
+import time
+from dataclasses import asdict
+from typing import IO, Any
+
+from streamtune import __version__
+from streamtune.errors import StreamTuneError
+
+from .failure import Failure
+from .ports import free_port
+from .ranks import LocalRanks, count_devices
+
+__all__ = ["PING_SECONDS", "SILENCE_SECONDS", "main"]
+
+PING_SECONDS = 2.0
+SILENCE_SECONDS = 20.0
+"""Without a word from the launcher for so long, the ranks are ended."""
+
+
+def main() -> None:
+    """Do as the launcher says until all ranks have ended."""
+    for signum in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+        signal.signal(signum, lambda number, frame: sys.exit(128 + number))
+    words: queue.Queue[dict[str, Any] | None] = queue.Queue()
+    threading.Thread(target=_listen, args=(words,), daemon=True).start()
+    agent = _Agent()
+    agent.say({"hello": {"version": __version__, "devices": count_devices(), "port": free_port()}})
+    try:
+        agent.serve(words)
+    finally:
+        agent.close()
+
+
+def _listen(words: queue.Queue[dict[str, Any] | None]) -> None:
+    pending = b""
+    while data := os.read(0, 65536):
+        *lines, pending = (pending + data).split(b"\n")
+        for line in lines:
+            words.put(json.loads(line))
+    words.put(None)
+
+
+class _Agent:
+    def __init__(self) -> None:
+        self._ranks: LocalRanks | None = None
+        self._alone = False
+        self._speaking = threading.Lock()
+        self._readers: list[threading.Thread] = []
+
+    def say(self, document: dict[str, Any]) -> None:
+        """Tell the launcher, if it is still there."""
+        with self._speaking:
+            try:
+                sys.stdout.buffer.write(json.dumps(document).encode() + b"\n")
+                sys.stdout.buffer.flush()
+            except OSError:
+                self._alone = True
+
+    def serve(self, words: queue.Queue[dict[str, Any] | None]) -> None:
+        """Until all ranks have ended, or the launcher is gone."""
+        heard = time.monotonic()
+        while True:
+            try:
+                word = words.get(timeout=0.05)
+            except queue.Empty:
+                pass
+            else:
+                if word is None:
+                    return
+                heard = time.monotonic()
+                self._obey(word)
+            if self._alone or time.monotonic() - heard > SILENCE_SECONDS:
+                return
+            if self._ranks is not None and self._tell_ends():
+                return
+
+    def _tell_ends(self) -> bool:
+        """Tell of the ranks that have ended; whether all have."""
+        assert self._ranks is not None
+        ends = self._ranks.poll()
+        if any(end.rank == 0 for end in ends):
+            for reader in self._readers:  # its last words before its end
+                reader.join(timeout=2)
+        for end in ends:
+            self.say({"end": asdict(end)})
+        return not self._ranks.running
+
+    def _obey(self, word: dict[str, Any]) -> None:
+        if "start" in word:
+            self._start(word["start"])
+        elif self._ranks is not None and "signal" in word:
+            self._ranks.send(int(word["signal"]))
+        elif self._ranks is not None and "kill" in word:
+            self._ranks.kill()
+
+    def _start(self, asked: dict[str, Any]) -> None:
+        has_main = asked["first_rank"] == 0
+        pipe = subprocess.PIPE if has_main else None
+        try:
+            self._ranks = LocalRanks(
+                [sys.executable, "-m", "streamtune", *asked["arguments"]],
+                asked["first_rank"],
+                asked["count"],
+                {**os.environ, **asked["environment"]},
+                asked["host"],
+                (pipe, pipe),
+            )
+        except StreamTuneError as error:
+            self.say({"refused": asdict(Failure.of(error, asked["first_rank"], asked["host"]))})
+            return
+        if has_main and 0 in self._ranks.running:
+            process = self._ranks.process(0)
+            for to, stream in ((1, process.stdout), (2, process.stderr)):
+                reader = threading.Thread(target=self._pass_on, args=(stream, to), daemon=True)
+                reader.start()
+                self._readers.append(reader)
+
+    def _pass_on(self, stream: IO[bytes], to: int) -> None:
+        while data := os.read(stream.fileno(), 65536):
+            self.say({"out": data.decode("utf-8", errors="replace"), "to": to})
+
+    def close(self) -> None:
+        """End what still runs, and tell of it where somebody listens."""
+        if self._ranks is not None:
+            for end in self._ranks.close():
+                self.say({"end": asdict(end)})
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,255 @@
+"""Before training: every rank is the same program with the same recipe and data, and every machine reaches the others.
+
+    1. each rank tells rank 0 its facts, and the first rank of each machine where it can be called
+    2. rank 0 compares them and tells all of them the outcome
+    3. the first ranks call each other, as the process group will, and rank 0 tells all of them the outcome
+
+All of it over connections of its own: a difference in versions can break the process group before it says a word.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import platform
+import socket
+import threading
+import time
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from dataclasses import asdict
+from importlib.metadata import PackageNotFoundError, version
+from typing import Any
+
+from streamtune import __version__
+from streamtune.errors import DistributedError
+from streamtune.network import among_ranks
+
+from .environment import RankEnvironment, read_environment
+from .failure import Failure
+from .wire import Line, dial, greet, listen
+
+__all__ = ["agree", "compare_facts", "describe_ranks", "fingerprint", "versions"]
+
+PURPOSE = "agree"
+PACKAGES = ("torch", "transformers", "deepspeed", "peft")
+TOGETHER_SECONDS = 300.0
+"""For the slowest rank to come: reading data takes one longer than another."""
+REACH_SECONDS = 10.0
+SHOWN_LENGTH = 40
+
+
+def versions() -> dict[str, str]:
+    """Of what ranks must have in common to compute the same, without loading any of it."""
+    found = {"python": platform.python_version(), "streamtune": __version__}
+    for package in PACKAGES:
+        try:
+            found[package] = version(package)
+        except PackageNotFoundError:
+            found[package] = "not installed"
+    return found
+
+
+def fingerprint(text: str) -> str:
+    """A short name for a text: for facts too long to compare by eye."""
+    return hashlib.sha256(text.encode()).hexdigest()[:16]
+
+
+def agree(
+    facts: Mapping[str, str], environment: RankEnvironment | None = None, seconds: float = TOGETHER_SECONDS
+) -> None:
+    """Compare ``facts`` and :func:`versions` over all ranks. Called by every rank; with one rank nothing happens.
+
+    Args:
+        facts: What must be the same everywhere, by name.
+        environment: Of this rank; None reads it.
+        seconds: For the slowest rank to come.
+
+    Raises:
+        DistributedError: The same on every rank: who differs and by which values; who has not come; who cannot reach
+            whom.
+    """
+    env = read_environment() if environment is None else environment
+    if env.world_size == 1:
+        return
+    leads = env.local_rank == 0
+    told: dict[str, Any] = {"facts": {**versions(), **facts}, "leads": leads}
+    with _Answering(leads) as answering:
+        outcome = _gather(env, told, answering, seconds) if env.is_main else _ask(env, told, answering, seconds)
+    if outcome is not None:
+        raise Failure.from_dict(outcome).error(named=False)
+
+
+class _Answering:
+    """While entered: a port that other machines' first ranks can call."""
+
+    def __init__(self, leads: bool) -> None:
+        self._server: socket.socket | None = None
+        self.port = 0
+        if leads:
+            self._server = socket.create_server(("", 0), backlog=1024)
+            self.port = self._server.getsockname()[1]
+
+    def __enter__(self) -> _Answering:
+        if self._server is not None:
+            threading.Thread(target=self._accept, args=(self._server,), daemon=True).start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self._server is not None:
+            with suppress(OSError):
+                self._server.shutdown(socket.SHUT_RDWR)  # closing alone does not wake the thread
+            self._server.close()
+
+    def _accept(self, server: socket.socket) -> None:
+        with suppress(OSError):
+            while True:
+                caller, _ = server.accept()
+                caller.close()
+
+
+def _ask(env: RankEnvironment, told: dict[str, Any], answering: _Answering, seconds: float) -> dict[str, Any] | None:
+    """On the other ranks."""
+    line = dial(env, PURPOSE, {}, seconds)
+    try:
+        own = line.connection.getsockname()[0]
+        line.send({**told, "address": own, "port": answering.port})
+        answer = line.receive(seconds + REACH_SECONDS)
+        if answer["outcome"] is None:
+            line.send({"unreached": _try(answer["leaders"], env.rank)})
+            answer = line.receive(2 * REACH_SECONDS + seconds)
+        outcome: dict[str, Any] | None = answer["outcome"]
+        return outcome
+    except OSError as error:
+        raise DistributedError(
+            f"rank {env.rank} on {env.host} lost rank 0 at {env.master_addr} before the first step: {error}",
+            mend="see what rank 0 says",
+        ) from None
+    finally:
+        line.close()
+
+
+def _gather(env: RankEnvironment, told: dict[str, Any], answering: _Answering, seconds: float) -> dict[str, Any] | None:
+    """On rank 0: the outcome, which is told to all that came."""
+    callers: dict[int, tuple[Line, dict[str, Any]]] = {}
+    hosts = {0: env.host}
+    try:
+        outcome = _come(env, callers, hosts, seconds)
+        everyone = {0: told, **{rank: said for rank, (_, said) in callers.items()}}
+        if outcome is None:
+            outcome = compare_facts({rank: said["facts"] for rank, said in everyone.items()}, hosts)
+        own = {**told, "address": env.master_addr, "port": answering.port}
+        leaders = [
+            {"rank": rank, "host": hosts[rank], "address": said["address"], "port": said["port"]}
+            for rank, said in sorted({**everyone, 0: own}.items())
+            if said["leads"]
+        ]
+        _tell(callers, outcome, leaders)
+        if outcome is None:
+            outcome = _reached(env, callers, hosts, leaders)
+            _tell(callers, outcome, [])
+    finally:
+        for line, _ in callers.values():
+            line.close()
+    return asdict(outcome) if outcome is not None else None
+
+
+def _come(
+    env: RankEnvironment, callers: dict[int, tuple[Line, dict[str, Any]]], hosts: dict[int, str], seconds: float
+) -> Failure | None:
+    """Wait for every rank to call and say its facts."""
+    until = time.monotonic() + seconds
+    with listen(env, PURPOSE) as server:
+        while len(callers) < env.world_size - 1:
+            server.settimeout(max(0.01, until - time.monotonic()))
+            try:
+                line = Line(server.accept()[0])
+            except TimeoutError:
+                missing = [rank for rank in range(1, env.world_size) if rank not in callers]
+                are = "have" if len(missing) > 1 else "has"
+                what = f"{describe_ranks(missing)} of {env.world_size} {are} not called rank 0 on {env.host} within "
+                mend = f"see their logs; their hosts must reach ports of {env.master_addr}"
+                return Failure(missing[0], "?", f"{what}{seconds:.0f} s", mend=mend)
+            try:
+                greeting = greet(line, env, PURPOSE, {})
+                callers[int(greeting["rank"])] = (line, line.receive(5.0))
+                hosts[int(greeting["rank"])] = str(greeting["host"])
+            except (OSError, KeyError, ValueError):
+                line.close()
+    return None
+
+
+def _tell(callers: Mapping[int, tuple[Line, Any]], outcome: Failure | None, leaders: Sequence[Any]) -> None:
+    document = {"outcome": asdict(outcome) if outcome is not None else None, "leaders": list(leaders)}
+    for line, _ in callers.values():
+        with suppress(OSError):
+            line.send(document)
+
+
+def _try(leaders: Sequence[dict[str, Any]], rank: int) -> list[str]:
+    """The first rank of a machine calls those of the others; what could not be reached, and why."""
+    if rank not in [leader["rank"] for leader in leaders]:
+        return []
+    unreached = []
+    for leader in leaders:
+        if leader["rank"] != rank:
+            try:
+                with among_ranks():
+                    socket.create_connection((leader["address"], leader["port"]), timeout=REACH_SECONDS / 2).close()
+            except OSError as error:
+                reason = os.strerror(error.errno) if error.errno else str(error)
+                place = f"{leader['address']}:{leader['port']}"
+                unreached.append(f"rank {leader['rank']} on {leader['host']} ({place}): {reason}")
+    return unreached
+
+
+def _reached(
+    env: RankEnvironment,
+    callers: Mapping[int, tuple[Line, Any]],
+    hosts: Mapping[int, str],
+    leaders: Sequence[dict[str, Any]],
+) -> Failure | None:
+    """Whether every machine reaches every other."""
+    found = {0: _try(leaders, 0)}
+    for rank, (line, _) in callers.items():
+        try:
+            found[rank] = line.receive(REACH_SECONDS * max(1, len(leaders)))["unreached"]
+        except (OSError, KeyError):
+            found[rank] = [f"rank 0 on {env.host}: it went silent"]
+    lines = [f"rank {rank} on {hosts[rank]} cannot reach {place}" for rank in sorted(found) for place in found[rank]]
+    if not lines:
+        return None
+    mend = "the hosts must reach each other on every port above 1024, as gloo and NCCL connect each to each"
+    return Failure(0, env.host, "\n- ".join(["ranks cannot reach each other", *lines[:8]]), mend=mend)
+
+
+def compare_facts(facts: Mapping[int, Mapping[str, str]], hosts: Mapping[int, str]) -> Failure | None:
+    """One line for each fact that is not the same on all ranks: the values, and who has which."""
+    differences = []
+    for name in dict.fromkeys(name for said in facts.values() for name in said):
+        who: dict[str, list[int]] = {}
+        for rank in sorted(facts):
+            who.setdefault(facts[rank].get(name, "unknown"), []).append(rank)
+        if len(who) > 1:
+            said = []
+            for value, ranks in sorted(who.items(), key=lambda item: (-len(item[1]), item[1])):
+                places = ", ".join(dict.fromkeys(hosts[rank] for rank in ranks))
+                said.append(f"{value[:SHOWN_LENGTH]} on {describe_ranks(ranks)} ({places})")
+            differences.append(f"{name}: {'; '.join(said)}")
+    if not differences:
+        return None
+    mend = "install the same versions on every host, and give every rank the same recipe, settings and data files"
+    what = "\n- ".join(["the ranks are not alike", *differences])
+    return Failure(0, hosts[0], what, mend=mend)
+
+
+def describe_ranks(ranks: Sequence[int]) -> str:
+    """``rank 3``, ``ranks 0-6, 8``"""
+    parts: list[list[int]] = []
+    for rank in sorted(ranks):
+        if parts and rank == parts[-1][-1] + 1:
+            parts[-1][1:] = [rank]
+        else:
+            parts.append([rank])
+    shown = ", ".join("-".join(str(edge) for edge in part) for part in parts)
+    return f"rank{'s' if len(ranks) > 1 else ''} {shown}"

@@ -1,0 +1,277 @@
+"""Which rank of which world this process is, read from the variables its launcher set. Loads no torch.
+
+    streamtune --nproc, torchrun, deepspeed   RANK, LOCAL_RANK, WORLD_SIZE, LOCAL_WORLD_SIZE, MASTER_ADDR, MASTER_PORT
+    srun                                      SLURM_PROCID, SLURM_LOCALID, SLURM_STEP_NUM_TASKS ...
+    mpirun                                    OMPI_COMM_WORLD_RANK ..., or PMI_RANK, MPI_LOCALRANKID ...
+
+The first row is what PyTorch and DeepSpeed read, so the others are turned into it (:meth:`RankEnvironment.export`).
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import re
+import socket
+from collections.abc import Mapping, MutableMapping
+from dataclasses import dataclass
+
+from streamtune.errors import ArgumentError
+from streamtune.network import among_ranks
+
+__all__ = ["RankEnvironment", "expand_nodes", "interface_to", "read_environment", "usable_cpus"]
+
+DEFAULT_PORT = 29500
+RUN_ID_VARIABLE = "STREAMTUNE_RUN_ID"
+"""Differs from run to run: what tells the connections of one from those of another on the same ports."""
+
+
+@dataclass(frozen=True)
+class RankEnvironment:
+    """What this process is among all that train together."""
+
+    rank: int = 0
+    local_rank: int = 0
+    world_size: int = 1
+    local_world_size: int = 1
+    """Ranks on this machine."""
+    master_addr: str = "127.0.0.1"
+    """Where rank 0 is."""
+    master_port: int = DEFAULT_PORT
+    launcher: str = "none"
+    """What started this process: ``streamtune``, ``torchrun``, ``deepspeed``, ``srun``, ``mpirun``, ``another
+    launcher``; ``none`` where it is alone."""
+    run_id: str = ""
+    """The same on every rank of a run, and on none of another."""
+
+    @property
+    def is_main(self) -> bool:
+        """Whether this is rank 0, which speaks for all."""
+        return self.rank == 0
+
+    @property
+    def host(self) -> str:
+        """This machine, as messages name it."""
+        return os.environ.get("STREAMTUNE_HOST") or socket.gethostname()
+
+    def export(self, environ: MutableMapping[str, str] = os.environ) -> None:
+        """Set what PyTorch and DeepSpeed read, and what they would get wrong; what the user has set stays.
+
+        To be called before torch is imported: it reads the number of threads once.
+        """
+        if self.launcher == "none":
+            return
+        found = {
+            "RANK": self.rank,
+            "LOCAL_RANK": self.local_rank,
+            "WORLD_SIZE": self.world_size,
+            "LOCAL_WORLD_SIZE": self.local_world_size,
+            "MASTER_ADDR": self.master_addr,
+            "MASTER_PORT": self.master_port,
+        }
+        for name, value in found.items():
+            environ.setdefault(name, str(value))
+        environ.setdefault("OMP_NUM_THREADS", str(max(1, usable_cpus() // self.local_world_size)))
+        # By itself gloo takes the address the machine's own name stands for, often one that others cannot reach.
+        if self.world_size > 1 and (interface := interface_to(self.master_addr)) is not None:
+            environ.setdefault("GLOO_SOCKET_IFNAME", interface)
+
+
+def read_environment(environ: Mapping[str, str] = os.environ) -> RankEnvironment:
+    """Find out which rank this process is; an ordinary process is rank 0 of 1.
+
+    Raises:
+        ArgumentError: Variables of a launcher that are no numbers, contradict each other or lack one.
+    """
+    if "RANK" in environ and "WORLD_SIZE" in environ:
+        found = _from_torch(environ)
+    elif _number(environ, "SLURM_STEP_NUM_TASKS", 1) > 1 and "SLURM_PROCID" in environ:
+        found = _from_slurm(environ)
+    elif "OMPI_COMM_WORLD_RANK" in environ and "OMPI_COMM_WORLD_SIZE" in environ:
+        found = _from_mpi(environ, "OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE",
+                          "OMPI_COMM_WORLD_LOCAL_RANK", "OMPI_COMM_WORLD_LOCAL_SIZE")  # fmt: skip
+    elif "PMI_RANK" in environ and "PMI_SIZE" in environ:
+        found = _from_mpi(environ, "PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID", "MPI_LOCALNRANKS")
+    else:
+        return RankEnvironment()
+    if not 0 <= found.rank < found.world_size or not 0 <= found.local_rank < found.local_world_size:
+        raise ArgumentError(
+            f"{found.launcher} says this is rank {found.rank} of {found.world_size}, "
+            f"{found.local_rank} of {found.local_world_size} on this machine",
+            where="environment",
+            mend="unset RANK, LOCAL_RANK, WORLD_SIZE and LOCAL_WORLD_SIZE, which may be left from another program",
+        )
+    return found
+
+
+def _from_torch(environ: Mapping[str, str]) -> RankEnvironment:
+    if environ.get(RUN_ID_VARIABLE):
+        launcher = "streamtune"
+    elif "TORCHELASTIC_RUN_ID" in environ:
+        launcher = "torchrun"
+    elif "CROSS_RANK" in environ and "LOCAL_SIZE" in environ:
+        launcher = "deepspeed"
+    else:
+        launcher = "another launcher"
+    rank, size = _number(environ, "RANK"), _number(environ, "WORLD_SIZE")
+    if "LOCAL_RANK" not in environ and size > 1:
+        raise _missing("LOCAL_RANK", launcher)
+    local_size = environ.get("LOCAL_WORLD_SIZE") or environ.get("LOCAL_SIZE") or environ["WORLD_SIZE"]
+    return _environment(
+        environ,
+        launcher,
+        rank=rank,
+        local_rank=_number(environ, "LOCAL_RANK", 0),
+        world_size=size,
+        local_world_size=_number({"LOCAL_WORLD_SIZE": local_size}, "LOCAL_WORLD_SIZE"),
+        job="/".join(
+            environ.get(name, "") for name in (RUN_ID_VARIABLE, "TORCHELASTIC_RUN_ID", "TORCHELASTIC_RESTART_COUNT")
+        ),
+    )
+
+
+def _from_slurm(environ: Mapping[str, str]) -> RankEnvironment:
+    size = _number(environ, "SLURM_STEP_NUM_TASKS")
+    nodes = expand_nodes(environ.get("SLURM_STEP_NODELIST") or environ.get("SLURM_NODELIST") or "")
+    tasks = expand_tasks(environ.get("SLURM_STEP_TASKS_PER_NODE") or str(size))
+    node = _number(environ, "SLURM_NODEID", 0)
+    return _environment(
+        environ,
+        "srun",
+        rank=_number(environ, "SLURM_PROCID"),
+        local_rank=_number(environ, "SLURM_LOCALID"),
+        world_size=size,
+        local_world_size=tasks[node] if node < len(tasks) else 0,
+        master=nodes[0] if len(nodes) > 1 else "127.0.0.1",
+        job=f"{environ.get('SLURM_JOB_ID')}.{environ.get('SLURM_STEP_ID')}",
+    )
+
+
+def _from_mpi(environ: Mapping[str, str], rank: str, size: str, local_rank: str, local_size: str) -> RankEnvironment:
+    world = _number(environ, size)
+    local = _number(environ, local_size, world if "MASTER_ADDR" not in environ else 0)
+    if local != world and "MASTER_ADDR" not in environ:
+        raise ArgumentError(
+            "mpirun has started ranks on several machines, and none of them knows where rank 0 is",
+            where="MASTER_ADDR",
+            mend="name the first host: `mpirun -x MASTER_ADDR=HOST ...`",
+        )
+    job = environ.get("PMIX_NAMESPACE") or environ.get("OMPI_MCA_ess_base_jobid") or environ.get("PMI_JOBID")
+    return _environment(
+        environ,
+        "mpirun",
+        rank=_number(environ, rank),
+        local_rank=_number(environ, local_rank),
+        world_size=world,
+        local_world_size=local,
+        job=job or str(os.getppid() if local == world else ""),
+    )
+
+
+def _environment(
+    environ: Mapping[str, str],
+    launcher: str,
+    *,
+    rank: int,
+    local_rank: int,
+    world_size: int,
+    local_world_size: int,
+    job: str,
+    master: str = "127.0.0.1",
+) -> RankEnvironment:
+    """With the address and port of rank 0: those that were given, or ones that follow from the job on every rank."""
+    address = environ.get("MASTER_ADDR") or master
+    known = launcher in ("srun", "mpirun") and job
+    port = 15000 + int(_digest(job)[:8], 16) % 5000 if known else DEFAULT_PORT
+    port = _number(environ, "MASTER_PORT", port)
+    return RankEnvironment(
+        rank=rank,
+        local_rank=local_rank,
+        world_size=world_size,
+        local_world_size=local_world_size,
+        master_addr=address,
+        master_port=port,
+        launcher=launcher,
+        run_id=_digest(f"{job}/{address}/{port}/{world_size}")[:32],
+    )
+
+
+def _digest(text: str) -> str:
+    return hashlib.sha256(text.encode()).hexdigest()
+
+
+def _number(environ: Mapping[str, str], name: str, default: int | None = None) -> int:
+    value = environ.get(name)
+    if not value and default is not None:
+        return default
+    if value is None:
+        raise _missing(name, "the launcher")
+    if not value.strip().isdecimal():
+        raise ArgumentError(
+            f"the variable {name} should be a number and is '{value}'",
+            where="environment",
+            mend=f"unset {name}, or start the ranks with --nproc, torchrun, deepspeed, srun or mpirun",
+        )
+    return int(value)
+
+
+def _missing(name: str, launcher: str) -> ArgumentError:
+    return ArgumentError(
+        f"this is a rank of several, and {launcher} has not set {name}",
+        where="environment",
+        mend="start the ranks with --nproc, torchrun, deepspeed, srun or mpirun",
+    )
+
+
+def expand_nodes(text: str) -> list[str]:
+    """Slurm's short form of a list of hosts: ``n[01-03,7],gpu2`` -> ``n01, n02, n03, n7, gpu2``."""
+    nodes: list[str] = []
+    for entry in re.findall(r"(?:[^,\[]|\[[^\]]*\])+", text):
+        nodes += _expand_entry(entry)
+    return nodes
+
+
+def _expand_entry(entry: str) -> list[str]:
+    found = re.match(r"([^\[]*)\[([^\]]*)\](.*)", entry)
+    if found is None:
+        return [entry]
+    numbers: list[str] = []
+    for part in found[2].split(","):
+        first, _, last = part.partition("-")
+        numbers += [str(n).zfill(len(first)) for n in range(int(first), int(last or first) + 1)]
+    return [found[1] + number + rest for number in numbers for rest in _expand_entry(found[3])]
+
+
+def expand_tasks(text: str) -> list[int]:
+    """Slurm's short form of the tasks of each node: ``2(x3),1`` -> ``2, 2, 2, 1``."""
+    tasks: list[int] = []
+    for entry in text.split(","):
+        found = re.fullmatch(r"(\d+)(?:\(x(\d+)\))?", entry.strip())
+        if found is not None:
+            tasks += [int(found[1])] * int(found[2] or 1)
+    return tasks
+
+
+def usable_cpus() -> int:
+    """Cores this process may run on."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def interface_to(host: str) -> str | None:
+    """The network interface through which this machine reaches ``host``; None where there is none."""
+    import psutil  # 20 ms
+
+    try:
+        with among_ranks():
+            address = socket.getaddrinfo(host, None, type=socket.SOCK_DGRAM)[0]
+            with socket.socket(address[0], socket.SOCK_DGRAM) as probe:
+                probe.connect((address[4][0], 9))  # of a datagram socket: sends nothing, only chooses the way
+                ours, theirs = probe.getsockname()[0], address[4][0]
+    except OSError:
+        return None
+    # The way to an address of this machine itself is always the loopback; others come in by the one that has it.
+    wanted = theirs if ours == theirs else ours
+    for name, addresses in psutil.net_if_addrs().items():
+        if any(str(known.address).partition("%")[0] == wanted for known in addresses):
+            return str(name)
+    return None

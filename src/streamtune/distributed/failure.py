@@ -1,0 +1,198 @@
+"""How a rank failed: what it writes down for its launcher, and which of several failures came first.
+
+A rank of ``streamtune --nproc`` prints no error. It writes it as JSON into the file its launcher named, and the
+launcher shows one: that of the rank that failed first. Ranks that end only because another one has write down whose
+fault it is.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import signal
+import time
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+from streamtune import errors
+from streamtune.errors import DistributedError, StreamTuneError
+
+__all__ = ["ERROR_FILE_VARIABLE", "Failure", "RankEnd", "first_failure", "log_tail", "read_failure", "write_failure"]
+
+ERROR_FILE_VARIABLE = "STREAMTUNE_ERROR_FILE"
+"""Names the file a rank writes its failure into; where it is not set, the rank prints it."""
+TAIL_LINES = 8
+AT_ONCE = 2.0
+"""Seconds within which the order of several ends says nothing: a rank whose peer dies fails as fast as that is seen."""
+ENDED_FROM_OUTSIDE = (signal.SIGKILL, signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
+"""The log of a rank that ends so knows nothing of it."""
+MENDS = {
+    "SIGKILL": "the system kills what takes the host's last memory: see `dmesg`, and try fewer ranks on this host",
+    "SIGSEGV": "a library crashed: its last words are in the log",
+    "SIGABRT": "a library gave up: its last words are in the log",
+    "SIGBUS": "shared memory or a disk is full: see `df -h /dev/shm /tmp`",
+}
+
+
+@dataclass(frozen=True)
+class Failure:
+    """An error of a rank, as it travels between processes."""
+
+    rank: int
+    """Whose fault it is."""
+    host: str
+    what: str
+    where: str = ""
+    mend: str = ""
+    kind: str = "DistributedError"
+    """Name of the error's class."""
+    exit_code: int = 1
+    own: bool = True
+    """Whether the rank says it of itself, and not of another."""
+    seen: str = ""
+    """Where others found it out: that it ``died``, is ``silent``, stands ``still`` or is ``missing``."""
+    time: float = field(default_factory=time.time)
+
+    @classmethod
+    def of(cls, error: BaseException, rank: int, host: str) -> Failure:
+        """The failure of ``rank`` by ``error``."""
+        if isinstance(error, StreamTuneError):
+            kind = type(error).__name__
+            return cls(rank, host, error.what, error.where, error.mend, kind, error.exit_code)
+        return cls(rank, host, f"{type(error).__name__}: {error}".strip().removesuffix(":"), kind="StreamTuneError")
+
+    @classmethod
+    def from_dict(cls, document: dict[str, Any]) -> Failure:
+        """From what :func:`dataclasses.asdict` made; keys of another version are left out."""
+        return cls(**{name: document[name] for name in cls.__dataclass_fields__ if name in document})
+
+    def error(self, *, named: bool = True) -> StreamTuneError:
+        """The error, of the class it had; ``named`` with the rank and host in front."""
+        kind = getattr(errors, self.kind, None)
+        if not (isinstance(kind, type) and issubclass(kind, StreamTuneError)):
+            kind = StreamTuneError
+        what = f"rank {self.rank} on {self.host} failed: {self.what}" if named and not self.seen else self.what
+        return kind(what, where=self.where, mend=self.mend)
+
+
+def write_failure(failure: Failure, path: str | Path | None = None) -> bool:
+    """Write it for the launcher, at once and whole; return whether there is one that will show it.
+
+    Args:
+        failure: How this rank fails. The first one written stays.
+        path: The file; None takes the one the launcher named.
+    """
+    path = path or os.environ.get(ERROR_FILE_VARIABLE)
+    if not path:
+        return False
+    target = Path(path)
+    if target.exists():
+        return True
+    try:
+        staged = target.with_name(f".tmp-{target.name}-{os.getpid()}-{time.monotonic_ns()}")
+        staged.write_text(json.dumps(asdict(failure)), encoding="utf-8")
+        staged.replace(target)
+    except OSError:
+        return False
+    return True
+
+
+def read_failure(path: Path) -> Failure | None:
+    """What :func:`write_failure` wrote; None where nothing is there."""
+    try:
+        return Failure.from_dict(json.loads(path.read_text(encoding="utf-8")))
+    except (OSError, ValueError, TypeError):
+        return None
+
+
+@dataclass(frozen=True)
+class RankEnd:
+    """How the process of a rank ended."""
+
+    rank: int
+    host: str
+    code: int
+    """Its exit code; the negative number of the signal that killed it."""
+    failure: Failure | None = None
+    tail: tuple[str, ...] = ()
+    """The last lines of its log."""
+    log: str = ""
+    at: float = field(default_factory=time.monotonic)
+    """When its launcher saw it."""
+    sent: tuple[int, ...] = ()
+    """Signals its launcher had sent it before."""
+
+    @property
+    def stopped(self) -> bool:
+        """Whether it ended as one does that was asked to."""
+        return self.code in (128 + signal.SIGINT, 128 + signal.SIGTERM) or -self.code in self.sent
+
+    @property
+    def exit_code(self) -> int:
+        """As a shell tells it."""
+        return self.code if self.code >= 0 else 128 - self.code
+
+
+def first_failure(ends: Sequence[RankEnd]) -> tuple[StreamTuneError, int] | None:
+    """Of all that ended: the error to show for them and the exit code; None where none failed."""
+    failed = sorted((end for end in ends if end.code != 0 and not end.stopped), key=lambda end: end.at)
+    # Where the way between two is cut each accuses the other: the side of rank 0 is heard first.
+    in_order = sorted(ends, key=lambda end: end.rank)
+    accused = [end.failure for end in in_order if end.failure is not None and not end.failure.own]
+    if not failed:
+        return None
+    blamed = {failure.rank for failure in accused}
+    # Those that did not end because of another; a killed process before the errors its death caused.
+    culprits = [end for end in failed if end.failure is None or end.failure.own]
+    culprits.sort(key=lambda end: (end.at > failed[0].at + AT_ONCE, end.code >= 0, end.rank not in blamed, end.at))
+    if not culprits:
+        return accused[0].error(), failed[0].exit_code
+    first = culprits[0]
+    told = [failure for failure in accused if failure.rank == first.rank]
+    told.sort(key=lambda failure: failure.seen == "died")  # as do those that are ended for another reason
+    seen = told[0] if told else None
+    if first.failure is None and seen is not None and seen.seen != "died":
+        return seen.error(), 1
+    if first.failure is None:
+        return _silent_end(first, seen), first.exit_code
+    same = {end.failure.what for end in culprits if end.failure is not None}
+    named = len(same) > 1 or len(culprits) < len(ends)
+    return first.failure.error(named=named), first.failure.exit_code
+
+
+def _silent_end(end: RankEnd, seen: Failure | None) -> StreamTuneError:
+    """An error for a rank that wrote none, with what the others saw of it."""
+    if end.code < 0:
+        name = _signal_name(-end.code)
+        what = f"rank {end.rank} on {end.host} was killed by {name}"
+        mend = MENDS.get(name, "")
+    else:
+        what = f"rank {end.rank} on {end.host} ended with exit code {end.code}"
+        mend = ""
+    if seen is not None and (doing := re.search(r", (in step .*)", seen.what.splitlines()[0])):
+        what += f", {doing[1]}"
+    if end.tail and -end.code not in ENDED_FROM_OUTSIDE:
+        what += "\nits last words:\n" + "\n".join(end.tail)
+    return DistributedError(what, where=end.log, mend=mend)
+
+
+def _signal_name(signum: int) -> str:
+    try:
+        return signal.Signals(signum).name
+    except ValueError:
+        return f"signal {signum}"
+
+
+def log_tail(path: Path, lines: int = TAIL_LINES) -> tuple[str, ...]:
+    """The last lines of a log that say something, without colours."""
+    try:
+        with path.open("rb") as file:
+            file.seek(max(0, path.stat().st_size - 16384))
+            text = file.read().decode("utf-8", errors="replace")
+    except OSError:
+        return ()
+    plain = re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", text)
+    return tuple(line.rstrip()[:300] for line in plain.splitlines() if line.strip())[-lines:]

@@ -1,0 +1,278 @@
+"""From what the ranks say of themselves to who is to blame: pure functions, without a clock of their own."""
+
+from __future__ import annotations
+
+import os
+import signal
+import statistics
+from collections import deque
+from collections.abc import Iterable, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from .agree import describe_ranks
+from .failure import Failure
+
+LOOK_SECONDS = 0.5
+CPU_SHARE = 0.1
+RAN_SECONDS = 5.0
+"""A process that computed within so long is not gone, even if all cores are taken by others."""
+CLOCK_TICKS = os.sysconf("SC_CLK_TCK") if hasattr(os, "sysconf") else 100
+
+__all__ = ["Beat", "Limits", "Peer", "Stragglers", "end_stopped", "find_culprit", "find_deadlock", "this_process"]
+
+
+@dataclass(frozen=True)
+class Limits:
+    """How long is too long, in seconds."""
+
+    silence: float = 15.0
+    """Without a word from a rank: it is stopped, or its machine cannot be reached."""
+    stillness: float = 16.0
+    """All ranks stand still for so long (and the window of ``vitals``, 4 s): none of them waits for work to be done."""
+    place: float = 1800.0
+    """Every main thread stands at one and the same place for so long, even if it keeps a core busy waiting there, as it
+    does for an accelerator."""
+    start: float = 900.0
+    """For the slowest rank to come."""
+    course: float = 30.0
+    """A rank is slow only if it was over so long."""
+
+
+@dataclass(frozen=True)
+class Beat:
+    """What a rank says of itself about once a second."""
+
+    step: int = 0
+    phase: str = "starting"
+    patient: bool = False
+    """It may wait for something outside: a reward's answer, a slow disk."""
+    still: float = 0.0
+    """Seconds it has not computed, read, written or sent."""
+    placed: float = 0.0
+    """Seconds its main thread has stood at one place."""
+    place: str = ""
+    collective: bool = False
+    busy: float = 0.0
+    """Seconds its main thread did not wait for other ranks, since it started."""
+
+    @classmethod
+    def from_dict(cls, document: Mapping[str, Any]) -> Beat:
+        """From what :func:`dataclasses.asdict` made."""
+        return cls(**{name: document[name] for name in cls.__dataclass_fields__ if name in document})
+
+    @property
+    def doing(self) -> str:
+        """``in step 3, batch 1/2``"""
+        return f"in step {self.step}, {self.phase}" if self.step else "before the first step"
+
+    @property
+    def standing(self) -> str:
+        """``waits in all_reduce (train/step.py:88)``"""
+        return f"{'waits' if self.collective else 'stands'} in {self.place}"
+
+
+@dataclass
+class Peer:
+    """What is known of a rank."""
+
+    rank: int
+    host: str
+    heard: float
+    """When it last said something."""
+    process: tuple[str, int] = ("", 0)
+    """:func:`this_process` there."""
+    beat: Beat = field(default_factory=Beat)
+    done: bool = False
+    """It has left in peace."""
+    gone: bool = False
+    """Its connection is closed, and it has not said why."""
+    seconds: float = 0.0
+    """Those its process has computed when it was last looked at, where it is on this machine."""
+    looked: float = float("-inf")
+    """When that was."""
+    ran: float = float("-inf")
+    """When it was last seen to compute."""
+
+
+def this_process() -> tuple[str, int]:
+    """Names the machine (as it was booted, and the name spaces of its processes and network) and the process on it."""
+    try:
+        boot = Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
+        return "/".join(
+            [boot, *(str(Path(f"/proc/self/ns/{space}").readlink()) for space in ("pid", "net"))]
+        ), os.getpid()
+    except OSError:
+        return "", os.getpid()
+
+
+def find_culprit(peers: Iterable[Peer], now: float, limits: Limits) -> Failure | None:
+    """A rank that is gone, stopped or out of reach; None where all are well."""
+    peers = [peer for peer in peers if not peer.done]
+    for peer in peers:
+        if peer.gone:
+            what = f"rank {peer.rank} on {peer.host} died without a word, {peer.beat.doing}"
+            return Failure(peer.rank, peer.host, what, mend="see its log", own=False, seen="died")
+    for peer in peers:
+        if now - peer.heard > limits.silence / 3:
+            _watch_from_outside(peer, now)
+    silent = [peer for peer in peers if now - peer.heard > limits.silence and now - peer.ran > RAN_SECONDS]
+    if not silent:
+        return None
+    first = silent[0]
+    hosts = sorted({peer.host for peer in silent})
+    who = f"{describe_ranks([peer.rank for peer in silent])} on {', '.join(hosts)}"
+    have = "have" if len(silent) > 1 else "has"
+    stopped = _state(first) in ("T", "t")
+    why = "stopped by a signal" if stopped else "stopped, or out of reach"
+    what = f"{who} {have} said nothing for {limits.silence:.0f} s: {why}, {first.beat.doing}"
+    mend = (
+        f"find out who sent SIGSTOP to process {first.process[1]}"
+        if stopped
+        else f"see whether {hosts[0]} runs, and whether its network is up"
+    )
+    return Failure(
+        first.rank, first.host, f"{what}\nlast seen: it {first.beat.standing}", mend=mend, own=False, seen="silent"
+    )
+
+
+def _watch_from_outside(peer: Peer, now: float) -> None:
+    """See whether a silent rank of this machine computes all the same: a library may hold the interpreter for long."""
+    seconds = _cpu_seconds(peer)
+    if now - peer.looked >= LOOK_SECONDS:
+        # Its watchdog alone takes a percent or two, which it also does where only the network is gone.
+        if seconds - peer.seconds > CPU_SHARE * (now - peer.looked):
+            peer.ran = now
+        peer.seconds, peer.looked = seconds, now
+
+
+def end_stopped(peer: Peer) -> None:
+    """End the process of a rank of this machine that is stopped: it would hear of the others' end from nobody."""
+    if _state(peer) in ("T", "t"):
+        with suppress(OSError):
+            os.kill(peer.process[1], signal.SIGKILL)
+
+
+def _stat(peer: Peer) -> list[str]:
+    if not peer.process[0] or peer.process[0] != this_process()[0]:
+        return []
+    try:
+        return Path(f"/proc/{peer.process[1]}/stat").read_text(encoding="utf-8").rpartition(")")[2].split()
+    except OSError:
+        return []
+
+
+def _state(peer: Peer) -> str:
+    fields = _stat(peer)
+    return fields[0] if fields else ""
+
+
+def _cpu_seconds(peer: Peer) -> float:
+    """Seconds the threads of its process had a core or waited for one; CPU time alone where the system does not say."""
+    fields = _stat(peer)
+    if not fields:
+        return 0.0
+    try:
+        tasks = list(Path(f"/proc/{peer.process[1]}/task").iterdir())
+        told = [(task / "schedstat").read_text(encoding="ascii").split() for task in tasks]
+        return sum(int(ran) + int(waited) for ran, waited, _ in told) * 1e-9
+    except (OSError, ValueError):
+        return (int(fields[11]) + int(fields[12])) / CLOCK_TICKS
+
+
+def find_deadlock(peers: Iterable[Peer], limits: Limits) -> Failure | None:
+    """All ranks that are left stand still: they wait for each other, or for what does not come; None where one moves.
+
+    A rank that computes keeps all others waiting for as long as it takes, and that is no deadlock.
+    """
+    left = [peer for peer in peers if not peer.done]
+    if not left or any(peer.beat.phase == "starting" for peer in left):
+        return None
+    together = all(peer.beat.collective for peer in left)
+    if any(peer.beat.patient for peer in left) and not together:
+        return None
+    still = min(peer.beat.still for peer in left)
+    placed = min(peer.beat.placed for peer in left)
+    if still < limits.stillness and placed < limits.place:
+        return None
+    seconds = max(still, placed if placed >= limits.place else 0.0)
+    outside = [peer for peer in left if not peer.beat.collective]
+    first = (outside or left)[0]
+    lines = [f"- {who} {standing}" for standing, who in _by_place(left)]
+    if outside and len(outside) < len(left):
+        who = f"{describe_ranks([peer.rank for peer in outside])} on {', '.join(sorted({p.host for p in outside}))}"
+        have = "have" if len(outside) > 1 else "has"
+        head = f"{who} {have} stood still for {seconds:.0f} s while the others wait, {first.beat.doing}"
+        mend = "see the line it stands at, and its log"
+    else:
+        head = f"all ranks have stood still for {seconds:.0f} s, {first.beat.doing}: nothing is computed or sent"
+        same = len({peer.beat.place.partition(" ")[0] for peer in left}) == 1
+        if outside:
+            mend = "see the lines they stand at"
+        elif same:
+            mend = "a connection between them is blocked: see the network and the firewalls of the hosts"
+        else:
+            mend = "they wait for each other in different places: a rank has left the common path"
+    return Failure(first.rank, first.host, "\n".join([head, *lines]), mend=mend, own=False, seen="still")
+
+
+def _by_place(peers: Sequence[Peer]) -> list[tuple[str, str]]:
+    found: dict[str, list[Peer]] = {}
+    for peer in peers:
+        found.setdefault(peer.beat.standing, []).append(peer)
+    return [
+        (
+            standing if len(who) == 1 else standing.replace("waits", "wait", 1).replace("stands", "stand", 1),
+            f"{describe_ranks([p.rank for p in who])} on {', '.join(sorted({p.host for p in who})[:4])}",
+        )
+        for standing, who in list(found.items())[:8]
+    ]
+
+
+class Stragglers:
+    """Finds ranks that take much longer than the median for their part of each step.
+
+    Args:
+        ratio: How much longer,
+        steps: Over so many steps,
+        course: and so many seconds: where a rank waits is sampled.
+        seconds: And a difference of so many seconds a step at least.
+    """
+
+    def __init__(self, course: float, ratio: float = 1.5, steps: int = 20, seconds: float = 0.05) -> None:
+        self._course, self._ratio, self._steps, self._seconds = course, ratio, steps, seconds
+        self._courses: dict[int, deque[tuple[int, float, float]]] = {}
+        self._named: set[int] = set()
+
+    def add(self, rank: int, step: int, busy: float, now: float) -> None:
+        """What a rank says of itself: so many seconds of its own by so many steps."""
+        course = self._courses.setdefault(rank, deque())
+        if course and step < course[-1][0]:
+            course.clear()
+        if not course or step > course[-1][0]:
+            course.append((step, busy, now))
+        while len(course) > 2 and self._is_long(course, 1):
+            course.popleft()
+
+    def _is_long(self, course: deque[tuple[int, float, float]], start: int = 0) -> bool:
+        first, last = course[start], course[-1]
+        return last[0] - first[0] >= self._steps and last[2] - first[2] >= self._course
+
+    def found(self) -> list[tuple[int, float, float]]:
+        """Rank, its seconds a step and the median of the others; each rank once."""
+        takes = {
+            rank: (course[-1][1] - course[0][1]) / (course[-1][0] - course[0][0])
+            for rank, course in self._courses.items()
+            if len(course) > 1 and self._is_long(course)
+        }
+        if len(takes) < len(self._courses) or len(takes) < 2:
+            return []
+        slow = []
+        for rank, own in takes.items():
+            usual = statistics.median(other for known, other in takes.items() if known != rank)
+            if own > self._ratio * usual and own - usual > self._seconds and rank not in self._named:
+                self._named.add(rank)
+                slow.append((rank, own, usual))
+        return slow

@@ -1,0 +1,246 @@
+"""``--nproc`` and ``--hostfile``: start the ranks of a command, wait for them, and say what went wrong with one word.
+
+The launcher is the process the user started. It loads no torch. Rank 0 has its terminal, the others write to files.
+"""
+
+from __future__ import annotations
+
+import os
+import secrets
+import signal
+import socket
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from types import FrameType, TracebackType
+from typing import Any, Protocol
+
+from streamtune.errors import ArgumentError
+from streamtune.network import among_ranks
+
+from .environment import read_environment
+from .failure import RankEnd, first_failure
+from .hostfile import Host, read_hostfile
+from .ports import free_port, is_free
+from .ranks import LocalRanks, count_devices
+from .remote import HELLO_SECONDS, RemoteRanks, passed_on
+
+__all__ = ["launch", "without_launch_options"]
+
+LAUNCH_OPTIONS = ("--nproc", "--hostfile")
+TOGETHER_SECONDS = 3.0
+"""After the first rank fails: the others see that themselves, and write down what they saw."""
+GRACE_SECONDS = 4.0
+"""Between SIGTERM and SIGKILL."""
+POLL_SECONDS = 0.03
+
+
+class RankGroup(Protocol):
+    """The ranks of one machine."""
+
+    host: str
+
+    @property
+    def running(self) -> list[int]: ...
+    def poll(self) -> list[RankEnd]: ...
+    def send(self, signum: int) -> None: ...
+    def kill(self) -> None: ...
+    def close(self) -> list[RankEnd]: ...
+
+
+def launch(arguments: Sequence[str], *, nproc: int | None, hostfile: Path | None, device: str = "auto") -> int:
+    """Run ``streamtune ARGUMENTS`` in several ranks, and return the exit code for all of them.
+
+    Args:
+        arguments: The command and its arguments; those that say how many ranks are left out.
+        nproc: Ranks on each host.
+        hostfile: The hosts; None is this machine.
+        device: ``cpu``, ``cuda`` or ``auto``, as the recipe says.
+
+    Raises:
+        ArgumentError: Too few or too many ranks, a hostfile that says something else, a port that is taken.
+        DistributedError: A host cannot be reached; a rank failed, and this is the one that did so first.
+        StreamTuneError: A rank failed, and this is its error.
+    """
+    found = read_environment()
+    if found.launcher != "none":
+        raise ArgumentError(
+            f"this is rank {found.rank} of {found.world_size} already, started by {found.launcher}",
+            where="--nproc" if nproc is not None else "--hostfile",
+            mend=f"leave the option out: {found.launcher} starts the ranks",
+        )
+    if nproc is not None and nproc < 1:
+        raise ArgumentError(f"{nproc} ranks cannot train", where="--nproc", mend="give 1 or more")
+    hosts = read_hostfile(hostfile, nproc) if hostfile is not None else [Host("localhost", nproc or 1)]
+    ranks = without_launch_options(arguments)
+    groups: list[RankGroup] = []
+    with _Signals() as signals:
+        try:
+            _start(hosts, ranks, device, groups, alone=hostfile is None)
+            signals.started = True
+            ends = _wait(groups, signals)
+        finally:
+            for group in groups:
+                group.close()
+    if (failed := first_failure(ends)) is not None:
+        error, code = failed
+        error.exit_code = code
+        raise error
+    codes = {end.rank: end.exit_code for end in ends}
+    return codes.get(0, 0) or next((code for code in codes.values() if code), 0)
+
+
+def without_launch_options(arguments: Sequence[str]) -> list[str]:
+    """Arguments of a command without those that say how many ranks it has."""
+    kept: list[str] = []
+    skip = False
+    for argument in arguments:
+        if skip:
+            skip = False
+        elif argument in LAUNCH_OPTIONS:
+            skip = True
+        elif not argument.startswith(tuple(f"{option}=" for option in LAUNCH_OPTIONS)):
+            kept.append(argument)
+    return kept
+
+
+def _start(hosts: Sequence[Host], arguments: Sequence[str], device: str, groups: list[Any], *, alone: bool) -> None:
+    """Start every rank of every host into ``groups``, those of other machines once all of them have answered."""
+    remotes: dict[str, RemoteRanks] = {}
+    is_here = [alone or _is_this_machine(host) for host in hosts]
+    for host, here in zip(hosts, is_here, strict=True):
+        if here:
+            _check_devices(host, count_devices() if device != "cpu" else 0)
+        else:
+            remotes[host.name] = RemoteRanks(host)
+            groups.append(remotes[host.name])
+    until = time.monotonic() + HELLO_SECONDS
+    hellos = {host.name: remotes[host.name].hello(until) for host in hosts if host.name in remotes}
+    for host in hosts:
+        if host.name in hellos:
+            _check_devices(host, hellos[host.name]["devices"] if device != "cpu" else 0)
+    environment = {
+        "WORLD_SIZE": str(sum(host.slots for host in hosts)),
+        "MASTER_ADDR": os.environ.get("MASTER_ADDR") or ("127.0.0.1" if len(hosts) == 1 else hosts[0].address),
+        "MASTER_PORT": str(_choose_port(here=is_here[0], free_there=hellos.get(hosts[0].name, {}).get("port"))),
+        "STREAMTUNE_RUN_ID": secrets.token_hex(16),
+    }
+    first_rank = 0
+    for host, here in zip(hosts, is_here, strict=True):
+        if here:
+            command = [sys.executable, "-m", "streamtune", *arguments]
+            name = socket.gethostname() if alone else host.address
+            groups.append(LocalRanks(command, first_rank, host.slots, {**os.environ, **environment}, name))
+        else:
+            remotes[host.name].start(arguments, first_rank, host.slots, {**passed_on(), **environment})
+        first_rank += host.slots
+
+
+def _is_this_machine(host: Host) -> bool:
+    """Whether its address is one of this machine: only then can a socket be bound to it."""
+    if "@" in host.name:
+        return False
+    try:
+        with among_ranks():
+            known = socket.getaddrinfo(host.address, 0, type=socket.SOCK_DGRAM)
+        for family, kind, _, _, address in known:
+            with socket.socket(family, kind) as probe:
+                probe.bind(address)
+                return True
+    except OSError:
+        pass
+    return False
+
+
+def _check_devices(host: Host, devices: int) -> None:
+    """Refuse more ranks than there are devices; without any device the ranks compute on the CPU."""
+    if 0 < devices < host.slots:
+        raise ArgumentError(
+            f"{host.slots} ranks need as many devices, and {host.address} has {devices}",
+            where=host.where or "--nproc",
+            mend=f"give {devices} or fewer, or train on the CPU with `--set device=cpu`",
+        )
+
+
+def _choose_port(*, here: bool, free_there: int | None) -> int:
+    """The port of rank 0: the one that was asked for, or a free one."""
+    asked = os.environ.get("MASTER_PORT")
+    if not asked:
+        return free_port() if here or free_there is None else free_there
+    if not asked.isdecimal() or not 0 < int(asked) < 65536:
+        raise ArgumentError(f"'{asked}' is no port", where="MASTER_PORT", mend="unset it: a free one is chosen")
+    if here and not is_free(int(asked)):
+        raise ArgumentError(
+            f"port {asked} is taken by another program",
+            where="MASTER_PORT",
+            mend=f"unset it: a free one is chosen; or see who has it: `ss -ltnp 'sport = :{asked}'`",
+        )
+    return int(asked)
+
+
+def _wait(groups: Sequence[RankGroup], signals: _Signals) -> list[RankEnd]:
+    """Until every rank has ended, or after the first has failed was made to."""
+    ends: list[RankEnd] = []
+    passed_on = 0
+    terminate_at = kill_at = None
+    while True:
+        for group in groups:
+            ends += group.poll()
+        if not any(group.running for group in groups):
+            return ends
+        now = time.monotonic()
+        for signum in signals.take():
+            _send(groups, signum)
+            passed_on += 1
+            if passed_on == 2:  # the ranks leave at once by themselves
+                kill_at = now + 1.0
+        if terminate_at is None and any(end.code != 0 and not end.stopped for end in ends):
+            terminate_at = now + TOGETHER_SECONDS
+            kill_at = kill_at or terminate_at + GRACE_SECONDS
+        if terminate_at is not None and now >= terminate_at:
+            terminate_at = float("inf")
+            _send(groups, signal.SIGTERM)
+        if kill_at is not None and now >= kill_at:
+            kill_at = now + GRACE_SECONDS
+            for group in groups:
+                group.kill()
+        time.sleep(POLL_SECONDS)
+
+
+def _send(groups: Sequence[RankGroup], signum: int) -> None:
+    for group in groups:
+        group.send(signum)
+
+
+class _Signals:
+    """While entered, keeps the signals that come for :func:`_wait`, which passes them on to every rank."""
+
+    def __init__(self) -> None:
+        self.started = False
+        """Whether there are ranks to pass them on to; before, a signal breaks off what is going on."""
+        self._came: list[int] = []
+        self._previous: dict[int, Any] = {}
+
+    def __enter__(self) -> _Signals:
+        for signum in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+            self._previous[signum] = signal.signal(signum, self._keep)
+        # The ranks would go on without the launcher, and those of other machines end where it says nothing.
+        self._previous[signal.SIGTSTP] = signal.signal(signal.SIGTSTP, signal.SIG_IGN)
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        for signum, handler in self._previous.items():
+            signal.signal(signum, handler)
+
+    def take(self) -> list[int]:
+        """Those that came since it was last asked."""
+        came = [self._came.pop(0) for _ in range(len(self._came))]
+        return [signal.SIGINT if signum == signal.SIGINT else signal.SIGTERM for signum in came]
+
+    def _keep(self, signum: int, frame: FrameType | None) -> None:
+        if not self.started:
+            raise KeyboardInterrupt
+        self._came.append(signum)

@@ -1,0 +1,71 @@
+"""Where the output of a rank other than 0 goes: a file of its own, in the run directory once there is one."""
+
+from __future__ import annotations
+
+import atexit
+import os
+import shutil
+import sys
+import tempfile
+from contextlib import suppress
+from pathlib import Path
+
+from .environment import RankEnvironment
+from .failure import ERROR_FILE_VARIABLE
+from .ranks import LOG_FILE_VARIABLE
+
+__all__ = ["keep_log", "leave_terminal", "log_path"]
+
+
+def log_path(directory: Path, rank: int) -> Path:
+    """``DIRECTORY/logs/rank-0003.log``."""
+    return directory / "logs" / f"rank-{rank:04d}.log"
+
+
+def leave_terminal(environment: RankEnvironment) -> int | None:
+    """In a rank other than 0 that shares a terminal with it: from here on write to a temporary file.
+
+    Under ``streamtune --nproc`` the launcher has seen to that already, and has the file.
+
+    Returns:
+        A descriptor of what standard error was before; None where nothing was changed.
+    """
+    if environment.is_main or os.environ.get(LOG_FILE_VARIABLE):
+        return None
+    handle, name = tempfile.mkstemp(prefix=f"streamtune-rank-{environment.rank:04d}-", suffix=".log")
+    os.environ[LOG_FILE_VARIABLE] = name
+    atexit.register(Path(name).unlink, missing_ok=True)
+    before = os.dup(2)
+    _write_to(handle)
+    return before
+
+
+def keep_log(directory: Path, environment: RankEnvironment) -> None:
+    """In a rank other than 0: put what was written so far into the run directory, and write on there.
+
+    Nothing happens in rank 0, and where the log cannot be kept there it stays where it is.
+    """
+    current = os.environ.get(LOG_FILE_VARIABLE)
+    if environment.is_main or not current or Path(current).is_symlink():
+        return
+    target, source = log_path(directory, environment.rank), Path(current)
+    with suppress(OSError):
+        target.parent.mkdir(parents=True, exist_ok=True)
+        handle = os.open(target, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
+        sys.stdout.flush()
+        sys.stderr.flush()
+        with source.open("rb") as written, target.open("ab") as kept:
+            shutil.copyfileobj(written, kept)
+        _write_to(handle)
+        source.unlink()
+        if os.environ.get(ERROR_FILE_VARIABLE):  # its launcher looks there for the last words
+            source.symlink_to(target.resolve())
+
+
+def _write_to(handle: int) -> None:
+    """Let standard output and error be ``handle``, and close it."""
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os.dup2(handle, 1)
+    os.dup2(handle, 2)
+    os.close(handle)

@@ -1,0 +1,180 @@
+"""The ranks of one machine: started as processes, watched, and ended without leaving any behind.
+
+Each rank has a process group of its own. So Ctrl-C in a terminal reaches the launcher alone, which passes it on once,
+and what a rank has started itself ends with it. Where the launcher dies, the kernel ends its ranks.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from pathlib import Path
+from typing import IO
+
+from streamtune.errors import ArgumentError
+
+from .environment import usable_cpus
+from .failure import ERROR_FILE_VARIABLE, RankEnd, log_tail, read_failure
+
+__all__ = ["LOG_FILE_VARIABLE", "LocalRanks", "count_devices", "die_with_launcher"]
+
+PARENT_VARIABLE = "STREAMTUNE_LAUNCHER_PID"
+LOG_FILE_VARIABLE = "STREAMTUNE_LOG_FILE"
+"""Where a rank's output goes until it has a run directory."""
+PR_SET_PDEATHSIG = 1
+
+
+class LocalRanks:
+    """The processes of the ranks of this machine.
+
+    Args:
+        command: What each of them runs.
+        first_rank: The rank of the first of them.
+        count: How many.
+        environment: Of the processes, ``WORLD_SIZE``, ``MASTER_ADDR``, ``MASTER_PORT`` and the run's id included.
+        host: This machine, as messages name it.
+        main_output: Standard output and error of rank 0; None is this process's own.
+    """
+
+    def __init__(
+        self,
+        command: Sequence[str],
+        first_rank: int,
+        count: int,
+        environment: Mapping[str, str],
+        host: str,
+        main_output: tuple[IO[bytes] | int | None, IO[bytes] | int | None] = (None, None),
+    ) -> None:
+        self.host = host
+        self._folder = tempfile.TemporaryDirectory(prefix="streamtune-ranks-")
+        self._running: dict[int, subprocess.Popen[bytes]] = {}
+        self._sent: list[int] = []
+        try:
+            for local_rank in range(count):
+                rank = first_rank + local_rank
+                variables = self._environment(environment, rank, local_rank, count)
+                self._running[rank] = self._start(command, rank, variables, main_output)
+        except OSError as error:
+            self.kill()
+            raise ArgumentError(f"the ranks cannot be started: {error}") from None
+
+    def _environment(self, given: Mapping[str, str], rank: int, local_rank: int, count: int) -> dict[str, str]:
+        threads = str(max(1, usable_cpus() // count))
+        return {
+            "OMP_NUM_THREADS": threads,
+            **given,
+            "RANK": str(rank),
+            "LOCAL_RANK": str(local_rank),
+            "LOCAL_WORLD_SIZE": str(count),
+            "STREAMTUNE_HOST": self.host,
+            PARENT_VARIABLE: str(os.getpid()),
+            ERROR_FILE_VARIABLE: str(self._error_file(rank)),
+            LOG_FILE_VARIABLE: str(self._log_file(rank)),
+        }
+
+    def _start(
+        self,
+        command: Sequence[str],
+        rank: int,
+        environment: Mapping[str, str],
+        main_output: tuple[IO[bytes] | int | None, IO[bytes] | int | None],
+    ) -> subprocess.Popen[bytes]:
+        if rank == 0:
+            out, err = main_output
+            return subprocess.Popen(
+                command, env=environment, stdin=subprocess.DEVNULL, stdout=out, stderr=err, process_group=0
+            )
+        with self._log_file(rank).open("ab") as log:
+            return subprocess.Popen(
+                command, env=environment, stdin=subprocess.DEVNULL, stdout=log, stderr=log, process_group=0
+            )
+
+    def _error_file(self, rank: int) -> Path:
+        return Path(self._folder.name) / f"rank-{rank:04d}.json"
+
+    def _log_file(self, rank: int) -> Path:
+        return Path(self._folder.name) / f"rank-{rank:04d}.log"
+
+    @property
+    def running(self) -> list[int]:
+        """The ranks whose process has not ended."""
+        return list(self._running)
+
+    def process(self, rank: int) -> subprocess.Popen[bytes]:
+        """The process of a running rank."""
+        return self._running[rank]
+
+    def poll(self) -> list[RankEnd]:
+        """The ranks that ended since it was last asked; what they left running is ended too."""
+        ends = []
+        for rank, process in list(self._running.items()):
+            # Not reaped yet: as long as it is not, its number names no other process group.
+            if os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) is None:
+                continue
+            with suppress(ProcessLookupError, PermissionError):
+                os.killpg(process.pid, signal.SIGKILL)
+            code = process.wait()
+            del self._running[rank]
+            log = self._log_file(rank)
+            failure = read_failure(self._error_file(rank))
+            tail = log_tail(log) if code != 0 and failure is None else ()
+            kept = str(log.resolve()) if log.is_symlink() else ""
+            ends.append(RankEnd(rank, self.host, code, failure, tail, kept, sent=tuple(self._sent)))
+        return ends
+
+    def send(self, signum: int) -> None:
+        """Send every running rank a signal."""
+        self._sent.append(signum)
+        for process in self._running.values():
+            with suppress(ProcessLookupError):
+                process.send_signal(signum)
+
+    def kill(self) -> None:
+        """End every rank and all it has started, now."""
+        self._sent.append(signal.SIGKILL)
+        for process in self._running.values():
+            with suppress(ProcessLookupError, PermissionError):
+                os.killpg(process.pid, signal.SIGKILL)
+
+    def close(self) -> list[RankEnd]:
+        """End what still runs, wait for it, and remove the files that were for the launcher alone."""
+        self.kill()
+        ends: list[RankEnd] = []
+        deadline = time.monotonic() + 10
+        while self._running and time.monotonic() < deadline:
+            ends += self.poll()
+            time.sleep(0.01)
+        self._folder.cleanup()
+        return ends
+
+
+def die_with_launcher() -> None:
+    """In a rank: let the kernel end this process where its launcher ends, however that comes about."""
+    launcher = os.environ.pop(PARENT_VARIABLE, None)
+    if launcher is None or sys.platform != "linux":
+        return
+    import ctypes
+
+    ctypes.CDLL(None, use_errno=True).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+    if os.getppid() != int(launcher):  # it ended before it could be tied to this process
+        os._exit(128 + signal.SIGKILL)
+
+
+def count_devices() -> int:
+    """CUDA devices of this machine as torch will count them, without loading torch; 0 where there is no driver."""
+    import ctypes
+
+    found = ctypes.c_int(0)
+    try:
+        driver = ctypes.CDLL("libcuda.so.1")
+        if driver.cuInit(0) == 0:
+            driver.cuDeviceGetCount(ctypes.byref(found))
+    except (OSError, AttributeError):
+        return 0
+    return found.value

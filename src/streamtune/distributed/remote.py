@@ -1,0 +1,222 @@
+"""The ranks of another machine, started over ssh: what :mod:`ranks` is for this one."""
+
+from __future__ import annotations
+
+import json
+import os
+import queue
+import shlex
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+from streamtune.errors import DistributedError
+
+from .agent import PING_SECONDS
+from .failure import Failure, RankEnd
+from .hostfile import Host
+
+__all__ = ["RemoteRanks", "passed_on"]
+
+SSH = "ssh -T -o BatchMode=yes -o ConnectTimeout=15 -o ServerAliveInterval=5 -o ServerAliveCountMax=3 -o LogLevel=ERROR"
+SSH_VARIABLE = "STREAMTUNE_SSH"
+"""Another command than that; it is given the host and a line for its shell."""
+AGENT = "streamtune.distributed.agent"
+HELLO_SECONDS = 25.0
+NEEDED = ("PATH", "PYTHONPATH", "LD_LIBRARY_PATH", "VIRTUAL_ENV")
+"""Needed to start Python at all, so written into the command; everything else goes through the connection."""
+PASSED = (
+    "CUDA_DEVICE", "CUDA_LAUNCH", "CUBLAS_", "DEEPSPEED_", "DS_", "FI_", "GLOO_", "HF_", "HUGGING", "KMP_", "LANG",
+    "LC_", "MKL_", "NCCL_", "NO_PROXY", "HTTP_PROXY", "HTTPS_PROXY", "OMP_", "PYTHON", "PYTORCH_", "STREAMTUNE_",
+    "TOKENIZERS_", "TORCH", "TRANSFORMERS_", "TRITON_", "UCX_", "WANDB_", "XDG_CACHE_HOME",
+)  # fmt: skip
+"""What variables that are passed on begin with; ``STREAMTUNE_EXPORT=NAME,NAME`` adds more."""
+
+
+def passed_on(environ: Mapping[str, str] = os.environ) -> dict[str, str]:
+    """The variables that ranks on other machines get from this one: those that libraries read, not those of a login."""
+    more = {name.strip() for name in environ.get("STREAMTUNE_EXPORT", "").split(",")}
+    return {
+        name: value
+        for name, value in environ.items()
+        if name in NEEDED or name in more or name.upper().startswith(PASSED)
+    }
+
+
+class RemoteRanks:
+    """The processes of the ranks of another machine.
+
+    Args:
+        host: Where.
+    """
+
+    def __init__(self, host: Host) -> None:
+        self.host = host.address
+        self._words: queue.Queue[dict[str, Any] | None] = queue.Queue()
+        self._complaints: list[str] = []
+        self._running: set[int] = set()
+        self._sent: list[int] = []
+        self._speaking = threading.Lock()
+        self._closed = threading.Event()
+        needed = [f"{name}={shlex.quote(os.environ[name])}" for name in NEEDED if name in os.environ]
+        python = shlex.quote(sys.executable)
+        line = f"cd {shlex.quote(str(Path.cwd()))} && exec env {' '.join(needed)} {python} -m {AGENT}"
+        ssh = shlex.split(os.environ.get(SSH_VARIABLE) or SSH)
+        try:
+            self._process = subprocess.Popen(
+                [*ssh, host.name, line],
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.PIPE,
+                process_group=0,
+            )
+        except OSError as error:
+            raise DistributedError(f"{ssh[0]} cannot be run: {error.strerror}", where=host.where) from None
+        self._host = host
+        self._threads = [threading.Thread(target=work, daemon=True) for work in (self._listen, self._listen_to_errors)]
+        for thread in (*self._threads, threading.Thread(target=self._ping, daemon=True)):
+            thread.start()
+
+    def hello(self, until: float) -> dict[str, Any]:
+        """What the agent there says first, waited for ``until`` (monotonic).
+
+        Raises:
+            DistributedError: The host cannot be reached, or StreamTune cannot run there.
+        """
+        try:
+            word = self._words.get(timeout=max(0.1, until - time.monotonic()))
+        except queue.Empty:
+            raise self._unreachable(f"no answer within {HELLO_SECONDS:.0f} seconds") from None
+        if word is None or "hello" not in word:
+            with suppress(subprocess.TimeoutExpired):
+                self._process.wait(2)
+            raise self._unreachable("the connection was closed")
+        return dict(word["hello"])
+
+    def _unreachable(self, otherwise: str) -> DistributedError:
+        said = "\n".join(self._complaints[-4:]) or otherwise
+        code = self._process.poll()
+        ran = code not in (None, 255)  # 255 is ssh's own; others are of the command it ran there
+        what = f"{self.host} cannot run streamtune" if ran else f"{self.host} cannot be reached"
+        mend = (
+            f"install the same version there, so that `{sys.executable} -m streamtune` runs in {Path.cwd()}"
+            if ran
+            else f"`ssh {self._host.name} true` must work without a password"
+        )
+        return DistributedError(f"{what}: {said}", where=self._host.where, mend=mend)
+
+    def start(self, arguments: Sequence[str], first_rank: int, count: int, environment: Mapping[str, str]) -> None:
+        """Start ``count`` ranks there, ``first_rank`` the first."""
+        self._running = set(range(first_rank, first_rank + count))
+        asked = {
+            "arguments": list(arguments),
+            "first_rank": first_rank,
+            "count": count,
+            "environment": dict(environment),
+            "host": self.host,
+        }
+        self._say({"start": asked})
+
+    @property
+    def running(self) -> list[int]:
+        """The ranks that have not ended, as far as is known."""
+        return sorted(self._running)
+
+    def poll(self) -> list[RankEnd]:
+        """The ranks that ended since it was last asked; all that remain where the connection broke."""
+        ends: list[RankEnd] = []
+        while True:
+            try:
+                word = self._words.get_nowait()
+            except queue.Empty:
+                return ends
+            if word is None:
+                ends += self._lost()
+            elif "end" in word:
+                ends.append(self._ended(word["end"]))
+            elif "refused" in word:
+                failure = Failure.from_dict(word["refused"])
+                ends += [RankEnd(rank, self.host, failure.exit_code, failure) for rank in self.running]
+                self._running.clear()
+            elif "out" in word:
+                stream = sys.stdout if word["to"] == 1 else sys.stderr
+                stream.write(word["out"])
+                stream.flush()
+
+    def _ended(self, told: dict[str, Any]) -> RankEnd:
+        self._running.discard(told["rank"])
+        failure = Failure.from_dict(told["failure"]) if told["failure"] else None
+        tail, sent = tuple(told["tail"]), tuple(told["sent"])
+        log = f"{self.host}:{told['log']}" if told["log"] else ""
+        return RankEnd(told["rank"], self.host, told["code"], failure, tail, log, sent=sent)
+
+    def _lost(self) -> list[RankEnd]:
+        """The ends of ranks that nothing more will be heard of."""
+        said = "; ".join(self._complaints[-2:]) or "it was closed"
+        ends = []
+        for rank in self.running:
+            what = f"the connection to {self.host} was lost: {said}"
+            failure = Failure(rank, self.host, what, own=not self._sent)
+            ends.append(RankEnd(rank, self.host, 255, failure, sent=tuple(self._sent)))
+        self._running.clear()
+        return ends
+
+    def send(self, signum: int) -> None:
+        """Have every rank there sent a signal."""
+        self._sent.append(signum)
+        self._say({"signal": signum})
+
+    def kill(self) -> None:
+        """Have every rank there ended, now."""
+        self._sent.append(signal.SIGKILL)
+        self._say({"kill": True})
+
+    def close(self) -> list[RankEnd]:
+        """End what still runs there, and the connection. Where that is broken, the agent ends by itself."""
+        self.kill()
+        self._closed.set()
+        with suppress(OSError, ValueError), self._speaking:
+            if self._process.stdin is not None:
+                self._process.stdin.close()
+        try:
+            self._process.wait(5)
+        except subprocess.TimeoutExpired:
+            with suppress(ProcessLookupError):
+                os.killpg(self._process.pid, signal.SIGKILL)
+            self._process.wait()
+        for thread, stream in zip(self._threads, (self._process.stdout, self._process.stderr), strict=True):
+            thread.join(2)
+            if stream is not None and not thread.is_alive():  # else a child of it still has the other end
+                stream.close()
+        return self.poll()
+
+    def _say(self, word: dict[str, Any]) -> None:
+        with suppress(OSError, ValueError), self._speaking:
+            assert self._process.stdin is not None
+            self._process.stdin.write(json.dumps(word).encode() + b"\n")
+            self._process.stdin.flush()
+
+    def _listen(self) -> None:
+        assert self._process.stdout is not None
+        for line in self._process.stdout:
+            try:
+                self._words.put(json.loads(line))
+            except ValueError:  # what a login prints
+                self._complaints.append(line.decode("utf-8", errors="replace").strip())
+        self._words.put(None)
+
+    def _listen_to_errors(self) -> None:
+        assert self._process.stderr is not None
+        for line in self._process.stderr:
+            self._complaints.append(line.decode("utf-8", errors="replace").strip())
+            del self._complaints[:-20]
+
+    def _ping(self) -> None:
+        while not self._closed.wait(PING_SECONDS):
+            self._say({"ping": True})

@@ -1,0 +1,217 @@
+"""What a process does, seen from a thread of its own: whether it computes, reads, writes or sends, and where it stands.
+
+Nothing here costs the main thread more than the interpreter's lock for some tens of microseconds a sample.
+"""
+
+from __future__ import annotations
+
+import os
+import socket
+import sys
+import threading
+import time
+from collections import deque
+from collections.abc import Iterator
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from types import FrameType
+
+__all__ = ["Place", "Vitals", "place_of_main"]
+
+WINDOW_SECONDS = 4.0
+"""What a process did is judged over so long."""
+CPU_SHARE = 0.1
+"""Of one core: below, the threads that wait for the network and those that draw a progress line are all that runs."""
+FILE_BYTES = 1 << 16
+NET_BYTES = 1 << 13
+"""A second. Below, nothing but these samples themselves is read."""
+WAITING_SHARE = 0.2
+"""Of one core: a main thread below it in a collective waits there."""
+TCP_INFO = 11
+BYTES_ACKED, BYTES_RECEIVED = 120, 128
+"""Where Linux has them in ``struct tcp_info``."""
+CLOCK_TICKS = os.sysconf("SC_CLK_TCK") if hasattr(os, "sysconf") else 100
+COLLECTIVES = ("/torch/distributed/", "/deepspeed/comm/")
+WRAPPERS = ("c10d_logger.py", "_dynamo/")
+BACKWARD = "_engine_run_backward"
+"""Where gradients are reduced by hooks: no frame of the collective is to be seen."""
+HERE = str(Path(__file__).parent)
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where the main thread stands."""
+
+    text: str
+    """For people: ``all_reduce (train/step.py:88)``"""
+    frames: tuple[tuple[str, int], ...]
+    """Code and line of the innermost frames: another place is progress."""
+    collective: bool
+    """In a call that waits for other ranks, or in a backward that may hold one."""
+
+
+def place_of_main() -> Place:
+    """Where the main thread stands now."""
+    frame = sys._current_frames().get(threading.main_thread().ident or 0)
+    if frame is None:
+        return Place("nowhere", (), False)
+    frames = list(_outward(frame))
+    inner = tuple((f.f_code.co_filename, f.f_lineno) for f in frames[:6])
+    innermost = next((f for f in frames if _in(f, COLLECTIVES) and not _in(f, WRAPPERS)), None)
+    in_backward = any(f.f_code.co_name == BACKWARD for f in frames)
+    if innermost is not None:
+        called = next((f for f in frames if not _in(f, (*COLLECTIVES, *WRAPPERS, "/torch/"))), frames[-1])
+        return Place(f"{innermost.f_code.co_name} ({_spot(called)})", inner, True)
+    name = "backward" if in_backward else frames[0].f_code.co_name
+    ours = next((f for f in frames if not _in(f, ("/torch/", "/lib/python"))), frames[0])
+    return Place(f"{name} ({_spot(ours)})", inner, in_backward)
+
+
+def _outward(frame: FrameType | None) -> Iterator[FrameType]:
+    while frame is not None:
+        yield frame
+        frame = frame.f_back
+
+
+def _in(frame: FrameType, parts: tuple[str, ...]) -> bool:
+    return any(part in frame.f_code.co_filename for part in parts)
+
+
+def _spot(frame: FrameType) -> str:
+    path = Path(frame.f_code.co_filename)
+    return f"{path.parent.name}/{path.name}:{frame.f_lineno}"
+
+
+@dataclass(frozen=True)
+class _Sample:
+    at: float
+    cpu: float
+    """Seconds, those spent waiting for a core and those of children included."""
+    files: int
+    net: int
+
+
+class Vitals:
+    """Sampled by one thread: :meth:`glance` some times a second, :meth:`look` about once.
+
+    Args:
+        ours: Descriptors of connections that do not count: those over which samples are sent.
+    """
+
+    def __init__(self, ours: frozenset[int] = frozenset()) -> None:
+        self.ours = ours
+        self.place = place_of_main()
+        self.busy = 0.0
+        """Seconds the main thread did not wait for other ranks."""
+        self._moved = self._placed = self._glanced = time.monotonic()
+        self._main_cpu = self._main_seconds()
+        self._samples: deque[_Sample] = deque()
+        self._sockets: dict[str, int] = {}
+        self._children: dict[int, float] = {}
+        self._net = 0
+        self._child_seconds = 0.0
+
+    def glance(self) -> None:
+        """Where the main thread stands, and whether it waits there."""
+        now, cpu, place = time.monotonic(), self._main_seconds(), place_of_main()
+        passed = now - self._glanced
+        waits = place.collective and cpu - self._main_cpu < WAITING_SHARE * passed
+        if not waits:
+            self.busy += passed
+        if place.frames != self.place.frames:
+            self._placed = now
+        self.place, self._glanced, self._main_cpu = place, now, cpu
+
+    def look(self) -> None:
+        """What the whole process does."""
+        now = time.monotonic()
+        self._samples.append(_Sample(now, self._cpu_seconds(), self._file_bytes(), self._net_bytes()))
+        while len(self._samples) > 2 and self._samples[1].at <= now - WINDOW_SECONDS:
+            self._samples.popleft()
+        first, last = self._samples[0], self._samples[-1]
+        passed = last.at - first.at
+        if passed <= 0 or (
+            last.cpu - first.cpu > CPU_SHARE * passed
+            or last.files - first.files > FILE_BYTES * passed
+            or last.net - first.net > NET_BYTES * passed
+            or self._placed > first.at
+        ):
+            self._moved = now
+
+    def forget(self) -> None:
+        """Begin anew: the process was suspended."""
+        self._samples.clear()
+        self._moved = self._placed = time.monotonic()
+
+    @property
+    def still(self) -> float:
+        """Seconds since the process last computed, read, wrote, sent or came to another place."""
+        return time.monotonic() - self._moved
+
+    @property
+    def placed(self) -> float:
+        """Seconds the main thread has stood where it stands."""
+        return time.monotonic() - self._placed
+
+    @staticmethod
+    def _main_seconds() -> float:
+        try:
+            return time.clock_gettime(time.pthread_getcpuclockid(threading.main_thread().ident or 0))
+        except (AttributeError, OSError):
+            return time.process_time()
+
+    def _cpu_seconds(self) -> float:
+        """CPU seconds of the process, of its children, and what its threads waited for a core."""
+        waited = 0
+        children: list[int] = []
+        with suppress(OSError):
+            for task in os.listdir("/proc/self/task"):  # noqa: PTH208 - strings are enough, once a second
+                with suppress(OSError, ValueError, IndexError):
+                    waited += int(_text(f"/proc/self/task/{task}/schedstat").split()[1])
+                    children += map(int, _text(f"/proc/self/task/{task}/children").split())
+        for child in children:
+            self._add_child(child)
+        return time.process_time() + waited * 1e-9 + self._child_seconds
+
+    def _add_child(self, pid: int, depth: int = 0) -> None:
+        with suppress(OSError, ValueError, IndexError):
+            fields = _text(f"/proc/{pid}/stat").rpartition(")")[2].split()
+            seconds = (int(fields[11]) + int(fields[12])) / CLOCK_TICKS
+            self._child_seconds += max(0.0, seconds - self._children.get(pid, 0.0))
+            self._children[pid] = seconds
+            if depth < 3:
+                for child in map(int, _text(f"/proc/{pid}/task/{pid}/children").split()):
+                    self._add_child(child, depth + 1)
+
+    @staticmethod
+    def _file_bytes() -> int:
+        with suppress(OSError, ValueError, IndexError):
+            fields = _text("/proc/self/io").split()
+            return int(fields[1]) + int(fields[3]) + int(fields[9])  # the last: pages of mapped files
+        return 0
+
+    def _net_bytes(self) -> int:
+        """Bytes the connections of this process have sent and got acknowledged, and received."""
+        found: dict[str, int] = {}
+        with suppress(OSError):
+            for name in os.listdir("/proc/self/fd"):  # noqa: PTH208
+                with suppress(OSError, ValueError):
+                    link = os.readlink(f"/proc/self/fd/{name}")  # noqa: PTH115
+                    if link.startswith("socket:") and int(name) not in self.ours:
+                        found[link] = _carried(int(name))
+        self._net += sum(max(0, carried - self._sockets.get(link, 0)) for link, carried in found.items())
+        self._sockets = found
+        return self._net
+
+
+def _carried(descriptor: int) -> int:
+    """Bytes of a TCP connection; 0 for other sockets."""
+    with socket.socket(socket.AF_INET, socket.SOCK_STREAM, 0, fileno=os.dup(descriptor)) as copy:
+        told = copy.getsockopt(socket.IPPROTO_TCP, TCP_INFO, 192)
+    return sum(int.from_bytes(told[at : at + 8], sys.byteorder) for at in (BYTES_ACKED, BYTES_RECEIVED))
+
+
+def _text(path: str) -> str:
+    with open(path, encoding="ascii") as file:  # noqa: PTH123
+        return file.read()

@@ -1,0 +1,395 @@
+"""While training: a rank that is gone, stopped, out of reach or stands still ends all the others, and is named.
+
+Each rank has a thread that says once a second, over a connection of its own to rank 0, where it is and whether it
+computes. Rank 0 judges (``judge``). Whatever it finds it tells all others, and each ends: a thread that waits in a
+collective cannot be woken, so the process is left at once. A rank that does not hear from rank 0 finds that rank 0 is
+the one.
+
+    with Watchdog(environment) as watchdog:
+        watchdog.at(step, "batch 1/2")     # an assignment, nothing more
+"""
+
+from __future__ import annotations
+
+import os
+import selectors
+import socket
+import sys
+import threading
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import asdict, replace
+from types import TracebackType
+from typing import Any
+
+from streamtune.errors import StreamTuneError
+
+from .environment import RankEnvironment
+from .failure import Failure, write_failure
+from .judge import Beat, Limits, Peer, Stragglers, end_stopped, find_culprit, find_deadlock, this_process
+from .vitals import Vitals
+from .wire import Line, dial, greet, listen
+
+__all__ = ["Watchdog"]
+
+PURPOSE = "watch"
+GLANCE_SECONDS = 0.1
+BEAT_SECONDS = 1.0
+MOVE_SECONDS = 0.2
+"""A rank that comes to another step or phase says so after this long."""
+SUSPENDED_SECONDS = 5.0
+"""Between two turns of the thread: this process itself was stopped, or the whole machine slept."""
+VERDICT_SECONDS = 4.0
+"""How long a rank whose collective fails waits to hear which rank is to blame."""
+LEAVE_SECONDS = 10.0
+"""For a rank that ends by an error to be gone."""
+COMMUNICATION = ("DistBackendError", "DistNetworkError", "DistStoreError", "DistError")
+
+Show = Callable[[StreamTuneError], None]
+Event = Callable[[str, dict[str, Any]], None]
+
+
+def _print(error: StreamTuneError) -> None:
+    print(f"error: {error}", file=sys.stderr, flush=True)
+
+
+class Watchdog:
+    """Watches all ranks while entered; with one rank it does nothing.
+
+    Args:
+        environment: Of this rank.
+        show: Prints an error where no launcher does.
+        event: Told, on rank 0, of what should be written down: a name and its details. Called from another thread.
+        limits: How long is too long.
+    """
+
+    def __init__(
+        self,
+        environment: RankEnvironment,
+        *,
+        show: Show = _print,
+        event: Event = lambda name, details: None,
+        limits: Limits | None = None,
+    ) -> None:
+        self.environment = environment
+        self.event = event
+        """May be set later, when there is a place to write to."""
+        self._show = show
+        self._limits = limits or Limits()
+        self._at = (0, "starting", False)
+        self._on = environment.world_size > 1 and os.environ.get("STREAMTUNE_WATCHDOG") != "off"
+        self._verdict: Failure | None = None
+        self._decided = threading.Event()
+        self._leaving = threading.Event()
+        """The main thread is on its way out: no verdict ends it any more."""
+        self._own: Failure | None = None
+        self._thread: threading.Thread | None = None
+        self._post: _Hub | _Client | None = None
+
+    def at(self, step: int, phase: str, *, patient: bool = False) -> None:
+        """Say where the main thread is.
+
+        Args:
+            step: Number of the optimizer step, from 1.
+            phase: What it does in it, in a few words.
+            patient: It may wait there for something outside that takes no time of this process.
+        """
+        self._at = (step, phase, patient)
+
+    def __enter__(self) -> Watchdog:
+        if self._on:
+            post = _Hub if self.environment.is_main else _Client
+            self._post = post(self.environment, self._limits, lambda name, details: self.event(name, details))
+            self._thread = threading.Thread(target=self._run, name="watchdog", daemon=True)
+            self._thread.start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if self._thread is None:
+            return
+        if isinstance(error, Exception):
+            # The error of a collective is the echo of another rank's end, which is known an instant later.
+            if _is_communication(error):
+                self._decided.wait(VERDICT_SECONDS)
+            self._leaving.set()
+            if self._verdict is not None and self._verdict.rank != self.environment.rank:
+                write_failure(replace(self._verdict, own=False))
+                self._note(self._verdict)
+                self._leave_soon()
+                raise self._verdict.error() from error
+            self._own = Failure.of(error, self.environment.rank, self.environment.host)
+            self._leave_soon()
+        self._leaving.set()
+        self._thread.join(VERDICT_SECONDS)
+
+    def _leave_soon(self) -> None:
+        """The process group cannot be left in order when a rank is missing; whoever tries is not waited for."""
+        timer = threading.Timer(LEAVE_SECONDS, os._exit, (1,))
+        timer.daemon = True
+        timer.start()
+
+    def _note(self, verdict: Failure) -> None:
+        """Have rank 0 write down what was found, if the disk takes it in time."""
+        if self.environment.is_main:
+            details = {"rank": verdict.rank, "host": verdict.host, "what": verdict.what}
+            writing = threading.Thread(target=self.event, args=("rank failure", details), daemon=True)
+            writing.start()
+            writing.join(2.0)
+
+    def _run(self) -> None:
+        """The thread."""
+        assert self._post is not None
+        try:
+            verdict = self._watch(self._post)
+        finally:
+            self._decided.set()
+        if verdict is not None and not self._leaving.is_set():
+            self._end(verdict)
+
+    def _watch(self, post: _Hub | _Client) -> Failure | None:
+        """Until this rank leaves, or one is to blame."""
+        vitals = Vitals(post.descriptors)
+        told, turn = self._at, time.monotonic()
+        look_at = beat_at = turn
+        try:
+            while not self._leaving.is_set():
+                post.wait(GLANCE_SECONDS)
+                now = time.monotonic()
+                if now - turn > SUSPENDED_SECONDS:
+                    vitals.forget()
+                    post.forget(now)
+                turn = now
+                vitals.glance()
+                if now >= look_at:
+                    look_at = now + BEAT_SECONDS
+                    vitals.ours = post.descriptors
+                    vitals.look()
+                if now >= beat_at or (self._at is not told and now >= beat_at - BEAT_SECONDS + MOVE_SECONDS):
+                    beat_at, told = now + BEAT_SECONDS, self._at
+                    post.beat(self._beat(vitals), now)
+                self._verdict = post.verdict(now)
+                if self._verdict is not None:
+                    self._decided.set()
+                    return self._verdict
+            return None
+        finally:
+            post.close(self._own, self._verdict)
+
+    def _beat(self, vitals: Vitals) -> Beat:
+        step, phase, patient = self._at
+        place = vitals.place
+        return Beat(
+            step, phase, patient, vitals.still, vitals.placed, place.text, place.collective, round(vitals.busy, 3)
+        )
+
+    def _end(self, verdict: Failure) -> None:
+        """Leave, having said why. An error of the main thread that comes at the same time is let out first."""
+        env = self.environment
+        if self._leaving.wait(1.0):
+            return
+        shown_elsewhere = write_failure(replace(verdict, own=False))
+        speaks = env.is_main or (verdict.rank == 0 and env.local_rank == (1 if verdict.host == env.host else 0))
+        self._note(verdict)
+        if speaks and not shown_elsewhere:
+            with suppress(Exception):
+                self._show(verdict.error())
+        with suppress(Exception):
+            sys.stdout.flush()
+            sys.stderr.flush()
+        os._exit(1)
+
+
+def _is_communication(error: BaseException) -> bool:
+    """Whether an error comes out of a collective, as those do whose other side is gone."""
+    seen: BaseException | None = error
+    while seen is not None:
+        if isinstance(seen, StreamTuneError):
+            return False
+        trace = seen.__traceback__
+        while trace is not None:
+            if "/torch/distributed/" in trace.tb_frame.f_code.co_filename:
+                return True
+            trace = trace.tb_next
+        text = str(seen)
+        if type(seen).__name__ in COMMUNICATION or "gloo" in text or "NCCL" in text or "closed by peer" in text:
+            return True
+        seen = seen.__cause__
+    return False
+
+
+class _Hub:
+    """Rank 0's side: hears all, judges, and tells all."""
+
+    def __init__(self, environment: RankEnvironment, limits: Limits, event: Event) -> None:
+        self._env, self._limits, self._event = environment, limits, event
+        self._server = listen(environment, PURPOSE)
+        self._server.setblocking(False)
+        self._selector = selectors.DefaultSelector()
+        self._selector.register(self._server, selectors.EVENT_READ)
+        self._started = time.monotonic()
+        self._lines: dict[int, Line] = {}
+        self._peers: dict[int, Peer] = {0: Peer(0, environment.host, self._started)}
+        self._told: Failure | None = None
+        self._stragglers = Stragglers(limits.course)
+
+    @property
+    def descriptors(self) -> frozenset[int]:
+        return frozenset({self._server.fileno(), *(line.connection.fileno() for line in self._lines.values())})
+
+    def wait(self, seconds: float) -> None:
+        """Hear what comes within ``seconds``."""
+        for key, _ in self._selector.select(seconds):
+            if key.fileobj is self._server:
+                self._admit()
+            else:
+                self._hear(key.data)
+
+    def _admit(self) -> None:
+        try:
+            connection, _ = self._server.accept()
+        except OSError:
+            return
+        line = Line(connection)
+        try:
+            said = greet(line, self._env, PURPOSE, {"process": this_process()})
+            rank = int(said["rank"])
+            machine, pid = said["process"]
+        except (OSError, KeyError, ValueError, TypeError):
+            line.close()
+            return
+        self._lines[rank] = line
+        self._peers[rank] = Peer(rank, str(said["host"]), time.monotonic(), (str(machine), int(pid)))
+        self._selector.register(connection, selectors.EVENT_READ, rank)
+
+    def _hear(self, rank: int) -> None:
+        peer = self._peers[rank]
+        try:
+            words = self._lines[rank].drain()
+        except OSError:
+            self._selector.unregister(self._lines[rank].connection)
+            words = self._lines[rank].arrived()
+            peer.gone = True
+        for word in words:
+            peer.heard = time.monotonic()
+            if "beat" in word:
+                peer.beat = Beat.from_dict(word["beat"])
+                self._stragglers.add(rank, peer.beat.step, peer.beat.busy, peer.heard)
+            elif "bye" in word:
+                peer.done = True
+            elif "failed" in word and self._told is None:
+                self._told = Failure.from_dict(word["failed"])
+
+    def beat(self, beat: Beat, now: float) -> None:
+        """Take rank 0's own, and let the others know that it lives."""
+        self._peers[0].beat, self._peers[0].heard = beat, now
+        self._stragglers.add(0, beat.step, beat.busy, now)
+        for rank, line in self._lines.items():
+            if not self._peers[rank].gone:
+                with suppress(OSError):  # a stopped rank's fills up; that it is stopped shows otherwise
+                    line.send({"tick": True, "beat": asdict(beat)}, seconds=0.05)
+        for rank, own, usual in self._stragglers.found():
+            details = {"rank": rank, "host": self._peers[rank].host, "seconds_per_step": round(own, 3)}
+            self._event("straggler", {**details, "median_of_others": round(usual, 3)})
+
+    def forget(self, now: float) -> None:
+        """Begin anew: this process was suspended, and heard nobody."""
+        for peer in self._peers.values():
+            peer.heard = now
+
+    def verdict(self, now: float) -> Failure | None:
+        """Who is to blame, if anyone is."""
+        if self._told is not None:
+            return self._told
+        missing = [rank for rank in range(self._env.world_size) if rank not in self._peers]
+        if missing:
+            if now - self._started < self._limits.start:
+                return find_culprit(self._peers.values(), now, self._limits)
+            what = f"rank {missing[0]} has not come to train within {self._limits.start:.0f} s"
+            return Failure(missing[0], "?", what, mend="see its log", own=False, seen="missing")
+        return find_culprit(self._peers.values(), now, self._limits) or find_deadlock(
+            self._peers.values(), self._limits
+        )
+
+    def close(self, own: Failure | None, verdict: Failure | None) -> None:
+        """Tell all others how this ends, and give them the time to hear it."""
+        failure = own or verdict
+        word = {"verdict": asdict(failure)} if failure is not None else {"bye": True}
+        for rank, line in self._lines.items():
+            if not self._peers[rank].gone:
+                with suppress(OSError):
+                    line.send(word, seconds=0.2)
+                    line.connection.shutdown(socket.SHUT_WR)
+        until = time.monotonic() + 1.0
+        for rank, line in self._lines.items():
+            with suppress(OSError):
+                while failure is not None and not self._peers[rank].gone and time.monotonic() < until:
+                    line.receive(until - time.monotonic())
+            line.close()
+        for peer in self._peers.values():
+            if failure is not None and peer.rank == failure.rank:
+                end_stopped(peer)
+        self._server.close()
+        self._selector.close()
+
+
+class _Client:
+    """The side of the other ranks: says where it is, and hears whether rank 0 lives."""
+
+    def __init__(self, environment: RankEnvironment, limits: Limits, event: Event) -> None:
+        self._env, self._limits = environment, limits
+        self._line = dial(environment, PURPOSE, {"process": this_process()}, limits.start)
+        said = self._line.greeting
+        machine, pid = said["process"]
+        self._main = Peer(0, said["host"], time.monotonic(), (machine, pid))
+        self._told: Failure | None = None
+
+    @property
+    def descriptors(self) -> frozenset[int]:
+        return frozenset({self._line.connection.fileno()})
+
+    def wait(self, seconds: float) -> None:
+        """Hear what comes within ``seconds``."""
+        if self._main.gone or self._main.done:
+            time.sleep(seconds)
+            return
+        words = []
+        try:
+            words.append(self._line.receive(seconds))
+            words += self._line.drain()
+        except TimeoutError:
+            return
+        except OSError:
+            words += self._line.arrived()
+            self._main.gone = True
+        for word in words:
+            self._main.heard = time.monotonic()
+            if "beat" in word:
+                self._main.beat = Beat.from_dict(word["beat"])
+            elif "bye" in word:
+                self._main.done = True
+            elif "verdict" in word:
+                self._told = Failure.from_dict(word["verdict"])
+
+    def beat(self, beat: Beat, now: float) -> None:
+        """Say where this rank is."""
+        with suppress(OSError):
+            self._line.send({"beat": asdict(beat)}, seconds=0.5)
+
+    def forget(self, now: float) -> None:
+        """Begin anew: this process was suspended, and heard nothing."""
+        self._main.heard = now
+
+    def verdict(self, now: float) -> Failure | None:
+        """What rank 0 found, or that it is rank 0."""
+        return self._told or find_culprit([self._main], now, self._limits)
+
+    def close(self, own: Failure | None, verdict: Failure | None) -> None:
+        """Say how this rank ends."""
+        with suppress(OSError):
+            self._line.send({"failed": asdict(own)} if own is not None else {"bye": True})
+        self._line.close()
+        if verdict is not None and verdict.rank == 0:
+            end_stopped(self._main)

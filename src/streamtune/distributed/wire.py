@@ -1,0 +1,189 @@
+"""Rank 0 and the others over connections of their own: JSON, a document a line, beside the process group's.
+
+The process group's connections cannot say why they stand still, and those of a store block whoever waits for it.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import hmac
+import json
+import socket
+import time
+from contextlib import suppress
+from typing import Any
+
+from streamtune.errors import DistributedError
+from streamtune.network import among_ranks
+
+from .environment import RankEnvironment
+from .ports import side_ports
+
+__all__ = ["Line", "dial", "greet", "listen"]
+
+MOST_BYTES = 1 << 20
+"""Of one document. Ours have hundreds; a stranger's connection is not read beyond it."""
+ANSWER_SECONDS = 3.0
+"""For the answer to a greeting: what does not give it is another program."""
+
+
+class Line:
+    """Documents over a connection, in both directions. Of one thread; nothing blocks beyond its time."""
+
+    def __init__(self, connection: socket.socket) -> None:
+        self.connection = connection
+        self.greeting: dict[str, Any] = {}
+        """What the other side said of itself when it was called."""
+        self._pending = b""
+
+    def send(self, document: dict[str, Any], seconds: float = 2.0) -> None:
+        """Send one.
+
+        Raises:
+            OSError: It was not taken in time, or the connection is closed.
+        """
+        self.connection.settimeout(seconds)
+        self.connection.sendall(json.dumps(document).encode() + b"\n")
+
+    def receive(self, seconds: float) -> dict[str, Any]:
+        """The next one.
+
+        Raises:
+            TimeoutError: None came in time.
+            OSError: The connection was closed, or a stranger speaks.
+        """
+        until = time.monotonic() + seconds
+        while b"\n" not in self._pending:
+            self.connection.settimeout(max(0.001, until - time.monotonic()))
+            self._read()
+        return self.arrived(1)[0]
+
+    def drain(self) -> list[dict[str, Any]]:
+        """Those that have come, without waiting.
+
+        Raises:
+            OSError: The connection was closed, or a stranger speaks; what came before that is lost.
+        """
+        self.connection.settimeout(0)
+        with suppress(BlockingIOError):
+            while True:
+                self._read()
+        return self.arrived()
+
+    def arrived(self, most: int = -1) -> list[dict[str, Any]]:
+        """Those that have been read already."""
+        *lines, self._pending = self._pending.split(b"\n", most)
+        try:
+            return [dict(json.loads(line)) for line in lines]
+        except (ValueError, TypeError):
+            raise ConnectionError("a stranger speaks") from None
+
+    def _read(self) -> None:
+        data = self.connection.recv(65536)
+        if not data:
+            raise ConnectionError("the connection was closed")
+        self._pending += data
+        if len(self._pending) > MOST_BYTES:
+            raise ConnectionError("a stranger speaks")
+
+    def close(self) -> None:
+        """Close the connection; once is enough."""
+        with suppress(OSError):
+            self.connection.close()
+
+
+def _token(environment: RankEnvironment, purpose: str) -> str:
+    return hashlib.sha256(f"{environment.run_id}/{environment.world_size}/{purpose}".encode()).hexdigest()
+
+
+def listen(environment: RankEnvironment, purpose: str) -> socket.socket:
+    """On rank 0: a socket that the others find with :func:`dial`.
+
+    Raises:
+        DistributedError: All of the ports that could be it are taken.
+    """
+    for port in side_ports(environment.master_port):
+        for address in _addresses(environment.master_addr):
+            server = socket.socket(socket.AF_INET6 if ":" in address else socket.AF_INET)
+            server.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            try:
+                server.bind((address, port))
+                server.listen(1024)
+                return server
+            except OSError:
+                server.close()
+    ports = side_ports(environment.master_port)
+    raise DistributedError(
+        f"rank 0 cannot listen for the others ({purpose}): ports {ports[0]} to {ports[-1]} are taken",
+        mend="give another MASTER_PORT: they follow from it",
+    )
+
+
+def _addresses(host: str) -> list[str]:
+    """Where rank 0 listens: on the address the others call, or on all where that is not of this machine (a NAT)."""
+    with suppress(OSError), among_ranks():
+        return [str(socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)[0][4][0]), ""]
+    return [""]
+
+
+def greet(line: Line, environment: RankEnvironment, purpose: str, about: dict[str, Any]) -> dict[str, Any]:
+    """On rank 0: take the greeting of a rank that called, and answer it with ``about``.
+
+    Returns:
+        What it says of itself, ``rank`` and ``host`` among it.
+
+    Raises:
+        OSError: It is no rank of this run, or says nothing.
+    """
+    said = line.receive(ANSWER_SECONDS)
+    if not hmac.compare_digest(str(said.get("token")), _token(environment, purpose)):
+        raise ConnectionError("not of this run")
+    line.send({"welcome": _token(environment, f"{purpose} of rank 0"), "host": environment.host, **about})
+    return said
+
+
+def dial(environment: RankEnvironment, purpose: str, about: dict[str, Any], seconds: float) -> Line:
+    """On the other ranks: call rank 0, until it answers.
+
+    Args:
+        environment: Of this rank.
+        purpose: As given to :func:`listen`.
+        about: What to say of this rank.
+        seconds: How long to try.
+
+    Raises:
+        DistributedError: It did not answer.
+    """
+    until = time.monotonic() + seconds
+    greeting = {"token": _token(environment, purpose), "rank": environment.rank, "host": environment.host, **about}
+    reason = "nobody answers"
+    while True:
+        for port in side_ports(environment.master_port):
+            try:
+                return _call(environment, purpose, greeting, port, max(0.2, min(3.0, until - time.monotonic())))
+            except OSError as error:
+                reason = str(error)
+            if time.monotonic() > until:
+                address, ports = environment.master_addr, side_ports(environment.master_port)
+                raise DistributedError(
+                    f"rank {environment.rank} on {environment.host} cannot reach rank 0 at {address}: {reason}",
+                    mend=f"ports {ports[0]} to {ports[-1]} of {address} must be open to the other hosts, "
+                    "and rank 0 must have been started",
+                )
+        time.sleep(0.1)
+
+
+def _call(env: RankEnvironment, purpose: str, greeting: dict[str, Any], port: int, seconds: float) -> Line:
+    with among_ranks():
+        line = Line(socket.create_connection((env.master_addr, port), timeout=seconds))
+    try:
+        line.send(greeting)
+        answer = line.receive(ANSWER_SECONDS)
+        if not hmac.compare_digest(str(answer.get("welcome")), _token(env, f"{purpose} of rank 0")):
+            raise ConnectionError(f"another program answers at port {port}")
+        line.greeting = answer
+    except OSError:
+        line.close()
+        raise
+    line.connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    return line

@@ -1,0 +1,150 @@
+"""Ranks that die, stop, stand still or wait for each other, and those that only seem to."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+
+import pytest
+
+from streamtune.distributed.failure import RankEnd, first_failure
+from streamtune.distributed.judge import Beat, Limits, Peer, Stragglers, find_culprit, find_deadlock
+from streamtune.distributed.ranks import LocalRanks
+from tests.distributed.ranks_kit import start, wait
+
+CASES = {
+    "kill": {},
+    "kill-0": {"WATCHED_RANK": "0"},
+    "stop": {},
+    "stop-0": {"WATCHED_RANK": "0"},
+    "raise": {},
+    "done": {"WATCHED_RANK": "0"},
+    "hold": {},
+    "gloo-deadlock": {},
+    "gloo-sleep": {},
+    "gloo-straggle": {},
+}
+WAITED = 120
+
+
+@pytest.fixture(scope="module")
+def outcomes(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, tuple[list[RankEnd], list[str]]]]:
+    """How the ranks of every case ended, and what rank 0 wrote down: most of it is waiting, so all wait together."""
+    folder = tmp_path_factory.mktemp("watched")
+    running: dict[str, LocalRanks] = {}
+    found: dict[str, tuple[list[RankEnd], list[str]]] = {}
+    try:
+        for case, more in CASES.items():
+            name = case.removesuffix("-0")
+            events = str(folder / f"{case}.jsonl")
+            running[case] = start(name, count=3 if case == "stop-0" else 2, **more, **QUICK, WATCHED_EVENTS=events)
+        for case, ranks in running.items():
+            ends = wait(ranks, WAITED)
+            written = folder / f"{case}.jsonl"
+            found[case] = (ends, written.read_text().splitlines() if written.exists() else [])
+        yield found
+    finally:
+        for ranks in running.values():
+            ranks.close()
+
+
+QUICK = {"WATCHED_QUICK": "1"}
+
+
+def error(ends: list[RankEnd], count: int = 2) -> str:
+    """The one error of all that ended."""
+    found = first_failure(ends)
+    assert found is not None
+    assert len(ends) == count, ends
+    return str(found[0])
+
+
+Outcomes = dict[str, tuple[list[RankEnd], list[str]]]
+
+
+def test_a_killed_rank_ends_the_others(outcomes: Outcomes) -> None:
+    ends, events = outcomes["kill"]
+    assert "rank 1 on here was killed by SIGKILL, in step 3, batch 1/1" in error(ends)
+    assert [end.code for end in ends] == [1, -9]
+    assert "died without a word" in json.loads(events[-1])["what"]
+    assert "rank 0 on here was killed by SIGKILL, in step 3, batch 1/1" in error(outcomes["kill-0"][0])
+
+
+def test_a_stopped_rank_is_found_and_ended(outcomes: Outcomes) -> None:
+    assert "rank 1 on here has said nothing for 6 s: stopped by a signal, in step 3" in error(outcomes["stop"][0])
+    assert "rank 0 on here has said nothing for 6 s: stopped by a signal" in error(outcomes["stop-0"][0], 3)
+
+
+def test_an_error_of_one_rank_is_that_of_all(outcomes: Outcomes) -> None:
+    ends, _ = outcomes["raise"]
+    assert error(ends) == "rank 1 on here failed: a row is broken\nat rows.jsonl:7\nmend it"
+    assert ends[1].code == 2
+    assert ends[0].failure is not None
+    assert (ends[0].failure.rank, ends[0].failure.own) == (1, False)
+
+
+def test_ranks_that_wait_for_each_other_are_named_with_what_they_wait_in(outcomes: Outcomes) -> None:
+    said = error(outcomes["gloo-deadlock"][0])
+    assert "all ranks have stood still for" in said
+    assert "rank 0 on here waits in all_reduce (distributed/watched.py:" in said
+    assert "rank 1 on here waits in barrier (distributed/watched.py:" in said
+
+
+def test_the_rank_that_keeps_the_others_waiting_is_named(outcomes: Outcomes) -> None:
+    said = error(outcomes["gloo-sleep"][0])
+    assert said.startswith("rank 1 on here has stood still for")
+    assert "while the others wait, in step 3, batch 1/1" in said
+
+
+@pytest.mark.parametrize("case", ["done", "hold", "gloo-straggle"])
+def test_no_alarm(outcomes: Outcomes, case: str) -> None:
+    """A rank that is done before the others, one that holds the interpreter for long, one that is slow."""
+    ends, _ = outcomes[case]
+    assert [(end.code, end.failure) for end in ends] == [(0, None), (0, None)], ends
+
+
+def test_a_slow_rank_is_an_event(outcomes: Outcomes) -> None:
+    events = [json.loads(line) for line in outcomes["gloo-straggle"][1]]
+    assert [(event["event"], event["rank"]) for event in events] == [("straggler", 1)]
+    assert events[0]["seconds_per_step"] > 1.5 * events[0]["median_of_others"]
+
+
+def peer(rank: int, heard: float = 100.0, **beat: object) -> Peer:
+    found = {"step": 4, "phase": "batch 1/1", "place": "all_reduce (x.py:1)", "collective": True, **beat}
+    return Peer(rank, f"h{rank}", heard, beat=Beat(**found))  # type: ignore[arg-type]
+
+
+def test_what_is_no_deadlock() -> None:
+    limits = Limits()
+    still = {"still": 60.0, "placed": 60.0}
+    assert find_deadlock([peer(0, **still), peer(1, **still)], limits) is not None
+    assert find_deadlock([peer(0, **still), peer(1, still=1.0)], limits) is None, "one computes"
+    outside = {**still, "collective": False, "place": "wait (judge.py:3)"}
+    assert find_deadlock([peer(0, **still), peer(1, **outside, patient=True)], limits) is None, "a judge may take long"
+    assert find_deadlock([peer(0, **still), peer(1, **still, phase="starting")], limits) is None
+    one_waits = find_deadlock([peer(0, **still), peer(1, **outside)], limits)
+    assert one_waits is not None
+    assert one_waits.rank == 1
+    spinning = {"still": 0.0, "placed": 1900.0}  # as on an accelerator
+    assert find_deadlock([peer(0, **spinning), peer(1, **spinning)], limits) is not None
+
+
+def test_the_ranks_of_a_host_that_is_gone_are_named_together() -> None:
+    peers = [peer(0), peer(1), peer(2, 80.0), peer(3, 80.0)]
+    peers[3].host = peers[2].host
+    found = find_culprit(peers, 100.0, Limits())
+    assert found is not None
+    assert found.what.startswith("ranks 2-3 on h2 have said nothing for 15 s: stopped, or out of reach, in step 4")
+    peers[2].done = peers[3].done = True
+    assert find_culprit(peers, 100.0, Limits()) is None
+
+
+def test_stragglers_need_many_steps_and_are_named_once() -> None:
+    stragglers = Stragglers(course=30.0)
+    for step in range(41):
+        for rank, seconds in ((0, 1.0), (1, 1.1), (2, 1.7)):
+            stragglers.add(rank, step, step * seconds, now=step * 2.0)
+        if step < 20:
+            assert stragglers.found() == []
+    assert [rank for rank, _, _ in stragglers.found()] == [2]
+    assert stragglers.found() == []

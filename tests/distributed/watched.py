@@ -1,0 +1,124 @@
+"""A rank that trains nothing: what the tests of launching, agreeing and watching start several of.
+
+    python -m tests.distributed.watched CASE [SECONDS]
+
+Ranks work for a second, then each does what CASE says of it. ``gloo-`` cases do so in a real process group.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+from streamtune.distributed import Watchdog, agree, die_with_launcher, read_environment
+from streamtune.distributed.failure import Failure, write_failure
+from streamtune.distributed.judge import Limits
+from streamtune.errors import DataError, StreamTuneError
+
+QUICK = Limits(silence=6.0, stillness=4.0, start=120.0, course=5.0)
+"""Only so that tests wait less; how long is long enough on a busy machine is tested with what is shipped."""
+
+
+def compute(seconds: float) -> None:
+    until = time.monotonic() + seconds
+    while time.monotonic() < until:
+        sum(range(1000))
+
+
+def hold_the_interpreter(seconds: float) -> None:
+    """As a library does that computes without letting other threads run."""
+    sys.setswitchinterval(1000)
+    compute(seconds)
+    sys.setswitchinterval(0.005)
+
+
+def main() -> None:
+    die_with_launcher()
+    case = sys.argv[1]
+    environment = read_environment()
+    environment.export()
+    limits = QUICK if os.environ.get("WATCHED_QUICK") else Limits()
+    events = Path(os.environ["WATCHED_EVENTS"]) if "WATCHED_EVENTS" in os.environ else None
+
+    def note(name: str, details: dict[str, Any]) -> None:
+        if events is not None:
+            with events.open("a") as file:
+                file.write(json.dumps({"event": name, **details}) + "\n")
+
+    try:
+        if case == "agree":
+            facts = json.loads(os.environ["WATCHED_FACTS"])[environment.rank]
+            if facts is not None:
+                agree(facts, environment, seconds=float(os.environ.get("WATCHED_SECONDS", "60")))
+            return
+        with Watchdog(environment, event=note, limits=limits) as watchdog:
+            work(case, environment.rank, watchdog)
+    except StreamTuneError as error:
+        if not write_failure(Failure.of(error, environment.rank, environment.host)):
+            print(f"error: {error}", file=sys.stderr)
+        sys.exit(error.exit_code)
+
+
+def work(case: str, rank: int, watchdog: Watchdog) -> None:
+    if case.startswith("gloo-"):
+        return collective(case, rank, watchdog)
+    for step in (1, 2, 3):
+        watchdog.at(step, "batch 1/1")
+        compute(0.5)
+    other = int(os.environ.get("WATCHED_RANK", "1"))
+    if case == "kill" and rank == other:
+        os.kill(os.getpid(), signal.SIGKILL)
+    elif case == "stop" and rank == other:
+        os.kill(os.getpid(), signal.SIGSTOP)
+    elif case == "raise" and rank == other:
+        raise DataError("a row is broken", where="rows.jsonl:7", mend="mend it")
+    elif case == "done" and rank != other:
+        return
+    elif case == "done":
+        compute(6)
+        return
+    elif case == "hold":
+        hold_the_interpreter(10) if rank == other else compute(10)
+        return
+    compute(60)
+
+
+def collective(case: str, rank: int, watchdog: Watchdog) -> None:
+    import torch
+    import torch.distributed as dist
+
+    dist.init_process_group("gloo")
+    tensor = torch.ones(1000)
+    for step in (1, 2, 3):
+        watchdog.at(step, "batch 1/1")
+        dist.all_reduce(tensor)
+        compute(0.4)
+    other = int(os.environ.get("WATCHED_RANK", "1"))
+    if case == "gloo-kill" and rank == other:
+        os.kill(os.getpid(), signal.SIGKILL)
+    elif case == "gloo-stop" and rank == other:
+        os.kill(os.getpid(), signal.SIGSTOP)
+    elif case == "gloo-raise" and rank == other:
+        raise DataError("a row is broken", where="rows.jsonl:7", mend="mend it")
+    elif case == "gloo-deadlock" and rank == other:
+        dist.barrier()
+    elif case == "gloo-long" and rank == other:
+        compute(float(sys.argv[2]))
+    elif case == "gloo-sleep" and rank == other:
+        time.sleep(1000)
+    elif case == "gloo-straggle":
+        for step in range(4, 40):
+            watchdog.at(step, "batch 1/1")
+            compute(0.25 if rank == other else 0.05)
+            dist.all_reduce(tensor)
+    dist.all_reduce(tensor)
+    dist.barrier()
+
+
+if __name__ == "__main__":
+    main()
