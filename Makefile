@@ -7,7 +7,7 @@ STAMP  := $(VENV)/.installed
 
 export TOKENIZERS_PARALLELISM ?= false
 
-.PHONY: help setup quickstart fmt check test conformance bench bench-comm docs clean
+.PHONY: help setup quickstart fmt check test faults conformance bench bench-comm docs clean
 
 help:  ## list the targets
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-14s %s\n", $$1, $$2}'
@@ -36,6 +36,9 @@ check: $(STAMP)  ## ruff and mypy --strict
 
 test: $(STAMP)  ## the test suite without what is marked slow (installs what it needs)
 	$(BIN)/python -m pytest -n 2
+
+faults: $(STAMP)  ## kill, starve and corrupt runs; writes docs/reliability.md
+	$(BIN)/python -m tests.faults
 
 docs: $(STAMP)  ## regenerate what is made from the code: the recipe's JSON schema
 	$(BIN)/streamtune schema > docs/recipe.schema.json

@@ -23,8 +23,9 @@ from streamtune.train import (
     preserve_rng,
     supersede,
 )
-from streamtune.train.checkpoint import ModelWriter, newest_checkpoint, open_checkpoint, rotate, save_checkpoint
+from streamtune.train.checkpoint import ModelWriter, newest_checkpoint, open_checkpoint, save_checkpoint
 from streamtune.train.rng import capture_rng, restore_rng, seed_everything
+from streamtune.train.saver import Keep, rotate
 
 
 def write_model(folder: Path) -> None:
@@ -106,8 +107,8 @@ def test_no_checkpoint_is_none_and_a_path_must_be_one(tmp_path: Path) -> None:
 
 def test_rotation_keeps_the_newest(tmp_path: Path) -> None:
     paths = [save(tmp_path, step) for step in (8, 9, 10, 999_999, 1_000_000)]
-    assert rotate(tmp_path, 0) == []
-    assert rotate(tmp_path, 2) == paths[:3]
+    assert rotate(tmp_path, Keep(0)) == []
+    assert rotate(tmp_path, Keep(2)) == paths[:3]
     assert [path.exists() for path in paths] == [False] * 3 + [True] * 2
 
 
@@ -139,7 +140,7 @@ def test_a_failure_half_way_leaves_the_checkpoints_before_it(tmp_path: Path) -> 
 
 
 def test_a_checkpoint_larger_than_the_disk_is_refused_before_it_is_written(tmp_path: Path) -> None:
-    with pytest.raises(CheckpointError, match=r"it takes 1024\.0 TiB and .* are free"):
+    with pytest.raises(CheckpointError, match=r"it takes 1,024 TiB and .* are free"):
         save_checkpoint(
             tmp_path,
             state={"step": 2},
@@ -177,7 +178,7 @@ def test_a_file_the_system_cuts_off_is_reported_with_what_is_needed(tmp_path: Pa
         """,
         tmp_path,
     )
-    assert "it takes 390.6 KiB" in result.stdout, result.stderr
+    assert "it takes 391 KiB" in result.stdout, result.stderr
     assert f"{good} is intact" in result.stdout
     assert [path.name for path in tmp_path.iterdir()] == ["step-000001"]
     open_checkpoint(good)

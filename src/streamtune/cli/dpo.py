@@ -6,7 +6,7 @@ from collections.abc import Callable
 from typing import Any
 
 from .options import HostfileOption, NprocOption, RecipeArgument, SetOption
-from .training import DryRunOption, OutputDirOption, ResumeOption, train_recipe
+from .training import AllowChangeOption, DryRunOption, OutputDirOption, ResumeOption, train_recipe
 
 __all__ = ["dpo"]
 
@@ -17,6 +17,7 @@ def dpo(
     dry_run: DryRunOption = False,
     resume: ResumeOption = "auto",
     output_dir: OutputDirOption = None,
+    allow_change: AllowChangeOption = None,
     nproc: NprocOption = None,
     hostfile: HostfileOption = None,
 ) -> None:
@@ -29,6 +30,7 @@ def dpo(
         dry_run=dry_run,
         resume=resume,
         output_dir=output_dir,
+        allow_change=allow_change or [],
         nproc=nproc,
         hostfile=hostfile,
     )

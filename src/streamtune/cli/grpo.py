@@ -8,7 +8,7 @@ from typing import Annotated, Any
 import typer
 
 from .options import HostfileOption, NprocOption, RecipeArgument, SetOption
-from .training import DryRunOption, OutputDirOption, ResumeOption, train_recipe
+from .training import AllowChangeOption, DryRunOption, OutputDirOption, ResumeOption, train_recipe
 
 __all__ = ["grpo"]
 
@@ -28,6 +28,7 @@ def grpo(
     dry_run: DryRunOption = False,
     resume: ResumeOption = "auto",
     output_dir: OutputDirOption = None,
+    allow_change: AllowChangeOption = None,
     nproc: NprocOption = None,
     hostfile: HostfileOption = None,
     allow_code: AllowCodeOption = False,
@@ -41,6 +42,7 @@ def grpo(
         dry_run=dry_run,
         resume=resume,
         output_dir=output_dir,
+        allow_change=allow_change or [],
         nproc=nproc,
         hostfile=hostfile,
     )

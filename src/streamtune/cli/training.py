@@ -23,7 +23,7 @@ from .reading import read_recipe
 if TYPE_CHECKING:
     from streamtune.recipe.build_run import Outcome, Run
 
-__all__ = ["DryRunOption", "OutputDirOption", "ResumeOption", "train_recipe"]
+__all__ = ["AllowChangeOption", "DryRunOption", "OutputDirOption", "ResumeOption", "train_recipe"]
 
 DryRunOption = Annotated[
     bool, typer.Option("--dry-run", help="Load everything, say what would run, and stop.", show_default=False)
@@ -36,6 +36,15 @@ ResumeOption = Annotated[
     ),
 ]
 OutputDirOption = Annotated[Path | None, typer.Option(metavar="DIR", help="Directory of the run.", show_default=False)]
+AllowChangeOption = Annotated[
+    list[str] | None,
+    typer.Option(
+        metavar="KEY",
+        help="Go on though this differs from the start of the run: a key of the recipe, or `data`. May be given "
+        "several times.",
+        show_default=False,
+    ),
+]
 
 QUANTIZED = {
     "int8": "TorchAoConfig(Int8WeightOnlyConfig())",
@@ -54,6 +63,7 @@ def train_recipe(
     dry_run: bool,
     resume: str,
     output_dir: Path | None,
+    allow_change: Sequence[str] = (),
     nproc: int | None = None,
     hostfile: Path | None = None,
 ) -> None:
@@ -68,6 +78,7 @@ def train_recipe(
         dry_run: Build, say what would run, and stop.
         resume: ``auto``, ``never`` or a checkpoint.
         output_dir: Overrides the recipe's.
+        allow_change: What may differ from the run that is gone on with.
         nproc: Start so many ranks of this command, and wait for them.
         hostfile: On these machines.
     """
@@ -86,7 +97,7 @@ def train_recipe(
             _note(note)
         with watch(environment) as watchdog:
             doing = shown(err.status, watchdog)
-            run = build(loaded, resume=resume, dry_run=dry_run, notify=_note, doing=doing)
+            run = build(loaded, resume=resume, allow_change=allow_change, dry_run=dry_run, notify=_note, doing=doing)
             run.watchdog = watchdog
             _print_banner(run)
             outcome = None if dry_run else train(run, out)

@@ -250,6 +250,14 @@ class StreamHandle:
         assert counts is not None
         return reduced(counts)
 
+    def reschedule(self, schedule: Schedule) -> None:
+        """Stream the model by another schedule from here on: the gradient is the same. A loss still to go backward is
+        lost, and so is what a call that failed half-way left behind.
+        """
+        self.remove()
+        parts = (self.streams_head, self.routers.loss, self.sequence_parallel)
+        self.__init__(self.model, schedule, *parts)  # type: ignore[misc]
+
     def remove(self) -> None:
         """Restore the model exactly as it was; harmless when called twice. A loss still to go backward is lost."""
         for hook in self._hooks:

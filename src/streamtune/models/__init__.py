@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from streamtune.models.adapters import add_lora, load_lora
 from streamtune.models.blueprint import blueprint
-from streamtune.models.export import save_pretrained
+from streamtune.models.export import SavedTokenizer, copy_weights, save_pretrained
 from streamtune.models.load import (
     ParameterCount,
     check_positions,
@@ -20,10 +20,12 @@ from streamtune.models.tokenizer import CHATML_TEMPLATE, load_tokenizer, set_cha
 __all__ = [
     "CHATML_TEMPLATE",
     "ParameterCount",
+    "SavedTokenizer",
     "add_lora",
     "blueprint",
     "check_positions",
     "choose_quantization",
+    "copy_weights",
     "count_parameters",
     "init_model",
     "left_out",

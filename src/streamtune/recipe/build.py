@@ -209,5 +209,8 @@ def quiet_libraries(device: torch.device) -> None:
     transformers.utils.logging.disable_progress_bar()
     datasets.disable_progress_bars()
     warnings.filterwarnings("ignore", category=FutureWarning, module=r"(transformers|peft)\..*")
+    # DeepSpeed calls collectives by their old names, and hooks modules whose inputs need no gradient.
+    warnings.filterwarnings("ignore", category=FutureWarning, module=r"torch\.distributed\..*")
+    warnings.filterwarnings("ignore", message="Full backward hook is firing", category=UserWarning)
     # Saving a model imports deepspeed where it is installed, which then announces how it chose a device.
     os.environ.setdefault("DS_ACCELERATOR", device.type)

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from itertools import islice
 from typing import TYPE_CHECKING, Any, Protocol
@@ -87,6 +89,9 @@ class Trainable(Protocol):
 class Steps:
     """The shuffled training units, as the micro-batches of one optimizer step after the other.
 
+    With ``dataloader_num_workers`` the steps to come are prepared by so many threads while one is trained on. Where the
+    stream stands is said by what was handed out, not by what is prepared.
+
     Args:
         batches: Makes them.
         recipe: How many there are.
@@ -104,11 +109,30 @@ class Steps:
         self.batch_size = recipe.per_device_train_batch_size
         self.micro_batches = accumulation(recipe, world) * world.data_size
         self.sampler = data.ResumableSampler(batches.num_train, seed=recipe.seed)
+        self.workers = recipe.dataloader_num_workers
+        self._pool = ThreadPoolExecutor(self.workers, "batches") if self.workers else None
+        self._coming: deque[tuple[Future[list[train.MicroBatch]], dict[str, Any]]] = deque()
+        self._position = self.sampler.state_dict()
 
     def next_step(self) -> list[train.MicroBatch]:
         """See :class:`streamtune.train.StepStream`. No step reaches over the end of an epoch."""
+        if self._pool is None:
+            step = self._make(self._draw())
+            self._position = self.sampler.state_dict()
+            return step
+        while len(self._coming) <= self.workers:
+            drawn = self._draw()
+            self._coming.append((self._pool.submit(self._make, drawn), self.sampler.state_dict()))
+        prepared, self._position = self._coming.popleft()
+        return prepared.result()
+
+    def _draw(self) -> list[list[int]]:
         while not (step := list(islice(self.sampler.batches(self.batch_size), self.micro_batches))):
             pass  # The epoch was over; asking has moved the sampler on to the next one.
+        return step
+
+    def _make(self, step: Sequence[Sequence[int]]) -> list[train.MicroBatch]:
+        """This rank's micro-batches of a step."""
         units = [unit for batch in step for unit in batch]
         shares = data.assign_rows(units, self.batches.length, ranks=self.world.data_size, batch_size=self.batch_size)
         mine = shares[self.world.data_rank]
@@ -120,9 +144,11 @@ class Steps:
         ]
 
     def state_dict(self) -> dict[str, Any]:
-        """Where the sampler stands."""
-        return self.sampler.state_dict()
+        """Where the sampler stood when the last step was handed out."""
+        return self._position
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Go to where another one stood."""
+        self._coming.clear()
         self.sampler.load_state_dict(state)
+        self._position = self.sampler.state_dict()

@@ -6,7 +6,7 @@ run_dpo     ask the reference where that is done before, train, save the model, 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -82,6 +82,7 @@ def build_dpo(
     loaded: LoadedRecipe,
     *,
     resume: str = "auto",
+    allow_change: Collection[str] = (),
     dry_run: bool = False,
     notify: Notify = lambda message: None,
     doing: Doing = nullcontext,
@@ -91,6 +92,7 @@ def build_dpo(
     Args:
         loaded: The recipe, with ``objective: dpo``.
         resume: ``auto`` (go on where the run in ``output_dir`` stopped), ``never``, or the path of a checkpoint.
+        allow_change: What may differ from the run that is gone on with: keys of the recipe, and ``data``.
         dry_run: Plan a fixed schedule too, and ask no reference.
         notify: Told what is worth knowing on the way, a sentence at a time.
         doing: Shows what takes a while, for as long as it does.
@@ -103,10 +105,10 @@ def build_dpo(
     recipe = _preferences(loaded.recipe)
     with blame_recipe(loaded):
         compares = _check_loss(recipe)
-        start = start_run(recipe, resume, notify)
+        start = start_run(recipe, resume, notify, allow_change)
         sources = make_sources(loaded)
         with doing("reading the tokenizer" if start.checkpoint else "making the tokenizer"):
-            tokenizer = make_tokenizer(recipe, sources, start.checkpoint, notify)
+            tokenizer = start.world.main(lambda: make_tokenizer(recipe, sources, start.checkpoint, notify))
         prepared = prepare_trees(recipe, sources, tokenizer, notify)
         start.with_data(prepared.fingerprint)
         longest = min(prepared.report.length_percentiles["max"], recipe.max_length)

@@ -7,7 +7,7 @@ run_grpo     train, save the model, try it
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -75,6 +75,7 @@ def build_grpo(
     loaded: LoadedRecipe,
     *,
     resume: str = "auto",
+    allow_change: Collection[str] = (),
     dry_run: bool = False,
     notify: Notify = lambda message: None,
     doing: Doing = nullcontext,
@@ -84,6 +85,7 @@ def build_grpo(
     Args:
         loaded: The recipe, one of grpo.
         resume: ``auto`` (go on where the run in ``output_dir`` stopped), ``never``, or the path of a checkpoint.
+        allow_change: What may differ from the run that is gone on with: keys of the recipe, and ``data``.
         dry_run: Plan a fixed schedule too: what it would hold is what a dry run is for.
         notify: Told what is worth knowing on the way, a sentence at a time.
         doing: Shows what takes a while, for as long as it does.
@@ -98,14 +100,14 @@ def build_grpo(
     with blame_recipe(loaded):
         _check_loss(recipe)
         functions = load_functions(recipe, loaded.path.parent, notify)
-        start = start_run(recipe, resume, notify)
+        start = start_run(recipe, resume, notify, allow_change)
         if recipe.use_vllm:
             rollout.check_vllm(start.device)
         if shares_weights(recipe):
             check_sharded(recipe)
         sources = make_sources(loaded)
         with doing("reading the tokenizer" if start.checkpoint else "making the tokenizer"):
-            tokenizer = make_tokenizer(recipe, sources, start.checkpoint, notify)
+            tokenizer = start.world.main(lambda: make_tokenizer(recipe, sources, start.checkpoint, notify))
         judge = RewardJudge(functions, tokenizer)
         prompts = prepare_prompts(recipe, sources, tokenizer, notify)
         judge.check(prompts.train[:16])

@@ -54,6 +54,10 @@ __all__ = [
     "shares_prompts",
 ]
 
+LESS = (0.75, 0.9, 0.97)
+"""Parts of what a schedule held besides weights, gradients and optimizer that the next may hold, where it ran out of
+memory: the first that anything fits."""
+
 
 @dataclass(frozen=True)
 class PlanOptions:
@@ -183,6 +187,7 @@ def plan_model(
     reference_bytes: int = 0,
     cluster: Cluster | None = None,
     keep: Schedule | None = None,
+    below: Schedule | None = None,
     notify: Callable[[str], None] = lambda message: None,
 ) -> plan.Plan:
     """Plan a run with the model that is loaded, within what is free beside it.
@@ -197,6 +202,8 @@ def plan_model(
         cluster: The ranks of the run; None is this one alone. A length is that of a whole row, however many share it.
         keep: The schedule of the run that is resumed: taken again, so that its losses are the same to the last bit, if
             it still fits and the recipe still allows it.
+        below: A schedule that ran out of memory, whatever was predicted. What is chosen holds less, whether or not the
+            recipe leaves the schedule to the planner.
         notify: Told what takes a while.
 
     Raises:
@@ -211,15 +218,35 @@ def plan_model(
     workload = make_workload(
         recipe, shape, length, device, cluster=ranks, completions=completions, reference_bytes=reference_bytes
     )
+    written = recipe.engine.written()
+    if below is not None:
+        return _smaller(workload, below, limits, rates, written)
     if recipe.engine.schedule == "fixed":
         return plan.judge(workload, make_schedule(recipe.engine), limits, rates)
-    written = recipe.engine.written()
     if keep is not None and {**plan.as_fixed(keep), **written} == plan.as_fixed(keep):
         kept = plan.judge(workload, keep, limits, rates)
         if kept.fits:
             return kept
         notify("the schedule this run was started with does not fit any more; another gives the same gradient")
     return plan.choose(workload, limits, rates, fixed=written)
+
+
+def _smaller(
+    workload: Workload, failed: Schedule, limits: plan.Limits, rates: plan.Rates, written: dict[str, Any]
+) -> plan.Plan:
+    """The fastest schedule that holds less than one that ran out of memory: much less if there is one."""
+    simulation = plan.judge(workload, failed, limits, rates).simulation
+    stays = sum(simulation.terms.get(name, 0) for name in ("weights", "gradients", "optimizer"))
+    given = {name: value for name, value in written.items() if name in ("offload_dir", "grad_dtype")}
+    for part in LESS:
+        room = int((stays + part * (simulation.peak_bytes - stays)) / (1 - limits.margin))
+        smaller = replace(limits, device_bytes=min(limits.device_bytes, room))
+        try:
+            return plan.choose(workload, smaller, rates, fixed=given)
+        except ArgumentError:
+            if part == LESS[-1]:
+                raise
+    raise AssertionError("the last one returns or raises")
 
 
 def make_workload(

@@ -10,19 +10,22 @@ An objective adds its data, its loss and its batches (``build_sft``, ``build_dpo
 from __future__ import annotations
 
 import json
+import secrets
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import asdict, dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
+import transformers
 
-from streamtune import models, optim, train
+from streamtune import __version__, models, optim, train
 from streamtune.distributed import RankEnvironment, Watchdog, agree, keep_log, read_environment
 from streamtune.engine import Schedule, StreamHandle
-from streamtune.errors import ArgumentError
+from streamtune.errors import ArgumentError, did_you_mean
 from streamtune.plan import Plan
 from streamtune.plan.scored import Completions
 from streamtune.recipe.build import choose_device, quiet_libraries, stream_model
@@ -60,9 +63,12 @@ FREE_KEYS = frozenset(
     {
         # Where things go and what is shown,
         "output_dir", "save_steps", "save_total_limit", "eval_steps", "logging_steps", "report_to", "sample",
-        "num_completions_to_print",
+        "num_completions_to_print", "save_async", "metric_for_best_model", "greater_is_better", "save_best_limit",
+        # what is done about what goes wrong,
+        "on_nan", "max_skips", "on_oom",
         # how the same gradient is computed,
         "engine", "device", "per_device_eval_batch_size", "trust_remote_code", "allow_pickle", "share_prefix",
+        "dataloader_num_workers", "deterministic",
         "deepspeed", "fsdp", "sequence_parallel", "sequence_parallel_size",
         # what `rows_per_step` says,
         "gradient_accumulation_steps", "train_batch_size",
@@ -96,6 +102,11 @@ class Start:
     """Whether ``directory`` holds another run, which is moved aside first."""
     continued: Mapping[Path, dict[str, Any]]
     """What is gone on with, and what it was started as."""
+    allow: frozenset[str]
+    """What may differ from that all the same: keys of the recipe, and ``data``."""
+    notify: Notify
+    planned_for: dict[str, Any] = field(default_factory=dict)
+    """What the planner was asked, to ask it again where memory runs out."""
 
     def with_data(self, fingerprint: str) -> None:
         """Take note of the data. Run settings were compared before it was read, with which it takes minutes.
@@ -104,13 +115,26 @@ class Start:
             DistributedError: It is not the data of the other ranks.
             RecipeError: It is not the data of the run that is gone on with.
         """
+        told = self._check()
         agree({"data": fingerprint})
         self.identity["data"] = fingerprint
-        self._check()
+        changed = [text for text in self._check() if text not in told]
+        self._tell(changed)
+        if changed and self.checkpoint is not None and "epoch" in self.checkpoint.state["stream"]:
+            self.checkpoint.state["stream"] = None
+            self.notify("the data is another, as --allow-change data says: it is gone through from its beginning")
 
-    def _check(self) -> None:
-        for where, started_as in self.continued.items():
-            train.check_same_run(started_as, self.identity, where=where)
+    def _check(self) -> list[str]:
+        """The allowed differences; each once, though the directory and its checkpoint both tell them."""
+        found = (
+            train.check_same_run(started_as, self.identity, where=where, allow=self.allow)
+            for where, started_as in self.continued.items()
+        )
+        return list(dict.fromkeys(text for texts in found for text in texts))
+
+    def _tell(self, changes: Iterable[str]) -> None:
+        for text in changes:
+            self.notify(f"going on with a change: {text}")
 
 
 @dataclass(kw_only=True)
@@ -189,21 +213,30 @@ class Outcome:
         return found[-1] if found else {}
 
 
-def start_run(recipe: Recipe, resume: str, notify: Notify) -> Start:
-    """Find out where a run starts. Nothing is written.
+def start_run(recipe: Recipe, resume: str, notify: Notify, allow_change: Collection[str] = ()) -> Start:
+    """Find out where a run starts, and say what differs from the start of what it goes on with. Nothing is written.
 
     Args:
         recipe: The recipe.
         resume: ``auto`` (go on where the run in ``output_dir`` stopped), ``never``, or the path of a checkpoint.
         notify: See :data:`Notify`.
+        allow_change: What may differ: keys of the recipe, and ``data``.
 
     Raises:
-        ArgumentError: A device that is not there, or a quantisation that is not installed.
+        ArgumentError: A device that is not there, a quantisation that is not installed, or ``allow_change`` names
+            nothing that could be refused.
         CheckpointError: The checkpoint named by ``resume`` cannot be used.
         DistributedError: The ranks have other versions or another recipe, or do not reach each other.
         RecipeError: What would be gone on with was started under other settings.
     """
+    known = (*type(recipe).model_fields, "data")
+    for name in allow_change:
+        if name not in known:
+            mend = did_you_mean(name, known) or "name a key of the recipe, or data"
+            raise ArgumentError(f"there is no '{name}' to change", where="--allow-change", mend=mend)
     device = device_of_rank(choose_device(recipe.device))
+    if recipe.deterministic:
+        train.use_deterministic_kernels()
     quantization = choose_quantization(recipe, device)
     quiet_libraries(device)
     agree(_facts(recipe))
@@ -221,11 +254,15 @@ def start_run(recipe: Recipe, resume: str, notify: Notify) -> Start:
         quantization=quantization,
         directory=directory,
         checkpoint=checkpoint,
-        identity=_identify(recipe, quantization, world),
+        identity=_identify(recipe, quantization, world, before if resume != "never" else None),
         replaces=before is not None and resume == "never",
         continued=continued,
+        allow=frozenset(allow_change),
+        notify=notify,
     )
-    start._check()
+    start._tell(start._check())
+    last = list(continued.values())[-1] if continued else start.identity
+    start._tell(train.tell_changes(last, start.identity))
     return start
 
 
@@ -235,18 +272,26 @@ def _facts(recipe: Recipe) -> dict[str, str]:
     return {f"recipe {name}": json.dumps(value) for name, value in settings.items()}
 
 
-def _identify(recipe: Recipe, quantization: str | None, world: train.World) -> dict[str, Any]:
-    """What a run that is gone on with must have in common with the one that was started.
+def _identify(
+    recipe: Recipe, quantization: str | None, world: train.World, before: Mapping[str, Any] | None
+) -> dict[str, Any]:
+    """What run this is: what a resumption must have in common with its start, and what is told where it differs.
 
-    The rows of a step are those of all ranks together: on how many they are computed changes nothing.
+    The rows of a step are those of all ranks together: on how many they are computed changes nothing but roundings.
     """
-    identity: dict[str, Any] = {"recipe": recipe.model_dump(mode="json", exclude={*FREE_KEYS, "quantization"})}
-    identity["recipe"]["gradient_accumulation_steps"] = accumulation(recipe, world) * world.data_size
+    compared = recipe.model_dump(mode="json", exclude={*FREE_KEYS, "quantization"})
+    compared["gradient_accumulation_steps"] = accumulation(recipe, world) * world.data_size
     if recipe.objective == "sft":  # runs were started before there was another
-        del identity["recipe"]["objective"]
+        del compared["objective"]
     if quantization is not None:  # what `auto` became: on another device it is another model
-        identity["recipe"]["quantization"] = quantization
-    return identity
+        compared["quantization"] = quantization
+    return {
+        "run": (before or {}).get("run") or secrets.token_hex(8),
+        "recipe": compared,
+        "world_size": world.size,
+        "free": recipe.model_dump(mode="json", include=set(FREE_KEYS) - {"output_dir", "datasets"}),
+        "versions": {"streamtune": __version__, "torch": torch.__version__, "transformers": transformers.__version__},
+    }
 
 
 def tell_of_model(model: Any, longest: int, start: Start, notify: Notify) -> None:
@@ -297,17 +342,19 @@ def plan_and_stream(
         UnsupportedModelError: The model does not stream exactly.
     """
     recipe = _one_level(recipe)
+    like = recipe.model_copy(update={"per_device_train_batch_size": rows})
+    shape: dict[str, Any] = {"completions": completions, "reference_bytes": reference_bytes}
+    start.planned_for.update(recipe=like, length=length, device=start.device, **shape)
     memory: Plan | None = None
 
     def plan() -> tuple[Schedule, int]:
         nonlocal memory
         memory = plan_model(
-            recipe.model_copy(update={"per_device_train_batch_size": rows}),
+            like,
             model,
             length,
             start.device,
-            completions=completions,
-            reference_bytes=reference_bytes,
+            **shape,
             cluster=cluster_here(recipe, model, start.world, start.device),
             keep=_schedule_of(start.checkpoint),
             notify=notify,
@@ -459,7 +506,22 @@ def _train(
             stop=stop,
             handle=run.handle,
             world=world,
+            next_schedule=partial(_next_schedule, run),
         )
+
+
+def _next_schedule(run: Run, install: bool) -> Schedule | None:
+    """What the planner takes in place of the schedule that ran out of memory, put into the engine if asked."""
+    failed = run.handle.schedule
+    run.handle.remove()  # the planner wants the bare model
+    try:
+        found = plan_model(model=run.model, below=failed, **run.start.planned_for).schedule
+    except ArgumentError:
+        found = None
+    if install and found is not None:
+        run.handle.reschedule(found)
+        run.start.identity["schedule"] = asdict(found)
+    return found
 
 
 def _tell(watchdog: Watchdog) -> Callable[[int, str], None]:
@@ -501,7 +563,13 @@ def _finish(run: Run, writer: train.ModelWriter) -> str | None:
 
 def _make_writer(run: Run) -> train.ModelWriter:
     saved = [p for p in run.model.parameters() if p.requires_grad or run.recipe.finetuning_type == "full"]
-    return train.ModelWriter(
-        write=lambda folder: models.save_pretrained(run.model, run.tokenizer, folder),
-        num_bytes=sum(parameter.nbytes for parameter in saved),
-    )
+    tokenizer = models.SavedTokenizer(run.tokenizer)
+
+    def write(folder: Path) -> None:
+        models.save_pretrained(run.model, tokenizer, folder)
+
+    def snapshot() -> Callable[[Path], None]:
+        tokenizer.read()  # here and once: a tokenizer is not for two threads
+        return partial(models.save_pretrained, run.model, tokenizer, weights=models.copy_weights(run.model))
+
+    return train.ModelWriter(write, sum(parameter.nbytes for parameter in saved), snapshot)

@@ -53,7 +53,21 @@ def train_settings(recipe: Recipe, plan: StepPlan, schedule: Schedule) -> train.
         bf16=recipe.bf16,
         seed=recipe.seed,
         out_of_memory_mend=mend,
+        on_nan=recipe.on_nan,
+        max_skips=recipe.max_skips,
+        on_oom=recipe.on_oom,
+        save_async=recipe.save_async,
+        metric_for_best_model=recipe.metric_for_best_model,
+        greater_is_better=_greater_is_better(recipe),
+        save_best_limit=recipe.save_best_limit if recipe.metric_for_best_model is not None else 0,
     )
+
+
+def _greater_is_better(recipe: Recipe) -> bool:
+    """As asked, or by the metric's name."""
+    if recipe.greater_is_better is not None:
+        return recipe.greater_is_better
+    return not (recipe.metric_for_best_model or "loss").endswith("loss")
 
 
 def _mend_of_the_schedule(recipe: Recipe, schedule: Schedule) -> str:

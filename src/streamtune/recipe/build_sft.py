@@ -6,6 +6,7 @@ run_sft     train, save the model, try it
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
@@ -45,6 +46,7 @@ def build_sft(
     loaded: LoadedRecipe,
     *,
     resume: str = "auto",
+    allow_change: Collection[str] = (),
     dry_run: bool = False,
     notify: Notify = lambda message: None,
     doing: Doing = nullcontext,
@@ -54,6 +56,7 @@ def build_sft(
     Args:
         loaded: The recipe.
         resume: ``auto`` (go on where the run in ``output_dir`` stopped), ``never``, or the path of a checkpoint.
+        allow_change: What may differ from the run that is gone on with: keys of the recipe, and ``data``.
         dry_run: Plan a fixed schedule too: what it would hold is what a dry run is for.
         notify: Told what is worth knowing on the way, a sentence at a time.
         doing: Shows what takes a while, for as long as it does.
@@ -65,10 +68,10 @@ def build_sft(
     """
     recipe = loaded.recipe
     with blame_recipe(loaded):
-        start = start_run(recipe, resume, notify)
+        start = start_run(recipe, resume, notify, allow_change)
         sources = make_sources(loaded)
         with doing("reading the tokenizer" if start.checkpoint else "making the tokenizer"):
-            tokenizer = make_tokenizer(recipe, sources, start.checkpoint, notify)
+            tokenizer = start.world.main(lambda: make_tokenizer(recipe, sources, start.checkpoint, notify))
         prepared = prepare_data(recipe, sources, tokenizer, notify)
         start.with_data(prepared.fingerprint)
         longest = min(prepared.report.length_percentiles["max"], recipe.max_length)

@@ -279,6 +279,36 @@ class Recipe(Spec):
     save_total_limit: Count = 2
     """Checkpoints to keep."""
 
+    save_async: bool = True
+    """Copy what is saved to the host and write it while training goes on, one checkpoint at a time. Where the copy
+    would take more than half of the memory that is free, training waits instead."""
+
+    metric_for_best_model: Text | None = None
+    """Keep the best checkpoints too, by this name of `metrics.jsonl` as it was when they were saved: `eval_loss`."""
+
+    greater_is_better: bool | None = None
+    """Whether more of that metric is better; without it, unless its name ends in `loss`."""
+
+    save_best_limit: Count = 1
+    """Best checkpoints to keep, besides the newest."""
+
+    on_nan: Literal["stop", "skip"] = "stop"
+    """A loss or gradient that is not finite: stop before the weights change, or leave that step out and go on."""
+
+    max_skips: Steps = 10
+    """Steps of the whole run that `on_nan: skip` may leave out."""
+
+    on_oom: Literal["stop", "replan"] = "stop"
+    """Memory that runs out in a step: stop and say what the planner would take next, or take it and do the step again,
+    for the same gradient. With several ranks the run stops."""
+
+    deterministic: bool = False
+    """Refuse kernels whose result differs from run to run: slower on accelerators, and a resumed run is the same there
+    to the last bit too. On the CPU it is in any case."""
+
+    dataloader_num_workers: Steps = 0
+    """Threads that prepare the batches of coming steps; 0 prepares each when it is its turn. The rows are the same."""
+
     eval_steps: Steps = 0
     """Evaluate on the held-out rows every so many steps; 0 evaluates at the end."""
 
@@ -343,6 +373,13 @@ class Recipe(Spec):
                 f"{self.finetuning_type}",
                 key="quantization",
                 mend="write finetuning_type: qlora, or delete the line",
+            )
+        judged = self.metric_for_best_model
+        if judged is not None and judged.startswith("eval_") and self.val_size == 0:
+            raise mistake(
+                f"'metric_for_best_model: {judged}' needs rows to evaluate on",
+                key="metric_for_best_model",
+                mend="set val_size, such as val_size: 0.02",
             )
         if self.eval_steps > 0 and self.val_size == 0:
             raise mistake(

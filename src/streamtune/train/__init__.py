@@ -12,8 +12,8 @@ from streamtune.train.plot import draw_loss
 from streamtune.train.progress import Progress, format_duration, format_rate
 from streamtune.train.records import append_event, read_records, record_failure
 from streamtune.train.reference import ModelReference, Reference, evaluating
-from streamtune.train.rng import preserve_rng, seed_everything
-from streamtune.train.rundir import RunDirectory, check_same_run, find_checkpoint
+from streamtune.train.rng import preserve_rng, seed_everything, use_deterministic_kernels
+from streamtune.train.rundir import RunDirectory, check_same_run, find_checkpoint, tell_changes
 from streamtune.train.signals import StopRequest
 from streamtune.train.staging import commit_directory
 from streamtune.train.step import TrainSettings
@@ -58,6 +58,8 @@ __all__ = [
     "record_failure",
     "seed_everything",
     "supersede",
+    "tell_changes",
     "train",
+    "use_deterministic_kernels",
     "write_final",
 ]

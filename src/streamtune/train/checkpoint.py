@@ -7,18 +7,17 @@
       state.json                   step, position in the data, the other generators, what run this is
       manifest.json                size and SHA-256 of every other file, written last
 
-No pickle anywhere: reading a checkpoint runs no code. A directory without a manifest, or with a file that differs from
-it, is named and passed over in favour of the one before.
+No pickle anywhere: reading a checkpoint runs no code. How it is committed is in ``staging``, what the manifest says and
+how it is checked in ``manifest``, who writes it and when in ``saver``.
 """
 
 from __future__ import annotations
 
 import errno
-import hashlib
 import json
 import re
-import shutil
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -28,27 +27,27 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from streamtune.errors import CheckpointError
+from streamtune.train.manifest import STATE, read_manifest, verify_files, write_manifest
 from streamtune.train.rng import RngState
-from streamtune.train.staging import commit_directory, free_bytes, write_error
+from streamtune.train.staging import commit_directory, free_bytes, fsync_path, make_directory, remove_any, write_error
 
 __all__ = [
     "Checkpoint",
     "ModelWriter",
+    "check_room",
     "checkpoint_path",
+    "explained",
     "newest_checkpoint",
     "open_checkpoint",
-    "rotate",
     "save_checkpoint",
+    "step_directories",
     "supersede",
     "write_final",
 ]
 
-FORMAT = 1
-MANIFEST = "manifest.json"
-STATE = "state.json"
 STEP_NAME = re.compile(r"step-(\d{6,})")
 SHARD_BYTES = 2 << 30
-"""The optimizer's tensors are copied to the host in pieces of this size, never all at once."""
+"""The optimizer's tensors are copied to the host in pieces of this size, where they are not there already."""
 
 
 @dataclass(frozen=True)
@@ -84,6 +83,9 @@ class ModelWriter:
     write: Callable[[Path], None]
     """Writes into the folder it is given."""
     num_bytes: int
+    snapshot: Callable[[], Callable[[Path], None]] | None = None
+    """Copies to the host what training changes, and returns what writes the copy from any thread. None: there is no
+    such copy, and the model is written as it stands."""
 
 
 def checkpoint_path(folder: Path, step: int) -> Path:
@@ -98,6 +100,8 @@ def save_checkpoint(
     rng: RngState,
     optimizer_tensors: Mapping[str, Tensor],
     writer: ModelWriter,
+    run: str = "",
+    metric: float | None = None,
 ) -> Checkpoint:
     """Write ``folder/step-N`` and commit it at once.
 
@@ -107,16 +111,17 @@ def save_checkpoint(
         rng: The random state the next step starts from.
         optimizer_tensors: By name; copied to the host in shards.
         writer: Writes the model.
+        run: Which run this is: only its own checkpoints are deleted by it.
+        metric: What it is to be judged by, where checkpoints are kept for being good.
 
     Raises:
         CheckpointError: It cannot be written. Earlier checkpoints are as they were.
     """
-    target = checkpoint_path(folder, int(state["step"]))
+    step = int(state["step"])
+    target = checkpoint_path(folder, step)
     needed = writer.num_bytes + sum(tensor.nbytes for tensor in optimizer_tensors.values())
-    previous = _step_directories(folder)
-    safe = f"{previous[-1]} is intact" if previous else "there was no checkpoint before this one"
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
+    with explained(target, needed, step_directories(folder)):
+        make_directory(folder)
         if needed > free_bytes(folder):
             raise OSError(errno.ENOSPC, "No space left on device")
         with commit_directory(target) as staged:
@@ -124,14 +129,41 @@ def save_checkpoint(
             for index, shard in enumerate(_shards(optimizer_tensors), start=1):
                 save_file(shard, staged / f"optimizer-{index:05d}.safetensors")
             save_file(rng.tensors, staged / "rng.safetensors")
-            _write_json(staged / STATE, {**state, "rng": rng.plain})
+            (staged / STATE).write_text(json.dumps({**state, "rng": rng.plain}, indent=1) + "\n", encoding="utf-8")
             # Last: a directory with a manifest has everything the manifest lists.
-            files = [path for path in sorted(staged.rglob("*")) if path.is_file()]
-            listed = {path.relative_to(staged).as_posix(): _describe(path) for path in files}
-            _write_json(staged / MANIFEST, {"format": FORMAT, "files": listed})
-    except (OSError, SafetensorError) as error:
-        raise write_error(error, target, needed=needed, safe=safe) from error
+            write_manifest(staged, run=run, step=step, metric=metric)
     return Checkpoint(target, {**state, "rng": rng.plain})
+
+
+def check_room(folder: Path, writer: ModelWriter, optimizer_tensors: Mapping[str, Tensor]) -> None:
+    """Refuse to train what could not be saved.
+
+    Raises:
+        CheckpointError: A checkpoint takes more bytes than are free; with both figures.
+    """
+    needed = writer.num_bytes + sum(tensor.nbytes for tensor in optimizer_tensors.values())
+    with explained(folder, needed, step_directories(folder)):
+        if needed > free_bytes(folder):
+            raise OSError(errno.ENOSPC, "No space left on device")
+
+
+@contextmanager
+def explained(target: Path, needed: int, previous: Sequence[Path]) -> Iterator[None]:
+    """Turn what goes wrong while a checkpoint is written into a message with figures.
+
+    Args:
+        target: What is written.
+        needed: Bytes it takes.
+        previous: The checkpoints that are there, whatever happens now.
+    """
+    safe = f"{previous[-1]} is intact" if previous else "there was no checkpoint before this one"
+    try:
+        yield
+    except Exception as error:
+        # Tokenizers raise Exception itself where the system fails them; anything more specific is a mistake of ours.
+        if not isinstance(error, (OSError, SafetensorError)) and type(error) is not Exception:
+            raise
+        raise write_error(error, target, needed=needed, safe=safe) from error
 
 
 def write_final(target: Path, writer: ModelWriter) -> None:
@@ -143,42 +175,35 @@ def write_final(target: Path, writer: ModelWriter) -> None:
     try:
         with commit_directory(target) as staged:
             writer.write(staged)
-    except (OSError, SafetensorError) as error:
+    except Exception as error:
+        if not isinstance(error, (OSError, SafetensorError)) and type(error) is not Exception:
+            raise
         safe = "the run's last checkpoint is intact"
         raise write_error(error, target, needed=writer.num_bytes, safe=safe) from error
 
 
 def open_checkpoint(path: Path) -> Checkpoint:
-    """Verify the checkpoint at ``path`` and open it.
+    """Verify the checkpoint at ``path`` and open it. Every byte of it is read.
 
     Raises:
         CheckpointError: It is not a checkpoint, or one of its files is not what was written.
     """
+    manifest = read_manifest(path)
+    verify_files(path, manifest)
     try:
-        manifest = json.loads((path / MANIFEST).read_text(encoding="utf-8"))
-        if manifest["format"] != FORMAT:
-            raise CheckpointError(
-                f"{path} has checkpoint format {manifest['format']}; this version reads {FORMAT}",
-                mend="use the version of streamtune that wrote it",
-            )
-        for name, expected in manifest["files"].items():
-            if not (path / name).is_file():
-                raise CheckpointError(f"{path} is damaged: {name} is missing", mend="use another checkpoint")
-            if _describe(path / name) != expected:
-                raise CheckpointError(
-                    f"{path} is damaged: {name} is not what was written", mend="use another checkpoint"
-                )
-        return Checkpoint(path, json.loads((path / STATE).read_text(encoding="utf-8")))
-    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-        raise CheckpointError(
-            f"{path} is not a complete checkpoint",
-            mend="give a folder such as runs/NAME/checkpoints/step-000100",
-        ) from error
+        state = json.loads((path / STATE).read_text(encoding="utf-8"))
+        step = int(state["step"])
+    except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
+        raise CheckpointError(f"{path} is damaged: {STATE} cannot be read", mend="use another checkpoint") from error
+    named = STEP_NAME.fullmatch(path.name)
+    if step != manifest.step or (named is not None and int(named[1]) != step):
+        raise CheckpointError(f"{path} is damaged: it is the checkpoint of step {step}", mend="use another checkpoint")
+    return Checkpoint(path, state)
 
 
 def newest_checkpoint(folder: Path, notify: Callable[[str], None]) -> Checkpoint | None:
     """Open the newest checkpoint of a run that verifies; name the damaged ones passed over. None if there is none."""
-    for path in reversed(_step_directories(folder)):
+    for path in reversed(step_directories(folder)):
         try:
             return open_checkpoint(path)
         except CheckpointError as error:
@@ -186,27 +211,21 @@ def newest_checkpoint(folder: Path, notify: Callable[[str], None]) -> Checkpoint
     return None
 
 
-def rotate(folder: Path, keep: int) -> list[Path]:
-    """Delete all but the newest ``keep`` checkpoints and return what was deleted. ``keep`` of 0 deletes nothing."""
-    surplus = _step_directories(folder)[:-keep] if keep > 0 else []
-    for path in surplus:
-        shutil.rmtree(path, ignore_errors=True)
-    return surplus
-
-
 def supersede(folder: Path, step: int) -> None:
     """Take the checkpoints after ``step`` out of use, where a run goes back to ``step``: ``step-000200.superseded``.
 
     They are damaged, or the user went back behind them; the steps they stand for are taken again.
     """
-    for path in _step_directories(folder):
-        if int(path.name.removeprefix("step-")) > step:
-            aside = path.with_name(f"{path.name}.superseded")
-            shutil.rmtree(aside, ignore_errors=True)
-            path.rename(aside)
+    later = [path for path in step_directories(folder) if int(path.name.removeprefix("step-")) > step]
+    for path in later:
+        aside = path.with_name(f"{path.name}.superseded")
+        remove_any(aside)
+        path.rename(aside)
+    if later:
+        fsync_path(folder)
 
 
-def _step_directories(folder: Path) -> list[Path]:
+def step_directories(folder: Path) -> list[Path]:
     """The checkpoints in ``folder``, oldest first."""
     if not folder.is_dir():
         return []
@@ -233,13 +252,3 @@ def _read_tensors(paths: Iterable[Path]) -> dict[str, Tensor]:
         with safe_open(path, framework="pt") as file:
             tensors |= {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 (not a mapping)
     return tensors
-
-
-def _describe(path: Path) -> dict[str, Any]:
-    """Size and SHA-256, read back from the file."""
-    with path.open("rb") as file:
-        return {"bytes": path.stat().st_size, "sha256": hashlib.file_digest(file, "sha256").hexdigest()}
-
-
-def _write_json(path: Path, value: Mapping[str, Any]) -> None:
-    path.write_text(json.dumps(value, indent=1) + "\n", encoding="utf-8")

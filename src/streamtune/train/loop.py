@@ -6,30 +6,35 @@ What is minimised comes in as an ``Objective``; one optimizer step of it, and th
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
+from functools import partial
 from typing import Any
 
 from streamtune.engine import StreamHandle
+from streamtune.errors import did_you_mean
 from streamtune.train.backend import Backend
 from streamtune.train.batch import MicroBatch, StepStream, counted
-from streamtune.train.checkpoint import Checkpoint, ModelWriter, rotate, save_checkpoint
+from streamtune.train.checkpoint import Checkpoint, ModelWriter, check_room
+from streamtune.train.guard import NextSchedule, StepGuard
 from streamtune.train.memory import GIB, peak_memory_bytes
 from streamtune.train.objective import Objective
-from streamtune.train.plot import draw_loss
+from streamtune.train.plot import LossPlot
 from streamtune.train.progress import Progress
-from streamtune.train.records import append_event, append_record, cut_after_step, read_records
+from streamtune.train.records import append_event, append_record, cut_after_step, cut_events
 from streamtune.train.rng import RngState, capture_rng, restore_rng, seed_everything
 from streamtune.train.routers import StepRouters
 from streamtune.train.rundir import RunDirectory
+from streamtune.train.saver import CheckpointSaver, Keep
 from streamtune.train.signals import StopRequest
 from streamtune.train.step import (
+    StepScore,
     TrainSettings,
     accumulate_gradients,
     device_of,
     evaluate,
     explain_out_of_memory,
-    refuse_non_finite,
+    find_non_finite,
 )
 from streamtune.train.world import World
 
@@ -50,6 +55,8 @@ class Progressed:
     """The newest held-out loss."""
     eval_due: bool = False
     """An evaluation at this step is still to be done: it was interrupted."""
+    skipped: int = 0
+    """Steps without an update, because something was not finite."""
 
 
 @dataclass(frozen=True)
@@ -76,6 +83,7 @@ def train(
     stop: StopRequest,
     handle: StreamHandle | None = None,
     world: World = World(),  # noqa: B008 (frozen)
+    next_schedule: NextSchedule = lambda install: None,
 ) -> Progressed:
     """Train the model of ``backend`` until ``settings.total_steps``, or until ``stop`` is requested.
 
@@ -95,12 +103,14 @@ def train(
         stop: Looked at after each micro-batch. A step broken off half-way is left out of the checkpoint.
         handle: What streams the model; its routers' losses, if it has any, are in the gradient and not in ``loss``.
         world: The ranks that train together: each calls this with its share of the rows, rank 0 writes the files.
+        next_schedule: What else to stream the model by where memory runs out.
 
     Returns:
         How far it came.
 
     Raises:
-        NonFiniteError: A loss or gradient is NaN or infinite. Raised before the weights are touched.
+        NonFiniteError: A loss or gradient is NaN or infinite, and the run is to stop. Raised before the weights are
+            touched.
         OutOfMemoryError: With the batch it happened on and what to change.
         CheckpointError: A checkpoint cannot be written. The ones before are intact.
     """
@@ -109,137 +119,199 @@ def train(
     state = Progressed() if resume_from is None else resume(resume_from, backend, steps)
     if world.is_main:
         cut_after_step(run.metrics, state.step, evaluated=not state.eval_due)
+        cut_events(run.events, state.step)
     position = Position(capture_rng(), steps.state_dict())
     saved_step = state.step
+    latest: dict[str, Any] = {}
+    plot = LossPlot(run)
+    guard = StepGuard(settings, run, device_of(model), next_schedule=next_schedule, world=world)
+    saver = CheckpointSaver(
+        run.checkpoints,
+        writer,
+        Keep(settings.save_total_limit, settings.save_best_limit, settings.greater_is_better),
+        run=str(identity.get("run", "")),
+        asynchronous=settings.save_async and world.size == 1,
+        before=run.sync,
+    )
 
-    while True:
-        # 1. At a boundary between steps: evaluate and save where it is time to, leave where the run is over.
-        if state.eval_due and validation is not None:
-            progress.activity("evaluating")
-            found = evaluate(
-                model,
+    with saver:  # which waits for a save in flight, however this ends
+        while True:
+            # 1. At a boundary between steps: evaluate and save where it is time to, leave where the run is over.
+            if state.eval_due and validation is not None:
+                progress.activity("evaluating")
+                found = evaluate(
+                    model,
+                    objective,
+                    validation(),
+                    settings=settings,
+                    step=state.step,
+                    stop=stop,
+                    handle=handle,
+                    world=world,
+                )
+                if found is not None:
+                    state = replace(state, eval_loss=found.get("eval_loss"), eval_due=False)
+                    latest |= found
+                    progress.evaluated(state.step, found)
+                    tell_missing_metric(settings, latest, state.step, progress)
+                    if world.is_main:
+                        append_record(run.metrics, {"step": state.step, **found})
+                        plot.draw()
+            over = world.any(stop.requested) or state.step >= settings.total_steps
+            if state.step != saved_step and (over or is_due(state.step, settings.save_steps)):
+                progress.activity("saving")
+                save(saver, backend, state, position, identity, world, latest.get(settings.metric_for_best_model or ""))
+                saved_step = state.step
+            if world.is_main:
+                for path in saver.wait() if over else saver.finished():
+                    step = int(path.name.removeprefix("step-"))
+                    append_event(run.events, "checkpoint", step=step, folder=str(path))
+                    progress.saved(step, path)
+                if over:
+                    plot.draw(last=True)
+            if over:
+                return state
+
+            # 2. One optimizer step.
+            started = time.perf_counter()
+            micro_batches = steps.next_step()
+            gradients = partial(
+                take_gradients,
+                backend,
                 objective,
-                validation(),
+                micro_batches,
+                handle,
                 settings=settings,
-                step=state.step,
+                step=state.step + 1,
+                progress=progress,
                 stop=stop,
-                handle=handle,
                 world=world,
             )
-            if found is not None:
-                state = replace(state, eval_loss=found.get("eval_loss"), eval_due=False)
-                progress.evaluated(state.step, found)
-                if world.is_main:
-                    append_record(run.metrics, {"step": state.step, **found})
-                    draw_loss(read_records(run.metrics), run.loss_plot, title=run.path.name)
-        over = world.any(stop.requested) or state.step >= settings.total_steps
-        if state.step != saved_step and (over or is_due(state.step, settings.save_steps)):
-            progress.activity("saving")
-            checkpoint = save(run, backend, state, position, identity, writer, world)
-            saved_step = state.step
+            score, aux_loss = guard.attempt(gradients, backend.drop_gradients, state.step + 1)
+            if score is None:  # Stopped half-way: `position` still is where this step began.
+                backend.drop_gradients()
+                continue
+            grad_norm = backend.clip_gradients(settings.max_grad_norm)
+            wrong = score.not_finite or find_non_finite("gradient norm", grad_norm, state.step + 1, micro_batches)
+            skip = guard.skips(wrong, state.step + 1, state.skipped)
+            learning_rate = learning_rate_at(state.step)
+            if skip:
+                backend.drop_gradients()
+            else:
+                guard.watch(state.step + 1, score.loss, grad_norm, micro_batches)
+                # The first step allocates the optimizer's state, which is when a model that just fits no longer does.
+                doing = f"the optimizer at step {state.step + 1}"
+                with explain_out_of_memory(doing, micro_batches, settings.out_of_memory_mend):
+                    backend.step(learning_rate)
+            if not latest and world.size == 1:  # now the optimizer has its state: what a checkpoint takes is known
+                check_room(run.checkpoints, writer, backend.optimizer_tensors())
+
+            # 3. What the step was.
+            mine = counted(micro_batches)
+            tokens = world.count(sum(batch.num_tokens for batch in mine))
+            state = replace(
+                state,
+                step=state.step + 1,
+                tokens=state.tokens + tokens,
+                first_loss=score.loss if state.first_loss is None and not skip else state.first_loss,
+                last_loss=state.last_loss if skip else score.loss,
+                skipped=state.skipped + skip,
+                eval_due=validation is not None
+                and (state.step + 1 == settings.total_steps or is_due(state.step + 1, settings.eval_steps)),
+            )
+            position = Position(capture_rng(), steps.state_dict())
+            seconds = time.perf_counter() - started
+            measured = {
+                "loss": score.loss,
+                **score.metrics,
+                **({} if aux_loss is None else {"aux_loss": world.sums([aux_loss])[0]}),
+            }
+            record = {
+                "step": state.step,
+                **({"skipped": True} if skip else measured),  # JSON has no NaN
+                "lr": learning_rate,
+                **({} if skip else {"grad_norm": grad_norm}),
+                "tokens": tokens,
+                "supervised_tokens": world.count(sum(batch.num_targets for batch in mine)),
+                "tokens_per_s": round(tokens / seconds, 1),
+                "peak_mem_gib": round(peak_memory_bytes(device_of(model)) / GIB, 3),
+                "epoch": round(state.step / settings.steps_per_epoch, 4),
+            }
+            if not latest and not (settings.metric_for_best_model or "").startswith("eval_"):
+                tell_missing_metric(settings, record, state.step, progress)
+            latest = dict(record)
             if world.is_main:
-                rotate(run.checkpoints, settings.save_total_limit)
-            progress.saved(state.step, checkpoint.path)
-        if over:
-            return state
+                append_record(run.metrics, record)
+            progress.step(record)
 
-        # 2. One optimizer step.
-        started = time.perf_counter()
-        micro_batches = steps.next_step()
-        routers = StepRouters(handle, micro_batches, world)
-        score = accumulate_gradients(
-            backend,
-            objective,
-            micro_batches,
-            routers,
-            settings=settings,
-            step=state.step + 1,
-            progress=progress.activity,
-            stop=stop,
-            world=world,
-        )
-        if score is None:  # Stopped half-way: `position` still is where this step began.
-            backend.drop_gradients()
-            continue
-        grad_norm = backend.clip_gradients(settings.max_grad_norm)
-        refuse_non_finite("gradient norm", grad_norm, state.step + 1, micro_batches, world)
-        learning_rate = learning_rate_at(state.step)
-        # The first step allocates the optimizer's state, which is when a model that just fits no longer does.
-        doing = f"the optimizer at step {state.step + 1}"
-        with explain_out_of_memory(doing, micro_batches, settings.out_of_memory_mend):
-            backend.step(learning_rate)
 
-        # 3. What the step was.
-        mine = counted(micro_batches)
-        tokens = world.count(sum(batch.num_tokens for batch in mine))
-        state = replace(
-            state,
-            step=state.step + 1,
-            tokens=state.tokens + tokens,
-            first_loss=score.loss if state.first_loss is None else state.first_loss,
-            last_loss=score.loss,
-            eval_due=validation is not None
-            and (state.step + 1 == settings.total_steps or is_due(state.step + 1, settings.eval_steps)),
-        )
-        position = Position(capture_rng(), steps.state_dict())
-        seconds = time.perf_counter() - started
-        record = {
-            "step": state.step,
-            "loss": score.loss,
-            **score.metrics,
-            **({} if routers.aux_loss is None else {"aux_loss": world.sums([routers.aux_loss])[0]}),
-            "lr": learning_rate,
-            "grad_norm": grad_norm,
-            "tokens": tokens,
-            "supervised_tokens": world.count(sum(batch.num_targets for batch in mine)),
-            "tokens_per_s": round(tokens / seconds, 1),
-            "peak_mem_gib": round(peak_memory_bytes(device_of(model)) / GIB, 3),
-            "epoch": round(state.step / settings.steps_per_epoch, 4),
-        }
-        if world.is_main:
-            append_record(run.metrics, record)
-        progress.step(record)
+def take_gradients(
+    backend: Backend,
+    objective: Objective,
+    micro_batches: Sequence[MicroBatch],
+    handle: StreamHandle | None,
+    *,
+    settings: TrainSettings,
+    step: int,
+    progress: Progress,
+    stop: StopRequest,
+    world: World,
+) -> tuple[StepScore | None, float | None]:
+    """One attempt at the gradients of a step; its loss, None where it was broken off, and its routers' loss."""
+    routers = StepRouters(handle, micro_batches, world)
+    score = accumulate_gradients(
+        backend,
+        objective,
+        micro_batches,
+        routers,
+        settings=settings,
+        step=step,
+        progress=progress.activity,
+        stop=stop,
+        world=world,
+    )
+    return score, routers.aux_loss
 
 
 def save(
-    run: RunDirectory,
+    saver: CheckpointSaver,
     backend: Backend,
     state: Progressed,
     position: Position,
     identity: Mapping[str, Any],
-    writer: ModelWriter,
     world: World,
-) -> Checkpoint:
-    """Commit a checkpoint of ``state``, from which the next step starts at ``position``. Called by all ranks."""
+    metric: float | None,
+) -> None:
+    """Begin a checkpoint of ``state``, from which the next step starts at ``position``. Called by all ranks.
+
+    With several ranks it is committed when this returns, and what goes wrong is raised on all of them.
+    """
     tensors = backend.optimizer_tensors()
-
-    def write() -> Checkpoint:
-        checkpoint = save_checkpoint(
-            run.checkpoints,
-            state={
-                "step": state.step,
-                "progressed": asdict(state),
-                "stream": position.stream,
-                "identity": dict(identity),
-            },
-            rng=position.rng,
-            optimizer_tensors=tensors,
-            writer=writer,
-        )
-        append_event(run.events, "checkpoint", step=state.step, folder=str(checkpoint.path))
-        draw_loss(read_records(run.metrics), run.loss_plot, title=run.path.name)
-        return checkpoint
-
+    begin = partial(
+        saver.save,
+        state={"step": state.step, "progressed": asdict(state), "stream": position.stream, "identity": dict(identity)},
+        rng=position.rng,
+        optimizer_tensors=tensors,
+        metric=metric,
+    )
     with backend.whole():
-        return world.main(write)
+        world.main(begin)
 
 
 def resume(checkpoint: Checkpoint, backend: Backend, steps: StepStream) -> Progressed:
     """Put optimizer, data and random state to where ``checkpoint`` left them, and return how far it had come."""
     backend.load_optimizer_tensors(checkpoint.optimizer_tensors())
-    steps.load_state_dict(checkpoint.state["stream"])
+    if checkpoint.state["stream"] is not None:  # None: the data may be another, and is begun anew
+        steps.load_state_dict(checkpoint.state["stream"])
     restore_rng(checkpoint.rng())
     return Progressed(**checkpoint.state["progressed"])
+
+
+def tell_missing_metric(settings: TrainSettings, latest: Mapping[str, Any], step: int, progress: Progress) -> None:
+    """Say so where checkpoints are to be kept for a metric that is not measured."""
+    name = settings.metric_for_best_model
+    if name is not None and name not in latest:
+        progress.note(step, f"there is no metric '{name}' to keep checkpoints for; {did_you_mean(name, latest)}")
 
 
 def is_due(step: int, every: int) -> bool:

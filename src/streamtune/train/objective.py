@@ -78,7 +78,7 @@ class SupervisedObjective:
     """
 
     def __init__(self, handle: StreamHandle | None = None) -> None:
-        self._routers = None if handle is None else handle.routers
+        self._handle = handle  # whose routers are others once it is scheduled anew
 
     def totals(self, micro_batches: Sequence[MicroBatch], world: World = WORLD) -> int:
         """The targets of the step."""
@@ -89,7 +89,7 @@ class SupervisedObjective:
         loss: Tensor = output_of(model, batch, num_targets=1 if totals is None else totals).loss
         if totals is None:
             return Score(loss, held_out=[(loss.item(), batch.num_targets)])
-        watch = self._routers
+        watch = None if self._handle is None else self._handle.routers
         terms = watch.terms if watch is not None and watch.loss is not None else None
         return Score(loss, reported=None if terms is None else terms.loss)
 

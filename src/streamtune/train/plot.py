@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Sequence
-from dataclasses import dataclass
+from contextlib import suppress
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-__all__ = ["draw_loss", "smooth"]
+from streamtune.train.records import read_records
+from streamtune.train.rundir import RunDirectory
+
+__all__ = ["LossPlot", "draw_loss", "smooth"]
 
 INK, MUTED, TRAIN, HELD_OUT = "#1f2430", "#8a909c", "#2f6fde", "#e4572e"
 OTHER_TRAIN, OTHER_HELD_OUT = "#7a5cc9", "#c98a1b"
@@ -35,6 +40,24 @@ PANELS = (
     _Panel("tokens per completion", ("completions/mean_length",)),
 )
 """What is drawn below the loss, from the metrics of an objective."""
+
+
+@dataclass
+class LossPlot:
+    """Keeps the picture of a run up to date, without taking more than a fiftieth of its time."""
+
+    run: RunDirectory
+    _next: float = field(default=0.0, init=False)
+
+    def draw(self, *, last: bool = False) -> None:
+        """Draw it anew, unless that was done a short while ago and there is more to come."""
+        began = time.monotonic()
+        if began < self._next and not last:
+            return
+        with suppress(OSError):  # a picture is not worth a run; what it shows is in metrics.jsonl
+            draw_loss(read_records(self.run.metrics), self.run.loss_plot, title=self.run.path.name)
+        now = time.monotonic()
+        self._next = now + 50 * (now - began)
 
 
 def smooth(values: Sequence[float], window: float) -> list[float]:

@@ -58,6 +58,9 @@ class Progress:
         self._record = record
         self.activity("")
         done = record["step"]
+        if "loss" not in record:
+            self.note(done, "skipped: not finite")
+            return
         if not self.console.is_terminal and (done % self.logging_steps == 0 or done == self.total_steps):
             self._print_pairs(
                 step=f"{done}/{self.total_steps}",
@@ -96,6 +99,13 @@ class Progress:
             self._print_event(step, Text.assemble("saved ", (str(path), "cyan")))
         else:
             self._print_pairs(step=f"{step}/{self.total_steps}", saved=str(path))
+
+    def note(self, step: int, text: str) -> None:
+        """Something that happened in or after ``step``."""
+        if self.console.is_terminal:
+            self._print_event(step, Text(text))
+        else:
+            self._print_pairs(step=f"{step}/{self.total_steps}", note=text)
 
     def _print_event(self, step: int, what: Text) -> None:
         self.console.print(Text.assemble((f"step {step:>{len(str(self.total_steps))}}  ", "dim"), what), soft_wrap=True)

@@ -4,20 +4,33 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
+from streamtune.errors import CheckpointError
 from streamtune.secrets import redact_values
+from streamtune.train.staging import write_durably, write_error
 
-__all__ = ["append_event", "append_record", "cut_after_step", "read_records", "record_failure"]
+__all__ = ["append_event", "append_record", "cut_after_step", "cut_events", "read_records", "record_failure"]
+
+OF_STEPS = ("non_finite", "out_of_memory", "spike", "skip")
+"""Events that are part of a step, and happen again where it is taken again. Others are history, and stay."""
 
 
 def append_record(path: Path, record: dict[str, Any]) -> None:
-    """Add one line. Floats are written with all their digits, so two runs can be compared exactly."""
-    with path.open("a", encoding="utf-8") as file:
-        file.write(json.dumps(record) + "\n")
+    """Add one line. Floats are written with all their digits, so two runs can be compared exactly.
+
+    Raises:
+        CheckpointError: It cannot be written.
+    """
+    line = json.dumps(record) + "\n"
+    try:
+        with path.open("a", encoding="utf-8") as file:
+            file.write(line)
+    except OSError as error:
+        raise write_error(error, path, needed=len(line), safe="checkpoints saved before are intact") from error
 
 
 def append_event(path: Path, event: str, **details: Any) -> None:
@@ -51,9 +64,22 @@ def cut_after_step(path: Path, step: int, *, evaluated: bool = True) -> None:
         for record in read_records(path)
         if record["step"] < step or (record["step"] == step and (evaluated or not _is_evaluation(record)))
     ]
-    staged = path.with_name(f".tmp-{path.name}")
-    staged.write_text("".join(json.dumps(record) + "\n" for record in kept), encoding="utf-8")
-    staged.replace(path)
+    _replace(path, kept)
+
+
+def cut_events(path: Path, step: int) -> None:
+    """Drop the events of steps after ``step``, which happen again, and a line torn by a crash."""
+    if path.is_file():
+        records = read_records(path)
+        _replace(path, [r for r in records if r.get("event") not in OF_STEPS or r.get("step", 0) <= step])
+
+
+def _replace(path: Path, records: list[dict[str, Any]]) -> None:
+    try:
+        write_durably(path, "".join(json.dumps(record) + "\n" for record in records))
+    except OSError as error:
+        safe = "checkpoints saved before are intact"
+        raise write_error(error, path, needed=path.stat().st_size, safe=safe) from error
 
 
 def _is_evaluation(record: dict[str, Any]) -> bool:
@@ -66,5 +92,6 @@ def record_failure(path: Path) -> Iterator[None]:
     try:
         yield
     except Exception as error:
-        append_event(path, "failure", error=type(error).__name__, what=str(error))
+        with suppress(CheckpointError):  # where the disk is what failed, it is the first failure that is told
+            append_event(path, "failure", error=type(error).__name__, what=str(error))
         raise

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import random
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -12,7 +13,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-__all__ = ["RngState", "capture_rng", "preserve_rng", "restore_rng", "seed_everything"]
+__all__ = ["RngState", "capture_rng", "preserve_rng", "restore_rng", "seed_everything", "use_deterministic_kernels"]
 
 
 @dataclass(frozen=True)
@@ -35,6 +36,13 @@ def seed_everything(seed: int, rank: int = 0) -> None:
     random.seed(seed)
     np.random.seed(seed)
     torch.manual_seed(seed)
+
+
+def use_deterministic_kernels() -> None:
+    """Have torch refuse what gives another result from run to run. Call it before a device is used."""
+    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # read when cuBLAS is first used
+    torch.use_deterministic_algorithms(True)
+    torch.backends.cudnn.benchmark = False
 
 
 def capture_rng() -> RngState:

@@ -11,16 +11,17 @@ from __future__ import annotations
 import json
 import os
 import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Container, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from streamtune.errors import ArgumentError, RecipeError, did_you_mean
+from streamtune.errors import ArgumentError, CheckpointError, RecipeError, did_you_mean
 from streamtune.train.checkpoint import Checkpoint, newest_checkpoint, open_checkpoint
+from streamtune.train.staging import fsync_path, make_directory, write_durably, write_error
 
-__all__ = ["RunDirectory", "check_same_run", "find_checkpoint"]
+__all__ = ["RunDirectory", "check_same_run", "find_checkpoint", "tell_changes"]
 
 
 @dataclass(frozen=True)
@@ -72,9 +73,19 @@ class RunDirectory:
         """
         self._refuse_links()
         if self.identity.is_file():
-            identity: dict[str, Any] = json.loads(self.identity.read_text(encoding="utf-8"))
+            try:
+                identity: dict[str, Any] = json.loads(self.identity.read_text(encoding="utf-8"))
+            except (OSError, ValueError, RecursionError) as error:
+                raise ArgumentError(
+                    f"{self.identity} cannot be read, so nothing says what run this is: {error}",
+                    where="output_dir",
+                    mend="give an empty or new folder with --output-dir; --resume takes a checkpoint of this one there",
+                ) from error
             return identity
-        if self.path.exists() and (not self.path.is_dir() or any(self.path.iterdir())):
+        # A process killed while it claimed a new directory leaves the first file staged.
+        if self.path.exists() and (
+            not self.path.is_dir() or any(entry.name != f".tmp-{self.identity.name}" for entry in self.path.iterdir())
+        ):
             raise ArgumentError(
                 f"{self.path} is not empty, and what is in it is not a run of streamtune",
                 where="output_dir",
@@ -104,14 +115,31 @@ class RunDirectory:
 
         Raises:
             ArgumentError: Another process is training in it.
+            CheckpointError: It cannot be written to.
         """
-        self.path.mkdir(parents=True, exist_ok=True)
+        texts = {self.identity: json.dumps(identity, indent=1) + "\n", self.recipe: recipe_yaml}
+        try:
+            make_directory(self.path)
+        except OSError as error:
+            raise self._unwritable(error, texts) from error
         with self.lock():
-            for path, text in ((self.recipe, recipe_yaml), (self.identity, json.dumps(identity, indent=1) + "\n")):
-                staged = path.with_name(f".tmp-{path.name}")
-                staged.write_text(text, encoding="utf-8")
-                staged.replace(path)
+            try:
+                for path, text in texts.items():
+                    write_durably(path, text)
+            except OSError as error:
+                raise self._unwritable(error, texts) from error
             yield
+
+    @staticmethod
+    def _unwritable(error: OSError, texts: Mapping[Path, str]) -> CheckpointError:
+        needed = sum(map(len, texts.values()))
+        return write_error(error, next(iter(texts)), needed=needed, safe="what was there before is intact")
+
+    def sync(self) -> None:
+        """Wait until every line of the run's records is on disk."""
+        for path in self.path.glob("*.jsonl"):
+            fsync_path(path)
+        fsync_path(self.path)
 
     def move_aside(self) -> Path:
         """Rename a directory that holds a run to the first free ``NAME.old-N``, and return that.
@@ -178,31 +206,49 @@ def find_checkpoint(run: RunDirectory, resume: str, notify: Callable[[str], None
             where="--resume",
             mend=did_you_mean(resume, ("auto", "never")) or "give auto, never, or runs/NAME/checkpoints/step-000100",
         )
-    return open_checkpoint(path)
+    return open_checkpoint(path.resolve())  # a link to a checkpoint is fine, one inside it is not
 
 
-def check_same_run(before: Mapping[str, Any], now: Mapping[str, Any], *, where: Path) -> None:
+def check_same_run(
+    before: Mapping[str, Any], now: Mapping[str, Any], *, where: Path, allow: Container[str] = ()
+) -> list[str]:
     """Refuse to go on with a run under settings or data other than those it was started with.
 
     Args:
         before: The identity written down when the run started: ``{"recipe": {key: value}, "data": fingerprint}``.
         now: The identity of this start; a part it lacks is not compared.
         where: What is to be continued, for the message.
+        allow: Keys of the recipe, and ``data``: what may differ all the same.
+
+    Returns:
+        The differences that were allowed, in words.
 
     Raises:
         RecipeError: They differ; the message names each key with both values.
     """
-    old, new = before.get("recipe", {}), now.get("recipe", {})
-    differences = [
-        f"{key} was {json.dumps(old.get(key))} and is {json.dumps(new.get(key))}"
+    found = _changes(before.get("recipe", {}), now.get("recipe", {}))
+    if "data" in now and before.get("data") != now["data"]:
+        found["data"] = "the data is not the same"
+    refused = {key: text for key, text in found.items() if key not in allow}
+    if refused:
+        raise RecipeError(
+            f"{where} holds a run with other settings: {'; '.join(refused.values())}",
+            mend="undo the change to go on with it, or start anew: --output-dir NEW, or --resume never "
+            f"(which moves the old run aside); to change the run on its way, --allow-change {next(iter(refused))}",
+        )
+    return list(found.values())
+
+
+def tell_changes(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
+    """What else differs from the start of a run, in words: keys that may, versions of what computes, ranks."""
+    parts = [_changes(before[part], now.get(part, {})) for part in ("free", "versions") if part in before]
+    parts.append(_changes(*({"world_size": each.get("world_size", 1)} for each in (before, now))))
+    return [text for part in parts for text in part.values()]
+
+
+def _changes(old: Mapping[str, Any], new: Mapping[str, Any]) -> dict[str, str]:
+    return {
+        key: f"{key} was {json.dumps(old.get(key))} and is {json.dumps(new.get(key))}"
         for key in sorted({*old, *new})
         if old.get(key) != new.get(key)
-    ]
-    if "data" in now and before.get("data") != now["data"]:
-        differences.append("the data is not the same")
-    if differences:
-        raise RecipeError(
-            f"{where} holds a run with other settings: {'; '.join(differences)}",
-            mend="undo the change to go on with it, or start anew: --output-dir NEW, or --resume never "
-            "(which moves the old run aside)",
-        )
+    }

@@ -17,6 +17,7 @@ import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
+from typing import Literal
 
 import torch
 from torch import nn
@@ -39,7 +40,7 @@ __all__ = [
     "device_of",
     "evaluate",
     "explain_out_of_memory",
-    "refuse_non_finite",
+    "find_non_finite",
 ]
 
 
@@ -62,6 +63,16 @@ class TrainSettings:
     seed: int
     out_of_memory_mend: str
     """What to change where memory runs out."""
+    on_nan: Literal["stop", "skip"] = "stop"
+    max_skips: int = 0
+    """Steps of the whole run that may be skipped."""
+    on_oom: Literal["stop", "replan"] = "stop"
+    save_async: bool = True
+    metric_for_best_model: str | None = None
+    """A name of ``metrics.jsonl``."""
+    greater_is_better: bool = False
+    save_best_limit: int = 0
+    """Checkpoints to keep for their metric, besides the newest."""
 
 
 @dataclass(frozen=True)
@@ -70,6 +81,8 @@ class StepScore:
 
     loss: float
     metrics: dict[str, float]
+    not_finite: NonFiniteError | None = None
+    """Set, not raised, where the loss of a micro-batch was NaN or infinite: all ranks decide alike what follows."""
 
 
 class _Means:
@@ -131,7 +144,7 @@ def accumulate_gradients(
     reset_peak_memory(device)
     with explain_out_of_memory(f"step {step}", micro_batches, mend):
         totals = objective.totals(micro_batches, world)
-    total, metrics = 0.0, _Means()
+    total, metrics, wrong = 0.0, _Means(), None
     model.train()
     if routers.need_counting:
         progress("counting routes")
@@ -150,14 +163,14 @@ def accumulate_gradients(
                     score = objective.score(model, batch, totals)
                 minimised = score.minimised * 0.0 if batch.filler else score.minimised
                 value = minimised.item()
-                refuse_non_finite("loss", value, step, [batch], world)
+                wrong = wrong or find_non_finite("loss", value, step, [batch])
                 backend.backward(minimised)
         if batch.filler:
             continue
         shown = score.loss if score.reported is None else score.reported
         total += value if shown is minimised else shown.item()
         metrics.add(score.metrics)
-    return StepScore(world.sums([total])[0], metrics.over(world).means())
+    return StepScore(world.sums([total])[0], metrics.over(world).means(), wrong)
 
 
 def evaluate(
@@ -210,21 +223,13 @@ def device_of(model: nn.Module) -> torch.device:
     return next(model.parameters()).device
 
 
-def refuse_non_finite(
-    name: str,
-    value: float,
-    step: int,
-    micro_batches: Sequence[MicroBatch],
-    world: World = World(),  # noqa: B008
-) -> None:
-    """Raise where ``value`` is NaN or infinite on any rank: one such step would leave no weight usable."""
-    if not world.any(not math.isfinite(value)):
-        return
-    found = world.gather(None if math.isfinite(value) else (value, name_rows(micro_batches)))
-    value, rows = next(each for each in found if each is not None)
-    raise NonFiniteError(
+def find_non_finite(name: str, value: float, step: int, micro_batches: Sequence[MicroBatch]) -> NonFiniteError | None:
+    """What is wrong where ``value`` is NaN or infinite: one such step would leave no weight usable."""
+    if math.isfinite(value):
+        return None
+    return NonFiniteError(
         f"the {name} of step {step} is {value}; the weights were not changed by it",
-        where=rows,
+        where=name_rows(micro_batches),
         mend="look at these rows; lower learning_rate or warm up longer; checkpoints saved before are intact",
     )
 

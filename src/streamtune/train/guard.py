@@ -1,0 +1,158 @@
+"""What is done about a step that goes wrong: numbers that are not finite, memory that runs out, sudden jumps.
+
+Every decision is made in one place, :class:`StepGuard`, before the weights are touched. Several ranks must decide
+alike: :meth:`StepGuard.skips` is where their flags are combined, and all of them call it at the same place.
+"""
+
+from __future__ import annotations
+
+import gc
+from collections import deque
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from dataclasses import asdict
+from statistics import median
+from typing import TypeVar
+
+import torch
+
+from streamtune.engine import Schedule
+from streamtune.errors import NonFiniteError, OutOfMemoryError, StreamTuneError
+from streamtune.train.batch import MicroBatch
+from streamtune.train.memory import GIB, peak_memory_bytes
+from streamtune.train.records import append_event, read_records
+from streamtune.train.rng import capture_rng, restore_rng
+from streamtune.train.rundir import RunDirectory
+from streamtune.train.step import TrainSettings, name_rows
+from streamtune.train.world import World
+
+__all__ = ["NextSchedule", "StepGuard"]
+
+NextSchedule = Callable[[bool], Schedule | None]
+"""Finds a schedule that holds less than the one that ran out of memory, None where there is none. Given True it puts
+that into the model's engine as well."""
+
+Taken = TypeVar("Taken")
+
+WINDOW = 50
+"""Steps a value is compared with."""
+LEAST_STEPS = 10
+SPIKE = 6.0
+"""A spike is so many deviations (1.4826 x the median distance from the median) above the median of the window,"""
+LEAST_SPIKE = 0.5
+"""and so much of the median: a curve without noise has no deviations."""
+MOST_REPLANS = 4
+"""Schedules tried in one step."""
+
+
+class StepGuard:
+    """Watches the steps of a run.
+
+    Args:
+        settings: What to do.
+        run: Whose events are written; its metrics tell what came before a resume.
+        device: Where the model is.
+        next_schedule: See :data:`NextSchedule`.
+        world: The ranks that train together. Others would wait in a collective while one of them takes a step again,
+            so with several of them running out of memory ends the run.
+    """
+
+    def __init__(
+        self,
+        settings: TrainSettings,
+        run: RunDirectory,
+        device: torch.device,
+        *,
+        next_schedule: NextSchedule = lambda install: None,
+        world: World = World(),  # noqa: B008 (frozen)
+    ) -> None:
+        self.settings, self.run, self.device = settings, run, device
+        self.next_schedule, self.world = next_schedule, world
+        before = [record for record in read_records(run.metrics) if "loss" in record][-WINDOW:]
+        self._seen = {name: deque((r[name] for r in before), maxlen=WINDOW) for name in ("loss", "grad_norm")}
+
+    def skips(self, wrong: NonFiniteError | None, step: int, skipped: int) -> bool:
+        """Whether step ``step`` is left out: its gradients are dropped and the schedule goes on.
+
+        Args:
+            wrong: What is not finite on this rank; None if nothing is.
+            step: Its number, from 1.
+            skipped: Steps of the run that were skipped before.
+
+        Raises:
+            NonFiniteError: Something is not finite, and the run is to stop; nothing was changed by this step.
+        """
+        if not self.world.any(wrong is not None):
+            return False
+        told = self.world.gather(None if wrong is None else (wrong.what, wrong.where, wrong.mend))
+        what, where, mend = next((each for each in told if each is not None), (f"step {step} is not finite", "", ""))
+        wrong = NonFiniteError(what, where=where, mend=mend)
+        if self.settings.on_nan == "stop":
+            wrong.mend += "; or write on_nan: skip to go on without such steps"
+            raise wrong
+        if skipped >= self.settings.max_skips:
+            wrong.mend = f"{skipped} steps were skipped, as many as max_skips allows; {wrong.mend}"
+            raise wrong
+        if self.world.is_main:
+            append_event(self.run.events, "non_finite", step=step, what=what, rows=where, skipped=skipped + 1)
+        return True
+
+    def attempt(self, take: Callable[[], Taken], undo: Callable[[], None], step: int) -> Taken:
+        """Compute the gradients of step ``step``; where memory runs out, again with another schedule if that is asked.
+
+        The gradient is exact under every schedule. Random numbers are those of the first attempt, as far as the
+        schedule does not decide how they are drawn.
+
+        Args:
+            take: Computes the gradients; called again after memory ran out.
+            undo: Lets go of gradients.
+            step: Its number, from 1.
+
+        Raises:
+            OutOfMemoryError: With the peak, and the schedule the planner would take next.
+        """
+        alone = self.world.size == 1
+        replans = self.settings.on_oom == "replan" and alone
+        began = capture_rng() if replans else None
+        for tried in range(MOST_REPLANS + 1):
+            try:
+                return take()
+            except OutOfMemoryError as error:
+                peak = peak_memory_bytes(self.device)
+                # Without its cause, whose traceback holds the tensors there was no room for.
+                failed = OutOfMemoryError(error.what, where=error.where, mend=error.mend)
+            failed.what += f" (peak {peak / GIB:.2f} GiB)"
+            undo()
+            gc.collect()
+            if self.device.type == "cuda":
+                torch.cuda.empty_cache()
+            schedule = None
+            if alone and tried < MOST_REPLANS:
+                # What the planner has to say against it must not hide what happened.
+                with suppress(StreamTuneError, RuntimeError, MemoryError):
+                    schedule = self.next_schedule(replans)
+            details = {"step": step, "what": failed.what, "rows": failed.where, "peak_bytes": peak}
+            if schedule is None or began is None:
+                if schedule is not None:
+                    failed.mend = (
+                        f"the planner would take {schedule.describe()} next: write on_oom: replan and it does, for "
+                        f"the same gradient; or {failed.mend}"
+                    )
+                    append_event(self.run.events, "out_of_memory", **details, next_schedule=asdict(schedule))
+                raise failed
+            append_event(self.run.events, "out_of_memory", **details, replanned=asdict(schedule))
+            restore_rng(began)
+        raise AssertionError("the last attempt returns or raises")
+
+    def watch(self, step: int, loss: float, grad_norm: float, micro_batches: Sequence[MicroBatch]) -> None:
+        """Write an event with the rows, this rank's, where loss or gradient norm jumped."""
+        for name, value in (("loss", loss), ("grad_norm", grad_norm)):
+            seen = self._seen[name]
+            if len(seen) >= LEAST_STEPS:
+                middle = median(seen)
+                deviation = 1.4826 * median(abs(other - middle) for other in seen)
+                jump = max(SPIKE * deviation, LEAST_SPIKE * abs(middle))
+                if self.world.is_main and value > middle + jump:
+                    rows = name_rows(micro_batches, most=16)
+                    append_event(self.run.events, "spike", step=step, metric=name, value=value, usual=middle, rows=rows)
+            seen.append(value)

@@ -1,0 +1,202 @@
+"""docs/reliability.md: what was broken, how often the run survived it, and how to see it again."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+__all__ = ["write_page"]
+
+Figures = Mapping[str, Mapping[str, Any]]
+
+
+def write_page(target: Path, figures: Figures, suites: Mapping[str, str], machine: str) -> None:
+    """Write the page; a figure that was not measured is said to be missing."""
+    parts = [INTRODUCTION.format(machine=machine), _table(figures), STATUS, _status(suites), HOW]
+    parts += [f"{title}\n\n{_others(figures, mine)}" for title, mine in OTHERS.items()]
+    parts.append(LIMITS)
+    target.write_text("\n".join(parts).rstrip() + "\n", encoding="utf-8")
+
+
+def _table(figures: Figures) -> str:
+    rows = ["| what is done to a run | figure | suite |", "|---|---|---|"]
+    for what, suite, tell in ROWS:
+        try:
+            found = tell(figures)
+        except KeyError:
+            found = "not measured"
+        rows.append(f"| {what} | {found} | `{suite}` |")
+    return "\n".join(rows) + "\n"
+
+
+def _share(name: str, part: str, whole: str = "trials") -> Callable[[Figures], str]:
+    return lambda figures: f"**{figures[name][part]}/{figures[name][whole]}**"
+
+
+def _sum(names: tuple[str, ...], part: str) -> Callable[[Figures], str]:
+    def tell(figures: Figures) -> str:
+        return f"**{sum(figures[n][part] for n in names)}/{sum(figures[n]['trials'] for n in names)}**"
+
+    return tell
+
+
+def _kill(figures: Figures) -> str:
+    found = figures["kill_random"]
+    return f"**{found['identical']}/{found['trials']}** bit-identical ({found['kills']} kills)"
+
+
+def _crash(figures: Figures) -> str:
+    found = figures["crash"]
+    covered = f"{found['states']} states, {found['distinct']} of them distinct"
+    return f"**{found['recovered']}/{found['distinct']}** bit-identical ({covered})"
+
+
+def _flips(figures: Figures) -> str:
+    found = figures["flips"]
+    return f"**{found['loaded']}** loaded of {found['flips']:,} flips and {found['truncations']} truncations"
+
+
+def _phases(figures: Figures) -> str:
+    found = figures["phases"]
+    return f"**{found['identical']}/{found['trials']}**, the slowest in {found['slowest_seconds']} s"
+
+
+def _nan(figures: Figures) -> str:
+    found = figures["nan"]
+    return f"**{found['steps_late']}** steps late, weights changed in **{found['changed']}** of {found['trials']}"
+
+
+def _tmpfs(figures: Figures) -> str:
+    found = figures["disk_tmpfs"]
+    return f"**{found['intact']}/{found['trials']}** (full in {found['ran_full']})"
+
+
+def _overhead(figures: Figures) -> str:
+    found = figures["saving"]
+    return (
+        f"**{found['asynchronous_percent']:.1f}%** of the step time asynchronous, {found['synchronous_percent']:.1f}% "
+        f"synchronous (a save every {found['save_steps']} steps of {found['step_seconds']:.2f} s)"
+    )
+
+
+ROWS: tuple[tuple[str, str, Callable[[Figures], str]], ...] = (
+    ("SIGKILL at seeded random instants, half inside a save, half of those in the middle of a write", "kill", _kill),
+    (
+        "SIGKILL at every open, mkdir, fsync, rename and unlink of a run that saves twice, asynchronous",
+        "kill",
+        _share("kill_calls_asynchronous", "identical"),
+    ),
+    ("the same, synchronous", "kill", _share("kill_calls_synchronous", "identical")),
+    ("a complete checkpoint is left right after such a kill", "kill", _share("kill_left", "with_a_checkpoint")),
+    ("power cut at every call: what was not synced is lost, in three ways", "crash", _crash),
+    ("disk full (ENOSPC) at every write, some torn", "disk", _share("disk_ENOSPC", "intact")),
+    ("input/output error (EIO) at every call", "disk", _share("disk_EIO", "intact")),
+    ("read-only (EROFS) from every call on", "disk", _share("disk_EROFS", "intact")),
+    ("a tmpfs of 1 MiB that fills up at every 8 KiB", "disk", _tmpfs),
+    (
+        "resumed at every step of 40: sft, two epochs, accumulation 4, workers 0 and 2",
+        "resume",
+        _sum(("resume_sft-0", "resume_sft-2"), "identical"),
+    ),
+    (
+        "resumed at every step of 40: dpo, two epochs, accumulation 4, workers 0 and 2",
+        "resume",
+        _sum(("resume_dpo-0", "resume_dpo-2"), "identical"),
+    ),
+    ("resumed at every step of 40: grpo, accumulation 4, two iterations", "resume", _share("resume_grpo", "identical")),
+    ("bytes of a checkpoint flipped, files truncated", "flips", _flips),
+    ("SIGTERM while loading, in a forward, in the optimizer, evaluating, saving, writing the model", "phases", _phases),
+    ("NaN in the loss of micro-batch k, for every k", "steps", _nan),
+    ("what saving costs", "saving", _overhead),
+)
+
+
+def _of_ranks(name: str) -> bool:
+    return name.startswith("rank")
+
+
+OTHERS: dict[str, Callable[[str], bool]] = {
+    "## Several ranks": _of_ranks,
+    "## Recipes, paths and files that are out to do harm": lambda name: not _of_ranks(name),
+}
+"""Sections of suites that tell their own figures, with ``figures.tell``."""
+
+
+def _others(figures: Figures, mine: Callable[[str], bool]) -> str:
+    found = {name: values for name, values in figures.items() if "of" in values and mine(name)}
+    if not found:
+        return "Not measured in this run of `make faults`.\n"
+    rows = ["| what | figure | more |", "|---|---|---|"]
+    for name, values in found.items():
+        more = {key: value for key, value in values.items() if key not in ("name", "done", "of")}
+        told = ", ".join(f"{key.replace('_', ' ')} {value}" for key, value in more.items())
+        rows.append(f"| {name.replace('_', ' ')} | **{values['done']}/{values['of']}** | {told} |")
+    return "\n".join(rows) + "\n"
+
+
+def _status(suites: Mapping[str, str]) -> str:
+    return "".join(f"- `{name}`: {status}\n" for name, status in suites.items())
+
+
+INTRODUCTION = """# Runs that survive
+
+Written by `make faults`; do not edit. Every figure is counted by a test that fails where it is not what it should be.
+"Bit-identical" compares a run that was broken and went on with one that was left alone: every weight, the optimizer's
+state, the generators, the position in the data, and each line of `metrics.jsonl` but for its clock.
+
+Measured on {machine}.
+"""
+
+STATUS = """## Suites
+
+`python -m tests.faults NAME` runs one alone. A part of each is in `make test`.
+"""
+
+HOW = """## How it is done
+
+- **Runs.** The real command line, forked from a process that has imported everything (`tests/faults/zygote.py`); a run
+  of ten steps with five checkpoints takes about half a second. The model is a Qwen3 of 13,000 parameters with dropout.
+- **Faults in the system.** A library in C is loaded before all others (`tests/faults/shim.c`). It counts `open`,
+  `rename`, `fsync`, `unlink`, `mkdir` and `write` below a folder, and at the chosen call kills the process, tears the
+  write in two, or returns the error. It sees what goes through the C library; the rename within safetensors does not,
+  and happens inside the staging directory.
+- **Power cuts.** The same library writes down every call and keeps a link to every file that is deleted. From that
+  `tests/faults/crash.py` lays out what a disk may hold after each call: nothing but what was synced; every name and
+  only the synced bytes; or names up to some moment after the last sync, as a journal keeps them, and some more bytes.
+- **A full disk.** A tmpfs of 1 MiB in a mount namespace of its own, with ever more on it; and ENOSPC, EIO and EROFS
+  returned at every call. Each such run must end in 0, or in 1 with the bytes it takes and those that are free; the
+  checkpoints before must verify; and without the fault it goes on to the same end.
+- **Kills.** Instants are drawn from the seeds 0 to 199. Every other one is a call inside a save, before it or in the
+  middle of it; the rest are moments of the whole run, loading included. A third of the runs are killed twice.
+
+## What a checkpoint is
+
+A directory, staged as `.tmp-step-N`, every file fsynced, `manifest.json` (size and SHA-256 of each file, and a digest
+of itself) written last, then the directories, the rename, and the parent. It is read back before an older one is
+deleted, and only checkpoints with this run's own mark in the manifest are ever deleted. When a run goes on, every byte
+is compared with the manifest: a file that differs, is missing or was added, a symbolic link, a path that leads out of
+the checkpoint, a manifest that is not byte for byte what it says: it is named and the one before is used. Tensors are
+safetensors and everything else JSON; nothing is unpickled.
+
+With `save_async` (the default) the training thread copies what training changes to the host and goes on; one worker
+writes, syncs, verifies and deletes. One save is in flight at most: its copy is the memory it costs. Where that would be
+more than half of the host memory that is free, and with several ranks, training waits for the save instead. An error is
+raised at the next boundary between steps, and a run that ends or stops waits for its save.
+
+## What a resume compares
+
+Keys of the recipe that decide the result, and the fingerprint of the data: a difference is refused unless it is named
+with `--allow-change KEY` (`data` for the data). With other data than before, the position in it means nothing: it is
+gone through from its beginning. Keys that do not change the result, the versions of streamtune, torch and transformers,
+and the number of ranks are told where they differ.
+"""
+
+LIMITS = """## What is not tested here
+
+- An accelerator: with `deterministic: true` torch refuses kernels that differ from run to run. Without it a resumed run
+  on an accelerator is as far from the uninterrupted one as two runs are from each other.
+- A disk that lies about fsync. A checkpoint is read back before another is deleted, with its pages dropped from memory
+  first where the system allows that, which finds what the disk already shows.
+- Windows, and file systems without atomic rename.
+"""

@@ -1,0 +1,117 @@
+"""kill -9 at any moment: the run goes on, and ends as one that was left alone, to the last bit."""
+
+from __future__ import annotations
+
+import random
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.faults.kit import (
+    ALL,
+    COUNT,
+    KILL,
+    TEAR,
+    WRITE,
+    Zygotes,
+    complete_checkpoints,
+    differences,
+    kill_after,
+    report,
+    size,
+    state_of,
+    write_sft,
+)
+
+Whole = tuple[Path, dict[str, Any], float]
+
+
+def finish(zygotes: Zygotes, folder: Path, whole: Whole) -> list[str]:
+    """Go on to the end; what differs from the run that was left alone."""
+    done = zygotes.run(folder)
+    assert done.status == 0, done.output
+    found = differences(state_of(folder / "runs/tiny"), whole[1])
+    shutil.rmtree(folder)
+    return found
+
+
+def test_killed_at_random_instants(zygotes: Zygotes, whole: Whole, tmp_path: Path) -> None:
+    """Half of them inside a save, some in the middle of a write; a third of the runs are killed more than once."""
+    trials = size(200, 6)
+    write_sft(tmp_path / "counted")
+    prefix = "runs/tiny/checkpoints"
+    counted = zygotes.run(
+        tmp_path / "counted", arm=(str(tmp_path / "counted" / prefix), ALL, 0, COUNT, 0, "", "")
+    ).counted
+    assert counted > 50
+
+    def trial(number: int) -> tuple[int, list[str]]:
+        draw = random.Random(number)
+        folder = tmp_path / f"kill-{number}"
+        write_sft(folder)
+        kills = 0
+        for _ in range(draw.choice((1, 1, 2))):
+            if number % 2:
+                done = zygotes.run(folder, after=kill_after(draw.uniform(0.0, whole[2])))
+            else:
+                place = (str(folder / prefix), ALL, draw.randint(1, counted), draw.choice((KILL, TEAR)), 0, "", "")
+                done = zygotes.run(folder, arm=place)
+            assert done.status in (0, -9), done.output
+            kills += done.status == -9
+        return kills, finish(zygotes, folder, whole)
+
+    found = zygotes.each(trial, range(trials))
+    identical = sum(not differs for _, differs in found)
+    report("kill_random", trials=trials, identical=identical, kills=sum(kills for kills, _ in found))
+    assert [differs for _, differs in found if differs] == []
+    assert sum(kills for kills, _ in found) > trials // 2
+
+
+@pytest.mark.parametrize("asynchronous", [True, False])
+def test_killed_at_every_call_of_a_save(zygotes: Zygotes, tmp_path: Path, asynchronous: bool, whole: Whole) -> None:
+    """At every open, mkdir, fsync, rename and unlink of a run that saves twice and deletes the first checkpoint."""
+    changes = {"save_steps": 5, "save_total_limit": 1, "save_async": asynchronous}
+    write_sft(tmp_path / "counted", **changes)
+    which = ALL & ~WRITE
+    counted = zygotes.run(
+        tmp_path / "counted", arm=(str(tmp_path / "counted/runs"), which, 0, COUNT, 0, "", "")
+    ).counted
+    theirs = state_of(tmp_path / "counted/runs/tiny")
+    assert differences(theirs, whole[1]) == []
+
+    def trial(place: int) -> list[str]:
+        folder = tmp_path / f"call-{place}"
+        write_sft(folder, **changes)
+        done = zygotes.run(folder, arm=(str(folder / "runs"), which, place, KILL, 0, "", ""))
+        assert done.status == -9, done.output
+        return finish(zygotes, folder, (folder, theirs, 0.0))
+
+    places = range(1, counted + 1) if size(1, 0) else random.Random(7).sample(range(1, counted + 1), 4)
+    found = zygotes.each(trial, places)
+    name = "asynchronous" if asynchronous else "synchronous"
+    report(f"kill_calls_{name}", trials=len(found), identical=sum(not differs for differs in found))
+    assert [differs for differs in found if differs] == []
+
+
+def test_a_kill_never_leaves_fewer_than_one_complete_checkpoint(zygotes: Zygotes, tmp_path: Path) -> None:
+    """Asked right after the kill, before anything is mended; once the first save was over."""
+    changes = {"save_steps": 2, "save_total_limit": 1}
+    write_sft(tmp_path / "counted", **changes)
+    run = tmp_path / "counted/runs/tiny/checkpoints"
+    counted = zygotes.run(tmp_path / "counted", arm=(str(run), ALL, 0, COUNT, 0, "", "")).counted
+    trials = size(100, 3)
+
+    def trial(number: int) -> bool:
+        folder = tmp_path / f"left-{number}"
+        write_sft(folder, **changes)
+        at = random.Random(number).randint(counted // 4, counted)  # of five saves
+        zygotes.run(folder, arm=(str(folder / "runs/tiny/checkpoints"), ALL, at, TEAR, 0, "", ""))
+        left = complete_checkpoints(folder / "runs/tiny")
+        shutil.rmtree(folder)
+        return len(left) >= 1
+
+    kept = zygotes.each(trial, range(trials))
+    report("kill_left", trials=trials, with_a_checkpoint=sum(kept))
+    assert all(kept)
