@@ -5,8 +5,6 @@ from __future__ import annotations
 import gzip
 import json
 import random
-import resource
-import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -21,6 +19,7 @@ from streamtune.data.sources import Source
 from streamtune.errors import DataError
 from streamtune.models import train_tokenizer
 from tests.faults.figures import full, tell
+from tests.faults.memory import forget_peak, peak_mib
 
 ROW = {"messages": [{"role": "user", "content": "Hello 猫"}, {"role": "assistant", "content": "A cat.\n"}]}
 LINE = json.dumps(ROW, ensure_ascii=False)
@@ -145,13 +144,13 @@ def test_a_line_without_end_takes_bounded_memory(
         with path.open("wb") as file:
             file.write(start)
             file.truncate(1 << 36)  # 64 GiB, without a byte on disk
-    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    exact, before = forget_peak(), peak_mib()
     with pytest.raises(DataError) as caught:
         list(read_file(path, "rows"))
     assert caught.value.where.startswith("rows:")
     assert caught.value.mend
-    if sys.platform == "linux":
-        assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 100 * 1024
+    if exact:
+        assert peak_mib() - before < 100
 
 
 def test_every_format_is_among_the_damaged_ones(tmp_path: Path) -> None:

@@ -14,8 +14,10 @@ from safetensors.torch import save_file
 from streamtune.errors import ArgumentError, CheckpointError, StreamTuneError
 from streamtune.models import init_model, load_model
 from streamtune.paths import escape_of
-from streamtune.train.checkpoint import open_checkpoint, rotate, supersede
+from streamtune.train.checkpoint import open_checkpoint, supersede
+from streamtune.train.manifest import MANIFEST, NEEDED, Manifest, _text, write_manifest
 from streamtune.train.rundir import RunDirectory
+from streamtune.train.saver import Keep, rotate
 from tests.faults.figures import tell
 from tests.sft_kit import QWEN3
 
@@ -37,7 +39,8 @@ def test_thirty_names_lead_nowhere(tmp_path: Path) -> None:
     (folder / "model.safetensors").rename(tmp_path / "secret")  # sound weights, outside
     checkpoint = tmp_path / "inside" / "step-000001"
     checkpoint.mkdir()
-    (checkpoint / "state.json").write_text("{}")
+    for name in NEEDED:
+        (checkpoint / name).write_text("{}")
     state = {"bytes": 2, "sha256": hashlib.sha256(b"{}").hexdigest()}
     for payload in PAYLOADS:
         assert escape_of(payload), payload
@@ -48,9 +51,10 @@ def test_thirty_names_lead_nowhere(tmp_path: Path) -> None:
         confined += 1
         if isinstance(payload, str):
             outside = {"bytes": 1, "sha256": hashlib.sha256(b"x").hexdigest()}
-            manifest = {"format": 1, "files": {"state.json": state, payload: outside}}
-            (checkpoint / "manifest.json").write_text(json.dumps(manifest))
-            with pytest.raises(CheckpointError):
+            # Sound but for the name: sealed as one of ours is.
+            text = _text(Manifest("run", 1, None, {**dict.fromkeys(NEEDED, state), payload: outside}))
+            (checkpoint / MANIFEST).write_text(text)
+            with pytest.raises(CheckpointError, match=r"which is no file of a checkpoint|is missing"):
                 open_checkpoint(checkpoint)
     assert [name for name in PLAIN if escape_of(name)] == []
     tell("path_payloads", confined, len(PAYLOADS))
@@ -83,16 +87,19 @@ def test_a_run_does_not_follow_a_link_in_its_directory(name: str, tmp_path: Path
 
 
 def test_rotation_follows_no_link(tmp_path: Path) -> None:
+    """Neither one that stands where a checkpoint would, nor one in a checkpoint that is deleted."""
     outside, checkpoints = tmp_path / "outside", tmp_path / "run" / "checkpoints"
     outside.mkdir()
     save_file({"x": torch.zeros(1)}, outside / "kept.safetensors")
+    write_manifest(outside, run="mine", step=1, metric=None)
     checkpoints.mkdir(parents=True)
     for step in (1, 2):
         (checkpoints / f"step-{step:06d}").symlink_to(outside)
-    (checkpoints / "step-000003").mkdir()
-    (checkpoints / "step-000003" / "inner").symlink_to(outside)
-    (checkpoints / "step-000004").mkdir()
-    rotate(checkpoints, keep=1)
+    for step in (3, 4):
+        (checkpoints / f"step-{step:06d}").mkdir()
+        write_manifest(checkpoints / f"step-{step:06d}", run="mine", step=step, metric=None)
+        (checkpoints / f"step-{step:06d}" / "inner").symlink_to(outside)
+    assert rotate(checkpoints, Keep(newest=1), run="mine") == [checkpoints / "step-000003"]
     supersede(checkpoints, step=0)
     shutil.rmtree(tmp_path / "run")
     assert (outside / "kept.safetensors").is_file()

@@ -22,10 +22,11 @@ from streamtune.recipe import shipped_recipes
 from tests.faults.figures import full, tell
 
 PROGRAM = """
-import contextlib, io, json, random, resource, sys, time
+import contextlib, io, json, random, sys, time
 from pathlib import Path
 
 from streamtune.cli import main
+from tests.faults.memory import peak_mib
 from tests.faults.test_recipes import mutate
 
 folder, seconds, seed = Path(sys.argv[1]), float(sys.argv[2]), int(sys.argv[3])
@@ -55,9 +56,8 @@ while time.monotonic() < end:
         if len(wrong) < 5:
             (folder / f"wrong-{len(wrong)}.yaml").write_bytes(data)
         wrong.append([repr(data[:300]), code, spent, text[-500:]])
-peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / (1024 if sys.platform == "linux" else 1024**2)
-report = {"cases": cases, "slowest": slowest, "codes": codes, "wrong": wrong[:5], "peak_mib": peak, "bad": len(wrong)}
-print(json.dumps(report))
+report = {"cases": cases, "slowest": slowest, "codes": codes, "wrong": wrong[:5], "bad": len(wrong)}
+print(json.dumps({**report, "peak_mib": peak_mib()}))
 """
 
 TEXTS = [recipe.text for recipe in shipped_recipes()]
