@@ -10,16 +10,31 @@ DeepSpeed averages over ranks; the shares of ranks add up, so each is multiplied
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, distributed, nn
 
-from streamtune.errors import ArgumentError, CheckpointError
+from streamtune.errors import ArgumentError
 
 __all__ = ["DeepSpeedBackend", "check_deepspeed"]
+
+
+MASTER = "master"
+"""What slices call the float32 weights beside weights of fewer bits."""
+
+
+class _Held(NamedTuple):
+    """This rank's part of a parameter, in the flat float32 tensor that the optimizer steps."""
+
+    flat: Tensor
+    start: int
+    """In ``flat``."""
+    offset: int
+    """In the parameter, flattened."""
+    count: int
 
 
 def check_deepspeed() -> None:
@@ -127,33 +142,97 @@ class DeepSpeedBackend:
                 if isinstance(value, Tensor):
                     value.zero_()
 
-    def optimizer_tensors(self) -> Mapping[str, Tensor]:
+    def slices(self) -> Iterator[tuple[str, str, tuple[int, ...], int, Tensor]]:
         """See :class:`streamtune.train.Backend`."""
-        from deepspeed.utils import safe_get_full_fp32_param, safe_get_full_optimizer_state
-
-        found: dict[str, Tensor] = {}
-        keep = distributed.get_rank() == 0
-        for name, parameter in self.module.named_parameters():
-            if not parameter.requires_grad:
+        for name, parameter in self._trained():
+            found = self._held(parameter)
+            if found is None:
                 continue
-            whole = {"master": safe_get_full_fp32_param(parameter)}
-            whole |= {key: safe_get_full_optimizer_state(parameter, key) for key in ("exp_avg", "exp_avg_sq")}
-            if keep:
-                found |= {f"{name}/{key}": value.detach().cpu() for key, value in whole.items()}
+            shape, held = self._shape(parameter), slice(found.start, found.start + found.count)
+            if found.flat.dtype != parameter.dtype:
+                yield name, MASTER, shape, found.offset, found.flat.detach()[held]
+            for key, value in self._state(found.flat).items():
+                if isinstance(value, Tensor) and value.shape == found.flat.shape:
+                    yield name, key, shape, found.offset, value[held]
+                elif found.offset == 0:  # a count of steps: one for all, written with the first value
+                    yield name, key, (), 0, torch.as_tensor(value, dtype=torch.float32).reshape(1)
+
+    def load_slices(self, saved: Any) -> None:
+        """See :class:`streamtune.train.Backend`."""
+        trained = self._trained()
+        saved.check_parameters([name for name, _ in trained])
+        state = self.engine.optimizer.optimizer.state
+        fresh: set[int] = set()
+        for name, parameter in trained:
+            found = self._held(parameter)
+            if found is None:
+                continue
+            flat = found.flat
+            if id(flat) not in fresh:
+                fresh.add(id(flat))
+                state[flat] = {}
+            held = slice(found.start, found.start + found.count)
+            for key in saved.keys(name):
+                if key == MASTER:
+                    if flat.dtype != parameter.dtype:
+                        with torch.no_grad():
+                            flat[held].copy_(saved.read(name, key, found.offset, found.count))
+                elif self._is_count(saved, name, key):
+                    state[flat][key] = self._count(flat, saved.read(name, key, 0, 1))
+                else:
+                    whole = state[flat].setdefault(key, torch.zeros_like(flat, requires_grad=False))
+                    whole[held].copy_(saved.read(name, key, found.offset, found.count))
+        if self.stage < 3:  # what it linked to the state there was
+            self.engine.optimizer._hp_optimizer_states_linked = False
+
+    def _is_count(self, saved: Any, name: str, key: str) -> bool:
+        return bool(saved.shape(name, key) == ())
+
+    def _count(self, flat: Tensor, steps: Tensor) -> Any:
+        """A count of steps as the optimizer keeps it."""
+        optimizer = self.engine.optimizer.optimizer
+        if type(optimizer) is not torch.optim.AdamW:
+            return int(steps.item())  # DeepSpeed's own
+        return steps.reshape(()).to(flat.device if optimizer.defaults.get("fused") else "cpu", torch.float32)
+
+    def _trained(self) -> list[tuple[str, nn.Parameter]]:
+        return [(name, parameter) for name, parameter in self.module.named_parameters() if parameter.requires_grad]
+
+    def _shape(self, parameter: Any) -> tuple[int, ...]:
+        return tuple(parameter.ds_shape if self.stage == 3 else parameter.shape)
+
+    def _state(self, flat: Tensor) -> Mapping[str, Any]:
+        found: Mapping[str, Any] = self.engine.optimizer.optimizer.state.get(flat, {})
         return found
 
-    def load_optimizer_tensors(self, tensors: Mapping[str, Tensor]) -> None:
-        """See :class:`streamtune.train.Backend`."""
-        raise CheckpointError("this run cannot be resumed yet")
+    def _held(self, parameter: Any) -> _Held | None:
+        """Where this rank's part of a parameter is, without padding; None where it has none."""
+        optimizer = self.engine.optimizer
+        if self.stage == 3:
+            group, start, _ = optimizer.grad_position[optimizer.get_param_id(parameter)]
+            size = parameter.ds_tensor.numel()
+            offset = distributed.get_rank() * size
+            count = min(size, parameter.ds_numel - offset)
+            flat = optimizer.fp32_partitioned_groups_flat[group]
+            return _Held(flat, start, offset, count) if count > 0 else None
+        mapping = getattr(parameter, "_hp_mapping", None)
+        if mapping is None:
+            return None
+        flat = optimizer.optimizer.param_groups[mapping.param_group_index]["params"][0]
+        high, low = mapping.hp_fragment_address, mapping.lp_fragment_address
+        return _Held(flat, high.start, low.start, low.numel)
 
-    def whole(self) -> AbstractContextManager[Any]:
+    def weights(self, names: Collection[str] | None = None) -> Iterator[tuple[str, Tensor | None]]:
         """See :class:`streamtune.train.Backend`."""
-        if self.stage < 3:
-            return nullcontext()
         import deepspeed
 
-        gathered: AbstractContextManager[Any] = deepspeed.zero.GatheredParameters(list(self.module.parameters()))
-        return gathered
+        main = distributed.get_rank() == 0
+        for name, parameter in self.module.named_parameters():
+            if names is not None and name not in names:
+                continue
+            with deepspeed.zero.GatheredParameters([parameter]) if self.stage == 3 else nullcontext():
+                found = parameter.detach().to("cpu", copy=self.stage == 3) if main else None
+            yield name, found
 
     def close(self) -> None:
         """Let go of its threads and buffers."""

@@ -7,7 +7,7 @@ gathered once for the forward and once for the backward, and its gradient is red
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
@@ -15,10 +15,16 @@ import torch
 from torch import Tensor, distributed, nn
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
-
-from streamtune.errors import CheckpointError
+from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
 __all__ = ["FsdpBackend"]
+
+
+def _offset(parameter: Tensor) -> int:
+    """Where this rank's rows begin in the flattened parameter."""
+    assert isinstance(parameter, DTensor)
+    _, first = compute_local_shape_and_global_offset(parameter.shape, parameter.device_mesh, parameter.placements)
+    return int(first[0]) * math.prod(parameter.shape[1:])
 
 
 class FsdpBackend:
@@ -73,25 +79,45 @@ class FsdpBackend:
         """See :class:`streamtune.train.Backend`."""
         self.optimizer.state.clear()
 
-    def optimizer_tensors(self) -> Mapping[str, Tensor]:
+    def slices(self) -> Iterator[tuple[str, str, tuple[int, ...], int, Tensor]]:
         """See :class:`streamtune.train.Backend`."""
-        found: dict[str, Tensor] = {}
-        keep = distributed.get_rank() == 0
+        self._let_go()
         for name, parameter in self.model.named_parameters():
             for key, value in self.optimizer.state.get(parameter, {}).items():
-                if isinstance(value, Tensor):
-                    whole = value.full_tensor() if isinstance(value, DTensor) else value
-                    if keep:
-                        found[f"{name}/{key}"] = whole.cpu()
-        return found
+                if isinstance(value, DTensor):
+                    yield name, key, tuple(value.shape), _offset(parameter), value.to_local().reshape(-1)
+                elif distributed.get_rank() == 0:  # a count of steps
+                    yield name, key, (), 0, value.reshape(1)
 
-    def load_optimizer_tensors(self, tensors: Mapping[str, Tensor]) -> None:
+    def load_slices(self, saved: Any) -> None:
         """See :class:`streamtune.train.Backend`."""
-        raise CheckpointError("this run cannot be resumed yet")
+        trained = [(name, parameter) for name, parameter in self.model.named_parameters() if parameter.requires_grad]
+        saved.check_parameters([name for name, _ in trained])
+        for name, parameter in trained:
+            state: dict[str, Tensor] = {}
+            for key in saved.keys(name):
+                if saved.shape(name, key) == ():
+                    fused = self.optimizer.defaults.get("fused")
+                    state[key] = saved.read(name, key, 0, 1).reshape(()).to(parameter.device if fused else "cpu")
+                elif key != "master":  # weights are float32 here, or have no other
+                    state[key] = torch.zeros_like(parameter, requires_grad=False)
+                    local = state[key].to_local()  # type: ignore[attr-defined]
+                    if local.numel():
+                        values = saved.read(name, key, _offset(parameter), local.numel())
+                        local.copy_(values.reshape(local.shape))
+            self.optimizer.state[parameter] = state
 
-    def whole(self) -> AbstractContextManager[Any]:
+    def weights(self, names: Collection[str] | None = None) -> Iterator[tuple[str, Tensor | None]]:
         """See :class:`streamtune.train.Backend`."""
-        return nullcontext()
+        self._let_go()
+        for name, parameter in self.model.named_parameters():
+            if names is None or name in names:
+                whole = parameter.detach().full_tensor() if isinstance(parameter, DTensor) else parameter.detach()
+                yield name, whole.cpu() if distributed.get_rank() == 0 else None
+
+    def _let_go(self) -> None:
+        """Of what a forward without backward leaves gathered: parameters are those the optimizer knows again."""
+        self.model.reshard()
 
     def close(self) -> None:
         """Nothing to let go of."""

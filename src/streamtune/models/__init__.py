@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from streamtune.models.adapters import add_lora, load_lora
 from streamtune.models.blueprint import blueprint
+from streamtune.models.deferred import Deferred, defer_init, defer_load, deferred_of, phantom_weights
 from streamtune.models.export import save_pretrained
 from streamtune.models.load import (
     ParameterCount,
@@ -19,17 +20,22 @@ from streamtune.models.tokenizer import CHATML_TEMPLATE, load_tokenizer, set_cha
 
 __all__ = [
     "CHATML_TEMPLATE",
+    "Deferred",
     "ParameterCount",
     "add_lora",
     "blueprint",
     "check_positions",
     "choose_quantization",
     "count_parameters",
+    "defer_init",
+    "defer_load",
+    "deferred_of",
     "init_model",
     "left_out",
     "load_lora",
     "load_model",
     "load_tokenizer",
+    "phantom_weights",
     "sample_text",
     "save_pretrained",
     "set_chat_template",

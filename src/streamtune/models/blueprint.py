@@ -12,7 +12,7 @@ from streamtune.errors import ArgumentError
 from streamtune.models.load import DTYPES, build_config, check_exists, loading_error
 from streamtune.models.quantize import quantize
 
-__all__ = ["blueprint"]
+__all__ = ["blueprint", "read_config"]
 
 
 def blueprint(
@@ -37,7 +37,7 @@ def blueprint(
     """
     remote: dict[str, Any] = {}
     if isinstance(source, str):
-        config, remote = _read_config(source, trust_remote_code), {"trust_remote_code": trust_remote_code}
+        config, remote = read_config(source, trust_remote_code), {"trust_remote_code": trust_remote_code}
     else:
         config = build_config({"vocab_size": vocab_size, **source} if vocab_size else dict(source))
     own = getattr(config, "dtype", None)
@@ -52,7 +52,12 @@ def blueprint(
     return model
 
 
-def _read_config(name_or_path: str, trust_remote_code: bool) -> Any:
+def read_config(name_or_path: str, trust_remote_code: bool) -> Any:
+    """The configuration of a checkpoint.
+
+    Raises:
+        ArgumentError: There is no such checkpoint, or its weights are quantised already.
+    """
     check_exists(name_or_path)
     try:
         config = AutoConfig.from_pretrained(name_or_path, trust_remote_code=trust_remote_code)

@@ -103,7 +103,7 @@ def make_backend(recipe: Recipe, model: Any, layers: Iterable[nn.Module], world:
         return local
     from streamtune.distributed.ddp_backend import DdpBackend
 
-    return DdpBackend(model, local.optimizer, local)
+    return DdpBackend(model, local.optimizer, local, train.share_out_whole)
 
 
 def _values(recipe: Recipe, model: Any, world: train.World) -> dict[str, Any]:

@@ -15,6 +15,7 @@ from streamtune.train.reference import ModelReference, Reference, evaluating
 from streamtune.train.rng import preserve_rng, seed_everything
 from streamtune.train.rundir import RunDirectory, check_same_run, find_checkpoint
 from streamtune.train.signals import StopRequest
+from streamtune.train.slices import SliceReader, share_out_whole
 from streamtune.train.staging import commit_directory
 from streamtune.train.step import TrainSettings
 from streamtune.train.world import World
@@ -34,6 +35,7 @@ __all__ = [
     "Reference",
     "RunDirectory",
     "Score",
+    "SliceReader",
     "StepStream",
     "StopRequest",
     "SupervisedObjective",
@@ -57,6 +59,7 @@ __all__ = [
     "read_records",
     "record_failure",
     "seed_everything",
+    "share_out_whole",
     "supersede",
     "train",
     "write_final",

@@ -32,15 +32,19 @@ from streamtune.train.rng import RngState
 from streamtune.train.staging import commit_directory, free_bytes, write_error
 
 __all__ = [
+    "STATE",
     "Checkpoint",
     "ModelWriter",
     "checkpoint_path",
     "newest_checkpoint",
     "open_checkpoint",
+    "previous_checkpoints",
     "rotate",
     "save_checkpoint",
     "supersede",
     "write_final",
+    "write_json",
+    "write_manifest",
 ]
 
 FORMAT = 1
@@ -84,6 +88,8 @@ class ModelWriter:
     write: Callable[[Path], None]
     """Writes into the folder it is given."""
     num_bytes: int
+    together: bool = False
+    """Whether no rank has the whole model: all of them call ``write`` then, and fail together or not at all."""
 
 
 def checkpoint_path(folder: Path, step: int) -> Path:
@@ -113,7 +119,7 @@ def save_checkpoint(
     """
     target = checkpoint_path(folder, int(state["step"]))
     needed = writer.num_bytes + sum(tensor.nbytes for tensor in optimizer_tensors.values())
-    previous = _step_directories(folder)
+    previous = previous_checkpoints(folder)
     safe = f"{previous[-1]} is intact" if previous else "there was no checkpoint before this one"
     try:
         folder.mkdir(parents=True, exist_ok=True)
@@ -124,14 +130,18 @@ def save_checkpoint(
             for index, shard in enumerate(_shards(optimizer_tensors), start=1):
                 save_file(shard, staged / f"optimizer-{index:05d}.safetensors")
             save_file(rng.tensors, staged / "rng.safetensors")
-            _write_json(staged / STATE, {**state, "rng": rng.plain})
-            # Last: a directory with a manifest has everything the manifest lists.
-            files = [path for path in sorted(staged.rglob("*")) if path.is_file()]
-            listed = {path.relative_to(staged).as_posix(): _describe(path) for path in files}
-            _write_json(staged / MANIFEST, {"format": FORMAT, "files": listed})
+            write_json(staged / STATE, {**state, "rng": rng.plain})
+            write_manifest(staged)
     except (OSError, SafetensorError) as error:
         raise write_error(error, target, needed=needed, safe=safe) from error
     return Checkpoint(target, {**state, "rng": rng.plain})
+
+
+def write_manifest(staged: Path) -> None:
+    """List every file of a checkpoint. Last: a directory with a manifest has everything the manifest lists."""
+    files = [path for path in sorted(staged.rglob("*")) if path.is_file()]
+    listed = {path.relative_to(staged).as_posix(): _describe(path) for path in files}
+    write_json(staged / MANIFEST, {"format": FORMAT, "files": listed})
 
 
 def write_final(target: Path, writer: ModelWriter) -> None:
@@ -178,7 +188,7 @@ def open_checkpoint(path: Path) -> Checkpoint:
 
 def newest_checkpoint(folder: Path, notify: Callable[[str], None]) -> Checkpoint | None:
     """Open the newest checkpoint of a run that verifies; name the damaged ones passed over. None if there is none."""
-    for path in reversed(_step_directories(folder)):
+    for path in reversed(previous_checkpoints(folder)):
         try:
             return open_checkpoint(path)
         except CheckpointError as error:
@@ -188,7 +198,7 @@ def newest_checkpoint(folder: Path, notify: Callable[[str], None]) -> Checkpoint
 
 def rotate(folder: Path, keep: int) -> list[Path]:
     """Delete all but the newest ``keep`` checkpoints and return what was deleted. ``keep`` of 0 deletes nothing."""
-    surplus = _step_directories(folder)[:-keep] if keep > 0 else []
+    surplus = previous_checkpoints(folder)[:-keep] if keep > 0 else []
     for path in surplus:
         shutil.rmtree(path, ignore_errors=True)
     return surplus
@@ -199,14 +209,14 @@ def supersede(folder: Path, step: int) -> None:
 
     They are damaged, or the user went back behind them; the steps they stand for are taken again.
     """
-    for path in _step_directories(folder):
+    for path in previous_checkpoints(folder):
         if int(path.name.removeprefix("step-")) > step:
             aside = path.with_name(f"{path.name}.superseded")
             shutil.rmtree(aside, ignore_errors=True)
             path.rename(aside)
 
 
-def _step_directories(folder: Path) -> list[Path]:
+def previous_checkpoints(folder: Path) -> list[Path]:
     """The checkpoints in ``folder``, oldest first."""
     if not folder.is_dir():
         return []
@@ -241,5 +251,6 @@ def _describe(path: Path) -> dict[str, Any]:
         return {"bytes": path.stat().st_size, "sha256": hashlib.file_digest(file, "sha256").hexdigest()}
 
 
-def _write_json(path: Path, value: Mapping[str, Any]) -> None:
+def write_json(path: Path, value: Mapping[str, Any]) -> None:
+    """Write a JSON object."""
     path.write_text(json.dumps(value, indent=1) + "\n", encoding="utf-8")

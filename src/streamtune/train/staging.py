@@ -18,7 +18,7 @@ from pathlib import Path
 
 from streamtune.errors import CheckpointError
 
-__all__ = ["commit_directory", "discard_leftovers", "fsync_tree", "write_error"]
+__all__ = ["commit_directory", "discard_leftovers", "fsync_path", "fsync_tree", "write_error"]
 
 STAGING_PREFIX = ".tmp-"
 REPLACED_PREFIX = ".old-"
@@ -40,7 +40,7 @@ def commit_directory(target: Path) -> Iterator[Path]:
         if target.exists():
             target.rename(replaced)
         staged.rename(target)
-        _fsync(target.parent)
+        fsync_path(target.parent)
     except BaseException:
         discard_leftovers(target.parent)
         raise
@@ -63,11 +63,12 @@ def fsync_tree(folder: Path) -> None:
     """Wait until every file below ``folder``, and every directory entry, is on disk."""
     for directory, _, files in os.walk(folder, topdown=False):
         for name in files:
-            _fsync(Path(directory, name))
-        _fsync(Path(directory))
+            fsync_path(Path(directory, name))
+        fsync_path(Path(directory))
 
 
-def _fsync(path: Path) -> None:
+def fsync_path(path: Path) -> None:
+    """Wait until a file, or the entries of a directory, are on disk."""
     if os.name == "nt" and path.is_dir():
         return  # Windows has no such thing.
     descriptor = os.open(path, os.O_RDONLY)
