@@ -7,6 +7,7 @@ through an ordinary model, and writes each loss down as its paper does.
 from __future__ import annotations
 
 import random
+from functools import partial
 from typing import Any
 
 import pytest
@@ -16,8 +17,9 @@ from torch import Tensor
 from streamtune import data, stream
 from streamtune.recipe.build_grpo_groups import Group, Layout, micro_batches, remember_logprobs
 from streamtune.recipe.build_grpo_objective import PolicyObjective
+from streamtune.recipe.build_grpo_ranks import SharedScorer
 from streamtune.recipe.schema_grpo import GrpoRecipe
-from streamtune.train import ModelReference
+from streamtune.train import ModelReference, World
 from tests.exactness.families import BOUND, VOCAB, build, worst
 
 LOSSES = ("grpo", "dr_grpo", "dapo", "bnpo", "gspo", "rloo", "remax")
@@ -205,7 +207,8 @@ def test_remembered_log_probs_are_those_of_each_row_alone() -> None:
         alone = [[row_logprobs(model, prompts[g.prompt].input_ids, c) for c in g.completions] for g in groups]
         with stream(model, chunk_size=4) as handle:
             policy = ModelReference(model, handle, temperature=recipe.temperature, adapters=True)
-            remember_logprobs("old", policy.logprobs, groups, prompts, make_layout(recipe, 5, share=True))
+            asked = partial(SharedScorer(World()), lambda batch: policy.logprobs(batch).tolist())
+            remember_logprobs("old", asked, groups, prompts, make_layout(recipe, 5, share=True))
     for group, rows in zip(groups, alone, strict=True):
         assert group.old is not None
         for index, row in enumerate(rows):

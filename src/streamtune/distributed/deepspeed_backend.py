@@ -78,6 +78,10 @@ class DeepSpeedBackend:
         self.stage = int(config["zero_optimization"]["stage"])
         if self.stage == 3:
             deepspeed.utils.set_z3_leaf_modules(model, list({type(layer) for layer in layers}))
+            embedding: Any = model.get_input_embeddings()  # type: ignore[operator]
+            if not any(parameter.requires_grad for parameter in embedding.parameters()):
+                # The hooks of a leaf hang on its first input: without a gradient there its weights are not gathered.
+                embedding.register_forward_hook(_needs_gradient)
         self.module = model
         try:
             self.engine, *_ = deepspeed.initialize(
@@ -237,3 +241,8 @@ class DeepSpeedBackend:
     def close(self) -> None:
         """Let go of its threads and buffers."""
         self.engine.destroy()
+
+
+def _needs_gradient(module: nn.Module, args: Any, out: Tensor) -> None:
+    if torch.is_grad_enabled() and not out.requires_grad:
+        out.requires_grad_(True)

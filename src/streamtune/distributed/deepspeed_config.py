@@ -19,7 +19,7 @@ from typing import Any
 
 from streamtune.errors import ArgumentError, did_you_mean
 
-__all__ = ["PRESETS", "resolve_config", "stage_of"]
+__all__ = ["PRESETS", "read_config", "resolve_config", "stage_of"]
 
 COMMON: dict[str, Any] = {
     "train_batch_size": "auto",
@@ -68,7 +68,7 @@ def resolve_config(name: str, values: Mapping[str, Any], *, where: str = "deepsp
         ArgumentError: There is no such preset or file, it is no JSON object, it says something else than the recipe, or
             leaves ``auto`` what the recipe does not know.
     """
-    config = copy.deepcopy(PRESETS[name]) if name in PRESETS else _read(name, where)
+    config = read_config(name, where=where)
     source = f"the preset {name}" if name in PRESETS else name
     for key, value in values.items():
         holder, last = _holder(config, key)
@@ -102,6 +102,15 @@ def resolve_config(name: str, values: Mapping[str, Any], *, where: str = "deepsp
             mend="write stage 1, 2 or 3; without the key deepspeed, several ranks train by DDP, which is stage 0",
         )
     return config
+
+
+def read_config(name: str, *, where: str = "deepspeed") -> dict[str, Any]:
+    """A preset or a file, as it is written.
+
+    Raises:
+        ArgumentError: There is no such preset or file, or it is no JSON object.
+    """
+    return copy.deepcopy(PRESETS[name]) if name in PRESETS else _read(name, where)
 
 
 def stage_of(config: Mapping[str, Any]) -> int:

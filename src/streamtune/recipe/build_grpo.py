@@ -23,6 +23,7 @@ from streamtune.recipe.build import blame_recipe, make_sources, make_tokenizer
 from streamtune.recipe.build_grpo_groups import Layout
 from streamtune.recipe.build_grpo_log import CompletionLog
 from streamtune.recipe.build_grpo_objective import PolicyObjective
+from streamtune.recipe.build_grpo_ranks import SharedJudge, SharedWriter, check_sharded, of_all_ranks
 from streamtune.recipe.build_grpo_rewards import RewardJudge, load_functions
 from streamtune.recipe.build_grpo_stream import GrpoSteps, Scorer
 from streamtune.recipe.build_grpo_warm import WarmSteps
@@ -41,6 +42,7 @@ from streamtune.recipe.build_run import (
 from streamtune.recipe.build_settings import StepPlan
 from streamtune.recipe.build_shapes import completions_of, prompts_of
 from streamtune.recipe.build_sharing import can_share
+from streamtune.recipe.build_world import shares_weights
 from streamtune.recipe.loader import LoadedRecipe
 from streamtune.recipe.schema_grpo import GrpoRecipe
 from streamtune.train.objective import autocast
@@ -99,6 +101,8 @@ def build_grpo(
         start = start_run(recipe, resume, notify)
         if recipe.use_vllm:
             rollout.check_vllm(start.device)
+        if shares_weights(recipe):
+            check_sharded(recipe)
         sources = make_sources(loaded)
         with doing("reading the tokenizer" if start.checkpoint else "making the tokenizer"):
             tokenizer = make_tokenizer(recipe, sources, start.checkpoint, notify)
@@ -139,7 +143,7 @@ def build_grpo(
         parameters=models.count_parameters(model),
         handle=handle,
         backend=backend,
-        plan=_plan_steps(recipe, len(prompts.train)),
+        plan=_plan_steps(of_all_ranks(recipe, start.world), len(prompts.train)),
         unit="completion",
         memory=memory,
         prompts=prompts,
@@ -282,6 +286,7 @@ def _make_writer(run: GrpoRun) -> rollout.Writer:
         prefill_chunk_size=run.handle.schedule.chunk_size,
         max_rows=recipe.per_device_generation_batch_size or recipe.per_device_train_batch_size,
         computing=computing,
+        longest=run.start.world.largest if shares_weights(recipe) else None,
     )
 
 
@@ -303,23 +308,26 @@ def run_grpo(run: GrpoRun, console: Console) -> Outcome:
     Raises:
         RunError: It failed on the way; the checkpoints saved before are intact.
     """
-    recipe = run.recipe
-    log = CompletionLog(run.directory, run.tokenizer, recipe.num_completions_to_print)
+    world = run.start.world
+    recipe = of_all_ranks(run.recipe, world)
+    log = CompletionLog(run.directory, run.tokenizer, recipe.num_completions_to_print, writes=world.is_main)
+    writer = _make_writer(run)
     steps = GrpoSteps(
         recipe,
         run.prompts,
-        writer=_make_writer(run),
-        judge=run.judge,
+        writer=writer if world.size == 1 else SharedWriter(writer, world),
+        judge=SharedJudge(run.judge, world),
         policy=_policy_scorer(recipe, run.model, run.handle),
         reference=run.reference,
         layout=run.layout,
         warm=run.warm,
         log=log,
+        world=world,
     )
 
     def begin(backend: train.Backend, progress: train.Progress, stop: train.StopRequest) -> None:
-        if isinstance(steps.writer, rollout.TransformersWriter):
-            steps.writer.stop = lambda: stop.requested
+        if isinstance(writer, rollout.TransformersWriter):
+            writer.stop = lambda: stop.requested
         log.cut(run.checkpoint.step if run.checkpoint else 0)
         steps.activity = progress.activity
         # The moments of supervised gradients would scale the first steps of another loss.

@@ -97,15 +97,24 @@ def micro_batches(groups: Sequence[Group], prompts: Sequence[data.Prompt], layou
 
 def remember_logprobs(
     name: str,
-    logprobs: Callable[[PolicyBatch], torch.Tensor],
+    logprobs: Callable[[int, Callable[[int], PolicyBatch]], list[list[float]]],
     groups: Sequence[Group],
     prompts: Sequence[data.Prompt],
     layout: Layout,
 ) -> None:
-    """Compute ``old`` or ``ref`` of every completion with a gradient, a micro-batch at a time."""
+    """Compute ``old`` or ``ref`` of every completion with a gradient, a micro-batch at a time.
+
+    Args:
+        name: Which.
+        logprobs: Given a number of micro-batches and what makes one of them, the log-probs of each.
+        groups: The completions.
+        prompts: All that are trained on.
+        layout: How to lay them out.
+    """
     found: list[list[list[float]]] = [[[] for _ in group.completions] for group in groups]
-    for part in _parts(groups, _rows(groups, layout)[1], layout):
-        left = logprobs(_batch(groups, prompts, part, layout)).tolist()
+    parts = _parts(groups, _rows(groups, layout)[1], layout)
+    scored = logprobs(len(parts), lambda number: _batch(groups, prompts, parts[number], layout))
+    for part, left in zip(parts, scored, strict=True):
         for place, index in part:
             if layout.counts(groups[place], index):
                 size = len(groups[place].completions[index])

@@ -25,6 +25,8 @@ class CompletionLog:
     tokenizer: PreTrainedTokenizerBase
     count: int
     """Completions of a rollout to keep."""
+    writes: bool = True
+    """Whether this rank writes files."""
 
     @property
     def path(self) -> Path:
@@ -33,17 +35,23 @@ class CompletionLog:
 
     def wrote(self, step: int, groups: Sequence[Group], prompts: Sequence[data.Prompt]) -> None:
         """Keep some completions of a rollout that is for ``step``: one of each prompt before a second of any."""
+        if not self.writes:
+            return
         rows = [(place, index) for index in range(len(groups[0].completions)) for place in range(len(groups))]
         for place, index in rows[: self.count]:
             append_record(self.path, self._record(step, groups[place], prompts[place], index))
 
     def skipped(self, step: int) -> None:
         """Note that a rollout taught nothing and is drawn anew."""
-        train.append_event(self.run.events, "skip", step=step, why="all completions of a prompt have the same reward")
+        if self.writes:
+            train.append_event(
+                self.run.events, "skip", step=step, why="all completions of a prompt have the same reward"
+            )
 
     def cut(self, step: int) -> None:
         """Forget what was kept after ``step``: those steps are taken again."""
-        cut_after_step(self.path, step)
+        if self.writes:
+            cut_after_step(self.path, step)
 
     def _record(self, step: int, group: Group, prompt: data.Prompt, index: int) -> dict[str, Any]:
         return {

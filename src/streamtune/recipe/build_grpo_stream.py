@@ -15,6 +15,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any, Protocol
 
 import torch
@@ -23,9 +24,11 @@ from torch import Tensor
 from streamtune import data, rollout, train
 from streamtune.errors import OutOfMemoryError, RunError
 from streamtune.objectives import POLICY_LOSSES, group_advantages, reward_with_kl
+from streamtune.recipe.build_batches import share_out
 from streamtune.recipe.build_grpo_groups import Group, Layout, group_metrics, micro_batches, remember_logprobs
 from streamtune.recipe.build_grpo_log import CompletionLog
 from streamtune.recipe.build_grpo_objective import MeasuredBatch
+from streamtune.recipe.build_grpo_ranks import SharedScorer
 from streamtune.recipe.schema_grpo import GrpoRecipe
 from streamtune.rewards import RewardScores
 
@@ -66,7 +69,7 @@ class GrpoSteps:
     """See the module. A :class:`streamtune.train.StepStream`.
 
     Args:
-        recipe: The recipe.
+        recipe: The recipe, with the micro-batches of all ranks together.
         prompts: What is trained on, and what is held out.
         writer: Completes prompts.
         judge: Scores completions.
@@ -75,6 +78,7 @@ class GrpoSteps:
         layout: How completions become micro-batches.
         warm: The supervised steps before; None where there are none.
         log: Keeps samples of what was written.
+        world: The ranks; each calls this with the same arguments and gets its share of every step.
         activity: Told what is being done.
     """
 
@@ -90,10 +94,12 @@ class GrpoSteps:
         layout: Layout,
         warm: train.StepStream | None,
         log: CompletionLog,
+        world: train.World = train.World(),  # noqa: B008 (frozen)
         activity: Callable[[str], None] = lambda text: None,
     ) -> None:
         self.recipe, self.prompts = recipe, prompts
         self.writer, self.judge, self.policy, self.reference = writer, judge, policy, reference
+        self.world, self.shared = world, SharedScorer(world)
         self.layout, self.warm, self.log, self.activity = layout, warm, log, activity
         self.picker = rollout.PromptPicker(len(prompts.train), choice=recipe.prompts, seed=recipe.seed)
         self.kl_in_reward = recipe.beta > 0 and POLICY_LOSSES[recipe.loss_type].kl_in_reward
@@ -120,7 +126,7 @@ class GrpoSteps:
             RunError: ``skip_limit`` rollouts in a row taught nothing.
         """
         try:
-            return self._next_step()
+            return list(share_out(self._next_step(), self.world))
         except rollout.WritingStopped:
             return []
 
@@ -260,7 +266,8 @@ class GrpoSteps:
                 continue
             self.activity(f"{'reference' if name == 'ref' else 'old'} log-probs")
             for part in self._parts(groups):
-                remember_logprobs(name, scorer, part, self.prompts.train, self.layout)
+                asked = partial(self.shared, partial(_listed, scorer))
+                remember_logprobs(name, asked, part, self.prompts.train, self.layout)
 
     def _greedy(self, prompts: Sequence[data.Prompt]) -> list[rollout.Completion]:
         """The likeliest completion of each prompt."""
@@ -316,6 +323,11 @@ class GrpoSteps:
             self.current = _Rollout(groups, int(current["next_part"]), int(current["skipped"]))
         if self.warm is not None:
             self.warm.load_state_dict(state["warm"])
+
+
+def _listed(scorer: Scorer, batch: train.TreeBatch) -> list[float]:
+    found: list[float] = scorer(batch).tolist()
+    return found
 
 
 def _numbers(values: Sequence[float | None]) -> Tensor:

@@ -28,7 +28,7 @@ from streamtune.recipe.build_batches import share_out
 from streamtune.recipe.build_model import choose_quantization
 from streamtune.recipe.build_plan import plan_model
 from streamtune.recipe.build_settings import StepPlan, train_settings
-from streamtune.recipe.build_world import accumulation, make_backend, make_world
+from streamtune.recipe.build_world import accumulation, make_backend, make_world, shares_weights
 from streamtune.recipe.dump import dump_recipe
 from streamtune.recipe.loader import LoadedRecipe
 from streamtune.recipe.schema import Recipe
@@ -265,6 +265,7 @@ def plan_and_stream(
         ArgumentError: Nothing fits.
         UnsupportedModelError: The model does not stream exactly.
     """
+    recipe = _one_level(recipe)
     memory = None
     if recipe.engine.schedule == "auto" or dry_run:
         like = recipe.model_copy(update={"per_device_train_batch_size": rows})
@@ -290,6 +291,23 @@ def plan_and_stream(
         handle.tiers.reserve(memory.simulation.host_bytes, start.device)
     start.identity["schedule"] = asdict(handle.schedule)  # not compared: another gives the same gradient, to rounding
     return handle, backend, memory
+
+
+def _one_level(recipe: Recipe) -> Recipe:
+    """Where ranks share the weights a layer's are whole while it computes, and no other's: none is made again there.
+
+    Raises:
+        ArgumentError: The recipe asks for two levels.
+    """
+    if not shares_weights(recipe):
+        return recipe
+    if recipe.engine.levels == 2:
+        raise ArgumentError(
+            "with two levels a layer's backward computes those before it again, whose weights are on other ranks then",
+            where="engine.levels",
+            mend="delete the line, or write deepspeed: zero2; offload: host holds layer inputs as well",
+        )
+    return recipe.model_copy(update={"engine": recipe.engine.model_copy(update={"levels": 1})})
 
 
 def _schedule_of(checkpoint: train.Checkpoint | None) -> Schedule | None:

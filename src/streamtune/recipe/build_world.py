@@ -1,8 +1,8 @@
 """A recipe to the ranks that train together, and to the backend that shares gradients and weights between them.
 
 make_world     which rank this process is; the process group is joined
+accumulation   rows of an optimizer step -> rows of a micro-batch x micro-batches x ranks
 make_backend   DDP, FSDP2 or DeepSpeed by the recipe; one device by itself
-split_step     rows of an optimizer step -> rows of a micro-batch x micro-batches x ranks
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from streamtune.errors import ArgumentError
 from streamtune.recipe.build_model import make_optimizer
 from streamtune.recipe.schema import Recipe
 
-__all__ = ["accumulation", "make_backend", "make_world"]
+__all__ = ["accumulation", "make_backend", "make_world", "shares_weights"]
 
 
 def make_world(recipe: Recipe, device: torch.device) -> train.World:
@@ -73,6 +73,19 @@ def accumulation(recipe: Recipe, world: train.World) -> int:
             mend=f"write a multiple of {at_once}, a smaller per_device_train_batch_size, or start other ranks",
         )
     return recipe.train_batch_size // at_once
+
+
+def shares_weights(recipe: Recipe) -> bool:
+    """Whether each rank holds a part of the weights, which are whole only while a layer computes.
+
+    Raises:
+        ArgumentError: The DeepSpeed configuration cannot be read.
+    """
+    if recipe.deepspeed is None:
+        return recipe.fsdp
+    from streamtune.distributed.deepspeed_config import read_config, stage_of
+
+    return stage_of(read_config(recipe.deepspeed)) == 3
 
 
 def make_backend(recipe: Recipe, model: Any, layers: Iterable[nn.Module], world: train.World) -> train.Backend:

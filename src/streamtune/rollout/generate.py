@@ -14,6 +14,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from functools import partial
 from typing import Any
 
 import torch
@@ -37,6 +38,9 @@ class TransformersWriter:
         max_rows: Completions written at a time: their keys and values are in memory together.
         computing: A context for everything the model computes, such as autocast.
         stop: Asked before each token whether to break off: completions may take minutes.
+        longest: Where ranks share the weights and each token is computed by all of them in step: the largest of a
+            number over the ranks, called by all together. They have as many prompts each. None where each rank writes
+            by itself.
     """
 
     def __init__(
@@ -49,6 +53,7 @@ class TransformersWriter:
         max_rows: int,
         computing: Callable[[], AbstractContextManager[Any]] = nullcontext,
         stop: Callable[[], bool] = lambda: False,
+        longest: Callable[[int], int] | None = None,
     ) -> None:
         unwrap: Any = getattr(model, "get_base_model", None)
         self.model: PreTrainedModel = model if unwrap is None else unwrap()
@@ -56,7 +61,7 @@ class TransformersWriter:
         self.pad_token_id = pad_token_id
         self.prefill_chunk_size = prefill_chunk_size
         self.max_rows = max_rows
-        self.computing, self.stop = computing, stop
+        self.computing, self.stop, self.longest = computing, stop, longest
         self.shares_prompts = _keeps_only_keys(self.model)
         """Whether a prompt is read once; False where it is repeated for each of its completions."""
 
@@ -64,7 +69,7 @@ class TransformersWriter:
         """See :class:`streamtune.rollout.Writer`. Bit for bit the same on the CPU from the same random state."""
         written: list[list[Completion]] = [[] for _ in prompts]
         # A penalty on what stands in a row already would count its padding.
-        padded = self.shares_prompts and sampling.repetition_penalty == 1.0
+        padded = self.longest is not None or (self.shares_prompts and sampling.repetition_penalty == 1.0)
         with torch.no_grad(), self._writing(sampling), self.computing():
             for batch in _batches(prompts, at_a_time=max(1, self.max_rows // count), padded=padded):
                 for repeats in _parts(count, self.max_rows):
@@ -85,7 +90,9 @@ class TransformersWriter:
         output: Any = self.model.generate(
             input_ids=ids_NT,
             attention_mask=mask_NT,
-            stopping_criteria=StoppingCriteriaList([_WhenAsked(self.stop)]),
+            # In step, a rank whose rows are done goes on computing and asks nobody.
+            stopping_criteria=StoppingCriteriaList([_WhenAsked(self.stop)] if self.longest is None else []),
+            synced_gpus=self.longest is not None,
             **given,
         )
         if self.stop():
@@ -95,6 +102,8 @@ class TransformersWriter:
     def _padded(self, prompts: Sequence[list[int]]) -> tuple[Tensor, Tensor]:
         """``[P, T]`` token ids padded on the left, and their mask."""
         length = max(map(len, prompts))
+        if self.longest is not None:
+            length = self.longest(length)
         ids = [[self.pad_token_id] * (length - len(prompt)) + prompt for prompt in prompts]
         mask = [[0] * (length - len(prompt)) + [1] * len(prompt) for prompt in prompts]
         device = self.model.device
@@ -110,7 +119,9 @@ class TransformersWriter:
         for start in range(0, last, self.prefill_chunk_size):
             stop = min(start + self.prefill_chunk_size, last)
             given = {"position_ids": positions_PT[:, start:stop]} if takes_positions else {}
-            decoder(
+            # Where ranks share the weights, those outside of the layers are whole only in a call of the whole model.
+            reads = decoder if self.longest is None else partial(self.model, logits_to_keep=1)
+            reads(
                 input_ids=ids_PT[:, start:stop],
                 attention_mask=mask_PT[:, :stop],
                 past_key_values=cache,

@@ -1,0 +1,205 @@
+"""Steps on several ranks against plain autograd on one: gradient by parameter, loss, norm, and the weights after.
+
+Every rank computes the truth for itself: the same model, unstreamed, over the rows of all ranks. Ranks have different
+numbers of rows, tokens and targets, prompts are masked, and the last micro-batch of a rank may be a filler.
+"""
+
+from __future__ import annotations
+
+import copy
+import os
+from typing import Any
+
+import torch
+from torch import Tensor, distributed, nn
+from torch.distributed.tensor import DTensor
+
+import streamtune
+from streamtune import models, train
+from streamtune.data import Tree, assign_rows, collate
+from streamtune.data.store import Example
+from streamtune.recipe import DpoRecipe, Recipe
+from streamtune.recipe.build_preference import PairObjective, PreferenceBatch, tree_batch
+from streamtune.recipe.build_world import make_backend
+from streamtune.train.routers import StepRouters
+from streamtune.train.step import accumulate_gradients
+from tests.exactness.families import VOCAB, build
+
+RATE, STEPS = 1e-4, 3  # so small that AdamW does not make a difference of weights of one in rounding
+
+
+def run(case: dict[str, Any]) -> dict[str, Any]:
+    """The case's errors: worst relative gradient error of any parameter, and differences of losses and weights."""
+    world = train.World(distributed.get_rank(), distributed.get_world_size(), case.get("sequence", 1))
+    kind = DpoRecipe if case.get("objective") == "dpo" else Recipe
+    recipe = kind(
+        model_name_or_path="none",
+        datasets=[{"path": "none"}],
+        max_length=64,
+        learning_rate=RATE,
+        max_grad_norm=0.5,
+        per_device_train_batch_size=2,
+        gradient_accumulation_steps=case.get("accumulation", 1),
+        finetuning_type=case.get("finetuning", "full"),
+        deepspeed=case["engine"] if case["engine"].startswith("zero") else None,
+        fsdp=case["engine"] == "fsdp",
+        sequence_parallel_size=world.sequence_size,
+    )
+    model = build(case.get("family", "llama"), **case.get("settings", {})).train()
+    if recipe.finetuning_type == "lora":
+        model = models.add_lora(model, r=4, alpha=8, dropout=0.0, target="all-linear", seed=0)
+        for name, parameter in model.named_parameters():  # B is zero at first, and then A has no gradient
+            if "lora_B" in name:
+                nn.init.normal_(parameter, std=0.1, generator=torch.Generator().manual_seed(1))
+    plain, reference = copy.deepcopy(model), copy.deepcopy(model).requires_grad_(False)
+    with torch.no_grad():
+        for parameter in reference.parameters():
+            parameter.add_(0.02)
+    chunk = case.get("chunk", 5)
+    handle = streamtune.stream(model, schedule=streamtune.Schedule(chunk_size=chunk, head_chunk_size=7))
+    beside = streamtune.stream(reference, schedule=handle.schedule)
+    backend = make_backend(recipe, model, handle.layers, world)
+    truth = _Truth(plain, recipe, reference)
+    objective: train.Objective
+    if isinstance(recipe, DpoRecipe):
+        objective = PairObjective(handle, recipe, train.ModelReference(reference, beside))
+    else:
+        objective = train.SupervisedObjective(handle)
+    found = {"gradient": 0.0, "loss": 0.0, "norm": 0.0}
+    for step in range(STEPS):
+        rows = _rows(recipe, step, world.data_size)
+        batches = _mine(recipe, rows, world)
+        settings = train.TrainSettings(1, 1, 0.5, 0, 0, 1, bf16=False, seed=0, out_of_memory_mend="")
+        score = accumulate_gradients(
+            backend,
+            objective,
+            batches,
+            StepRouters(handle, batches, world),
+            settings=settings,
+            step=1,
+            progress=lambda activity: None,
+            stop=train.StopRequest(),
+            world=world,
+        )
+        assert score is not None
+        loss, gradients, norm = truth.step(rows, step)
+        got = _gradients(backend, model)
+        errors = {name: _relative(got[name], want, norm) for name, want in gradients.items()}
+        worst = max(errors, key=errors.__getitem__)
+        if errors[worst] > found["gradient"]:
+            found |= {"gradient": errors[worst], "parameter": worst}
+        found["loss"] = max(found["loss"], abs(score.loss - loss))
+        found["norm"] = max(found["norm"], abs(backend.clip_gradients(0.5) / norm - 1))
+        backend.step(RATE)
+    found["fillers"] = sum(world.gather(sum(batch.filler for batch in batches)))
+    backend.close()
+    return found
+
+
+def _relative(got: Tensor, want: Tensor, norm: float) -> float:
+    return float((got - want).norm() / max(want.norm(), 1e-3 * norm))
+
+
+def _gradients(backend: Any, model: Any) -> dict[str, Tensor]:
+    """The whole gradient of each parameter, wherever its parts are."""
+    found = {}
+    for name, parameter in model.named_parameters():
+        if not parameter.requires_grad:
+            continue
+        if hasattr(parameter, "ds_id") or hasattr(parameter, "_hp_mapping"):
+            from deepspeed.utils import safe_get_full_grad
+
+            found[name] = safe_get_full_grad(parameter).clone()
+        elif isinstance(parameter.grad, DTensor):
+            found[name] = parameter.grad.full_tensor()
+        else:
+            found[name] = parameter.grad.clone()
+    return found
+
+
+def _rows(recipe: Recipe, step: int, ranks: int) -> list[Any]:
+    """Ragged rows with masked prompts, or pairs; in the last step one too few for all ranks."""
+    generator = torch.Generator().manual_seed(step)
+    count = 2 * ranks * recipe.gradient_accumulation_steps
+    if step == STEPS - 1:
+        count = max(1, ranks - 1)
+    rows: list[Any] = []
+    for index in range(count):
+        length = int(torch.randint(9, 40, (), generator=generator))
+        ids = torch.randint(3, VOCAB, (length,), generator=generator).tolist()
+        if isinstance(recipe, DpoRecipe):
+            cut = length // 2
+            answers = [ids[cut:], torch.randint(3, VOCAB, (4 + index,), generator=generator).tolist()]
+            rows.append(Tree(ids[:cut], answers, None, f"pair {index}", [True, False], None))
+        else:
+            labels = [-100] * (length // 3) + ids[length // 3 :]
+            rows.append(Example(ids, labels, f"row {index}"))
+    return rows
+
+
+def _mine(recipe: Recipe, rows: list[Any], world: train.World) -> list[train.MicroBatch]:
+    shares = assign_rows(range(len(rows)), lambda row: len(_ids(rows[row])), ranks=world.data_size, batch_size=2)
+    batches = []
+    for part in shares[world.data_rank]:
+        chosen = [rows[row] for row in part] or [rows[0]]
+        if isinstance(recipe, DpoRecipe):
+            batches.append(PreferenceBatch(**tree_batch(chosen, pad_token_id=0, share=False), filler=not part))
+        else:
+            made = collate(chosen, pad_token_id=0)
+            batches.append(train.MicroBatch(**made, origins=tuple(row.origin for row in chosen), filler=not part))
+    return batches
+
+
+def _ids(row: Any) -> list[int]:
+    return row.prompt + row.completions[0] + row.completions[1] if isinstance(row, Tree) else row.input_ids
+
+
+class _Truth:
+    """Plain autograd and AdamW on one model, one row at a time."""
+
+    def __init__(self, model: nn.Module, recipe: Recipe, reference: nn.Module) -> None:
+        self.model, self.recipe, self.reference = model, recipe, reference
+        self.optimizer = make_optimizer(recipe, model)
+
+    def step(self, rows: list[Any], step: int) -> tuple[float, dict[str, Tensor], float]:
+        """Loss, gradients before clipping, and their norm; the weights move on."""
+        self.optimizer.zero_grad()
+        divisor = (
+            len(rows)
+            if isinstance(self.recipe, DpoRecipe)
+            else sum(sum(label != -100 for label in row.labels[1:]) for row in rows)
+        )
+        total = 0.0
+        for row in rows:
+            loss = (self._pair(row) if isinstance(row, Tree) else self._row(row)) / divisor
+            loss.backward()
+            total += loss.item()
+        trained = {name: p for name, p in self.model.named_parameters() if p.requires_grad}
+        gradients = {name: p.grad.clone() for name, p in trained.items()}
+        norm = torch.nn.utils.clip_grad_norm_(list(trained.values()), 0.5)
+        self.optimizer.step()
+        return total, gradients, float(norm)
+
+    def _row(self, row: Example) -> Tensor:
+        logits = self.model(input_ids=torch.tensor([row.input_ids]), use_cache=False).logits[0, :-1]
+        return nn.functional.cross_entropy(logits, torch.tensor(row.labels[1:]), reduction="sum")
+
+    def _pair(self, row: Tree) -> Tensor:
+        won, lost = (self._score(self.model, row, i) - self._score(self.reference, row, i).detach() for i in (0, 1))
+        assert isinstance(self.recipe, DpoRecipe)
+        return -nn.functional.logsigmoid(self.recipe.beta * (won - lost))
+
+    def _score(self, model: nn.Module, row: Tree, index: int) -> Tensor:
+        answer = row.completions[index]
+        logits = model(input_ids=torch.tensor([row.prompt + answer]), use_cache=False).logits[0]
+        logps = logits[len(row.prompt) - 1 : -1].log_softmax(-1)
+        return logps.gather(1, torch.tensor(answer)[:, None]).sum()
+
+
+def make_optimizer(recipe: Recipe, model: nn.Module) -> torch.optim.Optimizer:
+    from streamtune.recipe.build_model import make_optimizer as make
+
+    return make(recipe, model)
+
+
+assert os.environ.get("WORLD_SIZE"), "imported by ranks alone"
