@@ -82,5 +82,9 @@ class DdpBackend:
         found: Iterator[tuple[str, Tensor | None]] = self.local.weights(names)
         return found
 
+    def called_directly(self) -> AbstractContextManager[Any]:
+        """See :class:`streamtune.train.Backend`."""
+        return nullcontext()
+
     def close(self) -> None:
         """Nothing to let go of."""

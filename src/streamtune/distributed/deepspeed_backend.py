@@ -19,7 +19,7 @@ from torch import Tensor, distributed, nn
 
 from streamtune.errors import ArgumentError
 
-__all__ = ["DeepSpeedBackend", "check_deepspeed"]
+__all__ = ["DeepSpeedBackend", "check_deepspeed", "share_frozen", "share_module", "whole_weights"]
 
 
 MASTER = "master"
@@ -34,7 +34,7 @@ class _Held(NamedTuple):
     """In ``flat``."""
     offset: int
     """In the parameter, flattened."""
-    count: int
+    length: int
 
 
 def check_deepspeed() -> None:
@@ -49,6 +49,16 @@ def check_deepspeed() -> None:
         raise ArgumentError(
             f"DeepSpeed is not installed ({error})", where="deepspeed", mend="pip install 'deepspeed>=0.18'"
         ) from None
+
+
+def _prepare() -> None:
+    import deepspeed
+
+    if not distributed.get_backend().startswith("nccl") and not torch.cuda.is_available():
+        # Shared memory between CPU ranks is an operator that takes a minute to compile, and saves nothing here.
+        deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
+    deepspeed.utils.logger.setLevel("WARNING")
+    deepspeed.init_distributed(dist_init_required=False)
 
 
 class DeepSpeedBackend:
@@ -70,11 +80,7 @@ class DeepSpeedBackend:
         check_deepspeed()
         import deepspeed
 
-        if not distributed.get_backend().startswith("nccl") and not torch.cuda.is_available():
-            # Shared memory between CPU ranks is an operator that takes a minute to compile, and saves nothing here.
-            deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
-        deepspeed.utils.logger.setLevel("WARNING")
-        deepspeed.init_distributed(dist_init_required=False)
+        _prepare()
         self.stage = int(config["zero_optimization"]["stage"])
         if self.stage == 3:
             deepspeed.utils.set_z3_leaf_modules(model, list({type(layer) for layer in layers}))
@@ -152,7 +158,7 @@ class DeepSpeedBackend:
             found = self._held(parameter)
             if found is None:
                 continue
-            shape, held = self._shape(parameter), slice(found.start, found.start + found.count)
+            shape, held = self._shape(parameter), slice(found.start, found.start + found.length)
             if found.flat.dtype != parameter.dtype:
                 yield name, MASTER, shape, found.offset, found.flat.detach()[held]
             for key, value in self._state(found.flat).items():
@@ -175,22 +181,19 @@ class DeepSpeedBackend:
             if id(flat) not in fresh:
                 fresh.add(id(flat))
                 state[flat] = {}
-            held = slice(found.start, found.start + found.count)
+            held = slice(found.start, found.start + found.length)
             for key in saved.keys(name):
                 if key == MASTER:
                     if flat.dtype != parameter.dtype:
                         with torch.no_grad():
-                            flat[held].copy_(saved.read(name, key, found.offset, found.count))
-                elif self._is_count(saved, name, key):
+                            flat[held].copy_(saved.read(name, key, found.offset, found.length))
+                elif saved.shape(name, key) == ():  # a count of steps
                     state[flat][key] = self._count(flat, saved.read(name, key, 0, 1))
                 else:
                     whole = state[flat].setdefault(key, torch.zeros_like(flat, requires_grad=False))
-                    whole[held].copy_(saved.read(name, key, found.offset, found.count))
+                    whole[held].copy_(saved.read(name, key, found.offset, found.length))
         if self.stage < 3:  # what it linked to the state there was
             self.engine.optimizer._hp_optimizer_states_linked = False
-
-    def _is_count(self, saved: Any, name: str, key: str) -> bool:
-        return bool(saved.shape(name, key) == ())
 
     def _count(self, flat: Tensor, steps: Tensor) -> Any:
         """A count of steps as the optimizer keeps it."""
@@ -228,19 +231,66 @@ class DeepSpeedBackend:
 
     def weights(self, names: Collection[str] | None = None) -> Iterator[tuple[str, Tensor | None]]:
         """See :class:`streamtune.train.Backend`."""
-        import deepspeed
+        return whole_weights(self.module, names)
 
-        main = distributed.get_rank() == 0
-        for name, parameter in self.module.named_parameters():
-            if names is not None and name not in names:
-                continue
-            with deepspeed.zero.GatheredParameters([parameter]) if self.stage == 3 else nullcontext():
-                found = parameter.detach().to("cpu", copy=self.stage == 3) if main else None
-            yield name, found
+    def called_directly(self) -> AbstractContextManager[Any]:
+        """See :class:`streamtune.train.Backend`."""
+        return nullcontext()
 
     def close(self) -> None:
         """Let go of its threads and buffers."""
         self.engine.destroy()
+
+
+def share_module(module: nn.Module, config: Mapping[str, Any]) -> None:
+    """Have ZeRO-3 hand out the weights that rank 0 has of a module, and keep this rank's part.
+
+    Args:
+        module: Its weights are rank 0's, and room for them elsewhere; those shared before are left.
+        config: As for :class:`DeepSpeedBackend`.
+    """
+    _prepare()
+    import deepspeed
+
+    deepspeed.zero.Init(module=module, config_dict_or_path=dict(config))
+
+
+def share_frozen(model: nn.Module, config: Mapping[str, Any], layers: Iterable[nn.Module]) -> Any:
+    """Have the weights of a model that is not trained gathered by ZeRO-3 where they are called for.
+
+    Args:
+        model: Shared by :func:`share_module`.
+        config: As for :class:`DeepSpeedBackend`.
+        layers: The decoder layers.
+
+    Returns:
+        What gathers them, to be kept as long as the model is called.
+    """
+    _prepare()
+    import deepspeed
+
+    deepspeed.utils.set_z3_leaf_modules(model, list({type(layer) for layer in layers}))
+    engine, *_ = deepspeed.initialize(model=model, config=dict(config), dist_init_required=False)
+    return engine
+
+
+def whole_weights(model: nn.Module, names: Collection[str] | None = None) -> Iterator[tuple[str, Tensor | None]]:
+    """Parameters one after another, each whole on rank 0 for its turn; None on the others, which go through them too.
+
+    Args:
+        model: Shared by ZeRO or not.
+        names: Of these alone.
+    """
+    import deepspeed
+
+    main = distributed.get_rank() == 0
+    for name, parameter in model.named_parameters():
+        if names is not None and name not in names:
+            continue
+        shared = hasattr(parameter, "ds_id")
+        with deepspeed.zero.GatheredParameters([parameter]) if shared else nullcontext():
+            found = parameter.detach().to("cpu", copy=shared) if main else None
+        yield name, found
 
 
 def _needs_gradient(module: nn.Module, args: Any, out: Tensor) -> None:

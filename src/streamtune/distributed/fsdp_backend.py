@@ -8,16 +8,16 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Collection, Iterable, Iterator
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import torch
 from torch import Tensor, distributed, nn
-from torch.distributed.fsdp import fully_shard
+from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
-__all__ = ["FsdpBackend"]
+__all__ = ["FsdpBackend", "share_layer", "whole_weights"]
 
 
 def _offset(parameter: Tensor) -> int:
@@ -25,6 +25,37 @@ def _offset(parameter: Tensor) -> int:
     assert isinstance(parameter, DTensor)
     _, first = compute_local_shape_and_global_offset(parameter.shape, parameter.device_mesh, parameter.placements)
     return int(first[0]) * math.prod(parameter.shape[1:])
+
+
+def share_layer(module: nn.Module, layers: Iterable[nn.Module]) -> None:
+    """Hand out the weights that rank 0 has of a module; of a decoder layer, each rank keeps its part.
+
+    What is outside of the layers is one group, which :class:`FsdpBackend` shares when all of it is there.
+
+    Args:
+        module: Its weights are rank 0's, and room for them elsewhere.
+        layers: The decoder layers.
+    """
+    for parameter in module.parameters():
+        if not isinstance(parameter, DTensor):
+            distributed.broadcast(parameter.data, 0)
+    if any(module is layer for layer in layers):
+        fully_shard(module)
+
+
+def whole_weights(model: Any, names: Collection[str] | None = None) -> Iterator[tuple[str, Tensor | None]]:
+    """Parameters one after another, each whole on rank 0 for its turn; None on the others, which go through them too.
+
+    Args:
+        model: Shared.
+        names: Of these alone.
+    """
+    model.reshard()  # what a forward without backward leaves gathered
+    for name, parameter in model.named_parameters():
+        if names is None or name in names:
+            values: Any = parameter.detach()
+            whole = values.full_tensor() if isinstance(values, DTensor) else values
+            yield name, whole.cpu() if distributed.get_rank() == 0 else None
 
 
 class FsdpBackend:
@@ -40,7 +71,8 @@ class FsdpBackend:
         self, model: Any, make_optimizer: Callable[[Any], torch.optim.Optimizer], layers: Iterable[nn.Module]
     ) -> None:
         for layer in layers:
-            fully_shard(layer)
+            if not isinstance(layer, FSDPModule):  # its weights may have come shared
+                fully_shard(layer)
         fully_shard(model)
         self.model = model
         self.optimizer = make_optimizer(model)
@@ -109,15 +141,20 @@ class FsdpBackend:
 
     def weights(self, names: Collection[str] | None = None) -> Iterator[tuple[str, Tensor | None]]:
         """See :class:`streamtune.train.Backend`."""
-        self._let_go()
-        for name, parameter in self.model.named_parameters():
-            if names is None or name in names:
-                whole = parameter.detach().full_tensor() if isinstance(parameter, DTensor) else parameter.detach()
-                yield name, whole.cpu() if distributed.get_rank() == 0 else None
+        return whole_weights(self.model, names)
 
     def _let_go(self) -> None:
         """Of what a forward without backward leaves gathered: parameters are those the optimizer knows again."""
         self.model.reshard()
+
+    @contextmanager
+    def called_directly(self) -> Iterator[None]:
+        """See :class:`streamtune.train.Backend`. What is outside of the layers is gathered by a call of the whole."""
+        self.model.unshard()
+        try:
+            yield
+        finally:
+            self.model.reshard()
 
     def close(self) -> None:
         """Nothing to let go of."""

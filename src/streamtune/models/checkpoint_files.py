@@ -55,7 +55,8 @@ class CheckpointFiles:
         self._gives: dict[str, str] = {}
         """Parameter -> the first parameter of the conversion that gives it."""
         self._aliases: dict[str, str] = {}
-        self._dtypes: dict[str, torch.dtype] = {}
+        self.dtypes: dict[str, torch.dtype] = {}
+        """Parameter or buffer -> dtype; known once it is prepared."""
         self._model: PreTrainedModel | None = None
 
     def dtype(self) -> torch.dtype:
@@ -77,7 +78,7 @@ class CheckpointFiles:
         state = model.state_dict(keep_vars=True)
         first: dict[int, str] = {}
         self._aliases = {name: first.setdefault(id(value), name) for name, value in state.items()}
-        self._dtypes = _dtypes(model, state)
+        self.dtypes = _dtypes(model, state)
         mapping = get_model_conversion_mapping(model)
         renamings = [entry for entry in mapping if isinstance(entry, WeightRenaming)]
         converters = [entry for entry in mapping if isinstance(entry, WeightConverter)]
@@ -91,7 +92,7 @@ class CheckpointFiles:
                 continue  # the model has no use for it
             made = WeightRenaming(key, name) if pattern is None else copy.deepcopy(by_pattern[pattern])
             load = self._loads.setdefault(name, made)
-            load.add_tensor(name, key, pattern or key, partial(self._tensor, key, self._dtypes[name]))
+            load.add_tensor(name, key, pattern or key, partial(self._tensor, key, self.dtypes[name]))
         # Kept as `from_pretrained` keeps it: what is saved is converted back.
         model._weight_conversions = [conversion for conversion in mapping if conversion.was_used()]
         self._link(state)
@@ -146,7 +147,7 @@ class CheckpointFiles:
     def _tensor(self, key: str, dtype: torch.dtype) -> Tensor:
         """A copy: a page of the file starts where the file has it, and kernels may round differently for that."""
         with safe_open(self._files[key], framework="pt") as file:
-            return file.get_tensor(key).to(dtype, copy=True)  # type: ignore[no-any-return]
+            return file.get_tensor(key).to(dtype, copy=True)
 
 
 def _may_lack(model: Any) -> Callable[[str], bool]:

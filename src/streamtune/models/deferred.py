@@ -1,7 +1,7 @@
 """A model whose weights come later, a layer at a time: what ranks that share the weights start from.
 
-The model is made with its parameters on ``meta`` (buffers are real). Its weights are in a :class:`Deferred` beside it:
-those of a checkpoint, read from its safetensors and converted as ``transformers`` converts them, or those that the plain
+The model is made with its parameters on ``meta`` (buffers are real). Its weights are in a :class:`Deferred`:
+those of a checkpoint, read from its safetensors and converted as ``transformers`` converts them, or those the plain
 model would have been given at random. Whoever shares the weights asks for those of one module, hands them out, and asks
 for the next: nobody holds the whole model.
 
@@ -44,32 +44,47 @@ class Deferred:
     Args:
         model: Without adapters; they may be put into it afterwards.
         open_source: Makes the source; called where it is first read from, which is on one rank.
+        dtypes: Of those that come in another dtype than the model was made in.
         note: What to know of how they come, or None.
     """
 
-    def __init__(self, model: PreTrainedModel, open_source: Callable[[], Source], note: str | None = None) -> None:
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        open_source: Callable[[], Source],
+        *,
+        dtypes: Mapping[str, torch.dtype] | None = None,
+        note: str | None = None,
+    ) -> None:
         self._places: dict[str, list[tuple[nn.Module, str]]] = {}
-        self._open, self.note = open_source, note
+        self._open: Callable[[], Source] | None = open_source
         self._source: Source | None = None
+        self.note = note
         first: dict[int, str] = {}
         for prefix, module in model.named_modules(remove_duplicate=False):
             for key, parameter in module._parameters.items():
                 if parameter is not None:
                     name = first.setdefault(id(parameter), f"{prefix}.{key}" if prefix else key)
                     self._places.setdefault(name, []).append((module, key))
+        self._awaited = set(self._places)
         for name in self._places:
             old = self.shape(name)
-            self._put(name, nn.Parameter(old.detach().to("meta"), requires_grad=old.requires_grad))
+            dtype = (dtypes or {}).get(name, old.dtype)
+            self._put(name, nn.Parameter(old.detach().to("meta", dtype), requires_grad=old.requires_grad))
         setattr(model, ATTRIBUTE, self)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> None:
         """A copy of the model is a shape, and has no weights to come."""
         return
 
-    def names_in(self, module: nn.Module) -> list[str]:
-        """The parameters of a module, and of those below it, whose weights are still to come."""
-        below = {id(each) for each in module.modules()}
+    def names_in(self, module: nn.Module, recurse: bool = True) -> list[str]:
+        """The parameters of a module (and of those below it) whose weights came, or are to come, from here."""
+        below = {id(each) for each in (module.modules() if recurse else (module,))}
         return [name for name, places in self._places.items() if any(id(owner) in below for owner, _ in places)]
+
+    def awaits(self, name: str) -> bool:
+        """Whether it is still to come: what is used in several places comes once."""
+        return name in self._awaited
 
     def read(self, names: Iterable[str]) -> dict[str, Tensor]:
         """Their values, on the CPU.
@@ -78,6 +93,7 @@ class Deferred:
             ArgumentError: The checkpoint lacks some.
         """
         if self._source is None:
+            assert self._open is not None
             self._source = self._open()
         return self._source.read(names)
 
@@ -86,7 +102,7 @@ class Deferred:
         old = self.shape(name)
         assert old.shape == values.shape, name
         self._put(name, nn.Parameter(values, requires_grad=old.requires_grad))
-        del self._places[name]
+        self._awaited.remove(name)
 
     def shape(self, name: str) -> nn.Parameter:
         """The parameter on ``meta``."""
@@ -97,8 +113,8 @@ class Deferred:
 
     def close(self) -> None:
         """All are placed."""
-        assert not self._places, f"{len(self._places)} parameters never came, such as {next(iter(self._places))}"
-        self._source = None
+        assert not self._awaited, f"{len(self._awaited)} parameters never came, such as {next(iter(self._awaited))}"
+        self._source = self._open = None
 
     @contextmanager
     def phantom(self) -> Iterator[None]:
@@ -123,7 +139,7 @@ def deferred_of(model: Any) -> Deferred | None:
     """The weights that are still to come into ``model``; None where it has them."""
     base = model.get_base_model() if hasattr(model, "get_base_model") else model
     found: Deferred | None = getattr(base, ATTRIBUTE, None)
-    return found if found is not None and found._places else None
+    return found if found is not None and found._awaited else None
 
 
 @contextmanager
@@ -166,7 +182,7 @@ def defer_load(name_or_path: str, *, dtype: str = "auto", trust_remote_code: boo
         if files.gives(name):  # small, and read by every rank
             owner, _, key = name.rpartition(".")
             model.get_submodule(owner)._buffers[key] = files.read([name])[name]
-    Deferred(model, lambda: files)
+    Deferred(model, lambda: files, dtypes=files.dtypes)
     return model.eval()
 
 
@@ -218,7 +234,7 @@ def defer_init(
         with RecordedInit(draw=False):
             model = make()
         note = f"{type(model).__name__} draws its weights in a way of its own: rank 0 makes it whole, on the host"
-        Deferred(model, lambda: _Whole(make()), note)
+        Deferred(model, lambda: _Whole(make()), note=note)
     return model
 
 

@@ -185,7 +185,8 @@ def plan_model(
     """
     shape = meta_copy(model)
     limits = _limits(recipe.engine, PlanOptions(), None, device)
-    if recipe.engine.device_memory == "auto":  # the weights are there already, and part of what a step holds
+    # The weights are part of what a step holds, and there already, unless they are still to come.
+    if recipe.engine.device_memory == "auto" and models.deferred_of(model) is None:
         limits = replace(limits, device_bytes=limits.device_bytes + held_bytes(model) + reference_bytes)
     rates = _rates_here(recipe, model, device, notify)
     workload = make_workload(recipe, shape, length, device, completions=completions, reference_bytes=reference_bytes)

@@ -25,10 +25,10 @@ from streamtune.plan import Plan
 from streamtune.plan.scored import Completions
 from streamtune.recipe.build import choose_device, quiet_libraries, stream_model
 from streamtune.recipe.build_batches import share_out
-from streamtune.recipe.build_model import choose_quantization
+from streamtune.recipe.build_model import choose_quantization, make_trial_model
 from streamtune.recipe.build_plan import plan_model
 from streamtune.recipe.build_settings import StepPlan, train_settings
-from streamtune.recipe.build_world import accumulation, make_backend, make_world, shares_weights
+from streamtune.recipe.build_world import accumulation, make_backend, make_world, share_reference, shares_weights
 from streamtune.recipe.dump import dump_recipe
 from streamtune.recipe.loader import LoadedRecipe
 from streamtune.recipe.schema import Recipe
@@ -81,8 +81,19 @@ class Start:
     identity: dict[str, Any]
     replaces: bool
     """Whether ``directory`` holds another run, which is moved aside first."""
+    shares_weights: bool
+    """Whether each rank holds a part of the weights."""
     continued: Mapping[Path, dict[str, Any]]
     """What is gone on with, and what it was started as."""
+
+    @property
+    def sharing(self) -> train.World | None:
+        """The ranks that share the weights; None where each has all of them."""
+        return self.world if self.shares_weights else None
+
+    def share(self, recipe: Recipe) -> Callable[[Any, Any], None]:
+        """Gives a reference its weights, of which each rank holds a part; does nothing to one that has them."""
+        return lambda model, layers: share_reference(recipe, model, layers, self.world, self.device)
 
     def with_data(self, fingerprint: str) -> None:
         """Take note of the data. Run settings were compared before it was read, with which it takes minutes.
@@ -198,9 +209,16 @@ def start_run(recipe: Recipe, resume: str, notify: Notify) -> Start:
         checkpoint=checkpoint,
         identity=_identify(recipe, quantization, world),
         replaces=before is not None and resume == "never",
+        shares_weights=shares_weights(recipe),
         continued=continued,
     )
     start._check()
+    if checkpoint is not None and train.ranks_of(checkpoint) != world.size:
+        ranks = train.ranks_of(checkpoint)
+        notify(
+            f"the checkpoint is of {ranks} rank{'' if ranks == 1 else 's'} and goes on with {world.size}: dropout "
+            "and other draws of the ranks are seeded anew, by the step and the rank"
+        )
     return start
 
 
@@ -283,14 +301,45 @@ def plan_and_stream(
             )
     handle = stream_model(recipe, model, memory.schedule if memory is not None else None)
     with doing("checking that this model streams exactly"):
-        handle.check()
-        check(handle)
+        _check_streams(recipe, model, handle, check, start, notify)
     with doing("setting up the optimizer"):  # after the checks: ranks that share the weights have them no longer whole
-        backend = make_backend(recipe, model, handle.layers, start.world)
+        backend = make_backend(recipe, model, handle.layers, start.world, start.device)
     if memory is not None and not dry_run and memory.schedule.uses_host:
         handle.tiers.reserve(memory.simulation.host_bytes, start.device)
     start.identity["schedule"] = asdict(handle.schedule)  # not compared: another gives the same gradient, to rounding
     return handle, backend, memory
+
+
+def _check_streams(
+    recipe: Recipe,
+    model: Any,
+    handle: StreamHandle,
+    check: Callable[[StreamHandle], None],
+    start: Start,
+    notify: Notify,
+) -> None:
+    """Check the model itself, or one of its configuration where its weights are still to come, in parts.
+
+    Raises:
+        UnsupportedModelError: It does not stream exactly.
+    """
+    if models.deferred_of(model) is None:
+        handle.check()
+        check(handle)
+        return
+
+    def check_small() -> int:
+        with stream_model(recipe, make_trial_model(recipe, model, start.device), handle.schedule) as small:
+            small.check()
+            check(small)
+            return len(small.layers)
+
+    # Ranks that share a sequence compute each call together; any other rank would find what rank 0 finds.
+    layers = check_small() if recipe.sequence_parallel_size > 1 else start.world.main(check_small)
+    notify(
+        f"the weights are shared between ranks: streaming was checked on a model of the same configuration with "
+        f"{layers} of the {len(handle.layers)} layers and random weights"
+    )
 
 
 def _one_level(recipe: Recipe) -> Recipe:
@@ -380,6 +429,8 @@ def _claimed(run: Run) -> Iterator[None]:
     with ExitStack() as held:
         text = dump_recipe(run.recipe, comment=f"resolved from {run.loaded.path}")
         run.start.world.main(lambda: held.enter_context(run.directory.claim(run.start.identity, text)))
+        if run.start.world.size > 1:
+            train.check_shared_folder(run.directory.path, run.start.world)
         yield
 
 
@@ -433,13 +484,13 @@ def _schedule(run: Run) -> Callable[[int], float]:
 
 def _finish(run: Run, writer: train.ModelWriter) -> str | None:
     """Write ``final/`` and return what the model says to the sample prompt."""
-    world, sample = run.start.world, run.recipe.sample
+    world, backend = run.start.world, run.backend
+    train.write_final_together(run.directory.final, writer, world)
+    sample = run.recipe.sample
+    if sample is None:
+        return None
 
-    def finish() -> str | None:
-        train.write_final(run.directory.final, writer)
-        if sample is None or world.size > 1:
-            return None
-        run.handle.remove()
+    def say() -> str:
         return models.sample_text(
             run.model,
             run.tokenizer,
@@ -449,13 +500,21 @@ def _finish(run: Run, writer: train.ModelWriter) -> str | None:
             seed=run.recipe.seed,
         )
 
-    with run.backend.whole():
-        return world.main(finish)
+    run.handle.remove()
+    if not run.start.shares_weights:
+        return world.main(say)
+    with backend.called_directly():  # all ranks compute each token together, and draw the same
+        return world.together(say)
 
 
 def _make_writer(run: Run) -> train.ModelWriter:
     saved = [p for p in run.model.parameters() if p.requires_grad or run.recipe.finetuning_type == "full"]
+    num_bytes = sum(models.count_weights(parameter) * parameter.element_size() for parameter in saved)
+    if not run.start.shares_weights:
+        return train.ModelWriter(lambda folder: models.save_pretrained(run.model, run.tokenizer, folder), num_bytes)
+    main = run.start.world.is_main
     return train.ModelWriter(
-        write=lambda folder: models.save_pretrained(run.model, run.tokenizer, folder),
-        num_bytes=sum(parameter.nbytes for parameter in saved),
+        lambda folder: models.save_gathered(run.model, run.tokenizer, folder, run.backend.weights, is_main=main),
+        num_bytes,
+        together=True,
     )

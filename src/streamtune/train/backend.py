@@ -53,7 +53,7 @@ class Backend(Protocol):
         ...
 
     def slices(self) -> Iterator[tuple[str, str, tuple[int, ...], int, Tensor]]:
-        """The optimizer's state that this rank writes, see ``slices.Slice``: all ranks together have each value once."""
+        """The state that this rank writes, see ``slices.Slice``: all ranks together have each value once."""
         ...
 
     def load_slices(self, saved: SliceReader) -> None:
@@ -69,6 +69,10 @@ class Backend(Protocol):
 
         Called by all ranks, and gone through to the end by all of them; None on the others.
         """
+        ...
+
+    def called_directly(self) -> AbstractContextManager[Any]:
+        """Within, the model may be called in pieces of its own (to write text), by all ranks in step; no gradients."""
         ...
 
     def close(self) -> None:
@@ -133,6 +137,10 @@ class LocalBackend:
     def weights(self, names: Collection[str] | None = None) -> Iterator[tuple[str, Tensor | None]]:
         """See :class:`Backend`."""
         return ((name, x.detach()) for name, x in self.model.named_parameters() if names is None or name in names)
+
+    def called_directly(self) -> AbstractContextManager[Any]:
+        """See :class:`Backend`."""
+        return nullcontext()
 
     def close(self) -> None:
         """See :class:`Backend`."""

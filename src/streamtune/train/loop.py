@@ -11,7 +11,7 @@ from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from streamtune.engine import StreamHandle
-from streamtune.train.backend import Backend
+from streamtune.train.backend import Backend, LocalBackend
 from streamtune.train.batch import MicroBatch, StepStream, counted
 from streamtune.train.checkpoint import Checkpoint, ModelWriter, rotate, save_checkpoint
 from streamtune.train.memory import GIB, peak_memory_bytes
@@ -22,7 +22,9 @@ from streamtune.train.records import append_event, append_record, cut_after_step
 from streamtune.train.rng import RngState, capture_rng, restore_rng, seed_everything
 from streamtune.train.routers import StepRouters
 from streamtune.train.rundir import RunDirectory
+from streamtune.train.sharded_checkpoint import ranks_of, rng_of_rank, save_sharded
 from streamtune.train.signals import StopRequest
+from streamtune.train.slices import SliceReader
 from streamtune.train.step import (
     TrainSettings,
     accumulate_gradients,
@@ -106,7 +108,7 @@ def train(
     """
     model = backend.model
     seed_everything(settings.seed, world.rank)
-    state = Progressed() if resume_from is None else resume(resume_from, backend, steps)
+    state = Progressed() if resume_from is None else resume(resume_from, backend, steps, settings.seed, world)
     if world.is_main:
         cut_after_step(run.metrics, state.step, evaluated=not state.eval_due)
     position = Position(capture_rng(), steps.state_dict())
@@ -211,34 +213,39 @@ def save(
     world: World,
 ) -> Checkpoint:
     """Commit a checkpoint of ``state``, from which the next step starts at ``position``. Called by all ranks."""
-    tensors = backend.optimizer_tensors()
-
-    def write() -> Checkpoint:
+    values = {
+        "step": state.step,
+        "progressed": asdict(state),
+        "stream": position.stream,
+        "identity": dict(identity),
+    }
+    if isinstance(backend, LocalBackend):
+        tensors = backend.optimizer_tensors()
         checkpoint = save_checkpoint(
-            run.checkpoints,
-            state={
-                "step": state.step,
-                "progressed": asdict(state),
-                "stream": position.stream,
-                "identity": dict(identity),
-            },
-            rng=position.rng,
-            optimizer_tensors=tensors,
-            writer=writer,
+            run.checkpoints, state=values, rng=position.rng, optimizer_tensors=tensors, writer=writer
         )
+    else:
+        checkpoint = save_sharded(
+            run.checkpoints, world=world, backend=backend, state=values, rng=position.rng, writer=writer
+        )
+    if world.is_main:
         append_event(run.events, "checkpoint", step=state.step, folder=str(checkpoint.path))
         draw_loss(read_records(run.metrics), run.loss_plot, title=run.path.name)
-        return checkpoint
-
-    with backend.whole():
-        return world.main(write)
+    return checkpoint
 
 
-def resume(checkpoint: Checkpoint, backend: Backend, steps: StepStream) -> Progressed:
-    """Put optimizer, data and random state to where ``checkpoint`` left them, and return how far it had come."""
-    backend.load_optimizer_tensors(checkpoint.optimizer_tensors())
+def resume(checkpoint: Checkpoint, backend: Backend, steps: StepStream, seed: int, world: World) -> Progressed:
+    """Put optimizer, data and random state to where ``checkpoint`` left them, and return how far it had come.
+
+    Every rank goes on with its own random state. Where other ranks wrote the checkpoint there is none for each, and
+    all are seeded anew, by the step and the rank.
+    """
+    world.together(lambda: backend.load_slices(SliceReader(checkpoint.path)))
     steps.load_state_dict(checkpoint.state["stream"])
-    restore_rng(checkpoint.rng())
+    if ranks_of(checkpoint) == world.size:
+        restore_rng(rng_of_rank(checkpoint, world.rank))
+    else:
+        seed_everything(seed, world.rank, checkpoint.step)
     return Progressed(**checkpoint.state["progressed"])
 
 

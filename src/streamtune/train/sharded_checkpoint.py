@@ -32,6 +32,7 @@ from streamtune.train.checkpoint import (
     ModelWriter,
     checkpoint_path,
     previous_checkpoints,
+    write_final,
     write_json,
     write_manifest,
 )
@@ -40,7 +41,7 @@ from streamtune.train.slices import write_index, write_slices
 from streamtune.train.staging import commit_directory, free_bytes, fsync_path, write_error
 from streamtune.train.world import World
 
-__all__ = ["check_shared_folder", "ranks_of", "rng_of_rank", "save_sharded", "write_together"]
+__all__ = ["check_shared_folder", "ranks_of", "rng_of_rank", "save_sharded", "write_final_together"]
 
 
 def save_sharded(
@@ -87,7 +88,7 @@ def save_sharded(
         staged = world.main(lambda: explained(begin))
         entries = world.together(lambda: explained(lambda: _write_own(staged, world.rank, backend, rng)))
         every = [entry for found in world.collect(entries) for entry in found]
-        write_together(writer, staged / "model", world, explained)
+        _write_model(writer, staged / "model", world, explained)
         common = {**state, "ranks": world.size, "rng": rng.plain}
 
         def commit() -> None:
@@ -100,7 +101,7 @@ def save_sharded(
     return Checkpoint(target, common)
 
 
-def write_together(
+def _write_model(
     writer: ModelWriter, folder: Path, world: World, explained: Callable[[Callable[[], Any]], Any]
 ) -> None:
     """Have the model written by rank 0 where it has all of it, and by all ranks where none has."""
@@ -108,6 +109,29 @@ def write_together(
         world.together(lambda: explained(lambda: writer.write(folder)))
     else:
         world.main(lambda: explained(lambda: writer.write(folder)))
+
+
+def write_final_together(target: Path, writer: ModelWriter, world: World) -> None:
+    """Write the trained model to ``target``, whole or not at all. Called by all ranks.
+
+    Raises:
+        CheckpointError: It cannot be written.
+    """
+    if not writer.together:
+        world.main(lambda: write_final(target, writer))
+        return
+
+    def explained(work: Callable[[], Any]) -> Any:
+        try:
+            return work()
+        except (OSError, SafetensorError) as error:
+            safe = "the run's last checkpoint is intact"
+            raise write_error(error, target, needed=writer.num_bytes, safe=safe) from error
+
+    with ExitStack() as staging:
+        staged = world.main(lambda: explained(lambda: staging.enter_context(commit_directory(target))))
+        _write_model(writer, staged, world, explained)
+        world.main(lambda: explained(lambda: staging.pop_all().close()))
 
 
 def _write_own(staged: Path, rank: int, backend: Backend, rng: RngState) -> list[Any]:

@@ -99,17 +99,19 @@ class World:
             result = work()
         except Exception as failed:
             error = failed
-        outcomes = self.collect(None if error is None else (type(error).__name__, error if isinstance(error, StreamTuneError) else None, str(error)))
+        told = error if isinstance(error, StreamTuneError) else None  # any other may not be for another process
+        outcomes = self.collect(None if error is None else (type(error).__name__, told, str(error)))
         if error is not None:
             raise error
         first = next((rank for rank, outcome in enumerate(outcomes) if outcome is not None), None)
         if first is not None:
-            kind, failed, text = outcomes[first] or ("", None, "")
-            if isinstance(failed, StreamTuneError):
-                failed.what = f"rank {first}: {failed.what}"
-                raise failed
+            kind, theirs, text = outcomes[first] or ("", None, "")
+            if isinstance(theirs, StreamTuneError):
+                theirs.what = f"rank {first}: {theirs.what}"
+                raise theirs
             raise RunError(f"rank {first} failed: {kind}: {text}")
         return result
+
     def share(self, work: Callable[[], T]) -> list[T]:
         """What ``work()`` gives on each data rank, in their order; every rank does its own.
 
