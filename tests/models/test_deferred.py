@@ -23,12 +23,13 @@ TINY: dict[str, Any] = {
     "num_key_value_heads": 2,
     "head_dim": 8,
 }
+PLAIN = {key: value for key, value in TINY.items() if key != "head_dim"}
 FAMILIES: dict[str, dict[str, Any]] = {
     "qwen3": TINY,
     "llama": {**TINY, "tie_word_embeddings": True},
     "gpt2": {"vocab_size": 64, "n_embd": 32, "n_layer": 2, "n_head": 4, "bos_token_id": 1, "eos_token_id": 1},
     "gemma2": TINY,
-    "qwen3_moe": {**TINY, "num_experts": 4, "moe_intermediate_size": 16, "decoder_sparse_step": 1},
+    "qwen3_moe": {**PLAIN, "num_experts": 4, "moe_intermediate_size": 16, "decoder_sparse_step": 1},
     "gpt_oss": {**TINY, "num_local_experts": 4, "num_experts_per_tok": 2, "pad_token_id": 0},
     "mamba2": {"vocab_size": 64, "hidden_size": 32, "num_hidden_layers": 2, "num_heads": 4, "head_dim": 16},
 }
