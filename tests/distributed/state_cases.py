@@ -100,7 +100,8 @@ def memory(case: dict[str, Any]) -> dict[str, Any]:
         deepspeed="zero3" if case["layout"] == "zero3" else None,
         fsdp=case["layout"] == "fsdp",
     )
-    before = _live_bytes()
+    gc.collect()
+    gc.freeze()  # what is there already is not looked at
     model = models.defer_load(str(folder / "whole"))
     layers = decoder_layers(model)
     peak = 0
@@ -108,15 +109,15 @@ def memory(case: dict[str, Any]) -> dict[str, Any]:
     def watched(share: Callable[[Any], None]) -> Callable[[Any], None]:
         def shared(module: Any) -> None:
             nonlocal peak
-            peak = max(peak, _live_bytes() - before)
+            peak = max(peak, _live_bytes())
             share(module)
-            peak = max(peak, _live_bytes() - before)
+            peak = max(peak, _live_bytes())
 
         return shared
 
     share = _share_of(recipe, model, layers, world)
     fill_model(model, layers, world, torch.device("cpu"), watched(share))
-    after = _live_bytes() - before
+    after = _live_bytes()
     backend = make_backend(recipe, model, layers, world, torch.device("cpu"))
     held, written = _live_bytes(), 0
 
@@ -133,6 +134,7 @@ def memory(case: dict[str, Any]) -> dict[str, Any]:
     target = folder / f"again-{case['layout']}"
     save_gathered(model, Tokenizer(), target, weights, is_main=world.is_main, shard_bytes=20_000)  # type: ignore[arg-type]
     backend.close()
+    gc.unfreeze()
     whole = sum(x.nbytes for x in load_file(folder / "whole" / "model.safetensors").values())
     return {"whole": whole, "loading": world.collect(peak), "held": world.collect(after), "writing": written}
 
@@ -147,8 +149,7 @@ def _share_of(recipe: Recipe, model: Any, layers: Any, world: train.World) -> Ca
 
 
 def _live_bytes() -> int:
-    """Of the storages of all tensors there are in this process, on the CPU."""
-    gc.collect()
+    """Of the storages of all new tensors there are in this process, on the CPU."""
     tensors = [x for x in gc.get_objects() if issubclass(type(x), Tensor) and type(x) is not DTensor]
     storages = {x.untyped_storage()._cdata: x.untyped_storage() for x in tensors if x.device.type == "cpu"}
     return sum(storage.nbytes() for storage in storages.values())

@@ -27,17 +27,24 @@ SHARED = ["zero3", "fsdp"]
 SETTINGS: dict[str, dict[str, Any]] = {
     "plain": {},
     "bf16": {"dtype": "bfloat16"},
+    "dpo": {"sample": {"prompt": "Add 3.", "max_new_tokens": 5}},
     "lora": {"finetuning_type": "lora", "lora_dropout": 0.2, "lora_r": 4},
     "tied": {"model.init.tie_word_embeddings": True},
     "dropout": {"model.init.attention_dropout": 0.2},
 }
+DPO = {"objective": "dpo", "recipe": "dpo.yaml"}
 
 
 def prepare(folder: Path) -> None:
     """Rows, a recipe of four steps saved after two, and a model of eight layers."""
     write_rows(folder, 40)
     steps = {"max_steps": 4, "save_steps": 2, "train_batch_size": 8, "per_device_train_batch_size": 2}
-    write_recipe(folder, {**RECIPE, **steps, "max_length": 128, "engine": FIXED, "device": "cpu", "seed": 3})
+    recipe = {**RECIPE, **steps, "max_length": 128, "engine": FIXED, "device": "cpu", "seed": 3}
+    pairs = [{"prompt": f"Add {n}.", "chosen": f"a + {n}\n" * (1 + n % 3), "rejected": f"no {n}"} for n in range(24)]
+    (folder / "pairs.jsonl").write_text("".join(json.dumps(pair) + "\n" for pair in pairs))
+    write_recipe(folder, {**recipe, "objective": "dpo", "datasets": [{"path": "pairs.jsonl"}]})
+    (folder / "tiny.yaml").rename(folder / "dpo.yaml")
+    write_recipe(folder, recipe)
     with torch.random.fork_rng():
         torch.manual_seed(0)
         config = Qwen3Config(**{**QWEN3, "num_hidden_layers": 8}, vocab_size=96, tie_word_embeddings=True)
@@ -98,18 +105,23 @@ def test_what_two_ranks_save_any_layout_goes_on_with(tmp_path: Path) -> None:
         go_on(tmp_path, "zero3", "zero1"),
         go_on(tmp_path, "fsdp", "one"),
         go_on(tmp_path, "zero2", "ddp"),
+        *(begin(tmp_path, layout, "dpo", **DPO) for layout in ("one", "zero3")),
         begin(tmp_path, "zero3", "lora"),
         go_on(tmp_path, "zero3", "zero3", "lora"),
         *({"what": "memory", "folder": str(tmp_path), "layout": layout} for layout in SHARED),
         {"what": "failure", "folder": str(tmp_path)},
         {"what": "apart", "folder": str(tmp_path)},
     ]
-    raw = run_ranks(2, "tests.distributed.state_cases", cases)
+    raw = run_ranks(2, "tests.distributed.state_cases", cases, 600)
     found = by_output(raw)
     check(found, found)
     for layout in ("zero2", "zero3", "fsdp"):
         assert found[f"plain-{layout}"]["losses"] == pytest.approx(found["plain-one"]["losses"], rel=1e-5)
         loads(tmp_path, f"plain-{layout}")
+    # The reference is in parts as well, and all ranks write the sample together: what one device writes.
+    assert found["dpo-zero3"]["losses"] == pytest.approx(found["dpo-one"]["losses"], rel=1e-5)
+    assert found["dpo-zero3"]["notes"][-1] == found["dpo-one"]["notes"][-1]
+    assert found["dpo-one"]["notes"][-1].startswith("sample: ")
     assert any("seeded anew" in note for note in found["plain-one-zero3"]["notes"])
     _check_memory(tmp_path, [result for case, result in raw.items() if json.loads(case).get("what") == "memory"])
     assert found["failure"]["said"][1].startswith(("no room", "cannot write"))
@@ -136,15 +148,21 @@ def _check_memory(folder: Path, found: list[dict[str, Any]]) -> None:
 @pytest.mark.slow
 def test_every_layout_goes_on_with_every_other(tmp_path: Path) -> None:
     prepare(tmp_path)
-    everywhere = ["one", *ENGINES]
+    everywhere = ["one", *ENGINES, "zero3_offload"]
     cases: Cases = [begin(tmp_path, layout) for layout in everywhere]
     cases += [go_on(tmp_path, before, layout) for before in everywhere for layout in everywhere]
     for kind in ("bf16", "lora", "tied", "dropout"):
-        cases += [begin(tmp_path, layout, kind) for layout in ENGINES]
+        cases += [begin(tmp_path, layout, kind) for layout in ("one", *ENGINES)]
         cases += [go_on(tmp_path, layout, layout, kind) for layout in ENGINES]
         cases += [go_on(tmp_path, a, b, kind) for a, b in (("zero3", "zero1"), ("zero2", "fsdp"), ("fsdp", "zero3"))]
-    found = by_output(run_ranks(2, "tests.distributed.state_cases", cases, 1800))
+    cases += [begin(tmp_path, layout, "dpo", **DPO) for layout in ("one", *ENGINES)]
+    found = by_output(run_ranks(2, "tests.distributed.state_cases", cases, 3600))
     check(found, found)
+    for name, result in found.items():
+        kind = name.split("-")[0]
+        assert result["final"].keys() == found[f"{kind}-one"]["final"].keys(), name
+        if kind == "dpo":
+            assert result["notes"][-1] == found["dpo-one"]["notes"][-1], name
 
 
 @pytest.mark.slow

@@ -323,7 +323,8 @@ def _check_streams(
     Raises:
         UnsupportedModelError: It does not stream exactly.
     """
-    if models.deferred_of(model) is None:
+    deferred = models.deferred_of(model)
+    if deferred is None:
         handle.check()
         check(handle)
         return
@@ -336,6 +337,8 @@ def _check_streams(
 
     # Ranks that share a sequence compute each call together; any other rank would find what rank 0 finds.
     layers = check_small() if recipe.sequence_parallel_size > 1 else start.world.main(check_small)
+    if deferred.note is not None:
+        notify(deferred.note)
     notify(
         f"the weights are shared between ranks: streaming was checked on a model of the same configuration with "
         f"{layers} of the {len(handle.layers)} layers and random weights"
