@@ -12,6 +12,7 @@ PUBLIC = {
     "streamtune": {
         "RouterLoss",
         "Schedule",
+        "SequenceParallel",
         "StreamHandle",
         "__version__",
         "linear_cross_entropy",
@@ -61,6 +62,7 @@ PUBLIC = {
         "Branches",
         "RouterLoss",
         "Schedule",
+        "SequenceParallel",
         "StreamHandle",
         "TokenScores",
         "balance_coefficient",

@@ -33,6 +33,7 @@ RECIPE: dict[str, Any] = {
     "max_prompt_length": 40,
     "max_completion_length": 6,
     "reward_funcs": ["rewards.py:low_tokens"],
+    "allow_code": True,
     "num_generations": 4,
     "per_device_train_batch_size": 6,
     "gradient_accumulation_steps": 2,
@@ -266,7 +267,7 @@ def test_rewards_that_are_all_equal_are_counted_and_end_the_run_after_a_while(
     ("settings", "what", "where"),
     [
         ({"max_prompt_length": 8}, "prompts have more than max_prompt_length = 8 tokens", "demo-arithmetic:row"),
-        ({"reward_funcs": ["unit_tests"]}, "runs code that the model writes", "--set"),
+        ({"reward_funcs": ["unit_tests"], "allow_code": False}, "runs code that the model writes", "--set"),
         ({"reward_funcs": ["exact_mach"]}, "no built-in reward is called 'exact_mach'", "--set"),
         ({"reward_funcs": ["rewards.py:wants_more"]}, "reads the column 'difficulty'", "rewards.py"),
         ({"use_vllm": True}, "'use_vllm: true' needs", "--set"),

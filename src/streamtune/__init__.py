@@ -12,16 +12,26 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from streamtune.engine import RouterLoss, Schedule, StreamHandle, stream
+    from streamtune.engine import RouterLoss, Schedule, SequenceParallel, StreamHandle, stream
     from streamtune.ops import linear_cross_entropy, token_logprobs
 
-__all__ = ["RouterLoss", "Schedule", "StreamHandle", "__version__", "linear_cross_entropy", "stream", "token_logprobs"]
+__all__ = [
+    "RouterLoss",
+    "Schedule",
+    "SequenceParallel",
+    "StreamHandle",
+    "__version__",
+    "linear_cross_entropy",
+    "stream",
+    "token_logprobs",
+]
 
 __version__ = "0.1.0"
 
 _HOMES = {
     "RouterLoss": "streamtune.engine",
     "Schedule": "streamtune.engine",
+    "SequenceParallel": "streamtune.engine",
     "StreamHandle": "streamtune.engine",
     "stream": "streamtune.engine",
     "linear_cross_entropy": "streamtune.ops",

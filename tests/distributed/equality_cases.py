@@ -20,7 +20,7 @@ from streamtune.data import Tree, assign_rows, collate
 from streamtune.data.store import Example
 from streamtune.recipe import DpoRecipe, Recipe
 from streamtune.recipe.build_preference import PairObjective, PreferenceBatch, tree_batch
-from streamtune.recipe.build_world import make_backend
+from streamtune.recipe.build_world import make_backend, sequence_ranks
 from streamtune.train.routers import StepRouters
 from streamtune.train.step import accumulate_gradients
 from tests.exactness.families import VOCAB, build
@@ -44,6 +44,7 @@ def run(case: dict[str, Any]) -> dict[str, Any]:
         deepspeed=case["engine"] if case["engine"].startswith("zero") else None,
         fsdp=case["engine"] == "fsdp",
         sequence_parallel_size=world.sequence_size,
+        sequence_parallel=case.get("form", "auto"),
     )
     model = build(case.get("family", "llama"), **case.get("settings", {})).train()
     if recipe.finetuning_type == "lora":
@@ -56,8 +57,10 @@ def run(case: dict[str, Any]) -> dict[str, Any]:
         for parameter in reference.parameters():
             parameter.add_(0.02)
     chunk = case.get("chunk", 5)
-    handle = streamtune.stream(model, schedule=streamtune.Schedule(chunk_size=chunk, head_chunk_size=7))
-    beside = streamtune.stream(reference, schedule=handle.schedule)
+    shared = sequence_ranks(recipe, world)
+    schedule = streamtune.Schedule(chunk_size=chunk, head_chunk_size=7)
+    handle = streamtune.stream(model, schedule=schedule, sequence_parallel=shared)
+    beside = streamtune.stream(reference, schedule=schedule, sequence_parallel=shared)
     backend = make_backend(recipe, model, handle.layers, world)
     truth = _Truth(plain, recipe, reference)
     objective: train.Objective

@@ -97,6 +97,7 @@ FORMULAS: dict[str, Formula] = {
 }
 """Scores of chosen and rejected, the recipe -> the loss."""
 
+ILL_CONDITIONED = {"copg"}
 NEEDS_NONE, PER_TOKEN = {"orpo", "simpo", "cpo"}, {"orpo", "simpo", "ipo"}
 LOSSES: list[dict[str, Any]] = [
     *({"loss_type": name} for name in FORMULAS if name not in ("robust", "exo_pair")),
@@ -255,8 +256,10 @@ def compare(
     family: str = "qwen3",
     **settings: Any,
 ) -> None:
-    """Ours equals what was written by hand, in fp32."""
+    """Ours equals what was written by hand, in fp32; in fp64 what squares a difference of large sums."""
     model, reference = models(family, **settings)
+    if recipe.loss_type in ILL_CONDITIONED:
+        model, reference = model.double(), reference.double()
     trees = pairs()
     want_loss, want = plain(model, reference, trees, recipe)
     parts, start = [], 0
@@ -271,7 +274,8 @@ def compare(
         ):
             asked = train.ModelReference(reference, h) if needed else None
             score, got = ours(model, handle, asked, parts, recipe, layout)
-        assert score.loss == pytest.approx(want_loss, rel=5e-6, abs=1e-6), schedule
+        digits = 1e-9 if recipe.loss_type in ILL_CONDITIONED else 1e-6
+        assert score.loss == pytest.approx(want_loss, rel=5 * digits, abs=digits), schedule
         assert worst(got, want) <= BOUND, (schedule, errors(got, want))
 
 

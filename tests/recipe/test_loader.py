@@ -156,7 +156,6 @@ def test_byte_order_mark_and_windows_line_ends(tmp_path):
         ("seed: 99999999999999999999\n", 4, "'seed' takes a whole number of at least 0", ""),
         ("sample: {max_new_tokens: 5}\n", 4, "'sample.prompt' is missing", "add prompt: ..."),
         ("report_to: [wandb]\n", 4, "reporting to 'wandb' is not in this release", "write []"),
-        ("deepspeed: zero2\n", 4, "'deepspeed' is not in this release", "delete the line"),
         ("finetuning_type: freeze\n", 4, "'finetuning_type: freeze' is not in this release", "write lora or full"),
         ("finetuning_type: qlora\nquantization: int4\n", 5, "'quantization: int4' is not in this release", "write nf4"),
         ("finetuning_type: qlora\nquantization: fp4\n", 5, "'quantization' takes", ""),

@@ -82,7 +82,6 @@ def test_another_model_by_setting(write):
         ("datasets.3.path=x", "'datasets' has 1 entries", ""),
         ("datasets.path=x", "'datasets' has no 'path'", "set it as a whole"),
         ("seed.x=1", "'seed' takes a whole number of at least 0 and below 4294967296; found keys", ""),
-        ("deepspeed=zero2", "'deepspeed' is not in this release", "delete the line"),
         ("offload=disk", "'engine.offload: disk' needs the directory of its file", "add offload_dir"),
         ("finetuning_type=freeze", "'finetuning_type: freeze' is not in this release", "write lora or full"),
         ("quantization=int4", "'quantization: int4' is not in this release", "write nf4"),

@@ -7,6 +7,7 @@ import sys
 from collections.abc import Sequence
 
 from streamtune.errors import StreamTuneError
+from streamtune.network import go_offline, is_offline, keep_private
 from streamtune.quiet import hush_imports
 
 from .allocator import grow_segments
@@ -25,11 +26,14 @@ def main(argv: Sequence[str] | None = None) -> None:
         argv: Arguments without the program's name; ``sys.argv`` by default.
     """
     grow_segments()
+    keep_private()
     if "--debug" not in (sys.argv if argv is None else argv):
         hush_imports()
     arguments = list(sys.argv[1:] if argv is None else argv)
     debug = "--debug" in arguments
-    arguments = [argument for argument in arguments if argument != "--debug"]
+    if "--offline" in arguments or is_offline():
+        go_offline()
+    arguments = [argument for argument in arguments if argument not in ("--debug", "--offline")]
     try:
         try:
             app(arguments, prog_name="streamtune")

@@ -48,6 +48,12 @@ def streamtune(
     debug: Annotated[
         bool, typer.Option("--debug", help="Show the traceback of an error; may stand anywhere.", show_default=False)
     ] = False,
+    offline: Annotated[
+        bool,
+        typer.Option(
+            "--offline", help="Connect to nothing: local files and caches only; may stand anywhere.", show_default=False
+        ),
+    ] = False,
 ) -> None:
     """Fine-tune language models on very long sequences, with the exact gradient."""
 

@@ -11,12 +11,12 @@ from typing import TYPE_CHECKING, Annotated, Any, cast
 import typer
 
 from streamtune.errors import ArgumentError, did_you_mean
-from streamtune.recipe import load_recipe
 from streamtune.sizes import parse_size
 
 from .bench_screens import bench_screen, describe_bench, table_screen
 from .console import err, out, print_json, print_note
 from .options import JsonOption, RecipeArgument, SetOption
+from .reading import read_recipe
 
 if TYPE_CHECKING:
     from streamtune.plan import Mode
@@ -100,7 +100,7 @@ def bench(
         raise ArgumentError(
             f"there is no table {table!r}", mend=nearest or f"choose from {', '.join(filter(None, LENGTHS))}"
         )
-    loaded = load_recipe(recipe, set_ or [])
+    loaded = read_recipe(recipe, set_ or [])
     os.environ.setdefault("OMP_WAIT_POLICY", "passive")  # read when torch is imported, here and in the processes
     folder = output_dir or Path(loaded.recipe.output_dir)
     folder.mkdir(parents=True, exist_ok=True)

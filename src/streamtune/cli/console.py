@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 from collections.abc import Iterable
-from pathlib import Path
 from typing import Any
 
 from rich.console import Console, Group, RenderableType
@@ -14,21 +14,34 @@ from rich.table import Table
 from rich.text import Text
 
 from streamtune.errors import RecipeError, StreamTuneError, UserError
+from streamtune.secrets import redact, redact_values
 
-__all__ = ["err", "error_panel", "error_text", "out", "print_error", "print_json", "print_note", "print_rows"]
+__all__ = ["err", "error_panel", "error_text", "out", "plain", "print_error", "print_json", "print_note", "print_rows"]
 
 out = Console(highlight=False)
 err = Console(stderr=True, highlight=False)
+SHOWN_BYTES = 64 * 1024
+"""A recipe is no longer; more of a file is not read to show a line of it."""
+_CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u200e\u200f\u202a-\u202e\u2066-\u2069\ud800-\udfff]")
+
+_UNPRINTABLE = re.compile(r"[\x7f-\x9f\u200e\u200f\u202a-\u202e\u2066-\u2069\ud800-\udfff]")
+"""Of these, what JSON does not escape by itself."""
+
+
+def plain(text: str) -> str:
+    """Text that is safe to show: no secrets, nothing that a terminal obeys (escapes, changes of direction)."""
+    return _CONTROL.sub(lambda found: found[0].encode("unicode_escape").decode(), redact(text))
 
 
 def print_json(document: Any) -> None:
     """Print one JSON document on stdout, without colour or wrapping."""
-    print(json.dumps(document, indent=2, ensure_ascii=False))
+    text = json.dumps(redact_values(document), indent=2, ensure_ascii=False)
+    print(_UNPRINTABLE.sub(lambda found: f"\\u{ord(found[0]):04x}", text))
 
 
 def print_rows(rows: Iterable[tuple[str, str]], *, name_style: str = "dim", indent: str = "  ") -> None:
     """Print names and values in two columns on stdout; values wrap on a terminal and stay whole in a log."""
-    rows = list(rows)
+    rows = [(name, plain(value)) for name, value in rows]
     width = max((len(name) for name, _ in rows), default=0)
     if not out.is_terminal:
         for name, value in rows:
@@ -44,7 +57,7 @@ def print_rows(rows: Iterable[tuple[str, str]], *, name_style: str = "dim", inde
 
 def print_note(note: str) -> None:
     """Tell on stderr what is worth knowing and is no error."""
-    err.print(Text.assemble(("note", "yellow"), ": ", _commands(note)), soft_wrap=True)
+    err.print(Text.assemble(("note", "yellow"), ": ", _commands(plain(note))), soft_wrap=True)
 
 
 def print_error(error: StreamTuneError) -> None:
@@ -57,26 +70,26 @@ def print_error(error: StreamTuneError) -> None:
 
 def error_text(error: StreamTuneError) -> str:
     """An error as plain lines: ``error: what``, then ``where`` and ``mend`` where there is one."""
-    lines = [f"error: {error.what}"]
-    lines += [f"where: {error.where}"] if error.where else []
-    lines += [f"mend: {error.mend}"] if error.mend else []
+    lines = [f"error: {plain(error.what)}"]
+    lines += [f"where: {plain(error.where)}"] if error.where else []
+    lines += [f"mend: {plain(error.mend)}"] if error.mend else []
     return "\n".join(lines)
 
 
 def error_panel(error: StreamTuneError) -> Panel:
     """An error as one panel: what, where with the line of the recipe, how to mend it."""
-    first, *others = error.what.splitlines() or [""]
+    first, *others = plain(error.what).splitlines() or [""]
     parts: list[RenderableType] = [Text(first, style="bold")]
     parts += [_list_item(line) for line in others]
     details = Table.grid(padding=(0, 2))
     details.add_column(style="dim", no_wrap=True)
     details.add_column(overflow="fold")
     if error.where:
-        details.add_row("where", Text(error.where, style="cyan"))
+        details.add_row("where", Text(plain(error.where), style="cyan"))
         if isinstance(error, RecipeError) and not others and (line := _source_line(error.where)):
-            details.add_row("", Text(line, style="dim", overflow="ellipsis", no_wrap=True))
+            details.add_row("", Text(plain(line), style="dim", overflow="ellipsis", no_wrap=True))
     if error.mend:
-        details.add_row("mend", _commands(error.mend))
+        details.add_row("mend", _commands(plain(error.mend)))
     if details.row_count:
         parts += ["", details]
     return Panel(
@@ -113,13 +126,18 @@ def _commands(text: str) -> Text:
     return shown
 
 
+def _open_at_once(path: str, flags: int) -> int:
+    """Open without waiting: what was a recipe a moment ago may be a pipe."""
+    return os.open(path, flags | getattr(os, "O_NONBLOCK", 0))
+
+
 def _source_line(where: str) -> str:
     """The line of a recipe that ``file:line`` points to, or an empty string."""
     file, _, number = where.rpartition(":")
     if not (number.isdecimal() and file.endswith((".yaml", ".yml"))):
         return ""
     try:
-        lines = Path(file).read_text(encoding="utf-8-sig").splitlines()
-        return lines[int(number) - 1].strip()
+        with open(file, encoding="utf-8-sig", opener=_open_at_once) as lines:
+            return lines.read(SHOWN_BYTES).splitlines()[int(number) - 1].strip()
     except (OSError, ValueError, IndexError):
         return ""

@@ -3,12 +3,23 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import Annotated, Any
+
+import typer
 
 from .options import RecipeArgument, SetOption
 from .training import DryRunOption, OutputDirOption, ResumeOption, train_recipe
 
 __all__ = ["grpo"]
+
+AllowCodeOption = Annotated[
+    bool,
+    typer.Option(
+        "--allow-code",
+        help="Let rewards run code: functions of your own, and what the model writes (`unit_tests`).",
+        show_default=False,
+    ),
+]
 
 
 def grpo(
@@ -17,9 +28,11 @@ def grpo(
     dry_run: DryRunOption = False,
     resume: ResumeOption = "auto",
     output_dir: OutputDirOption = None,
+    allow_code: AllowCodeOption = False,
 ) -> None:
     """Train a model on rewards of what it writes itself."""
-    train_recipe("grpo", _import_room, recipe, set_ or [], dry_run=dry_run, resume=resume, output_dir=output_dir)
+    settings = [*(set_ or []), *(["allow_code=true"] if allow_code else [])]
+    train_recipe("grpo", _import_room, recipe, settings, dry_run=dry_run, resume=resume, output_dir=output_dir)
 
 
 def _import_room() -> tuple[Callable[..., Any], Callable[..., Any]]:

@@ -10,11 +10,11 @@ import typer
 from rich.table import Table
 from rich.text import Text
 
-from streamtune.recipe import load_recipe
 from streamtune.sizes import show_size
 
 from .console import err, out, print_json, print_note, print_rows
 from .options import JsonOption, RecipeArgument, SetOption
+from .reading import read_recipe
 
 if TYPE_CHECKING:
     from streamtune.plan import Plan
@@ -61,7 +61,7 @@ def plan(
 
         streamtune plan my.yaml --set hidden_size=5120 --set num_hidden_layers=40 --set num_attention_heads=40
     """
-    loaded = load_recipe(recipe, set_ or [])
+    loaded = read_recipe(recipe, set_ or [])
     os.environ.setdefault("OMP_WAIT_POLICY", "passive")  # read when torch is imported
     with err.status("loading libraries") as status:
         from streamtune.recipe.build_plan import PlanOptions, plan_recipe

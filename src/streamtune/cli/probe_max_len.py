@@ -11,11 +11,11 @@ import typer
 from rich.table import Table
 from rich.text import Text
 
-from streamtune.recipe import load_recipe
 from streamtune.sizes import parse_size, show_size
 
 from .console import err, out, print_json, print_note, print_rows
 from .options import JsonOption, RecipeArgument, SetOption
+from .reading import read_recipe
 
 if TYPE_CHECKING:
     from streamtune.plan import Limit, ProbeReport, Trial
@@ -82,7 +82,7 @@ def probe_max_len(
             ("--disk-memory", disk_memory),
         )
     ]
-    loaded = load_recipe(recipe, set_ or [])
+    loaded = read_recipe(recipe, set_ or [])
     os.environ.setdefault("OMP_WAIT_POLICY", "passive")  # read when torch is imported, here and in the processes
     with err.status("loading libraries") as status:
         from streamtune.plan import draw_probe

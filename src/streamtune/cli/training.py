@@ -13,10 +13,11 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 from rich.text import Text
 
-from streamtune.recipe import load_recipe
+from streamtune.recipe import code_of
 
-from .console import err, out, print_rows
+from .console import err, out, plain, print_rows
 from .plan import describe_plan
+from .reading import read_recipe
 
 if TYPE_CHECKING:
     from streamtune.recipe.build_run import Outcome, Run
@@ -66,7 +67,7 @@ def train_recipe(
         output_dir: Overrides the recipe's.
     """
     overrides = [*settings, *([f"output_dir={json.dumps(str(output_dir))}"] if output_dir else [])]
-    loaded = load_recipe(recipe, overrides, objective)
+    loaded = read_recipe(recipe, overrides, objective)
     # Threads that spin while they wait starve each other where the cores are shared; read when torch is imported.
     os.environ.setdefault("OMP_WAIT_POLICY", "passive")
     try:
@@ -83,26 +84,31 @@ def train_recipe(
         err.print("Stopped.")
         raise typer.Exit(130) from None
     _print_outcome(run, outcome)
+    from streamtune.recipe.build_world import leave_ranks
+
+    leave_ranks()
     raise typer.Exit(outcome.exit_code)
 
 
 def _note(text: str) -> None:
-    err.print(Text.assemble(("note", "yellow"), f": {text}"), soft_wrap=True)
+    err.print(Text.assemble(("note", "yellow"), f": {plain(text)}"), soft_wrap=True)
 
 
 def _print_banner(run: Run) -> None:
     """What is about to run, before the first step costs anything."""
     from streamtune import __version__
 
-    out.print(Text.assemble((f"StreamTune {__version__}", "bold"), "  ", str(run.loaded.path)), soft_wrap=True)
+    out.print(Text.assemble((f"StreamTune {__version__}", "bold"), "  ", plain(str(run.loaded.path))), soft_wrap=True)
     print_rows(
         [
             ("model", _describe_model(run)),
             ("data", run.data_summary),
             ("engine", _describe_engine(run)),
+            *([("ranks", _describe_ranks(run))] if run.start.world.size > 1 else []),
             *([("memory", describe_plan(run.memory))] if run.memory is not None else []),
             ("steps", _describe_steps(run)),
             ("output", _describe_output(run)),
+            *([("runs code", "; ".join(code))] if (code := code_of(run.recipe)) else []),
         ]
     )
 
@@ -122,9 +128,20 @@ def _describe_engine(run: Run) -> str:
     return f"exact streamed backward: {run.handle.schedule.describe(len(run.handle.layers))}"
 
 
+def _describe_ranks(run: Run) -> str:
+    recipe, world = run.recipe, run.start.world
+    local = int(os.environ.get("LOCAL_WORLD_SIZE", world.size))
+    nodes = f" on {world.size // local} machines" if world.size > local else ""
+    shared = "PyTorch FSDP2" if recipe.fsdp else "a whole model each (DDP)"
+    if recipe.deepspeed is not None:
+        shared = f"DeepSpeed {recipe.deepspeed}"
+    sequences = f"; each sequence on {world.sequence_size}" if world.sequence_size > 1 else ""
+    return f"{world.size}{nodes}; {shared}{sequences}"
+
+
 def _describe_steps(run: Run) -> str:
     recipe, plan = run.recipe, run.plan
-    rows = recipe.per_device_train_batch_size * recipe.gradient_accumulation_steps
+    rows = run.rows_per_step
     supervised = getattr(recipe, "sft_steps", 0)
     steps = plan.total_steps - supervised
     epochs = steps / plan.steps_per_epoch
@@ -175,7 +192,7 @@ def _print_outcome(run: Run, outcome: Outcome) -> None:
     if outcome.sample is not None and run.recipe.sample is not None:
         for title, text, style in (("asked", run.recipe.sample.prompt, ""), ("wrote", outcome.sample, "green")):
             out.print(Text(f"  {title}", style="dim"))
-            out.print(Text(indent(text.strip("\n") or "(nothing)", "    "), style=style), soft_wrap=True)
+            out.print(Text(indent(plain(text.strip("\n")) or "(nothing)", "    "), style=style), soft_wrap=True)
 
 
 def _metric_rows(outcome: Outcome) -> list[tuple[str, str]]:

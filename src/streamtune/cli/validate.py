@@ -5,9 +5,9 @@ from __future__ import annotations
 from rich.text import Text
 
 from streamtune.errors import RecipeError
-from streamtune.recipe import DpoRecipe, GrpoRecipe, LoadedRecipe, Recipe, load_recipe
+from streamtune.recipe import DpoRecipe, GrpoRecipe, LoadedRecipe, Recipe, code_of, load_recipe
 
-from .console import out, print_json, print_note, print_rows
+from .console import out, plain, print_json, print_note, print_rows
 from .options import JsonOption, RecipeArgument, SetOption
 
 __all__ = ["recipe_facts", "validate"]
@@ -34,7 +34,7 @@ def validate(recipe: RecipeArgument, set_: SetOption = None, json: JsonOption = 
 
 
 def _print_facts(loaded: LoadedRecipe) -> None:
-    out.print(Text.assemble(("OK", "bold green"), " ", (str(loaded.path), "bold")), soft_wrap=True)
+    out.print(Text.assemble(("OK", "bold green"), " ", (plain(str(loaded.path)), "bold")), soft_wrap=True)
     print_rows(recipe_facts(loaded.recipe))
     for note in loaded.notes:
         print_note(note)
@@ -54,6 +54,7 @@ def recipe_facts(recipe: Recipe) -> list[tuple[str, str]]:
         ("optimizer", _optimizer(recipe)),
         ("duration", _duration(recipe)),
         ("output", recipe.output_dir),
+        *([("runs code", "; ".join(code))] if (code := code_of(recipe)) else []),
     ]
 
 

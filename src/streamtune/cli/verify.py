@@ -9,10 +9,9 @@ import typer
 from rich.table import Table
 from rich.text import Text
 
-from streamtune.recipe import load_recipe
-
 from .console import err, out, print_json, print_note, print_rows
 from .options import JsonOption, RecipeArgument, SetOption
+from .reading import read_recipe
 
 if TYPE_CHECKING:
     from streamtune.engine import RouterLoss
@@ -43,7 +42,7 @@ def verify(
 
     Exits with 0 if they do and with 1, naming the worst parameter, if they do not.
     """
-    loaded = load_recipe(recipe, set_ or [])
+    loaded = read_recipe(recipe, set_ or [])
     os.environ.setdefault("OMP_WAIT_POLICY", "passive")  # read when torch is imported
     with err.status("loading libraries"):
         from streamtune.recipe.build_verify import build_verify, run_verify

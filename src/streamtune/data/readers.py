@@ -22,6 +22,12 @@ from streamtune.errors import DataError
 __all__ = ["READERS", "Row", "format_of", "read_file", "without_nulls"]
 
 
+MAX_LINE_BYTES = 256 << 20
+"""Of one line: tens of millions of tokens."""
+MAX_DOCUMENT = 1 << 30
+"""Characters of a file that is read at once: .json, .txt, .md."""
+
+
 @dataclass(frozen=True)
 class Row:
     """One row as the file has it."""
@@ -77,7 +83,14 @@ def _lines(path: Path, shown: str) -> Iterator[tuple[int, str]]:
     number = 0
     try:
         with gzip.open(path, "rb") if path.suffix.lower() == ".gz" else path.open("rb") as file:
-            for number, line in enumerate(file, start=1):
+            while line := file.readline(MAX_LINE_BYTES + 1):
+                number += 1
+                if len(line) > MAX_LINE_BYTES:
+                    raise DataError(
+                        f"the line has more than {MAX_LINE_BYTES >> 20:,} MiB",
+                        where=f"{shown}:{number}",
+                        mend="write one row a line, or split the row",
+                    )
                 yield number, line.decode("utf-8-sig" if number == 1 else "utf-8")
     except UnicodeDecodeError as error:
         raise DataError(
@@ -89,6 +102,25 @@ def _lines(path: Path, shown: str) -> Iterator[tuple[int, str]]:
         raise DataError(f"the gzip file is damaged after line {number}: {error}", where=shown) from error
     except OSError as error:
         raise DataError(f"cannot read the file: {error.strerror or error}", where=shown) from error
+
+
+def _whole(path: Path, shown: str) -> str:
+    """The text of a file that is read at once.
+
+    Raises:
+        DataError: It is larger than any such file should be; gzip makes that of a small one.
+    """
+    parts, size = [], 0
+    for number, line in _lines(path, shown):
+        size += len(line)
+        if size > MAX_DOCUMENT:
+            raise DataError(
+                f"more than {MAX_DOCUMENT >> 20:,} million characters",
+                where=f"{shown}:{number}",
+                mend="write .jsonl, which is read line by line",
+            )
+        parts.append(line)
+    return "".join(parts)
 
 
 def _object(value: Any, origin: str) -> Row:
@@ -130,6 +162,15 @@ def _malformed(error: json.JSONDecodeError, origin: str, column: int) -> DataErr
     return DataError(f"malformed JSON: {error.msg} (column {column})", where=origin, mend="mend the row or remove it")
 
 
+def _too_deep(origin: str) -> DataError:
+    return DataError("the JSON is nested too deeply", where=origin, mend="mend the row or remove it")
+
+
+def _unreadable(error: ValueError, origin: str) -> DataError:
+    """A number of more digits than Python converts."""
+    return DataError(f"malformed JSON: {error}", where=origin, mend="mend the row or remove it")
+
+
 def _read_jsonl(path: Path, shown: str) -> Iterator[Row]:
     """One JSON object a line; blank lines are skipped."""
     for number, line in _lines(path, shown):
@@ -144,7 +185,9 @@ def _read_jsonl(path: Path, shown: str) -> Iterator[Row]:
         except json.JSONDecodeError as error:
             raise _malformed(error, origin, error.colno) from error
         except RecursionError as error:
-            raise DataError("the JSON is nested too deeply", where=origin) from error
+            raise _too_deep(origin) from error
+        except ValueError as error:
+            raise _unreadable(error, origin) from error
         yield _object(value, origin)
 
 
@@ -153,7 +196,7 @@ _BLANK = re.compile(r"[ \t\r\n]*")
 
 def _read_json(path: Path, shown: str) -> Iterator[Row]:
     """A list of objects, or objects one after another; parsed one by one, so only the text is held in memory."""
-    text = "".join(line for _, line in _lines(path, shown))
+    text = _whole(path, shown)
     line, counted, position = 1, 0, _skip_blank(text, 0)
     in_list = text.startswith("[", position)
     if in_list:
@@ -172,7 +215,9 @@ def _read_json(path: Path, shown: str) -> Iterator[Row]:
         except json.JSONDecodeError as error:
             raise _malformed(error, f"{shown}:{error.lineno}", error.colno) from error
         except RecursionError as error:
-            raise DataError("the JSON is nested too deeply", where=origin) from error
+            raise _too_deep(origin) from error
+        except ValueError as error:
+            raise _unreadable(error, origin) from error
         yield _object(value, origin)
         position = _skip_blank(text, position)
         if in_list:
@@ -201,7 +246,7 @@ def _next_item(text: str, position: int, shown: str) -> int:
 def _read_csv(path: Path, shown: str, delimiter: str = ",") -> Iterator[Row]:
     """Rows under a header line; a quoted cell may hold line breaks."""
     # A long text in a cell is what this program is for; the csv module refuses 128 KiB unless told otherwise.
-    csv.field_size_limit(min(sys.maxsize, 2**31 - 1))
+    csv.field_size_limit(min(sys.maxsize, MAX_LINE_BYTES))
     reader = csv.reader((line for _, line in _lines(path, shown)), delimiter=delimiter, strict=True)
     header: list[str] | None = None
     start = 1
@@ -253,13 +298,21 @@ def _read_parquet(path: Path, shown: str) -> Iterator[Row]:
                 for columns in batch.to_pylist():
                     number += 1
                     yield Row(f"{shown}:row {number}", without_nulls(columns))
-    except (pa.ArrowException, OSError) as error:
-        raise DataError(f"not a readable Parquet file: {error}", where=shown) from error
+    # pyarrow raises its own errors, Python's, and MemoryError for a size that a damaged file claims
+    except (pa.ArrowException, OSError, ValueError, TypeError, OverflowError, KeyError, MemoryError) as error:
+        raise DataError(
+            f"not a readable Parquet file: {_short(error)}", where=shown, mend="write the file anew, or use .jsonl"
+        ) from error
+
+
+def _short(error: BaseException) -> str:
+    text = " ".join(str(error).split()) or type(error).__name__
+    return text if len(text) <= 200 else f"{text[:197]}..."
 
 
 def _read_text(path: Path, shown: str) -> Iterator[Row]:
     """The whole file as one document: a book is one long row, not as many rows as it has lines."""
-    text = "".join(line for _, line in _lines(path, shown))
+    text = _whole(path, shown)
     if text.strip():
         yield Row(f"{shown}:1", {"text": text})
 

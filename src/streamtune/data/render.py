@@ -93,13 +93,8 @@ class RowRenderer:
         chat = self._chat.render(content.messages, content.tools, trained, origin)
         if not chat.ends:
             self._tell("the chat template ends answers without a special token: the model does not learn where to stop")
-        encoding = self._tokenizer.apply_chat_template(
-            content.messages,
-            tools=content.tools,
-            tokenize=True,
-            return_dict=True,
-            tokenizer_kwargs=self._tokenizer_options(),
-        )
+        # As apply_chat_template does: the template has written the special tokens already.
+        encoding = self._tokenizer(chat.text, add_special_tokens=False, **self._tokenizer_options())
         ids, turns = list(encoding["input_ids"]), chat.turns
         if self._train_on == "all":
             return Rendered(ids, _labels(ids, [True] * len(ids)))

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from streamtune.errors import DataError
+from streamtune.templates import TemplateRefusalError, render_chat
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -51,14 +52,17 @@ class PromptRenderer:
                 mend="set chat_template in the recipe: chatml, the path of a Jinja file, or the template itself",
             )
         try:
-            encoding = self._tokenizer.apply_chat_template(
-                messages, tools=tools, add_generation_prompt=True, tokenize=True, return_dict=True
-            )
-        # A template is a program of its author's: it raises what it likes.
-        except Exception as error:
+            text = render_chat(self._tokenizer, messages, tools=tools, add_generation_prompt=True)
+        except TemplateRefusalError as error:
             raise DataError(
-                f"the chat template refuses the conversation: {str(error) or type(error).__name__}",
+                f"the chat template refuses the conversation: {error.what}",
                 where=origin,
                 mend="mend the row, or set chat_template to a template that takes it",
             ) from error
-        return list(encoding["input_ids"])
+        try:
+            text.encode()
+        except UnicodeEncodeError as error:
+            raise DataError(
+                "the conversation holds half a surrogate pair, which is no character", where=origin
+            ) from error
+        return list(self._tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"])

@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
 from streamtune.errors import DataError
+from streamtune.templates import TemplateRefusalError, render_chat
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -34,6 +35,7 @@ class Renderings:
 
     Raises:
         DataError: The template refuses the conversation.
+        TemplateLimitError: The template takes too much time or memory.
     """
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase, messages: list[Message], tools: Any, origin: str) -> None:
@@ -56,21 +58,15 @@ class Renderings:
 
     def _render(self, messages: list[Message], *, generation: bool = False, template: str | None = None) -> str:
         try:
-            text: str = self._tokenizer.apply_chat_template(
-                messages,
-                tools=self._tools,
-                chat_template=template,
-                add_generation_prompt=generation,
-                tokenize=False,
+            return render_chat(
+                self._tokenizer, messages, tools=self._tools, template=template, add_generation_prompt=generation
             )
-        # A template is a program of its author's: it raises what it likes.
-        except Exception as error:
+        except TemplateRefusalError as error:
             raise DataError(
-                f"the chat template refuses the conversation: {str(error) or type(error).__name__}",
+                f"the chat template refuses the conversation: {error.what}",
                 where=self._origin,
                 mend="mend the row, or set chat_template to a template that takes it",
             ) from error
-        return text
 
     def try_render(self, messages: list[Message], *, generation: bool = False) -> str | None:
         """Render a part or a variation of the conversation; None if the template refuses it."""

@@ -189,8 +189,13 @@ def _nearest(path: Path) -> str:
 
 
 def _hub_rows(source: Source) -> Iterator[Row]:
-    """Rows of a dataset on the hub (or in the local hub cache), through the ``datasets`` library."""
+    """Rows of a dataset on the hub (or in the local hub cache), through the ``datasets`` library.
+
+    It has run no script of a dataset since its version 4, which is what this package asks for.
+    """
     import datasets
+
+    _refuse_formats(source)
 
     with _quiet_without_terminal():
         try:
@@ -204,6 +209,18 @@ def _hub_rows(source: Source) -> Iterator[Row]:
     shown = f"{source.path}[{source.split}]"
     for number, columns in enumerate(loaded, start=1):
         yield Row(f"{shown}:row {number}", without_nulls(columns))
+
+
+def _refuse_formats(source: Source) -> None:
+    """Refuse the name of a file format, for which ``datasets`` would read whatever lies in the working directory."""
+    from datasets.packaged_modules import _PACKAGED_DATASETS_MODULES
+
+    if source.path in _PACKAGED_DATASETS_MODULES or "::" in source.path:
+        raise DataError(
+            f"'{source.path}' is a file format of the datasets library, not a dataset",
+            where=source.where or source.path,
+            mend="name the file itself",
+        )
 
 
 def _first_line(error: Exception) -> str:

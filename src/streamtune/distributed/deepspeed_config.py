@@ -27,6 +27,8 @@ COMMON: dict[str, Any] = {
     "gradient_accumulation_steps": "auto",
     "gradient_clipping": "auto",
     "bf16": {"enabled": "auto"},
+    # DeepSpeed switches an autocast off that it was not told of. Gradients cross the wire as wide as the weights are.
+    "torch_autocast": {"enabled": "auto", "dtype": "bfloat16", "lower_precision_safe_modules": []},
     "zero_allow_untested_optimizer": True,
     "steps_per_print": 2**31 - 1,  # the progress line is ours
 }

@@ -13,15 +13,10 @@ from datetime import timedelta
 import torch
 from torch import distributed
 
-__all__ = ["device_of_rank", "join", "leave", "sequence_group"]
+__all__ = ["join", "leave", "sequence_group"]
 
 PATIENCE = timedelta(hours=2)
 """How long a collective may wait: a rank may compute that long. Ranks that are gone are noticed by the watchdog."""
-
-
-def device_of_rank(device_type: str, local_rank: int) -> torch.device:
-    """The device of a rank: of several accelerators of a machine, the one with its number."""
-    return torch.device(device_type, local_rank) if device_type == "cuda" else torch.device(device_type)
 
 
 def join(device: torch.device) -> None:

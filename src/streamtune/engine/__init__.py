@@ -10,11 +10,13 @@ before it), ``head``, and ``stream``, which puts them into a model. What models 
     walks                           one call of a layer: forward, again, project, replay
     pointwise                       the norms outside the layers
     placement, storage, kept        what a schedule means for a layer; where tensors (arena, disk) and attention wait
+    parallel, strips                ranks that share a sequence, and what is whose
     preflight                       is this very model streamed exactly? asked before training
 """
 
 from streamtune.engine.balance import RouterLoss, balance_coefficient, balances_itself
 from streamtune.engine.branches import Branches
+from streamtune.engine.parallel import SequenceParallel
 from streamtune.engine.preflight import check_branches, check_packing
 from streamtune.engine.schedule import Schedule
 from streamtune.engine.scores import TokenScores
@@ -25,6 +27,7 @@ __all__ = [
     "Branches",
     "RouterLoss",
     "Schedule",
+    "SequenceParallel",
     "StreamHandle",
     "TokenScores",
     "balance_coefficient",

@@ -16,8 +16,10 @@ from transformers.masking_utils import causal_mask_function
 from streamtune.engine.cache import prefix_of
 from streamtune.engine.kept import remembered
 from streamtune.engine.recognise import recognise
+from streamtune.engine.strips import Turn, turn_of_strips
 from streamtune.errors import UnsupportedModelError
 from streamtune.ops import LazyMask, MaskView, prefix_attention
+from streamtune.ops.ring import ring_attention
 from streamtune.ops.simulated import autocast_kind
 from streamtune.ops.view import ForeignAttentionError
 
@@ -84,21 +86,46 @@ def attention(
         dtype = torch.get_autocast_dtype(kind)
         query, key, value = query.to(dtype), key.to(dtype), value.to(dtype)
     causal = is_causal if is_causal is not None else getattr(module, "is_causal", True)
-    view = _view(attention_mask, query, key, bool(causal))
-    scale = query.shape[-1] ** -0.5 if scaling is None else scaling
-    out = prefix_attention(
-        query,
-        key,
-        value,
-        view,
-        scale=scale,
-        softcap=softcap,
-        sinks_H=s_aux,
-        dropout=dropout,
-        memory=remembered(),
-        prefix=prefix_of(key, value),
-    )
+    how: dict[str, Any] = {
+        "scale": query.shape[-1] ** -0.5 if scaling is None else scaling,
+        "softcap": softcap,
+        "sinks_H": s_aux,
+        "dropout": dropout,
+        "memory": remembered(),
+        "prefix": prefix_of(key, value),
+    }
+    turn = turn_of_strips()
+    if turn is None:
+        out = prefix_attention(query, key, value, _view(attention_mask, query, key, bool(causal)), **how)
+    else:
+        out = _shared(turn, module, query, key, value, attention_mask, bool(causal), how)
     return out.transpose(1, 2).contiguous(), None  # as sdpa's: some layers take a view of it
+
+
+def _shared(
+    turn: Turn,
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    mask: MaskView | LazyMask | Tensor | None,
+    causal: bool,
+    how: dict[str, Any],
+) -> Tensor:
+    """The attention ``[B, H, T, D]`` of this rank's tokens, where ranks share the sequence."""
+    name = type(module).__name__
+    if isinstance(mask, Tensor) or not causal:
+        raise UnsupportedModelError(f"{name} has a mask of its own, which ranks cannot share", where=name)
+    if not turn.in_ring:
+        query, key, value = turn.heads(query, key, value, name)
+        how["sinks_H"] = turn.own_heads(how["sinks_H"])
+        return turn.attended(prefix_attention(query, key, value, _view(mask, query, key, causal), **how))
+    if isinstance(mask, MaskView):
+        mask = mask.mask
+    if mask is None:
+        length = turn.strips.total
+        mask = LazyMask(query.shape[0], length, length, device=query.device)
+    return ring_attention(query, key, value, mask, turn.ring, **how)
 
 
 def _view(mask: MaskView | LazyMask | Tensor | None, query: Tensor, key: Tensor, causal: bool) -> MaskView:

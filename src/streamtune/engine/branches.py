@@ -92,6 +92,12 @@ class Branches(PackedRows):
             "attention_mask": torch.ones_like(input_ids),
         }
 
+    def followed_by(self, tokens: int) -> Branches:
+        """The same trees, and a row that shares nothing behind them."""
+        stop = self.length + tokens
+        table = BranchTable((*self.table.parts, Branch(self.length, stop, self.length, self.length)))
+        return Branches(table.positions[None], table)
+
     @cached_property
     def starts(self) -> list[int]:
         """Places at which a trunk or a branch begins."""

@@ -30,6 +30,7 @@ from transformers.cache_utils import Cache
 from streamtune.engine.ambient import hold
 from streamtune.engine.rows import PackedRows
 from streamtune.engine.storage import Block, Tier
+from streamtune.engine.strips import Turn
 from streamtune.errors import UnsupportedModelError
 from streamtune.ops.simulated import autocast_kind
 
@@ -169,10 +170,20 @@ class ChunkCache(Cache):
         chunk: The chunk's positions.
         first_key: The first position the chunk can see (later than 0 under a sliding window).
         walk: Which of the three walks asks.
+        turn: Where ranks share the sequence, what they exchange.
     """
 
-    def __init__(self, kv: KeysAndValues, states: States, chunk: slice, first_key: int, walk: Walk) -> None:
+    def __init__(
+        self,
+        kv: KeysAndValues,
+        states: States,
+        chunk: slice,
+        first_key: int,
+        walk: Walk,
+        turn: Turn | None = None,
+    ) -> None:
         super().__init__(layers=[])
+        self.turn = turn
         self.kv, self.states, self.chunk, self.walk = kv, states, chunk, walk
         self.first_key = min(first_key, chunk.start)
         self.layers = _LayerViews(proxy(self))  # a cycle would keep the chunk until the next garbage collection
@@ -223,14 +234,16 @@ class ChunkCache(Cache):
         """Store or join, by walk; returns keys and values ``[B, G, S, D]`` of prefix and chunk."""
         index, self.updates = self.updates, self.updates + 1
         key_states, value_states = _attended_dtype(key_states), _attended_dtype(value_states)
+        if self.turn is not None:
+            key_states, value_states = self.turn.keys_and_values(key_states, value_states)
         if self.walk in ("store", "project"):
             self.kv.write(index, self.chunk, key_states, value_states)
             if self.walk == "project" and self.updates == self.kv.updates:
                 raise ProjectionDone
-            return self.kv.prefix(index, slice(self.first_key, self.chunk.stop))
+            return self._handed(self.kv.prefix(index, slice(self.first_key, self.chunk.stop)))
         self.own += [key_states, value_states]
         if self.chunk.start == 0:
-            return key_states, value_states
+            return self._handed((key_states, value_states))
         before = _Prefix(self.kv, index, self.prefix_keys, (key_states, value_states))
         joined = []
         views = zip(self.kv.prefix(index, self.prefix_keys), (key_states, value_states), strict=True)
@@ -242,15 +255,25 @@ class ChunkCache(Cache):
             joined[-1].streamtune_prefix = before  # for an attention that is handed this very tensor
         return tuple(joined)
 
+    def _handed(self, pair: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
+        if self.turn is not None:
+            self.turn.kept = pair
+        return pair
+
     def update_indexer(self, indexer_key_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any) -> Tensor:
         """The same for the keys ``[B, S, D]`` by which a layer chooses whom it attends to: one head, no values."""
+        if self.turn is not None:
+            raise UnsupportedModelError(
+                "a layer chooses whom it attends to by an indexer, which ranks that share a sequence do not have",
+                mend="set sequence_parallel_size: 1",
+            )
         keys = indexer_key_states[:, None]
         joined, _ = self.update(keys, keys[..., :0], layer_idx)
         return joined[:, 0]
 
     def get_seq_length(self, layer_idx: int = 0) -> int:
-        """Tokens before the chunk."""
-        return self.chunk.start
+        """Tokens before the chunk; where ranks share the sequence, before this rank's strip of it."""
+        return self.chunk.start if self.turn is None else self.turn.position
 
     def get_mask_sizes(self, query_length: int, layer_idx: int) -> tuple[int, int]:
         """``(kv_length, kv_offset)`` of what the chunk attends to."""
@@ -258,7 +281,7 @@ class ChunkCache(Cache):
 
     def get_query_offset(self, layer_idx: int = 0) -> int:
         """Position of the chunk's first token."""
-        return self.chunk.start
+        return self.get_seq_length(layer_idx)
 
     # What a recurrent or convolution layer asks.
 
@@ -316,8 +339,16 @@ class ChunkCache(Cache):
         """True: a chunk of one token must not take the layer's decoding path, which writes its state in place."""
         return True
 
-    def _before(self, key: StateKey) -> Tensor | None:
+    def _meet_states(self) -> None:
         self.met_states = True
+        if self.turn is not None:
+            raise UnsupportedModelError(
+                "a layer carries a state from token to token; ranks cannot share the sequence of a recurrence",
+                mend="set sequence_parallel_size: 1",
+            )
+
+    def _before(self, key: StateKey) -> Tensor | None:
+        self._meet_states()
         start, rows = self.chunk.start, self.states.rows
         state = self.states.after.get(self.states.left_before(start), {}).get(key)
         if state is None:
@@ -329,7 +360,8 @@ class ChunkCache(Cache):
         return state if rows is None or start not in rows.starts else rows.without_begun(state, start)
 
     def _keep(self, key: StateKey, state: Tensor) -> None:
-        self.met_states = self.states.met = True
+        self._meet_states()
+        self.states.met = True
         if self.walk == "replay":
             self.own_states[key] = state
         elif self.walk == "store" and not self.states.row_ends(self.chunk.stop):

@@ -38,6 +38,7 @@ from streamtune.engine.cache import ChunkCache
 from streamtune.engine.rows import OTHER_WORDS
 from streamtune.engine.schedule import Schedule
 from streamtune.engine.sharing import ChunkSharing, SharedKey
+from streamtune.engine.strips import Strips
 from streamtune.engine.tiles import OwnAttention, sees_future, tile
 from streamtune.engine.vjp import Along, cut
 from streamtune.errors import UnsupportedModelError
@@ -97,6 +98,7 @@ class LayerCall:
     shared: dict[SharedKey, Tensor | None]
     dtype: torch.dtype
     own: OwnAttention | None = None
+    strips: Strips | None = None
 
     @classmethod
     def bind(
@@ -167,13 +169,44 @@ class LayerCall:
     def branch(self, branches: Branches) -> None:
         """The tokens are rows that share their beginnings: masks are those of rows that stand alone, for these."""
 
-        def branched(value: Any) -> Any:
+        self._with_masks(branches.masked)
+
+    def share(self, strips: Strips) -> None:
+        """The tokens are one rank's strips: masks are those of the whole sequence.
+
+        Raises:
+            UnsupportedModelError: An argument is of the whole sequence in a way that strips are not.
+        """
+        name = type(self.layer).__name__
+        for key, value in self._all().items():
+            if isinstance(value, Tensor) and (key in KEY_BIASES or key.endswith("mask")):
+                what = f"is handed {key!r} as a tensor over the whole sequence"
+            elif isinstance(value, UserDict) and strips.form == "ring":
+                what = "shares keys and values with other layers, which a ring does not pass on"
+            else:
+                continue
+            raise UnsupportedModelError(f"{name} {what}", mend="set sequence_parallel_size: 1")
+        if self.length != strips.own:
+            raise UnsupportedModelError(
+                f"{name} is given {self.length} hidden states where this rank has {strips.own} tokens, so ranks cannot "
+                "share its sequence",
+                mend="set sequence_parallel_size: 1",
+            )
+        if self._rotates_pooled_keys:
+            raise UnsupportedModelError(
+                f"{name} pools keys, which ranks that share a sequence cannot", mend="set sequence_parallel_size: 1"
+            )
+        self.strips = strips
+        self._with_masks(strips.mask)
+
+    def _with_masks(self, change: Callable[[LazyMask], LazyMask]) -> None:
+        def changed(value: Any) -> Any:
             if isinstance(value, LazyMask):
-                return branches.masked(value)
-            return {name: branched(item) for name, item in value.items()} if isinstance(value, dict) else value
+                return change(value)
+            return {name: changed(item) for name, item in value.items()} if isinstance(value, dict) else value
 
         for group in (self.arguments, self.extra):
-            group |= {key: branched(value) for key, value in group.items()}
+            group |= {key: changed(value) for key, value in group.items()}
 
     @property
     def hidden(self) -> Tensor:
@@ -197,7 +230,11 @@ class LayerCall:
         """
         if self.mask is None or self.own is not None:
             return 0
-        return min(self.mask.first_key(chunk.start), chunk.start)
+        if self.strips is None:
+            return min(self.mask.first_key(chunk.start), chunk.start)
+        start = self.strips.everywhere(chunk).start
+        first = min(self.mask.first_key(start), start)
+        return self.strips.floor(first) if self.strips.form == "ring" else first
 
     @property
     def cache(self) -> Any:
@@ -342,6 +379,9 @@ class LayerCall:
                 return value[..., first_key : chunk.stop, :]
             return cut(value, self._dim(key, value, self.length), chunk)
         if isinstance(value, LazyMask):
+            if self.strips is not None:
+                chunk = self.strips.everywhere(chunk)
+                first_key = chunk.start if self.strips.form == "ring" else first_key
             view = value.chunk(chunk.start, chunk.stop, first_key)
             return view if self.own is None else tile(view, self.own.form(self.dtype))
         if isinstance(value, tuple | list):

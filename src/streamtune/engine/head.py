@@ -19,8 +19,10 @@ from torch import Tensor, nn
 
 from streamtune.engine.schedule import Schedule
 from streamtune.engine.sharded import is_sharded
+from streamtune.engine.strips import Strips
 from streamtune.errors import UnsupportedModelError
 from streamtune.ops import linear_cross_entropy, project_cross_entropy, project_scores, token_scores
+from streamtune.ops.exchange import summed
 
 __all__ = ["LazyLogits", "StreamedHead"]
 
@@ -191,6 +193,11 @@ def _cross_entropy(
     fits = isinstance(input, LazyLogits) and isinstance(target, Tensor) and input.hidden.shape[:-1] == target.shape
     if not plain or not fits or target.dim() != 1 or reduction not in ("mean", "sum"):
         raise _refuse("cross_entropy with weights, smoothing, another reduction or targets that are no token numbers")
+    if input.owner.strips is not None:
+        raise UnsupportedModelError(
+            f"{type(input.owner.model).__name__} computes its loss by its own hand, so it would shift labels in strips",
+            mend="score its tokens by handle.logprobs, or set sequence_parallel_size: 1",
+        )
     return input.owner.cross_entropy(input, target, None if reduction == "mean" else 1.0, ignore_index)
 
 
@@ -225,6 +232,8 @@ class StreamedHead:
     def __init__(self, model: Any, schedule: Schedule) -> None:
         self.model, self.schedule = model, schedule
         self.active = self.sharded = False
+        self.strips: Strips | None = None
+        """Whose tokens the promises are of, where ranks share the sequence."""
         if isinstance(heads := model.get_output_embeddings(), nn.ModuleList):
             raise UnsupportedModelError(
                 f"{type(model).__name__} keeps a list of heads ({len(heads)}), one for each stream of tokens, and a "
@@ -308,11 +317,29 @@ class StreamedHead:
             ignore_index: The label that trains nothing.
             shift_labels: ``[B, T]`` already shifted; takes precedence over ``labels``.
         """
+        if self.strips is not None:
+            return self._shared_loss(self.strips, logits, num_items_in_batch, ignore_index)
         if shift_labels is None:
             assert labels is not None
             shift_labels = nn.functional.pad(labels, (0, 1), value=ignore_index)[..., 1:]
         targets = shift_labels.to(logits.hidden.device)
         return self.cross_entropy(logits, targets, num_items_in_batch, ignore_index)
+
+    def _shared_loss(
+        self, strips: Strips, logits: LazyLogits, num_items: Tensor | float | None, ignore_index: int
+    ) -> Tensor:
+        """The loss of the whole rows, on every rank; the gradient of a rank is its share."""
+        whole = strips.targets
+        assert whole is not None
+        targets = strips.cut(whole.to(logits.hidden.device), 1, ignore_index)
+        if logits.hidden.shape[:-1] != targets.shape:
+            raise UnsupportedModelError(
+                f"{type(self.model).__name__} leaves out tokens before its loss, which ranks that share them cannot",
+                mend="set sequence_parallel_size: 1",
+            )
+        if num_items is None:
+            num_items = max(1, int((whole != ignore_index).sum()))
+        return summed(self.cross_entropy(logits, targets, num_items, ignore_index), strips.group)
 
     def cross_entropy(
         self, logits: LazyLogits, targets: Tensor, num_items: Tensor | float | None, ignore_index: int

@@ -27,7 +27,7 @@ from streamtune.engine.storage import Stored
 from streamtune.engine.tiles import OwnAttention, is_ours
 from streamtune.engine.vjp import streamed_vjp
 from streamtune.engine.walks import LayerStream, placeholder
-from streamtune.errors import ArgumentError, UnsupportedModelError
+from streamtune.errors import ArgumentError, StreamTuneError, UnsupportedModelError
 from streamtune.ops.view import ForeignAttentionError
 
 __all__ = ["StreamedForward", "strange_leaves"]
@@ -83,15 +83,30 @@ class StreamedForward:
         before = RandomState.now(torch.device("cpu") if hidden is None else hidden.device)
         try:
             result = self._call(args, kwargs)
-        except ForeignAttentionError:
+        except ForeignAttentionError as error:
+            if self.facts.strips is not None:
+                raise UnsupportedModelError(error.what, mend="set sequence_parallel_size: 1") from error
             self.own = OwnAttention("eager", tuple(self.configs))
             before.restore()
             return self._call(args, kwargs)
+        except Exception as error:
+            known = isinstance(error, StreamTuneError | torch.OutOfMemoryError) or _between_ranks(error)
+            if self.facts.strips is None or known:
+                raise
+            what = f"{type(self.layer).__name__} does not run on what one rank has ({type(error).__name__}: {error})"
+            other = (
+                "set sequence_parallel: ring"
+                if self.facts.strips.form == "ulysses"
+                else "set sequence_parallel_size: 1"
+            )
+            raise UnsupportedModelError(what, mend=other) from error
         self.settled = True
         return result
 
     def _call(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         call = LayerCall.bind(self.layer, args, kwargs, self.own)
+        if self.facts.strips is not None:
+            call.share(self.facts.strips)
         if isinstance(self.facts.rows, Branches):
             call.branch(self.facts.rows)
         if call.cache is not None:
@@ -103,7 +118,7 @@ class StreamedForward:
                     where=type(self.layer).__name__,
                     mend="pass the whole sequence without past_key_values, or call the model under torch.no_grad()",
                 )
-        self.check_attention(call.length)
+        self.check_attention(call.length if self.facts.strips is None else self.facts.strips.given)
         parameters = [p for p in self.layer.parameters() if p.requires_grad]
         inputs = [*call.tensors(), *parameters]
         if not (torch.is_grad_enabled() and any(x.requires_grad for x in inputs)):
@@ -157,6 +172,16 @@ class StreamedForward:
                     where=type(self.layer).__name__,
                     mend="call set_attn_implementation before stream(model), or .remove() the stream first",
                 )
+
+
+def _between_ranks(error: Exception) -> bool:
+    """Whether it was raised by a collective: another rank is gone, and the model is not at fault."""
+    trace = error.__traceback__
+    while trace is not None:
+        if str(trace.tb_frame.f_globals.get("__name__")).startswith("torch.distributed"):
+            return True
+        trace = trace.tb_next
+    return False
 
 
 class _StreamedLayer(torch.autograd.Function):

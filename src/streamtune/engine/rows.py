@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from streamtune.engine.schedule import Schedule
+from streamtune.engine.strips import Strips
 from streamtune.errors import UnsupportedModelError
 from streamtune.ops import row_starts
 
@@ -107,3 +108,4 @@ class CallFacts:
     """What a call of the model says that its layers are not told."""
 
     rows: PackedRows | None = None
+    strips: Strips | None = None

@@ -25,7 +25,7 @@ from torch.utils.checkpoint import checkpoint
 
 from streamtune.engine.cache import ChunkCache
 
-__all__ = ["carried_scan", "mixers_with_a_bare_scan", "scan_from"]
+__all__ = ["carried_scan", "code_names", "mixers_with_a_bare_scan", "scan_from"]
 
 SCAN = "mamba_selective_scan"
 """The name under which the mixers of transformers call the scan."""
@@ -33,10 +33,11 @@ SCAN = "mamba_selective_scan"
 
 def mixers_with_a_bare_scan(layer: nn.Module) -> list[nn.Module]:
     """The modules of a layer whose forward calls the scan that knows no initial state."""
-    return [module for module in layer.modules() if SCAN in _code_names(type(module))]
+    return [module for module in layer.modules() if SCAN in code_names(type(module))]
 
 
-def _code_names(kind: type[nn.Module]) -> tuple[str, ...]:
+def code_names(kind: type[nn.Module]) -> tuple[str, ...]:
+    """The names that the code of a module's forward uses."""
     code = getattr(inspect.unwrap(kind.forward), "__code__", None)
     return () if code is None else code.co_names
 

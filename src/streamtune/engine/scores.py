@@ -18,6 +18,7 @@ from torch import Tensor, nn
 
 from streamtune.engine.branches import Branches
 from streamtune.engine.head import LazyLogits
+from streamtune.engine.strips import Strips
 from streamtune.errors import ArgumentError, UnsupportedModelError
 
 if TYPE_CHECKING:
@@ -36,6 +37,8 @@ class Scored:
     temperature: float = 1.0
     entropy: bool = False
     router_loss: Tensor | None = None
+    strips: Strips | None = None
+    """Of which tokens this rank has logits, where ranks share the sequence"""
 
     def redeem(self, model: nn.Module, output: Any) -> dict[str, Tensor]:
         """The scores of a call that returned ``output``: ``logprobs``, and ``entropy`` and ``router_loss`` if any.
@@ -44,14 +47,17 @@ class Scored:
             UnsupportedModelError: It holds no promise of the logits of all tokens.
         """
         logits = output[0] if isinstance(output, tuple) else getattr(output, "logits", None)
-        if not isinstance(logits, LazyLogits) or logits.hidden.shape[:-1] != self.targets.shape:
+        targets = self.targets if self.strips is None else self.strips.cut(self.targets, 1, -100)
+        if not isinstance(logits, LazyLogits) or logits.hidden.shape[:-1] != targets.shape:
             raise UnsupportedModelError(
                 f"{type(model).__name__} does not return the logits of all its tokens, so they cannot be scored"
             )
         if self.temperature != 1.0:
             logits = logits / self.temperature
-        targets = self.targets.to(logits.hidden.device)
-        logprobs, entropy = logits.owner.scores(logits, targets, entropy=self.entropy)
+        logprobs, entropy = logits.owner.scores(logits, targets.to(logits.hidden.device), entropy=self.entropy)
+        if self.strips is not None:
+            logprobs = self.strips.collect(logprobs)
+            entropy = None if entropy is None else self.strips.collect(entropy)
         found = {"logprobs": logprobs, "entropy": entropy, "router_loss": self.router_loss}
         return {name: value for name, value in found.items() if value is not None}
 

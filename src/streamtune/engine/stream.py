@@ -21,9 +21,10 @@ from streamtune.engine.balance import RouterLoss, RouterTerms, RouterWatch, bala
 from streamtune.engine.branches import Branches
 from streamtune.engine.head import LazyLogits, StreamedHead
 from streamtune.engine.layer import StreamedForward
+from streamtune.engine.parallel import SequenceParallel, Sharing, form_for
 from streamtune.engine.placement import Tiers, Trail, place_layers
 from streamtune.engine.pointwise import StreamedNorm, norms_outside
-from streamtune.engine.preflight import check_exact
+from streamtune.engine.preflight import check_exact, check_shared
 from streamtune.engine.rows import CallFacts, PackedRows, tells_of_rows
 from streamtune.engine.schedule import Schedule
 from streamtune.engine.scores import Scored, TokenScores, token_scores_of
@@ -49,6 +50,7 @@ def stream(
     schedule: Schedule | None = None,
     head: bool = True,
     router_loss: RouterLoss | None = None,
+    sequence_parallel: SequenceParallel | None = None,
 ) -> StreamHandle:
     """Train ``model`` with the exact streaming backward (StreamBP, arXiv 2506.03077). The model is changed in place.
 
@@ -66,13 +68,18 @@ def stream(
         router_loss: Losses on the routers of a mixture of experts, added to the loss of a call with ``labels``. None
             adds what the model itself would, its balance loss where ``output_router_logits`` is set. Router logits are
             not returned.
+        sequence_parallel: Ranks that share each sequence. All of them make the same calls with the same whole rows; a
+            call with labels, or one that is scored, has the loss of the whole rows on every rank, and the gradients of
+            the ranks add up to the gradient.
 
     Returns:
         A handle with ``.schedule`` and ``.remove()``, which restores the model exactly.
 
     Raises:
-        ArgumentError: Both ``chunk_size`` and ``schedule`` are given, or the model is streamed already.
-        UnsupportedModelError: The model cannot be streamed exactly; it is left as it was.
+        ArgumentError: Both ``chunk_size`` and ``schedule`` are given, or the model is streamed already; ranks are to
+            share sequences and the head is not streamed.
+        UnsupportedModelError: The model cannot be streamed exactly, or ranks cannot share its sequences; it is left as
+            it was.
 
     Example:
         >>> handle = streamtune.stream(model, chunk_size=2048)
@@ -83,22 +90,36 @@ def stream(
         raise ArgumentError("give chunk_size or schedule, not both")
     if schedule is None:
         schedule = Schedule() if chunk_size is None else Schedule(chunk_size=chunk_size)
-    return StreamHandle(model, schedule, head, router_loss)
+    return StreamHandle(model, schedule, head, router_loss, sequence_parallel)
 
 
 class StreamHandle:
     """What :func:`stream` put into a model, and the way to take it out. Use as a context manager if you like."""
 
-    def __init__(self, model: nn.Module, schedule: Schedule, head: bool, router_loss: RouterLoss | None = None) -> None:
+    def __init__(
+        self,
+        model: nn.Module,
+        schedule: Schedule,
+        head: bool,
+        router_loss: RouterLoss | None = None,
+        sequence_parallel: SequenceParallel | None = None,
+    ) -> None:
         self.model = base_model(model)
         self.schedule = schedule
         self.layers = decoder_layers(self.model)
         if any(isinstance(layer.__dict__.get("forward"), StreamedForward) for layer in self.layers):
             raise ArgumentError(f"this {type(self.model).__name__} is streamed already", mend="call .remove() first")
         check_streamable(self.model, self.layers)
-        self._head = StreamedHead(self.model, schedule) if head else None
+        self.sequence_parallel = None if sequence_parallel is None or sequence_parallel.size == 1 else sequence_parallel
+        """The ranks that share each sequence; None where there is only this one."""
+        self.form = ""
+        """What they exchange, ``ulysses`` or ``ring``."""
+        if self.sequence_parallel is not None:
+            self.form = form_for(self.sequence_parallel, self.model, self.layers, head)
+        self._sharing = Sharing(self)
+        self.head = StreamedHead(self.model, schedule) if head else None
         self.facts = CallFacts()
-        self._scored: Scored | None = None
+        self.scored: Scored | None = None
         self.routers = RouterWatch(self.model, self.layers, router_loss)
         self._checkpointing: set[Any] = set()
         self._attention = [
@@ -170,24 +191,28 @@ class StreamHandle:
     @property
     def streams_head(self) -> bool:
         """Whether the language-model head is streamed too."""
-        return self._head is not None
+        return self.head is not None
 
     @contextmanager
     def scoring(self, scored: Scored) -> Iterator[None]:
         """A call within returns the scores it is asked for, in place of its output."""
-        self._scored = scored
+        self.scored = scored
         try:
             yield
         finally:
-            self._scored = None
+            self.scored = None
 
     def check(self) -> None:
         """Compare this very model streamed and unstreamed on a few random tokens; costs a few short forwards.
+
+        Where ranks share sequences all of them call it together, and what they compute is compared too.
 
         Raises:
             UnsupportedModelError: They differ; the layer is named. The model is left as it was, still streamed.
         """
         check_exact(self)
+        if self.sequence_parallel is not None:
+            check_shared(self)
 
     @torch.no_grad()
     def count_routes(self, batches: Iterable[dict[str, Any]]) -> Tensor:
@@ -212,12 +237,14 @@ class StreamHandle:
                 branches: Branches | None = read.pop("branches", None)
                 if branches is not None:
                     read |= branches.arguments(read["input_ids"])
-                self.routers.open(batch.get("attention_mask"))
                 self.facts.rows = self._rows((), read) if branches is None else branches
                 try:
+                    read = self._sharing.share(read)
+                    self._sharing.open_routers(batch.get("attention_mask"))
                     decoder(**{**read, "use_cache": False, **not_balanced(self.model)})
                 finally:
-                    sums, self.facts.rows = self.routers.close(), None
+                    sums = self.routers.close()
+                    self._sharing.end()
                 assert sums is not None
                 counts = sums.counts if counts is None else counts + sums.counts
         assert counts is not None
@@ -255,24 +282,27 @@ class StreamHandle:
             if getattr(module, "gradient_checkpointing", False):
                 module.gradient_checkpointing = False  # type: ignore[assignment]
                 self._checkpointing.add(module)  # once, however often a trainer turns it on again
-        scored = self._scored
+        scored = self.scored
         with_labels = kwargs.get("labels") is not None or scored is not None  # to be scored is to be trained on
         if kwargs.get("past_key_values") is None and (with_labels or model.training):
             kwargs = {**kwargs, "use_cache": False}
         branches = None if scored is None else scored.branches
         self.facts.rows = self._rows(args, kwargs) if branches is None else branches
+        asked = kwargs.get("output_router_logits")
+        padding = _argument(model, args, kwargs, "attention_mask")
+        if self.sequence_parallel is not None:
+            args, kwargs = (), self._sharing.begin(args, kwargs, with_labels)
         if "position_ids" not in inspect.signature(type(self.model).forward).parameters:
             kwargs = {key: value for key, value in kwargs.items() if key != "position_ids"}  # it was for the rows
-        if self._head is not None and with_labels:
-            self._head.close()
-            self._head.open()
-        asked = kwargs.get("output_router_logits")
+        if self.head is not None and with_labels:
+            self.head.close()
+            self.head.open()
         if asked is None:
             asked = balances_itself(self.model)
         if self.routers.silent:
             kwargs = {**kwargs, "output_router_logits": False} if asked else kwargs
         elif asked or (self.routers.loss is not None and with_labels):
-            self.routers.open(_argument(model, args, kwargs, "attention_mask"))
+            self._sharing.open_routers(padding)
             kwargs = {**kwargs, "output_router_logits": False}
         return args, kwargs
 
@@ -300,15 +330,17 @@ class StreamHandle:
         return None
 
     def _after(self, model: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
-        self.facts.rows = None
-        if self._scored is not None:
-            return self._promised(self._scored, output)
-        return self._with_router_loss(self._without_promise(output))
+        try:
+            if self.scored is not None:
+                return self._promised(self.scored, output)
+            return self._with_router_loss(self._without_promise(output))
+        finally:
+            self._sharing.end()
 
     def _promised(self, scored: Scored, output: Any) -> Any:
         """The scores, made of the promise of logits, and what the routers add."""
-        if self._head is not None:
-            self._head.close()
+        if self.head is not None:
+            self.head.close()
         sums = self.routers.close() if self.routers.active else None
         if sums is not None and output is not None:
             balance, scored.router_loss = self.routers.losses(sums)
@@ -331,9 +363,9 @@ class StreamHandle:
         return output
 
     def _without_promise(self, output: Any) -> Any:
-        if self._head is None or not self._head.active:
+        if self.head is None or not self.head.active:
             return output
-        self._head.close()
+        self.head.close()
         if isinstance(output, tuple):
             return tuple(item for item in output if not isinstance(item, LazyLogits))
         if isinstance(getattr(output, "logits", None), LazyLogits):

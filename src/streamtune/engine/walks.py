@@ -26,6 +26,7 @@ from streamtune.engine.outputs import LayerOutputs
 from streamtune.engine.scan import carried_scan
 from streamtune.engine.storage import Source, Stored
 from streamtune.engine.storage import Tier as StorageTier
+from streamtune.engine.strips import Turn
 from streamtune.engine.vjp import Along, cut, part
 from streamtune.errors import ArgumentError
 
@@ -51,7 +52,8 @@ class LayerStream:
         self.chunks = self.rows.chunks(schedule) if self.rows and owner.carries_states else call.chunks(schedule)
         self.schedule, self.device = schedule, call.hidden.device
         self.widen = schedule.grad_dtype == "float32"
-        self.kv = KeysAndValues(call.length, self.widen)
+        self.strips = call.strips
+        self.kv = KeysAndValues(self._keys_length, self.widen)
         self.states = States(self.rows)
         self.kept: KeptAttention | None = None
         self.maker = maker
@@ -78,6 +80,12 @@ class LayerStream:
         return [*self.outputs.along, *[None] * self.sums]
 
     @property
+    def _keys_length(self) -> int:
+        """Tokens whose keys and values this rank keeps."""
+        strips = self.strips
+        return self.length if strips is None or strips.form == "ring" else strips.total
+
+    @property
     def repeatable(self) -> bool:
         """Whether its hidden states can be computed again from its hidden states alone."""
         return len(self.call.inputs) == 1
@@ -85,11 +93,16 @@ class LayerStream:
     def run(self, chunk: slice, walk: Walk, x_i: list[Tensor]) -> tuple[list[Tensor], ChunkCache]:
         """The layer on one chunk: its outputs ``z(i)``, the first ``[B, T_i, C]``, and the cache it saw."""
         tell_chunk(self.call.layer, chunk, walk)
-        cache = ChunkCache(self.kv, self.states, chunk, self.call.first_key(chunk), walk)
+        turn = None if self.strips is None else Turn(self.strips, chunk)
+        seen = chunk if turn is None else turn.keys
+        cache = ChunkCache(self.kv, self.states, seen, self.call.first_key(chunk), walk, turn)
+        sharing: AbstractContextManager[None] = nullcontext()
+        if turn is not None:
+            turn.first_key, sharing = cache.first_key, turn.taken()
         given = dict(zip(self.call.inputs, x_i, strict=True))
         listening: AbstractContextManager[list[Tensor]] = self.watch.listening() if self.watch else nullcontext([])
         remembering = self.kept.chunk(chunk.start, last=walk == "replay") if self.kept else nullcontext()
-        with carried_scan(self.bare_scans, cache), remembering, listening as heard:
+        with carried_scan(self.bare_scans, cache), remembering, sharing, listening as heard:
             out, filled = self.call.run(chunk, cache, given)
         self.filled |= filled
         sums = self.watch.sums(heard, None if self.tokens is None else self.tokens[:, chunk]) if self.watch else []
@@ -139,7 +152,7 @@ class LayerStream:
         assert self.rows is not None
         self.owner.carries_states = True
         self.chunks = self.rows.chunks(self.owner.schedule)
-        self.kv, self.states, self.random = KeysAndValues(self.length, self.widen), States(self.rows), {}
+        self.kv, self.states, self.random = KeysAndValues(self._keys_length, self.widen), States(self.rows), {}
         self.filled = {}
 
     def whole(self, inputs: Sequence[Tensor]) -> list[Tensor] | None:

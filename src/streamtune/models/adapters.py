@@ -59,8 +59,15 @@ def add_lora(
 
 
 def load_lora(model: PreTrainedModel, folder: Path) -> PeftModel:
-    """Put the adapters saved in ``folder`` on their base, ready to be trained further."""
+    """Put the adapters saved in ``folder`` on their base, ready to be trained further.
+
+    Raises:
+        ArgumentError: They are a pickle.
+    """
     from peft import PeftModel
+
+    if not (folder / "adapter_model.safetensors").is_file():
+        raise ArgumentError(f"{folder} has no adapters in safetensors", where="--resume", mend="use another checkpoint")
 
     return PeftModel.from_pretrained(model, str(folder), is_trainable=True)
 

@@ -6,13 +6,14 @@ from collections.abc import Mapping
 from typing import Any
 
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
+from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from streamtune.errors import ArgumentError
-from streamtune.models.load import DTYPES, build_config, check_exists, loading_error
+from streamtune.models.load import DTYPES, build_config, check_exists, loading_error, read_config
 from streamtune.models.quantize import quantize
+from streamtune.models.safety import check_folder
 
-__all__ = ["blueprint", "read_config"]
+__all__ = ["blueprint", "read_plain_config"]
 
 
 def blueprint(
@@ -37,7 +38,7 @@ def blueprint(
     """
     remote: dict[str, Any] = {}
     if isinstance(source, str):
-        config, remote = read_config(source, trust_remote_code), {"trust_remote_code": trust_remote_code}
+        config, remote = read_plain_config(source, trust_remote_code), {"trust_remote_code": trust_remote_code}
     else:
         config = build_config({"vocab_size": vocab_size, **source} if vocab_size else dict(source))
     own = getattr(config, "dtype", None)
@@ -45,24 +46,22 @@ def blueprint(
     try:
         with torch.device("meta"):
             model = AutoModelForCausalLM.from_config(config, dtype=wanted, **remote)
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, ImportError) as error:
         raise loading_error("model", str(source), error) from error
     if quantization is not None:
         quantize(model, quantization, torch.device("meta"))
     return model
 
 
-def read_config(name_or_path: str, trust_remote_code: bool) -> Any:
+def read_plain_config(name_or_path: str, trust_remote_code: bool) -> Any:
     """The configuration of a checkpoint.
 
     Raises:
         ArgumentError: There is no such checkpoint, or its weights are quantised already.
     """
     check_exists(name_or_path)
-    try:
-        config = AutoConfig.from_pretrained(name_or_path, trust_remote_code=trust_remote_code)
-    except (OSError, ValueError) as error:
-        raise loading_error("model", name_or_path, error) from error
+    check_folder(name_or_path, allow_pickle=True)  # no weights are read
+    config = read_config(name_or_path, trust_remote_code)
     if getattr(config, "quantization_config", None) is not None:
         raise ArgumentError(
             f"the weights of '{name_or_path}' are quantised already, and how is not known before they are loaded",

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from streamtune.errors import ArgumentError
-from streamtune.models.blueprint import read_config
+from streamtune.models.blueprint import read_plain_config
 from streamtune.models.checkpoint_files import CheckpointFiles
 from streamtune.models.load import DTYPES, build_config, loading_error
 from streamtune.models.recorded import NotRecordedError, RecordedInit
@@ -164,7 +164,7 @@ def defer_load(name_or_path: str, *, dtype: str = "auto", trust_remote_code: boo
     Raises:
         ArgumentError: There is no such checkpoint.
     """
-    config = read_config(name_or_path, trust_remote_code)
+    config = read_plain_config(name_or_path, trust_remote_code)
     wanted = DTYPES.get(dtype) or getattr(config, "dtype", None)
     files = CheckpointFiles(name_or_path)
     if not isinstance(wanted, torch.dtype):
@@ -174,7 +174,7 @@ def defer_load(name_or_path: str, *, dtype: str = "auto", trust_remote_code: boo
         with torch.random.fork_rng(devices=[]), RecordedInit(draw=False):
             remote = {"trust_remote_code": True} if trust_remote_code else {}
             model: PreTrainedModel = AutoModelForCausalLM.from_config(config, dtype=wanted, **remote)
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, ImportError) as error:
         raise loading_error("model", name_or_path, error) from error
     model.config.name_or_path = model.name_or_path = name_or_path
     files.prepare(model)

@@ -5,14 +5,18 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from pickle import UnpicklingError
 from typing import Any
 
 import torch
-from transformers import CONFIG_MAPPING, AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
+from safetensors import SafetensorError
+from transformers import CONFIG_MAPPING, AutoConfig, AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from streamtune.errors import ArgumentError, did_you_mean
 from streamtune.models.quantize import logical_size, quantize
+from streamtune.models.safety import check_folder, check_kernels, without_hub_kernels
+from streamtune.network import is_offline
 
 __all__ = [
     "ParameterCount",
@@ -25,9 +29,14 @@ __all__ = [
     "left_out",
     "load_model",
     "loading_error",
+    "read_config",
 ]
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+
+UNREADABLE = (OSError, EOFError, ValueError, ImportError, KeyError, TypeError, AttributeError, RecursionError,
+              SafetensorError, UnpicklingError)  # fmt: skip
+"""What transformers raises for a folder whose files are not what they should be."""
 
 DRAFT_LAYERS = ("num_nextn_predict_layers", "num_mtp_layers", "mtp_num_hidden_layers")
 """What configurations call the number of layers that predict the token after the next."""
@@ -105,6 +114,7 @@ def load_model(
     device: str = "cpu",
     trust_remote_code: bool = False,
     quantization: str | None = None,
+    allow_pickle: bool = False,
 ) -> PreTrainedModel:
     """Load a checkpoint, by hub name or from a local folder.
 
@@ -114,19 +124,26 @@ def load_model(
         device: Where the weights go.
         trust_remote_code: Whether code that comes with the checkpoint may run.
         quantization: ``nf4`` or ``int8`` of the frozen linear layers, see ``models.quantize``; None leaves them.
+        allow_pickle: Whether weights may be a pickle, of which tensors are read and nothing else.
 
     Raises:
-        ArgumentError: There is no such checkpoint, it lacks weights that the model needs, or cannot be quantised so.
+        ArgumentError: There is no such checkpoint, it is not safe to read (``models.safety``), it lacks
+            weights that the model needs, or cannot be quantised so.
     """
     check_exists(name_or_path)
+    safetensors = check_folder(name_or_path, allow_pickle=allow_pickle)
+    config = read_config(name_or_path, trust_remote_code)
     try:
         model, report = AutoModelForCausalLM.from_pretrained(
             name_or_path,
+            config=config,
             dtype=dtype if dtype == "auto" else DTYPES[dtype],
             trust_remote_code=trust_remote_code,
+            use_safetensors=True if safetensors else None,  # False would refuse them where there are both
+            weights_only=True,
             output_loading_info=True,
         )
-    except (OSError, ValueError) as error:
+    except UNREADABLE as error:
         raise loading_error("model", name_or_path, error) from error
     missing = sorted(report["missing_keys"])
     if missing:
@@ -140,6 +157,21 @@ def load_model(
     if quantization is not None:  # before the weights are copied: those of the file are read layer by layer
         quantize(model, quantization, torch.device(device))
     return _own_weights(model.to(device))
+
+
+def read_config(name_or_path: str, trust_remote_code: bool) -> Any:
+    """The configuration of a checkpoint, without kernels of a hub; None for adapters, which have none.
+
+    Raises:
+        ArgumentError: There is none, or it is not one.
+    """
+    folder = Path(name_or_path)
+    if (folder / "adapter_config.json").is_file() and not (folder / "config.json").is_file():
+        return None
+    try:
+        return without_hub_kernels(AutoConfig.from_pretrained(name_or_path, trust_remote_code=trust_remote_code))
+    except Exception as error:  # the validators of each configuration class raise types of their own
+        raise loading_error("model", name_or_path, error) from error
 
 
 def _own_weights(model: PreTrainedModel) -> PreTrainedModel:
@@ -214,6 +246,7 @@ def build_config(keys: Mapping[str, Any]) -> PreTrainedConfig:
             mend=hint
             or "choose the model_type of a causal language model, as its config.json has it: qwen3, llama ...",
         )
+    check_kernels(keys)
     config_class = CONFIG_MAPPING[model_type]
     arguments = {key: value for key, value in keys.items() if key != "model_type"}
     try:
@@ -255,8 +288,16 @@ def loading_error(kind: str, name_or_path: str, error: Exception) -> ArgumentErr
     """Say in one sentence what a loader of transformers says in a page."""
     first_line = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
     mend = "check the name or folder; a gated model needs `hf auth login`; offline, give a local folder"
-    if "trust_remote_code" in str(error):
+    if isinstance(error, UnpicklingError):  # torch's words advise to run it
+        first_line = "its pickle holds more than tensors, which is code"
+        mend = "use a copy with safetensors"
+    elif "trust_remote_code" in str(error):
         mend = "set trust_remote_code: true if you trust the code that comes with it"
+    elif "safetensors" in str(error) and isinstance(error, OSError):
+        first_line = "it has no safetensors weights; a pickle runs code when it is read"
+        mend = "use a copy with safetensors; or, if you trust who made it, set allow_pickle: true"
+    elif is_offline():
+        mend = "--offline reads local folders and the cache only; run it once without, or give a local folder"
     return ArgumentError(
         f"cannot load the {kind} '{name_or_path}': {first_line}", where="model_name_or_path", mend=mend
     )

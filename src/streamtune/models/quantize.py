@@ -101,9 +101,10 @@ def quantization(model: nn.Module) -> str | None:
 
 
 def logical_size(parameter: torch.Tensor) -> int:
-    """Weights a parameter stands for; bitsandbytes packs two in a byte and reports the bytes."""
+    """Weights a parameter stands for: bitsandbytes packs two in a byte, ZeRO-3 leaves a rank a part."""
     state = getattr(parameter, "quant_state", None)
-    return parameter.numel() if state is None else state.shape.numel()
+    whole: int = getattr(parameter, "ds_numel", parameter.numel())
+    return whole if state is None else state.shape.numel()
 
 
 def _convert(model: PreTrainedModel, kind: str, device: torch.device) -> None:

@@ -7,6 +7,8 @@ from typing import TYPE_CHECKING
 import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
+from streamtune.templates import render_chat
+
 if TYPE_CHECKING:
     from peft import PeftModel
 
@@ -34,9 +36,8 @@ def sample_text(
     """
     if tokenizer.chat_template:
         message = [{"role": "user", "content": prompt}]
-        inputs = tokenizer.apply_chat_template(
-            message, add_generation_prompt=True, return_dict=True, return_tensors="pt"
-        )
+        text = render_chat(tokenizer, message, add_generation_prompt=True)
+        inputs = tokenizer(text, add_special_tokens=False, return_tensors="pt")
     else:
         inputs = tokenizer(prompt, return_tensors="pt")
     inputs = {name: inputs[name].to(model.device) for name in ("input_ids", "attention_mask")}
@@ -51,5 +52,5 @@ def sample_text(
             eos_token_id=tokenizer.eos_token_id,
             pad_token_id=tokenizer.pad_token_id,
         )
-    text: str = tokenizer.decode(output[0, inputs["input_ids"].shape[1] :], skip_special_tokens=True)
-    return text
+    written: str = tokenizer.decode(output[0, inputs["input_ids"].shape[1] :], skip_special_tokens=True)
+    return written

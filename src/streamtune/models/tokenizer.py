@@ -16,6 +16,8 @@ __all__ = ["CHATML_TEMPLATE", "load_tokenizer", "set_chat_template", "train_toke
 END_OF_TEXT = "<|endoftext|>"
 TURN_START = "<|im_start|>"
 TURN_END = "<|im_end|>"
+MAX_TEMPLATE = 1 << 20
+"""Characters of a chat template: the longest known have thirty thousand."""
 
 CHATML_TEMPLATE = (
     "{% for message in messages %}"
@@ -88,7 +90,7 @@ def load_tokenizer(name_or_path: str, *, trust_remote_code: bool = False) -> Pre
         tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(
             name_or_path, trust_remote_code=trust_remote_code
         )
-    except (OSError, ValueError) as error:
+    except Exception as error:  # the tokenizers library raises nothing more special for a file it cannot read
         raise loading_error("tokenizer", name_or_path, error) from error
     if tokenizer.pad_token_id is None:
         if tokenizer.eos_token is None:
@@ -113,6 +115,8 @@ def set_chat_template(tokenizer: PreTrainedTokenizerBase, template: str) -> None
     if "{" in template:
         tokenizer.chat_template = template
         return
+    if len(template) > 4096 or "\0" in template:
+        raise ArgumentError("this is neither a chat template nor the path of one", where="chat_template")
     path = Path(template).expanduser()
     if not path.is_file():
         raise ArgumentError(
@@ -120,4 +124,13 @@ def set_chat_template(tokenizer: PreTrainedTokenizerBase, template: str) -> None
             where="chat_template",
             mend="give 'chatml', the path of a Jinja file, or the template itself",
         )
-    tokenizer.chat_template = path.read_text(encoding="utf-8")
+    try:
+        with path.open(encoding="utf-8") as file:
+            text = file.read(MAX_TEMPLATE + 1)
+    except (OSError, UnicodeDecodeError) as error:
+        reason = "it is not UTF-8 text" if isinstance(error, ValueError) else error.strerror or str(error)
+        raise ArgumentError(f"cannot read the chat template {path}: {reason}", where="chat_template") from error
+    if len(text) > MAX_TEMPLATE:
+        raise ArgumentError(f"{path} has more than {MAX_TEMPLATE:,} characters: this is no chat template",
+                            where="chat_template", mend="name a Jinja file")  # fmt: skip
+    tokenizer.chat_template = text

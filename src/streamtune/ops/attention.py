@@ -27,7 +27,16 @@ from streamtune.ops.simulated import autocast_kind, repeated
 from streamtune.ops.view import MaskView, Segment, masked_score
 from streamtune.ops.view_kernels import attend_whole, backward_whole, fused_view_kernel
 
-__all__ = ["Memory", "Place", "Prefix", "prefix_attention", "prefix_attention_reference"]
+__all__ = [
+    "Memory",
+    "Piece",
+    "Place",
+    "Prefix",
+    "prefix_attention",
+    "prefix_attention_reference",
+    "seen",
+    "sinks_gradient",
+]
 
 KEY_BLOCK = 1024
 """Keys whose gradient a backward computes at once, as long as it has no more queries: a prefix is as long as the
@@ -127,7 +136,7 @@ class _PrefixAttention(torch.autograd.Function):
         for_backward: bool,
     ) -> Tensor:
         seed = int(torch.randint(1 << 62, ())) if dropout else 0
-        pieces = [_Piece(view, segment, scale, softcap, dropout, seed) for segment in view.segments()]
+        pieces = [Piece(view, segment, scale, softcap, dropout, seed) for segment in view.segments()]
         whole = None
         if any(piece.by_formula(q, k, v) for piece in pieces):  # else segments hold fewer bytes and are as fast
             whole = fused_view_kernel(view, q, k, v, scale, softcap, dropout)
@@ -157,7 +166,7 @@ class _PrefixAttention(torch.autograd.Function):
     def _backward(ctx: Any, grad_o: Tensor) -> tuple[Tensor | None, ...]:
         q, k, v, sinks, o, lse = ctx.saved_tensors
         prefix: Prefix | None = ctx.prefix
-        pieces: list[tuple[_Piece, int]] = [block for piece in ctx.pieces for block in piece.key_blocks(q.device)]
+        pieces: list[tuple[Piece, int]] = [block for piece in ctx.pieces for block in piece.key_blocks(q.device)]
         grads = None if ctx.whole is None else backward_whole(ctx.whole, grad_o, q, k, v, o, lse)
         if grads is not None:
             sums = _KeyGradients(k, v, prefix, k.dtype)
@@ -180,13 +189,18 @@ class _PrefixAttention(torch.autograd.Function):
             grad_q, grad_k, grad_v = grad_q.to(q.dtype), sums.k.to(k.dtype), sums.v.to(v.dtype)
         grad_sinks = None
         if sinks is not None and ctx.needs_input_grad[3]:
-            delta_BHT = (grad_o.to(lse.dtype) * o.to(lse.dtype)).sum(-1)
-            p_BHT = (sinks.to(lse.dtype)[None, :, None] - lse).exp()
-            grad_sinks = -(p_BHT * delta_BHT).sum((0, 2)).to(sinks.dtype)
+            grad_sinks = sinks_gradient(grad_o, sinks, o, lse)
         nothing = (None,) * 7
         if prefix is not None:
             return grad_q, None, None, grad_sinks, grad_k, grad_v, *nothing
         return grad_q, grad_k, grad_v, grad_sinks, None, None, *nothing
+
+
+def sinks_gradient(grad_o: Tensor, sinks: Tensor, o: Tensor, lse: Tensor) -> Tensor:
+    """``[H]`` the gradient of the sinks, given merged output and log-sum-exp."""
+    delta_BHT = (grad_o.to(lse.dtype) * o.to(lse.dtype)).sum(-1)
+    p_BHT = (sinks.to(lse.dtype)[None, :, None] - lse).exp()
+    return -(p_BHT * delta_BHT).sum((0, 2)).to(sinks.dtype)
 
 
 class _KeyGradients:
@@ -212,7 +226,7 @@ class _KeyGradients:
 
 
 def _softmax_times_v(
-    pieces: list[_Piece],
+    pieces: list[Piece],
     q: Tensor,
     k: Tensor,
     v: Tensor,
@@ -221,18 +235,24 @@ def _softmax_times_v(
 ) -> tuple[Tensor, Tensor]:
     """Output and log-sum-exp of all queries, sinks and blind queries seen to; ``own`` is what one kernel made of it."""
     o, lse = _merged(pieces, q, k, v) if own is None else own
+    return seen(o, lse, sinks, q.dtype, own is not None or any(piece.segment.masked for piece in pieces))
+
+
+def seen(o: Tensor, lse: Tensor, sinks: Tensor | None, dtype: torch.dtype, masked: bool) -> tuple[Tensor, Tensor]:
+    """Merged output and log-sum-exp, with sinks among the keys; ``masked`` says that some query may see no key.
+
+    ``dtype`` is that of the queries.
+    """
     if sinks is not None:
         total = torch.logaddexp(lse, sinks.to(lse.dtype)[None, :, None])
         o, lse = o * (lse - total).exp()[..., None], total
-    if own is not None or any(
-        piece.segment.masked for piece in pieces
-    ):  # a query that sees no key at all gives zero, and no gradient
-        blind = lse < masked_score(lse.dtype if q.dtype == torch.bfloat16 else q.dtype) / 2
+    if masked:  # a query that sees no key at all gives zero, and no gradient
+        blind = lse < masked_score(lse.dtype if dtype == torch.bfloat16 else dtype) / 2
         o, lse = o.masked_fill(blind[..., None], 0.0), lse.masked_fill(blind, float("inf"))
     return o, lse
 
 
-def _merged(pieces: list[_Piece], q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+def _merged(pieces: list[Piece], q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
     """Output and log-sum-exp of all queries: pieces of the same queries merged, of different ones side by side."""
     regions = [list(group) for _, group in groupby(pieces, key=lambda piece: piece.segment.queries)]
     if len(regions) == 1:
@@ -251,7 +271,7 @@ def _merged(pieces: list[_Piece], q: Tensor, k: Tensor, v: Tensor) -> tuple[Tens
     return out, lse
 
 
-def _merged_region(region: list[_Piece], q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+def _merged_region(region: list[Piece], q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
     """The same for pieces that all have the same queries."""
     o, lse = region[0].forward(q, k, v)
     if len(region) > 1:
@@ -265,7 +285,7 @@ def _merged_region(region: list[_Piece], q: Tensor, k: Tensor, v: Tensor) -> tup
     return o, lse
 
 
-class _Piece:
+class Piece:
     """One segment: the fused kernel where there is one, the tiled formula otherwise.
 
     ``queries`` and ``keys`` are its places in ``[B, H, T, D]`` and ``[B, G, S, D]``.
@@ -280,7 +300,7 @@ class _Piece:
         self.queries = (rows, slice(None), slice(segment.q_start, segment.q_stop))
         self.keys = (rows, slice(None), slice(segment.start, segment.stop))
 
-    def key_blocks(self, device: torch.device) -> Iterator[tuple[_Piece, int]]:
+    def key_blocks(self, device: torch.device) -> Iterator[tuple[Piece, int]]:
         """The same in blocks of keys; given the log-sum-exp of all keys, the backward of each stands for itself.
 
         Blocks of a simulated step are alike: one comes with how often it would.
@@ -294,7 +314,7 @@ class _Piece:
         simulated = device.type == "meta"
         for start in starts[:1] if simulated else starts:
             block = replace(segment, start=start, stop=min(start + size, segment.stop))
-            piece = _Piece(self.view, block, self.scale, self.softcap, self.dropout, self.seed)
+            piece = Piece(self.view, block, self.scale, self.softcap, self.dropout, self.seed)
             yield piece, len(starts) if simulated else 1
 
     def covers(self, q: Tensor, k: Tensor) -> bool:

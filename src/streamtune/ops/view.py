@@ -111,16 +111,45 @@ class MaskView(NoTensor):
         A causal chunk is one rectangle (the prefix, no mask) and one square (lower triangle); where it holds several
         packed rows, one such pair for each. A sliding window cuts the prefix to the window and adds one masked tile at
         its far edge. A block whose tokens see each other is one rectangle. A branch is a rectangle over its trunk and
-        the square of its own. Anything else is examined block by block.
+        the square of its own. Keys that all lie before the queries (another rank's) are one rectangle or none. Anything
+        else is examined block by block.
         """
         key = (self.q_start, self.q_stop, self.k_start, self.k_stop)
         if key not in self.mask._segments:
             known = self.mask.function is None and self.mask.causal
-            if self.mask.branches is not None:
+            if self.k_stop <= self.q_start:
+                self.mask._segments[key] = self._earlier_segments(known and self.mask.branches is None)
+            elif self.mask.branches is not None:
                 self.mask._segments[key] = self._branch_segments(self.mask.branches)
             else:
-                self.mask._segments[key] = self._known_segments() if known else self._examined_segments()
+                self.mask._segments[key] = self._known_segments() if known else self.examined_segments()
         return self.mask._segments[key]
+
+    def _earlier_segments(self, known: bool) -> list[Segment]:
+        """One rectangle over keys that all lie before the queries: with a mask, without, or none of it."""
+        mask, queries = self.mask, self.q_stop - self.q_start
+        if known:
+            hidden, cut = self._hidden_by_facts()
+        else:
+            uniform = {block[2] for block in mask.examined(self.q_start, self.q_stop, self.k_start, self.k_stop)}
+            hidden, cut = uniform == {False}, uniform != {True}
+        if hidden:
+            return []
+        padded = known and mask.is_padded(None, self.k_start, self.k_stop)
+        keys = self.k_stop - self.k_start
+        return [Segment(0, keys, 0, queries, masked=cut or padded, only_padding=padded and not cut)]
+
+    def _hidden_by_facts(self) -> tuple[bool, bool]:
+        """Whether window and rows hide all earlier keys from all queries, and whether they hide any from any."""
+        mask, hidden, cut = self.mask, False, False
+        if mask.window is not None:
+            hidden = self.q_start - (self.k_stop - 1) >= mask.window
+            cut = self.q_stop - 1 - self.k_start >= mask.window
+        if mask.first_seen is not None:
+            first = mask.first_seen[:, self.q_start : self.q_stop]
+            hidden = hidden or int(first.min()) >= self.k_stop
+            cut = cut or int(first.max()) > self.k_start
+        return hidden, cut
 
     def _known_segments(self) -> list[Segment]:
         rows = self.mask.stretches
@@ -196,7 +225,8 @@ class MaskView(NoTensor):
         keys, queries = (start - self.k_start, stop - self.k_start), (q_start - self.q_start, q_stop - self.q_start)
         return Segment(*keys, *queries, row, causal, masked or padded, only_padding=padded and not masked)
 
-    def _examined_segments(self) -> list[Segment]:
+    def examined_segments(self) -> list[Segment]:
+        """The visible keys found by looking at every block of them."""
         pieces: list[Segment] = []
         queries = (0, self.q_stop - self.q_start)
         for start, stop, uniform in self.mask.examined(self.q_start, self.q_stop, self.k_start, self.k_stop):

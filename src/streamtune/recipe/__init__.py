@@ -4,10 +4,11 @@ Importing this package loads neither torch nor transformers; ``recipe.build``, w
 and is imported by name.
 """
 
+from .code import code_of
 from .dump import dump_recipe
 from .jsonschema import json_schema
 from .kinds import RECIPES
-from .loader import LoadedRecipe, load_recipe
+from .loader import LoadedRecipe, load_recipe, names_a_hub
 from .schema import DatasetSpec, EngineSpec, ModelInit, Recipe, SampleSpec, TokenizerSpec, TokenizerTrain
 from .schema_dpo import DpoRecipe
 from .schema_grpo import GrpoRecipe
@@ -26,9 +27,11 @@ __all__ = [
     "ShippedRecipe",
     "TokenizerSpec",
     "TokenizerTrain",
+    "code_of",
     "dump_recipe",
     "json_schema",
     "load_recipe",
+    "names_a_hub",
     "read_shipped",
     "schema_file",
     "shipped_names",

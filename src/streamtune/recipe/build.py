@@ -14,7 +14,15 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from streamtune import data, models, train
-from streamtune.engine import RouterLoss, Schedule, StreamHandle, balance_coefficient, balances_itself, stream
+from streamtune.engine import (
+    RouterLoss,
+    Schedule,
+    SequenceParallel,
+    StreamHandle,
+    balance_coefficient,
+    balances_itself,
+    stream,
+)
 from streamtune.errors import ArgumentError, OutOfMemoryError, UnsupportedModelError, UserError
 from streamtune.recipe.loader import LoadedRecipe
 from streamtune.recipe.schema import EngineSpec, Recipe
@@ -131,24 +139,27 @@ def make_router_loss(recipe: Recipe, model: Any) -> RouterLoss | None:
     return None
 
 
-def stream_model(recipe: Recipe, model: Any, schedule: Schedule | None = None) -> StreamHandle:
+def stream_model(
+    recipe: Recipe, model: Any, schedule: Schedule | None = None, ranks: SequenceParallel | None = None
+) -> StreamHandle:
     """Put the engine into a model, with what the recipe adds for its routers.
 
     Args:
         recipe: The recipe.
         model: Changed in place.
         schedule: What the planner chose; without it, what the recipe says and defaults.
+        ranks: Those that share each sequence, if any do.
 
     Raises:
         UnsupportedModelError: The model cannot be streamed, or has no routers such as the recipe asks to balance.
     """
     schedule, router_loss = schedule or make_schedule(recipe.engine), make_router_loss(recipe, model)
-    handle = stream(model, schedule=schedule)
+    handle = stream(model, schedule=schedule, sequence_parallel=ranks)
     if router_loss is None:
         return handle
     handle.remove()
     try:
-        return stream(model, schedule=schedule, router_loss=router_loss)
+        return stream(model, schedule=schedule, router_loss=router_loss, sequence_parallel=ranks)
     except UnsupportedModelError as error:  # the model streams; it is its routers
         keys = [key for key in ("router_aux_loss_coef", "router_z_loss_coef") if getattr(recipe, key)]
         if keys:

@@ -145,7 +145,7 @@ def build_dpo(
             batches.kept = _logps_of_reference(recipe, model, handle, tokenizer, start, batches, notify, doing)
         elif compares:
             own = train.ModelReference(model, handle)
-            reference = own if held is None else streamed(held, handle.schedule, share=start.share(recipe))
+            reference = own if held is None else streamed(held, handle, share=start.share(recipe))
     return DpoRun(
         loaded=loaded,
         start=start,
@@ -270,7 +270,7 @@ def _logps_of_reference(
         with doing("loading the reference"):
             asked = load_reference(recipe, model, tokenizer, start.device, sharing=start.sharing)
     own = train.ModelReference(model, handle)
-    reference = own if asked is model else streamed(asked, handle.schedule, share=start.share(recipe))
+    reference = own if asked is model else streamed(asked, handle, share=start.share(recipe))
     with doing("reading the reference's weights"):
         weights = whole_weights(recipe, asked) if start.shares_weights else asked.named_parameters()
         key = start.world.collect(reference_key(weights, batches.asked(), bf16=recipe.bf16))[0]

@@ -98,7 +98,7 @@ def build_grpo(
     assert isinstance(recipe, GrpoRecipe), "the command asks for a recipe of grpo"
     with blame_recipe(loaded):
         _check_loss(recipe)
-        functions = load_functions(recipe, loaded.path.parent)
+        functions = load_functions(recipe, loaded.path.parent, notify)
         start = start_run(recipe, resume, notify)
         if recipe.use_vllm:
             rollout.check_vllm(start.device)
@@ -251,7 +251,7 @@ def _reference_scorer(
     if held is None:
         return _scorer(train.ModelReference(model, handle, temperature=recipe.temperature), recipe, start.device)
     share = start.share(recipe)
-    beside = streamed(held, handle.schedule, temperature=recipe.temperature, share=share)
+    beside = streamed(held, handle, temperature=recipe.temperature, share=share)
     return _scorer(beside, recipe, start.device)
 
 

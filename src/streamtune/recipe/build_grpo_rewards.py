@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from streamtune import data, rewards
+from streamtune.errors import ArgumentError
+from streamtune.recipe.code import own_rewards
 from streamtune.recipe.schema_grpo import GrpoRecipe
 
 if TYPE_CHECKING:
@@ -45,12 +47,28 @@ class RewardJudge:
         self.functions.check_columns([*data.gather_columns(prompts), "completion_ids"])
 
 
-def load_functions(recipe: GrpoRecipe, folder: Path) -> rewards.Rewards:
+def load_functions(
+    recipe: GrpoRecipe, folder: Path, notify: Callable[[str], None] = lambda message: None
+) -> rewards.Rewards:
     """The reward functions of a recipe that is in ``folder``, where modules of the user's own may lie.
+
+    Args:
+        recipe: The recipe.
+        folder: Where it is.
+        notify: Told which code runs, before it does.
 
     Raises:
         ArgumentError: One of them does not exist, or would run code and may not.
     """
+    own = own_rewards(recipe)
+    if own and not recipe.allow_code:
+        raise ArgumentError(
+            f"the reward '{own[0]}' is Python code that the recipe names, and it would run here",
+            where="reward_funcs",
+            mend="read it; if it is yours, or you trust it, run with --allow-code or set allow_code: true",
+        )
+    if own:
+        notify(f"running the code of {', '.join(own)}")
     return rewards.load_rewards(
         recipe.reward_funcs, weights=recipe.reward_weights, allow_code=recipe.allow_code, directory=folder
     )

@@ -209,6 +209,7 @@ def _base_model(
             device=str(device),
             trust_remote_code=recipe.trust_remote_code,
             quantization=quantization,
+            allow_pickle=recipe.allow_pickle,
         )
     assert recipe.model is not None, "the schema asks for a model"
     return models.init_model(

@@ -24,7 +24,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from streamtune import data, models, train
-from streamtune.engine import Schedule, stream
+from streamtune.engine import Schedule, StreamHandle, stream
 from streamtune.errors import ArgumentError, StreamTuneError, UserError
 from streamtune.recipe.build_model import make_reference_model
 from streamtune.recipe.schema import Recipe
@@ -88,18 +88,18 @@ def load_reference(
 
 
 def streamed(
-    model: Any, schedule: Schedule, *, temperature: float = 1.0, share: Callable[[Any, Any], None] | None = None
+    model: Any, like: StreamHandle, *, temperature: float = 1.0, share: Callable[[Any, Any], None] | None = None
 ) -> train.ModelReference:
-    """A held reference in an engine of its own, which cuts the sequence as the trained model's does.
+    """A held reference in an engine of its own, which cuts and shares the sequence as that of the trained model.
 
     Args:
         model: The reference.
-        schedule: The trained model's.
+        like: The trained model's engine.
         temperature: What logits are divided by.
         share: Given it and its decoder layers, gives it its weights where those are to come.
     """
-    chunks = Schedule(chunk_size=schedule.chunk_size, head_chunk_size=schedule.head_chunk_size)
-    handle = stream(model, schedule=chunks)
+    chunks = Schedule(chunk_size=like.schedule.chunk_size, head_chunk_size=like.schedule.head_chunk_size)
+    handle = stream(model, schedule=chunks, sequence_parallel=like.sequence_parallel)
     if share is not None:
         share(model, handle.layers)
     return train.ModelReference(model, handle, temperature=temperature)

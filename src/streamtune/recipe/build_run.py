@@ -28,7 +28,15 @@ from streamtune.recipe.build_batches import share_out
 from streamtune.recipe.build_model import choose_quantization, make_trial_model
 from streamtune.recipe.build_plan import plan_model
 from streamtune.recipe.build_settings import StepPlan, train_settings
-from streamtune.recipe.build_world import accumulation, make_backend, make_world, share_reference, shares_weights
+from streamtune.recipe.build_world import (
+    accumulation,
+    device_of_rank,
+    make_backend,
+    make_world,
+    sequence_ranks,
+    share_reference,
+    shares_weights,
+)
 from streamtune.recipe.dump import dump_recipe
 from streamtune.recipe.loader import LoadedRecipe
 from streamtune.recipe.schema import Recipe
@@ -52,7 +60,7 @@ FREE_KEYS = frozenset(
         "output_dir", "save_steps", "save_total_limit", "eval_steps", "logging_steps", "report_to", "sample",
         "num_completions_to_print",
         # how the same gradient is computed,
-        "engine", "device", "per_device_eval_batch_size", "trust_remote_code", "share_prefix",
+        "engine", "device", "per_device_eval_batch_size", "trust_remote_code", "allow_pickle", "share_prefix",
         "deepspeed", "fsdp", "sequence_parallel", "sequence_parallel_size",
         # what `rows_per_step` says,
         "gradient_accumulation_steps", "train_batch_size",
@@ -140,6 +148,12 @@ class Run:
         return self.start.directory
 
     @property
+    def rows_per_step(self) -> int:
+        """Rows, or what ``unit`` says, of an optimizer step on all ranks together."""
+        world = self.start.world
+        return self.recipe.per_device_train_batch_size * accumulation(self.recipe, world) * world.data_size
+
+    @property
     def checkpoint(self) -> train.Checkpoint | None:
         """Where it goes on from."""
         return self.start.checkpoint
@@ -190,7 +204,7 @@ def start_run(recipe: Recipe, resume: str, notify: Notify) -> Start:
         CheckpointError: The checkpoint named by ``resume`` cannot be used.
         RecipeError: What would be gone on with was started under other settings.
     """
-    device = choose_device(recipe.device)
+    device = device_of_rank(choose_device(recipe.device))
     quantization = choose_quantization(recipe, device)
     quiet_libraries(device)
     world = make_world(recipe, device)
@@ -299,7 +313,8 @@ def plan_and_stream(
                 keep=keep,
                 notify=notify,
             )
-    handle = stream_model(recipe, model, memory.schedule if memory is not None else None)
+    ranks = sequence_ranks(recipe, start.world)
+    handle = stream_model(recipe, model, memory.schedule if memory is not None else None, ranks)
     with doing("checking that this model streams exactly"):
         _check_streams(recipe, model, handle, check, start, notify)
     with doing("setting up the optimizer"):  # after the checks: ranks that share the weights have them no longer whole
@@ -330,7 +345,8 @@ def _check_streams(
         return
 
     def check_small() -> int:
-        with stream_model(recipe, make_trial_model(recipe, model, start.device), handle.schedule) as small:
+        trial = make_trial_model(recipe, model, start.device)
+        with stream_model(recipe, trial, handle.schedule, handle.sequence_parallel) as small:
             small.check()
             check(small)
             return len(small.layers)
@@ -412,6 +428,7 @@ def train_run(
         sample = _finish(run, writer) if finished else None
         if world.is_main:
             train.append_event(directory.events, "finish" if finished else "stop", step=progressed.step)
+        run.backend.close()
     newest = train.checkpoint_path(directory.checkpoints, progressed.step)
     return Outcome(
         progressed=progressed,

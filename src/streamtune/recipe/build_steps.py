@@ -194,7 +194,7 @@ def make_reference(job: Trained) -> train.Reference | None:
     if job.handle is None:
         plain: Any = PlainScores(job.beside)
         return train.ModelReference(job.beside, plain, temperature=temperature)
-    return streamed(job.beside, job.handle.schedule, temperature=temperature)
+    return streamed(job.beside, job.handle, temperature=temperature)
 
 
 def _grpo(job: Trained) -> Prepared:

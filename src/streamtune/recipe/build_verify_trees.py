@@ -74,7 +74,7 @@ class TreeLosses:
     def _streamed(self, handle: StreamHandle, model: nn.Module, bf16: bool) -> Tensor:
         if self.beside is None:
             return self._loss(handle, self._reference(model, handle), self.shared, model, bf16)
-        reference = streamed(self.beside, handle.schedule, temperature=self._temperature)
+        reference = streamed(self.beside, handle, temperature=self._temperature)
         with reference.handle:
             return self._loss(handle, reference, self.shared, model, bf16)
 

@@ -2,6 +2,7 @@
 
 make_world     which rank this process is; the process group is joined
 accumulation   rows of an optimizer step -> rows of a micro-batch x micro-batches x ranks
+sequence_ranks the ranks that share a sequence
 make_backend   DDP, FSDP2 or DeepSpeed by the recipe; one device by itself
 """
 
@@ -16,19 +17,38 @@ import torch
 from torch import Tensor, nn
 
 from streamtune import models, train
+from streamtune.engine import SequenceParallel
 from streamtune.errors import ArgumentError
 from streamtune.recipe.build_model import make_optimizer
 from streamtune.recipe.schema import Recipe
 
 __all__ = [
     "accumulation",
+    "device_of_rank",
     "fill_model",
+    "leave_ranks",
     "make_backend",
     "make_world",
+    "sequence_ranks",
     "share_reference",
     "shares_weights",
     "whole_weights",
 ]
+
+
+def device_of_rank(device: torch.device) -> torch.device:
+    """Of several accelerators of a machine, the one with the number of this rank."""
+    if device.type != "cuda" or "LOCAL_RANK" not in os.environ:
+        return device
+    return torch.device("cuda", int(os.environ["LOCAL_RANK"]))
+
+
+def leave_ranks() -> None:
+    """Leave the process group, if there is one, when all ranks are done."""
+    if torch.distributed.is_available() and torch.distributed.is_initialized():
+        from streamtune.distributed.process_group import leave
+
+        leave()
 
 
 def make_world(recipe: Recipe, device: torch.device) -> train.World:
@@ -50,6 +70,12 @@ def make_world(recipe: Recipe, device: torch.device) -> train.World:
         )
     if recipe.deepspeed is not None and recipe.fsdp:
         raise ArgumentError("'deepspeed' and 'fsdp' exclude each other", where="fsdp", mend="keep one of them")
+    if recipe.finetuning_type == "qlora" and shares_weights(recipe):
+        raise ArgumentError(
+            "quantised weights cannot be shared between ranks",
+            where="fsdp" if recipe.fsdp else "deepspeed",
+            mend="write deepspeed: zero2 (each rank keeps the quantised base), or finetuning_type: lora",
+        )
     if size == 1 and recipe.deepspeed is None and not recipe.fsdp:
         return train.World()
     from streamtune.distributed.process_group import join
@@ -62,6 +88,15 @@ def make_world(recipe: Recipe, device: torch.device) -> train.World:
     world = train.World(int(os.environ["RANK"]), size, sequence_size)
     accumulation(recipe, world)
     return world
+
+
+def sequence_ranks(recipe: Recipe, world: train.World) -> SequenceParallel | None:
+    """The ranks that share this rank's sequences; None where each has its own. Called by all ranks together."""
+    if world.sequence_size == 1:
+        return None
+    from streamtune.distributed.process_group import sequence_group
+
+    return SequenceParallel(sequence_group(world.sequence_size), form=recipe.sequence_parallel)
 
 
 def accumulation(recipe: Recipe, world: train.World) -> int:
@@ -219,6 +254,7 @@ def _values(recipe: Recipe, model: Any, world: train.World) -> dict[str, Any]:
         "train_batch_size": recipe.per_device_train_batch_size * steps * world.size,
         "gradient_clipping": recipe.max_grad_norm,
         "bf16.enabled": next(model.parameters()).dtype == torch.bfloat16,
+        "torch_autocast.enabled": recipe.bf16,
         "zero_optimization.reduce_bucket_size": min(500_000_000, max(1, layers)),
         "zero_optimization.stage3_param_persistence_threshold": 0,
         "zero_optimization.stage3_prefetch_bucket_size": 0,

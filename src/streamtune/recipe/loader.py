@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import stat
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -10,10 +12,11 @@ from typing import Any
 from pydantic import ValidationError
 
 from streamtune.errors import RecipeError, did_you_mean
+from streamtune.secrets import find_secret, redact
 
 from .aliases import ALIASES, apply_aliases
 from .kinds import RECIPES
-from .marks import MAX_BYTES, Marks, parse_scalar, read_yaml
+from .marks import MAX_BYTES, KeyPath, Marks, parse_scalar, read_yaml, show_path
 from .mistakes import explain, to_error
 from .overrides import apply_overrides
 from .schema import Recipe
@@ -22,7 +25,7 @@ from .shipped import shipped_names
 BUILT_IN = ("python-stdlib", "demo-preferences", "demo-arithmetic")
 """Datasets that are no files, even where a folder has their name."""
 
-__all__ = ["LoadedRecipe", "load_recipe"]
+__all__ = ["LoadedRecipe", "load_recipe", "names_a_hub"]
 
 
 @dataclass(frozen=True)
@@ -79,6 +82,7 @@ def load_recipe(path: str | Path, overrides: Sequence[str] = (), objective: str 
         renamed, misnamed = apply_aliases(tree, marks)  # values and later keys that came with a setting
         notes += renamed
         mistakes += misnamed
+    _refuse_secrets(tree, (), marks)
     tree.setdefault("output_dir", f"runs/{path.stem}")
     _check_objective(tree, marks, objective)
     try:
@@ -88,7 +92,7 @@ def load_recipe(path: str | Path, overrides: Sequence[str] = (), objective: str 
     if mistakes:
         raise to_error(mistakes, marks)
     notes += _without_effect(recipe)
-    return LoadedRecipe(_find_files(recipe, path.parent), path, tuple(notes), marks)
+    return LoadedRecipe(_find_files(recipe, path.parent, marks), path, tuple(notes), marks)
 
 
 def _kind(tree: dict[str, Any], overrides: Sequence[str], objective: str | None) -> type[Recipe]:
@@ -112,10 +116,37 @@ def _check_objective(tree: dict[str, Any], marks: Marks, objective: str | None) 
         )
 
 
+def _refuse_secrets(value: Any, path: KeyPath, marks: Marks) -> None:
+    """Refuse a recipe that holds a token or a password: every run keeps a copy of its recipe, and people share them."""
+    if isinstance(value, dict):
+        for key, item in value.items():
+            if kind := find_secret(str(key)):
+                raise _secret(kind, "a key", marks.where(*path, key))
+            _refuse_secrets(item, (*path, key), marks)
+    elif isinstance(value, list):
+        for index, item in enumerate(value):
+            _refuse_secrets(item, (*path, index), marks)
+    elif isinstance(value, str) and (kind := find_secret(value)):
+        raise _secret(kind, f"'{show_path(path)}'", marks.where(*path))
+
+
+def _secret(kind: str, what: str, where: str) -> RecipeError:
+    return RecipeError(
+        f"{what} holds {kind}, and a recipe is copied into every run",
+        where=redact(where),
+        mend="take it out, and change it if others have seen it; a token for the hub belongs in HF_TOKEN or "
+        "`hf auth login`",
+    )
+
+
 def _read_text(path: Path) -> str:
     """The text of a recipe file, in UTF-8 with or without a byte-order mark."""
     try:
-        with path.open("rb") as file:
+        with open(path, "rb", opener=_open_at_once) as file:
+            if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
+                raise RecipeError(
+                    "this is a pipe or a device, not a file", where=str(path), mend="write the recipe to a file"
+                )
             data = file.read(MAX_BYTES + 1)
     except FileNotFoundError:
         raise RecipeError("there is no such file", where=str(path), mend=_nearest_file(path)) from None
@@ -134,6 +165,11 @@ def _read_text(path: Path) -> str:
     except UnicodeDecodeError as error:
         line = data.count(b"\n", 0, error.start) + 1
         raise RecipeError("this is not UTF-8 text", where=f"{path}:{line}", mend="save the file as UTF-8") from None
+
+
+def _open_at_once(path: str, flags: int) -> int:
+    """Open without waiting: a pipe that nobody writes to would keep us for ever."""
+    return os.open(path, flags | getattr(os, "O_NONBLOCK", 0))
 
 
 def _nearest_file(path: Path) -> str:
@@ -160,30 +196,56 @@ def _without_effect(recipe: Recipe) -> list[str]:
     return notes
 
 
-def _find_files(recipe: Recipe, folder: Path) -> Recipe:
+def _find_files(recipe: Recipe, folder: Path, marks: Marks) -> Recipe:
     """The recipe with its local paths resolved; names that are no local path stay as they are."""
 
-    def find(value: str) -> str:
-        beside = folder / Path(value).expanduser()
+    def find(value: str, *key: str | int) -> str:
+        beside = folder / _expand(value, marks.where(*key))
         return str(beside) if value not in BUILT_IN and _exists(beside) else value
 
     changes: dict[str, Any] = {
-        "datasets": tuple(spec.model_copy(update={"path": find(spec.path)}) for spec in recipe.datasets)
+        "datasets": tuple(
+            spec.model_copy(update={"path": find(spec.path, "datasets", i, "path")})
+            for i, spec in enumerate(recipe.datasets)
+        )
     }
     if recipe.tokenizer and recipe.tokenizer.path:
-        changes["tokenizer"] = recipe.tokenizer.model_copy(update={"path": find(recipe.tokenizer.path)})
+        changes["tokenizer"] = recipe.tokenizer.model_copy(
+            update={"path": find(recipe.tokenizer.path, "tokenizer", "path")}
+        )
     for key in ("chat_template", "model_name_or_path", "ref_model_name_or_path"):
         if value := getattr(recipe, key, None):
-            changes[key] = find(value)
+            changes[key] = find(value, key)
     if rewards := getattr(recipe, "reward_funcs", None):
-        changes["reward_funcs"] = tuple(_find_reward(spec, folder) for spec in rewards)
+        changes["reward_funcs"] = tuple(_find_reward(spec, folder, marks) for spec in rewards)
     return recipe.model_copy(update=changes)
 
 
-def _find_reward(spec: str, folder: Path) -> str:
+def _expand(path: str, where: str) -> Path:
+    """A path with ``~`` and ``~user`` taken for the folder they stand for."""
+    try:
+        return Path(path).expanduser()
+    except RuntimeError:
+        raise RecipeError(f"'{path.partition('/')[0]}' is nobody's home folder here", where=where,
+                          mend="write the path out") from None  # fmt: skip
+
+
+def names_a_hub(recipe: Recipe) -> bool:
+    """Whether a recipe names a model, tokenizer or dataset that is not here, and so may be on a hub.
+
+    Args:
+        recipe: As :func:`load_recipe` returns it: local paths are found.
+    """
+    names = [recipe.model_name_or_path, getattr(recipe, "ref_model_name_or_path", None)]
+    names += [recipe.tokenizer.path if recipe.tokenizer else None]
+    names += [spec.path for spec in recipe.datasets if spec.path not in BUILT_IN and "*" not in spec.path]
+    return any(name is not None and not _exists(Path(name).expanduser()) for name in names)
+
+
+def _find_reward(spec: str, folder: Path, marks: Marks) -> str:
     """A reward function in a file, by the file's whole path: the run's own copy of the recipe stands elsewhere."""
     file, suffix, function = spec.partition(".py:")
-    beside = folder / Path(f"{file}.py").expanduser()
+    beside = folder / (_expand(f"{file}.py", marks.where("reward_funcs")) if suffix else Path(spec))
     return f"{beside.absolute()}:{function}" if suffix and _exists(beside) else spec
 
 

@@ -5,7 +5,8 @@ A recipe is read by stricter rules than YAML 1.1's, so that what a user sees is 
 - scalars follow the YAML 1.2 core schema: ``1e-5`` is a number, ``true`` and ``false`` are the booleans, ``no`` and
   ``on`` are text, ``012`` is twelve;
 - a key may stand once in a mapping;
-- no anchors, aliases, merge keys or tags, one document, a bounded size and depth: a hostile file costs nothing.
+- no anchors, aliases, merge keys or tags, one document, a bounded size, depth and number of values: a hostile file
+  costs nothing.
 """
 
 from __future__ import annotations
@@ -26,6 +27,11 @@ KeyPath = tuple[str | int, ...]
 
 MAX_BYTES = 64 * 1024
 MAX_DEPTH = 32
+MAX_VALUES = 2048
+"""Keys and values: a large recipe has a hundred."""
+MAX_DIGITS = 1000
+MAX_KEY = 200
+"""Characters of a key."""
 
 # The YAML 1.2 core schema (yaml.org/spec/1.2.2, section 10.3.2).
 _NULL = re.compile(r"~|null|Null|NULL|")
@@ -33,6 +39,7 @@ _TRUE = re.compile(r"true|True|TRUE")
 _FALSE = re.compile(r"false|False|FALSE")
 _INT = re.compile(r"[-+]?[0-9]+|0o[0-7]+|0x[0-9a-fA-F]+")
 _FLOAT = re.compile(r"[-+]?(\.[0-9]+|[0-9]+(\.[0-9]*)?)([eE][-+]?[0-9]+)?")
+_NO_TEXT = re.compile("[\0\ud800-\udfff]")
 _INFINITE = re.compile(r"[-+]?\.(inf|Inf|INF)|\.(nan|NaN|NAN)")
 
 
@@ -118,10 +125,9 @@ def parse_scalar(text: str) -> str | int | float | bool | None:
     if _FALSE.fullmatch(text):
         return False
     if _INT.fullmatch(text):
-        try:
-            return int(text, 0) if text[:2] in ("0o", "0x") else int(text)
-        except ValueError:  # more digits than Python converts
+        if len(text) > MAX_DIGITS:  # more than Python converts, to a number or back to text
             return text
+        return int(text, 0) if text[:2] in ("0o", "0x") else int(text)
     if _FLOAT.fullmatch(text):
         return float(text)
     if _INFINITE.fullmatch(text):
@@ -161,6 +167,7 @@ class _Reader:
         self.file = file
         self.marks = Marks(file)
         self.mistakes: list[Mistake] = []
+        self.values = 0
         self.events: Iterator[yaml.Event] = yaml.parse(text, Loader=yaml.SafeLoader)
 
     def document(self) -> Any:
@@ -182,6 +189,9 @@ class _Reader:
         if tag := getattr(event, "tag", None):
             shown = tag.replace("tag:yaml.org,2002:", "!!")
             raise self.refuse(event, f"a recipe has no tags: '{shown}'", "delete the tag, or quote the value")
+        self.values += 1
+        if self.values > MAX_VALUES:
+            raise self.refuse(event, f"more than {MAX_VALUES} keys and values", "data belongs under datasets")
         if len(path) > MAX_DEPTH:
             raise self.refuse(
                 event, f"nested more than {MAX_DEPTH} deep", "a recipe is nearly flat; see `streamtune schema`"
@@ -191,6 +201,8 @@ class _Reader:
         if isinstance(event, yaml.SequenceStartEvent):
             return self.sequence(path)
         assert isinstance(event, yaml.ScalarEvent), event
+        if wrong := _NO_TEXT.search(event.value):  # written as an escape: "\\0"
+            raise self.refuse(event, f"the character U+{ord(wrong[0]):04X} does not belong in a text", "delete it")
         return parse_scalar(event.value) if event.implicit[0] else event.value
 
     def mapping(self, path: KeyPath) -> dict[str, Any]:
@@ -201,6 +213,8 @@ class _Reader:
                 raise self.refuse(event, "a key must be one word", "put braces and brackets after 'key: '")
             self.value(event, path)  # refuses an anchor or a tag on the key
             key = event.value
+            if len(key) > MAX_KEY:
+                raise self.refuse(event, f"a key of {len(key):,} characters", f"a key has at most {MAX_KEY}")
             if key == "<<":
                 raise self.refuse(event, "a recipe has no merge keys: '<<'", "write the keys out")
             if key in found:

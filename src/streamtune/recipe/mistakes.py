@@ -53,11 +53,8 @@ def explain(error: ValidationError, tree: dict[str, Any], kind: type[Recipe]) ->
             mistake = _wrong_value(loc, tree, kind)
         found.setdefault(mistake.path, mistake)
     # A list with a wrong entry is also reported as too short; the entry says it better.
-    return [
-        mistake
-        for path, mistake in found.items()
-        if not any(other != path and other[: len(path)] == path for other in found)
-    ]
+    outer = {path[:end] for path in found for end in range(len(path))}
+    return [mistake for path, mistake in found.items() if path not in outer]
 
 
 def unknown_key(path: KeyPath, kind: type[Recipe]) -> Mistake:

@@ -125,6 +125,9 @@ class Recipe(Spec):
     trust_remote_code: bool = False
     """Run Python code that comes with the model. Only for sources you trust."""
 
+    allow_pickle: bool = False
+    """Read weights that are a pickle (`pytorch_model.bin`), tensors only. Without it weights are safetensors."""
+
     dtype: Literal["auto", "float32", "bfloat16"] = "auto"
     """Dtype of the weights; `auto` is the checkpoint's own, and float32 for a model made from a configuration."""
 

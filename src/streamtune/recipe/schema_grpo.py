@@ -27,13 +27,15 @@ class GrpoRecipe(Recipe):
     # --- rewards -----------------------------------------------------------------------------------------------
 
     reward_funcs: Annotated[tuple[Text, ...], Field(min_length=1, strict=False)]
-    """What scores a completion: names of built-in rewards, `module:function` or `path.py:function`."""
+    """What scores a completion: names of built-in rewards; with `allow_code`, `module:function` or
+    `path.py:function`."""
 
     reward_weights: Annotated[tuple[float, ...], Field(strict=False)] | None = None
     """A weight for each of `reward_funcs`; without it, all weigh 1. The reward is the weighted sum."""
 
     allow_code: bool = False
-    """Let rewards run code that the model has written, in a subprocess with limits on time and memory."""
+    """Let rewards run code: functions of your own, and what the model has written (`unit_tests`), the latter in a
+    subprocess with limits on time and memory. `--allow-code` is the same."""
 
     # --- completions -------------------------------------------------------------------------------------------
 

@@ -109,8 +109,8 @@ def _built_in(name: str, options: dict[str, Any], *, allow_code: bool) -> Reward
         raise ArgumentError(
             f"the reward '{name}' runs code that the model writes",
             where=WHERE,
-            mend="set allow_code: true if you accept that: it runs in a subprocess with limits on time and memory, as "
-            "your user and with your network",
+            mend="set allow_code: true, or run with --allow-code, if you accept that: it runs in a subprocess with "
+            "limits on time and memory, as your user and with your network",
         )
     _check_options(name, options, builtin.options, builtin.options)
     call, needs = bind(builtin, options)

@@ -9,6 +9,8 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
+from streamtune.secrets import redact_values
+
 __all__ = ["append_event", "append_record", "cut_after_step", "read_records", "record_failure"]
 
 
@@ -20,7 +22,8 @@ def append_record(path: Path, record: dict[str, Any]) -> None:
 
 def append_event(path: Path, event: str, **details: Any) -> None:
     """Add one line that says what happened, and when (UTC)."""
-    append_record(path, {"time": datetime.now(UTC).isoformat(timespec="seconds"), "event": event, **details})
+    told = redact_values(details)  # an error's text may quote anything
+    append_record(path, {"time": datetime.now(UTC).isoformat(timespec="seconds"), "event": event, **told})
 
 
 def read_records(path: Path) -> list[dict[str, Any]]:

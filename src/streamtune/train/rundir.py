@@ -70,6 +70,7 @@ class RunDirectory:
         Raises:
             ArgumentError: The directory has files, and they are not a run's.
         """
+        self._refuse_links()
         if self.identity.is_file():
             identity: dict[str, Any] = json.loads(self.identity.read_text(encoding="utf-8"))
             return identity
@@ -80,6 +81,22 @@ class RunDirectory:
                 mend="give an empty or new folder with --output-dir",
             )
         return None
+
+    def _refuse_links(self) -> None:
+        """Refuse a directory whose files are somewhere else: a run writes, moves and deletes what is in its own.
+
+        Raises:
+            ArgumentError: One of its files or folders is a symbolic link.
+        """
+        files = (self.identity, self.recipe, self.metrics, self.events, self.loss_plot, self.checkpoints, self.final)
+        steps = self.checkpoints.iterdir() if self.checkpoints.is_dir() and not self.checkpoints.is_symlink() else ()
+        for path in (*files, *(path for path in steps if path.name.startswith("step-"))):
+            if path.is_symlink():
+                raise ArgumentError(
+                    f"{path} is a symbolic link; a run keeps its files in its own directory",
+                    where="output_dir",
+                    mend="remove the link; output_dir itself may be one, to a disk with room",
+                )
 
     @contextmanager
     def claim(self, identity: Mapping[str, Any], recipe_yaml: str) -> Iterator[None]:

@@ -1,0 +1,155 @@
+"""What a folder with a model may hold, checked before transformers and peft read it.
+
+- Weights are safetensors. A pickle is a program; it is refused unless the recipe says ``allow_pickle``, and is then
+  read by torch's restricted unpickler.
+- Names of files in an index are of files in that folder.
+- An attention kernel of the hub, which is code, is not taken from a configuration.
+- Adapters do not choose their base among the models of a hub.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+from streamtune.errors import ArgumentError
+from streamtune.paths import escape_of
+
+__all__ = ["check_folder", "check_kernels", "pickles_in", "without_hub_kernels"]
+
+SAFE = ("model.safetensors", "model.safetensors.index.json")
+PICKLES = ("*.bin", "*.pt", "*.pth", "*.pkl", "*.pickle", "*.ckpt")
+INDEX_BYTES = 64 << 20
+WHERE = "model_name_or_path"
+
+
+def check_folder(name_or_path: str, *, allow_pickle: bool = False) -> bool:
+    """Check a local folder with a model or adapters. A name on a hub is nothing to check here.
+
+    Args:
+        name_or_path: As the recipe has it.
+        allow_pickle: Whether weights may be a pickle.
+
+    Returns:
+        Whether weights have to be safetensors: False where there are only pickles, and those are allowed.
+
+    Raises:
+        ArgumentError: The weights are a pickle, a name in a file leads out of the folder, or adapters name a base that
+            the recipe does not.
+    """
+    folder = Path(name_or_path).expanduser()
+    if not folder.is_dir():
+        return not allow_pickle
+    for index in sorted(folder.glob("*.index.json")):
+        _check_index(index)
+    config = _read(folder / "config.json")
+    explicit = config.get("transformers_weights")
+    if explicit is not None and (escape_of(explicit) or not str(explicit).endswith((".safetensors", ".json"))):
+        raise ArgumentError(
+            f"{folder / 'config.json'} names weights that are no safetensors in its folder: {str(explicit)[:80]!r}",
+            where=WHERE,
+            mend="delete transformers_weights there",
+        )
+    adapter = folder / "adapter_config.json"
+    if adapter.is_file():
+        _check_adapter(folder, _read(adapter), allow_pickle=allow_pickle)
+        if not (folder / "config.json").is_file():
+            return not allow_pickle
+    if any((folder / name).is_file() for name in SAFE) or (isinstance(explicit, str) and (folder / explicit).is_file()):
+        return True
+    found = pickles_in(folder)
+    if found and not allow_pickle:
+        raise _pickle(folder, found[0])
+    return not found
+
+
+def pickles_in(folder: Path) -> list[str]:
+    """Names of the files in a folder that have a pickle's extension."""
+    return sorted(path.name for pattern in PICKLES for path in folder.glob(pattern) if path.is_file())
+
+
+def check_kernels(keys: Any) -> None:
+    """Refuse a configuration in a recipe that names an attention kernel of a hub.
+
+    Raises:
+        ArgumentError: It does.
+    """
+    for key in ("attn_implementation", "_attn_implementation", "experts_implementation", "_experts_implementation"):
+        if _names_kernel(keys.get(key)):
+            raise ArgumentError(
+                f"'{key}: {keys[key]}' names a kernel of a hub, which is code",
+                where=f"model.init.{key}",
+                mend="delete the line; the engine picks the attention kernel, see `streamtune env`",
+            )
+
+
+def without_hub_kernels(config: Any) -> Any:
+    """The configuration of a model without kernels of a hub: where it names one, transformers chooses its own."""
+    for part in (config, *(getattr(config, name, None) for name in getattr(config, "sub_configs", None) or ())):
+        for key in ("_attn_implementation", "_experts_implementation"):
+            if part is not None and _names_kernel(getattr(part, key, None)):
+                setattr(part, key, None)
+    return config
+
+
+def _names_kernel(value: Any) -> bool:
+    if isinstance(value, dict):
+        return any(map(_names_kernel, value.values()))
+    return isinstance(value, str) and ("/" in value or ":" in value)
+
+
+def _check_index(path: Path) -> None:
+    """Check the names in an index of shards."""
+    listed = _read(path).get("weight_map")
+    if not isinstance(listed, dict):
+        raise ArgumentError(f"{path} lists no weights", where=WHERE, mend="use a whole copy of the checkpoint")
+    for name in listed.values():
+        if why := escape_of(name):
+            raise ArgumentError(
+                f"{path} names a file that {why}: {str(name)[:80]!r}",
+                where=WHERE,
+                mend="this checkpoint is broken, or means harm; use another copy",
+            )
+
+
+def _check_adapter(folder: Path, config: dict[str, Any], *, allow_pickle: bool) -> None:
+    """Check adapters and the name of their base."""
+    if not (folder / "adapter_model.safetensors").is_file():
+        found = [name for name in pickles_in(folder) if name.startswith("adapter_model")]
+        if found and not allow_pickle:
+            raise _pickle(folder, found[0])
+    base = config.get("base_model_name_or_path")
+    if not (folder / "config.json").is_file() and not (isinstance(base, str) and Path(base).expanduser().is_dir()):
+        raise ArgumentError(
+            f"{folder} holds adapters, whose base {str(base)[:80]!r} is no folder here",
+            where=WHERE,
+            mend="merge them into their base first, and name that folder; nothing is fetched that no recipe names",
+        )
+    if isinstance(base, str) and Path(base).expanduser().is_dir() and Path(base).resolve() != folder.resolve():
+        check_folder(base, allow_pickle=allow_pickle)
+
+
+def _pickle(folder: Path, name: str) -> ArgumentError:
+    return ArgumentError(
+        f"the weights in {folder} are a pickle ({name}), which runs code when it is read",
+        where=WHERE,
+        mend="use a copy with safetensors; or, if you trust who made it, set allow_pickle: true: tensors only are read",
+    )
+
+
+def _read(path: Path) -> dict[str, Any]:
+    """A JSON object; empty where there is no file."""
+    if not path.is_file():
+        return {}
+    try:
+        if path.stat().st_size > INDEX_BYTES:
+            raise ValueError(f"it has more than {INDEX_BYTES >> 20} MiB")
+        found = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError, RecursionError) as error:
+        raise ArgumentError(
+            f"{path} cannot be read: {error}", where=WHERE, mend="use a whole copy of the checkpoint"
+        ) from error
+    if not isinstance(found, dict):
+        raise ArgumentError(f"{path} holds no JSON object", where=WHERE, mend="use a whole copy of the checkpoint")
+    return found

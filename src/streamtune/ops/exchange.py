@@ -1,0 +1,150 @@
+"""What the ranks of a group that share a sequence hand each other; every function is differentiable.
+
+Each rank holds a strip of every chunk, all heads of it. :func:`to_heads` trades that for some heads of whole chunks and
+:func:`to_strips` trades back (Jacobs et al., DeepSpeed Ulysses, arXiv 2309.14509). One is the other's backward, so a
+chunk's gradients travel as its tensors did.
+
+Shape suffixes: B batch, H heads, h = H / S of them, S ranks, c tokens of a strip, D head dimension.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+__all__ = ["collected", "passed_on", "summed", "to_heads", "to_strips"]
+
+
+def to_heads(x_BHcD: Tensor, group: Any, lengths: Sequence[int]) -> Tensor:
+    """``[B, h, cS, D]``: this rank's heads of all strips, in the order of the sequence.
+
+    Rank r gets heads ``[r h, (r + 1) h)``.
+
+    Args:
+        x_BHcD: All heads of this rank's strips, end to end.
+        group: The ranks, in the order of their strips; S divides H.
+        lengths: Tokens of each strip: one for a chunk, several where several chunks are exchanged at once.
+    """
+    out: Tensor = _Exchange.apply(x_BHcD, group, tuple(lengths), True)
+    return out
+
+
+def to_strips(x_BhTD: Tensor, group: Any, lengths: Sequence[int]) -> Tensor:
+    """``[B, H, c, D]``: the inverse of :func:`to_heads`."""
+    out: Tensor = _Exchange.apply(x_BhTD, group, tuple(lengths), False)
+    return out
+
+
+def summed(x: Tensor, group: Any) -> Tensor:
+    """The sum over the group, the same on every rank. Its gradient is that of the rank's own term: shares add up."""
+    out: Tensor = _Summed.apply(x, group)
+    return out
+
+
+def collected(x: Tensor, group: Any, places: Sequence[Tensor], length: int) -> Tensor:
+    """``[B, length]`` of every rank's ``[B, c]``; the gradient of a rank's own columns comes back to it, no other.
+
+    Args:
+        x: This rank's columns.
+        group: The ranks.
+        places: For each rank where its columns belong; columns from ``length`` on are dropped.
+        length: Columns of the result.
+    """
+    out: Tensor = _Collected.apply(x, group, tuple(places), length)
+    return out
+
+
+def passed_on(tensors: Sequence[Tensor], group: Any) -> tuple[list[Tensor], list[Any]]:
+    """Start to send tensors to the next rank of the ring and to receive the last one's, of the same shapes.
+
+    Returns:
+        Where they arrive, and what to wait for before they are read or the sent ones are written.
+    """
+    rank, size = dist.get_rank(group), dist.get_world_size(group)
+    to, source = (dist.get_global_rank(group, (rank + step) % size) for step in (1, size - 1))
+    sent = [tensor.contiguous() for tensor in tensors]
+    received = [torch.empty_like(tensor) for tensor in sent]
+    calls = [dist.P2POp(dist.isend, x, to, group, tag) for tag, x in enumerate(sent)]
+    calls += [dist.P2POp(dist.irecv, x, source, group, tag) for tag, x in enumerate(received)]
+    return received, [*dist.batch_isend_irecv(calls), _Kept(sent)]
+
+
+class _Kept:
+    """Holds what is being sent until it is waited for."""
+
+    def __init__(self, tensors: list[Tensor]) -> None:
+        self.tensors = tensors
+
+    def wait(self) -> None:
+        self.tensors = []
+
+
+class _Exchange(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, group: Any, lengths: tuple[int, ...], forth: bool) -> Tensor:
+        ctx.group, ctx.lengths, ctx.forth = group, lengths, forth
+        return _forth(x, group, lengths) if forth else _back(x, group, lengths)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        return (_back if ctx.forth else _forth)(grad, ctx.group, ctx.lengths), None, None, None
+
+
+def _forth(x_BHcD: Tensor, group: Any, lengths: tuple[int, ...]) -> Tensor:
+    size = dist.get_world_size(group)
+    x_BhScD = _traded(x_BHcD.unflatten(1, (size, -1)).movedim(1, 0), group).movedim(0, 2)
+    return torch.cat([part.flatten(2, 3) for part in x_BhScD.split(lengths, 3)], 2)
+
+
+def _back(x_BhTD: Tensor, group: Any, lengths: tuple[int, ...]) -> Tensor:
+    size = dist.get_world_size(group)
+    parts = x_BhTD.split([length * size for length in lengths], 2)
+    x_BhScD = torch.cat([part.unflatten(2, (size, -1)) for part in parts], 3)
+    return _traded(x_BhScD.movedim(2, 0), group).movedim(0, 1).flatten(1, 2)
+
+
+def _traded(x: Tensor, group: Any) -> Tensor:
+    """The s-th of the first dimension goes to rank s; what comes from it takes its place."""
+    x = x.contiguous()
+    out = torch.empty_like(x)
+    dist.all_to_all_single(out, x, group=group)
+    return out
+
+
+class _Summed(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, group: Any) -> Tensor:
+        total = x.detach().clone()
+        dist.all_reduce(total, group=group)
+        return total
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        return grad, None
+
+
+class _Collected(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, group: Any, places: tuple[Tensor, ...], length: int) -> Tensor:
+        x = x.contiguous()
+        parts = [torch.empty_like(x) for _ in places]
+        dist.all_gather(parts, x, group=group)
+        total = sum(place.numel() for place in places)
+        whole = x.new_empty(x.shape[0], total)
+        for part, place in zip(parts, places, strict=True):
+            whole[:, place] = part
+        ctx.own, ctx.total = places[dist.get_rank(group)], total
+        return whole[:, :length].contiguous()
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        padded = torch.nn.functional.pad(grad, (0, ctx.total - grad.shape[1]))
+        return padded.index_select(1, ctx.own), None, None, None

@@ -1,0 +1,33 @@
+"""Names that come from files (a manifest, an index of shards): of a file inside their folder, or refused.
+
+This module is a leaf: it imports nothing heavy.
+"""
+
+from __future__ import annotations
+
+import re
+from pathlib import PurePosixPath
+
+__all__ = ["escape_of"]
+
+_DRIVE = re.compile(r"[A-Za-z]:|[A-Za-z][A-Za-z0-9+.-]*://")
+
+
+def escape_of(name: object) -> str | None:
+    """Why a name from a file is not that of a file below its folder; None where it is.
+
+    Refused on every system: absolute names and ``..``, by slash or backslash, drives and addresses, ``~``, control
+    characters, empty parts, and names a system would take for another (a dot or blank at the end).
+    """
+    if not isinstance(name, str) or not name:
+        return "is no name"
+    if any(ord(character) < 32 or ord(character) == 127 or "\ud800" <= character <= "\udfff" for character in name):
+        return "holds a control character"
+    if "\\" in name or _DRIVE.match(name) or name.startswith(("/", "~")):
+        return "is not relative"
+    parts = name.split("/")
+    if ".." in PurePosixPath(name).parts or any(part in ("", ".", "..") for part in parts):
+        return "leads out of its folder"
+    if any(part != part.rstrip(" .") for part in parts):
+        return "ends with a dot or a blank"
+    return "is too long" if len(name) > 1024 else None

@@ -1,0 +1,26 @@
+"""The code a recipe makes a run execute besides StreamTune's own: so that it is seen before it runs."""
+
+from __future__ import annotations
+
+from .schema import Recipe
+
+__all__ = ["code_of", "own_rewards"]
+
+
+def own_rewards(recipe: Recipe) -> list[str]:
+    """Reward functions that are no built-in ones: ``path.py:function`` and ``module:function``, without options."""
+    return [spec.partition("(")[0].strip() for spec in getattr(recipe, "reward_funcs", ()) if ":" in spec.split("(")[0]]
+
+
+def code_of(recipe: Recipe) -> list[str]:
+    """What of a run is other people's program, in words; empty for most recipes."""
+    found = []
+    if recipe.trust_remote_code:
+        found.append(f"Python that comes with {recipe.model_name_or_path or 'the tokenizer'} (trust_remote_code)")
+    if own := own_rewards(recipe):
+        found.append(f"{', '.join(own)} (reward_funcs)")
+    if any(spec.partition("(")[0].strip() == "unit_tests" for spec in getattr(recipe, "reward_funcs", ())):
+        found.append("what the model writes, in a subprocess with limits (unit_tests)")
+    if recipe.allow_pickle:
+        found.append("pickles, read as tensors only (allow_pickle)")
+    return found

@@ -1,0 +1,236 @@
+"""Chat templates, rendered in a process of their own: bounded in time, memory and output.
+
+    render_chat(tokenizer, messages) --request--> worker.py: transformers' sandbox
+                                     <--text-----
+
+A template is a program that comes with a model. The sandbox keeps it from files and modules, and not from looping for
+ever or filling the memory, of which a single operation is enough (``10 ** 10 ** 10``). So it runs in a process that is
+killed there, with no secrets in its environment. The process is started with the first chat, and kept for the next.
+"""
+
+from __future__ import annotations
+
+import atexit
+import os
+import pickle
+import select
+import struct
+import subprocess
+import sys
+import threading
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from streamtune.errors import ArgumentError
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+__all__ = ["TemplateLimitError", "TemplateLimits", "TemplateRefusalError", "render_chat"]
+
+WORKER = Path(__file__).with_name("worker.py")
+HEADER, ANSWER = struct.Struct(">QdQQ"), struct.Struct(">Q")
+"""Before a request: its size, and its limits in seconds, bytes and characters. Before an answer: its size."""
+
+
+@dataclass(frozen=True)
+class TemplateLimits:
+    """What one rendering may use, by the size of what is rendered: a long chat takes more than a short one."""
+
+    seconds: float = 5.0
+    """Of processor time; and one more for each MB of messages."""
+    memory_mib: int = 256
+    """Beyond what the process has when it starts; and 48 bytes more for each byte of messages."""
+    output_characters: int = 1 << 20
+    """Of text; and 16 more for each byte of messages."""
+    template_characters: int = 1 << 20
+    """Of the template itself."""
+
+
+class TemplateLimitError(ArgumentError):
+    """A chat template takes more time or memory than rendering takes, or writes more."""
+
+
+class TemplateRefusalError(ArgumentError):
+    """A chat template refuses a conversation, or is no template."""
+
+    def __init__(self, what: str) -> None:
+        super().__init__(what, where="chat_template", mend="set chat_template to a template that takes it")
+
+
+def render_chat(
+    tokenizer: PreTrainedTokenizerBase,
+    messages: Sequence[Mapping[str, Any]],
+    *,
+    tools: Any = None,
+    template: str | None = None,
+    add_generation_prompt: bool = False,
+    limits: TemplateLimits = TemplateLimits(),
+) -> str:
+    """What ``tokenizer.apply_chat_template(..., tokenize=False)`` returns.
+
+    Args:
+        tokenizer: Has the template and the special tokens.
+        messages: One conversation.
+        tools: JSON schemas of tools, or None.
+        template: In place of the tokenizer's own.
+        add_generation_prompt: Whether the header of an answer follows.
+        limits: What the rendering may use.
+
+    Raises:
+        TemplateLimitError: It uses more.
+        TemplateRefusalError: The template raises.
+    """
+    if _renders_itself(tokenizer):
+        return _by_itself(tokenizer, messages, tools, add_generation_prompt)
+    try:
+        text = tokenizer.get_chat_template(template, tools)
+    except ValueError as error:
+        raise TemplateRefusalError(str(error)) from error
+    if len(text) > limits.template_characters:
+        raise _too_much(f"is longer than {limits.template_characters:,} characters")
+    request = {
+        **tokenizer.special_tokens_map,
+        "conversations": [[{key: value for key, value in m.items() if value is not None} for m in messages]],
+        "tools": tools,
+        "chat_template": text,
+        "add_generation_prompt": add_generation_prompt,
+    }
+    return _WORKERS.render(request, limits)
+
+
+def _renders_itself(tokenizer: Any) -> bool:
+    """Whether the tokenizer has a way of its own, and no template."""
+    from transformers import PreTrainedTokenizerBase
+
+    own: Any = type(tokenizer).apply_chat_template
+    return own is not PreTrainedTokenizerBase.apply_chat_template
+
+
+def _by_itself(tokenizer: Any, messages: Sequence[Mapping[str, Any]], tools: Any, generation: bool) -> str:
+    try:
+        text: str = tokenizer.apply_chat_template(
+            messages, tools=tools, add_generation_prompt=generation, tokenize=False
+        )
+    except Exception as error:
+        raise TemplateRefusalError(str(error) or type(error).__name__) from error
+    return text
+
+
+def _too_much(what: str) -> TemplateLimitError:
+    return TemplateLimitError(
+        f"the chat template {what}: it is broken, or means harm",
+        where="chat_template",
+        mend="read the template; set chat_template to another one, such as chatml",
+    )
+
+
+class _Worker:
+    """One process that renders."""
+
+    def __init__(self) -> None:
+        self.process = subprocess.Popen(
+            [sys.executable, "-P", str(WORKER)],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.DEVNULL,
+            env=_environment(),
+            start_new_session=True,  # Ctrl-C is for this process
+        )
+        self.owner = os.getpid()
+
+    def ask(self, request: bytes, patience: float) -> bytes | None:
+        """The answer; None where the process ended or says nothing for ``patience`` seconds."""
+        assert self.process.stdin is not None
+        assert self.process.stdout is not None
+        try:
+            self.process.stdin.write(request)
+            self.process.stdin.flush()
+            if not _readable(self.process.stdout, patience):
+                return None
+            head = self.process.stdout.read(ANSWER.size)
+            return self.process.stdout.read(ANSWER.unpack(head)[0]) if len(head) == ANSWER.size else None
+        except (BrokenPipeError, ConnectionError):
+            return None
+
+    def close(self) -> int:
+        """End the process and return how it ended."""
+        if self.owner != os.getpid():  # a fork's copy: the process is not its child
+            return 0
+        with suppress(OSError):
+            if self.process.stdin is not None:
+                self.process.stdin.close()
+        if self.process.stdout is not None:
+            self.process.stdout.close()
+        try:
+            return self.process.wait(timeout=1)
+        except subprocess.TimeoutExpired:
+            self.process.kill()
+            return self.process.wait()
+
+
+class _Workers:
+    """The process of this one, started when it is needed and again where it was killed."""
+
+    def __init__(self) -> None:
+        self._worker: _Worker | None = None
+        self._lock = threading.Lock()
+        atexit.register(self.close)
+
+    def render(self, request: dict[str, Any], limits: TemplateLimits) -> str:
+        """Render one conversation."""
+        data = pickle.dumps(request, protocol=pickle.HIGHEST_PROTOCOL)
+        seconds = limits.seconds + len(data) / 1e6
+        memory, output = (limits.memory_mib << 20) + 48 * len(data), limits.output_characters + 16 * len(data)
+        data = HEADER.pack(len(data), seconds, memory, output) + data
+        with self._lock:
+            if self._worker is None or self._worker.owner != os.getpid():
+                self._worker = _Worker()
+            answer = self._worker.ask(data, patience=60 + 10 * seconds)
+            if answer is None:
+                ended, self._worker = self._worker.close(), None
+                raise _ended(ended, seconds)
+        status, text = answer[:1], answer[1:].decode("utf-8", "surrogatepass")
+        if status == b"O":
+            return text
+        if status == b"E":
+            raise TemplateRefusalError(text)
+        if text == "memory":
+            raise _too_much(f"takes more than {memory >> 20:,} MiB of memory")
+        raise _too_much(f"writes more than {output:,} characters")
+
+    def close(self) -> None:
+        """End the process, if there is one."""
+        if self._worker is not None:
+            self._worker.close()
+            self._worker = None
+
+
+def _ended(code: int, seconds: float) -> TemplateLimitError | TemplateRefusalError:
+    import signal
+
+    if hasattr(signal, "SIGPROF") and code in (-signal.SIGPROF, -signal.SIGKILL, 0):
+        return _too_much(f"takes more than {seconds:.0f} s")
+    if code > 0:
+        return TemplateRefusalError(f"the process that renders chat templates cannot run (exit code {code})")
+    return _too_much(f"ends the process that renders it (signal {-code})")
+
+
+def _readable(file: Any, seconds: float) -> bool:
+    if os.name == "nt":  # which cannot wait for a pipe
+        return True
+    return bool(select.select([file], [], [], seconds)[0])
+
+
+def _environment() -> dict[str, str]:
+    """Enough to import transformers as this process does, offline, without tokens and with one thread."""
+    one = dict.fromkeys(("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS", "HF_HUB_OFFLINE"), "1")
+    kept = {name: os.environ[name] for name in ("PATH", "LD_LIBRARY_PATH", "SYSTEMROOT") if name in os.environ}
+    path = os.pathsep.join(entry for entry in sys.path if entry and Path(entry).is_absolute())
+    return {**kept, **one, "PYTHONPATH": path, "HOME": "/nonexistent", "LANG": "C.UTF-8", "USE_TORCH": "0"}
+
+
+_WORKERS = _Workers()

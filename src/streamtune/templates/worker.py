@@ -1,0 +1,108 @@
+"""The program of the process that renders chat templates: started by path, ends with its input.
+
+A template is a program of whoever made the model. It is rendered by transformers, in the sandbox of jinja2; the sandbox
+does not bound time and memory, so this process does, and ends where a limit is met inside a single operation.
+
+Requests come as pickles from the process that started this one, and answers go back as a status byte and text:
+
+    O text     rendered             L what     a limit was met
+    E message  the template raised, or refuses what it is given
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import pickle
+import signal
+import struct
+import sys
+from typing import Any
+
+HEADER, ANSWER = struct.Struct(">QdQQ"), struct.Struct(">Q")
+OUTPUT, MEMORY = "output", "memory"
+
+
+def main() -> None:
+    """Answer requests until there are no more."""
+    requests, answers = sys.stdin.buffer, os.fdopen(os.dup(1), "wb")
+    os.dup2(2, 1)  # whatever a library prints is no answer
+    from transformers.utils.chat_template_utils import render_jinja_template
+
+    _forbid_files()
+    bound = _MemoryBound()
+    while head := requests.read(HEADER.size):
+        size, seconds, memory_bytes, most = HEADER.unpack(head)
+        data = requests.read(size)
+        request = pickle.loads(data)
+        bound.set(memory_bytes)
+        _stop_after(seconds)
+        try:
+            status, text = _render(render_jinja_template, request, most)
+            answer = status + text.encode("utf-8", "surrogatepass")
+            del text
+        except MemoryError:
+            answer = b"L" + MEMORY.encode()
+        _stop_after(0)
+        del request, data
+        answers.write(ANSWER.pack(len(answer)) + answer)
+        answers.flush()
+
+
+def _render(render: Any, request: dict[str, Any], most: int) -> tuple[bytes, str]:
+    try:
+        rendered, _ = render(**request)
+    except MemoryError:
+        raise
+    except RecursionError:
+        return b"E", "it calls itself without end"
+    except Exception as error:  # a template raises what it likes
+        return b"E", (str(error) or type(error).__name__)[:2000]
+    return (b"O", rendered[0]) if len(rendered[0]) <= most else (b"L", OUTPUT)
+
+
+def _stop_after(seconds: float) -> None:
+    """Let the system end this process after so much processor time, whatever it does then; 0 takes that back."""
+    if hasattr(signal, "setitimer"):
+        signal.setitimer(signal.ITIMER_PROF, seconds)
+
+
+class _MemoryBound:
+    """A bound on the address space, beyond what this process has at first; past it Python raises MemoryError."""
+
+    def __init__(self) -> None:
+        self.base, self.now = _address_space(), 0
+
+    def set(self, memory_bytes: int) -> None:
+        """Allow so many bytes. A larger allowance stays for twice its size: most requests need no change."""
+        if memory_bytes <= self.now <= 2 * memory_bytes:
+            return
+        self.now = memory_bytes
+        with contextlib.suppress(ImportError, ValueError, OSError):
+            import resource
+
+            hard = resource.getrlimit(resource.RLIMIT_AS)[1]
+            most = self.base + memory_bytes
+            resource.setrlimit(resource.RLIMIT_AS, (most if hard == resource.RLIM_INFINITY else min(most, hard), hard))
+
+
+def _forbid_files() -> None:
+    """Rendering writes no file and starts no process: where a template breaks out of the sandbox, it cannot either."""
+    with contextlib.suppress(ImportError, ValueError, OSError):
+        import resource
+
+        resource.setrlimit(resource.RLIMIT_FSIZE, (0, 0))
+        resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+
+
+def _address_space() -> int:
+    """Bytes of address space this process has by now; a guess where the system does not say."""
+    try:
+        with open("/proc/self/statm", encoding="ascii") as file:  # noqa: PTH123 (no more imports than it needs)
+            return int(file.read().split()[0]) * os.sysconf("SC_PAGE_SIZE")
+    except OSError:
+        return 2 << 30
+
+
+if __name__ == "__main__":
+    main()

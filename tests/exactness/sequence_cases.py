@@ -1,0 +1,93 @@
+"""The table of what ranks that share a sequence are tested on."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+BOUND = 5e-6
+"""Relative error of a parameter's gradient and of the loss, in fp32."""
+
+SIX_HEADS = {"num_attention_heads": 6, "num_key_value_heads": 3}
+
+
+@dataclass(frozen=True)
+class Case:
+    """A model, a batch and a schedule; ``check`` compares, or does something else, and says by how much it is off."""
+
+    model: str
+    kind: str = "plain"
+    form: str = "auto"
+    schedule: dict[str, Any] = field(default_factory=dict)
+    overrides: dict[str, Any] = field(default_factory=dict)
+    check: str = "loss"
+    sizes: tuple[int, ...] = (2, 4)
+    slow: bool = False
+
+    @property
+    def name(self) -> str:
+        """As it is printed."""
+        words = [self.check, self.model, self.kind, self.form]
+        words += [f"{key}={value}" for key, value in {**self.schedule, **self.overrides}.items()]
+        return "-".join(words)
+
+
+KEPT = {"keep_kv": "device", "keep_attention": "device"}
+HOST = {"offload": "host", "keep_kv": "host", "keep_attention": "host", "stream_grads": True}
+CASES = [
+    Case("llama", "multiturn"),
+    Case("llama", "plain", "ring"),
+    Case("qwen3", "right", schedule=KEPT),
+    Case("gemma2", "left"),
+    Case("gemma3_text", "left", "ring"),
+    Case("gpt2", "sparse", "ring", schedule={"levels": 2, "offload": "host"}),
+    Case("qwen3", "right", overrides=SIX_HEADS),
+    Case("phi3", "masked", schedule={"keep_layers": 1}),
+    Case("llama", "plain", check="lora"),
+    Case("llama", check="packed"),
+    Case("gemma3_text", "plain", check="scores"),
+    Case("llama", check="branches", sizes=(2,)),
+    Case("mixtral", "right", check="routers", sizes=(2,)),
+    Case("llama", check="dropout", sizes=(2,)),
+    Case("llama", check="preflight", sizes=(2,)),
+    Case("llama", check="refused", sizes=(2,)),
+    Case("qwen3", "right", check="calls", sizes=(4,)),
+    Case("qwen3", "right", "ring", check="calls", slow=True),
+    Case("qwen3", "right", check="groups", sizes=(4,)),
+    Case("qwen3", "right", "ring", check="groups", sizes=(4,), slow=True),
+    Case("llama", check="traffic"),
+    Case("llama", check="traffic", form="ring"),
+    Case("gemma2", "left", "ring", slow=True),
+    Case("olmo2", "right", slow=True),
+    Case("gpt_oss", "right", slow=True),
+    Case("gpt_oss", "right", "ring", slow=True),
+    Case("gpt2", "masked", "ulysses", slow=True),
+    Case("mistral", "right", "ring", slow=True),
+    Case("phi3", "masked", "ring", schedule={"keep_layers": 1}, slow=True),
+    Case("qwen3", "multiturn", schedule=HOST, slow=True),
+    Case("qwen3", "multiturn", "ring", schedule=HOST, slow=True),
+    Case("qwen3", "left", "ring", schedule={"levels": 2, **HOST}, slow=True),
+    Case("qwen3", "left", schedule={"keep_layers": 2}, slow=True),
+    Case("gpt_neox", "plain", schedule={"grad_dtype": "param"}, slow=True),
+    Case("gemma3n_text", "plain", slow=True),
+    Case("llama4_text", "left", slow=True),
+    Case("deepseek_v3", "right", slow=True),
+    Case("deepseek_v3", "right", "ring", slow=True),
+    Case("llama", "plain", "ring", check="lora", slow=True),
+    Case("llama", "plain", "ring", check="packed", slow=True),
+    Case("mistral", check="packed", overrides={"sliding_window": 6}, slow=True),
+    Case("mistral", check="packed", form="ring", overrides={"sliding_window": 6}, slow=True),
+    Case("gemma2", "left", "ring", check="scores", slow=True),
+    Case("mistral", check="branches", overrides={"sliding_window": 6}, slow=True),
+    Case("mistral", form="ring", check="branches", overrides={"sliding_window": 6}, slow=True),
+    Case("mixtral", "right", "ring", check="routers", slow=True),
+    Case("mixtral", "right", check="routes", slow=True),
+    Case("qwen3", "right", "ring", check="dropout", slow=True),
+    Case("qwen3", "right", "ring", check="preflight", slow=True),
+    Case("gpt_oss", "right", check="preflight", slow=True),
+]
+
+
+def cases(size: int, slow: bool) -> list[Case]:
+    """Those that a group of ``size`` ranks runs."""
+    return [case for case in CASES if size in case.sizes and case.slow == slow]

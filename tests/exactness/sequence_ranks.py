@@ -1,0 +1,373 @@
+"""What ranks that share a sequence are tested by: the checks a case names, and the process that runs them.
+
+Every rank runs every case, in the same order, with the same rows. Rank 0 computes the reference alone.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import re
+import traceback
+from collections.abc import Callable
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+import streamtune
+from streamtune import RouterLoss, Schedule, SequenceParallel, StreamHandle
+from streamtune.errors import StreamTuneError
+from streamtune.models import add_lora
+from tests.conformance.reducer import build as build_any
+
+from .families import batch, build, errors, gradients
+from .sequence_cases import Case, cases
+from .test_branches import Rows, objective
+from .test_branches import alone as rows_alone
+from .test_branches import rows as trees
+from .test_packing import alone as packed_alone
+from .test_packing import packed, targets
+from .test_packing import rows as packs
+from .test_routers import routed
+
+
+def model_of(case: Case) -> Any:
+    """The model, the same on every rank."""
+    if case.check in ("routers", "routes"):
+        return routed(case.model)
+    known = build if case.model not in ("gemma3n_text", "llama4_text", "deepseek_v3") else build_any
+    return known(case.model, **case.overrides) if known is build else known(case.model)
+
+
+def shared(model: nn.Module, case: Case, **more: Any) -> StreamHandle:
+    """The model streamed by all ranks together."""
+    schedule = Schedule(**{"chunk_size": 4, "head_chunk_size": 5, **case.schedule})
+    return streamtune.stream(model, schedule=schedule, sequence_parallel=SequenceParallel(form=case.form), **more)  # type: ignore[arg-type]
+
+
+Loss = Callable[[nn.Module, dict[str, Any]], Tensor]
+Found = tuple[Tensor, dict[str, Tensor]]
+
+
+def together(model: nn.Module, inputs: dict[str, Any], loss: Loss | None = None) -> Found:
+    """The loss on this rank, and the sum of all ranks' gradients."""
+    value, grads = gradients(model, inputs, loss)
+    for grad in grads.values():
+        dist.all_reduce(grad)
+    return value, grads
+
+
+def compared(model: nn.Module, case: Case, inputs: dict[str, Any], want: Callable[[], Found]) -> dict[str, float]:
+    """How far loss and gradient are off."""
+    reference = want() if dist.get_rank() == 0 else None
+    with shared(model, case) as handle:
+        found = together(model, inputs)
+        assert handle.tiers.host.live_bytes == 0
+    return off(found, reference)
+
+
+def off(found: Found, want: Found | None) -> dict[str, float]:
+    """Relative errors; nothing on the ranks that have no reference."""
+    if want is None:
+        return {}
+    rates = errors(found[1], want[1])
+    worst = max(rates, key=rates.__getitem__)
+    return {"loss": abs(float(found[0]) / float(want[0]) - 1), worst: rates[worst]}
+
+
+def check_loss(case: Case) -> dict[str, float]:
+    model, inputs = model_of(case), batch(case.kind)
+    return compared(model, case, inputs, lambda: gradients(model, inputs))
+
+
+def check_lora(case: Case) -> dict[str, float]:
+    model: Any = add_lora(model_of(case), r=4)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if "lora_B" in name:
+                parameter.copy_(torch.randn(parameter.shape, generator=torch.Generator().manual_seed(3)) * 0.1)
+    return compared(model, case, inputs := batch(case.kind), lambda: gradients(model, inputs))
+
+
+def check_packed(case: Case) -> dict[str, float]:
+    model, pieces = model_of(case), packs()
+    inputs = {**packed(pieces), "num_items_in_batch": targets(pieces)}
+
+    def want() -> Found:
+        loss, grads = packed_alone(model, pieces)
+        return torch.tensor(loss), grads
+
+    return compared(model, case, inputs, want)
+
+
+def check_scores(case: Case) -> dict[str, float]:
+    """Log-probabilities and entropies of whole rows on every rank, and an objective that mixes all of them."""
+    model, inputs = model_of(case), batch(case.kind)
+    labels = nn.functional.pad(inputs.pop("labels"), (0, 1), value=-100)[:, 1:]
+
+    def mixed(scores: Any) -> Tensor:
+        per_row = scores.logprobs.sum(1)
+        return -torch.nn.functional.logsigmoid(per_row[0] - per_row[1:]).sum() + (scores.entropy * labels.ge(0)).mean()
+
+    def by(handle: StreamHandle) -> Loss:
+        return lambda model, inputs: mixed(
+            handle.logprobs(inputs["input_ids"], labels, entropy=True, temperature=0.7, **rest(inputs))
+        )
+
+    def rest(inputs: dict[str, Any]) -> dict[str, Any]:
+        return {key: value for key, value in inputs.items() if key != "input_ids"}
+
+    def plain(model: nn.Module, inputs: dict[str, Any]) -> Tensor:
+        logprobs = (model(**inputs).logits.float() / 0.7).log_softmax(-1)
+        picked = logprobs.gather(-1, labels.clamp_min(0)[..., None])[..., 0] * labels.ge(0)
+        entropy = -(logprobs.exp() * logprobs).sum(-1) * labels.ge(0)
+        return mixed(streamtune.engine.TokenScores(picked, entropy, None))
+
+    want = gradients(model, inputs, plain) if dist.get_rank() == 0 else None
+    with shared(model, case) as handle:
+        return off(together(model, inputs, by(handle)), want)
+
+
+def check_branches(case: Case) -> dict[str, float]:
+    model, given = model_of(case), trees()
+    want = gradients(model, {"rows": given}, rows_alone) if dist.get_rank() == 0 else None
+    with shared(model, case) as handle:
+
+        def loss(model: nn.Module, inputs: dict[str, Any]) -> Tensor:
+            rows: Rows = inputs["rows"]
+            scores = handle.logprobs(rows.ids, rows.targets, branches=rows.branches)
+            return objective(scores.logprobs[rows.targets != -100], rows.row_of_target)
+
+        return off(together(model, {"rows": given}, loss), want)
+
+
+def check_routers(case: Case) -> dict[str, float]:
+    model, inputs = model_of(case), batch(case.kind)
+    model.router_aux_loss_coef = 0.5
+    return compared(model, case, inputs, lambda: gradients(model, inputs))
+
+
+def check_calls(case: Case) -> dict[str, float]:
+    """Ways to call: few tokens, embeddings, unnamed arguments, tuples, a divisor, without gradients, autocast."""
+    model, worst = model_of(case), {}
+    whole = batch(case.kind)
+    ids, labels, mask = whole["input_ids"], whole["labels"], whole["attention_mask"]
+    embeds = model.get_input_embeddings()(ids).detach()
+
+    def autocast(model: nn.Module, inputs: dict[str, Any]) -> Tensor:
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            return model(**inputs).loss
+
+    ways: dict[str, tuple[dict[str, Any], Loss | None]] = {
+        f"{count} tokens": ({"input_ids": ids[:1, :count], "labels": ids[:1, :count]}, None) for count in (2, 3, 5)
+    }
+    ways["embeddings"] = ({"inputs_embeds": embeds, "labels": labels, "attention_mask": mask}, None)
+    ways["unnamed, tuple"] = (whole, lambda model, x: model(ids, mask, labels=labels, return_dict=False)[0])
+    ways["divisor"] = ({**whole, "num_items_in_batch": torch.tensor(7)}, None)
+    for name, (inputs, loss) in ways.items():
+        want = gradients(model, inputs, loss) if dist.get_rank() == 0 else None
+        with shared(model, case):
+            found = off(together(model, inputs, loss), want)
+        few = name in ("2 tokens", "3 tokens")  # two see one another at most: their queries' gradient is rounding
+        worst[name] = found.get("loss", 0.0) if few else max(found.values(), default=0.0)
+    with streamtune.stream(model, chunk_size=4):
+        narrow = gradients(model, whole, autocast)
+    with shared(model, case):
+        worst["autocast / 10,000"] = max(off(together(model, whole, autocast), narrow).values()) / 10_000
+        with torch.no_grad():
+            quiet = float(model.eval()(**whole).loss)
+    model.train()
+    worst["no gradients"] = abs(quiet / float(model(**whole).loss.detach()) - 1)
+    return worst
+
+
+def check_groups(case: Case) -> dict[str, float]:
+    """Two groups, each with rows of its own: all ranks' gradients add up to that of all rows."""
+    pairs = [dist.new_group([first, first + 1]) for first in range(0, dist.get_world_size(), 2)]
+    mine = dist.get_rank() // 2
+    model, inputs = model_of(case), batch(case.kind)
+    items = int((inputs["labels"][:, 1:] != -100).sum())
+
+    def loss(model: nn.Module, inputs: dict[str, Any]) -> Tensor:
+        return model(**inputs, num_items_in_batch=items).loss
+
+    want = gradients(model, inputs, loss) if dist.get_rank() == 0 else None
+    rows = {key: value[:1] if mine == 0 else value[1:] for key, value in inputs.items()}
+    ranks = SequenceParallel(pairs[mine], case.form)  # type: ignore[arg-type]
+    with streamtune.stream(model, chunk_size=5, sequence_parallel=ranks):
+        value, grads = together(model, rows, loss)
+    dist.all_reduce(total := value.clone())
+    return off((total / 2, grads), want)
+
+
+def check_routes(case: Case) -> dict[str, float]:
+    """The experts' frequencies of a step, counted before it: those of one rank alone."""
+    model, inputs = model_of(case), batch(case.kind)
+    with streamtune.stream(model, chunk_size=8, router_loss=RouterLoss(0.5)) as handle:
+        want = handle.count_routes([inputs]) / dist.get_world_size()  # every rank has counted all of them
+    with shared(model, case, router_loss=RouterLoss(0.5)) as handle:
+        found = handle.count_routes([inputs])
+    return {"routes": float((found - want).abs().max())}
+
+
+def check_dropout(case: Case) -> dict[str, float]:
+    """Ranks draw their own numbers, outside as before; the backward draws the forward's again.
+
+    With dropout the loss is a function of the generator's state. Its slope along the gradient is the gradient's norm.
+    """
+    model = build(case.model, attention_dropout=0.2)
+    inputs = batch(case.kind)
+    with shared(model, case) as handle:
+        torch.manual_seed(11)
+        loss, grads = together(model, inputs)
+        after = torch.get_rng_state()
+        losses = []
+        square = sum(grad.double().square().sum() for grad in grads.values())
+        for step in (1e-2, -1e-2):
+            with torch.no_grad():
+                for name, parameter in model.named_parameters():
+                    parameter.add_(step * (grads[name].double() / square.sqrt()).to(parameter.dtype))
+            torch.manual_seed(11)
+            losses.append(float(model(**inputs).loss.detach()))
+            with torch.no_grad():
+                for name, parameter in model.named_parameters():
+                    parameter.sub_(step * (grads[name].double() / square.sqrt()).to(parameter.dtype))
+        slope = (losses[0] - losses[1]) / 2e-2
+        torch.manual_seed(11)
+        again = float(model(**inputs).loss)
+        model.eval()
+        calm = float(model(**inputs).loss)
+        model.train()
+        with torch.no_grad():  # whether the numbers of the ranks differ
+            from streamtune.engine.parallel import drawn_apart
+
+            torch.manual_seed(11)
+            assert handle.sequence_parallel is not None
+            with drawn_apart(handle.sequence_parallel, torch.device("cpu")):
+                mine = torch.rand(4)
+            outside = torch.rand(4)
+    numbers = [torch.empty(4) for _ in range(dist.get_world_size())]
+    dist.all_gather(numbers, mine)
+    kept = [torch.empty(4) for _ in range(dist.get_world_size())]
+    dist.all_gather(kept, outside)
+    assert not torch.equal(numbers[0], numbers[1])
+    assert torch.equal(kept[0], kept[1])
+    assert abs(calm - float(loss)) > 1e-4, "dropout did nothing"
+    states = [torch.empty_like(after) for _ in range(dist.get_world_size())]
+    dist.all_gather(states, after)
+    assert torch.equal(states[0], states[1])
+    return {"loss": abs(again / float(loss) - 1), "slope / 1000": abs(slope / float(square.sqrt()) - 1) / 1000}
+
+
+def check_preflight(case: Case) -> dict[str, float]:
+    model = model_of(case)
+    before = {name: p.detach().clone() for name, p in model.named_parameters()}
+    with shared(model, case) as handle:
+        handle.check()
+    changed = [name for name, p in model.named_parameters() if not torch.equal(p, before[name]) or p.grad is not None]
+    assert changed == []
+    return {"changed": 0.0}
+
+
+def check_traffic(case: Case) -> dict[str, float]:
+    """What a step sends is what docs/decisions/015-sequence-parallel.md says."""
+    model, inputs = model_of(case), batch(case.kind)
+    sent = [0]
+    exchange, ring = dist.all_to_all_single, dist.batch_isend_irecv
+
+    def counted_exchange(out: Tensor, x: Tensor, group: Any) -> Any:
+        sent[0] += x.nbytes * (dist.get_world_size(group) - 1) // dist.get_world_size(group)
+        return exchange(out, x, group=group)
+
+    def counted_ring(calls: list[Any]) -> Any:
+        sent[0] += sum(call.tensor.nbytes for call in calls if call.op is dist.isend)
+        return ring(calls)
+
+    with shared(model, case) as handle:
+        dist.all_to_all_single, dist.batch_isend_irecv = counted_exchange, counted_ring
+        try:
+            gradients(model, inputs)
+        finally:
+            dist.all_to_all_single, dist.batch_isend_irecv = exchange, ring
+        size, config = dist.get_world_size(), model.config
+        rows, own = len(inputs["input_ids"]), -(-inputs["input_ids"].shape[1] // size)
+        chunks = handle.schedule.chunks(own)
+    head, element = config.head_dim, 4
+    q = o = config.num_attention_heads * head * element
+    if case.form == "ring":
+        kv = 2 * config.num_key_value_heads * head * element
+        blocks = sum(chunk.stop for chunk in chunks)
+        want = blocks * kv * ((size - 1) * 3 + size)  # forward, replay, backward; dK and dV
+    else:
+        kv = 2 * math.lcm(config.num_key_value_heads, size) * head * element
+        want = (3 * own * (q + kv + o) + chunks[-1].start * kv) * (size - 1) // size
+    return {"bytes": float(sent[0] - want * rows * config.num_hidden_layers)}
+
+
+def check_refused(case: Case) -> dict[str, float]:
+    """By name, on every rank, and the model is as it was."""
+
+    def refused(what: str, act: Callable[[], object]) -> None:
+        with pytest.raises(StreamTuneError, match=re.escape(what)):
+            act()
+
+    for family, what in (
+        ("qwen3_next", "carries a state"),
+        ("mamba2", "no position_ids"),
+        ("lfm2", "carries a state"),
+        ("bloom", "computes its attention itself"),
+    ):
+        other = build_any(family)
+        refused(what, lambda other=other: shared(other, case))  # type: ignore[misc]
+        assert not any("forward" in module.__dict__ for module in other.modules())
+    refused("head must be streamed", lambda: shared(build("llama"), case, head=False))
+    from_tokens, plain_batch = build_any("camembert"), batch("plain")
+    with shared(from_tokens, case):
+        refused("makes positions from tokens", lambda: from_tokens(**plain_batch))
+    three_heads = build("qwen3", num_attention_heads=3, num_key_value_heads=3)
+    refused("cannot be shared out", lambda: shared(three_heads, Case("qwen3", form="ulysses")))
+    model, inputs = build("llama"), batch("plain")
+    square = torch.ones(3, 1, 37, 37, dtype=torch.bool).tril()
+    with shared(model, case):
+        refused("logits would be those of a strip", lambda: model(input_ids=inputs["input_ids"]))
+        refused("attention_mask [B, T]", lambda: model(**inputs, attention_mask=square))
+        refused("'token_type_ids'", lambda: model(**inputs, token_type_ids=inputs["input_ids"]))
+        refused("output_hidden_states", lambda: model(**inputs, output_hidden_states=True))
+        with torch.no_grad():
+            whole = model(input_ids=inputs["input_ids"]).logits
+            written = model.generate(inputs["input_ids"][:, :5], max_new_tokens=4, do_sample=False)
+    plain = model(input_ids=inputs["input_ids"]).logits.detach()
+    return {
+        "logits of a call that is not shared": float((whole - plain).norm() / plain.norm()),
+        "tokens": float(
+            (written != model.generate(inputs["input_ids"][:, :5], max_new_tokens=4, do_sample=False)).sum()
+        ),
+    }
+
+
+CHECKS: dict[str, Callable[[Case], dict[str, float]]] = {
+    name.removeprefix("check_"): value for name, value in globals().items() if name.startswith("check_")
+}
+
+
+def run_rank(rank: int, size: int, slow: bool, folder: str) -> None:
+    """One rank: all cases, and what it found as JSON; after a failure the others would wait in vain, so it ends."""
+    os.environ["GLOO_SOCKET_IFNAME"] = "lo"
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", f"file://{folder}/meet", rank=rank, world_size=size, timeout=timedelta(seconds=120))
+    found: dict[str, Any] = {}
+    for case in cases(size, slow):
+        try:
+            found[case.name] = CHECKS[case.check](case)
+        except BaseException:
+            found[case.name] = traceback.format_exc()
+            break
+        finally:
+            (Path(folder) / f"rank{rank}.json").write_text(json.dumps(found))
+    dist.destroy_process_group()
