@@ -84,7 +84,6 @@ def _run(folder: Path, case: dict[str, Any]) -> tuple[bool | None, list[str]]:
     outcome = go_on(built, Console(file=io.StringIO()))  # type: ignore[operator]
     if outcome.sample is not None:
         notes.append(f"sample: {outcome.sample}")
-    built.backend.close()
     return exact, notes
 
 

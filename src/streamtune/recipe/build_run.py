@@ -12,7 +12,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -93,6 +93,8 @@ class Start:
     """Whether each rank holds a part of the weights."""
     continued: Mapping[Path, dict[str, Any]]
     """What is gone on with, and what it was started as."""
+    engines: list[Any] = field(default_factory=list)
+    """What gathers the weights of references that ranks share."""
 
     @property
     def sharing(self) -> train.World | None:
@@ -101,7 +103,19 @@ class Start:
 
     def share(self, recipe: Recipe) -> Callable[[Any, Any], None]:
         """Gives a reference its weights, of which each rank holds a part; does nothing to one that has them."""
-        return lambda model, layers: share_reference(recipe, model, layers, self.world, self.device)
+
+        def share(model: Any, layers: Any) -> None:
+            engine = share_reference(recipe, model, layers, self.world, self.device)
+            if engine is not None:
+                self.engines.append(engine)
+
+        return share
+
+    def close(self) -> None:
+        """Let go of what shares a reference."""
+        for engine in self.engines:
+            engine.destroy()
+        self.engines.clear()
 
     def with_data(self, fingerprint: str) -> None:
         """Take note of the data. Run settings were compared before it was read, with which it takes minutes.
@@ -429,6 +443,7 @@ def train_run(
         if world.is_main:
             train.append_event(directory.events, "finish" if finished else "stop", step=progressed.step)
         run.backend.close()
+        run.start.close()
     newest = train.checkpoint_path(directory.checkpoints, progressed.step)
     return Outcome(
         progressed=progressed,

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -196,7 +195,7 @@ def fill_model(
 
 def share_reference(
     recipe: Recipe, model: Any, layers: Iterable[nn.Module], world: train.World, device: torch.device
-) -> None:
+) -> Any:
     """Give a reference on ``meta`` its weights, shared as those of the trained model are; any other is left as it is.
 
     Args:
@@ -205,10 +204,13 @@ def share_reference(
         layers: Its decoder layers.
         world: The ranks.
         device: This rank's.
+
+    Returns:
+        What gathers its weights, to be kept as long as it is called and destroyed then; None where its hooks do.
     """
     layers = list(layers)
     if models.deferred_of(model) is None:
-        return
+        return None
     if recipe.deepspeed is None:
         from torch.distributed.fsdp import fully_shard
 
@@ -216,20 +218,13 @@ def share_reference(
 
         fill_model(model, layers, world, device, lambda module: share_layer(module, layers))
         fully_shard(model)
-        return
+        return None
     from streamtune.distributed.deepspeed_backend import share_frozen, share_module
     from streamtune.distributed.deepspeed_config import resolve_config
 
     config = resolve_config(recipe.deepspeed, _values(recipe, model, world))
     fill_model(model, layers, world, device, lambda module: share_module(module, config))
-    model._streamtune_engine = _Kept(share_frozen(model, config, layers))
-
-
-@dataclass
-class _Kept:
-    """An engine as an attribute of the model whose engine it is: no module of it."""
-
-    engine: Any
+    return share_frozen(model, config, layers)
 
 
 def whole_weights(recipe: Recipe, model: Any) -> Iterator[tuple[str, Tensor | None]]:
