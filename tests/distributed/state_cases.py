@@ -143,7 +143,7 @@ def _share_of(recipe: Recipe, model: Any, layers: Any, world: train.World) -> Ca
     if recipe.fsdp:
         return lambda module: share_layer(module, layers)
     assert recipe.deepspeed is not None
-    config = resolve_config(recipe.deepspeed, build_world._values(recipe, model, world))
+    config = resolve_config(recipe.deepspeed, build_world.config_values(recipe, model, world))
     return lambda module: share_module(module, config)
 
 

@@ -11,6 +11,7 @@ from .curve_cases import run as curve
 from .rank_group import run_ranks
 
 BOUND = 5e-6
+"""Relative, and beyond plain autograd's own rounding: a gradient that is a small difference is as hard for it."""
 ENGINES = ["ddp", "zero1", "zero2", "zero3", "fsdp"]
 
 QUICK: list[dict[str, Any]] = [
@@ -42,7 +43,7 @@ def check(size: int, cases: list[dict[str, Any]], patience: float) -> dict[str, 
     found = run_ranks(size, "tests.distributed.equality_cases", cases, patience)
     assert len(found) == len(cases)
     for case, errors in found.items():
-        assert errors["gradient"] <= BOUND, (case, errors)
+        assert errors["beyond"] <= BOUND, (case, errors)
         assert errors["loss"] <= BOUND, (case, errors)
         assert errors["norm"] <= BOUND, (case, errors)
         assert errors["fillers"] >= 1 or size == json.loads(case).get("sequence"), (case, errors)
@@ -51,7 +52,11 @@ def check(size: int, cases: list[dict[str, Any]], patience: float) -> dict[str, 
 
 def show(size: int, found: dict[str, Any]) -> None:
     for case, errors in found.items():
-        print(size, " ".join(str(value) for value in json.loads(case).values()), f"{errors['gradient']:.1e}")
+        print(
+            size,
+            " ".join(str(value) for value in json.loads(case).values()),
+            f"{errors['gradient']:.1e} beyond torch {errors['beyond']:.1e}",
+        )
 
 
 def test_two_ranks_have_the_gradient_of_one() -> None:

@@ -12,6 +12,7 @@ from rich.text import Text
 
 from streamtune.sizes import show_size
 
+from .cluster_screens import NodesOption, RanksOption, cluster_document, cluster_rows, traffic_table
 from .console import err, out, print_json, print_note, print_rows
 from .options import JsonOption, RecipeArgument, SetOption
 from .reading import read_recipe
@@ -25,7 +26,7 @@ if TYPE_CHECKING:
 __all__ = ["bar", "describe_plan", "plan", "show_seconds"]
 
 EIGHTHS = " ▏▎▍▌▋▊▉█"
-FIXED = ("weights", "reference", "gradients", "optimizer")
+FIXED = ("weights", "gathered weights", "fp32 weights", "reference", "gradients", "optimizer")
 """Terms that do not grow with the length."""
 
 
@@ -48,6 +49,8 @@ def plan(
         int | None,
         typer.Option(metavar="N", min=2, help="Tokens of a row; by default max_length.", show_default=False),
     ] = None,
+    ranks: RanksOption = None,
+    nodes: NodesOption = None,
     set_: SetOption = None,
     as_json: JsonOption = False,
 ) -> None:
@@ -59,6 +62,8 @@ def plan(
 
         streamtune plan my.yaml --device h100-80gb --host-memory 256GiB
 
+        streamtune plan my.yaml --device h100-80gb --ranks 16 --nodes 2 --set deepspeed=zero3
+
         streamtune plan my.yaml --set hidden_size=5120 --set num_hidden_layers=40 --set num_attention_heads=40
     """
     loaded = read_recipe(recipe, set_ or [])
@@ -66,7 +71,7 @@ def plan(
     with err.status("loading libraries") as status:
         from streamtune.recipe.build_plan import PlanOptions, plan_recipe
 
-        options = PlanOptions(device, device_memory, host_memory, disk_memory, length)
+        options = PlanOptions(device, device_memory, host_memory, disk_memory, length, ranks, nodes)
         planned = plan_recipe(loaded, options, notify=status.update if err.is_terminal else lambda message: None)
     if as_json:
         print_json(_document(planned))
@@ -79,6 +84,7 @@ def plan(
 def _document(planned: RecipePlan) -> dict[str, object]:
     return {
         **planned.plan.to_json(),
+        **cluster_document(planned),
         "model": planned.model_name,
         "parameters": planned.parameters.total,
         "trainable_parameters": planned.parameters.trainable,
@@ -108,11 +114,17 @@ def _print_plan(planned: RecipePlan) -> None:
             ("time", _describe_time(planned)),
             ("rates", chosen.rates.source),
             ("binds", _describe_binding(chosen)),
+            *cluster_rows(planned),
         ]
     )
     out.print()
-    out.print(Text(f"memory at the peak of the step, in the {chosen.simulation.phase}", style="bold"))
-    out.print(_memory_table(chosen))
+    of = " of each rank" if planned.cluster.ranks > 1 else ""
+    out.print(Text(f"memory{of} at the peak of the step, in the {chosen.simulation.phase}", style="bold"))
+    out.print(_memory_table(planned))
+    if chosen.traffic.flows:
+        out.print()
+        out.print(Text("what one device sends in a step", style="bold"))
+        out.print(traffic_table(chosen.traffic.to_json()))
     if chosen.alternatives:
         out.print()
         out.print(Text("alternatives, estimated", style="bold"))
@@ -129,12 +141,16 @@ def _describe_model(planned: RecipePlan) -> str:
 
 def _describe_step(planned: RecipePlan) -> str:
     recipe = planned.loaded.recipe
-    rows, micro = recipe.per_device_train_batch_size, recipe.gradient_accumulation_steps
+    rows, micro = recipe.per_device_train_batch_size, planned.micro_batches * planned.cluster.data_size
     if planned.scored is not None:
         text = _describe_scored(planned.scored, recipe)
         return f"{text}, {micro} times; {recipe.optim}" if micro > 1 else f"{text}; {recipe.optim}"
     text = f"{rows * micro} row{'s' if rows * micro > 1 else ''} of {planned.length:,} tokens"
-    return f"{text}, {rows} at a time; {recipe.optim}" if micro > 1 else f"{text}; {recipe.optim}"
+    return (
+        f"{text}, {rows * planned.cluster.data_size} at a time; {recipe.optim}"
+        if planned.micro_batches > 1
+        else f"{text}; {recipe.optim}"
+    )
 
 
 def _describe_scored(scored: Scored, recipe: Recipe) -> str:
@@ -154,10 +170,12 @@ def _describe_scored(scored: Scored, recipe: Recipe) -> str:
 def _describe_device(planned: RecipePlan) -> str:
     limits = planned.plan.limits
     text = f"{planned.device_name}, {show_size(limits.device_bytes)}"
+    ranks = planned.cluster.ranks_per_node
+    of_node = " of a node" if ranks > 1 else ""
     if not limits.shared:
-        text += f"; host {show_size(limits.host_bytes)}"
+        text += f"; host {show_size(ranks * limits.host_bytes)}{of_node}"
     if limits.disk_bytes:
-        text += f"; disk {show_size(limits.disk_bytes)}"
+        text += f"; disk {show_size(ranks * limits.disk_bytes)}{of_node}"
     return f"{text}; {limits.margin:.0%} of each is left free"
 
 
@@ -176,9 +194,9 @@ def _describe_binding(chosen: Plan) -> str:
     return f"{chosen.binds}; {share:.0%} of the device's memory that may be used is"
 
 
-def _memory_table(chosen: Plan) -> Table:
-    """One bar for each term, in proportion to the device's memory."""
-    limits, simulation = chosen.limits, chosen.simulation
+def _memory_table(planned: RecipePlan) -> Table:
+    """One bar for each term, in proportion to the device's memory; host and disk are those of a node."""
+    limits, simulation = planned.plan.limits, planned.plan.simulation
     table = Table(box=None, show_header=False, pad_edge=False, padding=(0, 2, 0, 0))
     table.add_column()
     table.add_column(justify="right", no_wrap=True)
@@ -192,12 +210,18 @@ def _memory_table(chosen: Plan) -> Table:
     free = limits.device_bytes - simulation.peak_bytes
     total = f"of {show_size(limits.device_bytes)}, {show_size(free)} free"
     table.add_row("  device in all", show_size(simulation.peak_bytes), total, style="bold")
+    ranks = planned.cluster.ranks_per_node
+    of_node = f" of a node, {ranks} ranks" if ranks > 1 else ""
     for name, size, limit in (
         ("host", simulation.host_bytes, limits.host_bytes),
         ("disk", simulation.disk_bytes, limits.disk_bytes),
     ):
         if size:
-            table.add_row(f"  {name}", show_size(size), f"of {show_size(limit)}", style="bold")
+            text = f"of {show_size(ranks * limit)}{of_node}"
+            table.add_row(f"  {name}", show_size(ranks * size), text, style="bold")
+    if len(simulation.host_terms) > 1:
+        for name, size in simulation.host_terms.items():
+            table.add_row(f"    {name}", show_size(ranks * size), "on the host")
     return table
 
 

@@ -13,6 +13,7 @@ from rich.text import Text
 
 from streamtune.sizes import parse_size, show_size
 
+from .cluster_screens import NodesOption, RanksOption, traffic_table
 from .console import err, out, print_json, print_note, print_rows
 from .options import JsonOption, RecipeArgument, SetOption
 from .reading import read_recipe
@@ -65,6 +66,8 @@ def probe_max_len(
     output_dir: Annotated[
         Path | None, typer.Option(metavar="DIR", help="Where probe.json and probe.png go.", show_default=False)
     ] = None,
+    ranks: RanksOption = None,
+    nodes: NodesOption = None,
     set_: SetOption = None,
     as_json: JsonOption = False,
 ) -> None:
@@ -101,6 +104,8 @@ def probe_max_len(
             most=most,
             trial_seconds=trial_timeout,
             margin=margin,
+            ranks=ranks,
+            nodes=nodes,
         )
         report, interrupted = probe_recipe(
             loaded, options, notify=status.update if err.is_terminal else _say_nothing, tried=_print_trial
@@ -167,8 +172,18 @@ def _print_report(report: ProbeReport, folder: Path) -> None:
         rows.append(("stopped" if limit.mode == "stream" else "", _stopped_by(limit)))
     if report.env:
         rows.append(("on", _describe_device(report)))
+    if "cluster" in report.env:
+        rows.append(("ranks", report.env["cluster"]["describe"]))
+        streamed = report.limits["stream"].trial
+        if streamed is not None and streamed.outcome.host_terms:
+            terms = streamed.outcome.host_terms.items()
+            rows.append(("host", ", ".join(f"{name} {show_size(size)}" for name, size in terms) + " of each node"))
     rows.append(("written", f"{folder / 'probe.json'}, {folder / 'probe.png'}"))
     print_rows(rows)
+    shared = report.to_json()
+    if shared.get("traffic"):
+        out.print("what one device sends in a step of the longest", style="bold")
+        out.print(traffic_table(shared["traffic"]))
 
 
 def _describe_length(report: ProbeReport) -> str:

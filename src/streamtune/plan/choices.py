@@ -96,15 +96,17 @@ class Space:
 
     Args:
         layers: Decoder layers of the model.
-        length: Tokens of a row.
+        length: Tokens of a row, or of a rank's strip of it.
         limits: The memory; a tier without any is not used.
         fixed: Fields of the schedule that are given.
+        two_levels: Whether layer inputs may be computed again.
     """
 
     layers: int
     length: int
     limits: Limits
     fixed: Mapping[str, Any]
+    two_levels: bool = True
 
     def options(self, name: str) -> tuple[Any, ...]:
         """The values of a field that are tried, the thriftiest in device memory among them."""
@@ -121,9 +123,9 @@ class Space:
                 away = (*(["host"] if host else []), *(["disk"] if disk else []))
                 return away if self.fixed.get("device_layers") and away else ("device", *away)
             case "levels":
-                return (
-                    (2,) if self.fixed.get("segment_size") else (1, 2) if self.layers >= FEWEST_FOR_SEGMENTS else (1,)
-                )
+                if self.fixed.get("segment_size"):
+                    return (2,)
+                return (1, 2) if self.two_levels and self.layers >= FEWEST_FOR_SEGMENTS else (1,)
             case "keep_kv" | "keep_attention":
                 return ("no", "device", "host") if host else ("no", "device")
             case "stream_grads":

@@ -13,19 +13,31 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from streamtune.plan.cluster import Links
 from streamtune.plan.devices import Device
 
 if TYPE_CHECKING:
     from streamtune.plan.simulate import Work
 
-__all__ = ["Rates", "predict_seconds", "sheet_rates"]
+__all__ = ["Rates", "links_of", "predict_seconds", "sheet_rates"]
 
-SHEET_EFFICIENCY = {"matmul": 0.6, "attention": 0.5, "attention_backward": 0.4, "memory": 0.75, "copy": 0.8}
+SHEET_EFFICIENCY = {
+    "matmul": 0.6,
+    "attention": 0.5,
+    "attention_backward": 0.4,
+    "memory": 0.75,
+    "copy": 0.8,
+    "link": 0.7,
+}
 """What a step is taken to get of a data sheet's figure: long matmuls reach 60 to 75% of the dense rate, flash kernels
-about half of it forward and less backward."""
+about half of it forward and less backward; collectives of some MB and more 70 to 85% of a link."""
 
 DISK_BANDWIDTH = 2e9
 """Bytes/s of one NVMe disk under O_DIRECT, where none was measured."""
+
+HOST_BANDWIDTH = 100e9
+"""Bytes/s that an optimizer on the host reads and writes, all devices of a node together: a fourth or so of what two
+sockets of DDR5 have."""
 
 LAUNCH_SECONDS = 8e-6
 """One operator as Python hands it to a device."""
@@ -42,6 +54,7 @@ class Rates:
         touch_bandwidth: Bytes/s of operators that compute next to nothing, read and written.
         copy_bandwidth: Bytes/s between device and host, one direction.
         disk_bandwidth: Bytes/s to and from the disk.
+        host_bandwidth: Bytes/s of the machine's memory that an optimizer there gets.
         launch_seconds: What an operator costs beside its work.
         overlaps: Whether copies run beside the computation.
     """
@@ -54,6 +67,7 @@ class Rates:
     copy_bandwidth: float
     disk_bandwidth: float = DISK_BANDWIDTH
     launch_seconds: float = LAUNCH_SECONDS
+    host_bandwidth: float = HOST_BANDWIDTH
     overlaps: bool = True
 
     @property
@@ -75,6 +89,12 @@ def sheet_rates(device: Device) -> Rates:
     )
 
 
+def links_of(device: Device) -> Links:
+    """What joins devices of a kind: data sheets times :data:`SHEET_EFFICIENCY`."""
+    part = SHEET_EFFICIENCY["link"]
+    return Links(part * device.link_bandwidth, part * device.network_bandwidth, device.link_name, "network")
+
+
 def predict_seconds(work: Work, rates: Rates) -> float:
     """Seconds of the step that does ``work``."""
     compute = (
@@ -82,6 +102,7 @@ def predict_seconds(work: Work, rates: Rates) -> float:
         + work.attention_flops * rates.seconds_of_attention
         + work.touched_bytes / rates.touch_bandwidth
     )
+    compute += work.host_touched_bytes / rates.host_bandwidth  # an optimizer on the host waits for the last gradient
     launches = work.operators * rates.launch_seconds
     copies = work.moved_bytes / rates.copy_bandwidth
     disk = work.disk_moved_bytes / rates.disk_bandwidth

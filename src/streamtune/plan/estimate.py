@@ -107,7 +107,7 @@ class Estimator:
         head_chunk: int,
         grad_dtype: Literal["float32", "param"] = "float32",
     ) -> None:
-        self.layers, self.rows, self.length = layers, workload.rows, workload.tokens
+        self.layers, self.rows, self.length = layers, workload.rows, workload.strip_tokens
         self.chunk, self.wide = chunks[min(1, len(chunks) - 1)], chunks[min(3, len(chunks) - 1)]
         self.head_chunk = head_chunk
         plain = Schedule(self.chunk, head_chunk, grad_dtype=grad_dtype)
@@ -127,7 +127,7 @@ class Estimator:
         embedding = _embedding(workload)
         self.vocabulary = embedding.shape[0]
         self.input_bytes = embedding.shape[1] * embedding.element_size() * self.rows * self.length
-        """Of one layer's input."""
+        """Of one layer's input, on one rank."""
 
     # --- a schedule ---------------------------------------------------------------------------------------------------
 

@@ -13,13 +13,11 @@ from streamtune.engine.disk import IN_FLIGHT
 from streamtune.engine.placement import best_segment_size, place_layers
 from streamtune.ops.attention import KEY_BLOCK
 from streamtune.plan.extrapolate import Axis, UnlikeError, Zone, zones
+from streamtune.plan.strip import SPANS, WINDOWS
 
 __all__ = ["Layout", "Shorter", "kinds_of_layers", "layout_of"]
 
 LAYER_NUMBERS = ("layer_idx", "layer_id", "layer_number", "block_idx")
-WINDOWS = ("sliding_window", "local_attention", "attention_window", "window_size")
-SPANS = ("attention_chunk_size",)
-"""Spans of chunked attention begin anew every so many tokens: what a chunk sees is then no straight line."""
 
 
 @dataclass(frozen=True)

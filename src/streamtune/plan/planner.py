@@ -19,10 +19,11 @@ from torch import Tensor
 
 from streamtune.engine import Schedule, decoder_layers
 from streamtune.plan.choices import Candidate, Limits, Space, candidates
-from streamtune.plan.cost import Rates, predict_seconds
+from streamtune.plan.cost import Rates
 from streamtune.plan.estimate import Estimator, Simulate
 from streamtune.plan.refusal import excess_of, nothing_fits
 from streamtune.plan.simulate import Simulation, Workload, simulate
+from streamtune.plan.traffic import Pace, Traffic
 from streamtune.sizes import show_size
 
 __all__ = ["Alternative", "Limits", "Plan", "as_fixed", "choose", "judge"]
@@ -62,6 +63,7 @@ class Plan:
         binds: What takes the memory that is scarcest: the largest term of that tier.
         limits: What was planned with.
         rates: What the time is predicted from.
+        traffic: What ranks send each other in the step.
         seconds: What planning took.
         simulations: How many were made, the short ones included.
     """
@@ -73,6 +75,7 @@ class Plan:
     binds: str
     limits: Limits
     rates: Rates
+    traffic: Traffic
     seconds: float = 0.0
     simulations: int = 1
 
@@ -98,6 +101,7 @@ class Plan:
             "work": asdict(self.simulation.work),
             "limits": asdict(self.limits),
             "rates": asdict(self.rates),
+            "traffic": self.traffic.to_json(),
             "planning_seconds": self.seconds,
         }
 
@@ -123,13 +127,15 @@ def choose(
         ArgumentError: Nothing fits: which term is in the way, and what would help.
     """
     started = time.perf_counter()
+    pace = Pace(workload, rates)
     model: Any = workload.make_model()
     layers = decoder_layers(model)
-    space = Space(len(layers), workload.tokens, limits, fixed or {})
+    cluster = workload.cluster
+    space = Space(len(layers), workload.strip_tokens, limits, fixed or {}, two_levels=cluster.runs_layers_again)
     if _may_hold_all(space, workload, model.get_input_embeddings().weight) and (
         easy := _nothing_recomputed(space, workload, simulate)
     ):
-        return _plan(*easy, (), limits, rates, started, 1)
+        return _plan(*easy, (), limits, pace, started, 1)
     estimator = Estimator(
         workload,
         len(layers),
@@ -141,7 +147,7 @@ def choose(
     tried: dict[Schedule, Simulation] = {}
     room, found = limits, None
     while found is None and len(tried) < MOST_TRIED:
-        ranked = _ranked(space, estimator, room, rates)
+        ranked = _ranked(space, estimator, room, pace)
         best = next((c for c in ranked if c.excess(room) <= 0 and c.schedule not in tried), None)
         if best is None:
             break
@@ -151,13 +157,13 @@ def choose(
         else:
             room = _less(room, best, simulation)
     if found is None:
-        ranked = _ranked(space, estimator, limits, rates)
+        ranked = _ranked(space, estimator, limits, pace)
         found = _thriftiest(ranked, limits, workload, simulate, tried)
     if found is None:
         raise nothing_fits(workload, space, tried, limits, simulate)
-    others = _alternatives(found, tried, ranked, limits, rates)
+    others = _alternatives(found, tried, ranked, limits, pace)
     made = estimator.simulations + len(tried)
-    return _plan(found.schedule, tried[found.schedule], others, limits, rates, started, made)
+    return _plan(found.schedule, tried[found.schedule], others, limits, pace, started, made)
 
 
 def _plan(
@@ -165,18 +171,19 @@ def _plan(
     simulation: Simulation,
     alternatives: tuple[Alternative, ...],
     limits: Limits,
-    rates: Rates,
+    pace: Pace,
     started: float,
     simulations: int,
 ) -> Plan:
     return Plan(
         schedule=schedule,
         simulation=simulation,
-        step_seconds=predict_seconds(simulation.work, rates),
+        step_seconds=pace.seconds(simulation.work, schedule),
         alternatives=alternatives,
         binds=_binds(simulation, limits),
         limits=limits,
-        rates=rates,
+        rates=pace.rates,
+        traffic=pace.traffic(schedule),
         seconds=time.perf_counter() - started,
         simulations=simulations,
     )
@@ -188,7 +195,7 @@ def judge(
     """What a given schedule holds and takes, whether it fits or not."""
     started = time.perf_counter()
     simulation = simulate(workload, schedule)
-    return _plan(schedule, simulation, (), limits, rates, started, 1)
+    return _plan(schedule, simulation, (), limits, Pace(workload, rates), started, 1)
 
 
 def as_fixed(schedule: Schedule) -> dict[str, Any]:
@@ -211,7 +218,7 @@ def _may_hold_all(space: Space, workload: Workload, embedding: Tensor) -> bool:
     if not set(space.fixed) <= SIZES:
         return False
     token_bytes = embedding.shape[-1] * (2 if workload.autocast else embedding.element_size())
-    tokens = workload.tokens * workload.rows
+    tokens = workload.strip_tokens * workload.rows
     return LEAST_OF_A_LAYER * token_bytes * tokens * space.layers <= space.limits.device
 
 
@@ -226,13 +233,17 @@ def _nothing_recomputed(space: Space, workload: Workload, simulate: Simulate) ->
 # --- the order --------------------------------------------------------------------------------------------------------
 
 
-def _ranked(space: Space, estimator: Estimator, room: Limits, rates: Rates) -> list[Candidate]:
+def _ranked(space: Space, estimator: Estimator, room: Limits, pace: Pace) -> list[Candidate]:
     """All candidates, the fastest first; of two as fast the plainer."""
-    return sorted(candidates(space, estimator, room), key=lambda candidate: _score(candidate, rates))
+    return sorted(candidates(space, estimator, room), key=lambda candidate: _score(candidate, pace))
 
 
-def _score(candidate: Candidate, rates: Rates) -> float:
-    return predict_seconds(candidate.figures.work, rates) * (1 + WORTH * _departures(candidate.schedule))
+def _seconds(candidate: Candidate, pace: Pace) -> float:
+    return pace.seconds(candidate.figures.work, candidate.schedule)
+
+
+def _score(candidate: Candidate, pace: Pace) -> float:
+    return _seconds(candidate, pace) * (1 + WORTH * _departures(candidate.schedule))
 
 
 def _departures(schedule: Schedule) -> int:
@@ -285,29 +296,29 @@ def _alternatives(
     tried: Mapping[Schedule, Simulation],
     ranked: list[Candidate],
     limits: Limits,
-    rates: Rates,
+    pace: Pace,
 ) -> tuple[Alternative, ...]:
     """The fastest that does not fit, the next that does, and the thriftiest: one of each kind."""
-    own = predict_seconds(chosen.figures.work, rates)
-    real = predict_seconds(tried[chosen.schedule].work, rates) / own  # what estimates are off by, there
+    own = _seconds(chosen, pace)
+    real = pace.seconds(tried[chosen.schedule].work, chosen.schedule) / own  # what estimates are off by, there
     others: dict[tuple[object, ...], Candidate] = {}
     for candidate in ranked:
         if _kind(candidate.schedule) != _kind(chosen.schedule):
             others.setdefault(_kind(candidate.schedule), candidate)
     rest = list(others.values())
     fitting = [c for c in rest if c.excess(limits) <= 0]
-    faster = [c for c in rest if c.excess(limits) > 0 and _score(c, rates) < _score(chosen, rates)]
+    faster = [c for c in rest if c.excess(limits) > 0 and _score(c, pace) < _score(chosen, pace)]
     thrifty = sorted(rest, key=lambda c: c.figures.device_bytes)
     picked: list[Candidate] = []
     for group in (faster[:1], fitting[:1], thrifty[:1], fitting[1:]):
         picked += [c for c in group if c not in picked]
-    picked = sorted(picked[:SHOWN], key=lambda c: predict_seconds(c.figures.work, rates))
-    return tuple(_alternative(candidate, own, real, limits, rates) for candidate in picked)
+    picked = sorted(picked[:SHOWN], key=lambda c: _seconds(c, pace))
+    return tuple(_alternative(candidate, own, real, limits, pace) for candidate in picked)
 
 
-def _alternative(candidate: Candidate, own: float, real: float, limits: Limits, rates: Rates) -> Alternative:
+def _alternative(candidate: Candidate, own: float, real: float, limits: Limits, pace: Pace) -> Alternative:
     figures, excess = candidate.figures, candidate.excess(limits)
-    seconds = predict_seconds(figures.work, rates)
+    seconds = _seconds(candidate, pace)
     why = f"{seconds / own:.2f}x the time"
     if excess > 0:
         why = f"does not fit, {show_size(excess)} too much on the {candidate.tier_that_lacks(limits)}"
@@ -330,6 +341,8 @@ def _binds(simulation: Simulation, limits: Limits) -> str:
         "device": simulation.peak_bytes / max(1, limits.device),
     }
     tier = max(used, key=lambda name: used[name])
+    if tier == "host" and simulation.host_terms:
+        return f"{max(simulation.host_terms, key=lambda name: simulation.host_terms[name])} on host"
     if tier != "device":
         return f"layer inputs on {tier}"
     return max(simulation.terms, key=lambda name: simulation.terms[name])

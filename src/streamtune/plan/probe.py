@@ -69,7 +69,8 @@ class Trial:
     def to_json(self) -> dict[str, Any]:
         """Flat, as ``--json`` has it."""
         flat = {**asdict(self.shape), **asdict(self.outcome)}
-        return {key: value for key, value in flat.items() if key != "env"}
+        left_out = {"env"} if self.outcome.traffic is not None else {"env", "traffic"}
+        return {key: value for key, value in flat.items() if key not in left_out}
 
 
 @dataclass(frozen=True)
@@ -118,6 +119,14 @@ class ProbeReport:
         chosen = limit.trial.outcome.schedule if limit is not None and limit.trial is not None else None
         return chosen or self.task.schedule
 
+    def _shared(self) -> dict[str, Any]:
+        """The ranks, and what they send each other at the longest, where there are several."""
+        if "cluster" not in self.env:
+            return {}
+        limit = self.limits.get("stream")
+        outcome = limit.trial.outcome if limit is not None and limit.trial is not None else None
+        return {"cluster": self.env["cluster"], "traffic": outcome.traffic if outcome is not None else None}
+
     def to_json(self) -> dict[str, Any]:
         """The document of ``streamtune probe-max-len --json``."""
         task = self.task
@@ -139,6 +148,7 @@ class ProbeReport:
             "margin": task.margin,
             "stops_at": {"share": task.within.share, "step": task.within.step},
             "limited_by": {mode: limit.failed.outcome.reason for mode, limit in self.limits.items() if limit.failed},
+            **self._shared(),
             "env": self.env,
             "trials": [trial.to_json() for trial in self.trials],
         }

@@ -14,7 +14,7 @@ from streamtune.sizes import show_size
 
 __all__ = ["excess_of", "longest_that_fits", "nothing_fits"]
 
-FIXED_TERMS = ("weights", "reference", "gradients", "optimizer")
+FIXED_TERMS = ("weights", "gathered weights", "fp32 weights", "reference", "gradients", "optimizer")
 """What does not grow with the sequence."""
 
 SHORTEST, GRAIN = 64, 64
@@ -53,6 +53,9 @@ def nothing_fits(
         helps.append(f"leave {', '.join(given)} to the planner")
     if not limits.shared and simulation.host_bytes > limits.host:
         helps.append("a machine with more memory, or offload_dir: a directory on a fast disk, holds more layer inputs")
+    if workload.cluster.ranks > workload.cluster.sequence_size:
+        ranks = workload.cluster.ranks
+        helps.append(f"sequence_parallel_size: {ranks} shares each row between all {ranks} ranks")
     helps.append("longer chunks never help: they only make the working set larger")
     return ArgumentError(what, where="max_length", mend="; ".join(helps))
 

@@ -16,32 +16,39 @@ as there are.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from streamtune.engine import Schedule, decoder_layers
+from streamtune.engine import Schedule
 from streamtune.errors import ArgumentError
+from streamtune.plan.cluster import Cluster
 from streamtune.plan.extrapolate import Combined, Part, UnlikeError, combined
 from streamtune.plan.layout import kinds_of_layers, layout_of
-from streamtune.plan.memory import ACTIVATION, ATTENTION, GRADIENT, HEAD, INPUT, KEYS, OPTIMIZER, held_bytes
+from streamtune.plan.memory import ACTIVATION, ATTENTION, GRADIENT, HEAD, INPUT, KEYS, OPTIMIZER
+from streamtune.plan.partition import Holdings
 from streamtune.plan.scored import Completions, Scored
+from streamtune.plan.strip import Strip, narrower, strip_of
 from streamtune.plan.subject import Mode
-from streamtune.plan.tape import COLUMNS, WORK, Place, Tape
+from streamtune.plan.tape import COLUMNS, WORK
 from streamtune.plan.walk import Step, fewer_layers, shortened, walk
 
 __all__ = ["Simulation", "Work", "Workload", "simulate"]
 
 DEVICES = ("cpu", "cuda")
 
+MASTER = "master"
+
 FEW = 24
 """Chunks of completions that are walked one by one."""
 
 TERMS = {
     "weights": "weights",
+    "gathered": "gathered weights",
+    MASTER: "fp32 weights",
     "reference": "reference",
     GRADIENT: "gradients",
     OPTIMIZER: "optimizer",
@@ -67,9 +74,8 @@ class Workload:
         make_optimizer: Builds the optimizer of a model; None trains without one.
         autocast: Compute in bf16.
         mode: ``stream``, or a baseline: ``plain`` autograd, or ``checkpoint`` for every layer.
-        zero_stage: What of a rank's is divided by ``ranks`` (ZeRO, arXiv 1910.02054): optimizer state (1), gradients
-            (2), weights (3).
-        ranks: Over how many devices.
+        cluster: How many devices train, and what of the step each has. Lengths and rows are then those of the ranks
+            that share a sequence together, and what is simulated is one of them.
         device_type: Whose kernels compute: ``cuda`` or ``cpu``.
         completions: What is scored at a length and batch size, where the loss is not on next tokens. A baseline has
             them apart.
@@ -86,20 +92,17 @@ class Workload:
     make_optimizer: Callable[[nn.Module], torch.optim.Optimizer] | None = None
     autocast: bool = False
     mode: Mode = "stream"
-    zero_stage: int = 0
-    ranks: int = 1
+    cluster: Cluster = field(default_factory=Cluster)
     device_type: str = "cuda"
     completions: Completions | None = None
     reference_bytes: int = 0
 
     def __post_init__(self) -> None:
-        for name in ("batch_size", "micro_batches", "ranks"):
+        for name in ("batch_size", "micro_batches"):
             if getattr(self, name) < 1:
                 raise ArgumentError(f"{name} must be 1 or more, not {getattr(self, name)!r}")
         if self.length < 2:
             raise ArgumentError(f"a row of training has 2 tokens or more, not {self.length!r}")
-        if self.zero_stage not in (0, 1, 2, 3):
-            raise ArgumentError(f"zero_stage must be 0, 1, 2 or 3, not {self.zero_stage!r}")
         if self.device_type not in DEVICES:
             known = " or ".join(map(repr, DEVICES))
             raise ArgumentError(f"kernels of {self.device_type!r} are not known", mend=f"set device_type to {known}")
@@ -122,6 +125,11 @@ class Workload:
         """Tokens of a sequence."""
         return self.length if self.scored is None else self.scored.length
 
+    @property
+    def strip_tokens(self) -> int:
+        """Of those, a rank's own."""
+        return Strip(self.cluster.sequence_size).tokens(self.tokens)
+
 
 @dataclass(frozen=True)
 class Work:
@@ -134,6 +142,7 @@ class Work:
         disk_moved_bytes: Written to disk and read.
         touched_bytes: Read and written on the device by everything else.
         operators: How many there are that compute.
+        host_touched_bytes: Read and written by an optimizer in the machine's memory.
     """
 
     matmul_flops: int
@@ -142,6 +151,7 @@ class Work:
     disk_moved_bytes: int
     touched_bytes: int
     operators: int = 0
+    host_touched_bytes: int = 0
 
 
 @dataclass(frozen=True)
@@ -155,6 +165,7 @@ class Simulation:
         phase: When the peak is: ``reference``, ``forward``, ``head``, ``backward`` or ``optimizer``.
         phases: Device bytes at the peak of each phase.
         work: Of the whole step.
+        host_terms: Bytes on the host by what they are: ``layer inputs`` is all that is streamed there.
     """
 
     peak_bytes: int
@@ -164,6 +175,7 @@ class Simulation:
     phase: str
     phases: dict[str, int]
     work: Work
+    host_terms: dict[str, int] = field(default_factory=dict)
 
 
 def simulate(workload: Workload, schedule: Schedule, *, full: bool = False) -> Simulation:
@@ -179,39 +191,45 @@ def simulate(workload: Workload, schedule: Schedule, *, full: bool = False) -> S
         UnsupportedModelError: The model cannot be streamed, or its step depends on values other than integers.
     """
     model: Any = workload.make_model().train()
-    fixed = _Fixed.of(model, workload)
+    fixed, strip = Holdings.of(model, workload), strip_of(model, workload.cluster)
     attempts = [(False, False)] if full else [(True, True), (True, False), (False, True), (False, False)]
     for layers, chunks in attempts:
         try:
-            step = _walked(model, workload, schedule, layers=layers, chunks=chunks)
+            with narrower(model, strip.size):
+                step = _walked(model, workload, strip, schedule, layers=layers, chunks=chunks)
             break
         except UnlikeError:  # steps of other lengths or depths run other operators
             continue
-    return _told(step, fixed, workload)
+    size = (workload.tokens, workload.rows)
+    passing = {phase: strip.passing_bytes(model, *size, backward=phase == "backward") for phase in fixed.gathered}
+    return _told(step, fixed, strip, workload, passing, strip.keys_on_host(model, schedule, *size))
 
 
-def _walked(model: Any, workload: Workload, schedule: Schedule, *, layers: bool, chunks: bool) -> Combined:
-    """Forward and backward of one micro-batch, the last."""
+def _walked(
+    model: Any, workload: Workload, strip: Strip, schedule: Schedule, *, layers: bool, chunks: bool
+) -> Combined:
+    """Forward and backward of one micro-batch, the last, on one rank."""
     streamed = workload.mode == "stream"
-    scored = workload.scored
-    many = streamed and len(schedule.chunks(workload.tokens)) > FEW
-    alike = scored is not None and not (chunks and many)
-    layout = layout_of(model, schedule, workload.tokens, streamed=streamed, layers=layers, chunks=chunks and not alike)
+    scored, tokens = workload.scored, strip.tokens(workload.tokens)
+    many = streamed and len(schedule.chunks(tokens)) > FEW
+    alike = scored is not None and strip.size == 1 and not (chunks and many)
+    layout = layout_of(model, schedule, tokens, streamed=streamed, layers=layers, chunks=chunks and not alike)
     kinds = kinds_of_layers(model, schedule if streamed else None)
     whole = Step(
         workload.mode,
-        workload.tokens,
+        tokens,
         workload.rows,
         workload.micro_batches > 1,
         workload.autocast,
         workload.device_type,
         scored=scored,
         alike=alike,
+        strip=strip,
     )
     parts = []
     for shorter in layout.steps(schedule, kinds):
         step = whole
-        if shorter.length != workload.tokens:
+        if shorter.length != tokens:
             step = shortened(whole, shorter.length, shorter.schedule.head_chunk_size)
         with fewer_layers(model, shorter.layers):
             tape = walk(model, shorter.schedule, step)
@@ -235,111 +253,53 @@ def _work_of(scored: Scored, step: Combined, alike: bool) -> dict[tuple[str, boo
     return found
 
 
-@dataclass(frozen=True)
-class _Fixed:
-    """What is there all the time.
-
-    Attributes:
-        weights: Bytes of the weights on one rank.
-        gathered: Of the weights that are whole for as long as they are used, by phase (ZeRO-3).
-        state: Of the optimizer.
-        gradients: When all are there.
-        temporary: What an optimizer's step needs besides.
-        touched: Bytes an optimizer's step reads and writes.
-    """
-
-    weights: int
-    gathered: dict[str, int]
-    state: int
-    gradients: int
-    temporary: int
-    touched: int
-
-    @classmethod
-    def of(cls, model: nn.Module, workload: Workload) -> _Fixed:
-        """For a model on ``meta``."""
-        weights, layers = held_bytes(model), decoder_layers(model)
-        sharded = workload.ranks if workload.zero_stage >= 3 else 1
-        inner = max(held_bytes(layer) for layer in layers)
-        inside = {id(p) for layer in layers for p in layer.parameters()}
-        outer = max((p.nbytes for p in model.parameters() if id(p) not in inside), default=0)
-        gathered = {"forward": max(inner, outer), "head": outer, "backward": max(inner, outer)}
-        gathered["reference"] = gathered["forward"]
-        state, temporary, touched = _optimizer_step(model, workload)
-        return cls(
-            -(-weights // sharded),
-            {phase: size - size // sharded for phase, size in gathered.items()},
-            state,
-            _divided(sum(p.nbytes for p in model.parameters() if p.requires_grad), workload, 2),
-            temporary,
-            touched,
-        )
-
-
-def _optimizer_step(model: nn.Module, workload: Workload) -> tuple[int, int, int]:
-    """Bytes of state on one rank, of temporaries, and bytes touched: a second step, when the state is there."""
-    if workload.make_optimizer is None:
-        return 0, 0, 0
-    tape = Tape(model, decoder_layers(model), device=workload.device_type, tiers=lambda: (0, 0, 0, 0))
-    optimizer = workload.make_optimizer(model)
-    with tape:
-        for parameter in model.parameters():
-            if parameter.requires_grad:
-                parameter.grad = torch.empty_like(parameter)
-        chosen = [(group.get("foreach"), group.get("fused")) for group in optimizer.param_groups]
-        # Which form a step takes is chosen by the device, and torch knows no form but the plain one for ``meta``.
-        for group in optimizer.param_groups:
-            group.update({key: False for key in ("foreach", "fused") if key in group})
-        optimizer.step()
-        for group, (foreach, fused) in zip(optimizer.param_groups, chosen, strict=True):
-            on_device = foreach is None and not fused and workload.device_type == "cuda"
-            group.update({"foreach": on_device or foreach} if "foreach" in group else {})
-            group.update({"fused": fused} if "fused" in group else {})
-        before = tape.total
-        tape.enter("optimizer")
-        optimizer.step()
-    cell = tape.cells[Place("optimizer")]
-    peak = max(sum(moment) for moment in cell.moments)
-    gradients = sum(p.nbytes for p in model.parameters() if p.requires_grad)
-    for parameter in model.parameters():
-        parameter.grad = None
-    state = _divided(before - gradients, workload, 1)
-    return state, _divided(peak - before, workload, 1), _divided(cell.work[WORK.index("touched_bytes")], workload, 1)
-
-
-def _divided(size: int, workload: Workload, stage: int) -> int:
-    """Bytes on one rank of what is divided from a stage on."""
-    return -(-size // workload.ranks) if workload.zero_stage >= stage else size
-
-
-def _told(step: Combined, fixed: _Fixed, workload: Workload) -> Simulation:
-    """The peaks of all phases, and the terms at the largest."""
+def _told(
+    step: Combined, fixed: Holdings, strip: Strip, workload: Workload, passing: dict[str, int], host: int
+) -> Simulation:
+    """The peaks of all phases, and the terms at the largest; bytes that pass by and on the ``host`` are beside those
+    that were walked."""
     peaks: dict[str, tuple[int, dict[str, int]]] = {}
-    host = disk = 0
-    beside = {"reference": workload.reference_bytes} if workload.reference_bytes else {}
+    disk, walked = 0, 0
+    beside = {"weights": fixed.weights, MASTER: fixed.master, OPTIMIZER: fixed.state}
+    beside |= {"reference": workload.reference_bytes}
+    beside[GRADIENT] = fixed.buckets + (fixed.gradients if fixed.divided else 0)
+    rows = strip.row_bytes(workload.tokens, workload.rows)
     for place, moments in step.cells:
         held = moments[:, : COLUMNS.index("host")].clone()
-        gradient = COLUMNS.index(GRADIENT)
-        if workload.zero_stage >= 2:
-            held[:, gradient] = held[:, gradient] // workload.ranks
+        if fixed.divided:
+            held[:, COLUMNS.index(GRADIENT)] = 0
+        keys = COLUMNS.index(KEYS)
+        held[:, keys] = (held[:, keys] * strip.copies).to(held.dtype)
         totals = held.sum(1)
         at = int(totals.argmax())
-        constant = {"weights": fixed.weights + fixed.gathered[place.phase], OPTIMIZER: fixed.state, **beside}
+        constant = {**beside, "gathered": fixed.gathered[place.phase], ACTIVATION: rows}
+        constant[KEYS] = 0 if place.phase == "head" else passing[place.phase]
         total = int(totals[at]) + sum(constant.values())
         if total > peaks.get(place.phase, (-1, {}))[0]:
             peaks[place.phase] = (total, _terms(held[at], constant))
-        host = max(host, int(moments[:, COLUMNS.index("host")].max()))
+        walked = max(walked, int(moments[:, COLUMNS.index("host")].max()))
         disk = max(disk, int(moments[:, COLUMNS.index("disk")].max()))
     if workload.make_optimizer is not None:
-        constant = {"weights": fixed.weights, OPTIMIZER: fixed.state, GRADIENT: fixed.gradients, **beside}
-        constant[ACTIVATION] = fixed.temporary
+        constant = {**beside, GRADIENT: fixed.buckets + fixed.gradients, ACTIVATION: fixed.temporary}
         peaks["optimizer"] = (sum(constant.values()), {TERMS[k]: v for k, v in constant.items() if v})
     phase = max(peaks, key=lambda name: peaks[name][0])
     total, terms = peaks[phase]
     sums = (sum(each) for each in zip(*step.work.values(), strict=True))
     work = dict(zip(WORK, (round(each * workload.micro_batches) for each in sums), strict=True))
     work["touched_bytes"] += fixed.touched
-    return Simulation(total, host, disk, terms, phase, {k: v[0] for k, v in peaks.items()}, Work(**work))
+    work["moved_bytes"] += fixed.host_moved
+    host += walked
+    elsewhere = {"layer inputs": host, **fixed.host} if host or fixed.host else {}
+    return Simulation(
+        peak_bytes=total,
+        host_bytes=host + sum(fixed.host.values()),
+        disk_bytes=disk,
+        terms=terms,
+        phase=phase,
+        phases={name: size for name, (size, _) in peaks.items()},
+        work=Work(**work, host_touched_bytes=fixed.host_touched),
+        host_terms=elsewhere,
+    )
 
 
 def _terms(moment: Tensor, constant: dict[str, int]) -> dict[str, int]:

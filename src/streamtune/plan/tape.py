@@ -17,12 +17,14 @@ from streamtune.ops.simulated import repetitions
 from streamtune.plan.integers import IntegerValues, asks
 from streamtune.plan.memory import ACTIVATION, HEAD, KINDS, LiveBytes
 from streamtune.plan.shapes import Form, Shapes, form_of
+from streamtune.plan.strip import WHOLE, Strip
 from streamtune.plan.work import (
     Cost,
     Reach,
     attention_flops,
     cost_of,
     product_flops,
+    queries_and_keys,
     reach_of,
     scratch_bytes,
     touched_bytes,
@@ -107,6 +109,7 @@ class Tape(LiveBytes):
         layers: Its decoder layers.
         device: The kind of device that is simulated.
         tiers: ``() -> (host bytes, disk bytes, bytes moved to and from the host, to and from the disk)``.
+        strip: Whether its rows are strips of longer ones.
     """
 
     def __init__(
@@ -116,9 +119,10 @@ class Tape(LiveBytes):
         *,
         device: str,
         tiers: Callable[[], tuple[int, int, int, int]],
+        strip: Strip = WHOLE,
     ) -> None:
         super().__init__(model, layers, count_cpu=device == "cpu")
-        self.device, self.tiers = device, tiers
+        self.device, self.tiers, self.strip = device, tiers, strip
         self.integers, self.shapes = IntegerValues(), Shapes()
         self.cells: dict[Place, Cell] = {}
         self._index = {id(layer): index for index, layer in enumerate(self._layers)}
@@ -204,8 +208,9 @@ class Tape(LiveBytes):
         if cost == "product":
             self._cell.work[0] += times * product_flops(func, args, given, out)
         elif cost == "attention":
-            self._cell.work[1] += times * attention_flops(func, args)
-            scratch = scratch_bytes(func, args, self.device)
+            self._cell.work[1] += times * self.strip.size * attention_flops(func, args)
+            q, k = queries_and_keys(func, args)
+            scratch = scratch_bytes(func, args, self.device) + self.strip.exchange_bytes(q, k)
         elif cost == "other":
             self._cell.work[2] += times * touched_bytes(rule.reach, args, out)
         self._cell.work[5] += times * (cost != "view")

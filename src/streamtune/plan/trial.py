@@ -45,10 +45,12 @@ class Outcome:
         reason: The failure in a sentence.
         detail: The traceback of an exception that is no lack of memory.
         peak_bytes: Largest number of bytes on the device; of a trial that was broken off, what it had come to.
-        host_bytes, disk_bytes: The same for what the engine keeps there.
+        host_bytes, disk_bytes: The same for what the engine keeps there, all ranks of a node together.
         rss_bytes: Largest resident memory of the process that was seen.
         step_seconds: Of the second step. On the CPU every storage is followed meanwhile, which takes some of it.
         terms: Device bytes at the peak by what they are.
+        host_terms: Bytes on the host by what they are.
+        traffic: What a rank sends in a step, where there are several.
         schedule: How the step was streamed, where it was.
         env: Device, versions, and the budget the device was given.
     """
@@ -63,6 +65,8 @@ class Outcome:
     rss_bytes: int | None = None
     step_seconds: float | None = None
     terms: dict[str, int] = field(default_factory=dict)
+    host_terms: dict[str, int] = field(default_factory=dict)
+    traffic: dict[str, Any] | None = None
     schedule: Schedule | None = None
     env: dict[str, Any] = field(default_factory=dict)
 

@@ -22,6 +22,7 @@ from streamtune.plan.integers import with_value
 from streamtune.plan.memory import GRADIENT
 from streamtune.plan.plain_scores import PlainScores
 from streamtune.plan.scored import Scored
+from streamtune.plan.strip import WHOLE, Strip
 from streamtune.plan.subject import Mode
 from streamtune.plan.tape import Tape
 
@@ -46,6 +47,7 @@ class Step:
         targets: Tokens that predict something, of each row; None is all of them.
         scored: Completions are scored, instead of a loss on next tokens.
         alike: The tokens lie as ``scored`` has them. Else they are ordinary rows in which every one is scored.
+        strip: Whether the rows are strips of longer ones.
     """
 
     mode: Mode
@@ -57,6 +59,7 @@ class Step:
     targets: int | None = None
     scored: Scored | None = None
     alike: bool = False
+    strip: Strip = WHOLE
 
 
 def walk(model: Any, schedule: Schedule, step: Step) -> Tape:
@@ -72,7 +75,8 @@ def walk(model: Any, schedule: Schedule, step: Step) -> Tape:
                 placeholder(torch.empty((), dtype=dtype, device="meta"))
         if step.mode != "stream" or step.autocast:
             stack.enter_context(_Functions(step.device, autocast))
-        tape = stack.enter_context(Tape(model, decoder_layers(model), device=step.device, tiers=tiers))
+        written = Tape(model, decoder_layers(model), device=step.device, tiers=tiers, strip=step.strip)
+        tape = stack.enter_context(written)
         stack.callback(model.zero_grad, set_to_none=True)
         if step.again:
             for parameter in model.parameters():

@@ -17,6 +17,7 @@ __all__ = [
     "attention_flops",
     "cost_of",
     "product_flops",
+    "queries_and_keys",
     "reach_of",
     "scratch_bytes",
     "touched_bytes",
@@ -96,6 +97,12 @@ def attention_flops(func: Any, args: tuple[Any, ...]) -> int:
     pairs = queries * (queries + 1) // 2 if causal and queries == keys else queries * keys
     products = ATTENTION_WORK["backward" if backward else "forward"]
     return int(products * pairs * (q.shape[-1] + v.shape[-1]) * math.prod(q.shape[:-2]))
+
+
+def queries_and_keys(func: Any, args: tuple[Any, ...]) -> tuple[Tensor, Tensor]:
+    """``[B, H, T, D]`` and ``[B, G, S, D]`` of a fused attention, forward or backward."""
+    q, k = args[1:3] if func._schema.name.endswith("_backward") else args[:2]
+    return q, k
 
 
 def scratch_bytes(func: Any, args: tuple[Any, ...], device: str) -> int:

@@ -7,7 +7,7 @@ plan_model    for a run: of the model that is loaded, within what is free beside
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -21,6 +21,7 @@ from streamtune.engine.arena import usable_host_bytes
 from streamtune.errors import ArgumentError, UnsupportedModelError
 from streamtune.plan.budget import device_name, free_device_bytes, free_disk_bytes
 from streamtune.plan.calibrate import load_rates, measure_disk
+from streamtune.plan.cluster import Cluster
 from streamtune.plan.cost import sheet_rates
 from streamtune.plan.devices import Device, find_device, nearest_device
 from streamtune.plan.memory import held_bytes
@@ -33,6 +34,7 @@ from streamtune.recipe.build import (
     make_schedule,
     quiet_libraries,
 )
+from streamtune.recipe.build_cluster import RanksAsked, Wider, accumulation_of, cluster_of, links_for, wider_of
 from streamtune.recipe.build_model import make_blueprint, make_optimizer, make_reference_blueprint
 from streamtune.recipe.build_shapes import LEAST, completions_of, holds_reference, may_share
 from streamtune.recipe.engine import EngineSpec
@@ -62,6 +64,8 @@ class PlanOptions:
     host_memory: str | None = None
     disk_memory: str | None = None
     length: int | None = None
+    ranks: int | None = None
+    nodes: int | None = None
 
 
 @dataclass(frozen=True)
@@ -79,6 +83,9 @@ class RecipePlan:
         here: Whether that is the device at hand.
         plan: The schedule and what it takes.
         scored: The completions of a micro-batch, where the objective scores completions.
+        cluster: The ranks, of which the plan's bytes are those of one.
+        micro_batches: Of a rank in an optimizer step.
+        wider: What more ranks to a sequence would allow, where the recipe leaves that open.
     """
 
     loaded: LoadedRecipe
@@ -91,14 +98,17 @@ class RecipePlan:
     here: bool
     plan: plan.Plan
     scored: Scored | None
+    cluster: Cluster = field(default_factory=Cluster)
+    micro_batches: int = 1
+    wider: tuple[Wider, ...] = ()
 
     @property
     def tokens(self) -> int:
-        """Tokens of an optimizer step."""
-        recipe = self.loaded.recipe
+        """Tokens of an optimizer step, of all ranks."""
+        times = self.micro_batches * self.cluster.data_size
         if self.scored is not None:
-            return self.scored.rows * self.scored.length * recipe.gradient_accumulation_steps
-        return self.length * recipe.per_device_train_batch_size * recipe.gradient_accumulation_steps
+            return self.scored.rows * self.scored.length * times
+        return self.length * self.loaded.recipe.per_device_train_batch_size * times
 
 
 def plan_recipe(
@@ -126,21 +136,25 @@ def plan_recipe(
                 f"a prompt and its completion have {LEAST[recipe.objective]} tokens or more, not {length}",
                 where="max_length" if options.length is None else "--length",
             )
+        cluster = cluster_of(recipe, model, RanksAsked(options.ranks, options.nodes), links_for(target, here))
         workload = make_workload(
             recipe,
             model,
             length,
             device,
+            cluster=cluster,
             completions=completions_of(recipe, share=shares_prompts(recipe, model, device)),
             reference_bytes=reference_bytes(recipe, device),
         )
-        limits = _limits(recipe.engine, options, target, here)
+        limits = _limits(recipe.engine, options, target, here, cluster)
         rates = sheet_rates(target) if target else _rates_here(recipe, model, here, notify)
+        rates = replace(rates, host_bandwidth=rates.host_bandwidth / cluster.ranks_per_node)
         notify("planning")
         if recipe.engine.schedule == "fixed":
             chosen = plan.judge(workload, make_schedule(recipe.engine), limits, rates)
         else:
             chosen = plan.choose(workload, limits, rates, fixed=recipe.engine.written())
+        wider = tuple(wider_of(recipe, workload, limits, notify)) if cluster.sequence_size == 1 else ()
     base = model.get_base_model() if hasattr(model, "get_base_model") else model
     return RecipePlan(
         loaded=loaded,
@@ -153,6 +167,9 @@ def plan_recipe(
         here=target is None,
         plan=chosen,
         scored=workload.scored,
+        cluster=cluster,
+        micro_batches=workload.micro_batches,
+        wider=wider,
     )
 
 
@@ -164,6 +181,7 @@ def plan_model(
     *,
     completions: Completions | None = None,
     reference_bytes: int = 0,
+    cluster: Cluster | None = None,
     keep: Schedule | None = None,
     notify: Callable[[str], None] = lambda message: None,
 ) -> plan.Plan:
@@ -176,6 +194,7 @@ def plan_model(
         device: Where it is.
         completions: What a micro-batch scores, where the objective scores completions.
         reference_bytes: Of a model that is held beside it and is not trained; it is there already.
+        cluster: The ranks of the run; None is this one alone. A length is that of a whole row, however many share it.
         keep: The schedule of the run that is resumed: taken again, so that its losses are the same to the last bit, if
             it still fits and the recipe still allows it.
         notify: Told what takes a while.
@@ -184,12 +203,15 @@ def plan_model(
         ArgumentError: Nothing fits.
     """
     shape = meta_copy(model)
-    limits = _limits(recipe.engine, PlanOptions(), None, device)
+    ranks = cluster or Cluster()
+    limits = _limits(recipe.engine, PlanOptions(), None, device, ranks)
     # The weights are part of what a step holds, and there already, unless they are still to come.
     if recipe.engine.device_memory == "auto" and models.deferred_of(model) is None:
         limits = replace(limits, device_bytes=limits.device_bytes + held_bytes(model) + reference_bytes)
     rates = _rates_here(recipe, model, device, notify)
-    workload = make_workload(recipe, shape, length, device, completions=completions, reference_bytes=reference_bytes)
+    workload = make_workload(
+        recipe, shape, length, device, cluster=ranks, completions=completions, reference_bytes=reference_bytes
+    )
     if recipe.engine.schedule == "fixed":
         return plan.judge(workload, make_schedule(recipe.engine), limits, rates)
     written = recipe.engine.written()
@@ -207,6 +229,7 @@ def make_workload(
     length: int,
     device: torch.device,
     *,
+    cluster: Cluster | None = None,
     completions: Completions | None = None,
     reference_bytes: int = 0,
 ) -> Workload:
@@ -217,6 +240,7 @@ def make_workload(
         model: On ``meta``, with its adapters.
         length: Tokens of a row, or of the longest completion with its prompt.
         device: Whose kernels are simulated.
+        cluster: The ranks that share it; None is one.
         completions: What a micro-batch scores, where the objective scores completions.
         reference_bytes: Of a model that is held beside it and is not trained.
     """
@@ -224,7 +248,8 @@ def make_workload(
         make_model=lambda: model,
         length=length,
         batch_size=recipe.per_device_train_batch_size,
-        micro_batches=recipe.gradient_accumulation_steps,
+        micro_batches=accumulation_of(recipe, cluster or Cluster()),
+        cluster=cluster or Cluster(),
         make_optimizer=partial(make_optimizer, recipe),
         autocast=recipe.bf16,
         device_type=device.type,
@@ -296,8 +321,11 @@ def _target(recipe: Recipe, options: PlanOptions) -> tuple[Device | None, torch.
     return device_elsewhere(recipe, options.device, asked, here), here
 
 
-def _limits(spec: EngineSpec, options: PlanOptions, target: Device | None, here: torch.device) -> plan.Limits:
-    """The command line's sizes, then the recipe's, then the device's own or what is free."""
+def _limits(
+    spec: EngineSpec, options: PlanOptions, target: Device | None, here: torch.device, cluster: Cluster
+) -> plan.Limits:
+    """The command line's sizes, then the recipe's, then the device's own or what is free. Memory and disk of a machine
+    are shared by its ranks."""
     on_cpu = target is None and here.type == "cpu"
     device_bytes = _size(options.device_memory, spec.device_memory, "device_memory")
     if device_bytes is None:
@@ -306,10 +334,12 @@ def _limits(spec: EngineSpec, options: PlanOptions, target: Device | None, here:
     disk_bytes = _size(options.disk_memory, spec.disk_memory, "disk_memory")
     if disk_bytes is None:
         disk_bytes = free_disk_bytes(spec.offload_dir) if spec.offload_dir else 0
+    if host_bytes is None:
+        host_bytes = usable_host_bytes()
     return plan.Limits(
-        device_bytes=device_bytes,
-        host_bytes=usable_host_bytes() if host_bytes is None else host_bytes,
-        disk_bytes=disk_bytes,
+        device_bytes=device_bytes // (cluster.ranks_per_node if on_cpu else 1),
+        host_bytes=host_bytes // cluster.ranks_per_node,
+        disk_bytes=disk_bytes // cluster.ranks_per_node,
         margin=spec.margin,
         shared=on_cpu,
     )

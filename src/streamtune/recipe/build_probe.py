@@ -23,6 +23,7 @@ from streamtune.plan.search import Range
 from streamtune.plan.steps import StepBudget
 from streamtune.plan.trial import Outcome
 from streamtune.recipe.build import blame_recipe, choose_device, make_schedule, quiet_libraries
+from streamtune.recipe.build_cluster import RanksAsked
 from streamtune.recipe.build_model import choose_quantization
 from streamtune.recipe.build_plan import device_elsewhere, memory_of
 from streamtune.recipe.build_shapes import LEAST, unit_of
@@ -66,6 +67,8 @@ class ProbeOptions:
     trial_seconds: float = 1800.0
     margin: float | None = None
     """Part of a budget that is left free; None is the recipe's ``engine.margin``."""
+    ranks: int | None = None
+    nodes: int | None = None
 
 
 def probe_recipe(
@@ -107,7 +110,7 @@ def probe_recipe(
             unlimited = measured(prepare, replace(_budget(task), device_bytes=None), seconds=options.trial_seconds)
         else:
             rates = sheet_rates(target) if target else load_rates(here, torch.float32, notify=notify)
-            run = unlimited = simulated(recipe, task, target, here, rates)
+            run = unlimited = simulated(recipe, task, target, here, rates, RanksAsked(options.ranks, options.nodes))
         report, interrupted = run_probe(task, run, notify=notify, tried=tried)
         limit = report.limits.get("stream")
         if isinstance(run, SimulatedTrials) and limit is not None and limit.trial is not None and not interrupted:
@@ -137,6 +140,12 @@ def _check(options: ProbeOptions, shortest: int) -> None:
         raise ArgumentError(
             "--device names a device that is not there; what is measured runs on the one that is",
             mend="add --method simulate, or write --set device=cpu to choose where to measure",
+        )
+    if options.method == "measure" and (options.ranks is not None or options.nodes is not None):
+        raise ArgumentError(
+            "--ranks and --nodes are of a step that is simulated; what is measured runs on one device",
+            where="--ranks",
+            mend="add --method simulate",
         )
     for name, number in (("--from", options.least), ("--to", options.most)):
         if number is not None and number < 1:

@@ -25,6 +25,7 @@ from streamtune.plan import Plan
 from streamtune.plan.scored import Completions
 from streamtune.recipe.build import choose_device, quiet_libraries, stream_model
 from streamtune.recipe.build_batches import share_out
+from streamtune.recipe.build_cluster import cluster_here
 from streamtune.recipe.build_model import choose_quantization, make_trial_model
 from streamtune.recipe.build_plan import plan_model
 from streamtune.recipe.build_settings import StepPlan, train_settings
@@ -312,29 +313,34 @@ def plan_and_stream(
         UnsupportedModelError: The model does not stream exactly.
     """
     recipe = _one_level(recipe)
-    memory = None
+    memory: Plan | None = None
+
+    def plan() -> tuple[Schedule, int]:
+        nonlocal memory
+        memory = plan_model(
+            recipe.model_copy(update={"per_device_train_batch_size": rows}),
+            model,
+            length,
+            start.device,
+            completions=completions,
+            reference_bytes=reference_bytes,
+            cluster=cluster_here(recipe, model, start.world, start.device),
+            keep=_schedule_of(start.checkpoint),
+            notify=notify,
+        )
+        return memory.schedule, memory.simulation.host_bytes
+
+    schedule, host_bytes = None, 0
     if recipe.engine.schedule == "auto" or dry_run:
-        like = recipe.model_copy(update={"per_device_train_batch_size": rows})
-        keep = _schedule_of(start.checkpoint)
-        with doing("planning the steps"):
-            memory = plan_model(
-                like,
-                model,
-                length,
-                start.device,
-                completions=completions,
-                reference_bytes=reference_bytes,
-                keep=keep,
-                notify=notify,
-            )
-    ranks = sequence_ranks(recipe, start.world)
-    handle = stream_model(recipe, model, memory.schedule if memory is not None else None, ranks)
+        with doing("planning the steps"):  # one rank measures and chooses for all: they have to walk in step
+            schedule, host_bytes = start.world.main(plan)
+    handle = stream_model(recipe, model, schedule, sequence_ranks(recipe, start.world))
     with doing("checking that this model streams exactly"):
         _check_streams(recipe, model, handle, check, start, notify)
     with doing("setting up the optimizer"):  # after the checks: ranks that share the weights have them no longer whole
         backend = make_backend(recipe, model, handle.layers, start.world, start.device)
-    if memory is not None and not dry_run and memory.schedule.uses_host:
-        handle.tiers.reserve(memory.simulation.host_bytes, start.device)
+    if schedule is not None and not dry_run and schedule.uses_host:
+        handle.tiers.reserve(host_bytes, start.device)
     start.identity["schedule"] = asdict(handle.schedule)  # not compared: another gives the same gradient, to rounding
     return handle, backend, memory
 

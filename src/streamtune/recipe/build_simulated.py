@@ -5,11 +5,8 @@ With a fixed schedule a trial simulates it. Where the planner picks one, a trial
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable
-from contextlib import suppress
-from dataclasses import dataclass, replace
-from itertools import product
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 import torch
@@ -18,13 +15,16 @@ from streamtune.engine import Schedule, decoder_layers
 from streamtune.errors import ArgumentError
 from streamtune.plan.budget import device_name
 from streamtune.plan.choices import Limits
-from streamtune.plan.cost import Rates, predict_seconds
+from streamtune.plan.cost import Rates
 from streamtune.plan.devices import Device
+from streamtune.plan.longer import kept_on_device, thriftiest
 from streamtune.plan.planner import choose
 from streamtune.plan.probe import ProbeTask, Trial
 from streamtune.plan.simulate import Simulation, Workload, simulate
 from streamtune.plan.steps import Shape
+from streamtune.plan.traffic import Pace
 from streamtune.plan.trial import Cause, Outcome
+from streamtune.recipe.build_cluster import RanksAsked, cluster_of, links_for
 from streamtune.recipe.build_model import make_blueprint
 from streamtune.recipe.build_plan import make_workload, reference_bytes, shares_prompts
 from streamtune.recipe.build_shapes import LEAST, completions_of
@@ -33,12 +33,9 @@ from streamtune.sizes import show_size
 
 __all__ = ["SimulatedTrials", "simulated"]
 
-THRIFTY: dict[str, Any] = {"chunk_size": 1024, "head_chunk_size": 256, "stream_grads": True}
-"""The smallest sizes that the planner takes."""
-
 
 def simulated(
-    recipe: Recipe, task: ProbeTask, target: Device | None, here: torch.device, rates: Rates
+    recipe: Recipe, task: ProbeTask, target: Device | None, here: torch.device, rates: Rates, asked: RanksAsked
 ) -> SimulatedTrials:
     """Trials by simulation.
 
@@ -48,30 +45,37 @@ def simulated(
         target: The device that is simulated; None is the one at hand.
         here: That one.
         rates: How fast it is.
+        asked: How many ranks the command line wants.
     """
     device = torch.device("cuda") if target is not None else here
     model = make_blueprint(recipe, device)
+    cluster = cluster_of(recipe, model, asked, links_for(target, here))
+    ranks = cluster.ranks_per_node
     workload = make_workload(
         recipe,
         model,
         LEAST[recipe.objective],
         device,
+        cluster=cluster,
         completions=completions_of(recipe, share=shares_prompts(recipe, model, device)),
         reference_bytes=reference_bytes(recipe, device),
     )
     limits = Limits(
-        device_bytes=task.device_bytes or 0,
-        host_bytes=task.host_bytes or 0,
-        disk_bytes=task.disk_bytes or 0,
+        device_bytes=(task.device_bytes or 0) // (ranks if device.type == "cpu" else 1),
+        host_bytes=(task.host_bytes or 0) // ranks,
+        disk_bytes=(task.disk_bytes or 0) // ranks,
         margin=task.margin,
         shared=device.type == "cpu",
     )
-    env = {
+    env: dict[str, Any] = {
         "device": target.title if target is not None else device_name(here),
         "device_bytes": task.device_bytes,
         "rates": rates.source,
         "torch": torch.__version__,
     }
+    if cluster.ranks > 1:
+        env |= {"cluster": {**asdict(cluster), "describe": cluster.describe()}, "device_bytes": limits.device_bytes}
+    rates = replace(rates, host_bandwidth=rates.host_bandwidth / ranks)
     return SimulatedTrials(workload, limits, rates, task.schedule, recipe.engine.written(), env)
 
 
@@ -96,13 +100,14 @@ class SimulatedTrials:
         step = self._step(shape)
         if shape.mode != "stream" or self.schedule is not None:
             return self._tried(step, self.schedule or Schedule())  # a baseline reads nothing of it
-        schedule = self._thriftiest()
-        outcome = self._tried(step, schedule)
-        held = {"host memory": outcome.host_bytes, "disk memory": outcome.disk_bytes}.get(outcome.cause)
-        if held:  # what there is no room for elsewhere may stay on the device
+        schedule = thriftiest(self.limits, self.written, self.workload.cluster)
+        found = simulate(step, schedule)
+        outcome = self._judged(step, found, schedule)
+        held = {"host memory": found.host_bytes, "disk memory": found.disk_bytes}.get(outcome.cause)
+        if held and schedule.offload != "device":  # what there is no room for elsewhere may stay on the device
             usable = self.limits.host if outcome.cause == "host memory" else self.limits.disk
             layers = len(decoder_layers(self.workload.make_model()))
-            mixed = self._tried(step, replace(schedule, device_layers=math.ceil((1 - usable / held) * layers)))
+            mixed = self._tried(step, kept_on_device(schedule, found, usable, held, layers))
             return mixed if mixed.fits else outcome
         return outcome
 
@@ -114,31 +119,28 @@ class SimulatedTrials:
             plan = choose(self._step(trial.shape), self.limits, self.rates, fixed=self.written)
         except ArgumentError:  # it looked among others than the one that fits
             return trial
-        return replace(trial, outcome=self._judged(plan.simulation, plan.schedule))
+        return replace(trial, outcome=self._judged(self._step(trial.shape), plan.simulation, plan.schedule))
 
     def _step(self, shape: Shape) -> Workload:
         return replace(self.workload, mode=shape.mode, length=shape.length, batch_size=shape.batch_size)
 
     def _tried(self, step: Workload, schedule: Schedule) -> Outcome:
-        return self._judged(simulate(step, schedule), schedule)
+        return self._judged(step, simulate(step, schedule), schedule)
 
-    def _judged(self, simulation: Simulation, schedule: Schedule) -> Outcome:
-        return replace(_judged(simulation, schedule, self.limits, self.rates), env=self.env)
-
-    def _thriftiest(self) -> Schedule:
-        """Everything small, nothing kept, layer inputs as far away as there is room, at two levels."""
-        tiers = ["device"]
-        if self.limits.host_bytes and not self.limits.shared:
-            tiers.insert(0, "host")
-        if self.limits.disk_bytes and "offload_dir" in self.written:
-            tiers.insert(0, "disk")
-        for offload, levels in product(tiers, (2, 1)):
-            chosen = {**THRIFTY, "offload": offload, "levels": levels, **self.written}
-            if chosen["offload"] != "disk":
-                chosen.pop("offload_dir", None)
-            with suppress(ArgumentError):  # what is written goes with other tiers
-                return Schedule(**chosen)
-        return Schedule()
+    def _judged(self, step: Workload, simulation: Simulation, schedule: Schedule) -> Outcome:
+        pace, ranks = Pace(step, self.rates), step.cluster.ranks_per_node
+        outcome = _judged(simulation, schedule, self.limits, pace)
+        alone = step.cluster.ranks == 1
+        if not alone:
+            outcome = replace(outcome, reason=outcome.reason.replace("the step takes", "a rank's step takes"))
+        return replace(
+            outcome,
+            host_bytes=ranks * simulation.host_bytes,  # of the node: all of its ranks hold as much
+            disk_bytes=ranks * simulation.disk_bytes,
+            host_terms={name: ranks * size for name, size in simulation.host_terms.items()},
+            traffic=None if alone else pace.traffic(schedule).to_json(),
+            env=self.env,
+        )
 
 
 def _used(simulation: Simulation, limits: Limits) -> dict[Cause, tuple[int, int]]:
@@ -151,7 +153,7 @@ def _used(simulation: Simulation, limits: Limits) -> dict[Cause, tuple[int, int]
     }
 
 
-def _judged(simulation: Simulation, schedule: Schedule, limits: Limits, rates: Rates) -> Outcome:
+def _judged(simulation: Simulation, schedule: Schedule, limits: Limits, pace: Pace) -> Outcome:
     """Whether a simulated step fits, and if not, what of it is too much."""
     tiers = _used(simulation, limits)
     cause = max(tiers, key=lambda name: tiers[name][0] - tiers[name][1])
@@ -161,7 +163,7 @@ def _judged(simulation: Simulation, schedule: Schedule, limits: Limits, rates: R
         peak_bytes=simulation.peak_bytes,
         host_bytes=simulation.host_bytes,
         disk_bytes=simulation.disk_bytes,
-        step_seconds=predict_seconds(simulation.work, rates),
+        step_seconds=pace.seconds(simulation.work, schedule),
         terms=simulation.terms,
         schedule=schedule,
     )

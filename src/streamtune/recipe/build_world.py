@@ -23,6 +23,7 @@ from streamtune.recipe.schema import Recipe
 
 __all__ = [
     "accumulation",
+    "config_values",
     "device_of_rank",
     "fill_model",
     "leave_ranks",
@@ -152,7 +153,7 @@ def make_backend(
         from streamtune.distributed.deepspeed_config import resolve_config
 
         check_deepspeed()
-        config = resolve_config(recipe.deepspeed, _values(recipe, model, world))
+        config = resolve_config(recipe.deepspeed, config_values(recipe, model, world))
         fill_model(model, layers, world, device, lambda module: share_module(module, config))
         return DeepSpeedBackend(model, make_optimizer(recipe, model), config, layers)
     if recipe.fsdp:
@@ -222,7 +223,7 @@ def share_reference(
     from streamtune.distributed.deepspeed_backend import share_frozen, share_module
     from streamtune.distributed.deepspeed_config import resolve_config
 
-    config = resolve_config(recipe.deepspeed, _values(recipe, model, world))
+    config = resolve_config(recipe.deepspeed, config_values(recipe, model, world))
     fill_model(model, layers, world, device, lambda module: share_module(module, config))
     return share_frozen(model, config, layers)
 
@@ -238,7 +239,7 @@ def whole_weights(recipe: Recipe, model: Any) -> Iterator[tuple[str, Tensor | No
     return deepspeed_backend.whole_weights(model)
 
 
-def _values(recipe: Recipe, model: Any, world: train.World) -> dict[str, Any]:
+def config_values(recipe: Recipe, model: Any, world: train.World) -> dict[str, Any]:
     """What a recipe says of a DeepSpeed configuration. Batches are counted in ranks: each has rows of its own, or a
     part of the same."""
     layers = sum(parameter.numel() for parameter in model.parameters() if parameter.requires_grad)

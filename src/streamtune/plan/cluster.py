@@ -1,0 +1,228 @@
+"""Several devices: how many, on how many nodes, what joins them, and what of a step each of them has.
+
+A world of W ranks is DP x SP: SP consecutive ranks share each sequence, DP groups of them share the batch, and all W
+are one group of ZeRO, FSDP or DDP. Here that is a frozen value, and what it means for one rank:
+
+    sequence   T / SP tokens of everything that looks at one token at a time; attention of all T on heads / SP
+    batch      1 / DP of the rows of a step
+    weights, gradients, optimizer state
+               whole, or 1 / W, by the engine (``plan.partition``)
+    host       1 / ranks_per_node of its node's memory
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, field, replace
+from typing import Literal, get_args
+
+from streamtune.errors import ArgumentError
+
+__all__ = ["ENGINES", "Buckets", "Cluster", "Engine", "Form", "Heads", "Links", "form_of"]
+
+Engine = Literal["none", "ddp", "zero1", "zero2", "zero3", "zero3_offload", "fsdp"]
+Form = Literal["ulysses", "ring"]
+
+ENGINES: tuple[Engine, ...] = get_args(Engine)
+
+STAGES: dict[Engine, int] = {"none": 0, "ddp": 0, "zero1": 1, "zero2": 2, "zero3": 3, "zero3_offload": 3, "fsdp": 3}
+
+
+@dataclass(frozen=True)
+class Links:
+    """What joins devices: bytes/s of one device in one direction, as programs get them.
+
+    Attributes:
+        node: Between devices of a node.
+        network: Between nodes, for each device.
+        node_name, network_name: What they are called.
+        launch_seconds: Of one collective beside its bytes.
+    """
+
+    node: float = 5e9
+    network: float = 1e9
+    node_name: str = "node"
+    network_name: str = "network"
+    launch_seconds: float = 30e-6
+
+
+@dataclass(frozen=True)
+class Buckets:
+    """What an engine holds while it gathers and reduces, in elements.
+
+    Attributes:
+        reduce: Of the buffer that gradients are reduced from.
+        buffers: How many such buffers.
+        prefetch: Of the weights that are gathered ahead of the layer in flight.
+        sub_group: Of a rank's part that is stepped at a time at stage 3, with its gradients in fp32.
+        reuse: Of the weights that are used before a layer is used again, up to which it stays gathered.
+    """
+
+    reduce: int = 500_000_000
+    buffers: int = 1
+    prefetch: int = 0
+    sub_group: int = 1_000_000_000
+    reuse: int = 1_000_000_000
+
+
+@dataclass(frozen=True)
+class Cluster:
+    """Devices that train together.
+
+    Args:
+        ranks: How many, W.
+        nodes: On how many machines, with as many each.
+        engine: What shares weights, gradients and optimizer state between them.
+        sequence_size: How many share a sequence, SP.
+        form: How they share it: ``ulysses`` exchanges heads for tokens, ``ring`` passes keys and values around.
+        links: What joins them.
+        buckets: What the engine holds for its collectives.
+        optimizer_offload, weights_offload: ZeRO's offload of either, which ``zero3_offload`` has both of.
+
+    Raises:
+        ArgumentError: A number does not divide another.
+    """
+
+    ranks: int = 1
+    nodes: int = 1
+    engine: Engine = "none"
+    sequence_size: int = 1
+    form: Form = "ulysses"
+    links: Links = field(default_factory=Links)
+    buckets: Buckets = field(default_factory=Buckets)
+    optimizer_offload: bool = False
+    weights_offload: bool = False
+
+    def __post_init__(self) -> None:
+        for name in ("ranks", "nodes", "sequence_size"):
+            if getattr(self, name) < 1:
+                raise ArgumentError(f"{name} must be 1 or more, not {getattr(self, name)!r}")
+        if self.engine not in ENGINES:
+            raise ArgumentError(f"no engine is called {self.engine!r}", mend=f"there are {', '.join(ENGINES)}")
+        if self.ranks % self.nodes:
+            nearest = self.ranks // self.nodes * self.nodes or self.nodes
+            raise ArgumentError(
+                f"{self.ranks} ranks cannot be shared evenly by {self.nodes} nodes",
+                where="--ranks, --nodes",
+                mend=f"--ranks counts the devices of all nodes: {nearest} would do",
+            )
+        if self.ranks % self.sequence_size:
+            fitting = [size for size in range(1, self.ranks + 1) if self.ranks % size == 0]
+            nearest = min(fitting, key=lambda size: abs(size - self.sequence_size))
+            raise ArgumentError(
+                f"{self.ranks} ranks cannot be cut into groups of sequence_parallel_size = {self.sequence_size}",
+                where="sequence_parallel_size",
+                mend=f"write sequence_parallel_size: {nearest}, or take a multiple of {self.sequence_size} ranks",
+            )
+        if self.spans_nodes and self.sequence_size % self.ranks_per_node:
+            raise ArgumentError(
+                f"groups of {self.sequence_size} ranks do not fill nodes of {self.ranks_per_node}",
+                where="sequence_parallel_size",
+                mend=f"a group has a divisor of {self.ranks_per_node} ranks, or a multiple of them",
+            )
+
+    @property
+    def data_size(self) -> int:
+        """Groups of ranks that are fed different rows, DP."""
+        return self.ranks // self.sequence_size
+
+    @property
+    def ranks_per_node(self) -> int:
+        """Devices of a node."""
+        return self.ranks // self.nodes
+
+    @property
+    def zero_stage(self) -> int:
+        """What is divided: nothing (0), optimizer state (1), gradients too (2), weights too (3)."""
+        return STAGES[self.engine]
+
+    @property
+    def keeps_master(self) -> bool:
+        """Whether the engine keeps weights in fp32 of its own, which the optimizer steps (DeepSpeed)."""
+        return self.engine.startswith("zero")
+
+    @property
+    def optimizer_on_host(self) -> bool:
+        """Whether the optimizer's state is in the node's memory."""
+        return self.optimizer_offload or self.engine == "zero3_offload"
+
+    @property
+    def weights_on_host(self) -> bool:
+        """Whether the parts of the weights are there too."""
+        return self.weights_offload or self.engine == "zero3_offload"
+
+    @property
+    def spans_nodes(self) -> bool:
+        """Whether ranks that share a sequence are on different nodes."""
+        return self.sequence_size > self.ranks_per_node
+
+    @property
+    def runs_layers_again(self) -> bool:
+        """Whether a layer may run outside of its own forward and backward, as two levels ask: not where its weights
+        are gathered for these alone."""
+        return self.zero_stage < 3
+
+    def divided(self, size: int, stage: int) -> int:
+        """Bytes of one rank, of what is divided from a stage on."""
+        return -(-size // self.ranks) if self.zero_stage >= stage else size
+
+    def shared_by(self, sequence_size: int, form: Form) -> Cluster:
+        """The same devices with another number of them to a sequence."""
+        return replace(self, sequence_size=sequence_size, form=form)
+
+    def describe(self) -> str:
+        """One line for people."""
+        where = f"{self.nodes} nodes of {self.ranks_per_node}" if self.nodes > 1 else "one node"
+        words = [f"{self.ranks} ranks, {where}", self.engine]
+        if self.sequence_size > 1:
+            words.append(f"{self.sequence_size} share a sequence ({self.form})")
+        if self.data_size > 1:
+            words.append(f"{self.data_size} share the batch")
+        return "; ".join(words)
+
+
+@dataclass(frozen=True)
+class Heads:
+    """Attention of a model: query heads, key/value heads, and what each of them has for a token.
+
+    Attributes:
+        queries: Query heads H.
+        keys: Key/value heads G.
+        key_dim, value_dim: Numbers of a head for one token.
+    """
+
+    queries: int
+    keys: int
+    key_dim: int
+    value_dim: int
+
+    def copies(self, cluster: Cluster) -> float:
+        """How many times the keys and values of a sequence are held by the ranks that share it."""
+        size = cluster.sequence_size
+        if cluster.form == "ring" or size == 1:
+            return 1.0
+        return math.lcm(self.keys, size) / self.keys
+
+
+def form_of(asked: str, size: int, heads: Heads) -> Form:
+    """How a sequence is shared by ``size`` ranks.
+
+    Args:
+        asked: ``ulysses``, ``ring``, or ``auto``: ulysses where the ranks divide the heads.
+        size: Ranks that share it.
+        heads: Of the model.
+
+    Raises:
+        ArgumentError: The ranks do not divide the heads that they are to exchange.
+    """
+    divides = heads.queries % size == 0
+    if asked == "ring" or (asked == "auto" and not divides):
+        return "ring"
+    if not divides:
+        sizes = [str(n) for n in range(2, heads.queries + 1) if heads.queries % n == 0]
+        raise ArgumentError(
+            f"{heads.queries} attention heads cannot be shared out to {size} ranks",
+            where="sequence_parallel_size",
+            mend=f"write sequence_parallel: ring, which needs no heads, or sequence_parallel_size: {', '.join(sizes)}",
+        )
+    return "ulysses"

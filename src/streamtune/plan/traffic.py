@@ -1,0 +1,235 @@
+"""What ranks send each other in a step, by which link, and how long that takes: predicted, not walked.
+
+The engine's node decides the traffic of ZeRO (docs: a layer is gathered once forward and once backward, its gradient
+reduced once, whatever the number of chunks), so it follows from sizes. In a world of W ranks, on n nodes of g, of a
+model of P bytes with gradients of G, each rank sends in a step of M micro-batches
+
+    ddp          all-reduce     2 G (W - 1) / W
+    zero1        reduce           G (W - 1) / W, gather of what was updated G (W - 1) / W
+    zero2        reduce       M x G (W - 1) / W, gather of what was updated G (W - 1) / W
+    zero3, fsdp  gather       M x 2 P (W - 1) / W, reduce M x G (W - 1) / W
+
+of which G (n - 1) / (n g) crosses to another node, as rings do that leave a node by each of its devices once. Ranks
+that share a sequence send, of every chunk's queries, keys, values, outputs and their gradients, the part that is for
+others (ulysses), or pass the keys and values of all earlier chunks around (ring).
+
+The two links of one collective run side by side, and no collective is taken to run beside computation: what an engine
+does overlap makes a step faster than predicted.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass
+from typing import TYPE_CHECKING, Any
+
+from streamtune.engine import Schedule, decoder_layers
+from streamtune.engine.placement import place_layers
+from streamtune.plan.cluster import Heads
+from streamtune.plan.cost import Rates, predict_seconds
+from streamtune.plan.memory import held_bytes
+from streamtune.plan.partition import outside_bytes, trained_bytes
+from streamtune.plan.strip import heads_of, strip_of
+
+if TYPE_CHECKING:
+    from streamtune.plan.simulate import Work, Workload
+
+__all__ = ["Flow", "Pace", "Traffic"]
+
+FP32 = 4
+
+
+@dataclass(frozen=True)
+class Flow:
+    """One kind of message of a step, as one rank sends it.
+
+    Attributes:
+        what: What it is.
+        count: How many collectives.
+        node_bytes, network_bytes: Sent to ranks of the same node, and to others.
+        seconds: Of all of them, one after another.
+    """
+
+    what: str
+    count: int
+    node_bytes: int
+    network_bytes: int
+    seconds: float
+
+
+@dataclass(frozen=True)
+class Traffic:
+    """The messages of a step.
+
+    Attributes:
+        flows: Each kind.
+        node_name, network_name: What the links are called.
+    """
+
+    flows: tuple[Flow, ...]
+    node_name: str
+    network_name: str
+
+    @property
+    def seconds(self) -> float:
+        """Of all messages."""
+        return sum(flow.seconds for flow in self.flows)
+
+    @property
+    def node_bytes(self) -> int:
+        """That a rank sends within its node."""
+        return sum(flow.node_bytes for flow in self.flows)
+
+    @property
+    def network_bytes(self) -> int:
+        """That a rank sends to other nodes."""
+        return sum(flow.network_bytes for flow in self.flows)
+
+    def to_json(self) -> dict[str, Any]:
+        """Bytes of one rank and step."""
+        return {
+            "node_link": self.node_name,
+            "network_link": self.network_name,
+            "node_bytes": self.node_bytes,
+            "network_bytes": self.network_bytes,
+            "seconds": self.seconds,
+            "flows": [asdict(flow) for flow in self.flows],
+        }
+
+
+class Pace:
+    """Seconds of a step of one workload: what a rank computes, then what it sends.
+
+    Args:
+        workload: The step.
+        rates: Of a rank's device.
+    """
+
+    def __init__(self, workload: Workload, rates: Rates) -> None:
+        self.rates, self.workload, self.cluster = rates, workload, workload.cluster
+        self._exchange = None if self.cluster.ranks == 1 else _Exchange(workload)
+
+    def seconds(self, work: Work, schedule: Schedule) -> float:
+        """Of a step that does ``work`` on each rank."""
+        return predict_seconds(work, self.rates) + self.traffic(schedule).seconds
+
+    def traffic(self, schedule: Schedule) -> Traffic:
+        """What a step by ``schedule`` sends."""
+        links = self.cluster.links
+        flows = () if self._exchange is None else tuple(self._exchange.flows(schedule))
+        return Traffic(flows, links.node_name, links.network_name)
+
+
+class _Exchange:
+    """Sizes of what is sent, read off a model once."""
+
+    def __init__(self, workload: Workload) -> None:
+        model: Any = workload.make_model()
+        self.workload, self.cluster = workload, workload.cluster
+        self.layers = len(decoder_layers(model))
+        self.modules = self.layers + len(outside_bytes(model))
+        self.weights, self.trained = held_bytes(model), trained_bytes(model)
+        self.layer_weights = max(held_bytes(layer) for layer in decoder_layers(model))
+        self.elements = sum(p.numel() for p in model.parameters() if p.requires_grad)
+        embedding = model.get_input_embeddings().weight.element_size()
+        self.element = 2 if workload.autocast else embedding
+        self.heads: Heads = heads_of(model)
+        self.copies = strip_of(model, workload.cluster).copies
+        scored = workload.scored
+        self.forwards = 0.0 if scored is None else scored.forwards
+
+    def flows(self, schedule: Schedule) -> Iterator[Flow]:
+        """All of a step."""
+        for flow in (*self._partitions(schedule), *self._sequences(schedule)):
+            if flow.node_bytes or flow.network_bytes:
+                yield flow
+
+    # --- weights and gradients ----------------------------------------------------------------------------------------
+
+    def _partitions(self, schedule: Schedule) -> Iterator[Flow]:
+        cluster, times = self.cluster, self.workload.micro_batches
+        buckets = max(1, -(-self.elements // max(1, cluster.buckets.reduce)))
+        match cluster.engine:
+            case "none" | "ddp":
+                yield self._collective("all-reduce of gradients", buckets, 2 * self.trained)
+            case "zero1" | "zero2":
+                often = 1 if cluster.engine == "zero1" else times
+                yield self._collective("reduction of gradients", often * buckets, often * self.trained)
+                yield self._collective("gathering of updated weights", buckets, self.trained)
+            case _:
+                again = self._again(schedule)
+                whole = round(times * (1 + self.forwards) * self.weights)
+                yield self._collective("gathering of weights, forward", times * self.modules, whole)
+                yield self._collective(
+                    "gathering of weights, backward",
+                    times * (self.modules + again),
+                    times * (self.weights + again * self.layer_weights),
+                )
+                count = self.layers if cluster.engine == "fsdp" else max(buckets, 1)
+                yield self._collective("reduction of gradients", times * count, times * self.trained)
+
+    def _collective(self, what: str, count: int, size: int) -> Flow:
+        """``count`` gatherings or reductions of ``size`` bytes in all."""
+        cluster, links = self.cluster, self.cluster.links
+        sent = size * (cluster.ranks - 1) / cluster.ranks
+        crossing = size * (cluster.nodes - 1) / cluster.nodes / cluster.ranks_per_node
+        inside = sent - crossing if cluster.ranks_per_node > 1 else 0.0
+        seconds = max(inside / links.node, crossing / links.network) + count * links.launch_seconds
+        return Flow(what, count, round(inside), round(crossing), seconds)
+
+    # --- sequences ----------------------------------------------------------------------------------------------------
+
+    def _again(self, schedule: Schedule) -> int:
+        """Layers that go forward once more, to get at inputs that were not stored."""
+        if self.workload.mode != "stream":
+            return 0
+        return sum(not place.begins and not place.whole for place in place_layers(schedule, self.layers))
+
+    def _sequences(self, schedule: Schedule) -> Iterator[Flow]:
+        cluster = self.cluster
+        if cluster.sequence_size == 1:
+            return
+        workload, heads = self.workload, self.heads
+        tokens = workload.rows * workload.strip_tokens * workload.micro_batches
+        chunks = len(schedule.chunks(workload.strip_tokens)) * workload.micro_batches
+        width = heads.keys * (heads.key_dim + heads.value_dim)
+        keys = tokens * width * self.element
+        queries = tokens * heads.queries * (heads.key_dim + heads.value_dim) * self.element  # and outputs
+        whole = min(schedule.keep_layers, self.layers)
+        streamed = self.layers - whole
+        forwards = (1 + self.forwards) * self.layers + self._again(schedule)
+        if cluster.form == "ring":
+            again = streamed if schedule.keep_attention == "no" else 0
+            yield from self._ring(keys, tokens * width * FP32, forwards + again, chunks)
+            return
+        keys = round(keys * self.copies)
+        projected = streamed * (1 - 1 / chunks) if schedule.keep_kv == "no" else 0  # the last chunk's are made anyway
+        size = forwards * (queries + keys) + projected * keys + streamed * (queries + keys)
+        count = 4 * forwards + 2 * projected + 4 * streamed
+        yield self._all_to_all("all-to-all, forward and recomputed", round(count * chunks), round(size))
+        yield self._all_to_all("all-to-all of gradients", 4 * self.layers * chunks, self.layers * (queries + keys))
+
+    def _all_to_all(self, what: str, count: int, size: int) -> Flow:
+        """``count`` exchanges of ``size`` bytes in all, of which each rank keeps its own part."""
+        cluster, links = self.cluster, self.cluster.links
+        near = min(cluster.sequence_size, cluster.ranks_per_node)
+        inside = size * (near - 1) / cluster.sequence_size
+        crossing = size * (cluster.sequence_size - near) / cluster.sequence_size
+        seconds = max(inside / links.node, crossing / links.network) + count * links.launch_seconds
+        return Flow(what, count, round(inside), round(crossing), seconds)
+
+    def _ring(self, keys: int, sums: int, forwards: float, chunks: int) -> Iterator[Flow]:
+        """A rank's keys and values go to all others with every chunk that follows; their gradients go round with them,
+        and home."""
+        hops, visits = self.cluster.sequence_size - 1, (chunks // self.workload.micro_batches + 1) / 2
+        yield self._passed("keys and values passed on", (forwards + self.layers) * hops, keys * visits, chunks)
+        yield self._passed("their gradients passed on", self.layers * (hops + 1), sums * visits, chunks)
+
+    def _passed(self, what: str, hops: float, size: float, chunks: int) -> Flow:
+        """``size`` bytes that all chunks together pass on, so often."""
+        cluster, links = self.cluster, self.cluster.links
+        sent, far = size * hops, 1 / cluster.ranks_per_node if cluster.spans_nodes else 0.0
+        count = round(chunks * hops)
+        # All wait for the slowest hop, the one between two nodes.
+        seconds = sent / (links.network if cluster.spans_nodes else links.node) + count * links.launch_seconds
+        return Flow(what, count, round(sent * (1 - far)), round(sent * far), seconds)
