@@ -7,10 +7,10 @@ STAMP  := $(VENV)/.installed
 
 export TOKENIZERS_PARALLELISM ?= false
 
-.PHONY: help setup quickstart fmt check test faults conformance bench bench-comm docs clean
+.PHONY: help setup quickstart fmt check test test-distributed faults conformance bench bench-comm docs clean
 
 help:  ## list the targets
-	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-14s %s\n", $$1, $$2}'
+	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-16s %s\n", $$1, $$2}'
 
 $(STAMP): pyproject.toml constraints.txt
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
@@ -39,6 +39,9 @@ test: $(STAMP)  ## the test suite without what is marked slow (installs what it 
 
 faults: $(STAMP)  ## kill, starve and corrupt runs; writes docs/reliability.md
 	$(BIN)/python -m tests.faults
+
+test-distributed: $(STAMP)  ## everything of several ranks, slow ones too: gradients, and state between any two layouts
+	$(BIN)/python -m pytest -m '' tests/distributed
 
 docs: $(STAMP)  ## regenerate what is made from the code: the recipe's JSON schema
 	$(BIN)/streamtune schema > docs/recipe.schema.json

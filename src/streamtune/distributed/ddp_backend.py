@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Collection, Iterator
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
@@ -20,10 +20,18 @@ class DdpBackend:
         model: Streamed already, the same on every rank.
         optimizer: Over its parameters.
         local: What saves and loads the optimizer's state, which is whole here.
+        share_out: Of that state, the slices that a rank of so many writes.
     """
 
-    def __init__(self, model: nn.Module, optimizer: torch.optim.Optimizer, local: Any) -> None:
+    def __init__(
+        self,
+        model: nn.Module,
+        optimizer: torch.optim.Optimizer,
+        local: Any,
+        share_out: Callable[[Any, int, int], Iterator[Any]],
+    ) -> None:
         device = next(model.parameters()).device
+        self.share_out = share_out
         self.module, self.optimizer, self.local = model, optimizer, local
         self.engine = DistributedDataParallel(
             model, device_ids=[device] if device.type == "cuda" else None, gradient_as_bucket_view=True
@@ -59,16 +67,22 @@ class DdpBackend:
         """See :class:`streamtune.train.Backend`."""
         self.local.reset_optimizer()
 
-    def optimizer_tensors(self) -> Mapping[str, Tensor]:
-        """See :class:`streamtune.train.Backend`."""
-        found: Mapping[str, Tensor] = self.local.optimizer_tensors()
+    def slices(self) -> Iterator[tuple[str, str, tuple[int, ...], int, Tensor]]:
+        """See :class:`streamtune.train.Backend`. Every rank has all of it; parameters are shared out for writing."""
+        tensors = self.local.optimizer_tensors()
+        found: Iterator[Any] = self.share_out(tensors, distributed.get_rank(), self.size)
         return found
 
-    def load_optimizer_tensors(self, tensors: Mapping[str, Tensor]) -> None:
+    def load_slices(self, saved: Any) -> None:
         """See :class:`streamtune.train.Backend`."""
-        self.local.load_optimizer_tensors(tensors)
+        self.local.load_slices(saved)
 
-    def whole(self) -> AbstractContextManager[Any]:
+    def weights(self, names: Collection[str] | None = None) -> Iterator[tuple[str, Tensor | None]]:
+        """See :class:`streamtune.train.Backend`."""
+        found: Iterator[tuple[str, Tensor | None]] = self.local.weights(names)
+        return found
+
+    def called_directly(self) -> AbstractContextManager[Any]:
         """See :class:`streamtune.train.Backend`."""
         return nullcontext()
 

@@ -10,16 +10,31 @@ DeepSpeed averages over ranks; the shares of ranks add up, so each is multiplied
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, distributed, nn
 
-from streamtune.errors import ArgumentError, CheckpointError
+from streamtune.errors import ArgumentError
 
-__all__ = ["DeepSpeedBackend", "check_deepspeed"]
+__all__ = ["DeepSpeedBackend", "check_deepspeed", "share_frozen", "share_module", "whole_weights"]
+
+
+MASTER = "master"
+"""What slices call the float32 weights beside weights of fewer bits."""
+
+
+class _Held(NamedTuple):
+    """This rank's part of a parameter, in the flat float32 tensor that the optimizer steps."""
+
+    flat: Tensor
+    start: int
+    """In ``flat``."""
+    offset: int
+    """In the parameter, flattened."""
+    length: int
 
 
 def check_deepspeed() -> None:
@@ -34,6 +49,16 @@ def check_deepspeed() -> None:
         raise ArgumentError(
             f"DeepSpeed is not installed ({error})", where="deepspeed", mend="pip install 'deepspeed>=0.18'"
         ) from None
+
+
+def _prepare() -> None:
+    import deepspeed
+
+    if not distributed.get_backend().startswith("nccl") and not torch.cuda.is_available():
+        # Shared memory between CPU ranks is an operator that takes a minute to compile, and saves nothing here.
+        deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
+    deepspeed.utils.logger.setLevel("WARNING")
+    deepspeed.init_distributed(dist_init_required=False)
 
 
 class DeepSpeedBackend:
@@ -55,11 +80,7 @@ class DeepSpeedBackend:
         check_deepspeed()
         import deepspeed
 
-        if not distributed.get_backend().startswith("nccl") and not torch.cuda.is_available():
-            # Shared memory between CPU ranks is an operator that takes a minute to compile, and saves nothing here.
-            deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
-        deepspeed.utils.logger.setLevel("WARNING")
-        deepspeed.init_distributed(dist_init_required=False)
+        _prepare()
         self.stage = int(config["zero_optimization"]["stage"])
         if self.stage == 3:
             deepspeed.utils.set_z3_leaf_modules(model, list({type(layer) for layer in layers}))
@@ -132,37 +153,145 @@ class DeepSpeedBackend:
                 if isinstance(value, Tensor):
                     value.zero_()
 
-    def optimizer_tensors(self) -> Mapping[str, Tensor]:
+    def slices(self) -> Iterator[tuple[str, str, tuple[int, ...], int, Tensor]]:
         """See :class:`streamtune.train.Backend`."""
-        from deepspeed.utils import safe_get_full_fp32_param, safe_get_full_optimizer_state
-
-        found: dict[str, Tensor] = {}
-        keep = distributed.get_rank() == 0
-        for name, parameter in self.module.named_parameters():
-            if not parameter.requires_grad:
+        for name, parameter in self._trained():
+            found = self._held(parameter)
+            if found is None:
                 continue
-            whole = {"master": safe_get_full_fp32_param(parameter)}
-            whole |= {key: safe_get_full_optimizer_state(parameter, key) for key in ("exp_avg", "exp_avg_sq")}
-            if keep:
-                found |= {f"{name}/{key}": value.detach().cpu() for key, value in whole.items()}
+            shape, held = self._shape(parameter), slice(found.start, found.start + found.length)
+            if found.flat.dtype != parameter.dtype:
+                yield name, MASTER, shape, found.offset, found.flat.detach()[held]
+            for key, value in self._state(found.flat).items():
+                if isinstance(value, Tensor) and value.shape == found.flat.shape:
+                    yield name, key, shape, found.offset, value[held]
+                elif found.offset == 0:  # a count of steps: one for all, written with the first value
+                    yield name, key, (), 0, torch.as_tensor(value, dtype=torch.float32).reshape(1)
+
+    def load_slices(self, saved: Any) -> None:
+        """See :class:`streamtune.train.Backend`."""
+        trained = self._trained()
+        saved.check_parameters([name for name, _ in trained])
+        state = self.engine.optimizer.optimizer.state
+        fresh: set[int] = set()
+        for name, parameter in trained:
+            found = self._held(parameter)
+            if found is None:
+                continue
+            flat = found.flat
+            if id(flat) not in fresh:
+                fresh.add(id(flat))
+                state[flat] = {}
+            held = slice(found.start, found.start + found.length)
+            for key in saved.keys(name):
+                if key == MASTER:
+                    if flat.dtype != parameter.dtype:
+                        with torch.no_grad():
+                            flat[held].copy_(saved.read(name, key, found.offset, found.length))
+                elif saved.shape(name, key) == ():  # a count of steps
+                    state[flat][key] = self._count(flat, saved.read(name, key, 0, 1))
+                else:
+                    whole = state[flat].setdefault(key, torch.zeros_like(flat, requires_grad=False))
+                    whole[held].copy_(saved.read(name, key, found.offset, found.length))
+        if self.stage < 3:  # what it linked to the state there was
+            self.engine.optimizer._hp_optimizer_states_linked = False
+
+    def _count(self, flat: Tensor, steps: Tensor) -> Any:
+        """A count of steps as the optimizer keeps it."""
+        optimizer = self.engine.optimizer.optimizer
+        if type(optimizer) is not torch.optim.AdamW:
+            return int(steps.item())  # DeepSpeed's own
+        return steps.reshape(()).to(flat.device if optimizer.defaults.get("fused") else "cpu", torch.float32)
+
+    def _trained(self) -> list[tuple[str, nn.Parameter]]:
+        return [(name, parameter) for name, parameter in self.module.named_parameters() if parameter.requires_grad]
+
+    def _shape(self, parameter: Any) -> tuple[int, ...]:
+        return tuple(parameter.ds_shape if self.stage == 3 else parameter.shape)
+
+    def _state(self, flat: Tensor) -> Mapping[str, Any]:
+        found: Mapping[str, Any] = self.engine.optimizer.optimizer.state.get(flat, {})
         return found
 
-    def load_optimizer_tensors(self, tensors: Mapping[str, Tensor]) -> None:
-        """See :class:`streamtune.train.Backend`."""
-        raise CheckpointError("this run cannot be resumed yet")
+    def _held(self, parameter: Any) -> _Held | None:
+        """Where this rank's part of a parameter is, without padding; None where it has none."""
+        optimizer = self.engine.optimizer
+        if self.stage == 3:
+            group, start, _ = optimizer.grad_position[optimizer.get_param_id(parameter)]
+            size = parameter.ds_tensor.numel()
+            offset = distributed.get_rank() * size
+            count = min(size, parameter.ds_numel - offset)
+            flat = optimizer.fp32_partitioned_groups_flat[group]
+            return _Held(flat, start, offset, count) if count > 0 else None
+        mapping = getattr(parameter, "_hp_mapping", None)
+        if mapping is None:
+            return None
+        flat = optimizer.optimizer.param_groups[mapping.param_group_index]["params"][0]
+        high, low = mapping.hp_fragment_address, mapping.lp_fragment_address
+        return _Held(flat, high.start, low.start, low.numel)
 
-    def whole(self) -> AbstractContextManager[Any]:
+    def weights(self, names: Collection[str] | None = None) -> Iterator[tuple[str, Tensor | None]]:
         """See :class:`streamtune.train.Backend`."""
-        if self.stage < 3:
-            return nullcontext()
-        import deepspeed
+        return whole_weights(self.module, names)
 
-        gathered: AbstractContextManager[Any] = deepspeed.zero.GatheredParameters(list(self.module.parameters()))
-        return gathered
+    def called_directly(self) -> AbstractContextManager[Any]:
+        """See :class:`streamtune.train.Backend`."""
+        return nullcontext()
 
     def close(self) -> None:
         """Let go of its threads and buffers."""
         self.engine.destroy()
+
+
+def share_module(module: nn.Module, config: Mapping[str, Any]) -> None:
+    """Have ZeRO-3 hand out the weights that rank 0 has of a module, and keep this rank's part.
+
+    Args:
+        module: Its weights are rank 0's, and room for them elsewhere; those shared before are left.
+        config: As for :class:`DeepSpeedBackend`.
+    """
+    _prepare()
+    import deepspeed
+
+    deepspeed.zero.Init(module=module, config_dict_or_path=dict(config))
+
+
+def share_frozen(model: nn.Module, config: Mapping[str, Any], layers: Iterable[nn.Module]) -> Any:
+    """Have the weights of a model that is not trained gathered by ZeRO-3 where they are called for.
+
+    Args:
+        model: Shared by :func:`share_module`.
+        config: As for :class:`DeepSpeedBackend`.
+        layers: The decoder layers.
+
+    Returns:
+        What gathers them, to be kept as long as the model is called.
+    """
+    _prepare()
+    import deepspeed
+
+    deepspeed.utils.set_z3_leaf_modules(model, list({type(layer) for layer in layers}))
+    engine, *_ = deepspeed.initialize(model=model, config=dict(config), dist_init_required=False)
+    return engine
+
+
+def whole_weights(model: nn.Module, names: Collection[str] | None = None) -> Iterator[tuple[str, Tensor | None]]:
+    """Parameters one after another, each whole on rank 0 for its turn; None on the others, which go through them too.
+
+    Args:
+        model: Shared by ZeRO or not.
+        names: Of these alone.
+    """
+    import deepspeed
+
+    main = distributed.get_rank() == 0
+    for name, parameter in model.named_parameters():
+        if names is not None and name not in names:
+            continue
+        shared = hasattr(parameter, "ds_id")
+        with deepspeed.zero.GatheredParameters([parameter]) if shared else nullcontext():
+            found = parameter.detach().to("cpu", copy=shared) if main else None
+        yield name, found
 
 
 def _needs_gradient(module: nn.Module, args: Any, out: Tensor) -> None:

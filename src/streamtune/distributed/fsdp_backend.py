@@ -7,18 +7,55 @@ gathered once for the forward and once for the backward, and its gradient is red
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Mapping
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Collection, Iterable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import torch
 from torch import Tensor, distributed, nn
-from torch.distributed.fsdp import fully_shard
+from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.distributed.tensor import DTensor
+from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
-from streamtune.errors import CheckpointError
+__all__ = ["FsdpBackend", "share_layer", "whole_weights"]
 
-__all__ = ["FsdpBackend"]
+
+def _offset(parameter: Tensor) -> int:
+    """Where this rank's rows begin in the flattened parameter."""
+    assert isinstance(parameter, DTensor)
+    _, first = compute_local_shape_and_global_offset(parameter.shape, parameter.device_mesh, parameter.placements)
+    return int(first[0]) * math.prod(parameter.shape[1:])
+
+
+def share_layer(module: nn.Module, layers: Iterable[nn.Module]) -> None:
+    """Hand out the weights that rank 0 has of a module; of a decoder layer, each rank keeps its part.
+
+    What is outside of the layers is one group, which :class:`FsdpBackend` shares when all of it is there.
+
+    Args:
+        module: Its weights are rank 0's, and room for them elsewhere.
+        layers: The decoder layers.
+    """
+    for parameter in module.parameters():
+        if not isinstance(parameter, DTensor):
+            distributed.broadcast(parameter.data, 0)
+    if any(module is layer for layer in layers):
+        fully_shard(module)
+
+
+def whole_weights(model: Any, names: Collection[str] | None = None) -> Iterator[tuple[str, Tensor | None]]:
+    """Parameters one after another, each whole on rank 0 for its turn; None on the others, which go through them too.
+
+    Args:
+        model: Shared.
+        names: Of these alone.
+    """
+    model.reshard()  # what a forward without backward leaves gathered
+    for name, parameter in model.named_parameters():
+        if names is None or name in names:
+            values: Any = parameter.detach()
+            whole = values.full_tensor() if isinstance(values, DTensor) else values
+            yield name, whole.cpu() if distributed.get_rank() == 0 else None
 
 
 class FsdpBackend:
@@ -34,7 +71,8 @@ class FsdpBackend:
         self, model: Any, make_optimizer: Callable[[Any], torch.optim.Optimizer], layers: Iterable[nn.Module]
     ) -> None:
         for layer in layers:
-            fully_shard(layer)
+            if not isinstance(layer, FSDPModule):  # its weights may have come shared
+                fully_shard(layer)
         fully_shard(model)
         self.model = model
         self.optimizer = make_optimizer(model)
@@ -73,25 +111,50 @@ class FsdpBackend:
         """See :class:`streamtune.train.Backend`."""
         self.optimizer.state.clear()
 
-    def optimizer_tensors(self) -> Mapping[str, Tensor]:
+    def slices(self) -> Iterator[tuple[str, str, tuple[int, ...], int, Tensor]]:
         """See :class:`streamtune.train.Backend`."""
-        found: dict[str, Tensor] = {}
-        keep = distributed.get_rank() == 0
+        self._let_go()
         for name, parameter in self.model.named_parameters():
             for key, value in self.optimizer.state.get(parameter, {}).items():
-                if isinstance(value, Tensor):
-                    whole = value.full_tensor() if isinstance(value, DTensor) else value
-                    if keep:
-                        found[f"{name}/{key}"] = whole.cpu()
-        return found
+                if isinstance(value, DTensor):
+                    yield name, key, tuple(value.shape), _offset(parameter), value.to_local().reshape(-1)
+                elif distributed.get_rank() == 0:  # a count of steps
+                    yield name, key, (), 0, value.reshape(1)
 
-    def load_optimizer_tensors(self, tensors: Mapping[str, Tensor]) -> None:
+    def load_slices(self, saved: Any) -> None:
         """See :class:`streamtune.train.Backend`."""
-        raise CheckpointError("this run cannot be resumed yet")
+        trained = [(name, parameter) for name, parameter in self.model.named_parameters() if parameter.requires_grad]
+        saved.check_parameters([name for name, _ in trained])
+        for name, parameter in trained:
+            state: dict[str, Tensor] = {}
+            for key in saved.keys(name):
+                if saved.shape(name, key) == ():
+                    fused = self.optimizer.defaults.get("fused")
+                    state[key] = saved.read(name, key, 0, 1).reshape(()).to(parameter.device if fused else "cpu")
+                elif key != "master":  # weights are float32 here, or have no other
+                    state[key] = torch.zeros_like(parameter, requires_grad=False)
+                    local = state[key].to_local()  # type: ignore[attr-defined]
+                    if local.numel():
+                        values = saved.read(name, key, _offset(parameter), local.numel())
+                        local.copy_(values.reshape(local.shape))
+            self.optimizer.state[parameter] = state
 
-    def whole(self) -> AbstractContextManager[Any]:
+    def weights(self, names: Collection[str] | None = None) -> Iterator[tuple[str, Tensor | None]]:
         """See :class:`streamtune.train.Backend`."""
-        return nullcontext()
+        return whole_weights(self.model, names)
+
+    def _let_go(self) -> None:
+        """Of what a forward without backward leaves gathered: parameters are those the optimizer knows again."""
+        self.model.reshard()
+
+    @contextmanager
+    def called_directly(self) -> Iterator[None]:
+        """See :class:`streamtune.train.Backend`. What is outside of the layers is gathered by a call of the whole."""
+        self.model.unshard()
+        try:
+            yield
+        finally:
+            self.model.reshard()
 
     def close(self) -> None:
         """Nothing to let go of."""

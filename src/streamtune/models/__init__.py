@@ -4,21 +4,26 @@ from __future__ import annotations
 
 from streamtune.models.adapters import add_lora, load_lora
 from streamtune.models.blueprint import blueprint
+from streamtune.models.deferred import Deferred, defer_init, defer_load, deferred_of, phantom_weights
 from streamtune.models.export import SavedTokenizer, copy_weights, save_pretrained
+from streamtune.models.gathered import save_gathered
 from streamtune.models.load import (
     ParameterCount,
     check_positions,
     count_parameters,
+    count_weights,
     init_model,
     left_out,
     load_model,
 )
 from streamtune.models.quantize import choose_quantization
 from streamtune.models.sample import sample_text
+from streamtune.models.small import small_like
 from streamtune.models.tokenizer import CHATML_TEMPLATE, load_tokenizer, set_chat_template, train_tokenizer
 
 __all__ = [
     "CHATML_TEMPLATE",
+    "Deferred",
     "ParameterCount",
     "SavedTokenizer",
     "add_lora",
@@ -27,13 +32,20 @@ __all__ = [
     "choose_quantization",
     "copy_weights",
     "count_parameters",
+    "count_weights",
+    "defer_init",
+    "defer_load",
+    "deferred_of",
     "init_model",
     "left_out",
     "load_lora",
     "load_model",
     "load_tokenizer",
+    "phantom_weights",
     "sample_text",
+    "save_gathered",
     "save_pretrained",
     "set_chat_template",
+    "small_like",
     "train_tokenizer",
 ]

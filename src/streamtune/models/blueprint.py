@@ -13,7 +13,7 @@ from streamtune.models.load import DTYPES, build_config, check_exists, loading_e
 from streamtune.models.quantize import quantize
 from streamtune.models.safety import check_folder
 
-__all__ = ["blueprint"]
+__all__ = ["blueprint", "read_plain_config"]
 
 
 def blueprint(
@@ -38,7 +38,7 @@ def blueprint(
     """
     remote: dict[str, Any] = {}
     if isinstance(source, str):
-        config, remote = _read_config(source, trust_remote_code), {"trust_remote_code": trust_remote_code}
+        config, remote = read_plain_config(source, trust_remote_code), {"trust_remote_code": trust_remote_code}
     else:
         config = build_config({"vocab_size": vocab_size, **source} if vocab_size else dict(source))
     own = getattr(config, "dtype", None)
@@ -53,7 +53,12 @@ def blueprint(
     return model
 
 
-def _read_config(name_or_path: str, trust_remote_code: bool) -> Any:
+def read_plain_config(name_or_path: str, trust_remote_code: bool) -> Any:
+    """The configuration of a checkpoint.
+
+    Raises:
+        ArgumentError: There is no such checkpoint, or its weights are quantised already.
+    """
     check_exists(name_or_path)
     check_folder(name_or_path, allow_pickle=True)  # no weights are read
     config = read_config(name_or_path, trust_remote_code)

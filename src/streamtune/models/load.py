@@ -24,6 +24,7 @@ __all__ = [
     "check_exists",
     "check_positions",
     "count_parameters",
+    "count_weights",
     "init_model",
     "left_out",
     "load_model",
@@ -51,8 +52,14 @@ class ParameterCount:
 
 def count_parameters(model: torch.nn.Module) -> ParameterCount:
     """Count all parameters and those that require a gradient; a quantised one counts as the weights it stands for."""
-    sizes = [(logical_size(parameter), parameter.requires_grad) for parameter in model.parameters()]
+    sizes = [(count_weights(parameter), parameter.requires_grad) for parameter in model.parameters()]
     return ParameterCount(sum(n for n, _ in sizes), sum(n for n, trainable in sizes if trainable))
+
+
+def count_weights(parameter: torch.Tensor) -> int:
+    """How many there are in a parameter, whichever part of it this rank holds."""
+    shared: int | None = getattr(parameter, "ds_numel", None)  # ZeRO-3 leaves it empty
+    return logical_size(parameter) if shared is None else shared
 
 
 def check_positions(model: Any, longest: int) -> str | None:

@@ -18,7 +18,7 @@ from streamtune.plan.memory import held_bytes
 from streamtune.plan.scored import Trees
 from streamtune.recipe.build import blame_recipe, make_sources, make_tokenizer
 from streamtune.recipe.build_batches import Steps
-from streamtune.recipe.build_model import make_model
+from streamtune.recipe.build_model import make_model, make_trial_model
 from streamtune.recipe.build_preference import (
     GivenReference,
     PairObjective,
@@ -50,6 +50,7 @@ from streamtune.recipe.build_run import (
 from streamtune.recipe.build_settings import plan_steps
 from streamtune.recipe.build_shapes import completions_like
 from streamtune.recipe.build_sharing import can_share
+from streamtune.recipe.build_world import whole_weights
 from streamtune.recipe.loader import LoadedRecipe
 from streamtune.recipe.schema_dpo import DpoRecipe
 
@@ -113,14 +114,14 @@ def build_dpo(
         start.with_data(prepared.fingerprint)
         longest = min(prepared.report.length_percentiles["max"], recipe.max_length)
         with doing("loading the model"):
-            model = make_model(recipe, tokenizer, start.checkpoint, start.device)
+            model = make_model(recipe, tokenizer, start.checkpoint, start.device, sharing=start.sharing)
         tell_of_model(model, longest, start, notify)
         held = None
         if compares and not recipe.precompute_ref_log_probs:
             with doing("loading the reference"):
-                held = load_reference(recipe, model, tokenizer, start.device)
+                held = load_reference(recipe, model, tokenizer, start.device, sharing=start.sharing)
         with doing("checking that prompts can be shared"):
-            share = can_share(recipe, model, notify)
+            share = can_share(recipe, make_trial_model(recipe, model, start.device), notify)
         largest = _largest(prepared, recipe, longest, share)
         handle, backend, memory = plan_and_stream(
             recipe,
@@ -145,7 +146,8 @@ def build_dpo(
             reference = GivenReference()
             batches.kept = _logps_of_reference(recipe, model, handle, tokenizer, start, batches, notify, doing)
         elif compares:
-            reference = train.ModelReference(model, handle) if held is None else streamed(held, handle)
+            own = train.ModelReference(model, handle)
+            reference = own if held is None else streamed(held, handle, share=start.share(recipe))
     return DpoRun(
         loaded=loaded,
         start=start,
@@ -262,20 +264,24 @@ def _logps_of_reference(
     """The reference's log-probs of every tree: those that are kept, or the reference is asked."""
     # A run that is gone on with says under which key they are kept; its model is no longer the one it started with.
     known = start.checkpoint.state["identity"].get("reference") if start.checkpoint is not None else None
-    if known is not None and (kept := read_logps(known)) is not None:
+    if known is not None and not start.world.any((kept := read_logps(known)) is None) and kept is not None:
         start.identity["reference"] = known
         return kept
     asked: Any = model
     if asked_for(recipe) is not None or (recipe.finetuning_type == "full" and start.checkpoint is not None):
         with doing("loading the reference"):
-            asked = load_reference(recipe, model, tokenizer, start.device)
+            asked = load_reference(recipe, model, tokenizer, start.device, sharing=start.sharing)
+    own = train.ModelReference(model, handle)
+    reference = own if asked is model else streamed(asked, handle, share=start.share(recipe))
     with doing("reading the reference's weights"):
-        key = reference_key(asked, batches.asked(), bf16=recipe.bf16)
+        weights = whole_weights(recipe, asked) if start.shares_weights else asked.named_parameters()
+        key = start.world.collect(reference_key(weights, batches.asked(), bf16=recipe.bf16))[0]
     start.identity["reference"] = key
-    if (kept := read_logps(key)) is not None:
+    kept = read_logps(key)
+    if not start.world.any(kept is None):
+        assert kept is not None
         notify("the reference's log-probs are known from an earlier run")
         return kept
-    reference = train.ModelReference(model, handle) if asked is model else streamed(asked, handle)
     with doing("asking the reference"):
         trees = map(batches.alone, batches.asked())
         return compute_logps(key, reference, trees, start.device, bf16=recipe.bf16, notify=notify)

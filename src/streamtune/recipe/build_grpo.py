@@ -27,13 +27,14 @@ from streamtune.recipe.build_grpo_ranks import SharedJudge, SharedWriter, check_
 from streamtune.recipe.build_grpo_rewards import RewardJudge, load_functions
 from streamtune.recipe.build_grpo_stream import GrpoSteps, Scorer
 from streamtune.recipe.build_grpo_warm import WarmSteps
-from streamtune.recipe.build_model import make_model
+from streamtune.recipe.build_model import make_model, make_trial_model
 from streamtune.recipe.build_reference import load_reference, streamed
 from streamtune.recipe.build_run import (
     Doing,
     Notify,
     Outcome,
     Run,
+    Start,
     plan_and_stream,
     start_run,
     tell_of_model,
@@ -115,14 +116,14 @@ def build_grpo(
         warm = WarmSteps(recipe, prompts.train, tokenizer) if recipe.sft_steps else None
         longest = min(prompts.report.length_percentiles["max"], recipe.max_prompt_length) + recipe.max_completion_length
         with doing("loading the model"):
-            model = make_model(recipe, tokenizer, start.checkpoint, start.device)
+            model = make_model(recipe, tokenizer, start.checkpoint, start.device, sharing=start.sharing)
         tell_of_model(model, longest, start, notify)
         held = None
         if recipe.beta > 0:
             with doing("loading the reference"):
-                held = load_reference(recipe, model, tokenizer, start.device)
+                held = load_reference(recipe, model, tokenizer, start.device, sharing=start.sharing)
         with doing("checking that prompts can be shared"):
-            share = can_share(recipe, model, notify)
+            share = can_share(recipe, make_trial_model(recipe, model, start.device), notify)
         handle, backend, memory = plan_and_stream(
             recipe,
             model,
@@ -135,7 +136,7 @@ def build_grpo(
             notify=notify,
             doing=doing,
         )
-        reference = _reference_scorer(recipe, model, handle, held, start.device)
+        reference = _reference_scorer(recipe, model, handle, held, start)
     return GrpoRun(
         loaded=loaded,
         start=start,
@@ -244,14 +245,16 @@ def _policy_scorer(recipe: GrpoRecipe, model: Any, handle: StreamHandle) -> Scor
 
 
 def _reference_scorer(
-    recipe: GrpoRecipe, model: Any, handle: StreamHandle, held: Any | None, device: torch.device
+    recipe: GrpoRecipe, model: Any, handle: StreamHandle, held: Any | None, start: Start
 ) -> Scorer | None:
     """Log-probs under the reference: a model ``held`` beside the policy, or that without adapters; None without KL."""
     if recipe.beta == 0:
         return None
     if held is None:
-        return _scorer(train.ModelReference(model, handle, temperature=recipe.temperature), recipe, device)
-    return _scorer(streamed(held, handle, temperature=recipe.temperature), recipe, device)
+        return _scorer(train.ModelReference(model, handle, temperature=recipe.temperature), recipe, start.device)
+    share = start.share(recipe)
+    beside = streamed(held, handle, temperature=recipe.temperature, share=share)
+    return _scorer(beside, recipe, start.device)
 
 
 def _scorer(reference: train.Reference, recipe: GrpoRecipe, device: torch.device) -> Scorer:

@@ -15,6 +15,7 @@ import torch
 from torch import nn
 
 from streamtune import models, optim, train
+from streamtune.engine import decoder_layers
 from streamtune.errors import ArgumentError
 from streamtune.recipe.schema import Recipe
 
@@ -30,33 +31,68 @@ __all__ = [
     "make_reference_alone",
     "make_reference_blueprint",
     "make_reference_model",
+    "make_trial_model",
 ]
 
 
 def make_model(
-    recipe: Recipe, tokenizer: PreTrainedTokenizerBase, checkpoint: train.Checkpoint | None, device: torch.device
+    recipe: Recipe,
+    tokenizer: PreTrainedTokenizerBase,
+    checkpoint: train.Checkpoint | None,
+    device: torch.device,
+    *,
+    sharing: train.World | None = None,
 ) -> Any:
     """The model with the weights to go on from, and its adapters if it has any.
+
+    Args:
+        recipe: The recipe.
+        tokenizer: The model's.
+        checkpoint: What is gone on with.
+        device: Where the model goes.
+        sharing: The ranks that will share the weights: the base is on ``meta`` then, and its weights are to come.
 
     Raises:
         ArgumentError: The model cannot be made, or the tokenizer is not its own.
     """
     adapters = recipe.finetuning_type != "full"
-    whole = str(checkpoint.model_dir) if checkpoint is not None and not adapters else None
-    model = _base_model(recipe, device, len(tokenizer), _ids(tokenizer), name=whole or recipe.model_name_or_path)
+    name = str(checkpoint.model_dir) if checkpoint is not None and not adapters else recipe.model_name_or_path
+    model = _base_model(recipe, device, len(tokenizer), _ids(tokenizer), name=name, sharing=sharing)
     _check_vocabulary(model, tokenizer)
-    if checkpoint is not None and adapters:
-        return models.load_lora(model, checkpoint.model_dir)
-    return _adapted(recipe, model)
+    with models.phantom_weights(model):
+        if checkpoint is not None and adapters:
+            return models.load_lora(model, checkpoint.model_dir)
+        return _adapted(recipe, model)
 
 
-def make_reference_model(recipe: Recipe, tokenizer: PreTrainedTokenizerBase, device: torch.device) -> Any:
-    """The model as it is when training starts, whatever is gone on with now; without adapters.
+def make_reference_model(
+    recipe: Recipe,
+    tokenizer: PreTrainedTokenizerBase,
+    device: torch.device,
+    *,
+    name: str | None = None,
+    sharing: train.World | None = None,
+) -> Any:
+    """The model as it is when training starts, whatever is gone on with now; without adapters. Or the one of a name.
 
     Raises:
         ArgumentError: The model cannot be made.
     """
-    return _base_model(recipe, device, len(tokenizer), _ids(tokenizer), name=recipe.model_name_or_path)
+    name = name or recipe.model_name_or_path
+    return _base_model(recipe, device, len(tokenizer), _ids(tokenizer), name=name, sharing=sharing)
+
+
+def make_trial_model(recipe: Recipe, model: Any, device: torch.device) -> Any:
+    """What is checked in place of a model whose weights are to come: its configuration, one layer of each kind.
+
+    Args:
+        recipe: The recipe.
+        model: Not streamed; returned as it is where it has its weights.
+        device: Where the small one goes.
+    """
+    if models.deferred_of(model) is None:
+        return model
+    return _adapted(recipe, models.small_like(model, decoder_layers(model), seed=recipe.seed).to(device))
 
 
 def make_model_alone(recipe: Recipe, device: torch.device) -> Any:
@@ -143,10 +179,29 @@ def choose_quantization(recipe: Recipe, device: torch.device) -> str | None:
 
 
 def _base_model(
-    recipe: Recipe, device: torch.device, vocab_size: int, token_ids: dict[str, int], *, name: str | None
+    recipe: Recipe,
+    device: torch.device,
+    vocab_size: int,
+    token_ids: dict[str, int],
+    *,
+    name: str | None,
+    sharing: train.World | None = None,
 ) -> Any:
     """The model of that name, or a new one; without adapters."""
     quantization = choose_quantization(recipe, device)
+    if sharing is not None and quantization is None:
+        if name is not None:
+            remote = recipe.trust_remote_code
+            return sharing.together(lambda: models.defer_load(name, dtype=recipe.dtype, trust_remote_code=remote))
+        assert recipe.model is not None, "the schema asks for a model"
+        return models.defer_init(
+            recipe.model.init,
+            vocab_size=vocab_size,
+            token_ids=token_ids,
+            dtype=recipe.dtype,
+            seed=recipe.seed,
+            draw=sharing.is_main,
+        )
     if name is not None:
         return models.load_model(
             name,

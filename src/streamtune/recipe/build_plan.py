@@ -212,7 +212,8 @@ def plan_model(
     shape = meta_copy(model)
     ranks = cluster or Cluster()
     limits = _limits(recipe.engine, PlanOptions(), None, device, ranks)
-    if recipe.engine.device_memory == "auto":  # the weights are there already, and part of what a step holds
+    # The weights are part of what a step holds, and there already, unless they are still to come.
+    if recipe.engine.device_memory == "auto" and models.deferred_of(model) is None:
         limits = replace(limits, device_bytes=limits.device_bytes + held_bytes(model) + reference_bytes)
     rates = _rates_here(recipe, model, device, notify)
     workload = make_workload(

@@ -26,7 +26,7 @@ from torch import Tensor
 from streamtune import data, models, train
 from streamtune.engine import Schedule, StreamHandle, stream
 from streamtune.errors import ArgumentError, StreamTuneError, UserError
-from streamtune.recipe.build_model import choose_quantization, make_reference_model
+from streamtune.recipe.build_model import make_reference_model
 from streamtune.recipe.schema import Recipe
 from streamtune.sizes import show_size
 
@@ -53,7 +53,14 @@ def asked_for(recipe: Recipe) -> str | None:
     return name
 
 
-def load_reference(recipe: Recipe, model: Any, tokenizer: PreTrainedTokenizerBase, device: torch.device) -> Any | None:
+def load_reference(
+    recipe: Recipe,
+    model: Any,
+    tokenizer: PreTrainedTokenizerBase,
+    device: torch.device,
+    *,
+    sharing: train.World | None = None,
+) -> Any | None:
     """Load the model that is held beside the trained one; None where that is its own reference.
 
     Args:
@@ -61,6 +68,7 @@ def load_reference(recipe: Recipe, model: Any, tokenizer: PreTrainedTokenizerBas
         model: What is trained.
         tokenizer: Its tokenizer.
         device: Where the reference goes.
+        sharing: The ranks that will share its weights: it is on ``meta`` then, and they are to come.
 
     Raises:
         ArgumentError: There is no such model, or its vocabulary is another.
@@ -69,16 +77,9 @@ def load_reference(recipe: Recipe, model: Any, tokenizer: PreTrainedTokenizerBas
     if name is None:
         if recipe.finetuning_type != "full":
             return None
-        return _frozen(make_reference_model(recipe, tokenizer, device))
+        return _frozen(make_reference_model(recipe, tokenizer, device, sharing=sharing))
     try:
-        reference = models.load_model(
-            name,
-            dtype=recipe.dtype,
-            device=str(device),
-            trust_remote_code=recipe.trust_remote_code,
-            quantization=choose_quantization(recipe, device),
-            allow_pickle=recipe.allow_pickle,
-        )
+        reference = make_reference_model(recipe, tokenizer, device, name=name, sharing=sharing)
     except UserError as error:
         error.where = KEY
         raise
@@ -86,10 +87,21 @@ def load_reference(recipe: Recipe, model: Any, tokenizer: PreTrainedTokenizerBas
     return _frozen(reference)
 
 
-def streamed(model: Any, like: StreamHandle, *, temperature: float = 1.0) -> train.ModelReference:
-    """A held reference in an engine of its own, which cuts and shares the sequence as that of the trained model."""
+def streamed(
+    model: Any, like: StreamHandle, *, temperature: float = 1.0, share: Callable[[Any, Any], None] | None = None
+) -> train.ModelReference:
+    """A held reference in an engine of its own, which cuts and shares the sequence as that of the trained model.
+
+    Args:
+        model: The reference.
+        like: The trained model's engine.
+        temperature: What logits are divided by.
+        share: Given it and its decoder layers, gives it its weights where those are to come.
+    """
     chunks = Schedule(chunk_size=like.schedule.chunk_size, head_chunk_size=like.schedule.head_chunk_size)
     handle = stream(model, schedule=chunks, sequence_parallel=like.sequence_parallel)
+    if share is not None:
+        share(model, handle.layers)
     return train.ModelReference(model, handle, temperature=temperature)
 
 
@@ -145,17 +157,17 @@ class KeptLogps:
         return torch.cat(parts)
 
 
-def reference_key(model: Any, trees: Iterable[data.Tree], *, bf16: bool) -> str:
+def reference_key(weights: Iterable[tuple[str, Tensor | None]], trees: Iterable[data.Tree], *, bf16: bool) -> str:
     """The hash of all that the reference's log-probs of some trees depend on; reads every weight once.
 
     Args:
-        model: The reference; adapters are not part of it.
+        weights: The reference's by name; adapters are not part of it. None is of another rank's hash.
         trees: The rows.
         bf16: Whether it computes under autocast.
     """
     digest = hashlib.blake2b(digest_size=20)
-    for name, parameter in model.named_parameters():
-        if "lora_" not in name:
+    for name, parameter in weights:
+        if "lora_" not in name and parameter is not None:
             digest.update(f"{name.replace('.base_layer', '')} {parameter.dtype} {tuple(parameter.shape)}".encode())
             _add_tensor(digest.update, parameter.detach())
     digest.update(f"autocast {bf16}".encode())

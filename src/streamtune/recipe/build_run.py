@@ -31,7 +31,7 @@ from streamtune.plan.scored import Completions
 from streamtune.recipe.build import choose_device, quiet_libraries, stream_model
 from streamtune.recipe.build_batches import share_out
 from streamtune.recipe.build_cluster import cluster_here
-from streamtune.recipe.build_model import choose_quantization
+from streamtune.recipe.build_model import choose_quantization, make_trial_model
 from streamtune.recipe.build_plan import plan_model
 from streamtune.recipe.build_settings import StepPlan, train_settings
 from streamtune.recipe.build_world import (
@@ -40,6 +40,7 @@ from streamtune.recipe.build_world import (
     make_backend,
     make_world,
     sequence_ranks,
+    share_reference,
     shares_weights,
 )
 from streamtune.recipe.dump import dump_recipe
@@ -100,6 +101,8 @@ class Start:
     identity: dict[str, Any]
     replaces: bool
     """Whether ``directory`` holds another run, which is moved aside first."""
+    shares_weights: bool
+    """Whether each rank holds a part of the weights."""
     continued: Mapping[Path, dict[str, Any]]
     """What is gone on with, and what it was started as."""
     allow: frozenset[str]
@@ -107,6 +110,29 @@ class Start:
     notify: Notify
     planned_for: dict[str, Any] = field(default_factory=dict)
     """What the planner was asked, to ask it again where memory runs out."""
+    engines: list[Any] = field(default_factory=list)
+    """What gathers the weights of references that ranks share."""
+
+    @property
+    def sharing(self) -> train.World | None:
+        """The ranks that share the weights; None where each has all of them."""
+        return self.world if self.shares_weights else None
+
+    def share(self, recipe: Recipe) -> Callable[[Any, Any], None]:
+        """Gives a reference its weights, of which each rank holds a part; does nothing to one that has them."""
+
+        def share(model: Any, layers: Any) -> None:
+            engine = share_reference(recipe, model, layers, self.world, self.device)
+            if engine is not None:
+                self.engines.append(engine)
+
+        return share
+
+    def close(self) -> None:
+        """Let go of what shares a reference."""
+        for engine in self.engines:
+            engine.destroy()
+        self.engines.clear()
 
     def with_data(self, fingerprint: str) -> None:
         """Take note of the data. Run settings were compared before it was read, with which it takes minutes.
@@ -256,6 +282,7 @@ def start_run(recipe: Recipe, resume: str, notify: Notify, allow_change: Collect
         checkpoint=checkpoint,
         identity=_identify(recipe, quantization, world, before if resume != "never" else None),
         replaces=before is not None and resume == "never",
+        shares_weights=shares_weights(recipe),
         continued=continued,
         allow=frozenset(allow_change),
         notify=notify,
@@ -263,6 +290,12 @@ def start_run(recipe: Recipe, resume: str, notify: Notify, allow_change: Collect
     start._tell(start._check())
     last = list(continued.values())[-1] if continued else start.identity
     start._tell(train.tell_changes(last, start.identity))
+    if checkpoint is not None and train.ranks_of(checkpoint) != world.size:
+        ranks = train.ranks_of(checkpoint)
+        notify(
+            f"the checkpoint is of {ranks} rank{'' if ranks == 1 else 's'} and goes on with {world.size}: dropout "
+            "and other draws of the ranks are seeded anew, by the step and the rank"
+        )
     return start
 
 
@@ -367,14 +400,49 @@ def plan_and_stream(
             schedule, host_bytes = start.world.main(plan)
     handle = stream_model(recipe, model, schedule, sequence_ranks(recipe, start.world))
     with doing("checking that this model streams exactly"):
-        handle.check()
-        check(handle)
+        _check_streams(recipe, model, handle, check, start, notify)
     with doing("setting up the optimizer"):  # after the checks: ranks that share the weights have them no longer whole
-        backend = make_backend(recipe, model, handle.layers, start.world)
+        backend = make_backend(recipe, model, handle.layers, start.world, start.device)
     if schedule is not None and not dry_run and schedule.uses_host:
         handle.tiers.reserve(host_bytes, start.device)
     start.identity["schedule"] = asdict(handle.schedule)  # not compared: another gives the same gradient, to rounding
     return handle, backend, memory
+
+
+def _check_streams(
+    recipe: Recipe,
+    model: Any,
+    handle: StreamHandle,
+    check: Callable[[StreamHandle], None],
+    start: Start,
+    notify: Notify,
+) -> None:
+    """Check the model itself, or one of its configuration where its weights are still to come, in parts.
+
+    Raises:
+        UnsupportedModelError: It does not stream exactly.
+    """
+    deferred = models.deferred_of(model)
+    if deferred is None:
+        handle.check()
+        check(handle)
+        return
+
+    def check_small() -> int:
+        trial = make_trial_model(recipe, model, start.device)
+        with stream_model(recipe, trial, handle.schedule, handle.sequence_parallel) as small:
+            small.check()
+            check(small)
+            return len(small.layers)
+
+    # Ranks that share a sequence compute each call together; any other rank would find what rank 0 finds.
+    layers = check_small() if recipe.sequence_parallel_size > 1 else start.world.main(check_small)
+    if deferred.note is not None:
+        notify(deferred.note)
+    notify(
+        f"the weights are shared between ranks: streaming was checked on a model of the same configuration with "
+        f"{layers} of the {len(handle.layers)} layers and random weights"
+    )
 
 
 def _one_level(recipe: Recipe) -> Recipe:
@@ -447,6 +515,7 @@ def train_run(
         if world.is_main:
             train.append_event(directory.events, "finish" if finished else "stop", step=progressed.step)
         run.backend.close()
+        run.start.close()
     newest = train.checkpoint_path(directory.checkpoints, progressed.step)
     return Outcome(
         progressed=progressed,
@@ -467,6 +536,8 @@ def _claimed(run: Run) -> Iterator[None]:
     with ExitStack() as held:
         text = dump_recipe(run.recipe, comment=f"resolved from {run.loaded.path}")
         run.start.world.main(lambda: held.enter_context(run.directory.claim(run.start.identity, text)))
+        if run.start.world.size > 1:
+            train.check_shared_folder(run.directory.path, run.start.world)
         yield
 
 
@@ -541,13 +612,13 @@ def _schedule(run: Run) -> Callable[[int], float]:
 
 def _finish(run: Run, writer: train.ModelWriter) -> str | None:
     """Write ``final/`` and return what the model says to the sample prompt."""
-    world, sample = run.start.world, run.recipe.sample
+    world, backend = run.start.world, run.backend
+    train.write_final_together(run.directory.final, writer, world)
+    sample = run.recipe.sample
+    if sample is None:
+        return None
 
-    def finish() -> str | None:
-        train.write_final(run.directory.final, writer)
-        if sample is None or world.size > 1:
-            return None
-        run.handle.remove()
+    def say() -> str:
         return models.sample_text(
             run.model,
             run.tokenizer,
@@ -557,13 +628,24 @@ def _finish(run: Run, writer: train.ModelWriter) -> str | None:
             seed=run.recipe.seed,
         )
 
-    with run.backend.whole():
-        return world.main(finish)
+    run.handle.remove()
+    if not run.start.shares_weights:
+        return world.main(say)
+    with backend.called_directly():  # all ranks compute each token together, and draw the same
+        return world.together(say)
 
 
 def _make_writer(run: Run) -> train.ModelWriter:
     saved = [p for p in run.model.parameters() if p.requires_grad or run.recipe.finetuning_type == "full"]
+    num_bytes = sum(models.count_weights(parameter) * parameter.element_size() for parameter in saved)
     tokenizer = models.SavedTokenizer(run.tokenizer)
+    if run.start.shares_weights:
+        main = run.start.world.is_main
+
+        def gather(folder: Path) -> None:
+            models.save_gathered(run.model, run.tokenizer, folder, run.backend.weights, is_main=main)
+
+        return train.ModelWriter(gather, num_bytes, together=True)
 
     def write(folder: Path) -> None:
         models.save_pretrained(run.model, tokenizer, folder)
@@ -572,4 +654,4 @@ def _make_writer(run: Run) -> train.ModelWriter:
         tokenizer.read()  # here and once: a tokenizer is not for two threads
         return partial(models.save_pretrained, run.model, tokenizer, weights=models.copy_weights(run.model))
 
-    return train.ModelWriter(write, sum(parameter.nbytes for parameter in saved), snapshot)
+    return train.ModelWriter(write, num_bytes, snapshot)

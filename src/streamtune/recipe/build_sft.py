@@ -76,7 +76,7 @@ def build_sft(
         start.with_data(prepared.fingerprint)
         longest = min(prepared.report.length_percentiles["max"], recipe.max_length)
         with doing("loading the model"):
-            model = make_model(recipe, tokenizer, start.checkpoint, start.device)
+            model = make_model(recipe, tokenizer, start.checkpoint, start.device, sharing=start.sharing)
         tell_of_model(model, longest, start, notify)
         handle, backend, memory = plan_and_stream(
             recipe,

@@ -9,13 +9,13 @@ make_backend   DDP, FSDP2 or DeepSpeed by the recipe; one device by itself
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
-from streamtune import train
+from streamtune import models, train
 from streamtune.engine import SequenceParallel
 from streamtune.errors import ArgumentError
 from streamtune.recipe.build_model import make_optimizer
@@ -25,11 +25,14 @@ __all__ = [
     "accumulation",
     "config_values",
     "device_of_rank",
+    "fill_model",
     "leave_ranks",
     "make_backend",
     "make_world",
     "sequence_ranks",
+    "share_reference",
     "shares_weights",
+    "whole_weights",
 ]
 
 
@@ -129,35 +132,111 @@ def shares_weights(recipe: Recipe) -> bool:
     return stage_of(read_config(recipe.deepspeed)) == 3
 
 
-def make_backend(recipe: Recipe, model: Any, layers: Iterable[nn.Module], world: train.World) -> train.Backend:
+def make_backend(
+    recipe: Recipe, model: Any, layers: Iterable[nn.Module], world: train.World, device: torch.device | None = None
+) -> train.Backend:
     """What turns losses into new weights.
 
     Args:
         recipe: The recipe.
-        model: Streamed already, the same on every rank.
+        model: Streamed already, the same on every rank, or on ``meta`` where its weights are still to come.
         layers: Its decoder layers.
         world: The ranks.
+        device: This rank's; that of the weights where they are there.
 
     Raises:
         ArgumentError: DeepSpeed is not installed or refuses what is asked of it.
     """
+    layers = list(layers)
     if recipe.deepspeed is not None:
-        from streamtune.distributed.deepspeed_backend import DeepSpeedBackend, check_deepspeed
+        from streamtune.distributed.deepspeed_backend import DeepSpeedBackend, check_deepspeed, share_module
         from streamtune.distributed.deepspeed_config import resolve_config
 
         check_deepspeed()
         config = resolve_config(recipe.deepspeed, config_values(recipe, model, world))
+        fill_model(model, layers, world, device, lambda module: share_module(module, config))
         return DeepSpeedBackend(model, make_optimizer(recipe, model), config, layers)
     if recipe.fsdp:
-        from streamtune.distributed.fsdp_backend import FsdpBackend
+        from streamtune.distributed.fsdp_backend import FsdpBackend, share_layer
 
+        fill_model(model, layers, world, device, lambda module: share_layer(module, layers))
         return FsdpBackend(model, lambda sharded: make_optimizer(recipe, sharded), layers)
     local = train.LocalBackend(model, make_optimizer(recipe, model))
     if world.size == 1:
         return local
     from streamtune.distributed.ddp_backend import DdpBackend
 
-    return DdpBackend(model, local.optimizer, local)
+    return DdpBackend(model, local.optimizer, local, train.share_out_whole)
+
+
+def fill_model(
+    model: Any,
+    layers: list[nn.Module],
+    world: train.World,
+    device: torch.device | None,
+    share: Callable[[nn.Module], None],
+) -> None:
+    """Give a model on ``meta`` its weights, a layer at a time; one that has them is left as it is.
+
+    Args:
+        model: Streamed already.
+        layers: Its decoder layers.
+        world: The ranks.
+        device: This rank's.
+        share: Has a layer's weights shared.
+    """
+    source = models.deferred_of(model)
+    if source is None:
+        return
+    from streamtune.distributed.fill import fill
+
+    assert device is not None, "weights that are to come go somewhere"
+    fill(model, layers, source, device=device, main=world.main, share=share)
+
+
+def share_reference(
+    recipe: Recipe, model: Any, layers: Iterable[nn.Module], world: train.World, device: torch.device
+) -> Any:
+    """Give a reference on ``meta`` its weights, shared as those of the trained model are; any other is left as it is.
+
+    Args:
+        recipe: The recipe.
+        model: Streamed, not trained.
+        layers: Its decoder layers.
+        world: The ranks.
+        device: This rank's.
+
+    Returns:
+        What gathers its weights, to be kept as long as it is called and destroyed then; None where its hooks do.
+    """
+    layers = list(layers)
+    if models.deferred_of(model) is None:
+        return None
+    if recipe.deepspeed is None:
+        from torch.distributed.fsdp import fully_shard
+
+        from streamtune.distributed.fsdp_backend import share_layer
+
+        fill_model(model, layers, world, device, lambda module: share_layer(module, layers))
+        fully_shard(model)
+        return None
+    from streamtune.distributed.deepspeed_backend import share_frozen, share_module
+    from streamtune.distributed.deepspeed_config import resolve_config
+
+    config = resolve_config(recipe.deepspeed, config_values(recipe, model, world))
+    fill_model(model, layers, world, device, lambda module: share_module(module, config))
+    return share_frozen(model, config, layers)
+
+
+def whole_weights(recipe: Recipe, model: Any) -> Iterator[tuple[str, Tensor | None]]:
+    """Parameters of a model whose weights ranks share, each whole on rank 0 for its turn. Called by all ranks."""
+    if recipe.fsdp:
+        from streamtune.distributed import fsdp_backend
+
+        return fsdp_backend.whole_weights(model)
+    from streamtune.distributed import deepspeed_backend
+
+    return deepspeed_backend.whole_weights(model)
 
 
 def config_values(recipe: Recipe, model: Any, world: train.World) -> dict[str, Any]:

@@ -14,7 +14,9 @@ from streamtune.train.records import append_event, read_records, record_failure
 from streamtune.train.reference import ModelReference, Reference, evaluating
 from streamtune.train.rng import preserve_rng, seed_everything, use_deterministic_kernels
 from streamtune.train.rundir import RunDirectory, check_same_run, find_checkpoint, tell_changes
+from streamtune.train.sharded_checkpoint import check_shared_folder, ranks_of, write_final_together
 from streamtune.train.signals import StopRequest
+from streamtune.train.slices import SliceReader, share_out_whole
 from streamtune.train.staging import commit_directory
 from streamtune.train.step import TrainSettings
 from streamtune.train.world import World
@@ -34,6 +36,7 @@ __all__ = [
     "Reference",
     "RunDirectory",
     "Score",
+    "SliceReader",
     "StepStream",
     "StopRequest",
     "SupervisedObjective",
@@ -43,6 +46,7 @@ __all__ = [
     "append_event",
     "autocast",
     "check_same_run",
+    "check_shared_folder",
     "checkpoint_path",
     "commit_directory",
     "counted",
@@ -54,12 +58,15 @@ __all__ = [
     "is_out_of_memory",
     "peak_memory_bytes",
     "preserve_rng",
+    "ranks_of",
     "read_records",
     "record_failure",
     "seed_everything",
+    "share_out_whole",
     "supersede",
     "tell_changes",
     "train",
     "use_deterministic_kernels",
     "write_final",
+    "write_final_together",
 ]

@@ -7,7 +7,7 @@ ranks add up to the gradient (``streamtune.distributed`` has the backends of sev
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Collection, Iterator, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any, Protocol
 
@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from streamtune.train.optimizer_state import load_optimizer_tensors, optimizer_tensors
+from streamtune.train.slices import MASTER, SliceReader, share_out_whole
 
 __all__ = ["Backend", "LocalBackend"]
 
@@ -51,20 +52,27 @@ class Backend(Protocol):
         """Begin the optimizer's state anew."""
         ...
 
-    def optimizer_tensors(self) -> Mapping[str, Tensor]:
-        """The optimizer's state, ``PARAMETER/KEY`` (see ``optimizer_state``). Called by all ranks; whole on rank 0."""
+    def slices(self) -> Iterator[tuple[str, str, tuple[int, ...], int, Tensor]]:
+        """The state that this rank writes, see ``slices.Slice``: all ranks together have each value once."""
         ...
 
-    def load_optimizer_tensors(self, tensors: Mapping[str, Tensor]) -> None:
-        """Put the state back; given whole on every rank.
+    def load_slices(self, saved: SliceReader) -> None:
+        """Put back what this rank holds of a state, whoever wrote it.
 
         Raises:
-            CheckpointError: It belongs to a model with other parameters.
+            CheckpointError: It belongs to a model with other parameters, or lacks values.
         """
         ...
 
-    def whole(self) -> AbstractContextManager[Any]:
-        """A context in which the model's weights are whole on rank 0, to be written or tried."""
+    def weights(self, names: Collection[str] | None = None) -> Iterator[tuple[str, Tensor | None]]:
+        """Parameters one after another (those of ``names`` alone), each whole on rank 0 while it is its turn.
+
+        Called by all ranks, and gone through to the end by all of them; None on the others.
+        """
+        ...
+
+    def called_directly(self) -> AbstractContextManager[Any]:
+        """Within, the model may be called in pieces of its own (to write text), by all ranks in step; no gradients."""
         ...
 
     def close(self) -> None:
@@ -111,14 +119,26 @@ class LocalBackend:
         self.optimizer.state.clear()  # it puts another dictionary there when it loads: looked up now
 
     def optimizer_tensors(self) -> Mapping[str, Tensor]:
-        """See :class:`Backend`."""
+        """The optimizer's state, ``PARAMETER/KEY``; nothing is copied."""
         return optimizer_tensors(self.optimizer, self.model)
 
-    def load_optimizer_tensors(self, tensors: Mapping[str, Tensor]) -> None:
+    def slices(self) -> Iterator[tuple[str, str, tuple[int, ...], int, Tensor]]:
         """See :class:`Backend`."""
-        load_optimizer_tensors(self.optimizer, self.model, tensors)
+        return share_out_whole(self.optimizer_tensors(), 0, 1)
 
-    def whole(self) -> AbstractContextManager[Any]:
+    def load_slices(self, saved: SliceReader) -> None:
+        """See :class:`Backend`."""
+        trained = [name for name, parameter in self.model.named_parameters() if parameter.requires_grad]
+        saved.check_parameters(trained)
+        keys = {name: [key for key in saved.keys(name) if key != MASTER] for name in trained}
+        found = {f"{name}/{key}": saved.whole(name, key) for name in trained for key in keys[name]}
+        load_optimizer_tensors(self.optimizer, self.model, found)
+
+    def weights(self, names: Collection[str] | None = None) -> Iterator[tuple[str, Tensor | None]]:
+        """See :class:`Backend`."""
+        return ((name, x.detach()) for name, x in self.model.named_parameters() if names is None or name in names)
+
+    def called_directly(self) -> AbstractContextManager[Any]:
         """See :class:`Backend`."""
         return nullcontext()
 

@@ -32,6 +32,7 @@ from streamtune.train.rng import RngState
 from streamtune.train.staging import commit_directory, free_bytes, fsync_path, make_directory, remove_any, write_error
 
 __all__ = [
+    "STATE",
     "Checkpoint",
     "ModelWriter",
     "check_room",
@@ -86,6 +87,8 @@ class ModelWriter:
     snapshot: Callable[[], Callable[[Path], None]] | None = None
     """Copies to the host what training changes, and returns what writes the copy from any thread. None: there is no
     such copy, and the model is written as it stands."""
+    together: bool = False
+    """Whether no rank has the whole model: all of them call ``write`` then, and fail together or not at all."""
 
 
 def checkpoint_path(folder: Path, step: int) -> Path:

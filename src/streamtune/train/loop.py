@@ -13,7 +13,7 @@ from typing import Any
 
 from streamtune.engine import StreamHandle
 from streamtune.errors import did_you_mean
-from streamtune.train.backend import Backend
+from streamtune.train.backend import Backend, LocalBackend
 from streamtune.train.batch import MicroBatch, StepStream, counted
 from streamtune.train.checkpoint import Checkpoint, ModelWriter, check_room
 from streamtune.train.guard import NextSchedule, StepGuard
@@ -26,7 +26,9 @@ from streamtune.train.rng import RngState, capture_rng, restore_rng, seed_everyt
 from streamtune.train.routers import StepRouters
 from streamtune.train.rundir import RunDirectory
 from streamtune.train.saver import CheckpointSaver, Keep
+from streamtune.train.sharded_checkpoint import ranks_of, rng_of_rank, save_sharded
 from streamtune.train.signals import StopRequest
+from streamtune.train.slices import SliceReader
 from streamtune.train.step import (
     StepScore,
     TrainSettings,
@@ -116,7 +118,7 @@ def train(
     """
     model = backend.model
     seed_everything(settings.seed, world.rank)
-    state = Progressed() if resume_from is None else resume(resume_from, backend, steps)
+    state = Progressed() if resume_from is None else resume(resume_from, backend, steps, settings.seed, world)
     if world.is_main:
         cut_after_step(run.metrics, state.step, evaluated=not state.eval_due)
         cut_events(run.events, state.step)
@@ -203,7 +205,9 @@ def train(
                 doing = f"the optimizer at step {state.step + 1}"
                 with explain_out_of_memory(doing, micro_batches, settings.out_of_memory_mend):
                     backend.step(learning_rate)
-            if not latest and world.size == 1:  # now the optimizer has its state: what a checkpoint takes is known
+            if not latest and isinstance(
+                backend, LocalBackend
+            ):  # now the optimizer has its state: what a checkpoint takes is known
                 check_room(run.checkpoints, writer, backend.optimizer_tensors())
 
             # 3. What the step was.
@@ -286,24 +290,32 @@ def save(
 
     With several ranks it is committed when this returns, and what goes wrong is raised on all of them.
     """
-    tensors = backend.optimizer_tensors()
-    begin = partial(
-        saver.save,
-        state={"step": state.step, "progressed": asdict(state), "stream": position.stream, "identity": dict(identity)},
-        rng=position.rng,
-        optimizer_tensors=tensors,
-        metric=metric,
-    )
-    with backend.whole():
-        world.main(begin)
+    values = {
+        "step": state.step,
+        "progressed": asdict(state),
+        "stream": position.stream,
+        "identity": dict(identity),
+    }
+    if isinstance(backend, LocalBackend):
+        tensors = backend.optimizer_tensors()
+        saver.save(state=values, rng=position.rng, optimizer_tensors=tensors, metric=metric)
+    else:
+        save_sharded(saver, world=world, backend=backend, state=values, rng=position.rng, metric=metric)
 
 
-def resume(checkpoint: Checkpoint, backend: Backend, steps: StepStream) -> Progressed:
-    """Put optimizer, data and random state to where ``checkpoint`` left them, and return how far it had come."""
-    backend.load_optimizer_tensors(checkpoint.optimizer_tensors())
+def resume(checkpoint: Checkpoint, backend: Backend, steps: StepStream, seed: int, world: World) -> Progressed:
+    """Put optimizer, data and random state to where ``checkpoint`` left them, and return how far it had come.
+
+    Every rank goes on with its own random state. Where other ranks wrote the checkpoint there is none for each, and
+    all are seeded anew, by the step and the rank.
+    """
+    world.together(lambda: backend.load_slices(SliceReader(checkpoint.path)))
     if checkpoint.state["stream"] is not None:  # None: the data may be another, and is begun anew
         steps.load_state_dict(checkpoint.state["stream"])
-    restore_rng(checkpoint.rng())
+    if ranks_of(checkpoint) == world.size:
+        restore_rng(rng_of_rank(checkpoint, world.rank))
+    else:
+        seed_everything(seed, world.rank, checkpoint.step)
     return Progressed(**checkpoint.state["progressed"])
 
 

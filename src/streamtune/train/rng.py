@@ -26,13 +26,14 @@ class RngState:
     """``python`` and ``numpy`` -> nested lists of numbers and strings"""
 
 
-def seed_everything(seed: int, rank: int = 0) -> None:
+def seed_everything(seed: int, rank: int = 0, step: int = 0) -> None:
     """Seed ``random``, numpy and torch on every device. ``seed`` is below 2**32, which is as far as numpy goes.
 
     Ranks draw differently: two that drop out the same units would be less random together than one is alone.
+    ``step`` is for ranks that start there without a random state to go on with.
     """
-    if rank > 0:
-        seed = int(np.random.SeedSequence((seed, rank)).generate_state(1)[0])
+    if rank > 0 or step > 0:
+        seed = int(np.random.SeedSequence((seed, rank, step) if step else (seed, rank)).generate_state(1)[0])
     random.seed(seed)
     np.random.seed(seed)
     torch.manual_seed(seed)

@@ -151,15 +151,19 @@ class CheckpointSaver:
                     run=self.run,
                     metric=None if metric is None else float(metric),
                 )
-                open_checkpoint(saved.path)  # read back; only now is there one more than before
-                rotate(self.folder, self.keep, run=self.run)
-            self._saved.append(saved.path)
+                self.committed(saved.path)
 
         if not copied:
             write()
             return
         self._worker = threading.Thread(target=self._guarded, args=(write,), name="checkpoint")
         self._worker.start()
+
+    def committed(self, path: Path) -> None:
+        """Take note of a checkpoint that somebody else committed: read it back, then delete what need not stay."""
+        open_checkpoint(path)  # only now is there one more than before
+        rotate(self.folder, self.keep, run=self.run)
+        self._saved.append(path)
 
     def finished(self) -> list[Path]:
         """What was committed since the last call.

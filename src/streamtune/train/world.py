@@ -74,6 +74,44 @@ class World:
         distributed.all_gather_object(found, value)
         return found[:: self.sequence_size]
 
+    def collect(self, value: T) -> list[T]:
+        """What each rank has, in their order, those that share a sequence included; picklable, small."""
+        if self.size == 1:
+            return [value]
+        found: list[Any] = [None] * self.size
+        distributed.all_gather_object(found, value)
+        return found
+
+    def together(self, work: Callable[[], T]) -> T:
+        """``work()`` done by every rank; where it fails on one it fails on all of them.
+
+        No rank may wait for another within ``work`` where one of them can fail alone.
+
+        Raises:
+            StreamTuneError: The rank's own; on the others that of the first rank that failed, which is named.
+            Exception: The rank's own, of any kind.
+        """
+        if self.size == 1:
+            return work()
+        result: T
+        error: Exception | None = None
+        try:
+            result = work()
+        except Exception as failed:
+            error = failed
+        told = error if isinstance(error, StreamTuneError) else None  # any other may not be for another process
+        outcomes = self.collect(None if error is None else (type(error).__name__, told, str(error)))
+        if error is not None:
+            raise error
+        first = next((rank for rank, outcome in enumerate(outcomes) if outcome is not None), None)
+        if first is not None:
+            kind, theirs, text = outcomes[first] or ("", None, "")
+            if isinstance(theirs, StreamTuneError):
+                theirs.what = f"rank {first}: {theirs.what}"
+                raise theirs
+            raise RunError(f"rank {first} failed: {kind}: {text}")
+        return result
+
     def share(self, work: Callable[[], T]) -> list[T]:
         """What ``work()`` gives on each data rank, in their order; every rank does its own.
 

@@ -1,0 +1,103 @@
+"""Weights into a model on ``meta`` whose ranks share them: a layer at a time is whole, on rank 0 and then on each.
+
+For each decoder layer, and for each other module with weights of its own: rank 0 reads or draws them, the others make
+room, and the engine takes them, hands them out and keeps the part of each rank. So a rank holds its part of the layers
+before, and one layer.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor, distributed, nn
+from torch.distributed.tensor import DTensor
+
+__all__ = ["fill"]
+
+
+class Source(Protocol):
+    """The weights that are to come: ``streamtune.models.Deferred``."""
+
+    def names_in(self, module: nn.Module, recurse: bool = True) -> list[str]:
+        """The parameters of a module whose weights came, or are to come, from here."""
+        ...
+
+    def awaits(self, name: str) -> bool:
+        """Whether it is still to come: what is used in several places comes once."""
+        ...
+
+    def shape(self, name: str) -> nn.Parameter:
+        """Shape and dtype."""
+        ...
+
+    def read(self, names: Iterable[str]) -> dict[str, Tensor]:
+        """The values of some, on the CPU."""
+        ...
+
+    def place(self, name: str, values: Tensor) -> None:
+        """Put values where they are used."""
+        ...
+
+    def close(self) -> None:
+        """All are placed."""
+        ...
+
+
+def fill(
+    model: nn.Module,
+    layers: Iterable[nn.Module],
+    source: Source,
+    *,
+    device: torch.device,
+    main: Callable[[Callable[[], Any]], Any],
+    share: Callable[[nn.Module], None],
+) -> None:
+    """Give ``model`` its weights, shared.
+
+    Args:
+        model: On ``meta``, buffers on the CPU.
+        layers: Its decoder layers.
+        source: The weights.
+        device: Where a layer is whole, before it is shared.
+        main: Does something on rank 0, and raises on all ranks what it raises.
+        share: Called by all ranks with a module whose weights are rank 0's, and room for them elsewhere.
+    """
+    layers = list(layers)
+    inside = {id(module) for layer in layers for module in layer.modules()}
+    # From the last to the first: a module comes after those below it.
+    others = [module for module in reversed(list(model.modules())) if id(module) not in inside]
+    for module, names in (
+        *((layer, source.names_in(layer)) for layer in layers),
+        *((module, source.names_in(module, recurse=False)) for module in others),
+    ):
+        _place(source, [name for name in names if source.awaits(name)], device, main)
+        if names:
+            _move(module, device)
+            share(module)
+    source.close()
+    _move(model, device)
+    for module in model.modules():
+        for key, buffer in module._buffers.items():
+            if buffer is not None:
+                moved = module._buffers[key] = buffer.to(device)
+                distributed.broadcast(moved, 0)
+
+
+def _place(source: Source, names: list[str], device: torch.device, main: Callable[[Callable[[], Any]], Any]) -> None:
+    """Rank 0's values, and room for them on the others."""
+    found: dict[str, Tensor] = {}
+    main(lambda: found.update(source.read(names)))
+    for name in names:
+        like = source.shape(name)
+        values = found.pop(name).to(like.dtype) if distributed.get_rank() == 0 else torch.empty_like(like, device="cpu")
+        source.place(name, values.detach().to(device))
+
+
+def _move(module: nn.Module, device: torch.device) -> None:
+    """What came with the model and is not shared yet, such as adapters, to where the rest is."""
+    for parameter in module.parameters():
+        shared = hasattr(parameter, "ds_id") or isinstance(parameter, DTensor)
+        if not shared and parameter.device.type not in (device.type, "meta"):
+            parameter.data = parameter.data.to(device)

@@ -1,0 +1,193 @@
+"""The safetensors of a model, read a few parameters at a time and converted as ``transformers`` converts them.
+
+Which tensor of the files belongs to which parameter, and what is done to it (experts are stacked, fused projections
+split), is what ``from_pretrained`` would do: its own renamings and converters are used.
+"""
+
+from __future__ import annotations
+
+import copy
+import json
+import re
+from collections.abc import Callable, Iterable, Mapping
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+from torch import Tensor
+from transformers import PreTrainedModel
+from transformers.conversion_mapping import get_model_conversion_mapping
+from transformers.core_model_loading import (
+    WeightConverter,
+    WeightRenaming,
+    build_glob_alternation,
+    dot_natural_key,
+    rename_source_key,
+)
+from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME
+from transformers.utils.hub import cached_file
+
+from streamtune.errors import ArgumentError
+from streamtune.models.load import check_exists, loading_error
+
+__all__ = ["CheckpointFiles"]
+
+
+class CheckpointFiles:
+    """Weights in safetensors, in a folder or on the model hub.
+
+    Args:
+        name_or_path: The folder or name.
+
+    Raises:
+        ArgumentError: It has no weights in safetensors.
+    """
+
+    def __init__(self, name_or_path: str) -> None:
+        check_exists(name_or_path)
+        self.name = name_or_path
+        self._files = _find(name_or_path)
+        """Tensor in the files -> file."""
+        self._loads: dict[str, Any] = {}
+        """First parameter that a conversion gives -> the conversion, with what it reads."""
+        self._gives: dict[str, str] = {}
+        """Parameter -> the first parameter of the conversion that gives it."""
+        self._aliases: dict[str, str] = {}
+        self.dtypes: dict[str, torch.dtype] = {}
+        """Parameter or buffer -> dtype; known once it is prepared."""
+        self._model: PreTrainedModel | None = None
+
+    def dtype(self) -> torch.dtype:
+        """The first dtype of numbers there is in the files: what ``dtype: auto`` means without a configured one."""
+        for key, path in self._files.items():
+            with safe_open(path, framework="pt") as file:
+                found: torch.dtype = file.get_slice(key)[:0].dtype
+            if found.is_floating_point:
+                return found
+        return torch.float32
+
+    def prepare(self, model: PreTrainedModel) -> None:
+        """Find out what gives which parameter of ``model``; nothing is read.
+
+        Raises:
+            ArgumentError: The files lack some.
+        """
+        self._model = model
+        state = model.state_dict(keep_vars=True)
+        first: dict[int, str] = {}
+        self._aliases = {name: first.setdefault(id(value), name) for name, value in state.items()}
+        self.dtypes = _dtypes(model, state)
+        mapping = get_model_conversion_mapping(model)
+        renamings = [entry for entry in mapping if isinstance(entry, WeightRenaming)]
+        converters = [entry for entry in mapping if isinstance(entry, WeightConverter)]
+        by_pattern = {pattern: converter for converter in converters for pattern in converter.source_patterns}
+        prefix = model.base_model_prefix
+        for key in sorted(self._files, key=dot_natural_key):
+            name, pattern = rename_source_key(key, renamings, converters, prefix, state)
+            if name not in state and key in state:
+                name, pattern = rename_source_key(key, [], [], base_model_prefix=prefix, meta_state_dict=state)
+            if name not in state:
+                continue  # the model has no use for it
+            made = WeightRenaming(key, name) if pattern is None else copy.deepcopy(by_pattern[pattern])
+            load = self._loads.setdefault(name, made)
+            load.add_tensor(name, key, pattern or key, partial(self._tensor, key, self.dtypes[name]))
+        # Kept as `from_pretrained` keeps it: what is saved is converted back.
+        model._weight_conversions = [conversion for conversion in mapping if conversion.was_used()]
+        self._link(state)
+
+    def _link(self, state: Mapping[str, Tensor]) -> None:
+        """Which conversion gives which parameter."""
+        for start, load in self._loads.items():
+            names = [start]
+            if isinstance(load, WeightConverter) and len(load.target_patterns) > 1:
+                ends = [pattern.replace("*", "") for pattern in load.target_patterns]
+                used = next((end for end in ends if end in start), None)
+                names += [start.replace(used, end) for end in ends if used is not None and end != used]
+            for name in names:
+                if name in state:
+                    self._gives[self._aliases[name]] = start
+        ignored = _may_lack(self._model)
+        missing = sorted(
+            {self._aliases[name] for name in state} - self._gives.keys() - {n for n in state if ignored(n)}
+        )
+        if missing:
+            raise ArgumentError(
+                f"the checkpoint '{self.name}' has no weights for {len(missing)} parameters of "
+                f"{type(self._model).__name__}: {', '.join(missing[:3])}{' ...' if len(missing) > 3 else ''}",
+                where="model_name_or_path",
+                mend="use a checkpoint of a causal language model",
+            )
+
+    def gives(self, name: str) -> bool:
+        """Whether a parameter or buffer is in the files."""
+        return self._aliases.get(name, name) in self._gives
+
+    def read(self, names: Iterable[str]) -> dict[str, Tensor]:
+        """Parameters and buffers by name, on the CPU, in the model's dtypes. Each is read once.
+
+        Raises:
+            ArgumentError: The files cannot be read.
+        """
+        assert self._model is not None, "prepare() comes first"
+        wanted, found = list(names), dict[str, Tensor]()
+        for start in dict.fromkeys(self._gives[name] for name in wanted):
+            load = self._loads.pop(start, None)
+            if load is None:
+                continue
+            try:
+                converted = load.convert(start, model=self._model, config=self._model.config)
+            except (OSError, SafetensorError) as error:
+                raise loading_error("model", self.name, error) from error
+            for name, value in converted.items():
+                found[self._aliases.get(name, name)] = value[0] if isinstance(value, list) else value
+        return {name: found[name].contiguous() for name in wanted}
+
+    def _tensor(self, key: str, dtype: torch.dtype) -> Tensor:
+        """A copy: a page of the file starts where the file has it, and kernels may round differently for that."""
+        with safe_open(self._files[key], framework="pt") as file:
+            return file.get_tensor(key).to(dtype, copy=True)
+
+
+def _may_lack(model: Any) -> Callable[[str], bool]:
+    """Whether a name may be missing from the files, by the model's own rules."""
+    patterns = model._keys_to_ignore_on_load_missing or []
+    if not patterns:
+        return lambda name: False
+    together = re.compile("|".join(f"({pattern})" for pattern in patterns))
+    return lambda name: together.search(name) is not None
+
+
+def _dtypes(model: PreTrainedModel, state: Mapping[str, Tensor]) -> dict[str, torch.dtype]:
+    """The dtype of each: some models keep a few in float32."""
+    plan = model._get_dtype_plan(model.dtype)
+    found = {name: value.dtype for name, value in state.items()}
+    if plan:
+        pattern, groups, _ = build_glob_alternation(list(plan))
+        for name in found:
+            if (match := pattern.search(name)) is not None and match.lastgroup is not None:
+                found[name] = plan[groups[match.lastgroup]]
+    return found
+
+
+def _find(name_or_path: str) -> dict[str, Path]:
+    """Tensor -> file."""
+    options: dict[str, Any] = {"_raise_exceptions_for_missing_entries": False}
+    try:
+        index = cached_file(name_or_path, SAFE_WEIGHTS_INDEX_NAME, **options)
+        if index is not None:
+            listed: dict[str, str] = json.loads(Path(index).read_text(encoding="utf-8"))["weight_map"]
+            paths = {name: cached_file(name_or_path, name) for name in dict.fromkeys(listed.values())}
+            return {key: Path(str(paths[name])) for key, name in listed.items()}
+        single = cached_file(name_or_path, SAFE_WEIGHTS_NAME, **options)
+        if single is not None:
+            with safe_open(single, framework="pt") as file:
+                return dict.fromkeys(file.keys(), Path(single))
+    except (OSError, ValueError, KeyError, SafetensorError) as error:
+        raise loading_error("model", name_or_path, error) from error
+    raise ArgumentError(
+        f"'{name_or_path}' has no weights in safetensors, which ranks that share them read a layer at a time",
+        where="model_name_or_path",
+        mend="convert it: load it with transformers and save_pretrained()",
+    )

@@ -1,0 +1,262 @@
+"""A model whose weights come later, a layer at a time: what ranks that share the weights start from.
+
+The model is made with its parameters on ``meta`` (buffers are real). Its weights are in a :class:`Deferred`:
+those of a checkpoint, read from its safetensors and converted as ``transformers`` converts them, or those the plain
+model would have been given at random. Whoever shares the weights asks for those of one module, hands them out, and asks
+for the next: nobody holds the whole model.
+
+    model = defer_load("Qwen/Qwen3-8B", dtype="bfloat16")
+    deferred_of(model).read(["model.layers.0.mlp.up_proj.weight", ...])     # name -> tensor on the CPU
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor, nn
+from transformers import AutoModelForCausalLM, PreTrainedModel
+
+from streamtune.errors import ArgumentError
+from streamtune.models.blueprint import read_plain_config
+from streamtune.models.checkpoint_files import CheckpointFiles
+from streamtune.models.load import DTYPES, build_config, loading_error
+from streamtune.models.recorded import NotRecordedError, RecordedInit
+
+__all__ = ["Deferred", "defer_init", "defer_load", "deferred_of", "phantom_weights"]
+
+ATTRIBUTE = "_streamtune_deferred"
+
+
+class Source(Protocol):
+    """Where weights come from."""
+
+    def read(self, names: Iterable[str]) -> dict[str, Tensor]:
+        """The tensors of these parameters and buffers, on the CPU. Those that are not asked for again are let go."""
+        ...
+
+
+class Deferred:
+    """The weights of a model that is on ``meta``.
+
+    Args:
+        model: Without adapters; they may be put into it afterwards.
+        open_source: Makes the source; called where it is first read from, which is on one rank.
+        dtypes: Of those that come in another dtype than the model was made in.
+        note: What to know of how they come, or None.
+    """
+
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        open_source: Callable[[], Source],
+        *,
+        dtypes: Mapping[str, torch.dtype] | None = None,
+        note: str | None = None,
+    ) -> None:
+        self._places: dict[str, list[tuple[nn.Module, str]]] = {}
+        self._open: Callable[[], Source] | None = open_source
+        self._source: Source | None = None
+        self.note = note
+        first: dict[int, str] = {}
+        for prefix, module in model.named_modules(remove_duplicate=False):
+            for key, parameter in module._parameters.items():
+                if parameter is not None:
+                    name = first.setdefault(id(parameter), f"{prefix}.{key}" if prefix else key)
+                    self._places.setdefault(name, []).append((module, key))
+        self._awaited = set(self._places)
+        for name in self._places:
+            old = self.shape(name)
+            dtype = (dtypes or {}).get(name, old.dtype)
+            self._put(name, nn.Parameter(old.detach().to("meta", dtype), requires_grad=old.requires_grad))
+        setattr(model, ATTRIBUTE, self)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> None:
+        """A copy of the model is a shape, and has no weights to come."""
+        return
+
+    def names_in(self, module: nn.Module, recurse: bool = True) -> list[str]:
+        """The parameters of a module (and of those below it) whose weights came, or are to come, from here."""
+        below = {id(each) for each in (module.modules() if recurse else (module,))}
+        return [name for name, places in self._places.items() if any(id(owner) in below for owner, _ in places)]
+
+    def awaits(self, name: str) -> bool:
+        """Whether it is still to come: what is used in several places comes once."""
+        return name in self._awaited
+
+    def read(self, names: Iterable[str]) -> dict[str, Tensor]:
+        """Their values, on the CPU.
+
+        Raises:
+            ArgumentError: The checkpoint lacks some.
+        """
+        if self._source is None:
+            assert self._open is not None
+            self._source = self._open()
+        return self._source.read(names)
+
+    def place(self, name: str, values: Tensor) -> None:
+        """Put the values of a parameter where it is used, which may be several places."""
+        old = self.shape(name)
+        assert old.shape == values.shape, name
+        self._put(name, nn.Parameter(values, requires_grad=old.requires_grad))
+        self._awaited.remove(name)
+
+    def shape(self, name: str) -> nn.Parameter:
+        """The parameter on ``meta``."""
+        owner, key = self._places[name][0]
+        found = owner._parameters[key]
+        assert found is not None
+        return found
+
+    def close(self) -> None:
+        """All are placed."""
+        assert not self._awaited, f"{len(self._awaited)} parameters never came, such as {next(iter(self._awaited))}"
+        self._source = self._open = None
+
+    @contextmanager
+    def phantom(self) -> Iterator[None]:
+        """Within, parameters are on the CPU and take no memory: what is made like them is made for real."""
+        real = {name: self.shape(name) for name in self._places}
+        for name, parameter in real.items():
+            stand_in = torch.zeros(1, dtype=parameter.dtype).expand(parameter.shape)
+            self._put(name, nn.Parameter(stand_in, requires_grad=parameter.requires_grad))
+        try:
+            yield
+        finally:
+            for name, parameter in real.items():
+                parameter.requires_grad_(self.shape(name).requires_grad)
+                self._put(name, parameter)
+
+    def _put(self, name: str, parameter: nn.Parameter) -> None:
+        for owner, key in self._places[name]:
+            owner._parameters[key] = parameter
+
+
+def deferred_of(model: Any) -> Deferred | None:
+    """The weights that are still to come into ``model``; None where it has them."""
+    base = model.get_base_model() if hasattr(model, "get_base_model") else model
+    found: Deferred | None = getattr(base, ATTRIBUTE, None)
+    return found if found is not None and found._awaited else None
+
+
+@contextmanager
+def phantom_weights(model: PreTrainedModel) -> Iterator[None]:
+    """Within, weights that are to come take no memory and are on the CPU: adapters are made for real."""
+    found = deferred_of(model)
+    if found is None:
+        yield
+        return
+    with found.phantom():
+        yield
+
+
+def defer_load(name_or_path: str, *, dtype: str = "auto", trust_remote_code: bool = False) -> PreTrainedModel:
+    """What ``load_model`` loads, without its weights.
+
+    Args:
+        name_or_path: A folder with ``config.json`` and safetensors, or a name on the model hub.
+        dtype: ``auto`` (the checkpoint's own), ``float32``, ``bfloat16`` or ``float16``.
+        trust_remote_code: Whether code that comes with the checkpoint may run.
+
+    Raises:
+        ArgumentError: There is no such checkpoint.
+    """
+    config = read_plain_config(name_or_path, trust_remote_code)
+    wanted = DTYPES.get(dtype) or getattr(config, "dtype", None)
+    files = CheckpointFiles(name_or_path)
+    if not isinstance(wanted, torch.dtype):
+        wanted = files.dtype()
+    try:
+        # What a constructor draws is not looked at.
+        with torch.random.fork_rng(devices=[]), RecordedInit(draw=False):
+            remote = {"trust_remote_code": True} if trust_remote_code else {}
+            model: PreTrainedModel = AutoModelForCausalLM.from_config(config, dtype=wanted, **remote)
+    except (OSError, ValueError, ImportError) as error:
+        raise loading_error("model", name_or_path, error) from error
+    model.config.name_or_path = model.name_or_path = name_or_path
+    files.prepare(model)
+    for name in [name for name, _ in model.named_buffers()]:
+        if files.gives(name):  # small, and read by every rank
+            owner, _, key = name.rpartition(".")
+            model.get_submodule(owner)._buffers[key] = files.read([name])[name]
+    Deferred(model, lambda: files, dtypes=files.dtypes)
+    return model.eval()
+
+
+def defer_init(
+    config: Mapping[str, Any],
+    *,
+    vocab_size: int,
+    token_ids: Mapping[str, int],
+    dtype: str,
+    seed: int,
+    draw: bool,
+) -> PreTrainedModel:
+    """What ``init_model`` makes, without its weights; they will be the same, bit for bit.
+
+    Args:
+        config: See ``init_model``.
+        vocab_size: See there.
+        token_ids: See there.
+        dtype: See there.
+        seed: See there.
+        draw: Whether this is the rank that the weights are asked of.
+
+    Raises:
+        ArgumentError: See there.
+    """
+    wanted = int(config.get("vocab_size", vocab_size))
+    if wanted < vocab_size:
+        raise ArgumentError(
+            f"a vocabulary of {wanted:,} is smaller than the tokenizer's {vocab_size:,} tokens",
+            where="model.init.vocab_size",
+            mend="leave vocab_size out: it follows the tokenizer",
+        )
+    keys = {**token_ids, **config, "vocab_size": wanted}
+
+    def make() -> PreTrainedModel:
+        chosen = torch.float32 if dtype == "auto" else DTYPES[dtype]
+        with torch.random.fork_rng():
+            torch.manual_seed(seed)
+            made: PreTrainedModel = AutoModelForCausalLM.from_config(build_config(keys), dtype=chosen)
+        return made
+
+    recorded = RecordedInit(draw=draw)
+    try:
+        with recorded:
+            model = make()
+        replayed = _Replayed(model, recorded)
+        Deferred(model, lambda: replayed)
+    except NotRecordedError:
+        with RecordedInit(draw=False):
+            model = make()
+        note = f"{type(model).__name__} draws its weights in a way of its own: rank 0 makes it whole, on the host"
+        Deferred(model, lambda: _Whole(make()), note=note)
+    return model
+
+
+class _Replayed:
+    """Random weights, drawn when they are asked for."""
+
+    def __init__(self, model: PreTrainedModel, recorded: RecordedInit) -> None:
+        self._recorded = recorded
+        self._made = {name: parameter.detach() for name, parameter in model.named_parameters()}
+
+    def read(self, names: Iterable[str]) -> dict[str, Tensor]:
+        """See :class:`Source`."""
+        made = {name: self._made[name] for name in names}  # a few, such as gains of norms, are whole already
+        return {name: self._recorded.replay(x) if x.device.type == "meta" else x.clone() for name, x in made.items()}
+
+
+class _Whole:
+    """A model that could not be made in any other way."""
+
+    def __init__(self, model: PreTrainedModel) -> None:
+        self._left = {name: parameter.detach() for name, parameter in model.named_parameters()}
+
+    def read(self, names: Iterable[str]) -> dict[str, Tensor]:
+        """See :class:`Source`."""
+        return {name: self._left.pop(name) for name in names}

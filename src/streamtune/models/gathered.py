@@ -1,0 +1,162 @@
+"""Write a model of which no rank has more than a part: one parameter after another, in files of bounded size.
+
+Ranks go through the parameters together; each is whole on rank 0 for its turn, and rank 0 writes it. What is written
+is what ``save_pretrained`` writes: the same names (experts unstacked, fused projections split as the checkpoint had
+them), tied weights once, adapters in peft's format.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable, Collection, Iterable, Iterator
+from pathlib import Path
+from typing import Any
+
+from safetensors.torch import save_file
+from torch import Tensor
+from transformers import PreTrainedTokenizerBase
+from transformers.core_model_loading import revert_weight_conversion
+from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME
+
+__all__ = ["save_gathered"]
+
+SHARD_BYTES = 2 << 30
+"""What rank 0 collects before it writes a file."""
+
+Weights = Callable[[Collection[str] | None], Iterator[tuple[str, Tensor | None]]]
+"""Goes through some parameters, or all: their names, and on rank 0 their values."""
+
+
+def save_gathered(
+    model: Any,
+    tokenizer: PreTrainedTokenizerBase,
+    folder: Path,
+    weights: Weights,
+    *,
+    is_main: bool,
+    shard_bytes: int = SHARD_BYTES,
+) -> None:
+    """Write model and tokenizer into ``folder``. Called by all ranks.
+
+    A failure to write is raised at the end: until then the other ranks wait for rank 0 at every parameter.
+
+    Args:
+        model: With or without adapters.
+        tokenizer: Its tokenizer.
+        folder: Where to.
+        weights: See :data:`Weights`.
+        is_main: Whether this is rank 0.
+        shard_bytes: Of a file.
+    """
+    adapters = hasattr(model, "peft_config")
+    names = {name for name, x in model.named_parameters() if x.requires_grad} if adapters else None
+    found = weights(names)
+    if not is_main:
+        for _ in found:
+            pass
+        return
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        if adapters:
+            model.save_pretrained(folder, state_dict={name: x.contiguous() for name, x in _whole(found)})
+        else:
+            _write_shards(model, found, folder, shard_bytes)
+            _write_configuration(model, folder)
+        tokenizer.save_pretrained(folder)
+    finally:
+        for _ in found:  # the other ranks go on with the next parameter whatever happened to the last
+            pass
+
+
+def _whole(found: Iterator[tuple[str, Tensor | None]]) -> Iterator[tuple[str, Tensor]]:
+    for name, values in found:
+        assert values is not None, "rank 0 has it"
+        yield name, values
+
+
+def _write_shards(model: Any, found: Iterator[tuple[str, Tensor | None]], folder: Path, shard_bytes: int) -> None:
+    """The files, and what is where if there are several."""
+    held: dict[str, Tensor] = {}
+    written: list[list[str]] = []
+    total = 0
+
+    def flush() -> None:
+        nonlocal held
+        save_file(held, folder / f"part-{len(written):05d}.safetensors", metadata={"format": "pt"})
+        written.append(list(held))
+        held = {}
+
+    for group in _layers(_with_buffers(model, found)):
+        for name, values in _as_saved(model, group).items():
+            if held and sum(x.nbytes for x in held.values()) + values.nbytes > shard_bytes:
+                flush()
+            held[name] = values.contiguous()
+            total += values.nbytes
+    flush()
+    if len(written) == 1:
+        (folder / "part-00000.safetensors").rename(folder / SAFE_WEIGHTS_NAME)
+        return
+    places: dict[str, str] = {}
+    for number, names in enumerate(written):
+        name = SAFE_WEIGHTS_NAME.replace(".", f"-{number + 1:05d}-of-{len(written):05d}.")
+        (folder / f"part-{number:05d}.safetensors").rename(folder / name)
+        places |= dict.fromkeys(names, name)
+    index = {"metadata": {"total_size": total}, "weight_map": dict(sorted(places.items()))}
+    (folder / SAFE_WEIGHTS_INDEX_NAME).write_text(json.dumps(index, indent=2) + "\n", encoding="utf-8")
+
+
+def _with_buffers(model: Any, found: Iterator[tuple[str, Tensor | None]]) -> Iterator[tuple[str, Tensor]]:
+    """The buffers that are saved come with the parameters of their layer, or at the end."""
+    parameters = {name for name, _ in model.named_parameters(remove_duplicate=False)}
+    buffers = {name: x for name, x in model.state_dict(keep_vars=True).items() if name not in parameters}
+    layer = ""
+    for name, values in _whole(found):
+        if _layer(name) != layer:
+            layer = _layer(name)
+            for buffer in [each for each in buffers if _layer(each) == layer]:
+                yield buffer, buffers.pop(buffer).detach().cpu()
+        yield name, values
+    for buffer, values in buffers.items():
+        yield buffer, values.detach().cpu()
+
+
+def _layers(found: Iterable[tuple[str, Tensor]]) -> Iterator[dict[str, Tensor]]:
+    """What is converted together: all of a layer, and each of the others by itself."""
+    held: dict[str, Tensor] = {}
+    layer = ""
+    for name, values in found:
+        if held and _layer(name) != layer:
+            yield held
+            held = {}
+        layer = _layer(name)
+        held[name] = values
+    if held:
+        yield held
+
+
+def _layer(name: str) -> str:
+    """``model.layers.3`` of all that is below it, and else the name itself."""
+    match = re.match(r"^(?:.*?\.)?\d+(?=\.)", name)
+    return match[0] if match else name
+
+
+def _as_saved(model: Any, group: dict[str, Tensor]) -> dict[str, Tensor]:
+    """Names and shapes as ``save_pretrained`` gives them; of tied weights, the one that is kept."""
+    tied = getattr(model, "all_tied_weights_keys", None) or {}
+    ignored = set(model._keys_to_ignore_on_save or ())
+    kept = {tied.get(name, name): values for name, values in group.items() if name not in ignored}
+    converted: dict[str, Tensor] = revert_weight_conversion(model, kept)
+    return converted
+
+
+def _write_configuration(model: Any, folder: Path) -> None:
+    """What ``save_pretrained`` writes beside the weights."""
+    written = {path.name for path in folder.iterdir()}
+    model.save_pretrained(folder / "configuration", state_dict={})
+    for path in (folder / "configuration").iterdir():
+        if path.name not in written and not path.name.startswith(SAFE_WEIGHTS_NAME.split(".")[0] + "."):
+            path.rename(folder / path.name)
+        else:
+            path.unlink()
+    (folder / "configuration").rmdir()

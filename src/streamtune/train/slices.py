@@ -1,0 +1,230 @@
+"""The state of an optimizer in slices: what each rank holds of it, written by that rank, read by whoever needs it.
+
+A slice is a range of a flattened tensor: ``(parameter, key, offset, values)``. Ranks that share the state hold
+different slices of the same tensors, by rows (FSDP2), by a range of each parameter (ZeRO-3) or of all of them joined
+(ZeRO-1 and 2). Offsets count in the parameter itself, so files written by one layout are read by any other: a rank
+reads the ranges that overlap what it holds, and nothing else.
+
+    optimizer-00001.safetensors         of rank 0; "lm_head.weight/exp_avg@4096": values from 4096 on, one dimension
+    optimizer-r00003-00001.safetensors  of rank 3
+    slices.json                         {"lm_head.weight/exp_avg": {"shape": [..], "slices": [[0, 4096, FILE], ...]}}
+
+Without ``slices.json`` a checkpoint was written by one device, with whole tensors: "lm_head.weight/exp_avg".
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from safetensors import safe_open
+from safetensors.torch import save_file
+from torch import Tensor
+
+from streamtune.errors import CheckpointError
+
+__all__ = ["INDEX", "MASTER", "Slice", "SliceReader", "share_out_whole", "write_index", "write_slices"]
+
+INDEX = "slices.json"
+MASTER = "master"
+"""The key of float32 weights that are kept beside weights of fewer bits."""
+FILE_BYTES = 2 << 30
+"""Values are copied to the host in pieces of about this size, a file each."""
+
+
+class Slice(NamedTuple):
+    """A range of one tensor of the state, as this rank holds it; backends give plain tuples of the same."""
+
+    parameter: str
+    key: str
+    """``exp_avg``, ``step`` ..., or :data:`MASTER`."""
+    shape: tuple[int, ...]
+    """Of the whole tensor; of a count, ``()``."""
+    offset: int
+    """In the whole tensor, flattened."""
+    values: Tensor
+    """[n] on any device."""
+
+    @property
+    def name(self) -> str:
+        """Of the whole tensor."""
+        return f"{self.parameter}/{self.key}"
+
+
+Entry = tuple[str, tuple[int, ...], int, int, str]
+"""Name, shape, offset, number of values, file."""
+
+
+def write_slices(
+    folder: Path, slices: Iterable[tuple[str, str, tuple[int, ...], int, Tensor]], rank: int
+) -> list[Entry]:
+    """Write what this rank holds into ``folder``, in files of bounded size, and return the entries of the index.
+
+    Raises:
+        OSError: It cannot be written.
+        SafetensorError: It cannot be written.
+    """
+    entries: list[Entry] = []
+    held: dict[str, Tensor] = {}
+    number = 0
+
+    def flush() -> None:
+        nonlocal held, number
+        number += 1
+        save_file(held, folder / _file_name(rank, number))
+        held = {}
+
+    for each in (Slice(*found) for found in slices):
+        if not each.values.numel():
+            continue
+        if held and sum(tensor.nbytes for tensor in held.values()) + each.values.nbytes > FILE_BYTES:
+            flush()
+        held[f"{each.name}@{each.offset}"] = each.values.detach().to("cpu", copy=True).contiguous().flatten()
+        entries.append((each.name, each.shape, each.offset, each.values.numel(), _file_name(rank, number + 1)))
+    if held or rank == 0:  # a checkpoint has a first file, whatever is in it
+        flush()
+    return entries
+
+
+def write_index(folder: Path, entries: Iterable[Entry]) -> None:
+    """Write what all ranks wrote into one list.
+
+    Raises:
+        CheckpointError: Ranks do not agree on a tensor, or together do not have all of it.
+    """
+    found: dict[str, dict[str, Any]] = {}
+    for name, shape, offset, count, file in entries:
+        listed = found.setdefault(name, {"shape": list(shape), "slices": []})
+        if listed["shape"] != list(shape):
+            raise CheckpointError(f"ranks do not agree on the shape of {name}: {listed['shape']} and {list(shape)}")
+        listed["slices"].append([offset, count, file])
+    for name, listed in found.items():
+        listed["slices"].sort()
+        end = 0
+        for offset, count, _ in listed["slices"]:
+            if offset != end:
+                raise CheckpointError(f"the ranks have values {offset} on of {name}, and up to {end} before them")
+            end = offset + count
+        if end != math.prod(listed["shape"]):
+            raise CheckpointError(f"the ranks have {end} of {math.prod(listed['shape'])} values of {name}")
+    (folder / INDEX).write_text(json.dumps(found, indent=0) + "\n", encoding="utf-8")
+
+
+def _file_name(rank: int, number: int) -> str:
+    return f"optimizer-r{rank:05d}-{number:05d}.safetensors" if rank else f"optimizer-{number:05d}.safetensors"
+
+
+class SliceReader:
+    """The optimizer's state of a checkpoint, by ranges.
+
+    Args:
+        folder: The checkpoint, verified.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        if (folder / INDEX).is_file():
+            listed = json.loads((folder / INDEX).read_text(encoding="utf-8"))
+            self._shapes = {name: tuple(entry["shape"]) for name, entry in listed.items()}
+            self._slices = {
+                name: [(offset, count, file, f"{name}@{offset}") for offset, count, file in entry["slices"]]
+                for name, entry in listed.items()
+            }
+            return
+        self._shapes, self._slices = {}, {}
+        for path in sorted(folder.glob("optimizer-*.safetensors")):
+            with safe_open(path, framework="pt") as file:
+                for name in file.keys():  # noqa: SIM118 (not a mapping)
+                    shape = tuple(file.get_slice(name).get_shape())
+                    self._shapes[name] = shape
+                    self._slices[name] = [(0, math.prod(shape), path.name, name)]
+
+    def keys(self, parameter: str) -> list[str]:
+        """The keys there are for a parameter."""
+        return [name.rpartition("/")[2] for name in self._shapes if name.rpartition("/")[0] == parameter]
+
+    def parameters(self) -> set[str]:
+        """The parameters there is anything for."""
+        return {name.rpartition("/")[0] for name in self._shapes}
+
+    def check_parameters(self, trained: Iterable[str]) -> None:
+        """Refuse the state of another model.
+
+        Raises:
+            CheckpointError: It is for other parameters than ``trained``.
+        """
+        if differing := sorted(self.parameters() ^ set(trained)):
+            raise CheckpointError(
+                "the optimizer's state in the checkpoint belongs to another model: "
+                f"{len(differing)} parameters differ, among them {differing[0]}",
+                mend="start anew with --resume never",
+            )
+
+    def shape(self, parameter: str, key: str) -> tuple[int, ...]:
+        """Of the whole tensor; of a count, ``()``."""
+        return self._shapes[f"{parameter}/{key}"]
+
+    def read(self, parameter: str, key: str, offset: int, count: int) -> Tensor:
+        """``count`` values from ``offset`` on, flattened, on the CPU.
+
+        Raises:
+            CheckpointError: The checkpoint does not have them.
+        """
+        name = f"{parameter}/{key}"
+        parts: list[Tensor] = []
+        for start, size, file, stored in self._slices.get(name, []):
+            first, last = max(offset, start), min(offset + count, start + size)
+            if first < last:
+                parts.append(_read_range(self._folder / file, stored, first - start, last - start))
+        if sum(len(part) for part in parts) != count:
+            raise CheckpointError(f"{self._folder} has not all of {name}", mend="use another checkpoint")
+        return torch.cat(parts) if len(parts) != 1 else parts[0]
+
+    def whole(self, parameter: str, key: str) -> Tensor:
+        """All of it, in its shape."""
+        shape = self._shapes[f"{parameter}/{key}"]
+        return self.read(parameter, key, 0, math.prod(shape)).reshape(shape)
+
+
+def _read_range(path: Path, name: str, first: int, last: int) -> Tensor:
+    """Values ``first`` to ``last`` of a flattened tensor; of one with rows, the rows that have them are read."""
+    with safe_open(path, framework="pt") as file:
+        stored = file.get_slice(name)
+        shape = stored.get_shape()
+        if len(shape) == 0:
+            values: Tensor = file.get_tensor(name)
+            return values.reshape(1).clone()
+        row = math.prod(shape[1:])
+        if row == 0:
+            return file.get_tensor(name).flatten().clone()
+        start, stop = first // row, -(-last // row)
+        rows: Tensor = stored[start:stop]
+        return rows.flatten()[first - start * row : last - start * row].clone()
+
+
+def share_out_whole(tensors: Mapping[str, Tensor], rank: int, size: int) -> Iterator[Slice]:
+    """Of a state that every rank has whole, the share that this rank writes: about as many bytes as each other's.
+
+    Args:
+        tensors: ``PARAMETER/KEY`` -> tensor, the same names in the same order on every rank.
+        rank: This one.
+        size: How many there are.
+    """
+    load = [0] * size
+    parameters: dict[str, list[tuple[str, Tensor]]] = {}
+    for name, tensor in tensors.items():
+        parameters.setdefault(name.rpartition("/")[0], []).append((name.rpartition("/")[2], tensor))
+    for parameter, entries in parameters.items():
+        writer = _least(load)
+        load[writer] += sum(tensor.nbytes for _, tensor in entries)
+        if writer == rank:
+            for key, tensor in entries:
+                yield Slice(parameter, key, tuple(tensor.shape), 0, tensor.reshape(-1))
+
+
+def _least(load: Sequence[int]) -> int:
+    return min(range(len(load)), key=lambda rank: load[rank])

@@ -1,0 +1,193 @@
+"""What ranks save, any other layout of ranks goes on with: one group of ranks runs a table of runs (``state_cases``).
+
+Every checkpoint is read back bit for bit, whoever wrote it and whoever reads it; on the layout that wrote it the run
+that goes on ends with the very weights of the run that was never interrupted.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import save_file
+from transformers import AutoModelForCausalLM, Qwen3Config
+
+from streamtune.train import SliceReader
+from tests.sft_kit import FIXED, QWEN3, RECIPE, write_recipe, write_rows
+
+from .rank_group import run_ranks
+
+Cases = list[dict[str, Any]]
+ENGINES = ["ddp", "zero1", "zero2", "zero3", "fsdp"]
+SHARED = ["zero3", "fsdp"]
+
+SETTINGS: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "bf16": {"dtype": "bfloat16"},
+    "dpo": {"sample": {"prompt": "Add 3.", "max_new_tokens": 5}},
+    "lora": {"finetuning_type": "lora", "lora_dropout": 0.2, "lora_r": 4},
+    "tied": {"model.init.tie_word_embeddings": True},
+    "dropout": {"model.init.attention_dropout": 0.2},
+}
+DPO = {"objective": "dpo", "recipe": "dpo.yaml"}
+
+
+def prepare(folder: Path) -> None:
+    """Rows, a recipe of four steps saved after two, and a model of eight layers."""
+    write_rows(folder, 40)
+    steps = {"max_steps": 4, "save_steps": 2, "train_batch_size": 8, "per_device_train_batch_size": 2}
+    recipe = {**RECIPE, **steps, "max_length": 128, "engine": FIXED, "device": "cpu", "seed": 3}
+    pairs = [{"prompt": f"Add {n}.", "chosen": f"a + {n}\n" * (1 + n % 3), "rejected": f"no {n}"} for n in range(24)]
+    (folder / "pairs.jsonl").write_text("".join(json.dumps(pair) + "\n" for pair in pairs))
+    write_recipe(folder, {**recipe, "objective": "dpo", "datasets": [{"path": "pairs.jsonl"}]})
+    (folder / "tiny.yaml").rename(folder / "dpo.yaml")
+    write_recipe(folder, recipe)
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        config = Qwen3Config(**{**QWEN3, "num_hidden_layers": 8}, vocab_size=96, tie_word_embeddings=True)
+        AutoModelForCausalLM.from_config(config).save_pretrained(folder / "whole")
+
+
+def begin(folder: Path, layout: str, kind: str = "plain", **more: Any) -> dict[str, Any]:
+    """A run from its beginning."""
+    return {"folder": str(folder), "layout": layout, "output": f"{kind}-{layout}", "settings": SETTINGS[kind], **more}
+
+
+def go_on(folder: Path, before: str, layout: str, kind: str = "plain", size: str = "") -> dict[str, Any]:
+    """What goes on with the second step of another run."""
+    return {
+        **begin(folder, layout, kind),
+        "output": f"{kind}-{before}-{layout}{size}",
+        "from": f"{kind}-{before}/checkpoints/step-000002",
+    }
+
+
+def by_output(found: dict[str, Any]) -> dict[str, Any]:
+    return {json.loads(case).get("output", json.loads(case).get("what")): result for case, result in found.items()}
+
+
+def check(found: dict[str, Any], baseline: dict[str, Any]) -> None:
+    """Every run that went on, against the run it went on with and against one device."""
+    for name, result in found.items():
+        if "losses" not in result:
+            continue
+        kind, before, *after = name.split("-")
+        assert result["final"].keys() == baseline[f"{kind}-{before}"]["final"].keys(), name
+        first = baseline[f"{kind}-{before}"]
+        if not after:
+            continue
+        assert result["exact"] is True, name
+        if after[0] == before:
+            assert result["losses"] == first["losses"][2:], name
+            assert result["final"] == first["final"], name
+        elif kind not in ("lora", "dropout", "bf16"):  # other draws, and moments of fewer bits
+            assert result["losses"] == pytest.approx(first["losses"][2:], rel=1e-5), name
+
+
+def loads(folder: Path, name: str) -> None:
+    """``final/`` is what transformers loads, and its weights are those of the checkpoint of the last step."""
+    model, info = AutoModelForCausalLM.from_pretrained(folder / name / "final", output_loading_info=True)
+    assert not info["missing_keys"]
+    assert not info["unexpected_keys"]
+    last = AutoModelForCausalLM.from_pretrained(folder / name / "checkpoints" / "step-000004" / "model")
+    assert all(torch.equal(a, b) for a, b in zip(model.parameters(), last.parameters(), strict=True))
+
+
+def test_what_two_ranks_save_any_layout_goes_on_with(tmp_path: Path) -> None:
+    prepare(tmp_path)
+    cases: Cases = [
+        *(begin(tmp_path, layout) for layout in ("one", "zero2", "zero3", "fsdp")),
+        *(go_on(tmp_path, layout, layout) for layout in ("zero2", "zero3", "fsdp")),
+        go_on(tmp_path, "one", "zero3"),
+        go_on(tmp_path, "zero3", "zero1"),
+        go_on(tmp_path, "fsdp", "one"),
+        go_on(tmp_path, "zero2", "ddp"),
+        *(begin(tmp_path, layout, "dpo", **DPO) for layout in ("one", "zero3")),
+        begin(tmp_path, "zero3", "lora"),
+        go_on(tmp_path, "zero3", "zero3", "lora"),
+        *({"what": "memory", "folder": str(tmp_path), "layout": layout} for layout in SHARED),
+        {"what": "failure", "folder": str(tmp_path)},
+        {"what": "apart", "folder": str(tmp_path)},
+    ]
+    raw = run_ranks(2, "tests.distributed.state_cases", cases, 600)
+    found = by_output(raw)
+    check(found, found)
+    for layout in ("zero2", "zero3", "fsdp"):
+        assert found[f"plain-{layout}"]["losses"] == pytest.approx(found["plain-one"]["losses"], rel=1e-5)
+        loads(tmp_path, f"plain-{layout}")
+    # The reference is in parts as well, and all ranks write the sample together: what one device writes.
+    assert found["dpo-zero3"]["losses"] == pytest.approx(found["dpo-one"]["losses"], rel=1e-5)
+    assert found["dpo-zero3"]["notes"][-1] == found["dpo-one"]["notes"][-1]
+    assert found["dpo-one"]["notes"][-1].startswith("sample: ")
+    assert any("seeded anew" in note for note in found["plain-one-zero3"]["notes"])
+    _check_memory(tmp_path, [result for case, result in raw.items() if json.loads(case).get("what") == "memory"])
+    assert found["failure"]["said"][1].startswith(("no room", "cannot write"))
+    assert found["failure"]["said"][0].startswith("rank 1: ")
+    assert found["failure"]["left"] == []
+    assert "is not the same directory on all nodes" in found["apart"]["said"]
+    assert "rank 1" in found["apart"]["said"]
+    assert found["apart"]["left"] == []
+
+
+def _check_memory(folder: Path, found: list[dict[str, Any]]) -> None:
+    """No rank held the whole model while it was loaded, and rank 0 wrote it in pieces; it is the same model."""
+    for result in found:
+        assert max(result["loading"]) < 0.8 * result["whole"], result
+        assert max(result["held"]) < 0.6 * result["whole"] or "fsdp" in str(result), result
+        assert result["writing"] < 0.3 * result["whole"], result
+    plain = AutoModelForCausalLM.from_pretrained(folder / "whole")
+    for layout in SHARED:
+        assert len(list((folder / f"again-{layout}").glob("model-*.safetensors"))) > 3
+        again = AutoModelForCausalLM.from_pretrained(folder / f"again-{layout}")
+        assert all(torch.equal(a, b) for a, b in zip(plain.parameters(), again.parameters(), strict=True))
+
+
+@pytest.mark.slow
+def test_every_layout_goes_on_with_every_other(tmp_path: Path) -> None:
+    prepare(tmp_path)
+    everywhere = ["one", *ENGINES, "zero3_offload"]
+    cases: Cases = [begin(tmp_path, layout) for layout in everywhere]
+    cases += [go_on(tmp_path, before, layout) for before in everywhere for layout in everywhere]
+    for kind in ("bf16", "lora", "tied", "dropout"):
+        cases += [begin(tmp_path, layout, kind) for layout in ("one", *ENGINES)]
+        cases += [go_on(tmp_path, layout, layout, kind) for layout in ENGINES]
+        cases += [go_on(tmp_path, a, b, kind) for a, b in (("zero3", "zero1"), ("zero2", "fsdp"), ("fsdp", "zero3"))]
+    cases += [begin(tmp_path, layout, "dpo", **DPO) for layout in ("one", *ENGINES)]
+    found = by_output(run_ranks(2, "tests.distributed.state_cases", cases, 3600))
+    check(found, found)
+    for name, result in found.items():
+        kind = name.split("-")[0]
+        assert result["final"].keys() == found[f"{kind}-one"]["final"].keys(), name
+        if kind == "dpo":
+            assert result["notes"][-1] == found["dpo-one"]["notes"][-1], name
+
+
+@pytest.mark.slow
+def test_four_ranks_and_two_go_on_with_each_other(tmp_path: Path) -> None:
+    prepare(tmp_path)
+    first = by_output(run_ranks(4, "tests.distributed.state_cases", [begin(tmp_path, x) for x in ENGINES], 900))
+    to_two = [go_on(tmp_path, before, layout, size="2") for before in ENGINES for layout in ("zero1", "zero3", "fsdp")]
+    two = by_output(run_ranks(2, "tests.distributed.state_cases", to_two, 900))
+    for name, result in two.items():
+        before = first["-".join(name.split("-")[:2])]
+        assert result["exact"] is True, name
+        assert result["losses"] == pytest.approx(before["losses"][2:], rel=1e-5), name
+    back = [
+        {**go_on(tmp_path, "zero3", layout, size="4"), "from": "plain-zero1-zero32/checkpoints/step-000004"}
+        for layout in ENGINES
+    ]
+    assert all(result["exact"] for result in run_ranks(4, "tests.distributed.state_cases", back, 900).values())
+
+
+def test_a_slice_is_read_from_any_cut(tmp_path: Path) -> None:
+    """Ranges of tensors with rows, of one dimension, of a count; those of an older checkpoint are whole."""
+    whole = torch.arange(60.0).reshape(5, 3, 4)
+    save_file({"w/exp_avg": whole, "w/step": torch.tensor(3.0)}, tmp_path / "optimizer-00001.safetensors")
+    reader = SliceReader(tmp_path)
+    for start, stop in ((0, 60), (7, 8), (11, 13), (12, 24), (59, 60), (5, 55)):
+        assert torch.equal(reader.read("w", "exp_avg", start, stop - start), whole.flatten()[start:stop])
+    assert reader.read("w", "step", 0, 1).tolist() == [3.0]
+    assert reader.shape("w", "exp_avg") == (5, 3, 4)

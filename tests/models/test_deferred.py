@@ -1,0 +1,114 @@
+"""Weights that come later: those the plain model has, bit for bit, whether drawn or read, and adapters beside them."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from transformers import CONFIG_MAPPING, AutoModelForCausalLM
+
+from streamtune import models
+from streamtune.engine import decoder_layers
+from streamtune.errors import ArgumentError
+
+TINY: dict[str, Any] = {
+    "vocab_size": 64,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 8,
+}
+PLAIN = {key: value for key, value in TINY.items() if key != "head_dim"}
+FAMILIES: dict[str, dict[str, Any]] = {
+    "qwen3": TINY,
+    "llama": {**TINY, "tie_word_embeddings": True},
+    "gpt2": {"vocab_size": 64, "n_embd": 32, "n_layer": 2, "n_head": 4, "bos_token_id": 1, "eos_token_id": 1},
+    "gemma2": TINY,
+    "qwen3_moe": {**PLAIN, "num_experts": 4, "moe_intermediate_size": 16, "decoder_sparse_step": 1},
+    "gpt_oss": {**TINY, "num_local_experts": 4, "num_experts_per_tok": 2, "pad_token_id": 0},
+    "mamba2": {"vocab_size": 64, "hidden_size": 32, "num_hidden_layers": 2, "num_heads": 4, "head_dim": 16},
+}
+"""Tied weights, learnt positions, experts that are stacked, and one that draws in a way that is not written down."""
+
+
+def place_all(model: Any) -> None:
+    found = models.deferred_of(model)
+    assert found is not None
+    for layer in [*decoder_layers(model), model]:
+        names = [name for name in found.names_in(layer) if found.awaits(name)]
+        for name, values in found.read(names).items():
+            found.place(name, values)
+    found.close()
+    assert models.deferred_of(model) is None
+
+
+def differing(model: nn.Module, plain: nn.Module) -> list[str]:
+    ours, theirs = model.state_dict(), plain.state_dict()
+    assert list(ours) == list(theirs)
+    wrong = [
+        name for name in ours if ours[name].dtype != theirs[name].dtype or not torch.equal(ours[name], theirs[name])
+    ]
+    buffers = zip(model.named_buffers(), plain.named_buffers(), strict=True)
+    return wrong + [name for (name, a), (_, b) in buffers if not torch.equal(a, b)]
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_weights_that_are_drawn_later_are_those_of_the_plain_model(family: str, dtype: str) -> None:
+    keys = {"model_type": family, **FAMILIES[family]}
+    given: dict[str, Any] = {"vocab_size": 64, "token_ids": {}, "dtype": dtype, "seed": 5}
+    plain = models.init_model(keys, device="cpu", **given)
+    state = torch.get_rng_state()
+    model = models.defer_init(keys, draw=True, **given)
+    assert {parameter.device.type for parameter in model.parameters()} == {"meta"}
+    place_all(model)
+    assert torch.equal(torch.get_rng_state(), state)
+    assert differing(model, plain) == []
+    assert len(list(model.parameters())) == len(list(plain.parameters())), "tied weights are one parameter"
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_weights_that_are_read_later_are_those_that_are_loaded(family: str, tmp_path: Path) -> None:
+    config = CONFIG_MAPPING[family](**FAMILIES[family])
+    made = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+    made.save_pretrained(tmp_path, max_shard_size="40KB")
+    model = models.defer_load(str(tmp_path), dtype="bfloat16")
+    place_all(model)
+    assert differing(model, models.load_model(str(tmp_path), dtype="bfloat16")) == []
+
+
+def test_adapters_are_made_beside_weights_that_are_to_come() -> None:
+    keys, given = {"model_type": "qwen3", **TINY}, {"vocab_size": 64, "token_ids": {}, "dtype": "float32", "seed": 5}
+    plain = models.add_lora(models.init_model(keys, device="cpu", **given), r=4, seed=7)  # type: ignore[arg-type]
+    base = models.defer_init(keys, draw=True, **given)  # type: ignore[arg-type]
+    with models.phantom_weights(base):
+        model = models.add_lora(base, r=4, seed=7)
+    assert {p.device.type for name, p in model.named_parameters() if "lora_" not in name} == {"meta"}
+    assert {p.requires_grad for name, p in model.named_parameters() if "lora_" not in name} == {False}
+    place_all(model)
+    assert differing(model, plain) == []
+
+
+def test_a_checkpoint_that_lacks_a_weight_is_refused(tmp_path: Path) -> None:
+    made = AutoModelForCausalLM.from_config(CONFIG_MAPPING["qwen3"](**TINY))
+    kept = {name: x for name, x in made.state_dict().items() if "q_norm" not in name}
+    made.save_pretrained(tmp_path, state_dict=kept)
+    with pytest.raises(ArgumentError, match="no weights for 2 parameters"):
+        models.defer_load(str(tmp_path))
+
+
+def test_a_small_model_has_one_layer_of_each_kind() -> None:
+    keys = {**TINY, "num_hidden_layers": 6, "sliding_window": 8}
+    kinds = ["full_attention", "sliding_attention", "full_attention", "sliding_attention"] + ["full_attention"] * 2
+    config = CONFIG_MAPPING["qwen3"](**keys, layer_types=kinds, use_sliding_window=True)
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(config)
+    small = models.small_like(model, decoder_layers(model), seed=0)
+    assert small.config.layer_types == kinds[:2]
+    assert len(decoder_layers(small)) == 2
+    assert model.config.num_hidden_layers == 6
