@@ -59,7 +59,7 @@ def main(arguments: list[str]) -> int:
     write_page(
         ROOT / "docs/reliability.md", figures, {name: outcome.get(name, "not run") for name in SUITES}, machine()
     )
-    failed = [name for name in named if outcome.get(name) not in ("passed", "missing")]
+    failed = [name for name in named if outcome.get(name) == "failed"]
     print(f"docs/reliability.md is written; {', '.join(failed)} failed" if failed else "docs/reliability.md is written")
     return 1 if failed else 0
 

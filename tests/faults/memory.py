@@ -3,9 +3,14 @@
 from __future__ import annotations
 
 import sys
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
-__all__ = ["forget_peak", "peak_mib"]
+import psutil
+
+__all__ = ["forget_peak", "peak_mib", "peak_of_children"]
 
 STATUS, FORGET = Path("/proc/self/status"), Path("/proc/self/clear_refs")
 
@@ -30,3 +35,23 @@ def peak_mib() -> float:
     import resource
 
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / (1024**2 if sys.platform == "darwin" else 1024)
+
+
+@contextmanager
+def peak_of_children() -> Iterator[Callable[[], float]]:
+    """Looks at the child processes twenty times a second; what it gives returns MiB of the largest that was seen."""
+    over, seen = threading.Event(), [0.0]
+
+    def look() -> None:
+        while not over.wait(0.05):
+            for child in psutil.Process().children(recursive=True):
+                with suppress(psutil.Error):  # it ended meanwhile
+                    seen[0] = max(seen[0], child.memory_info().rss / 1024**2)
+
+    thread = threading.Thread(target=look, daemon=True)
+    thread.start()
+    try:
+        yield lambda: seen[0]
+    finally:
+        over.set()
+        thread.join()

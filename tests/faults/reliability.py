@@ -14,7 +14,7 @@ Figures = Mapping[str, Mapping[str, Any]]
 def write_page(target: Path, figures: Figures, suites: Mapping[str, str], machine: str) -> None:
     """Write the page; a figure that was not measured is said to be missing."""
     parts = [INTRODUCTION.format(machine=machine), _table(figures), STATUS, _status(suites), HOW]
-    parts += [f"{title}\n\n{_others(figures, mine)}" for title, mine in OTHERS.items()]
+    parts += [f"{title}\n\n{text}\n{_others(figures, mine)}" for title, (text, mine) in OTHERS.items()]
     parts.append(LIMITS)
     target.write_text("\n".join(parts).rstrip() + "\n", encoding="utf-8")
 
@@ -34,9 +34,14 @@ def _share(name: str, part: str, whole: str = "trials") -> Callable[[Figures], s
     return lambda figures: f"**{figures[name][part]}/{figures[name][whole]}**"
 
 
-def _sum(names: tuple[str, ...], part: str) -> Callable[[Figures], str]:
+def _resumed(objective: str) -> Callable[[Figures], str]:
     def tell(figures: Figures) -> str:
-        return f"**{sum(figures[n][part] for n in names)}/{sum(figures[n]['trials'] for n in names)}**"
+        workers = [count for count in (0, 2) if f"resume_{objective}-{count}" in figures]
+        found = [figures[f"resume_{objective}-{count}"] for count in workers]
+        share = f"**{sum(each['identical'] for each in found)}/{sum(each['trials'] for each in found)}**"
+        if not found:
+            raise KeyError(objective)
+        return share if len(found) == 2 else f"{share}; not measured with {2 - workers[0]} workers"
 
     return tell
 
@@ -97,12 +102,12 @@ ROWS: tuple[tuple[str, str, Callable[[Figures], str]], ...] = (
     (
         "resumed at every step of 40: sft, two epochs, accumulation 4, workers 0 and 2",
         "resume",
-        _sum(("resume_sft-0", "resume_sft-2"), "identical"),
+        _resumed("sft"),
     ),
     (
         "resumed at every step of 40: dpo, two epochs, accumulation 4, workers 0 and 2",
         "resume",
-        _sum(("resume_dpo-0", "resume_dpo-2"), "identical"),
+        _resumed("dpo"),
     ),
     ("resumed at every step of 40: grpo, accumulation 4, two iterations", "resume", _share("resume_grpo", "identical")),
     ("bytes of a checkpoint flipped, files truncated", "flips", _flips),
@@ -116,23 +121,77 @@ def _of_ranks(name: str) -> bool:
     return name.startswith("rank")
 
 
-OTHERS: dict[str, Callable[[str], bool]] = {
-    "## Several ranks": _of_ranks,
-    "## Recipes, paths and files that are out to do harm": lambda name: not _of_ranks(name),
+RANKS = """A real run (`streamtune sft --nproc`, DDP over gloo) in which one rank kills or stops itself in the middle of
+a phase: loading the model, a forward, a backward, the optimizer's step, evaluating, writing its part of a checkpoint. It
+is rank 0, which listens to the others, in every other phase. For the blocked port the ranks are on two network name
+spaces, and everything between them is dropped but for what watches them. Counted where all processes were gone within
+30 s, none was left behind, and the one error shown names the rank (of a blocked connection: the collective all wait in)
+and, after loading, the step.
+"""
+
+HOSTILE = """What is guaranteed, and what is not, is in [security.md](security.md).
+"""
+
+OTHERS: dict[str, tuple[str, Callable[[str], bool]]] = {
+    "## Several ranks": (RANKS, _of_ranks),
+    "## Recipes, paths and files that are out to do harm": (HOSTILE, lambda name: not _of_ranks(name)),
 }
 """Sections of suites that tell their own figures, with ``figures.tell``."""
 
 
+TITLES = {
+    "rank_SIGKILL_in_any_phase_of_2": "2 ranks, one killed (SIGKILL) in each phase",
+    "rank_SIGKILL_in_any_phase_of_4": "4 ranks, one killed (SIGKILL) in each phase",
+    "rank_SIGSTOP_in_any_phase_of_2": "2 ranks, one stopped (SIGSTOP) in each phase",
+    "rank_SIGSTOP_in_any_phase_of_4": "4 ranks, one stopped (SIGSTOP) in each phase",
+    "rank_port_blocked_in_any_phase_of_2": "2 ranks on two machines, what is between them dropped in each phase",
+    "rank_port_blocked_in_any_phase_of_4": "4 ranks on two machines, what is between them dropped in each phase",
+    "recipe_fuzz": "damaged recipes: an answer or one error, within a second and 200 MB",
+    "data_fuzz": "damaged data files: rows, or one error with its place",
+    "path_payloads": "names that lead out of a folder, as a model's shards and a checkpoint's files: refused",
+    "canaries_in_model_folders": "code hidden in folders with models that did not run",
+    "canaries_in_recipes": "code hidden in recipes that did not run",
+    "hostile_templates_limited": "chat templates without end or measure: ended in time, with one error",
+    "hostile_templates_refused": "chat templates that reach for Python: refused",
+    "secrets_in_runs": "tokens planted around runs that are in none of the files written and nothing said",
+    "connections_of_a_local_run": "connections of a run that names nothing remote",
+}
+"""Of the figures of :data:`OTHERS`, as a reader wants them; one that is not here is told by its name."""
+
+
 def _others(figures: Figures, mine: Callable[[str], bool]) -> str:
-    found = {name: values for name, values in figures.items() if "of" in values and mine(name)}
-    if not found:
-        return "Not measured in this run of `make faults`.\n"
+    """A table; those of :data:`TITLES` that were not measured are in it as well."""
+    measured = {name for name, values in figures.items() if "of" in values}
+    names = [name for name in [*TITLES, *sorted(measured - TITLES.keys())] if mine(name)]
     rows = ["| what | figure | more |", "|---|---|---|"]
-    for name, values in found.items():
-        more = {key: value for key, value in values.items() if key not in ("name", "done", "of")}
-        told = ", ".join(f"{key.replace('_', ' ')} {value}" for key, value in more.items())
-        rows.append(f"| {name.replace('_', ' ')} | **{values['done']}/{values['of']}** | {told} |")
+    for name in names:
+        title = TITLES.get(name, name.replace("_", " "))
+        if name not in measured:
+            rows.append(f"| {title} | not measured | |")
+            continue
+        values = figures[name]
+        # Nothing is to be counted where a figure is of nothing.
+        share = f"{values['done']}/{values['of']}" if values["of"] else f"{values['done']}"
+        rows.append(f"| {title} | **{share}** | {_more(values)} |")
     return "\n".join(rows) + "\n"
+
+
+def _more(values: Mapping[str, Any]) -> str:
+    """Whatever else a suite told, in words."""
+    told = []
+    for key, value in values.items():
+        if key in ("name", "done", "of") or value in ([], {}):
+            continue
+        name = key.replace("_", " ")
+        if isinstance(value, Mapping):
+            told.append(f"{name} " + ", ".join(f"{inner} ({count} times)" for inner, count in value.items()))
+        elif name.endswith(" seconds"):
+            told.append(f"{name.removesuffix(' seconds')}: {value} s")
+        elif name.endswith(" mib"):
+            told.append(f"{name.removesuffix(' mib')}: {value} MiB")
+        else:
+            told.append(f"{name}: {'yes' if value is True else 'no' if value is False else value}")
+    return "; ".join(told)
 
 
 def _status(suites: Mapping[str, str]) -> str:
@@ -198,5 +257,6 @@ LIMITS = """## What is not tested here
   on an accelerator is as far from the uninterrupted one as two runs are from each other.
 - A disk that lies about fsync. A checkpoint is read back before another is deleted, with its pages dropped from memory
   first where the system allows that, which finds what the disk already shows.
+- Several real machines, and NCCL: ranks talk by gloo, and "two machines" are two network name spaces on one.
 - Windows, and file systems without atomic rename.
 """

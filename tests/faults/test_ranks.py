@@ -159,7 +159,8 @@ def report(name: str, found: list[Found]) -> None:
 def test_a_rank_is_gone_in_any_phase(how: str, ranks: int, tmp_path: Path) -> None:
     if ranks > 2 and not full():
         pytest.skip("two ranks are enough here; make faults tries four")
-    # Rank 0, which listens to the others, in every other phase; with four ranks and the other signal it is the other way.
+    # Rank 0, which listens to the others, is in every other phase; with four ranks in those between, and the like for
+    # the other signal.
     turn = (how == "SIGSTOP") + (ranks > 2)
     cases = [Case(how, phase, (ranks - 1) * ((turn + at) % 2), ranks) for at, phase in enumerate(PHASES)]
     with ThreadPoolExecutor(2) as pool:  # most of the time nothing is computed
