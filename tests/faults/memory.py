@@ -40,13 +40,14 @@ def peak_mib() -> float:
 @contextmanager
 def peak_of_children() -> Iterator[Callable[[], float]]:
     """Looks at the child processes twenty times a second; what it gives returns MiB of the largest that was seen."""
-    over, seen = threading.Event(), [0.0]
+    over, seen, this = threading.Event(), [0.0], psutil.Process()
 
     def look() -> None:
         while not over.wait(0.05):
-            for child in psutil.Process().children(recursive=True):
+            for child in this.children(recursive=True):
                 with suppress(psutil.Error):  # it ended meanwhile
-                    seen[0] = max(seen[0], child.memory_info().rss / 1024**2)
+                    if child.cmdline() != this.cmdline():  # until exec it shares the memory of its parent
+                        seen[0] = max(seen[0], child.memory_info().rss / 1024**2)
 
     thread = threading.Thread(target=look, daemon=True)
     thread.start()

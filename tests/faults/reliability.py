@@ -122,8 +122,8 @@ def _of_ranks(name: str) -> bool:
 
 
 RANKS = """A real run (`streamtune sft --nproc`, DDP over gloo) in which one rank kills or stops itself in the middle of
-a phase: loading the model, a forward, a backward, the optimizer's step, evaluating, writing its part of a checkpoint. It
-is rank 0, which listens to the others, in every other phase. For the blocked port the ranks are on two network name
+a phase: loading the model, a forward, a backward, the optimizer's step, evaluating, writing its part of a checkpoint.
+It is rank 0, which listens to the others, in every other phase. For the blocked port the ranks are on two network name
 spaces, and everything between them is dropped but for what watches them. Counted where all processes were gone within
 30 s, none was left behind, and the one error shown names the rank (of a blocked connection: the collective all wait in)
 and, after loading, the step.
