@@ -125,8 +125,8 @@ RANKS = """A real run (`streamtune sft --nproc`, DDP over gloo) in which one ran
 a phase: loading the model, a forward, a backward, the optimizer's step, evaluating, writing its part of a checkpoint.
 It is rank 0, which listens to the others, in every other phase. For the blocked port the ranks are on two network name
 spaces, and everything between them is dropped but for what watches them. Counted where all processes were gone within
-30 s, none was left behind, and the one error shown names the rank (of a blocked connection: the collective all wait in)
-and, after loading, the step.
+30 s, none was left behind, and the one error shown names the rank and, after loading, the step; of a blocked port, of
+which no rank is to blame: the line each rank stands at.
 """
 
 HOSTILE = """What is guaranteed, and what is not, is in [security.md](security.md).

@@ -126,6 +126,15 @@ def test_what_is_wrong_is_told_with_its_place(name: str, tmp_path: Path) -> None
     assert caught.value.where.startswith(f"{path}{line}")
 
 
+def test_a_cell_of_brackets_is_text(tmp_path: Path) -> None:
+    path = tmp_path / "rows.csv"
+    path.write_text("prompt,completion\n" + "[" * 20_000 + ",b\na,b\n")
+    found = prepare([Source(str(path))], train_tokenizer([LINE], vocab_size=320), max_length=4096,
+                    overlength="truncate", train_on="all", val_size=0, packing=False, seed=0,
+                    notify=lambda text: None)  # fmt: skip
+    assert len(found.train) == 2
+
+
 @pytest.mark.parametrize("extension", [".jsonl", ".jsonl.gz", ".json", ".json.gz", ".csv", ".txt.gz"])
 def test_a_line_without_end_takes_bounded_memory(
     extension: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

@@ -69,7 +69,7 @@ def test_killed_at_random_instants(zygotes: Zygotes, whole: Whole, tmp_path: Pat
     assert sum(kills for kills, _ in found) > trials // 2
 
 
-@pytest.mark.parametrize("asynchronous", [True, False])
+@pytest.mark.parametrize("asynchronous", [True, pytest.param(False, marks=pytest.mark.slow)])
 def test_killed_at_every_call_of_a_save(zygotes: Zygotes, tmp_path: Path, asynchronous: bool, whole: Whole) -> None:
     """At every open, mkdir, fsync, rename and unlink of a run that saves twice and deletes the first checkpoint."""
     changes = {"save_steps": 5, "save_total_limit": 1, "save_async": asynchronous}

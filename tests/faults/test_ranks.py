@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -22,6 +23,7 @@ from tests.faults.rank_trap import PHASES
 from tests.sft_kit import write_recipe, write_rows
 
 CODES = {"SIGKILL": 137, "SIGSTOP": 1, "wait": 1}
+STANDS = re.compile(r"error: .*stood still for \d+ s.*(\n- ranks? [\d-].* (waits?|stands?) in \w+ \(.+:\d+\))+")
 START_SECONDS = 180
 RECIPE = {**TINY, "save_steps": 4, "eval_steps": 3, "val_size": 4}
 """The third step begins with the phases of a step broken; it ends with an evaluation, and the fourth with a save."""
@@ -47,6 +49,8 @@ class Found:
     case: Case
     seconds: float = 0.0
     wrong: list[str] = field(default_factory=list)
+    guessed: bool = False
+    """The error says that a connection is blocked; else that ranks stand still, and where."""
 
 
 @contextmanager
@@ -113,8 +117,11 @@ def judge(case: Case, running: Running, folder: Path, began: float) -> Found:
         found.wrong.append(f"exit code {code}")
     if left:
         found.wrong.append(f"left behind: {[process.cmdline() for process in left]}")
-    named = "a connection between them is blocked" if case.how == "wait" else f"error: rank {case.victim} on "
-    if named not in said:
+    if case.how == "wait":
+        found.guessed = "a connection between them is blocked" in said
+        if not STANDS.search(said):
+            found.wrong.append(f"no rank with its place: {said[-1500:]}")
+    elif f"error: rank {case.victim} on " not in said:
         found.wrong.append(f"not named: {said[-1500:]}")
     if case.phase != "loading" and "in step " not in said:
         found.wrong.append(f"no step: {said[-1500:]}")
@@ -149,7 +156,8 @@ def report(name: str, found: list[Found]) -> None:
     wrong = [f"{each.case}: {text}" for each in found for text in each.wrong]
     good, slowest = sum(not each.wrong for each in found), max(each.seconds for each in found)
     orphans = sum("left behind" in text for text in wrong)
-    tell(name, good, len(found), slowest_seconds=round(slowest, 1), left_behind=orphans)
+    guessed = {"told_to_be_a_blocked_connection": sum(each.guessed for each in found)} if "port" in name else {}
+    tell(name, good, len(found), slowest_seconds=round(slowest, 1), left_behind=orphans, **guessed)
     assert wrong == []
 
 

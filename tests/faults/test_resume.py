@@ -129,6 +129,7 @@ def test_resumed_at_every_step(zygotes: Zygotes, tmp_path: Path, case: str) -> N
     assert [text for texts in found for text in texts] == []
 
 
+@pytest.mark.slow
 def test_threads_that_read_ahead_change_nothing(zygotes: Zygotes, tmp_path: Path) -> None:
     for workers in (0, 2):
         write_dpo(tmp_path / str(workers), dataloader_num_workers=workers, save_steps=0)

@@ -90,6 +90,7 @@ def test_a_recipe_that_holds_one_is_refused_without_repeating_it(secret: str, tm
     assert secret not in str(caught.value)
 
 
+@pytest.mark.slow
 def test_nothing_a_run_writes_or_says_holds_a_secret(tmp_path: Path) -> None:
     """Tokens in the environment, in the recipe's comments, in rows that fail and in what a reward raises."""
     planted = dict(

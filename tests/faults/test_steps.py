@@ -99,7 +99,7 @@ LONG: dict[str, Any] = {
 COARSE = {"schedule": "fixed", "chunk_size": 4096, "head_chunk_size": 4096}
 
 
-@pytest.mark.parametrize("engine", [COARSE, {}], ids=["fixed", "auto"])
+@pytest.mark.parametrize("engine", [COARSE, pytest.param({}, marks=pytest.mark.slow)], ids=["fixed", "auto"])
 def test_memory_that_runs_out_is_planned_again(zygotes: Zygotes, tmp_path: Path, engine: dict[str, Any]) -> None:
     """The gradient is that of any other schedule."""
     write_sft(tmp_path / "whole", engine=engine, **LONG)

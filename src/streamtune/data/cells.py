@@ -27,7 +27,7 @@ def parsed_cell(value: Any) -> Any:
     if isinstance(value, str) and value.lstrip()[:1] in ("[", "{"):
         try:
             return json.loads(value)
-        except ValueError:
+        except (ValueError, RecursionError):  # of brackets without end
             return value
     return value
 
