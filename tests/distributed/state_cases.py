@@ -38,6 +38,7 @@ from streamtune.recipe.build_run import Run
 from streamtune.recipe.build_sft import build_sft, run_sft
 from streamtune.recipe.build_world import fill_model, make_backend
 from streamtune.train.rng import capture_rng
+from streamtune.train.saver import CheckpointSaver, Keep
 from streamtune.train.sharded_checkpoint import save_sharded
 from streamtune.train.slices import Slice, SliceReader
 
@@ -173,7 +174,8 @@ def failure(case: dict[str, Any]) -> dict[str, Any]:
     said = ""
     try:
         writer = train.ModelWriter(lambda path: path.mkdir(), 0)
-        save_sharded(folder, world=world, backend=backend, state={"step": 1}, rng=capture_rng(), writer=writer)
+        saver = CheckpointSaver(folder, writer, Keep(1), asynchronous=False)
+        save_sharded(saver, world=world, backend=backend, state={"step": 1}, rng=capture_rng(), metric=None)
     except CheckpointError as error:
         said = error.what
     finally:

@@ -39,6 +39,9 @@ ZERO3: dict[str, Any] = {
     # A decoder layer is one leaf module and far above both: what is small stays whole, what comes next is fetched.
     "stage3_param_persistence_threshold": "auto",
     "stage3_prefetch_bucket_size": "auto",
+    # By default a billion weights stay gathered from the forward to the backward, which for many models is all of them.
+    "stage3_max_live_parameters": 0,
+    "stage3_max_reuse_distance": 0,
     "stage3_gather_16bit_weights_on_model_save": False,  # weights are written shard by shard
 }
 HOST = {"device": "cpu", "pin_memory": "auto"}

@@ -18,6 +18,7 @@ from streamtune.plan.memory import held_bytes
 from streamtune.plan.scored import Trees
 from streamtune.recipe.build import blame_recipe, make_sources, make_tokenizer
 from streamtune.recipe.build_batches import Steps
+from streamtune.recipe.build_engine import plan_and_stream
 from streamtune.recipe.build_model import make_model, make_trial_model
 from streamtune.recipe.build_preference import (
     GivenReference,
@@ -36,20 +37,11 @@ from streamtune.recipe.build_reference import (
     reference_key,
     streamed,
 )
-from streamtune.recipe.build_run import (
-    Doing,
-    Notify,
-    Outcome,
-    Run,
-    Start,
-    plan_and_stream,
-    start_run,
-    tell_of_model,
-    train_run,
-)
+from streamtune.recipe.build_run import Outcome, Run, train_run
 from streamtune.recipe.build_settings import plan_steps
 from streamtune.recipe.build_shapes import completions_like
 from streamtune.recipe.build_sharing import can_share
+from streamtune.recipe.build_start import Doing, Notify, Start, start_run, tell_of_model
 from streamtune.recipe.build_world import whole_weights
 from streamtune.recipe.loader import LoadedRecipe
 from streamtune.recipe.schema_dpo import DpoRecipe

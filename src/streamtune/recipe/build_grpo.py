@@ -20,6 +20,7 @@ from streamtune.engine import StreamHandle
 from streamtune.objectives import POLICY_LOSSES, check_policy, group_advantages
 from streamtune.plan.memory import held_bytes
 from streamtune.recipe.build import blame_recipe, make_sources, make_tokenizer
+from streamtune.recipe.build_engine import plan_and_stream
 from streamtune.recipe.build_grpo_groups import Layout
 from streamtune.recipe.build_grpo_log import CompletionLog
 from streamtune.recipe.build_grpo_objective import PolicyObjective
@@ -29,20 +30,11 @@ from streamtune.recipe.build_grpo_stream import GrpoSteps, Scorer
 from streamtune.recipe.build_grpo_warm import WarmSteps
 from streamtune.recipe.build_model import make_model, make_trial_model
 from streamtune.recipe.build_reference import load_reference, streamed
-from streamtune.recipe.build_run import (
-    Doing,
-    Notify,
-    Outcome,
-    Run,
-    Start,
-    plan_and_stream,
-    start_run,
-    tell_of_model,
-    train_run,
-)
+from streamtune.recipe.build_run import Outcome, Run, train_run
 from streamtune.recipe.build_settings import StepPlan
 from streamtune.recipe.build_shapes import completions_of, prompts_of
 from streamtune.recipe.build_sharing import can_share
+from streamtune.recipe.build_start import Doing, Notify, Start, start_run, tell_of_model
 from streamtune.recipe.build_world import shares_weights
 from streamtune.recipe.loader import LoadedRecipe
 from streamtune.recipe.schema_grpo import GrpoRecipe
