@@ -72,9 +72,8 @@ def _fork_main(job: dict[str, Any]) -> int:
 
 def sigterm_while(job: dict[str, Any]) -> None:
     """A real SIGTERM from the middle of ``job["phase"]``, the second time it is reached (loading: the first)."""
-    import streamtune.recipe.build_run as build_run
     import streamtune.recipe.build_sft as build_sft
-    from streamtune.train import LocalBackend, loop, saver
+    from streamtune.train import LocalBackend, loop, saver, sharded_checkpoint
     from streamtune.train.objective import SupervisedObjective
 
     phases: dict[str, tuple[Any, str]] = {
@@ -83,7 +82,7 @@ def sigterm_while(job: dict[str, Any]) -> None:
         "optimizer": (LocalBackend, "step"),
         "evaluating": (loop, "evaluate"),
         "saving": (saver, "save_checkpoint"),
-        "final": (build_run.train, "write_final"),
+        "final": (sharded_checkpoint, "write_final"),
     }
     owner, name = phases[job["phase"]]
     once = job["phase"] in ("loading", "evaluating", "final")
