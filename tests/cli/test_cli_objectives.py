@@ -138,6 +138,7 @@ def test_the_plan_as_json(run: Callable[..., int], capfd: pytest.CaptureFixture[
     assert found["terms"]["reference"] == found["terms"]["weights"]
 
 
+@pytest.mark.slow
 def test_a_pair_that_fits_nowhere(run: Callable[..., int], capfd: pytest.CaptureFixture[str]) -> None:
     small = (
         "--device-memory",
