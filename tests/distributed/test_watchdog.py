@@ -72,7 +72,7 @@ def test_a_killed_rank_ends_the_others(outcomes: Outcomes) -> None:
 
 def test_a_stopped_rank_is_found_and_ended(outcomes: Outcomes) -> None:
     assert "rank 1 on here has said nothing for 6 s: stopped by a signal, in step 3" in error(outcomes["stop"][0])
-    assert "rank 0 on here has said nothing for 6 s: stopped" in error(outcomes["stop-0"][0], 3)
+    assert "rank 0 on here has said nothing for 6 s: stopped by a signal" in error(outcomes["stop-0"][0], 3)
 
 
 def test_an_error_of_one_rank_is_that_of_all(outcomes: Outcomes) -> None:

@@ -22,6 +22,8 @@ from streamtune.errors import ArgumentError
 __all__ = ["DeepSpeedBackend", "check_deepspeed", "share_frozen", "share_module", "whole_weights"]
 
 
+NO_MICRO_STEP = -1
+"""DeepSpeed's count before the first backward of a step."""
 MASTER = "master"
 """What slices call the float32 weights beside weights of fewer bits."""
 
@@ -142,9 +144,14 @@ class DeepSpeedBackend:
 
     def drop_gradients(self) -> None:
         """See :class:`streamtune.train.Backend`."""
-        self.engine.optimizer.zero_grad(set_to_none=True)
-        if hasattr(self.engine.optimizer, "averaged_gradients"):
-            self.engine.optimizer.averaged_gradients.clear()
+        optimizer = self.engine.optimizer
+        optimizer.zero_grad(set_to_none=True)
+        optimizer.averaged_gradients.clear()
+        if self.stage < 3:  # whose zero_grad leaves the next backward adding to what is on the host
+            optimizer.micro_step_id = NO_MICRO_STEP
+        if getattr(optimizer, "cpu_offload", False):
+            optimizer.reset_cpu_buffers()
+            optimizer._offload_accumulated_param_ids = set()
 
     def reset_optimizer(self) -> None:
         """See :class:`streamtune.train.Backend`."""

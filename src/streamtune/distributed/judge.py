@@ -95,6 +95,8 @@ class Peer:
     """When that was."""
     ran: float = float("-inf")
     """When it was last seen to compute."""
+    was_stopped: bool = False
+    """A signal had stopped it when it was last looked at; another rank may have ended it since."""
 
 
 def this_process() -> tuple[str, int]:
@@ -125,7 +127,7 @@ def find_culprit(peers: Iterable[Peer], now: float, limits: Limits) -> Failure |
     hosts = sorted({peer.host for peer in silent})
     who = f"{describe_ranks([peer.rank for peer in silent])} on {', '.join(hosts)}"
     have = "have" if len(silent) > 1 else "has"
-    stopped = _state(first) in ("T", "t")
+    stopped = first.was_stopped
     why = "stopped by a signal" if stopped else "stopped, or out of reach"
     what = f"{who} {have} said nothing for {limits.silence:.0f} s: {why}, {first.beat.doing}"
     mend = (
@@ -140,7 +142,9 @@ def find_culprit(peers: Iterable[Peer], now: float, limits: Limits) -> Failure |
 
 def _watch_from_outside(peer: Peer, now: float) -> None:
     """See whether a silent rank of this machine computes all the same: a library may hold the interpreter for long."""
-    seconds = _cpu_seconds(peer)
+    state, seconds = _state(peer), _cpu_seconds(peer)
+    if state not in ("", "Z", "X"):  # those of a process that another rank has ended meanwhile
+        peer.was_stopped = state in ("T", "t")
     if now - peer.looked >= LOOK_SECONDS:
         # Its watchdog alone takes a percent or two, which it also does where only the network is gone.
         if seconds - peer.seconds > CPU_SHARE * (now - peer.looked):
