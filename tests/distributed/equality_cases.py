@@ -37,8 +37,8 @@ RATE, STEPS = 1e-4, 3  # so small that AdamW does not make a difference of weigh
 def run(case: dict[str, Any]) -> dict[str, Any]:
     """The case's largest errors.
 
-    ``gradient`` of any parameter; ``clean`` of those that plain autograd in fp32 has to within :data:`CLEAN`; ``beyond``
-    what plain autograd in fp32 has itself; ``loss``; ``norm``.
+    ``gradient`` of any parameter; ``clean`` of those that plain autograd in fp32 has to within :data:`CLEAN`;
+    ``beyond`` what plain autograd in fp32 is off by itself; ``loss``; ``norm``.
     """
     world = train.World(distributed.get_rank(), distributed.get_world_size(), case.get("sequence", 1))
     kind = DpoRecipe if case.get("objective") == "dpo" else Recipe
@@ -82,7 +82,9 @@ def run(case: dict[str, Any]) -> dict[str, Any]:
     found: dict[str, Any] = {"gradient": 0.0, "clean": 0.0, "beyond": 0.0, "loss": 0.0, "norm": 0.0}
     for step in range(STEPS):
         if case.get("dropped"):  # as after a NaN that is skipped
-            _accumulate(backend, objective, handle, _mine(recipe, _rows(recipe, 7 + step, world.data_size), world), world)
+            _accumulate(
+                backend, objective, handle, _mine(recipe, _rows(recipe, 7 + step, world.data_size), world), world
+            )
             backend.drop_gradients()
         rows = _rows(recipe, step, world.data_size)
         batches = _mine(recipe, rows, world)

@@ -11,8 +11,8 @@ from .curve_cases import run as curve
 from .rank_group import run_ranks
 
 BOUND = 5e-6
-"""Relative. Where plain autograd in fp32 is off by more than 1e-6 itself, of a gradient that is a small difference, this
-much beyond it."""
+"""Relative. Where plain autograd in fp32 is off by more than 1e-6 itself, as of a gradient that is a small difference,
+this much beyond it."""
 ENGINES = ["ddp", "zero1", "zero2", "zero3", "fsdp"]
 
 QUICK: list[dict[str, Any]] = [
@@ -20,7 +20,10 @@ QUICK: list[dict[str, Any]] = [
     {"engine": "zero3", "finetuning": "lora", "accumulation": 4, "family": "qwen3"},
     {"engine": "zero2", "objective": "dpo", "family": "qwen3", "settings": {"tie_word_embeddings": True}},
     {"engine": "zero3", "objective": "dpo", "accumulation": 2},
-    *({"engine": engine, "accumulation": 2, "dropped": True} for engine in [*ENGINES, "zero2_offload", "zero3_offload"]),
+    *(
+        {"engine": engine, "accumulation": 2, "dropped": True}
+        for engine in [*ENGINES, "zero2_offload", "zero3_offload"]
+    ),
     {"engine": "zero3", "sequence": 2, "form": "ulysses"},
     {"engine": "zero1", "sequence": 2, "form": "ring", "objective": "dpo", "accumulation": 2},
     {"engine": "fsdp", "sequence": 2, "form": "ulysses", "finetuning": "lora"},

@@ -125,6 +125,7 @@ def _print_banner(run: Run) -> None:
             ("data", run.data_summary),
             ("engine", _describe_engine(run)),
             *([("ranks", _describe_ranks(run))] if run.start.world.size > 1 else []),
+            *([("deepspeed", _describe_deepspeed(run))] if run.recipe.deepspeed is not None else []),
             *([("memory", describe_plan(run.memory))] if run.memory is not None else []),
             ("steps", _describe_steps(run)),
             ("output", _describe_output(run)),
@@ -157,6 +158,16 @@ def _describe_ranks(run: Run) -> str:
         shared = f"DeepSpeed {recipe.deepspeed}"
     sequences = f"; each sequence on {world.sequence_size}" if world.sequence_size > 1 else ""
     return f"{world.size}{nodes}; {shared}{sequences}"
+
+
+def _describe_deepspeed(run: Run) -> str:
+    """What the recipe filled into its configuration; the whole of it is written to the run's directory."""
+    from streamtune.distributed.deepspeed_config import filled
+
+    assert run.recipe.deepspeed is not None
+    values = filled(run.recipe.deepspeed, run.backend.config)
+    told = ", ".join(f"{key.removeprefix('zero_optimization.')} {json.dumps(value)}" for key, value in values.items())
+    return f"{told or 'as written'}; all of it in {run.directory.deepspeed.name}"
 
 
 def _describe_steps(run: Run) -> str:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
@@ -32,6 +32,7 @@ class DdpBackend:
     ) -> None:
         device = next(model.parameters()).device
         self.share_out = share_out
+        self.config: Mapping[str, Any] = {}
         self.module, self.optimizer, self.local = model, optimizer, local
         self.engine = DistributedDataParallel(
             model, device_ids=[device] if device.type == "cuda" else None, gradient_as_bucket_view=True

@@ -83,6 +83,7 @@ class DeepSpeedBackend:
         import deepspeed
 
         _prepare()
+        self.config = config
         self.stage = int(config["zero_optimization"]["stage"])
         if self.stage == 3:
             deepspeed.utils.set_z3_leaf_modules(model, list({type(layer) for layer in layers}))

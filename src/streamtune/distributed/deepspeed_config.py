@@ -19,7 +19,7 @@ from typing import Any
 
 from streamtune.errors import ArgumentError, did_you_mean
 
-__all__ = ["PRESETS", "read_config", "resolve_config", "stage_of"]
+__all__ = ["PRESETS", "filled", "read_config", "resolve_config", "stage_of"]
 
 COMMON: dict[str, Any] = {
     "train_batch_size": "auto",
@@ -107,6 +107,21 @@ def resolve_config(name: str, values: Mapping[str, Any], *, where: str = "deepsp
             mend="write stage 1, 2 or 3; without the key deepspeed, several ranks train by DDP, which is stage 0",
         )
     return config
+
+
+def filled(name: str, config: Mapping[str, Any]) -> dict[str, Any]:
+    """What was ``auto`` in a preset or file, and what it became: dotted key -> value of ``config``.
+
+    Args:
+        name: As for :func:`resolve_config`.
+        config: What that made of it.
+    """
+    found = {}
+    for key in _autos(read_config(name)):
+        holder, last = _holder(dict(config), key)
+        if holder is not None:
+            found[key] = holder[last]
+    return found
 
 
 def read_config(name: str, *, where: str = "deepspeed") -> dict[str, Any]:

@@ -7,7 +7,7 @@ gathered once for the forward and once for the backward, and its gradient is red
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Collection, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
@@ -75,6 +75,7 @@ class FsdpBackend:
                 fully_shard(layer)
         fully_shard(model)
         self.model = model
+        self.config: Mapping[str, Any] = {}
         self.optimizer = make_optimizer(model)
         self.size = distributed.get_world_size()
 

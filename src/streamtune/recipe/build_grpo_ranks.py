@@ -73,7 +73,7 @@ def _dealt(world: train.World, count: int, work: Callable[[list[int]], list[T]])
     size = world.data_size
     mine = list(range(world.data_rank, count, size))
     mine += [0] * (-(-count // size) - len(mine))
-    found = world.share(lambda: work(mine))
+    found = world.gather(world.together(lambda: work(mine)))
     return [found[number % size][number // size] for number in range(count)]
 
 
@@ -87,9 +87,20 @@ class SharedWriter:
         self, prompts: Sequence[list[int]], count: int, sampling: rollout.Sampling
     ) -> list[list[rollout.Completion]]:
         """See :class:`streamtune.rollout.Writer`."""
-        return _dealt(
-            self.world, len(prompts), lambda mine: self.writer.write([prompts[i] for i in mine], count, sampling)
-        )
+        if self.world.size == 1:
+            return self.writer.write(prompts, count, sampling)
+
+        def complete(mine: list[int]) -> list[list[rollout.Completion] | None]:
+            try:
+                return list(self.writer.write([prompts[i] for i in mine], count, sampling))
+            except rollout.WritingStopped:  # no failure: it is to reach every rank as what it is
+                return [None] * len(mine)
+
+        found = _dealt(self.world, len(prompts), complete)
+        written = [completions for completions in found if completions is not None]
+        if len(written) < len(found):
+            raise rollout.WritingStopped
+        return written
 
 
 class SharedJudge:

@@ -189,7 +189,9 @@ def _claimed(run: Run) -> Iterator[None]:
     """The run directory is this run's within; rank 0 holds it for all."""
     with ExitStack() as held:
         text = dump_recipe(run.recipe, comment=f"resolved from {run.loaded.path}")
-        run.start.world.main(lambda: held.enter_context(run.directory.claim(run.start.identity, text)))
+        run.start.world.main(
+            lambda: held.enter_context(run.directory.claim(run.start.identity, text, run.backend.config))
+        )
         if run.start.world.size > 1:
             train.check_shared_folder(run.directory.path, run.start.world)
         yield

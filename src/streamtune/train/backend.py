@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Collection, Iterator, Mapping
 from contextlib import AbstractContextManager, nullcontext
+from types import MappingProxyType
 from typing import Any, Protocol
 
 import torch
@@ -26,6 +27,11 @@ class Backend(Protocol):
     @property
     def model(self) -> Any:
         """What is called for a loss that goes backward."""
+        ...
+
+    @property
+    def config(self) -> Mapping[str, Any]:
+        """What a library behind it was configured with, every value in force; empty where there is none."""
         ...
 
     def micro_step(self, *, last: bool) -> AbstractContextManager[Any]:
@@ -82,6 +88,8 @@ class Backend(Protocol):
 
 class LocalBackend:
     """One device: the model itself and a torch optimizer over its parameters."""
+
+    config: Mapping[str, Any] = MappingProxyType({})
 
     def __init__(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
         self.model, self.optimizer = model, optimizer

@@ -4,6 +4,7 @@ output_dir/
   run.json        what run this is     recipe.yaml     resolved, replayable
   metrics.jsonl   one line a step      events.jsonl    what happened, and when
   loss.png        checkpoints/         final/          the trained model, in Hugging Face format
+  deepspeed.json  its configuration with every value in force, where DeepSpeed trains
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ from collections.abc import Callable, Container, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 from streamtune.errors import ArgumentError, CheckpointError, RecipeError, did_you_mean
@@ -39,6 +41,11 @@ class RunDirectory:
     def recipe(self) -> Path:
         """The recipe, with every default filled in."""
         return self.path / "recipe.yaml"
+
+    @property
+    def deepspeed(self) -> Path:
+        """The configuration of DeepSpeed, with nothing left ``auto``."""
+        return self.path / "deepspeed.json"
 
     @property
     def metrics(self) -> Path:
@@ -99,7 +106,8 @@ class RunDirectory:
         Raises:
             ArgumentError: One of its files or folders is a symbolic link.
         """
-        files = (self.identity, self.recipe, self.metrics, self.events, self.loss_plot, self.checkpoints, self.final)
+        texts = (self.identity, self.recipe, self.deepspeed, self.metrics, self.events)
+        files = (*texts, self.loss_plot, self.checkpoints, self.final)
         steps = self.checkpoints.iterdir() if self.checkpoints.is_dir() and not self.checkpoints.is_symlink() else ()
         for path in (*files, *(path for path in steps if path.name.startswith("step-"))):
             if path.is_symlink():
@@ -110,14 +118,23 @@ class RunDirectory:
                 )
 
     @contextmanager
-    def claim(self, identity: Mapping[str, Any], recipe_yaml: str) -> Iterator[None]:
+    def claim(
+        self, identity: Mapping[str, Any], recipe_yaml: str, deepspeed: Mapping[str, Any] = MappingProxyType({})
+    ) -> Iterator[None]:
         """Create the directory, write down what run it holds, and keep other processes from training in it.
+
+        Args:
+            identity: What run it is.
+            recipe_yaml: The recipe, with every default filled in.
+            deepspeed: The configuration of DeepSpeed; empty where it does not train.
 
         Raises:
             ArgumentError: Another process is training in it.
             CheckpointError: It cannot be written to.
         """
         texts = {self.identity: json.dumps(identity, indent=1) + "\n", self.recipe: recipe_yaml}
+        if deepspeed:
+            texts[self.deepspeed] = json.dumps(deepspeed, indent=2) + "\n"
         try:
             make_directory(self.path)
         except OSError as error:

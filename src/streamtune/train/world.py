@@ -112,28 +112,6 @@ class World:
             raise RunError(f"rank {first} failed: {kind}: {text}")
         return result
 
-    def share(self, work: Callable[[], T]) -> list[T]:
-        """What ``work()`` gives on each data rank, in their order; every rank does its own.
-
-        Raises:
-            Exception: What the first rank raised that did, on every rank.
-        """
-        if self.size == 1:
-            return [work()]
-        found: list[Any] = [None] * self.size
-        error: Exception | None = None
-        mine: T | None = None
-        try:
-            mine = work()
-        except Exception as failed:
-            error = failed
-        distributed.all_gather_object(found, (mine, error))
-        if error is not None:
-            raise error
-        if failures := [failed for _, failed in found if failed is not None]:
-            raise failures[0]
-        return [value for value, _ in found[:: self.sequence_size]]
-
     def largest(self, value: int) -> int:
         """The largest of a number over the ranks."""
         return max(self.gather(value))

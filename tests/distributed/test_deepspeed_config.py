@@ -1,0 +1,113 @@
+"""Presets and files of DeepSpeed: filled from the recipe, and refused where the two say different things."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from streamtune.distributed.deepspeed_backend import check_deepspeed
+from streamtune.distributed.deepspeed_config import PRESETS, filled, resolve_config, stage_of
+from streamtune.errors import ArgumentError
+
+VALUES = {
+    "train_micro_batch_size_per_gpu": 2,
+    "gradient_accumulation_steps": 4,
+    "train_batch_size": 16,
+    "gradient_clipping": 1.0,
+    "bf16.enabled": False,
+    "torch_autocast.enabled": True,
+    "zero_optimization.reduce_bucket_size": 1000,
+    "zero_optimization.stage3_param_persistence_threshold": 0,
+    "zero_optimization.stage3_prefetch_bucket_size": 0,
+    "zero_optimization.offload_optimizer.pin_memory": False,
+    "zero_optimization.offload_param.pin_memory": False,
+}
+
+
+def leaves(document: Any) -> Iterator[Any]:
+    if isinstance(document, dict):
+        for value in document.values():
+            yield from leaves(value)
+    else:
+        yield document
+
+
+def write(folder: Path, **changes: Any) -> str:
+    path = folder / "ds.json"
+    path.write_text(json.dumps({"zero_optimization": {"stage": 2}, **changes}, indent=1))
+    return str(path)
+
+
+@pytest.mark.parametrize("name", PRESETS)
+def test_a_preset_is_filled_from_the_recipe(name: str) -> None:
+    before = json.dumps(PRESETS[name])
+    config = resolve_config(name, VALUES)
+    assert "auto" not in list(leaves(config))
+    assert config["train_batch_size"] == 16
+    assert config["torch_autocast"]["enabled"] is True
+    assert stage_of(config) == int(name.removesuffix("_offload")[-1])
+    told = filled(name, config)
+    assert told["train_batch_size"] == 16
+    assert set(told) <= set(VALUES)
+    assert ("zero_optimization.offload_param.pin_memory" in told) == name.endswith("_offload")
+    assert json.dumps(PRESETS[name]) == before
+
+
+def test_a_file_of_the_users_own_may_say_what_the_recipe_says(tmp_path: Path) -> None:
+    path = write(tmp_path, train_batch_size=16, gradient_clipping="auto")
+    config = resolve_config(path, VALUES)
+    assert (config["train_batch_size"], config["gradient_clipping"]) == (16, 1.0)
+    assert filled(path, config) == {"gradient_clipping": 1.0}
+
+
+def test_a_contradiction_names_both_sides(tmp_path: Path) -> None:
+    path = write(tmp_path, gradient_accumulation_steps=8)
+    with pytest.raises(ArgumentError) as caught:
+        resolve_config(path, VALUES, where="recipe.yaml:7")
+    said = str(caught.value)
+    assert f"{path} says gradient_accumulation_steps: 8, and the recipe makes it 4" in said
+    assert "recipe.yaml:7" in said
+    assert '"gradient_accumulation_steps": "auto"' in said
+    nested = write(tmp_path, bf16={"enabled": True})
+    with pytest.raises(ArgumentError, match=r"says bf16\.enabled: true, and the recipe makes it false"):
+        resolve_config(nested, VALUES)
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({"optimizer": {"type": "Adam"}}, r"names an optimizer, and the recipe has one \(optim\)"),
+        ({"scheduler": {"type": "WarmupLR"}}, r"names a scheduler, and the recipe has one \(lr_scheduler_type\)"),
+        ({"zero_optimization": {"stage": 0}}, "asks for ZeRO stage 0"),
+        ({"fp16": {"initial_scale_power": "auto"}}, 'leaves fp16.initial_scale_power "auto"'),
+    ],
+)
+def test_what_a_recipe_says_is_not_said_twice(tmp_path: Path, changes: dict[str, Any], said: str) -> None:
+    with pytest.raises(ArgumentError, match=said):
+        resolve_config(write(tmp_path, **changes), VALUES)
+
+
+def test_a_file_that_cannot_be_read_is_named(tmp_path: Path) -> None:
+    with pytest.raises(ArgumentError, match=r"there is no DeepSpeed configuration zero4") as caught:
+        resolve_config("zero4", VALUES)
+    assert "zero" in str(caught.value.mend)
+    broken = tmp_path / "ds.json"
+    broken.write_text('{\n "zero_optimization": {"stage": 2},\n}')
+    with pytest.raises(ArgumentError) as caught:
+        resolve_config(str(broken), VALUES)
+    assert f"{broken}:3" in str(caught.value)
+    broken.write_text("[]")
+    with pytest.raises(ArgumentError, match="holds no JSON object"):
+        resolve_config(str(broken), VALUES)
+
+
+def test_without_deepspeed_the_line_that_installs_it_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "deepspeed", None)
+    with pytest.raises(ArgumentError, match=r"DeepSpeed is not installed") as caught:
+        check_deepspeed()
+    assert "pip install 'deepspeed" in str(caught.value)
