@@ -22,6 +22,7 @@ CASES = {
     "hold": {},
     "gloo-deadlock": {},
     "gloo-sleep": {},
+    "gloo-ddp": {},
     "gloo-straggle": {},
 }
 WAITED = 120
@@ -94,6 +95,9 @@ def test_the_rank_that_keeps_the_others_waiting_is_named(outcomes: Outcomes) -> 
     said = error(outcomes["gloo-sleep"][0])
     assert said.startswith("rank 1 on here has stood still for")
     assert "while the others wait, in step 3, batch 1/1" in said
+    said = error(outcomes["gloo-ddp"][0])
+    assert said.startswith("rank 1 on here has stood still for")
+    assert "rank 0 on here waits in _distributed_broadcast_coalesced (distributed/watched.py:" in said
 
 
 @pytest.mark.parametrize("case", ["done", "hold", "gloo-straggle"])

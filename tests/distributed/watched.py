@@ -94,6 +94,8 @@ def collective(case: str, rank: int, watchdog: Watchdog) -> None:
 
     dist.init_process_group("gloo")
     tensor = torch.ones(1000)
+    layers = torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.BatchNorm1d(8)).eval()
+    ranks = torch.nn.parallel.DistributedDataParallel(layers)  # with buffers, which its forward sends
     for step in (1, 2, 3):
         watchdog.at(step, "batch 1/1")
         dist.all_reduce(tensor)
@@ -109,8 +111,10 @@ def collective(case: str, rank: int, watchdog: Watchdog) -> None:
         dist.barrier()
     elif case == "gloo-long" and rank == other:
         compute(float(sys.argv[2]))
-    elif case == "gloo-sleep" and rank == other:
+    elif case in ("gloo-sleep", "gloo-ddp") and rank == other:
         time.sleep(1000)
+    elif case == "gloo-ddp":
+        ranks(torch.ones(1, 8))
     elif case == "gloo-straggle":
         for step in range(4, 40):
             watchdog.at(step, "batch 1/1")

@@ -38,15 +38,19 @@ def peak_mib() -> float:
 
 
 @contextmanager
-def peak_of_children() -> Iterator[Callable[[], float]]:
-    """Looks at the child processes twenty times a second; what it gives returns MiB of the largest that was seen."""
+def peak_of_children(program: str) -> Iterator[Callable[[], float]]:
+    """Looks at the child processes twenty times a second; what it gives returns MiB of the largest that was seen.
+
+    Args:
+        program: What the command line of those that count has in it: this process may have others from before.
+    """
     over, seen, this = threading.Event(), [0.0], psutil.Process()
 
     def look() -> None:
         while not over.wait(0.05):
             for child in this.children(recursive=True):
                 with suppress(psutil.Error):  # it ended meanwhile
-                    if child.cmdline() != this.cmdline():  # until exec it shares the memory of its parent
+                    if any(program in word for word in child.cmdline()):  # not so until exec: a fork is as its parent
                         seen[0] = max(seen[0], child.memory_info().rss / 1024**2)
 
     thread = threading.Thread(target=look, daemon=True)

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from streamtune import templates
 from streamtune.errors import ArgumentError, DataError
 from streamtune.models import sample_text, set_chat_template, train_tokenizer
 from streamtune.templates import TemplateLimitError, TemplateLimits, TemplateRefusalError, render_chat
@@ -78,7 +79,7 @@ def test_a_rendering_is_that_of_transformers(tokenizer: Any) -> None:
 def test_what_takes_too_much_is_an_error(tokenizer: Any) -> None:
     """Time, memory and output, also where a single operation takes them; the next rendering is as ever."""
     slowest, done = 0.0, 0
-    with peak_of_children() as peak:
+    with peak_of_children(str(templates.WORKER)) as peak:
         for name, template in TOO_MUCH.items():
             started = time.monotonic()
             with pytest.raises(TemplateLimitError) as caught:
@@ -105,8 +106,6 @@ def test_what_the_sandbox_refuses_is_an_error(tokenizer: Any) -> None:
 def test_the_process_that_renders_has_no_secrets_and_writes_no_file(
     tokenizer: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from streamtune import templates
-
     monkeypatch.setenv("HF_TOKEN", "hf_" + "c" * 34)
     templates._WORKERS.close()
     assert render_chat(tokenizer, CHAT, template="x") == "x"

@@ -33,6 +33,8 @@ BYTES_ACKED, BYTES_RECEIVED = 120, 128
 """Where Linux has them in ``struct tcp_info``."""
 CLOCK_TICKS = os.sysconf("SC_CLK_TCK") if hasattr(os, "sysconf") else 100
 COLLECTIVES = ("/torch/distributed/", "/deepspeed/comm/")
+DDP = ("/torch/nn/parallel/distributed.py",)
+"""Sends by itself where it is innermost; it is also around every forward of the model."""
 WRAPPERS = ("c10d_logger.py", "_dynamo/")
 BACKWARD = "_engine_run_backward"
 """Where gradients are reduced by hooks: no frame of the collective is to be seen."""
@@ -59,6 +61,8 @@ def place_of_main() -> Place:
     frames = list(_outward(frame))
     inner = tuple((f.f_code.co_filename, f.f_lineno) for f in frames[:6])
     innermost = next((f for f in frames if _in(f, COLLECTIVES) and not _in(f, WRAPPERS)), None)
+    if innermost is None and _in(frames[0], DDP):
+        innermost = frames[0]
     in_backward = any(f.f_code.co_name == BACKWARD for f in frames)
     if innermost is not None:
         called = next((f for f in frames if not _in(f, (*COLLECTIVES, *WRAPPERS, "/torch/"))), frames[-1])
