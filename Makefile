@@ -40,8 +40,10 @@ test: $(STAMP)  ## the test suite without what is marked slow (installs what it 
 faults: $(STAMP)  ## kill, starve and corrupt runs; writes docs/reliability.md
 	$(BIN)/python -m tests.faults
 
-test-distributed: $(STAMP)  ## everything of several ranks, slow ones too: gradients, and state between any two layouts
-	$(BIN)/python -m pytest -m '' tests/distributed
+test-distributed: $(STAMP)  ## everything of several ranks, slow ones too; writes docs/benchmarks/equality.md
+	rm -f build/distributed/equality.jsonl
+	STREAMTUNE_EQUALITY=1 $(BIN)/python -m pytest -m '' tests/distributed
+	$(BIN)/python -m tests.distributed.equality_page
 
 docs: $(STAMP)  ## regenerate what is made from the code: the recipe's JSON schema
 	$(BIN)/streamtune schema > docs/recipe.schema.json

@@ -94,9 +94,9 @@ def run(case: dict[str, Any]) -> dict[str, Any]:
         got = _gradients(backend, model)
         for name, want in gradients.items():
             error = _relative(got[name].double(), want, norm)
-            if error > found["gradient"]:
-                found |= {"gradient": error, "parameter": name}
             rounding = _relative(rounded[name].double(), want, norm)
+            if error > found["gradient"]:
+                found |= {"gradient": error, "parameter": name, "torch": rounding}
             found["beyond"] = max(found["beyond"], error - rounding)
             if rounding <= CLEAN:
                 found["clean"] = max(found["clean"], error)

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 from .curve_cases import run as curve
+from .equality_page import note
 from .rank_group import run_ranks
 
 BOUND = 5e-6
@@ -57,12 +58,14 @@ def check(size: int, cases: list[dict[str, Any]], patience: float) -> dict[str, 
 
 
 def show(size: int, found: dict[str, Any]) -> None:
-    for case, errors in found.items():
+    for text, errors in found.items():
+        case = json.loads(text)
         print(
             size,
-            " ".join(str(value) for value in json.loads(case).values()),
+            " ".join(str(value) for value in case.values()),
             f"{errors['gradient']:.1e} beyond torch {errors['beyond']:.1e}",
         )
+        note({"ranks": size, "case": case, "gradient": errors["gradient"], "torch": errors["torch"]})
 
 
 def test_two_ranks_have_the_gradient_of_one() -> None:
@@ -100,6 +103,7 @@ def same_curves(size: int, cases: list[dict[str, Any]], patience: float) -> None
             assert got[name] == pytest.approx(values, abs=1e-4), (size, case)
         worst = max(abs(a - b) for name in want for a, b in zip(want[name], got[name], strict=True))
         print(size, case, f"{worst:.1e}")
+        note({"ranks": size, "case": case, "curve": worst})
 
 
 @pytest.mark.slow

@@ -141,7 +141,8 @@ def main() -> None:
     cost = {
         f"{name}_percent": round(100 * (seconds[name] / seconds["none"] - 1), 2) for name in modes if name != "none"
     }
-    figures = {**cost, "step_seconds": round(seconds["none"], 3), "save_steps": every}
+    threads = torch.get_num_threads()
+    figures = {**cost, "step_seconds": round(seconds["none"], 3), "save_steps": every, "threads": threads}
     report("saving", **figures)
     print(figures, {name: [round(value, 3) for value in values] for name, values in found.items()})
 
