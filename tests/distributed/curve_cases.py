@@ -37,11 +37,12 @@ DATA = {
 def run(case: dict[str, Any]) -> dict[str, list[float]]:
     """Training and held-out losses by step."""
     folder = [tempfile.mkdtemp() if not distributed.is_initialized() or distributed.get_rank() == 0 else ""]
+    objective = case.get("objective", "sft")
+    if folder[0]:  # by one rank, before the others hear of it
+        (Path(folder[0]) / "recipe.yaml").write_text(RECIPE + DATA[objective])
     if distributed.is_initialized():
         distributed.broadcast_object_list(folder, src=0)
-    objective = case.get("objective", "sft")
     path = Path(folder[0]) / "recipe.yaml"
-    path.write_text(RECIPE + DATA[objective])
     settings = [
         f"output_dir={folder[0]}/run",
         *(f"{key}={json.dumps(value)}" for key, value in case["settings"].items()),

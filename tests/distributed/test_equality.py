@@ -12,8 +12,7 @@ from .equality_page import note
 from .rank_group import run_ranks
 
 BOUND = 5e-6
-"""Relative. Where plain autograd in fp32 is off by more than 1e-6 itself, as of a gradient that is a small difference,
-this much beyond it."""
+"""Relative, of every parameter."""
 ENGINES = ["ddp", "zero1", "zero2", "zero3", "fsdp"]
 
 QUICK: list[dict[str, Any]] = [
@@ -48,12 +47,13 @@ ALL: list[dict[str, Any]] = [
 def check(size: int, cases: list[dict[str, Any]], patience: float) -> dict[str, Any]:
     found = run_ranks(size, "tests.distributed.equality_cases", cases, patience)
     assert len(found) == len(cases)
+    wrong = {}
     for case, errors in found.items():
-        assert errors["clean"] <= BOUND, (case, errors)
-        assert errors["beyond"] <= BOUND, (case, errors)
-        assert errors["loss"] <= BOUND, (case, errors)
-        assert errors["norm"] <= BOUND, (case, errors)
-        assert errors["fillers"] >= 1 or size == json.loads(case).get("sequence"), (case, errors)
+        bounded = max(errors[name] for name in ("gradient", "loss", "norm"))
+        filled = errors["fillers"] >= 1 or size == json.loads(case).get("sequence")
+        if bounded > BOUND or not filled:
+            wrong[case] = errors
+    assert wrong == {}
     return found
 
 
@@ -63,7 +63,7 @@ def show(size: int, found: dict[str, Any]) -> None:
         print(
             size,
             " ".join(str(value) for value in case.values()),
-            f"{errors['gradient']:.1e} beyond torch {errors['beyond']:.1e}",
+            f"{errors['gradient']:.1e}, plain fp32 {errors['torch']:.1e}",
         )
         note({"ranks": size, "case": case, "gradient": errors["gradient"], "torch": errors["torch"]})
 
