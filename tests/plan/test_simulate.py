@@ -18,6 +18,7 @@ from streamtune.engine import Schedule, decoder_layers, stream
 from streamtune.errors import ArgumentError
 from streamtune.models import add_lora
 from streamtune.models.quantize import PACKAGES, quantize
+from streamtune.ops.attention import KEY_BLOCK
 from streamtune.plan import LiveBytes, Mode, Simulation, Workload, simulate
 from streamtune.plan.autocast import RULES, MetaAutocast
 from streamtune.plan.memory import held_tensors
@@ -239,6 +240,14 @@ def test_a_step_told_from_shorter_ones_is_the_whole_step(name: str, tmp_path: An
     long = Workload(make, 64 * 9)
     schedule = schedule_of(name, tmp_path)
     assert simulate(long, schedule) == simulate(long, schedule, full=True)
+
+
+@pytest.mark.parametrize("chunks", [33, 40])
+def test_so_it_is_where_keys_come_in_blocks(chunks: int) -> None:
+    """More than one block of keys before most chunks, the last of them in part."""
+    long = Workload(partial(build, "qwen3", "meta", num_hidden_layers=9), 64 * chunks)
+    assert long.tokens > 2 * KEY_BLOCK
+    assert simulate(long, BASE) == simulate(long, BASE, full=True)
 
 
 def test_so_it_is_of_steps_under_autocast() -> None:

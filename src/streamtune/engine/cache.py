@@ -376,6 +376,9 @@ class _Prefix:
         self.kv, self.index, self.keys, self.own = kv, index, keys, own
         self.length = keys.stop - keys.start
 
+    def begin(self) -> None:
+        self.kv.grad(self.index, self.keys)
+
     def add(self, place: tuple[slice, slice, slice], grad_k: Tensor, grad_v: Tensor) -> None:
         for total, grad in zip(self.kv.grad(self.index, self.keys), (grad_k, grad_v), strict=True):
             total[place] += grad

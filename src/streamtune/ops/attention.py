@@ -113,6 +113,9 @@ class Prefix(Protocol):
     def own(self) -> tuple[Tensor, Tensor]:
         """The keys and values behind them ``[B, G, S - length, D]``, which the gradient of the rest goes to."""
 
+    def begin(self) -> None:
+        """Make room for their gradient, where there is none yet."""
+
     def add(self, place: Place, grad_k: Tensor, grad_v: Tensor) -> None:
         """Add to their gradient at a place in ``[B, G, length, D]``."""
 
@@ -166,7 +169,7 @@ class _PrefixAttention(torch.autograd.Function):
     def _backward(ctx: Any, grad_o: Tensor) -> tuple[Tensor | None, ...]:
         q, k, v, sinks, o, lse = ctx.saved_tensors
         prefix: Prefix | None = ctx.prefix
-        pieces: list[tuple[Piece, int]] = [block for piece in ctx.pieces for block in piece.key_blocks(q.device)]
+        pieces: list[tuple[Piece, float]] = [block for piece in ctx.pieces for block in piece.key_blocks(q.device)]
         grads = None if ctx.whole is None else backward_whole(ctx.whole, grad_o, q, k, v, o, lse)
         if grads is not None:
             sums = _KeyGradients(k, v, prefix, k.dtype)
@@ -180,6 +183,8 @@ class _PrefixAttention(torch.autograd.Function):
             wide = torch.promote_types(q.dtype, torch.float32)
             grad_q = torch.zeros_like(q, dtype=wide if len(pieces) > 1 else q.dtype)
             sums = _KeyGradients(k, v, prefix, wide if ctx.shared_keys else k.dtype)
+            if prefix is not None:
+                prefix.begin()  # once, and not with each block
             for piece, times in pieces:
                 with repeated(times):
                     grad_q_s, grad_k_s, grad_v_s = piece.backward(grad_o, q, k, v, o, lse)
@@ -300,10 +305,11 @@ class Piece:
         self.queries = (rows, slice(None), slice(segment.q_start, segment.q_stop))
         self.keys = (rows, slice(None), slice(segment.start, segment.stop))
 
-    def key_blocks(self, device: torch.device) -> Iterator[tuple[Piece, int]]:
+    def key_blocks(self, device: torch.device) -> Iterator[tuple[Piece, float]]:
         """The same in blocks of keys; given the log-sum-exp of all keys, the backward of each stands for itself.
 
-        Blocks of a simulated step are alike: one comes with how often it would.
+        Blocks of a simulated step are alike: one comes with how often it would, the last in part. So its work grows
+        with the keys in a straight line.
         """
         segment = self.segment
         size = max(KEY_BLOCK, segment.q_stop - segment.q_start)
@@ -312,10 +318,11 @@ class Piece:
             return
         starts = range(segment.start, segment.stop, size)
         simulated = device.type == "meta"
+        times = (segment.stop - segment.start) / size if simulated else 1
         for start in starts[:1] if simulated else starts:
             block = replace(segment, start=start, stop=min(start + size, segment.stop))
             piece = Piece(self.view, block, self.scale, self.softcap, self.dropout, self.seed)
-            yield piece, len(starts) if simulated else 1
+            yield piece, times
 
     def covers(self, q: Tensor, k: Tensor) -> bool:
         """Whether the segment is all there is."""

@@ -13,11 +13,11 @@ __all__ = ["autocast_kind", "kernel_device", "repeated", "repetitions", "simulat
 _kind: ContextVar[str] = ContextVar("kind of device that meta tensors stand for", default="cpu")
 
 
-_times: ContextVar[int] = ContextVar("how often what runs now would run", default=1)
+_times: ContextVar[float] = ContextVar("how often what runs now would run", default=1)
 
 
 @contextmanager
-def repeated(times: int) -> Iterator[None]:
+def repeated(times: float) -> Iterator[None]:
     """What runs inside stands for so many runs that are alike: they hold the same, and cost so many times as much."""
     token = _times.set(_times.get() * times)
     try:
@@ -26,7 +26,7 @@ def repeated(times: int) -> Iterator[None]:
         _times.reset(token)
 
 
-def repetitions() -> int:
+def repetitions() -> float:
     """How often what runs now would run."""
     return _times.get()
 

@@ -188,4 +188,4 @@ def _optimizer_step(model: nn.Module, workload: Workload) -> tuple[int, int, int
     gradients = trained_bytes(model)
     for parameter in model.parameters():
         parameter.grad = None
-    return before - gradients, peak - before, cell.work[WORK.index("touched_bytes")]
+    return before - gradients, peak - before, round(cell.work[WORK.index("touched_bytes")])

@@ -98,7 +98,7 @@ class Cell:
 
     operators: list[Any] = field(default_factory=list)
     moments: list[tuple[int, ...]] = field(default_factory=list)
-    work: list[int] = field(default_factory=lambda: [0] * len(WORK))
+    work: list[float] = field(default_factory=lambda: [0.0] * len(WORK))
 
 
 class Tape(LiveBytes):
