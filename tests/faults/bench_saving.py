@@ -6,6 +6,9 @@ A Llama of 29 million parameters (350 MB of weights and optimizer state in a che
 tokens. The three are taken in turns, so that a machine that is busy for a while is so for all of them. The time of a
 step is from the beginning of one to that of the next; the figure is the median over stretches of equally many steps,
 with one save in each.
+
+One thread trains and one core is left, as beside an accelerator. What saving would cost where every core trains is told
+by the processor time it takes, hashing and copying, as a share of that of the steps.
 """
 
 from __future__ import annotations
@@ -46,10 +49,11 @@ class Rows:
     """Random rows, and when each step began."""
 
     def __init__(self) -> None:
-        self.began: list[float] = []
+        self.began: list[tuple[float, float]] = []
+        """By the clock, and by the processor time of all threads."""
 
     def next_step(self) -> list[MicroBatch]:
-        self.began.append(time.perf_counter())
+        self.began.append((time.perf_counter(), time.process_time()))
         ids = torch.randint(0, VOCABULARY, (1, LENGTH), generator=torch.Generator().manual_seed(len(self.began)))
         labels = torch.cat([ids[:, 1:], torch.full((1, 1), -100)], dim=1)
         return [MicroBatch(ids, torch.ones_like(ids), labels, ("row",))]
@@ -79,8 +83,11 @@ def make_model() -> LlamaForCausalLM:
     return LlamaForCausalLM(config)
 
 
-def stretches(model: LlamaForCausalLM, every: int, saves: int, *, save_steps: int, asynchronous: bool) -> list[float]:
-    """Seconds a step takes, of each stretch of ``every`` steps with a save in it; the first steps do not count."""
+def stretches(
+    model: LlamaForCausalLM, every: int, saves: int, *, save_steps: int, asynchronous: bool
+) -> list[tuple[float, float]]:
+    """Seconds a step takes, and processor seconds, of each stretch of ``every`` steps with a save in it; the first do
+    not count."""
     rows, tokenizer = Rows(), NoTokenizer()
     size = sum(parameter.nbytes for parameter in model.parameters())
     writer = ModelWriter(
@@ -124,27 +131,29 @@ def stretches(model: LlamaForCausalLM, every: int, saves: int, *, save_steps: in
         )
     # A save begins after step `every`, so before step `every + 1` does: stretches begin with the last step before it.
     marks = rows.began[every - 1 :: every]
-    return [(later - earlier) / every for earlier, later in pairwise(marks)]
+    return [((later[0] - earlier[0]) / every, (later[1] - earlier[1]) / every) for earlier, later in pairwise(marks)]
 
 
 def main() -> None:
     every = int(sys.argv[1]) if len(sys.argv) > 1 else 15
     rounds = int(sys.argv[2]) if len(sys.argv) > 2 else 3
+    torch.set_num_threads(1)
     model = make_model()
     stream(model, chunk_size=256)
     modes = {"none": (0, True), "asynchronous": (every, True), "synchronous": (every, False)}
-    found: dict[str, list[float]] = {name: [] for name in modes}
+    found: dict[str, list[tuple[float, float]]] = {name: [] for name in modes}
     for _ in range(rounds):
         for name, (save_steps, asynchronous) in modes.items():
             found[name] += stretches(model, every, 2, save_steps=save_steps, asynchronous=asynchronous)
-    seconds = {name: statistics.median(values) for name, values in found.items()}
+    seconds = {name: statistics.median(wall for wall, _ in values) for name, values in found.items()}
+    busy = {name: statistics.median(cpu for _, cpu in values) for name, values in found.items()}
     cost = {
         f"{name}_percent": round(100 * (seconds[name] / seconds["none"] - 1), 2) for name in modes if name != "none"
     }
-    threads = torch.get_num_threads()
-    figures = {**cost, "step_seconds": round(seconds["none"], 3), "save_steps": every, "threads": threads}
+    processor = round(100 * (busy["asynchronous"] / busy["none"] - 1), 2)
+    figures = {**cost, "processor_percent": processor, "step_seconds": round(seconds["none"], 3), "save_steps": every}
     report("saving", **figures)
-    print(figures, {name: [round(value, 3) for value in values] for name, values in found.items()})
+    print(figures, {name: [round(wall, 3) for wall, _ in values] for name, values in found.items()})
 
 
 if __name__ == "__main__":

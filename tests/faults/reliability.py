@@ -81,7 +81,8 @@ def _overhead(figures: Figures) -> str:
     found = figures["saving"]
     return (
         f"**{found['asynchronous_percent']:.1f}%** of the step time asynchronous, {found['synchronous_percent']:.1f}% "
-        f"synchronous (a save every {found['save_steps']} steps of {found['step_seconds']:.2f} s)"
+        f"synchronous (350 MB every {found['save_steps']} steps of {found['step_seconds']:.2f} s; one core trains, one "
+        f"is left; {found['processor_percent']:.1f}% of the processor time)"
     )
 
 
