@@ -242,7 +242,7 @@ def test_a_step_told_from_shorter_ones_is_the_whole_step(name: str, tmp_path: An
     assert simulate(long, schedule) == simulate(long, schedule, full=True)
 
 
-@pytest.mark.parametrize("chunks", [33, 40])
+@pytest.mark.parametrize("chunks", [33, pytest.param(40, marks=pytest.mark.slow)])
 def test_so_it_is_where_keys_come_in_blocks(chunks: int) -> None:
     """More than one block of keys before most chunks, the last of them in part."""
     long = Workload(partial(build, "qwen3", "meta", num_hidden_layers=9), 64 * chunks)
