@@ -17,9 +17,10 @@ from streamtune.models import blueprint
 from streamtune.plan import Limits, Rates, Simulation, Workload, as_fixed, choose, judge, simulate
 from streamtune.plan.choices import Space, candidates
 from streamtune.plan.estimate import Estimator, Figures
+from streamtune.plan.longer import longest_below
 from streamtune.plan.memory import held_bytes
-from streamtune.plan.refusal import excess_of, longest_that_fits
 from streamtune.plan.shape import meta_copy
+from streamtune.plan.thrifty import excess_of, furthest
 
 MIB = 1 << 20
 LAYERS, LENGTH = 6, 4096
@@ -204,12 +205,24 @@ def test_a_length_nothing_fits_names_the_longest_that_does(workload: Workload, k
 
 @pytest.mark.parametrize("host", [0, 1 << 34])  # a tier that is not there has nothing left, whatever the length
 def test_the_longest_that_fits_is_found_to_a_percent(workload: Workload, known: Any, host: int):
-    schedule = Schedule(256, 256, levels=2, stream_grads=True)
+    given = {"chunk_size": 256, "head_chunk_size": 256, "levels": 2, "stream_grads": True, "offload": "device"}
+    schedule = Schedule(**given)
     limits = Limits(int(known(workload, schedule).peak_bytes / 0.95) + 1, host)
     far = replace(workload, length=7 * LENGTH)
-    longest = longest_that_fits(far, schedule, known(far, schedule), limits, known)
+    longest = longest_below(far, limits, given, known)
     assert 0.98 * LENGTH <= longest <= 1.03 * LENGTH
     assert excess_of(known(replace(far, length=longest), schedule), limits) <= 0
+
+
+def test_what_finds_no_room_on_the_host_may_be_on_the_device(workload: Workload, known: Any):
+    """Where estimates find nothing that fits, what reaches furthest is asked itself."""
+    thrifty = known(workload, Schedule(1024, 256, levels=2, stream_grads=True, offload="host"))
+    limits = Limits(2 * thrifty.peak_bytes, thrifty.host_bytes)  # 5% of it stay free
+    schedule, step = furthest(workload, limits, {}, known)
+    assert schedule.device_layers > 0
+    assert excess_of(step, limits) <= 0
+    none = replace(limits, host_bytes=thrifty.host_bytes // 8, device_bytes=thrifty.peak_bytes // 2)
+    assert furthest(workload, none, {}, known)[0].device_layers == 0, "it does not fit so either"
 
 
 def test_weights_that_do_not_fit_are_named(workload: Workload, known: Any):

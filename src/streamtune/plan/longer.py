@@ -2,22 +2,17 @@
 
 from __future__ import annotations
 
-import math
-from collections.abc import Mapping
-from contextlib import suppress
+from collections.abc import Callable, Mapping
 from dataclasses import replace
-from itertools import product
 from typing import Any
 
 from streamtune.engine import Schedule
-from streamtune.errors import ArgumentError
-from streamtune.plan.choices import CHUNKS, HEAD_CHUNKS, Limits
-from streamtune.plan.cluster import Cluster
-from streamtune.plan.refusal import excess_of
+from streamtune.plan.choices import Limits
 from streamtune.plan.search import Attempt, Range, search_largest
 from streamtune.plan.simulate import Simulation, Workload, simulate
+from streamtune.plan.thrifty import excess_of, furthest
 
-__all__ = ["kept_on_device", "longest_of", "thriftiest"]
+__all__ = ["longest_below", "longest_of"]
 
 MOST = 1 << 30
 """Tokens beyond which nothing is looked for."""
@@ -25,43 +20,10 @@ MOST = 1 << 30
 COARSE = 0.05
 """Part of a length to which it is told what another number of ranks would allow."""
 
+SHORTEST, GRAIN = 64, 64
+"""Tokens: the shortest length that is offered, and what lengths are rounded down to."""
 
-def thriftiest(limits: Limits, written: Mapping[str, Any], cluster: Cluster) -> Schedule:
-    """Everything small, nothing kept, layer inputs as far away as there is room, at two levels where they may be.
-
-    Args:
-        limits: The memory.
-        written: Fields of the schedule that are given.
-        cluster: Whose ranks run it.
-    """
-    tiers = ["device"]
-    if limits.host_bytes and not limits.shared:
-        tiers.insert(0, "host")
-    if limits.disk_bytes and "offload_dir" in written:
-        tiers.insert(0, "disk")
-    sizes = {"chunk_size": CHUNKS[0], "head_chunk_size": HEAD_CHUNKS[0], "stream_grads": True}
-    for offload, levels in product(tiers, (2, 1) if cluster.runs_layers_again else (1,)):
-        chosen: dict[str, Any] = {**sizes, "offload": offload, "levels": levels, **written}
-        if chosen["offload"] != "disk":
-            chosen.pop("offload_dir", None)
-        with suppress(ArgumentError):  # what is written goes with other tiers
-            return Schedule(**chosen)
-    return Schedule()
-
-
-def kept_on_device(schedule: Schedule, found: Simulation, usable: int, held: int, layers: int) -> Schedule:
-    """The schedule with so many layer inputs on the device that the others have room elsewhere.
-
-    Args:
-        schedule: Which has too many elsewhere.
-        found: Its step.
-        usable: Bytes that are there.
-        held: Bytes that it wants there.
-        layers: Of the model.
-    """
-    moving = found.host_terms.get("layer inputs", held) if schedule.offload == "host" else held
-    fewer = (held - usable) / moving if moving else 1.0
-    return replace(schedule, device_layers=min(layers, math.ceil(fewer * layers)))
+Simulate = Callable[[Workload, Schedule], Simulation]
 
 
 def longest_of(workload: Workload, limits: Limits, written: Mapping[str, Any]) -> int:
@@ -72,13 +34,28 @@ def longest_of(workload: Workload, limits: Limits, written: Mapping[str, Any]) -
         limits: The memory of a rank.
         written: Fields of the schedule that are given.
     """
-    schedule = thriftiest(limits, written, workload.cluster)
+    least = workload.length
+    within = Range(first=least, least=least, most=MOST, step=1, share=COARSE, grain=1024)
+    return _search(workload, limits, written, simulate, within)
 
+
+def longest_below(workload: Workload, limits: Limits, written: Mapping[str, Any], simulate: Simulate) -> int:
+    """The most tokens of a row, fewer than the workload's, that some schedule fits, to about a percent; 0 if none does.
+
+    Args:
+        workload: What does not fit at its length.
+        limits: The memory of a rank.
+        written: Fields of the schedule that are given.
+        simulate: Simulates a step.
+    """
+    within = Range(first=workload.length, least=SHORTEST, most=workload.length, step=GRAIN, grain=GRAIN)
+    return _search(workload, limits, written, simulate, within)
+
+
+def _search(workload: Workload, limits: Limits, written: Mapping[str, Any], simulate: Simulate, within: Range) -> int:
     def attempt(length: int) -> Attempt:
-        step = simulate(replace(workload, length=length), schedule)
+        _, step = furthest(replace(workload, length=length), limits, written, simulate)
         filled = limits.filled(step.peak_bytes, step.host_bytes, step.disk_bytes)
         return Attempt(excess_of(step, limits) <= 0, filled)
 
-    least = workload.length
-    within = Range(first=least, least=least, most=MOST, step=1, share=COARSE, grain=1024)
     return search_largest(attempt, within).fits

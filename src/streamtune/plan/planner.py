@@ -20,9 +20,10 @@ from torch import Tensor
 from streamtune.engine import Schedule, decoder_layers
 from streamtune.plan.choices import Candidate, Limits, Space, candidates
 from streamtune.plan.cost import Rates
-from streamtune.plan.estimate import Estimator, Simulate
-from streamtune.plan.refusal import excess_of, nothing_fits
+from streamtune.plan.estimate import Estimator, Figures, Simulate
+from streamtune.plan.refusal import nothing_fits
 from streamtune.plan.simulate import Simulation, Workload, simulate
+from streamtune.plan.thrifty import excess_of, furthest
 from streamtune.plan.traffic import Pace, Traffic
 from streamtune.sizes import show_size
 
@@ -159,8 +160,13 @@ def choose(
     if found is None:
         ranked = _ranked(space, estimator, limits, pace)
         found = _thriftiest(ranked, limits, workload, simulate, tried)
-    if found is None:
-        raise nothing_fits(workload, space, tried, limits, simulate)
+    if found is None:  # estimates err: what reaches furthest is asked itself
+        schedule, simulation = furthest(workload, limits, space.fixed, simulate)
+        tried[schedule] = simulation
+        kept = all(getattr(schedule, name) == value for name, value in space.fixed.items() if name != "offload_dir")
+        if excess_of(simulation, limits) > 0 or not kept:
+            raise nothing_fits(workload, space, tried, limits, simulate)
+        found = Candidate(schedule, Figures.of(simulation))
     others = _alternatives(found, tried, ranked, limits, pace)
     made = estimator.simulations + len(tried)
     return _plan(found.schedule, tried[found.schedule], others, limits, pace, started, made)

@@ -11,17 +11,16 @@ from typing import Any
 
 import torch
 
-from streamtune.engine import Schedule, decoder_layers
-from streamtune.errors import ArgumentError
+from streamtune.engine import Schedule
 from streamtune.plan.budget import device_name
 from streamtune.plan.choices import Limits
 from streamtune.plan.cost import Rates
 from streamtune.plan.devices import Device
-from streamtune.plan.longer import kept_on_device, thriftiest
 from streamtune.plan.planner import choose
 from streamtune.plan.probe import ProbeTask, Trial
 from streamtune.plan.simulate import Simulation, Workload, simulate
 from streamtune.plan.steps import Shape
+from streamtune.plan.thrifty import furthest
 from streamtune.plan.traffic import Pace
 from streamtune.plan.trial import Cause, Outcome
 from streamtune.recipe.build_cluster import RanksAsked, cluster_of, links_for
@@ -100,25 +99,14 @@ class SimulatedTrials:
         step = self._step(shape)
         if shape.mode != "stream" or self.schedule is not None:
             return self._tried(step, self.schedule or Schedule())  # a baseline reads nothing of it
-        schedule = thriftiest(self.limits, self.written, self.workload.cluster)
-        found = simulate(step, schedule)
-        outcome = self._judged(step, found, schedule)
-        held = {"host memory": found.host_bytes, "disk memory": found.disk_bytes}.get(outcome.cause)
-        if held and schedule.offload != "device":  # what there is no room for elsewhere may stay on the device
-            usable = self.limits.host if outcome.cause == "host memory" else self.limits.disk
-            layers = len(decoder_layers(self.workload.make_model()))
-            mixed = self._tried(step, kept_on_device(schedule, found, usable, held, layers))
-            return mixed if mixed.fits else outcome
-        return outcome
+        schedule, found = furthest(step, self.limits, self.written, simulate)
+        return self._judged(step, found, schedule)
 
     def planned(self, trial: Trial) -> Trial:
         """The trial of the longest with the fastest schedule that fits it."""
         if self.schedule is not None or trial.shape.mode != "stream":
             return trial
-        try:
-            plan = choose(self._step(trial.shape), self.limits, self.rates, fixed=self.written)
-        except ArgumentError:  # it looked among others than the one that fits
-            return trial
+        plan = choose(self._step(trial.shape), self.limits, self.rates, fixed=self.written)
         return replace(trial, outcome=self._judged(self._step(trial.shape), plan.simulation, plan.schedule))
 
     def _step(self, shape: Shape) -> Workload:

@@ -1,0 +1,73 @@
+"""The schedule that reaches furthest: what is asked where nothing else fits, and for the longest sequence."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from contextlib import suppress
+from dataclasses import replace
+from itertools import product
+from typing import Any
+
+from streamtune.engine import Schedule, decoder_layers
+from streamtune.errors import ArgumentError
+from streamtune.plan.choices import CHUNKS, HEAD_CHUNKS, Limits
+from streamtune.plan.cluster import Cluster
+from streamtune.plan.simulate import Simulation, Workload
+
+__all__ = ["excess_of", "furthest", "thriftiest"]
+
+
+def excess_of(simulation: Simulation, limits: Limits) -> float:
+    """By how many bytes a simulated step does not fit; negative is what is left."""
+    return limits.excess(simulation.peak_bytes, simulation.host_bytes, simulation.disk_bytes)
+
+
+def thriftiest(limits: Limits, written: Mapping[str, Any], cluster: Cluster) -> Schedule:
+    """Everything small, nothing kept, layer inputs as far away as there is room, at two levels where they may be.
+
+    Args:
+        limits: The memory.
+        written: Fields of the schedule that are given.
+        cluster: Whose ranks run it.
+    """
+    tiers = ["device"]
+    if limits.host_bytes and not limits.shared:
+        tiers.insert(0, "host")
+    if limits.disk_bytes and "offload_dir" in written:
+        tiers.insert(0, "disk")
+    sizes = {"chunk_size": CHUNKS[0], "head_chunk_size": HEAD_CHUNKS[0], "stream_grads": True}
+    for offload, levels in product(tiers, (2, 1) if cluster.runs_layers_again else (1,)):
+        chosen: dict[str, Any] = {**sizes, "offload": offload, "levels": levels, **written}
+        if chosen["offload"] != "disk":
+            chosen.pop("offload_dir", None)
+        with suppress(ArgumentError):  # what is written goes with other tiers
+            return Schedule(**chosen)
+    return Schedule()
+
+
+def furthest(
+    workload: Workload,
+    limits: Limits,
+    written: Mapping[str, Any],
+    simulate: Callable[[Workload, Schedule], Simulation],
+) -> tuple[Schedule, Simulation]:
+    """The thriftiest schedule and its step; what finds no room on host or disk is on the device, if it fits so.
+
+    Args:
+        workload: What is trained.
+        limits: The memory.
+        written: Fields of the schedule that are given.
+        simulate: Simulates a step.
+    """
+    schedule = thriftiest(limits, written, workload.cluster)
+    found = simulate(workload, schedule)
+    usable, held = (limits.disk, found.disk_bytes) if schedule.offload == "disk" else (limits.host, found.host_bytes)
+    if limits.shared or schedule.offload == "device" or "device_layers" in written or held <= usable:
+        return schedule, found
+    moving = found.host_terms.get("layer inputs", held) if schedule.offload == "host" else held
+    layers = len(decoder_layers(workload.make_model()))
+    count = min(layers, math.ceil((held - usable) / moving * layers)) if moving else layers
+    mixed = replace(schedule, device_layers=count)
+    step = simulate(workload, mixed)
+    return (mixed, step) if excess_of(step, limits) <= 0 else (schedule, found)
