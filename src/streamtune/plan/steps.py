@@ -139,7 +139,8 @@ def serve(connection: Connection, prepare: PrepareStep, shape: Shape, budget: St
         measure(step, budget, connection.send, said)
         connection.send({"fits": True, **said})
     except BaseException as error:
-        connection.send({"fits": False, **said, **_explain(error)})
+        with suppress(ConnectionError):  # whoever asked is gone, as after Ctrl-C
+            connection.send({"fits": False, **said, **_explain(error)})
 
 
 def _step_on_cpu(step: TrainingStep, budget: StepBudget, tell: Callable[[str], None], said: dict[str, Any]) -> None:

@@ -104,7 +104,10 @@ def _serve(connection: Connection, job: Job) -> None:
         if subject is not None and "error" in answer:  # out of the handler: its frames no longer hold tensors
             subject.leave()
             gc.collect()
-        connection.send(answer)
+        try:
+            connection.send(answer)
+        except ConnectionError:  # whoever asked is gone, as after Ctrl-C
+            return
 
 
 def _told(error: Exception) -> dict[str, Any]:
