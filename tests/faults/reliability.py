@@ -79,10 +79,11 @@ def _tmpfs(figures: Figures) -> str:
 
 def _overhead(figures: Figures) -> str:
     found = figures["saving"]
+    busy = f"; {found['processor_percent']:.1f}% of the processor time" if "processor_percent" in found else ""
     return (
         f"**{found['asynchronous_percent']:.1f}%** of the step time asynchronous, {found['synchronous_percent']:.1f}% "
         f"synchronous (350 MB every {found['save_steps']} steps of {found['step_seconds']:.2f} s; one core trains, one "
-        f"is left; {found['processor_percent']:.1f}% of the processor time)"
+        f"is left{busy})"
     )
 
 
