@@ -25,7 +25,7 @@ CASES = {
     "gloo-ddp": {},
     "gloo-straggle": {},
 }
-WAITED = 120
+WAITED = 240
 
 
 @pytest.fixture(scope="module")

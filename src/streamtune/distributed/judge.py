@@ -218,7 +218,8 @@ def find_deadlock(peers: Iterable[Peer], limits: Limits) -> Failure | None:
         elif same:
             mend = "a connection between them is blocked: see the network and the firewalls of the hosts"
         else:
-            mend = "they wait for each other in different places: a rank has left the common path"
+            # One may be a step ahead of the other when what is between them breaks.
+            mend = "a connection between them is blocked, or, as they stand in different places, one left the path"
     return Failure(first.rank, first.host, "\n".join([head, *lines]), mend=mend, own=False, seen="still")
 
 
