@@ -16,11 +16,12 @@ from streamtune.errors import ArgumentError
 from streamtune.models import blueprint
 from streamtune.plan import Limits, Rates, Simulation, Workload, as_fixed, choose, judge, simulate
 from streamtune.plan.choices import Space, candidates
+from streamtune.plan.cluster import Cluster
 from streamtune.plan.estimate import Estimator, Figures
 from streamtune.plan.longer import longest_below
 from streamtune.plan.memory import held_bytes
 from streamtune.plan.shape import meta_copy
-from streamtune.plan.thrifty import excess_of, furthest
+from streamtune.plan.thrifty import excess_of, furthest, thriftiest
 
 MIB = 1 << 20
 LAYERS, LENGTH = 6, 4096
@@ -223,6 +224,31 @@ def test_what_finds_no_room_on_the_host_may_be_on_the_device(workload: Workload,
     assert excess_of(step, limits) <= 0
     none = replace(limits, host_bytes=thrifty.host_bytes // 8, device_bytes=thrifty.peak_bytes // 2)
     assert furthest(workload, none, {}, known)[0].device_layers == 0, "it does not fit so either"
+
+
+@pytest.mark.parametrize("shared", [False, True], ids=["accelerator", "cpu"])
+@pytest.mark.parametrize("runs_layers_again", [False, True])
+@pytest.mark.parametrize(
+    "written",
+    [
+        {"device_layers": 2},
+        {"device_layers": 2, "offload_dir": "scratch"},
+        {"offload": "disk", "offload_dir": "scratch"},
+        {"chunk_size": 8192, "keep_kv": "device", "stream_grads": False},
+        {"levels": 1, "offload": "device"},
+    ],
+    ids=lambda written: "-".join(written),
+)
+def test_the_thriftiest_keeps_what_is_written(written: dict[str, Any], shared: bool, runs_layers_again: bool) -> None:
+    """On any device, with or without room elsewhere."""
+    cluster = Cluster() if runs_layers_again else Cluster(ranks=2, engine="zero3")
+    assert cluster.runs_layers_again == runs_layers_again
+    for host_bytes in (0, 1 << 40):
+        schedule = thriftiest(Limits(1 << 30, host_bytes, shared=shared), written, cluster)
+        kept = {name: getattr(schedule, name) for name in written if name != "offload_dir"}
+        assert kept == {name: value for name, value in written.items() if name != "offload_dir"}
+    with pytest.raises(ArgumentError, match="segment_size"):
+        thriftiest(Limits(1 << 30, 0), {"segment_size": 2, "levels": 1}, cluster)
 
 
 def test_weights_that_do_not_fit_are_named(workload: Workload, known: Any):

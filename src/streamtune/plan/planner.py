@@ -163,8 +163,7 @@ def choose(
     if found is None:  # estimates err: what reaches furthest is asked itself
         schedule, simulation = furthest(workload, limits, space.fixed, simulate)
         tried[schedule] = simulation
-        kept = all(getattr(schedule, name) == value for name, value in space.fixed.items() if name != "offload_dir")
-        if excess_of(simulation, limits) > 0 or not kept:
+        if excess_of(simulation, limits) > 0:
             raise nothing_fits(workload, space, tried, limits, simulate)
         found = Candidate(schedule, Figures.of(simulation))
     others = _alternatives(found, tried, ranked, limits, pace)

@@ -28,14 +28,18 @@ def thriftiest(limits: Limits, written: Mapping[str, Any], cluster: Cluster) -> 
 
     Args:
         limits: The memory.
-        written: Fields of the schedule that are given.
+        written: Fields of the schedule that are given, and stay; but for ``offload_dir`` where nothing goes to disk.
         cluster: Whose ranks run it.
+
+    Raises:
+        ArgumentError: What is written goes with no schedule.
     """
     tiers = ["device"]
     if limits.host_bytes and not limits.shared:
         tiers.insert(0, "host")
     if limits.disk_bytes and "offload_dir" in written:
         tiers.insert(0, "disk")
+    tiers += [tier for tier in ("host", "disk") if tier not in tiers and (tier == "host" or "offload_dir" in written)]
     sizes = {"chunk_size": CHUNKS[0], "head_chunk_size": HEAD_CHUNKS[0], "stream_grads": True}
     for offload, levels in product(tiers, (2, 1) if cluster.runs_layers_again else (1,)):
         chosen: dict[str, Any] = {**sizes, "offload": offload, "levels": levels, **written}
@@ -43,7 +47,7 @@ def thriftiest(limits: Limits, written: Mapping[str, Any], cluster: Cluster) -> 
             chosen.pop("offload_dir", None)
         with suppress(ArgumentError):  # what is written goes with other tiers
             return Schedule(**chosen)
-    return Schedule()
+    return Schedule(**written)
 
 
 def furthest(

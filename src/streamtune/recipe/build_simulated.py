@@ -12,7 +12,6 @@ from typing import Any
 import torch
 
 from streamtune.engine import Schedule
-from streamtune.errors import ArgumentError
 from streamtune.plan.budget import device_name
 from streamtune.plan.choices import Limits
 from streamtune.plan.cost import Rates
@@ -107,10 +106,7 @@ class SimulatedTrials:
         """The trial of the longest with the fastest schedule that fits it."""
         if self.schedule is not None or trial.shape.mode != "stream":
             return trial
-        try:
-            plan = choose(self._step(trial.shape), self.limits, self.rates, fixed=self.written)
-        except ArgumentError:  # what is written goes with no thriftier schedule: the one that was found stays
-            return trial
+        plan = choose(self._step(trial.shape), self.limits, self.rates, fixed=self.written)
         return replace(trial, outcome=self._judged(self._step(trial.shape), plan.simulation, plan.schedule))
 
     def _step(self, shape: Shape) -> Workload:
