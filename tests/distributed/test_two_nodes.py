@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import signal
 import subprocess
 import time
@@ -78,6 +79,7 @@ def test_a_blocked_port_ends_both_sides(nodes: TwoNodes) -> None:
         print(f"the process group was blocked: all gone after {time.monotonic() - began:.1f} s")
     assert "error: all ranks have stood still for" in running.stderr
     assert "all_reduce (train/" in running.stderr
+    assert re.search(r"- what rank \d on 10.77.0.\d sends to 10.77.0.\d:\d+ does not arrive\n", running.stderr)
     assert "a connection between them is blocked" in running.stderr
 
 

@@ -133,6 +133,27 @@ def test_what_is_no_deadlock() -> None:
     assert find_deadlock([peer(0, **spinning), peer(1, **spinning)], limits) is not None
 
 
+@pytest.mark.parametrize(
+    ("places", "unanswered", "mend"),
+    [
+        (("all_reduce (x.py:1)", "all_reduce (x.py:1)"), "", "a connection between them is blocked"),
+        (("all_reduce (x.py:1)", "broadcast (x.py:2)"), "10.0.0.2:41234", "a connection between them is blocked"),
+        (("all_reduce (x.py:1)", "broadcast (x.py:2)"), "", "one left the path that the others took"),
+    ],
+)
+def test_a_blocked_connection_is_told_from_a_rank_that_left_the_path(
+    places: tuple[str, str], unanswered: str, mend: str
+) -> None:
+    """One may be a collective ahead of the other when what is between them breaks: what is sent again tells which."""
+    still = {"still": 60.0, "placed": 60.0}
+    found = find_deadlock(
+        [peer(0, place=places[0], **still, unanswered=unanswered), peer(1, place=places[1], **still)], Limits()
+    )
+    assert found is not None
+    assert mend in (found.mend or "")
+    assert ("- what rank 0 on h0 sends to 10.0.0.2:41234 does not arrive" in found.what) == bool(unanswered)
+
+
 def test_the_ranks_of_a_host_that_is_gone_are_named_together() -> None:
     peers = [peer(0), peer(1), peer(2, 80.0), peer(3, 80.0)]
     peers[3].host = peers[2].host

@@ -57,6 +57,8 @@ class Beat:
     collective: bool = False
     busy: float = 0.0
     """Seconds its main thread did not wait for other ranks, since it started."""
+    unanswered: str = ""
+    """The address of a connection over which what it sends is not acknowledged."""
 
     @classmethod
     def from_dict(cls, document: Mapping[str, Any]) -> Beat:
@@ -205,6 +207,8 @@ def find_deadlock(peers: Iterable[Peer], limits: Limits) -> Failure | None:
     outside = [peer for peer in left if not peer.beat.collective]
     first = (outside or left)[0]
     lines = [f"- {who} {standing}" for standing, who in _by_place(left)]
+    cut = [peer for peer in left if peer.beat.unanswered]
+    lines += [f"- what rank {p.rank} on {p.host} sends to {p.beat.unanswered} does not arrive" for p in cut[:8]]
     if outside and len(outside) < len(left):
         who = f"{describe_ranks([peer.rank for peer in outside])} on {', '.join(sorted({p.host for p in outside}))}"
         have = "have" if len(outside) > 1 else "has"
@@ -213,13 +217,12 @@ def find_deadlock(peers: Iterable[Peer], limits: Limits) -> Failure | None:
     else:
         head = f"all ranks have stood still for {seconds:.0f} s, {first.beat.doing}: nothing is computed or sent"
         same = len({peer.beat.place.partition(" ")[0] for peer in left}) == 1
-        if outside:
-            mend = "see the lines they stand at"
-        elif same:
+        if cut or (same and not outside):  # one may be a step ahead of the other when what is between them breaks
             mend = "a connection between them is blocked: see the network and the firewalls of the hosts"
+        elif outside:
+            mend = "see the lines they stand at"
         else:
-            # One may be a step ahead of the other when what is between them breaks.
-            mend = "a connection between them is blocked, or, as they stand in different places, one left the path"
+            mend = "they stand in different places: see whether one left the path that the others took"
     return Failure(first.rank, first.host, "\n".join([head, *lines]), mend=mend, own=False, seen="still")
 
 

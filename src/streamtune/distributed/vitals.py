@@ -29,8 +29,10 @@ NET_BYTES = 1 << 13
 WAITING_SHARE = 0.2
 """Of one core: a main thread below it in a collective waits there."""
 TCP_INFO = 11
-BYTES_ACKED, BYTES_RECEIVED = 120, 128
+RETRANSMITS, BYTES_ACKED, BYTES_RECEIVED = 2, 120, 128
 """Where Linux has them in ``struct tcp_info``."""
+SENT_AGAIN = 4
+"""So many times in a row without an answer (3 s, as Linux waits): what is sent does not arrive."""
 CLOCK_TICKS = os.sysconf("SC_CLK_TCK") if hasattr(os, "sysconf") else 100
 COLLECTIVES = ("/torch/distributed/", "/deepspeed/comm/")
 DDP = ("/torch/nn/parallel/distributed.py",)
@@ -108,6 +110,8 @@ class Vitals:
         self.place = place_of_main()
         self.busy = 0.0
         """Seconds the main thread did not wait for other ranks."""
+        self.unanswered = ""
+        """Who does not acknowledge what is sent to him: the address of a connection, or nothing."""
         self._moved = self._placed = self._glanced = time.monotonic()
         self._main_cpu = self._main_seconds()
         self._samples: deque[_Sample] = deque()
@@ -198,22 +202,33 @@ class Vitals:
     def _net_bytes(self) -> int:
         """Bytes the connections of this process have sent and got acknowledged, and received."""
         found: dict[str, int] = {}
+        self.unanswered = ""
         with suppress(OSError):
             for name in os.listdir("/proc/self/fd"):  # noqa: PTH208
                 with suppress(OSError, ValueError):
                     link = os.readlink(f"/proc/self/fd/{name}")  # noqa: PTH115
                     if link.startswith("socket:") and int(name) not in self.ours:
-                        found[link] = _carried(int(name))
+                        found[link], unanswered = _carried(int(name))
+                        self.unanswered = self.unanswered or unanswered
         self._net += sum(max(0, carried - self._sockets.get(link, 0)) for link, carried in found.items())
         self._sockets = found
         return self._net
 
 
-def _carried(descriptor: int) -> int:
-    """Bytes of a TCP connection; 0 for other sockets."""
+def _carried(descriptor: int) -> tuple[int, str]:
+    """Bytes of a TCP connection, and its other end where that does not answer; 0 for other sockets."""
     with socket.socket(socket.AF_INET, socket.SOCK_STREAM, 0, fileno=os.dup(descriptor)) as copy:
         told = copy.getsockopt(socket.IPPROTO_TCP, TCP_INFO, 192)
-    return sum(int.from_bytes(told[at : at + 8], sys.byteorder) for at in (BYTES_ACKED, BYTES_RECEIVED))
+        answers = told[RETRANSMITS] < SENT_AGAIN
+        carried = sum(int.from_bytes(told[at : at + 8], sys.byteorder) for at in (BYTES_ACKED, BYTES_RECEIVED))
+        return carried, "" if answers else _other_end(descriptor)
+
+
+def _other_end(descriptor: int) -> str:
+    """``10.0.0.2:41234``"""
+    with socket.socket(fileno=os.dup(descriptor)) as copy:  # of the family that it has
+        host, port = copy.getpeername()[:2]
+    return f"{host.removeprefix('::ffff:')}:{port}"
 
 
 def _text(path: str) -> str:

@@ -182,7 +182,15 @@ class Watchdog:
         step, phase, patient = self._at
         place = vitals.place
         return Beat(
-            step, phase, patient, vitals.still, vitals.placed, place.text, place.collective, round(vitals.busy, 3)
+            step,
+            phase,
+            patient,
+            vitals.still,
+            vitals.placed,
+            place.text,
+            place.collective,
+            round(vitals.busy, 3),
+            vitals.unanswered,
         )
 
     def _end(self, verdict: Failure) -> None:
