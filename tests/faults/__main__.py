@@ -11,12 +11,15 @@ from __future__ import annotations
 import json
 import os
 import platform
+import shutil
 import subprocess
 import sys
 import time
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from streamtune.train.progress import format_duration
 from tests.faults.reliability import write_page
 
 ROOT = Path(__file__).parents[2]
@@ -45,37 +48,61 @@ SUITES = {
 
 def main(arguments: list[str]) -> int:
     """Run the suites that are named, or all; the exit code is 1 where one failed."""
-    named = [argument for argument in arguments if not argument.startswith("--")] or list(SUITES)
-    outcome: dict[str, Any] = {}
+    named = [argument for argument in arguments if not argument.startswith("--")]
     kept = FIGURES / "suites.json"
-    if kept.exists():
-        outcome = json.loads(kept.read_text())
     if "--report-only" not in arguments:
-        for name in named:
-            outcome[name] = run_suite(name)
+        if not named:
+            shutil.rmtree(FIGURES, ignore_errors=True)  # a figure that is not measured now is not on the page
+        for name in named or SUITES:
+            outcome = {**_read(kept), name: asdict(run_suite(name))}
             FIGURES.mkdir(parents=True, exist_ok=True)
             kept.write_text(json.dumps(outcome, indent=1) + "\n")
+    found = {name: Outcome(**values) for name, values in _read(kept).items()}
     figures = {path.stem: json.loads(path.read_text()) for path in sorted(FIGURES.glob("*.json")) if path != kept}
-    write_page(
-        ROOT / "docs/reliability.md", figures, {name: outcome.get(name, "not run") for name in SUITES}, machine()
-    )
-    failed = [name for name in named if outcome.get(name) == "failed"]
+    told = {name: str(found[name]) if name in found else "not run" for name in SUITES}
+    write_page(ROOT / "docs/reliability.md", figures, told, machine())
+    failed = [name for name in named or SUITES if name in found and found[name].outcome == "failed"]
     print(f"docs/reliability.md is written; {', '.join(failed)} failed" if failed else "docs/reliability.md is written")
     return 1 if failed else 0
 
 
-def run_suite(name: str) -> str:
-    """``passed``, ``failed`` or ``missing``."""
+@dataclass(frozen=True)
+class Outcome:
+    """How a suite ended, and of which state of the project that is said."""
+
+    outcome: str
+    """``passed``, ``failed`` or ``missing``"""
+    seconds: int
+    commit: str
+
+    def __str__(self) -> str:
+        return f"{self.outcome} in {format_duration(self.seconds)} at {self.commit}"
+
+
+def run_suite(name: str) -> Outcome:
+    """Run it in a process of its own; its figures are written into :data:`FIGURES`."""
+    started, commit = time.monotonic(), _commit()
     if not (ROOT / SUITES[name]).exists():
         print(f"{name}: {SUITES[name]} is missing")
-        return "missing"
-    started = time.monotonic()
+        return Outcome("missing", 0, commit)
     environment = {**os.environ, "STREAMTUNE_FAULTS": str(FIGURES)}
     how = ["-m", "tests.faults.bench_saving"] if name == "saving" else ["-m", "pytest", "-q", "-m", "", SUITES[name]]
     command = [sys.executable, *how]
     code = subprocess.run(command, env=environment, cwd=ROOT, check=False).returncode
-    print(f"{name}: {'passed' if code == 0 else 'failed'} in {time.monotonic() - started:.0f} s", flush=True)
-    return "passed" if code == 0 else "failed"
+    outcome = Outcome("failed" if code else "passed", round(time.monotonic() - started), commit)
+    print(f"{name}: {outcome}", flush=True)
+    return outcome
+
+
+def _commit() -> str:
+    """The state of the project: ``1a2b3c4``, and ``1a2b3c4-dirty`` where something is not committed."""
+    command = ["git", "describe", "--always", "--dirty", "--exclude", "*"]
+    found = subprocess.run(command, cwd=ROOT, check=False, capture_output=True, text=True)
+    return found.stdout.strip() or "no commit"
+
+
+def _read(kept: Path) -> dict[str, Any]:
+    return json.loads(kept.read_text()) if kept.exists() else {}
 
 
 def machine() -> str:

@@ -1,11 +1,13 @@
-"""What saving costs: a run that saves every few steps, off the training thread and in it, beside one that does not.
+"""What saving costs a run: every other stretch of it begins with a save, and is compared with the two beside it.
 
-    python -m tests.faults.bench_saving [STEPS_BETWEEN_SAVES] [ROUNDS]
+    python -m tests.faults.bench_saving [STEPS_IN_A_STRETCH] [SAVES]
 
 A Llama of 29 million parameters (350 MB of weights and optimizer state in a checkpoint) on this CPU, rows of 512
-tokens. The three are taken in turns, so that a machine that is busy for a while is so for all of them. The time of a
-step is from the beginning of one to that of the next; the figure is the median over stretches of equally many steps,
-with one save in each.
+tokens. The time of a step is from the beginning of one to that of the next. What a save costs is how much longer its
+stretch takes than the mean of the stretch before and the one after, which have none: a machine that grows slower or
+faster does so for both, and stretches are short, as far as a save ends within one. The figure is the median over the
+saves and where it lies with 95% (by the order of the values), as a share of the steps between two saves of a run that
+saves every :data:`SAVE_STEPS`.
 
 One thread trains and one core is left, as beside an accelerator. What saving would cost where every core trains is told
 by the processor time it takes, hashing and copying, as a share of that of the steps.
@@ -14,14 +16,17 @@ by the processor time it takes, hashing and copying, as a share of that of the s
 from __future__ import annotations
 
 import io
+import math
 import statistics
 import sys
 import time
-from itertools import pairwise
+from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import Any
+from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 from rich.console import Console
 from transformers import LlamaConfig, LlamaForCausalLM
@@ -43,17 +48,22 @@ from streamtune.train import (
 from tests.faults.kit import report
 
 LENGTH, VOCABULARY = 512, 8192
+SAVE_STEPS = 15
+FOLDER = Path(__file__).parents[2] / "build"
+"""On the disk that holds the project: the system's temporary folder may be memory."""
+
+Mark = np.ndarray
+"""``(2,)`` float64: seconds by the clock, and processor seconds of all threads."""
 
 
 class Rows:
     """Random rows, and when each step began."""
 
     def __init__(self) -> None:
-        self.began: list[tuple[float, float]] = []
-        """By the clock, and by the processor time of all threads."""
+        self.began: list[Mark] = []
 
     def next_step(self) -> list[MicroBatch]:
-        self.began.append((time.perf_counter(), time.process_time()))
+        self.began.append(np.array([time.perf_counter(), time.process_time()]))
         ids = torch.randint(0, VOCABULARY, (1, LENGTH), generator=torch.Generator().manual_seed(len(self.began)))
         labels = torch.cat([ids[:, 1:], torch.full((1, 1), -100)], dim=1)
         return [MicroBatch(ids, torch.ones_like(ids), labels, ("row",))]
@@ -83,27 +93,41 @@ def make_model() -> LlamaForCausalLM:
     return LlamaForCausalLM(config)
 
 
-def stretches(
-    model: LlamaForCausalLM, every: int, saves: int, *, save_steps: int, asynchronous: bool
-) -> list[tuple[float, float]]:
-    """Seconds a step takes, and processor seconds, of each stretch of ``every`` steps with a save in it; the first do
-    not count."""
+class Cost(NamedTuple):
+    """What one save adds to its stretch, and what such a stretch takes without one: seconds."""
+
+    wall: float
+    processor: float
+    stretch_wall: float
+    stretch_processor: float
+
+
+class Noted(Progress):
+    """Progress that notes how many steps had begun when each checkpoint was seen to be committed."""
+
+    def __init__(self, rows: Rows, total: int) -> None:
+        super().__init__(Console(file=io.StringIO()), total)
+        self.rows, self.committed = rows, {}
+
+    def saved(self, step: int, path: object) -> None:
+        self.committed[step] = len(self.rows.began)
+
+
+def costs(model: LlamaForCausalLM, every: int, saves: int, *, asynchronous: bool) -> list[Cost]:
+    """Train with a save at the beginning of every other stretch of ``every`` steps; what each of them cost.
+
+    Raises:
+        RuntimeError: A save was still being written when its stretch was over: part of its cost would be missed.
+    """
     rows, tokenizer = Rows(), NoTokenizer()
     size = sum(parameter.nbytes for parameter in model.parameters())
-    writer = ModelWriter(
-        lambda folder: models.save_pretrained(model, tokenizer, folder),  # type: ignore[arg-type]
-        size,
-        lambda: (
-            lambda folder, copy=models.copy_weights(model): models.save_pretrained(  # type: ignore[misc]
-                model,
-                tokenizer,
-                folder,
-                weights=copy,  # type: ignore[arg-type]
-            )
-        ),
-    )
-    total = every * (saves + 1) + 1
-    with TemporaryDirectory(dir=Path.cwd()) as folder, Progress(Console(file=io.StringIO()), total) as progress:
+    total = every * 2 * (saves + 1)
+
+    def write(folder: Path, **weights: Any) -> None:
+        models.save_pretrained(model, tokenizer, folder, **weights)  # type: ignore[arg-type]
+
+    FOLDER.mkdir(parents=True, exist_ok=True)
+    with TemporaryDirectory(dir=FOLDER) as folder, Noted(rows, total) as progress:
         train(
             LocalBackend(model, build_optimizer("adamw", model.named_parameters(), learning_rate=1e-4)),
             SupervisedObjective(),
@@ -115,7 +139,7 @@ def stretches(
                 steps_per_epoch=total,
                 max_grad_norm=1.0,
                 eval_steps=0,
-                save_steps=save_steps,
+                save_steps=2 * every,
                 save_total_limit=1,
                 bf16=False,
                 seed=0,
@@ -124,36 +148,53 @@ def stretches(
             ),
             run=RunDirectory(Path(folder)),
             identity={"recipe": {}, "data": ""},
-            writer=writer,
+            writer=ModelWriter(write, size, lambda: partial(write, weights=models.copy_weights(model))),
             resume_from=None,
             progress=progress,
             stop=StopRequest(),
         )
-    # A save begins after step `every`, so before step `every + 1` does: stretches begin with the last step before it.
-    marks = rows.began[every - 1 :: every]
-    return [((later[0] - earlier[0]) / every, (later[1] - earlier[1]) / every) for earlier, later in pairwise(marks)]
+    at = [2 * every * (index + 1) for index in range(saves)]
+    if late := [step for step in at if progress.committed[step] > step + every - 1]:
+        raise RuntimeError(f"the save of step {late[0]} takes longer than {every} steps: make the stretches longer")
+    # A save comes after step k and before step k + 1 begins: its stretch begins with step k, whose index is k - 1.
+    return [_cost(*(rows.began[step - 1 + offset * every] for offset in (-1, 0, 1, 2))) for step in at]
+
+
+def _cost(before: Mark, begin: Mark, end: Mark, after: Mark) -> Cost:
+    """Of the stretch from ``begin`` to ``end``, between the one that began at ``before`` and the one to ``after``."""
+    taken, without = end - begin, (begin - before + after - end) / 2
+    return Cost(*(taken - without).tolist(), *without.tolist())
+
+
+def median_between(values: Sequence[float]) -> tuple[float, float, float]:
+    """The median, and the two of the values between which that of many more would lie in 95 of 100 cases."""
+    ordered, half = sorted(values), round(0.98 * math.sqrt(len(values)))
+    low, high = (len(ordered) - 1) // 2 - half, len(ordered) // 2 + half
+    return statistics.median(ordered), ordered[max(0, low)], ordered[min(high, len(ordered) - 1)]
 
 
 def main() -> None:
-    every = int(sys.argv[1]) if len(sys.argv) > 1 else 15
-    rounds = int(sys.argv[2]) if len(sys.argv) > 2 else 3
+    every = int(sys.argv[1]) if len(sys.argv) > 1 else 3
+    saves = int(sys.argv[2]) if len(sys.argv) > 2 else 60
     torch.set_num_threads(1)
     model = make_model()
     stream(model, chunk_size=256)
-    modes = {"none": (0, True), "asynchronous": (every, True), "synchronous": (every, False)}
-    found: dict[str, list[tuple[float, float]]] = {name: [] for name in modes}
-    for _ in range(rounds):
-        for name, (save_steps, asynchronous) in modes.items():
-            found[name] += stretches(model, every, 2, save_steps=save_steps, asynchronous=asynchronous)
-    seconds = {name: statistics.median(wall for wall, _ in values) for name, values in found.items()}
-    busy = {name: statistics.median(cpu for _, cpu in values) for name, values in found.items()}
-    cost = {
-        f"{name}_percent": round(100 * (seconds[name] / seconds["none"] - 1), 2) for name in modes if name != "none"
-    }
-    processor = round(100 * (busy["asynchronous"] / busy["none"] - 1), 2)
-    figures = {**cost, "processor_percent": processor, "step_seconds": round(seconds["none"], 3), "save_steps": every}
+    figures: dict[str, Any] = {"save_steps": SAVE_STEPS}
+    for name, asynchronous, count in (("asynchronous", True, saves), ("synchronous", False, saves // 3)):
+        found = costs(model, every, count, asynchronous=asynchronous)
+        seconds = median_between([cost.wall for cost in found])
+        busy = statistics.median(cost.processor for cost in found)
+        steps = SAVE_STEPS / every * statistics.median(cost.stretch_wall for cost in found)
+        busy_steps = SAVE_STEPS / every * statistics.median(cost.stretch_processor for cost in found)
+        figures[name] = {
+            "saves": count,
+            "percent": [round(100 * value / steps, 2) for value in seconds],
+            "seconds": [round(value, 3) for value in seconds],
+            "processor_percent": round(100 * busy / busy_steps, 2),
+            "step_seconds": round(steps / SAVE_STEPS, 3),
+        }
+        print(name, figures[name], [round(cost.wall, 2) for cost in found], flush=True)
     report("saving", **figures)
-    print(figures, {name: [round(wall, 3) for wall, _ in values] for name, values in found.items()})
 
 
 if __name__ == "__main__":

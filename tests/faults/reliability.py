@@ -79,11 +79,15 @@ def _tmpfs(figures: Figures) -> str:
 
 def _overhead(figures: Figures) -> str:
     found = figures["saving"]
-    busy = f"; {found['processor_percent']:.1f}% of the processor time" if "processor_percent" in found else ""
+
+    def told(name: str) -> str:
+        median, low, high = found[name]["percent"]
+        return f"**{median:.1f}%** of the step time {name} (95%: {low:.1f} to {high:.1f}, {found[name]['saves']} saves)"
+
     return (
-        f"**{found['asynchronous_percent']:.1f}%** of the step time asynchronous, {found['synchronous_percent']:.1f}% "
-        f"synchronous (350 MB every {found['save_steps']} steps of {found['step_seconds']:.2f} s; one core trains, one "
-        f"is left{busy})"
+        f"{told('asynchronous')}, {told('synchronous')}: 350 MB every {found['save_steps']} steps of "
+        f"{found['asynchronous']['step_seconds']:.2f} s; one core trains, one is left; "
+        f"{found['asynchronous']['processor_percent']:.1f}% of the processor time"
     )
 
 
@@ -211,7 +215,8 @@ Measured on {machine}.
 
 STATUS = """## Suites
 
-`python -m tests.faults NAME` runs one alone. A part of each is in `make test`.
+`python -m tests.faults NAME` runs one alone. A part of each is in `make test`. Below: how long each took, in
+minutes and seconds, and the commit it ran at.
 """
 
 HOW = """## How it is done
