@@ -157,9 +157,12 @@ def _live_bytes() -> int:
 
 
 def failure(case: dict[str, Any]) -> dict[str, Any]:
-    """What each rank says where rank 1 cannot write its part, and what is left in the folder."""
+    """What each rank says where rank 1 cannot write its part, and what is left in the folder.
+
+    ``asynchronous``: it is said at the next boundary, and the step goes on meanwhile.
+    """
     world = train.World(distributed.get_rank(), distributed.get_world_size())
-    folder = Path(case["folder"]) / "failing"
+    folder = Path(case["folder"]) / f"failing-{case['asynchronous']}"
     model = torch.nn.Linear(64, 64)
     optimizer = torch.optim.AdamW(model.parameters())
     for parameter in model.parameters():
@@ -171,17 +174,21 @@ def failure(case: dict[str, Any]) -> dict[str, Any]:
     if world.rank == 1:
         signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
         resource.setrlimit(resource.RLIMIT_FSIZE, (300, before[1]))
-    said = ""
+    said, went_on = "", False
     try:
-        writer = train.ModelWriter(lambda path: path.mkdir(), 0)
-        saver = CheckpointSaver(folder, writer, Keep(1), asynchronous=False)
-        save_sharded(saver, world=world, backend=backend, state={"step": 1}, rng=capture_rng(), metric=None)
+        writer = train.ModelWriter(Path.mkdir, 0, lambda: Path.mkdir)
+        saver = CheckpointSaver(folder, writer, Keep(1), asynchronous=case["asynchronous"])
+        saving = world.apart()
+        save_sharded(saver, world=saving, backend=backend, state={"step": 1}, rng=capture_rng(), metric=None)
+        went_on = world.sums([1.0]) == [world.size]  # over the group of the training thread
+        saver.wait()
     except CheckpointError as error:
         said = error.what
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, before)
     distributed.barrier()
-    return {"said": world.collect(said), "left": sorted(path.name for path in folder.iterdir())}
+    left = sorted(path.name for path in folder.iterdir())
+    return {"said": world.collect(said), "went_on": went_on, "left": left}
 
 
 def apart(case: dict[str, Any]) -> dict[str, Any]:

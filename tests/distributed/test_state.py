@@ -30,6 +30,7 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "dpo": {"sample": {"prompt": "Add 3.", "max_new_tokens": 5}},
     "lora": {"finetuning_type": "lora", "lora_dropout": 0.2, "lora_r": 4},
     "tied": {"model.init.tie_word_embeddings": True},
+    "waiting": {"save_async": False},
     "dropout": {"model.init.attention_dropout": 0.2},
 }
 DPO = {"objective": "dpo", "recipe": "dpo.yaml"}
@@ -104,10 +105,12 @@ def test_what_two_ranks_save_any_layout_goes_on_with(tmp_path: Path) -> None:
         go_on(tmp_path, "one", "zero3"),
         go_on(tmp_path, "zero3", "zero1"),
         go_on(tmp_path, "fsdp", "one"),
+        *(begin(tmp_path, layout, "waiting") for layout in ("zero3", "fsdp")),
+        *(go_on(tmp_path, layout, layout, "waiting") for layout in ("zero3", "fsdp")),
         begin(tmp_path, "zero3", "lora"),
         go_on(tmp_path, "zero3", "zero3", "lora"),
         *({"what": "memory", "folder": str(tmp_path), "layout": layout} for layout in SHARED),
-        {"what": "failure", "folder": str(tmp_path)},
+        *({"what": "failure", "folder": str(tmp_path), "asynchronous": off_thread} for off_thread in (True, False)),
         {"what": "apart", "folder": str(tmp_path)},
     ]
     raw = run_ranks(2, "tests.distributed.state_cases", cases, 600)
@@ -118,9 +121,13 @@ def test_what_two_ranks_save_any_layout_goes_on_with(tmp_path: Path) -> None:
         loads(tmp_path, f"plain-{layout}")
     assert any("seeded anew" in note for note in found["plain-one-zero3"]["notes"])
     _check_memory(tmp_path, [result for case, result in raw.items() if json.loads(case).get("what") == "memory"])
-    assert found["failure"]["said"][1].startswith(("no room", "cannot write"))
-    assert found["failure"]["said"][0].startswith("rank 1: ")
-    assert found["failure"]["left"] == []
+    failures = {json.loads(case)["asynchronous"]: result for case, result in raw.items() if '"failure"' in case}
+    for off_thread in (True, False):
+        result = failures[off_thread]
+        assert result["went_on"] is off_thread
+        assert result["said"][1].startswith(("no room", "cannot write"))
+        assert result["said"][0].startswith("rank 1: ")
+        assert result["left"] == []
     assert "is not the same directory on all nodes" in found["apart"]["said"]
     assert "rank 1" in found["apart"]["said"]
     assert found["apart"]["left"] == []

@@ -246,8 +246,9 @@ the checkpoint, a manifest that is not byte for byte what it says: it is named a
 safetensors and everything else JSON; nothing is unpickled.
 
 With `save_async` (the default) the training thread copies what training changes to the host and goes on; one worker
-writes, syncs, verifies and deletes. One save is in flight at most: its copy is the memory it costs. Where that would be
-more than half of the host memory that is free, and with several ranks, training waits for the save instead. An error is
+writes, syncs, verifies and deletes. Of several ranks each copies what it holds and has such a worker; these agree over
+a group of their own, so that all write or none does. One save is in flight at most: its copy is the memory it costs.
+Where that would be more than half of the host memory that is free, training waits for the save instead. An error is
 raised at the next boundary between steps, and a run that ends or stops waits for its save.
 
 ## What a resume compares

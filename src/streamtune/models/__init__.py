@@ -6,7 +6,7 @@ from streamtune.models.adapters import add_lora, load_lora
 from streamtune.models.blueprint import blueprint
 from streamtune.models.deferred import Deferred, defer_init, defer_load, deferred_of, phantom_weights
 from streamtune.models.export import SavedTokenizer, copy_weights, save_pretrained
-from streamtune.models.gathered import save_gathered
+from streamtune.models.gathered import copy_gathered, save_copied, save_gathered
 from streamtune.models.load import (
     ParameterCount,
     check_positions,
@@ -30,6 +30,7 @@ __all__ = [
     "blueprint",
     "check_positions",
     "choose_quantization",
+    "copy_gathered",
     "copy_weights",
     "count_parameters",
     "count_weights",
@@ -43,6 +44,7 @@ __all__ = [
     "load_tokenizer",
     "phantom_weights",
     "sample_text",
+    "save_copied",
     "save_gathered",
     "save_pretrained",
     "set_chat_template",

@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable, Collection, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +20,9 @@ from transformers import PreTrainedTokenizerBase
 from transformers.core_model_loading import revert_weight_conversion
 from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME
 
-__all__ = ["save_gathered"]
+from streamtune.models.export import SavedTokenizer
+
+__all__ = ["copy_gathered", "save_copied", "save_gathered"]
 
 SHARD_BYTES = 2 << 30
 """What rank 0 collects before it writes a file."""
@@ -28,9 +31,32 @@ Weights = Callable[[Collection[str] | None], Iterator[tuple[str, Tensor | None]]
 """Goes through some parameters, or all: their names, and on rank 0 their values."""
 
 
+def copy_gathered(model: Any, weights: Weights, *, is_main: bool) -> dict[str, Tensor]:
+    """What is saved of ``model`` as it is now, copied to the host of rank 0. Called by all ranks.
+
+    Asked while ranks wait for each other, as :func:`save_gathered` is: a model in parts is not to be looked at by a
+    thread beside the one that trains it.
+    """
+    with _passing(weights(_saved_names(model))) as found:
+        saved = _with_buffers(model, found) if is_main else ()
+        return {name: x.detach().to("cpu", copy=True) for name, x in saved}
+
+
+def save_copied(
+    model: Any,
+    tokenizer: PreTrainedTokenizerBase | SavedTokenizer,
+    folder: Path,
+    copies: Mapping[str, Tensor],
+    *,
+    shard_bytes: int = SHARD_BYTES,
+) -> None:
+    """Write what :func:`copy_gathered` returned, and tokenizer, into ``folder``. Rank 0 calls it, from any thread."""
+    _write(model, tokenizer, folder, iter(copies.items()), shard_bytes)
+
+
 def save_gathered(
     model: Any,
-    tokenizer: PreTrainedTokenizerBase,
+    tokenizer: PreTrainedTokenizerBase | SavedTokenizer,
     folder: Path,
     weights: Weights,
     *,
@@ -49,24 +75,44 @@ def save_gathered(
         is_main: Whether this is rank 0.
         shard_bytes: Of a file.
     """
-    adapters = hasattr(model, "peft_config")
-    names = {name for name, x in model.named_parameters() if x.requires_grad} if adapters else None
-    found = weights(names)
-    if not is_main:
+    with _passing(weights(_saved_names(model))) as found:
+        if is_main:
+            _write(model, tokenizer, folder, _with_buffers(model, found), shard_bytes)
+
+
+@contextmanager
+def _passing(
+    found: Iterator[tuple[str, Tensor | None]],
+) -> Iterator[Iterator[tuple[str, Tensor | None]]]:
+    """All ranks go through ``found`` to its end, whatever happens to one of its parameters on rank 0."""
+    try:
+        yield found
+    finally:
         for _ in found:
             pass
-        return
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-        if adapters:
-            model.save_pretrained(folder, state_dict={name: x.contiguous() for name, x in _whole(found)})
-        else:
-            _write_shards(model, found, folder, shard_bytes)
-            _write_configuration(model, folder)
-        tokenizer.save_pretrained(folder)
-    finally:
-        for _ in found:  # the other ranks go on with the next parameter whatever happened to the last
-            pass
+
+
+def _write(
+    model: Any,
+    tokenizer: PreTrainedTokenizerBase | SavedTokenizer,
+    folder: Path,
+    saved: Iterator[tuple[str, Tensor]],
+    shard_bytes: int,
+) -> None:
+    """The folder, of what is saved."""
+    folder.mkdir(parents=True, exist_ok=True)
+    if hasattr(model, "peft_config"):
+        model.save_pretrained(folder, state_dict={name: x.contiguous() for name, x in saved})
+    else:
+        _write_shards(model, saved, folder, shard_bytes)
+        _write_configuration(model, folder)
+    tokenizer.save_pretrained(folder)
+
+
+def _saved_names(model: Any) -> Collection[str] | None:
+    """The adapters, or all."""
+    adapters = hasattr(model, "peft_config")
+    return {name for name, x in model.named_parameters() if x.requires_grad} if adapters else None
 
 
 def _whole(found: Iterator[tuple[str, Tensor | None]]) -> Iterator[tuple[str, Tensor]]:
@@ -75,7 +121,7 @@ def _whole(found: Iterator[tuple[str, Tensor | None]]) -> Iterator[tuple[str, Te
         yield name, values
 
 
-def _write_shards(model: Any, found: Iterator[tuple[str, Tensor | None]], folder: Path, shard_bytes: int) -> None:
+def _write_shards(model: Any, saved: Iterator[tuple[str, Tensor]], folder: Path, shard_bytes: int) -> None:
     """The files, and what is where if there are several."""
     held: dict[str, Tensor] = {}
     written: list[list[str]] = []
@@ -87,7 +133,7 @@ def _write_shards(model: Any, found: Iterator[tuple[str, Tensor | None]], folder
         written.append(list(held))
         held = {}
 
-    for group in _layers(_with_buffers(model, found)):
+    for group in _layers(saved):
         for name, values in _as_saved(model, group).items():
             if held and sum(x.nbytes for x in held.values()) + values.nbytes > shard_bytes:
                 flush()
@@ -107,7 +153,10 @@ def _write_shards(model: Any, found: Iterator[tuple[str, Tensor | None]], folder
 
 
 def _with_buffers(model: Any, found: Iterator[tuple[str, Tensor | None]]) -> Iterator[tuple[str, Tensor]]:
-    """The buffers that are saved come with the parameters of their layer, or at the end."""
+    """The buffers that are saved come with the parameters of their layer, or at the end; not with adapters."""
+    if hasattr(model, "peft_config"):
+        yield from _whole(found)
+        return
     parameters = {name for name, _ in model.named_parameters(remove_duplicate=False)}
     buffers = {name: x for name, x in model.state_dict(keep_vars=True).items() if name not in parameters}
     layer = ""

@@ -299,9 +299,14 @@ def _make_writer(run: Run) -> train.ModelWriter:
         main = run.start.world.is_main
 
         def gather(folder: Path) -> None:
-            models.save_gathered(run.model, run.tokenizer, folder, run.backend.weights, is_main=main)
+            models.save_gathered(run.model, tokenizer, folder, run.backend.weights, is_main=main)
 
-        return train.ModelWriter(gather, num_bytes, together=True)
+        def gather_copy() -> Callable[[Path], None]:
+            tokenizer.read()
+            copies = models.copy_gathered(run.model, run.backend.weights, is_main=main)
+            return lambda folder: models.save_copied(run.model, tokenizer, folder, copies)
+
+        return train.ModelWriter(gather, num_bytes, gather_copy, together=True)
 
     def write(folder: Path) -> None:
         models.save_pretrained(run.model, tokenizer, folder)

@@ -88,7 +88,8 @@ class ModelWriter:
     """Copies to the host what training changes, and returns what writes the copy from any thread. None: there is no
     such copy, and the model is written as it stands."""
     together: bool = False
-    """Whether no rank has the whole model: all of them call ``write`` then, and fail together or not at all."""
+    """Whether no rank has the whole model: all of them call ``write`` or ``snapshot`` then, and fail together or not at
+    all. Rank 0 has the snapshot, and writes it alone."""
 
 
 def checkpoint_path(folder: Path, step: int) -> Path:

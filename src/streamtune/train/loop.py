@@ -127,12 +127,13 @@ def train(
     latest: dict[str, Any] = {}
     plot = LossPlot(run)
     guard = StepGuard(settings, run, device_of(model), next_schedule=next_schedule, world=world)
+    saving = world.apart() if settings.save_async else world
     saver = CheckpointSaver(
         run.checkpoints,
         writer,
         Keep(settings.save_total_limit, settings.save_best_limit, settings.greater_is_better),
         run=str(identity.get("run", "")),
-        asynchronous=settings.save_async and world.size == 1,
+        asynchronous=settings.save_async,
         before=run.sync,
     )
 
@@ -159,13 +160,18 @@ def train(
                     if world.is_main:
                         append_record(run.metrics, {"step": state.step, **found})
                         plot.draw()
-            over = world.any(stop.requested) or state.step >= settings.total_steps
+            stopped, failed = (count > 0 for count in world.sums([stop.requested, saver.failed]))
+            if failed:
+                saver.wait_for_last()  # where one rank cannot write no rank can commit: all of them raise
+            over = stopped or state.step >= settings.total_steps
             if state.step != saved_step and (over or is_due(state.step, settings.save_steps)):
                 progress.activity("saving")
-                save(saver, backend, state, position, identity, world, latest.get(settings.metric_for_best_model or ""))
+                metric = latest.get(settings.metric_for_best_model or "")
+                save(saver, backend, state, position, identity, saving, metric)
                 saved_step = state.step
+            committed = saver.wait() if over else saver.finished()
             if world.is_main:
-                for path in saver.wait() if over else saver.finished():
+                for path in committed:
                     step = int(path.name.removeprefix("step-"))
                     append_event(run.events, "checkpoint", step=step, folder=str(path))
                     progress.saved(step, path)
@@ -286,10 +292,7 @@ def save(
     world: World,
     metric: float | None,
 ) -> None:
-    """Begin a checkpoint of ``state``, from which the next step starts at ``position``. Called by all ranks.
-
-    With several ranks it is committed when this returns, and what goes wrong is raised on all of them.
-    """
+    """Begin a checkpoint of ``state``, from which the next step starts at ``position``. Called by all ranks."""
     values = {
         "step": state.step,
         "progressed": asdict(state),

@@ -3,6 +3,8 @@
     training thread    copy to the host     step   step   step            wait at the end
     worker                        write, hash, fsync, rename, read back, delete old ones
 
+With several ranks each has such a worker, and these talk to each other over a group of their own.
+
 At most one save is in flight. Its copy is what training changes (trained weights, buffers) and the optimizer's tensors,
 once; a second save waits for the first. Where that copy would take more than half of the host memory that is free, or
 the model cannot be copied, the save is made in the training thread and nothing is copied but shards of 2 GiB.
@@ -129,8 +131,7 @@ class CheckpointSaver:
         Raises:
             CheckpointError: This save, or the one before, failed. Earlier checkpoints are as they were.
         """
-        self._join()
-        self._raise()
+        self.wait_for_last()
         needed = self.writer.num_bytes + sum(tensor.nbytes for tensor in optimizer_tensors.values())
         writer = self.writer
         copied = self.asynchronous and writer.snapshot is not None and 2 * needed < psutil.virtual_memory().available
@@ -153,11 +154,26 @@ class CheckpointSaver:
                 )
                 self.committed(saved.path)
 
-        if not copied:
+        self.begin(write, off_thread=copied)
+
+    def begin(self, write: Callable[[], None], *, off_thread: bool) -> None:
+        """Have ``write`` called: here, or in the worker. The last save is over by now."""
+        if not off_thread:
             write()
             return
         self._worker = threading.Thread(target=self._guarded, args=(write,), name="checkpoint")
         self._worker.start()
+
+    def wait_for_last(self) -> None:
+        """Wait for the save in flight.
+
+        Raises:
+            CheckpointError: It failed.
+        """
+        self._join()
+        error, self._error = self._error, None
+        if error is not None:
+            raise error
 
     def committed(self, path: Path) -> None:
         """Take note of a checkpoint that somebody else committed: read it back, then delete what need not stay."""
@@ -165,19 +181,23 @@ class CheckpointSaver:
         rotate(self.folder, self.keep, run=self.run)
         self._saved.append(path)
 
-    def finished(self) -> list[Path]:
-        """What was committed since the last call.
+    @property
+    def failed(self) -> bool:
+        """Whether the last save went wrong; :meth:`wait` says how."""
+        return self._error is not None
 
-        Raises:
-            CheckpointError: A save failed in the meantime.
-        """
-        self._raise()
+    def finished(self) -> list[Path]:
+        """What was committed since the last call."""
         saved, self._saved = self._saved, []
         return saved
 
     def wait(self) -> list[Path]:
-        """Wait for the save in flight, then as :meth:`finished`."""
-        self._join()
+        """Wait for the save in flight, then as :meth:`finished`.
+
+        Raises:
+            CheckpointError: It failed.
+        """
+        self.wait_for_last()
         return self.finished()
 
     def _guarded(self, write: Callable[[], None]) -> None:
@@ -190,8 +210,3 @@ class CheckpointSaver:
         if self._worker is not None:
             self._worker.join()
             self._worker = None
-
-    def _raise(self) -> None:
-        error, self._error = self._error, None
-        if error is not None:
-            raise error

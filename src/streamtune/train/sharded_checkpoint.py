@@ -16,11 +16,13 @@ from __future__ import annotations
 import errno
 import json
 import secrets
-from collections.abc import Callable, Mapping
+import socket
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
+import psutil
 from safetensors.torch import load_file, save_file
 
 from streamtune.errors import ArgumentError, CheckpointError
@@ -37,7 +39,7 @@ from streamtune.train.checkpoint import (
 from streamtune.train.manifest import write_manifest
 from streamtune.train.rng import RngState
 from streamtune.train.saver import CheckpointSaver
-from streamtune.train.slices import write_index, write_slices
+from streamtune.train.slices import Slice, write_index, write_slices
 from streamtune.train.staging import commit_directory, free_bytes, fsync_path, make_directory
 from streamtune.train.world import World
 
@@ -53,40 +55,45 @@ def save_sharded(
     rng: RngState,
     metric: float | None,
 ) -> None:
-    """Write ``step-N`` and commit it at once. Called by all ranks.
+    """Write ``step-N`` and commit it at once. Called by all ranks; when it returns training may go on.
+
+    Where there is room for a copy on every host each rank writes that from its worker, and else now.
 
     Args:
         saver: Where to, of which run, and what is kept.
-        world: The ranks.
+        world: The ranks; where ``saver`` is asynchronous, over a group that nobody else talks over.
         backend: Whose state it is.
         state: JSON values, the same on every rank; ``step`` among them.
         rng: This rank's random state, which the next step starts from.
         metric: See :class:`streamtune.train.saver.Keep`.
 
     Raises:
-        CheckpointError: It cannot be written, by this rank or another. Earlier checkpoints are as they were.
+        CheckpointError: It cannot be written, by this rank or another, or the one before could not. Earlier
+            checkpoints are as they were.
     """
+    saver.wait_for_last()
     folder, writer, step = saver.folder, saver.writer, int(state["step"])
     target, previous = checkpoint_path(folder, step), step_directories(folder)
-    held = sum(each[-1].nbytes for each in backend.slices())
+    slices: Iterable[Slice] = map(Slice._make, backend.slices())
+    held = sum(values.nbytes for *_, values in backend.slices())
     needed = writer.num_bytes + sum(world.collect(held))
+    copied = saver.asynchronous and writer.snapshot is not None
+    copied = copied and _has_room(world, held + writer.num_bytes * world.is_main)
+    if copied:
+        slices = [found._replace(values=found.values.detach().to("cpu", copy=True)) for found in slices]
+        writer = _copy_model(writer, world)
 
     def told(work: Callable[[], Any]) -> Any:
         with explained(target, needed, previous):
             return work()
 
-    def begin() -> Path:
-        saver.before()
-        make_directory(folder)
-        if needed > free_bytes(folder):
-            raise OSError(errno.ENOSPC, "No space left on device")
-        return staging.enter_context(commit_directory(target))
-
-    with ExitStack() as staging:
-        staged = world.main(lambda: told(begin))
-        entries = world.together(lambda: told(lambda: _write_own(staged, world.rank, backend, rng)))
-        every = [entry for found in world.collect(entries) for entry in found]
-        _write_model(writer, staged / "model", world, told)
+    def write() -> None:
+        def begin() -> Path:
+            saver.before()
+            make_directory(folder)
+            if needed > free_bytes(folder):
+                raise OSError(errno.ENOSPC, "No space left on device")
+            return staging.enter_context(commit_directory(target))
 
         def commit() -> None:
             write_index(staged, every)
@@ -95,7 +102,29 @@ def save_sharded(
             staging.pop_all().close()
             saver.committed(target)
 
-        world.main(lambda: told(commit))
+        with ExitStack() as staging:
+            staged = world.main(lambda: told(begin))
+            entries = world.together(lambda: told(lambda: _write_own(staged, world.rank, slices, rng)))
+            every = [entry for found in world.collect(entries) for entry in found]
+            _write_model(writer, staged / "model", world, told)
+            world.main(lambda: told(commit))
+
+    saver.begin(write, off_thread=copied)
+
+
+def _has_room(world: World, size: int) -> bool:
+    """Whether on every host the copies of its ranks, of which this one's has ``size`` bytes, take less than half of the
+    memory that is free."""
+    host = socket.gethostname()
+    needed = sum(size for other, size in world.collect((host, size)) if other == host)
+    return not world.any(2 * needed > psutil.virtual_memory().available)
+
+
+def _copy_model(writer: ModelWriter, world: World) -> ModelWriter:
+    """What writes the model as it is now, from any thread of rank 0."""
+    if writer.snapshot is None or not (writer.together or world.is_main):
+        return writer
+    return ModelWriter(writer.snapshot(), writer.num_bytes)
 
 
 def _write_model(writer: ModelWriter, folder: Path, world: World, told: Callable[[Callable[[], Any]], Any]) -> None:
@@ -126,9 +155,9 @@ def write_final_together(target: Path, writer: ModelWriter, world: World) -> Non
         world.main(lambda: told(lambda: staging.pop_all().close()))
 
 
-def _write_own(staged: Path, rank: int, backend: Backend, rng: RngState) -> list[Any]:
+def _write_own(staged: Path, rank: int, slices: Iterable[Slice], rng: RngState) -> list[Any]:
     """What this rank holds, on disk."""
-    entries = write_slices(staged, backend.slices(), rank)
+    entries = write_slices(staged, slices, rank)
     name = f"rng-r{rank:05d}" if rank else "rng"
     save_file(rng.tensors, staged / f"{name}.safetensors")
     if rank:

@@ -10,7 +10,7 @@ Everything here is a few numbers through the CPU; with one rank nothing is sent.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
 import torch
@@ -27,13 +27,19 @@ T = TypeVar("T")
 class World:
     """Where this process stands among the ranks of a run; ``World()`` is a run of one.
 
-    The default process group must be there where ``size`` is more than 1, and carry CPU tensors.
+    The default process group must be there where ``size`` is more than 1; it, or ``group``, carries CPU tensors.
     """
 
     rank: int = 0
     size: int = 1
     sequence_size: int = 1
     """Ranks that share each sequence."""
+    group: distributed.ProcessGroup | None = None
+    """Over which they talk; None is the default group."""
+
+    def apart(self) -> World:
+        """The same ranks over a group of their own: for a thread that talks while others do. Called by all ranks."""
+        return replace(self, group=distributed.new_group(backend="gloo")) if self.size > 1 else self
 
     @property
     def is_main(self) -> bool:
@@ -55,7 +61,7 @@ class World:
         if self.size == 1:
             return list(values)
         found = torch.tensor(list(values), dtype=torch.float64)
-        distributed.all_reduce(found)
+        distributed.all_reduce(found, group=self.group)
         return [value / self.sequence_size for value in found.tolist()]
 
     def count(self, value: int) -> int:
@@ -71,7 +77,7 @@ class World:
         if self.size == 1:
             return [value]
         found: list[Any] = [None] * self.size
-        distributed.all_gather_object(found, value)
+        distributed.all_gather_object(found, value, group=self.group)
         return found[:: self.sequence_size]
 
     def collect(self, value: T) -> list[T]:
@@ -79,7 +85,7 @@ class World:
         if self.size == 1:
             return [value]
         found: list[Any] = [None] * self.size
-        distributed.all_gather_object(found, value)
+        distributed.all_gather_object(found, value, group=self.group)
         return found
 
     def together(self, work: Callable[[], T]) -> T:
@@ -133,7 +139,7 @@ class World:
                 error, outcome[1] = failed, failed
             except Exception as failed:
                 error, outcome[1] = failed, RunError(f"rank 0 failed: {type(failed).__name__}: {failed}")
-        distributed.broadcast_object_list(outcome, src=0)
+        distributed.broadcast_object_list(outcome, src=0, group=self.group)
         if error is not None:
             raise error
         if outcome[1] is not None:
@@ -143,4 +149,4 @@ class World:
     def barrier(self) -> None:
         """Wait for all ranks."""
         if self.size > 1:
-            distributed.all_reduce(torch.zeros(1))
+            distributed.all_reduce(torch.zeros(1), group=self.group)
