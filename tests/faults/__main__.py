@@ -35,6 +35,7 @@ SUITES = {
     "steps": "tests/faults/test_steps.py",
     "resume": "tests/faults/test_resume.py",
     "ranks": "tests/faults/test_ranks.py",
+    "rank_saves": "tests/faults/test_rank_saves.py",
     "recipes": "tests/faults/test_recipes.py",
     "canaries": "tests/faults/test_canaries.py",
     "templates": "tests/faults/test_templates.py",

@@ -28,13 +28,21 @@ PHASES: dict[str, tuple[str, str, int]] = {
     "evaluating": ("streamtune.train.loop", "evaluate", 1),
     "saving": ("streamtune.train.sharded_checkpoint", "_write_own", 1),
 }
+SAVE: dict[str, tuple[str, str, int]] = {
+    # within the second save, which is written beside the training
+    "before it": ("streamtune.train.sharded_checkpoint", "commit_directory", 2),
+    "its own part": ("streamtune.train.sharded_checkpoint", "_write_own", 2),
+    "the index": ("streamtune.train.sharded_checkpoint", "write_index", 2),
+    "the manifest": ("streamtune.train.sharded_checkpoint", "write_manifest", 2),
+    "reading it back": ("streamtune.train.saver", "CheckpointSaver.committed", 2),
+}
 
 
 class Trap:
     """Finds the module of the phase as the import system does, and wraps the function as soon as it is there."""
 
     def __init__(self, phase: str, spring: Callable[[], None]) -> None:
-        self._module, self._name, self._at = PHASES[phase]
+        self._module, self._name, self._at = {**PHASES, **SAVE}[phase]
         self._spring = spring
 
     def find_spec(self, name: str, path: Any = None, target: Any = None) -> ModuleSpec | None:

@@ -152,6 +152,8 @@ TITLES = {
     "rank_SIGSTOP_in_any_phase_of_4": "4 ranks, one stopped (SIGSTOP) in each phase",
     "rank_port_blocked_in_any_phase_of_2": "2 ranks on two machines, what is between them dropped in each phase",
     "rank_port_blocked_in_any_phase_of_4": "4 ranks on two machines, what is between them dropped in each phase",
+    "ranks_killed_within_a_save_of_ddp": "2 ranks (DDP), one killed at each part of a save: goes on bit-identical",
+    "ranks_killed_within_a_save_of_zero3": "2 ranks (ZeRO-3), the same",
     "recipe_fuzz": "damaged recipes: an answer or one error, within a second and 200 MB",
     "data_fuzz": "damaged data files: rows, or one error with its place",
     "path_payloads": "names that lead out of a folder, as a model's shards and a checkpoint's files: refused",

@@ -10,6 +10,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import psutil
 import pytest
@@ -54,10 +55,12 @@ class Found:
 
 
 @contextmanager
-def trapped(case: Case, folder: Path, *arguments: str, nodes: TwoNodes | None = None) -> Iterator[Running]:
+def trapped(
+    case: Case, folder: Path, *arguments: str, nodes: TwoNodes | None = None, recipe: dict[str, Any] = RECIPE
+) -> Iterator[Running]:
     """The run with a trap in it."""
     write_rows(folder, 20)
-    write_recipe(folder, RECIPE)
+    write_recipe(folder, recipe)
     (folder / "site").mkdir()
     (folder / "site/sitecustomize.py").write_text("import tests.faults.rank_trap\n")
     call = command("sft", "tiny.yaml", *arguments)
