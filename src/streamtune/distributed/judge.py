@@ -14,9 +14,9 @@ from typing import Any
 
 from .agree import describe_ranks
 from .failure import Failure
+from .vitals import computes
 
 LOOK_SECONDS = 0.5
-CPU_SHARE = 0.1
 RAN_SECONDS = 5.0
 """A process that computed within so long is not gone, even if all cores are taken by others."""
 CLOCK_TICKS = os.sysconf("SC_CLK_TCK") if hasattr(os, "sysconf") else 100
@@ -91,8 +91,8 @@ class Peer:
     """It has left in peace."""
     gone: bool = False
     """Its connection is closed, and it has not said why."""
-    seconds: float = 0.0
-    """Those its process has computed when it was last looked at, where it is on this machine."""
+    seconds: tuple[float, float] = (0.0, 0.0)
+    """Those its process has computed and waited for a core when it was last looked at, where it is on this machine."""
     looked: float = float("-inf")
     """When that was."""
     ran: float = float("-inf")
@@ -144,14 +144,14 @@ def find_culprit(peers: Iterable[Peer], now: float, limits: Limits) -> Failure |
 
 def _watch_from_outside(peer: Peer, now: float) -> None:
     """See whether a silent rank of this machine computes all the same: a library may hold the interpreter for long."""
-    state, seconds = _state(peer), _cpu_seconds(peer)
+    state, (ran, waited) = _state(peer), _cpu_seconds(peer)
     if state not in ("", "Z", "X"):  # those of a process that another rank has ended meanwhile
         peer.was_stopped = state in ("T", "t")
     if now - peer.looked >= LOOK_SECONDS:
         # Its watchdog alone takes a percent or two, which it also does where only the network is gone.
-        if seconds - peer.seconds > CPU_SHARE * (now - peer.looked):
+        if computes(ran - peer.seconds[0], waited - peer.seconds[1], now - peer.looked):
             peer.ran = now
-        peer.seconds, peer.looked = seconds, now
+        peer.seconds, peer.looked = (ran, waited), now
 
 
 def end_stopped(peer: Peer) -> None:
@@ -175,17 +175,18 @@ def _state(peer: Peer) -> str:
     return fields[0] if fields else ""
 
 
-def _cpu_seconds(peer: Peer) -> float:
-    """Seconds the threads of its process had a core or waited for one; CPU time alone where the system does not say."""
+def _cpu_seconds(peer: Peer) -> tuple[float, float]:
+    """Seconds the threads of its process had a core, and waited for one; the first alone where the system does not say
+    the other."""
     fields = _stat(peer)
     if not fields:
-        return 0.0
+        return 0.0, 0.0
     try:
         tasks = list(Path(f"/proc/{peer.process[1]}/task").iterdir())
         told = [(task / "schedstat").read_text(encoding="ascii").split() for task in tasks]
-        return sum(int(ran) + int(waited) for ran, waited, _ in told) * 1e-9
+        return sum(int(ran) for ran, *_ in told) * 1e-9, sum(int(waited) for _, waited, _ in told) * 1e-9
     except (OSError, ValueError):
-        return (int(fields[11]) + int(fields[12])) / CLOCK_TICKS
+        return (int(fields[11]) + int(fields[12])) / CLOCK_TICKS, 0.0
 
 
 def find_deadlock(peers: Iterable[Peer], limits: Limits) -> Failure | None:

@@ -17,12 +17,15 @@ from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
 
-__all__ = ["Place", "Vitals", "place_of_main"]
+__all__ = ["Place", "Vitals", "computes", "place_of_main"]
 
 WINDOW_SECONDS = 4.0
 """What a process did is judged over so long."""
 CPU_SHARE = 0.1
 """Of one core: below, the threads that wait for the network and those that draw a progress line are all that runs."""
+STARVED = 4.0
+"""Where a machine is busy a thread that only looks about now and then waits for a core each time, as one that computes
+does. So waiting counts up to so many times what was computed."""
 FILE_BYTES = 1 << 16
 NET_BYTES = 1 << 13
 """A second. Below, nothing but these samples themselves is read."""
@@ -53,6 +56,12 @@ class Place:
     """Code and line of the innermost frames: another place is progress."""
     collective: bool
     """In a call that waits for other ranks, or in a backward that may hold one."""
+
+
+def computes(ran: float, waited: float, passed: float) -> bool:
+    """Whether a process that had a core for ``ran`` of ``passed`` seconds, while its threads waited for one for
+    ``waited``, has something to compute, and does not just wait for others."""
+    return ran + min(waited, STARVED * ran) > CPU_SHARE * passed
 
 
 def place_of_main() -> Place:
@@ -92,8 +101,10 @@ def _spot(frame: FrameType) -> str:
 @dataclass(frozen=True)
 class _Sample:
     at: float
-    cpu: float
-    """Seconds, those spent waiting for a core and those of children included."""
+    ran: float
+    """Seconds of a core, those of children included."""
+    waited: float
+    """Seconds of threads that waited for a core."""
     files: int
     net: int
 
@@ -134,13 +145,13 @@ class Vitals:
     def look(self) -> None:
         """What the whole process does."""
         now = time.monotonic()
-        self._samples.append(_Sample(now, self._cpu_seconds(), self._file_bytes(), self._net_bytes()))
+        self._samples.append(_Sample(now, *self._cpu_seconds(), self._file_bytes(), self._net_bytes()))
         while len(self._samples) > 2 and self._samples[1].at <= now - WINDOW_SECONDS:
             self._samples.popleft()
         first, last = self._samples[0], self._samples[-1]
         passed = last.at - first.at
         if passed <= 0 or (
-            last.cpu - first.cpu > CPU_SHARE * passed
+            computes(last.ran - first.ran, last.waited - first.waited, passed)
             or last.files - first.files > FILE_BYTES * passed
             or last.net - first.net > NET_BYTES * passed
             or self._placed > first.at
@@ -169,8 +180,8 @@ class Vitals:
         except (AttributeError, OSError):
             return time.process_time()
 
-    def _cpu_seconds(self) -> float:
-        """CPU seconds of the process, of its children, and what its threads waited for a core."""
+    def _cpu_seconds(self) -> tuple[float, float]:
+        """CPU seconds of the process and its children, and what its threads waited for a core."""
         waited = 0
         children: list[int] = []
         with suppress(OSError):
@@ -180,7 +191,7 @@ class Vitals:
                     children += map(int, _text(f"/proc/self/task/{task}/children").split())
         for child in children:
             self._add_child(child)
-        return time.process_time() + waited * 1e-9 + self._child_seconds
+        return time.process_time() + self._child_seconds, waited * 1e-9
 
     def _add_child(self, pid: int, depth: int = 0) -> None:
         with suppress(OSError, ValueError, IndexError):
