@@ -175,7 +175,7 @@ def median_between(values: Sequence[float]) -> tuple[float, float, float]:
 
 def main() -> None:
     every = int(sys.argv[1]) if len(sys.argv) > 1 else 3
-    saves = int(sys.argv[2]) if len(sys.argv) > 2 else 60
+    saves = int(sys.argv[2]) if len(sys.argv) > 2 else 24
     torch.set_num_threads(1)
     model = make_model()
     stream(model, chunk_size=256)
