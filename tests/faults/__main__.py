@@ -1,6 +1,8 @@
 """``make faults``: every suite whole, then docs/reliability.md with what it found.
 
-    python -m tests.faults [SUITE ...] [--report-only]
+    python -m tests.faults [SUITE ...] [--again] [--report-only]
+
+``--again`` runs of the suites only the tests that failed in the run before; the page says so.
 
 A suite that is not here yet is said to be missing. Others join by a line in :data:`SUITES`, and tell figures with
 ``figures.tell``.
@@ -55,7 +57,8 @@ def main(arguments: list[str]) -> int:
         if not named:
             shutil.rmtree(FIGURES, ignore_errors=True)  # a figure that is not measured now is not on the page
         for name in named or SUITES:
-            outcome = {**_read(kept), name: asdict(run_suite(name))}
+            before = _read(kept)
+            outcome = {**before, name: asdict(run_suite(name, before.get(name) if "--again" in arguments else None))}
             FIGURES.mkdir(parents=True, exist_ok=True)
             kept.write_text(json.dumps(outcome, indent=1) + "\n")
     found = {name: Outcome(**values) for name, values in _read(kept).items()}
@@ -75,22 +78,27 @@ class Outcome:
     """``passed``, ``failed`` or ``missing``"""
     seconds: int
     commit: str
+    again: str = ""
+    """The commit at which what had failed was run again, alone."""
 
     def __str__(self) -> str:
-        return f"{self.outcome} in {format_duration(self.seconds)} at {self.commit}"
+        said = f"{self.outcome} in {format_duration(self.seconds)} at {self.commit}"
+        return f"{said}; what had failed there was run again at {self.again}" if self.again else said
 
 
-def run_suite(name: str) -> Outcome:
-    """Run it in a process of its own; its figures are written into :data:`FIGURES`."""
+def run_suite(name: str, before: dict[str, Any] | None = None) -> Outcome:
+    """Run it in a process of its own, or what failed of it ``before``; its figures are written into :data:`FIGURES`."""
     started, commit = time.monotonic(), _commit()
     if not (ROOT / SUITES[name]).exists():
         print(f"{name}: {SUITES[name]} is missing")
         return Outcome("missing", 0, commit)
     environment = {**os.environ, "STREAMTUNE_FAULTS": str(FIGURES)}
     how = ["-m", "tests.faults.bench_saving"] if name == "saving" else ["-m", "pytest", "-q", "-m", "", SUITES[name]]
-    command = [sys.executable, *how]
+    command = [sys.executable, *how, *(["--last-failed"] if before and name != "saving" else [])]
     code = subprocess.run(command, env=environment, cwd=ROOT, check=False).returncode
     outcome = Outcome("failed" if code else "passed", round(time.monotonic() - started), commit)
+    if before:
+        outcome = Outcome(outcome.outcome, before["seconds"], before["commit"], again=commit)
     print(f"{name}: {outcome}", flush=True)
     return outcome
 
