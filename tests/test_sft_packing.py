@@ -17,7 +17,7 @@ from streamtune.recipe.build_batches import Batches, Steps
 from streamtune.recipe.build_sft import SftRun, build_sft
 from streamtune.train import MicroBatch
 from streamtune.train.objective import loss_of
-from tests.exactness.families import BOUND, worst
+from tests.precision_kit import reference_of
 from tests.sft_kit import FIXED, QWEN3, RECIPE, run, write_recipe, write_rows
 
 PACKED: dict[str, Any] = {
@@ -47,13 +47,13 @@ def built(folder: Path, **more: Any) -> SftRun:
     return build_sft(load_recipe(recipe(folder, **more), []))
 
 
-def gradient(run: SftRun, batches: list[MicroBatch], num_targets: int) -> tuple[float, dict[str, Tensor]]:
+def gradient(model: Any, batches: list[MicroBatch], num_targets: int) -> tuple[float, dict[str, Tensor]]:
     """As ``train.step.accumulate_gradients`` adds them up."""
-    run.model.zero_grad(set_to_none=True)
-    losses = [loss_of(run.model, batch, num_targets=num_targets, bf16=False) for batch in batches]
+    model.zero_grad(set_to_none=True)
+    losses = [loss_of(model, batch, num_targets=num_targets, bf16=False) for batch in batches]
     for loss in losses:
         loss.backward()
-    return sum(loss.item() for loss in losses), {name: p.grad.clone() for name, p in run.model.named_parameters()}
+    return sum(loss.item() for loss in losses), {name: p.grad.clone() for name, p in model.named_parameters()}
 
 
 @pytest.mark.parametrize("overlength", ["error", "split"])
@@ -74,11 +74,9 @@ def test_a_step_has_the_gradient_of_its_rows_unpacked(folder: Path, overlength: 
     assert num_targets == apart.num_targets
     assert sum(batch.num_tokens for batch in step) == apart.num_tokens
 
-    loss, got = gradient(run, step, num_targets)
+    found = gradient(run.model, step, num_targets)
     run.handle.remove()
-    loss_ref, want = gradient(run, [apart], num_targets)
-    assert loss == pytest.approx(loss_ref, rel=2e-6)
-    assert worst(got, want) <= BOUND
+    reference_of(run.model, lambda model: gradient(model, [apart], num_targets)).check(found)
 
 
 def test_held_out_rows_have_the_loss_they_have_unpacked(folder: Path) -> None:
@@ -89,7 +87,9 @@ def test_held_out_rows_have_the_loss_they_have_unpacked(folder: Path) -> None:
     apart = MicroBatch(**collate(list(run.data.validation), pad_token_id=0), origins=())
     with torch.no_grad():
         total = sum(float(loss_of(run.model, batch, num_targets=1, bf16=False)) for batch in held_out)
-        assert total == pytest.approx(float(loss_of(run.model, apart, num_targets=1, bf16=False)), rel=2e-6)
+        run.handle.remove()
+        want = reference_of(run.model, lambda model: (loss_of(model, apart, num_targets=1, bf16=False), {}))
+        want.check((total, {}))
 
 
 def test_every_epoch_visits_every_row_once(folder: Path) -> None:

@@ -1,4 +1,4 @@
-"""Steps on several ranks in fp32 against plain autograd on one in fp64: gradient by parameter, loss, norm.
+"""Steps on several ranks in fp32 beside plain autograd on one, in fp32 and in fp64: gradient by parameter, loss, norm.
 
 Every rank computes the truth for itself: the same model, unstreamed, over the rows of all ranks. Ranks have different
 numbers of rows, tokens and targets, prompts are masked, and the last micro-batch of a rank may be a filler.
@@ -28,12 +28,16 @@ from streamtune.recipe.build_world import make_backend, sequence_ranks
 from streamtune.train.routers import StepRouters
 from streamtune.train.step import accumulate_gradients
 from tests.exactness.families import VOCAB, build
+from tests.precision_kit import Errors, Float64, in_float64
 
 RATE, STEPS = 1e-4, 3  # so small that AdamW does not make a difference of weights of one in rounding
 
 
 def run(case: dict[str, Any]) -> dict[str, Any]:
-    """The largest errors of any step: a parameter's gradient, beside that of plain autograd in fp32; loss, norm."""
+    """The largest errors of any step: a parameter's gradient, beside that of plain autograd in fp32; loss, norm.
+
+    ``excess`` is the most by which any of them is above what plain autograd's error explains.
+    """
     world = train.World(distributed.get_rank(), distributed.get_world_size(), case.get("sequence", 1))
     kind = DpoRecipe if case.get("objective") == "dpo" else Recipe
     recipe = kind(
@@ -64,7 +68,7 @@ def run(case: dict[str, Any]) -> dict[str, Any]:
                 parameter.zero_()
             elif not adapters:
                 parameter.add_(0.02)
-    truth = _Truth(copy.deepcopy(plain).double(), recipe, copy.deepcopy(reference).double())
+    truth = _Truth(in_float64(plain), recipe, in_float64(reference))
     torchs = _Truth(plain, recipe, copy.deepcopy(reference))
     chunk = case.get("chunk", 5)
     shared = sequence_ranks(recipe, world)
@@ -78,7 +82,7 @@ def run(case: dict[str, Any]) -> dict[str, Any]:
         objective = PairObjective(handle, recipe, train.ModelReference(*asked))
     else:
         objective = train.SupervisedObjective(handle)
-    found: dict[str, Any] = {"gradient": 0.0, "loss": 0.0, "norm": 0.0}
+    found: dict[str, Any] = {"gradient": 0.0, "loss": 0.0, "norm": 0.0, "excess": 0.0, "where": ""}
     for step in range(STEPS):
         if case.get("dropped"):  # as after a NaN that is skipped
             _accumulate(
@@ -88,16 +92,26 @@ def run(case: dict[str, Any]) -> dict[str, Any]:
         rows = _rows(recipe, step, world.data_size)
         batches = _mine(recipe, rows, world)
         score = _accumulate(backend, objective, handle, batches, world)
-        loss, gradients, norm = truth.step(rows)
-        _, rounded, _ = torchs.step(rows)
+        with Float64():
+            loss, gradients, norm = truth.step(rows)
+        torch_loss, rounded, torch_norm = torchs.step(rows)
         got = _gradients(backend, model)
+        pairs = {
+            "loss": Errors(abs(score.loss / loss - 1), abs(torch_loss / loss - 1), 1),
+            "norm": Errors(abs(backend.clip_gradients(0.5) / norm - 1), abs(torch_norm / norm - 1), 1),
+        }
         for name, want in gradients.items():
             error = _relative(got[name].double(), want, norm)
-            rounding = _relative(rounded[name].double(), want, norm)
+            pairs[name] = Errors(error, _relative(rounded[name].double(), want, norm), want.numel())
             if error > found["gradient"]:
-                found |= {"gradient": error, "parameter": name, "torch": rounding}
-        found["loss"] = max(found["loss"], abs(score.loss - loss))
-        found["norm"] = max(found["norm"], abs(backend.clip_gradients(0.5) / norm - 1))
+                found |= {"gradient": error, "parameter": name, "torch": pairs[name].plain}
+        worst = max(pair.plain for pair in pairs.values())
+        for name, pair in pairs.items():
+            pair = pair if name in ("loss", "norm") else pair._replace(plain=worst)
+            if pair.excess > found["excess"]:
+                found |= {"excess": pair.excess, "where": f"{name}: {pair}"}
+        found["loss"] = max(found["loss"], pairs["loss"].ours)
+        found["norm"] = max(found["norm"], pairs["norm"].ours)
         backend.step(RATE)
     found["fillers"] = sum(world.gather(sum(batch.filler for batch in batches)))
     backend.close()

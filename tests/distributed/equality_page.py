@@ -12,13 +12,14 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
+from tests.precision_kit import ROUNDING
+
 __all__ = ["note"]
 
 ROOT = Path(__file__).parents[2]
 NOTES, PAGE = ROOT / "build/distributed/equality.jsonl", ROOT / "docs/benchmarks/equality.md"
 Noted = Mapping[str, Any]
 ENGINES = {"ddp": "DDP", "zero1": "ZeRO-1", "zero2": "ZeRO-2", "zero3": "ZeRO-3", "fsdp": "FSDP2"}
-BOUND = 5e-6
 COLUMNS: dict[str, Callable[[Noted], bool]] = {
     "sft": lambda case: plain(case) and case.get("finetuning") != "lora" and case.get("objective") != "dpo",
     "sft, LoRA": lambda case: plain(case) and case.get("finetuning") == "lora" and case.get("objective") != "dpo",
@@ -43,8 +44,8 @@ tokens and the head in chunks of 7.
 
 The relative error (norm of the difference over the norm) of the gradient of the worst parameter, of the worst step, of
 all cases that a column stands for: accumulation 1 and 4 (2 for dpo on shared sequences), Llama, Gemma-2 and Qwen3, tied
-embeddings, and gradients that were dropped before the step. SP 2 on 4 ranks is two groups of two. The bound is
-{bound:.0e}.
+embeddings, and gradients that were dropped before the step. SP 2 on 4 ranks is two groups of two. The bound of each
+gradient of n entries is 1.1 (1 + 3 / sqrt(n)) times the worst error of plain autograd in fp32, and {rounding:.1e}.
 
 {gradients}
 Of the worst of all, plain autograd in fp32 in one process is off by {plain}.
@@ -113,7 +114,7 @@ def main() -> None:
     PAGE.write_text(
         TEXT.format(
             machine=f"the CPU ({versions})",
-            bound=BOUND,
+            rounding=ROUNDING,
             gradients=table(["ranks", "engine", *COLUMNS], rows),
             plain=f"{furthest['torch']:.1e}",
             curves=table(["ranks", "engine", "sft", "sft, LoRA, packed", "dpo"], lines).rstrip(),

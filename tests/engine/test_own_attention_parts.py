@@ -16,7 +16,8 @@ from streamtune.engine.tiles import FormedMask, over, sees_future, tile
 from streamtune.errors import UnsupportedModelError
 from streamtune.ops import LazyMask
 from tests.conformance.reducer import build
-from tests.exactness.families import SMALL, batch
+from tests.exactness.families import SMALL, batch, evaluation
+from tests.precision_kit import Float64, assert_as_precise, in_float64
 
 LENGTH = 9
 PADDING = torch.ones(2, LENGTH, dtype=torch.long)
@@ -134,13 +135,14 @@ def test_a_tensor_our_attention_does_not_read_makes_a_layer_keep_its_own() -> No
     """Nothing is left out in silence: llama's eager attention ignores the tensor, ours does not know that it may."""
     model = build("llama")
     inputs = batch("plain")
+    want = evaluation(model, inputs)
     with streamtune.stream(model, chunk_size=8) as handle:
-        want = model(**inputs).loss
+        model(**inputs)
         assert all(layer.forward.own is None for layer in handle.layers)
     with streamtune.stream(model, chunk_size=8) as handle:
         loss = model(**inputs, unheard_of=torch.ones(1)).loss
         assert all(layer.forward.own is not None for layer in handle.layers)
-    torch.testing.assert_close(loss, want, rtol=2e-6, atol=0)
+    want.check((loss, {}))
 
 
 def test_several_heads_are_refused() -> None:
@@ -168,11 +170,13 @@ def test_what_cannot_be_streamed_may_still_fill_a_cache() -> None:
     ids, both_ways = batch("plain")["input_ids"], torch.ones(3, 1, 37, 37, dtype=torch.bool)
     with torch.no_grad():
         want = model(ids, attention_mask=both_ways, use_cache=True).logits
+        with Float64():
+            truth = in_float64(model)(ids, attention_mask=both_ways, use_cache=True).logits
         with streamtune.stream(model, chunk_size=8):
             got = model(ids, attention_mask=both_ways, use_cache=True).logits
             with pytest.raises(UnsupportedModelError, match="later tokens"):
                 model(ids, attention_mask=both_ways, labels=ids)
-    torch.testing.assert_close(got, want, rtol=1e-5, atol=1e-6)
+    assert_as_precise(got, want, truth)
 
 
 def test_lazy_masks_of_other_models_stay_no_tensors() -> None:

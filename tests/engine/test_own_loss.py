@@ -13,6 +13,7 @@ from streamtune import Schedule
 from streamtune.engine.head import LazyLogits, StreamedHead
 from streamtune.errors import UnsupportedModelError
 from tests.exactness.families import VOCAB, batch, build
+from tests.precision_kit import Float64, assert_as_precise, widened
 
 Loss = Callable[[Any, Tensor], Tensor]
 IDS = batch("multiturn")
@@ -56,13 +57,17 @@ def promise(model: Any) -> Any:
 @pytest.mark.parametrize("name", LOSSES)
 def test_it_is_the_same(name: str, model: Any, promise: LazyLogits) -> None:
     hidden, weight = promise.hidden, model.lm_head.weight
-    want = LOSSES[name](nn.functional.linear(hidden, weight), LABELS)
-    want_grads = torch.autograd.grad(want, (hidden, weight))
-    got = LOSSES[name](promise, LABELS)
-    grads = torch.autograd.grad(got, (hidden, weight))
-    torch.testing.assert_close(got, want, rtol=2e-6, atol=0)
-    for grad, want_grad in zip(grads, want_grads, strict=True):
-        assert float((grad - want_grad).norm() / want_grad.norm()) <= 2e-6
+
+    def plain(hidden: Any, weight: Any) -> tuple[Any, ...]:
+        value = LOSSES[name](nn.functional.linear(hidden, weight), LABELS)
+        return value, *torch.autograd.grad(value, (hidden, weight))
+
+    with Float64():
+        truth = plain(widened(hidden), widened(weight))
+    loss = LOSSES[name](promise, LABELS)
+    got = loss, *torch.autograd.grad(loss, (hidden, weight))
+    for found, own, want in zip(got, plain(hidden, weight), truth, strict=True):
+        assert_as_precise(found, own, want)
 
 
 @pytest.mark.parametrize(

@@ -18,6 +18,7 @@ from streamtune.engine.pointwise import StreamedNorm, norms_outside
 from streamtune.errors import ArgumentError
 from tests.conformance.reducer import build as build_any
 from tests.exactness.families import build
+from tests.precision_kit import Float64, assert_as_precise, in_float64
 
 WIDTH, LENGTH, CHUNK = 24, 37, 8
 NORMS: dict[str, Any] = {"rms": Qwen3RMSNorm, "offset": Gemma2RMSNorm, "layer": nn.LayerNorm}
@@ -54,6 +55,13 @@ def run(function: Any, norm: nn.Module, x: Tensor, grad: Tensor) -> list[Tensor]
     return [y, *torch.autograd.grad(y, [x, *norm.parameters()], grad)]
 
 
+def truth_of(norm: nn.Module, x: Tensor, grad: Tensor) -> list[Tensor]:
+    """The same of the norm in fp64."""
+    wide = in_float64(norm)
+    with Float64(), torch.enable_grad():
+        return run(wide, wide, x.double(), grad.double())
+
+
 def made(kind: str, dtype: torch.dtype, length: int = LENGTH) -> tuple[nn.Module, Tensor, Tensor]:
     torch.manual_seed(0)
     norm = (NORMS[kind](WIDTH) if kind in NORMS else RunningNorm()).to(dtype)
@@ -73,11 +81,15 @@ def test_equal_to_the_norm_itself(dtype: torch.dtype, kind: str, offload: str, t
     want, got = run(norm, norm, x, grad), run(own, norm, x, grad)
     assert type(got[0].grad_fn).__name__ == "_StreamedNormBackward"
     assert [t.dtype for t in got] == [t.dtype for t in want]
-    near = 1e-6 if dtype is torch.float32 else 2**-8
-    for one, other in zip(got[:2], want[:2], strict=True):
-        torch.testing.assert_close(one, other, rtol=near, atol=near)
-    for one, other in zip(got[2:], want[2:], strict=True):
-        assert float((one - other).double().norm() / other.double().norm()) <= 4 * near  # both are rounded sums
+    truth = truth_of(norm, x, grad)
+    if dtype is torch.float32:
+        for one, other, true in zip(got, want, truth, strict=True):
+            assert_as_precise(one, other, true)
+    else:
+        for one, other in zip(got[:2], want[:2], strict=True):
+            torch.testing.assert_close(one, other, rtol=2**-8, atol=2**-8)
+        for one, other in zip(got[2:], want[2:], strict=True):
+            assert float((one - other).double().norm() / other.double().norm()) <= 2**-6  # both are rounded sums
     counted = {"device": None, "host": tiers.host, "disk": tiers.disk}[offload]
     if counted is not None:
         assert (counted.peak_bytes, counted.live_bytes) == (x.nbytes, 0)
@@ -122,7 +134,7 @@ def test_what_needs_no_gradient(tmp_path: Path) -> None:
     norm, x, grad = made("rms", torch.float32)
     own, tiers = streamed(norm, tmp_path, offload="host")
     with torch.no_grad():
-        torch.testing.assert_close(own(x), norm(x))
+        assert_as_precise(own(x), norm(x), truth_of(norm, x, grad)[0])
     norm.requires_grad_(False)
     assert own(x).grad_fn is None
     assert tiers.host.peak_bytes == 0
@@ -130,7 +142,9 @@ def test_what_needs_no_gradient(tmp_path: Path) -> None:
     other = x.clone().requires_grad_()
     own(leaf).backward(grad)
     norm(other).backward(grad)
-    torch.testing.assert_close(leaf.grad, other.grad)
+    assert leaf.grad is not None
+    assert other.grad is not None
+    assert_as_precise(leaf.grad, other.grad, truth_of(norm.requires_grad_(True), x, grad)[1])
 
 
 def test_a_second_backward_is_refused(tmp_path: Path) -> None:

@@ -5,6 +5,7 @@ The trainers are real and so are their backward, accumulation, clipping and opti
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -20,9 +21,17 @@ from trl import SFTConfig, SFTTrainer
 import streamtune
 from streamtune.errors import UnsupportedModelError
 from tests.exactness.families import batch, build
+from tests.precision_kit import Float64
 
 CHUNK = 7
 STEPS = 3
+
+
+@pytest.fixture
+def fp64() -> Iterator[None]:
+    """Both runs are computed in fp64 throughout, so that they differ by nothing but a mistake."""
+    with Float64():
+        yield
 
 
 @pytest.fixture(scope="module")
@@ -66,7 +75,8 @@ def token_rows(tokenizer: PreTrainedTokenizerFast) -> Dataset:
 
 def model_for(tokenizer: PreTrainedTokenizerFast, family: str = "qwen3") -> PreTrainedModel:
     """A tiny model that notes the longest piece of a row its feed-forward layers are given at once."""
-    model = build(family, vocab_size=len(tokenizer), max_position_embeddings=256)
+    dtype = torch.get_default_dtype()
+    model = build(family, dtype=dtype, vocab_size=len(tokenizer), max_position_embeddings=256)
     for layer in model.model.layers:
         layer.mlp.register_forward_pre_hook(note_length)
     return model
@@ -133,7 +143,7 @@ def weights(model: torch.nn.Module) -> dict[str, Tensor]:
 
 
 def assert_same_run(
-    got: Trainer, want: Trainer, before: dict[str, Tensor], *, loss: float = 1e-6, update: float = 2e-6
+    got: Trainer, want: Trainer, before: dict[str, Tensor], *, loss: float = 1e-9, update: float = 1e-9
 ) -> None:
     """Losses within ``loss`` (relative), weights within ``update`` of the size of the whole update."""
     assert len(losses(got)) == STEPS
@@ -147,6 +157,8 @@ def assert_same_run(
     assert off <= update * moved, float(off / moved)
 
 
+@pytest.mark.usefixtures("fp64")
+@pytest.mark.quick("qwen3")
 @pytest.mark.parametrize("family", ["qwen3", "llama"])
 def test_hugging_face_trainer(tokenizer: PreTrainedTokenizerFast, tmp_path: Path, family: str) -> None:
     plain = hf_trainer(model_for(tokenizer, family), tokenizer, tmp_path)
@@ -160,6 +172,7 @@ def test_hugging_face_trainer(tokenizer: PreTrainedTokenizerFast, tmp_path: Path
     assert_same_run(streamed, plain, before)
 
 
+@pytest.mark.quick("False")
 @pytest.mark.parametrize("reentrant", [False, True])
 def test_streaming_stands_in_the_place_of_checkpointing(
     tokenizer: PreTrainedTokenizerFast, tmp_path: Path, reentrant: bool
@@ -178,6 +191,7 @@ def test_streaming_stands_in_the_place_of_checkpointing(
     assert runs[0][2] == runs[1][2]
 
 
+@pytest.mark.quick("qwen3")
 @pytest.mark.parametrize("family", ["qwen3", "llama"])
 def test_hugging_face_trainer_under_bf16_autocast(
     tokenizer: PreTrainedTokenizerFast, tmp_path: Path, family: str
@@ -194,6 +208,7 @@ def test_hugging_face_trainer_under_bf16_autocast(
     assert all(p.dtype == torch.float32 for p in model.parameters())
 
 
+@pytest.mark.usefixtures("fp64")
 def test_evaluation_in_the_hugging_face_trainer(tokenizer: PreTrainedTokenizerFast, tmp_path: Path) -> None:
     """Evaluated between the steps and afterwards, the last batch smaller than the others."""
     plain = hf_trainer(model_for(tokenizer), tokenizer, tmp_path, eval_strategy="steps", eval_steps=1)
@@ -207,18 +222,19 @@ def test_evaluation_in_the_hugging_face_trainer(tokenizer: PreTrainedTokenizerFa
     assert_same_run(streamed, plain, before)
     got, want = ([log["eval_loss"] for log in t.state.log_history if "eval_loss" in log] for t in (streamed, plain))
     assert len(want) == STEPS
-    assert got == pytest.approx([*want, want[-1]], rel=2e-6)
+    assert got == pytest.approx([*want, want[-1]], rel=1e-9)
     assert last == got[-1]
 
 
+@pytest.mark.usefixtures("fp64")
 def test_predictions_need_the_models_own_head(tokenizer: PreTrainedTokenizerFast, tmp_path: Path) -> None:
     plain, model = model_for(tokenizer), model_for(tokenizer)
     data = token_rows(tokenizer)
     want = hf_trainer(plain, tokenizer, tmp_path).predict(data)
     with streamtune.stream(model, chunk_size=CHUNK, head=False):
         got = hf_trainer(model, tokenizer, tmp_path).predict(data)
-    torch.testing.assert_close(torch.tensor(got.predictions), torch.tensor(want.predictions), rtol=1e-5, atol=1e-5)
-    assert got.metrics["test_loss"] == pytest.approx(want.metrics["test_loss"], rel=2e-6)
+    torch.testing.assert_close(torch.tensor(got.predictions), torch.tensor(want.predictions), rtol=1e-9, atol=1e-12)
+    assert got.metrics["test_loss"] == pytest.approx(want.metrics["test_loss"], rel=1e-9)
 
 
 def test_after_removal_the_model_trains_and_generates_as_its_own(
@@ -241,6 +257,8 @@ def test_after_removal_the_model_trains_and_generates_as_its_own(
     assert torch.equal(texts[0], texts[1])
 
 
+@pytest.mark.usefixtures("fp64")
+@pytest.mark.quick("packing", "everything")
 @pytest.mark.parametrize(
     "more",
     [
@@ -264,7 +282,7 @@ def test_sft_trainer(tokenizer: PreTrainedTokenizerFast, tmp_path: Path, more: d
         streamed.train()
         evaluated = streamed.evaluate()["eval_loss"]
     assert_same_run(streamed, plain, before)
-    assert evaluated == pytest.approx(plain.evaluate()["eval_loss"], rel=2e-6)
+    assert evaluated == pytest.approx(plain.evaluate()["eval_loss"], rel=1e-9)
 
 
 def test_sft_trainer_under_bf16_autocast(tokenizer: PreTrainedTokenizerFast, tmp_path: Path) -> None:
@@ -278,6 +296,7 @@ def test_sft_trainer_under_bf16_autocast(tokenizer: PreTrainedTokenizerFast, tmp
     assert_same_run(streamed, exact, before, loss=2e-3, update=2e-2)
 
 
+@pytest.mark.usefixtures("fp64")
 @pytest.mark.parametrize("checkpointing", [False, True])
 @pytest.mark.parametrize("order", ["before wrapping", "after wrapping"])
 def test_sft_trainer_with_lora(

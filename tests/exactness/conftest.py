@@ -22,7 +22,7 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: p
     if not table:
         return
     columns = list(dict.fromkeys(column for row in table.values() for column in row))
-    terminalreporter.section("largest relative gradient error of any parameter (bound 2e-5)")
+    terminalreporter.section("largest relative gradient error of any parameter against fp64")
     terminalreporter.line(f"{'family':<14}" + "".join(f"{column:>11}" for column in columns))
     for family, row in table.items():
         cells = "".join(f"{row[column]:>11.1e}" if column in row else f"{'':>11}" for column in columns)

@@ -1,7 +1,6 @@
-"""Tiny, config-initialised models of the tested families, the batches they are tested on, and the error measure.
+"""Tiny, config-initialised models of the tested families, the batches they are tested on, and their gradients.
 
-The measure is the bound for fp32: for every parameter, ``||g - g_ref|| <= 2e-5 max(||g_ref||, 1e-3 ||G_ref||)``
-where ``G_ref`` is the gradient of all parameters together.
+How a gradient is compared stands in :mod:`tests.precision_kit`.
 """
 
 from __future__ import annotations
@@ -13,7 +12,10 @@ import torch
 from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
+from tests.precision_kit import Reference, errors, reference_of, widened
+
 BOUND = 2e-5
+"""A relative error in fp32 that is another function's where it is 100 times as large, whatever the BLAS."""
 VOCAB = 97
 SMALL: dict[str, Any] = {
     "vocab_size": VOCAB,
@@ -130,17 +132,23 @@ def gradients(
     return value.detach(), grads
 
 
-def errors(got: dict[str, Tensor], want: dict[str, Tensor]) -> dict[str, float]:
-    """Relative error per parameter, the denominator never below a thousandth of the whole gradient's norm."""
-    assert got.keys() == want.keys()
-    whole = torch.stack([g.double().norm() for g in want.values()]).norm()
-    assert whole > 0
-    return {
-        name: float((got[name].double() - g.double()).norm() / torch.maximum(g.double().norm(), 1e-3 * whole))
-        for name, g in want.items()
-    }
+def reference(
+    model: torch.nn.Module,
+    inputs: dict[str, Any],
+    loss: Callable[[torch.nn.Module, dict[str, Any]], Tensor] | None = None,
+) -> Reference:
+    """Loss and gradients of an unstreamed model in its own dtype and in fp64; arguments as of :func:`gradients`."""
+    return reference_of(model, lambda m: gradients(m, inputs, loss), lambda m: gradients(m, widened(inputs), loss))
+
+
+def evaluation(
+    model: torch.nn.Module, inputs: dict[str, Any], read: Callable[[Any], Tensor] = lambda output: output.loss
+) -> Reference:
+    """The loss alone, without gradients, or another number that is read from the output."""
+    with torch.no_grad():
+        return reference_of(model, lambda m: (read(m(**inputs)), {}), lambda m: (read(m(**widened(inputs))), {}))
 
 
 def worst(got: dict[str, Tensor], want: dict[str, Tensor]) -> float:
-    """The largest of :func:`errors`."""
+    """The largest of :func:`tests.precision_kit.errors`."""
     return max(errors(got, want).values())

@@ -15,8 +15,9 @@ from streamtune.engine import Branches, check_branches
 from streamtune.errors import ArgumentError, UnsupportedModelError
 from streamtune.models import add_lora
 from tests.conformance.reducer import build as build_any
+from tests.precision_kit import EXACT, Float64, assert_as_precise, in_float64, relative
 
-from .families import BOUND, VOCAB, build, gradients, worst
+from .families import VOCAB, build, gradients, reference, worst
 
 TREES = ((13, (5, 2, 9)), (0, (4, 6)), (1, (7,)), (20, (3, 30)))
 """Tokens of trunks and branches; the last token of a trunk's rows' common beginning stands in each branch."""
@@ -74,7 +75,11 @@ def rows(trees: tuple[tuple[int, tuple[int, ...]], ...] = TREES, seed: int = 5) 
 
 
 def objective(logprobs_K: Tensor, row_K: Tensor) -> Tensor:
-    """Differences of rows, as preferences have, and clipped ratios of tokens, as policies have."""
+    """Differences of rows, as preferences have, and clipped ratios of tokens, as policies have.
+
+    In fp64, so that what is compared is the log-probabilities and not how a sum of them is rounded.
+    """
+    logprobs_K = logprobs_K.double()
     per_row = logprobs_K.new_zeros(int(row_K.max()) + 1).index_add(0, row_K, logprobs_K)
     ratio = (logprobs_K - logprobs_K.detach() + 0.1).exp()
     sign = 1.0 - 2.0 * (row_K % 2)
@@ -101,21 +106,21 @@ def together(model: nn.Module, inputs: dict[str, Any]) -> Tensor:
     return objective(scores.logprobs[given.targets != -100], given.row_of_target)
 
 
-def compare(model: nn.Module, given: Rows, *schedules: Schedule, bound: float = BOUND) -> None:
-    want_loss, want = gradients(model, {"rows": given}, alone)
+def compare(model: nn.Module, given: Rows, *schedules: Schedule) -> None:
+    want = reference(model, {"rows": given}, alone)
     for schedule in schedules:
         with streamtune.stream(model, schedule=schedule) as handle:
-            loss, got = gradients(model, {"rows": given, "handle": handle}, together)
-        assert float(loss) == pytest.approx(float(want_loss), rel=5e-6), schedule
-        assert worst(got, want) <= bound, schedule
+            want.check(gradients(model, {"rows": given, "handle": handle}, together), schedule)
 
 
+@pytest.mark.quick("qwen3", "gemma2")
 @pytest.mark.parametrize("family", FAMILIES)
 def test_branches_equal_their_rows_alone(family: str) -> None:
     model = build_any(family) if family == "llama4_text" else build(family, **FAMILIES[family])
     compare(model, rows(), *(Schedule(chunk_size=size, head_chunk_size=7) for size in CHUNKS))
 
 
+@pytest.mark.quick("qwen3_next", "mamba2")
 @pytest.mark.parametrize("family", RECURRENT)
 def test_branches_take_up_the_state_of_their_trunk(family: str) -> None:
     model = build_any(family)
@@ -143,14 +148,19 @@ def test_whatever_is_kept_and_wherever(family: str, choices: dict[str, Any]) -> 
 
 @pytest.mark.parametrize("family", ["llama", "mistral"])
 def test_in_fp64(family: str) -> None:
-    model = build(family, dtype=torch.float64, **FAMILIES[family])
-    compare(model, rows(), Schedule(chunk_size=8), bound=1e-6)  # rotary tables are computed in fp32
+    model, given = in_float64(build(family, **FAMILIES[family])), rows()
+    with Float64():
+        want_loss, want = gradients(model, {"rows": given}, alone)
+        with streamtune.stream(model, chunk_size=8) as handle:
+            loss, got = gradients(model, {"rows": given, "handle": handle}, together)
+    assert float(loss) == pytest.approx(float(want_loss), rel=EXACT)
+    assert worst(got, want) <= EXACT
 
 
 def test_a_branch_may_be_longer_than_a_block_of_keys() -> None:
     model = build("qwen3", max_position_embeddings=4096)
     given = rows(((1500, (40, 1200)),))
-    compare(model, given, Schedule(chunk_size=700), bound=4 * BOUND)  # fp32 sums over 2,700 tokens, in another order
+    compare(model, given, Schedule(chunk_size=700))
 
 
 def test_windows_reach_back_into_the_trunk() -> None:
@@ -160,6 +170,7 @@ def test_windows_reach_back_into_the_trunk() -> None:
         compare(model, rows(((20, (3, 30, 12)),)), Schedule(chunk_size=9))
 
 
+@pytest.mark.quick("llama", "qwen3_next")
 @pytest.mark.parametrize("family", ["llama", "mistral", "gpt_oss", "qwen3_next"])
 def test_a_model_that_shares_is_told_from_one_that_does_not(family: str) -> None:
     with streamtune.stream(build(family) if family in FAMILIES else build_any(family)) as handle:
@@ -173,14 +184,20 @@ def test_entropies_and_temperature() -> None:
     with streamtune.stream(model, chunk_size=8) as handle:
         scores = handle.logprobs(given.ids, given.targets, branches=given.branches, entropy=True, temperature=0.7)
     assert scores.entropy is not None
-    want, want_entropy = [], []
-    for row, begin in zip(given.alone, given.begins, strict=True):
-        logprobs = (model(input_ids=row[None]).logits[0] / 0.7).log_softmax(-1)[begin:-1]
-        want.append(logprobs.gather(-1, row[begin + 1 :, None]).squeeze(-1))
-        want_entropy.append(-(logprobs.exp() * logprobs).sum(-1))
-    chosen = given.targets != -100
-    torch.testing.assert_close(scores.logprobs[chosen], torch.cat(want), rtol=1e-5, atol=1e-5)
-    torch.testing.assert_close(scores.entropy[chosen], torch.cat(want_entropy), rtol=1e-5, atol=1e-5)
+
+    def of_rows(model: Any) -> tuple[Tensor, Tensor]:
+        picked, entropy = [], []
+        for row, begin in zip(given.alone, given.begins, strict=True):
+            logprobs = (model(input_ids=row[None]).logits[0] / 0.7).log_softmax(-1)[begin:-1]
+            picked.append(logprobs.gather(-1, row[begin + 1 :, None]).squeeze(-1))
+            entropy.append(-(logprobs.exp() * logprobs).sum(-1))
+        return torch.cat(picked), torch.cat(entropy)
+
+    chosen, plain = given.targets != -100, of_rows(model)
+    with Float64():
+        truth = of_rows(in_float64(model))
+    assert_as_precise(scores.logprobs[chosen], plain[0], truth[0])
+    assert_as_precise(scores.entropy[chosen], plain[1], truth[1])
     assert not scores.logprobs[~chosen].any()
 
 
@@ -241,23 +258,23 @@ def test_tied_embeddings() -> None:
 
 def test_a_balance_loss_counts_each_token_once() -> None:
     """The routers' losses come beside the scores, are those of all tokens that are computed, and know no chunks."""
-    model, given = build("mixtral"), rows(((0, (9, 13, 20)),))
+    model, given = in_float64(build("mixtral")), rows(((0, (9, 13, 20)),))
     ones = {"input_ids": given.ids, "position_ids": given.branches.position_ids, "use_cache": False}
     found = []
     for chunk_size in (4, 11, 256):
         handle = streamtune.stream(model, chunk_size=chunk_size, router_loss=RouterLoss(balance=0.7, z=0.1))
-        with handle:
+        with Float64(), handle:
             # Rows that share nothing are packed rows: what a call with labels adds to its loss.
             labelled = model(**ones, labels=given.targets, shift_labels=given.targets).loss
             assert handle.routers.terms is not None
             added = labelled - handle.routers.terms.loss
             scores = handle.logprobs(given.ids, given.targets, branches=given.branches)
             assert scores.router_loss is not None
-            torch.testing.assert_close(scores.router_loss, added, rtol=1e-5, atol=1e-6)
+            torch.testing.assert_close(scores.router_loss, added, rtol=EXACT, atol=0)
             model.zero_grad(set_to_none=True)
             scores.router_loss.backward()
             grads = [p.grad.clone() for p in model.parameters() if p.grad is not None]
             found.append(torch.cat([grad.flatten() for grad in grads]))
             model.zero_grad(set_to_none=True)
     for other in found[1:]:
-        assert float((other - found[0]).norm() / found[0].norm()) <= BOUND
+        assert relative(other, found[0]) <= EXACT

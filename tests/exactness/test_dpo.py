@@ -9,6 +9,7 @@ from __future__ import annotations
 import copy
 import math
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from typing import Any, Literal
 
 import pytest
@@ -24,9 +25,9 @@ from streamtune.recipe import DpoRecipe
 from streamtune.recipe.build_preference import PairObjective, PreferenceBatch, UnpairedObjective, mismatched, tree_batch
 from streamtune.train.routers import StepRouters
 from streamtune.train.step import StepScore, TrainSettings, accumulate_gradients
+from tests.precision_kit import EXACT, ROUNDING, Float64, Reference, assert_as_precise, in_float64, total_error
 
-from .families import BOUND, VOCAB, build, errors, worst
-from .test_precision import total_error
+from .families import VOCAB, build
 
 Layout = Literal["shared", "right", "left"]
 Formula = Callable[[Tensor, Tensor, DpoRecipe], Tensor]
@@ -258,10 +259,13 @@ def compare(
 ) -> None:
     """Ours equals what was written by hand, in fp32; in fp64 what squares a difference of large sums."""
     model, reference = models(family, **settings)
-    if recipe.loss_type in ILL_CONDITIONED:
-        model, reference = model.double(), reference.double()
+    ill = recipe.loss_type in ILL_CONDITIONED
     trees = pairs()
-    want_loss, want = plain(model, reference, trees, recipe)
+    with Float64():
+        truth = plain(in_float64(model), in_float64(reference), trees, recipe)
+    if ill:
+        model, reference = in_float64(model), in_float64(reference)
+    want = Reference(truth, truth if ill else plain(model, reference, trees, recipe))
     parts, start = [], 0
     for size in split:
         parts.append(trees[start : start + size])
@@ -269,14 +273,13 @@ def compare(
     needed = recipe.unpaired or not (recipe.reference_free or recipe.loss_type in NEEDS_NONE)
     for schedule in schedules:
         with (
+            Float64() if ill else nullcontext(),
             streamtune.stream(model, schedule=schedule) as handle,
             streamtune.stream(reference, schedule=schedule) as h,
         ):
             asked = train.ModelReference(reference, h) if needed else None
             score, got = ours(model, handle, asked, parts, recipe, layout)
-        digits = 1e-9 if recipe.loss_type in ILL_CONDITIONED else 1e-6
-        assert score.loss == pytest.approx(want_loss, rel=5 * digits, abs=digits), schedule
-        assert worst(got, want) <= BOUND, (schedule, errors(got, want))
+        want.check((score.loss, got), schedule, EXACT if ill else ROUNDING)
 
 
 CUTS = [Schedule(chunk_size=size, head_chunk_size=head) for size, head in ((3, 5), (8, 64), (13, 7), (64, 4))]
@@ -334,21 +337,28 @@ def test_as_precise_as_torch(keys: dict[str, Any], bf16: bool) -> None:
 def test_metrics_are_those_of_the_pairs() -> None:
     model, reference = models()
     trees, recipe = pairs(), recipe_of(beta=0.2)
+
+    def rewards_of(model: nn.Module, reference: nn.Module) -> Tensor:
+        found = [
+            [0.2 * (p - r) for (p, _), (r, _) in zip(scored(model, t), scored(reference, t), strict=True)]
+            for t in trees
+        ]
+        return torch.stack([torch.stack(pair) for pair in found])
+
     with torch.no_grad():
-        rewards = torch.stack(
-            [
-                torch.stack(
-                    [0.2 * (p - r) for (p, _), (r, _) in zip(scored(model, t), scored(reference, t), strict=True)]
-                )
-                for t in trees
-            ]
-        )
+        rewards = rewards_of(model, reference)
+        with Float64():
+            truth = rewards_of(in_float64(model), in_float64(reference))
     with streamtune.stream(model, chunk_size=8) as handle, streamtune.stream(reference, chunk_size=8) as h:
         score, _ = ours(model, handle, train.ModelReference(reference, h), [trees[:1], trees[1:]], recipe, "shared")
     margins = rewards[:, 0] - rewards[:, 1]
-    assert score.metrics["rewards/chosen"] == pytest.approx(rewards[:, 0].mean().item(), abs=1e-5)
-    assert score.metrics["rewards/rejected"] == pytest.approx(rewards[:, 1].mean().item(), abs=1e-5)
-    assert score.metrics["rewards/margins"] == pytest.approx(margins.mean().item(), abs=1e-5)
+    names = ("rewards/chosen", "rewards/rejected", "rewards/margins")
+    got, plain, wide = (
+        torch.tensor([*pair, pair[0] - pair[1]], dtype=torch.float64)
+        for pair in ([score.metrics[name] for name in names[:2]], rewards.mean(0), truth.mean(0))
+    )
+    got[2] = score.metrics[names[2]]
+    assert_as_precise(got, plain, wide, names)
     assert score.metrics["rewards/accuracies"] == (margins > 0).double().mean().item()
     assert score.metrics["kl"] >= 0
 

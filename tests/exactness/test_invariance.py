@@ -10,8 +10,9 @@ from torch import Tensor
 
 import streamtune
 from streamtune import Schedule
+from tests.precision_kit import EXACT, Float64
 
-from .families import BOUND, batch, build, gradients, worst
+from .families import batch, build, evaluation, gradients, reference, worst
 
 
 @pytest.fixture(scope="module")
@@ -22,10 +23,9 @@ def model() -> Any:
 @pytest.mark.parametrize("chunk_size", [1, 2, 3, 7, 12, 13, 18, 19, 36, 37, 1000])
 def test_chunk_count_and_ragged_tails(model: Any, chunk_size: int) -> None:
     inputs = batch("multiturn")
-    _, want = gradients(model, inputs)
+    want = reference(model, inputs)
     with streamtune.stream(model, chunk_size=chunk_size):
-        _, got = gradients(model, inputs)
-    assert worst(got, want) <= BOUND
+        want.check(gradients(model, inputs))
 
 
 @pytest.mark.parametrize("length", [1, 2, 3, 16, 17])
@@ -35,10 +35,11 @@ def test_short_sequences(length: int) -> None:
     inputs = batch("plain", length=length)
     if length == 1:  # one token predicts nothing: train on its shifted label explicitly
         inputs["shift_labels"] = inputs["labels"]
-    _, want = gradients(model, inputs)
-    with streamtune.stream(model, chunk_size=2):
-        _, got = gradients(model, inputs)
-    assert worst(got, want) <= 2e-6
+    with Float64():
+        _, want = gradients(model, inputs)
+        with streamtune.stream(model, chunk_size=2):
+            _, got = gradients(model, inputs)
+    assert worst(got, want) <= EXACT
 
 
 def test_padding_side_does_not_matter(model: Any) -> None:
@@ -57,28 +58,28 @@ def test_padding_side_does_not_matter(model: Any) -> None:
             "labels": labels,
             "position_ids": (mask.cumsum(1) - 1).clamp_min(0),
         }
+        if not found:
+            want = reference(model, inputs)
         with streamtune.stream(model, chunk_size=6):
             found.append(gradients(model, inputs))
-    for loss, got in found[1:]:
-        torch.testing.assert_close(loss, found[0][0], rtol=2e-6, atol=0)
-        assert worst(got, found[0][1]) <= BOUND
+        want.check(found[-1])
 
 
 def test_rows_that_are_all_padding_give_nothing(model: Any) -> None:
     inputs = batch("right")
-    _, want = gradients(model, inputs)
+    want = reference(model, inputs)
     more = {key: torch.cat([value, torch.zeros_like(value[:1])]) for key, value in inputs.items()}
     more["labels"][-1] = -100
     with streamtune.stream(model, chunk_size=8):
-        _, got = gradients(model, more)
-    assert all(torch.isfinite(g).all() for g in got.values())
-    assert worst(got, want) <= BOUND
+        found = gradients(model, more)
+    assert all(torch.isfinite(g).all() for g in found[1].values())
+    want.check(found)
 
 
 def test_accumulation_split(model: Any) -> None:
     inputs = batch("right")
     items = (inputs["labels"][:, 1:] != -100).sum()
-    _, want = gradients(model, inputs)
+    want = reference(model, inputs)
 
     def split(streamed: torch.nn.Module, whole: dict[str, Any]) -> Tensor:
         losses = []
@@ -88,17 +89,16 @@ def test_accumulation_split(model: Any) -> None:
         return torch.stack(losses).sum()
 
     with streamtune.stream(model, chunk_size=9):
-        _, got = gradients(model, inputs, split)
-    assert worst(got, want) <= BOUND
+        want.check(gradients(model, inputs, split))
 
 
 @pytest.mark.parametrize("scale", [1e-3, 1.0, 1024.0])
 def test_loss_scale_is_honoured(model: Any, scale: float) -> None:
     inputs = batch("masked")
-    _, want = gradients(model, inputs)
+    want = reference(model, inputs)
     with streamtune.stream(model, chunk_size=9):
-        _, got = gradients(model, inputs, lambda m, kw: m(**kw).loss * scale)
-    assert worst({name: g / scale for name, g in got.items()}, want) <= BOUND
+        loss, got = gradients(model, inputs, lambda m, kw: m(**kw).loss * scale)
+    want.check((loss / scale, {name: g / scale for name, g in got.items()}))
 
 
 @pytest.mark.parametrize("head_chunk_size", [1, 10, 1000])
@@ -106,17 +106,16 @@ def test_loss_scale_is_honoured(model: Any, scale: float) -> None:
 @pytest.mark.parametrize("grad_dtype", ["float32", "param"])
 def test_every_schedule(model: Any, head_chunk_size: int, keep_kv: bool, grad_dtype: Any) -> None:
     inputs = batch("left")
-    _, want = gradients(model, inputs)
+    want = reference(model, inputs)
     schedule = Schedule(chunk_size=10, head_chunk_size=head_chunk_size, keep_kv=keep_kv, grad_dtype=grad_dtype)
     with streamtune.stream(model, schedule=schedule):
-        _, got = gradients(model, inputs)
-    assert worst(got, want) <= BOUND
+        want.check(gradients(model, inputs))
 
 
 def test_the_head_alone_and_the_layers_alone(model: Any) -> None:
     """Without ``head=True`` the logits come back whole and any loss may be put on them."""
     inputs = batch("plain")
-    _, want = gradients(model, inputs)
+    want = reference(model, inputs)
 
     def own_loss(streamed: torch.nn.Module, given: dict[str, Any]) -> Tensor:
         logits = streamed(input_ids=given["input_ids"]).logits
@@ -124,8 +123,7 @@ def test_the_head_alone_and_the_layers_alone(model: Any) -> None:
 
     for head in (True, False):
         with streamtune.stream(model, chunk_size=8, head=head):
-            _, got = gradients(model, inputs, own_loss)
-        assert worst(got, want) <= BOUND
+            want.check(gradients(model, inputs, own_loss))
     with streamtune.stream(model, chunk_size=8, head=False):
         assert model(**inputs).logits.shape == (3, 37, 97)
     with streamtune.stream(model, chunk_size=8):
@@ -136,11 +134,11 @@ def test_the_head_alone_and_the_layers_alone(model: Any) -> None:
 def test_evaluation_streams_too(model: Any) -> None:
     inputs = batch("right")
     with torch.no_grad():
-        want = model(**inputs).loss
+        want = evaluation(model, inputs)
         with streamtune.stream(model, chunk_size=6):
-            torch.testing.assert_close(model(**inputs).loss, want, rtol=2e-6, atol=0)
+            want.check((model(**inputs).loss, {}))
             model.eval()
-            torch.testing.assert_close(model(**inputs).loss, want, rtol=2e-6, atol=0)
+            want.check((model(**inputs).loss, {}))
     model.train()
 
 

@@ -14,8 +14,9 @@ from streamtune import Schedule
 from streamtune.engine import check_packing
 from streamtune.errors import ArgumentError, UnsupportedModelError
 from tests.conformance.reducer import build as build_any
+from tests.precision_kit import EXACT, Float64, Reference, assert_as_precise, in_float64, reference_of
 
-from .families import BOUND, VOCAB, batch, build, gradients, worst
+from .families import VOCAB, batch, build, gradients, worst
 
 ROWS = (9, 1, 13, 2, 2, 10)
 FAMILIES: dict[str, dict[str, Any]] = {
@@ -69,27 +70,31 @@ def alone(model: torch.nn.Module, pieces: list[Tensor]) -> tuple[float, dict[str
     return loss, total
 
 
+def apart(model: torch.nn.Module, pieces: list[Tensor]) -> Reference:
+    """The same, and in fp64."""
+    return reference_of(model, lambda m: alone(m, pieces))
+
+
+@pytest.mark.quick("llama", "gemma2")
 @pytest.mark.parametrize("keep_kv", [False, True], ids=["", "keep_kv"])
 @pytest.mark.parametrize("family", FAMILIES)
 def test_one_sequence_equals_its_rows(family: str, keep_kv: bool) -> None:
     model, pieces = build(family, **FAMILIES[family]), rows()
-    loss_ref, want = alone(model, pieces)
+    want = apart(model, pieces)
     for chunk_size in CHUNKS:
         with streamtune.stream(model, schedule=Schedule(chunk_size=chunk_size, keep_kv=keep_kv)):
-            loss, got = gradients(model, {**packed(pieces), "num_items_in_batch": targets(pieces)})
-        assert float(loss) == pytest.approx(loss_ref, rel=2e-6)
-        assert worst(got, want) <= BOUND, chunk_size
+            want.check(gradients(model, {**packed(pieces), "num_items_in_batch": targets(pieces)}), chunk_size)
 
 
 @pytest.mark.parametrize("family", ["llama", "gpt2", "mistral"])
 def test_in_fp64(family: str) -> None:
-    model, pieces = build(family, dtype=torch.float64, **FAMILIES[family]), rows()
-    loss_ref, want = alone(model, pieces)
-    with streamtune.stream(model, chunk_size=8):
-        loss, got = gradients(model, {**packed(pieces), "num_items_in_batch": targets(pieces)})
-    # rotary tables are computed in fp32, and so is the loss's log-softmax
-    assert float(loss) == pytest.approx(loss_ref, rel=1e-7)
-    assert worst(got, want) <= 1e-6
+    model, pieces = in_float64(build(family, **FAMILIES[family])), rows()
+    with Float64():
+        loss_ref, want = alone(model, pieces)
+        with streamtune.stream(model, chunk_size=8):
+            loss, got = gradients(model, {**packed(pieces), "num_items_in_batch": targets(pieces)})
+    assert float(loss) == pytest.approx(loss_ref, rel=EXACT)
+    assert worst(got, want) <= EXACT
 
 
 @pytest.mark.parametrize("alike", [True, False], ids=["same boundaries", "other boundaries"])
@@ -98,39 +103,35 @@ def test_several_sequences(family: str, alike: bool) -> None:
     model = build(family, **FAMILIES[family])
     packs = [rows(), rows(ROWS if alike else (5, 20), seed=6), rows(ROWS if alike else (1, 30), seed=7)]
     pieces = [row for pack in packs for row in pack]
-    loss_ref, want = alone(model, pieces)
+    want = apart(model, pieces)
     for chunk_size in (4, 8, 64):
         with streamtune.stream(model, chunk_size=chunk_size):
-            loss, got = gradients(model, {**packed(*packs), "num_items_in_batch": targets(pieces)})
-        assert float(loss) == pytest.approx(loss_ref, rel=2e-6)
-        assert worst(got, want) <= BOUND, chunk_size
+            want.check(gradients(model, {**packed(*packs), "num_items_in_batch": targets(pieces)}), chunk_size)
 
 
+@pytest.mark.quick("qwen3_next", "mamba2")
 @pytest.mark.parametrize("family", RECURRENT)
 def test_a_state_ends_with_its_row(family: str) -> None:
     model, pieces = build_any(family), rows()
-    loss_ref, want = alone(model, pieces)
+    want = apart(model, pieces)
     for chunk_size in (1, 4, 8, 64):
         with streamtune.stream(model, chunk_size=chunk_size):
-            loss, got = gradients(model, {**packed(pieces), "num_items_in_batch": targets(pieces)})
-        assert float(loss) == pytest.approx(loss_ref, rel=2e-6)
-        assert worst(got, want) <= BOUND, chunk_size
+            want.check(gradients(model, {**packed(pieces), "num_items_in_batch": targets(pieces)}), chunk_size)
     with streamtune.stream(model) as handle:
         check_packing(handle)
 
 
+@pytest.mark.quick("mamba2")
 @pytest.mark.parametrize("family", ["qwen3_next", "mamba2", "mamba", "falcon_h1"])
 def test_states_of_several_sequences(family: str) -> None:
     """Rows of one sequence end where those of another go on: their states are left out one by one."""
     model = build_any(family)
     packs = [rows((9, 3, 13, 12)), rows((5, 20, 12), seed=6), rows((7, 30), seed=7)]
     pieces = [row for pack in packs for row in pack]
-    loss_ref, want = alone(model, pieces)
+    want = apart(model, pieces)
     for chunk_size in (4, 8, 64):
         with streamtune.stream(model, chunk_size=chunk_size):
-            loss, got = gradients(model, {**packed(*packs), "num_items_in_batch": targets(pieces)})
-        assert float(loss) == pytest.approx(loss_ref, rel=2e-6)
-        assert worst(got, want) <= BOUND, chunk_size
+            want.check(gradients(model, {**packed(*packs), "num_items_in_batch": targets(pieces)}), chunk_size)
 
 
 def test_a_row_of_one_token_beside_a_longer_one_is_refused_where_states_are() -> None:
@@ -146,9 +147,9 @@ def test_a_row_of_one_token_beside_a_longer_one_is_refused_where_states_are() ->
 def test_evaluation_of_packed_rows_with_states() -> None:
     model, pieces = build_any("qwen3_next").eval(), rows()
     inputs = {**packed(pieces), "num_items_in_batch": targets(pieces)}
-    loss_ref, _ = alone(model, pieces)
+    want = reference_of(model, lambda m: (alone(m, pieces)[0], {}))
     with streamtune.stream(model, chunk_size=8), torch.no_grad():
-        assert float(model(**inputs).loss) == pytest.approx(loss_ref, rel=2e-6)
+        want.check((model(**inputs).loss, {}))
 
 
 def test_what_flattening_collators_say_beside_positions_is_not_needed() -> None:
@@ -156,10 +157,9 @@ def test_what_flattening_collators_say_beside_positions_is_not_needed() -> None:
     ends = torch.tensor([0, 9, 22, 32], dtype=torch.int32)
     words = {"cu_seq_lens_q": ends, "cu_seq_lens_k": ends, "max_length_q": 13, "max_length_k": 13}
     inputs = {**packed(pieces), "num_items_in_batch": targets(pieces)}
-    _, want = alone(model, pieces)
+    want = apart(model, pieces)
     with streamtune.stream(model, chunk_size=8):
-        _, got = gradients(model, inputs | words)
-        assert worst(got, want) <= BOUND
+        want.check(gradients(model, inputs | words))
         del inputs["position_ids"]
         with pytest.raises(UnsupportedModelError, match="position_ids do not restart"):
             model(**inputs, **words)
@@ -173,22 +173,26 @@ def test_extreme_packings(lengths: tuple[int, ...]) -> None:
     """
     model, inputs = build("qwen3").double(), packed(rows(lengths))
     inputs["shift_labels"] = inputs["labels"] = inputs["input_ids"].roll(-1)
-    loss_ref, want = gradients(model, inputs)
-    for chunk_size in (1, 5, 64):
-        with streamtune.stream(model, chunk_size=chunk_size):
-            loss, got = gradients(model, inputs)
-        torch.testing.assert_close(loss, loss_ref, rtol=2e-6, atol=0, check_dtype=False)  # plain logits are fp32
-        assert worst(got, want) <= BOUND
+    with Float64():
+        loss_ref, want = gradients(model, inputs)
+        for chunk_size in (1, 5, 64):
+            with streamtune.stream(model, chunk_size=chunk_size):
+                loss, got = gradients(model, inputs)
+            torch.testing.assert_close(loss, loss_ref, rtol=EXACT, atol=0)
+            assert worst(got, want) <= EXACT
 
 
 def test_evaluation_keeps_the_rows_apart() -> None:
     model, pieces = build("llama").eval(), rows()
+    wide = in_float64(model)
     with streamtune.stream(model, chunk_size=8), torch.no_grad():
         inputs = packed(pieces)
         logits = model(input_ids=inputs["input_ids"], position_ids=inputs["position_ids"], use_cache=False).logits[0]
         ends = torch.tensor([0, *ROWS]).cumsum(0).tolist()
         for row, (start, stop) in zip(pieces, pairwise(ends), strict=True):
-            torch.testing.assert_close(logits[start:stop], model(row[None]).logits[0], rtol=1e-4, atol=1e-5)
+            with Float64():
+                truth = wide(row[None]).logits[0]
+            assert_as_precise(logits[start:stop], model(row[None]).logits[0], truth)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

@@ -11,16 +11,11 @@ from torch import Tensor
 
 import streamtune
 from streamtune import Schedule
+from tests.precision_kit import Float64, in_float64, total_error
 
 from .families import batch, build, gradients
 
 FAMILIES = ("llama", "qwen3", "gemma2", "gpt_neox", "mistral")
-
-
-def total_error(got: dict[str, Tensor], truth: dict[str, Tensor]) -> float:
-    """Relative error of the whole gradient."""
-    difference = torch.stack([(got[name].double() - g).norm() for name, g in truth.items()]).norm()
-    return float(difference / torch.stack([g.norm() for g in truth.values()]).norm())
 
 
 def autocast_loss(model: torch.nn.Module, inputs: dict[str, Any]) -> Tensor:
@@ -36,10 +31,11 @@ def test_as_precise_as_torch(family: str, how: str, kind: str) -> None:
     # gemma2's eager reference is NaN for padding rows that see no key: a wider window lets each see one
     settings = {"sliding_window": 20} if family == "gemma2" else {}
     rounded = build(family, **settings).to(torch.bfloat16)  # weights that both precisions hold exactly
-    truth_model = copy.deepcopy(rounded).double()
+    truth_model = in_float64(rounded)
     model = copy.deepcopy(rounded) if how == "bf16" else copy.deepcopy(rounded).float()
     loss = autocast_loss if how == "autocast" else None
-    _, truth = gradients(truth_model, inputs)
+    with Float64():
+        _, truth = gradients(truth_model, inputs)
     _, torch_grads = gradients(model, inputs, loss)
     torch_error = total_error(torch_grads, truth)
     for chunk_size in (8, 37):
@@ -54,7 +50,8 @@ def test_many_chunks_do_not_add_rounding_in_bf16() -> None:
     """Sums over chunks are held in fp32: 37 chunks are as good as one."""
     inputs = batch("plain")
     model = build("llama").to(torch.bfloat16)
-    _, truth = gradients(copy.deepcopy(model).double(), inputs)
+    with Float64():
+        _, truth = gradients(in_float64(model), inputs)
     found = {}
     for chunk_size in (37, 1):
         with streamtune.stream(model, chunk_size=chunk_size):

@@ -13,9 +13,9 @@ import streamtune
 from streamtune.engine.preflight import difference, judge
 from streamtune.models import add_lora
 from streamtune.models.quantize import quantization, quantize
+from tests.precision_kit import Float64, Reference, in_float64, total_error
 
-from .families import BATCHES, BOUND, batch, build, gradients, worst
-from .test_precision import total_error
+from .families import BATCHES, batch, build, gradients
 
 CPU = torch.device("cpu")
 
@@ -46,28 +46,6 @@ def adapted(
     return model
 
 
-@pytest.mark.parametrize("chunk_size", [3, 8, 64])
-@pytest.mark.parametrize("family", ["llama", "qwen3"])
-def test_every_batch_and_chunk_size(kind: str, family: str, chunk_size: int) -> None:
-    model = adapted(kind, family)
-    for name in BATCHES:
-        loss_ref, want = gradients(model, batch(name))
-        assert all("lora_" in parameter for parameter in want)
-        with streamtune.stream(model, chunk_size=chunk_size):
-            loss, got = gradients(model, batch(name))
-        torch.testing.assert_close(loss, loss_ref, rtol=2e-6, atol=0)
-        assert worst(got, want) <= BOUND, name
-
-
-@pytest.mark.parametrize("settings", [{"tie_word_embeddings": True}, {"intermediate_size": 40, "hidden_size": 24}])
-def test_tied_heads_and_widths_that_fill_no_block(kind: str, settings: dict[str, Any]) -> None:
-    model = adapted(kind, **settings)
-    _, want = gradients(model, batch("masked"))
-    with streamtune.stream(model, chunk_size=7):
-        _, got = gradients(model, batch("masked"))
-    assert worst(got, want) <= BOUND
-
-
 def rounded(model: Any) -> Iterator[tuple[str, torch.Tensor]]:
     """The weights a quantised model computes with, by name, in fp64."""
     for name, module in model.named_modules():
@@ -80,20 +58,48 @@ def rounded(model: Any) -> Iterator[tuple[str, torch.Tensor]]:
             yield name, bitsandbytes.functional.dequantize_4bit(weight.data, weight.quant_state).double()
 
 
+def reference(model: Any, inputs: dict[str, Any], *args: Any, **settings: Any) -> Reference:
+    """Loss and gradients of the quantised model, and of the weights it computes with in fp64; how it was made."""
+    wide = in_float64(adapted(None, *args, **settings))
+    weights = dict(rounded(model))
+    assert len(weights) == 14
+    with torch.no_grad():
+        for name, weight in weights.items():
+            wide.get_submodule(name).weight.copy_(weight)
+    with Float64():
+        truth = gradients(wide, inputs)
+    return Reference(truth, gradients(model, inputs))
+
+
+@pytest.mark.parametrize("chunk_size", [3, 8, 64])
+@pytest.mark.parametrize("family", ["llama", "qwen3"])
+def test_every_batch_and_chunk_size(kind: str, family: str, chunk_size: int) -> None:
+    model = adapted(kind, family)
+    for name in BATCHES:
+        want = reference(model, batch(name), family)
+        assert all("lora_" in parameter for parameter in want.truth[1])
+        with streamtune.stream(model, chunk_size=chunk_size):
+            want.check(gradients(model, batch(name)), name)
+
+
+@pytest.mark.parametrize("settings", [{"tie_word_embeddings": True}, {"intermediate_size": 40, "hidden_size": 24}])
+def test_tied_heads_and_widths_that_fill_no_block(kind: str, settings: dict[str, Any]) -> None:
+    model = adapted(kind, **settings)
+    want = reference(model, batch("masked"), **settings)
+    with streamtune.stream(model, chunk_size=7):
+        want.check(gradients(model, batch("masked")))
+
+
 @pytest.mark.parametrize(("dtype", "draws"), [(torch.float32, 1), (torch.bfloat16, 16)])
 def test_three_ways(kind: str, dtype: torch.dtype, draws: int) -> None:
     """Against the rounded weights in fp64 ours is as near as torch itself, in the mean (one draw of bf16 varies)."""
     inputs = batch("masked")
     torchs = ours = 0.0
     for seed in range(draws):
-        model, truth = adapted(kind, dtype=dtype, seed=seed), adapted(None, dtype=dtype, seed=seed).double()
-        weights = dict(rounded(model))
-        assert len(weights) == 14
-        with torch.no_grad():
-            for name, weight in weights.items():
-                truth.get_submodule(name).weight.copy_(weight)
-        _, want = gradients(truth, inputs)
-        torchs += total_error(gradients(model, inputs)[1], want) / draws
+        model = adapted(kind, dtype=dtype, seed=seed)
+        found = reference(model, inputs, dtype=dtype, seed=seed)
+        want = found.truth[1]
+        torchs += total_error(found.plain[1], want) / draws
         with streamtune.stream(model, chunk_size=8):
             ours += total_error(gradients(model, inputs)[1], want) / draws
     assert torchs <= (1e-5 if dtype == torch.float32 else 0.02)
@@ -102,16 +108,15 @@ def test_three_ways(kind: str, dtype: torch.dtype, draws: int) -> None:
 
 def test_training_goes_on_after_an_evaluation(kind: str) -> None:
     model = adapted(kind)
-    loss_before, before = gradients(model, batch("right"))
+    want = reference(model, batch("right"))
     with streamtune.stream(model, chunk_size=8):
         model.eval()
         with torch.no_grad():
             loss = model(**batch("right")).loss
         model.train()
-        loss_after, after = gradients(model, batch("right"))
-    torch.testing.assert_close(loss, loss_before, rtol=2e-6, atol=0)
-    torch.testing.assert_close(loss_after, loss_before, rtol=2e-6, atol=0)
-    assert worst(after, before) <= BOUND
+        found = gradients(model, batch("right"))
+    want.check(found)
+    want.check((loss, found[1]))
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

@@ -17,8 +17,9 @@ from streamtune import RouterLoss, Schedule
 from streamtune.engine import check_packing
 from streamtune.errors import ArgumentError, UnsupportedModelError
 from tests.conformance.reducer import build as build_any
+from tests.precision_kit import EXACT, Float64, errors, in_float64
 
-from .families import BOUND, batch, build, errors, gradients, worst
+from .families import BOUND, batch, build, evaluation, gradients, reference, worst
 
 FAMILIES = ("mixtral", "qwen3_moe", "gpt_oss", "granitemoehybrid", "jetmoe", "jamba")
 PARTS = (slice(0, 11), slice(11, 37))
@@ -51,12 +52,10 @@ def test_the_models_own_balance_loss(family: str, kind: str) -> None:
         ):
             model(**inputs)
         pytest.skip(f"{family}: this transformers records no router logits of it, its own balance loss does not run")
-    reference, want = gradients(model, inputs)
+    want = reference(model, inputs)
     for schedule in SCHEDULES:
         with streamtune.stream(model, schedule=schedule):
-            loss, got = gradients(model, inputs)
-        torch.testing.assert_close(loss, reference, rtol=2e-6, atol=0)
-        assert worst(got, want) <= BOUND
+            want.check(gradients(model, inputs), schedule)
 
 
 def test_it_is_a_statistic_of_the_whole_batch() -> None:
@@ -86,29 +85,27 @@ def test_ways_to_ask(how: str) -> None:
         inputs["return_dict"] = False
     if how == "eval":
         model.eval()
-        with torch.no_grad():
-            reference = model(**inputs)
-            with streamtune.stream(model, chunk_size=8):
-                got = model(**inputs)
-        torch.testing.assert_close((got.loss, got.aux_loss), (reference.loss, reference.aux_loss), rtol=2e-6, atol=0)
+        plain, balance = evaluation(model, inputs), evaluation(model, inputs, lambda output: output.aux_loss)
+        with torch.no_grad(), streamtune.stream(model, chunk_size=8):
+            got = model(**inputs)
+        plain.check((got.loss, {}))
+        balance.check((got.aux_loss, {}))
         return
     read: Callable[..., Tensor] = lambda model, inputs: (  # noqa: E731
         model(**inputs)[0] if how == "tuple" else model(**inputs).loss
     )
-    reference_loss, want = gradients(model, inputs, read)
+    want = reference(model, inputs, read)
     with streamtune.stream(model, chunk_size=8, head=how != "head off"):
-        loss, got_gradients = gradients(model, inputs, read)
-    torch.testing.assert_close(loss, reference_loss, rtol=2e-6, atol=0)
-    assert worst(got_gradients, want) <= BOUND
+        want.check(gradients(model, inputs, read))
 
 
 def test_the_balance_loss_is_reported_and_router_logits_are_not() -> None:
     model, inputs = routed("mixtral"), batch("plain")
-    reference = model(**inputs)
+    balance = evaluation(model, inputs, lambda output: output.aux_loss)
     hooks = [len(module._forward_hooks) for module in model.modules()]
     with streamtune.stream(model, chunk_size=8):
         output = model(**inputs)
-    torch.testing.assert_close(output.aux_loss, reference.aux_loss, rtol=2e-6, atol=0)
+    balance.check((output.aux_loss, {}))
     assert output.router_logits is None
     assert [len(module._forward_hooks) for module in model.modules()] == hooks
 
@@ -130,11 +127,9 @@ def whole_step(model: Any, inputs: dict[str, Tensor], balance: float, z: float) 
 @pytest.mark.parametrize("family", ["mixtral", "qwen3_moe"])
 def test_z_loss(family: str, z: float) -> None:
     model, inputs = build_any(family), batch("right")
-    reference, want = gradients(model, inputs, lambda model, inputs: whole_step(model, inputs, 0.7, z))
+    want = reference(model, inputs, lambda model, inputs: whole_step(model, inputs, 0.7, z))
     with streamtune.stream(model, chunk_size=8, router_loss=RouterLoss(balance=0.7, z=z)):
-        loss, got = gradients(model, inputs)
-    torch.testing.assert_close(loss, reference, rtol=2e-6, atol=0)
-    assert worst(got, want) <= BOUND
+        want.check(gradients(model, inputs))
 
 
 def rows(inputs: dict[str, Tensor], start: int, stop: int) -> dict[str, Tensor]:
@@ -145,20 +140,19 @@ def test_global_scope_over_micro_batches() -> None:
     """Three micro-batches of one ragged row each equal one unstreamed batch of three rows."""
     model, inputs = build_any("mixtral"), batch("right")
     items = int((inputs["labels"][:, 1:] != -100).sum())
-    reference, want = gradients(model, inputs, lambda model, inputs: whole_step(model, inputs, 2.0, 0.1))
+    want = reference(model, inputs, lambda model, inputs: whole_step(model, inputs, 2.0, 0.1))
     micro = [rows(inputs, row, row + 1) for row in range(3)]
     with streamtune.stream(model, chunk_size=8, router_loss=RouterLoss(2.0, 0.1, "global")) as handle:
         handle.routers.totals = handle.count_routes(micro)
-        total, got = gradients(
+        found = gradients(
             model, {}, lambda model, _: sum(model(**part, num_items_in_batch=items).loss for part in micro)
         )
         handle.routers.totals = None
         _, alone = gradients(
             model, {}, lambda model, _: sum(model(**part, num_items_in_batch=items).loss for part in micro)
         )
-    torch.testing.assert_close(total, reference, rtol=2e-6, atol=0)
-    assert worst(got, want) <= BOUND
-    assert worst(alone, want) > 100 * BOUND, "the micro-batches' own frequencies would have done as well"
+    want.check(found)
+    assert worst(alone, want.truth[1]) > 100 * BOUND, "the micro-batches' own frequencies would have done as well"
 
 
 def test_counting_draws_what_training_will_draw() -> None:
@@ -176,10 +170,10 @@ def test_counting_draws_what_training_will_draw() -> None:
 
 def test_counting_keeps_packed_rows_apart_as_training_does() -> None:
     """In layers with a state, too, which are told of the rows by the model's call and not by their own."""
-    model, inputs = build_any("qwen3_next"), {key: value[:1] for key, value in batch("plain").items()}
+    model, inputs = in_float64(build_any("qwen3_next")), {key: value[:1] for key, value in batch("plain").items()}
     inputs["position_ids"] = torch.cat([torch.arange(11), torch.arange(26)])[None]
     seen: list[Tensor] = []
-    with streamtune.stream(model, chunk_size=8, router_loss=RouterLoss(1.0, scope="global")) as handle:
+    with Float64(), streamtune.stream(model, chunk_size=8, router_loss=RouterLoss(1.0, scope="global")) as handle:
         close = handle.routers.close
         handle.routers.close = lambda: (found := close(), seen.append(found.probabilities))[0]  # type: ignore
         handle.count_routes([{key: value[:, part] for key, value in inputs.items()} for part in PARTS])
@@ -188,8 +182,8 @@ def test_counting_keeps_packed_rows_apart_as_training_does() -> None:
         assert handle.facts.rows is None
         handle.count_routes([{"input_ids": inputs["input_ids"]}])
     apart, packed, trained, one_row = seen[0] + seen[1], *seen[2:]
-    torch.testing.assert_close(packed, apart, rtol=1e-6, atol=0)
-    torch.testing.assert_close(trained, apart, rtol=1e-6, atol=0)
+    torch.testing.assert_close(packed, apart, rtol=EXACT, atol=0)
+    torch.testing.assert_close(trained, apart, rtol=EXACT, atol=0)
     assert float((one_row - apart).norm() / apart.norm()) > 1e-4, "the rows make no difference, so nothing was tested"
 
 
@@ -200,20 +194,21 @@ def _rank(rank: int, folder: str) -> None:
     items = int((inputs["labels"][:, 1:] != -100).sum())
     mine = rows(inputs, 0, 1) if rank == 0 else rows(inputs, 1, 3)
     with streamtune.stream(model, chunk_size=8, router_loss=RouterLoss(2.0, 0.1, "global")):
-        _, got = gradients(model, mine, lambda model, part: model(**part, num_items_in_batch=items).loss)
-    for grad in got.values():
-        torch.distributed.all_reduce(grad)
+        loss, got = gradients(model, mine, lambda model, part: model(**part, num_items_in_batch=items).loss)
+    for value in (loss, *got.values()):
+        torch.distributed.all_reduce(value)
     if rank == 0:
-        torch.save(got, Path(folder) / "gradients.pt")
+        torch.save((loss, got), Path(folder) / "found.pt")
     torch.distributed.destroy_process_group()
 
 
+@pytest.mark.full
 def test_global_scope_over_ranks(tmp_path: Path) -> None:
     """The ranks' sums are divided by the tokens of all: the gradients add up to the one process's."""
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
     mp.spawn(_rank, args=(str(tmp_path),), nprocs=2)
-    _, want = gradients(build_any("mixtral"), batch("right"), lambda m, i: whole_step(m, i, 2.0, 0.1))
-    assert worst(torch.load(tmp_path / "gradients.pt"), want) <= BOUND
+    want = reference(build_any("mixtral"), batch("right"), lambda m, i: whole_step(m, i, 2.0, 0.1))
+    want.check(torch.load(tmp_path / "found.pt"))
 
 
 @pytest.mark.parametrize(
@@ -237,15 +232,15 @@ def test_what_is_no_router_loss(bad: dict[str, Any]) -> None:
 
 def test_silenced_the_loss_is_the_cross_entropy() -> None:
     model, inputs = routed("mixtral"), batch("right")
-    plain = model(**inputs, output_router_logits=False).loss
+    plain = evaluation(model, {**inputs, "output_router_logits": False})
     with streamtune.stream(model, chunk_size=8, router_loss=RouterLoss(5.0, 0.1)) as handle:
         with handle.routers.silenced():
             output = model(**inputs)
         added = model(**inputs).loss
         terms = handle.routers.terms
-    torch.testing.assert_close(output.loss, plain, rtol=2e-6, atol=0)
+    plain.check((output.loss, {}))
     assert output.aux_loss is None
-    assert added > plain + 5.0
+    assert added > output.loss + 5.0
     assert terms is not None
     assert torch.equal(terms.loss, output.loss)
 
@@ -253,12 +248,10 @@ def test_silenced_the_loss_is_the_cross_entropy() -> None:
 def test_padding_can_be_told_without_a_mask() -> None:
     """Behind the tokens it is hidden by causality, and a mask would only cost the faster kernels."""
     model, inputs = routed("mixtral"), dict(batch("right"))
-    reference, want = gradients(model, inputs)
+    want = reference(model, inputs)
     mask = inputs.pop("attention_mask")
     with streamtune.stream(model, chunk_size=8) as handle, handle.routers.counting(mask):
-        loss, got = gradients(model, inputs)
-    torch.testing.assert_close(loss, reference, rtol=2e-6, atol=0)
-    assert worst(got, want) <= BOUND
+        want.check(gradients(model, inputs))
 
 
 def test_the_preflight_passes_a_model_that_balances_itself() -> None:

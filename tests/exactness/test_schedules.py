@@ -14,9 +14,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import streamtune
 from streamtune import Schedule
 from tests.conformance.reducer import build as build_any
+from tests.precision_kit import EXACT, Float64, Reference, in_float64
 
-from .families import BOUND, batch, build, gradients, worst
-from .test_packing import alone, packed, rows, targets
+from .families import batch, build, gradients, reference, worst
+from .test_packing import apart, packed, rows, targets
 from .test_routers import routed
 from .test_states import SHARING, sharing
 
@@ -66,41 +67,42 @@ def schedules(directory: Path) -> list[Schedule]:
     return found
 
 
-def assert_exact(model: Any, inputs: dict[str, Any], want: tuple[Any, Any], schedule: Schedule) -> bool:
+def assert_exact(model: Any, inputs: dict[str, Any], want: Reference, schedule: Schedule) -> bool:
     """Loss and gradient are those wanted, and nothing is left in a tier. Returns whether the disk was used."""
     with streamtune.stream(model, schedule=schedule) as handle:
-        loss, got = gradients(model, inputs)
-        torch.testing.assert_close(loss, want[0], rtol=2e-6, atol=0)
-        assert worst(got, want[1]) <= BOUND, schedule
+        want.check(gradients(model, inputs), schedule)
         assert handle.tiers.disk.live_bytes == 0
         if schedule.offload != "disk":  # else writes that nobody waits for may still hold their blocks
             assert handle.tiers.host.live_bytes == 0
         return bool(handle.tiers.disk.peak_bytes > 0)
 
 
+@pytest.mark.full
 def test_every_combination(tmp_path: Path) -> None:
     model = build("qwen3", num_hidden_layers=5)
     inputs = batch("multiturn", rows=2)
-    want = gradients(model, inputs)
+    want = reference(model, inputs)
     for schedule in schedules(tmp_path):
         assert assert_exact(model, inputs, want, schedule) == (schedule.offload == "disk")
     assert not list(tmp_path.iterdir()), "the file has no name"
 
 
+@pytest.mark.quick("gemma2", "mamba2")
 @pytest.mark.parametrize("family", FAMILIES)
 def test_combinations_of_other_families(family: str, tmp_path: Path) -> None:
     model = build(family) if family in SOFTCAPS_AND_SINKS else build_any(family)
     inputs = batch("left" if family == "gemma2" else "masked")
-    want = gradients(model, inputs)
+    want = reference(model, inputs)
     for schedule in random.Random(family).sample(schedules(tmp_path), PER_FAMILY):
         assert_exact(model, inputs, want, schedule)
 
 
+@pytest.mark.quick("gemma3n_text")
 @pytest.mark.parametrize("family", MORE_INPUTS)
 def test_combinations_where_layers_share_more(family: str, tmp_path: Path) -> None:
     model = sharing(family) if family in SHARING else build_any(family)
     inputs = batch("left")
-    want = gradients(model, inputs)
+    want = reference(model, inputs)
     for schedule in random.Random(family).sample(schedules(tmp_path), PER_FAMILY):
         assert_exact(model, inputs, want, schedule)
 
@@ -109,32 +111,32 @@ def test_combinations_where_layers_share_more(family: str, tmp_path: Path) -> No
 def test_combinations_under_a_balance_loss(family: str, tmp_path: Path) -> None:
     model = routed(family)
     inputs = batch("right")
-    want = gradients(model, inputs)
+    want = reference(model, inputs)
     for schedule in random.Random(family).sample(schedules(tmp_path), PER_FAMILY):
         assert_exact(model, inputs, want, schedule)
 
 
+@pytest.mark.quick("llama", "falcon_h1")
 @pytest.mark.parametrize("family", ["llama", "mamba2", "qwen3_next", "falcon_h1"])
 def test_combinations_of_packed_rows(family: str, tmp_path: Path) -> None:
     """Among them layers kept whole: one with states would carry them from one row into the next."""
     model, pieces = build_any(family), rows()
-    _, want = alone(model, pieces)
+    want = apart(model, pieces)
     inputs = {**packed(pieces), "num_items_in_batch": targets(pieces)}
     whole = [Schedule(chunk_size=8, keep_layers=count) for count in (1, 9)]
     for schedule in [*whole, *random.Random(family).sample(schedules(tmp_path), PER_FAMILY // 2)]:
         with streamtune.stream(model, schedule=schedule):
             for _ in range(2):  # from the second call on it is known which layers have states
-                _, got = gradients(model, inputs)
-                assert worst(got, want) <= BOUND, schedule
+                want.check(gradients(model, inputs), schedule)
 
 
 @pytest.mark.parametrize("segment_size", [1, 2, 3, 5, 9])
 def test_segments_of_any_size(segment_size: int) -> None:
-    model = build("qwen3", num_hidden_layers=5, attention_dropout=0.2)
+    model = in_float64(build("qwen3", num_hidden_layers=5, attention_dropout=0.2))
     inputs = batch("right")
 
     def seeded(schedule: Schedule) -> tuple[Any, Any]:
-        with streamtune.stream(model, schedule=schedule):
+        with Float64(), streamtune.stream(model, schedule=schedule):
             torch.manual_seed(3)
             return gradients(model, inputs)
 
@@ -142,14 +144,14 @@ def test_segments_of_any_size(segment_size: int) -> None:
     for more in ({}, {"keep_attention": "host"}, {"keep_kv": "device", "stream_grads": True}):
         again, got = seeded(Schedule(chunk_size=8, levels=2, segment_size=segment_size, **more))
         torch.testing.assert_close(again, loss, rtol=0, atol=0)
-        assert worst(got, want) <= 1e-6
+        assert worst(got, want) <= EXACT
 
 
 @pytest.mark.parametrize("family", ["mamba2", "falcon_h1"])
 def test_states_that_were_dropped_are_computed_again(family: str) -> None:
     model = build_any(family, num_hidden_layers=6)
     inputs = batch("plain")
-    want = gradients(model, inputs)
+    want = reference(model, inputs)
     for size in (2, 3, 6):
         assert_exact(model, inputs, want, Schedule(chunk_size=8, levels=2, segment_size=size, keep_kv="host"))
 
@@ -166,11 +168,9 @@ def test_something_between_two_layers(more: dict[str, Any]) -> None:
         out = model(**inputs, output_hidden_states=True)
         return out.loss + sum(hidden.square().mean() for hidden in out.hidden_states)
 
-    value, want = gradients(model, inputs, loss)
+    want = reference(model, inputs, loss)
     with streamtune.stream(model, schedule=Schedule(chunk_size=8, **more)):
-        got_value, got = gradients(model, inputs, loss)
-    torch.testing.assert_close(got_value, value, rtol=2e-6, atol=0)
-    assert worst(got, want) <= BOUND
+        want.check(gradients(model, inputs, loss))
 
 
 class Attentions(TorchDispatchMode):
@@ -212,11 +212,10 @@ def test_adapters_frozen_layers_and_accumulation(tmp_path: Path) -> None:
         model(**inputs).loss.backward()
         return model(**inputs).loss
 
-    want = gradients(model, inputs, twice)
+    want = reference(model, inputs, twice)
     for schedule in random.Random(1).sample(schedules(tmp_path), PER_FAMILY):
         with streamtune.stream(model, schedule=schedule):
-            _, got = gradients(model, inputs, twice)
-        assert worst(got, want[1]) <= BOUND, schedule
+            want.check(gradients(model, inputs, twice), schedule)
 
 
 def test_a_forward_without_a_backward_leaves_nothing(tmp_path: Path) -> None:

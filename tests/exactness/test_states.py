@@ -10,8 +10,9 @@ import torch
 import streamtune
 from streamtune import Schedule
 from tests.conformance.reducer import build as build_any
+from tests.precision_kit import EXACT, Float64, in_float64
 
-from .families import BATCHES, BOUND, batch, build, gradients, worst
+from .families import BATCHES, BOUND, batch, build, evaluation, gradients, reference, worst
 
 STATES = {
     "qwen3_next": "gated delta rule, attention, experts",
@@ -40,11 +41,10 @@ SHARING: dict[str, dict[str, Any]] = {
 }
 
 
-def sharing(family: str, dtype: torch.dtype = torch.float32) -> Any:
+def sharing(family: str) -> Any:
     """Four layers, of which the last two read the keys and values of the first two."""
     return build(
         family,
-        dtype=dtype,
         num_hidden_layers=4,
         layer_types=["sliding_attention", "full_attention"] * 2,
         sliding_window=9,
@@ -54,6 +54,7 @@ def sharing(family: str, dtype: torch.dtype = torch.float32) -> Any:
     )
 
 
+@pytest.mark.quick("qwen3_next", "mamba2", "lfm2")
 @pytest.mark.parametrize("family", STATES)
 def test_states_are_carried_and_their_gradients_handed_back(
     family: str, error_table: dict[str, dict[str, float]]
@@ -64,15 +65,14 @@ def test_states_are_carried_and_their_gradients_handed_back(
         inputs: dict[str, Any] = batch(kind)
         if family in ("mamba", "mamba2"):
             inputs.pop("position_ids", None)
-        reference, want = gradients(model, inputs)
+        want = reference(model, inputs)
         for schedule in SCHEDULES:
             with streamtune.stream(model, schedule=schedule):
-                loss, got = gradients(model, inputs)
-            torch.testing.assert_close(loss, reference, rtol=2e-6, atol=0)
-            assert worst(got, want) <= BOUND, (family, kind, schedule)
-            row[kind] = max(row.get(kind, 0.0), worst(got, want))
+                error = want.check(gradients(model, inputs), (family, kind, schedule))
+            row[kind] = max(row.get(kind, 0.0), error)
 
 
+@pytest.mark.quick("qwen3_next", "mamba2")
 @pytest.mark.parametrize("family", ["qwen3_next", "mamba2", "mamba", "falcon_h1"])
 def test_the_state_matters(family: str) -> None:
     """The longest way a token's influence takes here is through a state: without it the bound is missed by far."""
@@ -88,19 +88,20 @@ def test_the_state_matters(family: str) -> None:
     assert worst(got, want) > 100 * BOUND
 
 
-@pytest.mark.parametrize("family", ["mamba", "lfm2", "zaya"])  # delta rule and Mamba-2 compute in fp32 throughout
+@pytest.mark.parametrize("family", STATES)
 def test_fp64_leaves_no_doubt(family: str) -> None:
-    model, inputs = build_any(family, dtype=torch.float64), batch("left")
-    if family == "mamba":
+    inputs = batch("left")
+    if family in ("mamba", "mamba2"):
         inputs.pop("position_ids")
-    if family == "zaya":
-        model.set_experts_implementation("eager")  # the grouped matmul has no fp64
-    _, want = gradients(model, inputs)
-    with streamtune.stream(model, chunk_size=6):
-        _, got = gradients(model, inputs)
-    assert worst(got, want) <= 2e-6  # norms, decays and routers are fp32 whatever the weights are
+    with Float64():
+        model = in_float64(build_any(family))  # built here, since minimax makes its tables of decays then
+        _, want = gradients(model, inputs)
+        with streamtune.stream(model, chunk_size=6):
+            _, got = gradients(model, inputs)
+    assert worst(got, want) <= EXACT
 
 
+@pytest.mark.quick("qwen3_next", "mamba2")
 @pytest.mark.parametrize("family", ["qwen3_next", "mamba2", "mamba", "falcon_h1", "lfm2", "zaya"])
 def test_under_autocast_they_are_as_precise_as_plain_autograd(family: str) -> None:
     model, inputs = build_any(family), batch("plain")
@@ -109,7 +110,7 @@ def test_under_autocast_they_are_as_precise_as_plain_autograd(family: str) -> No
         with torch.autocast("cpu", dtype=torch.bfloat16):
             return model(**inputs).loss
 
-    _, truth = gradients(model, inputs)
+    truth = reference(model, inputs).truth[1]
     _, plain = gradients(model, inputs, autocast)
     with streamtune.stream(model, chunk_size=8):
         _, ours = gradients(model, inputs, autocast)
@@ -120,11 +121,9 @@ def test_under_autocast_they_are_as_precise_as_plain_autograd(family: str) -> No
 @pytest.mark.parametrize("family", ["mamba2", "qwen3_next"])
 def test_evaluation_streams_as_well(family: str) -> None:
     model, inputs = build_any(family).eval(), batch("plain")
-    with torch.no_grad():
-        reference = model(**inputs).loss
-        with streamtune.stream(model, chunk_size=5):
-            loss = model(**inputs).loss
-    torch.testing.assert_close(loss, reference, rtol=2e-6, atol=0)
+    want = evaluation(model, inputs)
+    with torch.no_grad(), streamtune.stream(model, chunk_size=5):
+        want.check((model(**inputs).loss, {}))
 
 
 @pytest.mark.parametrize("family", ["mamba", "jamba"])
@@ -149,23 +148,22 @@ def test_generation_is_the_models_own(family: str) -> None:
 @pytest.mark.parametrize("family", SHARING)
 def test_shared_keys_and_values_get_the_gradients_of_all_their_readers(family: str, kind: str) -> None:
     model, inputs = sharing(family), batch(kind)
-    reference, want = gradients(model, inputs)
+    want = reference(model, inputs)
     for schedule in SCHEDULES:
-        with streamtune.stream(model, schedule=schedule) as handle:
-            loss, got = gradients(model, inputs)
-        torch.testing.assert_close(loss, reference, rtol=2e-6, atol=0)
-        assert worst(got, want) <= BOUND, schedule
+        with streamtune.stream(model, schedule=schedule):
+            want.check(gradients(model, inputs), schedule)
     with streamtune.stream(model) as handle:
         handle.check()
 
 
 @pytest.mark.parametrize("family", SHARING)
 def test_shared_keys_and_values_in_fp64(family: str) -> None:
-    model, inputs = sharing(family, torch.float64), batch("left")
-    _, want = gradients(model, inputs)
-    with streamtune.stream(model, chunk_size=6):
-        _, got = gradients(model, inputs)
-    assert worst(got, want) <= 2e-6
+    model, inputs = in_float64(sharing(family)), batch("left")
+    with Float64():
+        _, want = gradients(model, inputs)
+        with streamtune.stream(model, chunk_size=6):
+            _, got = gradients(model, inputs)
+    assert worst(got, want) <= EXACT
 
 
 @pytest.mark.parametrize("frozen", ["producer", "reader"])
@@ -178,7 +176,6 @@ def test_shared_keys_and_values_with_frozen_layers(frozen: str) -> None:
         model.get_input_embeddings().requires_grad_(False)
         model.model.embed_tokens_per_layer.requires_grad_(False)
         model.model.per_layer_model_projection.requires_grad_(False)
-    _, want = gradients(model, inputs)
+    want = reference(model, inputs)
     with streamtune.stream(model, chunk_size=8):
-        _, got = gradients(model, inputs)
-    assert worst(got, want) <= BOUND
+        want.check(gradients(model, inputs))

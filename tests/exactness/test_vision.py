@@ -14,7 +14,7 @@ from streamtune.engine.attention import NAME
 from streamtune.errors import UnsupportedModelError
 from streamtune.ops import LazyMask
 
-from .families import BOUND, gradients, worst
+from .families import gradients, reference
 from .vision import IMAGE, LENGTH, MODELS, PLACES, ROWS, batch, build
 
 EXACT = [kind for kind in MODELS if kind != "mllama"]
@@ -30,14 +30,12 @@ def chunks_for(kind: str) -> tuple[int, ...]:
 @pytest.mark.parametrize("kind", EXACT)
 def test_exact(kind: str, image: bool) -> None:
     model, inputs = build(kind), batch(kind, image)
-    loss_ref, want = gradients(model, inputs)
-    seen = sum(float(grad.norm()) for name, grad in want.items() if "vision" in name or "visual" in name)
+    want = reference(model, inputs)
+    seen = sum(float(grad.norm()) for name, grad in want.truth[1].items() if "vision" in name or "visual" in name)
     assert (seen > 0) == image, "the vision tower is trained where there is an image"
     for chunk_size in chunks_for(kind):
         with streamtune.stream(model, schedule=Schedule(chunk_size=chunk_size, head_chunk_size=9)):
-            loss, got = gradients(model, inputs)
-        torch.testing.assert_close(loss, loss_ref, rtol=2e-6, atol=0)
-        assert worst(got, want) <= BOUND, chunk_size
+            want.check(gradients(model, inputs), chunk_size)
 
 
 @pytest.mark.parametrize("kind", EXACT)
@@ -46,11 +44,9 @@ def test_padded_on_the_right(kind: str) -> None:
     inputs["attention_mask"] = torch.ones(ROWS, LENGTH, dtype=torch.long)
     inputs["attention_mask"][1, -6:] = 0
     inputs["labels"] = inputs["labels"].masked_fill(inputs["attention_mask"] == 0, -100)
-    loss_ref, want = gradients(model, inputs)
+    want = reference(model, inputs)
     with streamtune.stream(model, chunk_size=20):
-        loss, got = gradients(model, inputs)
-    torch.testing.assert_close(loss, loss_ref, rtol=2e-6, atol=0)
-    assert worst(got, want) <= BOUND
+        want.check(gradients(model, inputs))
 
 
 @pytest.mark.parametrize("kind", EXACT)
@@ -101,9 +97,9 @@ def test_cross_attention_to_an_image_is_refused_by_name() -> None:
     """Mllama's image has keys of its own in the cache; its text alone streams."""
     model = build("mllama")
     inputs = batch("mllama", image=False)
-    _, want = gradients(model, inputs)
+    want = reference(model, inputs)
     with streamtune.stream(model, chunk_size=8):
-        assert worst(gradients(model, inputs)[1], want) <= BOUND
+        want.check(gradients(model, inputs))
         with pytest.raises(UnsupportedModelError, match="attends to 'cross_attention_states'"):
             model(**batch("mllama", image=True))
 
@@ -124,11 +120,9 @@ def test_an_image_inside_a_chunk_and_one_across_a_chunks_end() -> None:
         inputs["token_type_ids"][:, start : start + 4] = 1
         inputs["input_ids"] = inputs["input_ids"].masked_fill(inputs["token_type_ids"] == 1, IMAGE)
         inputs["pixel_values"] = torch.randn(ROWS, 3, 16, 16, generator=torch.Generator().manual_seed(start))
-        loss_ref, want = gradients(model, inputs)
+        want = reference(model, inputs)
         with streamtune.stream(model, chunk_size=8):
-            loss, got = gradients(model, inputs)
-        torch.testing.assert_close(loss, loss_ref, rtol=2e-6, atol=0)
-        assert worst(got, want) <= BOUND, start
+            want.check(gradients(model, inputs), start)
 
 
 def test_the_vision_tower_keeps_its_own_checkpointing() -> None:

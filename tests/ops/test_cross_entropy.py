@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,9 +19,11 @@ from streamtune.ops import (
     token_scores,
 )
 from streamtune.ops.cross_entropy import linear_cross_entropy_reference
+from tests.precision_kit import ROUNDING, assert_as_precise, relative
 
 ROWS, LENGTH, VOCAB, HIDDEN = 3, 19, 71, 24
-TOLERANCE = {torch.float64: 1e-13, torch.float32: 2e-6}
+TOLERANCE = 1e-13
+"""In fp64; in fp32 it is the dense loss's own error."""
 CHUNKS = (1, 7, 19, 1000)
 
 
@@ -64,9 +66,11 @@ def make(dtype: torch.dtype = torch.float64, *, bias: bool = True, masked: str =
     return Head(leaf(ROWS, LENGTH, HIDDEN), leaf(VOCAB, HIDDEN), leaf(VOCAB) if bias else None, targets)
 
 
-def relative(got: Tensor, want: Tensor) -> float:
-    got, want = got.detach().double(), want.detach().double()
-    return float((got - want).norm() / want.norm().clamp_min(1e-30))
+def precise(got: Sequence[Tensor], plain: Sequence[Tensor], truth: Sequence[Tensor]) -> None:
+    """In fp64 ours is the dense one's, in fp32 as near to that of fp64 as the dense one is."""
+    for g, p, t in zip(got, plain, truth, strict=True):
+        assert g.dtype == p.dtype
+        assert_as_precise(g, p, t, constant=TOLERANCE if g.dtype == torch.float64 else ROUNDING)
 
 
 def softcap(x: Tensor) -> Tensor:
@@ -102,16 +106,15 @@ LOSSES = {"fused": fused, "projected": projected}
 def test_equals_the_dense_loss(loss: str, bias: bool, masked: str, transform: Any, dtype: torch.dtype) -> None:
     head = make(dtype, bias=bias, masked=masked)
     count = int((head.targets != -100).sum())
-    want = dense_sum(head, transform) / count
-    grads = torch.autograd.grad(want, head.leaves)
+
+    def dense(head: Head) -> list[Tensor]:
+        value = dense_sum(head, transform) / count
+        return [value, *torch.autograd.grad(value, head.leaves)]
+
+    want, truth = dense(head), dense(head.to(torch.float64))
     for chunk_size in CHUNKS:
         got = LOSSES[loss](head, transform, chunk_size=chunk_size)
-        assert got.dtype == want.dtype
-        found = torch.autograd.grad(got, head.leaves)
-        assert relative(got, want) <= TOLERANCE[dtype]
-        for g, w in zip(found, grads, strict=True):
-            assert g.dtype == w.dtype
-            assert relative(g, w) <= TOLERANCE[dtype]
+        precise([got, *torch.autograd.grad(got, head.leaves)], want, truth)
 
 
 def test_the_reference_is_torchs_mean() -> None:
@@ -311,16 +314,16 @@ def clipped_ratio(logprobs: Tensor) -> Tensor:
 @pytest.mark.parametrize("bias", [False, True], ids=["", "bias"])
 def test_token_logprobs_under_any_loss(bias: bool, loss: Callable[[Tensor], Tensor], dtype: torch.dtype) -> None:
     head = make(dtype, bias=bias)
-    want = dense_logprobs(head)
-    grads = torch.autograd.grad(loss(want), head.leaves)
+
+    def dense(head: Head) -> list[Tensor]:
+        logprobs = dense_logprobs(head)
+        return [logprobs, *torch.autograd.grad(loss(logprobs), head.leaves)]
+
+    want, truth = dense(head), dense(head.to(torch.float64))
     for chunk_size in CHUNKS:
         got = token_logprobs(head.hidden, head.weight, head.targets, lm_head_bias=head.bias, chunk_size=chunk_size)
-        assert got.shape == head.targets.shape
-        assert got.dtype == want.dtype
         assert torch.equal(got == 0, head.targets == -100)
-        assert relative(got, want) <= TOLERANCE[dtype]
-        for g, w in zip(torch.autograd.grad(loss(got), head.leaves), grads, strict=True):
-            assert relative(g, w) <= 5 * TOLERANCE[dtype]
+        precise([got, *torch.autograd.grad(loss(got), head.leaves)], want, truth)
 
 
 def test_extreme_logits_stay_finite() -> None:
@@ -328,9 +331,9 @@ def test_extreme_logits_stay_finite() -> None:
     with torch.no_grad():
         head.weight.mul_(1e4)
     got = fused(head, chunk_size=7)
-    want = dense_sum(head) / int((head.targets != -100).sum())
+    count = int((head.targets != -100).sum())
     assert torch.isfinite(got)
-    assert relative(got, want) <= 1e-5
+    precise([got], [dense_sum(head) / count], [dense_sum(head.to(torch.float64)) / count])
     assert all(torch.isfinite(g).all() for g in torch.autograd.grad(got, head.leaves))
 
 
@@ -383,28 +386,28 @@ SCORES = {"fused": with_entropy, "projected": projected_with_entropy}
 def test_scores_and_their_gradients(how: str, part: str, transform: Any, dtype: torch.dtype) -> None:
     """An objective may read log-probabilities, entropies (a bonus), or both."""
     head = make(dtype)
-    logits = head.logits() if transform is None else transform(head.logits())
-    dense = log_softmax(logits, -1)
-    chosen = head.targets != -100
-    want = dense.gather(-1, head.targets.clamp_min(0)[..., None]).squeeze(-1).masked_fill(~chosen, 0.0)
-    want_entropy = -(dense.exp() * dense).sum(-1).masked_fill(~chosen, 0.0)
 
     def loss(logprobs: Tensor, entropy: Tensor) -> Tensor:
-        weights = torch.linspace(-1, 1, LENGTH, dtype=dtype)
-        total = torch.zeros((), dtype=dtype)
+        weights = torch.linspace(-1, 1, LENGTH, dtype=logprobs.dtype)
+        total = torch.zeros((), dtype=logprobs.dtype)
         if part != "entropy":
             total = total + clipped_ratio(logprobs)
         if part != "logprobs":
             total = total + (weights * entropy.square()).sum()
         return total
 
-    grads = torch.autograd.grad(loss(want, want_entropy), head.leaves)
+    def dense(head: Head) -> list[Tensor]:
+        logits = head.logits() if transform is None else transform(head.logits())
+        whole = log_softmax(logits, -1)
+        chosen = head.targets != -100
+        logprobs = whole.gather(-1, head.targets.clamp_min(0)[..., None]).squeeze(-1).masked_fill(~chosen, 0.0)
+        entropy = -(whole.exp() * whole).sum(-1).masked_fill(~chosen, 0.0)
+        return [logprobs, entropy, *torch.autograd.grad(loss(logprobs, entropy), head.leaves)]
+
+    want, truth = dense(head), dense(head.to(torch.float64))
     for chunk_size in CHUNKS:
         logprobs, entropy = SCORES[how](head, transform, chunk_size)
-        assert relative(logprobs, want) <= TOLERANCE[dtype]
-        assert relative(entropy, want_entropy) <= TOLERANCE[dtype]
-        for g, w in zip(torch.autograd.grad(loss(logprobs, entropy), head.leaves), grads, strict=True):
-            assert relative(g, w) <= 10 * TOLERANCE[dtype]
+        precise([logprobs, entropy, *torch.autograd.grad(loss(logprobs, entropy), head.leaves)], want, truth)
 
 
 def test_entropy_of_tokens_that_cannot_be() -> None:

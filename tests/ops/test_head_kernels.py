@@ -16,6 +16,7 @@ from streamtune.ops import cross_entropy as module
 from streamtune.ops import head_kernels, linear_cross_entropy
 from streamtune.ops.head_kernels import HeadKernel, HeadShape, agrees_with_sweep, head_candidates, run_head
 from streamtune.ops.head_sweep import loss_and_grad
+from tests.precision_kit import ROUNDING, assert_as_precise
 
 TOKENS, VOCAB, HIDDEN = 24, 71, 16
 
@@ -149,20 +150,19 @@ def test_the_loss_through_a_fused_head(
     h, weight, targets = problem(dtype)
     targets[3:7] = -100
 
-    def run() -> tuple[Tensor, ...]:
-        leaves = [h.clone().requires_grad_(), weight.clone().requires_grad_(not frozen)]
+    def run(dtype: torch.dtype = dtype) -> tuple[Tensor, ...]:
+        leaves = [h.to(dtype, copy=True).requires_grad_(), weight.to(dtype, copy=True).requires_grad_(not frozen)]
         loss = linear_cross_entropy(leaves[0], leaves[1], targets, chunk_size=chunk_size)
         return loss.detach(), *torch.autograd.grad(loss, [leaf for leaf in leaves if leaf.requires_grad])
 
-    want = run()
+    want, truth = run(), run(torch.float64)
     on_a_device({"sweep": 2.0, "plain": 1.0}, replace(PLAIN, loss=counted))
     got = run()
     assert calls
     assert max(calls) == min(chunk_size, TOKENS - 4)
-    bound = 1e-5 if dtype == torch.float32 else 1e-2
-    for g, w in zip(got, want, strict=True):
+    for g, w, t in zip(got, want, truth, strict=True):
         assert g.dtype == w.dtype
-        assert (g - w).float().norm() <= bound * w.float().norm()
+        assert_as_precise(g, w, t, constant=ROUNDING if dtype == torch.float32 else 1e-2)
 
 
 @pytest.mark.parametrize(
@@ -200,8 +200,8 @@ def test_a_chunk_with_too_many_logits_is_done_in_parts(most: int, softcapped: bo
     transform = (lambda x: (x / 3).tanh() * 3) if softcapped else None
     loss, grad = loss_and_grad(linear(h, weight), targets, transform, True, factor_n=factor)
     parts, grad_parts = loss_and_grad(linear(h, weight), targets, transform, True, factor_n=factor, most=most)
-    torch.testing.assert_close(parts, loss)
-    torch.testing.assert_close(grad_parts, grad)
+    torch.testing.assert_close(parts, loss, rtol=1e-13, atol=0)
+    torch.testing.assert_close(grad_parts, grad, rtol=1e-13, atol=1e-15)
     assert loss_and_grad(linear(h, weight), targets, transform, False, most=most)[1] is None
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 import pytest
@@ -15,6 +15,7 @@ from streamtune.ops.kernel_trial import Kernel
 from streamtune.ops.kernel_trial import agrees_with_formula as _agrees_with_formula
 from streamtune.ops.kernels import CPU, Scores, flash_kernel, kernel_names
 from streamtune.ops.kernels_cuda import CUDNN, EFFICIENT, FLASH
+from tests.precision_kit import assert_as_precise, relative
 
 HERE = torch.device("cpu")
 BATCH, HEADS, QUERIES, KEYS, DIM = 2, 4, 12, 20, 16
@@ -30,13 +31,19 @@ def problem(dtype: torch.dtype, groups: int, keys: int = KEYS) -> tuple[Tensor, 
 
 
 def formula(
-    q: Tensor, k: Tensor, v: Tensor, grad: Tensor, bias: Tensor | None, shift: float
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    grad: Tensor,
+    bias: Tensor | None,
+    shift: float,
+    dtype: torch.dtype = torch.float64,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     """Output, log-sum-exp, dq, dk, dv in fp64, of a softmax whose log-sum-exp is ``shift`` above these keys' own."""
-    q, k, v, grad = (x.double() for x in (q, k, v, grad))
+    q, k, v, grad = (x.to(dtype) for x in (q, k, v, grad))
     repeats = q.shape[1] // k.shape[1]
     k, v = k.repeat_interleave(repeats, 1), v.repeat_interleave(repeats, 1)
-    s = q @ k.mT * SCALE + (0 if bias is None else bias.double())
+    s = q @ k.mT * SCALE + (0 if bias is None else bias.to(dtype))
     lse = s.logsumexp(-1) + shift
     p = (s - lse[..., None]).exp()
     o = p @ v
@@ -45,36 +52,41 @@ def formula(
     return o, lse, ds @ k, dk, dv
 
 
-def relative(got: Tensor, want: Tensor) -> float:
-    return float((got.double() - want).norm() / want.norm())
+def precise(got: Sequence[Tensor], plain: Sequence[Tensor], truth: Sequence[Tensor], bound: float | None) -> None:
+    """Within the bound, and in fp32, where there is none, as near as the formula is in fp32."""
+    for g, p, t in zip(got, plain, truth, strict=True):
+        assert g.shape == t.shape
+        if bound is None:
+            assert_as_precise(g, p, t)
+        else:
+            assert relative(g, t) <= bound
 
 
 @pytest.mark.parametrize(
-    ("dtype", "bound"), [(torch.float64, 1e-14), (torch.float32, 1e-6), (torch.bfloat16, 6e-3), (torch.float16, 1e-3)]
+    ("dtype", "bound"), [(torch.float64, 1e-14), (torch.float32, None), (torch.bfloat16, 6e-3), (torch.float16, 1e-3)]
 )
 @pytest.mark.parametrize("groups", [4, 2, 1])
 @pytest.mark.parametrize("mask", ["none", "bias", "causal"])
 @pytest.mark.parametrize("shift", [0.0, 0.7, 3.0])
 def test_cpu_kernel_with_a_foreign_log_sum_exp(
-    shift: float, mask: str, groups: int, dtype: torch.dtype, bound: float
+    shift: float, mask: str, groups: int, dtype: torch.dtype, bound: float | None
 ) -> None:
     q, k, v, grad = problem(dtype, groups, QUERIES if mask == "causal" else KEYS)
     lower = torch.ones(QUERIES, k.shape[2], dtype=torch.bool).tril()
     hidden = ~lower if mask == "causal" else torch.rand(lower.shape, generator=torch.Generator().manual_seed(1)) < 0.3
     low = torch.zeros(hidden.shape).masked_fill(hidden, -1e4)[None, None]
     bias = low.to(dtype) if mask == "bias" else None
-    o, lse, *grads = formula(q, k, v, grad, None if mask == "none" else low, shift)
+    low = None if mask == "none" else low
+    o, lse, *grads = formula(q, k, v, grad, low, shift)
+    plain_o, plain_lse, *plain = formula(q, k, v, grad, low, shift, torch.float32)
 
     scores = Scores(SCALE, mask == "causal", bias)
     own_o, own_lse = CPU.forward(q, k, v, scores)
     assert own_o.dtype == dtype
     assert own_lse.dtype == torch.promote_types(dtype, torch.float32)
-    assert relative(own_o.double() * math.exp(-shift), o) <= bound
-    assert relative(own_lse.double() + shift, lse) <= bound
+    own = own_o.double() * math.exp(-shift), own_lse.double() + shift
     got = CPU.backward(grad, q, k, v, o.to(dtype), lse.to(own_lse.dtype), scores)
-    for g, w, like in zip(got, grads, (q, k, v), strict=True):
-        assert g.shape == like.shape
-        assert relative(g, w) <= bound
+    precise([*own, *got], [plain_o, plain_lse, *plain], [o, lse, *grads], bound)
 
 
 def test_a_row_whose_log_sum_exp_is_infinite_gives_no_gradient() -> None:
@@ -154,10 +166,10 @@ def test_which_kernel_is_chosen() -> None:
     assert kernel_names(HERE, torch.bfloat16) == {"unmasked": "cpu-flash", "masked": "cpu-flash"}
 
 
-@pytest.mark.parametrize(("dtype", "bound"), [(torch.float64, 1e-14), (torch.float32, 1e-6), (torch.bfloat16, 6e-3)])
+@pytest.mark.parametrize(("dtype", "bound"), [(torch.float64, 1e-14), (torch.float32, None), (torch.bfloat16, 6e-3)])
 @pytest.mark.parametrize(("keys", "values"), [(16, 9), (9, 16), (5, 5)])
 def test_values_shorter_than_keys_and_the_other_way_round(
-    keys: int, values: int, dtype: torch.dtype, bound: float
+    keys: int, values: int, dtype: torch.dtype, bound: float | None
 ) -> None:
     """Latent attention's heads, by the kernel of heads as long as the longer ones are, or longer."""
     q, k, v, grad = problem(dtype, 2)
@@ -165,11 +177,9 @@ def test_values_shorter_than_keys_and_the_other_way_round(
     chosen = flash_kernel(q, k, v, biased=False)
     assert chosen is not None
     o, lse, *grads = formula(q, k, v, grad, None, 0.7)
+    plain_o, _, *plain = formula(q, k, v, grad, None, 0.7, torch.float32)
     for kernel in (chosen, padded(CPU, 24)):
         own_o, own_lse = kernel.forward(q, k, v, Scores(SCALE))
         assert own_o.shape == grad.shape
-        assert relative(own_o.double() * math.exp(-0.7), o) <= bound
         got = kernel.backward(grad, q, k, v, o.to(dtype), lse.to(own_lse.dtype), Scores(SCALE))
-        for g, w, like in zip(got, grads, (q, k, v), strict=True):
-            assert g.shape == like.shape
-            assert relative(g, w) <= bound
+        precise([own_o.double() * math.exp(-0.7), *got], [plain_o, *plain], [o, *grads], bound)

@@ -21,6 +21,7 @@ from streamtune.plan.memory import held_bytes
 from streamtune.plan.plain_scores import PlainScores
 from streamtune.plan.scored import Scored, Trees
 from tests.plan.test_simulate import BASE, build, build_adapted, schedule_of
+from tests.precision_kit import EXACT, Float64, in_float64
 
 PAIR: Trees = ((150, (100, 120)),)
 SHAPES: dict[str, Trees] = {"pair": PAIR, "two pairs": ((60, (50, 70)), (100, (40, 64)))}
@@ -153,15 +154,16 @@ def test_a_shape_is_counted_right() -> None:
 
 
 def test_plain_log_probabilities_are_the_streamed_ones() -> None:
-    model: Any = build("qwen3", "cpu")
+    model: Any = in_float64(build("qwen3", "cpu"))
     batch = Scored(PAIR, share=False).batch(499, torch.device("cpu"))
     del batch["count"]
-    plain = PlainScores(model).logprobs(**batch, entropy=True, temperature=0.7)
-    with stream(model, schedule=BASE) as handle:
+    with Float64():
+        plain = PlainScores(model).logprobs(**batch, entropy=True, temperature=0.7)
+    with Float64(), stream(model, schedule=BASE) as handle:
         streamed = handle.logprobs(**batch, entropy=True, temperature=0.7)
-    torch.testing.assert_close(plain.logprobs, streamed.logprobs, rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(plain.logprobs, streamed.logprobs, rtol=EXACT, atol=0)
     assert plain.entropy is not None
     assert streamed.entropy is not None
-    torch.testing.assert_close(plain.entropy, streamed.entropy.detach(), rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(plain.entropy, streamed.entropy.detach(), rtol=EXACT, atol=0)
     with pytest.raises(ArgumentError, match="a row for each completion"):
         PlainScores(model).logprobs(**Scored(PAIR).batch(499, torch.device("cpu")))

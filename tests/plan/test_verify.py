@@ -23,6 +23,7 @@ from streamtune.plan.guest import borrowed, cast
 from streamtune.plan.verify_report import module_of
 from tests.conformance.reducer import build as build_any
 from tests.exactness.families import batch, build
+from tests.precision_kit import ROUNDING, Errors
 
 ROWS, LENGTH = 2, 47
 Plant = Callable[[pytest.MonkeyPatch, nn.Module], None]
@@ -57,9 +58,17 @@ def test_exact(family: str, bf16: bool) -> None:
     assert said[0] == f"{report.truth}, plain autograd (1 of 8)"
     assert said[-1].endswith("chunks of 5 (8 of 8)")
     widest = [run for run in report.runs if run.schedule and run.dtype == report.runs[0].dtype]
-    assert max(max(run.errors.values()) for run in widest) < 2e-6
-    noise = (1e-4, 3e-2) if bf16 else (1e-9, 2e-6)
-    assert all(noise[0] < max(row.error, row.torch_error) < noise[1] for row in report.modules), report.modules
+    same = max(max(run.errors.values()) for run in widest)
+    if report.truth == "float64":
+        assert same < 2e-6
+    else:  # of two fp32 sums each is as far from the truth as the other
+        assert same <= 3 * max(row.torch_error for row in check(model).modules) + ROUNDING
+    for row in report.modules:
+        if bf16:
+            assert 1e-4 < max(row.error, row.torch_error) < 3e-2, row
+        else:
+            assert max(row.error, row.torch_error) > 1e-9, row
+            assert Errors(row.error, row.torch_error, entries=8).excess <= ROUNDING, row
 
 
 def test_layers_that_compute_their_states_in_fp32_are_held_to_its_bound() -> None:

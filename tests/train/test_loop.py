@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from tests.precision_kit import Float64
 from train_kit import RowStream, Trainer, make_batch, make_model
 from transformers import LlamaForCausalLM
 
@@ -46,24 +47,25 @@ def test_loss_falls_and_is_recorded(trainer: Trainer) -> None:
 
 def test_a_step_is_the_gradient_of_one_mean_over_all_its_tokens(trainer: Trainer) -> None:
     """Also where the epoch's last step has fewer micro-batches: rows 9 alone, of 10 rows by 3."""
-    model, reference = make_model(), make_model()
-    trainer(model, stream=RowStream(position=6), steps=2, max_grad_norm=0.0)
-    optimizer = torch.optim.AdamW(reference.parameters(), lr=1e-2, weight_decay=0.0)
-    for rows, factor in (((6, 7, 8), 1 / 3), ((9,), 2 / 3)):  # The factors are the warm-up's.
-        summed, count = torch.zeros(()), 0
-        for batch in map(make_batch, rows):
-            logits = reference(input_ids=batch.input_ids).logits
-            summed = summed + torch.nn.functional.cross_entropy(
-                logits.flatten(0, 1), batch.shift_labels.flatten(), reduction="sum"
-            )
-            count += int((batch.shift_labels != -100).sum())
-        optimizer.param_groups[0]["lr"] = 1e-2 * factor
-        optimizer.zero_grad()
-        (summed / count).backward()
-        optimizer.step()
+    model, reference = make_model().double(), make_model().double()
+    with Float64():
+        trainer(model, stream=RowStream(position=6), steps=2, max_grad_norm=0.0)
+        optimizer = torch.optim.AdamW(reference.parameters(), lr=1e-2, weight_decay=0.0)
+        for rows, factor in (((6, 7, 8), 1 / 3), ((9,), 2 / 3)):  # The factors are the warm-up's.
+            summed, count = torch.zeros((), dtype=torch.float64), 0
+            for batch in map(make_batch, rows):
+                logits = reference(input_ids=batch.input_ids).logits
+                summed = summed + torch.nn.functional.cross_entropy(
+                    logits.flatten(0, 1), batch.shift_labels.flatten(), reduction="sum"
+                )
+                count += int((batch.shift_labels != -100).sum())
+            optimizer.param_groups[0]["lr"] = 1e-2 * factor
+            optimizer.zero_grad()
+            (summed / count).backward()
+            optimizer.step()
     for name, tensor in reference.state_dict().items():
-        torch.testing.assert_close(model.state_dict()[name], tensor, rtol=1e-4, atol=1e-6)
-    assert losses(trainer.folder)[1] == pytest.approx((summed / count).item(), rel=1e-5)
+        torch.testing.assert_close(model.state_dict()[name], tensor, rtol=1e-9, atol=1e-12)
+    assert losses(trainer.folder)[1] == pytest.approx((summed / count).item(), rel=1e-12)
 
 
 @pytest.mark.parametrize("dropout", [0.0, 0.3])
@@ -123,16 +125,17 @@ def test_evaluation_leaves_training_as_it_is(tmp_path: Path) -> None:
 
 
 def test_evaluation_is_the_mean_over_all_tokens(trainer: Trainer) -> None:
-    model = make_model()
-    result = trainer(model, steps=1, validation=held_out)
-    with torch.no_grad():
+    model = make_model().double()
+    with Float64():
+        result = trainer(model, steps=1, validation=held_out)
+    with Float64(), torch.no_grad():
         parts = [
             torch.nn.functional.cross_entropy(
                 model(input_ids=batch.input_ids).logits.flatten(0, 1), batch.shift_labels.flatten(), reduction="none"
             )[batch.shift_labels.flatten() != -100]
             for batch in held_out()
         ]
-    assert result.eval_loss == pytest.approx(torch.cat(parts).mean().item(), rel=1e-5)
+    assert result.eval_loss == pytest.approx(torch.cat(parts).mean().item(), rel=1e-12)
 
 
 def test_an_interrupted_evaluation_is_made_up_for(tmp_path: Path) -> None:
