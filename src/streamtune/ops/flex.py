@@ -78,7 +78,7 @@ class FlexView:
     def _run(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
         run = _compiled() if q.is_cuda else flex_attention
         o, aux = run(
-            q, k, v, score_mod=_score_mod(self.softcap), block_mask=_block_mask(self.view), scale=self.scale,
+            q, k, v, score_mod=_score_mod(self.softcap, q.device), block_mask=_block_mask(self.view), scale=self.scale,
             enable_gqa=True, return_aux=AuxRequest(lse=True),
         )  # fmt: skip
         return o, aux.lse
@@ -90,12 +90,15 @@ def _compiled() -> Any:
 
 
 @lru_cache(maxsize=8)
-def _score_mod(softcap: float | None) -> Callable[..., Tensor] | None:
+def _score_mod(softcap: float | None, device: torch.device) -> Callable[..., Tensor] | None:
     if softcap is None:
         return None
+    cap = torch.tensor(
+        softcap, device=device
+    )  # a float of a closure is a symbol to `dynamic=True`, and fails to compile
 
     def capped(score: Tensor, b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
-        return softcap * torch.tanh(score / softcap)
+        return cap * torch.tanh(score / cap)
 
     return capped
 

@@ -75,13 +75,13 @@ def _efficient_backward(
         ]
         grad_q, grad_k, grad_v = (torch.cat(grads) for grads in zip(*done, strict=True))
         return grad_q, grad_k, grad_v
-    grouped, queries = [_grouped(x, q, k) for x in (grad_o, q, k, v, o)], q.shape[2]
+    grouped, queries = [_grouped(x, q, k) for x in (grad_o, q, k, v)], q.shape[2]
     # this kernel reads rows in blocks of 32
     aligned = lse.new_full((*lse.shape[:2], -(-queries // 32) * 32), float("inf"))
     aligned[:, :, :queries] = lse
     unused = torch.zeros((), dtype=torch.int64, device=q.device)  # the random state of a dropout of zero
     grad_q, grad_k, grad_v, _ = torch.ops.aten._scaled_dot_product_efficient_attention_backward(
-        *grouped[:4], _aligned(scores.bias, grouped[1]), grouped[4],
+        *grouped, _aligned(scores.bias, grouped[1]), _by_token(_grouped(o, q, k)),
         aligned.unflatten(1, (k.shape[1], -1)).flatten(0, 1), unused, unused, 0.0, [True, True, True, False],
         scores.causal, scale=scores.scale,
     )  # fmt: skip
@@ -95,6 +95,15 @@ def _grouped(x: Tensor, q: Tensor, k: Tensor) -> Tensor:
     """
     split = _last_together(x).unflatten(1, (k.shape[1], -1)).flatten(0, 1)
     return split.expand(-1, q.shape[1] // k.shape[1], -1, -1)
+
+
+def _by_token(x: Tensor) -> Tensor:
+    """Return ``[B, H, T, D]`` with the heads of a token side by side in memory.
+
+    In half precision the kernel sums ``grad_o * o`` itself and takes ``H * D`` for the distance between two tokens of
+    the output, whatever the tensor's strides are (``o_strideM`` in torch's ``mem_eff_attention/kernel_backward.h``).
+    """
+    return x.transpose(1, 2).contiguous().transpose(1, 2)
 
 
 def _rows(*tensors: Tensor) -> list[tuple[Tensor, ...]]:
