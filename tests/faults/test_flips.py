@@ -140,14 +140,17 @@ def test_what_only_looks_like_a_checkpoint_is_refused(checkpoint: Path, damage: 
     damage(checkpoint)
     assert refused(checkpoint)
     said: list[str] = []
-    assert newest_checkpoint(checkpoint.parent, said.append) is None
+    with pytest.raises(CheckpointError, match="the only checkpoint") as caught:
+        newest_checkpoint(checkpoint.parent, said.append)
+    said += [caught.value.what]
     assert checkpoint.name in said[0]
 
 
 def test_a_checkpoint_behind_a_link_is_passed_over_where_it_is_searched(checkpoint: Path) -> None:
     aside = checkpoint.rename(checkpoint.parent.parent / "step-000010")
     checkpoint.symlink_to(aside)
-    assert newest_checkpoint(checkpoint.parent, lambda text: None) is None
+    with pytest.raises(CheckpointError, match="it is a symbolic link"):
+        newest_checkpoint(checkpoint.parent, lambda text: None)
     assert open_checkpoint(aside).step == 10
 
 

@@ -277,10 +277,10 @@ def test_two_processes_do_not_train_in_one_place(tmp_path: Path) -> None:
         import sys
         from pathlib import Path
         from streamtune.train import RunDirectory
-        with RunDirectory(Path(sys.argv[1])).claim({}, ""):
+        with RunDirectory(Path(sys.argv[1])).claim({"recipe": {}}, ""):
             print("in")
         """
-    with run.claim({}, ""):
+    with run.claim({"recipe": {}}, ""):
         result = run_python(code, run.path)
         assert "another process is training" in result.stderr
     assert run_python(code, run.path).stdout == "in\n"

@@ -1,6 +1,7 @@
 """Rewards: functions that score completions, those of the user and those that are built in.
 
 spec        "module:function", "path.py:function" or a name, with options -> a function
+sources     the files that functions are written in
 scoring     functions with weights -> checked scores
 builtin     exact_match, numeric_answer, regex_match, format_tags, json_schema, unit_tests
 unit_tests  runs a completion's code in a subprocess with limits
@@ -10,6 +11,7 @@ from __future__ import annotations
 
 from streamtune.rewards.builtin import BUILTINS
 from streamtune.rewards.scoring import Rewards, RewardScores, load_rewards
+from streamtune.rewards.sources import reward_sources
 from streamtune.rewards.spec import RewardFunction, load_reward
 
-__all__ = ["BUILTINS", "RewardFunction", "RewardScores", "Rewards", "load_reward", "load_rewards"]
+__all__ = ["BUILTINS", "RewardFunction", "RewardScores", "Rewards", "load_reward", "load_rewards", "reward_sources"]

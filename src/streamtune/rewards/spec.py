@@ -31,7 +31,7 @@ from typing import Any
 from streamtune.errors import ArgumentError, did_you_mean
 from streamtune.rewards.builtin import BUILTINS, bind
 
-__all__ = ["RewardFunction", "load_reward"]
+__all__ = ["OWN", "RewardFunction", "import_target", "load_reward"]
 
 Call = Callable[[Sequence[Any], Sequence[Any], Mapping[str, Sequence[Any]]], Any]
 
@@ -129,7 +129,7 @@ def _check_options(name: str, options: Iterable[str], accepted: Sequence[str], s
 
 def _own(target: str, name: str, directory: Path) -> Callable[..., Any]:
     """The function of the user's own."""
-    module = _file(target, directory) if target.endswith(".py") else _module(target, directory)
+    module = import_target(target, directory)
     found = getattr(module, name, None)
     if found is None:
         callables = [key for key, value in vars(module).items() if callable(value) and not key.startswith("_")]
@@ -147,6 +147,15 @@ def _own(target: str, name: str, directory: Path) -> Callable[..., Any]:
             mend="write a plain function, which may call asyncio.run",
         )
     return found
+
+
+def import_target(target: str, directory: Path) -> ModuleType:
+    """Import ``path.py`` or ``package.module``; once, whatever has become of the file since.
+
+    Raises:
+        ArgumentError: It is not there, or raises an error.
+    """
+    return _file(target, directory) if target.endswith(".py") else _module(target, directory)
 
 
 def _file(target: str, directory: Path) -> ModuleType:

@@ -20,11 +20,12 @@ import os
 import signal
 import subprocess
 import sys
-import tempfile
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
+
+from streamtune import interrupts
 
 __all__ = ["Limits", "count_passed"]
 
@@ -60,7 +61,7 @@ def count_passed(code: str, tests: Sequence[str], limits: Limits) -> int:
         "memory_bytes": limits.memory_mib << 20,
         "file_bytes": limits.file_mib << 20,
     }
-    with tempfile.TemporaryDirectory(prefix="streamtune-tests-", ignore_cleanup_errors=True) as directory:
+    with interrupts.temporary_directory(prefix="streamtune-tests-", ignore_cleanup_errors=True) as directory:
         process = subprocess.Popen(
             [sys.executable, "-I", str(SUPERVISOR)],
             stdin=subprocess.PIPE,

@@ -5,15 +5,17 @@ from __future__ import annotations
 from streamtune.train.backend import Backend, LocalBackend
 from streamtune.train.batch import IGNORE_INDEX, MicroBatch, StepStream, TreeBatch, counted
 from streamtune.train.checkpoint import Checkpoint, ModelWriter, checkpoint_path, supersede, write_final
+from streamtune.train.guard import skipped_most
+from streamtune.train.hold import DirectoryHold
 from streamtune.train.loop import Progressed, train
 from streamtune.train.memory import GIB, is_out_of_memory, peak_memory_bytes
 from streamtune.train.objective import Objective, Score, SupervisedObjective, autocast
 from streamtune.train.plot import draw_loss
 from streamtune.train.progress import Progress, format_duration, format_rate
-from streamtune.train.records import append_event, read_records, record_failure
+from streamtune.train.records import append_event, check_records, read_records, record_failure
 from streamtune.train.reference import ModelReference, Reference, evaluating
 from streamtune.train.rng import preserve_rng, seed_everything, use_deterministic_kernels
-from streamtune.train.rundir import RunDirectory, check_same_run, find_checkpoint, tell_changes
+from streamtune.train.rundir import FILES, RunDirectory, check_same_run, find_checkpoint, tell_changes
 from streamtune.train.sharded_checkpoint import check_shared_folder, ranks_of, write_final_together
 from streamtune.train.signals import StopRequest
 from streamtune.train.slices import SliceReader, share_out_whole
@@ -22,10 +24,12 @@ from streamtune.train.step import TrainSettings
 from streamtune.train.world import World
 
 __all__ = [
+    "FILES",
     "GIB",
     "IGNORE_INDEX",
     "Backend",
     "Checkpoint",
+    "DirectoryHold",
     "LocalBackend",
     "MicroBatch",
     "ModelReference",
@@ -45,6 +49,7 @@ __all__ = [
     "World",
     "append_event",
     "autocast",
+    "check_records",
     "check_same_run",
     "check_shared_folder",
     "checkpoint_path",
@@ -63,6 +68,7 @@ __all__ = [
     "record_failure",
     "seed_everything",
     "share_out_whole",
+    "skipped_most",
     "supersede",
     "tell_changes",
     "train",

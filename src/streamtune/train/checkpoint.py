@@ -29,7 +29,15 @@ from torch import Tensor
 from streamtune.errors import CheckpointError
 from streamtune.train.manifest import STATE, read_manifest, verify_files, write_manifest
 from streamtune.train.rng import RngState
-from streamtune.train.staging import commit_directory, free_bytes, fsync_path, make_directory, remove_any, write_error
+from streamtune.train.staging import (
+    commit_directory,
+    free_bytes,
+    fsync_path,
+    make_directory,
+    refuse_link,
+    remove_any,
+    write_error,
+)
 
 __all__ = [
     "STATE",
@@ -125,6 +133,7 @@ def save_checkpoint(
     target = checkpoint_path(folder, step)
     needed = writer.num_bytes + sum(tensor.nbytes for tensor in optimizer_tensors.values())
     with explained(target, needed, step_directories(folder)):
+        refuse_link(folder)
         make_directory(folder)
         if needed > free_bytes(folder):
             raise OSError(errno.ENOSPC, "No space left on device")
@@ -206,12 +215,29 @@ def open_checkpoint(path: Path) -> Checkpoint:
 
 
 def newest_checkpoint(folder: Path, notify: Callable[[str], None]) -> Checkpoint | None:
-    """Open the newest checkpoint of a run that verifies; name the damaged ones passed over. None if there is none."""
+    """Open the newest checkpoint of a run that verifies; name the damaged ones passed over. None if there is none.
+
+    Raises:
+        CheckpointError: There are checkpoints and none of them verifies; it names each.
+    """
+    damaged: list[str] = []
     for path in reversed(step_directories(folder)):
         try:
-            return open_checkpoint(path)
+            found = open_checkpoint(path)
         except CheckpointError as error:
-            notify(f"{error.what}; going back to the one before it")
+            damaged.append(error.what)
+            continue
+        for what in damaged:
+            notify(f"{what}; going back to {found.path.name}")
+        return found
+    if damaged:
+        count = "the only checkpoint" if len(damaged) == 1 else f"none of the {len(damaged)} checkpoints"
+        verb = "cannot be used" if len(damaged) == 1 else "can be used"
+        raise CheckpointError(
+            "\n- ".join([f"{count} in {folder} {verb}, and nothing was changed", *damaged]),
+            mend="put back a copy of one of them and start again, or go on from another with --resume PATH; "
+            "--resume never moves this run aside and starts anew",
+        )
     return None
 
 

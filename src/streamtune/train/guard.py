@@ -26,7 +26,7 @@ from streamtune.train.rundir import RunDirectory
 from streamtune.train.step import TrainSettings, name_rows
 from streamtune.train.world import World
 
-__all__ = ["NextSchedule", "StepGuard"]
+__all__ = ["NextSchedule", "StepGuard", "skipped_most"]
 
 NextSchedule = Callable[[bool], Schedule | None]
 """Finds a schedule that holds less than the one that ran out of memory, None where there is none. Given True it puts
@@ -43,6 +43,34 @@ LEAST_SPIKE = 0.5
 """and so much of the median: a curve without noise has no deviations."""
 MOST_REPLANS = 4
 """Schedules tried in one step."""
+
+
+def skipped_most(steps: int, skipped: int, run: RunDirectory, dtype: torch.dtype) -> NonFiniteError | None:
+    """Return the failure of a run that came to its end with most of its steps skipped; None where most were taken.
+
+    Args:
+        steps: Of the whole run.
+        skipped: Of these.
+        run: Whose metrics and events say where that began.
+        dtype: Of the weights.
+    """
+    if 2 * skipped <= steps:
+        return None
+    first = next((r for r in read_records(run.metrics) if r.get("skipped")), {})
+    event = next((r for r in read_records(run.events) if r.get("event") == "non_finite"), {})
+    what = f"{skipped:,} of {steps:,} steps were skipped because they were not finite: the model is hardly trained"
+    if first:
+        what += f"\n- the first was step {first['step']:,}, at learning rate {first['lr']:.3g}, weights in "
+        what += str(dtype).removeprefix("torch.")
+    if event.get("what"):
+        what += f"\n- {event['what']}"
+    narrow = ", dtype: float32 or bf16 instead of float16" if dtype == torch.float16 else ""
+    return NonFiniteError(
+        what,
+        where=event.get("rows") or str(run.events),
+        mend="the model and the checkpoints are kept; before training anew look at these rows, lower learning_rate, "
+        f"warm up longer{narrow}; on_nan: stop ends a run at the first such step",
+    )
 
 
 class StepGuard:

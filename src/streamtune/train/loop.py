@@ -15,7 +15,7 @@ from streamtune.engine import StreamHandle
 from streamtune.errors import did_you_mean
 from streamtune.train.backend import Backend, LocalBackend
 from streamtune.train.batch import MicroBatch, StepStream, counted
-from streamtune.train.checkpoint import Checkpoint, ModelWriter, check_room
+from streamtune.train.checkpoint import Checkpoint, ModelWriter, check_room, supersede
 from streamtune.train.guard import NextSchedule, StepGuard
 from streamtune.train.memory import GIB, peak_memory_bytes
 from streamtune.train.objective import Objective
@@ -119,7 +119,9 @@ def train(
     model = backend.model
     seed_everything(settings.seed, world.rank)
     state = Progressed() if resume_from is None else resume(resume_from, backend, steps, settings.seed, world)
-    if world.is_main:
+    if world.is_main:  # only now: the checkpoint is loaded whole
+        if resume_from is not None:
+            supersede(run.checkpoints, state.step)
         cut_after_step(run.metrics, state.step, evaluated=not state.eval_due)
         cut_events(run.events, state.step)
     position = Position(capture_rng(), steps.state_dict())

@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import time
+import warnings
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
+from io import BytesIO
 from pathlib import Path
 from typing import Any
 
+from streamtune.secrets import plain
 from streamtune.train.records import read_records
 from streamtune.train.rundir import RunDirectory
+from streamtune.train.staging import replace_file
 
 __all__ = ["LossPlot", "draw_loss", "smooth"]
 
@@ -93,13 +97,16 @@ def draw_loss(records: Records, path: Path, *, title: str) -> None:
     grid = figure.subplots(len(ratios), 1, sharex=True, squeeze=False, height_ratios=ratios)[:, 0]
     for axes, panel in zip(grid, [loss, *panels], strict=True):
         _draw_panel(axes, panel, records)
-    grid[0].set_title(title, loc="left", color=INK, fontsize=13, fontweight="bold", pad=12)
+    # A name is no formula: `$` is shown as it is.
+    grid[0].set_title(plain(title), loc="left", parse_math=False, color=INK, fontsize=13, fontweight="bold", pad=12)
     grid[-1].set_xlabel("optimizer step", color=INK)
     grid[-1].xaxis.set_major_locator(MaxNLocator(integer=True))
     grid[-1].set_xlim(left=0)
-    staged = path.with_name(f".tmp-{path.name}")
-    FigureCanvasAgg(figure).print_png(staged)
-    staged.replace(path)
+    picture = BytesIO()
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "Glyph")  # a name in letters that the font lacks
+        FigureCanvasAgg(figure).print_png(picture)
+    replace_file(path, picture.getvalue(), durably=False)
 
 
 def _draw_panel(axes: Any, panel: _Panel, records: Records) -> None:

@@ -12,6 +12,8 @@ from rich.console import Console
 from rich.live import Live
 from rich.text import Text
 
+from streamtune.secrets import plain
+
 __all__ = ["Progress", "format_duration", "format_rate"]
 
 
@@ -108,11 +110,12 @@ class Progress:
             self._print_pairs(step=f"{step}/{self.total_steps}", note=text)
 
     def _print_event(self, step: int, what: Text) -> None:
+        what = Text(plain(what.plain)) if plain(what.plain) != what.plain else what
         self.console.print(Text.assemble((f"step {step:>{len(str(self.total_steps))}}  ", "dim"), what), soft_wrap=True)
 
     def _print_pairs(self, **pairs: str) -> None:
         line = " ".join(f"{key}={value}" for key, value in pairs.items())
-        self.console.print(Text(line), soft_wrap=True)
+        self.console.print(Text(plain(line)), soft_wrap=True)
         self.console.file.flush()
 
     def _seconds_left(self) -> float | None:

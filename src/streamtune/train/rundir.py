@@ -5,15 +5,15 @@ output_dir/
   metrics.jsonl   one line a step      events.jsonl    what happened, and when
   loss.png        checkpoints/         final/          the trained model, in Hugging Face format
   deepspeed.json  its configuration with every value in force, where DeepSpeed trains
+  .lock           held by the process that trains, see ``hold``
 """
 
 from __future__ import annotations
 
 import json
 import os
-import sys
 from collections.abc import Callable, Container, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from types import MappingProxyType
@@ -21,9 +21,19 @@ from typing import Any
 
 from streamtune.errors import ArgumentError, CheckpointError, RecipeError, did_you_mean
 from streamtune.train.checkpoint import Checkpoint, newest_checkpoint, open_checkpoint
-from streamtune.train.staging import fsync_path, make_directory, write_durably, write_error
+from streamtune.train.hold import IDENTITY, LOCK, DirectoryHold
+from streamtune.train.records import read_records
+from streamtune.train.staging import fsync_path, write_durably, write_error
 
-__all__ = ["RunDirectory", "check_same_run", "find_checkpoint", "tell_changes"]
+__all__ = ["FILES", "RunDirectory", "check_same_run", "find_checkpoint", "tell_changes"]
+
+FILES = {
+    "base": "the files of the model that training started from",
+    "adapter": "the files of the base that the model's adapters name",
+    "reference": "the files of the reference model",
+    "rewards": "the files with the source of the reward functions",
+}
+"""Files that a run reads again when it goes on, by the key of their fingerprint."""
 
 
 @dataclass(frozen=True)
@@ -35,7 +45,7 @@ class RunDirectory:
     @property
     def identity(self) -> Path:
         """What run this is: the part of the recipe that decides the result, and a fingerprint of the data."""
-        return self.path / "run.json"
+        return self.path / IDENTITY
 
     @property
     def recipe(self) -> Path:
@@ -78,10 +88,10 @@ class RunDirectory:
         Raises:
             ArgumentError: The directory has files, and they are not a run's.
         """
-        self._refuse_links()
+        self._refuse_others()
         if self.identity.is_file():
             try:
-                identity: dict[str, Any] = json.loads(self.identity.read_text(encoding="utf-8"))
+                identity: dict[str, Any] = _check_identity(json.loads(self.identity.read_text(encoding="utf-8")))
             except (OSError, ValueError, RecursionError) as error:
                 raise ArgumentError(
                     f"{self.identity} cannot be read, so nothing says what run this is: {error}",
@@ -89,9 +99,10 @@ class RunDirectory:
                     mend="give an empty or new folder with --output-dir; --resume takes a checkpoint of this one there",
                 ) from error
             return identity
-        # A process killed while it claimed a new directory leaves the first file staged.
+        # A process killed while it claimed a new directory leaves its lock and the first file staged.
+        own = (LOCK, f".tmp-{IDENTITY}")
         if self.path.exists() and (
-            not self.path.is_dir() or any(entry.name != f".tmp-{self.identity.name}" for entry in self.path.iterdir())
+            not self.path.is_dir() or any(entry.name not in own for entry in self.path.iterdir())
         ):
             raise ArgumentError(
                 f"{self.path} is not empty, and what is in it is not a run of streamtune",
@@ -100,14 +111,18 @@ class RunDirectory:
             )
         return None
 
-    def _refuse_links(self) -> None:
-        """Refuse a directory whose files are somewhere else: a run writes, moves and deletes what is in its own.
+    def _refuse_others(self) -> None:
+        """Refuse links and things of another type under the names of a run, which writes, moves and deletes these.
+
+        A named pipe would wait for its other end, a folder would be replaced, and a link leads out of the directory.
 
         Raises:
-            ArgumentError: One of its files or folders is a symbolic link.
+            ArgumentError: One of its files or folders is a symbolic link, or something else than a file or folder.
         """
-        texts = (self.identity, self.recipe, self.deepspeed, self.metrics, self.events)
-        files = (*texts, self.loss_plot, self.checkpoints, self.final)
+        texts = [self.identity, self.recipe, self.deepspeed, self.metrics, self.events, self.loss_plot]
+        texts += [self.path / LOCK, self.path / "completions.jsonl"]
+        folders = [self.checkpoints, self.final, self.path / "logs", self.path / "vllm"]
+        files = (*texts, *folders)
         steps = self.checkpoints.iterdir() if self.checkpoints.is_dir() and not self.checkpoints.is_symlink() else ()
         for path in (*files, *(path for path in steps if path.name.startswith("step-"))):
             if path.is_symlink():
@@ -116,17 +131,42 @@ class RunDirectory:
                     where="output_dir",
                     mend="remove the link; output_dir itself may be one, to a disk with room",
                 )
+        for path, is_right, kind in [
+            *((path, path.is_file, "regular file") for path in texts),
+            *((path, path.is_dir, "folder") for path in folders),
+        ]:
+            if os.path.lexists(path) and not is_right():
+                raise ArgumentError(
+                    f"{path} is no {kind}, and a run keeps one there",
+                    where="output_dir",
+                    mend="move it away, or give another --output-dir",
+                )
+
+    def hold(self) -> DirectoryHold:
+        """Make the directory and keep other processes from training in it. What is not a run's is left as it is.
+
+        Raises:
+            ArgumentError: Another process is training in it, or it has files, and they are not a run's.
+            CheckpointError: It cannot be written to.
+        """
+        self.read_identity()
+        return DirectoryHold(self.path)
 
     @contextmanager
     def claim(
-        self, identity: Mapping[str, Any], recipe_yaml: str, deepspeed: Mapping[str, Any] = MappingProxyType({})
+        self,
+        identity: Mapping[str, Any],
+        recipe_yaml: str,
+        deepspeed: Mapping[str, Any] = MappingProxyType({}),
+        hold: DirectoryHold | None = None,
     ) -> Iterator[None]:
-        """Create the directory, write down what run it holds, and keep other processes from training in it.
+        """Write down what run the directory holds, and keep other processes from training in it.
 
         Args:
             identity: What run it is.
             recipe_yaml: The recipe, with every default filled in.
             deepspeed: The configuration of DeepSpeed; empty where it does not train.
+            hold: That of this process; without one the directory is held here.
 
         Raises:
             ArgumentError: Another process is training in it.
@@ -135,11 +175,7 @@ class RunDirectory:
         texts = {self.identity: json.dumps(identity, indent=1) + "\n", self.recipe: recipe_yaml}
         if deepspeed:
             texts[self.deepspeed] = json.dumps(deepspeed, indent=2) + "\n"
-        try:
-            make_directory(self.path)
-        except OSError as error:
-            raise self._unwritable(error, texts) from error
-        with self.lock():
+        with nullcontext(hold) if hold is not None else self.hold():
             try:
                 for path, text in texts.items():
                     write_durably(path, text)
@@ -164,40 +200,21 @@ class RunDirectory:
         Raises:
             ArgumentError: Another process is training in it.
         """
-        number = 1
-        while (aside := self.path.with_name(f"{self.path.name}.old-{number}")).exists():
-            number += 1
-        with self.lock():
-            return self.path.rename(aside)
+        return self.hold().move_aside()
 
-    @contextmanager
-    def lock(self) -> Iterator[None]:
-        """Keep other processes from training in this directory. The system lets go of it however the process ends.
 
-        Raises:
-            ArgumentError: Another process is training in it.
-        """
-        if sys.platform == "win32":
-            yield
-            return
-        import fcntl  # Not on Windows.
+def _check_identity(value: Any) -> dict[str, Any]:
+    """Return what was read of ``run.json``, if it is what a run writes.
 
-        descriptor = os.open(self.path, os.O_RDONLY)
-        try:
-            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            os.close(descriptor)
-            raise ArgumentError(
-                f"another process is training in {self.path}",
-                where="output_dir",
-                mend="wait for it or stop it, or give another --output-dir",
-            ) from None
-        except OSError:
-            pass  # A file system without locks is no reason not to train.
-        try:
-            yield
-        finally:
-            os.close(descriptor)
+    Raises:
+        ValueError: It is not.
+    """
+    if not isinstance(value, dict):
+        raise ValueError(f"it holds no JSON object but {'nothing' if value is None else f'a {type(value).__name__}'}")
+    for key in ("recipe", "free", "versions"):
+        if not isinstance(value.get(key, None if key == "recipe" else {}), dict):
+            raise ValueError(f"its '{key}' is no JSON object")
+    return value
 
 
 def find_checkpoint(run: RunDirectory, resume: str, notify: Callable[[str], None]) -> Checkpoint | None:
@@ -215,7 +232,10 @@ def find_checkpoint(run: RunDirectory, resume: str, notify: Callable[[str], None
     if resume == "never":
         return None
     if resume == "auto":
-        return newest_checkpoint(run.checkpoints, notify)
+        found = newest_checkpoint(run.checkpoints, notify)
+        if found is None:
+            _refuse_lost_checkpoints(run)
+        return found
     path = Path(resume).expanduser()
     if not path.is_dir():
         raise ArgumentError(
@@ -226,16 +246,33 @@ def find_checkpoint(run: RunDirectory, resume: str, notify: Callable[[str], None
     return open_checkpoint(path.resolve())  # a link to a checkpoint is fine, one inside it is not
 
 
+def _refuse_lost_checkpoints(run: RunDirectory) -> None:
+    """Refuse to start anew where a run saved checkpoints and none is left: its records and model would be overwritten.
+
+    Raises:
+        CheckpointError: It names the last one.
+    """
+    saved = [record for record in read_records(run.events) if record.get("event") == "checkpoint"]
+    if saved and run.identity.is_file():
+        raise CheckpointError(
+            f"{run.path} holds a run that saved checkpoints, the last at step {saved[-1].get('step')}, and none is in "
+            f"{run.checkpoints}; nothing was changed",
+            mend="put a copy of one back and start again, or go on from another with --resume PATH; "
+            "--resume never moves this run aside and starts anew",
+        )
+
+
 def check_same_run(
     before: Mapping[str, Any], now: Mapping[str, Any], *, where: Path, allow: Container[str] = ()
 ) -> list[str]:
     """Refuse to go on with a run under settings or data other than those it was started with.
 
     Args:
-        before: The identity written down when the run started: ``{"recipe": {key: value}, "data": fingerprint}``.
+        before: The identity written down when the run started: ``{"recipe": {key: value}, "data": fingerprint,
+            "files": {key: fingerprint}}``.
         now: The identity of this start; a part it lacks is not compared.
         where: What is to be continued, for the message.
-        allow: Keys of the recipe, and ``data``: what may differ all the same.
+        allow: Keys of the recipe, ``data``, and keys of :data:`FILES`: what may differ all the same.
 
     Returns:
         The differences that were allowed, in words.
@@ -246,6 +283,12 @@ def check_same_run(
     found = _changes(before.get("recipe", {}), now.get("recipe", {}))
     if "data" in now and before.get("data") != now["data"]:
         found["data"] = "the data is not the same"
+    old, new = before.get("files", {}), now.get("files", {})
+    found |= {
+        key: f"{what} have changed ({key})"
+        for key, what in FILES.items()
+        if key in old and new.get(key, old[key]) != old[key]
+    }
     refused = {key: text for key, text in found.items() if key not in allow}
     if refused:
         raise RecipeError(

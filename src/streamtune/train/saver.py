@@ -161,8 +161,9 @@ class CheckpointSaver:
         if not off_thread:
             write()
             return
-        self._worker = threading.Thread(target=self._guarded, args=(write,), name="checkpoint")
-        self._worker.start()
+        worker = threading.Thread(target=self._guarded, args=(write,), name="checkpoint")
+        worker.start()
+        self._worker = worker  # only one that has started can be waited for
 
     def wait_for_last(self) -> None:
         """Wait for the save in flight.

@@ -40,7 +40,7 @@ from streamtune.train.manifest import write_manifest
 from streamtune.train.rng import RngState
 from streamtune.train.saver import CheckpointSaver
 from streamtune.train.slices import Slice, write_index, write_slices
-from streamtune.train.staging import commit_directory, free_bytes, fsync_path, make_directory
+from streamtune.train.staging import commit_directory, free_bytes, fsync_path, make_directory, refuse_link
 from streamtune.train.world import World
 
 __all__ = ["check_shared_folder", "ranks_of", "rng_of_rank", "save_sharded", "write_final_together"]
@@ -90,6 +90,7 @@ def save_sharded(
     def write() -> None:
         def begin() -> Path:
             saver.before()
+            refuse_link(folder)
             make_directory(folder)
             if needed > free_bytes(folder):
                 raise OSError(errno.ENOSPC, "No space left on device")
@@ -195,7 +196,7 @@ def check_shared_folder(folder: Path, world: World) -> None:
 
     def make() -> None:
         folder.mkdir(parents=True, exist_ok=True)
-        probe.touch()
+        probe.touch(exist_ok=False)
 
     try:
         world.main(make)

@@ -1,47 +1,67 @@
-"""Ctrl-C and SIGTERM: the first asks the run to stop cleanly, the second leaves at once."""
+"""Ctrl-C, SIGTERM, SIGHUP and a reader that has gone: the run stops cleanly; a second signal leaves at once."""
 
 from __future__ import annotations
 
 import os
 import signal
-import sys
 import threading
 from collections.abc import Callable
+from contextlib import ExitStack, suppress
 from types import FrameType, TracebackType
 from typing import Any
 
-__all__ = ["StopRequest"]
+from streamtune import interrupts
+from streamtune.streams import reader_is_gone
 
-SHOW_CURSOR = b"\x1b[?25h"
+__all__ = ["StopRequest"]
 
 
 class StopRequest:
-    """While entered, turns the first SIGINT or SIGTERM into :attr:`signum`, which the loop looks at.
+    """While entered, turns the first signal into :attr:`signum`, which the loop looks at.
 
-    The second signal meets the system's default, which ends the process within the instant, even inside a kernel or in
-    the middle of writing a checkpoint. That loses nothing: a checkpoint counts only once it is renamed into place.
+    The second SIGINT or SIGTERM meets the system's default, which ends the process within the instant, even inside a
+    kernel or in the middle of writing a checkpoint. That loses nothing: a checkpoint counts only once it is renamed
+    into place. SIGHUP is sent several times where a terminal is closed, or after SIGTERM, and so never counts as the
+    second; under ``nohup``, where it is ignored, it stays ignored.
 
-    Outside the main thread, where Python accepts no handlers, entering changes nothing.
+    A reader of standard output that has gone (``| head``, a viewer that was closed) asks for the same: nobody may see
+    how the run goes on, and what was trained is saved.
+
+    Outside the main thread, where Python accepts no handlers, a signal changes nothing.
     """
 
     def __init__(self) -> None:
         self.signum: int | None = None
+        self._owner = 0
         self._previous: dict[int, Callable[[int, FrameType | None], Any] | int | None] = {}
+        self._entered = ExitStack()
 
     @property
     def requested(self) -> bool:
-        """Whether a signal has come."""
-        return self.signum is not None
+        """True if the run is to stop."""
+        return self.signum is not None or (bool(self._owner) and reader_is_gone())
+
+    @property
+    def reason(self) -> str:
+        """Why it is: the name of a signal, or that nobody reads the output; empty where it is not to."""
+        if self.signum is not None:
+            return signal.Signals(self.signum).name
+        return "the reader of the output has gone" if reader_is_gone() else ""
 
     @property
     def exit_code(self) -> int:
-        """What a shell expects of a process stopped by this signal: 130 for Ctrl-C, 143 for SIGTERM."""
-        return 128 + self.signum if self.signum is not None else 0
+        """Of a process that was stopped: 130 for Ctrl-C, 143 for SIGTERM and all others, 0 where it was not."""
+        if self.signum is None and not reader_is_gone():
+            return 0
+        return 128 + (signal.SIGINT if self.signum == signal.SIGINT else signal.SIGTERM)
 
     def __enter__(self) -> StopRequest:
+        self._owner = os.getpid()
         if threading.current_thread() is threading.main_thread():
-            for signum in (signal.SIGINT, signal.SIGTERM):
-                self._previous[signum] = signal.signal(signum, self._handle)
+            self._entered.enter_context(interrupts.stopping())
+            for signum in interrupts.SIGNALS:
+                if not interrupts.is_ignored(signum):
+                    self._previous[signum] = signal.signal(signum, self._handle)
         return self
 
     def __exit__(
@@ -50,12 +70,18 @@ class StopRequest:
         for signum, handler in self._previous.items():
             signal.signal(signum, handler)
         self._previous.clear()
+        self._entered.close()
 
     def _handle(self, signum: int, frame: FrameType | None) -> None:
+        interrupts.handled()
+        if os.getpid() != self._owner:  # a fork of a library's: its parent decides
+            return
         self.signum = signum
         for caught in self._previous:
-            signal.signal(caught, signal.SIG_DFL)
+            again = signal.SIG_DFL if caught in (signal.SIGINT, signal.SIGTERM) else signal.SIG_IGN
+            signal.signal(caught, again)
         # Straight to the file descriptor: a handler may run in the middle of a print, whose buffer it must not touch.
         # The live line hides the cursor, and a process that is killed next would not bring it back.
-        cursor = SHOW_CURSOR + b"\n" if sys.stderr.isatty() else b""
-        os.write(2, cursor + b"Stopping after this micro-batch, then saving. Once more leaves at once.\n")
+        with suppress(OSError):  # the terminal may be what has gone
+            cursor = interrupts.SHOW_CURSOR + b"\n" if os.isatty(2) else b""
+            os.write(2, cursor + b"Stopping after this micro-batch, then saving. Once more leaves at once.\n")

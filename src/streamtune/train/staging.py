@@ -5,6 +5,9 @@
     # here: every file fsynced, the directory renamed to ./final, the rename fsynced
 
 Killed at any moment, the process leaves the directory as it was before, or as it is afterwards.
+
+Names in a run directory may have been made by somebody else. So nothing is written through a symbolic link: files are
+created where nothing is (``O_EXCL``), in a directory that is opened once, and appended to only where they are plain.
 """
 
 from __future__ import annotations
@@ -12,28 +15,105 @@ from __future__ import annotations
 import errno
 import os
 import shutil
+import stat
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
+from typing import IO
 
 from streamtune.errors import CheckpointError
 from streamtune.sizes import show_size
 
 __all__ = [
+    "OpenFolder",
+    "append_to",
     "commit_directory",
     "discard_leftovers",
     "free_bytes",
     "fsync_path",
     "fsync_tree",
     "make_directory",
+    "refuse_link",
     "remove_any",
     "remove_directory",
+    "replace_file",
     "write_durably",
     "write_error",
 ]
 
 STAGING_PREFIX = ".tmp-"
 REPLACED_PREFIX = ".old-"
+HAS_FOLDER_DESCRIPTORS = os.open in os.supports_dir_fd and os.rename in os.supports_dir_fd
+"""True where names can be looked up in an open directory; not on Windows."""
+NO_LINK = getattr(os, "O_NOFOLLOW", 0)
+NO_WAIT = getattr(os, "O_NONBLOCK", 0)
+"""A pipe in the place of a file is an error, and not something to wait for."""
+
+
+class OpenFolder:
+    """A directory that is opened once: every name is looked up in it, also where its path leads elsewhere by then.
+
+    Args:
+        path: The directory. It may be reached through a link; what is in it may not.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self._descriptor: int | None = None
+        if HAS_FOLDER_DESCRIPTORS:
+            self._descriptor = os.open(path, os.O_RDONLY | getattr(os, "O_DIRECTORY", 0))
+
+    def __enter__(self) -> OpenFolder:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self._descriptor is not None:
+            os.close(self._descriptor)
+            self._descriptor = None
+
+    def open(self, name: str, flags: int) -> int:
+        """Open a plain file and return its descriptor; a link is not followed.
+
+        Raises:
+            OSError: It cannot be opened, or is no plain file.
+        """
+        try:
+            found = os.open(self._place(name), flags | NO_LINK | NO_WAIT, 0o666, dir_fd=self._descriptor)
+        except OSError as error:
+            if error.errno == errno.ELOOP:
+                raise OSError(errno.ELOOP, "it is a symbolic link, which is not followed", name) from error
+            raise
+        if not stat.S_ISREG(os.fstat(found).st_mode):
+            os.close(found)
+            raise OSError(errno.EINVAL, "it is no plain file", name)
+        return found
+
+    def create(self, name: str) -> IO[bytes]:
+        """Create a file; what a killed process, or somebody else, left under that name is removed before."""
+        with suppress(FileNotFoundError):
+            os.unlink(self._place(name), dir_fd=self._descriptor)
+        return os.fdopen(self.open(name, os.O_WRONLY | os.O_CREAT | os.O_EXCL), "wb")
+
+    def rename(self, old: str, new: str) -> None:
+        """Rename a file of this directory; what has the new name is replaced, and a link is replaced, not followed."""
+        os.replace(self._place(old), self._place(new), src_dir_fd=self._descriptor, dst_dir_fd=self._descriptor)
+
+    def sync(self) -> None:
+        """Wait until its entries are on disk."""
+        if self._descriptor is not None:
+            os.fsync(self._descriptor)
+
+    def is_still_there(self) -> bool:
+        """Return whether its path leads to it, and not to something that was put in its place."""
+        if self._descriptor is None:
+            return True
+        try:  # while it is open no other file gets its number
+            return os.path.samestat(os.fstat(self._descriptor), self.path.lstat())
+        except FileNotFoundError:
+            return False
+
+    def _place(self, name: str) -> str:
+        return name if self._descriptor is not None else str(self.path / name)
 
 
 @contextmanager
@@ -45,11 +125,16 @@ def commit_directory(target: Path) -> Iterator[Path]:
     make_directory(target.parent)
     discard_leftovers(target.parent)
     staged, replaced = target.with_name(STAGING_PREFIX + target.name), target.with_name(REPLACED_PREFIX + target.name)
-    staged.mkdir()
+    staged.mkdir()  # never what is there already, nor where a link leads
     try:
-        yield staged
+        with OpenFolder(staged) as made:
+            yield staged
+            if not made.is_still_there():
+                raise OSError(errno.EEXIST, "somebody else put something in its place", str(staged))
         fsync_tree(staged)
-        if target.exists():
+        if target.is_symlink():
+            target.unlink()
+        elif target.exists():
             target.rename(replaced)
         staged.rename(target)
         fsync_path(target.parent)
@@ -57,7 +142,7 @@ def commit_directory(target: Path) -> Iterator[Path]:
         with suppress(OSError):  # what went wrong is worth more than what could not be tidied up after it
             discard_leftovers(target.parent)
         raise
-    shutil.rmtree(replaced, ignore_errors=True)
+    remove_any(replaced)
 
 
 def make_directory(path: Path) -> None:
@@ -71,28 +156,73 @@ def make_directory(path: Path) -> None:
 def remove_directory(path: Path) -> None:
     """Take ``path`` out of sight at once, then delete it: a process killed half-way leaves a leftover, not a ruin."""
     doomed = path.with_name(f"{STAGING_PREFIX}deleted-{path.name}")
-    shutil.rmtree(doomed, ignore_errors=True)
+    remove_any(doomed)
     path.rename(doomed)
     shutil.rmtree(doomed, ignore_errors=True)
 
 
 def write_durably(path: Path, text: str) -> None:
     """Replace a small file at once; it is on disk when this returns."""
-    staged = path.with_name(STAGING_PREFIX + path.name)
-    with staged.open("w", encoding="utf-8") as file:
-        file.write(text)
-        file.flush()
-        os.fsync(file.fileno())
-    staged.replace(path)
-    fsync_path(path.parent)
+    replace_file(path, text.encode("utf-8"))
+
+
+def replace_file(path: Path, content: bytes, *, durably: bool = True) -> None:
+    """Replace a file at once: who reads it sees the old one or the new one.
+
+    Args:
+        path: The file.
+        content: What it holds from now on.
+        durably: Wait until it is on disk.
+
+    Raises:
+        OSError: It cannot be written; it is as it was.
+    """
+    staged = STAGING_PREFIX + path.name
+    if (path.parent / staged).is_dir():
+        remove_any(path.parent / staged)
+    with OpenFolder(path.parent) as folder:
+        with folder.create(staged) as file:
+            file.write(content)
+            file.flush()
+            if durably:
+                os.fsync(file.fileno())
+        folder.rename(staged, path.name)
+        if durably:
+            folder.sync()
+
+
+def append_to(path: Path, content: bytes) -> None:
+    """Add whole lines to a file, which is made where there is none. A last line torn by a crash is cut off before.
+
+    Raises:
+        OSError: It cannot be written, or is a link or something else that is no plain file.
+    """
+    with OpenFolder(path.parent) as folder:
+        descriptor = folder.open(path.name, os.O_RDWR | os.O_CREAT | os.O_APPEND)
+    with os.fdopen(descriptor, "r+b") as file:
+        end = file.seek(0, os.SEEK_END)
+        if end and file.seek(end - 1) >= 0 and file.read(1) != b"\n":
+            file.seek(0)
+            file.truncate(file.read().rfind(b"\n") + 1)
+        file.write(content)
+
+
+def refuse_link(folder: Path) -> None:
+    """Refuse a folder that leads elsewhere.
+
+    Raises:
+        OSError: It is a symbolic link.
+    """
+    if folder.is_symlink():
+        raise OSError(errno.ELOOP, "it is a symbolic link, which is not followed", str(folder))
 
 
 def discard_leftovers(folder: Path) -> None:
     """Remove what a killed process left staged in ``folder``; put back what it had moved away and not yet replaced."""
     for leftover in folder.glob(f"{REPLACED_PREFIX}*"):
         original = leftover.with_name(leftover.name.removeprefix(REPLACED_PREFIX))
-        if original.exists():
-            shutil.rmtree(leftover, ignore_errors=True)
+        if leftover.is_symlink() or original.exists():  # this module moves no link away
+            remove_any(leftover)
         else:
             leftover.rename(original)
     for leftover in folder.glob(f"{STAGING_PREFIX}*"):
@@ -142,6 +272,11 @@ def write_error(error: Exception, target: Path, *, needed: int, safe: str) -> Ch
         text in str(error) for text in ("No space left", "quota exceeded", "File too large")
     )
     takes = f"it takes {show_size(needed)} and {show_size(free_bytes(target))} are free"
+    if getattr(error, "errno", None) == errno.EFBIG or "File too large" in str(error):
+        return CheckpointError(
+            f"{target} is larger than a file may be here: it takes {show_size(needed)}",
+            mend=f"raise the limit (ulimit -f), or write to another file system, and start again; {safe}",
+        )
     if not full:
         what = f"cannot write {target}: {error}; {takes}"
         return CheckpointError(what, mend=f"mend the cause and start again; {safe}")

@@ -11,12 +11,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
 import torch
-from torch import distributed
+from torch import Tensor, distributed
 
-from streamtune.errors import RunError, StreamTuneError
+from streamtune.errors import DistributedError, RunError
+from streamtune.train.exchange import MOST_BYTES, decode_value, describe_error, encode_value, remake_error
 
 __all__ = ["World"]
 
@@ -73,20 +74,31 @@ class World:
         return flag if self.size == 1 else self.sums([float(flag)])[0] > 0
 
     def gather(self, value: T) -> list[T]:
-        """What each data rank has, in their order; picklable, small."""
-        if self.size == 1:
-            return [value]
-        found: list[Any] = [None] * self.size
-        distributed.all_gather_object(found, value, group=self.group)
-        return found[:: self.sequence_size]
+        """Return the value of each data rank, in their order; plain values (see ``exchange``), small."""
+        return [value] if self.size == 1 else self.collect(value)[:: self.sequence_size]
 
     def collect(self, value: T) -> list[T]:
-        """What each rank has, in their order, those that share a sequence included; picklable, small."""
+        """What each rank has, in their order, those that share a sequence included; plain values, small.
+
+        Raises:
+            TypeError: The value is none that can be sent; on the other ranks a RunError that names this one.
+            DistributedError: A rank sent what is no value.
+        """
         if self.size == 1:
             return [value]
-        found: list[Any] = [None] * self.size
-        distributed.all_gather_object(found, value, group=self.group)
-        return found
+        data, unsent = _encoded({"value": value})
+        mine = torch.frombuffer(bytearray(data), dtype=torch.uint8)
+        size = torch.tensor([len(mine)])
+        sizes = [torch.zeros_like(size) for _ in range(self.size)]
+        distributed.all_gather(sizes, size, group=self.group)
+        lengths = [_checked(int(length), rank) for rank, length in enumerate(sizes)]
+        padded = torch.zeros(max(lengths), dtype=torch.uint8)
+        padded[: len(mine)] = mine
+        found = [torch.empty_like(padded) for _ in lengths]
+        distributed.all_gather(found, padded, group=self.group)
+        if unsent is not None:
+            raise unsent
+        return [_decoded(part[:length], rank) for rank, (part, length) in enumerate(zip(found, lengths, strict=True))]
 
     def together(self, work: Callable[[], T]) -> T:
         """``work()`` done by every rank; where it fails on one it fails on all of them.
@@ -105,17 +117,12 @@ class World:
             result = work()
         except Exception as failed:
             error = failed
-        told = error if isinstance(error, StreamTuneError) else None  # any other may not be for another process
-        outcomes = self.collect(None if error is None else (type(error).__name__, told, str(error)))
+        outcomes = self.collect(None if error is None else describe_error(error))
         if error is not None:
             raise error
-        first = next((rank for rank, outcome in enumerate(outcomes) if outcome is not None), None)
-        if first is not None:
-            kind, theirs, text = outcomes[first] or ("", None, "")
-            if isinstance(theirs, StreamTuneError):
-                theirs.what = f"rank {first}: {theirs.what}"
-                raise theirs
-            raise RunError(f"rank {first} failed: {kind}: {text}")
+        for rank, outcome in enumerate(outcomes):
+            if outcome is not None:
+                raise remake_error(outcome, rank, named=True)
         return result
 
     def largest(self, value: int) -> int:
@@ -123,30 +130,76 @@ class World:
         return max(self.gather(value))
 
     def main(self, work: Callable[[], T]) -> T:
-        """``work()`` done by rank 0 alone, its result on every rank.
+        """``work()`` done by rank 0 alone, its result on every rank: a plain value (see ``exchange``).
 
         Raises:
             StreamTuneError: Where it raises one, on every rank; any other error of rank 0 reaches the others as one.
+            TypeError: On rank 0, the result is none that can be sent.
         """
         if self.size == 1:
             return work()
-        outcome: list[Any] = [None, None]
+        data, result = b"", None
         error: Exception | None = None
         if self.is_main:
             try:
-                outcome[0] = work()
-            except StreamTuneError as failed:
-                error, outcome[1] = failed, failed
+                result = work()
             except Exception as failed:
-                error, outcome[1] = failed, RunError(f"rank 0 failed: {type(failed).__name__}: {failed}")
-        distributed.broadcast_object_list(outcome, src=0, group=self.group)
+                error = failed
+                data = encode_value({"error": describe_error(failed)})
+            else:
+                data, error = _encoded({"value": result})
+        size = torch.tensor([len(data)])
+        distributed.broadcast(size, src=0, group=self.group)
+        sent = torch.empty(_checked(int(size), 0), dtype=torch.uint8)
+        if self.is_main:
+            sent = torch.frombuffer(bytearray(data), dtype=torch.uint8)
+        distributed.broadcast(sent, src=0, group=self.group)
         if error is not None:
             raise error
-        if outcome[1] is not None:
-            raise outcome[1]
-        return outcome[0]
+        found: T = cast("T", result) if self.is_main else _decoded(sent, 0)
+        return found
 
     def barrier(self) -> None:
         """Wait for all ranks."""
         if self.size > 1:
             distributed.all_reduce(torch.zeros(1), group=self.group)
+
+
+def _encoded(document: dict[str, Any]) -> tuple[bytes, Exception | None]:
+    """A document for other ranks; where it cannot be sent the error for this rank, and for the others that."""
+    try:
+        data = encode_value(document)
+        if len(data) <= MOST_BYTES:
+            return data, None
+        error: Exception = RunError(f"{len(data):,} bytes are more than the {MOST_BYTES:,} that ranks send at a time")
+    except (TypeError, RecursionError) as failed:
+        error = failed
+    return encode_value({"error": describe_error(error)}), error
+
+
+def _decoded(sent: Tensor, rank: int) -> Any:
+    """The value that ``rank`` sent.
+
+    Raises:
+        StreamTuneError: It sent an error, or something else.
+    """
+    document = decode_value(sent.numpy().tobytes(), rank)
+    if isinstance(document, dict) and "error" in document:
+        raise remake_error(document["error"], rank, named=False)
+    if not isinstance(document, dict) or "value" not in document:
+        raise DistributedError(f"rank {rank} sent what is neither a value nor an error")
+    return document["value"]
+
+
+def _checked(size: int, rank: int) -> int:
+    """The size that ``rank`` announced, which every rank sees.
+
+    Raises:
+        DistributedError: No value has it.
+    """
+    if not 0 < size <= MOST_BYTES:
+        raise DistributedError(
+            f"rank {rank} announced a value of {size} bytes",
+            mend="see that every rank runs the same version, and that no other program uses the ports of this run",
+        )
+    return size

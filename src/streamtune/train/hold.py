@@ -1,0 +1,240 @@
+"""The lock on a run directory, held from before a process looks at what is in it until its run is over.
+
+    output_dir/.lock    locked by the process that has the directory; says which process that is
+
+A new run and a resumed one, which run it is and which checkpoint is the newest: all of it is decided under the lock, so
+that two starts cannot decide the same. The system lets go of the lock when the process ends, however it ends. The file
+stays, for removing it would let two processes lock two files of that name. It is a file and not the directory because
+NFS has locks for files that are open for writing only.
+"""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+import socket
+import sys
+import time
+import weakref
+from contextlib import suppress
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+from streamtune.errors import ArgumentError, CheckpointError
+from streamtune.train.staging import OpenFolder, make_directory, write_error
+
+__all__ = ["IDENTITY", "LOCK", "DirectoryHold"]
+
+LOCK = ".lock"
+IDENTITY = "run.json"
+"""The first file of a run. A directory without it holds none yet."""
+ATTEMPTS = 100
+"""Another start may remove a directory that it made for nothing, just when this one opens it."""
+HOLDER_BYTES = 4096
+HOLDER_SECONDS = 1.0
+"""Time that a process which has just locked a directory needs to write down which one it is."""
+
+_open_locks: set[int] = set()
+
+
+def _close_in_child() -> None:
+    """A forked process would hold the lock on after this one was killed."""
+    for descriptor in _open_locks:
+        with suppress(OSError):
+            os.close(descriptor)
+    _open_locks.clear()
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_close_in_child)
+
+
+@dataclass
+class _Lock:
+    """A lock that was taken."""
+
+    path: Path
+    descriptor: int
+    made: list[Path]
+    """Directories that were made for it, the deepest first."""
+    process: int
+
+    def let_go(self, *, tidy: bool = True) -> None:
+        """Close it; where no run was begun remove what was made for it."""
+        if os.getpid() != self.process:
+            return
+        if tidy and not os.path.lexists(self.path / IDENTITY):
+            with suppress(OSError):
+                if _is_at(self.descriptor, self.path / LOCK):
+                    (self.path / LOCK).unlink()
+                    for folder in self.made:
+                        folder.rmdir()  # fails where there is something in it
+        _open_locks.discard(self.descriptor)
+        os.close(self.descriptor)
+
+
+class DirectoryHold:
+    """Keeps other processes from training in a directory, until :meth:`release` or the end of the process.
+
+    Args:
+        path: The directory; it is made where it is not there.
+
+    Raises:
+        ArgumentError: Another process has it.
+        CheckpointError: It cannot be made or written to.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self._lock: _Lock | None = None
+        self._finalizer: weakref.finalize[Any, Any] | None = None
+        self.works = True
+        """True if the file system has locks. Where it has none nothing keeps other processes away."""
+        self.take()
+
+    def __enter__(self) -> DirectoryHold:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.release()
+
+    def take(self, *, new: bool = False) -> None:
+        """Lock the directory, unless it is locked by this object.
+
+        Args:
+            new: Refuse a directory that is there already.
+
+        Raises:
+            ArgumentError: Another process has it.
+            CheckpointError: It cannot be made or written to.
+        """
+        if self._lock is not None:
+            return
+        if sys.platform == "win32":
+            make_directory(self.path)
+            return
+        for _ in range(ATTEMPTS):
+            missing = [folder for folder in (self.path, *self.path.absolute().parents) if not folder.exists()]
+            if dangling := [folder for folder in missing if folder.is_symlink()]:
+                raise ArgumentError(
+                    f"{dangling[-1]} is a symbolic link to {dangling[-1].readlink()}, which is not there",
+                    where="output_dir",
+                    mend="make the folder that it leads to, or give another --output-dir",
+                )
+            try:
+                if new:
+                    self.path.mkdir()
+                make_directory(self.path)
+                with OpenFolder(self.path) as folder:
+                    descriptor = folder.open(LOCK, os.O_RDWR | os.O_CREAT)
+            except FileNotFoundError:
+                continue  # removed by the start that made it
+            except FileExistsError as error:
+                if new:
+                    raise self._in_use("") from error
+                raise self._unwritable(error) from error
+            except OSError as error:
+                raise self._unwritable(error) from error
+            try:
+                self.works = _try_lock(descriptor)
+                there = _is_at(descriptor, self.path / LOCK)
+            except BlockingIOError:
+                holder = _read_holder(descriptor)
+                os.close(descriptor)
+                raise self._in_use(holder) from None
+            if there:
+                self._lock = _Lock(self.path, descriptor, missing, os.getpid())
+                _open_locks.add(descriptor)
+                self._finalizer = weakref.finalize(self, self._lock.let_go)
+                _write_holder(descriptor)
+                return
+            os.close(descriptor)
+        raise self._unwritable(OSError(errno.EBUSY, "it is made and removed again and again"))
+
+    def release(self) -> None:
+        """Let other processes have it. A directory that was made for it, and in which no run was begun, is removed."""
+        lock, self._lock = self._lock, None
+        if lock is not None:
+            assert self._finalizer is not None
+            self._finalizer.detach()
+            lock.let_go()
+
+    def move_aside(self) -> Path:
+        """Rename the directory to the first free ``NAME.old-N``, and return that. It is not held any more."""
+        number = 1
+        while os.path.lexists(aside := self.path.with_name(f"{self.path.name}.old-{number}")):
+            number += 1
+        self.path.rename(aside)
+        lock, self._lock = self._lock, None
+        if lock is not None:
+            assert self._finalizer is not None
+            self._finalizer.detach()
+            lock.let_go(tidy=False)
+        return aside
+
+    def _in_use(self, holder: str) -> ArgumentError:
+        return ArgumentError(
+            f"another process is training in {self.path}{holder}",
+            where="output_dir",
+            mend="wait for it or stop it, or give another --output-dir",
+        )
+
+    def _unwritable(self, error: OSError) -> CheckpointError:
+        return write_error(error, self.path / LOCK, needed=HOLDER_BYTES, safe="what was there before is intact")
+
+
+def _try_lock(descriptor: int) -> bool:
+    """Lock an open file; return False where the file system has no locks.
+
+    Raises:
+        BlockingIOError: Another process has it.
+    """
+    if sys.platform == "win32":
+        return False
+    import fcntl  # Not on Windows.
+
+    for take in (fcntl.flock, fcntl.lockf):
+        try:
+            take(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            return True
+        except OSError as error:
+            if error.errno in (errno.EWOULDBLOCK, errno.EAGAIN, errno.EACCES):
+                raise BlockingIOError(errno.EAGAIN, "locked") from error
+    return False
+
+
+def _is_at(descriptor: int, path: Path) -> bool:
+    """Return whether ``path`` is this open file."""
+    try:
+        return os.path.samestat(os.fstat(descriptor), path.lstat())
+    except FileNotFoundError:
+        return False
+
+
+def _write_holder(descriptor: int) -> None:
+    """Write down who has the lock, for the message of whoever is refused; nothing depends on it."""
+    if os.fstat(descriptor).st_nlink != 1:
+        return  # a hard link: the same bytes have a name elsewhere
+    since = datetime.now(UTC).isoformat(timespec="seconds")
+    text = json.dumps({"pid": os.getpid(), "host": socket.gethostname(), "since": since}) + "\n"
+    with suppress(OSError):
+        os.ftruncate(descriptor, 0)
+        os.pwrite(descriptor, text.encode(), 0)
+        os.fsync(descriptor)  # so that other machines see it
+
+
+def _read_holder(descriptor: int) -> str:
+    """Return who has the lock, in words; empty where it does not say."""
+    until = time.monotonic() + HOLDER_SECONDS
+    while True:
+        try:
+            found = json.loads(os.pread(descriptor, HOLDER_BYTES, 0))
+            host = "".join(letter for letter in str(found["host"])[:64] if letter.isprintable())
+            return f": process {int(found['pid'])} on {host}, since {datetime.fromisoformat(found['since'])}"
+        except (OSError, ValueError, KeyError, TypeError, RecursionError):
+            if time.monotonic() > until:
+                return ""
+            time.sleep(0.05)
