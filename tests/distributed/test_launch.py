@@ -285,6 +285,7 @@ def test_ranks_that_were_asked_to_end_have_not_failed() -> None:
 # --- trained ---------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.full
 def test_ctrl_c_in_a_terminal_saves_and_the_same_command_goes_on(folder: Path) -> None:
     """Two ranks in a terminal of their own: rank 0 draws its line there, both stop once, and both go on."""
     ours, theirs = pty.openpty()

@@ -65,7 +65,15 @@ def refused(case: Case, folder: Path) -> list[str]:
     return [f"{text}: {said}" for text in wrong]
 
 
-@pytest.mark.parametrize("names", [["uneven ranks"], pytest.param(list(CASES), marks=pytest.mark.slow)], ids=len)
+@pytest.mark.parametrize(
+    "names",
+    [
+        ["conflict"],
+        pytest.param(["uneven ranks"], marks=pytest.mark.full),
+        pytest.param(list(CASES), marks=pytest.mark.slow),
+    ],
+    ids=lambda names: names[0] if len(names) == 1 else "all",
+)
 def test_one_error_of_all_ranks(names: list[str], tmp_path: Path) -> None:
     with ThreadPoolExecutor(2) as pool:
         found = list(pool.map(lambda name: refused(CASES[name], tmp_path / name.replace(" ", "-")), names))

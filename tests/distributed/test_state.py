@@ -97,6 +97,7 @@ def loads(folder: Path, name: str) -> None:
     assert all(torch.equal(a, b) for a, b in zip(model.parameters(), last.parameters(), strict=True))
 
 
+@pytest.mark.full
 def test_what_two_ranks_save_any_layout_goes_on_with(tmp_path: Path) -> None:
     prepare(tmp_path)
     cases: Cases = [
@@ -125,7 +126,7 @@ def test_what_two_ranks_save_any_layout_goes_on_with(tmp_path: Path) -> None:
     for off_thread in (True, False):
         result = failures[off_thread]
         assert result["went_on"] is off_thread
-        assert result["said"][1].startswith(("no room", "cannot write"))
+        assert "step-000001 is larger than a file may be" in result["said"][1]  # the case sets ulimit -f
         assert result["said"][0].startswith("rank 1: ")
         assert result["left"] == []
     assert "is not the same directory on all nodes" in found["apart"]["said"]

@@ -45,6 +45,11 @@ def test_a_host_that_is_not_there_is_named_with_its_line(nodes: TwoNodes) -> Non
 def test_two_machines_train_stop_and_go_on(nodes: TwoNodes) -> None:
     with sft(nodes, "--offline") as running:
         running.wait_for_step(2)
+        for name, address in zip(nodes.names, nodes.addresses, strict=True):
+            call = ["ip", "netns", "exec", name, "ss", "-ltnH"]
+            lines = subprocess.run(call, capture_output=True, text=True, check=True).stdout.splitlines()
+            places = {line.split()[3].rpartition(":")[0] for line in lines}
+            assert places == {address}, "ranks listen where the other machine calls them, and nowhere else"
         running.process.send_signal(signal.SIGINT)
         assert running.wait(120) == 130, running.stderr
         stopped = running.step

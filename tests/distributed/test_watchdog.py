@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 
@@ -29,25 +29,41 @@ CASES = {
 WAITED = 240
 
 
+FIRST = ("kill", "kill-0", "raise", "gloo-deadlock")
+"""Cases of `make test`."""
+
+
+class Outcomes:
+    """How the ranks of a case ended, and what rank 0 wrote down. Most of it is waiting, so many cases wait together."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        self._found: dict[str, tuple[list[RankEnd], list[str]]] = {}
+
+    def __getitem__(self, case: str) -> tuple[list[RankEnd], list[str]]:
+        if case not in self._found:
+            self._run([name for name in CASES if (name in FIRST) == (case in FIRST)])
+        return self._found[case]
+
+    def _run(self, cases: list[str]) -> None:
+        running: dict[str, LocalRanks] = {}
+        try:
+            for case in cases:
+                count = 3 if case == "stop-0" else 2
+                more = {**CASES[case], **QUICK, "WATCHED_EVENTS": str(self._folder / f"{case}.jsonl")}
+                running[case] = start(case.removesuffix("-0"), count=count, **more)
+            for case, ranks in running.items():
+                ends = wait(ranks, WAITED)
+                written = self._folder / f"{case}.jsonl"
+                self._found[case] = (ends, written.read_text().splitlines() if written.exists() else [])
+        finally:
+            for ranks in running.values():
+                ranks.close()
+
+
 @pytest.fixture(scope="module")
-def outcomes(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, tuple[list[RankEnd], list[str]]]]:
-    """How the ranks of every case ended, and what rank 0 wrote down: most of it is waiting, so all wait together."""
-    folder = tmp_path_factory.mktemp("watched")
-    running: dict[str, LocalRanks] = {}
-    found: dict[str, tuple[list[RankEnd], list[str]]] = {}
-    try:
-        for case, more in CASES.items():
-            name = case.removesuffix("-0")
-            events = str(folder / f"{case}.jsonl")
-            running[case] = start(name, count=3 if case == "stop-0" else 2, **more, **QUICK, WATCHED_EVENTS=events)
-        for case, ranks in running.items():
-            ends = wait(ranks, WAITED)
-            written = folder / f"{case}.jsonl"
-            found[case] = (ends, written.read_text().splitlines() if written.exists() else [])
-        yield found
-    finally:
-        for ranks in running.values():
-            ranks.close()
+def outcomes(tmp_path_factory: pytest.TempPathFactory) -> Outcomes:
+    return Outcomes(tmp_path_factory.mktemp("watched"))
 
 
 QUICK = {"WATCHED_QUICK": "1"}
@@ -61,9 +77,6 @@ def error(ends: list[RankEnd], count: int = 2) -> str:
     return str(found[0])
 
 
-Outcomes = dict[str, tuple[list[RankEnd], list[str]]]
-
-
 def test_a_killed_rank_ends_the_others(outcomes: Outcomes) -> None:
     ends, events = outcomes["kill"]
     assert "rank 1 on here was killed by SIGKILL, in step 3, batch 1/1" in error(ends)
@@ -72,6 +85,7 @@ def test_a_killed_rank_ends_the_others(outcomes: Outcomes) -> None:
     assert "rank 0 on here was killed by SIGKILL, in step 3, batch 1/1" in error(outcomes["kill-0"][0])
 
 
+@pytest.mark.full
 def test_a_stopped_rank_is_found_and_ended(outcomes: Outcomes) -> None:
     assert "rank 1 on here has said nothing for 6 s: stopped by a signal, in step 3" in error(outcomes["stop"][0])
     assert "rank 0 on here has said nothing for 6 s: stopped by a signal" in error(outcomes["stop-0"][0], 3)
@@ -92,6 +106,7 @@ def test_ranks_that_wait_for_each_other_are_named_with_what_they_wait_in(outcome
     assert "rank 1 on here waits in barrier (distributed/watched.py:" in said
 
 
+@pytest.mark.full
 def test_the_rank_that_keeps_the_others_waiting_is_named(outcomes: Outcomes) -> None:
     said = error(outcomes["gloo-sleep"][0])
     assert said.startswith("rank 1 on here has stood still for")
@@ -101,6 +116,7 @@ def test_the_rank_that_keeps_the_others_waiting_is_named(outcomes: Outcomes) -> 
     assert "rank 0 on here waits in _distributed_broadcast_coalesced (distributed/watched.py:" in said
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("case", ["done", "hold", "gloo-straggle"])
 def test_no_alarm(outcomes: Outcomes, case: str) -> None:
     """A rank that is done before the others, one that holds the interpreter for long, one that is slow."""
@@ -108,6 +124,7 @@ def test_no_alarm(outcomes: Outcomes, case: str) -> None:
     assert [(end.code, end.failure) for end in ends] == [(0, None), (0, None)], ends
 
 
+@pytest.mark.full
 def test_a_slow_rank_is_an_event(outcomes: Outcomes) -> None:
     events = [json.loads(line) for line in outcomes["gloo-straggle"][1]]
     assert [(event["event"], event["rank"]) for event in events] == [("straggler", 1)]

@@ -12,11 +12,12 @@ from __future__ import annotations
 import hashlib
 import os
 import platform
+import selectors
 import socket
 import threading
 import time
 from collections.abc import Mapping, Sequence
-from contextlib import suppress
+from contextlib import closing, suppress
 from dataclasses import asdict
 from importlib.metadata import PackageNotFoundError, version
 from typing import Any
@@ -25,9 +26,11 @@ from streamtune import __version__
 from streamtune.errors import DistributedError
 from streamtune.network import among_ranks
 
+from .admission import Admission
 from .environment import RankEnvironment, read_environment
 from .failure import Failure
-from .wire import Line, dial, greet, listen
+from .ports import listen_at
+from .wire import Line, dial, listen
 
 __all__ = ["agree", "compare_facts", "describe_ranks", "fingerprint", "versions"]
 
@@ -72,22 +75,25 @@ def agree(
     env = read_environment() if environment is None else environment
     if env.world_size == 1:
         return
-    leads = env.local_rank == 0
-    told: dict[str, Any] = {"facts": {**versions(), **facts}, "leads": leads}
-    with _Answering(leads) as answering:
-        outcome = _gather(env, told, answering, seconds) if env.is_main else _ask(env, told, answering, seconds)
+    told: dict[str, Any] = {"facts": {**versions(), **facts}, "leads": env.local_rank == 0}
+    outcome = _gather(env, told, seconds) if env.is_main else _ask(env, told, seconds)
     if outcome is not None:
         raise Failure.from_dict(outcome).error(named=False)
 
 
 class _Answering:
-    """While entered: a port that other machines' first ranks can call."""
+    """While entered: a port that other machines' first ranks can call; none where there is no other machine.
 
-    def __init__(self, leads: bool) -> None:
+    Args:
+        env: Of this rank.
+        address: Of this machine, where it is reached.
+    """
+
+    def __init__(self, env: RankEnvironment, address: str) -> None:
         self._server: socket.socket | None = None
         self.port = 0
-        if leads:
-            self._server = socket.create_server(("", 0), backlog=1024)
+        if env.local_rank == 0 and not env.one_machine:
+            self._server = listen_at(address, 0)
             self.port = self._server.getsockname()[1]
 
     def __enter__(self) -> _Answering:
@@ -108,16 +114,17 @@ class _Answering:
                 caller.close()
 
 
-def _ask(env: RankEnvironment, told: dict[str, Any], answering: _Answering, seconds: float) -> dict[str, Any] | None:
+def _ask(env: RankEnvironment, told: dict[str, Any], seconds: float) -> dict[str, Any] | None:
     """On the other ranks."""
     line = dial(env, PURPOSE, {}, seconds)
     try:
         own = line.connection.getsockname()[0]
-        line.send({**told, "address": own, "port": answering.port})
-        answer = line.receive(seconds + REACH_SECONDS)
-        if answer["outcome"] is None:
-            line.send({"unreached": _try(answer["leaders"], env.rank)})
-            answer = line.receive(2 * REACH_SECONDS + seconds)
+        with _Answering(env, own) as answering:
+            line.send({**told, "address": own, "port": answering.port})
+            answer = line.receive(seconds + REACH_SECONDS)
+            if answer["outcome"] is None:
+                line.send({"unreached": _try(answer["leaders"], env.rank)})
+                answer = line.receive(2 * REACH_SECONDS + seconds)
         outcome: dict[str, Any] | None = answer["outcome"]
         return outcome
     except OSError as error:
@@ -129,25 +136,26 @@ def _ask(env: RankEnvironment, told: dict[str, Any], answering: _Answering, seco
         line.close()
 
 
-def _gather(env: RankEnvironment, told: dict[str, Any], answering: _Answering, seconds: float) -> dict[str, Any] | None:
+def _gather(env: RankEnvironment, told: dict[str, Any], seconds: float) -> dict[str, Any] | None:
     """On rank 0: the outcome, which is told to all that came."""
     callers: dict[int, tuple[Line, dict[str, Any]]] = {}
     hosts = {0: env.host}
     try:
-        outcome = _come(env, callers, hosts, seconds)
-        everyone = {0: told, **{rank: said for rank, (_, said) in callers.items()}}
-        if outcome is None:
-            outcome = compare_facts({rank: said["facts"] for rank, said in everyone.items()}, hosts)
-        own = {**told, "address": env.master_addr, "port": answering.port}
-        leaders = [
-            {"rank": rank, "host": hosts[rank], "address": said["address"], "port": said["port"]}
-            for rank, said in sorted({**everyone, 0: own}.items())
-            if said["leads"]
-        ]
-        _tell(callers, outcome, leaders)
-        if outcome is None:
-            outcome = _reached(env, callers, hosts, leaders)
-            _tell(callers, outcome, [])
+        with _Answering(env, env.master_addr) as answering:
+            outcome = _come(env, callers, hosts, seconds)
+            everyone = {0: told, **{rank: said for rank, (_, said) in callers.items()}}
+            if outcome is None:
+                outcome = compare_facts({rank: said["facts"] for rank, said in everyone.items()}, hosts)
+            own = {**told, "address": env.master_addr, "port": answering.port}
+            leaders = [
+                {"rank": rank, "host": hosts[rank], "address": said["address"], "port": said["port"]}
+                for rank, said in sorted({**everyone, 0: own}.items())
+                if said["leads"]
+            ]
+            _tell(callers, outcome, leaders)
+            if outcome is None:
+                outcome = _reached(env, callers, hosts, leaders)
+                _tell(callers, outcome, [])
     finally:
         for line, _ in callers.values():
             line.close()
@@ -159,24 +167,37 @@ def _come(
 ) -> Failure | None:
     """Wait for every rank to call and say its facts."""
     until = time.monotonic() + seconds
-    with listen(env, PURPOSE) as server:
+    with (
+        selectors.DefaultSelector() as selector,
+        closing(Admission(listen(env, PURPOSE), env, PURPOSE, {}, selector)) as admission,
+    ):
         while len(callers) < env.world_size - 1:
-            server.settimeout(max(0.01, until - time.monotonic()))
-            try:
-                line = Line(server.accept()[0])
-            except TimeoutError:
+            if time.monotonic() > until:
                 missing = [rank for rank in range(1, env.world_size) if rank not in callers]
                 are = "have" if len(missing) > 1 else "has"
                 what = f"{describe_ranks(missing)} of {env.world_size} {are} not called rank 0 on {env.host} within "
                 mend = f"see their logs; their hosts must reach ports of {env.master_addr}"
                 return Failure(missing[0], "?", f"{what}{seconds:.0f} s", mend=mend)
-            try:
-                greeting = greet(line, env, PURPOSE, {})
-                callers[int(greeting["rank"])] = (line, line.receive(5.0))
-                hosts[int(greeting["rank"])] = str(greeting["host"])
-            except (OSError, KeyError, ValueError):
-                line.close()
+            for key, _ in selector.select(max(0.01, min(1.0, until - time.monotonic()))):
+                if (admitted := admission.take(key.fileobj)) is not None:
+                    _hear_facts(*admitted, callers, hosts)
+            admission.tidy()
     return None
+
+
+def _hear_facts(
+    line: Line, greeting: dict[str, Any], callers: dict[int, tuple[Line, dict[str, Any]]], hosts: dict[int, str]
+) -> None:
+    """Take note of a rank that has been let in, once it has said its facts; where it does not, it calls again."""
+    try:
+        said = line.receive(5.0)
+        ranks = {name: said[name] for name in ("facts", "leads", "address", "port")}
+    except (OSError, KeyError):
+        line.close()
+        return
+    if (before := callers.get(greeting["rank"])) is not None:
+        before[0].close()
+    callers[greeting["rank"]], hosts[greeting["rank"]] = (line, ranks), greeting["host"]
 
 
 def _tell(callers: Mapping[int, tuple[Line, Any]], outcome: Failure | None, leaders: Sequence[Any]) -> None:

@@ -19,9 +19,15 @@ from dataclasses import dataclass
 from streamtune.errors import ArgumentError
 from streamtune.network import among_ranks
 
+from .hostname import LOOPBACK, check_host
+
 __all__ = ["RankEnvironment", "expand_nodes", "interface_to", "read_environment", "usable_cpus"]
 
 DEFAULT_PORT = 29500
+COUNTING = ("streamtune", "torchrun", "deepspeed")
+"""Launchers that always say how many ranks are on a machine."""
+SECRET_VARIABLE = "STREAMTUNE_SECRET"
+"""A secret that the user gives to all ranks and nobody else, where another launcher starts them."""
 RUN_ID_VARIABLE = "STREAMTUNE_RUN_ID"
 """Differs from run to run: what tells the connections of one from those of another on the same ports."""
 
@@ -43,6 +49,8 @@ class RankEnvironment:
     launcher``; ``none`` where it is alone."""
     run_id: str = ""
     """The same on every rank of a run, and on none of another."""
+    one_machine: bool = False
+    """True if all ranks are known to be on this machine."""
 
     @property
     def is_main(self) -> bool:
@@ -72,9 +80,20 @@ class RankEnvironment:
         for name, value in found.items():
             environ.setdefault(name, str(value))
         environ.setdefault("OMP_NUM_THREADS", str(max(1, usable_cpus() // self.local_world_size)))
-        # By itself gloo takes the address the machine's own name stands for, often one that others cannot reach.
-        if self.world_size > 1 and (interface := interface_to(self.master_addr)) is not None:
-            environ.setdefault("GLOO_SOCKET_IFNAME", interface)
+        if self.world_size > 1:
+            self.choose_interface(environ)
+
+    def choose_interface(self, environ: MutableMapping[str, str] = os.environ) -> None:
+        """Have the libraries talk over the interface that leads to rank 0: on one machine over the loopback alone.
+
+        By itself gloo takes the address the machine's own name stands for, often one that others cannot reach, and NCCL
+        an interface that others can.
+        """
+        if (interface := interface_to("127.0.0.1" if self.one_machine else self.master_addr)) is None:
+            return
+        environ.setdefault("GLOO_SOCKET_IFNAME", interface)
+        if self.one_machine:
+            environ.setdefault("NCCL_SOCKET_IFNAME", f"={interface}")
 
 
 def read_environment(environ: Mapping[str, str] = os.environ) -> RankEnvironment:
@@ -92,6 +111,8 @@ def read_environment(environ: Mapping[str, str] = os.environ) -> RankEnvironment
                           "OMPI_COMM_WORLD_LOCAL_RANK", "OMPI_COMM_WORLD_LOCAL_SIZE")  # fmt: skip
     elif "PMI_RANK" in environ and "PMI_SIZE" in environ:
         found = _from_mpi(environ, "PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID", "MPI_LOCALNRANKS")
+    elif _number(environ, "WORLD_SIZE", 1) > 1:
+        raise _missing("RANK", "the launcher")
     else:
         return RankEnvironment()
     if not 0 <= found.rank < found.world_size or not 0 <= found.local_rank < found.local_world_size:
@@ -181,9 +202,18 @@ def _environment(
 ) -> RankEnvironment:
     """With the address and port of rank 0: those that were given, or ones that follow from the job on every rank."""
     address = environ.get("MASTER_ADDR") or master
+    check_host(address, "MASTER_ADDR" if environ.get("MASTER_ADDR") else "environment")
+    if environ.get(SECRET_VARIABLE):
+        job = f"{environ[SECRET_VARIABLE]}/{job}"
     known = launcher in ("srun", "mpirun") and job
     port = 15000 + int(_digest(job)[:8], 16) % 5000 if known else DEFAULT_PORT
     port = _number(environ, "MASTER_PORT", port)
+    if port > 65535:
+        raise ArgumentError(
+            f"the variable MASTER_PORT should be a port and is {port}",
+            where="environment",
+            mend="set it to a free port from 1024 to 65535 on all ranks",
+        )
     return RankEnvironment(
         rank=rank,
         local_rank=local_rank,
@@ -193,6 +223,7 @@ def _environment(
         master_port=port,
         launcher=launcher,
         run_id=_digest(f"{job}/{address}/{port}/{world_size}")[:32],
+        one_machine=local_world_size == world_size and (launcher in COUNTING or address in LOOPBACK),
     )
 
 

@@ -12,16 +12,21 @@ import socket
 import sys
 import time
 from collections.abc import Sequence
+from contextlib import ExitStack
+from dataclasses import replace
 from pathlib import Path
 from types import FrameType, TracebackType
 from typing import Any, Protocol
 
+from streamtune import interrupts
 from streamtune.errors import ArgumentError
 from streamtune.network import among_ranks
+from streamtune.streams import reader_is_gone
 
 from .environment import read_environment
 from .failure import RankEnd, first_failure
-from .hostfile import Host, read_hostfile
+from .hostfile import MOST_SLOTS, Host, read_hostfile
+from .hostname import check_host
 from .ports import free_port, is_free
 from .ranks import LocalRanks, count_devices
 from .remote import HELLO_SECONDS, RemoteRanks, passed_on
@@ -72,6 +77,12 @@ def launch(arguments: Sequence[str], *, nproc: int | None, hostfile: Path | None
         )
     if nproc is not None and nproc < 1:
         raise ArgumentError(f"{nproc} ranks cannot train", where="--nproc", mend="give 1 or more")
+    if nproc is not None and nproc > MOST_SLOTS:
+        raise ArgumentError(
+            f"{str(nproc)[:40]} ranks are more than a machine takes",
+            where="--nproc",
+            mend=f"give the number of its devices, at most {MOST_SLOTS:,}",
+        )
     hosts = read_hostfile(hostfile, nproc) if hostfile is not None else [Host("localhost", nproc or 1)]
     ranks = without_launch_options(arguments)
     groups: list[RankGroup] = []
@@ -83,12 +94,29 @@ def launch(arguments: Sequence[str], *, nproc: int | None, hostfile: Path | None
         finally:
             for group in groups:
                 group.close()
+    if signals.first is not None:
+        ends = _without_echoes(ends)
     if (failed := first_failure(ends)) is not None:
         error, code = failed
         error.exit_code = code
         raise error
     codes = {end.rank: end.exit_code for end in ends}
+    if signals.first is not None and any(codes.values()):
+        return 128 + signals.first
     return codes.get(0, 0) or next((code for code in codes.values() if code), 0)
+
+
+def _without_echoes(ends: Sequence[RankEnd]) -> list[RankEnd]:
+    """Return how ranks ended that were asked to, without those that failed because another one went first."""
+    if not any(end.stopped for end in ends):
+        return list(ends)
+    kinds = ("DistributedError", "StreamTuneError")
+    return [
+        replace(end, code=128 + signal.SIGTERM, failure=None)
+        if end.code == 1 and (end.failure is None or not end.failure.own or end.failure.kind in kinds)
+        else end
+        for end in ends
+    ]
 
 
 def without_launch_options(arguments: Sequence[str]) -> list[str]:
@@ -120,9 +148,11 @@ def _start(hosts: Sequence[Host], arguments: Sequence[str], device: str, groups:
     for host in hosts:
         if host.name in hellos:
             _check_devices(host, hellos[host.name]["devices"] if device != "cpu" else 0)
+    master = os.environ.get("MASTER_ADDR") or ("127.0.0.1" if len(hosts) == 1 else hosts[0].address)
+    check_host(master, "MASTER_ADDR")
     environment = {
         "WORLD_SIZE": str(sum(host.slots for host in hosts)),
-        "MASTER_ADDR": os.environ.get("MASTER_ADDR") or ("127.0.0.1" if len(hosts) == 1 else hosts[0].address),
+        "MASTER_ADDR": master,
         "MASTER_PORT": str(_choose_port(here=is_here[0], free_there=hellos.get(hosts[0].name, {}).get("port"))),
         "STREAMTUNE_RUN_ID": secrets.token_hex(16),
     }
@@ -131,7 +161,8 @@ def _start(hosts: Sequence[Host], arguments: Sequence[str], device: str, groups:
         if here:
             command = [sys.executable, "-m", "streamtune", *arguments]
             name = socket.gethostname() if alone else host.address
-            groups.append(LocalRanks(command, first_rank, host.slots, {**os.environ, **environment}, name))
+            with interrupts.blocked():  # until they can be ended
+                groups.append(LocalRanks(command, first_rank, host.slots, {**os.environ, **environment}, name))
         else:
             remotes[host.name].start(arguments, first_rank, host.slots, {**passed_on(), **environment})
         first_rank += host.slots
@@ -190,11 +221,16 @@ def _wait(groups: Sequence[RankGroup], signals: _Signals) -> list[RankEnd]:
         if not any(group.running for group in groups):
             return ends
         now = time.monotonic()
+        if reader_is_gone() and signals.first is None:  # rank 0 is on another machine, and what it prints comes here
+            signals.ask(signal.SIGTERM)
         for signum in signals.take():
             _send(groups, signum)
             passed_on += 1
             if passed_on == 2:  # the ranks leave at once by themselves
                 kill_at = now + 1.0
+        if kill_at is None and passed_on and any(end.stopped for end in ends):
+            # All stop at the same step; one that waits for another in a library does not notice that it has gone.
+            kill_at = now + TOGETHER_SECONDS
         if terminate_at is None and any(end.code != 0 and not end.stopped for end in ends):
             terminate_at = now + TOGETHER_SECONDS
             kill_at = kill_at or terminate_at + GRACE_SECONDS
@@ -219,12 +255,17 @@ class _Signals:
     def __init__(self) -> None:
         self.started = False
         """Whether there are ranks to pass them on to; before, a signal breaks off what is going on."""
+        self.first: int | None = None
+        """SIGINT or SIGTERM, as the first of them is passed on."""
         self._came: list[int] = []
         self._previous: dict[int, Any] = {}
+        self._entered = ExitStack()
 
     def __enter__(self) -> _Signals:
+        self._entered.enter_context(interrupts.stopping())
         for signum in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
-            self._previous[signum] = signal.signal(signum, self._keep)
+            if not interrupts.is_ignored(signum):
+                self._previous[signum] = signal.signal(signum, self._keep)
         # The ranks would go on without the launcher, and those of other machines end where it says nothing.
         self._previous[signal.SIGTSTP] = signal.signal(signal.SIGTSTP, signal.SIG_IGN)
         return self
@@ -234,13 +275,25 @@ class _Signals:
     ) -> None:
         for signum, handler in self._previous.items():
             signal.signal(signum, handler)
+        self._entered.close()
 
     def take(self) -> list[int]:
         """Those that came since it was last asked."""
-        came = [self._came.pop(0) for _ in range(len(self._came))]
-        return [signal.SIGINT if signum == signal.SIGINT else signal.SIGTERM for signum in came]
+        return [self._came.pop(0) for _ in range(len(self._came))]
+
+    def ask(self, signum: int) -> None:
+        """Have this one passed on."""
+        self.first = self.first or signum
+        self._came.append(signum)
 
     def _keep(self, signum: int, frame: FrameType | None) -> None:
         if not self.started:
+            before = self._previous[signum]
+            if callable(before):
+                before(signum, frame)
             raise KeyboardInterrupt
-        self._came.append(signum)
+        interrupts.handled()
+        if signum != signal.SIGHUP:
+            self.ask(signum)
+        elif self.first is None:  # a terminal that is closed sends it several times: it never is the second signal
+            self.ask(signal.SIGTERM)

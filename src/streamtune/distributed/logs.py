@@ -51,10 +51,13 @@ def keep_log(directory: Path, environment: RankEnvironment) -> None:
     target, source = log_path(directory, environment.rank), Path(current)
     with suppress(OSError):
         target.parent.mkdir(parents=True, exist_ok=True)
-        handle = os.open(target, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
+        if target.parent.is_symlink():
+            return
+        flags = os.O_WRONLY | os.O_CREAT | os.O_APPEND | getattr(os, "O_NOFOLLOW", 0)
+        handle = os.open(target, flags, 0o644)
         sys.stdout.flush()
         sys.stderr.flush()
-        with source.open("rb") as written, target.open("ab") as kept:
+        with source.open("rb") as written, os.fdopen(os.dup(handle), "ab") as kept:
             shutil.copyfileobj(written, kept)
         _write_to(handle)
         source.unlink()

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import errno
 import secrets
 import socket
+from contextlib import suppress
 
-__all__ = ["free_port", "is_free", "side_ports"]
+from streamtune.network import among_ranks
+
+__all__ = ["free_port", "is_free", "listen_at", "side_ports"]
 
 SIDE_PORTS = 8
 
@@ -30,6 +34,39 @@ def is_free(port: int) -> bool:
         except OSError:
             return False
     return True
+
+
+def listen_at(host: str, port: int) -> socket.socket:
+    """Listen where other ranks call rank 0: at that one address, so on one machine at the loopback.
+
+    Only where the address is none of this machine's (others reach it through a translation of addresses), all of its
+    interfaces are listened on: which of them the calls come in by is not known.
+
+    Args:
+        host: The name or address of rank 0.
+        port: The port.
+
+    Raises:
+        OSError: The port is taken.
+    """
+    places: list[tuple[int, str]] = []
+    with suppress(OSError), among_ranks():
+        places += [
+            (int(family), str(address[0]))
+            for family, _, _, _, address in socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)[:1]
+        ]
+    for family, address in [*places, (socket.AF_INET, "")]:
+        server = socket.socket(family, socket.SOCK_STREAM)
+        server.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            server.bind((address, port))
+            server.listen(1024)
+            return server
+        except OSError as error:
+            server.close()
+            if not address or error.errno != errno.EADDRNOTAVAIL:
+                raise
+    raise AssertionError("the last place returns or raises")
 
 
 def side_ports(master_port: int) -> list[int]:

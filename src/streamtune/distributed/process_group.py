@@ -6,12 +6,21 @@ say never waits behind a kernel.
 
 from __future__ import annotations
 
+import errno
 import gc
+import hashlib
 import os
 from datetime import timedelta
 
 import torch
 from torch import distributed
+from torch.distributed import HashStore, PrefixStore, Store, TCPStore  # type: ignore[attr-defined]
+
+from streamtune.errors import DistributedError
+
+from .environment import RankEnvironment, read_environment
+from .hostname import LOOPBACK
+from .ports import listen_at
 
 __all__ = ["join", "leave", "sequence_group"]
 
@@ -24,6 +33,9 @@ def join(device: torch.device) -> None:
 
     Args:
         device: This rank's.
+
+    Raises:
+        DistributedError: Another program has the port that rank 0 is to listen at.
     """
     if distributed.is_initialized():
         return
@@ -31,9 +43,46 @@ def join(device: torch.device) -> None:
     if cuda:
         torch.cuda.set_device(device)
     os.environ.setdefault("DS_ACCELERATOR", device.type)
+    environment = read_environment()
+    if environment.world_size == 1 or environment.master_addr in LOOPBACK:
+        environment.choose_interface()
     distributed.init_process_group(
-        "cpu:gloo,cuda:nccl" if cuda else "gloo", timeout=PATIENCE, device_id=device if cuda else None
+        "cpu:gloo,cuda:nccl" if cuda else "gloo",
+        timeout=PATIENCE,
+        store=_store(environment),
+        rank=environment.rank,
+        world_size=environment.world_size,
+        device_id=device if cuda else None,
     )
+
+
+def _store(environment: RankEnvironment) -> Store:
+    """Return the store of the ranks' addresses: a server in rank 0, at the address the others call and no other.
+
+    PyTorch's own would listen on all interfaces. It asks nobody who he is; keys begin with a number that only ranks
+    know, so runs that get hold of each other's address do not mix.
+    """
+    if environment.world_size == 1:
+        return HashStore()
+    host, port = environment.master_addr, environment.master_port
+    # torchrun has started a server already, and its ranks only call it.
+    serves = environment.is_main and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
+    descriptor = None
+    if serves:
+        try:
+            descriptor = listen_at(host, port).detach()
+        except OSError as error:
+            why = "another program has it" if error.errno == errno.EADDRINUSE else str(error.strerror or error)
+            raise DistributedError(
+                f"rank 0 on {environment.host} cannot listen at port {port} of {host}: {why}",
+                where="MASTER_PORT",
+                mend=f"unset it: a free one is chosen; or see who has it: `ss -ltnp 'sport = :{port}'`",
+            ) from None
+    server = TCPStore(
+        host, port, is_master=serves, timeout=PATIENCE, wait_for_workers=False, master_listen_fd=descriptor
+    )
+    prefix = hashlib.sha256(f"{environment.run_id}/store".encode()).hexdigest()[:32]
+    return PrefixStore(prefix, server)
 
 
 def sequence_group(sequence_size: int) -> distributed.ProcessGroup | None:

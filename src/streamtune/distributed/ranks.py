@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import IO
 
 from streamtune.errors import ArgumentError
+from streamtune.interrupts import blocked, remove_too
 
 from .environment import usable_cpus
 from .failure import ERROR_FILE_VARIABLE, RankEnd, log_tail, read_failure
@@ -53,13 +54,15 @@ class LocalRanks:
     ) -> None:
         self.host = host
         self._folder = tempfile.TemporaryDirectory(prefix="streamtune-ranks-")
+        remove_too(self._folder.name)
         self._running: dict[int, subprocess.Popen[bytes]] = {}
         self._sent: list[int] = []
         try:
-            for local_rank in range(count):
-                rank = first_rank + local_rank
-                variables = self._environment(environment, rank, local_rank, count)
-                self._running[rank] = self._start(command, rank, variables, main_output)
+            with blocked():  # a rank takes signals once it can handle them; the interpreter shows a traceback
+                for local_rank in range(count):
+                    rank = first_rank + local_rank
+                    variables = self._environment(environment, rank, local_rank, count)
+                    self._running[rank] = self._start(command, rank, variables, main_output)
         except OSError as error:
             self.kill()
             raise ArgumentError(f"the ranks cannot be started: {error}") from None

@@ -24,7 +24,11 @@ from .hostfile import Host
 
 __all__ = ["RemoteRanks", "passed_on"]
 
-SSH = "ssh -T -o BatchMode=yes -o ConnectTimeout=15 -o ServerAliveInterval=5 -o ServerAliveCountMax=3 -o LogLevel=ERROR"
+SSH = (
+    "ssh -T -o BatchMode=yes -o ConnectTimeout=15 -o ServerAliveInterval=5 -o ServerAliveCountMax=3 "
+    "-o LogLevel=ERROR --"
+)
+"""After its last word comes the host, whatever it looks like."""
 SSH_VARIABLE = "STREAMTUNE_SSH"
 """Another command than that; it is given the host and a line for its shell."""
 AGENT = "streamtune.distributed.agent"

@@ -25,11 +25,12 @@ from typing import Any
 
 from streamtune.errors import StreamTuneError
 
+from .admission import Admission
 from .environment import RankEnvironment
 from .failure import Failure, write_failure
 from .judge import Beat, Limits, Peer, Stragglers, end_stopped, find_culprit, find_deadlock, this_process
 from .vitals import Vitals
-from .wire import Line, dial, greet, listen
+from .wire import Line, dial, listen
 
 __all__ = ["Watchdog"]
 
@@ -233,44 +234,46 @@ class _Hub:
 
     def __init__(self, environment: RankEnvironment, limits: Limits, event: Event) -> None:
         self._env, self._limits, self._event = environment, limits, event
-        self._server = listen(environment, PURPOSE)
-        self._server.setblocking(False)
         self._selector = selectors.DefaultSelector()
-        self._selector.register(self._server, selectors.EVENT_READ)
+        server, about = listen(environment, PURPOSE), {"process": this_process()}
+        self._admission = Admission(server, environment, PURPOSE, about, self._selector)
         self._started = time.monotonic()
         self._lines: dict[int, Line] = {}
+        self._spoken: set[int] = set()
+        """Ranks that know they have been let in."""
         self._peers: dict[int, Peer] = {0: Peer(0, environment.host, self._started)}
         self._told: Failure | None = None
         self._stragglers = Stragglers(limits.course)
 
     @property
     def descriptors(self) -> frozenset[int]:
-        return frozenset({self._server.fileno(), *(line.connection.fileno() for line in self._lines.values())})
+        return frozenset({*self._admission.descriptors, *(line.connection.fileno() for line in self._lines.values())})
 
     def wait(self, seconds: float) -> None:
         """Hear what comes within ``seconds``."""
         for key, _ in self._selector.select(seconds):
-            if key.fileobj is self._server:
-                self._admit()
-            else:
+            if key.data is not self._admission:
                 self._hear(key.data)
+            elif (admitted := self._admission.take(key.fileobj)) is not None:
+                self._admit(*admitted)
+        self._admission.tidy()
+        if len(self._spoken) == self._env.world_size - 1:
+            self._admission.close()
 
-    def _admit(self) -> None:
+    def _admit(self, line: Line, said: dict[str, Any]) -> None:
+        rank = said["rank"]
         try:
-            connection, _ = self._server.accept()
-        except OSError:
-            return
-        line = Line(connection)
-        try:
-            said = greet(line, self._env, PURPOSE, {"process": this_process()})
-            rank = int(said["rank"])
             machine, pid = said["process"]
-        except (OSError, KeyError, ValueError, TypeError):
+            peer = Peer(rank, said["host"], time.monotonic(), (str(machine), int(pid)))
+        except (KeyError, ValueError, TypeError):
             line.close()
             return
-        self._lines[rank] = line
-        self._peers[rank] = Peer(rank, str(said["host"]), time.monotonic(), (str(machine), int(pid)))
-        self._selector.register(connection, selectors.EVENT_READ, rank)
+        if (before := self._lines.get(rank)) is not None:  # it has called again: the first answer came too late
+            with suppress(KeyError, ValueError):
+                self._selector.unregister(before.connection)
+            before.close()
+        self._lines[rank], self._peers[rank] = line, peer
+        self._selector.register(line.connection, selectors.EVENT_READ, rank)
 
     def _hear(self, rank: int) -> None:
         peer = self._peers[rank]
@@ -282,6 +285,7 @@ class _Hub:
             peer.gone = True
         for word in words:
             peer.heard = time.monotonic()
+            self._spoken.add(rank)
             if "beat" in word:
                 peer.beat = Beat.from_dict(word["beat"])
                 self._stragglers.add(rank, peer.beat.step, peer.beat.busy, peer.heard)
@@ -339,7 +343,7 @@ class _Hub:
         for peer in self._peers.values():
             if failure is not None and peer.rank == failure.rank:
                 end_stopped(peer)
-        self._server.close()
+        self._admission.close()
         self._selector.close()
 
 

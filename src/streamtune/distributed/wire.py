@@ -5,9 +5,9 @@ The process group's connections cannot say why they stand still, and those of a 
 
 from __future__ import annotations
 
-import hashlib
 import hmac
 import json
+import secrets
 import socket
 import time
 from contextlib import suppress
@@ -17,9 +17,9 @@ from streamtune.errors import DistributedError
 from streamtune.network import among_ranks
 
 from .environment import RankEnvironment
-from .ports import side_ports
+from .ports import listen_at, side_ports
 
-__all__ = ["Line", "dial", "greet", "listen"]
+__all__ = ["ANSWER_SECONDS", "Line", "dial", "listen", "prove"]
 
 MOST_BYTES = 1 << 20
 """Of one document. Ours have hundreds; a stranger's connection is not read beyond it."""
@@ -28,13 +28,23 @@ ANSWER_SECONDS = 3.0
 
 
 class Line:
-    """Documents over a connection, in both directions. Of one thread; nothing blocks beyond its time."""
+    """Documents over a connection, in both directions. Of one thread; nothing blocks beyond its time.
 
-    def __init__(self, connection: socket.socket) -> None:
+    Args:
+        connection: The connection.
+        most: Bytes that are read without the end of a document.
+    """
+
+    def __init__(self, connection: socket.socket, most: int = MOST_BYTES) -> None:
         self.connection = connection
+        self._most = most
         self.greeting: dict[str, Any] = {}
         """What the other side said of itself when it was called."""
         self._pending = b""
+
+    def trust(self) -> None:
+        """Read documents of any size that ranks send: the other side is one."""
+        self._most = MOST_BYTES
 
     def send(self, document: dict[str, Any], seconds: float = 2.0) -> None:
         """Send one.
@@ -58,8 +68,8 @@ class Line:
             self._read()
         return self.arrived(1)[0]
 
-    def drain(self) -> list[dict[str, Any]]:
-        """Those that have come, without waiting.
+    def drain(self, most: int = -1) -> list[dict[str, Any]]:
+        """Those that have come, without waiting; ``most`` of them, where it is positive.
 
         Raises:
             OSError: The connection was closed, or a stranger speaks; what came before that is lost.
@@ -68,14 +78,14 @@ class Line:
         with suppress(BlockingIOError):
             while True:
                 self._read()
-        return self.arrived()
+        return self.arrived(most)
 
     def arrived(self, most: int = -1) -> list[dict[str, Any]]:
         """Those that have been read already."""
         *lines, self._pending = self._pending.split(b"\n", most)
         try:
             return [dict(json.loads(line)) for line in lines]
-        except (ValueError, TypeError):
+        except (ValueError, TypeError, RecursionError):
             raise ConnectionError("a stranger speaks") from None
 
     def _read(self) -> None:
@@ -83,7 +93,7 @@ class Line:
         if not data:
             raise ConnectionError("the connection was closed")
         self._pending += data
-        if len(self._pending) > MOST_BYTES:
+        if len(self._pending) > self._most:
             raise ConnectionError("a stranger speaks")
 
     def close(self) -> None:
@@ -92,54 +102,33 @@ class Line:
             self.connection.close()
 
 
-def _token(environment: RankEnvironment, purpose: str) -> str:
-    return hashlib.sha256(f"{environment.run_id}/{environment.world_size}/{purpose}".encode()).hexdigest()
+def prove(environment: RankEnvironment, purpose: str, side: str, nonces: str) -> str:
+    """Return a proof, which only a rank of this run can make, about two numbers that were never used before.
+
+    Args:
+        environment: Of this rank.
+        purpose: As given to :func:`listen`.
+        side: Who says it: ``rank 0`` or ``caller``.
+        nonces: Of both sides.
+    """
+    said = f"{purpose}/{environment.world_size}/{side}/{nonces}"
+    return hmac.new(environment.run_id.encode(), said.encode(), "sha256").hexdigest()
 
 
 def listen(environment: RankEnvironment, purpose: str) -> socket.socket:
-    """On rank 0: a socket that the others find with :func:`dial`.
+    """On rank 0: a socket that the others find with :func:`dial`, at the address they call (``ports.listen_at``).
 
     Raises:
         DistributedError: All of the ports that could be it are taken.
     """
     for port in side_ports(environment.master_port):
-        for address in _addresses(environment.master_addr):
-            server = socket.socket(socket.AF_INET6 if ":" in address else socket.AF_INET)
-            server.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-            try:
-                server.bind((address, port))
-                server.listen(1024)
-                return server
-            except OSError:
-                server.close()
+        with suppress(OSError):
+            return listen_at(environment.master_addr, port)
     ports = side_ports(environment.master_port)
     raise DistributedError(
         f"rank 0 cannot listen for the others ({purpose}): ports {ports[0]} to {ports[-1]} are taken",
         mend="give another MASTER_PORT: they follow from it",
     )
-
-
-def _addresses(host: str) -> list[str]:
-    """Where rank 0 listens: on the address the others call, or on all where that is not of this machine (a NAT)."""
-    with suppress(OSError), among_ranks():
-        return [str(socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)[0][4][0]), ""]
-    return [""]
-
-
-def greet(line: Line, environment: RankEnvironment, purpose: str, about: dict[str, Any]) -> dict[str, Any]:
-    """On rank 0: take the greeting of a rank that called, and answer it with ``about``.
-
-    Returns:
-        What it says of itself, ``rank`` and ``host`` among it.
-
-    Raises:
-        OSError: It is no rank of this run, or says nothing.
-    """
-    said = line.receive(ANSWER_SECONDS)
-    if not hmac.compare_digest(str(said.get("token")), _token(environment, purpose)):
-        raise ConnectionError("not of this run")
-    line.send({"welcome": _token(environment, f"{purpose} of rank 0"), "host": environment.host, **about})
-    return said
 
 
 def dial(environment: RankEnvironment, purpose: str, about: dict[str, Any], seconds: float) -> Line:
@@ -155,7 +144,7 @@ def dial(environment: RankEnvironment, purpose: str, about: dict[str, Any], seco
         DistributedError: It did not answer.
     """
     until = time.monotonic() + seconds
-    greeting = {"token": _token(environment, purpose), "rank": environment.rank, "host": environment.host, **about}
+    greeting = {"rank": environment.rank, "host": environment.host, **about}
     reason = "nobody answers"
     while True:
         for port in side_ports(environment.master_port):
@@ -176,10 +165,18 @@ def dial(environment: RankEnvironment, purpose: str, about: dict[str, Any], seco
 def _call(env: RankEnvironment, purpose: str, greeting: dict[str, Any], port: int, seconds: float) -> Line:
     with among_ranks():
         line = Line(socket.create_connection((env.master_addr, port), timeout=seconds))
+    nonce = secrets.token_hex(16)
     try:
-        line.send(greeting)
+        line.send({"nonce": nonce})
+        challenge = line.receive(ANSWER_SECONDS)
+        nonces = f"{nonce}/{challenge.get('nonce')}"
+        if not hmac.compare_digest(
+            str(challenge.get("proof")).encode(), prove(env, purpose, "rank 0", nonces).encode()
+        ):
+            raise ConnectionError(f"another program answers at port {port}")
+        line.send({**greeting, "proof": prove(env, purpose, "caller", nonces)})
         answer = line.receive(ANSWER_SECONDS)
-        if not hmac.compare_digest(str(answer.get("welcome")), _token(env, f"{purpose} of rank 0")):
+        if answer.get("welcome") is not True:
             raise ConnectionError(f"another program answers at port {port}")
         line.greeting = answer
     except OSError:

@@ -1,0 +1,93 @@
+"""Values that ranks send each other, run by :func:`tests.distributed.rank_group.run_ranks` on each of them."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import distributed
+
+from streamtune.errors import DataError, StreamTuneError
+from streamtune.templates import TemplateLimitError
+from streamtune.train.world import World
+
+MANY = {1: (2.5, float("inf")), "a": [None, True, b"\x00\xff"], (1, "b"): {"c": 2**80}, "path": Path("x/y")}
+
+
+def run(case: str) -> Any:
+    rank, size = distributed.get_rank(), distributed.get_world_size()
+    world = World(rank, size, sequence_size=2 if case == "sequence" else 1)
+    found = CASES[case](world)
+    world.barrier()  # all are at the same collective still
+    return found
+
+
+def values(world: World) -> Any:
+    found = world.collect((world.rank, MANY, "x" * (10_000 * world.rank)))
+    assert found == [(rank, MANY, "x" * (10_000 * rank)) for rank in range(world.size)]
+    assert world.main(lambda: MANY if world.is_main else 1 / 0) == MANY
+    return True
+
+
+def sequence(world: World) -> Any:
+    return world.gather(world.rank)
+
+
+def unsendable(world: World) -> Any:
+    """One rank has what cannot be sent: it and the others say so, and nobody waits."""
+    said = []
+    for attempt in (
+        lambda: world.collect(torch.nn.Linear(1, 1) if world.rank == 1 else 1),
+        lambda: world.main(lambda: torch.zeros(1)),
+    ):
+        try:
+            attempt()
+        except Exception as error:
+            said.append(f"{type(error).__name__}: {error}")
+        else:
+            said.append("nothing")
+    return world.collect(said)
+
+
+def errors(world: World) -> Any:
+    """An error of rank 0 is made anew on the others, of its class or the nearest that they know."""
+
+    def fail() -> None:
+        raise TemplateLimitError("too long", where="a.jinja:3", mend="shorten it")
+
+    def fail_plainly() -> None:
+        raise ZeroDivisionError("by nothing")
+
+    def fail_on_1() -> None:
+        if world.rank == 1:
+            raise DataError("no rows", where="rows.jsonl:7", mend="add some")
+
+    said = []
+    for attempt in (lambda: world.main(fail), lambda: world.main(fail_plainly), lambda: world.together(fail_on_1)):
+        try:
+            attempt()
+        except StreamTuneError as error:
+            said.append([type(error).__name__, error.what, error.where, error.mend, error.exit_code])
+        except ZeroDivisionError as error:
+            said.append([type(error).__name__, str(error)])
+    return world.collect(said)
+
+
+def garbage(world: World) -> Any:
+    """A rank that sends bytes of its own, and one that announces a size that nothing has."""
+    said = []
+    for size, data in ((4, b"\x80\x04N."), (1 << 60, b""), (-1, b"")):
+        try:
+            if world.is_main:
+                distributed.broadcast(torch.tensor([size]), src=0)
+                if data:
+                    distributed.broadcast(torch.frombuffer(bytearray(data), dtype=torch.uint8), src=0)
+            else:
+                world.main(lambda: None)
+        except StreamTuneError as error:
+            said.append([type(error).__name__, error.what])
+    return world.collect(said)
+
+
+CASES = {case.__name__: case for case in (values, sequence, unsendable, errors, garbage)}
