@@ -8,10 +8,11 @@
 
 from __future__ import annotations
 
-from importlib import import_module
-from typing import TYPE_CHECKING, Any
+TYPE_CHECKING = False  # as in typing, which takes longer to import than the rest: Ctrl-C is not handled yet
 
 if TYPE_CHECKING:
+    from typing import Any
+
     from streamtune.engine import RouterLoss, Schedule, SequenceParallel, StreamHandle, stream
     from streamtune.ops import linear_cross_entropy, token_logprobs
 
@@ -43,6 +44,8 @@ def __getattr__(name: str) -> Any:
     """Load the engine, and torch with it, only when it is asked for: ``streamtune --help`` needs neither."""
     if name not in _HOMES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    from importlib import import_module
+
     return getattr(import_module(_HOMES[name]), name)
 
 

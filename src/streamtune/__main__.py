@@ -1,6 +1,26 @@
-"""``python -m streamtune`` is the command ``streamtune``."""
+"""``python -m streamtune`` and the command ``streamtune``: handle signals, then import the rest and run the command."""
 
-from streamtune.cli import main
+# Built in; ``signal`` imports ``enum``, during which Ctrl-C would show a traceback.
+import _signal  # type: ignore[import-not-found]
+import os
+
+__all__ = ["main"]
+
+
+def main() -> None:
+    """Run the command line as a process of its own, and leave with its exit code."""
+    # Nothing is there to be ended yet; even the handler that is installed next takes time to import.
+    if _signal.getsignal(_signal.SIGINT) == _signal.default_int_handler:
+        _signal.signal(_signal.SIGINT, lambda signum, frame: os._exit(128 + signum))
+    from streamtune import interrupts
+    from streamtune.streams import keep_streams
+
+    keep_streams()
+    interrupts.install(for_good=True)
+    from streamtune.cli import main as run
+
+    run()
+
 
 if __name__ == "__main__":
     main()

@@ -31,6 +31,15 @@ def test_env_json(capsys):
     assert set(found["head"]) == set(names)
 
 
+@pytest.mark.parametrize("version", ["2.13.0+cu130", "2.13.0+cpu", "2.14.1"])
+def test_torch_is_shown_with_its_build(monkeypatch, capsys, version):
+    """Metadata of the CUDA wheel say 2.13.0 and those of the CPU wheel 2.13.0+cpu; torch itself names both builds."""
+    monkeypatch.setattr(torch, "__version__", version)
+    with pytest.raises(SystemExit):
+        main(["env", "--json"])
+    assert json.loads(capsys.readouterr().out)["versions"]["torch"] == version
+
+
 def test_env_for_people(capsys):
     with pytest.raises(SystemExit):
         main(["env"])

@@ -128,6 +128,7 @@ def test_the_plan_says_what_a_step_is(
     assert ("reference" in lines) == ("loss_type=simpo" not in settings)
 
 
+@pytest.mark.full
 def test_the_plan_as_json(run: Callable[..., int], capfd: pytest.CaptureFixture[str]) -> None:
     assert run("plan", "dpo.yaml", *ELSEWHERE, "--json", "--set", "engine.schedule=auto") == 0
     found = json.loads(capfd.readouterr().out)
@@ -166,12 +167,12 @@ def settings_of(*settings: str) -> tuple[str, ...]:
 @pytest.mark.parametrize(
     ("name", "settings", "mode"),
     [
-        ("dpo", ["gradient_accumulation_steps=2"], "stream"),
+        pytest.param("dpo", ["gradient_accumulation_steps=2"], "stream", marks=pytest.mark.full),
         ("dpo", ["finetuning_type=lora", "loss_type=ipo"], "stream"),
-        ("dpo", ["finetuning_type=lora", "loss_type=ipo"], "plain"),
-        ("dpo", ["loss_type=kto", "per_device_train_batch_size=2"], "checkpoint"),
-        ("dpo", ["precompute_ref_log_probs=true"], "stream"),
-        ("grpo", ["use_vllm=true"], "stream"),
+        pytest.param("dpo", ["finetuning_type=lora", "loss_type=ipo"], "plain", marks=pytest.mark.full),
+        pytest.param("dpo", ["loss_type=kto", "per_device_train_batch_size=2"], "checkpoint", marks=pytest.mark.full),
+        pytest.param("dpo", ["precompute_ref_log_probs=true"], "stream", marks=pytest.mark.full),
+        pytest.param("grpo", ["use_vllm=true"], "stream", marks=pytest.mark.full),
         ("grpo", ["num_iterations=2", "finetuning_type=lora", "use_vllm=true"], "checkpoint"),
     ],
 )
@@ -198,6 +199,7 @@ def test_a_real_step_holds_what_a_simulated_one_does(
     assert found.terms.get("reference", 0) == said["terms"].get("reference", 0)
 
 
+@pytest.mark.full
 def test_the_longest_with_its_rollout(run: Callable[..., int], capsys: pytest.CaptureFixture[str]) -> None:
     options = ("--device-memory", "64MiB", "--from", "256", "--to", "256", "--output-dir", "out")
     assert run("probe-max-len", "grpo.yaml", *options) == 0
@@ -232,11 +234,11 @@ def test_a_length_that_leaves_no_completion(run: Callable[..., int], capsys: pyt
 @pytest.mark.parametrize(
     ("name", "settings"),
     [
-        ("dpo", ()),
+        pytest.param("dpo", (), marks=pytest.mark.full),
         ("dpo", ("finetuning_type=lora", "lora_dropout=0.1", "loss_type=ipo")),
-        ("dpo", ("loss_type=kto",)),
-        ("dpo", ("share_prefix=never", "loss_type=orpo")),
-        ("grpo", ()),
+        pytest.param("dpo", ("loss_type=kto",), marks=pytest.mark.full),
+        pytest.param("dpo", ("share_prefix=never", "loss_type=orpo"), marks=pytest.mark.full),
+        pytest.param("grpo", (), marks=pytest.mark.full),
         ("grpo", ("finetuning_type=lora", "temperature=0.8", "loss_type=gspo")),
     ],
 )
@@ -291,6 +293,7 @@ def test_trees_are_cut_where_their_completions_differ() -> None:
 # --- bench ------------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.full
 def test_bench_on_pairs(run: Callable[..., int], capsys: pytest.CaptureFixture[str]) -> None:
     assert run("bench", "dpo.yaml", "--lengths", "256", "--repeats", "1", "--modes", "stream") == 0
     shown = capsys.readouterr().out

@@ -50,6 +50,7 @@ def probe(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., int]
     return run
 
 
+@pytest.mark.full
 def test_the_longest_of_each_mode(probe: Callable[..., int], capsys: pytest.CaptureFixture[str]) -> None:
     """A range of one length: streaming fits into the budget, the others do not."""
     assert probe("--device-memory", "4MiB", "--from", "1024", "--to", "1024", "--baseline", "--output-dir", "out") == 0
@@ -81,6 +82,7 @@ def test_the_largest_batch_of_adapters_as_json(probe: Callable[..., int], capsys
     assert Path("runs/tiny/probe.png").is_file()
 
 
+@pytest.mark.full
 def test_a_budget_that_nothing_fits(probe: Callable[..., int], capsys: pytest.CaptureFixture[str]) -> None:
     assert probe("--device-memory", "300KiB", "--from", "64", "--to", "64") == 2
     said = capsys.readouterr().err
@@ -91,6 +93,7 @@ def test_a_budget_that_nothing_fits(probe: Callable[..., int], capsys: pytest.Ca
     assert "larger chunks never help" in said
 
 
+@pytest.mark.full
 def test_a_model_that_cannot_be_trained_is_no_lack_of_memory(
     probe: Callable[..., int], capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -140,6 +143,7 @@ def interrupted(process: subprocess.Popen[str]) -> tuple[str, str]:
     raise AssertionError("four interrupts did not end it")
 
 
+@pytest.mark.full
 @pytest.mark.skipif(sys.platform == "win32", reason="signals of a terminal")
 def test_ctrl_c_ends_with_what_is_known(tmp_path: Path) -> None:
     (tmp_path / "tiny.yaml").write_text(yaml.safe_dump(RECIPE, sort_keys=False))

@@ -118,7 +118,9 @@ def test_adapters_in_bfloat16(verify: Callable[..., int], capsys: pytest.Capture
     assert "exact: streamed loss and gradients are plain autograd's in float32, and as precise in bfloat16" in shown
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float64"])
+@pytest.mark.parametrize(
+    "dtype", ["float32", *(pytest.param(name, marks=pytest.mark.full) for name in ("bfloat16", "float64"))]
+)
 def test_another_dtype(verify: Callable[..., int], capsys: pytest.CaptureFixture[str], dtype: str) -> None:
     assert verify("--length", "64", "--dtype", dtype, "--set", "dtype=bfloat16", "--json") == 0
     document = json.loads(capsys.readouterr().out)
@@ -126,6 +128,7 @@ def test_another_dtype(verify: Callable[..., int], capsys: pytest.CaptureFixture
     assert (document["dtype"].split()[0], document["truth"]) == (dtype, expected)
 
 
+@pytest.mark.full
 def test_without_memory_for_a_truth_the_screen_says_so(
     verify: Callable[..., int], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -142,6 +145,7 @@ def test_without_memory_for_a_truth_the_screen_says_so(
 # --- rows -------------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.full
 def test_short_rows_stand_beside_each_other(verify: Callable[..., int], capsys: pytest.CaptureFixture[str]) -> None:
     write_rows((1, 1), (3, 2), (1, 4), (1, 1), (1, 1), (1, 1))
     assert verify("--json") == 0
@@ -154,6 +158,7 @@ def test_short_rows_stand_beside_each_other(verify: Callable[..., int], capsys: 
     assert "the first 4, padded to" in capsys.readouterr().out
 
 
+@pytest.mark.full
 def test_a_long_prompt_is_cut_where_the_answer_begins(
     verify: Callable[..., int], capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -218,6 +223,7 @@ def test_a_dropped_prefix_gradient(
     assert document["loss_difference"] == pytest.approx(0, abs=1e-5)
 
 
+@pytest.mark.full
 def test_the_lost_terms_of_one_chunk(
     verify: Callable[..., int], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -273,6 +279,7 @@ def test_wrong_input_exits_2(
     assert "exact" not in shown
 
 
+@pytest.mark.full
 def test_the_table_fits_eighty_columns(verify: Callable[..., int], capsys: pytest.CaptureFixture[str]) -> None:
     assert verify("--length", "64") == 0
     table = capsys.readouterr().out.split("\n\n")[1].splitlines()
@@ -353,6 +360,7 @@ def test_packed_rows_that_meet_are_found(verify: Callable[..., int], monkeypatch
     assert "NOT exact" in capsys.readouterr().out
 
 
+@pytest.mark.full
 def test_packed_rows_of_a_long_first_row_leave_room_for_another(verify: Callable[..., int], capsys) -> None:
     write_rows((10, 300), (5, 300))
     assert verify("--set", "packing=true", "--length", "120", "--json") == 0

@@ -4,11 +4,15 @@ from __future__ import annotations
 
 import ctypes
 import functools
+import json
 import math
 import os
+import random
 import shutil
 import signal
+import sys
 import time
+import traceback
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -146,3 +150,112 @@ def out_of_memory(job: dict[str, Any]) -> None:
         return found
 
     SupervisedObjective.score = score  # type: ignore[method-assign]
+
+
+def not_finite_but_the_first(job: dict[str, Any]) -> None:
+    """Every loss is NaN but those of the first step's two micro-batches."""
+    from dataclasses import replace
+
+    from streamtune.train.objective import SupervisedObjective
+
+    real, calls = SupervisedObjective.score, [0]
+
+    def score(self: Any, model: Any, batch: Any, totals: Any) -> Any:
+        found = real(self, model, batch, totals)
+        calls[0] += totals is not None
+        return replace(found, loss=found.loss * math.nan) if totals is not None and calls[0] > 2 else found
+
+    SupervisedObjective.score = score  # type: ignore[method-assign]
+
+
+def hangups(job: dict[str, Any]) -> None:
+    """Three SIGHUPs in the third forward, under ``nohup`` where the job says so."""
+    from streamtune.train.objective import SupervisedObjective
+
+    signal.signal(signal.SIGHUP, signal.SIG_IGN if job.get("nohup") else signal.SIG_DFL)
+
+    def hang_up() -> None:
+        for _ in range(3):
+            os.kill(os.getpid(), signal.SIGHUP)
+            time.sleep(0.05)
+
+    _before(SupervisedObjective, "score", at=3, then=hang_up)
+
+
+def output_is_full(job: dict[str, Any]) -> None:
+    """Standard output and error are full."""
+    full = os.open("/dev/full", os.O_WRONLY)
+    os.dup2(full, 1)
+    os.dup2(full, 2)
+
+
+def reader_goes(job: dict[str, Any]) -> None:
+    """Standard output is a pipe whose reader goes in the fifth forward."""
+    from streamtune.train.objective import SupervisedObjective
+
+    reading, writing = os.pipe()
+    os.dup2(writing, 1)
+    os.close(writing)
+    _before(SupervisedObjective, "score", at=5, then=lambda: os.close(reading))
+
+
+# --- many starts in one place ----------------------------------------------------------------------------------------
+
+
+def many_starts(job: dict[str, Any]) -> int:
+    """``job["count"]`` runs of the same command, each after up to ``job["seconds"]``, in one place.
+
+    Whichever comes to ``job["held_at"]`` (``loading``, or a micro-batch from 1) waits there until the others ended.
+    ``started-N.txt`` is what each printed, ``started.json`` their processes and exit codes.
+    """
+    folder, count, draw = Path(job["cwd"]), int(job["count"]), random.Random(job["seed"])
+    offsets = [draw.uniform(0.0, job["seconds"]) for _ in range(count)]
+    pids: dict[int, int] = {}
+    for number in range(count):
+        pid = os.fork()
+        if pid == 0:
+            output = os.open(folder / f"started-{number}.txt", os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
+            os.dup2(output, 1)
+            os.dup2(output, 2)
+            _wait_for_the_others(job["held_at"], folder, count - 1)
+            time.sleep(offsets[number])
+            os._exit(_main_code(job["argv"]))
+        pids[pid] = number
+    codes: dict[int, tuple[int, int]] = {}
+    while len(codes) < count:
+        pid, status = os.wait()
+        codes[pids[pid]] = (pid, os.waitstatus_to_exitcode(status))
+        (folder / f"ended-{len(codes)}").touch()
+    (folder / "started.json").write_text(json.dumps([codes[number] for number in range(count)]))
+    return 0
+
+
+def _main_code(argv: list[str]) -> int:
+    from streamtune.cli import main
+
+    try:
+        main(argv)
+    except SystemExit as left:
+        sys.stdout.flush()
+        sys.stderr.flush()
+        return int(left.code or 0)
+    except BaseException:
+        traceback.print_exc()
+        sys.stderr.flush()
+        return 70
+    return 0
+
+
+def _wait_for_the_others(held_at: str | int, folder: Path, others: int) -> None:
+    import streamtune.recipe.build_sft as build_sft
+    from streamtune.train.objective import SupervisedObjective
+
+    def wait() -> None:
+        until = time.monotonic() + 120.0
+        while not (folder / f"ended-{others}").exists() and time.monotonic() < until:
+            time.sleep(0.02)
+
+    if held_at == "loading":
+        _before(build_sft, "make_model", at=1, then=wait)
+    else:
+        _before(SupervisedObjective, "score", at=int(held_at), then=wait)

@@ -3,8 +3,8 @@
     python -m tests.faults.zygote        one JSON job a line on stdin; {"pid": n}, then {"status": n, ...} on stdout
 
 A job: ``{"cwd": folder, "argv": [...], "output": file, "arm": [...] | null, "hook": name | null}``. ``arm`` are the
-arguments of ``faults_arm`` (``shim.c``); ``hook`` (``hooks``) is called in the forked process before the command, or in
-its place where it returns an exit code.
+arguments of ``faults_arm`` (``shim.c``); ``hook`` (a name in ``hooks``, or ``module:name``) is called in the forked
+process before the command, or in its place where it returns an exit code.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ import ctypes
 import json
 import os
 import sys
+from importlib import import_module
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -46,7 +47,8 @@ def run(job: dict[str, Any]) -> int:
     os.dup2(descriptor, 1)
     os.dup2(descriptor, 2)
     if job.get("hook"):
-        code: int | None = getattr(hooks, job["hook"])(job)
+        module, _, name = job["hook"].rpartition(":")
+        code: int | None = getattr(import_module(module) if module else hooks, name)(job)
         if code is not None:
             return code
     if job.get("arm"):

@@ -5,14 +5,19 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Sequence
+from contextlib import ExitStack
 
+from streamtune import interrupts
 from streamtune.distributed.ranks import die_with_launcher
-from streamtune.errors import StreamTuneError
+from streamtune.errors import RunError, StreamTuneError
 from streamtune.network import go_offline, is_offline, keep_private
 from streamtune.quiet import hush_imports
+from streamtune.streams import keep_streams, lost_output, reader_is_gone
 
 from .allocator import grow_segments
 from .app import app
+from .console import is_needed, need_output
+from .machine import error_of_machine
 from .ranks import note_failure, remember_arguments, tell_failure
 
 __all__ = ["app", "main"]
@@ -26,14 +31,21 @@ def main(argv: Sequence[str] | None = None) -> None:
     Args:
         argv: Arguments without the program's name; ``sys.argv`` by default.
     """
+    with ExitStack() as undone:
+        undone.callback(keep_streams())
+        undone.callback(interrupts.install())
+        _run(list(sys.argv[1:] if argv is None else argv))
+
+
+def _run(given: list[str]) -> None:
     die_with_launcher()
     grow_segments()
     keep_private()
-    if "--debug" not in (sys.argv if argv is None else argv):
-        hush_imports()
-    given = list(sys.argv[1:] if argv is None else argv)
-    remember_arguments(given)
     debug = "--debug" in given
+    if not debug:
+        hush_imports()
+    remember_arguments(given)
+    need_output(True)
     if "--offline" in given or is_offline():
         go_offline()
     arguments = [argument for argument in given if argument not in ("--debug", "--offline")]
@@ -42,26 +54,38 @@ def main(argv: Sequence[str] | None = None) -> None:
     try:
         try:
             app(arguments, prog_name="streamtune")
-        finally:
-            _flush()
+        except SystemExit as left:
+            if not left.code:
+                _check_output()
+            raise
     except Exception as error:
         known = error if isinstance(error, StreamTuneError) else _unexpected(error)
         if debug:
             note_failure(known)
             raise
-        tell_failure(known)
+        try:
+            tell_failure(known)
+        except MemoryError:  # what shows an error nicely takes memory too
+            os.write(2, f"error: {known.what}\nmend: {known.mend}\n".encode(errors="replace"))
         sys.exit(known.exit_code)
 
 
-def _flush() -> None:
-    """Write what is buffered now: a reader that left early (``| head``) is no error, and Python would call it one."""
-    try:
-        sys.stdout.flush()
-    except BrokenPipeError:
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+def _check_output() -> None:
+    """Refuse to call a command done whose result could not be written; a reader that left early wanted no more."""
+    sys.stdout.flush()
+    error = lost_output()
+    if error is not None and not reader_is_gone() and is_needed():
+        raise RunError(
+            f"the output cannot be written: {error.strerror}",
+            where="standard output",
+            mend="free some space, or write it somewhere else",
+        )
 
 
 def _unexpected(error: Exception) -> StreamTuneError:
     """A defect of ours, or a library's error nobody foresaw: short, with the way to see all of it."""
+    known = error_of_machine(error)
+    if known is not None:
+        return known
     what = f"{type(error).__name__}: {error}".strip().removesuffix(":")
     return StreamTuneError(what, mend="run it again with --debug for the traceback, and report it: this is a defect")

@@ -10,11 +10,12 @@ from typing import TYPE_CHECKING, Annotated, Any, cast
 
 import typer
 
+from streamtune import interrupts
 from streamtune.errors import ArgumentError, did_you_mean
 from streamtune.sizes import parse_size
 
 from .bench_screens import bench_screen, describe_bench, table_screen
-from .console import err, out, print_json, print_note
+from .console import err, out, print_json
 from .options import JsonOption, RecipeArgument, SetOption
 from .reading import read_recipe
 
@@ -133,12 +134,9 @@ def bench(
             method=method or ("simulate" if device_memory else "measure"),
             sizes=[parse_size(size, where=name) if size else None for name, size in sizes.items()],
         )
-        try:
+        with interrupts.saying("Stopped. Finished rows are kept; the same command goes on from there."):
             notify = status.update if err.is_terminal else err.print
             report = table_recipe(loaded, cast(Any, table), options, notify=notify)
-        except KeyboardInterrupt:
-            print_note("finished rows are kept; the same command goes on from there")
-            raise
     (folder / f"{report.stem}.md").write_text(markdown(report), encoding="utf-8")
     draw_table(report, folder / f"{report.stem}.png")
     if as_json:

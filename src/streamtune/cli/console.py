@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import sys
 from collections.abc import Iterable
 from typing import Any
 
@@ -14,28 +15,50 @@ from rich.table import Table
 from rich.text import Text
 
 from streamtune.errors import RecipeError, StreamTuneError, UserError
-from streamtune.secrets import redact, redact_values
+from streamtune.secrets import plain, redact_values
 
-__all__ = ["err", "error_panel", "error_text", "out", "plain", "print_error", "print_json", "print_note", "print_rows"]
+__all__ = [
+    "err",
+    "error_panel",
+    "error_text",
+    "is_needed",
+    "need_output",
+    "out",
+    "plain",
+    "print_error",
+    "print_json",
+    "print_note",
+    "print_rows",
+]
 
+if not os.environ.get("COLUMNS", "").strip("0"):  # rich would show nothing in no columns
+    os.environ.pop("COLUMNS", None)
 out = Console(highlight=False)
 err = Console(stderr=True, highlight=False)
 SHOWN_BYTES = 64 * 1024
 """A recipe is no longer; more of a file is not read to show a line of it."""
-_CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u200e\u200f\u202a-\u202e\u2066-\u2069\ud800-\udfff]")
-
 _UNPRINTABLE = re.compile(r"[\x7f-\x9f\u200e\u200f\u202a-\u202e\u2066-\u2069\ud800-\udfff]")
 """Of these, what JSON does not escape by itself."""
+NARROW = 40
+"""Columns of a terminal that leave a second column of a table no room: it wraps plain lines itself."""
+
+_needed = [True]
 
 
-def plain(text: str) -> str:
-    """Text that is safe to show: no secrets, nothing that a terminal obeys (escapes, changes of direction)."""
-    return _CONTROL.sub(lambda found: found[0].encode("unicode_escape").decode(), redact(text))
+def need_output(needed: bool) -> None:
+    """Say whether the command that runs fails where its output is lost: not one whose results are files."""
+    _needed[:] = [needed]
+
+
+def is_needed() -> bool:
+    """Return whether the command that runs fails where its output is lost."""
+    return _needed[0]
 
 
 def print_json(document: Any) -> None:
     """Print one JSON document on stdout, without colour or wrapping."""
-    text = json.dumps(redact_values(document), indent=2, ensure_ascii=False)
+    wide = (getattr(sys.stdout, "encoding", None) or "utf-8").lower().startswith("utf")
+    text = json.dumps(redact_values(document), indent=2, ensure_ascii=not wide)
     print(_UNPRINTABLE.sub(lambda found: f"\\u{ord(found[0]):04x}", text))
 
 
@@ -43,7 +66,7 @@ def print_rows(rows: Iterable[tuple[str, str]], *, name_style: str = "dim", inde
     """Print names and values in two columns on stdout; values wrap on a terminal and stay whole in a log."""
     rows = [(name, plain(value)) for name, value in rows]
     width = max((len(name) for name, _ in rows), default=0)
-    if not out.is_terminal:
+    if not out.is_terminal or out.width < NARROW:
         for name, value in rows:
             print(f"{indent}{name:<{width}}  {value}".rstrip())
         return
@@ -62,7 +85,7 @@ def print_note(note: str) -> None:
 
 def print_error(error: StreamTuneError, to: Console = err) -> None:
     """Tell an error on stderr: a panel on a terminal, plain lines in a log."""
-    if to.is_terminal:
+    if to.is_terminal and to.width >= NARROW:
         to.print(error_panel(error))
     else:
         to.print(Text(error_text(error)), soft_wrap=True)

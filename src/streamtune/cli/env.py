@@ -54,6 +54,7 @@ def environment() -> dict[str, Any]:
 
     versions: dict[str, str | None] = {"streamtune": __version__, "python": platform.python_version()}
     versions |= {name: _package_version(name) for name in PACKAGES}
+    versions["torch"] = str(torch.__version__)  # names the build (+cpu, +cu130), which a wheel's metadata may leave out
     devices = _devices()
     kernels = {device["name"]: _kernels(torch.device(device["name"])) for device in devices}
     return {

@@ -15,7 +15,7 @@ from rich.text import Text
 
 from streamtune.recipe import code_of
 
-from .console import err, out, plain, print_rows
+from .console import err, need_output, out, plain, print_rows
 from .plan import describe_plan
 from .ranks import enter_rank, launch_ranks, shown, watch
 from .reading import read_recipe
@@ -40,8 +40,9 @@ AllowChangeOption = Annotated[
     list[str] | None,
     typer.Option(
         metavar="KEY",
-        help="Go on though this differs from the start of the run: a key of the recipe, or `data`. May be given "
-        "several times.",
+        help="Go on though this differs from the start of the run: a key of the recipe, `data`, or files that are "
+        "read again: `base` (the model), `adapter` (the base its adapters name), `reference`, `rewards` (source of "
+        "reward functions). May be given several times.",
         show_default=False,
     ),
 ]
@@ -84,6 +85,7 @@ def train_recipe(
     """
     overrides = [*settings, *([f"output_dir={json.dumps(str(output_dir))}"] if output_dir else [])]
     loaded = read_recipe(recipe, overrides, objective)
+    need_output(dry_run)  # what is trained is in files
     if nproc is not None or hostfile is not None:
         raise typer.Exit(launch_ranks(nproc, hostfile, loaded.recipe.device))
     environment = enter_rank()
@@ -107,6 +109,8 @@ def train_recipe(
         raise typer.Exit(130) from None
     if outcome is not None:
         _print_outcome(run, outcome)
+        if outcome.failure is not None:
+            raise outcome.failure
         raise typer.Exit(outcome.exit_code)
 
 
@@ -204,6 +208,8 @@ def _print_outcome(run: Run, outcome: Outcome) -> None:
     curve = [record["reward"] for record in outcome.records if "reward" in record] or outcome.losses
     if len(curve) > 1:
         rows.append(("", sparkline(curve, width=min(out.width - 16, 60))))
+    if state.skipped:
+        rows.append(("skipped", f"{state.skipped:,} of {state.step:,} steps, which were not finite: see events.jsonl"))
     if outcome.tokens > 0:
         rate = f"{outcome.tokens / outcome.seconds:,.0f} tokens/s"
         rows.append(("speed", f"{outcome.tokens:,} tokens in {outcome.seconds:.0f} s, {rate}"))
@@ -242,8 +248,10 @@ def _title(run: Run, outcome: Outcome) -> Text:
     if not outcome.finished:
         step = f"{outcome.progressed.step:,} of {run.plan.total_steps:,}"
         return Text(f"Stopped after step {step}", style="bold yellow")
-    if outcome.tokens == 0:
+    if outcome.tokens == 0 and outcome.failure is None:
         return Text("Done before: nothing left to train (--resume never trains anew)", style="bold green")
+    if outcome.failure is not None:
+        return Text("At its end, but hardly trained", style="bold red")
     return Text("Done", style="bold green")
 
 

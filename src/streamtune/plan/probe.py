@@ -10,6 +10,7 @@ from collections.abc import Callable
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any, Literal
 
+from streamtune import interrupts
 from streamtune.engine import Schedule
 from streamtune.plan.search import Attempt, Range, search_largest
 from streamtune.plan.steps import PrepareStep, Shape, StepBudget
@@ -185,8 +186,9 @@ def run_probe(
     """
     report = ProbeReport(task)
     try:
-        for mode in task.modes:
-            _search(task, mode, run, report, notify, tried)
+        with interrupts.postponed():
+            for mode in task.modes:
+                _search(task, mode, run, report, notify, tried)
     except KeyboardInterrupt:
         return report, True
     return report, False
@@ -208,6 +210,7 @@ def _search(
         )
         say("")
         outcome = run(shape, say)
+        interrupts.check()
         report.env = report.env or outcome.env
         trial = Trial(shape, outcome)
         report.trials.append(trial)
@@ -261,5 +264,6 @@ class _Sayer:
     notify: Callable[[str], None]
 
     def __call__(self, phase: str) -> None:
+        interrupts.check()  # a simulated trial speaks of what it does
         known = f" (fits: {self.fits:,} {self.unit})" if self.fits else ""
         self.notify(f"{self.trying}{f': {phase}' if phase else ''}{known}")

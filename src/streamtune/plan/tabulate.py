@@ -7,12 +7,12 @@ same weights. In a group the steps to be compared take turns, and a ratio is the
 from __future__ import annotations
 
 import statistics
-import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
+from streamtune import interrupts
 from streamtune.engine import Schedule
 from streamtune.errors import RunError
 from streamtune.plan.ablation import ablation_entries
@@ -66,7 +66,7 @@ def run_table(
         if worker.failed:
             raise RunError(f"the model cannot be built: {worker.failed}")
         report = TableReport(table, command, asked, env)
-        with tempfile.TemporaryDirectory(dir=folder, prefix=".offload-") as scratch:
+        with interrupts.temporary_directory(dir=folder, prefix=".offload-") as scratch:
             if table == "ablation":
                 rows = [ablation_entries(schedule, length, env["layers"], scratch) for length in lengths]
                 groups = [part[start : start + TURNS] for part in rows for start in range(0, len(part), TURNS)]

@@ -20,6 +20,7 @@ from typing import Any, Literal
 
 import psutil
 
+from streamtune import interrupts
 from streamtune.engine import Schedule
 from streamtune.engine.arena import reserved_host_bytes, usable_host_bytes
 from streamtune.plan.steps import PrepareStep, Shape, StepBudget, serve
@@ -97,11 +98,14 @@ def run_trial(
         process.start()
     theirs.close()
     watch = _Watch(process, seconds)
+    patience = 0
     try:
-        return _listen(ours, process, watch, tell)
+        outcome = _listen(ours, process, watch, tell)
+        patience = 0 if watch.killed else 5  # none where Ctrl-C broke it off
+        return outcome
     finally:
         ours.close()
-        process.join(timeout=0 if watch.killed else 5)
+        process.join(timeout=patience)
         if process.is_alive():
             process.kill()
             process.join()
@@ -110,6 +114,7 @@ def run_trial(
 def _listen(connection: Connection, process: SpawnProcess, watch: _Watch, tell: Callable[[str], None]) -> Outcome:
     """What the process says until it has said how it ended, or is gone."""
     while True:
+        interrupts.check()
         try:
             if connection.poll(POLL_SECONDS):
                 message = connection.recv()

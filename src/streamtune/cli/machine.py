@@ -1,0 +1,100 @@
+"""Errors of the machine that surface anywhere, told by what they are: memory, limits, temporary files, names."""
+
+from __future__ import annotations
+
+import errno
+import os
+from collections.abc import Iterator
+
+from streamtune.errors import ArgumentError, OutOfMemoryError, RunError, StreamTuneError
+
+__all__ = ["error_of_machine"]
+
+MEMORY = ("cannot allocate memory", "can't allocate memory", "out of memory", "bad_alloc",
+          "failed to map segment")  # fmt: skip
+TEMPORARY = ("TMPDIR", "TEMP", "TMP")
+
+
+def error_of_machine(error: BaseException) -> StreamTuneError | None:
+    """Return the error to show for a limit of the machine that nothing nearer has caught; None for other errors.
+
+    Args:
+        error: What reached the command line.
+    """
+    for each in _causes(error):
+        if isinstance(each, MemoryError) or any(text in str(each).lower() for text in MEMORY):
+            return OutOfMemoryError(_memory(each), mend="close other programs, or raise the limit")
+        if isinstance(each, FileNotFoundError) and "No usable temporary directory" in str(each):
+            named = [f"{name}={os.environ[name]}" for name in TEMPORARY if os.environ.get(name)]
+            return RunError(
+                "there is no directory for temporary files that can be written to",
+                where=", ".join(named) or "/tmp",
+                mend="set TMPDIR to a directory with room, or make room there",
+            )
+        if isinstance(each, FileNotFoundError) and _has_no_directory():
+            return ArgumentError("the directory that the command was started in is gone", mend="cd to one that exists")
+        if isinstance(each, BlockingIOError) or "can't start new thread" in str(each):
+            return RunError(
+                "the system allows no further process or thread",
+                mend="close other programs, or raise the limit (ulimit -u, or that of the container)",
+            )
+        if isinstance(each, OSError) and each.errno in FULL:
+            return RunError(
+                f"{each.strerror or FULL[each.errno]}" + (f": {each.filename}" if each.filename else ""),
+                where=str(each.filename or ""),
+                mend=f"make room, or raise the limit (ulimit); temporary files go to {_temporary()}",
+            )
+        if isinstance(each, OSError) and each.errno in NAMES and each.filename is not None:
+            shown = str(each.filename)
+            return ArgumentError(
+                f"{NAMES[each.errno]}: {shown if len(shown) <= 100 else shown[:97] + '...'}",
+                mend="use another path",
+            )
+    return None
+
+
+FULL = {
+    errno.ENOSPC: "No space left on device",
+    errno.EDQUOT: "Disk quota exceeded",
+    errno.EFBIG: "File too large",
+}
+NAMES = {
+    errno.ENAMETOOLONG: "this file name is too long",
+    errno.EACCES: "no permission",
+    errno.EPERM: "no permission",
+    errno.EROFS: "the file system is read-only",
+}
+
+
+def _causes(error: BaseException | None) -> Iterator[BaseException]:
+    """The error and what it came from."""
+    for _ in range(10):
+        if error is None:
+            return
+        yield error
+        error = error.__cause__ or error.__context__
+
+
+def _memory(error: BaseException) -> str:
+    """Return where memory ran out, with the limit on this process if there is one."""
+    try:
+        import resource  # not on Windows
+
+        limit = resource.getrlimit(resource.RLIMIT_AS)[0]
+        limited = f"; this process may have {limit >> 20:,} MiB (ulimit -v)" if limit != resource.RLIM_INFINITY else ""
+    except ImportError:
+        limited = ""
+    library = f" while {error.name or 'a library'} was loaded" if isinstance(error, ImportError) else ""
+    return f"memory ran out{library}{limited}"
+
+
+def _has_no_directory() -> bool:
+    try:
+        os.getcwd()  # noqa: PTH109 - what fails is the call
+    except FileNotFoundError:
+        return True
+    return False
+
+
+def _temporary() -> str:
+    return next((os.environ[name] for name in TEMPORARY if os.environ.get(name)), "/tmp")

@@ -1,0 +1,273 @@
+"""Ctrl-C, SIGTERM and SIGHUP outside of training: the command ends at once, and nothing of it is left.
+
+No exception is raised for a signal: one that comes up inside a callback of a library in C++ ends the process with
+SIGABRT or is lost in a destructor. The handler ends the command's children, removes its temporary folders, restores the
+terminal and leaves by ``os._exit``. Python runs handlers between two instructions of the main thread, so a second
+thread, which a signal wakes as well, does the same where the main thread does not come back from a library in time.
+
+While a run trains, ``train.StopRequest`` has handlers of its own, which save first.
+
+Imports next to nothing: the command line installs the handlers before it imports the rest.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from types import FrameType
+from typing import Any
+
+__all__ = [
+    "SHOW_CURSOR",
+    "SIGNALS",
+    "blocked",
+    "check",
+    "handled",
+    "install",
+    "is_ignored",
+    "postponed",
+    "remove_too",
+    "saying",
+    "stopping",
+    "temporary_directory",
+]
+
+SIGNALS = tuple(getattr(signal, name) for name in ("SIGINT", "SIGTERM", "SIGHUP") if hasattr(signal, name))
+SHOW_CURSOR = b"\x1b[?25h"
+PATIENCE_SECONDS = 1.5
+"""For the main thread to run the handler, before the second thread leaves in its place."""
+POSTPONED_SECONDS = 2.0
+"""For a command to come to a point where it can end with what it knows."""
+
+
+class _State:
+    """Decides what a signal does in this process."""
+
+    def __init__(self) -> None:
+        self.owner = 0
+        """The process that the handlers were installed in; a fork of it has inherited them."""
+        self.text = "Stopped."
+        self.folders: list[str] = []
+        self.postponed = False
+        self.asked = False
+        """A signal came while it was postponed."""
+        self.stopping = False
+        """Other handlers are installed, which do not leave at once."""
+        self.came = 0
+        self.seen = 0
+
+
+_state = _State()
+
+
+def install(*, for_good: bool = False) -> Callable[[], None]:
+    """Let Ctrl-C, SIGTERM and SIGHUP end this process at once; return what undoes it.
+
+    A SIGHUP that is ignored already, as under ``nohup``, stays ignored. Outside the main thread, where Python accepts
+    no handlers, and where they are installed already, nothing is done.
+
+    Args:
+        for_good: Never undone; Ctrl-C does nothing any more once the interpreter takes itself down.
+    """
+    if threading.current_thread() is not threading.main_thread() or _state.owner == os.getpid():
+        return lambda: None
+    _state.__init__()  # type: ignore[misc]  # in a fork: what the parent was doing is nothing of this process
+    _state.owner = os.getpid()
+    previous = {signum: signal.signal(signum, _leave) for signum in SIGNALS if not is_ignored(signum)}
+    reading, writing = os.pipe()
+    os.set_blocking(writing, False)
+    signal.set_wakeup_fd(writing, warn_on_full_buffer=False)
+    watching = threading.Thread(target=_watch, args=(reading,), name="signals", daemon=True)
+    watching.start()
+    if hasattr(signal, "pthread_sigmask"):  # the launcher of a rank blocks them until here
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, SIGNALS)
+    if for_good:
+        import atexit
+
+        atexit.register(signal.signal, signal.SIGINT, signal.SIG_IGN)
+
+    def undo() -> None:
+        if for_good or _state.owner != os.getpid():
+            return
+        _state.owner = 0
+        signal.set_wakeup_fd(-1)
+        os.close(writing)  # which ends the thread
+        watching.join()
+        for signum, handler in previous.items():
+            signal.signal(signum, handler)
+
+    return undo
+
+
+def is_ignored(signum: int) -> bool:
+    """Return whether the process was started with this signal ignored and is to keep it so: SIGHUP under ``nohup``."""
+    return signum not in (signal.SIGINT, signal.SIGTERM) and signal.getsignal(signum) == signal.SIG_IGN
+
+
+@contextmanager
+def saying(text: str) -> Iterator[None]:
+    """Print ``text`` where a signal ends the process within, in place of ``Stopped.``."""
+    before, _state.text = _state.text, text
+    try:
+        yield
+    finally:
+        _state.text = before
+
+
+def remove_too(folder: str) -> None:
+    """Remove this folder where a signal ends the process; it may be gone by then."""
+    _state.folders.append(folder)
+
+
+@contextmanager
+def temporary_directory(**options: Any) -> Iterator[str]:
+    """Make a ``tempfile.TemporaryDirectory`` that a signal removes as well."""
+    import tempfile
+
+    with tempfile.TemporaryDirectory(**options) as folder:
+        remove_too(folder)
+        try:
+            yield folder
+        finally:
+            _state.folders.remove(folder)
+
+
+@contextmanager
+def postponed() -> Iterator[None]:
+    """Let the first Ctrl-C within wait for :func:`check`, for two seconds at most."""
+    _state.postponed, _state.asked = True, False
+    try:
+        yield
+    finally:
+        _state.postponed = False
+
+
+def check() -> None:
+    """Raise ``KeyboardInterrupt`` if a Ctrl-C waits: called where Python code alone is running."""
+    if _state.asked:
+        _state.asked = _state.postponed = False
+        raise KeyboardInterrupt
+
+
+@contextmanager
+def stopping() -> Iterator[None]:
+    """Tell the second thread that other handlers are installed, which call :func:`handled`."""
+    _state.stopping = True
+    try:
+        yield
+    finally:
+        _state.stopping = False
+
+
+def handled() -> None:
+    """Note that the main thread has run a handler."""
+    _state.seen += 1
+
+
+@contextmanager
+def blocked() -> Iterator[None]:
+    """Hold signals back: they come when the block ends, and in a process started within when it is ready for them."""
+    if not hasattr(signal, "pthread_sigmask"):
+        yield
+        return
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+
+
+def _leave(signum: int, frame: FrameType | None) -> None:
+    if _state.owner != os.getpid():  # a fork of a library's: its parent decides, and this one goes without a word
+        signal.signal(signum, signal.SIG_DFL)
+        os.kill(os.getpid(), signum)
+        return
+    handled()
+    if _state.postponed and signum == signal.SIGINT and not _state.asked:
+        _state.asked = True
+        return
+    for caught in SIGNALS:  # once more ends it in the middle of this
+        if not is_ignored(caught):
+            signal.signal(caught, signal.SIG_DFL)
+    _clear_up()
+    if signum == signal.SIGINT:
+        os._exit(128 + signum)
+    os.kill(os.getpid(), signum)  # so that whoever started this process sees what ended it
+
+
+def _watch(reading: int) -> None:
+    """Leave where a signal has come and the main thread does not run its handler, inside a call of a library."""
+    while came := os.read(reading, 1):
+        signum = came[0]
+        if signum not in SIGNALS:
+            continue
+        _state.came += 1
+        mine = _state.came
+        waited = 0.0
+        while waited < PATIENCE_SECONDS and _state.seen < mine:
+            time.sleep(0.05)
+            waited += 0.05
+        while _state.asked and waited < POSTPONED_SECONDS:
+            time.sleep(0.05)
+            waited += 0.05
+        late = _state.seen < mine and (not _state.stopping or mine - _state.seen > 1)
+        if late or _state.asked:
+            _clear_up()
+            os._exit(128 + signum)
+    os.close(reading)
+
+
+def _clear_up() -> None:
+    """End the children, remove temporary folders, restore the terminal and say that the command stops."""
+    _kill_children()
+    if _state.folders:
+        import shutil
+
+        for folder in _state.folders:
+            shutil.rmtree(folder, ignore_errors=True)
+    # Straight to the file descriptors: the handler may run in the middle of a print.
+    with suppress(OSError):
+        if os.isatty(1) and not os.isatty(2):
+            os.write(1, b"\r\x1b[2K" + SHOW_CURSOR)
+    with suppress(OSError):
+        os.write(2, (b"\r\x1b[2K" + SHOW_CURSOR if os.isatty(2) else b"") + f"{_state.text}\n".encode())
+
+
+def _kill_children() -> None:
+    """Kill every process that descends from this one. Linux; elsewhere they end with their pipes."""
+    stopped: set[int] = set()
+    while new := _descendants() - stopped:  # stopped first: a killed one's own children would be found no more
+        for process in new:
+            with suppress(OSError):
+                os.kill(process, signal.SIGSTOP)
+        stopped |= new
+    for process in stopped:
+        with suppress(OSError):
+            os.kill(process, signal.SIGKILL)
+
+
+def _descendants() -> set[int]:
+    parents: dict[int, int] = {}
+    with suppress(OSError):
+        for name in os.listdir("/proc"):  # noqa: PTH208 (nothing more is imported in a handler)
+            if name.isdigit():
+                with suppress(OSError, ValueError, IndexError), open(f"/proc/{name}/stat", "rb") as file:  # noqa: PTH123
+                    # pid (name) state parent ...: the name may hold blanks and parentheses
+                    state, parent = file.read().rpartition(b")")[2].split()[:2]
+                    if state not in b"ZX":
+                        parents[int(name)] = int(parent)
+    found: set[int] = set()
+    while new := {child for child, parent in parents.items() if parent in found or parent == os.getpid()} - found:
+        found |= new
+    return found - {_tracker()}
+
+
+def _tracker() -> int | None:
+    """The process in which multiprocessing removes semaphores: it does so, and ends, when this one has ended."""
+    module = sys.modules.get("multiprocessing.resource_tracker")
+    return getattr(getattr(module, "_resource_tracker", None), "_pid", None)

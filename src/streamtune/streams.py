@@ -1,0 +1,114 @@
+"""Standard output and error that can be closed, full or gone: writing to them never raises, and what was lost is known.
+
+Output is lost in three ways: nobody opened it (``>&-``), it is full (``>/dev/full``), or its reader has gone
+(``| head``). The first two are what was asked for or a fault of the place it went to; the third stops a training run,
+as SIGTERM would.
+"""
+
+from __future__ import annotations
+
+import errno
+import io
+import os
+import sys
+from collections.abc import Callable
+from contextlib import suppress
+from typing import Any, TextIO
+
+__all__ = ["keep_streams", "lost_output", "reader_is_gone"]
+
+
+class _Descriptor(io.FileIO):
+    """A file descriptor that takes everything; ``error`` is why the first bytes were lost."""
+
+    error: OSError | None = None
+
+    def write(self, data: Any, /) -> int:
+        """Write all of it, or lose it."""
+        left = memoryview(data).cast("B")
+        size = len(left)
+        while left:
+            try:
+                written = super().write(left)
+            except OSError as error:
+                self.error = self.error or error
+                return size
+            if written is None:  # it does not block, as where another program shares the pipe
+                import select
+
+                select.select([], [self], [])
+                continue
+            left = left[written:]
+        return size
+
+
+_output: _Descriptor | None = None
+
+
+def keep_streams() -> Callable[[], None]:
+    """Replace standard output and error, as far as they are the interpreter's own. Return what undoes it.
+
+    Descriptors that are closed are opened first: the next file that is opened would get their number,
+    and with it what libraries print.
+    """
+    global _output
+    _open_all()
+    before = sys.stdout, sys.stderr
+    out = _replaced("stdout", 1)
+    if out is not None:
+        _output = out
+    _replaced("stderr", 2)
+
+    def undo() -> None:
+        global _output
+        for stream in (sys.stdout, sys.stderr):
+            with suppress(OSError, ValueError, AttributeError):
+                stream.flush()
+        sys.stdout, sys.stderr = before
+        if out is not None:
+            _output = None
+
+    return undo
+
+
+def lost_output() -> OSError | None:
+    """Return why standard output was lost; None where all of it was written so far."""
+    return None if _output is None else _output.error
+
+
+def reader_is_gone() -> bool:
+    """Return whether standard output was a pipe whose reader has closed it."""
+    error = lost_output()
+    return error is not None and error.errno == errno.EPIPE
+
+
+def _open_all() -> None:
+    for descriptor in (0, 1, 2):
+        try:
+            os.fstat(descriptor)
+        except OSError:
+            os.open(os.devnull, os.O_RDWR)  # takes the lowest number that is free: this one
+
+
+def _replaced(name: str, descriptor: int) -> _Descriptor | None:
+    """Put a stream that never raises in the place of ``sys.NAME``; None where something else has been put there."""
+    stream: TextIO | None = getattr(sys, name)
+    if stream is not getattr(sys, f"__{name}__"):
+        return None
+    if stream is not None:
+        with suppress(OSError, ValueError):
+            stream.flush()
+            if stream.fileno() != descriptor:
+                return None
+    raw = _Descriptor(descriptor, "wb", closefd=False)
+    unbuffered = bool(getattr(stream, "write_through", False))
+    errors = getattr(stream, "errors", None)
+    wrapped = io.TextIOWrapper(
+        raw if unbuffered else io.BufferedWriter(raw),
+        encoding=getattr(stream, "encoding", None) or "utf-8",
+        errors="backslashreplace" if errors in (None, "strict") else errors,  # a sign it cannot show is no failure
+        line_buffering=bool(getattr(stream, "line_buffering", name == "stderr")),
+        write_through=unbuffered,
+    )
+    setattr(sys, name, wrapped)
+    return raw
