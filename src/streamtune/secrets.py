@@ -13,7 +13,7 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
-__all__ = ["find_secret", "redact", "redact_values"]
+__all__ = ["find_secret", "plain", "redact", "redact_values"]
 
 _FORMS: dict[str, str] = {
     "a password in a URL": r"(?<=://)[^\s/?#@'\"]*:[^\s/?#@'\"]+(?=@)",
@@ -32,6 +32,7 @@ _FORMS: dict[str, str] = {
     "a signed token": r"\beyJ[A-Za-z0-9_-]{8,}\.eyJ[A-Za-z0-9_-]{8,}\.[A-Za-z0-9_-]{8,}",
     "a private key": r"-----BEGIN [A-Z ]*PRIVATE KEY-----(?:[\s\S]*?-----END [A-Z ]*PRIVATE KEY-----|[\s\S]*)",
 }
+_CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u200e\u200f\u202a-\u202e\u2066-\u2069\ud800-\udfff]")
 _COMPILED = {kind: re.compile(form) for kind, form in _FORMS.items()}
 # Every form holds one of these: a text without any is let through at the speed of a search for a word.
 _HINT = re.compile(
@@ -92,3 +93,8 @@ def _is_path_or_switch(value: str) -> bool:
     return (
         value.isdecimal() or value.startswith(("/", "~", "./")) or value.lower() in ("disabled", "required", "optional")
     )
+
+
+def plain(text: str) -> str:
+    """Return text that is safe to show: no secrets, nothing that a terminal obeys (escapes, changes of direction)."""
+    return _CONTROL.sub(lambda found: found[0].encode("unicode_escape").decode(), redact(text))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -13,6 +12,8 @@ import numpy as np
 import numpy.typing as npt
 import pyarrow as pa  # type: ignore[import-untyped]
 import pyarrow.compute  # type: ignore[import-untyped]
+
+from streamtune import interrupts
 
 __all__ = ["EXAMPLE_SCHEMA", "Example", "ExampleSequence", "ExampleWriter", "IntArray", "TableWriter", "spill"]
 
@@ -82,7 +83,7 @@ def spill(schema: pa.Schema = EXAMPLE_SCHEMA) -> Iterator[tuple[TableWriter, lis
     leaves nothing behind.
     """
     tables: list[pa.Table] = []
-    with tempfile.TemporaryDirectory(prefix="streamtune-data-", ignore_cleanup_errors=True) as folder:
+    with interrupts.temporary_directory(prefix="streamtune-data-", ignore_cleanup_errors=True) as folder:
         path = Path(folder) / "rows.arrow"
         with pa.OSFile(str(path), "wb") as file, pa.ipc.new_stream(file, schema) as stream:
             writer = TableWriter(stream, schema)

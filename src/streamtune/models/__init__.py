@@ -6,6 +6,13 @@ from streamtune.models.adapters import add_lora, load_lora
 from streamtune.models.blueprint import blueprint
 from streamtune.models.deferred import Deferred, defer_init, defer_load, deferred_of, phantom_weights
 from streamtune.models.export import SavedTokenizer, copy_weights, save_pretrained
+from streamtune.models.fingerprint import (
+    adapter_base,
+    fingerprint_files,
+    fingerprint_model,
+    fingerprint_tokenizer,
+    is_folder,
+)
 from streamtune.models.gathered import copy_gathered, save_copied, save_gathered
 from streamtune.models.load import (
     ParameterCount,
@@ -19,13 +26,20 @@ from streamtune.models.load import (
 from streamtune.models.quantize import choose_quantization
 from streamtune.models.sample import sample_text
 from streamtune.models.small import small_like
-from streamtune.models.tokenizer import CHATML_TEMPLATE, load_tokenizer, set_chat_template, train_tokenizer
+from streamtune.models.tokenizer import (
+    CHATML_TEMPLATE,
+    load_tokenizer,
+    read_trained_tokenizer,
+    set_chat_template,
+    train_tokenizer,
+)
 
 __all__ = [
     "CHATML_TEMPLATE",
     "Deferred",
     "ParameterCount",
     "SavedTokenizer",
+    "adapter_base",
     "add_lora",
     "blueprint",
     "check_positions",
@@ -37,12 +51,17 @@ __all__ = [
     "defer_init",
     "defer_load",
     "deferred_of",
+    "fingerprint_files",
+    "fingerprint_model",
+    "fingerprint_tokenizer",
     "init_model",
+    "is_folder",
     "left_out",
     "load_lora",
     "load_model",
     "load_tokenizer",
     "phantom_weights",
+    "read_trained_tokenizer",
     "sample_text",
     "save_copied",
     "save_gathered",

@@ -9,7 +9,15 @@ import torch
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from streamtune.errors import ArgumentError
-from streamtune.models.load import DTYPES, build_config, check_exists, loading_error, read_config
+from streamtune.models.load import (
+    DTYPES,
+    build_config,
+    check_exists,
+    is_memory_error,
+    loading_error,
+    making_model,
+    read_config,
+)
 from streamtune.models.quantize import quantize
 from streamtune.models.safety import check_folder
 
@@ -46,8 +54,13 @@ def blueprint(
     try:
         with torch.device("meta"):
             model = AutoModelForCausalLM.from_config(config, dtype=wanted, **remote)
-    except (OSError, ValueError, ImportError) as error:
-        raise loading_error("model", str(source), error) from error
+    except Exception as error:  # classes of models check little of what they are given
+        if is_memory_error(error):
+            raise
+        if isinstance(source, str):
+            raise loading_error("model", source, error) from error
+        with making_model(source):
+            raise
     if quantization is not None:
         quantize(model, quantization, torch.device("meta"))
     return model

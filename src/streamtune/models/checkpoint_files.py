@@ -29,8 +29,9 @@ from transformers.core_model_loading import (
 from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME
 from transformers.utils.hub import cached_file
 
-from streamtune.errors import ArgumentError
-from streamtune.models.load import check_exists, loading_error
+from streamtune.errors import ArgumentError, StreamTuneError
+from streamtune.models.load import check_exists, is_memory_error, loading_error
+from streamtune.models.weights_check import check_layers, is_finite, not_finite, size_error
 
 __all__ = ["CheckpointFiles"]
 
@@ -58,6 +59,8 @@ class CheckpointFiles:
         self.dtypes: dict[str, torch.dtype] = {}
         """Parameter or buffer -> dtype; known once it is prepared."""
         self._model: PreTrainedModel | None = None
+        self._used: set[str] = set()
+        """Tensors in the files that the model has a use for."""
 
     def dtype(self) -> torch.dtype:
         """The first dtype of numbers there is in the files: what ``dtype: auto`` means without a configured one."""
@@ -72,7 +75,7 @@ class CheckpointFiles:
         """Find out what gives which parameter of ``model``; nothing is read.
 
         Raises:
-            ArgumentError: The files lack some.
+            ArgumentError: The files lack some, or have some of another size or of more layers.
         """
         self._model = model
         state = model.state_dict(keep_vars=True)
@@ -90,12 +93,27 @@ class CheckpointFiles:
                 name, pattern = rename_source_key(key, [], [], base_model_prefix=prefix, meta_state_dict=state)
             if name not in state:
                 continue  # the model has no use for it
+            self._used.add(key)
             made = WeightRenaming(key, name) if pattern is None else copy.deepcopy(by_pattern[pattern])
+            if pattern is None:
+                self._check_size(key, name, state[name])
             load = self._loads.setdefault(name, made)
             load.add_tensor(name, key, pattern or key, partial(self._tensor, key, self.dtypes[name]))
         # Kept as `from_pretrained` keeps it: what is saved is converted back.
         model._weight_conversions = [conversion for conversion in mapping if conversion.was_used()]
         self._link(state)
+        check_layers(self.name, model, self._files.keys() - self._used)
+
+    def _check_size(self, key: str, name: str, wanted: Tensor) -> None:
+        """Refuse a tensor of another size than its parameter."""
+        try:
+            with safe_open(self._files[key], framework="pt") as file:
+                found = tuple(file.get_slice(key).get_shape())
+        except (OSError, SafetensorError) as error:
+            raise loading_error("model", self.name, error) from error
+        if found != tuple(wanted.shape):
+            assert self._model is not None
+            raise size_error(self.name, self._model.config, name, found, tuple(wanted.shape))
 
     def _link(self, state: Mapping[str, Tensor]) -> None:
         """Which conversion gives which parameter."""
@@ -138,7 +156,11 @@ class CheckpointFiles:
                 continue
             try:
                 converted = load.convert(start, model=self._model, config=self._model.config)
-            except (OSError, SafetensorError) as error:
+            except StreamTuneError:
+                raise
+            except Exception as error:  # of a converter that is given tensors of other sizes
+                if is_memory_error(error):
+                    raise
                 raise loading_error("model", self.name, error) from error
             for name, value in converted.items():
                 found[self._aliases.get(name, name)] = value[0] if isinstance(value, list) else value
@@ -147,7 +169,10 @@ class CheckpointFiles:
     def _tensor(self, key: str, dtype: torch.dtype) -> Tensor:
         """A copy: a page of the file starts where the file has it, and kernels may round differently for that."""
         with safe_open(self._files[key], framework="pt") as file:
-            return file.get_tensor(key).to(dtype, copy=True)
+            values: Tensor = file.get_tensor(key)
+            if not is_finite(values):
+                raise not_finite(key, values, str(self._files[key]))
+            return values.to(dtype, copy=True)
 
 
 def _may_lack(model: Any) -> Callable[[str], bool]:

@@ -19,10 +19,16 @@ import torch
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
-from streamtune.errors import ArgumentError
 from streamtune.models.blueprint import read_plain_config
 from streamtune.models.checkpoint_files import CheckpointFiles
-from streamtune.models.load import DTYPES, build_config, loading_error
+from streamtune.models.load import (
+    DTYPES,
+    build_config,
+    is_memory_error,
+    loading_error,
+    making_model,
+    wanted_vocabulary,
+)
 from streamtune.models.recorded import NotRecordedError, RecordedInit
 
 __all__ = ["Deferred", "defer_init", "defer_load", "deferred_of", "phantom_weights"]
@@ -174,7 +180,9 @@ def defer_load(name_or_path: str, *, dtype: str = "auto", trust_remote_code: boo
         with torch.random.fork_rng(devices=[]), RecordedInit(draw=False):
             remote = {"trust_remote_code": True} if trust_remote_code else {}
             model: PreTrainedModel = AutoModelForCausalLM.from_config(config, dtype=wanted, **remote)
-    except (OSError, ValueError, ImportError) as error:
+    except Exception as error:  # classes of models check little of what they are given
+        if is_memory_error(error):
+            raise
         raise loading_error("model", name_or_path, error) from error
     model.config.name_or_path = model.name_or_path = name_or_path
     files.prepare(model)
@@ -208,14 +216,7 @@ def defer_init(
     Raises:
         ArgumentError: See there.
     """
-    wanted = int(config.get("vocab_size", vocab_size))
-    if wanted < vocab_size:
-        raise ArgumentError(
-            f"a vocabulary of {wanted:,} is smaller than the tokenizer's {vocab_size:,} tokens",
-            where="model.init.vocab_size",
-            mend="leave vocab_size out: it follows the tokenizer",
-        )
-    keys = {**token_ids, **config, "vocab_size": wanted}
+    keys = {**token_ids, **config, "vocab_size": wanted_vocabulary(config, vocab_size)}
 
     def make() -> PreTrainedModel:
         chosen = torch.float32 if dtype == "auto" else DTYPES[dtype]
@@ -226,12 +227,12 @@ def defer_init(
 
     recorded = RecordedInit(draw=draw)
     try:
-        with recorded:
+        with recorded, making_model(config):
             model = make()
         replayed = _Replayed(model, recorded)
         Deferred(model, lambda: replayed)
     except NotRecordedError:
-        with RecordedInit(draw=False):
+        with RecordedInit(draw=False), making_model(config):
             model = make()
         note = f"{type(model).__name__} draws its weights in a way of its own: rank 0 makes it whole, on the host"
         Deferred(model, lambda: _Whole(make()), note=note)

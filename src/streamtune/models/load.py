@@ -2,20 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import re
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from pickle import UnpicklingError
 from typing import Any
 
 import torch
-from safetensors import SafetensorError
 from transformers import CONFIG_MAPPING, AutoConfig, AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
-from streamtune.errors import ArgumentError, did_you_mean
+from streamtune.errors import ArgumentError, StreamTuneError, did_you_mean
+from streamtune.models.config_check import check_config, check_count, key_place, place_in_init
 from streamtune.models.quantize import logical_size, quantize
+from streamtune.models.recorded import NotRecordedError
 from streamtune.models.safety import check_folder, check_kernels, without_hub_kernels
+from streamtune.models.weights_check import DRAFT_LAYERS, check_finite, check_quantised, check_report
 from streamtune.network import is_offline
 
 __all__ = [
@@ -33,13 +37,6 @@ __all__ = [
 ]
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
-
-UNREADABLE = (OSError, EOFError, ValueError, ImportError, KeyError, TypeError, AttributeError, RecursionError,
-              SafetensorError, UnpicklingError)  # fmt: skip
-"""What transformers raises for a folder whose files are not what they should be."""
-
-DRAFT_LAYERS = ("num_nextn_predict_layers", "num_mtp_layers", "mtp_num_hidden_layers")
-"""What configurations call the number of layers that predict the token after the next."""
 
 
 @dataclass(frozen=True)
@@ -133,6 +130,7 @@ def load_model(
     check_exists(name_or_path)
     safetensors = check_folder(name_or_path, allow_pickle=allow_pickle)
     config = read_config(name_or_path, trust_remote_code)
+    check_quantised(name_or_path, config, quantization, device)
     try:
         model, report = AutoModelForCausalLM.from_pretrained(
             name_or_path,
@@ -142,18 +140,14 @@ def load_model(
             use_safetensors=True if safetensors else None,  # False would refuse them where there are both
             weights_only=True,
             output_loading_info=True,
+            ignore_mismatched_sizes=True,  # they are refused below, by name
         )
-    except UNREADABLE as error:
+    except Exception as error:  # whatever a file that is not what it should be makes of transformers, torch and others
+        if is_memory_error(error):
+            raise
         raise loading_error("model", name_or_path, error) from error
-    missing = sorted(report["missing_keys"])
-    if missing:
-        # transformers would initialise them at random and go on: a model that trains and is worth nothing.
-        raise ArgumentError(
-            f"the checkpoint '{name_or_path}' has no weights for {len(missing)} parameters of "
-            f"{type(model).__name__}: {', '.join(missing[:3])}{' ...' if len(missing) > 3 else ''}",
-            where="model_name_or_path",
-            mend="use a checkpoint of a causal language model",
-        )
+    check_report(name_or_path, model, report)
+    check_finite(model, name_or_path)
     if quantization is not None:  # before the weights are copied: those of the file are read layer by layer
         quantize(model, quantization, torch.device(device))
     return _own_weights(model.to(device))
@@ -163,15 +157,19 @@ def read_config(name_or_path: str, trust_remote_code: bool) -> Any:
     """The configuration of a checkpoint, without kernels of a hub; None for adapters, which have none.
 
     Raises:
-        ArgumentError: There is none, or it is not one.
+        ArgumentError: There is none, it is not one, or no model can have its numbers.
     """
     folder = Path(name_or_path)
     if (folder / "adapter_config.json").is_file() and not (folder / "config.json").is_file():
         return None
+    keys, place = key_place(name_or_path)
+    check_count(keys, place)
     try:
-        return without_hub_kernels(AutoConfig.from_pretrained(name_or_path, trust_remote_code=trust_remote_code))
+        found = without_hub_kernels(AutoConfig.from_pretrained(name_or_path, trust_remote_code=trust_remote_code))
     except Exception as error:  # the validators of each configuration class raise types of their own
         raise loading_error("model", name_or_path, error) from error
+    check_config(found, keys, place)
+    return found
 
 
 def _own_weights(model: PreTrainedModel) -> PreTrainedModel:
@@ -212,20 +210,76 @@ def init_model(
         ArgumentError: An unknown model type or key, a wrong value, a vocabulary smaller than the tokenizer's, or a
             model that cannot be quantised.
     """
-    wanted = int(config.get("vocab_size", vocab_size))
-    if wanted < vocab_size:
-        raise ArgumentError(
-            f"a vocabulary of {wanted:,} is smaller than the tokenizer's {vocab_size:,} tokens",
-            where="model.init.vocab_size",
-            mend="leave vocab_size out: it follows the tokenizer",
-        )
-    hf_config = build_config({**token_ids, **config, "vocab_size": wanted})
-    with torch.random.fork_rng():
+    keys = {**token_ids, **config, "vocab_size": wanted_vocabulary(config, vocab_size)}
+    hf_config = build_config(keys)
+    chosen = torch.float32 if dtype == "auto" else DTYPES[dtype]
+    with torch.random.fork_rng(), making_model(config):
         torch.manual_seed(seed)
-        model = AutoModelForCausalLM.from_config(hf_config, dtype=torch.float32 if dtype == "auto" else DTYPES[dtype])
+        model = AutoModelForCausalLM.from_config(hf_config, dtype=chosen)
+    check_finite(model, where="model.init")
     if quantization is not None:
         quantize(model, quantization, torch.device(device))
     return model.to(device)
+
+
+def wanted_vocabulary(config: Mapping[str, Any], smallest: int) -> int:
+    """Return the size of the vocabulary that a configuration asks for; that of the tokenizer where it does not say.
+
+    Raises:
+        ArgumentError: It asks for one that is no number, or smaller than the tokenizer's.
+    """
+    wanted = config.get("vocab_size", smallest)
+    where, mend = place_in_init("vocab_size"), "leave vocab_size out: it follows the tokenizer"
+    if isinstance(wanted, bool) or not isinstance(wanted, int):
+        raise ArgumentError(f"'vocab_size: {str(wanted)[:60]}' is no whole number", where=where, mend=mend)
+    if wanted < smallest:
+        raise ArgumentError(
+            f"a vocabulary of {wanted:,} is smaller than the tokenizer's {smallest:,} tokens", where=where, mend=mend
+        )
+    return wanted
+
+
+@contextmanager
+def making_model(keys: Mapping[str, Any]) -> Iterator[None]:
+    """Report a model that cannot be made from a configuration as an error of the configuration.
+
+    Args:
+        keys: The configuration as the recipe has it.
+
+    Raises:
+        ArgumentError: Making it failed, and not for lack of memory.
+    """
+    try:
+        yield
+    except (StreamTuneError, NotRecordedError):
+        raise
+    except Exception as error:  # classes of models check little of what they are given
+        if is_memory_error(error):
+            raise
+        raise ArgumentError(
+            f"no model of type '{keys.get('model_type')}' can be made of these values: {first_words(error)}",
+            where="model.init",
+            mend="mend the value; the config.json of a published model of that type shows which belong together",
+        ) from error
+
+
+def is_memory_error(error: BaseException) -> bool:
+    """Return True for the ways in which Python and torch report that memory ran out."""
+    texts = ("can't allocate memory", "out of memory", "not enough memory")
+    return isinstance(error, MemoryError | torch.OutOfMemoryError) or (
+        isinstance(error, RuntimeError) and any(text in str(error) for text in texts)
+    )
+
+
+def first_words(error: BaseException) -> str:
+    """Return the first sentence of an error of a library, without the stack that torch adds to some."""
+    if isinstance(error, KeyError):
+        return f"there is no {error}"
+    lines = [line.strip() for line in str(error).strip().splitlines() if line.strip()]
+    text = lines[0] if lines else type(error).__name__
+    if text.endswith(":") and len(lines) > 1:
+        text = f"{text} {lines[1]}"
+    return text if len(text) <= 300 else f"{text[:297]}..."
 
 
 def build_config(keys: Mapping[str, Any]) -> PreTrainedConfig:
@@ -248,6 +302,7 @@ def build_config(keys: Mapping[str, Any]) -> PreTrainedConfig:
         )
     check_kernels(keys)
     config_class = CONFIG_MAPPING[model_type]
+    check_count(keys, place_in_init)
     arguments = {key: value for key, value in keys.items() if key != "model_type"}
     try:
         config = config_class(**arguments)
@@ -264,6 +319,7 @@ def build_config(keys: Mapping[str, Any]) -> PreTrainedConfig:
                 where=f"model.init.{key}",
                 mend=did_you_mean(key, known) or "remove it",
             )
+    check_config(config, keys, place_in_init)
     return config
 
 
@@ -274,6 +330,14 @@ def check_exists(name_or_path: str) -> None:
         ArgumentError: With the nearest folder that exists.
     """
     path = Path(name_or_path).expanduser()
+    try:
+        path.stat()
+    except FileNotFoundError:
+        pass
+    except (OSError, ValueError) as error:
+        reason = error.strerror if isinstance(error, OSError) else str(error)
+        raise ArgumentError(f"'{_short(name_or_path)}' cannot be looked at: {reason}", where="model_name_or_path",
+                            mend="give a folder that holds a model, or a name on the model hub") from error  # fmt: skip
     if path.is_dir() or not (name_or_path.startswith((".", "/", "~")) or name_or_path.count("/") > 1):
         return
     siblings = [entry.name for entry in path.parent.iterdir() if entry.is_dir()] if path.parent.is_dir() else []
@@ -286,7 +350,7 @@ def check_exists(name_or_path: str) -> None:
 
 def loading_error(kind: str, name_or_path: str, error: Exception) -> ArgumentError:
     """Say in one sentence what a loader of transformers says in a page."""
-    first_line = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+    first_line, where = first_words(error), "model_name_or_path"
     mend = "check the name or folder; a gated model needs `hf auth login`; offline, give a local folder"
     if isinstance(error, UnpicklingError):  # torch's words advise to run it
         first_line = "its pickle holds more than tensors, which is code"
@@ -296,8 +360,17 @@ def loading_error(kind: str, name_or_path: str, error: Exception) -> ArgumentErr
     elif "safetensors" in str(error) and isinstance(error, OSError):
         first_line = "it has no safetensors weights; a pickle runs code when it is read"
         mend = "use a copy with safetensors; or, if you trust who made it, set allow_pickle: true"
+    elif "alidation error" in str(error):  # transformers' of a config.json, which a tokenizer reads too
+        _, place = key_place(name_or_path)
+        field = re.search(r"field '(\w+)'", str(error))
+        first_line, where = f"its config.json is not valid: {first_line}", place(field[1] if field else "")
+        mend = "mend the value, or use a whole copy of the checkpoint"
+    elif Path(name_or_path).expanduser().is_dir():
+        mend = "use a whole copy of the checkpoint: a file in this folder is damaged, missing or of another kind"
     elif is_offline():
         mend = "--offline reads local folders and the cache only; run it once without, or give a local folder"
-    return ArgumentError(
-        f"cannot load the {kind} '{name_or_path}': {first_line}", where="model_name_or_path", mend=mend
-    )
+    return ArgumentError(f"cannot load the {kind} '{_short(name_or_path)}': {first_line}", where=where, mend=mend)
+
+
+def _short(text: str) -> str:
+    return text if len(text) <= 100 else f"{text[:97]}..."

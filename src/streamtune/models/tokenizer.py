@@ -9,9 +9,10 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import AutoTokenizer, PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
 from streamtune.errors import ArgumentError
+from streamtune.models.config_check import check_count, key_place
 from streamtune.models.load import check_exists, loading_error
 
-__all__ = ["CHATML_TEMPLATE", "load_tokenizer", "set_chat_template", "train_tokenizer"]
+__all__ = ["CHATML_TEMPLATE", "load_tokenizer", "read_trained_tokenizer", "set_chat_template", "train_tokenizer"]
 
 END_OF_TEXT = "<|endoftext|>"
 TURN_START = "<|im_start|>"
@@ -69,6 +70,12 @@ def train_tokenizer(texts: Iterable[str], *, vocab_size: int) -> PreTrainedToken
         show_progress=False,
     )
     bpe.train_from_iterator(texts, trainer)
+    return read_trained_tokenizer(bpe.to_str())
+
+
+def read_trained_tokenizer(text: str) -> PreTrainedTokenizerFast:
+    """Return the tokenizer that :func:`train_tokenizer` makes of a trained vocabulary, ``text`` in JSON."""
+    bpe = Tokenizer.from_str(text)
     return PreTrainedTokenizerFast(
         tokenizer_object=bpe,
         eos_token=TURN_END,
@@ -86,6 +93,7 @@ def load_tokenizer(name_or_path: str, *, trust_remote_code: bool = False) -> Pre
         ArgumentError: There is no such tokenizer, or it has neither a padding nor an end token.
     """
     check_exists(name_or_path)
+    check_count(*key_place(name_or_path))  # transformers reads the model's configuration to find the tokenizer's class
     try:
         tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(
             name_or_path, trust_remote_code=trust_remote_code

@@ -37,6 +37,7 @@ __all__ = [
     "make_schedule",
     "make_sources",
     "make_tokenizer",
+    "make_tokenizer_together",
     "prepare_data",
     "quiet_libraries",
     "stream_model",
@@ -72,6 +73,41 @@ def make_tokenizer(
     if recipe.chat_template is not None:
         models.set_chat_template(tokenizer, recipe.chat_template)
     return tokenizer
+
+
+def make_tokenizer_together(
+    world: train.World,
+    recipe: Recipe,
+    sources: Sequence[data.Source],
+    checkpoint: train.Checkpoint | None,
+    notify: Callable[[str], None],
+) -> PreTrainedTokenizerBase:
+    """The same tokenizer on every rank. Called by all ranks.
+
+    Rank 0 trains it, and sends the vocabulary as JSON; or loads it first, and the others after it, each from the files
+    of its own machine. The chat template is rank 0's.
+    """
+    made: list[PreTrainedTokenizerBase] = []
+    is_trained = checkpoint is None and recipe.tokenizer is not None and recipe.tokenizer.train is not None
+
+    def make() -> tuple[str | None, Any]:
+        made.append(make_tokenizer(recipe, sources, checkpoint, notify))
+        backend: Any = made[0].backend_tokenizer if is_trained else None
+        return backend.to_str() if is_trained else None, made[0].chat_template
+
+    text, template = world.main(make)
+
+    def read() -> PreTrainedTokenizerBase:
+        if made:
+            return made[0]
+        plain = recipe.model_copy(update={"chat_template": None})
+        tokenizer: PreTrainedTokenizerBase = (
+            make_tokenizer(plain, sources, checkpoint, notify) if text is None else models.read_trained_tokenizer(text)
+        )
+        tokenizer.chat_template = template
+        return tokenizer
+
+    return world.together(read)
 
 
 def prepare_data(

@@ -16,7 +16,7 @@ from streamtune.engine import StreamHandle
 from streamtune.errors import DataError
 from streamtune.plan.memory import held_bytes
 from streamtune.plan.scored import Trees
-from streamtune.recipe.build import blame_recipe, make_sources, make_tokenizer
+from streamtune.recipe.build import blame_recipe, make_sources, make_tokenizer_together
 from streamtune.recipe.build_batches import Steps
 from streamtune.recipe.build_engine import plan_and_stream
 from streamtune.recipe.build_model import make_model, make_trial_model
@@ -85,7 +85,7 @@ def build_dpo(
     Args:
         loaded: The recipe, with ``objective: dpo``.
         resume: ``auto`` (go on where the run in ``output_dir`` stopped), ``never``, or the path of a checkpoint.
-        allow_change: What may differ from the run that is gone on with: keys of the recipe, and ``data``.
+        allow_change: What may differ from the run that is gone on with, see :func:`start_run`.
         dry_run: Plan a fixed schedule too, and ask no reference.
         notify: Told what is worth knowing on the way, a sentence at a time.
         doing: Shows what takes a while, for as long as it does.
@@ -98,10 +98,10 @@ def build_dpo(
     recipe = _preferences(loaded.recipe)
     with blame_recipe(loaded):
         compares = _check_loss(recipe)
-        start = start_run(recipe, resume, notify, allow_change)
+    with blame_recipe(loaded), start_run(loaded, resume, notify, allow_change, dry_run=dry_run, doing=doing) as start:
         sources = make_sources(loaded)
         with doing("reading the tokenizer" if start.checkpoint else "making the tokenizer"):
-            tokenizer = start.world.main(lambda: make_tokenizer(recipe, sources, start.checkpoint, notify))
+            tokenizer = make_tokenizer_together(start.world, recipe, sources, start.checkpoint, notify)
         prepared = prepare_trees(recipe, sources, tokenizer, notify)
         start.with_data(prepared.fingerprint)
         longest = min(prepared.report.length_percentiles["max"], recipe.max_length)
@@ -255,7 +255,9 @@ def _logps_of_reference(
 ) -> KeptLogps:
     """The reference's log-probs of every tree: those that are kept, or the reference is asked."""
     # A run that is gone on with says under which key they are kept; its model is no longer the one it started with.
-    known = start.checkpoint.state["identity"].get("reference") if start.checkpoint is not None else None
+    # A reference that was allowed to change is asked anew.
+    same = start.checkpoint is not None and not start.changed_files() & {"base", "adapter", "reference"}
+    known = start.checkpoint.state["identity"].get("reference") if start.checkpoint is not None and same else None
     if known is not None and not start.world.any((kept := read_logps(known)) is None) and kept is not None:
         start.identity["reference"] = known
         return kept

@@ -68,7 +68,7 @@ def plan_and_stream(
     start.planned_for.update(recipe=like, length=length, device=start.device, **shape)
     memory: Plan | None = None
 
-    def plan() -> tuple[Schedule, int]:
+    def plan() -> tuple[dict[str, Any], int]:
         nonlocal memory
         memory = plan_model(
             like,
@@ -80,12 +80,13 @@ def plan_and_stream(
             keep=_schedule_of(start.checkpoint),
             notify=notify,
         )
-        return memory.schedule, memory.simulation.host_bytes
+        return asdict(memory.schedule), memory.simulation.host_bytes
 
     schedule, host_bytes = None, 0
     if recipe.engine.schedule == "auto" or dry_run:
         with doing("planning the steps"):  # one rank measures and chooses for all: they have to walk in step
-            schedule, host_bytes = start.world.main(plan)
+            planned, host_bytes = start.world.main(plan)
+            schedule = Schedule(**planned)
     handle = stream_model(recipe, model, schedule, sequence_ranks(recipe, start.world))
     with doing("checking that this model streams exactly"):
         _check_streams(recipe, model, handle, check, start, notify)

@@ -19,7 +19,7 @@ from streamtune import data, models, optim, rollout, train
 from streamtune.engine import StreamHandle
 from streamtune.objectives import POLICY_LOSSES, check_policy, group_advantages
 from streamtune.plan.memory import held_bytes
-from streamtune.recipe.build import blame_recipe, make_sources, make_tokenizer
+from streamtune.recipe.build import blame_recipe, make_sources, make_tokenizer_together
 from streamtune.recipe.build_engine import plan_and_stream
 from streamtune.recipe.build_grpo_groups import Layout
 from streamtune.recipe.build_grpo_log import CompletionLog
@@ -78,7 +78,7 @@ def build_grpo(
     Args:
         loaded: The recipe, one of grpo.
         resume: ``auto`` (go on where the run in ``output_dir`` stopped), ``never``, or the path of a checkpoint.
-        allow_change: What may differ from the run that is gone on with: keys of the recipe, and ``data``.
+        allow_change: What may differ from the run that is gone on with, see :func:`start_run`.
         dry_run: Plan a fixed schedule too: what it would hold is what a dry run is for.
         notify: Told what is worth knowing on the way, a sentence at a time.
         doing: Shows what takes a while, for as long as it does.
@@ -93,14 +93,14 @@ def build_grpo(
     with blame_recipe(loaded):
         _check_loss(recipe)
         functions = load_functions(recipe, loaded.path.parent, notify)
-        start = start_run(recipe, resume, notify, allow_change)
+    with blame_recipe(loaded), start_run(loaded, resume, notify, allow_change, dry_run=dry_run, doing=doing) as start:
         if recipe.use_vllm:
             rollout.check_vllm(start.device)
         if shares_weights(recipe):
             check_sharded(recipe)
         sources = make_sources(loaded)
         with doing("reading the tokenizer" if start.checkpoint else "making the tokenizer"):
-            tokenizer = start.world.main(lambda: make_tokenizer(recipe, sources, start.checkpoint, notify))
+            tokenizer = make_tokenizer_together(start.world, recipe, sources, start.checkpoint, notify)
         judge = RewardJudge(functions, tokenizer)
         prompts = prepare_prompts(recipe, sources, tokenizer, notify)
         judge.check(prompts.train[:16])

@@ -90,14 +90,19 @@ class SharedWriter:
         if self.world.size == 1:
             return self.writer.write(prompts, count, sampling)
 
-        def complete(mine: list[int]) -> list[list[rollout.Completion] | None]:
+        def complete(mine: list[int]) -> list[list[tuple[list[int], bool]] | None]:
             try:
-                return list(self.writer.write([prompts[i] for i in mine], count, sampling))
+                written = self.writer.write([prompts[i] for i in mine], count, sampling)
             except rollout.WritingStopped:  # no failure: it is to reach every rank as what it is
                 return [None] * len(mine)
+            return [[(each.token_ids, each.truncated) for each in completions] for completions in written]
 
         found = _dealt(self.world, len(prompts), complete)
-        written = [completions for completions in found if completions is not None]
+        written = [
+            [rollout.Completion(token_ids, truncated) for token_ids, truncated in completions]
+            for completions in found
+            if completions is not None
+        ]
         if len(written) < len(found):
             raise rollout.WritingStopped
         return written

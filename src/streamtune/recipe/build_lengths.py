@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import tempfile
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, replace
 from functools import partial
@@ -11,7 +10,7 @@ from typing import Any
 
 import torch
 
-from streamtune import plan
+from streamtune import interrupts, plan
 from streamtune.errors import ArgumentError, RunError
 from streamtune.plan.longest import Budget, TryLength, length_entries, longest_by
 from streamtune.plan.steps import Shape, StepBudget
@@ -71,7 +70,7 @@ def lengths_report(
     make = _simulated if method == "simulate" else _measured
     env, attempt = make(recipe, job, budget)
     report = plan.TableReport("max-length", command, {**asked, "budget": str(budget), "method": method}, env)
-    with tempfile.TemporaryDirectory(dir=folder, prefix=".offload-") as scratch:
+    with interrupts.temporary_directory(dir=folder, prefix=".offload-") as scratch:
         entries = length_entries(make_schedule(recipe.engine), scratch)
         groups = [[entry] for entry in entries if entry.case.mode in modes]
         fill(report, groups, longest_by(attempt, budget, notify), folder=folder)

@@ -22,6 +22,9 @@ from streamtune.recipe.schema import Recipe
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
+LARGEST_RATE = torch.finfo(torch.float32).max
+"""A step of AdamW moves each weight by about the learning rate."""
+
 __all__ = [
     "choose_quantization",
     "make_blueprint",
@@ -158,7 +161,17 @@ def _blueprint(recipe: Recipe, device: torch.device, name: str | None) -> Any:
 
 
 def make_optimizer(recipe: Recipe, model: nn.Module) -> torch.optim.Optimizer:
-    """The optimizer of what is trained of a model."""
+    """The optimizer of what is trained of a model.
+
+    Raises:
+        ArgumentError: The learning rate would overflow the weights at once.
+    """
+    if recipe.learning_rate > LARGEST_RATE:
+        raise ArgumentError(
+            f"a learning rate of {recipe.learning_rate:g} overflows the weights",
+            where="learning_rate",
+            mend="use one such as 1e-5 (full), 1e-4 (lora)",
+        )
     return optim.build_optimizer(
         recipe.optim,
         model.named_parameters(),

@@ -305,8 +305,12 @@ class UnpairedObjective:
 
     def _joined(self, parts: Sequence[objectives.RowLogps], world: train.World) -> objectives.RowLogps:
         if world.size > 1:
-            mine = [objectives.RowLogps(part.logp_N.cpu(), part.tokens_N.cpu()) for part in parts]
-            parts = [part for found in world.gather(mine) for part in found]
+            mine = [(part.logp_N.tolist(), part.tokens_N.tolist()) for part in parts]
+            parts = [
+                objectives.RowLogps(torch.tensor(logps, dtype=torch.float64), torch.tensor(tokens, dtype=torch.int64))
+                for found in world.gather(mine)
+                for logps, tokens in found
+            ]
         joined = objectives.RowLogps(
             torch.cat([part.logp_N for part in parts]).to(self.device),
             torch.cat([part.tokens_N for part in parts]).to(self.device),

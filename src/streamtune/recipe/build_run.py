@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any
 from streamtune import models, optim, train
 from streamtune.distributed import RankEnvironment, Watchdog, keep_log, read_environment
 from streamtune.engine import Schedule, StreamHandle
-from streamtune.errors import ArgumentError
+from streamtune.errors import ArgumentError, NonFiniteError
 from streamtune.plan import Plan
 from streamtune.recipe.build_batches import share_out
 from streamtune.recipe.build_plan import plan_model
@@ -31,6 +31,7 @@ from streamtune.recipe.build_world import (
 from streamtune.recipe.dump import dump_recipe
 from streamtune.recipe.loader import LoadedRecipe
 from streamtune.recipe.schema import Recipe
+from streamtune.streams import lost_output
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -100,7 +101,7 @@ class Outcome:
     progressed: train.Progressed
     finished: bool
     exit_code: int
-    """0; 130 or 143 where a signal stopped it."""
+    """0; 1 where most steps were skipped; 130 or 143 where a signal stopped it."""
     checkpoint: Path | None
     """The newest checkpoint."""
     moved_aside: Path | None
@@ -112,6 +113,8 @@ class Outcome:
     """Tokens trained on since it was started or resumed."""
     seconds: float
     """Time the loop took since it was started or resumed."""
+    failure: NonFiniteError | None = None
+    """Why a run that came to its end has failed all the same; its model is there."""
 
     @property
     def losses(self) -> list[float]:
@@ -152,8 +155,7 @@ def train_run(
     directory = run.directory
     before = run.checkpoint.state["progressed"]["tokens"] if run.checkpoint else 0
     world = run.start.world
-    moved_aside = world.main(directory.move_aside) if run.start.replaces else None
-    with _claimed(run):
+    with _claimed(run) as moved_aside:
         keep_log(directory.path, read_environment())
         run.watchdog.event = lambda name, details: train.append_event(directory.events, name, **details)
         writer = _make_writer(run)
@@ -166,35 +168,43 @@ def train_run(
         seconds = time.perf_counter() - started
         finished = progressed.step >= run.plan.total_steps
         sample = _finish(run, writer) if finished else None
+        failure = _skipped_most(run, progressed) if finished else None
         if world.is_main:
-            train.append_event(directory.events, "finish" if finished else "stop", step=progressed.step)
+            why = {} if finished else {"reason": stop.reason}
+            if (lost := lost_output()) is not None:
+                why["output"] = f"lost: {lost.strerror}"
+            train.append_event(directory.events, "finish" if finished else "stop", step=progressed.step, **why)
         run.backend.close()
         run.start.close()
     newest = train.checkpoint_path(directory.checkpoints, progressed.step)
     return Outcome(
         progressed=progressed,
         finished=finished,
-        exit_code=0 if finished else stop.exit_code,
+        exit_code=failure.exit_code if failure is not None else 0 if finished else stop.exit_code,
         checkpoint=newest if newest.exists() else None,
         moved_aside=moved_aside,
         sample=sample,
         records=train.read_records(directory.metrics),
         tokens=progressed.tokens - before,
         seconds=seconds,
+        failure=failure,
     )
 
 
 @contextmanager
-def _claimed(run: Run) -> Iterator[None]:
-    """The run directory is this run's within; rank 0 holds it for all."""
+def _claimed(run: Run) -> Iterator[Path | None]:
+    """The run directory is this run's within; rank 0 holds it for all. Yield where the run went that was in it."""
+    start, world = run.start, run.start.world
     with ExitStack() as held:
+        held.callback(start.release)
+        moved_aside = world.main(start.move_aside)
         text = dump_recipe(run.recipe, comment=f"resolved from {run.loaded.path}")
-        run.start.world.main(
-            lambda: held.enter_context(run.directory.claim(run.start.identity, text, run.backend.config))
+        world.main(
+            lambda: held.enter_context(run.directory.claim(start.identity, text, run.backend.config, start.hold))
         )
-        if run.start.world.size > 1:
-            train.check_shared_folder(run.directory.path, run.start.world)
-        yield
+        if world.size > 1:
+            train.check_shared_folder(run.directory.path, world)
+        yield moved_aside
 
 
 def _train(
@@ -213,7 +223,6 @@ def _train(
     first_step = run.checkpoint.step if run.checkpoint else 0
     world = run.start.world
     if world.is_main:
-        train.supersede(directory.checkpoints, first_step)
         train.append_event(directory.events, "resume" if run.checkpoint else "start", step=first_step)
     told = _tell(run.watchdog)
     with train.Progress(console, plan.total_steps, first_step, recipe.logging_steps, told) as progress:
@@ -249,6 +258,12 @@ def _next_schedule(run: Run, install: bool) -> Schedule | None:
         run.handle.reschedule(found)
         run.start.identity["schedule"] = asdict(found)
     return found
+
+
+def _skipped_most(run: Run, progressed: train.Progressed) -> NonFiniteError | None:
+    """The failure of a finished run most of whose steps were skipped."""
+    dtype = next(run.model.parameters()).dtype
+    return train.skipped_most(progressed.step, progressed.skipped, run.directory, dtype)
 
 
 def _tell(watchdog: Watchdog) -> Callable[[int, str], None]:

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 
 from streamtune import data, models, train
 from streamtune.engine import check_packing
-from streamtune.recipe.build import blame_recipe, make_sources, make_tokenizer, prepare_data
+from streamtune.recipe.build import blame_recipe, make_sources, make_tokenizer_together, prepare_data
 from streamtune.recipe.build_batches import Batches, Steps
 from streamtune.recipe.build_engine import plan_and_stream
 from streamtune.recipe.build_model import make_model
@@ -49,7 +49,7 @@ def build_sft(
     Args:
         loaded: The recipe.
         resume: ``auto`` (go on where the run in ``output_dir`` stopped), ``never``, or the path of a checkpoint.
-        allow_change: What may differ from the run that is gone on with: keys of the recipe, and ``data``.
+        allow_change: What may differ from the run that is gone on with, see :func:`start_run`.
         dry_run: Plan a fixed schedule too: what it would hold is what a dry run is for.
         notify: Told what is worth knowing on the way, a sentence at a time.
         doing: Shows what takes a while, for as long as it does.
@@ -60,11 +60,10 @@ def build_sft(
         OutOfMemoryError: The weights alone do not fit.
     """
     recipe = loaded.recipe
-    with blame_recipe(loaded):
-        start = start_run(recipe, resume, notify, allow_change)
+    with blame_recipe(loaded), start_run(loaded, resume, notify, allow_change, dry_run=dry_run, doing=doing) as start:
         sources = make_sources(loaded)
         with doing("reading the tokenizer" if start.checkpoint else "making the tokenizer"):
-            tokenizer = start.world.main(lambda: make_tokenizer(recipe, sources, start.checkpoint, notify))
+            tokenizer = make_tokenizer_together(start.world, recipe, sources, start.checkpoint, notify)
         prepared = prepare_data(recipe, sources, tokenizer, notify)
         start.with_data(prepared.fingerprint)
         longest = min(prepared.report.length_percentiles["max"], recipe.max_length)

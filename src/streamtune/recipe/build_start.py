@@ -1,7 +1,7 @@
 """Where a run starts: its directory, the checkpoint it goes on from, its device and its ranks.
 
 What is gone on with is compared with what the recipe asks for now, and a difference that would change the training is
-refused by name.
+refused by name. The directory is held from before it is looked at: what was decided is true until the run is over.
 """
 
 from __future__ import annotations
@@ -9,18 +9,19 @@ from __future__ import annotations
 import json
 import secrets
 from collections.abc import Callable, Collection, Iterable, Mapping
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 import transformers
 
 from streamtune import __version__, models, train
 from streamtune.distributed import agree
-from streamtune.errors import ArgumentError, did_you_mean
+from streamtune.errors import ArgumentError, RecipeError, did_you_mean
 from streamtune.recipe.build import choose_device, quiet_libraries
+from streamtune.recipe.build_fingerprints import fingerprint_inputs, fingerprint_tokenizer_files
 from streamtune.recipe.build_model import choose_quantization
 from streamtune.recipe.build_world import (
     accumulation,
@@ -29,10 +30,8 @@ from streamtune.recipe.build_world import (
     share_reference,
     shares_weights,
 )
+from streamtune.recipe.loader import LoadedRecipe
 from streamtune.recipe.schema import Recipe
-
-if TYPE_CHECKING:
-    pass
 
 __all__ = ["Doing", "Notify", "Start", "start_run", "tell_of_model"]
 
@@ -80,12 +79,47 @@ class Start:
     continued: Mapping[Path, dict[str, Any]]
     """What is gone on with, and what it was started as."""
     allow: frozenset[str]
-    """What may differ from that all the same: keys of the recipe, and ``data``."""
+    """Keys that may differ from it all the same: keys of the recipe, ``data``, and keys of ``train.FILES``."""
     notify: Notify
+    fingerprint: Callable[[bool], dict[str, str]]
+    """Fingerprints of the files that are read, of models on a hub too where asked."""
+    hold: train.DirectoryHold | None = None
+    """Keeps other processes out of ``directory``; None in a dry run, and on ranks other than 0."""
     planned_for: dict[str, Any] = field(default_factory=dict)
     """What the planner was asked, to ask it again where memory runs out."""
     engines: list[Any] = field(default_factory=list)
     """What gathers the weights of references that ranks share."""
+
+    def __enter__(self) -> Start:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        """Let go of the directory where building the run failed; a run that is built keeps it."""
+        if kind is not None:
+            self.release()
+
+    def release(self) -> None:
+        """Let other processes have the directory."""
+        if self.hold is not None:
+            self.hold.release()
+
+    def move_aside(self) -> Path | None:
+        """Rename the directory where it holds another run, and hold a new one in its place; return where that run is.
+
+        Raises:
+            ArgumentError: Another process was faster with the new directory.
+        """
+        if not self.replaces:
+            return None
+        if self.hold is None:
+            return self.directory.move_aside()
+        aside = self.hold.move_aside()
+        try:
+            self.hold.take(new=True)
+        except ArgumentError as error:
+            error.what += f"; the run that was there is now in {aside}"
+            raise
+        return aside
 
     @property
     def sharing(self) -> train.World | None:
@@ -124,39 +158,123 @@ class Start:
             self.checkpoint.state["stream"] = None
             self.notify("the data is another, as --allow-change data says: it is gone through from its beginning")
 
+    def with_files(self, *, hubs: bool = False) -> None:
+        """Take note of the files that are read beside the data. Called before the model is loaded, and after.
+
+        Args:
+            hubs: Of models on a hub as well: which commit that is is known once they are loaded.
+
+        Raises:
+            ArgumentError: They changed while they were read, or cannot be read.
+            RecipeError: They are not those of the run that is gone on with.
+        """
+        told = self._check()
+        before = self.identity.get("files", {})
+        found = self.world.main(lambda: self.fingerprint(hubs))
+        for key, value in before.items():
+            if found.get(key) != value:
+                raise ArgumentError(
+                    f"{train.FILES[key]} changed while the run was being started ({key})",
+                    mend="wait until they are written, and start again",
+                )
+        self.identity["files"] = found
+        self._tell(text for text in self._check() if text not in told)
+
+    def _tell_tokenizer(self, files: str | None) -> None:
+        """Say so where the tokenizer's files have changed: the run goes on with that of its checkpoint."""
+        before = self.checkpoint.state["identity"].get("tokenizer_files") if self.checkpoint is not None else None
+        if None not in (before, files) and before != files:
+            self.notify(
+                "the files of the tokenizer, or its chat template, have changed since the run started; it goes on with "
+                "the tokenizer in its checkpoint"
+            )
+        self.identity["tokenizer_files"] = before if self.checkpoint is not None else files
+
+    def changed_files(self) -> set[str]:
+        """Return the keys of ``train.FILES`` that differ from what is gone on with, and may."""
+        now = self.identity.get("files", {})
+        return {
+            key
+            for started_as in self.continued.values()
+            for key, value in started_as.get("files", {}).items()
+            if now.get(key, value) != value
+        }
+
+    def keep_unread_files(self) -> None:
+        """Take over the fingerprints of what is not read this time: the next start may read it."""
+        for started_as in self.continued.values():  # the checkpoint's last: the run goes on with what it was made with
+            self.identity["files"] = {**started_as.get("files", {}), **self.identity["files"]}
+
     def _check(self) -> list[str]:
         """The allowed differences; each once, though the directory and its checkpoint both tell them."""
+        for where, started_as in self.continued.items():
+            self._check_rows(started_as, where)
         found = (
             train.check_same_run(started_as, self.identity, where=where, allow=self.allow)
             for where, started_as in self.continued.items()
         )
         return list(dict.fromkeys(text for texts in found for text in texts))
 
+    def _check_rows(self, started_as: Mapping[str, Any], where: Path) -> None:
+        """Refuse other ranks whose steps have other rows, in keys that a user writes.
+
+        The identity has the micro-batches of all ranks as ``gradient_accumulation_steps``, which a recipe may not say.
+        """
+        key = "gradient_accumulation_steps"
+        ranks = started_as.get("world_size", 1)
+        before, now = started_as.get("recipe", {}), self.identity["recipe"]
+        if key in self.allow or ranks == self.world.size or not before.get(key) or before[key] == now[key]:
+            return
+        batch = now["per_device_train_batch_size"]
+        if before.get("per_device_train_batch_size") != batch:
+            return
+        names = [f"{count} rank{'' if count == 1 else 's'}" for count in (ranks, self.world.size)]
+        raise RecipeError(
+            f"the steps of the run in {where} have {batch * before[key]} rows, on {names[0]}; with {names[1]} this "
+            f"recipe makes steps of {batch * now[key]}",
+            mend=f"write train_batch_size: {batch * before[key]}, which is the same on any number of ranks, or start "
+            f"{names[0]}; to go on with other steps, --allow-change {key}",
+        )
+
     def _tell(self, changes: Iterable[str]) -> None:
         for text in changes:
             self.notify(f"going on with a change: {text}")
 
 
-def start_run(recipe: Recipe, resume: str, notify: Notify, allow_change: Collection[str] = ()) -> Start:
-    """Find out where a run starts, and say what differs from the start of what it goes on with. Nothing is written.
+def start_run(
+    loaded: LoadedRecipe,
+    resume: str,
+    notify: Notify,
+    allow_change: Collection[str] = (),
+    *,
+    dry_run: bool = False,
+    doing: Doing = nullcontext,
+) -> Start:
+    """Find out where a run starts, and say what differs from the start of what it goes on with.
+
+    The directory is made and held before it is looked at, and removed again where it was made for nothing. Enter what
+    is returned around what builds the run.
 
     Args:
-        recipe: The recipe.
+        loaded: The recipe.
         resume: ``auto`` (go on where the run in ``output_dir`` stopped), ``never``, or the path of a checkpoint.
         notify: See :data:`Notify`.
-        allow_change: What may differ: keys of the recipe, and ``data``.
+        allow_change: What may differ: keys of the recipe, ``data``, and keys of ``train.FILES``.
+        dry_run: Write nothing, and neither hold the directory nor mind who does.
+        doing: See :data:`Doing`.
 
     Raises:
-        ArgumentError: A device that is not there, a quantisation that is not installed, or ``allow_change`` names
-            nothing that could be refused.
-        CheckpointError: The checkpoint named by ``resume`` cannot be used.
+        ArgumentError: A device that is not there, a quantisation that is not installed, ``allow_change`` names
+            nothing that could be refused, or another process has the directory.
+        CheckpointError: The checkpoint named by ``resume`` cannot be used, or none of the run in the directory.
         DistributedError: The ranks have other versions or another recipe, or do not reach each other.
         RecipeError: What would be gone on with was started under other settings.
     """
-    known = (*type(recipe).model_fields, "data")
+    recipe = loaded.recipe
+    known = (*type(recipe).model_fields, "data", *train.FILES)
     for name in allow_change:
         if name not in known:
-            mend = did_you_mean(name, known) or "name a key of the recipe, or data"
+            mend = did_you_mean(name, known) or f"name a key of the recipe, or one of: data, {', '.join(train.FILES)}"
             raise ArgumentError(f"there is no '{name}' to change", where="--allow-change", mend=mend)
     device = device_of_rank(choose_device(recipe.device))
     if recipe.deterministic:
@@ -166,34 +284,57 @@ def start_run(recipe: Recipe, resume: str, notify: Notify, allow_change: Collect
     agree(_facts(recipe))
     world = make_world(recipe, device)
     directory = train.RunDirectory(Path(recipe.output_dir))
-    before, checkpoint = world.main(
-        lambda: (directory.read_identity(), train.find_checkpoint(directory, resume, notify))
-    )
-    continued = {directory.path: before} if before is not None and resume != "never" else {}
-    if checkpoint is not None:
-        continued[checkpoint.path] = checkpoint.state["identity"]
-    start = Start(
-        device=device,
-        world=world,
-        quantization=quantization,
-        directory=directory,
-        checkpoint=checkpoint,
-        identity=_identify(recipe, quantization, world, before if resume != "never" else None),
-        replaces=before is not None and resume == "never",
-        shares_weights=shares_weights(recipe),
-        continued=continued,
-        allow=frozenset(allow_change),
-        notify=notify,
-    )
-    start._tell(start._check())
-    last = list(continued.values())[-1] if continued else start.identity
-    start._tell(train.tell_changes(last, start.identity))
-    if checkpoint is not None and train.ranks_of(checkpoint) != world.size:
-        ranks = train.ranks_of(checkpoint)
-        notify(
-            f"the checkpoint is of {ranks} rank{'' if ranks == 1 else 's'} and goes on with {world.size}: dropout "
-            "and other draws of the ranks are seeded anew, by the step and the rank"
+    with ExitStack() as held:  # until this start is found to be possible, and by what is returned from then on
+
+        def look() -> tuple[dict[str, Any] | None, tuple[Path, dict[str, Any]] | None, str | None]:
+            if not dry_run:
+                hold = held.enter_context(directory.hold())
+                if not hold.works:
+                    notify(f"nothing keeps a second start out of {directory.path}: its file system has no locks")
+                taken.append(hold)
+            identity = directory.read_identity()
+            if identity is not None and resume != "never":
+                train.check_records((directory.metrics, directory.path / "completions.jsonl"), directory.events)
+            found = train.find_checkpoint(directory, resume, notify)
+            files = fingerprint_tokenizer_files(recipe)
+            return identity, None if found is None else (found.path, found.state), files
+
+        taken: list[train.DirectoryHold] = []
+        before, kept, tokenizer_files = world.main(look)
+        checkpoint = None if kept is None else train.Checkpoint(*kept)
+        continued = {directory.path: before} if before is not None and resume != "never" else {}
+        if checkpoint is not None:
+            continued[checkpoint.path] = checkpoint.state["identity"]
+        start = Start(
+            device=device,
+            world=world,
+            quantization=quantization,
+            directory=directory,
+            checkpoint=checkpoint,
+            identity=_identify(recipe, quantization, world, before if resume != "never" else None),
+            replaces=before is not None and resume == "never",
+            shares_weights=shares_weights(recipe),
+            continued=continued,
+            allow=frozenset(allow_change),
+            notify=notify,
+            fingerprint=lambda hubs: fingerprint_inputs(
+                recipe, loaded.path.parent, resumed=checkpoint is not None, hubs=hubs
+            ),
+            hold=taken[0] if taken else None,
         )
+        start._tell(start._check())
+        with doing("reading the files of the model"):
+            start.with_files()
+        start._tell_tokenizer(tokenizer_files)
+        last = list(continued.values())[-1] if continued else start.identity
+        start._tell(train.tell_changes(last, start.identity))
+        if checkpoint is not None and train.ranks_of(checkpoint) != world.size:
+            ranks = train.ranks_of(checkpoint)
+            notify(
+                f"the checkpoint is of {ranks} rank{'' if ranks == 1 else 's'} and goes on with {world.size}: dropout "
+                "and other draws of the ranks are seeded anew, by the step and the rank"
+            )
+        held.pop_all()
     return start
 
 
@@ -229,7 +370,8 @@ def tell_of_model(model: Any, longest: int, start: Start, notify: Notify) -> Non
     """Say what is worth knowing of a loaded model before rows of ``longest`` tokens go through it.
 
     Raises:
-        ArgumentError: They cannot: its table of positions is shorter.
+        ArgumentError: They cannot: its table of positions is shorter. Or a file changed while it was read.
+        RecipeError: The model's files are not those of the run that is gone on with.
     """
     notes = [models.check_positions(model, longest)]
     if start.checkpoint is None:
@@ -237,3 +379,11 @@ def tell_of_model(model: Any, longest: int, start: Start, notify: Notify) -> Non
     for note in notes:
         if note is not None:
             notify(note)
+    start.with_files(hubs=True)
+    last = list(start.continued.values())[-1] if start.continued else None
+    if last is not None and "files" not in last and start.identity["files"]:
+        notify(
+            "the run was started by a version that kept no fingerprints of files; whether these changed since is not "
+            f"known: {', '.join(start.identity['files'])}"
+        )
+    start.keep_unread_files()

@@ -15,6 +15,7 @@ from .fields import expected, field_at, leaf_paths, options, properties
 from .kinds import objectives_with
 from .marks import KeyPath, Marks, Mistake, parse_scalar, show_path
 from .schema import Recipe
+from .spec import TOO_LARGE
 
 __all__ = ["explain", "to_error", "unknown_key"]
 
@@ -49,6 +50,10 @@ def explain(error: ValidationError, tree: dict[str, Any], kind: type[Recipe]) ->
             mistake = unknown_key(loc, kind)
         elif detail["type"] == "missing":
             mistake = Mistake(loc, f"'{show_path(loc)}' is missing", _how_to_add(loc))
+        elif detail["type"] == TOO_LARGE:
+            # The other branches of a union say that they do not take the number either; this one says why.
+            mistake = _too_large(loc, tree, kind, context["limit"])
+            found.pop(mistake.path, None)
         else:
             mistake = _wrong_value(loc, tree, kind)
         found.setdefault(mistake.path, mistake)
@@ -98,6 +103,13 @@ def _wrong_value(loc: KeyPath, tree: dict[str, Any], kind: type[Recipe]) -> Mist
         return Mistake(path, f"'{name}' has no value; it takes {expected(fragment)}", "write one, or delete the line")
     what = f"'{name}' takes {expected(fragment)}; found {_show(value)}"
     return Mistake(path, what, _mend(fragment, value))
+
+
+def _too_large(loc: KeyPath, tree: dict[str, Any], kind: type[Recipe], limit: int) -> Mistake:
+    path, _ = field_at(loc, kind)
+    return Mistake(
+        path, f"'{show_path(path)}' is at most {limit:,}; found {_show(_value_at(path, tree))}", "mend the number"
+    )
 
 
 def _value_at(path: KeyPath, tree: Any) -> Any:

@@ -14,7 +14,7 @@ from typing import Annotated, Any, Literal
 from pydantic import Field, field_validator, model_validator
 
 from .engine import EngineSpec
-from .spec import Count, Fraction, Spec, Steps, Text, mistake
+from .spec import Count, Fraction, Rows, Spec, Steps, Text, at_most, mistake
 
 __all__ = ["DatasetSpec", "EngineSpec", "ModelInit", "Recipe", "SampleSpec", "TokenizerSpec", "TokenizerTrain"]
 
@@ -42,7 +42,7 @@ class ModelInit(Spec):
 class TokenizerTrain(Spec):
     """A byte-level BPE tokenizer trained on the recipe's own rows."""
 
-    vocab_size: Annotated[int, Field(ge=259)] = 4096
+    vocab_size: Annotated[int, Field(ge=259), at_most(2 * 10**6)] = 4096
     """Entries in the vocabulary, the 256 bytes and the 3 special tokens included."""
 
 
@@ -140,10 +140,10 @@ class Recipe(Spec):
     """Of the frozen linear layers, with `finetuning_type: qlora`: `nf4` (4 bits, bitsandbytes) or `int8` (torchao);
     `auto` is nf4 on an accelerator and int8 on the CPU. Embedding, norms and head keep their dtype."""
 
-    lora_r: Count = 16
+    lora_r: Annotated[int, Field(ge=1), at_most(10**5)] = 16
     """Rank of the adapters."""
 
-    lora_alpha: Annotated[float, Field(gt=0)] | None = None
+    lora_alpha: Annotated[float, Field(gt=0), at_most(10**6)] | None = None
     """Scale of the adapters (the update is multiplied by lora_alpha / lora_r); without it, twice the rank."""
 
     lora_dropout: Fraction = 0.0
@@ -157,7 +157,7 @@ class Recipe(Spec):
     datasets: Annotated[tuple[DatasetSpec, ...], Field(min_length=1, strict=False)]
     """Where the rows come from."""
 
-    max_length: Annotated[int, Field(ge=2)] = 2048
+    max_length: Annotated[int, Field(ge=2), at_most(10**12)] = 2048
     """Tokens a row may have."""
 
     overlength: Literal["error", "truncate", "drop", "split"] = "error"
@@ -170,7 +170,7 @@ class Recipe(Spec):
     """Lay several rows end to end in one sequence of at most `max_length` tokens, where none sees another: no padding,
     the same gradient. `per_device_train_batch_size` then counts sequences."""
 
-    val_size: Annotated[float, Field(ge=0)] = 0.0
+    val_size: Annotated[float, Field(ge=0), at_most(10**12)] = 0.0
     """Rows held out for evaluation: a fraction below 1, or a number of rows."""
 
     # --- engine ------------------------------------------------------------------------------------------------
@@ -194,24 +194,24 @@ class Recipe(Spec):
     fsdp: bool = False
     """Share weights, gradients and optimizer between ranks through PyTorch's FSDP2, in DeepSpeed's place."""
 
-    sequence_parallel_size: Count = 1
+    sequence_parallel_size: Rows = 1
     """Ranks that share each sequence: the longest one grows with them. Divides the number of ranks."""
 
     sequence_parallel: Literal["auto", "ulysses", "ring"] = "auto"
     """How they share it: `ulysses` exchanges heads for tokens, `ring` passes keys and values around; `auto` is ulysses
     where the ranks divide the heads."""
 
-    train_batch_size: Count | None = None
+    train_batch_size: Rows | None = None
     """Rows of one optimizer step over all ranks, in place of `gradient_accumulation_steps`, which then follows from the
     number of ranks: the same recipe trains the same on any number of them."""
 
     # --- routers of a mixture of experts -----------------------------------------------------------------------
 
-    router_aux_loss_coef: Annotated[float, Field(ge=0)] | None = None
+    router_aux_loss_coef: Annotated[float, Field(ge=0), at_most(10**9)] | None = None
     """Coefficient of the load-balancing loss, added to the loss; without it, what the model's own configuration adds,
     which is nothing unless it says `output_router_logits`. `metrics.jsonl` has the balance loss as `aux_loss`."""
 
-    router_z_loss_coef: Annotated[float, Field(ge=0)] = 0.0
+    router_z_loss_coef: Annotated[float, Field(ge=0), at_most(10**9)] = 0.0
     """Coefficient of the router z-loss, the mean squared log-sum-exp of the routers' logits."""
 
     moe_balance: Literal["micro", "global"] = "micro"
@@ -220,16 +220,16 @@ class Recipe(Spec):
 
     # --- optimisation ------------------------------------------------------------------------------------------
 
-    per_device_train_batch_size: Count = 1
+    per_device_train_batch_size: Rows = 1
     """Rows in one forward and backward."""
 
-    per_device_eval_batch_size: Count = 1
+    per_device_eval_batch_size: Rows = 1
     """Rows in one forward when evaluating."""
 
-    gradient_accumulation_steps: Count = 1
+    gradient_accumulation_steps: Rows = 1
     """Forwards and backwards to one optimizer step; the loss is the mean over the tokens of all of them."""
 
-    num_train_epochs: Annotated[float, Field(gt=0)] = 1.0
+    num_train_epochs: Annotated[float, Field(gt=0), at_most(10**6)] = 1.0
     """Times to go through the data."""
 
     max_steps: Literal[-1] | Count = -1
@@ -250,7 +250,7 @@ class Recipe(Spec):
     optim: Literal["adamw"] = "adamw"
     """Optimizer."""
 
-    weight_decay: Annotated[float, Field(ge=0)] = 0.0
+    weight_decay: Annotated[float, Field(ge=0), at_most(10**9)] = 0.0
     """Decoupled weight decay, on matrices only."""
 
     adam_beta1: Fraction = 0.9
@@ -259,10 +259,10 @@ class Recipe(Spec):
     adam_beta2: Fraction = 0.999
     """AdamW's decay of the mean of its square."""
 
-    adam_epsilon: Annotated[float, Field(gt=0)] = 1e-8
+    adam_epsilon: Annotated[float, Field(gt=0), at_most(10**9)] = 1e-8
     """AdamW's term against division by zero."""
 
-    max_grad_norm: Annotated[float, Field(ge=0)] = 1.0
+    max_grad_norm: Annotated[float, Field(ge=0), at_most(10**9)] = 1.0
     """Clip the gradient to this norm; 0 does not clip."""
 
     seed: Annotated[int, Field(ge=0, lt=2**32)] = 42
@@ -306,7 +306,7 @@ class Recipe(Spec):
     """Refuse kernels whose result differs from run to run: slower on accelerators, and a resumed run is the same there
     to the last bit too. On the CPU it is in any case."""
 
-    dataloader_num_workers: Steps = 0
+    dataloader_num_workers: Annotated[int, Field(ge=0), at_most(1000)] = 0
     """Threads that prepare the batches of coming steps; 0 prepares each when it is its turn. The rows are the same."""
 
     eval_steps: Steps = 0

@@ -7,7 +7,7 @@ from typing import Annotated, Literal
 from pydantic import Field, model_validator
 
 from .schema import Recipe
-from .spec import Count, Text, mistake
+from .spec import Count, Text, at_most, mistake
 
 __all__ = ["DpoRecipe"]
 
@@ -46,28 +46,28 @@ class DpoRecipe(Recipe):
     """Loss of a pair (`sigmoid` is DPO's), or of single completions that are labelled desirable or not (`kto`,
     `apo_zero_unpaired`). `orpo`, `simpo` and `cpo` need no reference."""
 
-    beta: Annotated[float, Field(gt=0)] = 0.1
+    beta: Annotated[float, Field(gt=0), at_most(10**9)] = 0.1
     """How closely the reference is kept to; the factor of the log-ratios."""
 
     label_smoothing: Annotated[float, Field(ge=0, lt=0.5)] = 0.0
     """Share of the pairs taken to be the wrong way round: `sigmoid`, `robust`, `exo_pair`, `simpo`, `cpo`."""
 
-    rpo_alpha: Annotated[float, Field(ge=0)] | None = None
+    rpo_alpha: Annotated[float, Field(ge=0), at_most(10**9)] | None = None
     """Weight of the chosen completion's negative log-likelihood per token, added to the loss; none without it."""
 
-    simpo_gamma: Annotated[float, Field(ge=0)] = 0.5
+    simpo_gamma: Annotated[float, Field(ge=0), at_most(10**9)] = 0.5
     """Target margin of `simpo`."""
 
-    cpo_alpha: Annotated[float, Field(ge=0)] = 1.0
+    cpo_alpha: Annotated[float, Field(ge=0), at_most(10**9)] = 1.0
     """Weight of the negative log-likelihood in `cpo`."""
 
-    dpop_lambda: Annotated[float, Field(ge=0)] = 50.0
+    dpop_lambda: Annotated[float, Field(ge=0), at_most(10**9)] = 50.0
     """Weight of the penalty of `dpop` (DPO-positive)."""
 
-    desirable_weight: Annotated[float, Field(gt=0)] = 1.0
+    desirable_weight: Annotated[float, Field(gt=0), at_most(10**9)] = 1.0
     """Weight of desirable completions in `kto` and `apo_zero_unpaired`."""
 
-    undesirable_weight: Annotated[float, Field(gt=0)] = 1.0
+    undesirable_weight: Annotated[float, Field(gt=0), at_most(10**9)] = 1.0
     """Weight of undesirable completions in `kto` and `apo_zero_unpaired`."""
 
     length_normalization: bool = False

@@ -8,12 +8,12 @@ from pydantic import Field, field_validator, model_validator
 
 from .schema import Recipe
 from .schema_dpo import refuse_sequences_of_rows
-from .spec import Count, Steps, Text, mistake
+from .spec import Count, Rows, Steps, Text, at_most, mistake
 
 __all__ = ["GrpoRecipe"]
 
-Positive = Annotated[float, Field(gt=0)]
-NotNegative = Annotated[float, Field(ge=0)]
+Positive = Annotated[float, Field(gt=0), at_most(10**9)]
+NotNegative = Annotated[float, Field(ge=0), at_most(10**9)]
 UpToOne = Annotated[float, Field(gt=0, le=1)]
 LENGTHS = ("max_prompt_length", "max_completion_length")
 
@@ -39,7 +39,7 @@ class GrpoRecipe(Recipe):
 
     # --- completions -------------------------------------------------------------------------------------------
 
-    num_generations: Annotated[int, Field(ge=1)] = 8
+    num_generations: Rows = 8
     """Completions of a prompt: the group its advantages are taken over."""
 
     max_prompt_length: Count = 512
@@ -63,17 +63,17 @@ class GrpoRecipe(Recipe):
     repetition_penalty: Positive = 1.0
     """Divides the logits of tokens that stand in prompt or completion already; 1 is none."""
 
-    per_device_train_batch_size: Count = 8
+    per_device_train_batch_size: Rows = 8
     """Completions in one forward and backward; those of one prompt share it."""
 
-    steps_per_generation: Count | None = None
+    steps_per_generation: Rows | None = None
     """Micro-batches that are made of one batch of completions; without it, `gradient_accumulation_steps`, so that each
     optimizer step has completions of its own."""
 
-    generation_batch_size: Count | None = None
+    generation_batch_size: Rows | None = None
     """Completions written at once, in place of `steps_per_generation`: that times `per_device_train_batch_size`."""
 
-    per_device_generation_batch_size: Count | None = None
+    per_device_generation_batch_size: Rows | None = None
     """Completions whose keys and values are in memory together while they are written; without it,
     `per_device_train_batch_size`, for which there is room when they are trained."""
 
@@ -98,7 +98,7 @@ class GrpoRecipe(Recipe):
     sft_steps: Steps = 0
     """Optimizer steps of supervised fine-tuning on the rows' own completions before the first completion is drawn."""
 
-    sft_batch_size: Count = 32
+    sft_batch_size: Rows = 32
     """Rows in each of the `sft_steps`, laid end to end."""
 
     sft_learning_rate: NotNegative | None = None
@@ -126,7 +126,7 @@ class GrpoRecipe(Recipe):
     delta: Positive | None = None
     """Ratios are clipped at delta where the advantage is negative as well (two-sided clipping); above 1 + epsilon."""
 
-    num_iterations: Count = 1
+    num_iterations: Rows = 1
     """Times to go through a batch of completions."""
 
     beta: NotNegative = 0.0

@@ -4,15 +4,35 @@ from __future__ import annotations
 
 from typing import Annotated
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field
 from pydantic_core import PydanticCustomError
 
 from streamtune.sizes import SIZE_PATTERN
 
-__all__ = ["Count", "Fraction", "Size", "Spec", "Steps", "Text", "mistake"]
+__all__ = ["TOO_LARGE", "Count", "Fraction", "Rows", "Size", "Spec", "Steps", "Text", "at_most", "mistake"]
 
-Count = Annotated[int, Field(ge=1)]
-Steps = Annotated[int, Field(ge=0)]
+TOO_LARGE = "too_large"
+"""Type of the error that a number is larger than any run needs."""
+
+
+def at_most(limit: int) -> AfterValidator:
+    """A check that a number is no absurd one: a slip, which would end as no memory, no time, or an overflow.
+
+    It is none of the schema's ranges: an error about a text in a number's place is clearer without it.
+    """
+
+    def check(value: float) -> float:
+        if value > limit:
+            raise PydanticCustomError(TOO_LARGE, "too large", {"limit": limit})
+        return value
+
+    return AfterValidator(check)
+
+
+Count = Annotated[int, Field(ge=1), at_most(10**12)]
+Steps = Annotated[int, Field(ge=0), at_most(10**12)]
+Rows = Annotated[int, Field(ge=1), at_most(10**6)]
+"""Rows in one forward, or forwards in one step."""
 Fraction = Annotated[float, Field(ge=0, lt=1)]
 Text = Annotated[str, Field(min_length=1)]
 Size = Annotated[str, Field(pattern=SIZE_PATTERN, json_schema_extra={"examples": ["80GiB"]})]

@@ -103,6 +103,7 @@ class _Preflight:
             valid = self.inputs["attention_mask"].bool()
             self.judge = LayerJudge(self.model, self.layers, attentions, self.own, valid)
             loss_ref, grad_ref = self._walk(self._record)
+            self._refuse_nan(loss_ref)
         except (StreamTuneError, torch.OutOfMemoryError):
             raise
         except Exception as error:
@@ -201,6 +202,18 @@ class _Preflight:
         result = hand_on(arguments, used, out, call)
         self.last = _first(result)
         return result
+
+    def _refuse_nan(self, loss: Tensor) -> None:
+        """Refuse a model that computes no finite loss without streaming either: that is no matter of chunks."""
+        if bool(torch.isfinite(loss)):
+            return
+        bad = next((call.index for call in self.calls if not all(torch.isfinite(z).all() for z in call.outputs)), None)
+        raise _PlainError(
+            f"{self._name} computes a loss of {loss.item()} from text, without streaming: its weights, or numbers in "
+            "its configuration (epsilons, rope_theta, scales), overflow",
+            where="the head" if bad is None else self.judge.where(bad),
+            mend="use another copy of the checkpoint, or mend its config.json; for float16, dtype: bfloat16",
+        )
 
     def _own_graph(self, index: int, z_out: Tensor, known: list[Tensor]) -> None:
         """Refuse a layer whose output hangs on something that is neither its argument nor its parameter.

@@ -1,0 +1,205 @@
+"""Loaded weights that are not what they should be: of other sizes, too many layers, not finite, quantised."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Collection, Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+from torch import Tensor
+
+from streamtune.errors import ArgumentError
+from streamtune.models.config_check import key_place, keys_of_size
+
+__all__ = [
+    "DRAFT_LAYERS",
+    "check_finite",
+    "check_layers",
+    "check_quantised",
+    "check_report",
+    "is_finite",
+    "not_finite",
+    "size_error",
+]
+
+FLOATS = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
+PART = 1 << 22
+DRAFT_LAYERS = ("num_nextn_predict_layers", "num_mtp_layers", "mtp_num_hidden_layers")
+"""Names in configurations for the number of layers that predict the token after the next."""
+
+
+def check_report(name_or_path: str, model: Any, report: Mapping[str, Any]) -> None:
+    """Compare what a checkpoint holds with what its configuration asks for.
+
+    Args:
+        name_or_path: The checkpoint.
+        model: What was made of it.
+        report: What ``from_pretrained`` found out on the way.
+
+    Raises:
+        ArgumentError: Weights have other sizes, are missing, or are of layers that the model does not have.
+    """
+    mismatched = sorted(report["mismatched_keys"])
+    if mismatched:
+        name, found, wanted = mismatched[0]
+        raise size_error(name_or_path, model.config, name, tuple(found), tuple(wanted), len(mismatched))
+    missing = sorted(report["missing_keys"])
+    if missing:
+        # transformers would initialise them at random and go on: a model that trains and is worth nothing.
+        raise ArgumentError(
+            f"the checkpoint '{name_or_path}' has no weights for {len(missing)} parameters of "
+            f"{type(model).__name__}: {', '.join(missing[:3])}{' ...' if len(missing) > 3 else ''}",
+            where="model_name_or_path",
+            mend="use a checkpoint of a causal language model",
+        )
+    check_layers(name_or_path, model, report["unexpected_keys"])
+
+
+def check_layers(name_or_path: str, model: Any, unused: Collection[str]) -> None:
+    """Refuse a checkpoint with more decoder layers than its configuration says: they would be left out.
+
+    Raises:
+        ArgumentError: It has.
+    """
+    text = model.config.get_text_config(decoder=True)
+    count = getattr(text, "num_hidden_layers", None)
+    drafts = [getattr(text, key, None) for key in DRAFT_LAYERS]
+    if not isinstance(count, int) or any(isinstance(draft, int) and draft > 0 for draft in drafts):
+        return
+    prefix = rf"(?:{re.escape(model.base_model_prefix)}\.)?(?:\w+\.)?(?:layers|h|blocks|layer)\.(\d+)\."
+    found = [int(match[1]) for match in (re.match(prefix, name) for name in unused) if match]
+    if found and max(found) >= count:
+        _, where = key_place(name_or_path)
+        raise ArgumentError(
+            f"the checkpoint '{name_or_path}' has weights of {max(found) + 1} layers, and its configuration says "
+            f"{count}: the others would be left out",
+            where=where("num_hidden_layers"),
+            mend=f"write {max(found) + 1} there, or use a whole copy of the checkpoint",
+        )
+
+
+def size_error(
+    name_or_path: str, config: Any, name: str, found: tuple[int, ...], wanted: tuple[int, ...], others: int = 1
+) -> ArgumentError:
+    """An error that says which weights do not fit a configuration, and by which of its keys."""
+    keys, where = key_place(name_or_path)
+    sizes = [b for a, b in zip(found, wanted, strict=False) if a != b] if len(found) == len(wanted) else []
+    near = [key for size in sizes for key in keys_of_size(config, size)]
+    named = next((key for key in near if key in keys), None)
+    more = f" (and {others - 1} more)" if others > 1 else ""
+    says = f"its configuration asks for {_shape(wanted)}"
+    if named is not None:
+        says += f" ('{named}: {next(size for size in sizes if named in keys_of_size(config, size))}')"
+    return ArgumentError(
+        f"the weights of '{name_or_path}' do not fit its configuration: {name} is {_shape(found)} in the files, and "
+        f"{says}{more}",
+        where=where(named) if named is not None else where(""),
+        mend="undo the change to config.json, or use a whole copy of the checkpoint",
+    )
+
+
+def _shape(sizes: tuple[int, ...]) -> str:
+    return " x ".join(map(str, sizes)) or "one number"
+
+
+def check_quantised(name_or_path: str, config: Any, wanted: str | None, device: str) -> None:
+    """Refuse a checkpoint whose weights are quantised in a way that cannot be trained here.
+
+    Args:
+        name_or_path: The checkpoint.
+        config: Its configuration; None for adapters.
+        wanted: ``nf4`` or ``int8`` where the frozen layers are to be quantised; None where they are not.
+        device: Where the model goes.
+
+    Raises:
+        ArgumentError: Its way needs an accelerator and there is none, or the recipe asks for weights that are not
+            quantised on the CPU, or nothing says which way it is.
+    """
+    said = getattr(config, "quantization_config", None)
+    if said is None:
+        return
+    keys = said if isinstance(said, Mapping) else getattr(said, "to_dict", lambda: {})()
+    _, where = key_place(name_or_path)
+    method = keys.get("quant_method")
+    method = getattr(method, "value", method)
+    if not isinstance(method, str) or not method:
+        raise ArgumentError(
+            f"the configuration of '{name_or_path}' has a quantization_config that names no quant_method",
+            where=where("quantization_config"),
+            mend="delete it where the weights are not quantised, or use a whole copy of the checkpoint",
+        )
+    if not device.startswith("cpu") or (wanted is not None and method in OURS):
+        return
+    mend = "use the checkpoint they were made from" + (
+        f", or write finetuning_type: qlora and quantization: {OURS[method]}" if method in OURS else ""
+    )
+    raise ArgumentError(
+        f"the weights of '{name_or_path}' are quantised already ({method}), and on the CPU they cannot be trained so",
+        where=where("quantization_config"),
+        mend=mend,
+    )
+
+
+OURS = {"bitsandbytes": "nf4", "torchao": "int8"}
+"""Ways that run on the CPU too, by the name a checkpoint has for them, and what a recipe calls them."""
+
+
+# --- numbers ----------------------------------------------------------------------------------------------------------
+
+
+def check_finite(model: Any, name_or_path: str = "", where: str = "model_name_or_path") -> None:
+    """Refuse weights that hold NaN or infinity, of which no loss can be computed.
+
+    Args:
+        model: Its weights are looked at once, on the device where they are.
+        name_or_path: The checkpoint, to name the file; empty for a model that was initialised.
+        where: The place to name where there is no file.
+
+    Raises:
+        ArgumentError: With the file and the tensor.
+    """
+    for name, parameter in model.named_parameters():
+        if not is_finite(parameter.detach()):
+            file, tensor, values = _in_files(name_or_path) or (None, name, parameter.detach())
+            raise not_finite(tensor, values, where if file is None else str(file))
+
+
+def not_finite(name: str, values: Tensor, where: str) -> ArgumentError:
+    """An error that says how many values of a tensor are not finite."""
+    flat = values.flatten()
+    nan, inf = int(torch.isnan(flat).sum()), int(torch.isinf(flat).sum())
+    held = " and ".join(f"{count:,} {what}" for count, what in ((nan, "NaN"), (inf, "infinite")) if count)
+    return ArgumentError(
+        f"the weights are not finite: {name} holds {held} among its {flat.numel():,} values",
+        where=where,
+        mend="use a checkpoint saved before its training diverged, or another copy",
+    )
+
+
+def is_finite(values: Tensor) -> bool:
+    """Return True if all values are finite. A sum shows it at once; where it overflows each value is looked at."""
+    plain = type(values) in (Tensor, torch.nn.Parameter)  # quantised ones are classes of their own
+    if not plain or values.dtype not in FLOATS or values.device.type == "meta":
+        return True
+    if bool(torch.isfinite(values.sum(dtype=None if values.dtype == torch.float64 else torch.float32))):
+        return True
+    return all(bool(torch.isfinite(part).all()) for part in values.flatten().split(PART))
+
+
+def _in_files(name_or_path: str) -> tuple[Path, str, Tensor] | None:
+    """The first tensor in a folder's safetensors that is not finite, with its file."""
+    folder = Path(name_or_path).expanduser() if name_or_path else None
+    paths: Iterable[Path] = sorted(folder.glob("*.safetensors")) if folder is not None and folder.is_dir() else ()
+    for path in paths:
+        try:
+            with safe_open(path, framework="pt") as file:
+                for key in file.keys():  # noqa: SIM118 - it is no mapping
+                    values = file.get_tensor(key)
+                    if not is_finite(values):
+                        return path, key, values
+        except (OSError, SafetensorError):
+            continue
+    return None
