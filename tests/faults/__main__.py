@@ -34,8 +34,11 @@ SUITES = {
     "disk": "tests/faults/test_disk.py",
     "flips": "tests/faults/test_flips.py",
     "phases": "tests/faults/test_phases.py",
+    "signals": "tests/faults/test_signals.py",
     "steps": "tests/faults/test_steps.py",
     "resume": "tests/faults/test_resume.py",
+    "starts": "tests/faults/test_starts.py",
+    "changed": "tests/faults/test_changed.py",
     "ranks": "tests/faults/test_ranks.py",
     "rank_saves": "tests/faults/test_rank_saves.py",
     "recipes": "tests/faults/test_recipes.py",
@@ -45,6 +48,7 @@ SUITES = {
     "files": "tests/faults/test_data_files.py",
     "secrets": "tests/faults/test_secrets.py",
     "offline": "tests/faults/test_offline.py",
+    "attacks": "tests/faults/test_attacks.py",
     "saving": "tests/faults/bench_saving.py",
 }
 
@@ -64,7 +68,8 @@ def main(arguments: list[str]) -> int:
     found = {name: Outcome(**values) for name, values in _read(kept).items()}
     figures = {path.stem: json.loads(path.read_text()) for path in sorted(FIGURES.glob("*.json")) if path != kept}
     told = {name: str(found[name]) if name in found else "not run" for name in SUITES}
-    write_page(ROOT / "docs/reliability.md", figures, told, machine())
+    attacks = [json.loads(path.read_text()) for path in sorted((FIGURES / "attacks").glob("*.json"))]
+    write_page(ROOT / "docs/reliability.md", figures, told, machine(), attacks)
     failed = [name for name in named or SUITES if name in found and found[name].outcome == "failed"]
     print(f"docs/reliability.md is written; {', '.join(failed)} failed" if failed else "docs/reliability.md is written")
     return 1 if failed else 0

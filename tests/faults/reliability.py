@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -11,10 +11,17 @@ __all__ = ["write_page"]
 Figures = Mapping[str, Mapping[str, Any]]
 
 
-def write_page(target: Path, figures: Figures, suites: Mapping[str, str], machine: str) -> None:
+def write_page(
+    target: Path,
+    figures: Figures,
+    suites: Mapping[str, str],
+    machine: str,
+    attacks: Sequence[Mapping[str, str]] = (),
+) -> None:
     """Write the page; a figure that was not measured is said to be missing."""
     parts = [INTRODUCTION.format(machine=machine), _table(figures), STATUS, _status(suites), HOW]
     parts += [f"{title}\n\n{text}\n{_others(figures, mine)}" for title, (text, mine) in OTHERS.items()]
+    parts.append(ATTACKS + "\n" + _attacks(attacks))
     parts.append(LIMITS)
     target.write_text("\n".join(parts).rstrip() + "\n", encoding="utf-8")
 
@@ -119,6 +126,12 @@ ROWS: tuple[tuple[str, str, Callable[[Figures], str]], ...] = (
     ("bytes of a checkpoint flipped, files truncated", "flips", _flips),
     ("SIGTERM while loading, in a forward, in the optimizer, evaluating, saving, writing the model", "phases", _phases),
     ("NaN in the loss of micro-batch k, for every k", "steps", _nan),
+    (
+        "40 starts in one directory at random offsets, one held up while it loads: refused, and nothing changed",
+        "starts",
+        _share("starts_40_loading", "refused"),
+    ),
+    ("the same, held up in a step", "starts", _share("starts_40_7", "refused")),
     ("what saving costs", "saving", _overhead),
 )
 
@@ -202,6 +215,16 @@ def _more(values: Mapping[str, Any]) -> str:
     return "; ".join(told)
 
 
+def _attacks(attacks: Sequence[Mapping[str, str]]) -> str:
+    """Return a table for each kind of attack: the deed and its outcome."""
+    lines: list[str] = []
+    for kind in dict.fromkeys(attack["kind"] for attack in attacks):
+        lines += [f"### {kind}", "", "| what is done | outcome |", "|---|---|"]
+        lines += [f"| {attack['title']} | {attack['outcome']} |" for attack in attacks if attack["kind"] == kind]
+        lines.append("")
+    return "\n".join(lines or ["Not measured.", ""])
+
+
 def _status(suites: Mapping[str, str]) -> str:
     return "".join(f"- `{name}`: {status}\n" for name, status in suites.items())
 
@@ -255,10 +278,29 @@ raised at the next boundary between steps, and a run that ends or stops waits fo
 
 ## What a resume compares
 
-Keys of the recipe that decide the result, and the fingerprint of the data: a difference is refused unless it is named
-with `--allow-change KEY` (`data` for the data). With other data than before, the position in it means nothing: it is
-gone through from its beginning. Keys that do not change the result, the versions of streamtune, torch and transformers,
-and the number of ranks are told where they differ.
+Keys of the recipe that decide the result, and fingerprints of what is read again: a difference is refused unless it is
+named with `--allow-change KEY`.
+
+| key | fingerprint of |
+|---|---|
+| `data` | every token of the rows; other data is gone through from its beginning |
+| `base` | configuration and weights of `model_name_or_path`; of a model on a hub its commit |
+| `adapter` | the same of the base that adapters in that folder name |
+| `reference` | the same of `ref_model_name_or_path` |
+| `rewards` | the source of your reward functions, and of modules they import from beside them |
+
+Where all weights are trained they come from the checkpoint, and the base is compared only where it is the reference.
+Keys that do not change the result, the versions of streamtune, torch and transformers, and the number of ranks are told
+where they differ; so are the tokenizer's files, for a run goes on with the tokenizer in its checkpoint. Which run is in
+a directory, and from which checkpoint it goes on, is decided under a lock that is held until the run ends: a second
+start is refused, with the process, host and time of the first. Where every checkpoint of a run is damaged or gone it is
+left as it is.
+"""
+
+ATTACKS = """## Attacks
+
+Each is made on real runs of the tiny recipe by a test (`tests/faults/attacks`), which fails where the outcome is
+another: a wrong exit code, a traceback, a hang, a changed file that is not the run's, an end that is not bit-identical.
 """
 
 LIMITS = """## What is not tested here

@@ -40,6 +40,7 @@ CHANGES = {"save_steps": 5, "save_total_limit": 1}
 """Two saves, of which the second deletes the first."""
 
 
+@pytest.mark.quick("ENOSPC")
 @pytest.mark.parametrize("failure", FAILURES)
 def test_the_disk_fails_at_any_call(zygotes: Zygotes, tmp_path: Path, failure: str) -> None:
     number, action, classes = FAILURES[failure]
@@ -89,6 +90,7 @@ def lines(path: Path) -> list[dict[str, Any]]:
     return read_records(path)
 
 
+@pytest.mark.full
 def test_a_disk_of_one_mebibyte_fills_up_at_any_place(zygotes: Zygotes, tmp_path: Path) -> None:
     """A real tmpfs, with ever more on it already."""
     write_sft(tmp_path / "whole", **CHANGES)

@@ -69,6 +69,7 @@ def test_killed_at_random_instants(zygotes: Zygotes, whole: Whole, tmp_path: Pat
     assert sum(kills for kills, _ in found) > trials // 2
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("asynchronous", [True, pytest.param(False, marks=pytest.mark.slow)])
 def test_killed_at_every_call_of_a_save(zygotes: Zygotes, tmp_path: Path, asynchronous: bool, whole: Whole) -> None:
     """At every open, mkdir, fsync, rename and unlink of a run that saves twice and deletes the first checkpoint."""
@@ -95,6 +96,7 @@ def test_killed_at_every_call_of_a_save(zygotes: Zygotes, tmp_path: Path, asynch
     assert [differs for differs in found if differs] == []
 
 
+@pytest.mark.full
 def test_a_kill_never_leaves_fewer_than_one_complete_checkpoint(zygotes: Zygotes, tmp_path: Path) -> None:
     """Asked right after the kill, before anything is mended; once the first save was over."""
     changes = {"save_steps": 2, "save_total_limit": 1}

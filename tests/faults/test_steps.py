@@ -54,6 +54,7 @@ def test_a_loss_that_is_not_finite_is_found_in_its_step(zygotes: Zygotes, tmp_pa
     assert all(late == 0 and not changed for late, changed in found)
 
 
+@pytest.mark.full
 def test_skipped_steps_are_the_same_again_after_a_kill(zygotes: Zygotes, tmp_path: Path) -> None:
     changes = {"on_nan": "skip", "max_skips": 4}
     bad = {"hook": "not_finite", "rows": [":3", ":7"]}
@@ -99,6 +100,7 @@ LONG: dict[str, Any] = {
 COARSE = {"schedule": "fixed", "chunk_size": 4096, "head_chunk_size": 4096}
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("engine", [COARSE, pytest.param({}, marks=pytest.mark.slow)], ids=["fixed", "auto"])
 def test_memory_that_runs_out_is_planned_again(zygotes: Zygotes, tmp_path: Path, engine: dict[str, Any]) -> None:
     """The gradient is that of any other schedule."""
