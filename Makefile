@@ -5,9 +5,15 @@ VENV   ?= .venv
 BIN    := $(VENV)/bin
 STAMP  := $(VENV)/.installed
 
-export TOKENIZERS_PARALLELISM ?= false
+# deepspeed has no pyproject.toml: unless asked to build it by PEP 517, an older pip warns that it runs setup.py.
+PIP    := $(BIN)/python -m pip install --quiet --disable-pip-version-check --use-pep517
+PYTEST := $(BIN)/python -m pytest -n 2 --durations=10 --durations-min=1
 
-.PHONY: help setup quickstart fmt check test test-distributed faults conformance bench bench-comm docs clean
+export TOKENIZERS_PARALLELISM ?= false
+# The tests start hundreds of processes; without bytecode each would compile the sources anew.
+unexport PYTHONDONTWRITEBYTECODE
+
+.PHONY: help setup quickstart fmt check test test-all test-versions test-distributed faults conformance bench bench-comm docs clean
 
 help:  ## list the targets
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-16s %s\n", $$1, $$2}'
@@ -16,8 +22,8 @@ $(STAMP): pyproject.toml constraints.txt
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
 		{ echo "StreamTune needs Python 3.11 or newer; found $$($(PYTHON) -V). Try: make PYTHON=python3.12 $(MAKECMDGOALS)"; exit 2; }
 	$(PYTHON) -m venv $(VENV)
-	$(BIN)/python -m pip install --quiet -c constraints.txt torch
-	$(BIN)/python -m pip install --quiet -c constraints.txt -e '.[dev]'
+	$(PIP) -c constraints.txt torch
+	$(PIP) -c constraints.txt -e '.[dev]'
 	@touch $@
 
 setup: $(STAMP)  ## virtual environment in .venv with the tested versions
@@ -34,8 +40,14 @@ check: $(STAMP)  ## ruff and mypy --strict
 	$(BIN)/ruff check src tests benchmarks
 	$(BIN)/mypy
 
-test: $(STAMP)  ## the test suite without what is marked slow (installs what it needs)
-	$(BIN)/python -m pytest -n 2
+test: $(STAMP)  ## the quick tests: a case of every feature (tests/conftest.py); 15 minutes on 2 cores
+	$(PYTEST) -m 'not slow and not full'
+
+test-all: test  ## `make test`, then the rest: all cases and long tests; 35 minutes on 2 cores
+	$(PYTEST) -m 'full and not slow'
+
+test-versions:  ## `make test` with pinned, newest and oldest dependencies in build/versions; VERSIONS=oldest for one
+	$(PYTHON) -m tests.versions $(VERSIONS)
 
 faults: $(STAMP)  ## kill, starve and corrupt runs; writes docs/reliability.md
 	$(BIN)/python -m tests.faults

@@ -1,9 +1,77 @@
-"""One thread a process: the models are tiny, and waiting for a second thread would cost more than it computes."""
+"""One thread a process, since the models are tiny; and what of the suite is quick.
+
+There are two markers: `make test` runs what has neither, `make test-all` what is marked ``full`` as well. What is
+marked ``slow`` is asked for by suites of its own (`make conformance`, `make faults`, `make test-distributed`).
+
+A test function with several parametrised arguments is a matrix. Here all of its cases are marked ``full`` but for a
+sample in which each value of each argument occurs, so that `make test` tries every family, mode and dtype, and
+`make test-all` all of their combinations. Where a list is long, ``@pytest.mark.quick("llama", "mamba2")`` names the
+values that `make test` tries; a test that is long by itself is marked ``full``.
+"""
 
 from __future__ import annotations
 
 import os
+from collections import defaultdict
+from collections.abc import Hashable, Sequence
+
+import pytest
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
+
+
+@pytest.hookimpl(tryfirst=True)  # before -m chooses
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    cases: defaultdict[str, list[pytest.Function]] = defaultdict(list)
+    for item in items:
+        if isinstance(item, pytest.Function) and hasattr(item, "callspec") and not is_long(item):
+            cases[item.nodeid.partition("[")[0]].append(item)
+    for matrix in map(quick_cases, cases.values()):
+        for number in set(range(len(matrix))) - set(sample([values_of(item) for item in matrix])):
+            matrix[number].add_marker(pytest.mark.full)
+
+
+def quick_cases(matrix: list[pytest.Function]) -> list[pytest.Function]:
+    """Return the cases with a value that ``@pytest.mark.quick`` names, or all where there is none; mark the others."""
+    marker = matrix[0].get_closest_marker("quick")
+    if marker is None:
+        return matrix
+    quick = [item for item in matrix if any(f"-{name}-" in f"-{item.callspec.id}-" for name in marker.args)]
+    for item in matrix:
+        if item not in quick:
+            item.add_marker(pytest.mark.full)
+    return quick
+
+
+def is_long(item: pytest.Item) -> bool:
+    """Return True where the test is left out of `make test` by a marker of its own."""
+    return any(item.get_closest_marker(name) for name in ("slow", "full"))
+
+
+def values_of(item: pytest.Function) -> set[tuple[str, tuple[int, ...]]]:
+    """Return what each ``parametrize`` of a test gives to a case: its arguments, and the identities of their values."""
+    names = [mark.args[0] for mark in item.iter_markers("parametrize")]
+    groups = [tuple(name.replace(" ", "").split(",")) if isinstance(name, str) else tuple(name) for name in names]
+    named = {name for group in groups for name in group}
+    groups += [(name,) for name in item.callspec.params if name not in named]  # of parametrised fixtures
+    return {(",".join(group), tuple(id(item.callspec.params[name]) for name in group)) for group in groups}
+
+
+def sample(cases: Sequence[set[Hashable]]) -> list[int]:
+    """Choose cases in which every value occurs: the next is always the first of those that add most values.
+
+    Args:
+        cases: The values of each case.
+
+    Returns:
+        The chosen cases' numbers.
+    """
+    missing: set[Hashable] = {value for case in cases for value in case}
+    chosen: list[int] = []
+    while missing:
+        best = max(range(len(cases)), key=lambda number: len(cases[number] & missing))  # max gives the first
+        chosen.append(best)
+        missing -= cases[best]
+    return chosen

@@ -134,6 +134,7 @@ def test_a_dry_run_says_what_would_run_and_writes_nothing(
     assert "memory" in shown
 
 
+@pytest.mark.quick("copy")
 @pytest.mark.parametrize(
     "keys",
     [
@@ -160,6 +161,7 @@ def test_a_resumed_run_equals_the_uninterrupted_one_bit_for_bit(dpo: Callable[..
     assert ours == theirs
 
 
+@pytest.mark.full
 def test_every_kind_of_reference_says_the_same(dpo: Callable[..., int], capsys: pytest.CaptureFixture[str]) -> None:
     """A copy, the same model by name, and either of them asked once before."""
     assert dpo("--output-dir", "base", command="sft", objective=None, datasets=[{"path": "texts.jsonl"}]) == 2

@@ -160,6 +160,7 @@ PUBLIC = {
         "Rewards",
         "load_reward",
         "load_rewards",
+        "reward_sources",
     },
     "streamtune.distributed": {
         "Failure",

@@ -186,6 +186,7 @@ def test_a_run_goes_on_in_the_middle_of_inner_epochs_bit_for_bit(grpo: Grpo) -> 
     assert state["stream"]["picker"]["rates"]
 
 
+@pytest.mark.full
 def test_supervised_steps_come_first_and_a_run_goes_on_at_their_end(grpo: Grpo) -> None:
     settings = {"sft_steps": 4, "sft_batch_size": 8, "max_steps": 3, "save_steps": 1, "save_total_limit": 9}
     assert grpo("--output-dir", "whole", **settings) == 0
@@ -210,6 +211,7 @@ def test_supervised_steps_do_not_see_held_out_prompts_and_need_answers(
     assert "rows.jsonl:" in shown
 
 
+@pytest.mark.quick("dr_grpo", "rloo")
 @pytest.mark.parametrize("loss_type", ["grpo", "dr_grpo", "bnpo", "gspo", "rloo", "remax"])
 def test_every_loss_trains_with_and_without_a_reference(grpo: Grpo, loss_type: str) -> None:
     assert grpo("--output-dir", "with", loss_type=loss_type, beta=0.05, mask_truncated_completions=False) == 0

@@ -23,7 +23,7 @@ PACKAGE = Path(streamtune.__file__).parent
 FILES = sorted(PACKAGE.rglob("*.py"))
 
 LEVELS = [
-    {"errors", "paths", "quiet", "secrets", "__version__"},
+    {"errors", "interrupts", "paths", "quiet", "secrets", "streams", "__version__"},
     {"network", "sizes", "templates"},
     {"ops"},
     {"engine"},

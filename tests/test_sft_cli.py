@@ -114,6 +114,7 @@ def test_a_dry_run_says_what_would_run_and_writes_nothing(
     assert "12 (2 epochs) of 3 rows" in shown
 
 
+@pytest.mark.full
 def test_ctrl_c_saves_and_the_same_command_goes_on_to_the_same_curve(sft: Callable[..., int]) -> None:
     """In real processes: interrupted after a few steps, resumed, and compared with a run left alone."""
     assert sft("--output-dir", "whole") == 0
@@ -306,6 +307,7 @@ def test_a_mistake_below_the_recipe_is_blamed_on_its_line(
     assert f"tiny.yaml:{line}" in capsys.readouterr().err
 
 
+@pytest.mark.full
 @pytest.mark.skipif(os.name == "nt", reason="signals")
 def test_a_second_signal_leaves_at_once() -> None:
     code = """

@@ -39,6 +39,7 @@ def report() -> BenchReport:
     )
 
 
+@pytest.mark.full
 def test_every_mode_is_measured_at_every_length(report: BenchReport) -> None:
     assert [(row.length, row.mode) for row in report.rows] == [
         (length, mode) for length in (64, 256) for mode in ("plain", "checkpoint", "stream")
@@ -52,6 +53,7 @@ def test_every_mode_is_measured_at_every_length(report: BenchReport) -> None:
     assert report.row("checkpoint", 64).ratio == 1.0
 
 
+@pytest.mark.full
 def test_streaming_holds_less_than_checkpointing_and_that_less_than_plain(report: BenchReport) -> None:
     plain, checkpoint, stream = (report.row(mode, 256) for mode in ("plain", "checkpoint", "stream"))
     assert stream.activation_bytes < checkpoint.activation_bytes < plain.activation_bytes  # type: ignore[operator]
@@ -65,6 +67,7 @@ def packed() -> BenchReport:
     return run_bench(make_model, lengths=[256], modes=["stream"], packed_rows=8, schedule=schedule, repeats=1)
 
 
+@pytest.mark.full
 def test_packed_rows_are_measured_beside_one_row_and_beside_the_rows_alone(packed: BenchReport) -> None:
     assert [(row.mode, row.layout) for row in packed.rows] == [
         ("stream", layout) for layout in ("row", "packed", "separate")
@@ -88,6 +91,7 @@ def test_layouts_hold_the_same_tokens() -> None:
     assert [batch["input_ids"].shape[1] for batch in apart] == [4, 4, 3]
 
 
+@pytest.mark.full
 def test_the_picture_is_drawn(report: BenchReport, tmp_path: Path) -> None:
     draw_bench(report, tmp_path / "bench.png", title="a title")
     with Image.open(tmp_path / "bench.png") as image:
@@ -95,6 +99,7 @@ def test_the_picture_is_drawn(report: BenchReport, tmp_path: Path) -> None:
         assert len(image.convert("RGB").getcolors(1 << 24) or []) > 10
 
 
+@pytest.mark.full
 def test_the_picture_shows_every_layout(report: BenchReport, tmp_path: Path) -> None:
     (row,) = [row for row in report.rows if row.mode == "stream"][:1]
     layouts = [row, replace(row, layout="packed"), replace(row, layout="separate")]
@@ -110,6 +115,7 @@ def test_a_fault_of_the_subject_is_not_taken_for_out_of_memory() -> None:
     assert "no_such_family" in caught.value.mend
 
 
+@pytest.mark.full
 def test_the_command_with_adapters(tmp_path: Path) -> None:
     recipe = tmp_path / "recipe.yaml"
     recipe.write_text(RECIPE + "finetuning_type: lora\n")
@@ -133,6 +139,7 @@ def test_the_command(tmp_path: Path) -> None:
     assert (tmp_path / "out" / "bench.png").is_file()
 
 
+@pytest.mark.full
 def test_the_command_with_packed_rows(tmp_path: Path) -> None:
     recipe = tmp_path / "recipe.yaml"
     recipe.write_text(RECIPE)

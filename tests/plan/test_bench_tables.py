@@ -124,6 +124,7 @@ def test_an_ablation_changes_one_choice_at_a_time_and_repeats_none(tmp_path: Pat
 # --- a shared prompt ------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.full
 def test_every_layout_of_a_prompt_has_the_same_loss_and_gradient(tmp_path: Path) -> None:
     report = run_table(
         "prefix-sharing",
@@ -236,6 +237,7 @@ def ablation(tmp_path_factory: pytest.TempPathFactory) -> TableReport:
     )
 
 
+@pytest.mark.full
 def test_an_ablation_measures_every_schedule_and_each_is_exact(ablation: TableReport) -> None:
     for row in ablation.rows:
         assert row.error == ""
@@ -348,6 +350,7 @@ def test_a_budget_that_nothing_fits_says_so(tmp_path: Path) -> None:
     draw_table(report, tmp_path / "lengths.png")
 
 
+@pytest.mark.full
 def test_the_command_tries_whole_training_steps(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(longest, "WITHIN", Range(first=64, least=64, most=64, step=64))
     recipe = tmp_path / "recipe.yaml"

@@ -126,6 +126,7 @@ def test_completions_are_shared_as_well() -> None:
     assert gathered.node_bytes == pytest.approx(1.5 * sum(p.nbytes for p in model().parameters()), rel=0.01)
 
 
+@pytest.mark.full
 def test_ranks_hold_what_a_plan_says() -> None:
     """Weights, gradients, optimizer and gathered layers of two CPU ranks, by every engine."""
     cases = [{"engine": engine, "dtype": "bfloat16"} for engine in ("ddp", "zero1", "zero2", "zero3", "fsdp")]
@@ -311,6 +312,7 @@ def test_a_plan_of_two_nodes(recipe: Path, capfd: pytest.CaptureFixture[str]) ->
     assert "all-to-all of gradients" in out
 
 
+@pytest.mark.full
 def test_what_more_ranks_to_a_sequence_would_allow(recipe: Path, capfd: pytest.CaptureFixture[str]) -> None:
     assert call("plan", "tiny.yaml", *MEMORY, "--ranks", "2", *FIXED, "--json") == 0
     (longer,) = json.loads(capfd.readouterr().out)["cluster"]["longer"]

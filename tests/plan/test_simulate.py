@@ -115,6 +115,7 @@ def workload(make: Callable[[str], Any], mode: Mode = "stream", **changes: Any) 
     return Workload(partial(make, "meta"), LENGTH, mode=mode, device_type="cpu", **changes)
 
 
+@pytest.mark.quick("plain chunks", "host but for two", "keys on host", "attention kept", "gradients streamed")
 @pytest.mark.parametrize("name", SCHEDULES)
 def test_the_simulated_peak_is_the_one_measured(name: str, tmp_path: Any) -> None:
     make = partial(build, "qwen3")
@@ -131,6 +132,7 @@ def test_so_it_is_for_other_models_and_modes(family: str, mode: Mode) -> None:
     assert simulate(workload(make, mode), BASE).peak_bytes == pytest.approx(measured(make, mode, BASE), rel=0.03)
 
 
+@pytest.mark.quick("mamba2", "bloom")
 @pytest.mark.parametrize("family", ["gpt2", "gpt_oss", "phi3", "mamba2", "qwen3_next", "falcon_h1", "bloom"])
 def test_so_it_is_for_families_that_are_built_otherwise(family: str) -> None:
     def make(device: str) -> nn.Module:
@@ -223,6 +225,7 @@ def test_what_autocast_makes_on_an_accelerator(rule: str, call: Callable[[torch.
             assert (x @ x).dtype == torch.float32
 
 
+@pytest.mark.quick("form0")
 @pytest.mark.parametrize("form", [{"fused": True}, {"foreach": True}, {}])
 def test_so_it_is_with_an_optimizer(form: dict[str, bool]) -> None:
     make = partial(build, "qwen3", vocab_size=9973)
@@ -234,6 +237,7 @@ def test_so_it_is_with_an_optimizer(form: dict[str, bool]) -> None:
     assert found.peak_bytes == pytest.approx(measured(make, "stream", BASE, adam), rel=0.01)
 
 
+@pytest.mark.quick("two levels on host")
 @pytest.mark.parametrize("name", ["plain chunks", "host but for two", "two levels on host", "last layer whole"])
 def test_a_step_told_from_shorter_ones_is_the_whole_step(name: str, tmp_path: Any) -> None:
     make = partial(build, "qwen3", "meta", num_hidden_layers=9)
