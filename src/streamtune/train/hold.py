@@ -135,6 +135,8 @@ class DirectoryHold:
             except FileExistsError as error:
                 if new:
                     raise self._in_use("") from error
+                if self.path.is_dir() or not os.path.lexists(self.path):
+                    continue  # removed after it was found to be there, or made again by now
                 raise self._unwritable(error) from error
             except OSError as error:
                 raise self._unwritable(error) from error

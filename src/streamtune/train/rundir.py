@@ -89,6 +89,19 @@ class RunDirectory:
             ArgumentError: The directory has files, and they are not a run's.
         """
         self._refuse_others()
+        # Listed before it is looked for: another start may write it meanwhile, and several files after it.
+        try:
+            entries = {entry.name for entry in self.path.iterdir()}
+        except FileNotFoundError:
+            entries = set()
+        except NotADirectoryError:
+            entries = {self.path.name}
+        except OSError as error:
+            raise ArgumentError(
+                f"{self.path} cannot be read: {error.strerror}",
+                where="output_dir",
+                mend="make it readable and writable to you (chmod u+rwx), or give another --output-dir",
+            ) from error
         if self.identity.is_file():
             try:
                 identity: dict[str, Any] = _check_identity(json.loads(self.identity.read_text(encoding="utf-8")))
@@ -100,10 +113,7 @@ class RunDirectory:
                 ) from error
             return identity
         # A process killed while it claimed a new directory leaves its lock and the first file staged.
-        own = (LOCK, f".tmp-{IDENTITY}")
-        if self.path.exists() and (
-            not self.path.is_dir() or any(entry.name not in own for entry in self.path.iterdir())
-        ):
+        if entries - {LOCK, f".tmp-{IDENTITY}"}:
             raise ArgumentError(
                 f"{self.path} is not empty, and what is in it is not a run of streamtune",
                 where="output_dir",
@@ -135,7 +145,7 @@ class RunDirectory:
             *((path, path.is_file, "regular file") for path in texts),
             *((path, path.is_dir, "folder") for path in folders),
         ]:
-            if os.path.lexists(path) and not is_right():
+            if os.path.lexists(path) and not is_right() and os.path.lexists(path):  # else it was removed meanwhile
                 raise ArgumentError(
                     f"{path} is no {kind}, and a run keeps one there",
                     where="output_dir",
