@@ -320,6 +320,22 @@ def test_ctrl_c_in_a_terminal_saves_and_the_same_command_goes_on(folder: Path) -
     assert f'"event": "resume", "step": {stopped}' in events
 
 
+@pytest.mark.full
+def test_fewer_ranks_whose_steps_would_have_fewer_rows(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """The refusal speaks of keys that a user writes, and what it advises works."""
+    write_recipe(folder, {**TINY, "train_batch_size": None, "per_device_train_batch_size": 2, "max_steps": 2})
+    with Running(folder, command("sft", "tiny.yaml", "--nproc", "2")) as running:
+        assert running.wait(240) == 0, running.stderr
+    more = ("--set", "max_steps=3", "--allow-change", "max_steps")
+    assert run(*more) == 2
+    shown = " ".join(capsys.readouterr().err.split())
+    assert "have 4 rows, on 2 ranks; with 1 rank this recipe makes steps of 2" in shown
+    assert "write train_batch_size: 4, which is the same on any number of ranks, or start 2 ranks" in shown
+    assert "gradient_accumulation_steps" not in shown.partition("--allow-change")[0]
+    assert run(*more, "--set", "train_batch_size=4") == 0
+    assert '"event": "resume", "step": 2' in (running.run / "events.jsonl").read_text()
+
+
 def read_terminal(descriptor: int, into: list[bytes]) -> None:
     with suppress(OSError):  # how it ends when nobody has the other side any more
         while data := os.read(descriptor, 65536):

@@ -249,3 +249,31 @@ def test_a_limit_of_the_shell_is_named(tmp_path: Path, limit: str) -> None:
     assert done.returncode == 1, output
     assert unclear(output) == [], output
     assert ("memory ran out" if "-v" in limit else "larger than a file may be here") in " ".join(output.split()), output
+
+
+FULL = """
+set -e
+mount -t tmpfs -o size=64k none /dev/shm  # the new working directory: python looks there last
+cp tiny.yaml rows.jsonl /dev/shm; mkdir /dev/shm/source; mount --bind "$2" /dev/shm/source; cd /dev/shm
+for place in /tmp /var/tmp /usr/tmp; do [ ! -d $place ] || mount -t tmpfs -o size=64k none $place; done
+for place in . /tmp /var/tmp /usr/tmp; do [ ! -d $place ] || cat /dev/zero > $place/fill 2> /dev/null || true; done
+export PYTHONPATH=/dev/shm/source
+"$1" -m streamtune sft tiny.yaml
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("tmpdir", [None, "/nowhere"])
+def test_no_room_for_temporary_files_anywhere(tmp_path: Path, tmpdir: str | None) -> None:
+    write_sft(tmp_path, **SHORT)
+    unshare = shutil.which("unshare")
+    if unshare is None or subprocess.run([unshare, "-rm", "true"], capture_output=True).returncode != 0:
+        pytest.skip("no file system can be mounted here")
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", **({} if tmpdir is None else {"TMPDIR": tmpdir})}
+    command = [unshare, "-rm", "bash", "-c", FULL, "full", sys.executable, str(ROOT / "src")]
+    done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True)
+    output = done.stdout + done.stderr
+    assert done.returncode == 1, output
+    assert unclear(output) == [], output
+    assert "no directory for temporary files that can be written to" in output
+    assert f"where: {f'TMPDIR={tmpdir}' if tmpdir else '/tmp'}\nmend: set TMPDIR to a directory with room" in output
