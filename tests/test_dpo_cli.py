@@ -199,6 +199,7 @@ def test_a_shared_prompt_changes_nothing(dpo: Callable[..., int], keys: dict[str
             assert shared.get(name, 0) == pytest.approx(separate.get(name, 0), rel=1e-3, abs=1e-5), name
 
 
+@pytest.mark.full
 def test_kept_log_probs_serve_single_completions_too(dpo: Callable[..., int]) -> None:
     keys = {"loss_type": "kto", "datasets": [{"path": "judged.jsonl"}], "desirable_weight": 0.5}
     assert dpo("--output-dir", "asked", **keys) == 0
@@ -207,6 +208,7 @@ def test_kept_log_probs_serve_single_completions_too(dpo: Callable[..., int]) ->
     assert {"kl", "rewards/chosen", "rewards/rejected", "rewards/accuracies"} <= records("kept")[0].keys()
 
 
+@pytest.mark.full
 def test_routers_are_balanced_beside_preferences(dpo: Callable[..., int]) -> None:
     init = {**INIT, "model_type": "mixtral", "num_local_experts": 4, "num_experts_per_tok": 2}
     keys = {"model": {"init": init}, "router_aux_loss_coef": 0.1, "moe_balance": "global"}
@@ -219,6 +221,7 @@ def test_routers_are_balanced_beside_preferences(dpo: Callable[..., int]) -> Non
 # --- bad input --------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.full
 def test_a_reference_with_another_vocabulary_is_refused(
     dpo: Callable[..., int], capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -262,6 +265,7 @@ def test_rows_that_teach_nothing_are_refused_by_their_place(
     assert not Path("runs").exists()
 
 
+@pytest.mark.full
 def test_identical_pairs_are_left_out_where_the_recipe_says_so(
     dpo: Callable[..., int], capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -297,6 +301,7 @@ def test_one_prompt_has_no_mismatched_completion(dpo: Callable[..., int], capsys
     assert dpo(loss_type="apo_zero_unpaired", **keys) == 0
 
 
+@pytest.mark.full
 def test_a_model_that_cannot_share_prompts_gets_copies_of_them(
     dpo: Callable[..., int], capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -164,6 +164,7 @@ def test_ctrl_c_in_a_rollout_saves_and_the_same_command_goes_on(grpo: Grpo, monk
 INNER = {"num_iterations": 2, "steps_per_generation": 4, "max_steps": 7, "epsilon": 0.01, "prompts": "pass_rate"}
 
 
+@pytest.mark.full
 def test_a_run_goes_on_in_the_middle_of_inner_epochs_bit_for_bit(grpo: Grpo) -> None:
     """A rollout lasts four steps here: 1 to 4, 5 to 8. Step 3 and step 5 go on with what was written before."""
     settings = {**INNER, "save_steps": 1, "save_total_limit": 9, "pass_reward": 0.55, "beta": 0.1}
@@ -221,6 +222,7 @@ def test_every_loss_trains_with_and_without_a_reference(grpo: Grpo, loss_type: s
     assert all(record["grad_norm"] > 0 for record in with_reference)
 
 
+@pytest.mark.full
 def test_adapters_are_their_own_reference(grpo: Grpo) -> None:
     assert grpo(finetuning_type="lora", lora_r=4, beta=0.05, max_steps=3) == 0
     records = lines("runs/tiny")

@@ -171,6 +171,7 @@ def test_resume_goes_on_from_a_checkpoint_of_full_and_of_adapter_training(sft: C
     assert AutoPeftModelForCausalLM.from_pretrained("lora/final").peft_config["default"].r == 4
 
 
+@pytest.mark.quick("nf4")
 @pytest.mark.parametrize(("kind", "package"), [("int8", "torchao"), ("nf4", "bitsandbytes")])
 def test_adapters_on_a_quantised_base(
     sft: Callable[..., int], capsys: pytest.CaptureFixture[str], kind: str, package: str
@@ -233,6 +234,7 @@ def test_a_quantiser_that_is_missing_is_said_before_anything_is_read(
     assert "int8 needs torchao, which is not installed" in capsys.readouterr().err
 
 
+@pytest.mark.full
 def test_going_back_to_an_older_checkpoint_gives_the_same_curve_again(sft: Callable[..., int]) -> None:
     settings = ("--set", "save_steps=2", "--set", "max_steps=4")
     assert sft(*settings) == 0

@@ -216,6 +216,7 @@ def test_trains_and_resumes_to_the_same_curve(folder: Path, capsys: pytest.Captu
     assert all(2.0 <= line["aux_loss"] < 4.0 for line in steps), "it is top_k where all experts are chosen alike"
 
 
+@pytest.mark.full
 def test_what_is_recorded_does_not_move_with_the_coefficient(folder: Path) -> None:
     """With a learning rate of 0: the loss is the cross entropy, and so is the held-out loss."""
     asked = {"init": {**MIXTRAL, "output_router_logits": True, "router_aux_loss_coef": 3.0}}

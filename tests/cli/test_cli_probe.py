@@ -73,6 +73,7 @@ def test_the_longest_of_each_mode(probe: Callable[..., int], capsys: pytest.Capt
     assert Path("out/probe.png").stat().st_size > 10_000
 
 
+@pytest.mark.full
 def test_the_largest_batch_of_adapters_as_json(probe: Callable[..., int], capsys: pytest.CaptureFixture[str]) -> None:
     options = ["--batch-size", "--length", "128", "--from", "2", "--to", "2", "--set", "packing=true", "--json"]
     assert probe("--device-memory", "1GiB", "--set", "finetuning_type=lora", *options) == 0

@@ -110,6 +110,7 @@ def test_json_is_one_document_with_the_promised_keys(
     assert sizes == [None, 100, 43, 16] * 2
 
 
+@pytest.mark.full
 def test_adapters_in_bfloat16(verify: Callable[..., int], capsys: pytest.CaptureFixture[str]) -> None:
     settings = ("finetuning_type=lora", "lora_dropout=0.2", "dtype=bfloat16", "bf16=true")
     assert verify("--length", "128", *(part for text in settings for part in ("--set", text))) == 0
@@ -348,6 +349,7 @@ def test_packed_rows_are_compared_with_each_alone(verify: Callable[..., int], ca
     assert "packed into one sequence, against each alone" in capsys.readouterr().out
 
 
+@pytest.mark.full
 def test_packed_rows_that_meet_are_found(verify: Callable[..., int], monkeypatch, capsys) -> None:
     made = data.collate_packed
 

@@ -36,6 +36,7 @@ REPRESENTATIVE = {
 FAMILIES = Path(__file__).parents[2] / "docs" / "families.md"
 
 
+@pytest.mark.quick("bloom", "doge", "glm_moe_dsa", "mpt", "prophetnet", "xlm")
 @pytest.mark.parametrize(
     "name", [pytest.param(name, marks=[] if name in REPRESENTATIVE else pytest.mark.slow) for name in NAMES]
 )
@@ -87,6 +88,7 @@ def test_an_exact_model_is_found_exact() -> None:
     assert 0 < found.error <= module.BOUND
 
 
+@pytest.mark.full
 def test_what_fp32_leaves_open_is_settled_in_fp64(monkeypatch) -> None:
     monkeypatch.setattr(module, "BOUND", 0.0)
     found = classify("llama")

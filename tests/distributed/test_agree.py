@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 
+import pytest
+
 from streamtune.distributed.agree import compare_facts, describe_ranks
 from streamtune.distributed.failure import RankEnd
 from tests.distributed.ranks_kit import start, wait
@@ -28,6 +30,7 @@ def test_a_difference_is_the_same_error_on_every_rank() -> None:
     assert whats == {"the ranks are not alike\n- data: d1 on ranks 0-1 (here); d2 on rank 2 (here)"}
 
 
+@pytest.mark.full
 def test_a_rank_that_does_not_come_is_named_on_the_others() -> None:
     ends = agreed(ALIKE, ALIKE, None, seconds="5")
     assert [end.code for end in ends] == [1, 1, 0]

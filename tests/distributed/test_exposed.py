@@ -390,6 +390,7 @@ os._exit(0)
     return {int(port): keys for port, keys in json.loads(done.stdout.splitlines()[-1]).items()}
 
 
+@pytest.mark.full
 def test_a_run_listens_on_the_loopback_alone_and_reads_no_pickle(tmp_path: Path) -> None:
     with start(tmp_path, "ddp", steps=400) as running:
         running.wait_for_step(2)

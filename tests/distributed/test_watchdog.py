@@ -77,6 +77,7 @@ def error(ends: list[RankEnd], count: int = 2) -> str:
     return str(found[0])
 
 
+@pytest.mark.full
 def test_a_killed_rank_ends_the_others(outcomes: Outcomes) -> None:
     ends, events = outcomes["kill"]
     assert "rank 1 on here was killed by SIGKILL, in step 3, batch 1/1" in error(ends)

@@ -312,6 +312,7 @@ loss.backward()
 """
 
 
+@pytest.mark.full
 def test_a_process_that_is_killed_in_mid_step_leaves_nothing(tmp_path: Path) -> None:
     command = [sys.executable, "-c", KILLED, str(tmp_path)]
     environment = {

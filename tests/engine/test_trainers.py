@@ -172,6 +172,7 @@ def test_hugging_face_trainer(tokenizer: PreTrainedTokenizerFast, tmp_path: Path
     assert_same_run(streamed, plain, before)
 
 
+@pytest.mark.full
 @pytest.mark.quick("False")
 @pytest.mark.parametrize("reentrant", [False, True])
 def test_streaming_stands_in_the_place_of_checkpointing(
@@ -191,6 +192,7 @@ def test_streaming_stands_in_the_place_of_checkpointing(
     assert runs[0][2] == runs[1][2]
 
 
+@pytest.mark.full
 @pytest.mark.quick("qwen3")
 @pytest.mark.parametrize("family", ["qwen3", "llama"])
 def test_hugging_face_trainer_under_bf16_autocast(
@@ -285,6 +287,7 @@ def test_sft_trainer(tokenizer: PreTrainedTokenizerFast, tmp_path: Path, more: d
     assert evaluated == pytest.approx(plain.evaluate()["eval_loss"], rel=1e-9)
 
 
+@pytest.mark.full
 def test_sft_trainer_under_bf16_autocast(tokenizer: PreTrainedTokenizerFast, tmp_path: Path) -> None:
     exact = sft_trainer(model_for(tokenizer), tokenizer, tmp_path)
     before = weights(exact.model)
@@ -296,6 +299,7 @@ def test_sft_trainer_under_bf16_autocast(tokenizer: PreTrainedTokenizerFast, tmp
     assert_same_run(streamed, exact, before, loss=2e-3, update=2e-2)
 
 
+@pytest.mark.quick("before wrapping")
 @pytest.mark.usefixtures("fp64")
 @pytest.mark.parametrize("checkpointing", [False, True])
 @pytest.mark.parametrize("order", ["before wrapping", "after wrapping"])

@@ -157,6 +157,7 @@ def test_in_fp64(family: str) -> None:
     assert worst(got, want) <= EXACT
 
 
+@pytest.mark.full
 def test_a_branch_may_be_longer_than_a_block_of_keys() -> None:
     model = build("qwen3", max_position_embeddings=4096)
     given = rows(((1500, (40, 1200)),))

@@ -162,6 +162,7 @@ def test_every_loss_and_gradient_is_that_of_plain_torch(loss_type: str, share: b
     compare(make_recipe(loss_type, beta=beta), share=share)
 
 
+@pytest.mark.quick("grpo", "gspo")
 @pytest.mark.parametrize("loss_type", LOSSES)
 def test_a_first_step_has_no_old_log_probs_and_needs_none(loss_type: str) -> None:
     compare(make_recipe(loss_type), old=False, ref=False)
@@ -173,6 +174,7 @@ def test_chunks_may_cut_prompt_boundary_and_completion(chunk_size: int, share: b
     compare(make_recipe("grpo", beta=0.07), share=share, chunk_size=chunk_size)
 
 
+@pytest.mark.quick("grpo", "dapo")
 @pytest.mark.parametrize("loss_type", LOSSES)
 @pytest.mark.parametrize("batch_size", [1, 3, 12])
 def test_a_step_is_the_same_however_it_is_split(loss_type: str, batch_size: int) -> None:
@@ -180,6 +182,7 @@ def test_a_step_is_the_same_however_it_is_split(loss_type: str, batch_size: int)
     compare(make_recipe(loss_type), batch_size=batch_size)
 
 
+@pytest.mark.quick("grpo", "dapo")
 @pytest.mark.parametrize("loss_type", LOSSES)
 def test_truncated_completions_may_be_left_out_of_the_loss(loss_type: str) -> None:
     recipe = make_recipe(loss_type, mask_truncated_completions=True)

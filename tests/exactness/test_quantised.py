@@ -71,6 +71,7 @@ def reference(model: Any, inputs: dict[str, Any], *args: Any, **settings: Any) -
     return Reference(truth, gradients(model, inputs))
 
 
+@pytest.mark.quick("qwen3-8")
 @pytest.mark.parametrize("chunk_size", [3, 8, 64])
 @pytest.mark.parametrize("family", ["llama", "qwen3"])
 def test_every_batch_and_chunk_size(kind: str, family: str, chunk_size: int) -> None:
@@ -90,6 +91,7 @@ def test_tied_heads_and_widths_that_fill_no_block(kind: str, settings: dict[str,
         want.check(gradients(model, batch("masked")))
 
 
+@pytest.mark.quick("dtype0")
 @pytest.mark.parametrize(("dtype", "draws"), [(torch.float32, 1), (torch.bfloat16, 16)])
 def test_three_ways(kind: str, dtype: torch.dtype, draws: int) -> None:
     """Against the rounded weights in fp64 ours is as near as torch itself, in the mean (one draw of bf16 varies)."""

@@ -116,7 +116,7 @@ def test_combinations_under_a_balance_loss(family: str, tmp_path: Path) -> None:
         assert_exact(model, inputs, want, schedule)
 
 
-@pytest.mark.quick("llama", "falcon_h1")
+@pytest.mark.quick("llama")
 @pytest.mark.parametrize("family", ["llama", "mamba2", "qwen3_next", "falcon_h1"])
 def test_combinations_of_packed_rows(family: str, tmp_path: Path) -> None:
     """Among them layers kept whole: one with states would carry them from one row into the next."""
@@ -130,6 +130,7 @@ def test_combinations_of_packed_rows(family: str, tmp_path: Path) -> None:
                 want.check(gradients(model, inputs), schedule)
 
 
+@pytest.mark.quick("3")
 @pytest.mark.parametrize("segment_size", [1, 2, 3, 5, 9])
 def test_segments_of_any_size(segment_size: int) -> None:
     model = in_float64(build("qwen3", num_hidden_layers=5, attention_dropout=0.2))
@@ -202,6 +203,7 @@ def test_kept_attention_runs_no_forward_in_the_backward(kept: Any, levels: Any) 
         assert counted.forwards > 0
 
 
+@pytest.mark.full
 def test_adapters_frozen_layers_and_accumulation(tmp_path: Path) -> None:
     model = build("llama", num_hidden_layers=4)
     for name, parameter in model.named_parameters():

@@ -54,7 +54,7 @@ def sharing(family: str) -> Any:
     )
 
 
-@pytest.mark.quick("qwen3_next", "mamba2", "lfm2")
+@pytest.mark.quick("mamba2", "lfm2")
 @pytest.mark.parametrize("family", STATES)
 def test_states_are_carried_and_their_gradients_handed_back(
     family: str, error_table: dict[str, dict[str, float]]
@@ -88,6 +88,7 @@ def test_the_state_matters(family: str) -> None:
     assert worst(got, want) > 100 * BOUND
 
 
+@pytest.mark.quick("mamba2", "qwen3_next", "falcon_h1")
 @pytest.mark.parametrize("family", STATES)
 def test_fp64_leaves_no_doubt(family: str) -> None:
     inputs = batch("left")
@@ -144,6 +145,7 @@ def test_generation_is_the_models_own(family: str) -> None:
     assert torch.equal(got, want)
 
 
+@pytest.mark.quick("multiturn")
 @pytest.mark.parametrize("kind", ["plain", "multiturn", "left", "right"])
 @pytest.mark.parametrize("family", SHARING)
 def test_shared_keys_and_values_get_the_gradients_of_all_their_readers(family: str, kind: str) -> None:

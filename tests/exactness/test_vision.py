@@ -112,6 +112,7 @@ def test_the_vision_tower_keeps_its_own_attention() -> None:
         assert model.config.text_config._attn_implementation == NAME
 
 
+@pytest.mark.full
 def test_an_image_inside_a_chunk_and_one_across_a_chunks_end() -> None:
     """Every place an image of four tokens can have in chunks of eight."""
     model = build("gemma3")

@@ -71,6 +71,7 @@ def refused_then_allowed(zygotes: Zygotes, folder: Path, key: str, command: str 
     assert (run / "final").is_dir()
 
 
+@pytest.mark.full
 def test_adapters_go_on_over_the_base_they_were_trained_on(zygotes: Zygotes, base: Path, tmp_path: Path) -> None:
     write_sft(tmp_path)
     shutil.copytree(base, tmp_path / "model")

@@ -7,6 +7,8 @@ import random
 import shutil
 from pathlib import Path
 
+import pytest
+
 from tests.faults.crash import Crash, replay
 from tests.faults.kit import (
     ALL,
@@ -42,6 +44,7 @@ def key(crash: Crash) -> str:
     return digest.hexdigest()
 
 
+@pytest.mark.full
 def test_what_was_not_synced_is_lost_and_the_run_is_not(zygotes: Zygotes, tmp_path: Path) -> None:
     changes = {"save_steps": 5, "save_total_limit": 1}
     source = tmp_path / "source"

@@ -77,6 +77,7 @@ def test_a_run_that_names_nothing_on_a_hub_connects_to_nothing(folder: Path) -> 
     assert noted == []
 
 
+@pytest.mark.full
 def test_offline_is_one_clear_error(folder: Path) -> None:
     """A model and a dataset of the hub: said at once, and nothing was sent."""
     hub = {key: value for key, value in RECIPE.items() if key not in ("model", "tokenizer")}

@@ -7,12 +7,15 @@ import time
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 from tests.faults.kit import Zygotes, complete_checkpoints, differences, report, state_of, write_sft
 
 PHASES = ("loading", "forward", "optimizer", "evaluating", "saving", "final")
 Whole = tuple[Path, dict[str, Any], float]
 
 
+@pytest.mark.full
 def test_sigterm_in_every_phase(zygotes: Zygotes, whole: Whole, tmp_path: Path) -> None:
     def trial(phase: str) -> tuple[float, list[str]]:
         folder = tmp_path / phase

@@ -92,7 +92,7 @@ CASES = {
 FAST = {"sft-2": (5,), "dpo-2": (7,), "grpo": (6,)}
 
 
-@pytest.mark.quick("sft-2", "grpo")
+@pytest.mark.quick("sft-2")
 @pytest.mark.parametrize("case", CASES)
 def test_resumed_at_every_step(zygotes: Zygotes, tmp_path: Path, case: str) -> None:
     every = bool(size(1, 0))

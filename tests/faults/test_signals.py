@@ -72,6 +72,7 @@ def test_a_run_saves_and_goes_on_to_the_same_end(
     assert differences(state_of(tmp_path / "runs/tiny"), whole[1]) == []
 
 
+@pytest.mark.full
 def test_hangups_never_count_as_the_second_signal(zygotes: Zygotes, whole: Whole, tmp_path: Path) -> None:
     """A terminal that is closed sends several: from its shell and from the kernel."""
     write_sft(tmp_path)
@@ -126,6 +127,7 @@ def test_a_run_whose_steps_were_mostly_skipped_has_failed(zygotes: Zygotes, tmp_
     assert again.status == 1, again.output
 
 
+@pytest.mark.full
 def test_a_run_with_a_few_skipped_steps_is_done(zygotes: Zygotes, tmp_path: Path) -> None:
     write_sft(tmp_path, on_nan="skip", max_skips=100)
     done = zygotes.run(tmp_path, hook="not_finite", micro=3)
@@ -222,6 +224,7 @@ def interrupt_after(seconds: float) -> Callable[[int], None]:
     return press
 
 
+@pytest.mark.full
 @pytest.mark.quick("sft")
 @pytest.mark.parametrize("name", ["sft", "dpo", "grpo", "plan", "verify", "simulate"])
 def test_ctrl_c_once_libraries_are_there(zygotes: Zygotes, tmp_path: Path, name: str) -> None:

@@ -64,6 +64,7 @@ def test_of_many_starts_one_trains_and_the_others_change_nothing(
     assert differences(state_of(run), whole[1]) == []
 
 
+@pytest.mark.full
 def test_a_dry_run_neither_needs_the_lock_nor_leaves_anything(zygotes: Zygotes, tmp_path: Path) -> None:
     from streamtune.train import RunDirectory
 
@@ -91,6 +92,7 @@ def test_what_was_made_for_nothing_is_removed(zygotes: Zygotes, tmp_path: Path) 
     assert list((tmp_path / "runs/tiny").iterdir()) == []
 
 
+@pytest.mark.quick("flipped")
 @pytest.mark.parametrize("damage", ["flipped", "deleted"])
 def test_a_run_none_of_whose_checkpoints_can_be_used_is_left_as_it_is(
     zygotes: Zygotes, tmp_path: Path, damage: str

@@ -123,6 +123,7 @@ def test_memory_that_runs_out_is_planned_again(zygotes: Zygotes, tmp_path: Path,
     assert saved.state["identity"]["schedule"] == told[-1]["replanned"]
 
 
+@pytest.mark.full
 def test_memory_that_runs_out_stops_the_run_with_what_to_do(zygotes: Zygotes, tmp_path: Path) -> None:
     write_sft(tmp_path, engine=COARSE, **LONG)
     done = zygotes.run(tmp_path, hook="out_of_memory", micro=5, most=1024)

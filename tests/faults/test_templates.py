@@ -76,6 +76,7 @@ def test_a_rendering_is_that_of_transformers(tokenizer: Any) -> None:
     assert render_chat(tokenizer, CHAT, tools=TOOLS) == "two 1"
 
 
+@pytest.mark.full
 def test_what_takes_too_much_is_an_error(tokenizer: Any) -> None:
     """Time, memory and output, also where a single operation takes them; the next rendering is as ever."""
     slowest, done = 0.0, 0

@@ -109,6 +109,7 @@ def test_the_picture_shows_every_layout(report: BenchReport, tmp_path: Path) -> 
     assert len({(tmp_path / f"{shown}.png").read_bytes() for shown in (1, 2, 3)}) == 3
 
 
+@pytest.mark.full
 def test_a_fault_of_the_subject_is_not_taken_for_out_of_memory() -> None:
     with pytest.raises(RunError, match="benchmark failed") as caught:
         run_bench(partial(build, "no_such_family"), lengths=[8], modes=["plain"], schedule=Schedule())
@@ -152,6 +153,7 @@ def test_the_command_with_packed_rows(tmp_path: Path) -> None:
         CliRunner().invoke(app, ["bench", str(recipe), *options, "--packed-rows", "33"], catch_exceptions=False)
 
 
+@pytest.mark.full
 def test_its_processes_are_as_quiet_as_it_is(capfd: pytest.CaptureFixture[str]) -> None:
     levels = {name: logging.getLogger(name).level for name in LOUD}
     try:

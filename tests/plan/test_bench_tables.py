@@ -248,6 +248,7 @@ def test_an_ablation_measures_every_schedule_and_each_is_exact(ablation: TableRe
         assert ablation.errors_of(row)["gradient norm"] < 1e-5
 
 
+@pytest.mark.full
 def test_an_ablation_shows_where_bytes_went(ablation: TableReport) -> None:
     rows = {row.label: row for row in ablation.rows}
     assert rows["on host"].host_bytes
@@ -281,6 +282,7 @@ engine: {chunk_size: 32, head_chunk_size: 16}
 """
 
 
+@pytest.mark.full
 def test_the_command_writes_a_page_figures_and_a_picture(tmp_path: Path) -> None:
     recipe = tmp_path / "recipe.yaml"
     recipe.write_text(RECIPE)

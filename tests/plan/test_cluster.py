@@ -81,6 +81,7 @@ def test_a_strip_holds_what_a_row_of_its_length_does() -> None:
     assert rank.peak_bytes - short.peak_bytes == pytest.approx(more + ids + exchanged, rel=0.02)
 
 
+@pytest.mark.full
 def test_keys_pass_by_in_a_ring() -> None:
     ulysses, ring = (told(Cluster(2, sequence_size=2, form=form), make_optimizer=None) for form in ("ulysses", "ring"))
     own = LENGTH // 2 * 2 * 2 * 16  # tokens, keys and values, heads, numbers of a head
@@ -88,6 +89,7 @@ def test_keys_pass_by_in_a_ring() -> None:
     assert ring.work == ulysses.work
 
 
+@pytest.mark.full
 def test_windows_are_as_much_work_for_all_ranks_together() -> None:
     settings = {**CONFIG, "model_type": "mistral", "sliding_window": 6144}
     windowed = blueprint(settings, dtype="bfloat16")
@@ -99,6 +101,7 @@ def test_windows_are_as_much_work_for_all_ranks_together() -> None:
     assert windowed.config.sliding_window == 6144
 
 
+@pytest.mark.full
 def test_several_ranks_of_a_node_share_its_memory() -> None:
     away = replace(CHUNKS, offload="host")
     plain, offloaded = (told(Cluster(4, engine=engine), away) for engine in ("zero3", "zero3_offload"))
@@ -112,6 +115,7 @@ def test_several_ranks_of_a_node_share_its_memory() -> None:
     assert offloaded.work.host_touched_bytes > 0 == plain.work.host_touched_bytes
 
 
+@pytest.mark.full
 def test_completions_are_shared_as_well() -> None:
     from streamtune.plan.scored import Scored
 
@@ -186,6 +190,7 @@ def test_where_nothing_fits_sequences_may_be_shared() -> None:
     assert "sequence_parallel_size: 4 shares each row between all 4 ranks" in error.mend
 
 
+@pytest.mark.full
 def test_two_levels_are_not_for_weights_in_parts() -> None:
     limits = Limits(40 * MIB, 1 << 30)
     for engine, levels in (("zero2", {1, 2}), ("zero3", {1})):

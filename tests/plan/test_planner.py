@@ -70,6 +70,7 @@ def estimator(workload: Workload, known: Any, chunks: tuple[int, ...] = (512, 10
 # --- estimates --------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.quick(Schedule(1024, 256).describe(), Schedule(1024, 256, offload="host").describe())
 @pytest.mark.parametrize(
     "schedule",
     [
@@ -112,6 +113,7 @@ def budgets(workload: Workload, known: Any) -> list[int]:
     return [int(least * 1.15 + part * (most - least)) for part in (0.02, 0.15, 0.4, 0.8)]
 
 
+@pytest.mark.quick("host-2")
 @pytest.mark.parametrize("index", [0, 2])
 @pytest.mark.parametrize("host", [0, 1 << 30], ids=["no host", "host"])
 def test_what_is_chosen_fits_and_nothing_that_fits_is_faster(workload: Workload, known: Any, index: int, host: int):
@@ -134,6 +136,7 @@ def test_what_is_chosen_fits_and_nothing_that_fits_is_faster(workload: Workload,
         assert not step.fits or step.step_seconds >= 0.98 * plan.step_seconds, other.describe()
 
 
+@pytest.mark.full
 def test_more_memory_is_never_slower(workload: Workload, known: Any):
     plans = [choose(workload, Limits(size, 1 << 30), RATES, simulate=known) for size in budgets(workload, known)]
     seconds = [plan.step_seconds for plan in plans]
@@ -145,6 +148,7 @@ def test_more_memory_is_never_slower(workload: Workload, known: Any):
             assert other.fits == (other.peak_bytes <= plan.limits.device and other.host_bytes <= plan.limits.host)
 
 
+@pytest.mark.quick("keep_attention", "offload device_layers")
 @pytest.mark.parametrize(
     "fixed",
     [
@@ -157,7 +161,7 @@ def test_more_memory_is_never_slower(workload: Workload, known: Any):
         {"stream_grads": True, "grad_dtype": "param"},
         as_fixed(Schedule(512, 128, keep_attention="host")),
     ],
-    ids=str,
+    ids=" ".join,
 )
 def test_what_is_given_stays(workload: Workload, known: Any, fixed: dict[str, Any]):
     plan = choose(workload, Limits(1 << 33, 1 << 33), RATES, fixed=fixed, simulate=known)
@@ -189,6 +193,7 @@ def test_a_disk_is_used_where_a_directory_is_named(workload: Workload, known: An
 # --- what does not fit ------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.full
 def test_a_length_nothing_fits_names_the_longest_that_does(workload: Workload, known: Any):
     fits = known(workload, Schedule(1024, 256, levels=2, stream_grads=True)).peak_bytes
     limits = Limits(int(fits / 0.95), 0)

@@ -101,6 +101,7 @@ def serve(monkeypatch: pytest.MonkeyPatch) -> Callable[..., Outcome]:
     return run
 
 
+@pytest.mark.full
 def test_a_trial_that_fits_says_what_it_took(ended: dict[str, Outcome]) -> None:
     done = ended["fits"]
     assert (done.fits, done.cause, done.reason) == (True, "", "")

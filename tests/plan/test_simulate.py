@@ -150,6 +150,7 @@ def test_so_it_is_in_bf16(mode: Mode) -> None:
     assert simulate(workload(make, mode), BASE).peak_bytes == pytest.approx(measured(make, mode, BASE), rel=0.03)
 
 
+@pytest.mark.quick("stream")
 @pytest.mark.parametrize("family", ["qwen3", "llama"])
 @pytest.mark.parametrize("mode", ["plain", "checkpoint", "stream"])
 def test_so_it_is_under_autocast(family: str, mode: Mode) -> None:
@@ -246,6 +247,7 @@ def test_a_step_told_from_shorter_ones_is_the_whole_step(name: str, tmp_path: An
     assert simulate(long, schedule) == simulate(long, schedule, full=True)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("chunks", [33, pytest.param(40, marks=pytest.mark.slow)])
 def test_so_it_is_where_keys_come_in_blocks(chunks: int) -> None:
     """More than one block of keys before most chunks, the last of them in part."""
@@ -254,11 +256,13 @@ def test_so_it_is_where_keys_come_in_blocks(chunks: int) -> None:
     assert simulate(long, BASE) == simulate(long, BASE, full=True)
 
 
+@pytest.mark.full
 def test_so_it_is_of_steps_under_autocast() -> None:
     long = Workload(partial(build, "qwen3", "meta", num_hidden_layers=9), 64 * 9, autocast=True)
     assert simulate(long, BASE) == simulate(long, BASE, full=True)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("name", ["keys kept", "keys on host", "attention on host"])
 def test_adapted_layers_are_told_from_fewer(name: str, tmp_path: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """The lowest layer hands no gradient on: what is made ready for it belongs to no other layer."""
@@ -276,6 +280,7 @@ def test_adapted_layers_are_told_from_fewer(name: str, tmp_path: Any, monkeypatc
     assert told == simulate(long, schedule, full=True)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     ("family", "changes"), [("gemma2", {"num_hidden_layers": 11}), ("lfm2", {"num_hidden_layers": 8})]
 )

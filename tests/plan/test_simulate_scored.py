@@ -62,6 +62,7 @@ def measured(make: Callable[[str], Any], mode: Mode, schedule: Schedule, scored:
     return held_bytes(model) + live.peak
 
 
+@pytest.mark.quick("qwen3-plain chunks-pair", "lfm2-host-pair")
 @pytest.mark.parametrize(
     ("family", "name", "shape"),
     [
@@ -124,6 +125,7 @@ def test_one_row_that_stands_for_many_chunks(
     assert told.work.attention_flops == pytest.approx(whole.work.attention_flops, rel=0.15)
 
 
+@pytest.mark.full
 def test_what_a_reference_adds() -> None:
     make = partial(build, "qwen3")
     alone, asked, half = (

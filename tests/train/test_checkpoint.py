@@ -156,6 +156,7 @@ def run_python(code: str, *arguments: object) -> subprocess.CompletedProcess[str
     return subprocess.run(command, capture_output=True, text=True, check=False)
 
 
+@pytest.mark.full
 def test_a_file_the_system_cuts_off_is_reported_with_what_is_needed(tmp_path: Path) -> None:
     """A real failure of the system in the middle of writing: the process may not write files above 64 KiB."""
     pytest.importorskip("resource")
@@ -184,6 +185,7 @@ def test_a_file_the_system_cuts_off_is_reported_with_what_is_needed(tmp_path: Pa
     open_checkpoint(good)
 
 
+@pytest.mark.quick("between the renames")
 @pytest.mark.parametrize("moment", ["while writing", "before the rename", "between the renames"])
 def test_killed_at_any_moment_the_directory_is_the_old_or_the_new_one(tmp_path: Path, moment: str) -> None:
     target = tmp_path / "final"
@@ -270,6 +272,7 @@ def test_a_run_keeps_its_identity_and_is_moved_aside(tmp_path: Path) -> None:
         assert not run.path.exists()
 
 
+@pytest.mark.full
 def test_two_processes_do_not_train_in_one_place(tmp_path: Path) -> None:
     pytest.importorskip("fcntl")
     run = RunDirectory(tmp_path / "run")

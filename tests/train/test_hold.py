@@ -32,6 +32,7 @@ def test_who_comes_second_is_told_who_has_it(tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == [], "it was made for nothing"
 
 
+@pytest.mark.quick("{")
 @pytest.mark.parametrize("text", ["", "{", "[]", '{"pid": "x"}', '{"pid": 1, "host": "h", "since": "then"}', "\xff"])
 def test_a_lock_that_does_not_say_who_has_it(tmp_path: Path, text: str) -> None:
     with DirectoryHold(tmp_path):
@@ -122,6 +123,7 @@ def test_many_threads_make_and_remove_one_directory(tmp_path: Path) -> None:
     assert [path for path in tmp_path.rglob("*") if not path.is_dir()] == []
 
 
+@pytest.mark.full
 def test_a_killed_process_has_it_no_more_even_where_it_forked(tmp_path: Path) -> None:
     code = """
         import json, os, sys, time
