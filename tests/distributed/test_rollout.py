@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-import pytest
-
 from .rank_group import run_ranks
 
 
-@pytest.mark.full
 def test_ranks_share_a_rollout_and_how_it_ends() -> None:
     found = run_ranks(2, "tests.distributed.rollout_cases", ["", "stop", "judge"])
     assert found[""] == [[0.0, 1.0, 2.0, 3.0, 4.0]] * 2

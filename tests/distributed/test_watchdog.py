@@ -92,6 +92,7 @@ def test_a_stopped_rank_is_found_and_ended(outcomes: Outcomes) -> None:
     assert "rank 0 on here has said nothing for 6 s: stopped by a signal" in error(outcomes["stop-0"][0], 3)
 
 
+@pytest.mark.full
 def test_an_error_of_one_rank_is_that_of_all(outcomes: Outcomes) -> None:
     ends, _ = outcomes["raise"]
     assert error(ends) == "rank 1 on here failed: a row is broken\nat rows.jsonl:7\nmend it"
@@ -100,6 +101,7 @@ def test_an_error_of_one_rank_is_that_of_all(outcomes: Outcomes) -> None:
     assert (ends[0].failure.rank, ends[0].failure.own) == (1, False)
 
 
+@pytest.mark.full
 def test_ranks_that_wait_for_each_other_are_named_with_what_they_wait_in(outcomes: Outcomes) -> None:
     said = error(outcomes["gloo-deadlock"][0])
     assert "all ranks have stood still for" in said

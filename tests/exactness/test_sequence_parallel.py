@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import multiprocessing
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +11,7 @@ import torch.multiprocessing as mp
 
 from streamtune import SequenceParallel
 from streamtune.errors import ArgumentError
+from tests.distributed.rank_group import fork_server
 
 from .sequence_cases import BOUND, cases
 from .sequence_ranks import run_rank
@@ -21,7 +21,7 @@ Found = list[dict[str, Any]]
 
 def run(size: int, slow: bool, folder: Path) -> Found:
     """One set of ranks, all of its cases. They are forked of a server that has imported everything once."""
-    multiprocessing.get_context("forkserver").set_forkserver_preload([run_rank.__module__, "peft"])
+    fork_server()
     mp.start_processes(run_rank, args=(size, slow, str(folder)), nprocs=size, start_method="forkserver")
     return [json.loads((folder / f"rank{rank}.json").read_text()) for rank in range(size)]
 

@@ -39,7 +39,7 @@ def finish(zygotes: Zygotes, folder: Path, whole: Whole) -> list[str]:
 
 def test_killed_at_random_instants(zygotes: Zygotes, whole: Whole, tmp_path: Path) -> None:
     """Half of them inside a save, some in the middle of a write; a third of the runs are killed more than once."""
-    trials = size(200, 6)
+    trials = size(200, 4)
     write_sft(tmp_path / "counted")
     prefix = "runs/tiny/checkpoints"
     counted = zygotes.run(

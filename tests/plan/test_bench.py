@@ -126,13 +126,15 @@ def test_the_command_with_adapters(tmp_path: Path) -> None:
     assert row["layer_activation_bytes"] > 0
 
 
-def test_the_command(tmp_path: Path) -> None:
+@pytest.mark.parametrize("modes", [["stream"], pytest.param(["plain", "checkpoint", "stream"], marks=pytest.mark.full)])
+def test_the_command(tmp_path: Path, modes: list[str]) -> None:
     recipe = tmp_path / "recipe.yaml"
     recipe.write_text(RECIPE)
     options = ["--lengths", "64", "--repeats", "1", "--output-dir", str(tmp_path / "out"), "--json"]
+    options += ["--modes", ",".join(modes)] if len(modes) == 1 else []
     result = CliRunner().invoke(app, ["bench", str(recipe), *options], catch_exceptions=False)
     document: dict[str, Any] = json.loads(result.stdout)
-    assert [row["mode"] for row in document["rows"]] == ["plain", "checkpoint", "stream"]
+    assert [row["mode"] for row in document["rows"]] == modes
     assert {"length", "peak_bytes", "activation_bytes", "forward_s", "backward_s", "tokens_per_s"} <= set(
         document["rows"][0]
     )

@@ -259,6 +259,7 @@ def test_an_ablation_shows_where_bytes_went(ablation: TableReport) -> None:
     assert all(row.schedule is None or row.schedule["offload_dir"] is None for row in ablation.rows)
 
 
+@pytest.mark.full
 def test_a_page_and_a_picture_show_all_rows(ablation: TableReport, tmp_path: Path) -> None:
     page = markdown(ablation)
     assert page.count("| on disk |") == 1

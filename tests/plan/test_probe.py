@@ -155,6 +155,7 @@ def test_a_budget_of_the_host_is_kept(serve: Callable[..., Outcome]) -> None:
     assert not serve(prepare, host_bytes=whole - 1).fits
 
 
+@pytest.mark.full
 def test_a_crash_is_a_failed_trial_with_its_reason(ended: dict[str, Outcome], serve: Callable[..., Outcome]) -> None:
     wrong, killed, endless = serve(prepare_wrong), ended["killed"], ended["endless"]
     assert (wrong.cause, wrong.reason) == ("crash", "ValueError: no such layer")
@@ -171,6 +172,7 @@ def test_signals_have_names() -> None:
     assert trial_module._died(1) == "the process ended with exit code 1"
 
 
+@pytest.mark.full
 def test_the_machine_is_not_driven_out_of_memory(ended: dict[str, Outcome], monkeypatch: pytest.MonkeyPatch) -> None:
     whole = ended[
         "fits"
