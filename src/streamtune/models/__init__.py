@@ -23,7 +23,7 @@ from streamtune.models.load import (
     left_out,
     load_model,
 )
-from streamtune.models.quantize import choose_quantization
+from streamtune.models.quantize import choose_quantization, quantization
 from streamtune.models.sample import sample_text
 from streamtune.models.small import small_like
 from streamtune.models.tokenizer import (
@@ -61,6 +61,7 @@ __all__ = [
     "load_model",
     "load_tokenizer",
     "phantom_weights",
+    "quantization",
     "read_trained_tokenizer",
     "sample_text",
     "save_copied",

@@ -93,7 +93,7 @@ def build_dpo(
     Raises:
         UserError: With the line of the recipe that is to blame.
         CheckpointError: The checkpoint named by ``resume`` cannot be used.
-        OutOfMemoryError: The weights alone do not fit.
+        OutOfMemoryError: Memory ran out before the first step.
     """
     recipe = _preferences(loaded.recipe)
     with blame_recipe(loaded):

@@ -86,7 +86,7 @@ def build_grpo(
     Raises:
         UserError: With the line of the recipe that is to blame.
         CheckpointError: The checkpoint named by ``resume`` cannot be used.
-        OutOfMemoryError: The weights alone do not fit.
+        OutOfMemoryError: Memory ran out before the first step.
     """
     recipe = loaded.recipe
     assert isinstance(recipe, GrpoRecipe), "the command asks for a recipe of grpo"

@@ -241,8 +241,19 @@ def _ids(tokenizer: PreTrainedTokenizerBase) -> dict[str, int]:
 
 
 def _adapted(recipe: Recipe, model: Any) -> Any:
-    """The model with new adapters, unless all of it is trained."""
+    """The model with new adapters, unless all of it is trained.
+
+    Raises:
+        ArgumentError: All of it is to be trained, and it came quantised.
+    """
     if recipe.finetuning_type == "full":
+        if kind := models.quantization(model):
+            raise ArgumentError(
+                f"the weights of this checkpoint are quantised ({kind}), and only whole ones can be trained themselves",
+                where="finetuning_type",
+                mend="write finetuning_type: qlora, which trains adapters on them, or use the checkpoint they were "
+                "made from",
+            )
         return model
     return models.add_lora(
         model,

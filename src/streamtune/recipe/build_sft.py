@@ -57,7 +57,7 @@ def build_sft(
     Raises:
         UserError: With the line of the recipe that is to blame.
         CheckpointError: The checkpoint named by ``resume`` cannot be used.
-        OutOfMemoryError: The weights alone do not fit.
+        OutOfMemoryError: Memory ran out before the first step.
     """
     recipe = loaded.recipe
     with blame_recipe(loaded), start_run(loaded, resume, notify, allow_change, dry_run=dry_run, doing=doing) as start:

@@ -1,0 +1,28 @@
+"""Models as a recipe asks for them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from streamtune.errors import ArgumentError
+from streamtune.models import init_model
+from streamtune.models.quantize import PACKAGES
+from streamtune.recipe import load_recipe
+from streamtune.recipe.build_model import _adapted
+
+
+@pytest.mark.parametrize("kind", ["int8", "nf4"])
+def test_weights_that_came_quantised_are_not_trained_themselves(kind: str, write: Callable[..., Path]) -> None:
+    pytest.importorskip(PACKAGES[kind])
+    config = {"model_type": "llama", "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 1,
+              "num_attention_heads": 4, "num_key_value_heads": 2}  # fmt: skip
+    ids = {"bos_token_id": 1, "eos_token_id": 2}
+    model = init_model(config, vocab_size=64, token_ids=ids, dtype="float32", device="cpu", seed=3, quantization=kind)
+    with pytest.raises(ArgumentError, match=f"are quantised \\({kind}\\)") as caught:
+        _adapted(load_recipe(write("")).recipe, model)
+    assert "finetuning_type: qlora" in caught.value.mend
+    adapted = _adapted(load_recipe(write("finetuning_type: lora\n")).recipe, model)
+    assert all("lora_" in name for name, parameter in adapted.named_parameters() if parameter.requires_grad)
