@@ -68,6 +68,7 @@ def refused(case: Case, folder: Path) -> list[str]:
 @pytest.mark.parametrize(
     "names",
     [
+        ["two engines"],
         pytest.param(["conflict"], marks=pytest.mark.full),
         pytest.param(["uneven ranks"], marks=pytest.mark.full),
         pytest.param(list(CASES), marks=pytest.mark.slow),

@@ -35,9 +35,10 @@ def _moments() -> dict[str, tuple[Any, str]]:
 def act(job: dict[str, Any]) -> None:
     """Run ``job["acts"]``: triples of a moment, which time it is (0: every time) and the lines; ``start`` is now.
 
-    The lines see ``os``, ``signal``, ``shutil``, ``time``, ``Path`` and ``run``, the directory of the run.
+    The lines see ``os``, ``signal``, ``shutil``, ``time``, ``Path``, ``remove`` and ``run``, the directory of the run.
     """
     names = {"os": os, "signal": signal, "shutil": shutil, "time": time, "Path": Path}
+    names["remove"] = _remove  # type: ignore[assignment]
     names["run"] = Path(job["cwd"]) / "runs/tiny"  # type: ignore[assignment]
     for moment, time_of, lines in job["acts"]:
         code = compile(lines, f"<attack before {moment}>", "exec")
@@ -46,6 +47,12 @@ def act(job: dict[str, Any]) -> None:
             continue
         owner, name = _moments()[moment]
         setattr(owner, name, _wrapped(getattr(owner, name), time_of, code, names))
+
+
+def _remove(folder: Path) -> None:
+    """Delete a folder, whatever a save writes and renames there meanwhile."""
+    while folder.exists():
+        shutil.rmtree(folder, ignore_errors=True)
 
 
 def _wrapped(real: Any, time_of: int, code: Any, names: dict[str, Any]) -> Any:

@@ -125,7 +125,7 @@ def recipe_edited(lab: Lab) -> str:
 @ATTACKS("the output directory is deleted while the run trains")
 def output_deleted(lab: Lab) -> str:
     lab.write()
-    done = lab.start(acts=[("step", 5, "shutil.rmtree(run)")])
+    done = lab.start(acts=[("step", 5, "remove(run)")])
     assert done.status == 1, (done.status, done.output)
     assert "runs/tiny" in in_line(done.output).replace(" ", "")
     return "ends with 1 and names the directory"
@@ -160,7 +160,7 @@ def output_swapped(lab: Lab) -> str:
 @ATTACKS("all checkpoints are deleted while the run trains")
 def checkpoints_deleted(lab: Lab) -> str:
     lab.write()
-    done = lab.start(acts=[("step", 7, "shutil.rmtree(run / 'checkpoints')")])
+    done = lab.start(acts=[("step", 7, "remove(run / 'checkpoints')")])
     assert done.status in (0, 1), done.output
     if done.status == 0:
         assert newest_checkpoint(lab.path / "checkpoints", lambda text: None) is not None
