@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -60,6 +61,34 @@ async def later(completions, **columns):
 
 def positional(prompts, completions, /):
     return []
+
+def huge(completions, **columns):
+    return [10**400] * len(completions)
+
+def leaves(completions, **columns):
+    raise SystemExit(0)
+
+def cancels(completions, **columns):
+    import asyncio
+    raise asyncio.CancelledError
+
+def takes_apart(prompts, completions, **columns):
+    for column in (prompts, completions, *columns.values()):
+        column.clear()
+    return [1.0] * 3
+
+def takes_inner(completions, level, **columns):
+    level[0].pop()
+    return [1.0] * len(completions)
+
+def upsets(completions, **columns):
+    import os, sys, torch
+    os.chdir("/")
+    torch.manual_seed(0)
+    torch.set_grad_enabled(False)
+    torch.set_default_dtype(torch.float64)
+    sys.stdout = None
+    return [float(torch.rand(())) for _ in completions]
 
 class Judge:
     def __call__(self, completions, **columns):
@@ -150,6 +179,9 @@ def test_two_files_of_one_name_are_two_modules(tmp_path: Path) -> None:
         ("nan", "gave the score nan", "own.py:{def nan}, rows.jsonl:2"),
         ("text", "gave the score 'good'", "own.py:{def text}, rows.jsonl:1"),
         ("number", "returned 1.0, not a list", "own.py:{def number}"),
+        ("huge", "gave the score 10000", "own.py:{def huge}, rows.jsonl:1"),
+        ("leaves", "'leaves' raised SystemExit: 0", "own.py:{raise SystemExit}, rows.jsonl:1"),
+        ("cancels", "'cancels' raised CancelledError", "own.py:{raise asyncio}, rows.jsonl:1"),
     ],
 )
 def test_what_a_function_does_wrong_names_it_and_the_row(folder: Path, name: str, says: str, where: str) -> None:
@@ -157,6 +189,41 @@ def test_what_a_function_does_wrong_names_it_and_the_row(folder: Path, name: str
         call(load(folder, name), origins=["rows.jsonl:1", "rows.jsonl:2", "rows.jsonl:3"])
     assert error.value.where == f"{folder}/{re.sub('{(.*)}', line_with, where)}"
     assert error.value.mend
+
+
+def test_a_function_changes_its_own_copies(folder: Path) -> None:
+    """What it is given is trained on, and given to the next function."""
+    levels = [[1, 2], [3], [4]]
+    rewards = load(folder, "takes_apart", "takes_inner", "length")
+    assert rewards(["p"] * 3, COMPLETIONS, {**COLUMNS, "level": levels}).by_function["length"] == [3.0, 1.0, 0.0]
+    assert levels == [[1, 2], [3], [4]]
+    assert COMPLETIONS == ["abc", "b", ""]
+
+
+def test_a_function_leaves_the_process_as_it_was(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(folder)
+    rewards, before, stdout = load(folder, "upsets"), torch.get_rng_state(), sys.stdout
+    first = call(rewards)
+    assert torch.equal(torch.get_rng_state(), before)
+    assert torch.is_grad_enabled()
+    assert torch.get_default_dtype() == torch.float32
+    assert sys.stdout is stdout
+    assert Path.cwd() == folder
+    assert call(rewards) == first
+
+
+def test_what_a_function_draws_is_not_what_the_next_rollout_draws(folder: Path) -> None:
+    (folder / "draws.py").write_text(
+        "import torch\ndef score(completions):\n    return torch.rand(len(completions)).tolist()\n"
+    )
+    rewards = load_rewards(["draws.py:score"], directory=folder)
+    with torch.random.fork_rng():
+        torch.manual_seed(3)
+        first, drawn = call(rewards).total, torch.rand(3).tolist()
+        assert call(rewards).total != first
+        torch.manual_seed(3)
+        assert call(rewards).total == first, "a resumed run"
+    assert first != drawn
 
 
 def test_without_origins_completions_are_counted(folder: Path) -> None:
@@ -213,6 +280,7 @@ def test_wrong_specs(folder: Path, spec: str, says: str, mend: str) -> None:
         ("import no_such_package_of_mine\n", "raised ModuleNotFoundError", "reward_funcs"),
         ("def f(:\n", "raised SyntaxError", "{file}:1"),
         ("1 / 0\n", "raised ZeroDivisionError", "reward_funcs"),
+        ("import sys\nsys.exit()\n", "raised SystemExit", "reward_funcs"),
     ],
 )
 def test_files_that_cannot_be_imported(tmp_path: Path, source: str, says: str, where: str) -> None:

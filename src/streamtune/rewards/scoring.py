@@ -6,15 +6,18 @@ NaN, a score too few pairs every later completion with its neighbour's.
 
 from __future__ import annotations
 
+import copy
 import math
 import traceback
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from numbers import Real
 from pathlib import Path
 from typing import Any
 
 from streamtune.errors import ArgumentError, RunError, did_you_mean
+from streamtune.rewards.shield import shielded
 from streamtune.rewards.spec import RewardFunction, load_reward
 
 __all__ = ["RewardScores", "Rewards", "load_rewards"]
@@ -154,9 +157,12 @@ class _Batch:
 
 def _scores(name: str, function: RewardFunction, batch: _Batch) -> list[float | None]:
     """Call one function and check what it returns."""
+    count = len(batch.completions)
     try:
-        returned = function.call(batch.prompts, batch.completions, batch.columns)
-    except Exception as error:
+        returned = _call(function, batch)
+    except KeyboardInterrupt:
+        raise
+    except BaseException as error:  # SystemExit too: a function ends no run, and least of all as if it were done
         where = _culprit(function, batch)
         if function.built_in and isinstance(error, ValueError):
             raise RunError(
@@ -165,7 +171,7 @@ def _scores(name: str, function: RewardFunction, batch: _Batch) -> list[float | 
                 mend="mend the row; where there is nothing to compare with, leave its value out (null)",
             ) from error
         raise RunError(
-            f"the reward function '{name}' raised {type(error).__name__}: {error}",
+            f"the reward function '{name}' raised {_named(error)}",
             where=", ".join(part for part in (_line_of(error, function), where) if part),
             mend=MEND,
         ) from error
@@ -176,9 +182,9 @@ def _scores(name: str, function: RewardFunction, batch: _Batch) -> list[float | 
             where=function.where,
             mend="return a list with one number for each completion",
         )
-    if len(values) != len(batch.completions):
+    if len(values) != count:
         raise RunError(
-            f"the reward function '{name}' returned {len(values)} scores for {len(batch.completions)} completions",
+            f"the reward function '{name}' returned {len(values)} scores for {count} completions",
             where=function.where,
             mend="return one number for each completion, None where it has nothing to say",
         )
@@ -191,8 +197,9 @@ def _number(name: str, function: RewardFunction, batch: _Batch, number: int, val
         return None
     if not isinstance(value, Real) and hasattr(value, "item") and getattr(value, "ndim", 1) == 0:
         value = value.item()  # a tensor of one number
-    if isinstance(value, Real) and math.isfinite(value):
-        return float(value)
+    with suppress(OverflowError):  # of a whole number that no float holds
+        if isinstance(value, Real) and math.isfinite(number_given := float(value)):
+            return number_given
     raise RunError(
         f"the reward function '{name}' gave the score {_shown(value)}",
         where=", ".join(part for part in (function.where, batch.where(number)) if part),
@@ -207,13 +214,27 @@ def _culprit(function: RewardFunction, batch: _Batch) -> str:
     for number in range(len(batch.completions)):
         alone = batch.row(number)
         try:
-            function.call(alone.prompts, alone.completions, alone.columns)
-        except Exception:
+            _call(function, alone)
+        except KeyboardInterrupt:
+            raise
+        except BaseException:
             return batch.where(number)
     return ""
 
 
-def _line_of(error: Exception, function: RewardFunction) -> str:
+def _call(function: RewardFunction, batch: _Batch) -> Any:
+    """Call a function with copies of its own, for what it changed would be trained on and given to the next one."""
+    prompts, completions, columns = copy.deepcopy((batch.prompts, batch.completions, dict(batch.columns)))
+    with shielded():
+        return function.call(prompts, completions, columns)
+
+
+def _named(error: BaseException) -> str:
+    """The class of an error and what it says."""
+    return f"{type(error).__name__}: {error}" if str(error) else type(error).__name__
+
+
+def _line_of(error: BaseException, function: RewardFunction) -> str:
     """The innermost line of the user's file that the error passed through; empty for built-in rewards."""
     file = function.where.rpartition(":")[0]
     lines = [frame.lineno for frame in traceback.extract_tb(error.__traceback__) if file and frame.filename == file]

@@ -30,6 +30,7 @@ from typing import Any
 
 from streamtune.errors import ArgumentError, did_you_mean
 from streamtune.rewards.builtin import BUILTINS, bind
+from streamtune.rewards.shield import shielded
 
 __all__ = ["OWN", "RewardFunction", "import_target", "load_reward"]
 
@@ -172,8 +173,11 @@ def _file(target: str, directory: Path) -> ModuleType:
     module = importlib.util.module_from_spec(loaded)
     sys.modules[name] = module
     try:
-        loaded.loader.exec_module(module)
-    except Exception as error:
+        with shielded():
+            loaded.loader.exec_module(module)
+    except KeyboardInterrupt:
+        raise
+    except BaseException as error:  # a module that calls sys.exit() too
         del sys.modules[name]
         raise _import_failed(target, error) from error
     return module
@@ -183,7 +187,8 @@ def _module(target: str, directory: Path) -> ModuleType:
     if str(directory) not in sys.path:
         sys.path.append(str(directory))  # at the end: a file beside the recipe shadows no installed module
     try:
-        return importlib.import_module(target)
+        with shielded():
+            return importlib.import_module(target)
     except ModuleNotFoundError as error:
         if error.name and (target == error.name or target.startswith(f"{error.name}.")):
             raise ArgumentError(
@@ -192,11 +197,13 @@ def _module(target: str, directory: Path) -> ModuleType:
                 mend=f"install it, put it into {directory}, or write path/to/file.py:function",
             ) from error
         raise _import_failed(target, error) from error
-    except Exception as error:
+    except KeyboardInterrupt:
+        raise
+    except BaseException as error:
         raise _import_failed(target, error) from error
 
 
-def _import_failed(target: str, error: Exception) -> ArgumentError:
+def _import_failed(target: str, error: BaseException) -> ArgumentError:
     line = f"{error.filename}:{error.lineno}" if isinstance(error, SyntaxError) and error.filename else WHERE
     return ArgumentError(f"importing {target} raised {type(error).__name__}: {error}", where=line)
 
