@@ -112,6 +112,11 @@ def test_a_fixed_schedule_is_shown_whether_it_fits_or_not(recipe: Path, capfd: p
         (("--device-memory", "60MiB", "--host-memory", "1"), "'1' is no size"),
         (("--device-memory", "1MiB"), "no schedule fits a row of 4,096 tokens"),
         (("--set", "model.init.hidden_siz=3", "--device", "l4"), "no key 'hidden_siz'"),
+        pytest.param(
+            ("--set", "per_device_train_batch_size=10000", "--device", "l4"),
+            "tokens is more than a simulated step can hold",
+            marks=pytest.mark.full,
+        ),
     ],
 )
 def test_what_is_refused(recipe: Path, capfd: pytest.CaptureFixture[str], arguments: tuple[str, ...], said: str):

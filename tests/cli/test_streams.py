@@ -64,6 +64,7 @@ def is_sound(done: subprocess.CompletedProcess[str]) -> bool:
         ("COLUMNS=10 $S --help", 0, "Usage"),
         ("COLUMNS=0 $S validate tiny.yaml", 0, "OK tiny.yaml"),
         ("COLUMNS=10 $S validate nowhere.yaml", 2, "there is no such file"),
+        ("mkdir gone; cd gone; rmdir ../gone; $S env", 2, "the directory that the command was started in is gone"),
         ("setsid $S validate tiny.yaml", 0, "OK tiny.yaml"),
     ],
 )

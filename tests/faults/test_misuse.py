@@ -20,7 +20,9 @@ import pytest
 import torch
 import yaml
 from safetensors.torch import load_file, save_file
+from transformers import AutoModelForCausalLM
 
+from streamtune.models import add_lora, load_model
 from tests.faults.kit import ROOT, Zygotes, write_sft
 
 SHORT = {"num_train_epochs": 1, "max_steps": 2, "save_steps": 1, "val_size": 0, "eval_steps": 0}
@@ -89,6 +91,25 @@ def weights(change_tensors: Callable[[dict[str, torch.Tensor]], object]) -> Call
     return change
 
 
+def sharded(folder: Path) -> Path:
+    """Write the model in shards; return one of them."""
+    model = AutoModelForCausalLM.from_pretrained(folder / "m")
+    (folder / "m/model.safetensors").unlink()
+    model.save_pretrained(folder / "m", max_shard_size="20KB")
+    shards = sorted((folder / "m").glob("model-*.safetensors"))
+    assert len(shards) > 1
+    return shards[-1]
+
+
+def adapters(folder: Path) -> None:
+    """Put adapters in the place of the model; their base is moved."""
+    (folder / "m").rename(folder / "base")
+    tokenizer = [path for path in (folder / "base").iterdir() if "token" in path.name or "template" in path.name]
+    add_lora(load_model(str(folder / "base")), r=2).save_pretrained(folder / "m")
+    for path in tokenizer:
+        shutil.copy(path, folder / "m")
+
+
 def written(name: str, data: bytes) -> Callable[[Path], object]:
     """Another content of a file."""
     return lambda folder: (folder / name).write_bytes(data)
@@ -133,6 +154,27 @@ MODELS: dict[str, Fault] = {
     "a layer more": (weights(lambda found: found.update({
         name.replace("layers.1", "layers.2"): x.clone() for name, x in found.items() if "layers.1" in name})),
         (), 2, ("weights of 3 layers", "says 2", "config.json:")),
+    "a bias more": (weights(lambda found: found.update({
+        "model.layers.0.mlp.up_proj.bias": torch.zeros(found["model.layers.0.mlp.up_proj.weight"].shape[0])})), (), 2,
+        ("has model.layers.0.mlp.up_proj.bias", "has no place for", "would be left out")),
+    "adapters not merged": (weights(lambda found: found.update({
+        f"model.layers.0.mlp.up_proj.lora_{part}.default.weight": torch.zeros(2, 2) for part in "AB"})), (), 2,
+        ("lora_A.default.weight and 1 more", "merge_and_unload()")),
+    "whole numbers": (weights(lambda found: found.update({
+        "model.layers.0.mlp.up_proj.weight": found["model.layers.0.mlp.up_proj.weight"].int()})), (), 2,
+        ("up_proj.weight holds I32", "model.safetensors")),
+    "a shard missing": (lambda folder: sharded(folder).unlink(), (), 2,
+                        ("model.safetensors.index.json names model-0000", "no such file beside it")),
+    "no weights": (lambda folder: (folder / "m/model.safetensors").unlink(), (), 2, ("there are no weights in it",)),
+    "a run": (nothing, ("--set", "model_name_or_path=runs/tiny"), 2,
+              ("runs/tiny is the directory of a run", "write runs/tiny/final, which is the model")),
+    "a checkpoint": (nothing, ("--set", "model_name_or_path=runs/tiny/checkpoints/step-000002"), 2,
+                     ("is the directory of a checkpoint of a run", "step-000002/model, which is the model")),
+    "adapters": (lambda folder: adapters(folder), (), 2,
+                 ("holds adapters over a frozen base", "finetuning_type: lora", "model.yaml:1")),
+    "its own run moved aside": (nothing, ("--set", "model_name_or_path=runs/tiny/final", "--output-dir", "runs/tiny",
+                                          "--resume", "never"), 2,
+                                ("runs/tiny/final is in runs/tiny, which --resume never would move aside",)),
     "cut off": (lambda folder: os.truncate(folder / "m/model.safetensors", 5000), (), 2, ("cannot load the model",)),
     "a tokenizer cut off": (lambda folder: os.truncate(folder / "m/tokenizer.json", 500), (), 2,
                             ("cannot load the tokenizer", "damaged")),

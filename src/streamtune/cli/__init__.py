@@ -17,7 +17,7 @@ from streamtune.streams import keep_streams, lost_output, reader_is_gone
 from .allocator import grow_segments
 from .app import app
 from .console import is_needed, need_output
-from .machine import error_of_machine
+from .machine import check_directory, error_of_machine
 from .ranks import note_failure, remember_arguments, tell_failure
 
 __all__ = ["app", "main"]
@@ -52,6 +52,7 @@ def _run(given: list[str]) -> None:
     # `deepspeed` adds the rank on the machine, which its variables say as well.
     arguments = [argument for argument in arguments if not argument.startswith(("--local_rank=", "--local-rank="))]
     try:
+        check_directory()
         try:
             app(arguments, prog_name="streamtune")
         except SystemExit as left:

@@ -8,11 +8,26 @@ from collections.abc import Iterator
 
 from streamtune.errors import ArgumentError, OutOfMemoryError, RunError, StreamTuneError
 
-__all__ = ["error_of_machine"]
+__all__ = ["check_directory", "error_of_machine"]
 
 MEMORY = ("cannot allocate memory", "can't allocate memory", "out of memory", "bad_alloc",
           "failed to map segment")  # fmt: skip
 TEMPORARY = ("TMPDIR", "TEMP", "TMP")
+
+
+def check_directory() -> None:
+    """Refuse to start where the current directory was deleted: libraries that torch loads abort the process there.
+
+    Raises:
+        ArgumentError: It was.
+    """
+    if _has_no_directory():
+        raise _no_directory()
+
+
+def _no_directory() -> ArgumentError:
+    """Return the error of a process whose current directory is gone."""
+    return ArgumentError("the directory that the command was started in is gone", mend="cd to one that exists")
 
 
 def error_of_machine(error: BaseException) -> StreamTuneError | None:
@@ -32,7 +47,7 @@ def error_of_machine(error: BaseException) -> StreamTuneError | None:
                 mend="set TMPDIR to a directory with room, or make room there",
             )
         if isinstance(each, FileNotFoundError) and _has_no_directory():
-            return ArgumentError("the directory that the command was started in is gone", mend="cd to one that exists")
+            return _no_directory()
         if isinstance(each, BlockingIOError) or "can't start new thread" in str(each):
             return RunError(
                 "the system allows no further process or thread",

@@ -73,7 +73,7 @@ def read_plain_config(name_or_path: str, trust_remote_code: bool) -> Any:
         ArgumentError: There is no such checkpoint, or its weights are quantised already.
     """
     check_exists(name_or_path)
-    check_folder(name_or_path, allow_pickle=True)  # no weights are read
+    check_folder(name_or_path, allow_pickle=True, reads_weights=False)
     config = read_config(name_or_path, trust_remote_code)
     if getattr(config, "quantization_config", None) is not None:
         raise ArgumentError(

@@ -31,7 +31,8 @@ from transformers.utils.hub import cached_file
 
 from streamtune.errors import ArgumentError, StreamTuneError
 from streamtune.models.load import check_exists, is_memory_error, loading_error
-from streamtune.models.weights_check import check_layers, is_finite, not_finite, size_error
+from streamtune.models.safety import check_folder
+from streamtune.models.weights_check import check_dtypes, check_unused, is_finite, not_finite, size_error
 
 __all__ = ["CheckpointFiles"]
 
@@ -48,6 +49,7 @@ class CheckpointFiles:
 
     def __init__(self, name_or_path: str) -> None:
         check_exists(name_or_path)
+        check_folder(name_or_path, allow_pickle=True)  # of which none is read here
         self.name = name_or_path
         self._files = _find(name_or_path)
         """Tensor in the files -> file."""
@@ -102,7 +104,8 @@ class CheckpointFiles:
         # Kept as `from_pretrained` keeps it: what is saved is converted back.
         model._weight_conversions = [conversion for conversion in mapping if conversion.was_used()]
         self._link(state)
-        check_layers(self.name, model, self._files.keys() - self._used)
+        check_unused(self.name, model, self._files.keys() - self._used)
+        check_dtypes(self.name, model.config)
 
     def _check_size(self, key: str, name: str, wanted: Tensor) -> None:
         """Refuse a tensor of another size than its parameter."""

@@ -18,8 +18,8 @@ from streamtune.errors import ArgumentError, StreamTuneError, did_you_mean
 from streamtune.models.config_check import check_config, check_count, key_place, place_in_init
 from streamtune.models.quantize import logical_size, quantize
 from streamtune.models.recorded import NotRecordedError
-from streamtune.models.safety import check_folder, check_kernels, without_hub_kernels
-from streamtune.models.weights_check import DRAFT_LAYERS, check_finite, check_quantised, check_report
+from streamtune.models.safety import check_folder, check_kernels, pickles_in, without_hub_kernels
+from streamtune.models.weights_check import DRAFT_LAYERS, check_dtypes, check_finite, check_quantised, check_report
 from streamtune.network import is_offline
 
 __all__ = [
@@ -147,6 +147,7 @@ def load_model(
             raise
         raise loading_error("model", name_or_path, error) from error
     check_report(name_or_path, model, report)
+    check_dtypes(name_or_path, config)
     check_finite(model, name_or_path)
     if quantization is not None:  # before the weights are copied: those of the file are read layer by layer
         quantize(model, quantization, torch.device(device))
@@ -338,6 +339,7 @@ def check_exists(name_or_path: str) -> None:
         reason = error.strerror if isinstance(error, OSError) else str(error)
         raise ArgumentError(f"'{_short(name_or_path)}' cannot be looked at: {reason}", where="model_name_or_path",
                             mend="give a folder that holds a model, or a name on the model hub") from error  # fmt: skip
+    _check_no_run(path)
     if path.is_dir() or not (name_or_path.startswith((".", "/", "~")) or name_or_path.count("/") > 1):
         return
     siblings = [entry.name for entry in path.parent.iterdir() if entry.is_dir()] if path.parent.is_dir() else []
@@ -346,6 +348,26 @@ def check_exists(name_or_path: str) -> None:
         where="model_name_or_path",
         mend=did_you_mean(path.name, siblings) or "give a folder that holds a model, or a name on the model hub",
     )
+
+
+def _check_no_run(path: Path) -> None:
+    """Refuse the directory of a run, or of a checkpoint, in place of the model in it.
+
+    Raises:
+        ArgumentError: With the folder that holds the model.
+    """
+    if (path / "config.json").is_file() or (path / "adapter_config.json").is_file():
+        return
+    for what, mark, inner in (("a run", "run.json", "final"), ("a checkpoint of a run", "manifest.json", "model")):
+        if (path / mark).is_file():
+            there = (path / inner).is_dir()
+            raise ArgumentError(
+                f"{path} is the directory of {what}, and not a model",
+                where="model_name_or_path",
+                mend=f"write {path / inner}, which is the model"
+                if there
+                else f"the run is not done: its checkpoints hold a model each, {path / 'checkpoints'}/step-.../model",
+            )
 
 
 def loading_error(kind: str, name_or_path: str, error: Exception) -> ArgumentError:
@@ -357,6 +379,9 @@ def loading_error(kind: str, name_or_path: str, error: Exception) -> ArgumentErr
         mend = "use a copy with safetensors"
     elif "trust_remote_code" in str(error):
         mend = "set trust_remote_code: true if you trust the code that comes with it"
+    elif _lacks_weights(error, name_or_path):
+        first_line = "there are no weights in it"
+        mend = "use a whole copy of the checkpoint, with its model.safetensors or all of its shards and their index"
     elif "safetensors" in str(error) and isinstance(error, OSError):
         first_line = "it has no safetensors weights; a pickle runs code when it is read"
         mend = "use a copy with safetensors; or, if you trust who made it, set allow_pickle: true"
@@ -370,6 +395,12 @@ def loading_error(kind: str, name_or_path: str, error: Exception) -> ArgumentErr
     elif is_offline():
         mend = "--offline reads local folders and the cache only; run it once without, or give a local folder"
     return ArgumentError(f"cannot load the {kind} '{_short(name_or_path)}': {first_line}", where=where, mend=mend)
+
+
+def _lacks_weights(error: Exception, name_or_path: str) -> bool:
+    """Return whether a loader found no safetensors in a folder that has no pickle either."""
+    folder = Path(name_or_path).expanduser()
+    return "safetensors" in str(error) and isinstance(error, OSError) and folder.is_dir() and not pickles_in(folder)
 
 
 def _short(text: str) -> str:

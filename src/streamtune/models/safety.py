@@ -24,12 +24,13 @@ INDEX_BYTES = 64 << 20
 WHERE = "model_name_or_path"
 
 
-def check_folder(name_or_path: str, *, allow_pickle: bool = False) -> bool:
+def check_folder(name_or_path: str, *, allow_pickle: bool = False, reads_weights: bool = True) -> bool:
     """Check a local folder with a model or adapters. A name on a hub is nothing to check here.
 
     Args:
         name_or_path: As the recipe has it.
         allow_pickle: Whether weights may be a pickle.
+        reads_weights: Whether weights are read, and so have to be there.
 
     Returns:
         Whether weights have to be safetensors: False where there are only pickles, and those are allowed.
@@ -42,7 +43,7 @@ def check_folder(name_or_path: str, *, allow_pickle: bool = False) -> bool:
     if not folder.is_dir():
         return not allow_pickle
     for index in sorted(folder.glob("*.index.json")):
-        _check_index(index)
+        _check_index(index, shards=reads_weights)
     config = _read(folder / "config.json")
     explicit = config.get("transformers_weights")
     if explicit is not None and (escape_of(explicit) or not str(explicit).endswith((".safetensors", ".json"))):
@@ -53,7 +54,7 @@ def check_folder(name_or_path: str, *, allow_pickle: bool = False) -> bool:
         )
     adapter = folder / "adapter_config.json"
     if adapter.is_file():
-        _check_adapter(folder, _read(adapter), allow_pickle=allow_pickle)
+        _check_adapter(folder, _read(adapter), allow_pickle=allow_pickle, reads_weights=reads_weights)
         if not (folder / "config.json").is_file():
             return not allow_pickle
     if any((folder / name).is_file() for name in SAFE) or (isinstance(explicit, str) and (folder / explicit).is_file()):
@@ -99,10 +100,11 @@ def _names_kernel(value: Any) -> bool:
     return isinstance(value, str) and ("/" in value or ":" in value)
 
 
-def _check_index(path: Path) -> None:
-    """Check the names in an index of shards."""
-    listed = _read(path).get("weight_map")
-    if not isinstance(listed, dict):
+def _check_index(path: Path, *, shards: bool) -> None:
+    """Check the names in an index of shards, and whether they are there."""
+    found = _read(path)
+    listed = found.get("weight_map")
+    if not isinstance(listed, dict) or not isinstance(found.get("metadata", {}), dict):
         raise ArgumentError(f"{path} lists no weights", where=WHERE, mend="use a whole copy of the checkpoint")
     for name in listed.values():
         if why := escape_of(name):
@@ -111,12 +113,27 @@ def _check_index(path: Path) -> None:
                 where=WHERE,
                 mend="this checkpoint is broken, or means harm; use another copy",
             )
+    whole = path.name.replace(".index.json", "")
+    missing = sorted(name for name in set(listed.values()) if not (path.parent / name).is_file())
+    if shards and missing and not (path.parent / whole).is_file():
+        raise ArgumentError(
+            f"{path} names {missing[0]}{f' and {len(missing) - 1} more' if len(missing) > 1 else ''}, and there is no "
+            "such file beside it",
+            where=WHERE,
+            mend="use a whole copy of the checkpoint: a download may have been cut off",
+        )
 
 
-def _check_adapter(folder: Path, config: dict[str, Any], *, allow_pickle: bool) -> None:
+def _check_adapter(folder: Path, config: dict[str, Any], *, allow_pickle: bool, reads_weights: bool) -> None:
     """Check adapters and the name of their base."""
     if not (folder / "adapter_model.safetensors").is_file():
         found = [name for name in pickles_in(folder) if name.startswith("adapter_model")]
+        if reads_weights and not found and not (folder / "config.json").is_file():
+            raise ArgumentError(
+                f"{folder} has an adapter_config.json and no adapter_model.safetensors",
+                where=WHERE,
+                mend="use a whole copy of the adapters",
+            )
         if found and not allow_pickle:
             raise _pickle(folder, found[0])
     base = config.get("base_model_name_or_path")
@@ -127,7 +144,7 @@ def _check_adapter(folder: Path, config: dict[str, Any], *, allow_pickle: bool) 
             mend="merge them into their base first, and name that folder; nothing is fetched that no recipe names",
         )
     if isinstance(base, str) and Path(base).expanduser().is_dir() and Path(base).resolve() != folder.resolve():
-        check_folder(base, allow_pickle=allow_pickle)
+        check_folder(base, allow_pickle=allow_pickle, reads_weights=reads_weights)
 
 
 def _pickle(folder: Path, name: str) -> ArgumentError:

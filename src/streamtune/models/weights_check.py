@@ -16,15 +16,19 @@ from streamtune.models.config_check import key_place, keys_of_size
 
 __all__ = [
     "DRAFT_LAYERS",
+    "check_dtypes",
     "check_finite",
     "check_layers",
     "check_quantised",
     "check_report",
+    "check_unused",
     "is_finite",
     "not_finite",
     "size_error",
 ]
 
+FLOAT_NAMES = ("F64", "F32", "F16", "BF16")
+"""As safetensors calls them."""
 FLOATS = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 PART = 1 << 22
 DRAFT_LAYERS = ("num_nextn_predict_layers", "num_mtp_layers", "mtp_num_hidden_layers")
@@ -55,7 +59,73 @@ def check_report(name_or_path: str, model: Any, report: Mapping[str, Any]) -> No
             where="model_name_or_path",
             mend="use a checkpoint of a causal language model",
         )
-    check_layers(name_or_path, model, report["unexpected_keys"])
+    check_unused(name_or_path, model, report["unexpected_keys"])
+
+
+def check_unused(name_or_path: str, model: Any, unused: Collection[str]) -> None:
+    """Refuse a checkpoint with tensors that change what a layer of the model computes and have no place in it.
+
+    A bias of a matrix that has none here, adapters that were not merged and scales of a quantisation would be left out,
+    and another model than the one in the files trained. Tensors of parts that the model does not have may stay.
+
+    Args:
+        name_or_path: The checkpoint.
+        model: What was made of it.
+        unused: Names of the tensors in the files that the model has no place for.
+
+    Raises:
+        ArgumentError: With the first of them, or with the layers that the configuration leaves out.
+    """
+    check_layers(name_or_path, model, unused)
+    if getattr(model.config, "quantization_config", None) is not None:
+        return
+    named = dict(model.named_modules())
+    prefix = f"{model.base_model_prefix}."
+
+    def matrix_of(name: str) -> bool:
+        """Return whether a name lies under a module that has a weight of its own."""
+        parts = name.split(".")
+        above = (".".join(parts[:end]) for end in range(len(parts) - 1, 0, -1))
+        found = (named.get(path) or named.get(prefix + path) or named.get(path.removeprefix(prefix)) for path in above)
+        owner = next((module for module in found if module is not None), None)
+        return isinstance(getattr(owner, "weight", None), Tensor)
+
+    lost = sorted(name for name in unused if matrix_of(name))
+    if lost:
+        adapters = any("lora_" in name or ".base_layer." in name for name in lost)
+        raise ArgumentError(
+            f"the checkpoint '{name_or_path}' has {lost[0]}{f' and {len(lost) - 1} more' if len(lost) > 1 else ''}, "
+            f"which {type(model).__name__} has no place for under its configuration: they would be left out",
+            where="model_name_or_path",
+            mend="merge the adapters into the weights (peft: merge_and_unload()) and name that folder"
+            if adapters
+            else "use the configuration that belongs to the weights, or a whole copy of the checkpoint",
+        )
+
+
+def check_dtypes(name_or_path: str, config: Any) -> None:
+    """Refuse weights in a folder's safetensors that are no floating-point numbers, and not said to be quantised.
+
+    Raises:
+        ArgumentError: With the file and the tensor.
+    """
+    folder = Path(name_or_path).expanduser()
+    if getattr(config, "quantization_config", None) is not None or not folder.is_dir():
+        return
+    for path in sorted(folder.glob("*.safetensors")):
+        try:
+            with safe_open(path, framework="pt") as file:
+                kinds = {key: file.get_slice(key).get_dtype() for key in file.keys() if key.endswith(".weight")}  # noqa: SIM118
+        except (OSError, SafetensorError):  # whoever reads it says so
+            continue
+        wrong = next((key for key, kind in kinds.items() if kind not in FLOAT_NAMES), None)
+        if wrong is not None:
+            raise ArgumentError(
+                f"{wrong} holds {kinds[wrong]}; weights are floating-point numbers of 16 bits or more, and nothing "
+                "says that these are quantised",
+                where=str(path),
+                mend="use a whole copy of the checkpoint, with the quantization_config in its config.json",
+            )
 
 
 def check_layers(name_or_path: str, model: Any, unused: Collection[str]) -> None:

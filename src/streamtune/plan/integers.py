@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from streamtune.errors import UnsupportedModelError
+from streamtune.errors import ArgumentError, UnsupportedModelError
 
 __all__ = ["IntegerValues", "asks", "with_value"]
 
@@ -87,7 +87,7 @@ class IntegerValues:
             return
         try:
             values = self._evaluated(func, args, kwargs)
-        except (UnsupportedModelError, RuntimeError):  # not known, or not computed by the CPU
+        except (ArgumentError, UnsupportedModelError, RuntimeError):  # not known, or not computed by the CPU
             if func is aten.index.Tensor and (value := getattr(args[0], "_value", None)) is not None:
                 self._picked(results[0], value)
             elif _writes(func):
@@ -109,6 +109,12 @@ class IntegerValues:
         if not isinstance(item, Tensor) or item.device.type == "cpu":
             return item
         value = getattr(item, "_value", None)
+        if value is None and item.numel() > LARGEST:
+            raise ArgumentError(
+                f"a micro-batch of {item.numel():,} tokens is more than a simulated step can hold ({LARGEST:,})",
+                where="per_device_train_batch_size",
+                mend="lower it, or max_length; gradients are accumulated over micro-batches",
+            )
         if value is None:
             raise UnsupportedModelError(
                 f"the model asks for the values of a tensor ({func}), and a simulated step has none",

@@ -244,7 +244,7 @@ def _adapted(recipe: Recipe, model: Any) -> Any:
     """The model with new adapters, unless all of it is trained.
 
     Raises:
-        ArgumentError: All of it is to be trained, and it came quantised.
+        ArgumentError: All of it is to be trained, and it came quantised or frozen under adapters.
     """
     if recipe.finetuning_type == "full":
         if kind := models.quantization(model):
@@ -253,6 +253,13 @@ def _adapted(recipe: Recipe, model: Any) -> Any:
                 where="finetuning_type",
                 mend="write finetuning_type: qlora, which trains adapters on them, or use the checkpoint they were "
                 "made from",
+            )
+        if not any(parameter.requires_grad for parameter in model.parameters()):
+            raise ArgumentError(
+                f"{recipe.model_name_or_path} holds adapters over a frozen base, and all weights are to be trained",
+                where="model_name_or_path",
+                mend="merge them into their base (peft: merge_and_unload()) and name that folder, or write "
+                "finetuning_type: lora",
             )
         return model
     return models.add_lora(

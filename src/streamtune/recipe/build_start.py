@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import secrets
 from collections.abc import Callable, Collection, Iterable, Mapping
-from contextlib import AbstractContextManager, ExitStack, nullcontext
+from contextlib import AbstractContextManager, ExitStack, nullcontext, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -322,6 +322,8 @@ def start_run(
             ),
             hold=taken[0] if taken else None,
         )
+        if start.replaces:
+            _refuse_own_inputs(recipe, loaded.path.parent, directory.path)
         start._tell(start._check())
         with doing("reading the files of the model"):
             start.with_files()
@@ -336,6 +338,36 @@ def start_run(
             )
         held.pop_all()
     return start
+
+
+def _refuse_own_inputs(recipe: Recipe, folder: Path, output: Path) -> None:
+    """Refuse to move a run aside that the new one reads from.
+
+    Args:
+        recipe: The recipe of the new one.
+        folder: Where the recipe is.
+        output: The directory that would be moved.
+
+    Raises:
+        ArgumentError: With the key that names something in it.
+    """
+    named = {"model_name_or_path": recipe.model_name_or_path}
+    named["ref_model_name_or_path"] = getattr(recipe, "ref_model_name_or_path", None)
+    named["tokenizer"] = recipe.tokenizer.path if recipe.tokenizer is not None else None
+    named |= {f"datasets.{number}": dataset.path for number, dataset in enumerate(recipe.datasets)}
+    found = []
+    for key, name in named.items():
+        for start in (Path(), folder) if name is not None else ():
+            with suppress(OSError, RuntimeError):  # no name of a file, which reading it says
+                inside = (start / Path(str(name)).expanduser()).resolve().is_relative_to(output.resolve())
+                if inside and (start / Path(str(name)).expanduser()).exists():
+                    found.append((key, name))
+    for key, name in found[:1]:
+        raise ArgumentError(
+            f"{name} is in {output}, which --resume never would move aside",
+            where=key,
+            mend="give another --output-dir, or copy it out of that directory first",
+        )
 
 
 def _facts(recipe: Recipe) -> dict[str, str]:
