@@ -104,7 +104,7 @@ class RemoteRanks:
         return dict(word["hello"])
 
     def _unreachable(self, otherwise: str) -> DistributedError:
-        said = "\n".join(self._complaints[-4:]) or otherwise
+        said = "\n".join(self._last_complaints(4)) or otherwise
         code = self._process.poll()
         ran = code not in (None, 255)  # 255 is ssh's own; others are of the command it ran there
         what = f"{self.host} cannot run streamtune" if ran else f"{self.host} cannot be reached"
@@ -114,6 +114,12 @@ class RemoteRanks:
             else f"`ssh {self._host.name} true` must work without a password"
         )
         return DistributedError(f"{what}: {said}", where=self._host.where, mend=mend)
+
+    def _last_complaints(self, count: int) -> list[str]:
+        """Return the last lines of standard error; of a command that has ended, all of it is read first."""
+        if self._process.poll() is not None:
+            self._threads[1].join(2)  # a child of it may hold the other end
+        return self._complaints[-count:]
 
     def start(self, arguments: Sequence[str], first_rank: int, count: int, environment: Mapping[str, str]) -> None:
         """Start ``count`` ranks there, ``first_rank`` the first."""
@@ -162,7 +168,7 @@ class RemoteRanks:
 
     def _lost(self) -> list[RankEnd]:
         """The ends of ranks that nothing more will be heard of."""
-        said = "; ".join(self._complaints[-2:]) or "it was closed"
+        said = "; ".join(self._last_complaints(2)) or "it was closed"
         ends = []
         for rank in self.running:
             what = f"the connection to {self.host} was lost: {said}"

@@ -51,10 +51,10 @@ def check_config(config: Any, given: Mapping[str, Any], where: Where) -> None:
 
     def refuse(key: str, what: str, mend: str) -> ArgumentError:
         written = names.get(key, key) if key not in flat else key
-        return ArgumentError(f"'{written}: {_show(getattr(text, key))}' {what}", where=where(written), mend=mend)
+        return ArgumentError(f"'{written}: {_show(_value(text, key))}' {what}", where=where(written), mend=mend)
 
     for key in SIZES:
-        value = getattr(text, key, None)
+        value = _value(text, key)
         for size in value if isinstance(value, list | tuple) else () if value is None else (value,):
             if isinstance(size, bool) or not isinstance(size, int) or size < (0 if isinstance(value, list) else 1):
                 raise refuse(key, "is no size of a model: it takes a whole number of at least 1", "mend the number")
@@ -104,14 +104,23 @@ def _check_heads(
                      f"use a divisor of {heads}")  # fmt: skip
     each = _count(text, "head_dim")
     derived = "head_dim" not in given and names.get("head_dim", "head_dim") not in given
-    if heads and width and width % heads and derived and each in (None, width // heads):
+    by_layer = isinstance(_value(text, "head_dim"), list)
+    if heads and width and width % heads and derived and not by_layer and each in (None, width // heads):
         name = names.get("hidden_size", "hidden_size")
         raise refuse("num_attention_heads", f"does not divide '{name}: {width}'",
                      f"use a divisor of {width}, or give head_dim where the model has one")  # fmt: skip
 
 
+def _value(text: Any, key: str) -> Any:
+    """Return a value of a configuration: None where it has none, and a list where each layer has its own."""
+    try:
+        return getattr(text, key, None)
+    except Exception:  # of transformers, where layers differ and nothing was said of all of them
+        return [_value(layer, key) for layer in getattr(text, "per_layer_config", None) or ()]
+
+
 def _count(text: Any, key: str) -> int | None:
-    value = getattr(text, key, None)
+    value = _value(text, key)
     return value if isinstance(value, int) else None
 
 
