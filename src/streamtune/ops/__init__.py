@@ -3,6 +3,7 @@
 from streamtune.ops.attention import prefix_attention, prefix_attention_reference
 from streamtune.ops.branching import Branch, BranchTable
 from streamtune.ops.cross_entropy import linear_cross_entropy, project_cross_entropy
+from streamtune.ops.first_order import first_order
 from streamtune.ops.leaf_hooks import grad_without_hooks
 from streamtune.ops.logprobs import project_scores, token_logprobs, token_scores
 from streamtune.ops.mask import LazyMask
@@ -15,6 +16,7 @@ __all__ = [
     "LazyMask",
     "MaskView",
     "Segment",
+    "first_order",
     "grad_without_hooks",
     "linear_cross_entropy",
     "prefix_attention",

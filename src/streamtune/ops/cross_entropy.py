@@ -12,9 +12,9 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from streamtune.errors import ArgumentError
+from streamtune.ops.first_order import first_order
 from streamtune.ops.head_kernels import Chunk, HeadShape, head_kernel, run_head
 from streamtune.ops.head_rows import TargetRows, autocast_dtype, cast, scaled
 from streamtune.ops.head_sweep import HeadGradients, Project, loss_and_grad
@@ -134,7 +134,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
         return total
 
     @staticmethod
-    @once_differentiable
+    @first_order
     def backward(ctx: Any, grad_total: Tensor) -> tuple[Tensor | None, ...]:
         grads = _handed_out(ctx)
         return (*scaled(grads, ctx.inputs, grad_total), None, None, None, None, None)
@@ -166,7 +166,7 @@ class _ProjectCrossEntropy(torch.autograd.Function):
         return total
 
     @staticmethod
-    @once_differentiable
+    @first_order
     def backward(ctx: Any, grad_total: Tensor) -> tuple[Tensor | None, ...]:
         grads = _handed_out(ctx)
         grad_hidden, *rest = scaled(grads, ctx.inputs, grad_total)

@@ -16,8 +16,8 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
+from streamtune.ops.first_order import first_order
 from streamtune.ops.head_rows import TargetRows, autocast_dtype, cast, scaled
 from streamtune.ops.head_sweep import HeadGradients, Project, loss_and_grad
 from streamtune.ops.indexing import MAX_ELEMENTS, blocks
@@ -143,7 +143,7 @@ class _TokenScores(torch.autograd.Function):
         return scores
 
     @staticmethod
-    @once_differentiable
+    @first_order
     def backward(ctx: Any, grad_logprobs: Tensor | None, grad_entropy: Tensor | None) -> tuple[Tensor | None, ...]:
         rows, how = ctx.rows, ctx.how
         hidden, weight, bias = ctx.saved_tensors
@@ -174,7 +174,7 @@ class _ProjectScores(torch.autograd.Function):
         return scores
 
     @staticmethod
-    @once_differentiable
+    @first_order
     def backward(ctx: Any, grad_logprobs: Tensor | None, grad_entropy: Tensor | None) -> tuple[Tensor | None, ...]:
         hidden, *params = ctx.saved_tensors
         rows: TargetRows = ctx.rows
