@@ -25,7 +25,7 @@ import torch
 from torch import Tensor
 
 from streamtune.engine.storage import Source, Stored
-from streamtune.ops import grad_without_hooks
+from streamtune.ops import hooks_held_back
 
 __all__ = ["Along", "Boundary", "RunChunk", "cut", "part", "streamed_vjp", "sum_dtype"]
 
@@ -110,7 +110,8 @@ def streamed_vjp(
         grads: Iterator[Tensor | None] = repeat(None, len(wanted))  # of a chunk that nothing trainable took part in
         if pairs:
             outputs, incoming = zip(*pairs, strict=True)
-            grads = iter(grad_without_hooks(outputs, wanted, incoming))
+            with hooks_held_back(parameters):
+                grads = iter(torch.autograd.grad(outputs, wanted, incoming, allow_unused=True))
         for x, whole, total, along in zip(x_i, wholes, input_sums, inputs_along, strict=True):
             if not x.requires_grad:
                 continue

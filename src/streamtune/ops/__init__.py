@@ -4,7 +4,7 @@ from streamtune.ops.attention import prefix_attention, prefix_attention_referenc
 from streamtune.ops.branching import Branch, BranchTable
 from streamtune.ops.cross_entropy import linear_cross_entropy, project_cross_entropy
 from streamtune.ops.first_order import first_order
-from streamtune.ops.leaf_hooks import grad_without_hooks
+from streamtune.ops.leaf_hooks import hooks_held_back
 from streamtune.ops.logprobs import project_scores, token_logprobs, token_scores
 from streamtune.ops.mask import LazyMask
 from streamtune.ops.runs import row_starts
@@ -17,7 +17,7 @@ __all__ = [
     "MaskView",
     "Segment",
     "first_order",
-    "grad_without_hooks",
+    "hooks_held_back",
     "linear_cross_entropy",
     "prefix_attention",
     "prefix_attention_reference",

@@ -18,7 +18,7 @@ from streamtune.ops.first_order import first_order
 from streamtune.ops.head_kernels import Chunk, HeadShape, head_kernel, run_head
 from streamtune.ops.head_rows import TargetRows, autocast_dtype, cast, scaled
 from streamtune.ops.head_sweep import HeadGradients, Project, loss_and_grad
-from streamtune.ops.leaf_hooks import grad_without_hooks
+from streamtune.ops.leaf_hooks import hooks_held_back
 from streamtune.ops.simulated import autocast_kind
 
 __all__ = ["linear_cross_entropy", "linear_cross_entropy_reference", "project_cross_entropy"]
@@ -157,7 +157,8 @@ class _ProjectCrossEntropy(torch.autograd.Function):
             loss, grad = loss_and_grad(logits.detach(), rows.targets[chunk], None, backward)
             total += loss
             if grad_hidden is not None and grad is not None:
-                grad_hidden[chunk], *terms = grad_without_hooks([logits], (h, *wanted), [grad.to(logits.dtype)])
+                with hooks_held_back(wanted):
+                    grad_hidden[chunk], *terms = torch.autograd.grad(logits, (h, *wanted), grad.to(logits.dtype))
                 for acc, term in zip(sums, terms, strict=True):
                     acc += term
         ctx.grads = (grad_hidden, *sums)

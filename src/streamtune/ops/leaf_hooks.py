@@ -10,23 +10,17 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
-import torch
 from torch import Tensor
 
-__all__ = ["grad_without_hooks", "hooks_held_back"]
-
-
-def grad_without_hooks(
-    outputs: Sequence[Tensor], inputs: Sequence[Tensor], grad_outputs: Sequence[Tensor]
-) -> tuple[Tensor | None, ...]:
-    """Compute ``torch.autograd.grad(outputs, inputs, grad_outputs, allow_unused=True)`` without hooks of ``inputs``."""
-    with hooks_held_back(inputs):
-        return torch.autograd.grad(outputs, inputs, grad_outputs, allow_unused=True)
+__all__ = ["hooks_held_back"]
 
 
 @contextmanager
 def hooks_held_back(tensors: Sequence[Tensor]) -> Iterator[None]:
-    """Take the hooks out of the tensors' own tables, which autograd reads when it runs, and put them back."""
+    """Run no hook of these tensors within (``Tensor.register_hook``).
+
+    Hooks are taken out of the tensors' own tables, which autograd reads when it runs, and put back in their order.
+    """
     tables = [table for tensor in tensors if (table := tensor._backward_hooks)]
     held = [(table, list(table.items())) for table in tables]
     for table in tables:

@@ -21,7 +21,7 @@ from streamtune.ops.first_order import first_order
 from streamtune.ops.head_rows import TargetRows, autocast_dtype, cast, scaled
 from streamtune.ops.head_sweep import HeadGradients, Project, loss_and_grad
 from streamtune.ops.indexing import MAX_ELEMENTS, blocks
-from streamtune.ops.leaf_hooks import grad_without_hooks
+from streamtune.ops.leaf_hooks import hooks_held_back
 from streamtune.ops.simulated import autocast_kind
 
 __all__ = ["project_scores", "token_logprobs", "token_scores"]
@@ -187,7 +187,8 @@ class _ProjectScores(torch.autograd.Function):
                 h = hidden[chunk].detach().requires_grad_()
                 logits = ctx.project(h)
             grad = _through(logits.detach(), rows.targets[chunk], None, *given)
-            grad_hidden[chunk], *terms = grad_without_hooks([logits], (h, *wanted), [grad.to(logits.dtype)])
+            with hooks_held_back(wanted):
+                grad_hidden[chunk], *terms = torch.autograd.grad(logits, (h, *wanted), grad.to(logits.dtype))
             for acc, term in zip(sums, terms, strict=True):
                 acc += term
         summed = iter([acc.to(p.dtype) for acc, p in zip(sums, wanted, strict=True)])
