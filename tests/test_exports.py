@@ -107,6 +107,8 @@ PUBLIC = {
         "LazyMask",
         "MaskView",
         "Segment",
+        "first_order",
+        "hooks_held_back",
         "linear_cross_entropy",
         "prefix_attention",
         "prefix_attention_reference",

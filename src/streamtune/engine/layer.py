@@ -12,7 +12,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.autograd.function import once_differentiable
 
 from streamtune.engine.ambient import RandomState
 from streamtune.engine.balance import RouterWatch
@@ -28,6 +27,7 @@ from streamtune.engine.tiles import OwnAttention, is_ours
 from streamtune.engine.vjp import streamed_vjp
 from streamtune.engine.walks import LayerStream, placeholder
 from streamtune.errors import ArgumentError, StreamTuneError, UnsupportedModelError
+from streamtune.ops import first_order
 from streamtune.ops.view import ForeignAttentionError
 
 __all__ = ["StreamedForward", "strange_leaves"]
@@ -197,7 +197,7 @@ class _StreamedLayer(torch.autograd.Function):
         return tuple(outputs)
 
     @staticmethod
-    @once_differentiable
+    @first_order
     def backward(ctx: Any, *grad_outputs: Tensor | None) -> tuple[Tensor | None, ...]:
         stream: LayerStream | None = ctx.stream
         if stream is None:

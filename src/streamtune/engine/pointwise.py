@@ -13,7 +13,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.autograd.function import once_differentiable
 
 from streamtune.engine.ambient import Autocast, tell_chunk
 from streamtune.engine.placement import Tiers, Trail
@@ -22,6 +21,7 @@ from streamtune.engine.storage import Stored
 from streamtune.engine.vjp import streamed_vjp
 from streamtune.engine.walks import LayerStream, placeholder
 from streamtune.errors import ArgumentError
+from streamtune.ops import first_order
 
 __all__ = ["StreamedNorm", "norms_outside"]
 
@@ -113,7 +113,7 @@ class _StreamedNorm(torch.autograd.Function):
         return norm.forward(x, ctx.stored)
 
     @staticmethod
-    @once_differentiable
+    @first_order
     def backward(ctx: Any, grad_out: Tensor) -> tuple[Tensor | None, ...]:
         norm: StreamedNorm | None = ctx.norm
         if norm is None:

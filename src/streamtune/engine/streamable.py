@@ -10,9 +10,10 @@ from typing import Any
 from torch import nn
 from transformers import PreTrainedModel, modeling_layers
 from transformers.modeling_layers import GradientCheckpointingLayer
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from streamtune.engine.call import hands_on_cache, takes_cache
-from streamtune.engine.tiles import FORMS
+from streamtune.engine.tiles import FORMS, is_ours
 from streamtune.errors import UnsupportedModelError
 
 __all__ = [
@@ -24,6 +25,11 @@ __all__ = [
     "own_attention",
     "owners",
 ]
+
+KNOWN_ATTENTION = ("eager", "sdpa", "flash_attention_2", "flash_attention_3", "flash_attention_4", "flex_attention")
+"""Implementations of ``transformers`` that compute softmax(q k' + mask) v, as the engine's own attention does."""
+HUB_KERNELS = "kernels-community/"
+"""The same computed by kernels of the hub: they are published as drop-in replacements of these."""
 
 REFUSED_OUTPUTS = {
     "output_attentions": "attention weights are never built",
@@ -87,6 +93,9 @@ def check_streamable(model: PreTrainedModel, layers: list[nn.Module]) -> None:
             f"{name} computes its attention itself, by {own!r}, which does not know the tile of a chunk",
             mend="load it with attn_implementation='eager'",
         )
+    if own is None:
+        for config in attention_configs(model, layers):
+            _check_attention(name, config._attn_implementation_internal)
     if isinstance(model, getattr(modeling_layers, "MtpModel", ())):
         raise UnsupportedModelError(
             f"{name} holds layers for multi-token prediction, which only draft: transformers gives them no loss",
@@ -115,6 +124,27 @@ def check_streamable(model: PreTrainedModel, layers: list[nn.Module]) -> None:
             raise UnsupportedModelError(
                 f"{name} is configured with {flag}=True, but {why}", mend=f"set model.config.{flag} = False"
             )
+
+
+def _check_attention(model: str, name: str | None) -> None:
+    """Refuse an attention function that is not one of ``transformers``' own: ours would stand in for it.
+
+    Raises:
+        UnsupportedModelError: It is registered under another name, or in the place of one of :data:`KNOWN_ATTENTION`.
+    """
+    if name is None or is_ours(name) or name.startswith(HUB_KERNELS):
+        return
+    function = ALL_ATTENTION_FUNCTIONS.get(name)
+    known = name in KNOWN_ATTENTION and str(getattr(function, "__module__", "transformers.")).startswith(
+        "transformers."
+    )
+    if not known:
+        raise UnsupportedModelError(
+            f"{model} attends by {name!r}, a function that somebody registered; chunk by chunk StreamTune's own "
+            "attention would be used in its place, and may compute something else",
+            mend=f"call model.set_attn_implementation() with one of {', '.join(KNOWN_ATTENTION)}: these compute the "
+            "same, and streaming stands in for them",
+        )
 
 
 def owners(model: PreTrainedModel, layers: list[nn.Module]) -> list[PreTrainedModel]:

@@ -25,6 +25,7 @@ import torch
 from torch import Tensor
 
 from streamtune.engine.storage import Source, Stored
+from streamtune.ops import hooks_held_back
 
 __all__ = ["Along", "Boundary", "RunChunk", "cut", "part", "streamed_vjp", "sum_dtype"]
 
@@ -109,7 +110,8 @@ def streamed_vjp(
         grads: Iterator[Tensor | None] = repeat(None, len(wanted))  # of a chunk that nothing trainable took part in
         if pairs:
             outputs, incoming = zip(*pairs, strict=True)
-            grads = iter(torch.autograd.grad(outputs, wanted, incoming, allow_unused=True))
+            with hooks_held_back(parameters):
+                grads = iter(torch.autograd.grad(outputs, wanted, incoming, allow_unused=True))
         for x, whole, total, along in zip(x_i, wholes, input_sums, inputs_along, strict=True):
             if not x.requires_grad:
                 continue

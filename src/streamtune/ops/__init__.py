@@ -3,6 +3,8 @@
 from streamtune.ops.attention import prefix_attention, prefix_attention_reference
 from streamtune.ops.branching import Branch, BranchTable
 from streamtune.ops.cross_entropy import linear_cross_entropy, project_cross_entropy
+from streamtune.ops.first_order import first_order
+from streamtune.ops.leaf_hooks import hooks_held_back
 from streamtune.ops.logprobs import project_scores, token_logprobs, token_scores
 from streamtune.ops.mask import LazyMask
 from streamtune.ops.runs import row_starts
@@ -14,6 +16,8 @@ __all__ = [
     "LazyMask",
     "MaskView",
     "Segment",
+    "first_order",
+    "hooks_held_back",
     "linear_cross_entropy",
     "prefix_attention",
     "prefix_attention_reference",

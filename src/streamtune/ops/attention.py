@@ -20,8 +20,8 @@ from typing import Any, Protocol
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
+from streamtune.ops.first_order import first_order
 from streamtune.ops.kernels import Kernel, Scores, flash_kernel
 from streamtune.ops.simulated import autocast_kind, repeated
 from streamtune.ops.view import MaskView, Segment, masked_score
@@ -160,7 +160,7 @@ class _PrefixAttention(torch.autograd.Function):
         return o.detach() if o.dtype == q.dtype else o.to(q.dtype)  # o itself may be kept, and gets no graph
 
     @staticmethod
-    @once_differentiable
+    @first_order
     def backward(ctx: Any, grad_o: Tensor) -> tuple[Tensor | None, ...]:
         with torch.autocast(autocast_kind(grad_o.device), enabled=False):
             return _PrefixAttention._backward(ctx, grad_o)

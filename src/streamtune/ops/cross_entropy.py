@@ -12,12 +12,13 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from streamtune.errors import ArgumentError
+from streamtune.ops.first_order import first_order
 from streamtune.ops.head_kernels import Chunk, HeadShape, head_kernel, run_head
 from streamtune.ops.head_rows import TargetRows, autocast_dtype, cast, scaled
 from streamtune.ops.head_sweep import HeadGradients, Project, loss_and_grad
+from streamtune.ops.leaf_hooks import hooks_held_back
 from streamtune.ops.simulated import autocast_kind
 
 __all__ = ["linear_cross_entropy", "linear_cross_entropy_reference", "project_cross_entropy"]
@@ -133,7 +134,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
         return total
 
     @staticmethod
-    @once_differentiable
+    @first_order
     def backward(ctx: Any, grad_total: Tensor) -> tuple[Tensor | None, ...]:
         grads = _handed_out(ctx)
         return (*scaled(grads, ctx.inputs, grad_total), None, None, None, None, None)
@@ -156,7 +157,8 @@ class _ProjectCrossEntropy(torch.autograd.Function):
             loss, grad = loss_and_grad(logits.detach(), rows.targets[chunk], None, backward)
             total += loss
             if grad_hidden is not None and grad is not None:
-                grad_hidden[chunk], *terms = torch.autograd.grad(logits, (h, *wanted), grad.to(logits.dtype))
+                with hooks_held_back(wanted):
+                    grad_hidden[chunk], *terms = torch.autograd.grad(logits, (h, *wanted), grad.to(logits.dtype))
                 for acc, term in zip(sums, terms, strict=True):
                     acc += term
         ctx.grads = (grad_hidden, *sums)
@@ -165,7 +167,7 @@ class _ProjectCrossEntropy(torch.autograd.Function):
         return total
 
     @staticmethod
-    @once_differentiable
+    @first_order
     def backward(ctx: Any, grad_total: Tensor) -> tuple[Tensor | None, ...]:
         grads = _handed_out(ctx)
         grad_hidden, *rest = scaled(grads, ctx.inputs, grad_total)

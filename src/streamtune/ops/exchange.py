@@ -15,7 +15,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.autograd.function import once_differentiable
+
+from streamtune.ops.first_order import first_order
 
 __all__ = ["collected", "passed_on", "summed", "to_heads", "to_strips"]
 
@@ -91,7 +92,7 @@ class _Exchange(torch.autograd.Function):
         return _forth(x, group, lengths) if forth else _back(x, group, lengths)
 
     @staticmethod
-    @once_differentiable
+    @first_order
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         return (_back if ctx.forth else _forth)(grad, ctx.group, ctx.lengths), None, None, None
 
@@ -125,7 +126,7 @@ class _Summed(torch.autograd.Function):
         return total
 
     @staticmethod
-    @once_differentiable
+    @first_order
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
         return grad, None
 
@@ -144,7 +145,7 @@ class _Collected(torch.autograd.Function):
         return whole[:, :length].contiguous()
 
     @staticmethod
-    @once_differentiable
+    @first_order
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         padded = torch.nn.functional.pad(grad, (0, ctx.total - grad.shape[1]))
         return padded.index_select(1, ctx.own), None, None, None

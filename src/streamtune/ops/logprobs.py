@@ -16,11 +16,12 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
+from streamtune.ops.first_order import first_order
 from streamtune.ops.head_rows import TargetRows, autocast_dtype, cast, scaled
 from streamtune.ops.head_sweep import HeadGradients, Project, loss_and_grad
 from streamtune.ops.indexing import MAX_ELEMENTS, blocks
+from streamtune.ops.leaf_hooks import hooks_held_back
 from streamtune.ops.simulated import autocast_kind
 
 __all__ = ["project_scores", "token_logprobs", "token_scores"]
@@ -142,7 +143,7 @@ class _TokenScores(torch.autograd.Function):
         return scores
 
     @staticmethod
-    @once_differentiable
+    @first_order
     def backward(ctx: Any, grad_logprobs: Tensor | None, grad_entropy: Tensor | None) -> tuple[Tensor | None, ...]:
         rows, how = ctx.rows, ctx.how
         hidden, weight, bias = ctx.saved_tensors
@@ -173,7 +174,7 @@ class _ProjectScores(torch.autograd.Function):
         return scores
 
     @staticmethod
-    @once_differentiable
+    @first_order
     def backward(ctx: Any, grad_logprobs: Tensor | None, grad_entropy: Tensor | None) -> tuple[Tensor | None, ...]:
         hidden, *params = ctx.saved_tensors
         rows: TargetRows = ctx.rows
@@ -186,7 +187,8 @@ class _ProjectScores(torch.autograd.Function):
                 h = hidden[chunk].detach().requires_grad_()
                 logits = ctx.project(h)
             grad = _through(logits.detach(), rows.targets[chunk], None, *given)
-            grad_hidden[chunk], *terms = torch.autograd.grad(logits, (h, *wanted), grad.to(logits.dtype))
+            with hooks_held_back(wanted):
+                grad_hidden[chunk], *terms = torch.autograd.grad(logits, (h, *wanted), grad.to(logits.dtype))
             for acc, term in zip(sums, terms, strict=True):
                 acc += term
         summed = iter([acc.to(p.dtype) for acc, p in zip(sums, wanted, strict=True)])

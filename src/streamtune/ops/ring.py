@@ -17,10 +17,10 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from streamtune.ops.attention import Memory, Piece, Prefix, seen, sinks_gradient
 from streamtune.ops.exchange import passed_on
+from streamtune.ops.first_order import first_order
 from streamtune.ops.mask import LazyMask
 from streamtune.ops.simulated import autocast_kind
 from streamtune.ops.view import MaskView, Segment
@@ -150,7 +150,7 @@ class _RingAttention(torch.autograd.Function):
         return o.detach() if o.dtype == q.dtype else o.to(q.dtype)
 
     @staticmethod
-    @once_differentiable
+    @first_order
     def backward(ctx: Any, grad_o: Tensor) -> tuple[Tensor | None, ...]:
         with torch.autocast(autocast_kind(grad_o.device), enabled=False):
             return _RingAttention._backward(ctx, grad_o)

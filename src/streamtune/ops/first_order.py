@@ -1,0 +1,40 @@
+"""Backwards that are computed and not recorded, and that say so where a second derivative is asked for."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any, ParamSpec, TypeVar
+
+import torch
+
+from streamtune.errors import UnsupportedModelError
+
+__all__ = ["first_order"]
+
+P = ParamSpec("P")
+R = TypeVar("R")
+
+
+def first_order(backward: Callable[P, R]) -> Callable[P, R]:
+    """Wrap the ``backward`` of an ``autograd.Function`` that gives a gradient without a graph of its own.
+
+    ``torch.autograd.function.once_differentiable`` refuses a second derivative where the incoming gradient requires
+    one. That of a loss does not, and what comes out would be taken for a constant: a penalty on it would be lost.
+
+    Raises:
+        UnsupportedModelError: It is called with ``create_graph=True``.
+    """
+
+    @functools.wraps(backward)
+    def wrapped(*args: P.args, **kwargs: P.kwargs) -> Any:
+        if torch.is_grad_enabled():
+            raise UnsupportedModelError(
+                "a backward with create_graph=True was asked for, and the gradient of a streamed model has no graph: "
+                "its layers are run again chunk by chunk, and freed",
+                mend="call backward() or torch.autograd.grad() without create_graph; for a second derivative, or a "
+                "penalty on a gradient, call the model outside of stream()",
+            )
+        return backward(*args, **kwargs)
+
+    return wrapped

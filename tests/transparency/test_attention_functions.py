@@ -1,0 +1,63 @@
+"""The attention a model was set to is what is streamed, or ours in its place where the two compute the same."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from transformers import AttentionInterface
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+import streamtune
+from streamtune.errors import UnsupportedModelError
+from tests.exactness.families import build
+
+
+def averages(module: Any, query: Tensor, key: Tensor, value: Tensor, mask: Any, **_: Any) -> tuple[Tensor, None]:
+    """Another attention than softmax's: all queries see the mean of all values."""
+    groups = query.shape[1] // value.shape[1]
+    mean = value.mean(dim=2, keepdim=True).repeat_interleave(groups, dim=1)
+    return mean.expand(query.shape).transpose(1, 2).contiguous(), None
+
+
+@pytest.fixture
+def registered() -> Iterator[str]:
+    AttentionInterface.register("averages", averages)
+    yield "averages"
+    ALL_ATTENTION_FUNCTIONS._global_mapping.pop("averages", None)
+
+
+def test_a_function_of_the_users_own_is_refused(registered: str) -> None:
+    model = build("qwen3")
+    model.set_attn_implementation(registered)
+    with pytest.raises(UnsupportedModelError, match="attends by 'averages'") as caught:
+        streamtune.stream(model, chunk_size=8)
+    assert "set_attn_implementation" in caught.value.mend
+    assert "sdpa" in caught.value.mend
+    ids = torch.randint(1, 60, (1, 27))
+    model(input_ids=ids, labels=ids).loss.backward()  # and is left as it was
+
+
+def test_one_in_the_place_of_a_known_one_as_well() -> None:
+    model = build("qwen3")
+    model.set_attn_implementation("sdpa")
+    before = ALL_ATTENTION_FUNCTIONS["sdpa"]
+    AttentionInterface.register("sdpa", averages)
+    try:
+        with pytest.raises(UnsupportedModelError, match="attends by 'sdpa'"):
+            streamtune.stream(model, chunk_size=8)
+    finally:
+        AttentionInterface.register("sdpa", before)
+    streamtune.stream(model, chunk_size=8).remove()
+
+
+@pytest.mark.parametrize("name", ["eager", "sdpa", "flex_attention"])
+def test_those_of_transformers_are_streamed(name: str) -> None:
+    model = build("qwen3")
+    model.set_attn_implementation(name)
+    with streamtune.stream(model, chunk_size=8):
+        pass
+    assert model.config._attn_implementation == name

@@ -1,0 +1,158 @@
+"""Hooks on a streamed model run as often as on the plain one, and with the same values.
+
+Kinds of hooks by places by numbers of chunks; the plain model is the measure of all.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import streamtune
+from streamtune.models import add_lora
+from tests.exactness.families import build
+from tests.precision_kit import Float64
+
+LENGTH = 27
+PLACES = {
+    "embedding": "model.embed_tokens",
+    "layer": "model.layers.1.mlp.up_proj",
+    "first layer": "model.layers.0.self_attn.q_proj",
+    "norm in a layer": "model.layers.0.input_layernorm",
+    "norm": "model.norm",
+    "head": "lm_head",
+}
+Seen = list[tuple[str, Tensor]]
+
+
+def tensor_hook(module: nn.Module, seen: Seen) -> None:
+    """``Tensor.register_hook``; it changes the gradient too."""
+
+    def hook(grad: Tensor) -> Tensor:
+        seen.append(("tensor", grad.clone()))
+        return 2 * grad.clamp(-1e-3, 1e-3)
+
+    weight_of(module).register_hook(hook)
+
+
+def two_tensor_hooks(module: nn.Module, seen: Seen) -> None:
+    """Two of them, whose order counts; one that is removed again was between them."""
+    weight = weight_of(module)
+    weight.register_hook(lambda grad: grad + 1)
+    removed = weight.register_hook(lambda grad: grad * 100)
+    weight.register_hook(lambda grad: seen.append(("second", grad.clone())) or 3 * grad)
+    removed.remove()
+
+
+def accumulator_hook(module: nn.Module, seen: Seen) -> None:
+    """A hook of the node that adds to ``.grad``, as DDP and DeepSpeed have them."""
+    weight = weight_of(module)
+    node = weight.view_as(weight).grad_fn.next_functions[0][0]
+    node.register_hook(lambda *_: seen.append(("accumulated", weight.grad.clone())))
+    module._node = node  # it lives as long as somebody holds it
+
+
+def post_accumulate_hook(module: nn.Module, seen: Seen) -> None:
+    """``Tensor.register_post_accumulate_grad_hook``, as an optimizer in the backward has it."""
+    weight_of(module).register_post_accumulate_grad_hook(lambda p: seen.append(("post", p.grad.clone())))
+
+
+PARAMETER_HOOKS: list[Callable[[nn.Module, Seen], None]] = [
+    tensor_hook, two_tensor_hooks, accumulator_hook, post_accumulate_hook
+]  # fmt: skip
+
+
+def weight_of(module: nn.Module) -> Any:
+    return module.weight
+
+
+def run(model: Any, ids: Tensor, seen: Seen) -> tuple[dict[str, Tensor], Seen]:
+    """Two micro-batches of one step: gradients, and what hooks saw."""
+    for row in ids[:, None]:
+        model(input_ids=row, labels=row).loss.backward()
+    found = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
+    return found, seen
+
+
+@pytest.mark.parametrize("chunks", [1, 3, 9])
+@pytest.mark.parametrize("place", PLACES)
+@pytest.mark.parametrize("hook", PARAMETER_HOOKS)
+def test_hooks_of_parameters(hook: Callable[[nn.Module, Seen], None], place: str, chunks: int) -> None:
+    with Float64():
+        model = build("qwen3").double()
+        plain = copy.deepcopy(model)
+        ids = torch.randint(1, 60, (2, LENGTH), generator=torch.Generator().manual_seed(0))
+        ours, theirs = Seen(), Seen()
+        hook(model.get_submodule(PLACES[place]), ours)
+        hook(plain.get_submodule(PLACES[place]), theirs)
+        want, expected = run(plain, ids, theirs)
+        with streamtune.stream(model, chunk_size=LENGTH // chunks):
+            got, seen = run(model, ids, ours)
+    assert [name for name, _ in seen] == [name for name, _ in expected]
+    assert len(expected) >= 1
+    for (_, mine), (_, its) in zip(seen, expected, strict=True):
+        torch.testing.assert_close(mine, its, rtol=1e-9, atol=1e-12)
+    assert got.keys() == want.keys()
+    for name, grad in want.items():
+        torch.testing.assert_close(got[name], grad, rtol=1e-9, atol=1e-12)
+
+
+@pytest.mark.parametrize("chunks", [1, 9])
+def test_hooks_of_adapters(chunks: int) -> None:
+    with Float64():
+        model = add_lora(build("llama"), r=4, dropout=0.0).double()
+        with torch.no_grad():
+            for name, parameter in model.named_parameters():
+                if "lora_B" in name:
+                    parameter.normal_(std=0.02, generator=torch.Generator().manual_seed(1))
+        plain = copy.deepcopy(model)
+        ids = torch.randint(1, 60, (2, LENGTH), generator=torch.Generator().manual_seed(0))
+        ours, theirs = Seen(), Seen()
+        for each, seen in ((model, ours), (plain, theirs)):
+            place = next(module for name, module in each.named_modules() if name.endswith("q_proj.lora_A.default"))
+            tensor_hook(place, seen)
+        want, expected = run(plain, ids, theirs)
+        with streamtune.stream(model, chunk_size=LENGTH // chunks):
+            got, seen = run(model, ids, ours)
+    assert len(seen) == len(expected) == 2
+    for name, grad in want.items():
+        torch.testing.assert_close(got[name], grad, rtol=1e-9, atol=1e-12)
+
+
+def test_hooks_of_a_tied_head_see_both_shares_at_once() -> None:
+    with Float64():
+        model = build("qwen3", tie_word_embeddings=True).double()
+        plain = copy.deepcopy(model)
+        ids = torch.randint(1, 60, (2, LENGTH), generator=torch.Generator().manual_seed(0))
+        ours, theirs = Seen(), Seen()
+        tensor_hook(model.lm_head, ours)
+        tensor_hook(plain.lm_head, theirs)
+        want, expected = run(plain, ids, theirs)
+        with streamtune.stream(model, chunk_size=3):
+            got, seen = run(model, ids, ours)
+    assert len(seen) == len(expected)
+    for name, grad in want.items():
+        torch.testing.assert_close(got[name], grad, rtol=1e-9, atol=1e-12)
+
+
+def test_hooks_stay_where_a_backward_fails() -> None:
+    model = build("qwen3")
+    calls: list[int] = []
+    weight = model.get_submodule(PLACES["layer"]).weight
+    weight.register_hook(lambda grad: calls.append(1))
+    ids = torch.randint(1, 60, (1, LENGTH))
+    with streamtune.stream(model, chunk_size=3):
+        loss = model(input_ids=ids, labels=ids).loss
+        down = model.get_submodule("model.layers.0.mlp.down_proj")
+        handle = down.register_forward_pre_hook(lambda *_: 1 / 0)
+        with pytest.raises(ZeroDivisionError):
+            loss.backward()
+        handle.remove()
+        calls.clear()
+        model(input_ids=ids, labels=ids).loss.backward()
+    assert calls == [1]
