@@ -10,7 +10,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, nn
 
-__all__ = ["Autocast", "Observer", "RandomState", "attention_as", "hold", "observed", "tell_chunk"]
+__all__ = ["Autocast", "Modes", "Observer", "RandomState", "attention_as", "hold", "observed", "tell_chunk"]
 
 
 @dataclass(frozen=True)
@@ -61,6 +61,30 @@ class Autocast:
     def again(self) -> AbstractContextManager[None]:
         """A context with these settings; without a cache of cast weights, which would outlive the chunk's graph."""
         return torch.autocast(self.device_type, dtype=self.dtype, enabled=self.enabled, cache_enabled=False)
+
+
+@dataclass(frozen=True)
+class Modes:
+    """Whether each module of a layer was in training mode in the forward: dropout and its like look at that."""
+
+    training: tuple[tuple[nn.Module, bool], ...]
+
+    @classmethod
+    def now(cls, layer: nn.Module) -> Modes:
+        """The modes at this moment."""
+        return cls(tuple((module, module.training) for module in layer.modules()))
+
+    @contextmanager
+    def again(self) -> Iterator[None]:
+        """The same modes inside, and outside those that a call of ``train()`` or ``eval()`` has set since."""
+        changed = [module for module, was in self.training if module.training != was]
+        for module in changed:
+            module.training = not module.training
+        try:
+            yield
+        finally:
+            for module in changed:
+                module.training = not module.training
 
 
 @contextmanager

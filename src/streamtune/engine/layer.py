@@ -22,6 +22,7 @@ from streamtune.engine.placement import Placement, Tiers, Trail
 from streamtune.engine.rows import CallFacts
 from streamtune.engine.scan import mixers_with_a_bare_scan
 from streamtune.engine.schedule import Schedule
+from streamtune.engine.sharded import is_sharded
 from streamtune.engine.storage import Stored
 from streamtune.engine.tiles import OwnAttention, is_ours
 from streamtune.engine.vjp import streamed_vjp
@@ -193,6 +194,7 @@ class _StreamedLayer(torch.autograd.Function):
         ctx.set_materialize_grads(False)
         ctx.stream, ctx.owner = stream, owner
         ctx.parameters = inputs[count:]
+        ctx.versions = _weight_versions(owner.layer)
         stream.call.forget_tensors()
         return tuple(outputs)
 
@@ -205,6 +207,7 @@ class _StreamedLayer(torch.autograd.Function):
                 "a streamed layer can go backward once", mend="call the model again for a second backward"
             )
         _check_in_place(ctx.owner, stream.length)
+        _check_versions(ctx.owner.layer, ctx.versions)
         inputs = [stream.source(), *ctx.saved_tensors]
         count = len(stream.along)
 
@@ -252,6 +255,22 @@ def _check_in_place(owner: StreamedForward, length: int) -> None:
             mend="call loss.backward() before handle.remove(), or inside of the with statement",
         )
     owner.check_attention(length)
+
+
+def _weight_versions(layer: nn.Module) -> list[int]:
+    """Count the changes in place that each weight has seen; of none where ranks share them, which gather them anew."""
+    return [] if any(map(is_sharded, layer.modules())) else [parameter._version for parameter in layer.parameters()]
+
+
+def _check_versions(layer: nn.Module, versions: list[int]) -> None:
+    """Refuse, as autograd does, a backward through weights that are not those of the forward any more."""
+    for (name, parameter), before in zip(layer.named_parameters(), versions, strict=False):
+        if parameter._version != before:
+            raise ArgumentError(
+                f"{name} was changed in place between the forward and its backward, which runs the layer again with it",
+                where=type(layer).__name__,
+                mend="change weights after loss.backward(), as an optimizer's step does",
+            )
 
 
 def _check_leaves(layer: nn.Module, z_out: Tensor, known: Sequence[Tensor]) -> None:

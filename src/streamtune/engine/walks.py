@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from streamtune.engine.ambient import Autocast, RandomState, tell_chunk
+from streamtune.engine.ambient import Autocast, Modes, RandomState, tell_chunk
 from streamtune.engine.cache import ChunkCache, KeysAndValues, ProjectionDone, States, Walk
 from streamtune.engine.call import LayerCall
 from streamtune.engine.kept import KeptAttention
@@ -67,7 +67,7 @@ class LayerStream:
         self.dropped = False
         """Whether states, keys or values that are to be kept for the backward are still to be computed again."""
         self.filled: dict[Any, int] = {}
-        self.autocast = Autocast.now(self.device)
+        self.autocast, self.modes = Autocast.now(self.device), Modes.now(call.layer)
         self.random: dict[int, RandomState] = {}
         self.outputs = LayerOutputs(type(call.layer).__name__, call.inputs[call.hidden_name])
         self.bare_scans, self.sums = owner.bare_scans, 0
@@ -318,10 +318,11 @@ class LayerStream:
             return self.run(chunk, "replay", x_i)
 
     def _as_before(self, chunk: slice) -> ExitStack:
-        """The random numbers and the autocast of the forward."""
+        """The random numbers, autocast and modes of the forward."""
         stack = ExitStack()
         stack.enter_context(self.random[chunk.start].replayed())
         stack.enter_context(self.autocast.again())
+        stack.enter_context(self.modes.again())
         return stack
 
     def release(self) -> None:
