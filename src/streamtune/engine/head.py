@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from transformers.loss.loss_utils import LOSS_MAPPING, ForCausalLMLoss
 
 from streamtune.engine.schedule import Schedule
 from streamtune.engine.sharded import is_sharded
@@ -240,6 +241,26 @@ class StreamedHead:
                 "loss over all of them; only one head over one stream of tokens is streamed",
                 mend="use stream(model, head=False): layers are streamed, the heads are the model's own",
             )
+        self._check_loss(model.__dict__.get("_loss_function"))
+
+    def _check_loss(self, function: Any) -> None:
+        """Refuse another loss than that of causal language models, in whose place ours stands.
+
+        Args:
+            function: That of the model, or of its configuration's ``loss_type``; None is the ordinary one.
+
+        Raises:
+            UnsupportedModelError: It is another.
+        """
+        if function is not None and function not in (ForCausalLMLoss, self.loss):
+            name = getattr(function, "__name__", type(function).__name__)
+            raise UnsupportedModelError(
+                f"the loss of this {type(self.model).__name__} is {name!r}, a function of whole logits, which are not "
+                "built: StreamTune's own cross entropy would be used in its place",
+                where="model.loss_function",
+                mend="use stream(model, head=False): layers are streamed, head and loss are the model's own; or build "
+                "the loss on handle.logprobs(), whose values and gradients are streamed",
+            )
 
     def open(self) -> None:
         """Begin: from here the head promises its logits."""
@@ -317,6 +338,8 @@ class StreamedHead:
             ignore_index: The label that trains nothing.
             shift_labels: ``[B, T]`` already shifted; takes precedence over ``labels``.
         """
+        known = LOSS_MAPPING.get(getattr(self.model, "loss_type", None))
+        self._check_loss(self.loss_before if self.had_loss else known)
         if self.strips is not None:
             return self._shared_loss(self.strips, logits, num_items_in_batch, ignore_index)
         if shift_labels is None:
