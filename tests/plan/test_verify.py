@@ -11,8 +11,7 @@ import pytest
 import torch
 from peft import LoraConfig, get_peft_model
 from torch import Tensor, nn
-from transformers import AttentionInterface, AttentionMaskInterface
-from transformers.masking_utils import sdpa_mask
+from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, sdpa_mask
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from streamtune import Schedule
@@ -126,21 +125,25 @@ def test_a_dtype_the_kernels_do_not_know_is_no_truth(monkeypatch: pytest.MonkeyP
 
 
 @pytest.mark.parametrize("known", [True, False])
-def test_an_attention_without_the_layers_form_gives_way_to_the_eager_one(known: bool) -> None:
+def test_an_attention_without_the_layers_form_gives_way_to_the_eager_one(
+    known: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Whether it ignores a softcap or refuses it: what plain autograd is to compute only the eager attention knows."""
+    sdpa = ALL_ATTENTION_FUNCTIONS["sdpa"]
 
     def without_softcap(*arguments: Any, softcap: float | None = None, **options: Any) -> Any:
         if not known and softcap is not None:
             raise ValueError("no softcap here")
-        return ALL_ATTENTION_FUNCTIONS["sdpa"](*arguments, **options)
+        return sdpa(*arguments, **options)
 
-    AttentionInterface.register("without_softcap", without_softcap)
-    AttentionMaskInterface.register("without_softcap", sdpa_mask)
+    without_softcap.__module__ = sdpa.__module__  # a later version of transformers: others are refused
+    monkeypatch.setitem(ALL_ATTENTION_FUNCTIONS._global_mapping, "flex_attention", without_softcap)
+    monkeypatch.setitem(ALL_MASK_ATTENTION_FUNCTIONS._global_mapping, "flex_attention", sdpa_mask)
     model = build("gemma2")
-    model.set_attn_implementation("without_softcap")
+    model.set_attn_implementation("flex_attention")
     report = check(model)
     assert (report.exact, report.attention) == (True, "eager")
-    assert model.config._attn_implementation == "without_softcap"
+    assert model.config._attn_implementation == "flex_attention"
 
 
 # --- wrong engines ----------------------------------------------------------------------------------------------------
