@@ -114,7 +114,7 @@ def test_a_fixed_schedule_is_shown_whether_it_fits_or_not(recipe: Path, capfd: p
         (("--set", "model.init.hidden_siz=3", "--device", "l4"), "no key 'hidden_siz'"),
         pytest.param(
             ("--set", "per_device_train_batch_size=10000", "--device", "l4"),
-            "tokens is more than a simulated step can hold",
+            "the micro-batch is more than a simulated step can hold",
             marks=pytest.mark.full,
         ),
     ],

@@ -138,9 +138,10 @@ def test_evaluation_is_the_mean_over_all_tokens(trainer: Trainer) -> None:
     assert result.eval_loss == pytest.approx(torch.cat(parts).mean().item(), rel=1e-12)
 
 
-def test_an_interrupted_evaluation_is_made_up_for(tmp_path: Path) -> None:
+@pytest.mark.parametrize("steps", [4, 2], ids=["in the run", "of the last step"])
+def test_an_interrupted_evaluation_is_made_up_for(tmp_path: Path, steps: int) -> None:
     whole, split = Trainer(tmp_path / "whole"), Trainer(tmp_path / "split")
-    whole(make_model(), steps=4, validation=held_out, eval_steps=2)
+    whole(make_model(), steps=steps, validation=held_out, eval_steps=2)
 
     def interrupted() -> Iterator[MicroBatch]:
         for batch in held_out():
@@ -148,11 +149,13 @@ def test_an_interrupted_evaluation_is_made_up_for(tmp_path: Path) -> None:
             yield batch
 
     with StopRequest() as stop:
-        split(make_model(), steps=4, validation=interrupted, eval_steps=2, stop=stop)
+        split(make_model(), steps=steps, validation=interrupted, eval_steps=2, stop=stop)
     assert stop.exit_code == 143
     checkpoint = newest(split.folder)
     assert checkpoint.step == 2
-    split(load_model(str(checkpoint.model_dir)), steps=4, validation=held_out, eval_steps=2, resume_from=checkpoint)
+    assert checkpoint.state["progressed"]["eval_due"] is True
+    split(load_model(str(checkpoint.model_dir)), steps=steps, validation=held_out, eval_steps=2, resume_from=checkpoint)
+    assert newest(split.folder).state["progressed"] == newest(whole.folder).state["progressed"]
     evals = [[r for r in read_records(t.folder / "metrics.jsonl") if "eval_loss" in r] for t in (whole, split)]
     assert evals[0] == evals[1]
 

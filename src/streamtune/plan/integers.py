@@ -83,7 +83,10 @@ class IntegerValues:
         for item in results:
             if isinstance(item, Tensor) and (item.is_floating_point() or item.device.type != "meta"):
                 return
-        if not results or not isinstance(results[0], Tensor) or results[0].numel() > LARGEST:
+        if not results or not isinstance(results[0], Tensor):
+            return
+        if results[0].numel() > LARGEST:
+            results[0]._beyond = results[0].numel()  # type: ignore[attr-defined]
             return
         try:
             values = self._evaluated(func, args, kwargs)
@@ -92,6 +95,8 @@ class IntegerValues:
                 self._picked(results[0], value)
             elif _writes(func):
                 results[0]._value = None  # type: ignore[attr-defined]
+            if beyond := max((getattr(item, "_beyond", 0) for item in args), default=0):
+                results[0]._beyond = beyond  # type: ignore[attr-defined]
             return
         for item, value in zip(results, (values,) if isinstance(values, Tensor) else values, strict=True):
             if isinstance(item, Tensor):
@@ -109,9 +114,10 @@ class IntegerValues:
         if not isinstance(item, Tensor) or item.device.type == "cpu":
             return item
         value = getattr(item, "_value", None)
-        if value is None and item.numel() > LARGEST:
+        if value is None and (beyond := getattr(item, "_beyond", 0)):
             raise ArgumentError(
-                f"a micro-batch of {item.numel():,} tokens is more than a simulated step can hold ({LARGEST:,})",
+                f"the micro-batch is more than a simulated step can hold: its positions or masks have {beyond:,} "
+                f"entries, and {LARGEST:,} are the most",
                 where="per_device_train_batch_size",
                 mend="lower it, or max_length; gradients are accumulated over micro-batches",
             )

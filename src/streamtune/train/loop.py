@@ -125,7 +125,7 @@ def train(
         cut_after_step(run.metrics, state.step, evaluated=not state.eval_due)
         cut_events(run.events, state.step)
     position = Position(capture_rng(), steps.state_dict())
-    saved_step = state.step
+    saved = state.step, state.eval_due
     latest: dict[str, Any] = {}
     plot = LossPlot(run)
     guard = StepGuard(settings, run, device_of(model), next_schedule=next_schedule, world=world)
@@ -166,11 +166,12 @@ def train(
             if failed:
                 saver.wait_for_last()  # where one rank cannot write no rank can commit: all of them raise
             over = stopped or state.step >= settings.total_steps
-            if state.step != saved_step and (over or is_due(state.step, settings.save_steps)):
+            # Also where a run that was stopped in an evaluation has now made up for it: its checkpoint says it is due.
+            if (state.step, state.eval_due) != saved and (over or is_due(state.step, settings.save_steps)):
                 progress.activity("saving")
                 metric = latest.get(settings.metric_for_best_model or "")
                 save(saver, backend, state, position, identity, saving, metric)
-                saved_step = state.step
+                saved = state.step, state.eval_due
             committed = saver.wait() if over else saver.finished()
             if world.is_main:
                 for path in committed:
