@@ -40,10 +40,10 @@ check: $(STAMP)  ## ruff and mypy --strict
 	$(BIN)/ruff check src tests benchmarks
 	$(BIN)/mypy
 
-test: $(STAMP)  ## the quick tests: a case of every feature (tests/conftest.py); 15 minutes on 2 cores
+test: $(STAMP)  ## the quick tests: a case of every feature (tests/conftest.py); about 5 minutes on 2 cores
 	$(PYTEST) -m 'not slow and not full'
 
-test-all: test  ## `make test`, then the rest: all cases and long tests; 35 minutes on 2 cores
+test-all: test  ## `make test`, then the rest: all cases and long tests; about 25 minutes on 2 cores
 	$(PYTEST) -m 'full and not slow'
 
 test-versions:  ## `make test` with pinned, newest and oldest dependencies in build/versions; VERSIONS=oldest for one
