@@ -159,6 +159,9 @@ def test_a_change_is_refused_by_name_and_goes_on_where_it_is_allowed(zygotes: Zy
     rates = [json.loads(line).get("lr") for line in (tmp_path / "runs/tiny/metrics.jsonl").read_text().splitlines()]
     assert rates[2] == pytest.approx(2 * rates_of(kept)[2])
 
+    done = zygotes.run(tmp_path, "--set", "lora_r=4", "--allow-change", "lora_r")
+    assert done.status == 2, done.output
+    assert "'lora_r' is decided by what the run goes on with" in " ".join(done.output.split())
     done = zygotes.run(tmp_path, "--allow-change", "learing_rate")
     assert done.status == 2
     assert "did you mean 'learning_rate'?" in done.output

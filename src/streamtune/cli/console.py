@@ -68,7 +68,7 @@ def print_rows(rows: Iterable[tuple[str, str]], *, name_style: str = "dim", inde
     width = max((len(name) for name, _ in rows), default=0)
     if not out.is_terminal or out.width < NARROW:
         for name, value in rows:
-            print(f"{indent}{name:<{width}}  {value}".rstrip())
+            print(f"{indent}{name:<{width}}  {value}".rstrip(), flush=True)  # a log is read while it grows
         return
     table = Table.grid(padding=(0, 2))
     table.add_column(style=name_style, no_wrap=True)

@@ -59,6 +59,10 @@ FREE_KEYS = frozenset(
 """Keys that may change between the start of a run and its resumption."""
 
 
+SHAPE_KEYS = frozenset({"model", "finetuning_type", "lora_r", "lora_alpha", "lora_dropout", "lora_target"})
+"""Keys that cannot change, for a checkpoint brings what they decide: a new value would be written down and not used."""
+
+
 @dataclass(frozen=True)
 class Start:
     """Where a run starts, and what it must have in common with what it goes on with."""
@@ -276,6 +280,12 @@ def start_run(
         if name not in known:
             mend = did_you_mean(name, known) or f"name a key of the recipe, or one of: data, {', '.join(train.FILES)}"
             raise ArgumentError(f"there is no '{name}' to change", where="--allow-change", mend=mend)
+        if name in SHAPE_KEYS:
+            raise ArgumentError(
+                f"'{name}' is decided by what the run goes on with: its checkpoint has the weights of the old one",
+                where="--allow-change",
+                mend="undo the change, or start anew with another --output-dir",
+            )
     device = device_of_rank(choose_device(recipe.device))
     if recipe.deterministic:
         train.use_deterministic_kernels()
