@@ -7,9 +7,10 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
+from transformers.loss.loss_utils import ForCausalLMLoss, fixed_cross_entropy
 
-__all__ = ["attending", "borrowed", "cast", "quantised_as", "routes"]
+__all__ = ["attending", "borrowed", "cast", "quantised_as", "routes", "wide_loss"]
 
 FILLED = 1e-2
 """Standard deviation of what stands in for a matrix of zeros."""
@@ -94,6 +95,47 @@ def _experts(model: nn.Module, dtype: torch.dtype) -> Iterator[None]:
         yield
     finally:
         inner.set_experts_implementation(before)
+
+
+@contextmanager
+def wide_loss(model: nn.Module) -> Iterator[None]:
+    """Plain autograd with a loss in the dtype of the logits, where that is wider than float32.
+
+    ``ForCausalLMLoss`` of transformers begins with ``logits.float()``. In float64 that rounds every logit, and softmax
+    less one, of a token that is learnt next to nothing, keeps few of its digits.
+    """
+    inner = _transformers_model(model)
+    if inner.loss_function is not ForCausalLMLoss:  # the user's own, or a family's
+        yield
+        return
+    own = inner.__dict__.get("_loss_function")
+    inner.loss_function = _causal_loss
+    try:
+        yield
+    finally:
+        if own is None:
+            del inner._loss_function
+        else:
+            inner.loss_function = own
+
+
+def _causal_loss(
+    logits: Tensor,
+    labels: Tensor | None,
+    vocab_size: int,
+    num_items_in_batch: Tensor | int | None = None,
+    ignore_index: int = -100,
+    shift_labels: Tensor | None = None,
+    **more: Any,
+) -> Tensor:
+    """``ForCausalLMLoss``, which narrows nothing."""
+    if logits.dtype != torch.float64:
+        return ForCausalLMLoss(logits, labels, vocab_size, num_items_in_batch, ignore_index, shift_labels, **more)
+    if shift_labels is None:
+        assert labels is not None
+        shift_labels = nn.functional.pad(labels, (0, 1), value=ignore_index)[..., 1:]
+    targets = shift_labels.reshape(-1).to(logits.device)
+    return fixed_cross_entropy(logits.view(-1, vocab_size), targets, num_items_in_batch, ignore_index, **more)
 
 
 @contextmanager

@@ -29,7 +29,7 @@ from torch import Tensor, nn
 
 from streamtune.engine import Schedule, StreamHandle, stream
 from streamtune.errors import ArgumentError, NonFiniteError, StreamTuneError, UnsupportedModelError
-from streamtune.plan.guest import attending, borrowed, cast, quantised_as, routes
+from streamtune.plan.guest import attending, borrowed, cast, quantised_as, routes, wide_loss
 from streamtune.plan.verify_report import Loss, ModuleRow, Run, VerifyReport, module_of
 from streamtune.plan.verify_rule import SAME, judge, judge_loss, norm_of, ratio
 
@@ -207,6 +207,7 @@ class _Comparison:
         dtype, loss, norms = other.plainly
         with cast(self.model, dtype):
             found = self._reference(self.bf16 and dtype == self.computed, dtype)
+        self.begun = 0
         gaps = [ratio(abs(norm - norms[name]), found.scale(name)) for name, norm in found.norms.items()]
         return max(*gaps, ratio(abs(found.loss - loss), abs(loss))) <= SAME[dtype]
 
@@ -242,7 +243,8 @@ class _Comparison:
         def keep(name: str, grad: Tensor) -> None:
             grads[name], norms[name] = grad.to("cpu", copy=True), norm_of(grad)
 
-        loss = self._backward(self.plain_loss_of, bf16, keep)
+        with wide_loss(self.model):
+            loss = self._backward(self.plain_loss_of, bf16, keep)
         reference = _Reference(dtype, loss, grads, norms)
         if not math.isfinite(loss + reference.whole):
             raise NonFiniteError(
