@@ -21,6 +21,7 @@ import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Literal
 
 import torch
@@ -153,7 +154,7 @@ class RouterWatch:
         self.mask_BT: Tensor | None = None
         """Which tokens of the call are no padding."""
         self._hooks = [
-            router.register_forward_hook(self._listener(index))
+            router.register_forward_hook(partial(self._hear, index))
             for layer in layers
             for router, index in _routers(model, layer)
         ]
@@ -246,12 +247,9 @@ class RouterWatch:
         """What a call's losses are multiplied with: shares of a global step simply add up."""
         return 1.0 if self.loss is not None and self.loss.scope == "global" else self.weight
 
-    def _listener(self, index: int) -> Any:
-        def hook(module: nn.Module, args: Any, output: Any) -> None:
-            if self._heard is not None:
-                self._heard.append(output[index] if isinstance(output, tuple | list) else output)
-
-        return hook
+    def _hear(self, index: int, module: nn.Module, args: Any, output: Any) -> None:
+        if self._heard is not None:
+            self._heard.append(output[index] if isinstance(output, tuple | list) else output)
 
     @property
     def _top_k(self) -> int:

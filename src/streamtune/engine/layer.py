@@ -105,7 +105,8 @@ class StreamedForward:
         return result
 
     def _call(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        call = LayerCall.bind(self.layer, args, kwargs, self.own)
+        own = OwnAttention("eager", tuple(self.configs)) if self.own is None and self.facts.whole else self.own
+        call = LayerCall.bind(self.layer, args, kwargs, own)
         if self.facts.strips is not None:
             call.share(self.facts.strips)
         if isinstance(self.facts.rows, Branches):

@@ -109,6 +109,9 @@ class Tiers:
         assert self.schedule.offload_dir is not None
         return DiskTier(device, self.schedule.offload_dir, Arena(self.host), self.disk)
 
+    def __reduce__(self) -> tuple[type[Tiers], tuple[Schedule]]:
+        return Tiers, (self.schedule,)  # a copy has its own memory
+
     def close(self) -> None:
         """Let go of memory and file. What is still to go backward holds its own."""
         self._made, self.arena = {}, Arena(self.host)
@@ -123,6 +126,9 @@ class Trail:
 
     def __init__(self) -> None:
         self._last: tuple[weakref.ref[Tensor], int, weakref.ref[LayerStream]] | None = None
+
+    def __reduce__(self) -> tuple[type[Trail], tuple[()]]:
+        return Trail, ()  # a copy was not called yet
 
     def note(self, output: Tensor, stream: LayerStream) -> None:
         """``stream`` made ``output``."""

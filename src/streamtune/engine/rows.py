@@ -109,3 +109,5 @@ class CallFacts:
 
     rows: PackedRows | None = None
     strips: Strips | None = None
+    whole: bool = False
+    """The layers run on all tokens at once, by the model's eager attention."""

@@ -7,6 +7,7 @@ instance), the cache a layer updates, the attention function and the mask functi
 from __future__ import annotations
 
 import inspect
+import warnings
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import fields
@@ -29,6 +30,7 @@ from streamtune.engine.rows import CallFacts, PackedRows, tells_of_rows
 from streamtune.engine.schedule import Schedule
 from streamtune.engine.scores import Scored, TokenScores, token_scores_of
 from streamtune.engine.streamable import (
+    HUB_KERNELS,
     REFUSED_OUTPUTS,
     attention_configs,
     base_model,
@@ -57,8 +59,9 @@ def stream(
     Afterwards ``model(input_ids=ids, labels=labels).loss.backward()`` computes the ordinary loss and the ordinary
     gradient with the activations of one chunk; trainers, adapters and accelerate work unchanged.
 
-    As under gradient checkpointing, a call that trains (training mode, or with ``labels``) runs with
-    ``use_cache=False``. ``transformers`` looks for packed rows (``position_ids`` that restart) in just these calls.
+    As under gradient checkpointing, a call that trains (training mode, or with ``labels``) returns no cache.
+    ``position_ids`` that restart mean packed rows where they do to ``transformers``: without ``attention_mask``, and
+    with ``use_cache=False`` of the call or of the configuration, which trainers set.
 
     Args:
         model: A causal language model of ``transformers``, with or without peft adapters.
@@ -108,7 +111,10 @@ class StreamHandle:
         self.schedule = schedule
         self.layers = decoder_layers(self.model)
         if any(isinstance(layer.__dict__.get("forward"), StreamedForward) for layer in self.layers):
-            raise ArgumentError(f"this {type(self.model).__name__} is streamed already", mend="call .remove() first")
+            raise ArgumentError(
+                f"this {type(self.model).__name__} is streamed already",
+                mend="call StreamHandle.of(model).remove() first",
+            )
         check_streamable(self.model, self.layers)
         self.sequence_parallel = None if sequence_parallel is None or sequence_parallel.size == 1 else sequence_parallel
         """The ranks that share each sequence; None where there is only this one."""
@@ -122,6 +128,7 @@ class StreamHandle:
         self.scored: Scored | None = None
         self.routers = RouterWatch(self.model, self.layers, router_loss)
         self._checkpointing: set[Any] = set()
+        self._told, self._length = False, 0
         self._attention = [
             (config, config._attn_implementation_internal) for config in attention_configs(self.model, self.layers)
         ]
@@ -258,6 +265,27 @@ class StreamHandle:
         parts = (self.streams_head, self.routers.loss, self.sequence_parallel)
         self.__init__(self.model, schedule, *parts)  # type: ignore[misc]
 
+    @classmethod
+    def of(cls, model: nn.Module) -> StreamHandle:
+        """The handle of a streamed model, also of one that was copied or loaded (``copy.deepcopy``, ``torch.load``).
+
+        Raises:
+            ArgumentError: The model is not streamed.
+        """
+        inner = base_model(model)
+        for hook in inner._forward_pre_hooks.values():
+            if isinstance(handle := getattr(hook, "__self__", None), cls):
+                return handle
+        raise ArgumentError(f"this {type(inner).__name__} is not streamed", mend="call streamtune.stream(model)")
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Everything: a copy of a streamed model is streamed by itself."""
+        return {key: value for key, value in vars(self).items() if key != "_sharing"}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        vars(self).update(state)
+        self._sharing = Sharing(self)
+
     def remove(self) -> None:
         """Restore the model exactly as it was; harmless when called twice. A loss still to go backward is lost."""
         for hook in self._hooks:
@@ -293,7 +321,12 @@ class StreamHandle:
         scored = self.scored
         with_labels = kwargs.get("labels") is not None or scored is not None  # to be scored is to be trained on
         if kwargs.get("past_key_values") is None and (with_labels or model.training):
-            kwargs = {**kwargs, "use_cache": False}
+            if scored is None and (mask := self._one_row_mask(args, kwargs)) is not None:
+                args, kwargs = _with_argument(self.model, args, kwargs, "attention_mask", mask)
+            args, kwargs = _with_argument(self.model, args, kwargs, "use_cache", False)
+        self.facts.whole = with_labels and self._trains_padding(args, kwargs)
+        tokens = [x for name in _TOKENS if (x := _argument(self.model, args, kwargs, name)) is not None]
+        self._length = tokens[0].shape[1] if tokens else 0
         branches = None if scored is None else scored.branches
         self.facts.rows = self._rows(args, kwargs) if branches is None else branches
         asked = kwargs.get("output_router_logits")
@@ -320,12 +353,63 @@ class StreamHandle:
         for layer in self.layers:
             yield from layer.modules()
 
+    def _one_row_mask(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor | None:
+        """A mask of ones for a call whose ``position_ids`` jump within one row; None for every other call.
+
+        ``transformers`` takes a jump for the start of a packed row unless there is a mask or a cache, and the caller's
+        cache is left out here. Flash attention looks at the positions by itself, whatever there is.
+        """
+        decoder = owners(self.model, self.layers)[-1]
+        given = {name: _argument(self.model, args, kwargs, name) for name in ("use_cache", *_TOKENS, *_ROWS)}
+        asked = given["use_cache"]
+        caches = (getattr(decoder.config, "use_cache", False) if asked is None else asked) and not (
+            decoder in self._checkpointing and self.model.training
+        )
+        by_positions = tells_of_rows(kwargs) or any(str(name).startswith(_BY_POSITIONS) for _, name in self._attention)
+        takes_mask = "attention_mask" in inspect.signature(type(self.model).forward).parameters
+        tokens = next((given[name] for name in _TOKENS if given[name] is not None), None)
+        if not caches or by_positions or not takes_mask or tokens is None or given["attention_mask"] is not None:
+            return None
+        if PackedRows.of(given["position_ids"]) is None:
+            return None
+        return torch.ones(tokens.shape[:2], dtype=torch.long, device=tokens.device)
+
+    def _trains_padding(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+        """Whether a token of padding is to predict another, by eager attention.
+
+        Left padding sees no key, and eager attention then averages over all of them, later ones included. What a model
+        predicts there is that of the whole sequence only (docs/decisions/003-queries-that-see-nothing.md).
+        """
+        if "eager" not in {self.own_attention, *(name for _, name in self._attention)}:
+            return False
+        given = {name: _argument(self.model, args, kwargs, name) for name in ("attention_mask", "labels")}
+        mask, targets = given["attention_mask"], kwargs.get("shift_labels")
+        if self.scored is not None:
+            targets = self.scored.targets
+        elif targets is None and given["labels"] is not None:
+            targets = nn.functional.pad(given["labels"], (0, 1), value=-100)[..., 1:]
+        if targets is None or not isinstance(mask, Tensor) or mask.shape != targets.shape:
+            return False
+        found = bool(((mask == 0) & (targets != -100)).any())
+        if found and self.sequence_parallel is not None:
+            raise UnsupportedModelError(
+                "a label follows left padding, and eager attention lets padding see every token, which no rank that "
+                "shares a sequence has",
+                mend="give the first token of each row the label -100, or pad on the right",
+            )
+        if found and not self._told:
+            self._told = True
+            warnings.warn(
+                "a label follows left padding, and eager attention lets padding see every token: such a call is "
+                "computed in one chunk, as without streaming. Give the first token of each row the label -100, pad on "
+                "the right, or load the model with attn_implementation='sdpa'",
+                stacklevel=2,
+            )
+        return found
+
     def _rows(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> PackedRows | None:
         """Packed rows, by the rule of ``transformers``: positions that restart, and no padding mask beside them."""
-        given = {
-            name: _argument(self.model, args, kwargs, name)
-            for name in ("attention_mask", "past_key_values", "position_ids")
-        }
+        given = {name: _argument(self.model, args, kwargs, name) for name in _ROWS}
         if given["attention_mask"] is None and given["past_key_values"] is None:
             rows = PackedRows.of(given["position_ids"])
             if rows is not None:
@@ -341,9 +425,25 @@ class StreamHandle:
         try:
             if self.scored is not None:
                 return self._promised(self.scored, output)
+            self._check_hidden_states(output)
             return self._with_router_loss(self._without_promise(output))
         finally:
             self._sharing.end()
+
+    def _check_hidden_states(self, output: Any) -> None:
+        """Refuse hidden states that were recorded inside of a layer, where they are a chunk's.
+
+        Raises:
+            UnsupportedModelError: The model records them of layers within its layers (zamba, zamba2).
+        """
+        states = getattr(output, "hidden_states", None)
+        pieces = [x for x in states or () if isinstance(x, Tensor) and x.dim() > 2 and x.shape[-2] < self._length]
+        if pieces:
+            raise UnsupportedModelError(
+                f"{type(self.model).__name__} records hidden states of layers inside of its decoder layers, which run "
+                f"on chunks ({pieces[0].shape[-2]} of {self._length} tokens)",
+                mend="leave output_hidden_states out, or call the model without streaming where they are wanted",
+            )
 
     def _promised(self, scored: Scored, output: Any) -> Any:
         """The scores, made of the promise of logits, and what the routers add."""
@@ -381,7 +481,24 @@ class StreamHandle:
         return output
 
 
+_TOKENS = ("input_ids", "inputs_embeds")
+_ROWS = ("attention_mask", "past_key_values", "position_ids")
+_BY_POSITIONS = ("flash_attention", HUB_KERNELS)
+"""Attention of ``transformers`` that finds packed rows in ``position_ids`` itself."""
+
+
 def _argument(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], name: str) -> Any:
     """An argument of the model's forward, however it was passed."""
     names = list(inspect.signature(type(model).forward).parameters)[1:]
     return kwargs.get(name, args[names.index(name)] if name in names[: len(args)] else None)
+
+
+def _with_argument(
+    model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], name: str, value: Any
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """A call of the model with this argument changed, however it was passed."""
+    names = list(inspect.signature(type(model).forward).parameters)[1:]
+    if name not in names[: len(args)]:
+        return args, {**kwargs, name: value}
+    place = names.index(name)
+    return (*args[:place], value, *args[place + 1 :]), kwargs

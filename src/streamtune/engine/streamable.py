@@ -17,6 +17,7 @@ from streamtune.engine.tiles import FORMS, is_ours
 from streamtune.errors import UnsupportedModelError
 
 __all__ = [
+    "HUB_KERNELS",
     "REFUSED_OUTPUTS",
     "attention_configs",
     "base_model",

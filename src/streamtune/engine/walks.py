@@ -50,6 +50,8 @@ class LayerStream:
         schedule = owner.schedule
         self.call, self.length, self.owner, self.rows = call, call.length, owner, owner.facts.rows
         self.chunks = self.rows.chunks(schedule) if self.rows and owner.carries_states else call.chunks(schedule)
+        if owner.facts.whole:
+            self.chunks = [slice(0, self.length)]
         self.schedule, self.device = schedule, call.hidden.device
         self.widen = schedule.grad_dtype == "float32"
         self.strips = call.strips
