@@ -22,11 +22,12 @@ from streamtune.engine.placement import Placement, Tiers, Trail
 from streamtune.engine.rows import CallFacts
 from streamtune.engine.scan import mixers_with_a_bare_scan
 from streamtune.engine.schedule import Schedule
-from streamtune.engine.sharded import is_sharded
+from streamtune.engine.sharded import FlatParametersError
 from streamtune.engine.storage import Stored
 from streamtune.engine.tiles import OwnAttention, is_ours
 from streamtune.engine.vjp import streamed_vjp
 from streamtune.engine.walks import LayerStream, placeholder
+from streamtune.engine.weights import Weights
 from streamtune.errors import ArgumentError, StreamTuneError, UnsupportedModelError
 from streamtune.ops import first_order
 from streamtune.ops.view import ForeignAttentionError
@@ -195,7 +196,7 @@ class _StreamedLayer(torch.autograd.Function):
         ctx.set_materialize_grads(False)
         ctx.stream, ctx.owner = stream, owner
         ctx.parameters = inputs[count:]
-        ctx.versions = _weight_versions(owner.layer)
+        ctx.weights = Weights.now(owner.layer)
         stream.call.forget_tensors()
         return tuple(outputs)
 
@@ -208,21 +209,24 @@ class _StreamedLayer(torch.autograd.Function):
                 "a streamed layer can go backward once", mend="call the model again for a second backward"
             )
         _check_in_place(ctx.owner, stream.length)
-        _check_versions(ctx.owner.layer, ctx.versions)
+        ctx.weights.check()
         inputs = [stream.source(), *ctx.saved_tensors]
         count = len(stream.along)
 
         def run_chunk(chunk: slice, x_i: list[Tensor]) -> tuple[list[Tensor], ChunkCache]:
-            z_i, cache = stream.replay(chunk, x_i)
+            with ctx.weights.again():
+                z_i, cache = stream.replay(chunk, x_i)
             if not ctx.owner.leaves_checked:
                 _check_leaves(stream.call.layer, z_i[0], [*x_i, *cache.leaves, *ctx.parameters])
                 ctx.owner.leaves_checked = True
             return z_i, cache
 
-        stream.prepare(inputs)
+        with ctx.weights.again():
+            stream.prepare(inputs)
         for place, index in enumerate(stream.filled.values()):
             stream.kv.add_grads(index, grad_outputs[count + 2 * place : count + 2 * place + 2])
-        grad_z = stream.grad_out(grad_outputs[0])
+        with ctx.weights.again():
+            grad_z = stream.grad_out(grad_outputs[0])
         if isinstance(grad_z, Stored):
             grad_z.expect(stream.chunks[::-1])
         own, giver = grad_z is not grad_outputs[0], stream.giver
@@ -243,7 +247,7 @@ class _StreamedLayer(torch.autograd.Function):
         if isinstance(grad_z, Stored):
             grad_z.release()
         stream.release()
-        ctx.stream = ctx.parameters = None
+        ctx.stream = ctx.parameters = ctx.weights = None
         return (None, None, *grad_inputs, *grad_parameters)
 
 
@@ -258,25 +262,11 @@ def _check_in_place(owner: StreamedForward, length: int) -> None:
     owner.check_attention(length)
 
 
-def _weight_versions(layer: nn.Module) -> list[int]:
-    """Count the changes in place that each weight has seen; of none where ranks share them, which gather them anew."""
-    return [] if any(map(is_sharded, layer.modules())) else [parameter._version for parameter in layer.parameters()]
-
-
-def _check_versions(layer: nn.Module, versions: list[int]) -> None:
-    """Refuse, as autograd does, a backward through weights that are not those of the forward any more."""
-    for (name, parameter), before in zip(layer.named_parameters(), versions, strict=False):
-        if parameter._version != before:
-            raise ArgumentError(
-                f"{name} was changed in place between the forward and its backward, which runs the layer again with it",
-                where=type(layer).__name__,
-                mend="change weights after loss.backward(), as an optimizer's step does",
-            )
-
-
 def _check_leaves(layer: nn.Module, z_out: Tensor, known: Sequence[Tensor]) -> None:
     """Refuse a layer that reaches a trainable tensor the node does not know, and would not return the gradient of."""
     for leaf in strange_leaves(z_out, known):
+        if getattr(leaf, "_is_flat_param", False):
+            raise FlatParametersError(type(layer).__name__)
         raise UnsupportedModelError(
             f"{type(layer).__name__} uses a trainable tensor of shape {tuple(leaf.shape)} "
             "that is not its own parameter, so its gradient would be lost",
@@ -287,7 +277,7 @@ def _check_leaves(layer: nn.Module, z_out: Tensor, known: Sequence[Tensor]) -> N
 def strange_leaves(z_out: Tensor, known: Sequence[Tensor]) -> Iterator[Tensor]:
     """The leaves of ``z_out``'s graph that need a gradient and are not among the known ones."""
     known_ids = {id(tensor) for tensor in known}
-    todo, seen = [z_out.grad_fn], set()
+    todo, seen = [z_out.grad_fn], {tensor.grad_fn for tensor in known if tensor.grad_fn is not None}
     while todo:
         node = todo.pop()
         if node is None or node in seen:

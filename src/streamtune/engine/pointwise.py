@@ -20,6 +20,7 @@ from streamtune.engine.schedule import Schedule
 from streamtune.engine.storage import Stored
 from streamtune.engine.vjp import streamed_vjp
 from streamtune.engine.walks import LayerStream, placeholder
+from streamtune.engine.weights import Weights
 from streamtune.errors import ArgumentError
 from streamtune.ops import first_order
 
@@ -109,6 +110,7 @@ class _StreamedNorm(torch.autograd.Function):
         else:
             ctx.stored = Stored(norm.tiers.of(schedule.offload, x.device), x, 1)
         ctx.norm, ctx.parameters, ctx.autocast = norm, parameters, Autocast.now(x.device)
+        ctx.weights = Weights.now(norm.norm)
         ctx.giver = maker if schedule.stream_grads and x.requires_grad else None
         return norm.forward(x, ctx.stored)
 
@@ -120,6 +122,7 @@ class _StreamedNorm(torch.autograd.Function):
             raise ArgumentError(
                 "a streamed norm can go backward once", mend="call the model again for a second backward"
             )
+        ctx.weights.check()
         source = ctx.stored if ctx.stored is not None else ctx.saved_tensors[0]
         own, chunks = norm.own, norm.schedule.chunks(source.shape[1])
         if isinstance(source, Stored):
@@ -127,7 +130,7 @@ class _StreamedNorm(torch.autograd.Function):
 
         def run_chunk(chunk: slice, x_i: list[Tensor]) -> tuple[list[Tensor], _Nothing]:
             tell_chunk(norm.norm, chunk, "replay")
-            with ctx.autocast.again():
+            with ctx.autocast.again(), ctx.weights.again():
                 return [own(x_i[0])], _Nothing()
 
         giver: LayerStream | None = ctx.giver
@@ -145,7 +148,7 @@ class _StreamedNorm(torch.autograd.Function):
         )
         if isinstance(source, Stored):
             source.release()
-        ctx.stored = ctx.norm = ctx.parameters = ctx.giver = None
+        ctx.stored = ctx.norm = ctx.parameters = ctx.giver = ctx.weights = None
         return None, None, placeholder(source) if giver is not None else grad_inputs[0], *grad_parameters
 
 

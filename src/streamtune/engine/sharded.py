@@ -11,7 +11,25 @@ import sys
 
 from torch import nn
 
-__all__ = ["is_sharded"]
+from streamtune.errors import UnsupportedModelError
+
+__all__ = ["FlatParametersError", "is_sharded"]
+
+
+class FlatParametersError(UnsupportedModelError):
+    """FSDP1 lays the parameters of many modules into one, and lends a module views of it for one call.
+
+    Args:
+        where: The class of the module.
+    """
+
+    def __init__(self, where: str) -> None:
+        super().__init__(
+            "the model is wrapped by FullyShardedDataParallel (FSDP1), whose flat parameters a layer only borrows for "
+            "one call",
+            where=where,
+            mend="use FSDP2: torch.distributed.fsdp.fully_shard(layer), or fsdp_version: 2 of accelerate",
+        )
 
 
 def is_sharded(module: nn.Module) -> bool:

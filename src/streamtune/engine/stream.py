@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils._python_dispatch import is_in_torch_dispatch_mode
 
 from streamtune.engine.ambient import RandomState
 from streamtune.engine.attention import NAME
@@ -311,6 +312,7 @@ class StreamHandle:
         self.remove()
 
     def _before(self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any]:
+        self._refuse_surroundings()
         for name, why in REFUSED_OUTPUTS.items():
             if kwargs.get(name):
                 raise UnsupportedModelError(f"{name}=True was asked for, but {why}")
@@ -346,6 +348,26 @@ class StreamHandle:
             self._sharing.open_routers(padding)
             kwargs = {**kwargs, "output_router_logits": False}
         return args, kwargs
+
+    def _refuse_surroundings(self) -> None:
+        """Refuse a call under a transform of ``torch.func``, or without weights.
+
+        Raises:
+            UnsupportedModelError: ``torch.func`` differentiates or maps it.
+            ArgumentError: The model is on ``meta``, and nothing simulates it.
+        """
+        if torch._C._are_functorch_transforms_active():
+            raise UnsupportedModelError(
+                "a streamed model was called under a transform of torch.func (grad, vmap, jvp, jacrev), which would "
+                "have to see the inside of its backward",
+                mend="use loss.backward() or torch.autograd.grad; torch.func.functional_call alone is streamed",
+            )
+        parameter = next(self.model.parameters(), None)
+        if parameter is not None and parameter.device.type == "meta" and not is_in_torch_dispatch_mode():
+            raise ArgumentError(
+                f"this {type(self.model).__name__} is on the meta device: it has no weights to compute with",
+                mend="load its weights, or move it by model.to_empty(device=...) and initialise it",
+            )
 
     def _checkpointed(self) -> Iterator[nn.Module]:
         """What may be told to checkpoint and is streamed instead: not an image tower beside the decoder."""

@@ -5,14 +5,17 @@ The decoder layers are found by what they say of themselves, not by the name of 
 
 from __future__ import annotations
 
+import sys
 from typing import Any
 
 from torch import nn
+from torch._dynamo.eval_frame import OptimizedModule
 from transformers import PreTrainedModel, modeling_layers
 from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from streamtune.engine.call import hands_on_cache, takes_cache
+from streamtune.engine.sharded import FlatParametersError
 from streamtune.engine.tiles import FORMS, is_ours
 from streamtune.errors import UnsupportedModelError
 
@@ -41,16 +44,33 @@ STATES_IN_MODULES = ("conv1d_state", "recurrent_states", "recurrent_state", "ssm
 
 
 def base_model(model: nn.Module) -> PreTrainedModel:
-    """The ``transformers`` model inside adapter wrappers.
+    """The ``transformers`` model inside of wrappers: ``torch.compile``, DDP, an engine of DeepSpeed, adapters.
 
     Raises:
-        UnsupportedModelError: There is none.
+        UnsupportedModelError: There is none, or FSDP1 keeps its parameters.
     """
-    unwrap: Any = getattr(model, "get_base_model", None)
-    inner: Any = model if unwrap is None else unwrap()
+    inner: Any = model
+    while not isinstance(inner, PreTrainedModel):
+        before = inner
+        _refuse_flat_parameters(inner)
+        if isinstance(inner, OptimizedModule):
+            inner = inner._orig_mod
+        elif (unwrap := getattr(inner, "get_base_model", None)) is not None:
+            inner = unwrap()
+        elif isinstance(wrapped := getattr(inner, "module", None), nn.Module):
+            inner = wrapped
+        if inner is before:
+            break
     if not isinstance(inner, PreTrainedModel):
         raise UnsupportedModelError(f"{type(model).__name__} is not a transformers model")
     return inner
+
+
+def _refuse_flat_parameters(model: nn.Module) -> None:
+    """Refuse FSDP1, where it is seen: around the model or inside of it."""
+    fsdp = sys.modules.get("torch.distributed.fsdp")  # nothing is of its kind where nobody imported it
+    if fsdp is not None and any(isinstance(module, fsdp.FullyShardedDataParallel) for module in model.modules()):
+        raise FlatParametersError(type(model).__name__)
 
 
 def decoder_layers(model: nn.Module) -> list[nn.Module]:
@@ -82,6 +102,7 @@ def check_streamable(model: PreTrainedModel, layers: list[nn.Module]) -> None:
         UnsupportedModelError: With the reason.
     """
     name, config = type(model).__name__, model.config.get_text_config(decoder=True)
+    _refuse_flat_parameters(model)
     if model.config.is_encoder_decoder:
         raise UnsupportedModelError(f"{name} is an encoder-decoder; only causal decoders are streamed")
     if not layers:

@@ -1,0 +1,88 @@
+"""The weights of a layer as its forward saw them: its backward computes the layer again, and must see the same."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from streamtune.engine.sharded import FlatParametersError, is_sharded
+from streamtune.errors import ArgumentError
+
+__all__ = ["Weights"]
+
+
+@dataclass(frozen=True)
+class Weights:
+    """The parameters of one layer at one moment.
+
+    Args:
+        layer: The layer.
+        held: Of each parameter by name: the tensor, how often it was changed in place, where its numbers are, and
+            whether it was trained. Empty where ranks share the weights, which are gathered anew for each call.
+    """
+
+    layer: nn.Module
+    held: tuple[tuple[str, Tensor, int, int, bool], ...]
+
+    @classmethod
+    def now(cls, layer: nn.Module) -> Weights:
+        """The weights at this moment."""
+        if any(map(is_sharded, layer.modules())):
+            return cls(layer, ())
+        named = layer.named_parameters()
+        return cls(layer, tuple((name, p, p._version, _place(p), p.requires_grad) for name, p in named))
+
+    def check(self) -> None:
+        """Refuse, as autograd does, a backward through weights that are not those of the forward any more.
+
+        Raises:
+            ArgumentError: One was changed in place, given other numbers (``.data``) or frozen.
+            FlatParametersError: It is no parameter of the layer any more.
+        """
+        for name, parameter, version, place, trained in self.held:
+            table, key = _owner(self.layer, name)
+            if key not in table:
+                raise FlatParametersError(type(self.layer).__name__)
+            if trained and not parameter.requires_grad:
+                raise ArgumentError(
+                    f"{name} was frozen between the forward and its backward, which would lose its gradient",
+                    where=type(self.layer).__name__,
+                    mend="call loss.backward() first; disable_adapter() of peft freezes adapters as long as it is open",
+                )
+            if parameter._version != version or _place(parameter) != place:
+                raise ArgumentError(
+                    f"{name} was changed in place between the forward and its backward, which runs the layer again "
+                    "with it",
+                    where=type(self.layer).__name__,
+                    mend="change weights after loss.backward(), as an optimizer's step does",
+                )
+
+    @contextmanager
+    def again(self) -> Iterator[None]:
+        """The same tensors in the layer inside: ``torch.func.functional_call`` has put its own back by now."""
+        places = [(*_owner(self.layer, name), tensor) for name, tensor, *_ in self.held]
+        swapped = [(table, key, tensor) for table, key, tensor in places if table[key] is not tensor]
+        before = [table[key] for table, key, _ in swapped]
+        try:
+            for table, key, tensor in swapped:
+                table[key] = tensor
+            yield
+        finally:
+            for (table, key, _), own in zip(swapped, before, strict=True):
+                table[key] = own
+
+
+def _place(parameter: Tensor) -> int:
+    """Where a tensor's numbers are; 0 where that says nothing: quantised, on ``meta``, gathered from several ranks."""
+    says = type(parameter) in (Tensor, nn.Parameter) and not (dist.is_available() and dist.is_initialized())
+    return parameter.data_ptr() if says else 0
+
+
+def _owner(layer: nn.Module, name: str) -> tuple[dict[str, Tensor | None], str]:
+    """The table of parameters a name is in."""
+    path, _, key = name.rpartition(".")
+    return layer.get_submodule(path)._parameters, key  # type: ignore[return-value]
