@@ -6,6 +6,7 @@ The trainers are real and so are their backward, accumulation, clipping and opti
 from __future__ import annotations
 
 from collections.abc import Iterator
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,14 @@ from datasets import Dataset
 from peft import LoraConfig, PeftModel, get_peft_model
 from tokenizers import Tokenizer, models, pre_tokenizers, trainers
 from torch import Tensor
-from transformers import DataCollatorForSeq2Seq, PreTrainedModel, PreTrainedTokenizerFast, Trainer, TrainingArguments
+from transformers import (
+    DataCollatorForSeq2Seq,
+    EvalPrediction,
+    PreTrainedModel,
+    PreTrainedTokenizerFast,
+    Trainer,
+    TrainingArguments,
+)
 from trl import SFTConfig, SFTTrainer
 
 import streamtune
@@ -229,14 +237,38 @@ def test_evaluation_in_the_hugging_face_trainer(tokenizer: PreTrainedTokenizerFa
 
 
 @pytest.mark.usefixtures("fp64")
-def test_predictions_need_the_models_own_head(tokenizer: PreTrainedTokenizerFast, tmp_path: Path) -> None:
+@pytest.mark.parametrize("head", [True, False])
+def test_predictions(tokenizer: PreTrainedTokenizerFast, tmp_path: Path, head: bool) -> None:
     plain, model = model_for(tokenizer), model_for(tokenizer)
     data = token_rows(tokenizer)
     want = hf_trainer(plain, tokenizer, tmp_path).predict(data)
-    with streamtune.stream(model, chunk_size=CHUNK, head=False):
+    with streamtune.stream(model, chunk_size=CHUNK, head=head):
         got = hf_trainer(model, tokenizer, tmp_path).predict(data)
     torch.testing.assert_close(torch.tensor(got.predictions), torch.tensor(want.predictions), rtol=1e-9, atol=1e-12)
     assert got.metrics["test_loss"] == pytest.approx(want.metrics["test_loss"], rel=1e-9)
+
+
+@pytest.mark.usefixtures("fp64")
+@pytest.mark.parametrize("chosen", [False, True])
+def test_metrics(tokenizer: PreTrainedTokenizerFast, tmp_path: Path, chosen: bool) -> None:
+    """``compute_metrics`` is given the logits, or what ``preprocess_logits_for_metrics`` makes of them."""
+
+    def accuracy(prediction: EvalPrediction) -> dict[str, float]:
+        best = prediction.predictions if chosen else prediction.predictions.argmax(-1)
+        wanted = prediction.label_ids[:, 1:]
+        return {"accuracy": float((best[:, :-1] == wanted)[wanted != -100].mean())}
+
+    found = []
+    for streamed in (False, True):
+        model = model_for(tokenizer)
+        trainer = hf_trainer(model, tokenizer, tmp_path)
+        trainer.compute_metrics = accuracy
+        if chosen:
+            trainer.preprocess_logits_for_metrics = lambda logits, labels: logits.argmax(dim=-1)
+        with streamtune.stream(model, chunk_size=CHUNK) if streamed else nullcontext():
+            found.append(trainer.evaluate())
+    for name in ("eval_accuracy", "eval_loss"):
+        assert found[1][name] == pytest.approx(found[0][name], rel=1e-9), name
 
 
 def test_after_removal_the_model_trains_and_generates_as_its_own(

@@ -18,6 +18,7 @@ import torch
 from torch import Tensor, nn
 from transformers.loss.loss_utils import LOSS_MAPPING, ForCausalLMLoss
 
+from streamtune.engine.evaluated import EvaluatedLogits
 from streamtune.engine.schedule import Schedule
 from streamtune.engine.sharded import is_sharded
 from streamtune.engine.strips import Strips
@@ -291,6 +292,12 @@ class StreamedHead:
             self.model._loss_function = self.loss_before
         else:
             del self.model._loss_function
+
+    def evaluated(self, logits: LazyLogits) -> EvaluatedLogits | None:
+        """Logits that are computed when they are read; None where ranks share them or the weight they need."""
+        if self.sharded or self.strips is not None:
+            return None
+        return EvaluatedLogits(self.module, logits.hidden, logits.transform, self.schedule.head_chunk_size)
 
     def _restore_forward(self) -> None:
         if self.shadowed is None:

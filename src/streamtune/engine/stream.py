@@ -492,10 +492,21 @@ class StreamHandle:
             output.aux_loss = balance
         return output
 
+    def _evaluated(self, output: Any) -> Any:
+        """The output of an evaluation: its logits are computed where they are read."""
+        assert self.head is not None
+        if isinstance(output, tuple):
+            return tuple(self.head.evaluated(x) if isinstance(x, LazyLogits) else x for x in output)
+        if isinstance(promise := getattr(output, "logits", None), LazyLogits):
+            output.logits = self.head.evaluated(promise)
+        return output
+
     def _without_promise(self, output: Any) -> Any:
         if self.head is None or not self.head.active:
             return output
         self.head.close()
+        if not torch.is_grad_enabled() and not self.model.training:
+            return self._evaluated(output)
         if isinstance(output, tuple):
             return tuple(item for item in output if not isinstance(item, LazyLogits))
         if isinstance(getattr(output, "logits", None), LazyLogits):

@@ -1,0 +1,86 @@
+"""Logits of an evaluation with labels: those of the ordinary call where they are read, else not computed."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+import streamtune
+from streamtune.engine import Schedule
+from tests.conformance.reducer import build
+
+IDS = torch.randint(3, 60, (2, 27), generator=torch.Generator().manual_seed(0))
+SCHEDULE = Schedule(chunk_size=9, head_chunk_size=5)
+READ: dict[str, Callable[[Tensor], Any]] = {
+    "itself": lambda x: x,
+    "detach": lambda x: x.detach(),
+    "float": lambda x: x.float(),
+    "double": lambda x: x.to(torch.float64),
+    "argmax": lambda x: x.argmax(dim=-1),
+    "argmax, kept": lambda x: x.argmax(-1, keepdim=True),
+    "argmax over tokens": lambda x: x.argmax(dim=1),
+    "shifted": lambda x: x[:, :-1].contiguous().view(-1, x.size(-1)),
+    "softmax": lambda x: torch.softmax(x.float(), -1),
+    "cross entropy": lambda x: torch.nn.functional.cross_entropy(x[:, :-1].flatten(0, 1), IDS[:, 1:].flatten()),
+    "cpu": lambda x: x.cpu(),
+    "numpy": lambda x: torch.from_numpy(np.array(x.numpy())),
+    "asarray": lambda x: torch.from_numpy(np.array(np.asarray(x.detach()))),
+    "list": lambda x: torch.tensor(x.tolist()),
+    "concatenated": lambda x: torch.cat([x, x]),
+    "copied": copy.deepcopy,
+    "pickled": lambda x: pickle.loads(pickle.dumps(x)),
+    "in a product": lambda x: 2 * x + torch.ones_like(x),
+}
+
+
+@pytest.mark.parametrize("read", READ)
+@pytest.mark.parametrize("family", ["qwen3", "gemma2"])
+def test_what_is_read_is_that_of_the_ordinary_call(family: str, read: str) -> None:
+    model = build(family).eval()
+    with torch.no_grad():
+        want = READ[read](model(input_ids=IDS, labels=IDS).logits)
+        with streamtune.stream(model, schedule=SCHEDULE):
+            logits = model(input_ids=IDS, labels=IDS).logits
+            assert isinstance(logits, Tensor)
+            assert (logits.shape, logits.dtype) == (torch.Size([2, 27, model.config.vocab_size]), torch.float32)
+            got = READ[read](logits)
+    torch.testing.assert_close(torch.as_tensor(got) + 0, torch.as_tensor(want), rtol=1e-4, atol=1e-5)
+
+
+def test_as_a_tuple_and_under_autocast() -> None:
+    model = build("qwen3").eval()
+    with torch.no_grad(), torch.autocast("cpu", torch.bfloat16):
+        want = model(input_ids=IDS, labels=IDS, return_dict=False)
+        with streamtune.stream(model, schedule=SCHEDULE):
+            got = model(input_ids=IDS, labels=IDS, return_dict=False)
+    assert got[1].dtype == want[1].dtype == torch.bfloat16
+    torch.testing.assert_close(got[1] + 0, want[1], rtol=3e-2, atol=3e-2)
+
+
+def test_nobody_pays_for_what_is_not_read() -> None:
+    model, tokens = build("qwen3").eval(), []
+    head: Any = model.get_output_embeddings()
+    head.register_forward_hook(lambda module, args, output: tokens.append(args[0].shape[-2]))
+    with torch.no_grad(), streamtune.stream(model, schedule=SCHEDULE):
+        logits = model(input_ids=IDS, labels=IDS).logits
+        str(logits)
+        logits.detach().float()
+        unread = [count for count in tokens if count != 27]  # the promise is asked for all of them at once
+        assert set(unread) <= {1}
+        tokens.clear()
+        logits.argmax(-1)
+        assert max(tokens) == 5, "the vocabulary is reduced chunk by chunk"
+
+
+@pytest.mark.parametrize("training", [False, True])
+def test_a_call_that_trains_has_none(training: bool) -> None:
+    model = build("qwen3").train(training)
+    with streamtune.stream(model, schedule=SCHEDULE):
+        assert model(input_ids=IDS, labels=IDS).logits is None
