@@ -23,7 +23,7 @@ from streamtune.ops.ring import ring_attention
 from streamtune.ops.simulated import autocast_kind
 from streamtune.ops.view import ForeignAttentionError
 
-__all__ = ["NAME", "dense_mask", "lazy_mask"]
+__all__ = ["NAME", "BiasError", "dense_mask", "lazy_mask"]
 
 NAME = "streamtune"
 """The attention implementation's name in a model's config."""
@@ -128,6 +128,10 @@ def _shared(
     return ring_attention(query, key, value, mask, turn.ring, **how)
 
 
+class BiasError(ForeignAttentionError):
+    """A dense mask is more than which keys a query sees; the model's own eager attention adds it to its scores."""
+
+
 def _view(mask: MaskView | LazyMask | Tensor | None, query: Tensor, key: Tensor, causal: bool) -> MaskView:
     """The mask as a view, bottom-right aligned: the last query is the last key's token."""
     batch, _, queries, _ = query.shape
@@ -146,15 +150,13 @@ def dense_mask(mask: Tensor) -> LazyMask:
     """The lazy form of a dense ``[B, 1, T, S]`` mask (boolean, or additive with 0 for allowed and -inf for not).
 
     Raises:
-        UnsupportedModelError: It is a bias rather than a mask, or differs between heads.
+        BiasError: It is a bias rather than a mask, or differs between heads.
     """
     allowed = mask if mask.dtype == torch.bool else mask == 0
     if mask.dtype != torch.bool and not bool((allowed | (mask <= -1e4)).all()):
-        raise UnsupportedModelError(
-            "a dense attention mask with values other than 0 and -inf is a bias, which is not streamed"
-        )
+        raise BiasError("a dense attention mask with values other than 0 and -inf is a bias")
     if allowed.shape[1] != 1:
-        raise UnsupportedModelError("a dense attention mask that differs between heads is not streamed")
+        raise BiasError("a dense attention mask differs between heads")
     return LazyMask.from_dense(allowed)
 
 

@@ -26,7 +26,7 @@ from streamtune.errors import UnsupportedModelError
 from streamtune.ops import linear_cross_entropy, project_cross_entropy, project_scores, token_scores
 from streamtune.ops.exchange import summed
 
-__all__ = ["LazyLogits", "StreamedHead"]
+__all__ = ["LazyLogits", "StreamedHead", "has_head"]
 
 Step = Callable[[Tensor], Tensor]
 
@@ -218,6 +218,11 @@ def _refuse(operation: str, kind: type[UnsupportedModelError] = UnsupportedModel
         f"the model applies {operation!r} to its logits before the loss, which cannot be done chunk by chunk",
         mend="use stream(model, head=False): layers are streamed, the head is the model's own",
     )
+
+
+def has_head(model: Any) -> bool:
+    """Whether the model is a causal language model: a classifier or a bare decoder is none."""
+    return model.get_output_embeddings() is not None
 
 
 class StreamedHead:

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from streamtune.engine.ambient import RandomState
+from streamtune.engine.attention import BiasError
 from streamtune.engine.balance import RouterWatch
 from streamtune.engine.branches import Branches
 from streamtune.engine.cache import ChunkCache
@@ -107,7 +108,10 @@ class StreamedForward:
 
     def _call(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         own = OwnAttention("eager", tuple(self.configs)) if self.own is None and self.facts.whole else self.own
-        call = LayerCall.bind(self.layer, args, kwargs, own)
+        try:
+            call = LayerCall.bind(self.layer, args, kwargs, own)
+        except BiasError as error:
+            call = self._biased(error, args, kwargs)
         if self.facts.strips is not None:
             call.share(self.facts.strips)
         if isinstance(self.facts.rows, Branches):
@@ -137,6 +141,28 @@ class StreamedForward:
         outputs = list(_StreamedLayer.apply(stream, self, *inputs))
         self.trail.note(outputs[0], stream)
         return stream.restore(outputs, sharing)
+
+    def _biased(self, error: BiasError, args: tuple[Any, ...], kwargs: dict[str, Any]) -> LayerCall:
+        """A call whose mask ``[B, H, T, T]`` is added to the scores, by the model's eager attention, a chunk's rows at
+        a time."""
+
+        def added(value: Any) -> Any:
+            if not isinstance(value, Tensor) or value.dim() != 4 or value.shape[2] != value.shape[3]:
+                return value
+            if value.requires_grad:
+                raise UnsupportedModelError(
+                    f"{error.what} and needs a gradient, which chunks do not give it", where=type(self.layer).__name__
+                ) from error
+            if value.dtype != torch.bool:
+                return value
+            lowest = torch.finfo(hidden.dtype).min
+            return torch.zeros(value.shape, dtype=hidden.dtype, device=value.device).masked_fill_(~value, lowest)
+
+        hidden: Tensor = next(x for x in (*args, *kwargs.values()) if isinstance(x, Tensor))
+        own = OwnAttention("eager", tuple(self.configs))
+        return LayerCall.bind(
+            self.layer, tuple(map(added, args)), {key: added(value) for key, value in kwargs.items()}, own
+        )
 
     def _generate(self, call: LayerCall) -> Any:
         """The layer on its model's own cache. What it asks of its attention is found out before that is written to."""

@@ -102,7 +102,8 @@ def _check(
         raise ArgumentError("the model is not streamed any more", mend="ask for log-probabilities before .remove()")
     if not handle.streams_head:
         raise ArgumentError(
-            "the head is not streamed, so there is no promise of logits", mend="use stream(model, head=True)"
+            "no language-model head is streamed, so there is no promise of logits",
+            mend="use stream(model, head=True) on a causal language model",
         )
     if input_ids.shape != targets.shape or input_ids.dim() != 2:
         raise ArgumentError(

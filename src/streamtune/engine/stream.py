@@ -21,7 +21,7 @@ from streamtune.engine.ambient import RandomState
 from streamtune.engine.attention import NAME
 from streamtune.engine.balance import RouterLoss, RouterTerms, RouterWatch, balances_itself, not_balanced, reduced
 from streamtune.engine.branches import Branches
-from streamtune.engine.head import LazyLogits, StreamedHead
+from streamtune.engine.head import LazyLogits, StreamedHead, has_head
 from streamtune.engine.layer import StreamedForward
 from streamtune.engine.parallel import SequenceParallel, Sharing, form_for
 from streamtune.engine.placement import Tiers, Trail, place_layers
@@ -68,7 +68,9 @@ def stream(
         model: A causal language model of ``transformers``, with or without peft adapters.
         chunk_size: Tokens of a chunk; shorthand for ``schedule=Schedule(chunk_size=...)``.
         schedule: How to cut the sequence.
-        head: Stream the language-model head as well: a call with ``labels`` returns the loss and no logits.
+        head: Stream the language-model head as well. A call with ``labels`` then returns the loss and no logits; in
+            evaluation (``model.eval()`` and ``torch.no_grad()``) it has them, computed when they are read. A model
+            without a language-model head (a classifier, a reward model) keeps the one it has.
         router_loss: Losses on the routers of a mixture of experts, added to the loss of a call with ``labels``. None
             adds what the model itself would, its balance loss where ``output_router_logits`` is set. Router logits are
             not returned.
@@ -109,6 +111,8 @@ class StreamHandle:
         sequence_parallel: SequenceParallel | None = None,
     ) -> None:
         self.model = base_model(model)
+        if head:
+            _refuse_own_loss(model)
         self.schedule = schedule
         self.layers = decoder_layers(self.model)
         if any(isinstance(layer.__dict__.get("forward"), StreamedForward) for layer in self.layers):
@@ -124,7 +128,7 @@ class StreamHandle:
         if self.sequence_parallel is not None:
             self.form = form_for(self.sequence_parallel, self.model, self.layers, head)
         self._sharing = Sharing(self)
-        self.head = StreamedHead(self.model, schedule) if head else None
+        self.head = StreamedHead(self.model, schedule) if head and has_head(self.model) else None
         self.facts = CallFacts()
         self.scored: Scored | None = None
         self.routers = RouterWatch(self.model, self.layers, router_loss)
@@ -512,6 +516,21 @@ class StreamHandle:
         if isinstance(getattr(output, "logits", None), LazyLogits):
             return type(output)(**{key: value for key, value in output.items() if key != "logits"})
         return output
+
+
+def _refuse_own_loss(model: nn.Module) -> None:
+    """Refuse adapters that compute their loss from logits themselves.
+
+    Raises:
+        UnsupportedModelError: Context-aware prompt tuning does.
+    """
+    configs: Any = getattr(model, "peft_config", None)
+    kinds = [getattr(config, "peft_type", None) for config in configs.values()] if isinstance(configs, dict) else []
+    if "CPT" in kinds:
+        raise UnsupportedModelError(
+            "context-aware prompt tuning (CPT) computes its own loss from whole logits, which are not built",
+            mend="use stream(model, head=False): layers are streamed, head and loss are the model's own",
+        )
 
 
 _TOKENS = ("input_ids", "inputs_embeds")

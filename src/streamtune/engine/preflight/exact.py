@@ -150,7 +150,8 @@ class _Preflight:
             if streamed and self.head is not None:
                 self.head.open()
                 stack.callback(self.head.close)
-            loss = self.model.forward(**self.inputs, **not_balanced(self.model)).loss
+            out = self.model.forward(**self.inputs, **not_balanced(self.model))
+            loss = out.loss if "labels" in self.inputs else out[0].float().square().mean()
         if self.last is None or not loss.requires_grad:
             return loss.detach(), None
         (grad,) = torch.autograd.grad(loss, [self.last], allow_unused=True)

@@ -32,6 +32,8 @@ def trial_batch(model: Any) -> dict[str, Any]:
     mask = torch.ones_like(ids)
     mask[-1, -PADDED:] = 0
     inputs: dict[str, Any] = {"input_ids": ids, "attention_mask": mask, "labels": ids.masked_fill(mask == 0, -100)}
+    if head is None:  # what its labels would be is not known: a number is made of what it returns
+        del inputs["labels"]
     parameters = inspect.signature(type(model).forward).parameters
     if "use_cache" in parameters or any(p.kind is inspect.Parameter.VAR_KEYWORD for p in parameters.values()):
         inputs["use_cache"] = False
