@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 
 from streamtune.distributed.failure import RankEnd, first_failure
-from streamtune.distributed.judge import Beat, Limits, Peer, Stragglers, find_culprit, find_deadlock
+from streamtune.distributed.judge import Beat, Limits, Peer, Stragglers, find_culprit, find_deadlock, this_process
 from streamtune.distributed.ranks import LocalRanks
 from streamtune.distributed.vitals import computes
 from tests.distributed.ranks_kit import start, wait
@@ -192,6 +194,19 @@ def test_the_ranks_of_a_host_that_is_gone_are_named_together() -> None:
     assert found.what.startswith("ranks 2-3 on h2 have said nothing for 15 s: stopped, or out of reach, in step 4")
     peers[2].done = peers[3].done = True
     assert find_culprit(peers, 100.0, Limits()) is None
+
+
+def test_a_silent_rank_that_another_ended_meanwhile_was_stopped() -> None:
+    """Ranks find out at the same time, and the first of them ends it before the next one looks."""
+    ended = subprocess.Popen([sys.executable, "-c", ""])
+    ended.wait()
+    machine, _ = this_process()
+    found = find_culprit([Peer(0, "here", 90.0, (machine, ended.pid))], 100.0, Limits(silence=6.0))
+    assert found is not None
+    assert "stopped by a signal" in found.what
+    elsewhere = find_culprit([Peer(0, "there", 90.0, ("another machine", ended.pid))], 100.0, Limits(silence=6.0))
+    assert elsewhere is not None
+    assert "stopped, or out of reach" in elsewhere.what
 
 
 def test_stragglers_need_many_steps_and_are_named_once() -> None:

@@ -129,7 +129,8 @@ def find_culprit(peers: Iterable[Peer], now: float, limits: Limits) -> Failure |
     hosts = sorted({peer.host for peer in silent})
     who = f"{describe_ranks([peer.rank for peer in silent])} on {', '.join(hosts)}"
     have = "have" if len(silent) > 1 else "has"
-    stopped = first.was_stopped
+    # One that died would have closed its connection: who is gone and was silent was ended by another rank for that.
+    stopped = first.was_stopped or _is_gone(first)
     why = "stopped by a signal" if stopped else "stopped, or out of reach"
     what = f"{who} {have} said nothing for {limits.silence:.0f} s: {why}, {first.beat.doing}"
     mend = (
@@ -159,6 +160,11 @@ def end_stopped(peer: Peer) -> None:
     if _state(peer) in ("T", "t"):
         with suppress(OSError):
             os.kill(peer.process[1], signal.SIGKILL)
+
+
+def _is_gone(peer: Peer) -> bool:
+    """Whether its process was on this machine, and is not any more."""
+    return bool(peer.process[0]) and peer.process[0] == this_process()[0] and _state(peer) in ("", "Z", "X")
 
 
 def _stat(peer: Peer) -> list[str]:

@@ -5,6 +5,8 @@ from __future__ import annotations
 import os
 import shutil
 import signal
+import time
+from pathlib import Path
 
 import psutil
 
@@ -24,6 +26,17 @@ def second_start(lab: Lab, *arguments: str) -> Done:
     return lab.start("--output-dir", str(lab.path), *arguments, at=other)
 
 
+def wait_until_stopped(pid: int) -> None:
+    """Wait until the signal has reached every thread: one of them may be in the middle of a write."""
+    until = time.monotonic() + 30
+    while time.monotonic() < until:
+        states = [path.read_text().rpartition(")")[2].split()[0] for path in Path(f"/proc/{pid}/task").glob("*/stat")]
+        if set(states) <= {"T", "t"}:
+            return
+        time.sleep(0.01)
+    raise AssertionError(f"process {pid} does not stop")
+
+
 def while_it_trains(lab: Lab, *arguments: str, stopped: bool = False) -> tuple[Done, dict[str, str], dict[str, str]]:
     """Start a second run in the directory after the first's second step; return how it ended, and the files."""
     found: list[tuple[Done, dict[str, str], dict[str, str]]] = []
@@ -31,6 +44,7 @@ def while_it_trains(lab: Lab, *arguments: str, stopped: bool = False) -> tuple[D
     def then(pid: int) -> None:
         lab.wait_for_step(2)
         os.kill(pid, signal.SIGSTOP)
+        wait_until_stopped(pid)
         try:
             before = digest(lab.path)
             found.append((second_start(lab, *arguments), before, digest(lab.path)))
