@@ -13,7 +13,7 @@ TYPE_CHECKING = False  # as in typing, which takes longer to import than the res
 if TYPE_CHECKING:
     from typing import Any
 
-    from streamtune.engine import RouterLoss, Schedule, SequenceParallel, StreamHandle, stream
+    from streamtune.engine import RouterLoss, Schedule, SequenceParallel, StreamHandle, chunkwise, stream
     from streamtune.ops import linear_cross_entropy, token_logprobs
 
 __all__ = [
@@ -22,6 +22,7 @@ __all__ = [
     "SequenceParallel",
     "StreamHandle",
     "__version__",
+    "chunkwise",
     "linear_cross_entropy",
     "stream",
     "token_logprobs",
@@ -34,6 +35,7 @@ _HOMES = {
     "Schedule": "streamtune.engine",
     "SequenceParallel": "streamtune.engine",
     "StreamHandle": "streamtune.engine",
+    "chunkwise": "streamtune.engine",
     "stream": "streamtune.engine",
     "linear_cross_entropy": "streamtune.ops",
     "token_logprobs": "streamtune.ops",

@@ -86,7 +86,7 @@ def model_for(tokenizer: PreTrainedTokenizerFast, family: str = "qwen3") -> PreT
     dtype = torch.get_default_dtype()
     model = build(family, dtype=dtype, vocab_size=len(tokenizer), max_position_embeddings=256)
     for layer in model.model.layers:
-        layer.mlp.register_forward_pre_hook(note_length)
+        layer.mlp.register_forward_pre_hook(streamtune.chunkwise(note_length))
     return model
 
 

@@ -65,7 +65,7 @@ def _held(recipe: Recipe, world: train.World) -> dict[str, int]:
     backend = make_backend(recipe, model, handle.layers, world)
     whole: list[int] = []
     for layer in handle.layers:  # runs with every chunk, forward and backward
-        layer.mlp.register_forward_pre_hook(lambda *_: whole.append(_gathered(model)))
+        layer.mlp.register_forward_pre_hook(streamtune.chunkwise(lambda *_: whole.append(_gathered(model))))
     ids = torch.randint(3, 256, (1, LENGTH))
     gradients = 0
     for _ in range(2):

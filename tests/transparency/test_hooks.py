@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 
 import streamtune
+from streamtune.errors import UnsupportedModelError
 from streamtune.models import add_lora
 from tests.exactness.families import build
 from tests.precision_kit import Float64
@@ -149,10 +150,170 @@ def test_hooks_stay_where_a_backward_fails() -> None:
     with streamtune.stream(model, chunk_size=3):
         loss = model(input_ids=ids, labels=ids).loss
         down = model.get_submodule("model.layers.0.mlp.down_proj")
-        handle = down.register_forward_pre_hook(lambda *_: 1 / 0)
+        handle = down.register_forward_pre_hook(streamtune.chunkwise(lambda *_: 1 / 0))
         with pytest.raises(ZeroDivisionError):
             loss.backward()
         handle.remove()
         calls.clear()
         model(input_ids=ids, labels=ids).loss.backward()
     assert calls == [1]
+
+
+# Hooks of modules.
+
+
+def forward_hook(module: nn.Module, seen: Seen) -> None:
+    """``register_forward_hook``; it changes the output too."""
+
+    def hook(module: nn.Module, args: Any, output: Any) -> Any:
+        seen.append(("forward", first(output).detach().clone()))
+        changed = first(output) * 1.5
+        return (changed, *output[1:]) if isinstance(output, tuple) else changed
+
+    module.register_forward_hook(hook)
+
+
+def forward_pre_hook(module: nn.Module, seen: Seen) -> None:
+    """``register_forward_pre_hook``; it changes what is a tensor of numbers."""
+
+    def hook(module: nn.Module, args: Any) -> Any:
+        seen.append(("forward-pre", args[0].detach().clone()))
+        return (args[0] * 1.5, *args[1:]) if args[0].is_floating_point() else None
+
+    module.register_forward_pre_hook(hook)
+
+
+def full_backward_hook(module: nn.Module, seen: Seen) -> None:
+    """``register_full_backward_hook``; it changes the gradient of the input where there is one."""
+
+    def hook(module: nn.Module, grad_input: Any, grad_output: Any) -> Any:
+        seen.append(("backward", grad_output[0].clone()))
+        seen.extend(("backward, input", grad.clone()) for grad in grad_input[:1] if grad is not None)
+        return tuple(None if grad is None else grad * 1.5 for grad in grad_input)
+
+    module.register_full_backward_hook(hook)
+
+
+def backward_pre_hook(module: nn.Module, seen: Seen) -> None:
+    """``register_full_backward_pre_hook``; it changes the gradient of the output."""
+
+    def hook(module: nn.Module, grad_output: Any) -> Any:
+        seen.append(("backward-pre", grad_output[0].clone()))
+        return tuple(None if grad is None else grad * 1.5 for grad in grad_output)
+
+    module.register_full_backward_pre_hook(hook)
+
+
+MODULE_HOOKS: list[Callable[[nn.Module, Seen], None]] = [
+    forward_hook, forward_pre_hook, full_backward_hook, backward_pre_hook
+]  # fmt: skip
+CALLED_ONCE = {
+    "embedding": "model.embed_tokens",
+    "layer": "model.layers.1",
+    "first layer": "model.layers.0",
+    "norm": "model.norm",
+}
+REFUSED = {"module in a layer": "model.layers.1.mlp.up_proj", "norm in a layer": "model.layers.0.input_layernorm"}
+
+
+def first(output: Any) -> Tensor:
+    """What a module returns first; of a model, its loss."""
+    return output[0] if isinstance(output, tuple | dict) else output
+
+
+@pytest.mark.filterwarnings("ignore:Full backward hook is firing")  # of an embedding, by torch
+@pytest.mark.parametrize("chunks", [1, 3, 9])
+@pytest.mark.parametrize("place", CALLED_ONCE)
+@pytest.mark.parametrize("hook", MODULE_HOOKS)
+def test_hooks_of_modules(hook: Callable[[nn.Module, Seen], None], place: str, chunks: int) -> None:
+    with Float64():
+        model = build("qwen3").double()
+        plain = copy.deepcopy(model)
+        ids = torch.randint(1, 60, (2, LENGTH), generator=torch.Generator().manual_seed(0))
+        ours, theirs = Seen(), Seen()
+        hook(model.get_submodule(CALLED_ONCE[place]), ours)
+        hook(plain.get_submodule(CALLED_ONCE[place]), theirs)
+        want, expected = run(plain, ids, theirs)
+        with streamtune.stream(model, chunk_size=LENGTH // chunks):
+            got, seen = run(model, ids, ours)
+    assert [name for name, _ in seen] == [name for name, _ in expected]
+    assert len(expected) >= 2
+    for (_, mine), (_, its) in zip(seen, expected, strict=True):
+        torch.testing.assert_close(mine, its, rtol=1e-9, atol=1e-12)
+    for name, grad in want.items():
+        torch.testing.assert_close(got[name], grad, rtol=1e-9, atol=1e-12)
+
+
+@pytest.mark.parametrize("chunks", [1, 9])
+@pytest.mark.parametrize("place", REFUSED)
+@pytest.mark.parametrize("hook", MODULE_HOOKS)
+def test_hooks_inside_of_layers_are_refused(hook: Callable[[nn.Module, Seen], None], place: str, chunks: int) -> None:
+    model = build("qwen3")
+    ids = torch.randint(1, 60, (1, LENGTH))
+    hook(model.get_submodule(REFUSED[place]), seen := Seen())
+    with streamtune.stream(model, chunk_size=LENGTH // chunks):
+        with pytest.raises(UnsupportedModelError, match="would be called for each chunk") as caught:
+            model(input_ids=ids, labels=ids)
+        assert REFUSED[place].split(".", 3)[3] in caught.value.what
+        assert hook.__name__ in caught.value.what
+        assert "on the decoder layer" in caught.value.mend
+    assert not seen
+
+
+@pytest.mark.parametrize("hook", MODULE_HOOKS)
+def test_hooks_of_a_streamed_head_are_refused(hook: Callable[[nn.Module, Seen], None]) -> None:
+    model = build("qwen3")
+    ids = torch.randint(1, 60, (1, LENGTH))
+    hook(model.lm_head, Seen())
+    with streamtune.stream(model, chunk_size=9), pytest.raises(UnsupportedModelError, match="is not called for its"):
+        model(input_ids=ids, labels=ids)
+    with streamtune.stream(model, chunk_size=9, head=False):
+        model(input_ids=ids, labels=ids).loss.backward()
+
+
+def test_hooks_of_adapters_are_refused_and_those_of_all_modules() -> None:
+    model = add_lora(build("llama"), r=4, dropout=0.0)
+    ids = torch.randint(1, 60, (1, LENGTH))
+    with streamtune.stream(model, chunk_size=9):
+        place = next(module for name, module in model.named_modules() if name.endswith("q_proj.lora_A.default"))
+        handle = place.register_forward_hook(lambda *_: None)
+        with pytest.raises(UnsupportedModelError, match=r"q_proj\.lora_A\.default"):
+            model(input_ids=ids, labels=ids)
+        handle.remove()
+        handle = nn.modules.module.register_module_forward_hook(lambda *_: None)
+        try:
+            with pytest.raises(UnsupportedModelError, match="forward hook of all modules"):
+                model(input_ids=ids, labels=ids)
+        finally:
+            handle.remove()
+        model(input_ids=ids, labels=ids).loss.backward()
+
+
+def test_a_hook_that_comes_between_forward_and_backward_is_refused() -> None:
+    """The plain model would not call it any more."""
+    model = build("qwen3")
+    ids = torch.randint(1, 60, (1, LENGTH))
+    with streamtune.stream(model, chunk_size=9):
+        loss = model(input_ids=ids, labels=ids).loss
+        model.model.layers[0].mlp.register_forward_hook(lambda *_: None)
+        with pytest.raises(UnsupportedModelError, match="would be called for each chunk"):
+            loss.backward()
+
+
+@pytest.mark.parametrize("chunks", [1, 3, 9])
+def test_a_hook_that_treats_every_token_by_itself_may_be_inside(chunks: int) -> None:
+    """Steering: a direction is added to what a module returns, whichever chunk it is."""
+    with Float64():
+        model = build("qwen3").double()
+        plain = copy.deepcopy(model)
+        ids = torch.randint(1, 60, (2, LENGTH), generator=torch.Generator().manual_seed(0))
+        direction = torch.linspace(-1, 1, 32, dtype=torch.float64)
+        for each in (model, plain):
+            each.model.layers[1].mlp.register_forward_hook(
+                streamtune.chunkwise(lambda module, args, output: output + direction * output.sigmoid())
+            )
+        want, _ = run(plain, ids, [])
+        with streamtune.stream(model, chunk_size=LENGTH // chunks):
+            got, _ = run(model, ids, [])
+    for name, grad in want.items():
+        torch.testing.assert_close(got[name], grad, rtol=1e-9, atol=1e-12)

@@ -11,11 +11,14 @@ before it), ``head``, and ``stream``, which puts them into a model. What models 
     pointwise                       the norms outside the layers
     placement, storage, kept        what a schedule means for a layer; where tensors (arena, disk) and attention wait
     parallel, strips                ranks that share a sequence, and what is whose
+    ambient, weights, module_hooks  what is as it was in the forward, and who may look on
+    evaluated                       logits of an evaluation, computed when they are read
     preflight                       is this very model streamed exactly? asked before training
 """
 
 from streamtune.engine.balance import RouterLoss, balance_coefficient, balances_itself
 from streamtune.engine.branches import Branches
+from streamtune.engine.module_hooks import chunkwise
 from streamtune.engine.parallel import SequenceParallel
 from streamtune.engine.preflight import check_branches, check_packing
 from streamtune.engine.schedule import Schedule
@@ -34,6 +37,7 @@ __all__ = [
     "balances_itself",
     "check_branches",
     "check_packing",
+    "chunkwise",
     "decoder_layers",
     "stream",
 ]

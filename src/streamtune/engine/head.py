@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from transformers.loss.loss_utils import LOSS_MAPPING, ForCausalLMLoss
 
 from streamtune.engine.evaluated import EvaluatedLogits
+from streamtune.engine.module_hooks import refuse_hooks
 from streamtune.engine.schedule import Schedule
 from streamtune.engine.sharded import is_sharded
 from streamtune.engine.strips import Strips
@@ -276,6 +277,12 @@ class StreamedHead:
                 f"{type(self.model).__name__} has no language-model head to stream",
                 mend="use stream(model, head=False): layers are streamed, the head is the model's own",
             )
+        refuse_hooks(
+            head,
+            within=False,
+            why="which is not called for its logits: loss and gradient are computed from its weight",
+            mend="use stream(model, head=False): layers are streamed, the head is the model's own",
+        )
         self.module, self.shadowed = head, head.__dict__.get("forward")
         self.had_loss = "_loss_function" in self.model.__dict__
         self.loss_before = self.model.__dict__.get("_loss_function")

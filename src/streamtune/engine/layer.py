@@ -19,6 +19,7 @@ from streamtune.engine.balance import RouterWatch
 from streamtune.engine.branches import Branches
 from streamtune.engine.cache import ChunkCache
 from streamtune.engine.call import LayerCall
+from streamtune.engine.module_hooks import refuse_hooks
 from streamtune.engine.placement import Placement, Tiers, Trail
 from streamtune.engine.rows import CallFacts
 from streamtune.engine.scan import mixers_with_a_bare_scan
@@ -126,6 +127,7 @@ class StreamedForward:
                     mend="pass the whole sequence without past_key_values, or call the model under torch.no_grad()",
                 )
         self.check_attention(call.length if self.facts.strips is None else self.facts.strips.given)
+        self.check_hooks()
         parameters = [p for p in self.layer.parameters() if p.requires_grad]
         inputs = [*call.tensors(), *parameters]
         if not (torch.is_grad_enabled() and any(x.requires_grad for x in inputs)):
@@ -178,6 +180,16 @@ class StreamedForward:
             return call.run_whole()
         except ForeignAttentionError as error:
             raise UnsupportedModelError(error.what, mend="fill the cache after stream(model), not before") from error
+
+    def check_hooks(self) -> None:
+        """Refuse hooks of the user's own that would be called with chunks."""
+        refuse_hooks(
+            self.layer,
+            within=True,
+            why="and would be called for each chunk, forward and backward",
+            mend="register it on the decoder layer, which is called once with the whole sequence; or, if it treats "
+            "every token by itself, register streamtune.chunkwise(hook)",
+        )
 
     def check_attention(self, length: int) -> None:
         """Another attention does not know that a chunk's queries are the last of its keys, and would be wrong.
@@ -286,6 +298,7 @@ def _check_in_place(owner: StreamedForward, length: int) -> None:
             mend="call loss.backward() before handle.remove(), or inside of the with statement",
         )
     owner.check_attention(length)
+    owner.check_hooks()
 
 
 def _check_leaves(layer: nn.Module, z_out: Tensor, known: Sequence[Tensor]) -> None:

@@ -26,7 +26,7 @@ from streamtune.engine.layer import StreamedForward
 from streamtune.engine.parallel import SequenceParallel, Sharing, form_for
 from streamtune.engine.placement import Tiers, Trail, place_layers
 from streamtune.engine.pointwise import StreamedNorm, norms_outside
-from streamtune.engine.preflight import check_exact, check_shared
+from streamtune.engine.preflight import check_exact, check_length, check_shared, lengths_to_check
 from streamtune.engine.rows import CallFacts, PackedRows, tells_of_rows
 from streamtune.engine.schedule import Schedule
 from streamtune.engine.scores import Scored, TokenScores, token_scores_of
@@ -214,10 +214,16 @@ class StreamHandle:
         finally:
             self.scored = None
 
-    def check(self) -> None:
-        """Compare this very model streamed and unstreamed on a few random tokens; costs a few short forwards.
+    def check(self, length: int | None = None) -> None:
+        """Compare this very model streamed and unstreamed on random tokens; costs a few short forwards.
 
-        Where ranks share sequences all of them call it together, and what they compute is compared too.
+        Loss and gradients are compared on a few tokens; then, forward, one layer of each kind on a row that is longer
+        than a chunk: a layer may do something else above a number of tokens. Where ranks share sequences all of them
+        call it together, and what they compute is compared too.
+
+        Args:
+            length: Tokens of that row, such as the longest that is trained on; the whole row then goes through one
+                plain layer after the other. None is one more than a chunk, for chunks of up to 4,096.
 
         Raises:
             UnsupportedModelError: They differ; the layer is named. The model is left as it was, still streamed.
@@ -225,6 +231,9 @@ class StreamHandle:
         check_exact(self)
         if self.sequence_parallel is not None:
             check_shared(self)
+        else:
+            for tokens in lengths_to_check(self) if length is None else [length]:
+                check_length(self, tokens)
 
     @torch.no_grad()
     def count_routes(self, batches: Iterable[dict[str, Any]]) -> Tensor:

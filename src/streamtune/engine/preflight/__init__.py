@@ -1,11 +1,12 @@
 """Asked before training: is this very model, with these very weights, streamed exactly, and are packed rows kept apart?
 
-``exact`` walks the model, ``judge`` compares one layer with itself, ``packing`` compares rows with
-rows, ``shared`` ranks that share a sequence with one alone.
+``exact`` walks the model, ``judge`` compares one layer with itself, ``length`` does so on a row longer than a chunk,
+``packing`` compares rows with rows, ``shared`` ranks that share a sequence with one alone.
 """
 
 from streamtune.engine.preflight.exact import check_exact
+from streamtune.engine.preflight.length import check_length, lengths_to_check
 from streamtune.engine.preflight.packing import check_branches, check_packing
 from streamtune.engine.preflight.shared import check_shared
 
-__all__ = ["check_branches", "check_exact", "check_packing", "check_shared"]
+__all__ = ["check_branches", "check_exact", "check_length", "check_packing", "check_shared", "lengths_to_check"]

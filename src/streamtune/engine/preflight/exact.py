@@ -12,7 +12,7 @@ from contextlib import ExitStack
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from streamtune.engine.ambient import attention_as
 from streamtune.engine.balance import not_balanced
@@ -28,6 +28,7 @@ from streamtune.engine.preflight.recorded import (
     bind,
     hand_on,
     inputs_of,
+    kind_of,
     outputs_of,
     replaced,
 )
@@ -249,7 +250,7 @@ class _Preflight:
         """One differentiated call of each kind of layer."""
         seen = set()
         for call, streamed in zip(self.calls, self.streamed, strict=True):
-            kind = _structure(self.layers[call.index])
+            kind = kind_of(self.layers[call.index])
             if kind not in seen and call.wanted:
                 seen.add(kind)
                 yield call, streamed
@@ -275,19 +276,3 @@ def _leaf(tensor: Tensor) -> Tensor:
 
 def _first(out: Any) -> Tensor:
     return out[0] if isinstance(out, tuple | list) else out
-
-
-def _structure(layer: nn.Module) -> tuple[Any, ...]:
-    """What makes two layers of one kind: the classes inside them and their settings, not their place in the model."""
-    return tuple(
-        (
-            name,
-            type(module).__qualname__,
-            tuple(
-                (key, value)
-                for key, value in sorted(vars(module).items())
-                if isinstance(value, str | bool | int) and "idx" not in key and not key.endswith("_id")
-            ),
-        )
-        for name, module in layer.named_modules()
-    )

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from streamtune.engine.sharing import SharedKey
 
-__all__ = ["Arguments", "Name", "RecordedCall", "bind", "hand_on", "inputs_of", "outputs_of", "replaced"]
+__all__ = ["Arguments", "Name", "RecordedCall", "bind", "hand_on", "inputs_of", "kind_of", "outputs_of", "replaced"]
 
 Name = str | SharedKey
 Arguments = inspect.BoundArguments
@@ -113,3 +113,19 @@ def _is_output(place: int, item: Any) -> bool:
 
 def _sharing(arguments: Arguments) -> Any:
     return next((value for value in arguments.arguments.values() if isinstance(value, UserDict)), None)
+
+
+def kind_of(layer: nn.Module) -> tuple[Any, ...]:
+    """What makes two layers of one kind: the classes inside them and their settings, not their place in the model."""
+    return tuple(
+        (
+            name,
+            type(module).__qualname__,
+            tuple(
+                (key, value)
+                for key, value in sorted(vars(module).items())
+                if isinstance(value, str | bool | int) and "idx" not in key and not key.endswith("_id")
+            ),
+        )
+        for name, module in layer.named_modules()
+    )

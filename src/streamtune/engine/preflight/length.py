@@ -1,0 +1,147 @@
+"""Does a layer do at length what it does in chunks? Some switch their way of computing above a number of tokens.
+
+The other preflights try a few tokens, which every chunk is longer than. Here one layer of each kind runs forward on a
+row that is longer than the schedule's chunk c, plainly and in its chunks, from the same hidden states. The chunks of a
+row are about equally long: c/2 at least, which a row of c + 1 tokens has. A layer that switches below c/2 is exact, one
+that switches between c/2 and c differs there, and one that switches above c differs in a row that is as long as that.
+
+Within a chunk the median over its tokens is compared, so that a router that sends a token elsewhere because of rounding
+does not count.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from streamtune.engine.ambient import attention_as
+from streamtune.engine.balance import not_balanced
+from streamtune.engine.layer import StreamedForward
+from streamtune.engine.preflight.borrow import borrowed
+from streamtune.engine.preflight.difference import BOUND, compared_dtype
+from streamtune.engine.preflight.recorded import bind, kind_of
+from streamtune.engine.preflight.trial import ordinary_tokens
+from streamtune.engine.schedule import Schedule
+from streamtune.errors import UnsupportedModelError
+
+if TYPE_CHECKING:
+    from streamtune.engine.stream import StreamHandle
+
+__all__ = ["check_length", "lengths_to_check"]
+
+SHORT, BEYOND = 256, 64
+"""Below this chunk a second row has so many tokens more than a chunk."""
+LONGEST = 4096
+"""The longest chunk that is tried unasked: the plain layer runs on the whole row."""
+
+
+def lengths_to_check(handle: StreamHandle) -> list[int]:
+    """Rows a little longer than a chunk; none where that costs too much, or is longer than the model's rows."""
+    chunk, longest = handle.schedule.chunk_size, _longest(handle)
+    lengths = [chunk + 1, *([chunk + BEYOND] if chunk < SHORT else [])]
+    return [length for length in lengths if length <= LONGEST + 1 and (longest is None or length <= longest)]
+
+
+def check_length(handle: StreamHandle, length: int) -> None:
+    """Compare one layer of each kind, whole and in the chunks of the schedule, on a random row of ``length`` tokens.
+
+    Costs two forwards of the decoder on that row; the whole one has the memory of a plain layer.
+
+    Args:
+        handle: What ``stream(model)`` returned.
+        length: Tokens of the row.
+
+    Raises:
+        UnsupportedModelError: A layer differs; says which, and in which tokens. The model is left as it was.
+    """
+    with borrowed(handle), torch.no_grad():
+        walk = _Walk(handle)
+        walk.run(length, plain=True)
+        walk.run(length, plain=False)
+
+
+class _Walk:
+    """Two forwards of a decoder: the first notes what layers are given and give, the second compares."""
+
+    def __init__(self, handle: StreamHandle) -> None:
+        self.handle, self.model, self.layers = handle, handle.model, handle.layers
+        self.schedule = Schedule(chunk_size=handle.schedule.chunk_size)
+        self.configs = [config for config, _ in handle._attention]
+        self.plainly = [name for _, name in handle._attention]
+        self.ours = [config._attn_implementation_internal for config in self.configs]
+        self.kinds: set[Any] = set()
+        self.noted: dict[int, tuple[Tensor, Tensor]] = {}
+
+    def run(self, length: int, plain: bool) -> None:
+        step = self._note if plain else self._compare
+        for index, layer in enumerate(self.layers):
+            layer.forward = _Step(index, step)
+        decoder: Any = getattr(self.model, self.model.base_model_prefix, self.model)
+        given: dict[str, Any] = {"input_ids": ordinary_tokens(self.model, 1, length), **not_balanced(self.model)}
+        if "use_cache" in inspect.signature(type(decoder).forward).parameters:
+            given["use_cache"] = False
+        with attention_as(self.configs, self.plainly if plain else self.ours), self.handle.routers.silenced():
+            decoder(**given)
+
+    def _note(self, index: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        layer = self.layers[index]
+        out = type(layer).forward(layer, *args, **kwargs)
+        kind = kind_of(layer)
+        if kind not in self.kinds:
+            self.kinds.add(kind)
+            z_in = list(bind(layer, args, kwargs).arguments.values())[1]
+            self.noted[index] = z_in.clone(), _first(out).clone()
+        return out
+
+    def _compare(self, index: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        layer = self.layers[index]
+        forward = StreamedForward(layer, self.schedule, self.handle.own_attention, facts=self.handle.facts)
+        noted = self.noted.get(index)
+        arguments = bind(layer, args, kwargs)
+        if noted is not None:
+            arguments.arguments[list(arguments.arguments)[1]] = noted[0]
+        out = forward(*arguments.args[1:], **arguments.kwargs)
+        if noted is not None:
+            self._judge(index, _first(out), *noted)
+        return out
+
+    def _judge(self, index: int, z: Tensor, z_in: Tensor, z_ref: Tensor) -> None:
+        layer = self.layers[index]
+        dtype = compared_dtype(z_ref, layer)
+        error, added, whole = ((x.double().norm(dim=-1)) for x in (z - z_ref, z_ref - z_in, z_ref))
+        excess = error / (BOUND[dtype] * added + torch.finfo(dtype).eps * whole).clamp_min(1e-30)
+        for chunk in self.schedule.chunks(z.shape[-2]):
+            found = float(excess[..., chunk].flatten().nan_to_num(torch.inf).median())
+            if found > 1:
+                raise UnsupportedModelError(
+                    f"{type(self.model).__name__} is not streamed exactly: of a row of {z.shape[-2]:,}, tokens "
+                    f"{chunk.start:,} to {chunk.stop:,} differ in chunks of {self.schedule.chunk_size:,} by "
+                    f"{found:.0f} times what rounding explains, so the layer does something else above some length",
+                    where=f"layer {index} of {len(self.layers)} ({type(layer).__name__})",
+                    mend="choose a chunk_size above that length and check again, or train without streaming",
+                )
+
+
+class _Step:
+    """Stands in a layer's ``forward`` for one walk."""
+
+    def __init__(self, index: int, step: Callable[..., Any]) -> None:
+        self.index, self.step = index, step
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return self.step(self.index, args, kwargs)
+
+
+def _longest(handle: StreamHandle) -> int | None:
+    """The longest row the model takes: some have learnt one vector a position, or choose keys above a length."""
+    config = handle.model.config.get_text_config(decoder=True)
+    limits = [getattr(config, name, None) for name in ("max_position_embeddings", "n_positions", "keep_window_size")]
+    return min((limit for limit in limits if isinstance(limit, int) and limit > 0), default=None)
+
+
+def _first(out: Any) -> Tensor:
+    return out[0] if isinstance(out, tuple | list) else out
