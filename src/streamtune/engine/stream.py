@@ -67,7 +67,8 @@ def stream(
     Args:
         model: A causal language model of ``transformers``, with or without peft adapters.
         chunk_size: Tokens of a chunk; shorthand for ``schedule=Schedule(chunk_size=...)``.
-        schedule: How to cut the sequence.
+        schedule: How to cut the sequence. Where neither is given, it is ``Schedule()``, and a call of at most 4,096
+            tokens is one chunk that keeps its attention outputs: then it costs no more than checkpointing.
         head: Stream the language-model head as well. A call with ``labels`` then returns the loss and no logits; in
             evaluation (``model.eval()`` and ``torch.no_grad()``) it has them, computed when they are read. A model
             without a language-model head (a classifier, a reward model) keeps the one it has.
@@ -94,9 +95,10 @@ def stream(
     """
     if chunk_size is not None and schedule is not None:
         raise ArgumentError("give chunk_size or schedule, not both")
+    chosen = schedule is None and chunk_size is None
     if schedule is None:
         schedule = Schedule() if chunk_size is None else Schedule(chunk_size=chunk_size)
-    return StreamHandle(model, schedule, head, router_loss, sequence_parallel)
+    return StreamHandle(model, schedule, head, router_loss, sequence_parallel, short=SHORT if chosen else None)
 
 
 class StreamHandle:
@@ -109,11 +111,12 @@ class StreamHandle:
         head: bool,
         router_loss: RouterLoss | None = None,
         sequence_parallel: SequenceParallel | None = None,
+        short: Schedule | None = None,
     ) -> None:
         self.model = base_model(model)
         if head:
             _refuse_own_loss(model)
-        self.schedule = schedule
+        self.schedule, self._short = schedule, short
         self.layers = decoder_layers(self.model)
         if any(isinstance(layer.__dict__.get("forward"), StreamedForward) for layer in self.layers):
             raise ArgumentError(
@@ -342,6 +345,8 @@ class StreamHandle:
         self.facts.whole = with_labels and self._trains_padding(args, kwargs)
         tokens = [x for name in _TOKENS if (x := _argument(self.model, args, kwargs, name)) is not None]
         self._length = tokens[0].shape[1] if tokens else 0
+        count = tokens[0].shape[0] * self._length if tokens else 0
+        self.facts.schedule = self._short if 0 < count <= SHORT.chunk_size else None
         branches = None if scored is None else scored.branches
         self.facts.rows = self._rows(args, kwargs) if branches is None else branches
         asked = kwargs.get("output_router_logits")
@@ -525,6 +530,10 @@ class StreamHandle:
         if isinstance(getattr(output, "logits", None), LazyLogits):
             return type(output)(**{key: value for key, value in output.items() if key != "logits"})
         return output
+
+
+SHORT = Schedule(chunk_size=4096, keep_attention="device")
+"""For calls of few tokens, where nobody chose: chunks save nothing there and cost a second forward of the attention."""
 
 
 def _refuse_own_loss(model: nn.Module) -> None:

@@ -47,7 +47,7 @@ class LayerStream:
     """
 
     def __init__(self, call: LayerCall, owner: StreamedForward, maker: LayerStream | None = None) -> None:
-        schedule = owner.schedule
+        schedule = owner.facts.schedule or owner.schedule
         self.call, self.length, self.owner, self.rows = call, call.length, owner, owner.facts.rows
         self.chunks = self.rows.chunks(schedule) if self.rows and owner.carries_states else call.chunks(schedule)
         if owner.facts.whole:
@@ -153,7 +153,7 @@ class LayerStream:
         """From here on this layer's chunks end where packed rows do: nothing was kept yet."""
         assert self.rows is not None
         self.owner.carries_states = True
-        self.chunks = self.rows.chunks(self.owner.schedule)
+        self.chunks = self.rows.chunks(self.schedule)
         self.kv, self.states, self.random = KeysAndValues(self._keys_length, self.widen), States(self.rows), {}
         self.filled = {}
 
