@@ -128,6 +128,15 @@ def test_damaged_gzip(write: Write) -> None:
             read(write("a.jsonl.gz", content))
 
 
+def test_a_compressed_file_without_its_suffix_is_told_as_that(write: Write) -> None:
+    packed = gzip.compress(b'{"text": "one"}')
+    with pytest.raises(DataError, match=r"compressed \(gzip\), and its name does not say so") as caught:
+        read(write("a.jsonl", packed))
+    assert caught.value.mend == "rename it to a.jsonl.gz"
+    with pytest.raises(DataError, match=r"compressed \(zstd\)"):
+        read(write("a.json", b"\x28\xb5\x2f\xfd\x00\xff"))
+
+
 def test_damaged_parquet(write: Write) -> None:
     path = write("a.parquet", b"PAR1 no parquet")
     with pytest.raises(DataError, match="not a readable Parquet file") as caught:

@@ -78,6 +78,10 @@ def without_nulls(value: Any) -> Any:
     return value
 
 
+GZIP, ZSTD = b"\x1f\x8b", b"\x28\xb5\x2f\xfd"
+"""What compressed files begin with."""
+
+
 def _lines(path: Path, shown: str) -> Iterator[tuple[int, str]]:
     """Yield (line number from 1, decoded line with its line break); a byte order mark is dropped."""
     number = 0
@@ -93,6 +97,13 @@ def _lines(path: Path, shown: str) -> Iterator[tuple[int, str]]:
                     )
                 yield number, line.decode("utf-8-sig" if number == 1 else "utf-8")
     except UnicodeDecodeError as error:
+        if number == 1 and error.object.startswith((GZIP, ZSTD)):
+            kind = "gzip" if error.object.startswith(GZIP) else "zstd"
+            raise DataError(
+                f"the file is compressed ({kind}), and its name does not say so",
+                where=shown,
+                mend=f"rename it to {path.name}.gz" if kind == "gzip" else "unpack it: zstd -d FILE",
+            ) from error
         raise DataError(
             f"not valid UTF-8: byte 0x{error.object[error.start]:02x} at column {error.start + 1}",
             where=f"{shown}:{number}",

@@ -304,7 +304,8 @@ def check_same_run(
         raise RecipeError(
             f"{where} holds a run with other settings: {'; '.join(refused.values())}",
             mend="undo the change to go on with it, or start anew: --output-dir NEW, or --resume never "
-            f"(which moves the old run aside); to change the run on its way, --allow-change {next(iter(refused))}",
+            "(which moves the old run aside); to change the run on its way, "
+            + " ".join(f"--allow-change {key}" for key in refused),
         )
     return list(found.values())
 
