@@ -305,3 +305,12 @@ def test_another_run_is_refused_by_what_differs(now: dict[str, Any], named: str)
         check_same_run(before, now, where=Path("runs/x"))
     assert named in caught.value.what
     assert "--resume never" in caught.value.mend
+
+
+def test_every_changed_key_is_named_where_the_change_may_be_allowed() -> None:
+    before = {"recipe": {"learning_rate": 1e-4, "max_steps": 3}, "data": "a"}
+    now = {"recipe": {"learning_rate": 1e-3, "max_steps": 5}, "data": "b"}
+    with pytest.raises(RecipeError) as caught:
+        check_same_run(before, now, where=Path("runs/x"), allow={"data"})
+    assert caught.value.mend.endswith("--allow-change learning_rate --allow-change max_steps")
+    assert len(check_same_run(before, now, where=Path("runs/x"), allow={"data", "learning_rate", "max_steps"})) == 3
