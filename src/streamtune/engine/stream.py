@@ -6,7 +6,6 @@ instance), the cache a layer updates, the attention function and the mask functi
 
 from __future__ import annotations
 
-import inspect
 import warnings
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
@@ -15,7 +14,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils._python_dispatch import is_in_torch_dispatch_mode
 
 from streamtune.engine.ambient import RandomState
 from streamtune.engine.attention import NAME
@@ -23,15 +21,15 @@ from streamtune.engine.balance import RouterLoss, RouterTerms, RouterWatch, bala
 from streamtune.engine.branches import Branches
 from streamtune.engine.head import LazyLogits, StreamedHead, has_head
 from streamtune.engine.layer import StreamedForward
+from streamtune.engine.model_call import ModelCall, refuse_surroundings
 from streamtune.engine.parallel import SequenceParallel, Sharing, form_for
 from streamtune.engine.placement import Tiers, Trail, place_layers
 from streamtune.engine.pointwise import StreamedNorm, norms_outside
 from streamtune.engine.preflight import check_exact, check_length, check_shared, lengths_to_check
-from streamtune.engine.rows import CallFacts, PackedRows, tells_of_rows
+from streamtune.engine.rows import CallFacts
 from streamtune.engine.schedule import Schedule
 from streamtune.engine.scores import Scored, TokenScores, token_scores_of
 from streamtune.engine.streamable import (
-    HUB_KERNELS,
     REFUSED_OUTPUTS,
     attention_configs,
     base_model,
@@ -95,10 +93,17 @@ def stream(
     """
     if chunk_size is not None and schedule is not None:
         raise ArgumentError("give chunk_size or schedule, not both")
-    chosen = schedule is None and chunk_size is None
+    short = SHORT if schedule is None and chunk_size is None and sequence_parallel is None else None
     if schedule is None:
         schedule = Schedule() if chunk_size is None else Schedule(chunk_size=chunk_size)
-    return StreamHandle(model, schedule, head, router_loss, sequence_parallel, short=SHORT if chosen else None)
+    return StreamHandle(
+        model,
+        schedule,
+        head,
+        router_loss,
+        sequence_parallel,
+        short=short,
+    )
 
 
 class StreamHandle:
@@ -261,7 +266,7 @@ class StreamHandle:
                 branches: Branches | None = read.pop("branches", None)
                 if branches is not None:
                     read |= branches.arguments(read["input_ids"])
-                self.facts.rows = self._rows((), read) if branches is None else branches
+                self.facts.rows = ModelCall(self.model, (), read).packed_rows() if branches is None else branches
                 try:
                     read = self._sharing.share(read)
                     self._sharing.open_routers(batch.get("attention_mask"))
@@ -328,7 +333,7 @@ class StreamHandle:
         self.remove()
 
     def _before(self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any]:
-        self._refuse_surroundings()
+        refuse_surroundings(self.model)
         for name, why in REFUSED_OUTPUTS.items():
             if kwargs.get(name):
                 raise UnsupportedModelError(f"{name}=True was asked for, but {why}")
@@ -336,24 +341,26 @@ class StreamHandle:
             if getattr(module, "gradient_checkpointing", False):
                 module.gradient_checkpointing = False  # type: ignore[assignment]
                 self._checkpointing.add(module)  # once, however often a trainer turns it on again
-        scored = self.scored
+        scored, call = self.scored, ModelCall(self.model, args, kwargs)
         with_labels = kwargs.get("labels") is not None or scored is not None  # to be scored is to be trained on
         if kwargs.get("past_key_values") is None and (with_labels or model.training):
-            if scored is None and (mask := self._one_row_mask(args, kwargs)) is not None:
-                args, kwargs = _with_argument(self.model, args, kwargs, "attention_mask", mask)
-            args, kwargs = _with_argument(self.model, args, kwargs, "use_cache", False)
-        self.facts.whole = with_labels and self._trains_padding(args, kwargs)
-        tokens = [x for name in _TOKENS if (x := _argument(self.model, args, kwargs, name)) is not None]
-        self._length = tokens[0].shape[1] if tokens else 0
-        count = tokens[0].shape[0] * self._length if tokens else 0
-        self.facts.schedule = self._short if 0 < count <= SHORT.chunk_size else None
+            if scored is None:
+                decoder: Any = owners(self.model, self.layers)[-1]
+                checkpointed = decoder in self._checkpointing and self.model.training
+                cached = getattr(decoder.config, "use_cache", False) and not checkpointed
+                call.keep_one_row([name for _, name in self._attention], cached)
+            call.put("use_cache", False)
+        rows, self._length = call.size
+        self.facts.whole = with_labels and self._sees_everything(call)
+        self.facts.schedule = self._short if 0 < rows * self._length <= SHORT.chunk_size else None
         branches = None if scored is None else scored.branches
-        self.facts.rows = self._rows(args, kwargs) if branches is None else branches
+        self.facts.rows = call.packed_rows() if branches is None else branches
+        padding, takes_positions = call.get("attention_mask"), call.takes("position_ids")
+        args, kwargs = call.args, call.kwargs
         asked = kwargs.get("output_router_logits")
-        padding = _argument(model, args, kwargs, "attention_mask")
         if self.sequence_parallel is not None:
             args, kwargs = (), self._sharing.begin(args, kwargs, with_labels)
-        if "position_ids" not in inspect.signature(type(self.model).forward).parameters:
+        if not takes_positions:
             kwargs = {key: value for key, value in kwargs.items() if key != "position_ids"}  # it was for the rows
         if self.head is not None and with_labels:
             self.head.close()
@@ -367,77 +374,27 @@ class StreamHandle:
             kwargs = {**kwargs, "output_router_logits": False}
         return args, kwargs
 
-    def _refuse_surroundings(self) -> None:
-        """Refuse a call under a transform of ``torch.func``, or without weights.
-
-        Raises:
-            UnsupportedModelError: ``torch.func`` differentiates or maps it.
-            ArgumentError: The model is on ``meta``, and nothing simulates it.
-        """
-        if torch._C._are_functorch_transforms_active():
-            raise UnsupportedModelError(
-                "a streamed model was called under a transform of torch.func (grad, vmap, jvp, jacrev), which would "
-                "have to see the inside of its backward",
-                mend="use loss.backward() or torch.autograd.grad; torch.func.functional_call alone is streamed",
-            )
-        parameter = next(self.model.parameters(), None)
-        if parameter is not None and parameter.device.type == "meta" and not is_in_torch_dispatch_mode():
-            raise ArgumentError(
-                f"this {type(self.model).__name__} is on the meta device: it has no weights to compute with",
-                mend="load its weights, or move it by model.to_empty(device=...) and initialise it",
-            )
-
     def _checkpointed(self) -> Iterator[nn.Module]:
         """What may be told to checkpoint and is streamed instead: not an image tower beside the decoder."""
         yield from owners(self.model, self.layers)
         for layer in self.layers:
             yield from layer.modules()
 
-    def _one_row_mask(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor | None:
-        """A mask of ones for a call whose ``position_ids`` jump within one row; None for every other call.
+    def _sees_everything(self, call: ModelCall) -> bool:
+        """Whether a label follows left padding under eager attention, which then averages over all keys.
 
-        ``transformers`` takes a jump for the start of a packed row unless there is a mask or a cache, and the caller's
-        cache is left out here. Flash attention looks at the positions by itself, whatever there is.
+        No chunk has them all (docs/decisions/003-queries-that-see-nothing.md).
         """
-        decoder = owners(self.model, self.layers)[-1]
-        given = {name: _argument(self.model, args, kwargs, name) for name in ("use_cache", *_TOKENS, *_ROWS)}
-        asked = given["use_cache"]
-        caches = (getattr(decoder.config, "use_cache", False) if asked is None else asked) and not (
-            decoder in self._checkpointing and self.model.training
-        )
-        by_positions = tells_of_rows(kwargs) or any(str(name).startswith(_BY_POSITIONS) for _, name in self._attention)
-        takes_mask = "attention_mask" in inspect.signature(type(self.model).forward).parameters
-        tokens = next((given[name] for name in _TOKENS if given[name] is not None), None)
-        if not caches or by_positions or not takes_mask or tokens is None or given["attention_mask"] is not None:
-            return None
-        if PackedRows.of(given["position_ids"]) is None:
-            return None
-        return torch.ones(tokens.shape[:2], dtype=torch.long, device=tokens.device)
-
-    def _trains_padding(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-        """Whether a token of padding is to predict another, by eager attention.
-
-        Left padding sees no key, and eager attention then averages over all of them, later ones included. What a model
-        predicts there is that of the whole sequence only (docs/decisions/003-queries-that-see-nothing.md).
-        """
-        if "eager" not in {self.own_attention, *(name for _, name in self._attention)}:
+        eager = "eager" in {self.own_attention, *(name for _, name in self._attention)}
+        if not eager or not call.labels_padding(None if self.scored is None else self.scored.targets):
             return False
-        given = {name: _argument(self.model, args, kwargs, name) for name in ("attention_mask", "labels")}
-        mask, targets = given["attention_mask"], kwargs.get("shift_labels")
-        if self.scored is not None:
-            targets = self.scored.targets
-        elif targets is None and given["labels"] is not None:
-            targets = nn.functional.pad(given["labels"], (0, 1), value=-100)[..., 1:]
-        if targets is None or not isinstance(mask, Tensor) or mask.shape != targets.shape:
-            return False
-        found = bool(((mask == 0) & (targets != -100)).any())
-        if found and self.sequence_parallel is not None:
+        if self.sequence_parallel is not None:
             raise UnsupportedModelError(
                 "a label follows left padding, and eager attention lets padding see every token, which no rank that "
                 "shares a sequence has",
                 mend="give the first token of each row the label -100, or pad on the right",
             )
-        if found and not self._told:
+        if not self._told:
             self._told = True
             warnings.warn(
                 "a label follows left padding, and eager attention lets padding see every token: such a call is "
@@ -445,21 +402,7 @@ class StreamHandle:
                 "the right, or load the model with attn_implementation='sdpa'",
                 stacklevel=2,
             )
-        return found
-
-    def _rows(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> PackedRows | None:
-        """Packed rows, by the rule of ``transformers``: positions that restart, and no padding mask beside them."""
-        given = {name: _argument(self.model, args, kwargs, name) for name in _ROWS}
-        if given["attention_mask"] is None and given["past_key_values"] is None:
-            rows = PackedRows.of(given["position_ids"])
-            if rows is not None:
-                return rows
-        if tells_of_rows(kwargs):
-            raise UnsupportedModelError(
-                "cu_seq_lens or seq_idx tell of packed rows, but position_ids do not restart",
-                mend="pass position_ids that restart at each row, and no attention_mask",
-            )
-        return None
+        return True
 
     def _after(self, model: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
         try:
@@ -469,6 +412,7 @@ class StreamHandle:
             return self._with_router_loss(self._without_promise(output))
         finally:
             self._sharing.end()
+            self.facts.whole, self.facts.schedule = False, None
 
     def _check_hidden_states(self, output: Any) -> None:
         """Refuse hidden states that were recorded inside of a layer, where they are a chunk's.
@@ -549,26 +493,3 @@ def _refuse_own_loss(model: nn.Module) -> None:
             "context-aware prompt tuning (CPT) computes its own loss from whole logits, which are not built",
             mend="use stream(model, head=False): layers are streamed, head and loss are the model's own",
         )
-
-
-_TOKENS = ("input_ids", "inputs_embeds")
-_ROWS = ("attention_mask", "past_key_values", "position_ids")
-_BY_POSITIONS = ("flash_attention", HUB_KERNELS)
-"""Attention of ``transformers`` that finds packed rows in ``position_ids`` itself."""
-
-
-def _argument(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], name: str) -> Any:
-    """An argument of the model's forward, however it was passed."""
-    names = list(inspect.signature(type(model).forward).parameters)[1:]
-    return kwargs.get(name, args[names.index(name)] if name in names[: len(args)] else None)
-
-
-def _with_argument(
-    model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], name: str, value: Any
-) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """A call of the model with this argument changed, however it was passed."""
-    names = list(inspect.signature(type(model).forward).parameters)[1:]
-    if name not in names[: len(args)]:
-        return args, {**kwargs, name: value}
-    place = names.index(name)
-    return (*args[:place], value, *args[place + 1 :]), kwargs

@@ -1,0 +1,136 @@
+"""One call of a model before the model sees it: what it says by its arguments, and what streaming must change in them.
+
+What the ordinary call would make of the same arguments decides: which rows are packed, and who may see whom.
+
+Shape suffixes: B batch, T tokens.
+"""
+
+from __future__ import annotations
+
+import inspect
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils._python_dispatch import is_in_torch_dispatch_mode
+
+from streamtune.engine.rows import PackedRows, tells_of_rows
+from streamtune.engine.streamable import HUB_KERNELS
+from streamtune.errors import ArgumentError, UnsupportedModelError
+
+__all__ = ["ModelCall", "refuse_surroundings"]
+
+TOKENS = ("input_ids", "inputs_embeds")
+BY_POSITIONS = ("flash_attention", HUB_KERNELS)
+"""Attention of ``transformers`` that finds packed rows in ``position_ids`` by itself."""
+
+
+@lru_cache(maxsize=64)
+def _parameters(forward: Any) -> tuple[str, ...]:
+    return tuple(inspect.signature(forward).parameters)[1:]
+
+
+@dataclass
+class ModelCall:
+    """The arguments of a call of ``model``, by name however they were passed."""
+
+    model: nn.Module
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+
+    def get(self, name: str) -> Any:
+        """The argument, None where it was not passed."""
+        names = _parameters(type(self.model).forward)[: len(self.args)]
+        return self.kwargs.get(name, self.args[names.index(name)] if name in names else None)
+
+    def put(self, name: str, value: Any) -> None:
+        """Change an argument, or pass it as well."""
+        names = _parameters(type(self.model).forward)[: len(self.args)]
+        if name in names:
+            place = names.index(name)
+            self.args = (*self.args[:place], value, *self.args[place + 1 :])
+        else:
+            self.kwargs = {**self.kwargs, name: value}
+
+    def takes(self, name: str) -> bool:
+        """Whether the model names such an argument."""
+        return name in _parameters(type(self.model).forward)
+
+    @property
+    def size(self) -> tuple[int, int]:
+        """Rows B and tokens T; zeros where it has none."""
+        tokens = next((x for name in TOKENS if isinstance(x := self.get(name), Tensor)), None)
+        return (0, 0) if tokens is None else (tokens.shape[0], tokens.shape[1])
+
+    def packed_rows(self) -> PackedRows | None:
+        """Packed rows, by the rule of ``transformers``: positions that restart, and no padding mask beside them.
+
+        Raises:
+            UnsupportedModelError: Kernels are told of rows that the positions do not show.
+        """
+        if self.get("attention_mask") is None and self.get("past_key_values") is None:
+            rows = PackedRows.of(self.get("position_ids"))
+            if rows is not None:
+                return rows
+        if tells_of_rows(self.kwargs):
+            raise UnsupportedModelError(
+                "cu_seq_lens or seq_idx tell of packed rows, but position_ids do not restart",
+                mend="pass position_ids that restart at each row, and no attention_mask",
+            )
+        return None
+
+    def keep_one_row(self, attentions: list[Any], cached: bool) -> None:
+        """Pass a mask of ones where ``position_ids`` jump within what is one row to the ordinary call.
+
+        ``transformers`` takes a jump for the start of a packed row unless there is a mask or a cache, and the caller's
+        cache is left out by streaming. Flash attention looks at the positions by itself, whatever there is.
+
+        Args:
+            attentions: What the model attends by without streaming.
+            cached: The configuration asks for a cache, and nothing overrules it.
+        """
+        asked = self.get("use_cache")
+        by_positions = tells_of_rows(self.kwargs) or any(str(name).startswith(BY_POSITIONS) for name in attentions)
+        if by_positions or not (cached if asked is None else asked):
+            return
+        if self.get("attention_mask") is None and self.takes("attention_mask") and all(self.size):
+            positions = self.get("position_ids")
+            if PackedRows.of(positions) is not None:
+                self.put("attention_mask", torch.ones(self.size, dtype=torch.long, device=positions.device))
+
+    def labels_padding(self, targets: Tensor | None) -> bool:
+        """Whether a token of padding is to predict another.
+
+        Args:
+            targets: ``[B, T]``, shifted; None reads the labels of the call.
+        """
+        targets = self.kwargs.get("shift_labels") if targets is None else targets
+        labels, mask = self.get("labels"), self.get("attention_mask")
+        if targets is None and labels is not None:
+            targets = nn.functional.pad(labels, (0, 1), value=-100)[..., 1:]
+        if targets is None or not isinstance(mask, Tensor) or mask.shape != targets.shape:
+            return False
+        return bool(((mask == 0) & (targets != -100)).any())
+
+
+def refuse_surroundings(model: nn.Module) -> None:
+    """Refuse a call under a transform of ``torch.func``, or without weights.
+
+    Raises:
+        UnsupportedModelError: ``torch.func`` differentiates or maps it.
+        ArgumentError: The model is on ``meta``, and nothing simulates it.
+    """
+    if torch._C._are_functorch_transforms_active():
+        raise UnsupportedModelError(
+            "a streamed model was called under a transform of torch.func (grad, vmap, jvp, jacrev), which would have "
+            "to see the inside of its backward",
+            mend="use loss.backward() or torch.autograd.grad; torch.func.functional_call alone is streamed",
+        )
+    parameter = next(model.parameters(), None)
+    if parameter is not None and parameter.device.type == "meta" and not is_in_torch_dispatch_mode():
+        raise ArgumentError(
+            f"this {type(model).__name__} is on the meta device: it has no weights to compute with",
+            mend="load its weights, or move it by model.to_empty(device=...) and initialise it",
+        )
