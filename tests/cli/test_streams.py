@@ -34,7 +34,7 @@ def shell(folder: Path, line: str, **variables: str) -> subprocess.CompletedProc
 
 
 def is_sound(done: subprocess.CompletedProcess[str]) -> bool:
-    """Whether nothing was printed that a user cannot understand."""
+    """Return True if nothing was printed that a user cannot understand."""
     return not any(word in done.stdout + done.stderr for word in ("Traceback", "defect", "Exception ignored"))
 
 

@@ -1,4 +1,4 @@
-"""What any model saves is loaded: its configuration, sizes and tensors pass the checks that refuse damaged folders."""
+"""Folders that models save are loaded: configuration, sizes, tensors pass the checks that refuse damaged folders."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What ranks send each other is JSON: it comes back exactly, and what is none of it is an error."""
+"""Messages between ranks are JSON: they come back exactly, and a value that is no JSON is an error."""
 
 from __future__ import annotations
 

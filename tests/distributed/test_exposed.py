@@ -1,4 +1,4 @@
-"""What a run of several ranks shows to others: where it listens, what it does with what they send, whom it calls."""
+"""Exposure of a run of several ranks: the ports it listens on, what it does with bytes it receives, whom it calls."""
 
 from __future__ import annotations
 
@@ -367,7 +367,7 @@ def attack(places: list[tuple[str, int]], seconds: float) -> list[socket.socket]
 
 
 def rob_store(places: list[tuple[str, int]]) -> dict[int, list[str]]:
-    """What a stranger does to whatever of these ports is a store of PyTorch's: all keys, set anew and then deleted."""
+    """Set and then delete every key of those of these ports that are stores of PyTorch, as a stranger can."""
     program = f"""
 import json, os, threading
 from datetime import timedelta

@@ -1,4 +1,4 @@
-"""What ranks cannot do together: one error on one screen, from the real command, and nobody left behind."""
+"""Refusals of several ranks: one error on one screen, from the real command, and no process left."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ CASES = {
 
 
 def refused(case: Case, folder: Path) -> list[str]:
-    """What is wrong with how a case ends."""
+    """Return the faults of a case's end."""
     folder.mkdir()
     write_rows(folder, 20)
     (folder / "ds.json").write_text(json.dumps(CONFLICT))

@@ -1,4 +1,4 @@
-"""What happens to a model between its forward and its backward, which runs the layers again."""
+"""Changes to a model between its forward and its backward, which runs the layers again."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ def test_eval_after_the_forward_changes_no_dropout(chunk_size: int) -> None:
 
 
 def test_a_second_backward_is_refused() -> None:
-    """What a streamed layer kept is let go of as its backward goes on, whatever ``retain_graph`` says."""
+    """A streamed layer frees what it kept as its backward goes on, whatever ``retain_graph`` says."""
     model = build("qwen3")
     ids = torch.randint(1, 60, (1, 27))
     with streamtune.stream(model, chunk_size=9):

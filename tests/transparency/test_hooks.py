@@ -217,7 +217,7 @@ REFUSED = {"module in a layer": "model.layers.1.mlp.up_proj", "norm in a layer":
 
 
 def first(output: Any) -> Tensor:
-    """What a module returns first; of a model, its loss."""
+    """Return the first output of a module."""
     return output[0] if isinstance(output, tuple | dict) else output
 
 

@@ -1,4 +1,4 @@
-"""What a streamed model returns besides its loss is the ordinary call's, or refused."""
+"""Outputs of a streamed model besides its loss: those of the ordinary call, or refused."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What surrounds a forward besides its arguments: random state, autocast, the attention configs name, who looks on."""
+"""The surroundings of a forward besides its arguments: random state, autocast, attention of the configs, observers."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ class Autocast:
 
 @dataclass(frozen=True)
 class Modes:
-    """Whether each module of a layer was in training mode in the forward: dropout and its like look at that."""
+    """Training mode of each module of a layer as it was in the forward: dropout and its like read it."""
 
     training: tuple[tuple[nn.Module, bool], ...]
 

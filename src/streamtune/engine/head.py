@@ -222,7 +222,7 @@ def _refuse(operation: str, kind: type[UnsupportedModelError] = UnsupportedModel
 
 
 def has_head(model: Any) -> bool:
-    """Whether the model is a causal language model: a classifier or a bare decoder is none."""
+    """Return True for a causal language model: a classifier or a bare decoder is none."""
     return model.get_output_embeddings() is not None
 
 

@@ -55,7 +55,7 @@ class ModelCall:
             self.kwargs = {**self.kwargs, name: value}
 
     def takes(self, name: str) -> bool:
-        """Whether the model names such an argument."""
+        """Return True if the model names such an argument."""
         return name in _parameters(type(self.model).forward)
 
     @property
@@ -101,7 +101,7 @@ class ModelCall:
                 self.put("attention_mask", torch.ones(self.size, dtype=torch.long, device=positions.device))
 
     def labels_padding(self, targets: Tensor | None) -> bool:
-        """Whether a token of padding is to predict another.
+        """Return True if a token of padding is to predict another.
 
         Args:
             targets: ``[B, T]``, shifted; None reads the labels of the call.

@@ -26,7 +26,7 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class World:
-    """Where this process stands among the ranks of a run; ``World()`` is a run of one.
+    """Rank of this process and size of its run; ``World()`` is a run of one.
 
     The default process group must be there where ``size`` is more than 1; it, or ``group``, carries CPU tensors.
     """
@@ -44,7 +44,7 @@ class World:
 
     @property
     def is_main(self) -> bool:
-        """Whether this rank writes the files and talks to the user."""
+        """True on the rank that writes the files and talks to the user."""
         return self.rank == 0
 
     @property
@@ -70,7 +70,7 @@ class World:
         return round(self.sums([value])[0])
 
     def any(self, flag: bool) -> bool:
-        """Whether the flag is up on any rank: what all of them then act on."""
+        """True on all ranks where the flag is set on any of them."""
         return flag if self.size == 1 else self.sums([float(flag)])[0] > 0
 
     def gather(self, value: T) -> list[T]:
@@ -78,7 +78,7 @@ class World:
         return [value] if self.size == 1 else self.collect(value)[:: self.sequence_size]
 
     def collect(self, value: T) -> list[T]:
-        """What each rank has, in their order, those that share a sequence included; plain values, small.
+        """The values of all ranks, in their order, those that share a sequence included; plain values, small.
 
         Raises:
             TypeError: The value is none that can be sent; on the other ranks a RunError that names this one.
