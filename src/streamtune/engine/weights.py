@@ -77,7 +77,7 @@ class Weights:
 
 
 def _place(parameter: Tensor) -> int:
-    """Return the address of a tensor's numbers; 0 where that says nothing: quantised, on ``meta``, gathered from several ranks."""
+    """Return the address of a tensor's numbers; 0 for those that have none or change it: quantised, meta, gathered."""
     says = type(parameter) in (Tensor, nn.Parameter) and not (dist.is_available() and dist.is_initialized())
     return parameter.data_ptr() if says else 0
 
