@@ -171,12 +171,14 @@ def test_counting_draws_what_training_will_draw() -> None:
 def test_counting_keeps_packed_rows_apart_as_training_does() -> None:
     """In layers with a state, too, which are told of the rows by the model's call and not by their own."""
     model, inputs = in_float64(build_any("qwen3_next")), {key: value[:1] for key, value in batch("plain").items()}
-    inputs["position_ids"] = torch.cat([torch.arange(11), torch.arange(26)])[None]
+    inputs |= {"position_ids": torch.cat([torch.arange(11), torch.arange(26)])[None], "use_cache": False}
     seen: list[Tensor] = []
     with Float64(), streamtune.stream(model, chunk_size=8, router_loss=RouterLoss(1.0, scope="global")) as handle:
         close = handle.routers.close
         handle.routers.close = lambda: (found := close(), seen.append(found.probabilities))[0]  # type: ignore
-        handle.count_routes([{key: value[:, part] for key, value in inputs.items()} for part in PARTS])
+        handle.count_routes(
+            [{key: value if key == "use_cache" else value[:, part] for key, value in inputs.items()} for part in PARTS]
+        )
         handle.count_routes([inputs])
         model(**inputs)
         assert handle.facts.rows is None

@@ -266,7 +266,10 @@ class StreamHandle:
                 branches: Branches | None = read.pop("branches", None)
                 if branches is not None:
                     read |= branches.arguments(read["input_ids"])
-                self.facts.rows = ModelCall(self.model, (), read).packed_rows() if branches is None else branches
+                else:
+                    self._keep_one_row(call := ModelCall(self.model, (), read))
+                    read = call.kwargs
+                self.facts.rows = call.packed_rows() if branches is None else branches
                 try:
                     read = self._sharing.share(read)
                     self._sharing.open_routers(batch.get("attention_mask"))
@@ -334,6 +337,9 @@ class StreamHandle:
 
     def _before(self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any]:
         refuse_surroundings(self.model)
+        if args and not isinstance(args[0], Tensor | None):  # somebody's function stands in forward's place (TRL)
+            self._length = 0
+            return args, kwargs
         for name, why in REFUSED_OUTPUTS.items():
             if kwargs.get(name):
                 raise UnsupportedModelError(f"{name}=True was asked for, but {why}")
@@ -345,10 +351,7 @@ class StreamHandle:
         with_labels = kwargs.get("labels") is not None or scored is not None  # to be scored is to be trained on
         if kwargs.get("past_key_values") is None and (with_labels or model.training):
             if scored is None:
-                decoder: Any = owners(self.model, self.layers)[-1]
-                checkpointed = decoder in self._checkpointing and self.model.training
-                cached = getattr(decoder.config, "use_cache", False) and not checkpointed
-                call.keep_one_row([name for _, name in self._attention], cached)
+                self._keep_one_row(call)
             call.put("use_cache", False)
         rows, self._length = call.size
         self.facts.whole = with_labels and self._sees_everything(call)
@@ -379,6 +382,13 @@ class StreamHandle:
         yield from owners(self.model, self.layers)
         for layer in self.layers:
             yield from layer.modules()
+
+    def _keep_one_row(self, call: ModelCall) -> None:
+        """Let a call be one row that would be, with the cache the caller left to the configuration."""
+        decoder: Any = owners(self.model, self.layers)[-1]
+        checkpointed = decoder in self._checkpointing and self.model.training
+        cached = getattr(decoder.config, "use_cache", False) and not checkpointed
+        call.keep_one_row([name for _, name in self._attention], cached)
 
     def _sees_everything(self, call: ModelCall) -> bool:
         """Whether a label follows left padding under eager attention, which then averages over all keys.
