@@ -11,9 +11,12 @@ import numpy as np
 import pytest
 import torch
 from torch import Tensor
+from torch.func import functional_call
 
 import streamtune
 from streamtune.engine import Schedule
+from streamtune.errors import ArgumentError
+from streamtune.models import add_lora
 from tests.conformance.reducer import build
 
 IDS = torch.randint(3, 60, (2, 27), generator=torch.Generator().manual_seed(0))
@@ -83,3 +86,62 @@ def test_a_call_that_trains_has_none(training: bool) -> None:
     model = build("qwen3").train(training)
     with streamtune.stream(model, schedule=SCHEDULE):
         assert model(input_ids=IDS, labels=IDS).logits is None
+
+
+WRITTEN: dict[str, Callable[[Tensor], Any]] = {
+    "a part": lambda x: x[..., 40:].fill_(-1e4),
+    "an item": lambda x: x.__setitem__((..., 7), -1e9),
+    "all": lambda x: x.mul_(3),
+    "masked": lambda x: x.masked_fill_(x > 0, 0.0),
+    "through data": lambda x: x.data.clamp_(max=0.0),
+    "through detach": lambda x: x.detach()[:, 0].zero_(),
+}
+
+
+@pytest.mark.parametrize("write", WRITTEN)
+def test_what_is_written_is_read(write: str) -> None:
+    model = build("qwen3").eval()
+    with torch.no_grad():
+        want = model(input_ids=IDS, labels=IDS).logits
+        WRITTEN[write](want)
+        with streamtune.stream(model, schedule=SCHEDULE):
+            got = model(input_ids=IDS, labels=IDS).logits
+            WRITTEN[write](got)
+            torch.testing.assert_close(got.argmax(-1), want.argmax(-1))
+            torch.testing.assert_close(got.cpu(), want, rtol=1e-4, atol=1e-5)
+            torch.testing.assert_close(got.double() + 0, want.double(), rtol=1e-4, atol=1e-5)
+
+
+def test_each_dtype_on_the_way_rounds() -> None:
+    model = build("qwen3").eval()
+    with torch.no_grad(), streamtune.stream(model, schedule=SCHEDULE):
+        logits = model(input_ids=IDS, labels=IDS).logits
+        assert torch.equal(logits.bfloat16().float() + 0, (logits + 0).bfloat16().float())
+        assert torch.equal(torch.from_dlpack(logits), logits + 0)
+        assert logits.data_ptr() == logits.untyped_storage().data_ptr() != 0
+
+
+def test_the_head_is_that_of_the_call() -> None:
+    """Adapters on the head are computed with at once; a weight that is changed before its logits are read is named."""
+    model: Any = add_lora(build("qwen3"), r=4, target=["lm_head", "q_proj"])
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if "lora_B" in name:
+                parameter.normal_(std=0.3, generator=torch.Generator().manual_seed(1))
+    model.eval()
+    with torch.no_grad():
+        with model.disable_adapter():
+            want = model(input_ids=IDS, labels=IDS).logits
+        with streamtune.stream(model, schedule=SCHEDULE):
+            with model.disable_adapter():
+                got = model(input_ids=IDS, labels=IDS).logits
+            torch.testing.assert_close(got, want, rtol=1e-4, atol=1e-5)
+    plain = build("qwen3").eval()
+    with torch.no_grad(), streamtune.stream(plain, schedule=SCHEDULE):
+        logits = plain(input_ids=IDS, labels=IDS).logits
+        plain.lm_head.weight.mul_(2)
+        with pytest.raises(ArgumentError, match="changed in place between the call and the reading"):
+            logits.argmax(-1)
+        weights = {name: p * 2 for name, p in plain.named_parameters()}
+        got = functional_call(plain, weights, (), {"input_ids": IDS, "labels": IDS}).logits
+        torch.testing.assert_close(got + 0, functional_call(plain, weights, (), {"input_ids": IDS}).logits)

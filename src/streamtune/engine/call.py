@@ -408,7 +408,11 @@ def _hidden_along(layer: str, hidden: Tensor, arguments: dict[str, Any]) -> int:
     found = [dim for dim in (1, 2) if hidden.shape[dim] == length]
     if not found:
         raise UnsupportedModelError(f"{layer} takes hidden states {tuple(hidden.shape)}, and no dim is the sequence")
-    return found[0]
+    if len(found) == 1:
+        return found[0]
+    rows = positions[0].shape[0] if isinstance(positions, tuple) else hidden.shape[0]
+    rows = rows if mask is None else mask.batch_size
+    return 1 if hidden.shape[0] == rows else 2  # as many rows as tokens: streams [N, B, T, C] begin with N
 
 
 def _refuse_other_sequences(name: str, arguments: dict[str, Any], length: int) -> None:

@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_map
 
 from streamtune.engine.ambient import Autocast
+from streamtune.engine.weights import Weights
 
 __all__ = ["EvaluatedLogits"]
 
@@ -29,64 +30,70 @@ _aten = torch.ops.aten
 class EvaluatedLogits(Tensor):
     """Stands for ``steps(head(hidden))`` ``[..., T, V]`` until it is read.
 
+    What is read whole is kept, so that writing into it, or into a part of it, is seen by the next who reads.
+
     Args:
-        head: The language-model head.
+        head: The language-model head, a matrix without adapters.
         hidden: ``[..., T, C]``, what it is given; detached.
         transform: What the model does to its logits, elementwise (softcap, scale).
         chunk_size: Tokens computed at a time.
-        dtype: None is that of head and steps.
     """
 
     @staticmethod
     def __new__(
-        cls,
-        head: nn.Module,
-        hidden: Tensor,
-        transform: Callable[[Tensor], Tensor],
-        chunk_size: int,
-        dtype: torch.dtype | None = None,
+        cls, head: nn.Module, hidden: Tensor, transform: Callable[[Tensor], Tensor], chunk_size: int
     ) -> EvaluatedLogits:
         """A tensor without memory."""
-        autocast = Autocast.now(hidden.device)
         with torch.no_grad():
             first = transform(head(hidden[..., :1, :]))
-        made = Tensor._make_wrapper_subclass(
-            cls, (*hidden.shape[:-1], first.shape[-1]), dtype=dtype or first.dtype, device=hidden.device
-        )
-        made._parts = (head, hidden.detach(), transform, chunk_size)
-        made._autocast = autocast
+        source = _Source(head, hidden.detach(), transform, chunk_size)
+        return cls._made(source, (*hidden.shape[:-1], first.shape[-1]), (first.dtype,))
+
+    @classmethod
+    def _made(cls, source: _Source, shape: Any, casts: tuple[torch.dtype, ...]) -> EvaluatedLogits:
+        made = Tensor._make_wrapper_subclass(cls, shape, dtype=casts[-1], device=source.hidden.device)
+        made._source, made._casts, made._kept = source, casts, []
         return made
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
-        self._parts: tuple[nn.Module, Tensor, Callable[[Tensor], Tensor], int]
-        self._autocast: Autocast
+        self._source: _Source
+        self._casts: tuple[torch.dtype, ...]
+        """The dtypes the logits went through, the last is its own."""
+        self._kept: list[Tensor]
+        """The logits, once they are computed; shared with those that were detached from it."""
 
     def __repr__(self, *args: Any, **kwargs: Any) -> str:  # type: ignore[override]
-        return f"EvaluatedLogits(shape={tuple(self.shape)}, dtype={self.dtype}, device='{self.device}', not computed)"
+        return f"EvaluatedLogits(shape={tuple(self.shape)}, dtype={self.dtype}, device='{self.device}')"
 
     @classmethod
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
         kwargs = kwargs or {}
-        if func is _aten.detach.default:
-            return args[0]._as(args[0].dtype)
-        if func is _aten._to_copy.default:
-            device = kwargs.get("device")
-            if device is None or torch.device(device).type == args[0].device.type:
-                return args[0]._as(kwargs.get("dtype") or args[0].dtype)
-            return args[0]._whole(torch.device(device)).to(kwargs.get("dtype") or args[0].dtype)
-        if func is _aten.argmax.default and _is_last(args[0], args[1:], kwargs):
-            return args[0]._reduced(func, args[1:], kwargs)
+        logits = args[0] if args and isinstance(args[0], EvaluatedLogits) and not args[0]._kept else None
+        if logits is not None:
+            if func is _aten.detach.default:
+                twin = cls._made(logits._source, logits.shape, logits._casts)
+                twin._kept = logits._kept
+                return twin
+            if func is _aten._to_copy.default and not {"layout", "memory_format"} & kwargs.keys():
+                device, dtype = kwargs.get("device"), kwargs.get("dtype") or logits.dtype
+                if device is None or torch.device(device).type == logits.device.type:
+                    return cls._made(logits._source, logits.shape, (*logits._casts, dtype))
+                return logits._whole(torch.device(device)).to(dtype)
+            if func is _aten.argmax.default and _is_last(logits, args[1:], kwargs):
+                return logits._reduced(func, args[1:], kwargs)
         return func(*tree_map(_computed, args), **tree_map(_computed, kwargs))
 
     def computed(self) -> Tensor:
-        """The logits, on the device of the model."""
-        return self._whole(self.device)
+        """The logits, on the device of the model; the same tensor each time."""
+        if not self._kept:
+            self._kept.append(self._whole(self.device))
+        return self._kept[0]
 
     # What reads the memory of a tensor without an operation.
 
     def cpu(self, *args: Any, **kwargs: Any) -> Tensor:
         """The logits on the host, computed a chunk at a time."""
-        return self._whole(torch.device("cpu"))
+        return self.computed().cpu() if self._kept else self._whole(torch.device("cpu"))
 
     def numpy(self, *args: Any, **kwargs: Any) -> Any:
         """``computed().numpy()``."""
@@ -96,27 +103,34 @@ class EvaluatedLogits(Tensor):
         """``computed().tolist()``."""
         return self.computed().tolist()
 
+    def data_ptr(self) -> int:
+        """``computed().data_ptr()``."""
+        return self.computed().data_ptr()
+
+    def untyped_storage(self) -> torch.UntypedStorage:
+        """``computed().untyped_storage()``."""
+        return self.computed().untyped_storage()
+
+    def __dlpack__(self, *args: Any, **kwargs: Any) -> Any:
+        return self.computed().__dlpack__(*args, **kwargs)
+
+    def __dlpack_device__(self) -> Any:
+        return self.computed().__dlpack_device__()
+
     def __array__(self, *args: Any, **kwargs: Any) -> Any:
         return self.computed().__array__(*args, **kwargs)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Tensor:
-        return self.computed()
+        return self.computed().clone()
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         return self.computed().__reduce_ex__(protocol)
 
-    def _as(self, dtype: torch.dtype) -> EvaluatedLogits:
-        head, hidden, transform, chunk_size = self._parts
-        with self._autocast.again():
-            return EvaluatedLogits(head, hidden, transform, chunk_size, dtype)
-
-    @torch.no_grad()
     def _chunks(self) -> Iterator[Tensor]:
-        head, hidden, transform, chunk_size = self._parts
-        for part in hidden.split(chunk_size, dim=-2):
-            with self._autocast.again():
-                logits = transform(head(part))
-            yield logits.to(self.dtype)
+        for logits in self._source.chunks():
+            for dtype in self._casts:
+                logits = logits.to(dtype)
+            yield logits
 
     @torch.no_grad()
     def _whole(self, device: torch.device) -> Tensor:
@@ -130,6 +144,27 @@ class EvaluatedLogits(Tensor):
     def _reduced(self, func: Any, args: Any, kwargs: Any) -> Tensor:
         keeps = (len(args) > 1 and args[1]) or kwargs.get("keepdim", False)
         return torch.cat([func(logits, *args, **kwargs) for logits in self._chunks()], dim=-2 if keeps else -1)
+
+
+class _Source:
+    """What logits are computed from: hidden states, and the head with the weights it had in the call."""
+
+    def __init__(self, head: nn.Module, hidden: Tensor, transform: Callable[[Tensor], Tensor], chunk_size: int) -> None:
+        self.head, self.hidden, self.transform, self.chunk_size = head, hidden, transform, chunk_size
+        self.weights, self.autocast = Weights.now(head), Autocast.now(hidden.device)
+
+    @torch.no_grad()
+    def chunks(self) -> Iterator[Tensor]:
+        """The logits of a chunk of tokens after the other.
+
+        Raises:
+            ArgumentError: The weight of the head was changed since the call.
+        """
+        self.weights.check("the call and the reading of its logits")
+        for part in self.hidden.split(self.chunk_size, dim=-2):
+            with self.autocast.again(), self.weights.again():
+                logits = self.transform(self.head(part))
+            yield logits
 
 
 def _computed(value: Any) -> Any:

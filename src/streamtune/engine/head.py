@@ -305,10 +305,12 @@ class StreamedHead:
         else:
             del self.model._loss_function
 
-    def evaluated(self, logits: LazyLogits) -> EvaluatedLogits | None:
+    def evaluated(self, logits: LazyLogits) -> Tensor | None:
         """Logits that are computed when they are read; None where ranks share them or the weight they need."""
         if self.sharded or self.strips is not None:
             return None
+        if any(True for _ in self.module.children()):  # adapters, which may be on or off when they are read
+            return logits.transform(self.module(logits.hidden))
         return EvaluatedLogits(self.module, logits.hidden, logits.transform, self.schedule.head_chunk_size)
 
     def _restore_forward(self) -> None:

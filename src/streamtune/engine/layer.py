@@ -19,7 +19,7 @@ from streamtune.engine.balance import RouterWatch
 from streamtune.engine.branches import Branches
 from streamtune.engine.cache import ChunkCache
 from streamtune.engine.call import LayerCall
-from streamtune.engine.module_hooks import refuse_hooks
+from streamtune.engine.module_hooks import may_bring_leaves, refuse_hooks
 from streamtune.engine.placement import Placement, Tiers, Trail
 from streamtune.engine.rows import CallFacts
 from streamtune.engine.scan import mixers_with_a_bare_scan
@@ -124,7 +124,8 @@ class StreamedForward:
                 raise UnsupportedModelError(
                     "a filled key/value cache was passed while gradients are on",
                     where=type(self.layer).__name__,
-                    mend="pass the whole sequence without past_key_values, or call the model under torch.no_grad()",
+                    mend="pass the whole sequence without past_key_values, or call the model under torch.no_grad(); "
+                    "prefix tuning of peft passes one: use prompt tuning or LoRA",
                 )
         self.check_attention(call.length if self.facts.strips is None else self.facts.strips.given)
         self.check_hooks()
@@ -254,7 +255,7 @@ class _StreamedLayer(torch.autograd.Function):
         def run_chunk(chunk: slice, x_i: list[Tensor]) -> tuple[list[Tensor], ChunkCache]:
             with ctx.weights.again():
                 z_i, cache = stream.replay(chunk, x_i)
-            if not ctx.owner.leaves_checked:
+            if not ctx.owner.leaves_checked or may_bring_leaves(stream.call.layer):
                 _check_leaves(stream.call.layer, z_i[0], [*x_i, *cache.leaves, *ctx.parameters])
                 ctx.owner.leaves_checked = True
             return z_i, cache

@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.utils import parametrize
 from torch.utils._python_dispatch import is_in_torch_dispatch_mode
 
 from streamtune.engine.rows import PackedRows, tells_of_rows
@@ -119,7 +120,7 @@ def refuse_surroundings(model: nn.Module) -> None:
     """Refuse a call under a transform of ``torch.func``, or without weights.
 
     Raises:
-        UnsupportedModelError: ``torch.func`` differentiates or maps it.
+        UnsupportedModelError: ``torch.func`` differentiates or maps it, or parametrised weights are cached.
         ArgumentError: The model is on ``meta``, and nothing simulates it.
     """
     if torch._C._are_functorch_transforms_active():
@@ -127,6 +128,12 @@ def refuse_surroundings(model: nn.Module) -> None:
             "a streamed model was called under a transform of torch.func (grad, vmap, jvp, jacrev), which would have "
             "to see the inside of its backward",
             mend="use loss.backward() or torch.autograd.grad; torch.func.functional_call alone is streamed",
+        )
+    if parametrize._cache_enabled:
+        raise UnsupportedModelError(
+            "a streamed model was called inside of torch.nn.utils.parametrize.cached(), which keeps weights that its "
+            "forward computed without a graph",
+            mend="leave the context out: each chunk computes its parametrised weights again",
         )
     parameter = next(model.parameters(), None)
     if parameter is not None and parameter.device.type == "meta" and not is_in_torch_dispatch_mode():

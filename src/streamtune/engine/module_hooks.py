@@ -5,8 +5,8 @@ a decoder layer a module is given one chunk after the other; the head is given n
 weight. A hook there that counts, averages or normalises would see something else than in the ordinary call. So it is
 refused by name, unless it says that it treats every token by itself (:func:`chunkwise`).
 
-Hooks of libraries that take part in the computation (gathering of ZeRO and FSDP2, parametrisations, adapters) belong
-there and are called as they are.
+Hooks of libraries that take part in the computation (gathering of ZeRO and FSDP2, weight norm) belong there and are
+called as they are.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from torch.nn.modules import module as torch_module
 
 from streamtune.errors import UnsupportedModelError
 
-__all__ = ["chunkwise", "refuse_hooks"]
+__all__ = ["chunkwise", "may_bring_leaves", "refuse_hooks"]
 
 Hook = TypeVar("Hook", bound=Callable[..., Any])
 
@@ -33,8 +33,9 @@ TABLES = {
 """The hooks of a module, and what they are called."""
 GLOBAL = {f"_global{name}": kind for name, kind in TABLES.items()}
 
-LIBRARIES = ("streamtune", "torch", "transformers", "deepspeed", "accelerate", "peft", "bitsandbytes", "torchao")
-"""Libraries whose hooks are part of what is computed."""
+LIBRARIES = ("streamtune", "torch", "transformers", "deepspeed", "accelerate", "bitsandbytes", "torchao")
+"""Libraries whose hooks are part of what is computed. Not peft: its hooks inside of layers count tokens from the end
+(activated LoRA) or are there for the forward alone (``adapter_names``, Poly), and initialisers average over rows."""
 
 
 def chunkwise(hook: Hook) -> Hook:
@@ -74,6 +75,16 @@ def refuse_hooks(root: nn.Module, *, within: bool, why: str, mend: str) -> None:
         raise UnsupportedModelError(
             f"a {kind} of all modules ({_name(hook)}) is registered, {why}", where=type(root).__name__, mend=mend
         )
+
+
+def may_bring_leaves(root: nn.Module) -> bool:
+    """Return True if a hook of the user's own is inside, which may use a tensor that is trained."""
+    return any(
+        hasattr(hook, "_streamtune_chunkwise")
+        for module in root.modules()
+        for table in TABLES
+        for hook in (module.__dict__.get(table) or {}).values()
+    )
 
 
 def _hooks(tables: dict[str, Any], names: dict[str, str]) -> Iterator[tuple[str, Any]]:

@@ -58,7 +58,7 @@ def stream(
     Afterwards ``model(input_ids=ids, labels=labels).loss.backward()`` computes the ordinary loss and the ordinary
     gradient with the activations of one chunk; trainers, adapters and accelerate work unchanged.
 
-    As under gradient checkpointing, a call that trains (training mode, or with ``labels``) returns no cache.
+    As under gradient checkpointing, a call that trains (training mode, with ``labels`` or gradients) returns no cache.
     ``position_ids`` that restart mean packed rows where they do to ``transformers``: without ``attention_mask``, and
     with ``use_cache=False`` of the call or of the configuration, which trainers set.
 
@@ -315,6 +315,8 @@ class StreamHandle:
         """Restore the model exactly as it was; harmless when called twice. A loss still to go backward is lost."""
         for hook in self._hooks:
             hook.remove()
+        if self.head is not None:
+            self.head.close()
         self.routers.remove()
         for layer in self.layers:
             if isinstance(forward := layer.__dict__.get("forward"), StreamedForward):
@@ -337,6 +339,8 @@ class StreamHandle:
 
     def _before(self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any]:
         refuse_surroundings(self.model)
+        if self.head is not None:
+            self.head.close()  # an interrupt in a call has left it open
         if args and not isinstance(args[0], Tensor | None):  # somebody's function stands in forward's place (TRL)
             self._length = 0
             return args, kwargs
@@ -348,8 +352,8 @@ class StreamHandle:
                 module.gradient_checkpointing = False  # type: ignore[assignment]
                 self._checkpointing.add(module)  # once, however often a trainer turns it on again
         scored, call = self.scored, ModelCall(self.model, args, kwargs)
-        with_labels = kwargs.get("labels") is not None or scored is not None  # to be scored is to be trained on
-        if kwargs.get("past_key_values") is None and (with_labels or model.training):
+        with_labels = call.get("labels") is not None or scored is not None  # to be scored is to be trained on
+        if call.get("past_key_values") is None and (with_labels or model.training or torch.is_grad_enabled()):
             if scored is None:
                 self._keep_one_row(call)
             call.put("use_cache", False)
@@ -366,7 +370,6 @@ class StreamHandle:
         if not takes_positions:
             kwargs = {key: value for key, value in kwargs.items() if key != "position_ids"}  # it was for the rows
         if self.head is not None and with_labels:
-            self.head.close()
             self.head.open()
         if asked is None:
             asked = balances_itself(self.model)

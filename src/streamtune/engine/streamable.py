@@ -10,6 +10,8 @@ from typing import Any
 
 from torch import nn
 from torch._dynamo.eval_frame import OptimizedModule
+from torch.nn.utils.parametrizations import _SpectralNorm
+from torch.nn.utils.spectral_norm import SpectralNorm
 from transformers import PreTrainedModel, modeling_layers
 from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
@@ -136,6 +138,12 @@ def check_streamable(model: PreTrainedModel, layers: list[nn.Module]) -> None:
                     f"{name} has layers whose {type(module).__name__} keeps a state in the module itself, which no "
                     "chunk can be given"
                 )
+            if _iterates(module):
+                raise UnsupportedModelError(
+                    f"{name} has a spectral norm in its {type(layer).__name__}, which takes a step of its power "
+                    "iteration in each call, so one for each chunk",
+                    mend="remove it, or train without streaming",
+                )
             if isinstance(module, nn.modules.batchnorm._NormBase):
                 raise UnsupportedModelError(
                     f"{name} has a {type(module).__name__} in its {type(layer).__name__}; its statistic is of "
@@ -146,6 +154,13 @@ def check_streamable(model: PreTrainedModel, layers: list[nn.Module]) -> None:
             raise UnsupportedModelError(
                 f"{name} is configured with {flag}=True, but {why}", mend=f"set model.config.{flag} = False"
             )
+
+
+def _iterates(module: nn.Module) -> bool:
+    """Return True for a spectral norm, as a parametrisation or as a hook."""
+    return isinstance(module, _SpectralNorm) or any(
+        isinstance(hook, SpectralNorm) for hook in module._forward_pre_hooks.values()
+    )
 
 
 def _check_attention(model: str, name: str | None) -> None:

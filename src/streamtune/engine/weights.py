@@ -21,8 +21,8 @@ class Weights:
 
     Args:
         layer: The layer.
-        held: Of each parameter by name: the tensor, how often it was changed in place, where its numbers are, and
-            whether it was trained. Empty where ranks share the weights, which are gathered anew for each call.
+        held: Of each parameter and buffer by name: the tensor, how often it was changed in place, where its numbers
+            are, and whether it was trained. Empty where ranks share the weights, which are gathered anew for each call.
     """
 
     layer: nn.Module
@@ -33,11 +33,16 @@ class Weights:
         """The weights at this moment."""
         if any(map(is_sharded, layer.modules())):
             return cls(layer, ())
-        named = layer.named_parameters()
-        return cls(layer, tuple((name, p, p._version, _place(p), p.requires_grad) for name, p in named))
+        held: list[tuple[str, Tensor, int, int, bool]]
+        held = [(name, p, p._version, _place(p), p.requires_grad) for name, p in layer.named_parameters()]
+        held += [(name, buffer, buffer._version, 0, False) for name, buffer in layer.named_buffers()]
+        return cls(layer, tuple(held))
 
-    def check(self) -> None:
-        """Refuse, as autograd does, a backward through weights that are not those of the forward any more.
+    def check(self, between: str = "the forward and its backward") -> None:
+        """Refuse, as autograd does, to compute with weights that are not those of the forward any more.
+
+        Args:
+            between: What the change came between, for the message.
 
         Raises:
             ArgumentError: One was changed in place, given other numbers (``.data``) or frozen.
@@ -45,18 +50,19 @@ class Weights:
         """
         for name, parameter, version, place, trained in self.held:
             table, key = _owner(self.layer, name)
-            if key not in table:
+            if key not in table:  # of a buffer, a new one was put in its place: the layer's own doing
+                if not isinstance(parameter, nn.Parameter) and not trained:
+                    continue
                 raise FlatParametersError(type(self.layer).__name__)
             if trained and not parameter.requires_grad:
                 raise ArgumentError(
-                    f"{name} was frozen between the forward and its backward, which would lose its gradient",
+                    f"{name} was frozen between {between}, which would lose its gradient",
                     where=type(self.layer).__name__,
                     mend="call loss.backward() first; disable_adapter() of peft freezes adapters as long as it is open",
                 )
-            if parameter._version != version or _place(parameter) != place:
+            if parameter._version != version or (place and _place(parameter) != place):
                 raise ArgumentError(
-                    f"{name} was changed in place between the forward and its backward, which runs the layer again "
-                    "with it",
+                    f"{name} was changed in place between {between}, which compute with it both",
                     where=type(self.layer).__name__,
                     mend="change weights after loss.backward(), as an optimizer's step does",
                 )
@@ -83,6 +89,7 @@ def _place(parameter: Tensor) -> int:
 
 
 def _owner(layer: nn.Module, name: str) -> tuple[dict[str, Tensor | None], str]:
-    """The table of parameters a name is in."""
+    """The table of parameters or buffers a name is in."""
     path, _, key = name.rpartition(".")
-    return layer.get_submodule(path)._parameters, key  # type: ignore[return-value]
+    module = layer.get_submodule(path)
+    return module._buffers if key in module._buffers else module._parameters, key  # type: ignore[return-value]
