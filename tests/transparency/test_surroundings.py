@@ -111,9 +111,11 @@ def test_hooks_of_peft_inside_of_layers_are_refused() -> None:
     model: Any = get_peft_model(build("llama"), config)
     model.add_adapter("other", config)
     model.eval()
-    with streamtune.stream(model, chunk_size=5):
-        with pytest.raises(UnsupportedModelError, match="adapter_names_pre_forward_hook"):
-            model(input_ids=IDS, labels=IDS, adapter_names=["default", "other"])
+    with (
+        streamtune.stream(model, chunk_size=5),
+        pytest.raises(UnsupportedModelError, match="adapter_names_pre_forward_hook"),
+    ):
+        model(input_ids=IDS, labels=IDS, adapter_names=["default", "other"])
 
 
 def test_a_vector_that_a_chunkwise_hook_brings_later_is_refused() -> None:
