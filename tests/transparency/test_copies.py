@@ -102,6 +102,7 @@ def test_a_copy_hears_its_own_routers() -> None:
         assert max(errors(gradients(other), want).values()) < 1e-9
 
 
+@pytest.mark.full
 def test_a_saved_model_is_loaded_by_another_process(tmp_path: Path) -> None:
     model = build("qwen3").eval()
     with streamtune.stream(model, chunk_size=9):
