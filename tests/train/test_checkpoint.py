@@ -314,3 +314,6 @@ def test_every_changed_key_is_named_where_the_change_may_be_allowed() -> None:
         check_same_run(before, now, where=Path("runs/x"), allow={"data"})
     assert caught.value.mend.endswith("--allow-change learning_rate --allow-change max_steps")
     assert len(check_same_run(before, now, where=Path("runs/x"), allow={"data", "learning_rate", "max_steps"})) == 3
+    with pytest.raises(RecipeError) as caught:
+        check_same_run(before, now, where=Path("runs/x"), fixed={"max_steps"})
+    assert "--allow-change" not in caught.value.mend

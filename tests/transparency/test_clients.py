@@ -351,7 +351,7 @@ def loaded(folder: Path, kind: Any = AutoModelForCausalLM, **more: Any) -> Any:
 
 
 def curves(trainer: Trainer) -> list[dict[str, float]]:
-    """What a trainer logged but for times, and for the accuracy where all margins are zero but for rounding."""
+    """Return a trainer's log without times, and without the accuracy where all margins are zero but for rounding."""
     kept = []
     for entry in trainer.state.log_history:
         tied = abs(entry.get("rewards/margins", 1.0)) < 1e-12  # as in the first step, where the reference is the model

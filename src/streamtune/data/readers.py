@@ -79,7 +79,7 @@ def without_nulls(value: Any) -> Any:
 
 
 GZIP, ZSTD = b"\x1f\x8b", b"\x28\xb5\x2f\xfd"
-"""What compressed files begin with."""
+"""First bytes of compressed files."""
 
 
 def _lines(path: Path, shown: str) -> Iterator[tuple[int, str]]:

@@ -147,7 +147,7 @@ class EvaluatedLogits(Tensor):
 
 
 class _Source:
-    """What logits are computed from: hidden states, and the head with the weights it had in the call."""
+    """Hidden states, and the head with the weights it had in the call: logits are computed from these."""
 
     def __init__(self, head: nn.Module, hidden: Tensor, transform: Callable[[Tensor], Tensor], chunk_size: int) -> None:
         self.head, self.hidden, self.transform, self.chunk_size = head, hidden, transform, chunk_size

@@ -110,6 +110,6 @@ class CallFacts:
     rows: PackedRows | None = None
     strips: Strips | None = None
     schedule: Schedule | None = None
-    """What the layers go by in this call; None is the schedule they were given."""
+    """The schedule of this call's layers; None is the one they were given."""
     whole: bool = False
     """The layers run on all tokens at once, by the model's eager attention."""

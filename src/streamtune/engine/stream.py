@@ -394,7 +394,7 @@ class StreamHandle:
         call.keep_one_row([name for _, name in self._attention], cached)
 
     def _sees_everything(self, call: ModelCall) -> bool:
-        """Whether a label follows left padding under eager attention, which then averages over all keys.
+        """Return True if a label follows left padding under eager attention, which then averages over all keys.
 
         No chunk has them all (docs/decisions/003-queries-that-see-nothing.md).
         """

@@ -62,7 +62,7 @@ class Weights:
                 )
             if parameter._version != version or (place and _place(parameter) != place):
                 raise ArgumentError(
-                    f"{name} was changed in place between {between}, which compute with it both",
+                    f"{name} was changed in place between {between}, and both compute with it",
                     where=type(self.layer).__name__,
                     mend="change weights after loss.backward(), as an optimizer's step does",
                 )

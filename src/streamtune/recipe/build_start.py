@@ -214,7 +214,7 @@ class Start:
         for where, started_as in self.continued.items():
             self._check_rows(started_as, where)
         found = (
-            train.check_same_run(started_as, self.identity, where=where, allow=self.allow)
+            train.check_same_run(started_as, self.identity, where=where, allow=self.allow, fixed=SHAPE_KEYS)
             for where, started_as in self.continued.items()
         )
         return list(dict.fromkeys(text for texts in found for text in texts))

@@ -273,7 +273,12 @@ def _refuse_lost_checkpoints(run: RunDirectory) -> None:
 
 
 def check_same_run(
-    before: Mapping[str, Any], now: Mapping[str, Any], *, where: Path, allow: Container[str] = ()
+    before: Mapping[str, Any],
+    now: Mapping[str, Any],
+    *,
+    where: Path,
+    allow: Container[str] = (),
+    fixed: Container[str] = (),
 ) -> list[str]:
     """Refuse to go on with a run under settings or data other than those it was started with.
 
@@ -283,6 +288,7 @@ def check_same_run(
         now: The identity of this start; a part it lacks is not compared.
         where: What is to be continued, for the message.
         allow: Keys of the recipe, ``data``, and keys of :data:`FILES`: what may differ all the same.
+        fixed: Keys that no flag lets differ, so none is advised.
 
     Returns:
         The differences that were allowed, in words.
@@ -301,11 +307,13 @@ def check_same_run(
     }
     refused = {key: text for key, text in found.items() if key not in allow}
     if refused:
+        mend = "undo the change to go on with it, or start anew: --output-dir NEW, or --resume never (which moves the "
+        mend += "old run aside)"
+        if not any(key in fixed for key in refused):
+            mend += "; to change the run on its way, " + " ".join(f"--allow-change {key}" for key in refused)
         raise RecipeError(
             f"{where} holds a run with other settings: {'; '.join(refused.values())}",
-            mend="undo the change to go on with it, or start anew: --output-dir NEW, or --resume never "
-            "(which moves the old run aside); to change the run on its way, "
-            + " ".join(f"--allow-change {key}" for key in refused),
+            mend=mend,
         )
     return list(found.values())
 

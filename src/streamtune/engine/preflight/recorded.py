@@ -116,7 +116,7 @@ def _sharing(arguments: Arguments) -> Any:
 
 
 def kind_of(layer: nn.Module) -> tuple[Any, ...]:
-    """What makes two layers of one kind: the classes inside them and their settings, not their place in the model."""
+    """Return the classes inside of a layer and their settings, not its place: equal for two layers of one kind."""
     return tuple(
         (
             name,
