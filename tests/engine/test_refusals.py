@@ -85,14 +85,6 @@ def test_a_trainable_tensor_from_outside_the_layer_is_noticed() -> None:
             loss.backward()
 
 
-def test_a_filled_cache_with_gradients_on() -> None:
-    model = build("llama")
-    with torch.no_grad():
-        cache = model(batch("plain")["input_ids"], use_cache=True).past_key_values
-    with streamtune.stream(model), pytest.raises(UnsupportedModelError, match="filled key/value cache"):
-        model(batch("plain")["input_ids"], past_key_values=cache)
-
-
 def test_streamed_twice_and_contradicting_arguments() -> None:
     model = build("llama")
     with streamtune.stream(model), pytest.raises(ArgumentError, match="streamed already"):
@@ -131,16 +123,15 @@ def test_another_attention_set_while_streamed(implementation: str, kind: str) ->
             model(**batch(kind))
 
 
-@pytest.mark.parametrize("retain", [False, True])
 @pytest.mark.parametrize("head", [False, True])
-def test_a_second_backward_through_the_same_forward(head: bool, retain: bool) -> None:
-    """Said plainly, and nothing is added to the gradients."""
+def test_a_second_backward_through_the_same_forward(head: bool) -> None:
+    """Said plainly, and nothing is added to the gradients (with retain_graph: tests/transparency)."""
     model = build("qwen3")
     with streamtune.stream(model, chunk_size=8, head=head):
         loss = model(**batch("plain")).loss
-        loss.backward(retain_graph=retain)
+        loss.backward()
         before = {name: p.grad.clone() for name, p in model.named_parameters()}
-        with pytest.raises((ArgumentError, RuntimeError), match=r"backward (once|through the graph a second time)"):
+        with pytest.raises((ArgumentError, RuntimeError), match=r"through the graph a second time"):
             loss.backward()
     layers = {name: p.grad for name, p in model.named_parameters() if "layers" in name}
     assert all(torch.equal(grad, before[name]) for name, grad in layers.items())

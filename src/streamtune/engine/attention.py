@@ -97,9 +97,28 @@ def attention(
     turn = turn_of_strips()
     if turn is None:
         out = prefix_attention(query, key, value, _view(attention_mask, query, key, bool(causal)), **how)
+        if isinstance(attention_mask, Tensor) and attention_mask.dtype != torch.bool:
+            out = _mean_where_all_is_hidden(out, value, attention_mask)
     else:
         out = _shared(turn, module, query, key, value, attention_mask, bool(causal), how)
     return out.transpose(1, 2).contiguous(), None  # as sdpa's: some layers take a view of it
+
+
+def _mean_where_all_is_hidden(out: Tensor, value: Tensor, mask: Tensor) -> Tensor:
+    """Give a query whose keys are all hidden their mean value, as the lowest finite number added to all scores does.
+
+    Only a caller's own dense mask has all keys: that of a cross attention beside the decoder layers.
+
+    Args:
+        out: ``[B, H, T, D]``, zeros for such a query.
+        value: ``[B, G, S, D]``.
+        mask: ``[B, 1, T, S]``, added to the scores.
+    """
+    hidden = (mask <= torch.finfo(mask.dtype).min).all(-1, keepdim=True) & mask.isfinite().all(-1, keepdim=True)
+    if not bool(hidden.any()):
+        return out
+    mean = value.mean(2, keepdim=True).repeat_interleave(out.shape[1] // value.shape[1], 1)
+    return torch.where(hidden, mean.to(out.dtype), out)
 
 
 def _shared(

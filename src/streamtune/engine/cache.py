@@ -28,6 +28,7 @@ from torch import Tensor, nn
 from transformers.cache_utils import Cache
 
 from streamtune.engine.ambient import hold
+from streamtune.engine.past import Past, refuse_past
 from streamtune.engine.rows import PackedRows
 from streamtune.engine.storage import Block, Tier
 from streamtune.engine.strips import Turn
@@ -49,10 +50,11 @@ class KeysAndValues:
     Args:
         length: Tokens T of the sequence.
         widen: Sum dK, dV in fp32 where K, V are narrower.
+        past: Keys and values of tokens before the sequence: they come first, and T counts them.
     """
 
-    def __init__(self, length: int, widen: bool = True) -> None:
-        self.length = length
+    def __init__(self, length: int, widen: bool = True, past: Past | None = None) -> None:
+        self.length, self.past = length, past
         self.widen = widen
         self.pairs: list[tuple[Tensor, Tensor]] = []
         self.away: list[tuple[Block, Block]] = []
@@ -60,12 +62,28 @@ class KeysAndValues:
         self.updates = 0
         """Calls of ``update`` a forward of the layer makes; known once one chunk has been stored."""
 
+    def open(self, index: int, k: Tensor, v: Tensor) -> None:
+        """Make the buffers of the ``index``-th update, in the form of these keys and values, if there are none yet.
+
+        Raises:
+            UnsupportedModelError: It is the second of a layer that follows a cache, which holds one pair for it.
+            ArgumentError: That cache was changed since the forward.
+        """
+        if index < len(self.pairs):
+            return
+        self.pairs.append((self._buffer(k), self._buffer(v)))
+        hold("keys and values", *self.pairs[index])
+        self.updates = max(self.updates, len(self.pairs))
+        if self.past is not None:
+            if index:
+                refuse_past("a layer keeps more than one pair of keys and values", "past_key_values")
+            self.past.check()
+            for buffer, before in zip(self.pairs[index], (self.past.keys, self.past.values), strict=True):
+                buffer[:, :, : self.past.length] = before
+
     def write(self, index: int, chunk: slice, k: Tensor, v: Tensor) -> None:
         """Store a chunk's keys and values of the ``index``-th update; the first chunk makes the buffers."""
-        if index == len(self.pairs):
-            self.pairs.append((self._buffer(k), self._buffer(v)))
-            hold("keys and values", *self.pairs[index])
-            self.updates = max(self.updates, len(self.pairs))
+        self.open(index, k, v)
         for buffer, own in zip(self.pairs[index], (k, v), strict=True):
             buffer[:, :, chunk] = own
 
@@ -79,6 +97,10 @@ class KeysAndValues:
     def release(self) -> None:
         """Free the buffers; a ``project`` walk fills them again."""
         self.pairs.clear()
+
+    def copy(self) -> None:
+        """Go on in buffers of its own: chunks write to them, and others hold those that there were."""
+        self.pairs = [(k.clone(), v.clone()) for k, v in self.pairs]
 
     def forget(self) -> None:
         """Free everything: the backward is done."""
@@ -123,6 +145,13 @@ class KeysAndValues:
             hold("keys and values", *(grad for pair in self.grads for grad in pair))
         grad_k, grad_v = self.grads[index]
         return grad_k[:, :, keys], grad_v[:, :, keys]
+
+
+    def past_grads(self) -> tuple[Tensor, Tensor]:
+        """dK and dV ``[B, G, P, D]`` of the tokens before the sequence."""
+        assert self.past is not None
+        grads = self.grad(0, slice(0, self.past.length))
+        return grads[0].to(self.past.keys.dtype), grads[1].to(self.past.values.dtype)
 
 
 StateKey = tuple[str, int, int]
@@ -244,7 +273,9 @@ class ChunkCache(Cache):
         self.own += [key_states, value_states]
         if self.chunk.start == 0:
             return self._handed((key_states, value_states))
+        self.kv.open(index, key_states, value_states)
         before = _Prefix(self.kv, index, self.prefix_keys, (key_states, value_states))
+        trained = key_states.requires_grad or value_states.requires_grad  # else attention has no node of its own
         joined = []
         views = zip(self.kv.prefix(index, self.prefix_keys), (key_states, value_states), strict=True)
         for position, (prefix, own) in enumerate(views):
@@ -252,7 +283,8 @@ class ChunkCache(Cache):
             self.prefix_leaves.append(leaf)
             buffer = self.kv.pairs[index][position]
             joined.append(_Join.apply(leaf, own, (buffer, self.first_key, self.chunk)))
-            joined[-1].streamtune_prefix = before  # for an attention that is handed this very tensor
+            if trained or self.kv.past is None:
+                joined[-1].streamtune_prefix = before  # for an attention that is handed this very tensor
         return tuple(joined)
 
     def _handed(self, pair: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
@@ -341,6 +373,8 @@ class ChunkCache(Cache):
 
     def _meet_states(self) -> None:
         self.met_states = True
+        if self.kv.past is not None:
+            refuse_past("a layer carries a state from token to token", "past_key_values")
         if self.turn is not None:
             raise UnsupportedModelError(
                 "a layer carries a state from token to token; ranks cannot share the sequence of a recurrence",

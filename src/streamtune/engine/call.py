@@ -35,6 +35,7 @@ from streamtune.engine.ambient import attention_as
 from streamtune.engine.attention import dense_mask
 from streamtune.engine.branches import Branches
 from streamtune.engine.cache import ChunkCache
+from streamtune.engine.past import Past, refuse_past
 from streamtune.engine.rows import OTHER_WORDS
 from streamtune.engine.schedule import Schedule
 from streamtune.engine.sharing import ChunkSharing, SharedKey
@@ -44,13 +45,16 @@ from streamtune.engine.vjp import Along, cut
 from streamtune.errors import UnsupportedModelError
 from streamtune.ops.mask import LazyMask
 
-__all__ = ["CACHE_NAMES", "LayerCall", "hands_on_cache", "takes_cache"]
+__all__ = ["CACHE_NAMES", "PAST", "LayerCall", "hands_on_cache", "takes_cache"]
 
 CACHE_NAMES = ("past_key_values", "layer_past", "past_key_value", "cache_params")
 """What decoder layers call their cache argument."""
 
 KEY_BIASES = ("alibi", "position_bias")
 """Arguments that are added to the scores of all queries alike; one number for each key in the last dimension."""
+
+PAST = "past"
+"""What :attr:`LayerCall.inputs` call trained keys (place 0) and values (1) of tokens before the call."""
 
 POOLING = "compress_ratio"
 """What an indexer calls the number of keys it pools; its cache keeps them as they were before their rotation."""
@@ -99,6 +103,7 @@ class LayerCall:
     dtype: torch.dtype
     own: OwnAttention | None = None
     strips: Strips | None = None
+    past: Past | None = None
 
     @classmethod
     def bind(
@@ -166,6 +171,28 @@ class LayerCall:
         elif key != self.hidden_name and isinstance(value, Tensor) and value.requires_grad:
             self.inputs[key] = self._dim(key, value, self.length)
 
+    def follow(self, past: Past) -> None:
+        """The tokens follow others, of which keys and values are given.
+
+        Raises:
+            UnsupportedModelError: What the layer is handed beside them is not known for those tokens.
+        """
+        name = type(self.layer).__name__
+        if self.strips is not None:
+            refuse_past("ranks share the sequence", name)
+        if self.sharing is not None:
+            refuse_past("it shares keys and values with other layers", name)
+        if self._rotates_pooled_keys:
+            refuse_past("it pools its keys", name)
+        for key, value in self._all().items():
+            if isinstance(value, Tensor) and value.dim() == 4 and (key.endswith("mask") or _is_square(value, self.length)):
+                refuse_past(f"{key!r} is a dense mask", name)
+        for place, x in enumerate((past.keys, past.values)):
+            if x.requires_grad:
+                self.shared[PAST, None, place] = x
+                self.inputs[PAST, None, place] = None
+        self.past = past.detached()
+
     def branch(self, branches: Branches) -> None:
         """The tokens are rows that share their beginnings: masks are those of rows that stand alone, for these."""
 
@@ -223,6 +250,11 @@ class LayerCall:
         """Whether an indexer of the layer rotates the keys of prefix and chunk after it has pooled them."""
         return any(hasattr(module, POOLING) for module in self.layer.modules())
 
+    def keys(self, chunk: slice) -> slice:
+        """Where a chunk's own keys are among all: tokens before the call come first."""
+        before = 0 if self.past is None else self.past.length
+        return slice(before + chunk.start, before + chunk.stop)
+
     def first_key(self, chunk: slice) -> int:
         """The first position a chunk is shown.
 
@@ -231,7 +263,8 @@ class LayerCall:
         if self.mask is None or self.own is not None:
             return 0
         if self.strips is None:
-            return min(self.mask.first_key(chunk.start), chunk.start)
+            start = self.keys(chunk).start
+            return min(self.mask.first_key(start), start)
         start = self.strips.everywhere(chunk).start
         first = min(self.mask.first_key(start), start)
         return self.strips.floor(first) if self.strips.form == "ring" else first
@@ -373,8 +406,8 @@ class LayerCall:
         if isinstance(value, Tensor):
             if _is_square(value, self.length):
                 return value[..., chunk, first_key : chunk.stop]
-            if key in KEY_BIASES and value.shape[-1] == self.length:
-                return value[..., first_key : chunk.stop]
+            if key in KEY_BIASES and value.shape[-1] == self.keys(slice(0, self.length)).stop:
+                return value[..., first_key : self.keys(chunk).stop]
             if key == "position_embeddings" and self._rotates_pooled_keys and value.shape[-2] == self.length:
                 return value[..., first_key : chunk.stop, :]
             return cut(value, self._dim(key, value, self.length), chunk)

@@ -18,8 +18,9 @@ from streamtune.engine.attention import BiasError
 from streamtune.engine.balance import RouterWatch
 from streamtune.engine.branches import Branches
 from streamtune.engine.cache import ChunkCache
-from streamtune.engine.call import LayerCall
+from streamtune.engine.call import PAST, LayerCall
 from streamtune.engine.module_hooks import may_bring_leaves, refuse_hooks
+from streamtune.engine.past import Past, refuse_past
 from streamtune.engine.placement import Placement, Tiers, Trail
 from streamtune.engine.rows import CallFacts
 from streamtune.engine.scan import mixers_with_a_bare_scan
@@ -31,7 +32,7 @@ from streamtune.engine.vjp import streamed_vjp
 from streamtune.engine.walks import LayerStream, placeholder
 from streamtune.engine.weights import Weights
 from streamtune.errors import ArgumentError, StreamTuneError, UnsupportedModelError
-from streamtune.ops import first_order
+from streamtune.ops import first_order, graph_is_kept
 from streamtune.ops.view import ForeignAttentionError
 
 __all__ = ["StreamedForward", "strange_leaves"]
@@ -121,12 +122,9 @@ class StreamedForward:
             if not torch.is_grad_enabled():  # generation: the model's own cache, the model's own walk
                 return self._generate(call)
             if call.cache.get_seq_length() > 0:
-                raise UnsupportedModelError(
-                    "a filled key/value cache was passed while gradients are on",
-                    where=type(self.layer).__name__,
-                    mend="pass the whole sequence without past_key_values, or call the model under torch.no_grad(); "
-                    "prefix tuning of peft passes one: use prompt tuning or LoRA",
-                )
+                if self.facts.rows is not None:
+                    refuse_past("rows are packed or share their beginnings", type(self.layer).__name__)
+                call.follow(Past.of(self.layer, call.cache))
         self.check_attention(call.length if self.facts.strips is None else self.facts.strips.given)
         self.check_hooks()
         parameters = [p for p in self.layer.parameters() if p.requires_grad]
@@ -138,7 +136,7 @@ class StreamedForward:
         again = before is not None and before.repeatable and not self.place.begins
         stream = LayerStream(call, self, before if again else None)
         sharing = call.sharing
-        if self.place.whole and (whole := stream.whole(call.tensors())) is not None:
+        if self.place.whole and call.past is None and (whole := stream.whole(call.tensors())) is not None:
             return stream.restore(whole, sharing)
         stream.giver = before if self.schedule.stream_grads and call.hidden.requires_grad else None
         outputs = list(_StreamedLayer.apply(stream, self, *inputs))
@@ -245,11 +243,11 @@ class _StreamedLayer(torch.autograd.Function):
         stream: LayerStream | None = ctx.stream
         if stream is None:
             raise ArgumentError(
-                "a streamed layer can go backward once", mend="call the model again for a second backward"
+                "a streamed layer went backward a second time", mend="pass retain_graph=True to the backward before"
             )
         _check_in_place(ctx.owner, stream.length)
         ctx.weights.check()
-        inputs = [stream.source(), *ctx.saved_tensors]
+        inputs, again = [stream.source(), *ctx.saved_tensors], graph_is_kept()
         count = len(stream.along)
 
         def run_chunk(chunk: slice, x_i: list[Tensor]) -> tuple[list[Tensor], ChunkCache]:
@@ -261,7 +259,7 @@ class _StreamedLayer(torch.autograd.Function):
             return z_i, cache
 
         with ctx.weights.again():
-            stream.prepare(inputs)
+            stream.prepare(inputs, again)
         for place, index in enumerate(stream.filled.values()):
             stream.kv.add_grads(index, grad_outputs[count + 2 * place : count + 2 * place + 2])
         with ctx.weights.again():
@@ -283,10 +281,14 @@ class _StreamedLayer(torch.autograd.Function):
         )
         if giver is not None:
             grad_inputs[0] = placeholder(inputs[0])
+        for position, name in enumerate(stream.call.inputs):
+            if isinstance(name, tuple) and name[0] == PAST:
+                grad_inputs[position] = stream.kv.past_grads()[name[2]]
         if isinstance(grad_z, Stored):
             grad_z.release()
-        stream.release()
-        ctx.stream = ctx.parameters = ctx.weights = None
+        stream.release(again)
+        if not again:
+            ctx.stream = ctx.parameters = ctx.weights = None
         return (None, None, *grad_inputs, *grad_parameters)
 
 

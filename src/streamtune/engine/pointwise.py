@@ -22,7 +22,7 @@ from streamtune.engine.vjp import streamed_vjp
 from streamtune.engine.walks import LayerStream, placeholder
 from streamtune.engine.weights import Weights
 from streamtune.errors import ArgumentError
-from streamtune.ops import first_order
+from streamtune.ops import first_order, graph_is_kept
 
 __all__ = ["StreamedNorm", "norms_outside"]
 
@@ -120,7 +120,7 @@ class _StreamedNorm(torch.autograd.Function):
         norm: StreamedNorm | None = ctx.norm
         if norm is None:
             raise ArgumentError(
-                "a streamed norm can go backward once", mend="call the model again for a second backward"
+                "a streamed norm went backward a second time", mend="pass retain_graph=True to the backward before"
             )
         ctx.weights.check()
         source = ctx.stored if ctx.stored is not None else ctx.saved_tensors[0]
@@ -146,9 +146,10 @@ class _StreamedNorm(torch.autograd.Function):
             widen=norm.schedule.grad_dtype == "float32",
             into=None if giver is None else giver.room_for_grad(source, None),
         )
-        if isinstance(source, Stored):
-            source.release()
-        ctx.stored = ctx.norm = ctx.parameters = ctx.giver = ctx.weights = None
+        if not graph_is_kept():
+            if isinstance(source, Stored):
+                source.release()
+            ctx.stored = ctx.norm = ctx.parameters = ctx.giver = ctx.weights = None
         return None, None, placeholder(source) if giver is not None else grad_inputs[0], *grad_parameters
 
 

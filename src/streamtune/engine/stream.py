@@ -58,7 +58,8 @@ def stream(
     Afterwards ``model(input_ids=ids, labels=labels).loss.backward()`` computes the ordinary loss and the ordinary
     gradient with the activations of one chunk; trainers, adapters and accelerate work unchanged.
 
-    As under gradient checkpointing, a call that trains (training mode, with ``labels`` or gradients) returns no cache.
+    As under gradient checkpointing, a call that trains (training mode, with ``labels`` or gradients) returns no cache;
+    one that is passed is read and not written to. Under ``torch.no_grad()`` ``use_cache=True`` is honoured.
     ``position_ids`` that restart mean packed rows where they do to ``transformers``: without ``attention_mask``, and
     with ``use_cache=False`` of the call or of the configuration, which trainers set.
 
@@ -353,10 +354,11 @@ class StreamHandle:
                 self._checkpointing.add(module)  # once, however often a trainer turns it on again
         scored, call = self.scored, ModelCall(self.model, args, kwargs)
         with_labels = call.get("labels") is not None or scored is not None  # to be scored is to be trained on
-        if call.get("past_key_values") is None and (with_labels or model.training or torch.is_grad_enabled()):
-            if scored is None:
+        if torch.is_grad_enabled() or with_labels or (model.training and call.get("use_cache") is None):
+            if call.get("past_key_values") is None and scored is None:
                 self._keep_one_row(call)
-            call.put("use_cache", False)
+            if torch.is_grad_enabled() or call.get("past_key_values") is None:  # else it is to be written to
+                call.put("use_cache", False)
         rows, self._length = call.size
         self.facts.whole = with_labels and self._sees_everything(call)
         self.facts.schedule = self._short if 0 < rows * self._length <= SHORT.chunk_size else None

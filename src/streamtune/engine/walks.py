@@ -55,7 +55,7 @@ class LayerStream:
         self.schedule, self.device = schedule, call.hidden.device
         self.widen = schedule.grad_dtype == "float32"
         self.strips = call.strips
-        self.kv = KeysAndValues(self._keys_length, self.widen)
+        self.kv = KeysAndValues(self._keys_length, self.widen, call.past)
         self.states = States(self.rows)
         self.kept: KeptAttention | None = None
         self.maker = maker
@@ -83,9 +83,11 @@ class LayerStream:
 
     @property
     def _keys_length(self) -> int:
-        """Tokens whose keys and values this rank keeps."""
+        """Tokens whose keys and values this rank keeps, those before the call among them."""
         strips = self.strips
-        return self.length if strips is None or strips.form == "ring" else strips.total
+        if strips is None:
+            return self.call.keys(slice(0, self.length)).stop
+        return self.length if strips.form == "ring" else strips.total
 
     @property
     def repeatable(self) -> bool:
@@ -96,7 +98,7 @@ class LayerStream:
         """The layer on one chunk: its outputs ``z(i)``, the first ``[B, T_i, C]``, and the cache it saw."""
         tell_chunk(self.call.layer, chunk, walk)
         turn = None if self.strips is None else Turn(self.strips, chunk)
-        seen = chunk if turn is None else turn.keys
+        seen = self.call.keys(chunk) if turn is None else turn.keys
         cache = ChunkCache(self.kv, self.states, seen, self.call.first_key(chunk), walk, turn)
         sharing: AbstractContextManager[None] = nullcontext()
         if turn is not None:
@@ -154,7 +156,8 @@ class LayerStream:
         assert self.rows is not None
         self.owner.carries_states = True
         self.chunks = self.rows.chunks(self.schedule)
-        self.kv, self.states, self.random = KeysAndValues(self._keys_length, self.widen), States(self.rows), {}
+        self.kv = KeysAndValues(self._keys_length, self.widen, self.call.past)
+        self.states, self.random = States(self.rows), {}
         self.filled = {}
 
     def whole(self, inputs: Sequence[Tensor]) -> list[Tensor] | None:
@@ -273,12 +276,19 @@ class LayerStream:
             self.grad_z = torch.empty(z.shape, dtype=z.dtype, device=z.device)
         return self.grad_z
 
-    def prepare(self, inputs: Sequence[Source]) -> None:
-        """Make ready what the replay of any chunk reads of those before it."""
+    def prepare(self, inputs: Sequence[Source], again: bool = False) -> None:
+        """Make ready what the replay of any chunk reads of those before it.
+
+        Args:
+            inputs: The layer's inputs.
+            again: Another backward may come: layers that share these keys and values read them then as they are now.
+        """
         tell_chunk(self.call.layer, slice(0, 0), "prepare")
         if self.dropped and (self.states.met or self.schedule.keep_kv != "no"):
             self.again(inputs[0], None)
         self.kv.fetch()
+        if again and self.filled:
+            self.kv.copy()
         self.project(inputs)
         for kept in (inputs[0], self.kept):
             if isinstance(kept, Stored | KeptAttention):
@@ -306,7 +316,7 @@ class LayerStream:
             return
         if isinstance(inputs[0], Stored):
             inputs[0].expect(self.chunks)
-        for chunk in self.chunks[:-1]:
+        for chunk in self.chunks if self.filled else self.chunks[:-1]:  # gradients of shared ones come before replay
             x_i = [part(x, along, chunk) for x, along in zip(inputs, self.call.inputs.values(), strict=True)]
             with self._as_before(chunk):
                 try:
@@ -327,9 +337,17 @@ class LayerStream:
         stack.enter_context(self.modes.again())
         return stack
 
-    def release(self) -> None:
-        """The backward is done."""
+    def release(self, again: bool = False) -> None:
+        """Free what the backward used.
+
+        Args:
+            again: Another backward may come: keep what a forward leaves and cannot be computed again.
+        """
         self.kv.forget()
+        if again:
+            self.kept = None  # the next one computes its attention again
+            self.states.grads.clear()
+            return
         self.states.release()
         if isinstance(self.z_in, Stored):
             self.z_in.release()

@@ -3,7 +3,7 @@
 from streamtune.ops.attention import prefix_attention, prefix_attention_reference
 from streamtune.ops.branching import Branch, BranchTable
 from streamtune.ops.cross_entropy import linear_cross_entropy, project_cross_entropy
-from streamtune.ops.first_order import first_order
+from streamtune.ops.first_order import first_order, graph_is_kept
 from streamtune.ops.leaf_hooks import hooks_held_back
 from streamtune.ops.logprobs import project_scores, token_logprobs, token_scores
 from streamtune.ops.mask import LazyMask
@@ -17,6 +17,7 @@ __all__ = [
     "MaskView",
     "Segment",
     "first_order",
+    "graph_is_kept",
     "hooks_held_back",
     "linear_cross_entropy",
     "prefix_attention",

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from streamtune.errors import ArgumentError
-from streamtune.ops.first_order import first_order
+from streamtune.ops.first_order import first_order, graph_is_kept
 from streamtune.ops.head_kernels import Chunk, HeadShape, head_kernel, run_head
 from streamtune.ops.head_rows import TargetRows, autocast_dtype, cast, scaled
 from streamtune.ops.head_sweep import HeadGradients, Project, loss_and_grad
@@ -185,12 +185,17 @@ def _sweep(h: Tensor, weight: Tensor, targets: Tensor, wanted: Sequence[bool]) -
 
 
 def _handed_out(ctx: Any) -> tuple[Tensor | None, ...]:
-    """The gradients the forward made, once: they are scaled in place and must not outlive the backward.
+    """Return the gradients that the forward made. They are scaled in place, so a kept graph keeps a copy.
 
     Raises:
-        ArgumentError: They were handed out before.
+        ArgumentError: A backward without ``retain_graph=True`` freed them.
     """
-    grads, ctx.grads = ctx.grads, None
+    grads: tuple[Tensor | None, ...] | None = ctx.grads
     if grads is None:
-        raise ArgumentError("a streamed loss can go backward once", mend="compute the loss again for a second backward")
+        raise ArgumentError(
+            "a streamed loss went backward a second time", mend="pass retain_graph=True to the backward before"
+        )
+    ctx.grads = None
+    if graph_is_kept():
+        ctx.grads = tuple(None if grad is None else grad.clone() for grad in grads)
     return grads

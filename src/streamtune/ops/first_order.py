@@ -1,4 +1,4 @@
-"""Backwards that are computed and not recorded, and that say so where a second derivative is asked for."""
+"""Backwards that are computed and not recorded: a second derivative is refused, a second backward is not."""
 
 from __future__ import annotations
 
@@ -10,10 +10,16 @@ import torch
 
 from streamtune.errors import UnsupportedModelError
 
-__all__ = ["first_order"]
+__all__ = ["first_order", "graph_is_kept"]
 
 P = ParamSpec("P")
 R = TypeVar("R")
+
+
+def graph_is_kept() -> bool:
+    """Return True inside of a backward with ``retain_graph=True``, after which another may come."""
+    asked = getattr(torch._C._autograd, "_get_current_graph_task_keep_graph", None)
+    return asked is not None and bool(asked())
 
 
 def first_order(backward: Callable[P, R]) -> Callable[P, R]:

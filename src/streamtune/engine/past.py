@@ -1,0 +1,85 @@
+"""Tokens before a call: keys and values of a cache that was filled earlier, or that an adapter computes.
+
+Prefix tuning (Li and Liang, arXiv 2101.00190) trains such keys and values; a prompt that was read under
+``torch.no_grad()`` leaves them without a gradient. Either way they are the beginning of every chunk's prefix: the
+layer's keys are ``[past | sequence]``, and what all chunks give to dK, dV of the past is its gradient.
+
+Shape suffixes: B batch, G key/value heads, P tokens before the call, D head dimension.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, NoReturn
+
+from torch import Tensor, nn
+
+from streamtune.errors import ArgumentError, UnsupportedModelError
+
+__all__ = ["Past", "refuse_past"]
+
+
+@dataclass(frozen=True)
+class Past:
+    """Keys and values ``[B, G, P, D]`` of the tokens before a call, for one layer.
+
+    Args:
+        keys, values: The tensors of the cache.
+        versions: How often each had been changed in place at the time of the call.
+    """
+
+    keys: Tensor
+    values: Tensor
+    versions: tuple[int, int]
+
+    @property
+    def length(self) -> int:
+        """Tokens P."""
+        return self.keys.shape[2]
+
+    @classmethod
+    def of(cls, layer: nn.Module, cache: Any) -> Past:
+        """Read a layer's part of a filled cache.
+
+        Raises:
+            UnsupportedModelError: The layer keeps something else there, or not all P tokens.
+        """
+        name, length = type(layer).__name__, int(cache.get_seq_length())
+        places = {int(module.layer_idx) for module in layer.modules() if hasattr(module, "layer_idx")}  # type: ignore[arg-type]
+        own = cache.layers[places.pop()] if len(places) == 1 and hasattr(cache, "layers") else None
+        keys, values = getattr(own, "keys", None), getattr(own, "values", None)
+        if not isinstance(keys, Tensor) or not isinstance(values, Tensor) or keys.dim() != 4:
+            refuse_past(f"a {type(cache).__name__} does not hold keys and values by this layer's number", name)
+        if keys.shape[2] != length:
+            refuse_past(f"of {length} tokens it holds {keys.shape[2]} keys (a sliding or static cache)", name)
+        return cls(keys, values, (keys._version, values._version))
+
+    def detached(self) -> Past:
+        """The same numbers without their graph."""
+        return Past(self.keys.detach(), self.values.detach(), self.versions)
+
+    def check(self) -> None:
+        """Refuse to compute with a cache that was written to since the forward.
+
+        Raises:
+            ArgumentError: It was.
+        """
+        if (self.keys._version, self.values._version) != self.versions:
+            raise ArgumentError(
+                "the cache that was passed was changed in place between the forward and its backward, and both "
+                "compute with it",
+                mend="call loss.backward() first, or pass a copy of the cache",
+            )
+
+
+def refuse_past(why: str, where: str) -> NoReturn:
+    """Refuse a filled cache, for the reason given.
+
+    Raises:
+        UnsupportedModelError: Always.
+    """
+    raise UnsupportedModelError(
+        f"a filled key/value cache was passed while gradients are on, and {why}",
+        where=where,
+        mend="pass the whole sequence without past_key_values, or call the model under torch.no_grad()",
+    )

@@ -1,0 +1,156 @@
+"""Tokens before the call: prefix tuning of peft, and a suffix that is trained after a cache that was filled earlier."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+from peft import PrefixTuningConfig, get_peft_model
+from torch import Tensor
+from transformers import DynamicCache
+
+import streamtune
+from streamtune import Schedule
+from streamtune.errors import ArgumentError, UnsupportedModelError
+from tests.conformance.reducer import build as build_any
+from tests.exactness.families import FAMILIES, build
+from tests.precision_kit import Float64, errors, in_float64
+
+FAMILIES_OF_A_KIND = ("llama", "gemma2", "gemma3_text", "mistral", "gpt_oss", "bloom", "opt", "phi3")
+"""Rotary, learnt and no positions, windows, softcaps, sinks, a layer that attends by itself, one matrix for Q, K, V."""
+SCHEDULES: dict[str, dict[str, Any]] = {
+    "one chunk": {"chunk_size": 64},
+    "chunks": {"chunk_size": 4},
+    "keys kept": {"chunk_size": 5, "keep_kv": "host"},
+    "attention kept": {"chunk_size": 5, "keep_attention": "device"},
+    "two levels": {"chunk_size": 5, "levels": 2, "offload": "host"},
+    "gradients in place": {"chunk_size": 5, "stream_grads": True},
+    "a layer kept": {"chunk_size": 5, "keep_layers": 1},
+}
+
+
+def model_of(family: str) -> Any:
+    return in_float64((build if family in FAMILIES else build_any)(family)).train()
+
+
+def tokens(padded: bool = True) -> dict[str, Tensor]:
+    ids = torch.randint(3, 60, (2, 23), generator=torch.Generator().manual_seed(0))
+    mask = torch.ones_like(ids)
+    if padded:
+        mask[1, 17:] = 0
+    return {"input_ids": ids, "attention_mask": mask, "labels": ids.masked_fill(mask == 0, -100)}
+
+
+def gradients(model: Any, **call: Any) -> dict[str, Tensor]:
+    model.zero_grad()
+    loss = model(**call).loss
+    loss.backward()
+    grads = {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
+    return {"loss": loss.detach(), **grads}
+
+
+@pytest.mark.parametrize("family", FAMILIES_OF_A_KIND)
+@pytest.mark.parametrize("case", SCHEDULES)
+def test_prefix_tuning(family: str, case: str) -> None:
+    with Float64():
+        config = PrefixTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=5)
+        model: Any = get_peft_model(model_of(family), config).double()
+        plain = gradients(model, **tokens())
+        with streamtune.stream(model, schedule=Schedule(**SCHEDULES[case])):
+            streamed = gradients(model, **tokens())
+    assert set(plain) == {"loss", "prompt_encoder.default.embedding.weight"}
+    assert max(errors(streamed, plain).values()) < 1e-9
+
+
+def test_prefix_tuning_trains_generates_and_evaluates() -> None:
+    """A projection in front, the base trained too; then the model's own cache behind the same prefix."""
+    found = []
+    for streamed in (False, True):
+        with Float64():
+            torch.manual_seed(0)
+            config = PrefixTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=4, prefix_projection=True)
+            model: Any = get_peft_model(model_of("qwen3"), config).double().requires_grad_()
+            if streamed:
+                streamtune.stream(model, chunk_size=6)
+            optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
+            for _ in range(3):
+                values = gradients(model, **tokens())
+                optimizer.step()
+            model.eval()
+            with torch.no_grad():
+                values["evaluated"] = model(**tokens()).loss
+            prompt = tokens()["input_ids"][:1, :9]
+            values["generated"] = model.generate(input_ids=prompt, max_new_tokens=5, do_sample=False).double()
+            found.append(values)
+    assert max(errors(found[1], found[0]).values()) < 1e-9
+
+
+@pytest.mark.parametrize("family", ["qwen3", "gemma3_text", "bloom"])
+@pytest.mark.parametrize("filled_by", ["plain", "streamed"])
+@pytest.mark.parametrize("chunk_size", [4, 64])
+def test_a_suffix_after_a_prompt_that_was_read(family: str, filled_by: str, chunk_size: int) -> None:
+    """The prompt's keys and values come from a call without gradients; only the suffix trains."""
+    ids, prompt = tokens()["input_ids"], torch.randint(3, 60, (2, 7), generator=torch.Generator().manual_seed(1))
+    with Float64():
+        model = model_of(family)
+
+        def filled() -> Any:
+            with torch.no_grad():
+                return model(input_ids=prompt, use_cache=True).past_key_values
+
+        cache = filled()
+        plain = gradients(model, input_ids=ids, labels=ids, past_key_values=copy.deepcopy(cache))
+        with streamtune.stream(model, chunk_size=chunk_size):
+            if filled_by == "streamed":
+                cache = filled()
+            streamed = gradients(model, input_ids=ids, labels=ids, past_key_values=cache)
+            assert cache.get_seq_length() == 7, "it is read, and may be passed again"
+            assert max(errors(streamed, plain).values()) < 1e-9
+            again = gradients(model, input_ids=ids, labels=ids, past_key_values=cache)
+    assert all(torch.equal(streamed[name], again[name]) for name in streamed)
+
+
+def test_scores_after_a_prompt() -> None:
+    ids = tokens()["input_ids"]
+    with Float64():
+        model = model_of("qwen3")
+        with torch.no_grad():
+            cache = model(input_ids=ids[:, :9], use_cache=True).past_key_values
+        with streamtune.stream(model, chunk_size=4) as handle:
+            scores = handle.logprobs(ids[:, 9:-1], ids[:, 10:], past_key_values=cache).logprobs
+            want = model(input_ids=ids).logits.log_softmax(-1).gather(-1, ids.roll(-1, 1)[..., None])[:, 9:-1, 0]
+        torch.testing.assert_close(scores, want, rtol=1e-9, atol=1e-12)
+
+
+def test_what_is_refused() -> None:
+    ids = tokens()["input_ids"]
+    model = model_of("gemma3_text")  # keeps a window of 9
+    with Float64(), streamtune.stream(model, chunk_size=4):
+        with torch.no_grad():
+            cache = model(input_ids=ids, use_cache=True).past_key_values
+        with pytest.raises(UnsupportedModelError, match=r"of 23 tokens it holds 8 keys"):
+            model(input_ids=ids, labels=ids, past_key_values=cache)
+    model = model_of("qwen3")
+    with Float64(), streamtune.stream(model, chunk_size=4):
+        with torch.no_grad():
+            cache = model(input_ids=ids, use_cache=True).past_key_values
+        dense = torch.ones(2, 1, 23, 46, dtype=torch.bool).tril(23)
+        with pytest.raises(UnsupportedModelError, match="'attention_mask' is a dense mask"):
+            model(input_ids=ids, labels=ids, past_key_values=cache, attention_mask=dense)
+        loss = model(input_ids=ids, labels=ids, past_key_values=cache).loss
+        cache.layers[0].keys.mul_(2)
+        with pytest.raises(ArgumentError, match="the cache that was passed was changed in place"):
+            loss.backward()
+        model(input_ids=ids, labels=ids, past_key_values=DynamicCache()).loss.backward()
+
+
+def test_a_state_that_was_left_is_refused() -> None:
+    ids = tokens()["input_ids"]
+    model = model_of("qwen3_next")
+    with Float64(), streamtune.stream(model, chunk_size=4):
+        with torch.no_grad():
+            cache = model(input_ids=ids, use_cache=True).past_key_values
+        with pytest.raises(UnsupportedModelError, match="a filled key/value cache was passed while gradients are on"):
+            model(input_ids=ids, labels=ids, past_key_values=cache)
