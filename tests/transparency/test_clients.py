@@ -1,14 +1,14 @@
 """Trainers of other libraries give the same loss curve and the same weights on a streamed model as on a plain one.
 
-Every trainer runs twice from the same weights and seed and is compared in fp64: what it logs at every step, and the
-weights at the end. The objectives that take no loss from the model (DPO, GRPO and others) compute it from hidden states
+Every trainer runs twice from the same weights and seed. In fp64 all that it logs at every step is compared, and the
+weights at the end, to 1e-9; in fp32 the losses, to 1e-6. The objectives that take no loss from the model (DPO, GRPO and others) compute it from hidden states
 or logits; the layers are streamed all the same.
 """
 
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
@@ -49,10 +49,11 @@ from trl import (
 
 import streamtune
 from tests.engine import test_trainers as kit
+from tests.precision_kit import Float64
 
 CHUNK = 8
 STEPS = 4
-EXACT = 1e-9
+EXACT, CLOSE = 1e-9, 1e-6
 TIMES = ("runtime", "per_second", "step_time", "flos")
 """Parts of the names of logged times."""
 
@@ -63,7 +64,14 @@ tokenizer = kit.tokenizer
 fp64 = kit.fp64
 Make = Callable[[Any, PreTrainedTokenizerFast, Path], Trainer]
 
-pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("fp64")]
+pytestmark = pytest.mark.slow
+
+
+@pytest.fixture(params=["float64", "float32"])
+def exact(request: pytest.FixtureRequest) -> Iterator[bool]:
+    """Both runs are computed in fp64 throughout; False is fp32, where they also differ by rounding."""
+    with Float64() if request.param == "float64" else nullcontext():
+        yield request.param == "float64"
 
 
 def pairs(count: int = 16) -> Dataset:
@@ -344,7 +352,7 @@ def checkpoints(tokenizer: PreTrainedTokenizerFast, tmp_path_factory: pytest.Tem
 def loaded(folder: Path, kind: Any = AutoModelForCausalLM, **more: Any) -> Any:
     """The model of a folder; its feed-forward layers note the longest piece of a row."""
     torch.manual_seed(0)  # a classifier's head is drawn
-    model = kind.from_pretrained(folder, dtype=torch.float64, **ONE_BY_ONE, **more).train()
+    model = kind.from_pretrained(folder, dtype=torch.get_default_dtype(), **ONE_BY_ONE, **more).train()
     for layer in model.model.layers:
         layer.mlp.register_forward_pre_hook(streamtune.chunkwise(kit.note_length))
     return model
@@ -364,8 +372,20 @@ def relative(got: float, want: float) -> float:
     return abs(got - want) / max(abs(want), 1e-6)
 
 
-def assert_same(got: Trainer, want: Trainer, before: dict[str, Tensor]) -> None:
+def assert_close(got: list[float], want: list[float]) -> None:
+    """Assert losses that differ by 1e-6 of themselves, or of 1 where they are smaller: some are differences near 0."""
+    assert len(got) == len(want)
+    apart = [abs(mine - other) / max(abs(other), 1.0) for mine, other in zip(got, want, strict=True)]
+    print(f"losses apart by at most {max(apart):.1e}")
+    assert max(apart) <= CLOSE
+
+
+def assert_same(got: Trainer, want: Trainer, before: dict[str, Tensor], exact: bool) -> None:
     """Assert the same logs at every step and the same weights, and that the one was computed in chunks."""
+    assert kit.longest_piece(want.model) > CHUNK >= kit.longest_piece(got.model)
+    assert_close(kit.losses(got), kit.losses(want))
+    if not exact:
+        return
     ours, theirs = curves(got), curves(want)
     assert len(kit.losses(want)) == want.args.max_steps
     assert [entry.keys() for entry in ours] == [entry.keys() for entry in theirs]
@@ -380,7 +400,6 @@ def assert_same(got: Trainer, want: Trainer, before: dict[str, Tensor]) -> None:
     )
     assert not {name: value for name, value in off.items() if not value <= EXACT}
     assert moved <= EXACT
-    assert kit.longest_piece(want.model) > CHUNK >= kit.longest_piece(got.model)
 
 
 def difference(ours: dict[str, Tensor], theirs: dict[str, Tensor], before: dict[str, Tensor]) -> float:
@@ -400,7 +419,12 @@ def cases() -> list[Any]:
 @pytest.mark.filterwarnings("ignore::UserWarning:trl.experimental")
 @pytest.mark.parametrize(("client", "order"), cases())
 def test_trainer(
-    client: str, order: str, tokenizer: PreTrainedTokenizerFast, checkpoints: dict[str, Path], tmp_path: Path
+    client: str,
+    order: str,
+    tokenizer: PreTrainedTokenizerFast,
+    checkpoints: dict[str, Path],
+    tmp_path: Path,
+    exact: bool,
 ) -> None:
     runs = []
     for streamed in (False, True):
@@ -421,7 +445,7 @@ def test_trainer(
                 if trainer.eval_dataset is not None:
                     trainer.evaluate()
         runs.append(trainer)
-    assert_same(runs[1], runs[0], before)
+    assert_same(runs[1], runs[0], before, exact)
     assert_plain(runs[1].model, runs[0].model)
 
 
@@ -431,7 +455,8 @@ def assert_plain(model: Any, plain: Any) -> None:
     for module in model.modules():
         module.longest = 0
     outputs = [m.eval()(input_ids=ids) for m in (model, plain)]
-    assert torch.allclose(outputs[0].logits, outputs[1].logits, rtol=EXACT)
+    apart = (outputs[0].logits - outputs[1].logits).norm() / outputs[1].logits.norm()
+    assert apart <= (EXACT if model.dtype == torch.float64 else 1e-3)
     assert kit.longest_piece(model) == 30
 
 
@@ -439,7 +464,7 @@ def batches(tokenizer: PreTrainedTokenizerFast) -> DataLoader:
     return DataLoader(token_rows(tokenizer), batch_size=2, collate_fn=DataCollatorForSeq2Seq(tokenizer))
 
 
-def test_accelerate_loop(tokenizer: PreTrainedTokenizerFast, checkpoints: dict[str, Path]) -> None:
+def test_accelerate_loop(tokenizer: PreTrainedTokenizerFast, checkpoints: dict[str, Path], exact: bool) -> None:
     """A loop of one's own: accumulation of two batches, clipping, AdamW."""
     runs = []
     for streamed in (False, True):
@@ -462,14 +487,19 @@ def test_accelerate_loop(tokenizer: PreTrainedTokenizerFast, checkpoints: dict[s
         runs.append((curve, kit.weights(model), kit.longest_piece(model)))
     (theirs, wanted, whole), (ours, after, piece) = runs
     assert len(theirs) == 8 + 4
-    assert ours == pytest.approx(theirs, rel=EXACT)
-    assert difference(after, wanted, before) <= EXACT
+    assert_close(ours, theirs)
+    if exact:
+        assert ours == pytest.approx(theirs, rel=EXACT)
+        assert difference(after, wanted, before) <= EXACT
     assert whole > CHUNK >= piece
 
 
-def test_lightning(tokenizer: PreTrainedTokenizerFast, checkpoints: dict[str, Path], tmp_path: Path) -> None:
-    """A model within a module of Lightning; left out where Lightning is not installed."""
-    lightning = pytest.importorskip("lightning")
+@pytest.mark.filterwarnings("ignore:.isinstance.treespec")
+def test_lightning(
+    tokenizer: PreTrainedTokenizerFast, checkpoints: dict[str, Path], tmp_path: Path, exact: bool
+) -> None:
+    """A model within a module of Lightning; left out where the extra ``clients`` is not installed."""
+    lightning = pytest.importorskip("pytorch_lightning")
 
     class Module(lightning.LightningModule):
         def __init__(self, model: Any) -> None:
@@ -502,11 +532,14 @@ def test_lightning(tokenizer: PreTrainedTokenizerFast, checkpoints: dict[str, Pa
             trainer.fit(module, batches(tokenizer))
         runs.append((module.curve, kit.weights(module.model), kit.longest_piece(module.model)))
     (theirs, wanted, whole), (ours, after, piece) = runs
-    assert ours == pytest.approx(theirs, rel=EXACT)
-    assert difference(after, wanted, before) <= EXACT
+    assert_close(ours, theirs)
+    if exact:
+        assert ours == pytest.approx(theirs, rel=EXACT)
+        assert difference(after, wanted, before) <= EXACT
     assert whole > CHUNK >= piece
 
 
+@pytest.mark.usefixtures("fp64")
 def test_continuous_batching_is_refused(tokenizer: PreTrainedTokenizerFast, checkpoints: dict[str, Path]) -> None:
     """By transformers, which knows no paged form of the attention's name; without the stream it generates."""
     prompts = [tokenizer(row["prompt"])["input_ids"] for row in kit.rows(3)]

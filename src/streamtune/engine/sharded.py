@@ -8,12 +8,16 @@ module's call: a decoder layer's chunks are inside its ``forward``, the head's i
 from __future__ import annotations
 
 import sys
+from collections.abc import Iterable
 
 from torch import nn
 
 from streamtune.errors import UnsupportedModelError
 
-__all__ = ["FlatParametersError", "is_sharded"]
+__all__ = ["FlatParametersError", "gather_whole", "is_sharded", "ungather_whole"]
+
+LEAF = "_z3_leaf"
+"""The flag by which ``deepspeed.utils.set_z3_leaf_modules`` marks a module that is gathered whole around its call."""
 
 
 class FlatParametersError(UnsupportedModelError):
@@ -38,3 +42,46 @@ def is_sharded(module: nn.Module) -> bool:
         return True
     fsdp = sys.modules.get("torch.distributed.fsdp")  # nothing is of its kind where nobody imported it
     return fsdp is not None and isinstance(module, fsdp.FSDPModule)
+
+
+def gather_whole(layers: Iterable[nn.Module]) -> list[nn.Module]:
+    """Have ZeRO stage 3 gather a layer whole around its call, and not each module inside of it.
+
+    Chunks run inside of one call of the layer, and again in one call of its backward. ``deepspeed.initialize`` reads the
+    flag; without DeepSpeed nobody does.
+
+    Returns:
+        The layers that were not flagged before, for :func:`ungather_whole`.
+
+    Raises:
+        UnsupportedModelError: DeepSpeed has put its hooks inside of a layer already.
+    """
+    flagged = []
+    for layer in layers:
+        if getattr(layer, LEAF, False):
+            continue
+        if any(_gathers(module) for module in layer.modules() if module is not layer):
+            ungather_whole(flagged)
+            raise UnsupportedModelError(
+                "deepspeed.initialize() (ZeRO stage 3) gathers the modules inside of each layer one by one, and chunks "
+                "need the layer whole",
+                where=type(layer).__name__,
+                mend="call streamtune.stream(model) before deepspeed.initialize() and before the trainer that calls it",
+            )
+        setattr(layer, LEAF, True)
+        flagged.append(layer)
+    return flagged
+
+
+def ungather_whole(flagged: Iterable[nn.Module]) -> None:
+    """Take the flag away, but from layers that DeepSpeed gathers by it by now."""
+    for layer in flagged:
+        if hasattr(layer, LEAF) and not any(hasattr(parameter, "ds_id") for parameter in layer.parameters()):
+            delattr(layer, LEAF)
+
+
+def _gathers(module: nn.Module) -> bool:
+    return any(
+        str(getattr(hook, "__module__", "")).startswith("deepspeed.runtime.zero")
+        for hook in module._forward_pre_hooks.values()
+    )

@@ -29,6 +29,7 @@ from streamtune.engine.preflight import check_exact, check_length, check_shared,
 from streamtune.engine.rows import CallFacts
 from streamtune.engine.schedule import Schedule
 from streamtune.engine.scores import Scored, TokenScores, token_scores_of
+from streamtune.engine.sharded import gather_whole, ungather_whole
 from streamtune.engine.streamable import (
     REFUSED_OUTPUTS,
     attention_configs,
@@ -138,6 +139,7 @@ class StreamHandle:
             self.form = form_for(self.sequence_parallel, self.model, self.layers, head)
         self._sharing = Sharing(self)
         self.head = StreamedHead(self.model, schedule) if head and has_head(self.model) else None
+        self._gathered = gather_whole(self.layers)
         self.facts = CallFacts()
         self.scored: Scored | None = None
         self.routers = RouterWatch(self.model, self.layers, router_loss)
@@ -329,6 +331,7 @@ class StreamHandle:
             config._attn_implementation_internal = implementation
         for module in self._checkpointing:
             module.gradient_checkpointing = True
+        ungather_whole(self._gathered)
         self.tiers.close()
         self._hooks, self._attention, self._norms, self.layers, self._checkpointing = [], [], [], [], set()
 

@@ -1,0 +1,59 @@
+"""Hooks on a model whose weights ranks share run as often streamed as plain, and with the same values."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+
+from .hook_cases import KINDS, OF_PARAMETERS
+from .rank_group import run_ranks
+
+PLACES = {
+    "parameters": ["model.embed_tokens", "model.layers.1.mlp.up_proj", "model.norm"],
+    "modules": ["model.embed_tokens", "model.layers.0", "model.norm"],
+}
+WITHOUT_GRADIENTS = {"accumulator_hook", "post_accumulate_hook"}
+"""Hooks that read ``.grad``, which ZeRO-3 does not fill."""
+
+
+def cases(engine: str) -> list[dict[str, Any]]:
+    left_out = WITHOUT_GRADIENTS if engine == "zero3" else {"accumulator_hook"} if engine == "fsdp" else set()
+    return [
+        {"engine": engine, "hook": hook, "place": place, "chunk_size": 9}
+        for hook in KINDS
+        if hook not in left_out
+        for place in PLACES["parameters" if hook in OF_PARAMETERS else "modules"]
+    ]
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("engine", ["ddp", "fsdp", "zero3"])
+def test_hooks(engine: str) -> None:
+    """In fp32, as these engines compute: the values to 1e-5."""
+    compare(cases(engine), 400)
+
+
+def test_a_few_under_zero3() -> None:
+    """And a model that DeepSpeed has taken apart by modules already is refused."""
+    few = [case for case in cases("zero3") if case["hook"] in ("tensor_hook", "forward_hook")][1:5:3]
+    late = {"engine": "zero3", "late": True}
+    refused = compare(few, 200, late)[json.dumps(late)]["refused"]
+    assert "gathers the modules inside of each layer one by one" in refused
+    assert "before deepspeed.initialize()" in refused
+
+
+def compare(asked: list[dict[str, Any]], patience: float, *others: dict[str, Any]) -> dict[str, Any]:
+    """Assert that the hooks of these cases saw the same; return what was found of others."""
+    found = run_ranks(2, "tests.distributed.hook_cases", [*asked, *others], patience)
+    apart = {text: found.pop(text) for text in map(json.dumps, others)}
+    wrong = {}
+    for case, result in found.items():
+        for rank in result["ranks"]:
+            if rank["plain"] != rank["ours"] or not rank["apart"] <= 1e-5:
+                wrong[case] = rank
+    assert not wrong, json.dumps(wrong, indent=1)
+    called = [any("model" not in name for name in result["ranks"][0]["plain"]) for result in found.values()]
+    assert sum(called) >= len(called) // 2, "of the plain model too"
+    return apart
