@@ -1,4 +1,4 @@
-"""Hooks on a model whose weights ranks share: what they see streamed and plain, under the same engine, on every rank."""
+"""Hooks on a model whose weights ranks share: what they see streamed and plain, under one engine, on every rank."""
 
 from __future__ import annotations
 

@@ -146,7 +146,6 @@ class KeysAndValues:
         grad_k, grad_v = self.grads[index]
         return grad_k[:, :, keys], grad_v[:, :, keys]
 
-
     def past_grads(self) -> tuple[Tensor, Tensor]:
         """dK and dV ``[B, G, P, D]`` of the tokens before the sequence."""
         assert self.past is not None

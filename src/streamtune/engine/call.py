@@ -185,7 +185,11 @@ class LayerCall:
         if self._rotates_pooled_keys:
             refuse_past("it pools its keys", name)
         for key, value in self._all().items():
-            if isinstance(value, Tensor) and value.dim() == 4 and (key.endswith("mask") or _is_square(value, self.length)):
+            if (
+                isinstance(value, Tensor)
+                and value.dim() == 4
+                and (key.endswith("mask") or _is_square(value, self.length))
+            ):
                 refuse_past(f"{key!r} is a dense mask", name)
         for place, x in enumerate((past.keys, past.values)):
             if x.requires_grad:

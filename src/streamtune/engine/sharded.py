@@ -9,12 +9,14 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterable
+from typing import Any
 
-from torch import nn
+import torch
+from torch import Tensor, nn
 
 from streamtune.errors import UnsupportedModelError
 
-__all__ = ["FlatParametersError", "gather_whole", "is_sharded", "ungather_whole"]
+__all__ = ["FlatParametersError", "gather_whole", "is_sharded", "need_gradient", "ungather_whole"]
 
 LEAF = "_z3_leaf"
 """The flag by which ``deepspeed.utils.set_z3_leaf_modules`` marks a module that is gathered whole around its call."""
@@ -47,8 +49,8 @@ def is_sharded(module: nn.Module) -> bool:
 def gather_whole(layers: Iterable[nn.Module]) -> list[nn.Module]:
     """Have ZeRO stage 3 gather a layer whole around its call, and not each module inside of it.
 
-    Chunks run inside of one call of the layer, and again in one call of its backward. ``deepspeed.initialize`` reads the
-    flag; without DeepSpeed nobody does.
+    Chunks run inside of one call of the layer, and again in one call of its backward. ``deepspeed.initialize`` reads
+    the flag; without DeepSpeed nobody does.
 
     Returns:
         The layers that were not flagged before, for :func:`ungather_whole`.
@@ -56,7 +58,7 @@ def gather_whole(layers: Iterable[nn.Module]) -> list[nn.Module]:
     Raises:
         UnsupportedModelError: DeepSpeed has put its hooks inside of a layer already.
     """
-    flagged = []
+    flagged: list[nn.Module] = []
     for layer in layers:
         if getattr(layer, LEAF, False):
             continue
@@ -71,6 +73,22 @@ def gather_whole(layers: Iterable[nn.Module]) -> list[nn.Module]:
         setattr(layer, LEAF, True)
         flagged.append(layer)
     return flagged
+
+
+def need_gradient(layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Have the hidden states of a trained layer need a gradient under ZeRO stage 3, as a forward pre-hook.
+
+    DeepSpeed's hooks of a layer in the backward hang on its first input: without a gradient there (adapters over a
+    frozen embedding) it lets go of the weights before the layer's backward.
+    """
+    hidden = args[0] if args else kwargs.get("hidden_states")
+    if not torch.is_grad_enabled() or not isinstance(hidden, Tensor) or hidden.requires_grad:
+        return None
+    parameters = list(layer.parameters())
+    if not any(hasattr(p, "ds_id") for p in parameters) or not any(p.requires_grad for p in parameters):
+        return None
+    hidden = hidden.detach().requires_grad_()
+    return ((hidden, *args[1:]), kwargs) if args else (args, {**kwargs, "hidden_states": hidden})
 
 
 def ungather_whole(flagged: Iterable[nn.Module]) -> None:

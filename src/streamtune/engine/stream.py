@@ -29,7 +29,7 @@ from streamtune.engine.preflight import check_exact, check_length, check_shared,
 from streamtune.engine.rows import CallFacts
 from streamtune.engine.schedule import Schedule
 from streamtune.engine.scores import Scored, TokenScores, token_scores_of
-from streamtune.engine.sharded import gather_whole, ungather_whole
+from streamtune.engine.sharded import gather_whole, need_gradient, ungather_whole
 from streamtune.engine.streamable import (
     REFUSED_OUTPUTS,
     attention_configs,
@@ -170,6 +170,7 @@ class StreamHandle:
         self._hooks = [
             self.model.register_forward_pre_hook(self._before, with_kwargs=True),
             self.model.register_forward_hook(self._after, always_call=True),
+            *(layer.register_forward_pre_hook(need_gradient, with_kwargs=True, prepend=True) for layer in self.layers),
         ]
 
     def logprobs(
