@@ -28,6 +28,8 @@ from transformers import PreTrainedModel
 from transformers.utils import logging
 
 from streamtune import Schedule, StreamHandle, stream
+from streamtune.engine.call import takes_cache
+from streamtune.engine.state_argument import STATE
 from streamtune.engine.tiles import FormedMask
 from streamtune.errors import UnsupportedModelError
 from tests.conformance.exceptions import NOT_CAUSAL
@@ -281,7 +283,8 @@ def _squares() -> Iterator[list[Tensor]]:
 
 def _attention_of(handle: StreamHandle, squares: bool) -> str:
     """What a reader should know of the memory of its attention; empty where it is ours in all layers."""
-    own = sum(layer.forward.own is not None for layer in handle.layers)
+    attending = [layer for layer in handle.layers if takes_cache(layer) != STATE]
+    own = sum(layer.forward.own is not None for layer in attending)
     if not own:
         return ""
     part = "" if own == len(handle.layers) else f" in {own} of {len(handle.layers)} layers"

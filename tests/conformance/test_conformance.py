@@ -30,6 +30,7 @@ REPRESENTATIVE = {
     "moss_transcribe_diarize": "a model of several parts",
     "mpt": "a mask the model computes with",
     "prophetnet": "refused by check()",
+    "rwkv": "a state in the place of a cache",
     "xlm": "not a causal decoder",
 }
 """One name for each way through the engine and the survey; the others only where slow tests are asked for."""

@@ -9,6 +9,7 @@ import torch
 
 import streamtune
 from streamtune import Schedule
+from streamtune.errors import UnsupportedModelError
 from tests.conformance.reducer import build as build_any
 from tests.precision_kit import EXACT, Float64, in_float64
 
@@ -23,7 +24,10 @@ STATES = {
     "zamba2": "a second stream of hidden states, shared blocks",
     "zaya": "a convolution over queries and keys, a second output",
     "minimax": "a linear attention with a cache of its own",
+    "rwkv": "no attention; a state as an argument, in columns of tensors of all layers",
+    "xlstm": "a state as an argument, given back",
 }
+BY_ARGUMENT = ("rwkv", "xlstm")
 SCHEDULES = (
     Schedule(chunk_size=37),
     Schedule(chunk_size=16),
@@ -54,7 +58,18 @@ def sharing(family: str) -> Any:
     )
 
 
-@pytest.mark.quick("mamba2", "lfm2")
+def inputs_of(family: str, kind: str) -> dict[str, Any]:
+    """A batch without what the family does not take. In training RWKV makes no cache; xLSTM's has larger heads here."""
+    inputs: dict[str, Any] = batch(kind)
+    if family in ("mamba", "mamba2", *BY_ARGUMENT):
+        inputs.pop("position_ids", None)
+    if family in BY_ARGUMENT:
+        inputs.pop("attention_mask", None)
+        inputs["use_cache"] = False
+    return inputs
+
+
+@pytest.mark.quick("mamba2", "lfm2", "rwkv")
 @pytest.mark.parametrize("family", STATES)
 def test_states_are_carried_and_their_gradients_handed_back(
     family: str, error_table: dict[str, dict[str, float]]
@@ -62,9 +77,7 @@ def test_states_are_carried_and_their_gradients_handed_back(
     model = build_any(family)
     row = error_table.setdefault(family, {})
     for kind in BATCHES:
-        inputs: dict[str, Any] = batch(kind)
-        if family in ("mamba", "mamba2"):
-            inputs.pop("position_ids", None)
+        inputs = inputs_of(family, kind)
         want = reference(model, inputs)
         for schedule in SCHEDULES:
             with streamtune.stream(model, schedule=schedule):
@@ -91,9 +104,7 @@ def test_the_state_matters(family: str) -> None:
 @pytest.mark.quick("mamba2", "qwen3_next", "falcon_h1")
 @pytest.mark.parametrize("family", STATES)
 def test_fp64_leaves_no_doubt(family: str) -> None:
-    inputs = batch("left")
-    if family in ("mamba", "mamba2"):
-        inputs.pop("position_ids")
+    inputs = inputs_of(family, "left")
     with Float64():
         model = in_float64(build_any(family))  # built here, since minimax makes its tables of decays then
         _, want = gradients(model, inputs)
@@ -181,3 +192,28 @@ def test_shared_keys_and_values_with_frozen_layers(frozen: str) -> None:
     want = reference(model, inputs)
     with streamtune.stream(model, chunk_size=8):
         want.check(gradients(model, inputs))
+
+
+@pytest.mark.parametrize("family", BY_ARGUMENT)
+def test_a_state_that_is_passed(family: str) -> None:
+    """Generation goes on from it as without streaming; with gradients on it is refused."""
+    model = build_any(family).eval()
+    ids = batch("plain")["input_ids"][:, :12]
+    if family == "xlstm":  # its cache has heads of the size that the configuration says
+        model.config.max_inference_chunksize = 64
+    with torch.no_grad(), Float64():
+        model = in_float64(model).eval()
+        want = model(ids, use_cache=False).logits
+        with streamtune.stream(model, chunk_size=5):
+            torch.testing.assert_close(model(ids, use_cache=False).logits, want, rtol=1e-9, atol=1e-12)
+    if family == "rwkv":
+        with torch.no_grad(), Float64():
+            first = model(ids[:, :7], use_cache=True)
+            wanted = model(ids[:, 7:8], state=[part.clone() for part in first.state], use_cache=True).logits
+        with Float64(), streamtune.stream(model, chunk_size=5):
+            with torch.no_grad():
+                state = model(ids[:, :7], use_cache=True).state
+                got = model(ids[:, 7:8], state=[part.clone() for part in state], use_cache=True).logits
+                torch.testing.assert_close(got, wanted, rtol=1e-9, atol=1e-12)
+            with pytest.raises(UnsupportedModelError, match="the layer is handed a state"):
+                model(ids[:, 7:], state=state)

@@ -39,6 +39,7 @@ from streamtune.engine.past import Past, refuse_past
 from streamtune.engine.rows import OTHER_WORDS
 from streamtune.engine.schedule import Schedule
 from streamtune.engine.sharing import ChunkSharing, SharedKey
+from streamtune.engine.state_argument import STATE, state_after, state_before
 from streamtune.engine.strips import Strips
 from streamtune.engine.tiles import OwnAttention, sees_future, tile
 from streamtune.engine.vjp import Along, cut
@@ -47,8 +48,8 @@ from streamtune.ops.mask import LazyMask
 
 __all__ = ["CACHE_NAMES", "PAST", "LayerCall", "hands_on_cache", "takes_cache"]
 
-CACHE_NAMES = ("past_key_values", "layer_past", "past_key_value", "cache_params")
-"""What decoder layers call their cache argument."""
+CACHE_NAMES = ("past_key_values", "layer_past", "past_key_value", "cache_params", STATE)
+"""What decoder layers call their cache argument, or the state in its place."""
 
 KEY_BIASES = ("alibi", "position_bias")
 """Arguments that are added to the scores of all queries alike; one number for each key in the last dimension."""
@@ -326,7 +327,8 @@ class LayerCall:
                     groups[-1][key] = self._cut(key, value, chunk, cache.first_key)
         arguments, extra = groups
         extra.pop(self.cache_name, None)
-        arguments[self.cache_name] = cache
+        by_state = self.cache_name == STATE
+        arguments[self.cache_name] = state_before(self.layer, cache, given[self.hidden_name]) if by_state else cache
         if "use_cache" in arguments:
             arguments["use_cache"] = True
         extra.pop("use_cache", None)
@@ -338,6 +340,7 @@ class LayerCall:
                 self.layer.gradient_checkpointing = False  # type: ignore[assignment]
             with self._attending():
                 out = type(self.layer).forward(self.layer, **arguments, **extra)
+                out = state_after(self.layer, cache, arguments[STATE], out) if by_state else out
         finally:
             if checkpointing:
                 self.layer.gradient_checkpointing = True  # type: ignore[assignment]

@@ -26,6 +26,7 @@ from streamtune.engine.rows import CallFacts
 from streamtune.engine.scan import mixers_with_a_bare_scan
 from streamtune.engine.schedule import Schedule
 from streamtune.engine.sharded import FlatParametersError
+from streamtune.engine.state_argument import STATE
 from streamtune.engine.storage import Stored
 from streamtune.engine.tiles import OwnAttention, is_ours
 from streamtune.engine.vjp import streamed_vjp
@@ -121,6 +122,8 @@ class StreamedForward:
         if call.cache is not None:
             if not torch.is_grad_enabled():  # generation: the model's own cache, the model's own walk
                 return self._generate(call)
+            if call.cache_name == STATE:
+                refuse_past("the layer is handed a state", type(self.layer).__name__)
             if call.cache.get_seq_length() > 0:
                 if self.facts.rows is not None:
                     refuse_past("rows are packed or share their beginnings", type(self.layer).__name__)
