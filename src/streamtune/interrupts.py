@@ -1,4 +1,4 @@
-"""Ctrl-C, SIGTERM and SIGHUP outside of training: the command ends at once, and nothing of it is left.
+"""Ctrl-C, SIGTERM and SIGHUP outside of training: the command ends at once and clears up after itself.
 
 No exception is raised for a signal: one that comes up inside a callback of a library in C++ ends the process with
 SIGABRT or is lost in a destructor. The handler ends the command's children, removes its temporary folders, restores the
@@ -66,13 +66,13 @@ _state = _State()
 
 
 def install(*, for_good: bool = False) -> Callable[[], None]:
-    """Let Ctrl-C, SIGTERM and SIGHUP end this process at once; return what undoes it.
+    """Let Ctrl-C, SIGTERM and SIGHUP end this process at once; return a function that undoes it.
 
     A SIGHUP that is ignored already, as under ``nohup``, stays ignored. Outside the main thread, where Python accepts
     no handlers, and where they are installed already, nothing is done.
 
     Args:
-        for_good: Never undone; Ctrl-C does nothing any more once the interpreter takes itself down.
+        for_good: Never undone; Ctrl-C does nothing any more once the interpreter shuts down.
     """
     if threading.current_thread() is not threading.main_thread() or _state.owner == os.getpid():
         return lambda: None
@@ -105,13 +105,13 @@ def install(*, for_good: bool = False) -> Callable[[], None]:
 
 
 def is_ignored(signum: int) -> bool:
-    """Return whether the process was started with this signal ignored and is to keep it so: SIGHUP under ``nohup``."""
+    """Return True if the process was started with this signal ignored and is to keep it so: SIGHUP under ``nohup``."""
     return signum not in (signal.SIGINT, signal.SIGTERM) and signal.getsignal(signum) == signal.SIG_IGN
 
 
 @contextmanager
 def saying(text: str) -> Iterator[None]:
-    """Print ``text`` where a signal ends the process within, in place of ``Stopped.``."""
+    """Print ``text`` in place of ``Stopped.`` if a signal ends the process inside the context."""
     before, _state.text = _state.text, text
     try:
         yield
@@ -120,7 +120,7 @@ def saying(text: str) -> Iterator[None]:
 
 
 def remove_too(folder: str) -> None:
-    """Remove this folder where a signal ends the process; it may be gone by then."""
+    """Remove this folder as well if a signal ends the process; it may be gone by then."""
     _state.folders.append(folder)
 
 
@@ -139,7 +139,7 @@ def temporary_directory(**options: Any) -> Iterator[str]:
 
 @contextmanager
 def postponed() -> Iterator[None]:
-    """Let the first Ctrl-C within wait for :func:`check`, for two seconds at most."""
+    """Let the first Ctrl-C inside the context wait for :func:`check`, for two seconds at most."""
     _state.postponed, _state.asked = True, False
     try:
         yield
@@ -148,7 +148,7 @@ def postponed() -> Iterator[None]:
 
 
 def check() -> None:
-    """Raise ``KeyboardInterrupt`` if a Ctrl-C waits: called where Python code alone is running."""
+    """Raise ``KeyboardInterrupt`` if a postponed Ctrl-C waits; to be called where only Python code runs."""
     if _state.asked:
         _state.asked = _state.postponed = False
         raise KeyboardInterrupt
@@ -156,7 +156,7 @@ def check() -> None:
 
 @contextmanager
 def stopping() -> Iterator[None]:
-    """Tell the second thread that other handlers are installed, which call :func:`handled`."""
+    """Mark the context as one with other handlers, which call :func:`handled`; the second thread then waits longer."""
     _state.stopping = True
     try:
         yield
@@ -171,7 +171,7 @@ def handled() -> None:
 
 @contextmanager
 def blocked() -> Iterator[None]:
-    """Hold signals back: they come when the block ends, and in a process started within when it is ready for them."""
+    """Block signals inside the context: they arrive when it ends, in a process started inside when it unblocks them."""
     if not hasattr(signal, "pthread_sigmask"):
         yield
         return
@@ -201,7 +201,7 @@ def _leave(signum: int, frame: FrameType | None) -> None:
 
 
 def _watch(reading: int) -> None:
-    """Leave where a signal has come and the main thread does not run its handler, inside a call of a library."""
+    """End the process where a signal has come and the main thread, inside a call of a library, runs no handler."""
     while came := os.read(reading, 1):
         signum = came[0]
         if signum not in SIGNALS:
@@ -223,7 +223,7 @@ def _watch(reading: int) -> None:
 
 
 def _clear_up() -> None:
-    """End the children, remove temporary folders, restore the terminal and say that the command stops."""
+    """End the children, remove temporary folders, restore the terminal and print that the command stops."""
     _kill_children()
     if _state.folders:
         import shutil
@@ -268,6 +268,6 @@ def _descendants() -> set[int]:
 
 
 def _tracker() -> int | None:
-    """The process in which multiprocessing removes semaphores: it does so, and ends, when this one has ended."""
+    """Return the id of multiprocessing's resource tracker, which removes semaphores and ends after this process."""
     module = sys.modules.get("multiprocessing.resource_tracker")
     return getattr(getattr(module, "_resource_tracker", None), "_pid", None)

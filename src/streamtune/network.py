@@ -1,6 +1,7 @@
-"""What leaves this machine: no telemetry, no kernels from a hub, and with ``--offline`` no connection at all.
+"""Connections out of this machine: no telemetry, no kernels from a hub, and with ``--offline`` none at all.
 
-The libraries read their environment when they are imported, so this is called before. Imports none of them itself.
+The libraries read their environment when they are imported, so these functions are called before. This module imports
+none of them.
 """
 
 from __future__ import annotations
@@ -52,15 +53,18 @@ def keep_private() -> None:
 
 
 def stay_off_the_hub() -> None:
-    """Let the libraries read their caches only. For a recipe that names nothing on a hub; others may still connect."""
+    """Let the hub's libraries read their caches only. Other connections stay possible.
+
+    For a recipe that names nothing on a hub.
+    """
     os.environ.update(_OFF_THE_HUB)
 
 
 def go_offline() -> None:
     """Refuse every connection but those within this machine, in this process and those it starts.
 
-    Connections made by Python code raise :class:`OfflineError`. Compiled libraries make theirs unseen (ranks that talk
-    to each other do): nothing here uses one to fetch anything.
+    Connections made by Python code raise :class:`OfflineError`. Those of compiled libraries, as between ranks, are not
+    seen; no compiled library is used here to fetch anything.
     """
     global _guarded
     stay_off_the_hub()
@@ -71,13 +75,13 @@ def go_offline() -> None:
 
 
 def is_offline() -> bool:
-    """Whether this process was told to be offline."""
+    """Return True if this process is to stay offline."""
     return os.environ.get(OFFLINE) == "1"
 
 
 @contextmanager
 def among_ranks() -> Iterator[None]:
-    """Connections of this thread within are those of a run's ranks to each other: they are no way out of it."""
+    """Allow connections of this thread while inside: they are those of a run's ranks to each other."""
     before = getattr(_talking, "to_ranks", False)
     _talking.to_ranks = True
     try:
@@ -87,7 +91,7 @@ def among_ranks() -> Iterator[None]:
 
 
 def _refuse(event: str, arguments: tuple[Any, ...]) -> None:
-    """The audit hook: hooks cannot be removed, so it asks whether it still holds."""
+    """Refuse connections to other machines, as an audit hook. Hooks cannot be removed, so it tests if it applies."""
     if not event.startswith("socket.") or not is_offline() or getattr(_talking, "to_ranks", False):
         return
     if event in ("socket.connect", "socket.sendto", "socket.sendmsg"):
@@ -99,7 +103,7 @@ def _refuse(event: str, arguments: tuple[Any, ...]) -> None:
 
 
 def _is_here(address: Any) -> bool:
-    """Whether an address is of this machine: a Unix socket, the loopback, or no host."""
+    """Return True if an address is of this machine: a Unix socket, the loopback, or no host."""
     if not isinstance(address, tuple):
         return True  # a path, or a family that names no host
     host = address[0]

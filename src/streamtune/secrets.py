@@ -1,7 +1,7 @@
-"""Tokens and passwords: found in what a user writes, and taken out of what a run writes or says.
+"""Find tokens and passwords in a user's input, and remove them from what a run writes or prints.
 
 Recognised are the forms that services give their tokens, credentials in a URL, and the values of environment variables
-that are named like secrets. What is removed leaves its kind behind: ``[a Hugging Face token]``.
+that are named like secrets. A removed secret is replaced by its kind: ``[a Hugging Face token]``.
 
 This module is a leaf: it imports nothing of the project and nothing heavy.
 """
@@ -48,7 +48,7 @@ _SHORTEST = 8
 
 
 def find_secret(text: str) -> str | None:
-    """What kind of secret a text holds, such as ``a Hugging Face token``; None where none is seen."""
+    """Return the kind of secret in a text, such as ``a Hugging Face token``; None where none is found."""
     if _HINT.search(text):
         for kind, form in _COMPILED.items():
             if form.search(text):
@@ -57,7 +57,7 @@ def find_secret(text: str) -> str | None:
 
 
 def redact(text: str) -> str:
-    """The text with each secret replaced by its kind in brackets."""
+    """Return the text with each secret replaced by its kind in brackets."""
     for name, value in _from_environment().items():
         if value in text:
             text = text.replace(value, f"[the value of ${name}]")
@@ -68,7 +68,7 @@ def redact(text: str) -> str:
 
 
 def redact_values(value: Any) -> Any:
-    """The same for every text in JSON values, keys of mappings included."""
+    """Redact every text in JSON values, keys of mappings included."""
     if isinstance(value, str):
         return redact(value)
     if isinstance(value, Mapping):
@@ -79,7 +79,7 @@ def redact_values(value: Any) -> Any:
 
 
 def _from_environment() -> dict[str, str]:
-    """Variables named like secrets, and their values; the longest first, so that none is replaced in part."""
+    """Return the variables named like secrets, with values; the longest first, so that none is replaced in part."""
     found = {
         name: value
         for name, value in os.environ.items()
@@ -89,7 +89,7 @@ def _from_environment() -> dict[str, str]:
 
 
 def _is_path_or_switch(value: str) -> bool:
-    """Whether a value is a number, names a file that holds the secret, or says whether there is one."""
+    """Return True if a value is a number, a path of a file that holds the secret, or a switch such as ``disabled``."""
     return (
         value.isdecimal() or value.startswith(("/", "~", "./")) or value.lower() in ("disabled", "required", "optional")
     )

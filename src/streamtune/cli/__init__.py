@@ -24,7 +24,7 @@ __all__ = ["app", "main"]
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    """Run a command and leave with its exit code.
+    """Run a command and exit with its exit code.
 
     0 done; 1 ran and failed; 2 the input is wrong; 130 stopped by Ctrl-C.
 
@@ -72,7 +72,7 @@ def _run(given: list[str]) -> None:
 
 
 def _check_output() -> None:
-    """Refuse to call a command done whose result could not be written; a reader that left early wanted no more."""
+    """Raise if needed output could not be written to stdout; a reader that closed the pipe early is no error."""
     sys.stdout.flush()
     error = lost_output()
     if error is not None and not reader_is_gone() and is_needed():
@@ -84,7 +84,7 @@ def _check_output() -> None:
 
 
 def _unexpected(error: Exception) -> StreamTuneError:
-    """A defect of ours, or a library's error nobody foresaw: short, with the way to see all of it."""
+    """Return a short error for any other exception: a limit of the machine, or a defect (``--debug`` shows it all)."""
     known = error_of_machine(error)
     if known is not None:
         return known

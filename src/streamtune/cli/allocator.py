@@ -1,4 +1,4 @@
-"""The device allocator's setting: segments that grow, so that chunks of ever longer sequences leave no holes.
+"""The device allocator's setting: expandable segments, so that ever longer sequences do not fragment memory.
 
 Without it, memory a longer sequence cannot use again stays reserved, and a run ends out of memory with gigabytes free.
 torch reads the setting once, when it first touches the device.
@@ -18,11 +18,11 @@ SETTING = "expandable_segments:True"
 
 
 def grow_segments(environment: MutableMapping[str, str] = os.environ) -> None:
-    """Set it for this process and those it starts, unless the user has set the allocator up; Linux alone knows it."""
+    """Set expandable segments for this process and its children unless the user set the allocator; Linux only."""
     if sys.platform == "linux" and not any(name in environment for name in NAMES):
         environment.update(dict.fromkeys(NAMES, SETTING))
 
 
 def allocator_setting(environment: MutableMapping[str, str] = os.environ) -> str:
-    """What the allocator is told, for people; empty if nothing."""
+    """Return the allocator's setting from the environment; an empty string if there is none."""
     return next((environment[name] for name in NAMES if environment.get(name)), "")

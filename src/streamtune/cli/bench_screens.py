@@ -1,4 +1,4 @@
-"""What ``streamtune bench`` shows: its own table, and those that are asked for by name."""
+"""Tables that ``streamtune bench`` prints: its own, and those that the user requests by name."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ __all__ = ["bench_screen", "describe_bench", "table_screen"]
 
 
 def table_screen(report: TableReport) -> None:
-    """Print a named table with what its columns mean."""
+    """Print a named table with a description and notes on its columns."""
     from streamtune.plan.tables_report import cells, columns, describe, notes
 
     shown = [column for column in columns(report) if not column.page]
@@ -37,7 +37,7 @@ def table_screen(report: TableReport) -> None:
 
 
 def describe_bench(report: BenchReport) -> str:
-    """One line: model, precision, machine."""
+    """Return one line on the model, its dtype, the chunk size and the machine."""
     env = report.env
     if not env:
         return "nothing could be measured"
@@ -47,7 +47,10 @@ def describe_bench(report: BenchReport) -> str:
 
 
 def bench_screen(report: BenchReport) -> Table:
-    """One row a mode and length. Ratios are to gradient checkpointing in the same run."""
+    """Return a table with one row for each length, layout and mode.
+
+    Ratios are to gradient checkpointing in the same run; those in ``to 1 row`` are to the same tokens as one row.
+    """
     table = Table(box=None, header_style="bold", pad_edge=False, collapse_padding=True)
     packed = report.packed_rows > 0
     for name in ("tokens", "mode", *(["rows"] if packed else [])):

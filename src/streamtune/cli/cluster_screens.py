@@ -1,4 +1,4 @@
-"""What ``plan`` and ``probe-max-len`` say of several devices: who shares what, memory of nodes, bytes of links."""
+"""Output of ``plan`` and ``probe-max-len`` on several devices: ranks, memory of nodes, bytes of links."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ NodesOption = Annotated[
 
 
 def cluster_document(planned: RecipePlan) -> dict[str, Any]:
-    """The key ``cluster`` of ``plan --json``: empty for one device."""
+    """Return the key ``cluster`` of ``plan --json`` with its value; an empty dictionary for one device."""
     cluster, chosen = planned.cluster, planned.plan
     if cluster.ranks == 1:
         return {}
@@ -58,7 +58,7 @@ def cluster_document(planned: RecipePlan) -> dict[str, Any]:
 
 
 def cluster_rows(planned: RecipePlan) -> list[tuple[str, str]]:
-    """Lines of the screen; none for one device."""
+    """Return the lines of the screen as (name, text); none for one device."""
     cluster, chosen = planned.cluster, planned.plan
     if cluster.ranks == 1:
         return []
@@ -80,7 +80,7 @@ def _describe_links(traffic: dict[str, Any]) -> str:
 
 
 def traffic_table(traffic: dict[str, Any]) -> Table:
-    """One row for each kind of message: what one device sends in a step.
+    """Return a table of the bytes one device sends in a step, with one row for each kind of message.
 
     Args:
         traffic: As ``--json`` has it.

@@ -1,4 +1,4 @@
-"""The two places output goes: results on stdout, everything else on stderr."""
+"""The two consoles: results go to stdout, everything else to stderr."""
 
 from __future__ import annotations
 
@@ -46,12 +46,12 @@ _needed = [True]
 
 
 def need_output(needed: bool) -> None:
-    """Say whether the command that runs fails where its output is lost: not one whose results are files."""
+    """Set whether the running command fails if its output is lost; False for one whose results are files."""
     _needed[:] = [needed]
 
 
 def is_needed() -> bool:
-    """Return whether the command that runs fails where its output is lost."""
+    """Return True if the running command fails when its output is lost."""
     return _needed[0]
 
 
@@ -79,12 +79,12 @@ def print_rows(rows: Iterable[tuple[str, str]], *, name_style: str = "dim", inde
 
 
 def print_note(note: str) -> None:
-    """Tell on stderr what is worth knowing and is no error."""
+    """Print a note, which is no error, on stderr."""
     err.print(Text.assemble(("note", "yellow"), ": ", _commands(plain(note))), soft_wrap=True)
 
 
 def print_error(error: StreamTuneError, to: Console = err) -> None:
-    """Tell an error on stderr: a panel on a terminal, plain lines in a log."""
+    """Print an error, by default on stderr: as a panel on a terminal, as plain lines in a log."""
     if to.is_terminal and to.width >= NARROW:
         to.print(error_panel(error))
     else:
@@ -92,7 +92,7 @@ def print_error(error: StreamTuneError, to: Console = err) -> None:
 
 
 def error_text(error: StreamTuneError) -> str:
-    """An error as plain lines: ``error: what``, then ``where`` and ``mend`` where there is one."""
+    """Return an error as plain lines: ``error: what``, then ``where`` and ``mend`` if the error has them."""
     lines = [f"error: {plain(error.what)}"]
     lines += [f"where: {plain(error.where)}"] if error.where else []
     lines += [f"mend: {plain(error.mend)}"] if error.mend else []
@@ -100,7 +100,7 @@ def error_text(error: StreamTuneError) -> str:
 
 
 def error_panel(error: StreamTuneError) -> Panel:
-    """An error as one panel: what, where with the line of the recipe, how to mend it."""
+    """Return an error as a panel: its ``what``, its ``where`` with the line of the recipe, and its ``mend``."""
     first, *others = plain(error.what).splitlines() or [""]
     parts: list[RenderableType] = [Text(first, style="bold")]
     parts += [_list_item(line) for line in others]
@@ -125,14 +125,14 @@ def error_panel(error: StreamTuneError) -> Panel:
 
 
 def _title(error: StreamTuneError) -> str:
-    """``RecipeError`` as ``Recipe error``."""
+    """Return the title of an error: ``Recipe error`` for a ``RecipeError``."""
     if type(error) in (StreamTuneError, UserError):
         return "Error"
     return re.sub(r"(?<=[a-z])(?=[A-Z])", " ", type(error).__name__).capitalize()
 
 
 def _list_item(line: str) -> RenderableType:
-    """A line of a longer message; one that starts with a dash wraps under its own text."""
+    """Return a line of a longer message; one that starts with a dash wraps under its own text."""
     if not line.startswith("- "):
         return _commands(line)
     item = Table.grid(padding=(0, 1))
@@ -143,19 +143,19 @@ def _list_item(line: str) -> RenderableType:
 
 
 def _commands(text: str) -> Text:
-    """Text with its `commands` in bold."""
+    """Return the text with its `commands` in bold."""
     shown = Text(text)
     shown.highlight_regex(r"`[^`]+`", "bold")
     return shown
 
 
 def _open_at_once(path: str, flags: int) -> int:
-    """Open without waiting: what was a recipe a moment ago may be a pipe."""
+    """Open without blocking: the path may have become a pipe since the recipe was read."""
     return os.open(path, flags | getattr(os, "O_NONBLOCK", 0))
 
 
 def _source_line(where: str) -> str:
-    """The line of a recipe that ``file:line`` points to, or an empty string."""
+    """Return the line of a recipe that ``file:line`` points to, or an empty string."""
     file, _, number = where.rpartition(":")
     if not (number.isdecimal() and file.endswith((".yaml", ".yml"))):
         return ""

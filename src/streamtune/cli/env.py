@@ -44,11 +44,12 @@ def env(json: JsonOption = False) -> None:
 
 
 def environment() -> dict[str, Any]:
-    """What ``env --json`` prints: ``versions``, ``platform``, ``memory`` (bytes), ``devices``, ``attention`` and more.
+    """Return the document of ``env --json``: ``versions``, ``memory`` (bytes), ``devices``, ``attention`` and more.
 
-    ``attention`` is device -> dtype -> with or without a mask -> the kernel, of those that are right here the fastest
-    with the heads of an 8B model; ``tiled`` is the engine's own formula. ``head`` is device -> the fused heads that the
-    first step will try against the streamed one (``candidates``). ``allocator`` is what the device's allocator is told.
+    ``attention`` is device -> dtype -> with or without a mask -> the kernel: of those whose results are right here, the
+    fastest with the heads of an 8B model; ``tiled`` is the engine's own formula. ``head`` is device -> the fused heads
+    that the first step compares with the streamed one (``candidates``). ``platform`` is the operating system, and
+    ``allocator`` the setting of the device's allocator.
     """
     import torch
 
@@ -69,7 +70,7 @@ def environment() -> dict[str, Any]:
 
 
 def _package_version(name: str) -> str | None:
-    """The installed version of a package, without importing it; ``None`` if it is not installed."""
+    """Return the installed version of a package, without importing it; ``None`` if it is not installed."""
     try:
         return metadata.version(name)
     except metadata.PackageNotFoundError:
@@ -104,7 +105,7 @@ def _devices() -> list[dict[str, Any]]:
 
 
 def _cpu_model() -> str:
-    """The processor's name; Python itself knows the architecture only."""
+    """Return the processor's name; Python itself reports only the architecture."""
     try:
         lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
     except OSError:
@@ -133,7 +134,7 @@ def _describe_head(head: dict[str, list[str]]) -> str:
 
 
 def _memory() -> dict[str, int | None]:
-    """Host memory, and the limit of the container where there is one."""
+    """Return the bytes of host memory, and the limit of the container if there is one."""
     import psutil
 
     memory = psutil.virtual_memory()

@@ -1,4 +1,4 @@
-"""Errors of the machine that surface anywhere, told by what they are: memory, limits, temporary files, names."""
+"""Errors of the machine that can occur anywhere: memory, limits, temporary files, file names."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ TEMPORARY = ("TMPDIR", "TEMP", "TMP")
 
 
 def check_directory() -> None:
-    """Refuse to start where the current directory was deleted: libraries that torch loads abort the process there.
+    """Raise if the current directory was deleted: libraries that torch loads abort the process there.
 
     Raises:
-        ArgumentError: It was.
+        ArgumentError: It was deleted.
     """
     if _has_no_directory():
         raise _no_directory()
@@ -31,10 +31,10 @@ def _no_directory() -> ArgumentError:
 
 
 def error_of_machine(error: BaseException) -> StreamTuneError | None:
-    """Return the error to show for a limit of the machine that nothing nearer has caught; None for other errors.
+    """Return the error to show for a limit of the machine that no other code caught; None for other errors.
 
     Args:
-        error: What reached the command line.
+        error: The exception that reached the command line.
     """
     for each in _causes(error):
         if isinstance(each, MemoryError) or any(text in str(each).lower() for text in MEMORY):
@@ -82,7 +82,7 @@ NAMES = {
 
 
 def _causes(error: BaseException | None) -> Iterator[BaseException]:
-    """The error and what it came from."""
+    """Yield the error, its cause or context, the cause of that, and so on; 10 at most."""
     for _ in range(10):
         if error is None:
             return
@@ -91,7 +91,7 @@ def _causes(error: BaseException | None) -> Iterator[BaseException]:
 
 
 def _memory(error: BaseException) -> str:
-    """Return where memory ran out, with the limit on this process if there is one."""
+    """Return the message that memory ran out, with the limit on this process if there is one."""
     try:
         import resource  # not on Windows
 

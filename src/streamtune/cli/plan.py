@@ -1,4 +1,4 @@
-"""``streamtune plan``: the schedule a run would take, what it holds by term, and how long its steps would be."""
+"""``streamtune plan``: the schedule a run would use, its memory by term, and the time of its steps."""
 
 from __future__ import annotations
 
@@ -154,7 +154,7 @@ def _describe_step(planned: RecipePlan) -> str:
 
 
 def _describe_scored(scored: Scored, recipe: Recipe) -> str:
-    """``1 pair of 2 x 65,536 tokens, prompt shared: 98,304 tokens``"""
+    """Describe a batch: ``1 pair of 2 x 65,536 tokens, prompt shared: 98,304 tokens``."""
     from streamtune.recipe.build_shapes import unit_of
 
     longest = max(trunk + max(branches) for trunk, branches in scored.trees)
@@ -195,7 +195,7 @@ def _describe_binding(chosen: Plan) -> str:
 
 
 def _memory_table(planned: RecipePlan) -> Table:
-    """One bar for each term, in proportion to the device's memory; host and disk are those of a node."""
+    """Return a table with a bar for each term, relative to the device's memory; host and disk are those of a node."""
     limits, simulation = planned.plan.limits, planned.plan.simulation
     table = Table(box=None, show_header=False, pad_edge=False, padding=(0, 2, 0, 0))
     table.add_column()
@@ -242,7 +242,7 @@ def _alternatives_table(chosen: Plan, layers: int) -> Table:
 
 
 def describe_plan(chosen: Plan) -> str:
-    """One line for a run's banner: what a step holds and takes."""
+    """Return one line for a run's banner: the predicted memory and time of a step."""
     limits, simulation = chosen.limits, chosen.simulation
     text = f"{show_size(simulation.peak_bytes)} of {show_size(limits.device_bytes)} predicted"
     if simulation.host_bytes and not limits.shared:
@@ -253,7 +253,7 @@ def describe_plan(chosen: Plan) -> str:
 
 
 def show_seconds(seconds: float) -> str:
-    """``0.12 s``, ``45 s``, ``12 min``, ``3.4 h``."""
+    """Format seconds: ``0.12 s``, ``45 s``, ``12 min``, ``3.4 h``."""
     if seconds < 10:
         return f"{seconds:.2g} s" if seconds < 1 else f"{seconds:.1f} s"
     if seconds < 600:
@@ -262,6 +262,6 @@ def show_seconds(seconds: float) -> str:
 
 
 def bar(share: float, width: int) -> str:
-    """A bar of at most ``width`` characters, in eighths; anything above nothing shows."""
+    """Return a bar of at most ``width`` characters, in steps of an eighth; it is never shorter than one step."""
     eighths = max(1, round(max(0.0, min(1.0, share)) * width * 8))
     return EIGHTHS[8] * (eighths // 8) + (EIGHTHS[eighths % 8] if eighths % 8 else "")

@@ -132,11 +132,11 @@ def _title(report: ProbeReport) -> str:
 
 
 def _say_nothing(message: str) -> None:
-    """A log has the trials; what goes on within one is for who watches."""
+    """Ignore a message about progress within a trial: a log lists only the trials themselves."""
 
 
 def _print_trial(trial: Trial) -> None:
-    """One line on stderr for a trial that is over."""
+    """Print one line on stderr for a finished trial."""
     shape, outcome = trial.shape, trial.outcome
     peak = outcome.peak_bytes
     if not err.is_terminal:
@@ -214,7 +214,7 @@ def _describe_device(report: ProbeReport) -> str:
 
 
 def _table(report: ProbeReport) -> Table:
-    """One row a mode."""
+    """Return a table with one row for each mode."""
     scaled = "tokens" if report.task.scaled == "length" else f"{report.task.unit}s"
     streamed = report.limits["stream"].fits if "stream" in report.limits else 0
     table = Table(box=None, header_style="bold", pad_edge=False)

@@ -1,4 +1,4 @@
-"""The command as one of several ranks: what it prints and where, and how it says that it failed."""
+"""A command that runs as one of several ranks: its output, and the report of its failure."""
 
 from __future__ import annotations
 
@@ -38,17 +38,17 @@ _terminal: list[int] = []
 
 
 def remember_arguments(given: Sequence[str]) -> None:
-    """Keep what the command was called with, for the ranks that :func:`launch_ranks` starts."""
+    """Keep the command's arguments for the ranks that :func:`launch_ranks` starts."""
     _given[:] = given
 
 
 def launch_ranks(nproc: int | None, hostfile: Path | None, device: str) -> int:
-    """Run the command that is running in several ranks instead, and return their exit code."""
+    """Run the current command in several ranks instead, and return their exit code."""
     return launch(_given, nproc=nproc, hostfile=hostfile, device=device)
 
 
 def enter_rank() -> RankEnvironment:
-    """Find out which rank this process is, tell the libraries, and leave the terminal to rank 0."""
+    """Read which rank this process is, export it for the libraries, and leave the terminal to rank 0."""
     environment = read_environment()
     environment.export()
     before = leave_terminal(environment)
@@ -58,12 +58,12 @@ def enter_rank() -> RankEnvironment:
 
 
 def watch(environment: RankEnvironment) -> Watchdog:
-    """What watches the other ranks from here, to be entered."""
+    """Return the watchdog of the other ranks, a context manager."""
     return Watchdog(environment, show=print_error)
 
 
 def shown(doing: Doing, watchdog: Watchdog) -> Doing:
-    """``doing`` as before, which the other ranks are to know as well."""
+    """Return ``doing`` so that each call also reports its text to the watchdog, and so to the other ranks."""
 
     def told(text: str) -> AbstractContextManager[Any]:
         watchdog.at(0, text, patient=True)
@@ -73,7 +73,7 @@ def shown(doing: Doing, watchdog: Watchdog) -> Doing:
 
 
 def note_failure(error: StreamTuneError) -> bool:
-    """Write an error down for the launcher of this rank; whether there is one, which then shows it."""
+    """Write an error to the file for this rank's launcher; return True if a launcher will show it."""
     try:
         environment = read_environment()
     except StreamTuneError:
@@ -82,7 +82,7 @@ def note_failure(error: StreamTuneError) -> bool:
 
 
 def tell_failure(error: StreamTuneError) -> None:
-    """Say how the command failed, in one place whatever the number of ranks."""
+    """Show the error unless a launcher does; a rank that left the terminal also prints it there, after a delay."""
     if note_failure(error):
         return
     print_error(error)

@@ -1,4 +1,4 @@
-"""What every training command shares: from a recipe to a trained model, with what is printed before and after."""
+"""Code shared by all training commands: from a recipe to a trained model, with the output before and after."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ QUANTIZED = {
     "int8": "TorchAoConfig(Int8WeightOnlyConfig())",
     "nf4": 'BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_use_double_quant=True)',
 }
-"""How transformers is asked for the base a run was trained on."""
+"""Value of ``quantization_config`` with which transformers loads the base a run was trained on."""
 SPARK = "▁▂▃▄▅▆▇█"
 
 
@@ -68,20 +68,20 @@ def train_recipe(
     nproc: int | None = None,
     hostfile: Path | None = None,
 ) -> None:
-    """Train, and leave with the exit code.
+    """Train, and exit with the exit code; a dry run returns.
 
     Args:
-        objective: What the command trains for.
-        import_room: Imports and returns what builds a run from a loaded recipe, and what trains it. Slow, so it is
-            called where that is shown.
-        recipe: The file.
-        settings: ``key=value``.
-        dry_run: Build, say what would run, and stop.
-        resume: ``auto``, ``never`` or a checkpoint.
-        output_dir: Overrides the recipe's.
-        allow_change: What may differ from the run that is gone on with.
-        nproc: Start so many ranks of this command, and wait for them.
-        hostfile: On these machines.
+        objective: That of the command; a recipe of another one is refused.
+        import_room: Imports and returns two functions: one builds a run from a loaded recipe, the other trains it.
+            Slow, so it is called while a status is shown.
+        recipe: The recipe file.
+        settings: Overrides of the recipe, each ``key=value``.
+        dry_run: Build the run, print its summary, and stop.
+        resume: ``auto``, ``never`` or the path of a checkpoint.
+        output_dir: Replaces that of the recipe.
+        allow_change: Keys that may differ from the run that is resumed.
+        nproc: Start this many ranks of the command on each host, and wait for them.
+        hostfile: A file that lists the hosts; None is this machine.
     """
     overrides = [*settings, *([f"output_dir={json.dumps(str(output_dir))}"] if output_dir else [])]
     loaded = read_recipe(recipe, overrides, objective)
@@ -119,7 +119,7 @@ def _note(text: str) -> None:
 
 
 def _print_banner(run: Run) -> None:
-    """What is about to run, before the first step costs anything."""
+    """Print a summary of the run before its first step."""
     from streamtune import __version__
 
     out.print(Text.assemble((f"StreamTune {__version__}", "bold"), "  ", plain(str(run.loaded.path))), soft_wrap=True)
@@ -165,7 +165,7 @@ def _describe_ranks(run: Run) -> str:
 
 
 def _describe_deepspeed(run: Run) -> str:
-    """What the recipe filled into its configuration; the whole of it is written to the run's directory."""
+    """Describe the values the recipe filled into the configuration; all of it is written to the run's directory."""
     from streamtune.distributed.deepspeed_config import filled
 
     assert run.recipe.deepspeed is not None
@@ -197,7 +197,7 @@ def _describe_output(run: Run) -> str:
 
 
 def _print_outcome(run: Run, outcome: Outcome) -> None:
-    """What came of it, and what to do next."""
+    """Print the results of the run, and how to load the model or resume."""
     state, folder = outcome.progressed, run.directory.path
     rows = []
     if state.first_loss is not None and state.last_loss is not None:
@@ -233,7 +233,7 @@ def _print_outcome(run: Run, outcome: Outcome) -> None:
 
 
 def _metric_rows(outcome: Outcome) -> list[tuple[str, str]]:
-    """What an objective is really after, at the start, at the end and held out."""
+    """Return rows for the accuracy of pairs and the reward: the first, the last and the held-out value."""
     rows = []
     for name, title in (("rewards/accuracies", "accuracy"), ("reward", "reward")):
         course = [record[name] for record in outcome.records if name in record]
@@ -260,13 +260,13 @@ def _loader(run: Run) -> str:
 
 
 def _load_arguments(run: Run) -> str:
-    """With adapters trained on a quantised base, the base they were trained on."""
+    """Return the arguments of ``from_pretrained``: for adapters on a quantised base, its quantisation too."""
     quantized = f", quantization_config={QUANTIZED[run.start.quantization]}" if run.start.quantization else ""
     return f'"{run.directory.final}"{quantized}'
 
 
 def sparkline(values: Sequence[float], width: int) -> str:
-    """A curve in one line of text: ``width`` means of equal stretches of ``values``, from lowest to highest."""
+    """Return a curve as one line of text: ``width`` means of equal parts of ``values``, lowest to highest."""
     width = max(1, min(width, len(values)))
     edges = [len(values) * index // width for index in range(width + 1)]
     means = [sum(values[a:b]) / (b - a) for a, b in pairwise(edges)]
@@ -275,7 +275,7 @@ def sparkline(values: Sequence[float], width: int) -> str:
 
 
 def _short(count: int) -> str:
-    """``4.2M``, ``8.19B``"""
+    """Format a count: ``4.2M``, ``8.19B``."""
     for size, unit in ((10**9, "B"), (10**6, "M"), (10**3, "K")):
         if count >= size:
             return f"{count / size:.3g}{unit}"

@@ -1,4 +1,4 @@
-"""``streamtune validate``: the recipe alone, without data, model or device."""
+"""``streamtune validate``: checks the recipe alone, without data, model or device."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def _print_facts(loaded: LoadedRecipe) -> None:
 
 
 def recipe_facts(recipe: Recipe) -> list[tuple[str, str]]:
-    """What a recipe says, in a few lines a person reads before a run."""
+    """Return a summary of a recipe as (name, text) lines, to be read before a run."""
     return [
         ("model", _model(recipe)),
         ("tokenizer", _tokenizer(recipe)),

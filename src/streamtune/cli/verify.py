@@ -1,4 +1,4 @@
-"""``streamtune verify``: is the streamed gradient plain autograd's, on this model and these rows?"""
+"""``streamtune verify``: compares streamed gradients with plain autograd's, on the recipe's model and rows."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ def verify(
 
 
 def _facts(subject: Subject) -> dict[str, object]:
-    """What was compared on, for ``--json``."""
+    """Return the model, rows and sizes of the comparison for ``--json``."""
     batch = subject.batch
     return {
         "model": _base_name(subject),
@@ -84,7 +84,7 @@ def _base_name(subject: Subject) -> str:
 
 
 def _print_banner(subject: Subject) -> None:
-    """What is about to be compared."""
+    """Print the model, rows, loss and chunk sizes of the comparison."""
     from streamtune import __version__
 
     sizes = ", ".join(f"{schedule.chunk_size:,}" for schedule in subject.schedules)
@@ -112,7 +112,7 @@ def _describe_model(subject: Subject) -> str:
 
 
 def _describe_routers(loss: RouterLoss) -> str:
-    """What of the losses on routers is compared."""
+    """Describe the part of the routers' losses that is compared."""
     balance = f"{loss.balance:g} times the balance loss that transformers computes"
     return f"{balance}; no z-loss, which it does not know" if loss.z else balance
 
@@ -130,7 +130,7 @@ def _describe_rows(subject: Subject) -> str:
 
 
 def _describe_completions(subject: Subject) -> str:
-    """What was scored, and how it lay."""
+    """Describe the completions that are scored, and their layout in the batch."""
     from streamtune.train import TreeBatch
 
     batch, alone = subject.batch, subject.alone
@@ -146,7 +146,7 @@ def _describe_completions(subject: Subject) -> str:
 
 
 def _describe_reference_of(subject: Subject) -> str:
-    """The loss, and what it compares with."""
+    """Describe the loss and its reference model."""
     from streamtune.recipe.build_shapes import has_reference
 
     recipe, losses = subject.loaded.recipe, subject.losses
@@ -198,7 +198,10 @@ def _describe_reference(report: VerifyReport) -> str:
 
 
 def _table(report: VerifyReport) -> Table:
-    """One row a kind of module: how far off streaming is in the truth's dtype, and beside plain in the recipe's."""
+    """Return the largest gradient errors, one row for each kind of module.
+
+    Columns: streamed in the truth's dtype, then streamed and plain in the recipe's.
+    """
     table = Table(box=None, header_style="bold", pad_edge=False)
     table.add_column("largest error of a\nparameter's gradient", overflow="fold")
     table.add_column("parameters", justify="right", vertical="bottom")

@@ -1,8 +1,8 @@
-"""Which rank computes which rows of an optimizer step, so that none waits long for another.
+"""The assignment of an optimizer step's rows to ranks, so that no rank waits long for another.
 
-Ranks go through their micro-batches in lockstep: where weights are shared they meet in every layer, so a micro-step
-takes as long as its longest batch. Batches are therefore made of rows of like length, and the batches that are computed
-at the same time are of like length too. What a step trains on is the same whatever the number of ranks.
+Ranks go through their micro-batches in lockstep: where weights are shared they wait for each other in every layer, so
+a micro-step takes as long as its longest batch. Batches are therefore made of rows of like length, and the batches
+that are computed at the same time are of like length too. A step trains on the same rows for any number of ranks.
 """
 
 from __future__ import annotations
@@ -15,11 +15,11 @@ __all__ = ["assign_rows"]
 def assign_rows(
     rows: Sequence[int], length: Callable[[int], int], *, ranks: int, batch_size: int
 ) -> list[list[list[int]]]:
-    """Share out the rows of one optimizer step.
+    """Assign the rows of one optimizer step to ranks and micro-batches.
 
     Args:
         rows: Numbers of the rows, in the order of the sampler; at least one.
-        length: Tokens of a row.
+        length: Returns the tokens of a row, given its number.
         ranks: How many ranks there are.
         batch_size: Rows of a micro-batch at most.
 

@@ -1,4 +1,4 @@
-"""Cells of a row, whatever its type: JSON text in a cell, names of columns, kinds of values for messages."""
+"""Cells of a row of any type: JSON text in a cell, names of columns, kinds of values for messages."""
 
 from __future__ import annotations
 
@@ -12,18 +12,18 @@ __all__ = ["column_names", "has_roles", "kind_of", "parsed_cell", "parsed_messag
 
 
 def column_names(columns: Mapping[str, Any]) -> str:
-    """The columns of a row, quoted, for a message."""
+    """Return the columns of a row, quoted, for a message."""
     return ", ".join(f"'{name}'" for name in columns) or "no column"
 
 
 def kind_of(value: Any) -> str:
-    """What a JSON value is, for a message."""
+    """Return the kind of a JSON value, for a message."""
     kinds = {str: "a string", dict: "an object", list: "a list", bool: "a boolean", int: "a number", float: "a number"}
     return kinds.get(type(value), "null")
 
 
 def parsed_cell(value: Any) -> Any:
-    """A list or object that a CSV or Parquet cell holds as JSON text; anything else as it is."""
+    """Return the list or object that a CSV or Parquet cell holds as JSON text; any other value as it is."""
     if isinstance(value, str) and value.lstrip()[:1] in ("[", "{"):
         try:
             return json.loads(value)
@@ -33,22 +33,22 @@ def parsed_cell(value: Any) -> Any:
 
 
 def parsed_messages(value: Any) -> Any:
-    """A list of messages that a cell holds as JSON text; a prompt that merely starts with a bracket stays text."""
+    """Return the list of messages that a cell holds as JSON text; a prompt that starts with a bracket stays text."""
     parsed = parsed_cell(value)
     return parsed if isinstance(parsed, list) and has_roles(parsed) else value
 
 
 def has_roles(turns: Any) -> bool:
-    """Whether a cell holds a list whose first item is a message with a role."""
+    """Return True if a cell holds a list whose first item is a message with a role."""
     turns = parsed_cell(turns)
     return isinstance(turns, list) and bool(turns) and isinstance(turns[0], dict) and "role" in turns[0]
 
 
 def tools_of(value: Any, origin: str) -> list[dict[str, Any]] | None:
-    """The tools of a row; None where it has none.
+    """Return the tools of a row; None if it has none.
 
     Raises:
-        DataError: They are no list of objects.
+        DataError: They are not a list of objects.
     """
     value = parsed_cell(value)
     if value is None or value in ("", []):

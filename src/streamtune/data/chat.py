@@ -1,4 +1,4 @@
-"""Which characters of a rendered conversation the assistant wrote.
+"""The characters of a rendered conversation that the assistant wrote.
 
 A :class:`Turn` is what the model must generate in one assistant turn: everything from where the generation prompt ends
 to the end of the turn's terminator (``<|im_end|>``, ``<|eot_id|>``, the end-of-text token ...), and nothing after it:
@@ -10,8 +10,8 @@ Three methods find them, the first that applies is used:
 
 1. The template marks them itself, with ``{% generation %}``.
 2. Prefixes. If rendering the messages before a turn, rendering them with the turn, and the full rendering are each a
-   prefix of the next, the turn lies between the first two: the first cannot hold a word of it, the second not a word
-   of what follows.
+   prefix of the next, the turn lies between the first two: the first holds nothing of it, the second nothing of what
+   follows.
 3. Changes. Templates that rewrite history (they drop the reasoning of earlier turns, or end the last turn with another
    token) break the prefixes. Then each message is replaced in place by a character that occurs nowhere, and where the
    full rendering changes is where that message stands. The header before it and the terminator after it come from
@@ -48,7 +48,7 @@ class RenderedChat:
     text: str
     turns: list[Turn]
     ends: bool
-    """whether every turn ends with a special token, from which the model learns to stop"""
+    """True if every turn ends with a special token, from which the model learns to stop"""
 
 
 class ChatRenderer:
@@ -85,7 +85,7 @@ class ChatRenderer:
         return RenderedChat(chat.text, turns, ends=all(map(self._ends_with_special, texts)))
 
     def _check_said(self, chat: Renderings, index: int, turns: Sequence[str]) -> None:
-        """Check that an answer is in one of the turns: some templates silently leave out what they do not know."""
+        """Raise unless an answer is in one of the turns: some templates leave out fields that they do not know."""
         message = chat.messages[index]
         # Reasoning is what templates leave out for good reason; the answer proper follows it.
         said = [message.get("content", "").rpartition("</think>")[2].strip()]
@@ -97,7 +97,7 @@ class ChatRenderer:
     # ------------------------------------------------------------------ 1. the template's own marks
 
     def _marked_turns(self, chat: Renderings, trained: Sequence[int]) -> list[Turn] | None:
-        """The turns that ``{% generation %}`` marks; None if the template has no marks or they cannot be told apart."""
+        """Return the turns that ``{% generation %}`` marks; None without marks, or if they fit several turns."""
         spans = chat.marked_spans()
         if spans is None:
             return None
@@ -113,7 +113,7 @@ class ChatRenderer:
         return [self._with_terminator(chat.text, start, end, terminators) for start, end in spans]
 
     def _with_terminator(self, text: str, start: int, end: int, terminators: set[str]) -> Turn:
-        """Let a marked span end with its terminator: some templates mark too little, some a line break too much."""
+        """Return a marked span up to its terminator: some templates mark too little, some a line break too much."""
         marked = text[start:end].rstrip()
         if self._ends_with_special(marked):
             return Turn(start, start + len(marked))
@@ -126,7 +126,7 @@ class ChatRenderer:
     # ------------------------------------------------------------------ 2. prefixes
 
     def _prefix_turns(self, chat: Renderings, trained: Sequence[int]) -> list[Turn] | None:
-        """The turns between prefixes of the full rendering; None if one is no prefix."""
+        """Return the turns between prefixes of the full rendering; None if one is not a prefix."""
         turns = []
         for index in trained:
             before, through = chat.prompt(index), chat.through(index)
@@ -139,15 +139,15 @@ class ChatRenderer:
         return turns
 
     def _start_behind(self, chat: Renderings, index: int, before: str, text: str) -> int:
-        """Where the turn starts in ``text``, given the prompt it follows: usually where that ends."""
+        """Return the start of the turn in ``text``, given the prompt before it: usually the end of that prompt."""
         if before == chat.history(index):
             return len(before) + self._plain_header_length(chat, index, text[len(before) :])
         return len(before) - opened_reasoning(before)
 
     def _plain_header_length(self, chat: Renderings, index: int, turn: str) -> int:
-        """Characters of the turn's header that ``turn`` starts with because the template ignores the generation prompt.
+        """Return the length of the header that ``turn`` starts with where the template ignores the generation prompt.
 
-        Such a template's header is what it puts between the history and an answer of plain content.
+        The header of such a template is the text between the history and an answer of plain content.
         """
         mark = chat.unused_character()
         history = chat.history(index) or ""
@@ -158,7 +158,7 @@ class ChatRenderer:
         return len(header) if turn.startswith(header) else 0
 
     def _end_of_turn(self, chat: Renderings, index: int, start: int, through: str) -> int:
-        """Where the turn ends in ``through``, a rendering that ends with it: behind its terminator."""
+        """Return the end of the turn in ``through``, a rendering that ends with it: behind its terminator."""
         turn = through[start:].rstrip()
         if self._ends_with_special(turn) and not self._ends_twice(turn):
             return start + len(turn)
@@ -168,15 +168,15 @@ class ChatRenderer:
         return place[1] + self._terminator_length(chat, index, through[place[1] :])
 
     def _ends_twice(self, text: str) -> bool:
-        """Whether two special tokens with blanks between them stand at the end: of the turn, and of the whole text?"""
+        """Return True if only blanks separate the last two special tokens: one may end the turn, the other the text."""
         specials = list(self._special.finditer(text))
         return len(specials) > 1 and text[specials[-2].end() : specials[-1].start()].isspace()
 
     def _terminator_length(self, chat: Renderings, index: int, tail: str) -> int:
-        """Characters of ``tail``, what follows an answer, up to the end of its terminator.
+        """Return the length of ``tail``, the text after an answer, up to the end of its terminator.
 
-        The last special token ends it (some templates close a tool call first). Without one, whatever is not blank.
-        A token that is there only because the conversation is over does not belong to the turn.
+        The terminator ends with the last special token (some templates close a tool call first); without one, with the
+        last character that is not blank. A token that only ends the whole conversation does not belong to the turn.
         """
         if self._ends_twice(tail.rstrip()) and index == len(chat.messages) - 1:
             shared = tail[: common_prefix(tail, chat.after_answer() or tail)]
@@ -187,7 +187,7 @@ class ChatRenderer:
     # ------------------------------------------------------------------ 3. changes
 
     def _changed_turns(self, chat: Renderings, trained: Sequence[int]) -> list[Turn]:
-        """The turns around what changes with each answer, verified against every other message."""
+        """Return the turns around the text that changes with each answer, checked against every other message."""
         places = [chat.place(index) for index in range(len(chat.messages))]
         turns: list[Turn] = []
         for index in trained:
@@ -203,7 +203,7 @@ class ChatRenderer:
         return turns
 
     def _rewritten_start(self, chat: Renderings, index: int, place: tuple[int, int], floor: int) -> int:
-        """Where the header before ``place`` ends, searched no further back than ``floor``."""
+        """Return the end of the header before ``place``, searched no further back than ``floor``."""
         before = chat.prompt(index)
         if before is not None and chat.text.startswith(before) and floor <= len(before) <= place[0]:
             return self._start_behind(chat, index, before, chat.text)
@@ -214,7 +214,7 @@ class ChatRenderer:
         raise chat.refusal(index, "puts something else before it than its generation prompt")
 
     def _rewritten_end(self, chat: Renderings, index: int, place: tuple[int, int]) -> int:
-        """Where the terminator behind ``place`` ends."""
+        """Return the end of the terminator behind ``place``."""
         through = chat.through(index)
         place_in_prefix = chat.place_in_prefix(index)
         if through is not None and place_in_prefix is not None:
@@ -233,6 +233,6 @@ _BLANKS = re.compile(r"\s*")
 
 
 def _skip_blanks(text: str, position: int) -> int:
-    """The first position from ``position`` on that holds no blank."""
+    """Return the first position from ``position`` on that holds no blank."""
     blanks = _BLANKS.match(text, position)
     return blanks.end() if blanks else position

@@ -1,4 +1,4 @@
-"""Examples to a padded batch, one or several to a sequence. Labels are shifted here, once, and nowhere else."""
+"""Examples to a padded batch, one or several to a sequence. Labels are shifted here and nowhere else."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class Batch(TypedDict):
 
 
 class PackedBatch(Batch):
-    """The same where a sequence holds several rows. A model is given no mask: the positions say where a row ends."""
+    """A batch whose sequences hold several rows. A model is given no mask: the positions show where a row ends."""
 
     position_ids: Tensor
     """[B, T] from 0 in each row; the padding behind the last is a row of its own"""
@@ -90,7 +90,7 @@ def collate_packed(
 
 
 def _empty(rows: int, longest: int, pad_token_id: int, pad_to_multiple_of: int) -> Batch:
-    """A batch that is all padding."""
+    """Return a batch that is all padding."""
     length = -(-longest // pad_to_multiple_of) * pad_to_multiple_of
     return Batch(
         input_ids=torch.full((rows, length), pad_token_id),

@@ -30,9 +30,9 @@ class CollatedTrees(TypedDict):
     shift_labels: Tensor
     """the token that a position is to predict, -100 where there is none or it does not count"""
     rows: Tensor
-    """which completion that token belongs to, -1 where there is none"""
+    """number of the completion that token belongs to, -1 where there is none"""
     position_ids: Tensor
-    """where a token stands in its own conversation: a branch goes on counting from its trunk; 0 on padding"""
+    """position of a token in its own conversation: a branch goes on counting from its trunk; 0 on padding"""
     num_rows: int
     """N"""
     tree_lengths: list[tuple[int, list[int]]] | None
@@ -51,15 +51,15 @@ def collate_trees(
     """Lay trees out for a forward pass, their targets shifted by one.
 
     With ``share`` a tree takes ``prompt[:-1]`` and then, for each completion, ``[prompt[-1], *completion]``: the last
-    token of the prompt predicts the first of every completion, so every branch has its own copy. What a position of a
-    branch is to predict is the next token of the branch; its last position and the trunk predict nothing.
+    token of the prompt predicts the first of every completion, so every branch has its own copy. A position of a
+    branch predicts the next token of the branch; its last position and the trunk predict nothing.
 
     Without it each completion is a row ``[*prompt, *completion]``, padded to the longest.
 
     Args:
         trees: At least one.
         pad_token_id: What to pad with; masked, so any id of the vocabulary does. The shared layout has no padding.
-        share: Whether completions share their prompt.
+        share: True if completions share their prompt.
         padding_side: Where the padding of separate rows goes.
     """
     assert trees, "a batch holds at least one tree"
@@ -132,7 +132,7 @@ def _separate(
 
 
 def _targets(tree: Tree, index: int) -> list[int]:
-    """The tokens of a completion, -100 in place of those that do not count."""
+    """Return the tokens of a completion, with -100 in place of those that do not count."""
     completion = tree.completions[index]
     if tree.masks is None:
         return completion

@@ -9,9 +9,9 @@ weights learns them in minutes on a processor. No prompt occurs twice: held-out 
     chosen      Sure, the red lamp is in the attic.
     rejected    Sure, the blue lamp is in the attic.
 
-The rule: an answer is preferred if it speaks of the very thing that was asked for and is polite. A rejected answer
+The rule: an answer is preferred if it names the very thing that was asked for and is polite. A rejected answer
 breaks it in one way, a third of them each: it names another colour, or another thing, or it is rude (``Go and find the
-red lamp.``). So two thirds can only be judged by reading the prompt. :func:`keeps_the_rule` says whether an answer
+red lamp.``). So two thirds can only be rejected by reading the prompt. :func:`keeps_the_rule` checks if an answer
 keeps it.
 
 **demo-arithmetic** (types ``prompts`` and ``prompt_completion``). One of three tasks on digits, with its answer in the
@@ -71,7 +71,7 @@ def _message(role: str, content: str) -> list[dict[str, str]]:
 
 
 def _pick(draw: random.Random, items: tuple[str, ...]) -> str:
-    """One of the items; ``random()`` is the one method whose numbers Python promises not to change."""
+    """Return one of the items, by ``random()``: the one method whose numbers Python guarantees not to change."""
     return items[int(draw.random() * len(items))]
 
 
@@ -109,11 +109,11 @@ def preference_rows(*, max_rows: int | None = None, seed: int = SEED) -> Iterato
 
 
 def keeps_the_rule(question: str, answer: str) -> bool:
-    """Whether an answer is polite and speaks of the very thing that was asked for.
+    """Return True if an answer is polite and names the very thing that was asked for.
 
     Args:
         question: A prompt of ``demo-preferences``.
-        answer: What is answered.
+        answer: An answer to it.
     """
     asked = re.search(rf"the ({'|'.join(COLOURS)}) ({'|'.join(THINGS)})\b", question)
     if asked is None:

@@ -20,14 +20,14 @@ from streamtune.errors import ArgumentError, DataError
 __all__ = ["IDENTICAL_PAIRS", "TREE_OVERLENGTH", "LengthPolicy", "TreeFitting", "check_choice"]
 
 TREE_OVERLENGTH = ("error", "truncate", "drop")
-"""What becomes of a row over the length. A pair or a prompt cannot be split."""
+"""Ways to handle a row over the length. A pair or a prompt cannot be split."""
 
 IDENTICAL_PAIRS = ("error", "drop")
-"""What becomes of a pair whose answers are the same."""
+"""Ways to handle a pair whose answers are the same."""
 
 
 def check_choice(name: str, value: str, known: tuple[str, ...], mend: str = "") -> None:
-    """Check an option that is one of a few words.
+    """Raise unless an option is one of the known words.
 
     Raises:
         ArgumentError: It is none of them.
@@ -38,7 +38,7 @@ def check_choice(name: str, value: str, known: tuple[str, ...], mend: str = "") 
 
 @dataclass(frozen=True)
 class LengthPolicy:
-    """How long a prompt with its completions may be, and what becomes of one that is longer.
+    """Limits on the length of a prompt with its completions, and the handling of longer ones.
 
     Raises:
         ArgumentError: ``overlength`` is none of :data:`TREE_OVERLENGTH`, or the prompt may fill the whole length.
@@ -63,15 +63,15 @@ class LengthPolicy:
             )
 
     def holds(self, tree: Tree) -> bool:
-        """Whether a tree needs no cut."""
+        """Return True if a tree needs no cut."""
         return self.holds_prompt(tree) and _row_length(tree) <= self.max_length
 
     def holds_prompt(self, tree: Tree) -> bool:
-        """Whether the prompt is short enough, whatever follows it."""
+        """Return True if the prompt is short enough; completions are not considered."""
         return self.max_prompt_length is None or len(tree.prompt) <= self.max_prompt_length
 
     def cut(self, tree: Tree) -> Tree | None:
-        """The prompt's end and the completions' beginnings; None if nothing that counts is left of a completion."""
+        """Cut the prompt's start and the completions' ends off; None if a completion has no counted token left."""
         prompt = tree.prompt if self.max_prompt_length is None else tree.prompt[-self.max_prompt_length :]
         room = self.max_length - len(prompt)
         if room < 1:
@@ -84,7 +84,7 @@ class LengthPolicy:
 
 
 def _row_length(tree: Tree) -> int:
-    """Tokens of the prompt and the longest completion."""
+    """Return the number of tokens of the prompt and the longest completion."""
     return len(tree.prompt) + max(map(len, tree.completions))
 
 
@@ -94,7 +94,7 @@ def _lengths() -> array[int]:
 
 @dataclass
 class TreeFitting:
-    """Fits trees to the length, writes them, counts what became of them."""
+    """Fits trees to the length, writes them, and counts the kept, cut and dropped ones."""
 
     writer: TableWriter
     policy: LengthPolicy
@@ -119,7 +119,7 @@ class TreeFitting:
     """length and origin of the longest prompt"""
 
     def add(self, tree: Tree, prompt: bytes) -> None:
-        """Take one tree, and the hash of its prompt.
+        """Add one tree, with the hash of its prompt.
 
         Raises:
             DataError: Its completions are the same, and ``identical_pairs`` is ``error``.
@@ -159,7 +159,7 @@ class TreeFitting:
         self.counts["rows"] += 1
 
     def _measure(self, tree: Tree) -> None:
-        """Take the lengths of a tree as rendered."""
+        """Record the lengths of a tree as rendered."""
         self.counts["rows"] += 1
         size = _row_length(tree)
         self.longest = max(self.longest, (size, tree.origin), key=lambda pair: pair[0])
@@ -182,7 +182,7 @@ class TreeFitting:
         self.writer.append(tree.columns(), tree.num_tokens)
 
     def check(self, notify: Callable[[str], None]) -> None:
-        """Refuse rows that are too long, and no rows at all; say what was changed.
+        """Raise if rows are too long or none is left; notify the user of the changes.
 
         Raises:
             DataError: Rows are over the length and ``overlength`` is ``error``, or nothing is left.
@@ -205,7 +205,7 @@ class TreeFitting:
             notify(f"{_count(self.counts['negative_margins'], 'pair')} a chosen answer with the lower score")
 
     def _too_long(self) -> DataError:
-        """The error for rows over the length: what is too long, prompts or rows, and how to mend it."""
+        """Return the error for rows over the length: it names the prompts or the rows, and how to mend it."""
         policy = self.policy
         size, origin = self.longest_prompt
         if self.counts["long_prompts"]:
@@ -232,7 +232,7 @@ class TreeFitting:
         )
 
     def report(self, train_examples: int, validation_examples: int) -> TreeReport:
-        """What became of the rows."""
+        """Return the counts and lengths of the rows."""
         counts = self.counts
         return TreeReport(
             rows=counts["rows"],
@@ -257,7 +257,7 @@ class TreeFitting:
         return [kind for kind in self.kinds if kind in self.completion_lengths]
 
     def fingerprint(self, train: npt.NDArray[np.int64], validation: npt.NDArray[np.int64]) -> str:
-        """Hash of the trees of both parts in order."""
+        """Return a hash of the trees of both parts in order."""
         total = hashlib.sha256(f"{len(train)} {len(validation)}".encode())
         for index in (*train, *validation):
             total.update(self.digests[index])
@@ -265,7 +265,7 @@ class TreeFitting:
 
 
 def _identical(tree: Tree) -> bool:
-    """Whether a pair's answers are the same tokens: a template may write two answers as one."""
+    """Return True if a pair's answers are the same tokens: a template may write two answers as one."""
     return len(tree.completions) == 2 and tree.completions[0] == tree.completions[1]
 
 
@@ -278,7 +278,7 @@ def _percentiles(lengths: Iterable[int]) -> dict[str, int]:
 
 
 def _digest(tree: Tree) -> bytes:
-    """Hash of all a step sees of a tree."""
+    """Return a hash of everything a step reads of a tree."""
     digest = hashlib.blake2b(repr((tree.labels, tree.margin)).encode(), digest_size=16)
     lists = [tree.prompt, *tree.completions]
     digest.update(np.array([len(items) for items in lists], dtype=np.int64).tobytes())

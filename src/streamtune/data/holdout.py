@@ -1,4 +1,4 @@
-"""Which rows are held out: whole groups, drawn by a seed."""
+"""The choice of held-out rows: whole groups, drawn by a seed."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ __all__ = ["choose_held_out"]
 
 
 def choose_held_out(digests: Sequence[bytes], val_size: float, seed: int) -> npt.NDArray[np.bool_]:
-    """[kept rows] whether a row is held out. Rows with the same digest share their fate.
+    """Return a mask of the held-out rows, [kept rows]. Rows with the same digest stay together.
 
     Args:
-        digests: Of every kept row a hash of what must not be on both sides: its tokens, or its prompt.
+        digests: For every kept row a hash of what must not be in both parts: its tokens, or its prompt.
         val_size: Rows to hold out: a fraction below 1, or a count.
         seed: Seed of the draw.
 

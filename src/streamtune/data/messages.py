@@ -27,14 +27,14 @@ SHAREGPT_ROLES = {
     "observation": "tool",
     "function_response": "tool",
 }
-"""Who speaks in a sharegpt turn, as the roles of chat templates."""
+"""Speaker of a sharegpt turn -> role in chat templates."""
 
 _ANSWER_FIELDS = ("tool_calls", "reasoning_content", "reasoning", "thinking")
 """Fields that stand in for an assistant's content."""
 
 
 def text_field(columns: Mapping[str, Any], name: str, origin: str) -> str:
-    """The string in a column.
+    """Return the string in a column.
 
     Raises:
         DataError: It is missing, no string, or no valid Unicode.
@@ -77,10 +77,10 @@ def check_message(message: Any, place: str, origin: str) -> dict[str, Any]:
 
 
 def from_sharegpt(turn: Any, place: str, origin: str) -> dict[str, Any]:
-    """Turn ``{"from": "human", "value": "..."}`` into a message.
+    """Convert ``{"from": "human", "value": "..."}`` to a message.
 
     Raises:
-        DataError: It is no such object, or who speaks is unknown.
+        DataError: It is no such object, or the speaker is unknown.
     """
     if not isinstance(turn, dict) or "from" not in turn or "value" not in turn:
         raise DataError(f"{place} must be an object with 'from' and 'value'", where=origin)
@@ -97,7 +97,7 @@ def from_sharegpt(turn: Any, place: str, origin: str) -> dict[str, Any]:
 
 
 def _sharegpt_calls(value: Any, place: str, origin: str) -> list[dict[str, Any]]:
-    """The calls in a ``function_call`` turn, whose value is JSON: one call or a list of them."""
+    """Return the calls in a ``function_call`` turn, whose value is JSON: one call or a list of them."""
     try:
         calls = json.loads(value) if isinstance(value, str) else value
     except ValueError as error:
@@ -106,7 +106,7 @@ def _sharegpt_calls(value: Any, place: str, origin: str) -> list[dict[str, Any]]
 
 
 def _content(content: Any, place: str, origin: str) -> str:
-    """The text of a message; a list of text parts is joined."""
+    """Return the text of a message; a list of text parts is joined."""
     if isinstance(content, str):
         return _unicode(content, place, origin)
     if content is None:
@@ -128,7 +128,7 @@ def _tool_calls(calls: Any, place: str, origin: str) -> list[dict[str, Any]]:
 
 
 def _tool_call(call: Any, place: str, origin: str) -> dict[str, Any]:
-    """A tool call with its arguments as an object: templates write them as JSON, and a string would be quoted twice."""
+    """Return a tool call with its arguments as an object: templates write JSON, and would quote a string twice."""
     function = call.get("function", call) if isinstance(call, dict) else None
     if not isinstance(function, dict) or not isinstance(function.get("name"), str):
         raise DataError(f"{place} must be an object with a function 'name' and 'arguments'", where=origin)
@@ -143,7 +143,7 @@ def _tool_call(call: Any, place: str, origin: str) -> dict[str, Any]:
 
 
 def _unicode(text: str, place: str, origin: str) -> str:
-    """Refuse half a surrogate pair: it is no character and no tokenizer takes it."""
+    """Return the text; raise if it holds half a surrogate pair, which is no character and no tokenizer takes."""
     if not text.isascii():
         try:
             text.encode()

@@ -1,8 +1,8 @@
-"""Which rows share a sequence: best fit, longest first, a function of the lengths and the seed.
+"""The packing of rows into sequences: best fit, longest first, a function of the lengths and the seed.
 
 Packs are made once, when the data is prepared, and are what the sampler shuffles: a run resumes at a pack as it would
-at a row, and each epoch visits the same packs in another order. The rows of a pack never see one another, so who shares
-a sequence changes which rows make up a step and nothing else.
+at a row, and each epoch visits the same packs in another order. The rows of a pack never attend to one another, so
+packing changes which rows make up a step and nothing else.
 """
 
 from __future__ import annotations
@@ -33,12 +33,12 @@ class Packs:
         return len(self.starts) - 1
 
     def __getitem__(self, pack: int) -> list[int]:
-        """The rows of a pack, in the order they stand in it."""
+        """Return the rows of a pack, in their order within it."""
         start, stop = self.starts[pack : pack + 2].tolist()
         return [int(row) for row in self.rows[start:stop]]
 
     def fill_rate(self, max_length: int) -> float:
-        """Part of the positions of full-length sequences that hold a token."""
+        """Return the part of the positions of full-length sequences that hold a token."""
         return self.tokens / (len(self) * max_length) if len(self) else 1.0
 
 
@@ -69,7 +69,7 @@ def pack_rows(lengths: Sequence[int] | npt.NDArray[np.int64], max_length: int, *
 
 
 def _best_fit(order: Sequence[int], sizes: npt.NDArray[np.int64], max_length: int) -> list[list[int]]:
-    """Rows in the given order, each into the sequence with the least room that still holds it."""
+    """Pack rows in the given order, each into the sequence with the least room that still holds it."""
     packs: list[list[int]] = []
     with_room: dict[int, list[int]] = {}  # packs by the tokens they have left
     rooms: list[int] = []  # the keys above, sorted

@@ -31,12 +31,12 @@ if TYPE_CHECKING:
 __all__ = ["OVERLENGTH", "PreparedData", "prepare"]
 
 OVERLENGTH = ("error", "truncate", "drop", "split")
-"""What becomes of a row with more than ``max_length`` tokens."""
+"""Ways to handle a row with more than ``max_length`` tokens."""
 
 
 @dataclass(frozen=True)
 class PreparedData:
-    """Rows as token ids, split in what is trained on and what is held out."""
+    """Rows as token ids, split into a training and a held-out part."""
 
     train: Sequence[Example]
     validation: Sequence[Example]
@@ -44,7 +44,7 @@ class PreparedData:
     fingerprint: str
     """hash of all token ids and labels in order, and of the packs: equal if and only if a run sees the same data"""
     packs: Packs | None = None
-    """which of ``train`` share a sequence; None without packing"""
+    """the sequences that examples of ``train`` share; None without packing"""
     validation_packs: Packs | None = None
     """the same of ``validation``"""
 
@@ -72,7 +72,7 @@ def prepare(
         train_on: ``assistant`` (every assistant turn, or the completion), ``completion`` (the last turn) or ``all``.
         val_size: Rows to hold out: a fraction below 1, or a count. Rows with the same tokens stay together, so that
             no held-out row is trained on.
-        packing: Say which examples share a sequence of at most ``max_length`` tokens.
+        packing: Choose examples that share a sequence of at most ``max_length`` tokens.
         seed: Seed of the choice of held-out rows, and of the packs.
         notify: Called with each thing the user should know, as a line of text.
 
@@ -102,7 +102,7 @@ def prepare(
 
 
 def _packed(prepared: PreparedData, max_length: int, seed: int) -> PreparedData:
-    """The same data with its packs. They count for the fingerprint: a run goes on only where it finds the same ones."""
+    """Return the data with its packs. They are part of the fingerprint: a run resumes only with the same ones."""
     parts = (prepared.train, prepared.validation)
     packs, held_out = (pack_rows(_lengths(part), max_length, seed=seed) for part in parts)
     digest = hashlib.sha256(prepared.fingerprint.encode())
@@ -123,14 +123,14 @@ def _lengths(examples: Sequence[Example]) -> npt.NDArray[np.int64]:
 
 
 def _contents(sources: Sequence[Source], notify: Callable[[str], None]) -> Iterator[tuple[Content, str]]:
-    """The normal form of every row of every source, with its origin."""
+    """Yield the normal form of every row of every source, with its origin."""
     for row, row_type in typed_rows(sources, ROW_TYPES, detect_type, notify):
         yield normalise(row, row_type), row.origin
 
 
 @dataclass
 class _Fitting:
-    """Fits rows to the length, writes the examples, counts what became of them."""
+    """Fits rows to the length, writes the examples, and counts the kept, cut and dropped rows."""
 
     writer: ExampleWriter
     max_length: int
@@ -148,7 +148,7 @@ class _Fitting:
     """length and origin of the longest row"""
 
     def add(self, rendered: Rendered, origin: str) -> None:
-        """Take one row."""
+        """Fit one row to the length, and write the examples made of it."""
         size = len(rendered.input_ids)
         self.lengths.append(size)
         if size > self.longest[0]:
@@ -168,7 +168,7 @@ class _Fitting:
             self._keep([], origin)
 
     def _keep(self, pieces: Sequence[Rendered], origin: str, how: str = "kept whole") -> None:
-        """Write the examples made of one row; of none, the row is dropped."""
+        """Write the examples made of one row; without any, count the row as dropped."""
         if not pieces:
             self.counts["dropped"] += 1
             return
@@ -186,7 +186,7 @@ class _Fitting:
         self.row_digests.append(row_digest.digest())
 
     def check(self, notify: Callable[[str], None]) -> None:
-        """Refuse rows that are too long, and no rows at all; say what was changed.
+        """Raise if rows are too long or none is left; notify the user of the changes.
 
         Raises:
             DataError: Rows are over the length and ``overlength`` is ``error``, or nothing is left.
@@ -213,7 +213,7 @@ class _Fitting:
             notify(f"{self.too_long:,} of {len(self.lengths):,} rows are over {self.max_length:,} tokens: {changed}")
 
     def report(self, train_examples: int, validation_examples: int) -> DataReport:
-        """What became of the rows."""
+        """Return the counts and lengths of the rows."""
         return DataReport(
             rows=len(self.lengths),
             kept=len(self.row_digests),
@@ -229,7 +229,7 @@ class _Fitting:
         )
 
     def fingerprint(self, train: npt.NDArray[np.int64], validation: npt.NDArray[np.int64]) -> str:
-        """Hash of the examples of both parts in order."""
+        """Return a hash of the examples of both parts in order."""
         total = hashlib.sha256(f"{len(train)} {len(validation)}".encode())
         for index in (*train, *validation):
             total.update(self.example_digests[index])
@@ -237,11 +237,11 @@ class _Fitting:
 
 
 def _piece(rendered: Rendered, start: int, size: int) -> Rendered:
-    """``size`` tokens from ``start``; the first has nothing before it to be predicted from."""
+    """Return ``size`` tokens from ``start``; the first is not trained on, as no token comes before it."""
     labels = rendered.labels[start : start + size]
     return Rendered(rendered.input_ids[start : start + size], [IGNORE_INDEX, *labels[1:]])
 
 
 def _supervised(pieces: Sequence[Rendered]) -> list[Rendered]:
-    """The pieces with a token that is trained on."""
+    """Return the pieces with a token that is trained on."""
     return [piece for piece in pieces if any(label != IGNORE_INDEX for label in piece.labels)]

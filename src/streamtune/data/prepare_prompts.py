@@ -50,7 +50,7 @@ _TAKEN = ("prompts", "completions", "completion_ids")
 
 @dataclass(frozen=True)
 class PreparedPrompts:
-    """Prompts, split in what is trained on and what is held out; none is on both sides."""
+    """Prompts, split into a training and a held-out part; none is in both."""
 
     train: Sequence[Prompt]
     validation: Sequence[Prompt]
@@ -106,7 +106,7 @@ def prepare_prompts(
 
 
 def iter_prompts(sources: Sequence[Source], notify: Callable[[str], None]) -> Iterator[tuple[Row, Said]]:
-    """Every row of every source with its prompt, checked.
+    """Yield every row of every source with its prompt, checked.
 
     Raises:
         DataError: A row is malformed.
@@ -123,7 +123,7 @@ def iter_prompts(sources: Sequence[Source], notify: Callable[[str], None]) -> It
 
 
 def detect_prompt_type(row: Row) -> str:
-    """Say which type of prompts a row looks like.
+    """Return the type of prompts a row looks like.
 
     Raises:
         DataError: It looks like none.
@@ -139,10 +139,10 @@ def detect_prompt_type(row: Row) -> str:
 
 
 def prompt_of(row: Row, row_type: str) -> Said:
-    """The prompt of a row.
+    """Return the prompt of a row.
 
     Raises:
-        DataError: There is none, it is malformed, or it ends with what the assistant says.
+        DataError: There is none, it is malformed, or it ends with an assistant message.
     """
     column = _COLUMN[row_type]
     if row.columns.get(column) is None:
@@ -167,7 +167,7 @@ def prompt_of(row: Row, row_type: str) -> Said:
 
 @dataclass
 class _Fitting:
-    """Fits prompts to the length, writes them, counts what became of them."""
+    """Fits prompts to the length, writes them, and counts the cut and dropped ones."""
 
     writer: TableWriter
     max_prompt_length: int
@@ -182,7 +182,7 @@ class _Fitting:
     longest: tuple[int, str] = (0, "")
 
     def add(self, prompt: Prompt, tools: Any) -> None:
-        """Take one prompt."""
+        """Fit one prompt to the length, and write it unless it is dropped."""
         size = len(prompt.input_ids)
         self.lengths.append(size)
         self.longest = max(self.longest, (size, prompt.origin), key=lambda pair: pair[0])
@@ -200,7 +200,7 @@ class _Fitting:
         self.writer.append(prompt.stored(), len(prompt.input_ids))
 
     def check(self, notify: Callable[[str], None]) -> None:
-        """Refuse prompts that are too long, and no prompts at all; say what was changed.
+        """Raise if prompts are too long or none is left; notify the user of the changes.
 
         Raises:
             DataError: Prompts are over the length and ``overlength`` is ``error``, or nothing is left.
@@ -227,7 +227,7 @@ class _Fitting:
             notify(f"{too_long:,} of {len(self.lengths):,} prompts are over {self.max_prompt_length:,} tokens: {how}")
 
     def report(self, train_examples: int, validation_examples: int) -> TreeReport:
-        """What became of the rows."""
+        """Return the counts and lengths of the rows."""
         lengths = length_percentiles(np.frombuffer(self.lengths, dtype=np.int64))
         return TreeReport(
             rows=len(self.lengths),
@@ -248,7 +248,7 @@ class _Fitting:
         )
 
     def fingerprint(self, train: npt.NDArray[np.int64], validation: npt.NDArray[np.int64]) -> str:
-        """Hash of the prompts of both parts in order."""
+        """Return a hash of the prompts of both parts in order."""
         total = hashlib.sha256(f"{len(train)} {len(validation)}".encode())
         for index in (*train, *validation):
             total.update(self.digests[index])
@@ -256,7 +256,7 @@ class _Fitting:
 
 
 def _digest(prompt: Prompt) -> bytes:
-    """Hash of all a run sees of a prompt: its tokens, its words and its columns."""
+    """Return a hash of everything a run reads of a prompt: its tokens, its text and its columns."""
     digest = hashlib.blake2b(np.array(prompt.input_ids, dtype=np.int32).tobytes(), digest_size=16)
     digest.update(json.dumps([prompt.prompt, prompt.columns], sort_keys=True, default=repr).encode())
     return digest.digest()

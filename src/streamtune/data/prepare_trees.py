@@ -1,4 +1,4 @@
-"""From sources to trees ready to train on: pairs of answers, or answers judged one by one, behind their prompt.
+"""From sources to trees ready to train on: pairs of answers, or answers labelled one by one, behind their prompt.
 
 Everything is read and checked before these functions return. Rows with the same prompt are held out together, so that
 no held-out prompt is trained on.
@@ -41,7 +41,7 @@ Rows = Iterator[tuple[Answers, str]]
 
 @dataclass(frozen=True)
 class PreparedTrees:
-    """Trees, split in what is trained on and what is held out; no prompt is on both sides."""
+    """Trees, split into a training and a held-out part; no prompt is in both."""
 
     train: TreeSequence
     validation: TreeSequence
@@ -129,7 +129,7 @@ def prepare_unpaired(
 
 
 def _answers(sources: Sequence[Source], wanted: Sequence[str], notify: Callable[[str], None]) -> Rows:
-    """The normal form of every row, with its origin."""
+    """Yield the normal form of every row, with its origin."""
     for row, row_type in typed_rows(sources, PREFERENCE_TYPES, detect_preference_type, notify):
         if row_type not in wanted:
             raise DataError(
@@ -154,7 +154,7 @@ def _render_all(
 
 
 def _held_out(fitting: TreeFitting, table: pa.Table, val_size: float, seed: int) -> PreparedTrees:
-    """Divide the trees by their prompts."""
+    """Split the trees by their prompts into a training and a held-out part."""
     held_out = choose_held_out(fitting.prompts, val_size, seed)
     train, validation = np.flatnonzero(~held_out), np.flatnonzero(held_out)
     return PreparedTrees(

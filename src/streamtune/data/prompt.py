@@ -1,4 +1,4 @@
-"""One prompt to write completions for, with what the data says of it: in memory, and in Arrow on disk."""
+"""One prompt to write completions for, with the other columns of its row: in memory, and in Arrow on disk."""
 
 from __future__ import annotations
 
@@ -21,31 +21,31 @@ PROMPT_SCHEMA = pa.schema([("input_ids", pa.list_(pa.int32())), ("said", pa.bina
 
 @dataclass(frozen=True)
 class Prompt:
-    """What a model is asked."""
+    """A prompt, as token ids and as its row has it, with the row's other columns."""
 
     input_ids: list[int]
     """[P] token ids, the generation prompt of the chat template included; P at least 1"""
     prompt: str | list[dict[str, Any]]
-    """what the row says: text, or messages"""
+    """the prompt as the row has it: text, or messages"""
     columns: dict[str, Any] = field(default_factory=dict)
     """the row's other columns"""
     origin: str = ""
     """the row it comes from, ``file:line`` or ``file:row N``"""
 
     def stored(self) -> dict[str, Any]:
-        """The prompt as a row of :data:`PROMPT_SCHEMA`."""
+        """Return the prompt as a row of :data:`PROMPT_SCHEMA`."""
         said = pickle.dumps((self.prompt, self.columns), protocol=pickle.HIGHEST_PROTOCOL)
         return {"input_ids": self.input_ids, "said": said, "origin": self.origin}
 
 
 def gather_columns(prompts: Sequence[Prompt]) -> dict[str, list[Any]]:
-    """The columns of several prompts as lists by name, as a reward function takes them; None where a row has none."""
+    """Return the columns of several prompts as lists by name, for reward functions; None where a row has none."""
     names = dict.fromkeys(name for prompt in prompts for name in prompt.columns)
     return {name: [prompt.columns.get(name) for prompt in prompts] for name in names}
 
 
 class PromptSequence(Sequence[Prompt]):
-    """Some rows of an Arrow table of prompts, in a given order; nothing is decoded before it is asked for."""
+    """Some rows of an Arrow table of prompts, in a given order; each is decoded on access."""
 
     def __init__(self, table: pa.Table, rows: npt.NDArray[np.int64]) -> None:
         self._table = table
@@ -55,7 +55,7 @@ class PromptSequence(Sequence[Prompt]):
         return len(self._rows)
 
     def lengths(self) -> npt.NDArray[np.int64]:
-        """[prompts] tokens of each, without decoding any."""
+        """Return the tokens of each prompt, [prompts], without decoding any."""
         sizes = pa.compute.list_value_length(self._table["input_ids"]).to_numpy()
         return np.asarray(sizes, dtype=np.int64)[self._rows]
 

@@ -1,7 +1,7 @@
 """Local files, one row at a time, each with the place it came from.
 
 A reader yields :class:`Row`: the columns as plain Python values and an origin, ``file:line`` where the format has lines
-and ``file:row N`` (counted from 1) where it has none. Whatever is wrong with a file is a ``DataError`` at that place.
+and ``file:row N`` (counted from 1) where it has none. Any fault of a file is a ``DataError`` at that place.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ class Row:
 
 
 def format_of(path: Path) -> str:
-    """The extension that decides how a file is read, lower case, ``.gz`` taken off: ``".jsonl"``."""
+    """Return the extension that decides how a file is read, in lower case and without ``.gz``: ``".jsonl"``."""
     suffixes = [suffix.lower() for suffix in path.suffixes]
     if suffixes and suffixes[-1] == ".gz":
         suffixes.pop()
@@ -116,10 +116,10 @@ def _lines(path: Path, shown: str) -> Iterator[tuple[int, str]]:
 
 
 def _whole(path: Path, shown: str) -> str:
-    """The text of a file that is read at once.
+    """Return the text of a file that is read at once.
 
     Raises:
-        DataError: It is larger than any such file should be; gzip makes that of a small one.
+        DataError: It is larger than any such file should be; a small gzip file may unpack to that.
     """
     parts, size = [], 0
     for number, line in _lines(path, shown):
@@ -135,7 +135,7 @@ def _whole(path: Path, shown: str) -> str:
 
 
 def _object(value: Any, origin: str) -> Row:
-    """Check that a JSON value is a row."""
+    """Return a JSON value as a row; raise unless it is an object."""
     if not isinstance(value, dict):
         raise DataError(
             f"a row must be a JSON object, this one is {_json_kind(value)}",
@@ -178,12 +178,12 @@ def _too_deep(origin: str) -> DataError:
 
 
 def _unreadable(error: ValueError, origin: str) -> DataError:
-    """A number of more digits than Python converts."""
+    """Return the error for a number of more digits than Python converts."""
     return DataError(f"malformed JSON: {error}", where=origin, mend="mend the row or remove it")
 
 
 def _read_jsonl(path: Path, shown: str) -> Iterator[Row]:
-    """One JSON object a line; blank lines are skipped."""
+    """Yield one row for each line, a JSON object; blank lines are skipped."""
     for number, line in _lines(path, shown):
         if not line.strip():
             continue
@@ -206,7 +206,7 @@ _BLANK = re.compile(r"[ \t\r\n]*")
 
 
 def _read_json(path: Path, shown: str) -> Iterator[Row]:
-    """A list of objects, or objects one after another; parsed one by one, so only the text is held in memory."""
+    """Yield a list of objects, or objects in sequence; parsed one by one, so that memory holds only the text."""
     text = _whole(path, shown)
     line, counted, position = 1, 0, _skip_blank(text, 0)
     in_list = text.startswith("[", position)
@@ -243,7 +243,7 @@ def _skip_blank(text: str, position: int) -> int:
 
 
 def _next_item(text: str, position: int, shown: str) -> int:
-    """The position of what follows a list item: the next item after a comma, or the closing bracket."""
+    """Return the position after a list item: of the next item behind a comma, or of the closing bracket."""
     if text.startswith(",", position):
         following = _skip_blank(text, position + 1)
         if not text.startswith("]", following):
@@ -255,7 +255,7 @@ def _next_item(text: str, position: int, shown: str) -> int:
 
 
 def _read_csv(path: Path, shown: str, delimiter: str = ",") -> Iterator[Row]:
-    """Rows under a header line; a quoted cell may hold line breaks."""
+    """Yield the rows under a header line; a quoted cell may hold line breaks."""
     # A long text in a cell is what this program is for; the csv module refuses 128 KiB unless told otherwise.
     csv.field_size_limit(min(sys.maxsize, MAX_LINE_BYTES))
     reader = csv.reader((line for _, line in _lines(path, shown)), delimiter=delimiter, strict=True)
@@ -288,7 +288,7 @@ def _read_tsv(path: Path, shown: str) -> Iterator[Row]:
 
 
 def _unique_columns(names: Sequence[str], origin: str) -> list[str]:
-    """Check that no column name appears twice."""
+    """Return the column names without blanks at their ends; raise if one appears twice."""
     columns = [name.strip() for name in names]
     twice = sorted({name for name in columns if columns.count(name) > 1})
     if twice:
@@ -297,7 +297,7 @@ def _unique_columns(names: Sequence[str], origin: str) -> list[str]:
 
 
 def _read_parquet(path: Path, shown: str) -> Iterator[Row]:
-    """Rows of a Parquet file, a few at a time."""
+    """Yield the rows of a Parquet file, a few at a time."""
     import pyarrow as pa  # type: ignore[import-untyped]
     import pyarrow.parquet as pq  # type: ignore[import-untyped]
 
@@ -322,7 +322,7 @@ def _short(error: BaseException) -> str:
 
 
 def _read_text(path: Path, shown: str) -> Iterator[Row]:
-    """The whole file as one document: a book is one long row, not as many rows as it has lines."""
+    """Yield the whole file as one document: a book is one long row, not as many rows as it has lines."""
     text = _whole(path, shown)
     if text.strip():
         yield Row(f"{shown}:1", {"text": text})
@@ -338,4 +338,4 @@ READERS: dict[str, Callable[[Path, str], Iterator[Row]]] = {
     ".txt": _read_text,
     ".md": _read_text,
 }
-"""Which reader reads which extension."""
+"""Extension -> reader."""

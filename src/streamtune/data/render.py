@@ -40,7 +40,7 @@ class Rendered:
 
 
 class RowRenderer:
-    """Turns normalised rows into token ids and labels.
+    """Renders normalised rows to token ids and labels.
 
     Args:
         tokenizer: The model's tokenizer, with its chat template.
@@ -101,7 +101,7 @@ class RowRenderer:
         return Rendered(ids, _labels(ids, self._cover(chat.text, ids, encoding.get("offset_mapping"), turns, origin)))
 
     def _trained_messages(self, content: Conversation) -> list[int]:
-        """Indices of the assistant messages that are trained on."""
+        """Return the indices of the assistant messages that are trained on."""
         answers = [
             index
             for index, message in enumerate(content.messages)
@@ -129,7 +129,7 @@ class RowRenderer:
         return self._ended(ids, [True] * len(ids))
 
     def _ended(self, ids: list[int], trained: list[bool]) -> Rendered:
-        """Let the tokens end with the end token, trained."""
+        """Return the tokens with labels, the end token behind them and trained on."""
         end = self._tokenizer.eos_token_id
         if end is None:
             self._tell("the tokenizer has no end token: rows end without one and the model does not learn to stop")
@@ -153,7 +153,7 @@ class RowRenderer:
         *,
         special: bool = False,
     ) -> list[bool]:
-        """Which tokens hold a character of ``turns``."""
+        """Return for each token True if it holds a character of ``turns``."""
         if offsets is not None:
             extents = _extents(text, offsets, lambda: list(self._tokenizer.convert_ids_to_tokens(ids)))
             return _cover_by_offsets(extents, turns)
@@ -162,7 +162,9 @@ class RowRenderer:
     def _cover_by_prefixes(
         self, text: str, ids: list[int], turns: Sequence[Turn], origin: str, special: bool
     ) -> list[bool]:
-        """The same without offsets, for tokenizers in pure Python: where text up to a border has a prefix of the ids.
+        """Do as :meth:`_cover` without offsets, for tokenizers in pure Python.
+
+        The text up to the border of a turn must give a prefix of the ids.
 
         Raises:
             DataError: A token crosses a border.
@@ -195,7 +197,7 @@ def _labels(ids: Sequence[int], trained: Sequence[bool]) -> list[int]:
 
 
 def _cover_by_offsets(extents: Sequence[tuple[int, int]], turns: Sequence[Turn]) -> list[bool]:
-    """Which tokens hold a character of ``turns``; tokens and turns are both in order."""
+    """Return for each token True if it holds a character of ``turns``; tokens and turns are both in order."""
     trained = [False] * len(extents)
     position = 0
     for index, (start, end) in enumerate(extents):
@@ -210,16 +212,16 @@ def _cover_by_offsets(extents: Sequence[tuple[int, int]], turns: Sequence[Turn])
 def _extents(
     text: str, offsets: Sequence[tuple[int, int]], pieces: Callable[[], list[str]]
 ) -> Sequence[tuple[int, int]]:
-    """The characters each token stands for, the blanks included that ``offsets`` leave out.
+    """Return the characters each token stands for, including blanks that ``offsets`` leave out.
 
     Byte-level tokenizers like GPT-2's and Llama 3's (``trim_offsets``) report a token without the blanks at its ends.
     Blanks that no token claims belong to the token before them as far as its piece ends with blanks (``Ġ``), the rest
     to the token after them. A token the tokenizer added itself stands for no character.
 
     Args:
-        text: What was tokenised.
+        text: The text that was tokenised.
         offsets: Start and end (exclusive) of each token as the tokenizer reports them.
-        pieces: Gives the tokens as the vocabulary writes them; called only where blanks are left out.
+        pieces: Returns the tokens as the vocabulary writes them; called only where blanks are left out.
     """
     extents = [*offsets, (len(text), len(text))]  # the end stands for one more token: blanks may come before it
     names: list[str] | None = None
@@ -236,6 +238,6 @@ def _extents(
 
 
 def _unclaimed_blanks(piece: str, extent: tuple[int, int]) -> int:
-    """Blanks at the end of a token's piece that its extent does not cover yet."""
+    """Return the number of blanks at the end of a token's piece that its extent does not cover yet."""
     blanks = len(piece) - len(piece.rstrip("Ġ"))
     return blanks - (extent[1] - extent[0]) if blanks == len(piece) else blanks

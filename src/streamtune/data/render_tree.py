@@ -1,16 +1,16 @@
-"""From a prompt and its answers to token ids: one trunk, and what of each answer counts.
+"""From a prompt and its answers to token ids: one trunk, and the tokens of each answer that count.
 
 Every answer is tokenised **with its prompt before it**, whole, as supervised training does (:mod:`.render`): a
 conversation by the chat template, text as the plain joint of both with the end token behind it. The tree's prompt is
 then the longest beginning that all of these have in common and in which no token counts. So ``prompt + completion`` is,
-token for token, what the whole conversation renders to, whatever the template and the tokenizer do at the border:
+token for token, what the whole conversation renders to, for any template and tokenizer, also at the border:
 
 - A token that holds the end of the prompt and the start of an answer belongs to the answer and counts there.
 - Where that token differs from answer to answer, or a template writes a prompt differently before different answers,
   the tokens that differ and do not count go with the completion, masked.
 
 A token counts if it holds a character of an assistant's turn behind the prompt, its terminator included; the end token
-behind a text counts. What users and tools say in an answer of several turns does not.
+behind a text counts. Messages of users and tools in an answer of several turns do not.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ __all__ = ["TreeRenderer"]
 
 
 class TreeRenderer:
-    """Turns prompts with their answers into trees.
+    """Renders prompts with their answers to trees.
 
     Args:
         tokenizer: The model's tokenizer, with its chat template.
@@ -68,6 +68,6 @@ class TreeRenderer:
 
 
 def _common_beginning(rows: Sequence[Sequence[int]]) -> int:
-    """How many items all rows begin with."""
+    """Return the number of items in the common beginning of all rows."""
     shortest = min(map(len, rows))
     return next((index for index in range(shortest) if len({row[index] for row in rows}) > 1), shortest)

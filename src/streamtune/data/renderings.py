@@ -53,7 +53,7 @@ class Renderings:
             ) from error
 
     def answers(self) -> list[int]:
-        """Indices of the assistant messages."""
+        """Return the indices of the assistant messages."""
         return [index for index, message in enumerate(self.messages) if message["role"] == "assistant"]
 
     def _render(self, messages: list[Message], *, generation: bool = False, template: str | None = None) -> str:
@@ -78,7 +78,7 @@ class Renderings:
             return None
 
     def _cut(self, count: int, generation: bool) -> str | None:
-        """The first ``count`` messages; the last few renderings are kept, all of a long chat would fill the memory."""
+        """Render the first ``count`` messages. Few renderings are kept: all of a long chat would fill the memory."""
         if count == len(self.messages) and not generation:
             return self.text
         if (count, generation) not in self._cache:
@@ -88,21 +88,21 @@ class Renderings:
         return self._cache[count, generation]
 
     def history(self, index: int) -> str | None:
-        """The messages before ``index``."""
+        """Render the messages before ``index``; None if the template refuses them or there are none."""
         return self._cut(index, False)
 
     def prompt(self, index: int) -> str | None:
-        """The messages before ``index`` and the generation prompt."""
+        """Render the messages before ``index`` and the generation prompt; None as for :meth:`history`."""
         return self._cut(index, True)
 
     def through(self, index: int) -> str | None:
-        """The messages up to and with ``index``."""
+        """Render the messages up to and with ``index``; None if the template refuses them."""
         return self._cut(index + 1, False)
 
     def headers(self, index: int) -> Iterator[str]:
-        """What can stand before an answer: the generation prompt after the messages before it, or after all of them.
+        """Yield headers that an answer may have: the generation prompt after the messages before it, or after all.
 
-        A ``<think>`` that the prompt opens and leaves open is part of the answer, which closes it; it comes without.
+        A ``<think>`` that the prompt opens and leaves open belongs to the answer, which closes it, not to the header.
         """
         for count in (index, len(self.messages)):
             history, prompt = self._cut(count, False), self._cut(count, True)
@@ -111,20 +111,20 @@ class Renderings:
                 yield header[: len(header) - opened_reasoning(header)]
 
     def unused_character(self, after: str = "\ue000") -> str:
-        """A private-use character that occurs nowhere in the conversation, from ``after`` on."""
+        """Return a private-use character that occurs nowhere in the conversation, from ``after`` on."""
         return next(chr(code) for code in range(ord(after), 0xF900) if chr(code) not in self.text)
 
     def place(self, index: int) -> tuple[int, int] | None:
-        """The characters of the full rendering that depend on what message ``index`` says.
+        """Return the characters of the full rendering that depend on the text of message ``index``.
 
         Returns:
-            Start and end (exclusive): equal where the message says nothing, (0, 0) where the template leaves it out.
+            Start and end (exclusive): equal where the message has no text, (0, 0) where the template leaves it out.
             None if the template refuses the replacement or escapes it.
         """
         return self._place(self.messages, self.text, index)
 
     def place_in_prefix(self, index: int) -> tuple[int, int] | None:
-        """The same in the rendering of the messages up to and with ``index``."""
+        """Do as :meth:`place` in the rendering of the messages up to and with ``index``."""
         return self._place(self.messages[: index + 1], self.through(index), index)
 
     def _place(self, messages: list[Message], original: str | None, index: int) -> tuple[int, int] | None:
@@ -141,7 +141,7 @@ class Renderings:
         return start, len(original) - _common_suffix(original, variant, limit)
 
     def marked_spans(self) -> list[tuple[int, int]] | None:
-        """Characters inside the template's ``{% generation %}`` blocks; None if it has none.
+        """Return the characters inside the template's ``{% generation %}`` blocks; None if it has none.
 
         The blocks are made to print two unused characters at their ends. Whitespace control stays as it was, which is
         checked: without these characters the rendering must be the original.
@@ -163,14 +163,14 @@ class Renderings:
         return list(zip(ends[0::2], ends[1::2], strict=True))
 
     def after_answer(self) -> str | None:
-        """What follows the last answer if a user message comes next; None if the template takes no further message."""
+        """Return the text after the last answer if a user message follows; None if the template takes none there."""
         messages = [*self.messages, {"role": "user", "content": self.unused_character()}]
         text = self.try_render(messages)
         place = self._place(messages, text, len(self.messages) - 1)
         return None if text is None or place is None else text[place[1] :]
 
     def refusal(self, index: int, why: str) -> DataError:
-        """The error for a turn that cannot be located, ``why`` being what the template does."""
+        """Return the error for a turn that cannot be located; ``why`` names the template's fault."""
         return DataError(
             f"messages[{index}] cannot be masked exactly: the chat template {why}",
             where=self._origin,
@@ -184,7 +184,7 @@ _KEPT_FIELDS = frozenset({"role", "type", "id", "tool_call_id", "name"})
 
 
 def _replaced(message: Message, mark: str) -> Message:
-    """The message with everything it says replaced by ``mark``."""
+    """Return the message with all its text replaced by ``mark``."""
     replaced = {key: _replace_strings(value, key, mark) for key, value in message.items()}
     if replaced == message:  # it says nothing: let it say the mark
         replaced["content"] = mark
@@ -202,13 +202,13 @@ def _replace_strings(value: Any, key: str, mark: str) -> Any:
 
 
 def opened_reasoning(prompt: str) -> int:
-    """Characters of the ``<think>`` that ``prompt`` ends with, blanks included; 0 if it opens none."""
+    """Return the length of the ``<think>`` that ``prompt`` ends with, with the blanks after it; 0 if there is none."""
     stripped = prompt.rstrip()
     return len(prompt) - len(stripped.removesuffix("<think>")) if stripped.endswith("<think>") else 0
 
 
 def common_prefix(first: str, second: str) -> int:
-    """Length of the longest common prefix, by bisection: comparing slices is fast, walking characters is not."""
+    """Return the length of the longest common prefix, by bisection: comparing slices is faster than characters."""
     low, high = 0, min(len(first), len(second))
     while low < high:
         middle = (low + high + 1) // 2
@@ -220,7 +220,7 @@ def common_prefix(first: str, second: str) -> int:
 
 
 def _common_suffix(first: str, second: str, limit: int) -> int:
-    """Length of the longest common suffix, ``limit`` at most."""
+    """Return the length of the longest common suffix, ``limit`` at most."""
     low, high = 0, limit
     while low < high:
         middle = (low + high + 1) // 2

@@ -1,4 +1,4 @@
-"""What became of the rows: counted while they are prepared, shown to the user, written as JSON."""
+"""The report on prepared rows: counted during preparation, shown to the user, written as JSON."""
 
 from __future__ import annotations
 
@@ -43,11 +43,11 @@ class DataReport:
     """part of ``packs * max_length`` positions that hold a token"""
 
     def to_json(self) -> dict[str, Any]:
-        """The report as one JSON object."""
+        """Return the report as one JSON object."""
         return dict(vars(self))
 
     def describe(self) -> str:
-        """The report in one line, without what did not happen."""
+        """Return the report in one line, without counts of zero."""
         parts = [f"{self.rows:,} rows"]
         if self.kept != self.rows:
             parts.append(f"{self.kept:,} kept")
@@ -67,7 +67,7 @@ class DataReport:
 
 
 def length_percentiles(lengths: npt.NDArray[np.int64]) -> dict[str, int]:
-    """Shortest, median, upper percentiles and longest of row lengths in tokens, each the length of a row."""
+    """Return the shortest, median, upper percentiles and longest of row lengths in tokens, each of an actual row."""
     points = {"min": 0, "p50": 50, "p90": 90, "p95": 95, "p99": 99, "max": 100}
     values = np.percentile(lengths, list(points.values()), method="higher")
     return {name: int(value) for name, value in zip(points, values, strict=True)}

@@ -1,4 +1,4 @@
-"""What became of prompts and their completions: counted while they are prepared, shown to the user, written as JSON."""
+"""The report on prompts and their completions: counted in preparation, shown to the user, written as JSON."""
 
 from __future__ import annotations
 
@@ -49,11 +49,11 @@ class TreeReport:
     """always 0: neither a pair nor a prompt is cut into pieces"""
 
     def to_json(self) -> dict[str, Any]:
-        """The report as one JSON object."""
+        """Return the report as one JSON object."""
         return dict(vars(self))
 
     def describe(self) -> str:
-        """The report in one line, without what did not happen."""
+        """Return the report in one line, without counts of zero."""
         parts = [f"{self.rows:,} rows"]
         if self.kept != self.rows:
             parts.append(f"{self.kept:,} kept")

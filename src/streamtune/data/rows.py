@@ -1,4 +1,4 @@
-"""Row types: what the columns of a row mean, and one normal form for each kind of training text.
+"""Row types: the meaning of the columns of a row, and one normal form for each kind of training text.
 
     messages            messages: [{role, content, ...}], tools (optional)         -> Conversation
     sharegpt            conversations: [{from, value}], system, tools (optional)   -> Conversation
@@ -66,7 +66,7 @@ ROW_TYPES = tuple(REQUIRED_COLUMNS)
 
 
 def detect_type(row: Row) -> str:
-    """Say which type a row looks like.
+    """Return the type a row looks like.
 
     Raises:
         DataError: It looks like none.
@@ -85,7 +85,7 @@ def detect_type(row: Row) -> str:
 
 
 def normalise(row: Row, row_type: str) -> Content:
-    """Turn a row of a known type into its normal form.
+    """Convert a row of a known type to its normal form.
 
     Raises:
         DataError: The row is not of this type, or one of its values is wrong.
@@ -97,7 +97,7 @@ def normalise(row: Row, row_type: str) -> Content:
 
 
 def looks_like(columns: Mapping[str, Any]) -> str | None:
-    """The first type whose columns are all there; None if there is none."""
+    """Return the first type whose columns are all there; None if there is none."""
     for row_type, required in REQUIRED_COLUMNS.items():
         present = [next((name for name in names if name in columns), None) for names in required]
         if None in present:
@@ -124,7 +124,7 @@ def _missing_column(row: Row, row_type: str, column: str) -> DataError:
 def _conversation(
     row: Row, messages: Sequence[Any], *, column: str, tools: Any = None, first_answer: int = 0
 ) -> Conversation:
-    """Check every message and that there is something to learn."""
+    """Return the conversation of checked messages; raise if it has no assistant message to train on."""
     checked = [check_message(item, f"{column}[{index}]", row.origin) for index, item in enumerate(messages)]
     if not any(message["role"] == "assistant" for message in checked[first_answer:]):
         raise DataError(
@@ -136,7 +136,7 @@ def _conversation(
 
 
 def _turns(row: Row, names: tuple[str, ...]) -> tuple[str, list[Any]]:
-    """The non-empty list in the first of ``names`` that the row has, with that name."""
+    """Return the first of ``names`` that the row has, and the non-empty list in that column."""
     column = next(name for name in names if name in row.columns)
     value = parsed_cell(row.columns[column])
     if not isinstance(value, list):

@@ -1,4 +1,4 @@
-"""Rows of preference data: one prompt and the answers that are compared, or judged one by one.
+"""Rows of preference data: one prompt and the answers that are compared, or labelled one by one.
 
     preference    prompt, chosen, rejected                    each a string or a list of messages
                   chosen, rejected                            without prompt: their common beginning is the prompt
@@ -58,11 +58,11 @@ class Answers:
     margin: float | None = None
     """by how much the first is better, where the row says so"""
     identical: bool = False
-    """whether both answers are the same: there is nothing to prefer"""
+    """True if both answers are the same: there is nothing to prefer"""
     tools: list[dict[str, Any]] | None = None
 
     def texts(self) -> list[str]:
-        """What the prompt and the answers say, for training a tokenizer."""
+        """Return the texts of the prompt and the answers, for training a tokenizer."""
         return [*texts_of(self.prompt), *(text for content in self.contents for text in _answer_texts(content))]
 
 
@@ -73,7 +73,7 @@ def _answer_texts(content: Completion | Conversation) -> list[str]:
 
 
 def detect_preference_type(row: Row) -> str:
-    """Say which type of preference data a row looks like.
+    """Return the type of preference data a row looks like.
 
     Raises:
         DataError: It looks like none.
@@ -90,7 +90,7 @@ def detect_preference_type(row: Row) -> str:
 
 
 def normalise_preference(row: Row, row_type: str) -> Answers:
-    """Turn a row of a known type into its normal form.
+    """Convert a row of a known type to its normal form.
 
     Raises:
         DataError: The row is not of this type, or one of its values is wrong.
@@ -150,7 +150,7 @@ def _refuse_other_prompt(row: Row) -> None:
 
 
 def _split(row: Row, chosen: Said, rejected: Said, start: int) -> tuple[Said, Said, Said]:
-    """The common beginning of both answers, and what is left of them."""
+    """Return the common beginning of both answers, and the rest of each."""
     if start == 0:
         raise DataError(
             "the prompt is missing: the row has no column 'prompt', and 'chosen' and 'rejected' begin differently",
@@ -169,7 +169,7 @@ def _split(row: Row, chosen: Said, rejected: Said, start: int) -> tuple[Said, Sa
 
 
 def _text_prompt(chosen: str, rejected: str) -> int:
-    """Characters of the common beginning that are the prompt: no word is cut, and no blank stands at their end."""
+    """Return the length of the prompt, a common beginning that cuts no word and does not end with a blank."""
     start = common_prefix(chosen, rejected)
     following = (chosen[start : start + 1], rejected[start : start + 1])
     if "" in following or any(_in_word(character) for character in following):
@@ -183,7 +183,7 @@ def _in_word(character: str) -> bool:
 
 
 def _agree(row: Row, prompt: Said, answers: dict[str, Said]) -> tuple[Said, list[Said]]:
-    """A prompt and its answers, all as text or all as messages, the prompt's messages taken off the answers."""
+    """Return a prompt and its answers, all text or all messages; answers lose the messages of the prompt."""
     if isinstance(prompt, str) and all(isinstance(answer, str) for answer in answers.values()):
         return prompt, list(answers.values())
     if isinstance(prompt, str):
@@ -204,7 +204,7 @@ def _agree(row: Row, prompt: Said, answers: dict[str, Said]) -> tuple[Said, list
 
 
 def _prompt_messages(row: Row, prompt: str, answers: dict[str, Said]) -> list[dict[str, Any]]:
-    """The messages that a text stands for: the user's, or those before the answer in conversations that repeat it."""
+    """Return a text prompt as messages: one of the user, or those before the answer where an answer holds them."""
     first = next(answer for answer in answers.values() if not isinstance(answer, str))
     start = next((index for index, message in enumerate(first) if message["role"] == "assistant"), len(first))
     if start == 0:
@@ -219,7 +219,7 @@ def _prompt_messages(row: Row, prompt: str, answers: dict[str, Said]) -> list[di
 
 
 def _margin(row: Row) -> float | None:
-    """By how much the chosen answer is better."""
+    """Return by how much the chosen answer is better; None if the row does not say so."""
     for names in _SCORES:
         if any(_is_given(row, name) for name in names):
             chosen, rejected = (_number(row, name) for name in names)
@@ -266,7 +266,7 @@ def _unpaired(row: Row) -> Answers:
 def _content(
     row: Row, prompt: Said, answer: Said, name: str, tools: list[dict[str, Any]] | None
 ) -> Completion | Conversation:
-    """An answer behind its prompt."""
+    """Return an answer with its prompt before it, in the normal form of training text."""
     if isinstance(prompt, str) or isinstance(answer, str):
         assert isinstance(prompt, str) is isinstance(answer, str), "both were brought into one form"
         return Completion(str(prompt), str(answer))

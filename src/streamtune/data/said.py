@@ -1,4 +1,4 @@
-"""What a cell says, as text or as messages: prompts and answers, whichever form they have."""
+"""Prompts and answers in a cell, in either form: text, or a list of messages."""
 
 from __future__ import annotations
 
@@ -18,15 +18,15 @@ Said = str | list[dict[str, Any]]
 
 
 def said(columns: Mapping[str, Any], name: str, origin: str) -> Said:
-    """What a column says: its text, or its messages, checked. One message may stand without a list around it.
+    """Return the content of a column: its text, or its messages, checked. A single message needs no list around it.
 
     Args:
-        columns: The row's.
-        name: The column, which is there.
+        columns: The columns of the row.
+        name: The column, which must be there.
         origin: The row, for errors.
 
     Raises:
-        DataError: It is neither, a message is wrong, or nothing is said.
+        DataError: It is neither, a message is wrong, or it is empty.
     """
     value = parsed_cell(columns[name])
     value = [value] if isinstance(value, dict) and ("role" in value or "from" in value) else value
@@ -52,7 +52,7 @@ def _has_speakers(turns: list[Any]) -> bool:
 
 
 def check_order(messages: Sequence[Mapping[str, Any]], name: str, origin: str) -> None:
-    """Refuse two turns of the user, or of the assistant, one after the other.
+    """Raise if two messages of the user, or of the assistant, follow each other.
 
     Args:
         messages: Checked messages.
@@ -75,12 +75,12 @@ def check_order(messages: Sequence[Mapping[str, Any]], name: str, origin: str) -
 
 
 def texts_of(value: Said) -> list[str]:
-    """The text of a prompt or an answer, message by message."""
+    """Return the text of a prompt or an answer, message by message."""
     if isinstance(value, str):
         return [value]
     return [message["content"] for message in value if message.get("content")]
 
 
 def prompt_digest(prompt: Said, tools: Any) -> bytes:
-    """Hash of a prompt: rows with the same one are held out together."""
+    """Return a hash of a prompt: rows with the same one are held out together."""
     return blake2b(json.dumps([prompt, tools], sort_keys=True, default=repr).encode(), digest_size=16).digest()

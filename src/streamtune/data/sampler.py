@@ -17,12 +17,12 @@ class ResumableSampler:
     """Visits every row once an epoch, in an order that depends on nothing but the seed and the epoch.
 
     The position counts rows that were handed out, also those of the batch handed out last: save the state after the
-    batch was trained on, and a sampler that loads it goes on with the next one.
+    batch was trained on, and a sampler that loads it continues with the next one.
 
     Args:
         num_rows: Rows there are.
         seed: Seed of the order.
-        shuffle: Whether to shuffle at all; without, rows come in their own order.
+        shuffle: True to shuffle the rows; otherwise they come in their own order.
     """
 
     def __init__(self, num_rows: int, *, seed: int, shuffle: bool = True) -> None:
@@ -35,7 +35,7 @@ class ResumableSampler:
         """rows of this epoch that were handed out"""
 
     def order(self, epoch: int) -> npt.NDArray[np.int64]:
-        """[num_rows] the rows of an epoch in the order they are visited."""
+        """Return the rows of an epoch in the order they are visited, [num_rows]."""
         if not self.shuffle:
             return np.arange(self.num_rows, dtype=np.int64)
         # RandomState's streams are frozen by numpy's compatibility policy; Generator's may change with a release.
@@ -55,11 +55,11 @@ class ResumableSampler:
         self.epoch, self.position = self.epoch + 1, 0
 
     def batches_per_epoch(self, batch_size: int) -> int:
-        """Batches a whole epoch has."""
+        """Return the number of batches in a whole epoch."""
         return -(-self.num_rows // batch_size)
 
     def state_dict(self) -> dict[str, Any]:
-        """Where the sampler stands, as plain JSON values."""
+        """Return the position and the order of the sampler, as plain JSON values."""
         return {
             "num_rows": self.num_rows,
             "seed": self.seed,
@@ -69,7 +69,7 @@ class ResumableSampler:
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go to where another sampler over the same rows stood.
+        """Continue from the position of another sampler over the same rows.
 
         Raises:
             CheckpointError: That sampler had other rows or another order.

@@ -1,4 +1,4 @@
-"""Where rows come from: local files and folders, the hub, and the corpus built from the standard library."""
+"""Sources of rows: local files and folders, the hub, and the built-in data sets."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ READ_BY = {
     **dict.fromkeys(("preference", "unpaired"), "streamtune dpo"),
     "prompts": "streamtune grpo",
 }
-"""Which command reads rows of a type: for those it is no use to."""
+"""Row type -> the commands that read it, for the error of the others."""
 
 
 @dataclass(frozen=True)
@@ -44,7 +44,7 @@ class Source:
     max_rows: int | None = None
     """use the first so many rows"""
     where: str = ""
-    """where the user wrote this entry, ``file:line``; named when the path is wrong"""
+    """place of this entry in the recipe, ``file:line``; named when the path is wrong"""
 
 
 def read_rows(source: Source) -> Iterator[Row]:
@@ -67,13 +67,13 @@ def typed_rows(
     detect: Callable[[Row], str],
     notify: Callable[[str], None],
 ) -> Iterator[tuple[Row, str]]:
-    """Every row of every source with its type: the one its source names, or that of the source's first row.
+    """Yield every row of every source with its type: the one its source names, or that of the source's first row.
 
     Args:
         sources: Where the rows come from, in order.
         known: The types a source may name, besides ``auto``.
-        detect: Says which type a row looks like.
-        notify: Told what was detected, source by source.
+        detect: Returns the type a row looks like.
+        notify: Called with the type that was detected, source by source.
 
     Raises:
         DataError: As :func:`read_rows` and ``detect``, or a source names a type that is not known.
@@ -114,7 +114,7 @@ def _all_rows(source: Source) -> Iterator[Row]:
 
 
 def _check_choices(source: Source, names: Sequence[str]) -> None:
-    """Check what a source asks of a built-in dataset.
+    """Check the split and the part that a source names of a built-in dataset.
 
     Raises:
         DataError: It has no such split or no such part.
@@ -132,7 +132,7 @@ def _check_choices(source: Source, names: Sequence[str]) -> None:
 
 
 def _local_files(source: Source) -> list[tuple[Path, str]] | None:
-    """The files a source names, each with the name to show; None if it can only be a dataset on the hub.
+    """Return the files of a source, each with the name to show; None if it can only be a dataset on the hub.
 
     Raises:
         DataError: The path looks like a file and there is none.
@@ -167,18 +167,18 @@ def _local_files(source: Source) -> list[tuple[Path, str]] | None:
 
 
 def _glob(pattern: Path) -> Iterator[Path]:
-    """Files matching a pattern, which may be absolute."""
+    """Return the paths that match a pattern, which may be absolute."""
     anchor = Path(pattern.anchor) if pattern.is_absolute() else Path()
     return anchor.glob(str(pattern.relative_to(anchor) if pattern.is_absolute() else pattern))
 
 
 def _looks_like_hub_name(path: str) -> bool:
-    """Whether ``path`` can be ``name`` or ``owner/name`` on the hub and is no file name of a known format."""
+    """Return True if ``path`` can be ``name`` or ``owner/name`` on the hub and is no file name of a known format."""
     return bool(re.fullmatch(r"[\w-][\w.-]*(/[\w-][\w.-]*)?", path)) and format_of(Path(path)) not in READERS
 
 
 def _nearest(path: Path) -> str:
-    """Say which existing file the user may have meant."""
+    """Return a hint at the existing file or folder the user may have meant."""
     folder = path.parent
     if not folder.is_dir():
         existing = next((parent for parent in folder.parents if parent.is_dir()), Path())
@@ -189,9 +189,9 @@ def _nearest(path: Path) -> str:
 
 
 def _hub_rows(source: Source) -> Iterator[Row]:
-    """Rows of a dataset on the hub (or in the local hub cache), through the ``datasets`` library.
+    """Yield the rows of a dataset on the hub (or in the local hub cache), through the ``datasets`` library.
 
-    It has run no script of a dataset since its version 4, which is what this package asks for.
+    The library runs no script of a dataset since its version 4, which this package requires.
     """
     import datasets
 
@@ -212,7 +212,7 @@ def _hub_rows(source: Source) -> Iterator[Row]:
 
 
 def _refuse_formats(source: Source) -> None:
-    """Refuse the name of a file format, for which ``datasets`` would read whatever lies in the working directory."""
+    """Raise if the path names a file format, for which ``datasets`` would read files of the working directory."""
     from datasets.packaged_modules import _PACKAGED_DATASETS_MODULES
 
     if source.path in _PACKAGED_DATASETS_MODULES or "::" in source.path:

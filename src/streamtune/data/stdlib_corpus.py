@@ -67,7 +67,7 @@ def stdlib_rows(*, max_rows: int | None = None, root: Path | None = None) -> Ite
     """Yield the corpus as rows of type ``messages``.
 
     Args:
-        max_rows: Yield so many rows at most; one in twelve is a whole module whatever the cap.
+        max_rows: Yield so many rows at most; one in twelve is a whole module with any cap.
         root: The library's folder; that of the running interpreter unless given.
     """
     short: list[Row] = []
@@ -85,12 +85,12 @@ def stdlib_rows(*, max_rows: int | None = None, root: Path | None = None) -> Ite
 
 
 def _spread(name: str) -> bytes:
-    """A sort key that mixes the library: in the order of the alphabet a capped corpus would end at c."""
+    """Return a sort key that mixes the library: in alphabetical order a capped corpus would end at c."""
     return hashlib.sha256(name.encode()).digest()
 
 
 def _interleave(short: list[Row], long: list[Row]) -> Iterator[Row]:
-    """Every twelfth row long, for as long as there are both; then what is left."""
+    """Yield one long row in every twelve for as long as there are both kinds; then the rest."""
     rest_short, rest_long = iter(short), iter(long)
     while True:
         group = [*islice(rest_long, 1), *islice(rest_short, LONG_EVERY - 1)]
@@ -100,7 +100,7 @@ def _interleave(short: list[Row], long: list[Row]) -> Iterator[Row]:
 
 
 def _modules(root: Path) -> Iterator[_Module]:
-    """Every module below ``root`` that can be read and parsed, in a mixed order that is always the same."""
+    """Yield every module below ``root`` that can be read and parsed, in a mixed order that is always the same."""
     for path in sorted(_files(root), key=lambda path: _spread(path.relative_to(root).as_posix())):
         relative = path.relative_to(root)
         try:
@@ -117,7 +117,7 @@ def _modules(root: Path) -> Iterator[_Module]:
 
 
 def _files(folder: Path) -> Iterator[Path]:
-    """The Python files below ``folder``, without those in skipped folders."""
+    """Yield the Python files below ``folder``, without those in skipped folders."""
     for child in folder.iterdir():
         if child.is_dir():
             if child.name not in SKIPPED_FOLDERS:
@@ -133,7 +133,7 @@ def _module_row(module: _Module) -> Row:
 
 
 def _definition_rows(module: _Module) -> Iterator[Row]:
-    """One row for each documented function, class and method of a module."""
+    """Yield one row for each documented function, class and method of a module."""
     lines = [f"{line}\n" for line in module.source.split("\n")]  # splitlines() would count form feeds as line breaks
     for qualified, node in _definitions(module.tree.body, ""):
         docstring = ast.get_docstring(node)
@@ -148,7 +148,7 @@ def _definition_rows(module: _Module) -> Iterator[Row]:
 
 
 def _definitions(body: list[ast.stmt], prefix: str) -> Iterator[tuple[str, Definition]]:
-    """Functions and classes of a module body, and the methods of its classes, with their qualified names."""
+    """Yield the functions and classes of a module body, and the methods of its classes, with their qualified names."""
     for node in body:
         if isinstance(node, Definition):
             yield f"{prefix}{node.name}", node
@@ -157,7 +157,7 @@ def _definitions(body: list[ast.stmt], prefix: str) -> Iterator[tuple[str, Defin
 
 
 def _header(node: Definition) -> str:
-    """The signature: ``def decode(self, s)`` or ``class Decoder(Base)``."""
+    """Return the signature: ``def decode(self, s)`` or ``class Decoder(Base)``."""
     if isinstance(node, ast.ClassDef):
         bases = ", ".join(ast.unparse(base) for base in [*node.bases, *node.keywords])
         return f"class {node.name}({bases})" if bases else f"class {node.name}"
@@ -167,7 +167,7 @@ def _header(node: Definition) -> str:
 
 
 def _dedent(lines: list[str]) -> str:
-    """Take the first line's indentation off every line that has it."""
+    """Remove the first line's indentation from every line that has it."""
     indent = lines[0][: len(lines[0]) - len(lines[0].lstrip())]
     return "".join(line.removeprefix(indent) for line in lines).rstrip() + "\n"
 

@@ -40,7 +40,7 @@ class Example:
 
 
 class TableWriter:
-    """Appends rows to an Arrow stream, holding no more than a mebi of tokens in memory."""
+    """Appends rows to an Arrow stream, which it writes whenever 2**20 tokens are pending."""
 
     def __init__(self, stream: Any, schema: pa.Schema) -> None:
         self._stream = stream
@@ -49,14 +49,14 @@ class TableWriter:
         self._pending_tokens = 0
 
     def append(self, columns: Mapping[str, Any], tokens: int) -> None:
-        """Add one row of so many tokens."""
+        """Add one row, which has ``tokens`` tokens."""
         self._pending.append(columns)
         self._pending_tokens += tokens
         if self._pending_tokens >= _FLUSH_TOKENS:
             self.flush()
 
     def flush(self) -> None:
-        """Write what is pending."""
+        """Write the pending rows."""
         if not self._pending:
             return
         columns = {name: [row[name] for row in self._pending] for name in self._schema.names}
@@ -77,9 +77,9 @@ class ExampleWriter:
 
 @contextmanager
 def spill(schema: pa.Schema = EXAMPLE_SCHEMA) -> Iterator[tuple[TableWriter, list[pa.Table]]]:
-    """A writer, and a list that holds the written table, memory-mapped, once the block has ended without error.
+    """Yield a writer, and a list that holds the written table, memory-mapped, once the block has ended without error.
 
-    The file is deleted at once: the mapping keeps its bytes for as long as somebody holds the table, and a killed run
+    The file is deleted at once: the mapping keeps its bytes for as long as the table is referenced, and a killed run
     leaves nothing behind.
     """
     tables: list[pa.Table] = []
@@ -94,7 +94,7 @@ def spill(schema: pa.Schema = EXAMPLE_SCHEMA) -> Iterator[tuple[TableWriter, lis
 
 
 class ExampleSequence(Sequence[Example]):
-    """Some rows of an Arrow table of examples, in a given order; nothing is decoded before it is asked for."""
+    """Some rows of an Arrow table of examples, in a given order; each is decoded on access."""
 
     def __init__(self, table: pa.Table, rows: npt.NDArray[np.int64]) -> None:
         self._table = table
@@ -104,7 +104,7 @@ class ExampleSequence(Sequence[Example]):
         return len(self._rows)
 
     def lengths(self) -> npt.NDArray[np.int64]:
-        """[rows] tokens of each, without decoding any."""
+        """Return the tokens of each row, [rows], without decoding any."""
         sizes = pa.compute.list_value_length(self._table["input_ids"]).to_numpy()
         return np.asarray(sizes, dtype=np.int64)[self._rows]
 

@@ -17,7 +17,7 @@ _KNOWN = tuple(dict.fromkeys((*ROW_TYPES, *PREFERENCE_TYPES, *PROMPT_TYPES)))
 
 
 def iter_texts(sources: Sequence[Source], *, notify: Callable[[str], None] = lambda message: None) -> Iterator[str]:
-    """Yield the texts of all rows: what messages say, prompts, completions, documents.
+    """Yield the texts of all rows: contents of messages, prompts, completions, documents.
 
     Raises:
         DataError: A file is missing, or a row is malformed.
@@ -27,7 +27,7 @@ def iter_texts(sources: Sequence[Source], *, notify: Callable[[str], None] = lam
 
 
 def _detect(row: Row) -> str:
-    """What a row looks like; what to read of it for a tokenizer is the same whatever it is used for."""
+    """Return the type a row looks like, among those of all commands: its texts do not depend on the command."""
     if looks_like(row.columns) is None:
         if {"chosen", "rejected"} <= row.columns.keys():
             return "preference"

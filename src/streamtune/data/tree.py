@@ -72,7 +72,7 @@ class Tree:
         return sum(sum(mask) for mask in masks)
 
     def columns(self) -> dict[str, Any]:
-        """The tree as a row of :data:`TREE_SCHEMA`."""
+        """Return the tree as a row of :data:`TREE_SCHEMA`."""
         return {
             "prompt": self.prompt,
             "completions": self.completions,
@@ -85,7 +85,7 @@ class Tree:
 
 
 class TreeSequence(Sequence[Tree]):
-    """Some rows of an Arrow table of trees, in a given order; nothing is decoded before it is asked for."""
+    """Some rows of an Arrow table of trees, in a given order; each is decoded on access."""
 
     def __init__(self, table: pa.Table, rows: npt.NDArray[np.int64]) -> None:
         self._table = table
@@ -95,7 +95,7 @@ class TreeSequence(Sequence[Tree]):
         return len(self._rows)
 
     def lengths(self) -> npt.NDArray[np.int64]:
-        """[trees] positions of each in the shared layout, without decoding any."""
+        """Return the positions of each tree in the shared layout, [trees], without decoding any."""
         return np.asarray(self._table["tokens"].to_numpy(), dtype=np.int64)[self._rows]
 
     @overload
@@ -118,6 +118,6 @@ class TreeSequence(Sequence[Tree]):
 
 
 def _items(cell: pa.ListScalar) -> list[Any]:
-    """A list cell as plain Python values; through NumPy, which is several times as fast as item by item."""
+    """Return a list cell as plain Python values, through NumPy: several times as fast as item by item."""
     items: list[Any] = cell.values.to_numpy(zero_copy_only=False).tolist()
     return items

@@ -1,10 +1,10 @@
-"""Before training: every rank is the same program with the same recipe and data, and every machine reaches the others.
+"""Checks before training: all ranks run the same program, recipe and data, and every machine reaches the others.
 
-    1. each rank tells rank 0 its facts, and the first rank of each machine where it can be called
-    2. rank 0 compares them and tells all of them the outcome
-    3. the first ranks call each other, as the process group will, and rank 0 tells all of them the outcome
+    1. each rank sends rank 0 its facts, and the first rank of each machine the address at which it can be called
+    2. rank 0 compares them and sends all of them the outcome
+    3. the first ranks call each other, as the process group will, and rank 0 sends all of them the outcome
 
-All of it over connections of its own: a difference in versions can break the process group before it says a word.
+The checks use connections of their own: different versions can break the process group before it reports an error.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ SHOWN_LENGTH = 40
 
 
 def versions() -> dict[str, str]:
-    """Of what ranks must have in common to compute the same, without loading any of it."""
+    """Return the versions that ranks must have in common to compute the same, without importing any package."""
     found = {"python": platform.python_version(), "streamtune": __version__}
     for package in PACKAGES:
         try:
@@ -54,7 +54,7 @@ def versions() -> dict[str, str]:
 
 
 def fingerprint(text: str) -> str:
-    """A short name for a text: for facts too long to compare by eye."""
+    """Return a short hash of a text, for facts that are too long to compare by eye."""
     return hashlib.sha256(text.encode()).hexdigest()[:16]
 
 
@@ -65,12 +65,12 @@ def agree(
 
     Args:
         facts: What must be the same everywhere, by name.
-        environment: Of this rank; None reads it.
-        seconds: For the slowest rank to come.
+        environment: That of this rank; None reads it.
+        seconds: Time for the slowest rank to come.
 
     Raises:
-        DistributedError: The same on every rank: who differs and by which values; who has not come; who cannot reach
-            whom.
+        DistributedError: The same on every rank: it names the ranks that differ, with their values, that have not come,
+            or that cannot reach others.
     """
     env = read_environment() if environment is None else environment
     if env.world_size == 1:
@@ -82,11 +82,11 @@ def agree(
 
 
 class _Answering:
-    """While entered: a port that other machines' first ranks can call; none where there is no other machine.
+    """A context manager: a port of each machine's first rank that those of other machines can call.
 
     Args:
-        env: Of this rank.
-        address: Of this machine, where it is reached.
+        env: The environment of this rank; on one machine there is no port.
+        address: The address at which this machine is reached.
     """
 
     def __init__(self, env: RankEnvironment, address: str) -> None:
@@ -115,7 +115,7 @@ class _Answering:
 
 
 def _ask(env: RankEnvironment, told: dict[str, Any], seconds: float) -> dict[str, Any] | None:
-    """On the other ranks."""
+    """Send this rank's facts to rank 0 and return the outcome; for ranks other than 0."""
     line = dial(env, PURPOSE, {}, seconds)
     try:
         own = line.connection.getsockname()[0]
@@ -137,7 +137,7 @@ def _ask(env: RankEnvironment, told: dict[str, Any], seconds: float) -> dict[str
 
 
 def _gather(env: RankEnvironment, told: dict[str, Any], seconds: float) -> dict[str, Any] | None:
-    """On rank 0: the outcome, which is told to all that came."""
+    """Collect the facts of all ranks on rank 0, send the outcome to the ranks that came, and return it."""
     callers: dict[int, tuple[Line, dict[str, Any]]] = {}
     hosts = {0: env.host}
     try:
@@ -165,7 +165,7 @@ def _gather(env: RankEnvironment, told: dict[str, Any], seconds: float) -> dict[
 def _come(
     env: RankEnvironment, callers: dict[int, tuple[Line, dict[str, Any]]], hosts: dict[int, str], seconds: float
 ) -> Failure | None:
-    """Wait for every rank to call and say its facts."""
+    """Wait for every rank to call and send its facts; return a failure if some do not."""
     until = time.monotonic() + seconds
     with (
         selectors.DefaultSelector() as selector,
@@ -188,7 +188,7 @@ def _come(
 def _hear_facts(
     line: Line, greeting: dict[str, Any], callers: dict[int, tuple[Line, dict[str, Any]]], hosts: dict[int, str]
 ) -> None:
-    """Take note of a rank that has been let in, once it has said its facts; where it does not, it calls again."""
+    """Receive and record the facts of an admitted rank; without them close the connection, and it calls again."""
     try:
         said = line.receive(5.0)
         ranks = {name: said[name] for name in ("facts", "leads", "address", "port")}
@@ -208,7 +208,7 @@ def _tell(callers: Mapping[int, tuple[Line, Any]], outcome: Failure | None, lead
 
 
 def _try(leaders: Sequence[dict[str, Any]], rank: int) -> list[str]:
-    """The first rank of a machine calls those of the others; what could not be reached, and why."""
+    """Call the first ranks of the other machines, if this is one; return those that were not reached, and why."""
     if rank not in [leader["rank"] for leader in leaders]:
         return []
     unreached = []
@@ -230,7 +230,7 @@ def _reached(
     hosts: Mapping[int, str],
     leaders: Sequence[dict[str, Any]],
 ) -> Failure | None:
-    """Whether every machine reaches every other."""
+    """Return a failure that names each machine that does not reach another; None if all do."""
     found = {0: _try(leaders, 0)}
     for rank, (line, _) in callers.items():
         try:
@@ -245,7 +245,7 @@ def _reached(
 
 
 def compare_facts(facts: Mapping[int, Mapping[str, str]], hosts: Mapping[int, str]) -> Failure | None:
-    """One line for each fact that is not the same on all ranks: the values, and who has which."""
+    """Return a failure with a line for each fact that differs: its values, and the ranks of each; None if all agree."""
     differences = []
     for name in dict.fromkeys(name for said in facts.values() for name in said):
         who: dict[str, list[int]] = {}
@@ -265,7 +265,7 @@ def compare_facts(facts: Mapping[int, Mapping[str, str]], hosts: Mapping[int, st
 
 
 def describe_ranks(ranks: Sequence[int]) -> str:
-    """``rank 3``, ``ranks 0-6, 8``"""
+    """Describe ranks in short: ``rank 3``, ``ranks 0-6, 8``."""
     parts: list[list[int]] = []
     for rank in sorted(ranks):
         if parts and rank == parts[-1][-1] + 1:

@@ -1,7 +1,7 @@
-"""DeepSpeed as backend: ZeRO stages 1, 2 and 3 with the traffic they have without streaming.
+"""DeepSpeed as backend: ZeRO stages 1, 2 and 3 with the same traffic as without streaming.
 
-The engine's node returns each parameter's gradient once a layer and micro-step, whatever the number of chunks, so what
-ZeRO reduces it reduces once. Under stage 3 a decoder layer is a *leaf module*: hooks around its call gather all of its
+The engine's node returns each parameter's gradient once a layer and micro-step, for any number of chunks, so that ZeRO
+reduces it once. Under stage 3 a decoder layer is a *leaf module*: hooks around its call gather all of its
 weights at once, once for the forward and once for the backward. No function of DeepSpeed is patched.
 
 DeepSpeed averages over ranks; the shares of ranks add up, so each is multiplied with their number.
@@ -25,7 +25,7 @@ __all__ = ["DeepSpeedBackend", "check_deepspeed", "share_frozen", "share_module"
 NO_MICRO_STEP = -1
 """DeepSpeed's count before the first backward of a step."""
 MASTER = "master"
-"""What slices call the float32 weights beside weights of fewer bits."""
+"""Key of the float32 weights in slices, for weights of fewer bits."""
 
 
 class _Held(NamedTuple):
@@ -40,10 +40,10 @@ class _Held(NamedTuple):
 
 
 def check_deepspeed() -> None:
-    """Refuse where it is not installed.
+    """Raise if DeepSpeed is not installed.
 
     Raises:
-        ArgumentError: With the line that installs it.
+        ArgumentError: It is not; the error has the line that installs it.
     """
     try:
         import deepspeed  # noqa: F401
@@ -67,7 +67,7 @@ class DeepSpeedBackend:
     """Weights, gradients and optimizer shared by ZeRO.
 
     Args:
-        model: Streamed already; on this rank's device, or on the host for what is offloaded.
+        model: Streamed already; on this rank's device, offloaded weights on the host.
         optimizer: Over its parameters.
         config: From :func:`streamtune.distributed.deepspeed_config.resolve_config`.
         layers: The decoder layers, each gathered whole.
@@ -116,7 +116,7 @@ class DeepSpeedBackend:
         self.engine.backward(loss * self.size, scale_wrt_gas=False)
 
     def clip_gradients(self, max_norm: float) -> float:
-        """The norm; DeepSpeed clips in its step, by the ``gradient_clipping`` of its configuration."""
+        """Return the norm; DeepSpeed clips in its step, by the ``gradient_clipping`` of its configuration."""
         assert max_norm == self.engine.gradient_clipping()
         local = sum(
             (part.detach().double().square().sum() for part in self._gradients()), torch.zeros((), dtype=torch.float64)
@@ -126,7 +126,7 @@ class DeepSpeedBackend:
         return math.sqrt(total.item())
 
     def _gradients(self) -> Iterator[Tensor]:
-        """The parts of the gradient this rank holds; those of all ranks are the whole."""
+        """Yield the parts of the gradient this rank holds; those of all ranks are the whole."""
         from deepspeed.utils import safe_get_local_grad
 
         for parameter in self.module.parameters():
@@ -205,7 +205,7 @@ class DeepSpeedBackend:
             self.engine.optimizer._hp_optimizer_states_linked = False
 
     def _count(self, flat: Tensor, steps: Tensor) -> Any:
-        """A count of steps as the optimizer keeps it."""
+        """Return a count of steps in the form that the optimizer keeps."""
         optimizer = self.engine.optimizer.optimizer
         if type(optimizer) is not torch.optim.AdamW:
             return int(steps.item())  # DeepSpeed's own
@@ -222,7 +222,7 @@ class DeepSpeedBackend:
         return found
 
     def _held(self, parameter: Any) -> _Held | None:
-        """Where this rank's part of a parameter is, without padding; None where it has none."""
+        """Return the place of this rank's part of a parameter, without padding; None if it has none."""
         optimizer = self.engine.optimizer
         if self.stage == 3:
             group, start, _ = optimizer.grad_position[optimizer.get_param_id(parameter)]
@@ -247,15 +247,15 @@ class DeepSpeedBackend:
         return nullcontext()
 
     def close(self) -> None:
-        """Let go of its threads and buffers."""
+        """Free DeepSpeed's threads and buffers."""
         self.engine.destroy()
 
 
 def share_module(module: nn.Module, config: Mapping[str, Any]) -> None:
-    """Have ZeRO-3 hand out the weights that rank 0 has of a module, and keep this rank's part.
+    """Partition a module by ZeRO-3: rank 0's weights are distributed, and each rank keeps its part.
 
     Args:
-        module: Its weights are rank 0's, and room for them elsewhere; those shared before are left.
+        module: Holds the weights on rank 0, uninitialised tensors on the others; those partitioned before are left.
         config: As for :class:`DeepSpeedBackend`.
     """
     _prepare()
@@ -265,7 +265,7 @@ def share_module(module: nn.Module, config: Mapping[str, Any]) -> None:
 
 
 def share_frozen(model: nn.Module, config: Mapping[str, Any], layers: Iterable[nn.Module]) -> Any:
-    """Have the weights of a model that is not trained gathered by ZeRO-3 where they are called for.
+    """Let ZeRO-3 gather the weights of a frozen model whenever its modules are called.
 
     Args:
         model: Shared by :func:`share_module`.
@@ -273,7 +273,7 @@ def share_frozen(model: nn.Module, config: Mapping[str, Any], layers: Iterable[n
         layers: The decoder layers.
 
     Returns:
-        What gathers them, to be kept as long as the model is called.
+        The DeepSpeed engine that gathers them; keep it for as long as the model is called.
     """
     _prepare()
     import deepspeed
@@ -284,11 +284,11 @@ def share_frozen(model: nn.Module, config: Mapping[str, Any], layers: Iterable[n
 
 
 def whole_weights(model: nn.Module, names: Collection[str] | None = None) -> Iterator[tuple[str, Tensor | None]]:
-    """Parameters one after another, each whole on rank 0 for its turn; None on the others, which go through them too.
+    """Yield the parameters one by one: each whole on rank 0, None on the other ranks, which must iterate too.
 
     Args:
         model: Shared by ZeRO or not.
-        names: Of these alone.
+        names: Only these.
     """
     import deepspeed
 

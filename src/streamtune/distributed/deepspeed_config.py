@@ -3,10 +3,9 @@
     zero1          optimizer shared
     zero2          gradients too
     zero3          weights too: a decoder layer is gathered whole, once forward and once backward
-    zero3_offload  weights and optimizer wait on the host
+    zero3_offload  weights and optimizer are kept on the host
 
-What both the recipe and a file say must agree: a run that trains by other numbers than its recipe's would not be the
-run it says it is.
+Where both the recipe and a file have a value the two must agree: a run trains by the numbers of its recipe.
 """
 
 from __future__ import annotations
@@ -62,16 +61,16 @@ AUTO = "auto"
 
 
 def resolve_config(name: str, values: Mapping[str, Any], *, where: str = "deepspeed") -> dict[str, Any]:
-    """A configuration with nothing left to fill in.
+    """Return a configuration with nothing left to fill in.
 
     Args:
         name: A preset, or the path of a JSON file.
-        values: What the recipe says, by dotted key: ``{"bf16.enabled": True, ...}``.
-        where: Which line asks for it.
+        values: Values from the recipe, by dotted key: ``{"bf16.enabled": True, ...}``.
+        where: The line that asks for it.
 
     Raises:
-        ArgumentError: There is no such preset or file, it is no JSON object, it says something else than the recipe, or
-            leaves ``auto`` what the recipe does not know.
+        ArgumentError: There is no such preset or file, it is no JSON object, it contradicts the recipe, leaves ``auto``
+            where the recipe has no value, names an optimizer or a scheduler, or asks for another stage than 1 to 3.
     """
     config = read_config(name, where=where)
     source = f"the preset {name}" if name in PRESETS else name
@@ -110,11 +109,11 @@ def resolve_config(name: str, values: Mapping[str, Any], *, where: str = "deepsp
 
 
 def filled(name: str, config: Mapping[str, Any]) -> dict[str, Any]:
-    """What was ``auto`` in a preset or file, and what it became: dotted key -> value of ``config``.
+    """Return the values that were ``auto`` in a preset or file: dotted key -> value in ``config``.
 
     Args:
         name: As for :func:`resolve_config`.
-        config: What that made of it.
+        config: The configuration that it returned.
     """
     found = {}
     for key in _autos(read_config(name)):
@@ -125,7 +124,7 @@ def filled(name: str, config: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def read_config(name: str, *, where: str = "deepspeed") -> dict[str, Any]:
-    """A preset or a file, as it is written.
+    """Return a preset or a file, as it is written.
 
     Raises:
         ArgumentError: There is no such preset or file, or it is no JSON object.
@@ -134,7 +133,7 @@ def read_config(name: str, *, where: str = "deepspeed") -> dict[str, Any]:
 
 
 def stage_of(config: Mapping[str, Any]) -> int:
-    """The stage of ZeRO a configuration asks for."""
+    """Return the stage of ZeRO a configuration asks for."""
     return int(config.get("zero_optimization", {}).get("stage", 0))
 
 
@@ -158,7 +157,7 @@ def _read(name: str, where: str) -> dict[str, Any]:
 
 
 def _holder(config: dict[str, Any], key: str) -> tuple[dict[str, Any] | None, str]:
-    """Where a dotted key is; None for one inside a section that the configuration does not have."""
+    """Return the section that holds a dotted key (None if there is no such section), and the last part of the key."""
     *path, last = key.split(".")
     holder: Any = config
     for name in path:

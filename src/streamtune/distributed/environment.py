@@ -1,10 +1,10 @@
-"""Which rank of which world this process is, read from the variables its launcher set. Loads no torch.
+"""The rank and the world of this process, read from the variables its launcher set. Loads no torch.
 
     streamtune --nproc, torchrun, deepspeed   RANK, LOCAL_RANK, WORLD_SIZE, LOCAL_WORLD_SIZE, MASTER_ADDR, MASTER_PORT
     srun                                      SLURM_PROCID, SLURM_LOCALID, SLURM_STEP_NUM_TASKS ...
     mpirun                                    OMPI_COMM_WORLD_RANK ..., or PMI_RANK, MPI_LOCALRANKID ...
 
-The first row is what PyTorch and DeepSpeed read, so the others are turned into it (:meth:`RankEnvironment.export`).
+The first row is what PyTorch and DeepSpeed read, so the others are converted to it (:meth:`RankEnvironment.export`).
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ RUN_ID_VARIABLE = "STREAMTUNE_RUN_ID"
 
 @dataclass(frozen=True)
 class RankEnvironment:
-    """What this process is among all that train together."""
+    """The rank of this process among all that train together, and the address of rank 0."""
 
     rank: int = 0
     local_rank: int = 0
@@ -42,10 +42,10 @@ class RankEnvironment:
     local_world_size: int = 1
     """Ranks on this machine."""
     master_addr: str = "127.0.0.1"
-    """Where rank 0 is."""
+    """Address of rank 0."""
     master_port: int = DEFAULT_PORT
     launcher: str = "none"
-    """What started this process: ``streamtune``, ``torchrun``, ``deepspeed``, ``srun``, ``mpirun``, ``another
+    """Launcher of this process: ``streamtune``, ``torchrun``, ``deepspeed``, ``srun``, ``mpirun``, ``another
     launcher``; ``none`` where it is alone."""
     run_id: str = ""
     """The same on every rank of a run, and on none of another."""
@@ -54,18 +54,18 @@ class RankEnvironment:
 
     @property
     def is_main(self) -> bool:
-        """Whether this is rank 0, which speaks for all."""
+        """True if this is rank 0, which prints for all."""
         return self.rank == 0
 
     @property
     def host(self) -> str:
-        """This machine, as messages name it."""
+        """The name of this machine in messages."""
         return os.environ.get("STREAMTUNE_HOST") or socket.gethostname()
 
     def export(self, environ: MutableMapping[str, str] = os.environ) -> None:
-        """Set what PyTorch and DeepSpeed read, and what they would get wrong; what the user has set stays.
+        """Set variables that PyTorch, DeepSpeed and their libraries read; variables that the user has set stay.
 
-        To be called before torch is imported: it reads the number of threads once.
+        Call it before torch is imported, which reads the number of threads once.
         """
         if self.launcher == "none":
             return
@@ -84,10 +84,10 @@ class RankEnvironment:
             self.choose_interface(environ)
 
     def choose_interface(self, environ: MutableMapping[str, str] = os.environ) -> None:
-        """Have the libraries talk over the interface that leads to rank 0: on one machine over the loopback alone.
+        """Set the network interface of gloo: the one that reaches rank 0; on one machine the loopback, for NCCL too.
 
-        By itself gloo takes the address the machine's own name stands for, often one that others cannot reach, and NCCL
-        an interface that others can.
+        By default gloo takes the address of the machine's own name, often one that others cannot reach, and NCCL an
+        interface that others can reach.
         """
         if (interface := interface_to("127.0.0.1" if self.one_machine else self.master_addr)) is None:
             return
@@ -97,7 +97,7 @@ class RankEnvironment:
 
 
 def read_environment(environ: Mapping[str, str] = os.environ) -> RankEnvironment:
-    """Find out which rank this process is; an ordinary process is rank 0 of 1.
+    """Return the rank environment of this process; an ordinary process is rank 0 of 1.
 
     Raises:
         ArgumentError: Variables of a launcher that are no numbers, contradict each other or lack one.
@@ -200,7 +200,7 @@ def _environment(
     job: str,
     master: str = "127.0.0.1",
 ) -> RankEnvironment:
-    """With the address and port of rank 0: those that were given, or ones that follow from the job on every rank."""
+    """Make an environment with the address and port of rank 0: those given, or ones derived from the job."""
     address = environ.get("MASTER_ADDR") or master
     check_host(address, "MASTER_ADDR" if environ.get("MASTER_ADDR") else "environment")
     if environ.get(SECRET_VARIABLE):
@@ -255,7 +255,7 @@ def _missing(name: str, launcher: str) -> ArgumentError:
 
 
 def expand_nodes(text: str) -> list[str]:
-    """Slurm's short form of a list of hosts: ``n[01-03,7],gpu2`` -> ``n01, n02, n03, n7, gpu2``."""
+    """Expand Slurm's short form of a list of hosts: ``n[01-03,7],gpu2`` -> ``n01, n02, n03, n7, gpu2``."""
     nodes: list[str] = []
     for entry in re.findall(r"(?:[^,\[]|\[[^\]]*\])+", text):
         nodes += _expand_entry(entry)
@@ -274,7 +274,7 @@ def _expand_entry(entry: str) -> list[str]:
 
 
 def expand_tasks(text: str) -> list[int]:
-    """Slurm's short form of the tasks of each node: ``2(x3),1`` -> ``2, 2, 2, 1``."""
+    """Expand Slurm's short form of the tasks of each node: ``2(x3),1`` -> ``2, 2, 2, 1``."""
     tasks: list[int] = []
     for entry in text.split(","):
         found = re.fullmatch(r"(\d+)(?:\(x(\d+)\))?", entry.strip())
@@ -284,12 +284,12 @@ def expand_tasks(text: str) -> list[int]:
 
 
 def usable_cpus() -> int:
-    """Cores this process may run on."""
+    """Return the number of cores this process may run on."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def interface_to(host: str) -> str | None:
-    """The network interface through which this machine reaches ``host``; None where there is none."""
+    """Return the network interface through which this machine reaches ``host``; None if there is none."""
     import psutil  # 20 ms
 
     try:

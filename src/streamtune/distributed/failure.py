@@ -1,8 +1,8 @@
-"""How a rank failed: what it writes down for its launcher, and which of several failures came first.
+"""Failures of ranks: the file that a rank writes for its launcher, and the choice of the first failure.
 
 A rank of ``streamtune --nproc`` prints no error. It writes it as JSON into the file its launcher named, and the
-launcher shows one: that of the rank that failed first. Ranks that end only because another one has write down whose
-fault it is.
+launcher shows one: that of the rank that failed first. A rank that ends only because
+another one has failed writes that the other is at fault.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ MENDS = {
 
 @dataclass(frozen=True)
 class Failure:
-    """An error of a rank, as it travels between processes."""
+    """An error of a rank, in the form that processes send each other."""
 
     rank: int
     """Whose fault it is."""
@@ -51,14 +51,14 @@ class Failure:
     """Name of the error's class."""
     exit_code: int = 1
     own: bool = True
-    """Whether the rank says it of itself, and not of another."""
+    """True if the rank reports it of itself, and not of another."""
     seen: str = ""
-    """Where others found it out: that it ``died``, is ``silent``, stands ``still`` or is ``missing``."""
+    """If other ranks found it: that it ``died``, is ``silent``, stands ``still`` or is ``missing``."""
     time: float = field(default_factory=time.time)
 
     @classmethod
     def of(cls, error: BaseException, rank: int, host: str) -> Failure:
-        """The failure of ``rank`` by ``error``."""
+        """Make the failure of ``rank`` from ``error``."""
         if isinstance(error, StreamTuneError):
             kind = type(error).__name__
             return cls(rank, host, error.what, error.where, error.mend, kind, error.exit_code)
@@ -66,11 +66,11 @@ class Failure:
 
     @classmethod
     def from_dict(cls, document: dict[str, Any]) -> Failure:
-        """From what :func:`dataclasses.asdict` made; keys of another version are left out."""
+        """Make a failure from a :func:`dataclasses.asdict` of one; keys of another version are left out."""
         return cls(**{name: document[name] for name in cls.__dataclass_fields__ if name in document})
 
     def error(self, *, named: bool = True) -> StreamTuneError:
-        """The error, of the class it had; ``named`` with the rank and host in front."""
+        """Return the error, of its own class; ``named`` puts rank and host in front, unless other ranks found it."""
         kind = getattr(errors, self.kind, None)
         if not (isinstance(kind, type) and issubclass(kind, StreamTuneError)):
             kind = StreamTuneError
@@ -79,10 +79,10 @@ class Failure:
 
 
 def write_failure(failure: Failure, path: str | Path | None = None) -> bool:
-    """Write it for the launcher, at once and whole; return whether there is one that will show it.
+    """Write a failure for the launcher, atomically; return True if there is a launcher to show it.
 
     Args:
-        failure: How this rank fails. The first one written stays.
+        failure: The failure of this rank. The first one written stays.
         path: The file; None takes the one the launcher named.
     """
     path = path or os.environ.get(ERROR_FILE_VARIABLE)
@@ -101,7 +101,7 @@ def write_failure(failure: Failure, path: str | Path | None = None) -> bool:
 
 
 def read_failure(path: Path) -> Failure | None:
-    """What :func:`write_failure` wrote; None where nothing is there."""
+    """Return the failure that :func:`write_failure` wrote; None if there is none."""
     try:
         return Failure.from_dict(json.loads(path.read_text(encoding="utf-8")))
     except (OSError, ValueError, TypeError):
@@ -110,7 +110,7 @@ def read_failure(path: Path) -> Failure | None:
 
 @dataclass(frozen=True)
 class RankEnd:
-    """How the process of a rank ended."""
+    """The end of a rank's process."""
 
     rank: int
     host: str
@@ -121,23 +121,23 @@ class RankEnd:
     """The last lines of its log."""
     log: str = ""
     at: float = field(default_factory=time.monotonic)
-    """When its launcher saw it."""
+    """Time at which its launcher saw it, monotonic."""
     sent: tuple[int, ...] = ()
     """Signals its launcher had sent it before."""
 
     @property
     def stopped(self) -> bool:
-        """Whether it ended as one does that was asked to."""
+        """True if it ended on request: by SIGINT, SIGTERM or a signal that its launcher sent."""
         return self.code in (128 + signal.SIGINT, 128 + signal.SIGTERM) or -self.code in self.sent
 
     @property
     def exit_code(self) -> int:
-        """As a shell tells it."""
+        """The exit code as a shell reports it."""
         return self.code if self.code >= 0 else 128 - self.code
 
 
 def first_failure(ends: Sequence[RankEnd]) -> tuple[StreamTuneError, int] | None:
-    """Of all that ended: the error to show for them and the exit code; None where none failed."""
+    """Return the error to show for the ranks that ended, and the exit code; None if none failed."""
     failed = sorted((end for end in ends if end.code != 0 and not end.stopped), key=lambda end: end.at)
     # Where the way between two is cut each accuses the other: the side of rank 0 is heard first.
     in_order = sorted(ends, key=lambda end: end.rank)
@@ -164,7 +164,7 @@ def first_failure(ends: Sequence[RankEnd]) -> tuple[StreamTuneError, int] | None
 
 
 def _silent_end(end: RankEnd, seen: Failure | None) -> StreamTuneError:
-    """An error for a rank that wrote none, with what the others saw of it."""
+    """Return an error for a rank that wrote none, with the observations of the other ranks."""
     if end.code < 0:
         name = _signal_name(-end.code)
         what = f"rank {end.rank} on {end.host} was killed by {name}"
@@ -187,7 +187,7 @@ def _signal_name(signum: int) -> str:
 
 
 def log_tail(path: Path, lines: int = TAIL_LINES) -> tuple[str, ...]:
-    """The last lines of a log that say something, without colours."""
+    """Return the last lines of a log that are not blank, without colours."""
     try:
         with path.open("rb") as file:
             file.seek(max(0, path.stat().st_size - 16384))

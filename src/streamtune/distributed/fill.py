@@ -1,8 +1,8 @@
-"""Weights into a model on ``meta`` whose ranks share them: a layer at a time is whole, on rank 0 and then on each.
+"""Weights into a model on ``meta`` whose ranks share them: one layer at a time is whole, on rank 0 and then on each.
 
-For each decoder layer, and for each other module with weights of its own: rank 0 reads or draws them, the others make
-room, and the engine takes them, hands them out and keeps the part of each rank. So a rank holds its part of the layers
-before, and one layer.
+For each decoder layer, and for each other module with weights of its own: rank 0 reads or draws them, the others
+allocate tensors for them, and the engine distributes them and keeps the part of each rank. So a rank holds its part of
+the layers before, and one whole layer.
 """
 
 from __future__ import annotations
@@ -18,30 +18,30 @@ __all__ = ["fill"]
 
 
 class Source(Protocol):
-    """The weights that are to come: ``streamtune.models.Deferred``."""
+    """Weights that are not loaded yet: ``streamtune.models.Deferred``."""
 
     def names_in(self, module: nn.Module, recurse: bool = True) -> list[str]:
-        """The parameters of a module whose weights came, or are to come, from here."""
+        """Return the names of a module's parameters that this source has loaded or is to load."""
         ...
 
     def awaits(self, name: str) -> bool:
-        """Whether it is still to come: what is used in several places comes once."""
+        """Return True if it is still to be loaded; a parameter that is used in several places is loaded once."""
         ...
 
     def shape(self, name: str) -> nn.Parameter:
-        """Shape and dtype."""
+        """Return a parameter with its shape and dtype."""
         ...
 
     def read(self, names: Iterable[str]) -> dict[str, Tensor]:
-        """The values of some, on the CPU."""
+        """Return the values of parameters, on the CPU."""
         ...
 
     def place(self, name: str, values: Tensor) -> None:
-        """Put values where they are used."""
+        """Set the values of a parameter wherever it is used."""
         ...
 
     def close(self) -> None:
-        """All are placed."""
+        """Finish loading: all values are placed."""
         ...
 
 
@@ -54,15 +54,15 @@ def fill(
     main: Callable[[Callable[[], Any]], Any],
     share: Callable[[nn.Module], None],
 ) -> None:
-    """Give ``model`` its weights, shared.
+    """Load the weights of ``model``, shared among the ranks.
 
     Args:
         model: On ``meta``, buffers on the CPU.
         layers: Its decoder layers.
         source: The weights.
-        device: Where a layer is whole, before it is shared.
-        main: Does something on rank 0, and raises on all ranks what it raises.
-        share: Called by all ranks with a module whose weights are rank 0's, and room for them elsewhere.
+        device: The device on which a layer is whole, before it is shared.
+        main: Calls a function on rank 0, and raises its error on all ranks.
+        share: Called by all ranks with a module that has weights on rank 0, uninitialised tensors on the others.
     """
     layers = list(layers)
     inside = {id(module) for layer in layers for module in layer.modules()}
@@ -86,7 +86,7 @@ def fill(
 
 
 def _place(source: Source, names: list[str], device: torch.device, main: Callable[[Callable[[], Any]], Any]) -> None:
-    """Rank 0's values, and room for them on the others."""
+    """Place the values on rank 0, and uninitialised tensors for them on the others."""
     found: dict[str, Tensor] = {}
     main(lambda: found.update(source.read(names)))
     for name in names:
@@ -96,7 +96,7 @@ def _place(source: Source, names: list[str], device: torch.device, main: Callabl
 
 
 def _move(module: nn.Module, device: torch.device) -> None:
-    """What came with the model and is not shared yet, such as adapters, to where the rest is."""
+    """Move parameters that came with the model and are not shared yet, such as adapters, to ``device``."""
     for parameter in module.parameters():
         shared = hasattr(parameter, "ds_id") or isinstance(parameter, DTensor)
         if not shared and parameter.device.type not in (device.type, "meta"):

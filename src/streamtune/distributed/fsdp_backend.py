@@ -1,6 +1,6 @@
 """PyTorch's FSDP2 as backend: weights, gradients and optimizer are shared, a decoder layer at a time.
 
-``fully_shard`` puts hooks around a decoder layer's call, and the engine's node stands inside that call: a layer is
+``fully_shard`` puts hooks around a decoder layer's call, and the engine's node runs inside that call: a layer is
 gathered once for the forward and once for the backward, and its gradient is reduced once, on any number of chunks.
 """
 
@@ -21,19 +21,19 @@ __all__ = ["FsdpBackend", "share_layer", "whole_weights"]
 
 
 def _offset(parameter: Tensor) -> int:
-    """Where this rank's rows begin in the flattened parameter."""
+    """Return the offset of this rank's rows in the flattened parameter."""
     assert isinstance(parameter, DTensor)
     _, first = compute_local_shape_and_global_offset(parameter.shape, parameter.device_mesh, parameter.placements)
     return int(first[0]) * math.prod(parameter.shape[1:])
 
 
 def share_layer(module: nn.Module, layers: Iterable[nn.Module]) -> None:
-    """Hand out the weights that rank 0 has of a module; of a decoder layer, each rank keeps its part.
+    """Broadcast rank 0's weights of a module; of a decoder layer, each rank keeps its part.
 
-    What is outside of the layers is one group, which :class:`FsdpBackend` shares when all of it is there.
+    Modules outside of the layers are one group, which :class:`FsdpBackend` shares when all of it is loaded.
 
     Args:
-        module: Its weights are rank 0's, and room for them elsewhere.
+        module: Holds the weights on rank 0, uninitialised tensors on the others.
         layers: The decoder layers.
     """
     for parameter in module.parameters():
@@ -44,11 +44,11 @@ def share_layer(module: nn.Module, layers: Iterable[nn.Module]) -> None:
 
 
 def whole_weights(model: Any, names: Collection[str] | None = None) -> Iterator[tuple[str, Tensor | None]]:
-    """Parameters one after another, each whole on rank 0 for its turn; None on the others, which go through them too.
+    """Yield the parameters one by one: each whole on rank 0, None on the other ranks, which must iterate too.
 
     Args:
         model: Shared.
-        names: Of these alone.
+        names: Only these.
     """
     model.reshard()  # what a forward without backward leaves gathered
     for name, parameter in model.named_parameters():
@@ -145,12 +145,12 @@ class FsdpBackend:
         return whole_weights(self.model, names)
 
     def _let_go(self) -> None:
-        """Of what a forward without backward leaves gathered: parameters are those the optimizer knows again."""
+        """Free weights that a forward without backward left gathered: parameters are again those of the optimizer."""
         self.model.reshard()
 
     @contextmanager
     def called_directly(self) -> Iterator[None]:
-        """See :class:`streamtune.train.Backend`. What is outside of the layers is gathered by a call of the whole."""
+        """See :class:`streamtune.train.Backend`. Gathers weights outside of layers, as a call of the model does."""
         self.model.unshard()
         try:
             yield
@@ -158,4 +158,4 @@ class FsdpBackend:
             self.model.reshard()
 
     def close(self) -> None:
-        """Nothing to let go of."""
+        """Do nothing: there is nothing to free."""

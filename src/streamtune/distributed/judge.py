@@ -1,4 +1,4 @@
-"""From what the ranks say of themselves to who is to blame: pure functions, without a clock of their own."""
+"""The rank at fault, found from the reports of all ranks: functions without a clock of their own."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ __all__ = ["Beat", "Limits", "Peer", "Stragglers", "end_stopped", "find_culprit"
 
 @dataclass(frozen=True)
 class Limits:
-    """How long is too long, in seconds."""
+    """Limits in seconds, beyond which ranks are at fault."""
 
     silence: float = 15.0
     """Without a word from a rank: it is stopped, or its machine cannot be reached."""
@@ -43,7 +43,7 @@ class Limits:
 
 @dataclass(frozen=True)
 class Beat:
-    """What a rank says of itself about once a second."""
+    """The report that a rank sends of itself about once a second."""
 
     step: int = 0
     phase: str = "starting"
@@ -62,28 +62,28 @@ class Beat:
 
     @classmethod
     def from_dict(cls, document: Mapping[str, Any]) -> Beat:
-        """From what :func:`dataclasses.asdict` made."""
+        """Make a report from a :func:`dataclasses.asdict` of one."""
         return cls(**{name: document[name] for name in cls.__dataclass_fields__ if name in document})
 
     @property
     def doing(self) -> str:
-        """``in step 3, batch 1/2``"""
+        """The step and its phase: ``in step 3, batch 1/2``."""
         return f"in step {self.step}, {self.phase}" if self.step else "before the first step"
 
     @property
     def standing(self) -> str:
-        """``waits in all_reduce (train/step.py:88)``"""
+        """The place of the main thread: ``waits in all_reduce (train/step.py:88)``."""
         return f"{'waits' if self.collective else 'stands'} in {self.place}"
 
 
 @dataclass
 class Peer:
-    """What is known of a rank."""
+    """The known state of a rank."""
 
     rank: int
     host: str
     heard: float
-    """When it last said something."""
+    """Time of its last message."""
     process: tuple[str, int] = ("", 0)
     """:func:`this_process` there."""
     beat: Beat = field(default_factory=Beat)
@@ -94,15 +94,15 @@ class Peer:
     seconds: tuple[float, float] = (0.0, 0.0)
     """Those its process has computed and waited for a core when it was last looked at, where it is on this machine."""
     looked: float = float("-inf")
-    """When that was."""
+    """Time of that look."""
     ran: float = float("-inf")
-    """When it was last seen to compute."""
+    """Time at which it was last seen to compute."""
     was_stopped: bool = False
     """A signal had stopped it when it was last looked at; another rank may have ended it since."""
 
 
 def this_process() -> tuple[str, int]:
-    """Names the machine (as it was booted, and the name spaces of its processes and network) and the process on it."""
+    """Return a name of the machine (its boot, and the name spaces of processes and network) and the process id."""
     try:
         boot = Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
         return "/".join(
@@ -113,7 +113,7 @@ def this_process() -> tuple[str, int]:
 
 
 def find_culprit(peers: Iterable[Peer], now: float, limits: Limits) -> Failure | None:
-    """A rank that is gone, stopped or out of reach; None where all are well."""
+    """Return the failure of a rank that is gone, stopped or out of reach; None if all are well."""
     peers = [peer for peer in peers if not peer.done]
     for peer in peers:
         if peer.gone:
@@ -144,7 +144,7 @@ def find_culprit(peers: Iterable[Peer], now: float, limits: Limits) -> Failure |
 
 
 def _watch_from_outside(peer: Peer, now: float) -> None:
-    """See whether a silent rank of this machine computes all the same: a library may hold the interpreter for long."""
+    """Record in ``peer`` if a silent rank on this machine still computes: a library may hold the interpreter long."""
     state, (ran, waited) = _state(peer), _cpu_seconds(peer)
     if state not in ("", "Z", "X"):  # those of a process that another rank has ended meanwhile
         peer.was_stopped = state in ("T", "t")
@@ -156,7 +156,7 @@ def _watch_from_outside(peer: Peer, now: float) -> None:
 
 
 def end_stopped(peer: Peer) -> None:
-    """End the process of a rank of this machine that is stopped: it would hear of the others' end from nobody."""
+    """Kill the process of a stopped rank on this machine: it could not notice that the others have ended."""
     if _state(peer) in ("T", "t"):
         with suppress(OSError):
             os.kill(peer.process[1], signal.SIGKILL)
@@ -182,8 +182,7 @@ def _state(peer: Peer) -> str:
 
 
 def _cpu_seconds(peer: Peer) -> tuple[float, float]:
-    """Seconds the threads of its process had a core, and waited for one; the first alone where the system does not say
-    the other."""
+    """Return the seconds the threads of its process had a core, and waited for one; 0 for the latter if unknown."""
     fields = _stat(peer)
     if not fields:
         return 0.0, 0.0
@@ -196,7 +195,7 @@ def _cpu_seconds(peer: Peer) -> tuple[float, float]:
 
 
 def find_deadlock(peers: Iterable[Peer], limits: Limits) -> Failure | None:
-    """All ranks that are left stand still: they wait for each other, or for what does not come; None where one moves.
+    """Return a failure if all ranks that are left stand still, waiting in vain; None if one of them moves.
 
     A rank that computes keeps all others waiting for as long as it takes, and that is no deadlock.
     """
@@ -250,10 +249,10 @@ class Stragglers:
     """Finds ranks that take much longer than the median for their part of each step.
 
     Args:
-        ratio: How much longer,
-        steps: Over so many steps,
-        course: and so many seconds: where a rank waits is sampled.
-        seconds: And a difference of so many seconds a step at least.
+        course: Seconds to measure over, at least: the time a rank waits is sampled.
+        ratio: A slow rank takes more than this many times the median.
+        steps: Steps to measure over, at least.
+        seconds: A slow rank takes this much longer a step, at least.
     """
 
     def __init__(self, course: float, ratio: float = 1.5, steps: int = 20, seconds: float = 0.05) -> None:
@@ -262,7 +261,7 @@ class Stragglers:
         self._named: set[int] = set()
 
     def add(self, rank: int, step: int, busy: float, now: float) -> None:
-        """What a rank says of itself: so many seconds of its own by so many steps."""
+        """Add a report at time ``now``: a rank was busy for ``busy`` seconds in all when it came to ``step``."""
         course = self._courses.setdefault(rank, deque())
         if course and step < course[-1][0]:
             course.clear()
@@ -276,7 +275,7 @@ class Stragglers:
         return last[0] - first[0] >= self._steps and last[2] - first[2] >= self._course
 
     def found(self) -> list[tuple[int, float, float]]:
-        """Rank, its seconds a step and the median of the others; each rank once."""
+        """Return each slow rank once, with its seconds a step and the median of the others."""
         takes = {
             rank: (course[-1][1] - course[0][1]) / (course[-1][0] - course[0][0])
             for rank, course in self._courses.items()

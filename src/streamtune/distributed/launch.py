@@ -1,4 +1,4 @@
-"""``--nproc`` and ``--hostfile``: start the ranks of a command, wait for them, and say what went wrong with one word.
+"""``--nproc`` and ``--hostfile``: start the ranks of a command, wait for them, and report one error for all.
 
 The launcher is the process the user started. It loads no torch. Rank 0 has its terminal, the others write to files.
 """
@@ -58,13 +58,13 @@ def launch(arguments: Sequence[str], *, nproc: int | None, hostfile: Path | None
     """Run ``streamtune ARGUMENTS`` in several ranks, and return the exit code for all of them.
 
     Args:
-        arguments: The command and its arguments; those that say how many ranks are left out.
+        arguments: The command and its arguments; those for the number of ranks are removed.
         nproc: Ranks on each host.
         hostfile: The hosts; None is this machine.
         device: ``cpu``, ``cuda`` or ``auto``, as the recipe says.
 
     Raises:
-        ArgumentError: Too few or too many ranks, a hostfile that says something else, a port that is taken.
+        ArgumentError: Too few or too many ranks, a hostfile that contradicts them, a port that is taken.
         DistributedError: A host cannot be reached; a rank failed, and this is the one that did so first.
         StreamTuneError: A rank failed, and this is its error.
     """
@@ -107,7 +107,7 @@ def launch(arguments: Sequence[str], *, nproc: int | None, hostfile: Path | None
 
 
 def _without_echoes(ends: Sequence[RankEnd]) -> list[RankEnd]:
-    """Return how ranks ended that were asked to, without those that failed because another one went first."""
+    """Return the ends of ranks; if ranks were asked to stop, errors that this caused in others count as stops."""
     if not any(end.stopped for end in ends):
         return list(ends)
     kinds = ("DistributedError", "StreamTuneError")
@@ -120,7 +120,7 @@ def _without_echoes(ends: Sequence[RankEnd]) -> list[RankEnd]:
 
 
 def without_launch_options(arguments: Sequence[str]) -> list[str]:
-    """Arguments of a command without those that say how many ranks it has."""
+    """Return the arguments of a command without those for the number of its ranks."""
     kept: list[str] = []
     skip = False
     for argument in arguments:
@@ -169,7 +169,7 @@ def _start(hosts: Sequence[Host], arguments: Sequence[str], device: str, groups:
 
 
 def _is_this_machine(host: Host) -> bool:
-    """Whether its address is one of this machine: only then can a socket be bound to it."""
+    """Return True if the host's address is one of this machine: only then can a socket be bound to it."""
     if "@" in host.name:
         return False
     try:
@@ -185,7 +185,7 @@ def _is_this_machine(host: Host) -> bool:
 
 
 def _check_devices(host: Host, devices: int) -> None:
-    """Refuse more ranks than there are devices; without any device the ranks compute on the CPU."""
+    """Raise if there are more ranks than devices; without any device the ranks compute on the CPU."""
     if 0 < devices < host.slots:
         raise ArgumentError(
             f"{host.slots} ranks need as many devices, and {host.address} has {devices}",
@@ -195,7 +195,7 @@ def _check_devices(host: Host, devices: int) -> None:
 
 
 def _choose_port(*, here: bool, free_there: int | None) -> int:
-    """The port of rank 0: the one that was asked for, or a free one."""
+    """Return the port of rank 0: the one that was asked for, or a free one."""
     asked = os.environ.get("MASTER_PORT")
     if not asked:
         return free_port() if here or free_there is None else free_there
@@ -211,7 +211,7 @@ def _choose_port(*, here: bool, free_there: int | None) -> int:
 
 
 def _wait(groups: Sequence[RankGroup], signals: _Signals) -> list[RankEnd]:
-    """Until every rank has ended, or after the first has failed was made to."""
+    """Wait until every rank has ended, and return the ends; after a failure, end the ranks that remain."""
     ends: list[RankEnd] = []
     passed_on = 0
     terminate_at = kill_at = None
@@ -250,11 +250,11 @@ def _send(groups: Sequence[RankGroup], signum: int) -> None:
 
 
 class _Signals:
-    """While entered, keeps the signals that come for :func:`_wait`, which passes them on to every rank."""
+    """A context manager that keeps arriving signals for :func:`_wait`, which passes them on to every rank."""
 
     def __init__(self) -> None:
         self.started = False
-        """Whether there are ranks to pass them on to; before, a signal breaks off what is going on."""
+        """True once there are ranks to pass them on to; before, a signal interrupts the start."""
         self.first: int | None = None
         """SIGINT or SIGTERM, as the first of them is passed on."""
         self._came: list[int] = []
@@ -278,11 +278,11 @@ class _Signals:
         self._entered.close()
 
     def take(self) -> list[int]:
-        """Those that came since it was last asked."""
+        """Return the signals that came since the last call."""
         return [self._came.pop(0) for _ in range(len(self._came))]
 
     def ask(self, signum: int) -> None:
-        """Have this one passed on."""
+        """Add a signal to be passed on."""
         self.first = self.first or signum
         self._came.append(signum)
 

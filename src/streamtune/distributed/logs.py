@@ -1,4 +1,4 @@
-"""Where the output of a rank other than 0 goes: a file of its own, in the run directory once there is one."""
+"""The log of a rank other than 0: a file of its own, in the run directory once there is one."""
 
 from __future__ import annotations
 
@@ -18,17 +18,17 @@ __all__ = ["keep_log", "leave_terminal", "log_path"]
 
 
 def log_path(directory: Path, rank: int) -> Path:
-    """``DIRECTORY/logs/rank-0003.log``."""
+    """Return ``DIRECTORY/logs/rank-0003.log``."""
     return directory / "logs" / f"rank-{rank:04d}.log"
 
 
 def leave_terminal(environment: RankEnvironment) -> int | None:
-    """In a rank other than 0 that shares a terminal with it: from here on write to a temporary file.
+    """Redirect the output of a rank other than 0, if it shares a terminal with rank 0, to a temporary file.
 
-    Under ``streamtune --nproc`` the launcher has seen to that already, and has the file.
+    Under ``streamtune --nproc`` the launcher has redirected it already, and has the file.
 
     Returns:
-        A descriptor of what standard error was before; None where nothing was changed.
+        A descriptor of the previous standard error; None if nothing was changed.
     """
     if environment.is_main or os.environ.get(LOG_FILE_VARIABLE):
         return None
@@ -41,9 +41,9 @@ def leave_terminal(environment: RankEnvironment) -> int | None:
 
 
 def keep_log(directory: Path, environment: RankEnvironment) -> None:
-    """In a rank other than 0: put what was written so far into the run directory, and write on there.
+    """Move the log of a rank other than 0 into the run directory, and continue it there.
 
-    Nothing happens in rank 0, and where the log cannot be kept there it stays where it is.
+    Nothing happens in rank 0. A log that cannot be moved stays in its file.
     """
     current = os.environ.get(LOG_FILE_VARIABLE)
     if environment.is_main or not current or Path(current).is_symlink():
@@ -66,7 +66,7 @@ def keep_log(directory: Path, environment: RankEnvironment) -> None:
 
 
 def _write_to(handle: int) -> None:
-    """Let standard output and error be ``handle``, and close it."""
+    """Redirect standard output and error to ``handle``, and close it."""
     sys.stdout.flush()
     sys.stderr.flush()
     os.dup2(handle, 1)

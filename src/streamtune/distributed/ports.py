@@ -15,7 +15,7 @@ SIDE_PORTS = 8
 
 
 def free_port() -> int:
-    """A port of this machine nobody listens on, from those the system gives no connection of its own accord."""
+    """Return a port nobody listens on, if possible outside the range that the system gives to connections."""
     for _ in range(100):  # by chance: two runs that start at once are not to find the same
         port = 25000 + secrets.randbelow(7000)
         if is_free(port):
@@ -26,7 +26,7 @@ def free_port() -> int:
 
 
 def is_free(port: int) -> bool:
-    """Whether this machine can listen on ``port``."""
+    """Return True if this machine can listen on ``port``."""
     with socket.socket() as probe:
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
@@ -37,10 +37,10 @@ def is_free(port: int) -> bool:
 
 
 def listen_at(host: str, port: int) -> socket.socket:
-    """Listen where other ranks call rank 0: at that one address, so on one machine at the loopback.
+    """Listen at the one address at which other ranks call rank 0: on one machine, the loopback.
 
-    Only where the address is none of this machine's (others reach it through a translation of addresses), all of its
-    interfaces are listened on: which of them the calls come in by is not known.
+    Only if the address is none of this machine's (others reach it through address translation), listen on all of its
+    interfaces: it is not known on which of them the calls arrive.
 
     Args:
         host: The name or address of rank 0.
@@ -70,9 +70,9 @@ def listen_at(host: str, port: int) -> socket.socket:
 
 
 def side_ports(master_port: int) -> list[int]:
-    """Ports that follow from that of the process group, of which rank 0 takes the first free one.
+    """Return ports derived from that of the process group, of which rank 0 takes the first free one.
 
-    Those of neighbouring ports differ: two runs on one machine seldom meet, and where they do they notice.
+    Those of neighbouring ports differ: two runs on one machine seldom collide, and notice if they do.
     """
     first = master_port * SIDE_PORTS % 10000
     return [15000 + (first + index) % 10000 for index in range(SIDE_PORTS)]

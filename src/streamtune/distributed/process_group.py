@@ -1,7 +1,7 @@
 """The process group of a run: joined once, before the model is made, and left before the process ends.
 
-Numbers on the CPU travel over gloo and tensors of an accelerator over NCCL, in one group: what the training loop has to
-say never waits behind a kernel.
+Numbers on the CPU travel over gloo and tensors of an accelerator over NCCL, in one group: messages of the
+training loop never wait for a kernel.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from .ports import listen_at
 __all__ = ["join", "leave", "sequence_group"]
 
 PATIENCE = timedelta(hours=2)
-"""How long a collective may wait: a rank may compute that long. Ranks that are gone are noticed by the watchdog."""
+"""Timeout of a collective: a rank may compute that long. Ranks that are gone are noticed by the watchdog."""
 
 
 def join(device: torch.device) -> None:
@@ -59,8 +59,8 @@ def join(device: torch.device) -> None:
 def _store(environment: RankEnvironment) -> Store:
     """Return the store of the ranks' addresses: a server in rank 0, at the address the others call and no other.
 
-    PyTorch's own would listen on all interfaces. It asks nobody who he is; keys begin with a number that only ranks
-    know, so runs that get hold of each other's address do not mix.
+    PyTorch's own would listen on all interfaces. It authenticates nobody; keys begin with a hash that only the ranks
+    of a run know, so that runs that call each other's address by mistake do not mix.
     """
     if environment.world_size == 1:
         return HashStore()
@@ -86,9 +86,9 @@ def _store(environment: RankEnvironment) -> Store:
 
 
 def sequence_group(sequence_size: int) -> distributed.ProcessGroup | None:
-    """The group of the ranks that share this rank's sequences; None where each has its own.
+    """Return the group of the ranks that share this rank's sequences; None if each rank has its own.
 
-    Consecutive ranks share. Called by all ranks together.
+    Consecutive ranks share. All ranks must call it together.
     """
     if sequence_size == 1:
         return None
@@ -100,7 +100,7 @@ def sequence_group(sequence_size: int) -> distributed.ProcessGroup | None:
 
 
 def leave() -> None:
-    """Leave it, after all ranks are done: threads of a group that live longer than the process's objects abort it."""
+    """Leave the process group after all ranks are done: its threads abort a process whose objects they outlive."""
     if not distributed.is_initialized():
         return
     gc.collect()

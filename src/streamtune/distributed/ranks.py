@@ -1,7 +1,7 @@
 """The ranks of one machine: started as processes, watched, and ended without leaving any behind.
 
 Each rank has a process group of its own. So Ctrl-C in a terminal reaches the launcher alone, which passes it on once,
-and what a rank has started itself ends with it. Where the launcher dies, the kernel ends its ranks.
+and what a rank has started itself ends with it. If the launcher dies, the kernel ends its ranks.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ __all__ = ["LOG_FILE_VARIABLE", "LocalRanks", "count_devices", "die_with_launche
 
 PARENT_VARIABLE = "STREAMTUNE_LAUNCHER_PID"
 LOG_FILE_VARIABLE = "STREAMTUNE_LOG_FILE"
-"""Where a rank's output goes until it has a run directory."""
+"""Names the file of a rank's output until it has a run directory."""
 PR_SET_PDEATHSIG = 1
 
 
@@ -35,9 +35,9 @@ class LocalRanks:
     """The processes of the ranks of this machine.
 
     Args:
-        command: What each of them runs.
+        command: The command that each of them runs.
         first_rank: The rank of the first of them.
-        count: How many.
+        count: The number of ranks.
         environment: Of the processes, ``WORLD_SIZE``, ``MASTER_ADDR``, ``MASTER_PORT`` and the run's id included.
         host: This machine, as messages name it.
         main_output: Standard output and error of rank 0; None is this process's own.
@@ -110,11 +110,11 @@ class LocalRanks:
         return list(self._running)
 
     def process(self, rank: int) -> subprocess.Popen[bytes]:
-        """The process of a running rank."""
+        """Return the process of a running rank."""
         return self._running[rank]
 
     def poll(self) -> list[RankEnd]:
-        """The ranks that ended since it was last asked; what they left running is ended too."""
+        """Return the ranks that ended since the last call; processes that they left running are ended too."""
         ends = []
         for rank, process in list(self._running.items()):
             # Not reaped yet: as long as it is not, its number names no other process group.
@@ -132,7 +132,7 @@ class LocalRanks:
         return ends
 
     def send(self, signum: int) -> None:
-        """Send every running rank a signal."""
+        """Send a signal to every running rank."""
         self._sent.append(signum)
         for process in self._running.values():
             with suppress(ProcessLookupError):
@@ -158,7 +158,7 @@ class LocalRanks:
 
 
 def die_with_launcher() -> None:
-    """In a rank: let the kernel end this process where its launcher ends, however that comes about."""
+    """Let the kernel end this process, if it is a rank, when its launcher ends for any reason."""
     launcher = os.environ.pop(PARENT_VARIABLE, None)
     if launcher is None or sys.platform != "linux":
         return
@@ -170,7 +170,7 @@ def die_with_launcher() -> None:
 
 
 def count_devices() -> int:
-    """CUDA devices of this machine as torch will count them, without loading torch; 0 where there is no driver."""
+    """Return the number of CUDA devices as torch will count them, without loading torch; 0 without a driver."""
     import ctypes
 
     found = ctypes.c_int(0)

@@ -1,4 +1,4 @@
-"""The ranks of another machine, started over ssh: what :mod:`ranks` is for this one."""
+"""The ranks of another machine, started over ssh; :mod:`ranks` does the same for this machine."""
 
 from __future__ import annotations
 
@@ -40,11 +40,11 @@ PASSED = (
     "LC_", "MKL_", "NCCL_", "NO_PROXY", "HTTP_PROXY", "HTTPS_PROXY", "OMP_", "PYTHON", "PYTORCH_", "STREAMTUNE_",
     "TOKENIZERS_", "TORCH", "TRANSFORMERS_", "TRITON_", "UCX_", "WANDB_", "XDG_CACHE_HOME",
 )  # fmt: skip
-"""What variables that are passed on begin with; ``STREAMTUNE_EXPORT=NAME,NAME`` adds more."""
+"""Prefixes of the variables that are passed on; ``STREAMTUNE_EXPORT=NAME,NAME`` adds more."""
 
 
 def passed_on(environ: Mapping[str, str] = os.environ) -> dict[str, str]:
-    """The variables that ranks on other machines get from this one: those that libraries read, not those of a login."""
+    """Return the variables that ranks on other machines get from this one: those of libraries, not of a login."""
     more = {name.strip() for name in environ.get("STREAMTUNE_EXPORT", "").split(",")}
     return {
         name: value
@@ -57,7 +57,7 @@ class RemoteRanks:
     """The processes of the ranks of another machine.
 
     Args:
-        host: Where.
+        host: The machine.
     """
 
     def __init__(self, host: Host) -> None:
@@ -88,7 +88,7 @@ class RemoteRanks:
             thread.start()
 
     def hello(self, until: float) -> dict[str, Any]:
-        """What the agent there says first, waited for ``until`` (monotonic).
+        """Wait for the agent's first message, at most until ``until`` (monotonic), and return it.
 
         Raises:
             DistributedError: The host cannot be reached, or StreamTune cannot run there.
@@ -139,7 +139,7 @@ class RemoteRanks:
         return sorted(self._running)
 
     def poll(self) -> list[RankEnd]:
-        """The ranks that ended since it was last asked; all that remain where the connection broke."""
+        """Return the ranks that ended since the last call, all if the connection broke; print what the ranks print."""
         ends: list[RankEnd] = []
         while True:
             try:
@@ -167,7 +167,7 @@ class RemoteRanks:
         return RankEnd(told["rank"], self.host, told["code"], failure, tail, log, sent=sent)
 
     def _lost(self) -> list[RankEnd]:
-        """The ends of ranks that nothing more will be heard of."""
+        """Return the ends of all remaining ranks, after the connection was lost."""
         said = "; ".join(self._last_complaints(2)) or "it was closed"
         ends = []
         for rank in self.running:
@@ -178,17 +178,17 @@ class RemoteRanks:
         return ends
 
     def send(self, signum: int) -> None:
-        """Have every rank there sent a signal."""
+        """Send a signal to every rank there."""
         self._sent.append(signum)
         self._say({"signal": signum})
 
     def kill(self) -> None:
-        """Have every rank there ended, now."""
+        """End every rank there, now."""
         self._sent.append(signal.SIGKILL)
         self._say({"kill": True})
 
     def close(self) -> list[RankEnd]:
-        """End what still runs there, and the connection. Where that is broken, the agent ends by itself."""
+        """End the ranks that still run there, and the connection. If that is broken, the agent ends by itself."""
         self.kill()
         self._closed.set()
         with suppress(OSError, ValueError), self._speaking:

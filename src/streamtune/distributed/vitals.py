@@ -1,6 +1,6 @@
-"""What a process does, seen from a thread of its own: whether it computes, reads, writes or sends, and where it stands.
+"""The activity of a process, sampled by one of its threads: computing, files, network, and the main thread's place.
 
-Nothing here costs the main thread more than the interpreter's lock for some tens of microseconds a sample.
+A sample costs the main thread no more than the interpreter's lock for some tens of microseconds.
 """
 
 from __future__ import annotations
@@ -20,12 +20,12 @@ from types import FrameType
 __all__ = ["Place", "Vitals", "computes", "place_of_main"]
 
 WINDOW_SECONDS = 4.0
-"""What a process did is judged over so long."""
+"""Time over which the activity of a process is measured."""
 CPU_SHARE = 0.1
 """Of one core: below, the threads that wait for the network and those that draw a progress line are all that runs."""
 STARVED = 4.0
-"""Where a machine is busy a thread that only looks about now and then waits for a core each time, as one that computes
-does. So waiting counts up to so many times what was computed."""
+"""On a busy machine a thread that only polls now and then waits for a core each time, as one that computes does. So
+waiting counts up to so many times the time that was computed."""
 FILE_BYTES = 1 << 16
 NET_BYTES = 1 << 13
 """A second. Below, nothing but these samples themselves is read."""
@@ -33,7 +33,7 @@ WAITING_SHARE = 0.2
 """Of one core: a main thread below it in a collective waits there."""
 TCP_INFO = 11
 RETRANSMITS, BYTES_ACKED, BYTES_RECEIVED = 2, 120, 128
-"""Where Linux has them in ``struct tcp_info``."""
+"""Offsets in Linux's ``struct tcp_info``."""
 SENT_AGAIN = 4
 """So many times in a row without an answer (3 s, as Linux waits): what is sent does not arrive."""
 CLOCK_TICKS = os.sysconf("SC_CLK_TCK") if hasattr(os, "sysconf") else 100
@@ -42,13 +42,13 @@ DDP = ("/torch/nn/parallel/distributed.py",)
 """Sends by itself where it is innermost; it is also around every forward of the model."""
 WRAPPERS = ("c10d_logger.py", "_dynamo/")
 BACKWARD = "_engine_run_backward"
-"""Where gradients are reduced by hooks: no frame of the collective is to be seen."""
+"""The call in which hooks reduce gradients, without a visible frame of the collective."""
 HERE = str(Path(__file__).parent)
 
 
 @dataclass(frozen=True)
 class Place:
-    """Where the main thread stands."""
+    """The place of the main thread in the code."""
 
     text: str
     """For people: ``all_reduce (train/step.py:88)``"""
@@ -59,13 +59,15 @@ class Place:
 
 
 def computes(ran: float, waited: float, passed: float) -> bool:
-    """Whether a process that had a core for ``ran`` of ``passed`` seconds, while its threads waited for one for
-    ``waited``, has something to compute, and does not just wait for others."""
+    """Return True if a process has something to compute, and does not just wait for others.
+
+    It had a core for ``ran`` of ``passed`` seconds, while its threads waited for one for ``waited`` seconds.
+    """
     return ran + min(waited, STARVED * ran) > CPU_SHARE * passed
 
 
 def place_of_main() -> Place:
-    """Where the main thread stands now."""
+    """Return the present place of the main thread."""
     frame = sys._current_frames().get(threading.main_thread().ident or 0)
     if frame is None:
         return Place("nowhere", (), False)
@@ -110,7 +112,7 @@ class _Sample:
 
 
 class Vitals:
-    """Sampled by one thread: :meth:`glance` some times a second, :meth:`look` about once.
+    """The activity of this process: one thread calls :meth:`glance` some times a second, :meth:`look` about once.
 
     Args:
         ours: Descriptors of connections that do not count: those over which samples are sent.
@@ -122,7 +124,7 @@ class Vitals:
         self.busy = 0.0
         """Seconds the main thread did not wait for other ranks."""
         self.unanswered = ""
-        """Who does not acknowledge what is sent to him: the address of a connection, or nothing."""
+        """Address of a connection whose other end does not acknowledge; empty if there is none."""
         self._moved = self._placed = self._glanced = time.monotonic()
         self._main_cpu = self._main_seconds()
         self._samples: deque[_Sample] = deque()
@@ -132,7 +134,7 @@ class Vitals:
         self._child_seconds = 0.0
 
     def glance(self) -> None:
-        """Where the main thread stands, and whether it waits there."""
+        """Sample the place of the main thread, and the time it did not wait for other ranks."""
         now, cpu, place = time.monotonic(), self._main_seconds(), place_of_main()
         passed = now - self._glanced
         waits = place.collective and cpu - self._main_cpu < WAITING_SHARE * passed
@@ -143,7 +145,7 @@ class Vitals:
         self.place, self._glanced, self._main_cpu = place, now, cpu
 
     def look(self) -> None:
-        """What the whole process does."""
+        """Sample the processor time, files and network of the whole process."""
         now = time.monotonic()
         self._samples.append(_Sample(now, *self._cpu_seconds(), self._file_bytes(), self._net_bytes()))
         while len(self._samples) > 2 and self._samples[1].at <= now - WINDOW_SECONDS:
@@ -159,7 +161,7 @@ class Vitals:
             self._moved = now
 
     def forget(self) -> None:
-        """Begin anew: the process was suspended."""
+        """Discard all samples, because the process was suspended."""
         self._samples.clear()
         self._moved = self._placed = time.monotonic()
 
@@ -170,7 +172,7 @@ class Vitals:
 
     @property
     def placed(self) -> float:
-        """Seconds the main thread has stood where it stands."""
+        """Seconds the main thread has been at its place."""
         return time.monotonic() - self._placed
 
     @staticmethod
@@ -181,7 +183,7 @@ class Vitals:
             return time.process_time()
 
     def _cpu_seconds(self) -> tuple[float, float]:
-        """CPU seconds of the process and its children, and what its threads waited for a core."""
+        """Return CPU seconds of the process and its children, and seconds that its threads waited for a core."""
         waited = 0
         children: list[int] = []
         with suppress(OSError):
@@ -211,7 +213,7 @@ class Vitals:
         return 0
 
     def _net_bytes(self) -> int:
-        """Bytes the connections of this process have sent and got acknowledged, and received."""
+        """Return the bytes the connections of this process have sent and got acknowledged, and received."""
         found: dict[str, int] = {}
         self.unanswered = ""
         with suppress(OSError):
@@ -227,7 +229,7 @@ class Vitals:
 
 
 def _carried(descriptor: int) -> tuple[int, str]:
-    """Bytes of a TCP connection, and its other end where that does not answer; 0 for other sockets."""
+    """Return the bytes of a TCP connection, and its other end if that does not answer; OSError for other sockets."""
     with socket.socket(socket.AF_INET, socket.SOCK_STREAM, 0, fileno=os.dup(descriptor)) as copy:
         told = copy.getsockopt(socket.IPPROTO_TCP, TCP_INFO, 192)
         answers = told[RETRANSMITS] < SENT_AGAIN
@@ -236,7 +238,7 @@ def _carried(descriptor: int) -> tuple[int, str]:
 
 
 def _other_end(descriptor: int) -> str:
-    """``10.0.0.2:41234``"""
+    """Return the address of the other end: ``10.0.0.2:41234``."""
     with socket.socket(fileno=os.dup(descriptor)) as copy:  # of the family that it has
         host, port = copy.getpeername()[:2]
     return f"{host.removeprefix('::ffff:')}:{port}"

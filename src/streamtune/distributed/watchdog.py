@@ -1,9 +1,9 @@
-"""While training: a rank that is gone, stopped, out of reach or stands still ends all the others, and is named.
+"""End all ranks when one is gone, stopped, out of reach or stands still, and name that rank.
 
-Each rank has a thread that says once a second, over a connection of its own to rank 0, where it is and whether it
-computes. Rank 0 judges (``judge``). Whatever it finds it tells all others, and each ends: a thread that waits in a
-collective cannot be woken, so the process is left at once. A rank that does not hear from rank 0 finds that rank 0 is
-the one.
+Once a second a thread of each rank reports to rank 0, over a connection of its own, its step and whether it computes.
+Rank 0 decides from the reports whether a rank has failed (``judge``), and sends what it finds to all others. Each rank
+then ends its process at once, because a thread that waits in a collective cannot be woken. A rank that receives nothing
+from rank 0 takes rank 0 for the failed one.
 
     with Watchdog(environment) as watchdog:
         watchdog.at(step, "batch 1/2")     # an assignment, nothing more
@@ -42,7 +42,7 @@ MOVE_SECONDS = 0.2
 SUSPENDED_SECONDS = 5.0
 """Between two turns of the thread: this process itself was stopped, or the whole machine slept."""
 VERDICT_SECONDS = 4.0
-"""How long a rank whose collective fails waits to hear which rank is to blame."""
+"""Seconds that a rank whose collective fails waits to learn which rank is to blame."""
 LEAVE_SECONDS = 10.0
 """For a rank that ends by an error to be gone."""
 COMMUNICATION = ("DistBackendError", "DistNetworkError", "DistStoreError", "DistError")
@@ -56,13 +56,13 @@ def _print(error: StreamTuneError) -> None:
 
 
 class Watchdog:
-    """Watches all ranks while entered; with one rank it does nothing.
+    """A watch over all ranks while its context is entered; with one rank it does nothing.
 
     Args:
-        environment: Of this rank.
+        environment: The environment of this rank.
         show: Prints an error where no launcher does.
-        event: Told, on rank 0, of what should be written down: a name and its details. Called from another thread.
-        limits: How long is too long.
+        event: Called on rank 0, from another thread, with the name and the details of an event to be logged.
+        limits: The time limits; None is the defaults.
     """
 
     def __init__(
@@ -89,12 +89,12 @@ class Watchdog:
         self._post: _Hub | _Client | None = None
 
     def at(self, step: int, phase: str, *, patient: bool = False) -> None:
-        """Say where the main thread is.
+        """Record the step and the phase of the main thread.
 
         Args:
             step: Number of the optimizer step, from 1.
-            phase: What it does in it, in a few words.
-            patient: It may wait there for something outside that takes no time of this process.
+            phase: The part of the step, in a few words.
+            patient: True if the thread may wait there for something outside this process, without computing.
         """
         self._at = (step, phase, patient)
 
@@ -127,13 +127,13 @@ class Watchdog:
         self._thread.join(VERDICT_SECONDS)
 
     def _leave_soon(self) -> None:
-        """The process group cannot be left in order when a rank is missing; whoever tries is not waited for."""
+        """End the process after ``LEAVE_SECONDS``: leaving the process group may hang when a rank is missing."""
         timer = threading.Timer(LEAVE_SECONDS, os._exit, (1,))
         timer.daemon = True
         timer.start()
 
     def _note(self, verdict: Failure) -> None:
-        """Have rank 0 write down what was found, if the disk takes it in time."""
+        """Log the failure on rank 0, waiting at most 2 s for the disk."""
         if self.environment.is_main:
             details = {"rank": verdict.rank, "host": verdict.host, "what": verdict.what}
             writing = threading.Thread(target=self.event, args=("rank failure", details), daemon=True)
@@ -141,7 +141,7 @@ class Watchdog:
             writing.join(2.0)
 
     def _run(self) -> None:
-        """The thread."""
+        """Watch in the thread; end the process if a rank has failed and the main thread is not leaving already."""
         assert self._post is not None
         try:
             verdict = self._watch(self._post)
@@ -151,7 +151,7 @@ class Watchdog:
             self._end(verdict)
 
     def _watch(self, post: _Hub | _Client) -> Failure | None:
-        """Until this rank leaves, or one is to blame."""
+        """Return the failure of a rank as soon as one is found, or None when this rank leaves."""
         vitals = Vitals(post.descriptors)
         told, turn = self._at, time.monotonic()
         look_at = beat_at = turn
@@ -195,7 +195,7 @@ class Watchdog:
         )
 
     def _end(self, verdict: Failure) -> None:
-        """Leave, having said why. An error of the main thread that comes at the same time is let out first."""
+        """Show the failure and end the process, unless the main thread leaves within one second."""
         env = self.environment
         if self._leaving.wait(1.0):
             return
@@ -212,7 +212,7 @@ class Watchdog:
 
 
 def _is_communication(error: BaseException) -> bool:
-    """Whether an error comes out of a collective, as those do whose other side is gone."""
+    """Return True if an error comes out of a collective, as it does when another rank is gone."""
     seen: BaseException | None = error
     while seen is not None:
         if isinstance(seen, StreamTuneError):
@@ -230,7 +230,7 @@ def _is_communication(error: BaseException) -> bool:
 
 
 class _Hub:
-    """Rank 0's side: hears all, judges, and tells all."""
+    """Rank 0's side: receives the reports of all ranks, finds the failed one, and names it to all others."""
 
     def __init__(self, environment: RankEnvironment, limits: Limits, event: Event) -> None:
         self._env, self._limits, self._event = environment, limits, event
@@ -250,7 +250,7 @@ class _Hub:
         return frozenset({*self._admission.descriptors, *(line.connection.fileno() for line in self._lines.values())})
 
     def wait(self, seconds: float) -> None:
-        """Hear what comes within ``seconds``."""
+        """Wait at most ``seconds`` for messages and new connections, and process those that are there."""
         for key, _ in self._selector.select(seconds):
             if key.data is not self._admission:
                 self._hear(key.data)
@@ -295,7 +295,7 @@ class _Hub:
                 self._told = Failure.from_dict(word["failed"])
 
     def beat(self, beat: Beat, now: float) -> None:
-        """Take rank 0's own, and let the others know that it lives."""
+        """Record rank 0's own report, send it to the others as a sign of life, and log stragglers."""
         self._peers[0].beat, self._peers[0].heard = beat, now
         self._stragglers.add(0, beat.step, beat.busy, now)
         for rank, line in self._lines.items():
@@ -307,12 +307,12 @@ class _Hub:
             self._event("straggler", {**details, "median_of_others": round(usual, 3)})
 
     def forget(self, now: float) -> None:
-        """Begin anew: this process was suspended, and heard nobody."""
+        """Count the silence of all ranks from now on: this process was suspended and received nothing."""
         for peer in self._peers.values():
             peer.heard = now
 
     def verdict(self, now: float) -> Failure | None:
-        """Who is to blame, if anyone is."""
+        """Return the failure of the rank to blame, or None."""
         if self._told is not None:
             return self._told
         missing = [rank for rank in range(self._env.world_size) if rank not in self._peers]
@@ -326,7 +326,7 @@ class _Hub:
         )
 
     def close(self, own: Failure | None, verdict: Failure | None) -> None:
-        """Tell all others how this ends, and give them the time to hear it."""
+        """Send the failure, or a goodbye, to all others; give them up to 1 s to receive a failure."""
         failure = own or verdict
         word = {"verdict": asdict(failure)} if failure is not None else {"bye": True}
         for rank, line in self._lines.items():
@@ -348,7 +348,7 @@ class _Hub:
 
 
 class _Client:
-    """The side of the other ranks: says where it is, and hears whether rank 0 lives."""
+    """The side of the other ranks: reports to rank 0, and receives its signs of life and the failure it names."""
 
     def __init__(self, environment: RankEnvironment, limits: Limits, event: Event) -> None:
         self._env, self._limits = environment, limits
@@ -363,7 +363,7 @@ class _Client:
         return frozenset({self._line.connection.fileno()})
 
     def wait(self, seconds: float) -> None:
-        """Hear what comes within ``seconds``."""
+        """Wait at most ``seconds`` for messages, and process those that are there."""
         if self._main.gone or self._main.done:
             time.sleep(seconds)
             return
@@ -386,20 +386,20 @@ class _Client:
                 self._told = Failure.from_dict(word["verdict"])
 
     def beat(self, beat: Beat, now: float) -> None:
-        """Say where this rank is."""
+        """Send this rank's report to rank 0."""
         with suppress(OSError):
             self._line.send({"beat": asdict(beat)}, seconds=0.5)
 
     def forget(self, now: float) -> None:
-        """Begin anew: this process was suspended, and heard nothing."""
+        """Count the silence of rank 0 from now on: this process was suspended and received nothing."""
         self._main.heard = now
 
     def verdict(self, now: float) -> Failure | None:
-        """What rank 0 found, or that it is rank 0."""
+        """Return the failure that rank 0 has sent, or that of rank 0 if it is gone or silent, or None."""
         return self._told or find_culprit([self._main], now, self._limits)
 
     def close(self, own: Failure | None, verdict: Failure | None) -> None:
-        """Say how this rank ends."""
+        """Send rank 0 this rank's own error, or a goodbye."""
         with suppress(OSError):
             self._line.send({"failed": asdict(own)} if own is not None else {"bye": True})
         self._line.close()

@@ -1,6 +1,6 @@
-"""Rank 0 and the others over connections of their own: JSON, a document a line, beside the process group's.
+"""Connections between rank 0 and the other ranks, apart from the process group's: JSON documents, one a line.
 
-The process group's connections cannot say why they stand still, and those of a store block whoever waits for it.
+The process group's connections give no reason when they stand still, and those of a store block the thread that waits.
 """
 
 from __future__ import annotations
@@ -28,39 +28,39 @@ ANSWER_SECONDS = 3.0
 
 
 class Line:
-    """Documents over a connection, in both directions. Of one thread; nothing blocks beyond its time.
+    """A connection that carries JSON documents in both directions, for one thread; calls block up to their time limit.
 
     Args:
         connection: The connection.
-        most: Bytes that are read without the end of a document.
+        most: Most bytes that are read without the end of a document.
     """
 
     def __init__(self, connection: socket.socket, most: int = MOST_BYTES) -> None:
         self.connection = connection
         self._most = most
         self.greeting: dict[str, Any] = {}
-        """What the other side said of itself when it was called."""
+        """The answer in which the other side described itself when it was called."""
         self._pending = b""
 
     def trust(self) -> None:
-        """Read documents of any size that ranks send: the other side is one."""
+        """Accept documents of up to ``MOST_BYTES``: the other side is known to be a rank."""
         self._most = MOST_BYTES
 
     def send(self, document: dict[str, Any], seconds: float = 2.0) -> None:
-        """Send one.
+        """Send a document.
 
         Raises:
-            OSError: It was not taken in time, or the connection is closed.
+            OSError: It was not sent in time, or the connection is closed.
         """
         self.connection.settimeout(seconds)
         self.connection.sendall(json.dumps(document).encode() + b"\n")
 
     def receive(self, seconds: float) -> dict[str, Any]:
-        """The next one.
+        """Wait at most ``seconds`` for the next document, and return it.
 
         Raises:
             TimeoutError: None came in time.
-            OSError: The connection was closed, or a stranger speaks.
+            OSError: The connection was closed, or the other side sends something else than documents.
         """
         until = time.monotonic() + seconds
         while b"\n" not in self._pending:
@@ -69,10 +69,11 @@ class Line:
         return self.arrived(1)[0]
 
     def drain(self, most: int = -1) -> list[dict[str, Any]]:
-        """Those that have come, without waiting; ``most`` of them, where it is positive.
+        """Return the documents that have come, without waiting; at most ``most`` of them if that is positive.
 
         Raises:
-            OSError: The connection was closed, or a stranger speaks; what came before that is lost.
+            OSError: The connection was closed, or the other side sends something else than documents. Those that came
+                before the connection was closed are returned by :meth:`arrived`.
         """
         self.connection.settimeout(0)
         with suppress(BlockingIOError):
@@ -81,7 +82,7 @@ class Line:
         return self.arrived(most)
 
     def arrived(self, most: int = -1) -> list[dict[str, Any]]:
-        """Those that have been read already."""
+        """Return the documents that have been read already; at most ``most`` of them if that is positive."""
         *lines, self._pending = self._pending.split(b"\n", most)
         try:
             return [dict(json.loads(line)) for line in lines]
@@ -97,29 +98,29 @@ class Line:
             raise ConnectionError("a stranger speaks")
 
     def close(self) -> None:
-        """Close the connection; once is enough."""
+        """Close the connection; harmless when called twice."""
         with suppress(OSError):
             self.connection.close()
 
 
 def prove(environment: RankEnvironment, purpose: str, side: str, nonces: str) -> str:
-    """Return a proof, which only a rank of this run can make, about two numbers that were never used before.
+    """Return an HMAC of the arguments, which only a rank of this run can compute.
 
     Args:
-        environment: Of this rank.
+        environment: The environment of this rank.
         purpose: As given to :func:`listen`.
-        side: Who says it: ``rank 0`` or ``caller``.
-        nonces: Of both sides.
+        side: The side that proves itself: ``rank 0`` or ``caller``.
+        nonces: The random numbers of both sides, used once.
     """
     said = f"{purpose}/{environment.world_size}/{side}/{nonces}"
     return hmac.new(environment.run_id.encode(), said.encode(), "sha256").hexdigest()
 
 
 def listen(environment: RankEnvironment, purpose: str) -> socket.socket:
-    """On rank 0: a socket that the others find with :func:`dial`, at the address they call (``ports.listen_at``).
+    """Open rank 0's socket, which the others find with :func:`dial`, at the address they call (``ports.listen_at``).
 
     Raises:
-        DistributedError: All of the ports that could be it are taken.
+        DistributedError: All ports that it may use are taken.
     """
     for port in side_ports(environment.master_port):
         with suppress(OSError):
@@ -132,16 +133,16 @@ def listen(environment: RankEnvironment, purpose: str) -> socket.socket:
 
 
 def dial(environment: RankEnvironment, purpose: str, about: dict[str, Any], seconds: float) -> Line:
-    """On the other ranks: call rank 0, until it answers.
+    """Connect this rank, which is not rank 0, to rank 0; try until it answers.
 
     Args:
-        environment: Of this rank.
+        environment: The environment of this rank.
         purpose: As given to :func:`listen`.
-        about: What to say of this rank.
-        seconds: How long to try.
+        about: Entries of this rank's greeting besides rank and host.
+        seconds: Time limit.
 
     Raises:
-        DistributedError: It did not answer.
+        DistributedError: It did not answer in time.
     """
     until = time.monotonic() + seconds
     greeting = {"rank": environment.rank, "host": environment.host, **about}

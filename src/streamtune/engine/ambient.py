@@ -1,4 +1,4 @@
-"""The surroundings of a forward besides its arguments: random state, autocast, attention of the configs, observers."""
+"""The state of a forward besides its arguments: random numbers, autocast, training modes, attention; and observers."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ __all__ = ["Autocast", "Modes", "Observer", "RandomState", "attention_as", "hold
 
 @dataclass(frozen=True)
 class RandomState:
-    """State of the CPU generator and, on an accelerator, of the device's: what dropout and router jitter draw from."""
+    """State of the CPU's random generator and, on CUDA, of the device's; dropout and router jitter draw from them."""
 
     cpu: Tensor
     device: torch.device
@@ -23,7 +23,7 @@ class RandomState:
 
     @classmethod
     def now(cls, device: torch.device) -> RandomState:
-        """The state at this moment."""
+        """Return the state at this moment."""
         accelerator = torch.cuda.get_rng_state(device) if device.type == "cuda" else None
         return cls(torch.get_rng_state(), device, accelerator)
 
@@ -38,7 +38,7 @@ class RandomState:
             outer.restore()
 
     def restore(self) -> None:
-        """Make it the state again."""
+        """Set the generators to this state."""
         torch.set_rng_state(self.cpu)
         if self.accelerator is not None:
             torch.cuda.set_rng_state(self.accelerator, self.device)
@@ -46,7 +46,7 @@ class RandomState:
 
 @dataclass(frozen=True)
 class Autocast:
-    """Autocast as it was in the forward; the backward of autograd runs outside of it."""
+    """The autocast settings of a forward, for its backward: autograd runs that outside of autocast."""
 
     device_type: str
     enabled: bool
@@ -54,29 +54,29 @@ class Autocast:
 
     @classmethod
     def now(cls, device: torch.device) -> Autocast:
-        """The settings at this moment."""
+        """Return the settings at this moment."""
         kind = device.type if device.type in ("cpu", "cuda") else "cpu"
         return cls(kind, torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind))
 
     def again(self) -> AbstractContextManager[None]:
-        """A context with these settings; without a cache of cast weights, which would outlive the chunk's graph."""
+        """Return a context with these settings, but no cache of cast weights: it would outlive the chunk's graph."""
         return torch.autocast(self.device_type, dtype=self.dtype, enabled=self.enabled, cache_enabled=False)
 
 
 @dataclass(frozen=True)
 class Modes:
-    """Training mode of each module of a layer as it was in the forward: dropout and its like read it."""
+    """The training mode of each module of a layer in its forward; dropout, for one, depends on it."""
 
     training: tuple[tuple[nn.Module, bool], ...]
 
     @classmethod
     def now(cls, layer: nn.Module) -> Modes:
-        """The modes at this moment."""
+        """Return the modes at this moment."""
         return cls(tuple((module, module.training) for module in layer.modules()))
 
     @contextmanager
     def again(self) -> Iterator[None]:
-        """The same modes inside, and outside those that a call of ``train()`` or ``eval()`` has set since."""
+        """Set these modes inside the context, then restore those that ``train()`` or ``eval()`` has set since."""
         changed = [module for module, was in self.training if module.training != was]
         for module in changed:
             module.training = not module.training
@@ -89,7 +89,7 @@ class Modes:
 
 @contextmanager
 def attention_as(configs: list[Any], names: list[Any]) -> Iterator[None]:
-    """The named attention implementations while inside."""
+    """Set the configs' attention implementations to ``names`` inside the context."""
     before = [config._attn_implementation_internal for config in configs]
     try:
         for config, name in zip(configs, names, strict=True):
@@ -101,16 +101,16 @@ def attention_as(configs: list[Any], names: list[Any]) -> Iterator[None]:
 
 
 class Observer(Protocol):
-    """Someone who counts what the engine does; it does nothing else because of that."""
+    """An observer that counts what the engine does; the engine computes the same with and without one."""
 
     def on_chunk(self, layer: nn.Module, chunk: slice, walk: str) -> None:
-        """A layer, or a norm outside of them, is about to run on a chunk, in a walk of its cache.
+        """Note that a layer, or a norm outside of them, is about to run on a chunk, in the pass named ``walk``.
 
-        Before the walks of a layer's backward there is an empty chunk: what comes next belongs to that layer.
+        Before the passes of a layer's backward this is called with an empty chunk: the next calls belong to that layer.
         """
 
     def on_hold(self, kind: str, tensors: Iterable[Tensor]) -> None:
-        """These tensors were made for a purpose: ``keys and values``, ``attention output``, ``layer input``."""
+        """Note that tensors were made as ``kind``: ``keys and values``, ``attention output`` or ``layer input``."""
 
 
 _observers: list[Observer] = []  # no context variable: on an accelerator backward runs in a thread of autograd's
@@ -118,7 +118,7 @@ _observers: list[Observer] = []  # no context variable: on an accelerator backwa
 
 @contextmanager
 def observed(observer: Observer) -> Iterator[None]:
-    """Tell ``observer`` what happens inside."""
+    """Notify ``observer`` of what the engine does inside the context."""
     _observers.append(observer)
     try:
         yield
@@ -127,12 +127,12 @@ def observed(observer: Observer) -> Iterator[None]:
 
 
 def tell_chunk(layer: nn.Module, chunk: slice, walk: str) -> None:
-    """Tell who looks on that a layer is about to run on a chunk."""
+    """Notify the observers that a layer is about to run on a chunk."""
     for observer in _observers:
         observer.on_chunk(layer, chunk, walk)
 
 
 def hold(kind: str, *tensors: Tensor) -> None:
-    """Tell who looks on what tensors are for."""
+    """Notify the observers of what these tensors are used for."""
     for observer in _observers:
         observer.on_hold(kind, tensors)

@@ -1,9 +1,9 @@
-"""Memory of the host, handed out as a stack and kept from step to step.
+"""Host memory, allocated as on a stack and kept from step to step.
 
-What a forward stores last its backward wants first, so blocks come and go as on a stack, and the arena grows to the
-most that is held at a time and no further. Its regions are whole pages, mapped once and, for an accelerator, registered
-with it once: a pinned allocation of ``torch`` is rounded up to a power of two, and registering takes longer than the
-copies it speeds up.
+A backward needs first what its forward stored last, so blocks are allocated and freed as on a stack, and the arena
+grows little beyond the most that is held at a time. Its regions are whole pages, mapped once and, for an accelerator,
+registered with it once: a pinned allocation of ``torch`` is rounded up to a power of two, and registering takes longer
+than the copies it speeds up.
 """
 
 from __future__ import annotations
@@ -56,15 +56,15 @@ _host_storages: set[int] = set()
 
 
 def is_host_storage(storage: torch.UntypedStorage) -> bool:
-    """Whether a storage is an arena's: memory of the host, also where the device is the CPU or simulated."""
+    """Return True if a storage is an arena's: host memory, also where the device is the CPU or simulated."""
     return storage._cdata in _host_storages
 
 
 def free_host_bytes(root: Path = Path("/sys/fs/cgroup")) -> int:
-    """Bytes that can be taken without swapping: what is available, within the limit of a container.
+    """Return the bytes that can be allocated without swapping, within the limit of a container.
 
     Args:
-        root: Where the control group of this process is mounted.
+        root: The directory at which the control group of this process is mounted.
     """
     free = int(psutil.virtual_memory().available)
     for limit_name, used_name in LIMITS:
@@ -75,12 +75,12 @@ def free_host_bytes(root: Path = Path("/sys/fs/cgroup")) -> int:
 
 
 def reserved_host_bytes() -> int:
-    """Bytes of it to leave alone: a machine that swaps is lost."""
+    """Return the bytes of host memory to leave alone: a machine that swaps is too slow to train on."""
     return max(RESERVE, int(SHARE * psutil.virtual_memory().total))
 
 
 def usable_host_bytes() -> int:
-    """Bytes that are free beside those left alone: what an arena gives at most."""
+    """Return the free bytes less those to leave alone: the most that an arena allocates."""
     return max(0, free_host_bytes() - reserved_host_bytes())
 
 
@@ -92,7 +92,7 @@ def _number(file: Path) -> int | None:
 
 
 def _reclaimable(folder: Path) -> int:
-    """Cached pages of files that the system gives back when memory is asked for."""
+    """Return the bytes of cached file pages that the system frees when memory is needed."""
     try:
         lines = (folder / "memory.stat").read_text().splitlines()
     except OSError:
@@ -102,7 +102,7 @@ def _reclaimable(folder: Path) -> int:
 
 
 class Stack:
-    """Offsets in a space: blocks are put on top, and the top sinks past blocks that were freed."""
+    """A stack of blocks in an address space: new blocks go on top, and the top sinks past blocks that were freed."""
 
     def __init__(self) -> None:
         self.top = 0
@@ -110,14 +110,14 @@ class Stack:
         self._order: list[int] = []
 
     def take(self, nbytes: int) -> int:
-        """The offset of a new block, a multiple of :data:`PAGE`."""
+        """Return the offset of a new block, a multiple of :data:`PAGE`."""
         offset, self.top = self.top, self.top + pages(nbytes)
         self._blocks[offset] = False
         self._order.append(offset)
         return offset
 
     def free(self, offset: int) -> None:
-        """Give a block back."""
+        """Free a block."""
         self._blocks[offset] = True
         while self._order and self._blocks[self._order[-1]]:
             self.top = self._order.pop()
@@ -125,12 +125,12 @@ class Stack:
 
 
 def pages(nbytes: int) -> int:
-    """``nbytes`` rounded up to whole pages; at least one, so that no two blocks begin at the same place."""
+    """Return ``nbytes`` rounded up to whole pages; at least one, so that no two blocks begin at the same place."""
     return max(1, math.ceil(nbytes / PAGE)) * PAGE
 
 
 class _Region:
-    """Pages that were mapped, and registered, once."""
+    """Pages of host memory that are mapped, and registered with the accelerator, once."""
 
     def __init__(self, number: int, size: int, device: torch.device) -> None:
         self.number, self.size, self.stack = number, size, Stack()
@@ -149,7 +149,7 @@ class _Region:
         weakref.finalize(storage, _host_storages.discard, storage._cdata)
 
     def fits(self, nbytes: int) -> bool:
-        """Whether a block fits on top."""
+        """Return True if a block of ``nbytes`` fits on top."""
         return self.stack.top + pages(nbytes) <= self.size
 
 
@@ -172,28 +172,28 @@ class Span:
         self.region, self.offset, self.nbytes = region, offset, nbytes
 
     def tensor(self, shape: torch.Size, dtype: torch.dtype) -> Tensor:
-        """The block as a tensor on the host."""
+        """Return the block as a tensor on the host."""
         return self.region.bytes[self.offset : self.offset + self.nbytes].view(dtype).view(shape)
 
     def memory(self) -> memoryview:
-        """The block as whole pages, for a file."""
+        """Return the block as whole pages, for a file."""
         assert self.region.map is not None, "simulated memory has no bytes"
         return memoryview(self.region.map)[self.offset : self.offset + pages(self.nbytes)]
 
 
 class Tally:
-    """Bytes held somewhere now, the most that were at a time, and those copied there and back."""
+    """Counts of the bytes held in one kind of memory: now, at their peak, and copied there and back."""
 
     def __init__(self) -> None:
         self.live_bytes = self.peak_bytes = self.moved_bytes = 0
 
     def take(self, nbytes: int) -> None:
-        """Something is put there."""
+        """Count ``nbytes`` that are stored."""
         self.live_bytes += nbytes
         self.peak_bytes = max(self.peak_bytes, self.live_bytes)
 
     def free(self, nbytes: int) -> None:
-        """Something is gone."""
+        """Count ``nbytes`` that are freed."""
         self.live_bytes -= nbytes
 
 
@@ -201,7 +201,7 @@ class Arena:
     """Blocks of host memory.
 
     Args:
-        tally: Counts what is handed out.
+        tally: Counts the bytes that are allocated.
     """
 
     def __init__(self, tally: Tally) -> None:
@@ -211,17 +211,17 @@ class Arena:
         """The first region with a page left: a step takes thousands of blocks."""
 
     def reserve(self, nbytes: int, device: torch.device) -> None:
-        """Map at least so much at once, so that a step need not.
+        """Map at least ``nbytes`` in all now, so that a step need not.
 
         Raises:
-            OutOfMemoryError: The machine does not have it.
+            OutOfMemoryError: The machine does not have that much memory left.
         """
         held = sum(region.size for region in self.regions)
         if nbytes > held:
             self._grow(nbytes - held, device)
 
     def take(self, nbytes: int, device: torch.device) -> Span:
-        """A block for a tensor of ``device``.
+        """Return a block for a tensor of ``device``.
 
         Raises:
             OutOfMemoryError: The machine does not have that much memory left; it is not made to swap.
@@ -234,7 +234,7 @@ class Arena:
         return Span(region, region.stack.take(nbytes), nbytes)
 
     def free(self, span: Span) -> None:
-        """Give a block back."""
+        """Free a block."""
         span.region.stack.free(span.offset)
         self._at = min(self._at, span.region.number)
         self.tally.free(span.nbytes)

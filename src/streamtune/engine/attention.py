@@ -1,4 +1,4 @@
-"""The two functions `transformers` calls by name: the attention of a chunk and the lazy mask it reads.
+"""The two functions that `transformers` calls by name: the attention of a chunk, and the lazy mask it reads.
 
 Registered once under :data:`NAME` when the engine is imported; a model uses them while its config names them.
 """
@@ -56,10 +56,10 @@ def attention(
     is_causal: bool | None = None,
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
-    """Attention with the signature of ``transformers``' ``AttentionInterface``.
+    """Compute attention, with the signature of ``transformers``' ``AttentionInterface``.
 
     Args:
-        module: The attention module that calls.
+        module: The attention module that calls this function.
         query: ``[B, H, T, D]``.
         key, value: ``[B, G, S, D]``, of the prefix and of the chunk itself.
         attention_mask: A view of the lazy mask, the whole of it, a dense mask of the caller's own, or None (causal).
@@ -74,7 +74,7 @@ def attention(
 
     Raises:
         ForeignAttentionError: The layer adds a bias to its scores, or chose its keys, in a way that this attention
-            does not know.
+            does not support.
     """
     for name, more in kwargs.items():
         if isinstance(more, Tensor) and name not in UNREAD:
@@ -105,9 +105,10 @@ def attention(
 
 
 def _mean_where_all_is_hidden(out: Tensor, value: Tensor, mask: Tensor) -> Tensor:
-    """Give a query whose keys are all hidden their mean value, as the lowest finite number added to all scores does.
+    """Return the output with the mean of all values for a query whose keys are all hidden.
 
-    Only a caller's own dense mask has all keys: that of a cross attention beside the decoder layers.
+    Softmax gives that where the lowest finite number was added to all scores. Only a caller's own dense mask covers all
+    keys: that of a cross attention outside the decoder layers.
 
     Args:
         out: ``[B, H, T, D]``, zeros for such a query.
@@ -131,7 +132,7 @@ def _shared(
     causal: bool,
     how: dict[str, Any],
 ) -> Tensor:
-    """The attention ``[B, H, T, D]`` of this rank's tokens, where ranks share the sequence."""
+    """Return the attention ``[B, H, T, D]`` of this rank's tokens, where ranks share the sequence."""
     name = type(module).__name__
     if isinstance(mask, Tensor) or not causal:
         raise UnsupportedModelError(f"{name} has a mask of its own, which ranks cannot share", where=name)
@@ -148,11 +149,11 @@ def _shared(
 
 
 class BiasError(ForeignAttentionError):
-    """A dense mask is more than which keys a query sees; the model's own eager attention adds it to its scores."""
+    """A dense mask is a bias or differs between heads; the model's own eager attention can add it to its scores."""
 
 
 def _view(mask: MaskView | LazyMask | Tensor | None, query: Tensor, key: Tensor, causal: bool) -> MaskView:
-    """The mask as a view, bottom-right aligned: the last query is the last key's token."""
+    """Return the mask as a view, bottom-right aligned: the last query and the last key are the same token."""
     batch, _, queries, _ = query.shape
     keys = key.shape[2]
     if isinstance(mask, MaskView):
@@ -166,7 +167,7 @@ def _view(mask: MaskView | LazyMask | Tensor | None, query: Tensor, key: Tensor,
 
 
 def dense_mask(mask: Tensor) -> LazyMask:
-    """The lazy form of a dense ``[B, 1, T, S]`` mask (boolean, or additive with 0 for allowed and -inf for not).
+    """Return the lazy form of a dense ``[B, 1, T, S]`` mask (boolean, or additive with 0 for allowed and -inf for not).
 
     Raises:
         BiasError: It is a bias rather than a mask, or differs between heads.
@@ -191,9 +192,10 @@ def lazy_mask(
     device: torch.device | str = "cpu",
     **kwargs: Any,
 ) -> LazyMask:
-    """The mask with the signature of ``transformers``' ``AttentionMaskInterface``; nothing is built.
+    """Return a lazy mask, with the signature of ``transformers``' ``AttentionMaskInterface``.
 
-    What is recognised (``engine.recognise``) is kept as a fact; what is not stays a function of positions.
+    The dense mask is not built. Parts of the mask function that are recognised (``engine.recognise``) become fields of
+    the lazy mask; the others stay a function of positions.
     """
     if isinstance(attention_mask, LazyMask):  # a mask made by the model around this one, to be used as it is
         return attention_mask

@@ -1,4 +1,4 @@
-"""Losses on what a router did with the whole batch, exact under streaming.
+"""Losses on a router's outputs over the whole batch, exact under streaming.
 
 A mixture's load-balancing loss (Fedus et al., Switch Transformers, arXiv 2101.03961, eq. 4) and its router z-loss (Zoph
 et al., ST-MoE, arXiv 2202.08906, eq. 5) are not sums over chunks: the first multiplies two means,
@@ -7,7 +7,7 @@ et al., ST-MoE, arXiv 2202.08906, eq. 5) are not sums over chunks: the first mul
     L_z       = sum_t logsumexp(r_t)^2 / N                               for the N pairs of a token and a layer's router
 
 But both are functions of sums over tokens, and a sum over tokens is a sum over chunks. So a streamed layer returns its
-sums beside its hidden states, and each chunk's backward gets their gradient as it is (``vjp``). f is a count and has no
+sums with its hidden states, and each chunk's backward gets their gradient unchanged (``vjp``). f is a count and has no
 gradient, so its scope can be wider than what one backward sees: the micro-batch, or every micro-batch and rank of the
 step (Qiu et al., arXiv 2501.11873), which takes one reduction of E numbers.
 
@@ -48,12 +48,12 @@ KNOWN_FORM = ["gate_logits", "num_experts", "top_k", "attention_mask"]
 
 @dataclass(frozen=True)
 class RouterLoss:
-    """How much of a router's losses to add to the loss.
+    """The coefficients and the scope of the router losses that are added to the loss.
 
     Args:
         balance: Coefficient of the load-balancing loss (``router_aux_loss_coef``).
         z: Coefficient of the router z-loss.
-        scope: Over which tokens the experts' frequencies are counted: those of the ``micro`` batch, or of the whole
+        scope: The tokens over which the experts' frequencies are counted: those of the ``micro`` batch, or of the whole
             ``global`` step, on every rank.
 
     Raises:
@@ -86,7 +86,7 @@ class RouterSums:
 
     @classmethod
     def of(cls, logits_NE: Tensor, top_k: int, mask_N: Tensor | None) -> RouterSums:
-        """The sums of one router's logits; a token whose mask is 0 does not count."""
+        """Return the sums of one router's logits; a token whose mask is 0 does not count."""
         logits_NE = logits_NE.to(torch.promote_types(logits_NE.dtype, torch.float32))
         weight_N1 = logits_NE.new_ones(len(logits_NE), 1) if mask_N is None else mask_N.to(logits_NE)[:, None]
         p_NE = logits_NE.softmax(-1)
@@ -108,13 +108,13 @@ class RouterSums:
 
     @property
     def counts(self) -> Tensor:
-        """``[E + 1]``: what has no gradient, as one tensor to reduce over ranks."""
+        """``[E + 1]``: the sums without a gradient, as one tensor to reduce over ranks."""
         return torch.cat([self.routed.detach(), self.tokens.detach()[None]])
 
 
 @dataclass(frozen=True)
 class RouterTerms:
-    """What the last call's loss was made of; scalars without gradient."""
+    """The terms of the last call's loss; scalars without gradient."""
 
     loss: Tensor
     """Before the routers' losses were added."""
@@ -123,13 +123,13 @@ class RouterTerms:
 
 
 class RouterWatch:
-    """Listens to the routers of a model while a call is streamed, and adds their losses to its loss.
+    """Collects a model's router logits while a call is streamed, and computes the losses to add to its loss.
 
     Args:
         model: The causal language model.
         layers: Its decoder layers.
-        loss: What to add; None takes the balance coefficient of the model's own configuration, and only where a call or
-            the configuration says ``output_router_logits``.
+        loss: The losses to add; None takes the balance coefficient of the model's own configuration, and only where a
+            call or the configuration says ``output_router_logits``.
 
     Raises:
         UnsupportedModelError: ``loss`` is given, and the model has no router, or a balance loss of another form.
@@ -143,7 +143,7 @@ class RouterWatch:
         self.weight = 1.0
         """Share of the micro-batch in the step's mean; not read under a global scope."""
         self.counted_BT: Tensor | None = None
-        """Which tokens of the next calls are no padding, where their attention mask does not say so."""
+        """Nonzero for tokens of the next calls that are no padding, where their attention mask does not say so."""
         self.strips: Strips | None = None
         """Whose tokens the routers see, where ranks share the sequence."""
         self.silent = False
@@ -152,7 +152,7 @@ class RouterWatch:
         self.found: RouterSums | None = None
         self._heard: list[Tensor] | None = None
         self.mask_BT: Tensor | None = None
-        """Which tokens of the call are no padding."""
+        """Nonzero for tokens of the call that are no padding."""
         self._hooks = [
             router.register_forward_hook(partial(self._hear, index))
             for layer in layers
@@ -162,12 +162,12 @@ class RouterWatch:
             self._check()
 
     def remove(self) -> None:
-        """Stop listening for good."""
+        """Remove the hooks from the routers."""
         for hook in self._hooks:
             hook.remove()
 
     def open(self, attention_mask: Any) -> None:
-        """Begin a call."""
+        """Begin a call, whose attention mask is given."""
         self._check()
         self.active, self.found = True, None
         mask = attention_mask if self.counted_BT is None else self.counted_BT
@@ -176,13 +176,13 @@ class RouterWatch:
         self.mask_BT = mask if isinstance(mask, Tensor) and mask.dim() == 2 else None
 
     def close(self) -> RouterSums | None:
-        """End it: what was found."""
+        """End the call; return the sums of its layers, None if there are none."""
         self.active, found, self.found = False, self.found, None
         return found
 
     @contextmanager
     def silenced(self) -> Iterator[None]:
-        """Calls within have no loss on routers, whatever was asked for: to compare models by what they predict."""
+        """Add no loss on routers in calls inside the context, so that models can be compared by their predictions."""
         before, self.silent = self.silent, True
         try:
             yield
@@ -191,7 +191,7 @@ class RouterWatch:
 
     @contextmanager
     def counting(self, tokens_BT: Tensor) -> Iterator[None]:
-        """Calls within count the tokens that are not 0 here, and no longer ask their attention mask."""
+        """Let nonzero entries mark the tokens that calls inside the context count, in place of their attention mask."""
         before, self.counted_BT = self.counted_BT, tokens_BT
         try:
             yield
@@ -200,7 +200,7 @@ class RouterWatch:
 
     @contextmanager
     def listening(self) -> Iterator[list[Tensor]]:
-        """Collect the logits of every router that runs within."""
+        """Collect the logits of every router that runs inside the context."""
         heard: list[Tensor] = []
         self._heard = heard
         try:
@@ -209,7 +209,7 @@ class RouterWatch:
             self._heard = None
 
     def sums(self, heard: list[Tensor], mask_BT: Tensor | None) -> list[Tensor]:
-        """The sums of a chunk, as outputs of the layer; none if it has no router."""
+        """Return the sums of a chunk, as outputs of the layer; an empty list if it has no router."""
         mask_N = None if mask_BT is None else mask_BT.flatten()
         found: RouterSums | None = None
         for logits in heard:
@@ -221,13 +221,13 @@ class RouterWatch:
         return [] if found is None else found.parts
 
     def add(self, parts: Sequence[Tensor]) -> None:
-        """Take the sums of a layer's whole sequence."""
+        """Add the sums of a layer's whole sequence to those of the call."""
         if parts:
             sums = RouterSums(*parts)
             self.found = sums if self.found is None else self.found + sums
 
     def losses(self, sums: RouterSums) -> tuple[Tensor, Tensor]:
-        """``(balance loss, what to add to the loss)``; both are shares of the step's where the scope is global."""
+        """Return ``(balance loss, term to add to the loss)``; with global scope, the call's shares of the step's."""
         loss = self.loss or RouterLoss(balance=balance_coefficient(self.model))
         counts = sums.counts
         if loss.scope == "global":
@@ -244,7 +244,7 @@ class RouterWatch:
 
     @property
     def share(self) -> float:
-        """What a call's losses are multiplied with: shares of a global step simply add up."""
+        """The factor on a call's router losses: ``weight``, or 1 with global scope, where the calls' shares add up."""
         return 1.0 if self.loss is not None and self.loss.scope == "global" else self.weight
 
     def _hear(self, index: int, module: nn.Module, args: Any, output: Any) -> None:
@@ -268,9 +268,9 @@ class RouterWatch:
 
 
 def balances_itself(model: Any) -> bool:
-    """Whether a ``transformers`` model adds its balance loss to a call with labels that does not say if it should.
+    """Return True if a model adds its balance loss to a call with labels that does not pass ``output_router_logits``.
 
-    Its configuration decides, which a model whose forward has a default does not read.
+    Its configuration decides, unless its forward has a boolean default for that argument.
     """
     parameter = inspect.signature(type(model).forward).parameters.get("output_router_logits")
     if parameter is not None and isinstance(parameter.default, bool):
@@ -279,15 +279,15 @@ def balances_itself(model: Any) -> bool:
 
 
 def not_balanced(model: Any) -> dict[str, bool]:
-    """What to call a ``transformers`` model with so that it adds no loss on its routers and keeps no router logits."""
+    """Return arguments with which a ``transformers`` model adds no loss on its routers and keeps no router logits."""
     return {"output_router_logits": False} if balances_itself(model) else {}
 
 
 def balance_coefficient(model: Any) -> float:
-    """What a ``transformers`` model multiplies its balance loss with.
+    """Return the coefficient with which a ``transformers`` model multiplies its balance loss.
 
     Raises:
-        UnsupportedModelError: It does not say.
+        UnsupportedModelError: Neither the model nor its configuration has it.
     """
     config = model.config.get_text_config(decoder=True)
     for owner, name in (
@@ -304,7 +304,7 @@ def balance_coefficient(model: Any) -> float:
 
 
 def reduced(counts: Tensor) -> Tensor:
-    """Counts summed over ranks, where there are several."""
+    """Return the counts summed over all ranks, where there are several."""
     if torch.distributed.is_available() and torch.distributed.is_initialized():
         counts = counts.clone()
         torch.distributed.all_reduce(counts)
@@ -312,7 +312,7 @@ def reduced(counts: Tensor) -> Tensor:
 
 
 def _routers(model: nn.Module, layer: nn.Module) -> Iterator[tuple[nn.Module, int]]:
-    """The modules of a layer whose output transformers records as router logits, and which item of it that is."""
+    """Yield a layer's modules whose output transformers records as router logits, each with that output's index."""
     specs: list[Any] = []
     for module in model.modules():
         recorded = (getattr(module, "_can_record_outputs", None) or {}).get("router_logits")

@@ -1,15 +1,15 @@
 """Rows that begin alike, streamed with their common beginning once: a tree laid out as one sequence.
 
-A trunk is what several rows begin with; a branch is how one of them goes on. A tree is its trunk and then its branches,
-end to end, and a sequence is any number of trees:
+A trunk is the common beginning of several rows; a branch is the rest of one of them. A tree is its trunk and then its
+branches, end to end, and a sequence is any number of trees:
 
     place       0 1 2 3   4 5 6   7 8 9 10   11 ...
                 trunk     branch  branch     the next tree
     position    0 1 2 3   4 5 6   4 5 6 7    0 ...
 
 A token sees its trunk and its own branch, and counts its position through both, so every row is computed as it would be
-alone, to rounding: its trunk's keys, values and states are those of every row, and their gradient is the sum of what
-all branches hand back. A layer with a recurrent state takes up the trunk's last state at the start of each branch.
+alone, to rounding: its trunk's keys, values and states are those of every row, and their gradient is the sum over
+all branches. A layer with a recurrent state begins each branch with the trunk's last state.
 
 Preference pairs (arXiv 2305.18290) and groups of completions (arXiv 2402.03300) are such rows. The last token of a
 prompt belongs to the branches, for there it predicts another token in each.
@@ -38,17 +38,17 @@ class Branches(PackedRows):
 
     Args:
         positions_BT: ``[1, T]`` the position of each token in its own row.
-        table: The runs of places it is made of.
+        table: The trunks and branches, as runs of places.
     """
 
     table: BranchTable
 
     @classmethod
     def of(cls, trees: Iterable[tuple[int, Sequence[int]]]) -> Branches:
-        """Trees end to end.
+        """Lay trees end to end.
 
         Args:
-            trees: For each the tokens of its trunk (0: its branches are rows that share nothing) and of its branches.
+            trees: For each the number of tokens of its trunk (0: its branches share nothing) and of each branch.
 
         Raises:
             ArgumentError: There is no tree, no branch, or a branch without a token.
@@ -74,16 +74,16 @@ class Branches(PackedRows):
 
     @property
     def length(self) -> int:
-        """Tokens T of the sequence."""
+        """Number of tokens T of the sequence."""
         return self.table.length
 
     @property
     def position_ids(self) -> Tensor:
-        """``[1, T]`` int64: each branch goes on counting from its trunk."""
+        """Positions ``[1, T]`` int64; each branch continues the count of its trunk."""
         return self.positions_BT
 
     def arguments(self, input_ids: Tensor) -> dict[str, Any]:
-        """What the model is called with besides: positions, and a mask that says nothing.
+        """Return the other arguments of the model's call: positions, and a mask of ones.
 
         Without a mask ``transformers`` would take positions that restart for packed rows that share nothing.
         """
@@ -93,7 +93,7 @@ class Branches(PackedRows):
         }
 
     def followed_by(self, tokens: int) -> Branches:
-        """The same trees, and a row that shares nothing behind them."""
+        """Return the same trees, with one more row of ``tokens`` tokens behind them that shares nothing."""
         stop = self.length + tokens
         table = BranchTable((*self.table.parts, Branch(self.length, stop, self.length, self.length)))
         return Branches(table.positions[None], table)
@@ -105,14 +105,14 @@ class Branches(PackedRows):
 
     @cached_property
     def begins(self) -> Tensor:
-        """Where one begins, ``[1, T]``."""
+        """Boolean ``[1, T]``: True where a trunk or a branch begins."""
         begins = torch.zeros_like(self.positions_BT, dtype=torch.bool)
         begins[:, self.starts] = True
         return begins
 
     @cached_property
     def clean_starts(self) -> frozenset[int]:
-        """All of them: there is one sequence."""
+        """The set of all ``starts``: there is only one sequence."""
         return frozenset(self.starts)
 
     @cached_property
@@ -120,19 +120,19 @@ class Branches(PackedRows):
         return {part.start: part.trunk_stop for part in self.table.parts if part.trunk_stop > part.trunk_start}
 
     def carries_on(self, position: int) -> bool:
-        """Whether the state here is taken up again: within a part, or at the end of a trunk."""
+        """Return True if the state at a position is used again: within a part, or at the end of a trunk."""
         return position not in self.clean_starts or position in self._taken_up.values()
 
     def state_before(self, position: int) -> int:
-        """Where the state was left that a chunk from ``position`` on takes up: at a branch, the end of its trunk."""
+        """Return the position whose state a chunk from ``position`` on begins with: for a branch, its trunk's end."""
         return self._taken_up.get(position, position)
 
     def without_begun(self, state: Tensor, position: int) -> Tensor:
-        """The state as it is: where a row begins anew there is none to be asked about."""
+        """Return the state unchanged: a branch begins with its trunk's, and a row that begins anew has none."""
         return state
 
     def masked(self, mask: LazyMask) -> LazyMask:
-        """The mask of rows that stand alone, as it is for these places; made once for each mask.
+        """Return the mask under which each row sees what it would see alone under ``mask``; made once for each mask.
 
         Raises:
             UnsupportedModelError: Its tokens see later ones, or are padding.

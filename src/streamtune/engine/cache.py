@@ -1,17 +1,17 @@
-"""What one layer hands from chunk to chunk, and the face of it that a chunk's forward sees.
+"""The tensors that one layer passes from chunk to chunk, and the cache through which a chunk's forward uses them.
 
-A decoder layer knows two ways to meet a prefix, both through its cache. An attention layer calls ``update(k, v)``,
+A decoder layer uses a prefix in one of two ways, both through its cache. An attention layer calls ``update(k, v)``,
 which stores the chunk's keys and values and returns those of prefix and chunk together. A recurrent or convolution
-layer asks for the state the prefix left (``get_recurrent_state``, ``get_conv_state``) and stores its own.
-:class:`ChunkCache` answers both, once for each of three walks:
+layer asks for the state after the prefix (``get_recurrent_state``, ``get_conv_state``) and stores its own.
+:class:`ChunkCache` does both, in each of three passes over the chunks:
 
-    store    forward: write k_i, v_i and the state after chunk i, and return them
-    project  backward, first: the same for k_i, v_i, then leave the layer at once (nothing behind the last is needed)
+    store    forward: write k_i, v_i and the state after chunk i, and return [prefix | own] and the state before i
+    project  backward, first: write k_i, v_i again, and leave the layer after the last of them; its rest is not needed
     replay   backward: return [prefix | own] and the state before i, where prefix and state are leaves, so that their
-             gradients can be asked for
+             gradients can be computed
 
-Keys and values are made again in the backward, because they are as long as the sequence. States are not: they are kept
-from the forward, one of a fixed size for each chunk.
+Keys and values are computed again in the backward, because they are as long as the sequence. States are not: they are
+kept from the forward, one of a fixed size for each chunk.
 
 Shape suffixes: B batch, G key/value heads, S tokens of prefix and chunk, D head dimension.
 """
@@ -41,7 +41,7 @@ Walk = Literal["store", "project", "replay", "whole"]
 
 
 class ProjectionDone(BaseException):
-    """The layer's last key/value update is done; the rest of its forward is not needed."""
+    """Raised after the layer's last key/value update in ``project``: the rest of its forward is not needed."""
 
 
 class KeysAndValues:
@@ -63,10 +63,10 @@ class KeysAndValues:
         """Calls of ``update`` a forward of the layer makes; known once one chunk has been stored."""
 
     def open(self, index: int, k: Tensor, v: Tensor) -> None:
-        """Make the buffers of the ``index``-th update, in the form of these keys and values, if there are none yet.
+        """Allocate the buffers of the ``index``-th update, in the form of these keys and values, if not done yet.
 
         Raises:
-            UnsupportedModelError: It is the second of a layer that follows a cache, which holds one pair for it.
+            UnsupportedModelError: It is the second update of a layer that continues a cache, which holds one pair.
             ArgumentError: That cache was changed since the forward.
         """
         if index < len(self.pairs):
@@ -82,7 +82,7 @@ class KeysAndValues:
                 buffer[:, :, : self.past.length] = before
 
     def write(self, index: int, chunk: slice, k: Tensor, v: Tensor) -> None:
-        """Store a chunk's keys and values of the ``index``-th update; the first chunk makes the buffers."""
+        """Store a chunk's keys and values of the ``index``-th update; the first chunk allocates the buffers."""
         self.open(index, k, v)
         for buffer, own in zip(self.pairs[index], (k, v), strict=True):
             buffer[:, :, chunk] = own
@@ -95,15 +95,15 @@ class KeysAndValues:
         return torch.zeros_like(tensor, dtype=dtype)
 
     def release(self) -> None:
-        """Free the buffers; a ``project`` walk fills them again."""
+        """Free the buffers; a ``project`` pass fills them again."""
         self.pairs.clear()
 
     def copy(self) -> None:
-        """Go on in buffers of its own: chunks write to them, and others hold those that there were."""
+        """Replace the buffers by copies: chunks write to them, and other layers hold the old ones."""
         self.pairs = [(k.clone(), v.clone()) for k, v in self.pairs]
 
     def forget(self) -> None:
-        """Free everything: the backward is done."""
+        """Free buffers and gradients: the backward is done."""
         self.pairs.clear()
         self.away.clear()
         self.grads.clear()
@@ -115,7 +115,7 @@ class KeysAndValues:
         self.pairs.clear()
 
     def fetch(self) -> None:
-        """Bring back what was moved away."""
+        """Bring the offloaded buffers back."""
         for k, v in self.away:
             self.pairs.append((k.get(), v.get()))
             k.free()
@@ -123,23 +123,23 @@ class KeysAndValues:
         self.away.clear()
 
     def prefix(self, index: int, keys: slice) -> tuple[Tensor, Tensor]:
-        """Views ``[B, G, S, D]`` of the keys and values at the given positions."""
+        """Return views ``[B, G, S, D]`` of the keys and values at the given positions."""
         k, v = self.pairs[index]
         return k[:, :, keys], v[:, :, keys]
 
     def add_grads(self, index: int, grads: Sequence[Tensor | None]) -> None:
-        """Begin dK, dV with what other layers that read these keys and values already gave."""
+        """Add to dK, dV the gradients from other layers that read these keys and values."""
         for total, part in zip(self.grad(index, slice(None)), grads, strict=True):
             if part is not None:
                 total += part
 
     @property
     def grads_begun(self) -> bool:
-        """Whether anything was added to dK, dV yet."""
+        """True if dK, dV are allocated, which the first access to them does."""
         return bool(self.grads)
 
     def grad(self, index: int, keys: slice) -> tuple[Tensor, Tensor]:
-        """Views of dK and dV at the given positions, to read or to add to; zero before anything was added."""
+        """Return views of dK and dV at the given positions, to read or to add to; zero before anything was added."""
         if not self.grads:
             self.grads = [(self._zeros(k), self._zeros(v)) for k, v in self.pairs]
             hold("keys and values", *(grad for pair in self.grads for grad in pair))
@@ -147,7 +147,7 @@ class KeysAndValues:
         return grad_k[:, :, keys], grad_v[:, :, keys]
 
     def past_grads(self) -> tuple[Tensor, Tensor]:
-        """dK and dV ``[B, G, P, D]`` of the tokens before the sequence."""
+        """Return dK and dV ``[B, G, P, D]`` of the tokens before the sequence."""
         assert self.past is not None
         grads = self.grad(0, slice(0, self.past.length))
         return grads[0].to(self.past.keys.dtype), grads[1].to(self.past.values.dtype)
@@ -160,45 +160,45 @@ StateKey = tuple[str, int, int]
 class States:
     """The states of one layer call at the chunk boundaries, and their gradients.
 
-    ``after[t]`` holds what the first t tokens left. Where all sequences begin a packed row there is none.
+    ``after[t]`` holds the states after the first t tokens. It has no entry where all sequences begin a packed row.
     """
 
     def __init__(self, rows: PackedRows | None = None) -> None:
         self.rows = rows
         self.met = False
-        """Whether the layer has any."""
+        """True if the layer has any."""
         self.after: dict[int, dict[StateKey, Tensor]] = {}
         self.grads: dict[int, dict[StateKey, Tensor]] = {}
 
     def row_ends(self, position: int) -> bool:
-        """Whether no sequence carries anything on from here."""
+        """Return True if the states at a position are not used again, because all sequences end there."""
         return self.rows is not None and not self.rows.carries_on(position)
 
     def left_before(self, position: int) -> int:
-        """Where the states were left that a chunk from ``position`` on takes up."""
+        """Return the position whose states a chunk from ``position`` on begins with."""
         return position if self.rows is None else self.rows.state_before(position)
 
     def narrower_than(self, dtype: torch.dtype) -> bool:
-        """Whether a state is of a narrower floating dtype: its layer computes in that whatever it is given."""
+        """Return True if a state is of a narrower floating dtype: its layer computes in that for any input."""
         states = [state for kept in self.after.values() for state in kept.values() if state.is_floating_point()]
         return any(state.dtype.itemsize < dtype.itemsize for state in states)
 
     def release(self) -> None:
-        """Free them."""
+        """Free the states and their gradients."""
         self.after.clear()
         self.grads.clear()
 
 
 class ChunkCache(Cache):
-    """The cache one chunk of one layer sees.
+    """The cache that one layer is given for one chunk.
 
     Args:
         kv: The layer's keys and values.
         states: The layer's states.
         chunk: The chunk's positions.
         first_key: The first position the chunk can see (later than 0 under a sliding window).
-        walk: Which of the three walks asks.
-        turn: Where ranks share the sequence, what they exchange.
+        walk: The pass in which the layer runs; ``whole`` is one over the whole sequence.
+        turn: The exchange between the ranks that share the sequence, if they do.
     """
 
     def __init__(
@@ -221,7 +221,7 @@ class ChunkCache(Cache):
         self.state_leaves: dict[StateKey, Tensor] = {}
         self.updates = 0
         self.met_states = False
-        """Whether the layer asked for a state."""
+        """True if the layer has read or written a state."""
 
     # What the engine asks.
 
@@ -232,11 +232,11 @@ class ChunkCache(Cache):
 
     @property
     def leaves(self) -> list[Tensor]:
-        """What the chunk read of earlier chunks, in the order :meth:`hand_back` takes their gradients."""
+        """The tensors that the chunk read of earlier ones, in the order of their gradients in :meth:`hand_back`."""
         return [*self.prefix_leaves, *self.state_leaves.values()]
 
     def handed_on(self) -> Iterator[tuple[Tensor, Tensor]]:
-        """What later chunks read of this one, each with its gradient, which is complete when they have all run."""
+        """Yield the tensors that later chunks read of this one, each with its gradient, complete when all have run."""
         if self.kv.grads_begun:
             grads = [grad for index in range(self.kv.updates) for grad in self.kv.grad(index, self.chunk)]
             for own, grad in zip(self.own, grads, strict=True):
@@ -245,7 +245,7 @@ class ChunkCache(Cache):
             yield self.own_states[key], grad
 
     def hand_back(self, grads: Iterator[Tensor | None]) -> None:
-        """Take the gradients of :attr:`leaves` to the chunks that made them."""
+        """Add the gradients of :attr:`leaves` to those kept for the chunks that made them."""
         for index in range(len(self.prefix_leaves) // 2):
             for total in self.kv.grad(index, self.prefix_keys):
                 if (part := next(grads)) is not None:
@@ -259,7 +259,7 @@ class ChunkCache(Cache):
     # What an attention layer asks.
 
     def update(self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any) -> Any:
-        """Store or join, by walk; returns keys and values ``[B, G, S, D]`` of prefix and chunk."""
+        """Store or join keys and values, depending on the pass; return those ``[B, G, S, D]`` of prefix and chunk."""
         index, self.updates = self.updates, self.updates + 1
         key_states, value_states = _attended_dtype(key_states), _attended_dtype(value_states)
         if self.turn is not None:
@@ -292,7 +292,7 @@ class ChunkCache(Cache):
         return pair
 
     def update_indexer(self, indexer_key_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any) -> Tensor:
-        """The same for the keys ``[B, S, D]`` by which a layer chooses whom it attends to: one head, no values."""
+        """Update with the keys ``[B, S, D]`` by which a layer chooses the tokens it attends to: one head, no values."""
         if self.turn is not None:
             raise UnsupportedModelError(
                 "a layer chooses whom it attends to by an indexer, which ranks that share a sequence do not have",
@@ -303,21 +303,21 @@ class ChunkCache(Cache):
         return joined[:, 0]
 
     def get_seq_length(self, layer_idx: int = 0) -> int:
-        """Tokens before the chunk; where ranks share the sequence, before this rank's strip of it."""
+        """Return the number of tokens before the chunk; where ranks share the sequence, before this rank's strip."""
         return self.chunk.start if self.turn is None else self.turn.position
 
     def get_mask_sizes(self, query_length: int, layer_idx: int) -> tuple[int, int]:
-        """``(kv_length, kv_offset)`` of what the chunk attends to."""
+        """Return ``(kv_length, kv_offset)`` of the keys that the chunk attends to."""
         return self.chunk.stop - self.first_key, self.first_key
 
     def get_query_offset(self, layer_idx: int = 0) -> int:
-        """Position of the chunk's first token."""
+        """Return the position of the chunk's first token."""
         return self.get_seq_length(layer_idx)
 
     # What a recurrent or convolution layer asks.
 
     def get_conv_state(self, layer_idx: int, state_idx: int = 0) -> Tensor | None:
-        """The last inputs ``[B, C, K]`` of a causal convolution before the chunk, None at the start of a row."""
+        """Return the last inputs ``[B, C, K]`` of a causal convolution before the chunk, None at a row's start."""
         return self._before(("conv", layer_idx, state_idx))
 
     def update_conv_state(
@@ -328,9 +328,10 @@ class ChunkCache(Cache):
         conv_kernel_size: int | None = None,
         **kwargs: Any,
     ) -> Tensor:
-        """The chunk's inputs ``[B, C, T]`` behind those kept from before; keeps the last K of them for the next chunk.
+        """Return the chunk's inputs ``[B, C, T]`` behind those kept from before; keep the last K for the next chunk.
 
-        At the start of a row K is ``conv_kernel_size``, or all there is; fewer inputs than K are padded with zeros.
+        At the start of a row K is ``conv_kernel_size``, or the number of inputs if that is None. Fewer inputs than K
+        are padded with zeros.
         """
         key = ("conv", layer_idx, state_idx)
         before = self._before(key)
@@ -344,7 +345,7 @@ class ChunkCache(Cache):
         return full
 
     def get_recurrent_state(self, layer_idx: int, state_idx: int = 0) -> Tensor | None:
-        """The state the tokens before the chunk left, None at the start of a row."""
+        """Return the state after the tokens before the chunk, None at the start of a row."""
         return self._before(("recurrent", layer_idx, state_idx))
 
     def update_recurrent_state(
@@ -355,19 +356,19 @@ class ChunkCache(Cache):
         return recurrent_states
 
     def get_linear_cache(self, layer_idx: int) -> Tensor | None:
-        """MiniMax's name for its one recurrent state."""
+        """Return the one recurrent state, under MiniMax's name for it."""
         return self.get_recurrent_state(layer_idx)
 
     def set_linear_cache(self, layer_idx: int, linear_cache: Tensor) -> None:
-        """MiniMax's name for keeping it."""
+        """Keep the one recurrent state, under MiniMax's name for that."""
         self.update_recurrent_state(linear_cache, layer_idx)
 
     def has_previous_state(self, layer_idx: int | None = None, state_idx: int | None = None) -> bool:
-        """Whether earlier tokens of the row left a state."""
+        """Return True if earlier tokens of the row left a state."""
         return bool(self.states.after.get(self.states.left_before(self.chunk.start)))
 
     def is_recording_past(self, layer_idx: int) -> bool:
-        """True: a chunk of one token must not take the layer's decoding path, which writes its state in place."""
+        """Return True: a chunk of one token must not take the decoding path, which writes its state in place."""
         return True
 
     def _meet_states(self) -> None:
@@ -403,7 +404,7 @@ class ChunkCache(Cache):
 
 
 class _Prefix:
-    """What :func:`streamtune.ops.prefix_attention` needs to know of the prefix: where its gradient goes."""
+    """The prefix of one update, in the form in which :func:`streamtune.ops.prefix_attention` adds its gradient."""
 
     def __init__(self, kv: KeysAndValues, index: int, keys: slice, own: tuple[Tensor, Tensor]) -> None:
         self.kv, self.index, self.keys, self.own = kv, index, keys, own
@@ -418,13 +419,13 @@ class _Prefix:
 
 
 def prefix_of(key: Tensor, value: Tensor) -> _Prefix | None:
-    """The prefix that keys and values begin with, if they are what an ``update`` returned."""
+    """Return the prefix that keys and values begin with, if they are what an ``update`` returned; else None."""
     prefix: _Prefix | None = getattr(key, "streamtune_prefix", None)
     return prefix if prefix is getattr(value, "streamtune_prefix", None) else None
 
 
 class _LayerViews:
-    """``cache.layers[i]`` as transformers 5.17 reads states: ``conv_states[j]``, ``recurrent_states[j]``."""
+    """The list ``cache.layers``: transformers 5.17 reads ``conv_states[j]``, ``recurrent_states[j]`` of its items."""
 
     def __init__(self, cache: Any) -> None:
         self.cache = cache
@@ -437,7 +438,7 @@ class _LayerViews:
 
 
 class _UnknownStateError(UnsupportedModelError, AttributeError):
-    """So that a layer may ask ``hasattr`` of its cache."""
+    """The error for a state of another kind; also an ``AttributeError``, so that ``hasattr`` of the cache works."""
 
 
 class _LayerView:
@@ -465,7 +466,7 @@ class _StateViews:
 
 
 def _attended_dtype(x: Tensor) -> Tensor:
-    """Autocast lets rotary embeddings widen the keys and narrows them again in the attention: keep them narrow."""
+    """Return keys or values in autocast's dtype: rotary embeddings widen them, and attention narrows them again."""
     kind = autocast_kind(x.device)
     if x.dtype == torch.float64 or not torch.is_autocast_enabled(kind):
         return x
@@ -473,7 +474,7 @@ def _attended_dtype(x: Tensor) -> Tensor:
 
 
 class _Join(torch.autograd.Function):
-    """``cat([prefix, own], dim=2)`` without a copy: both already lie side by side in the layer's buffer."""
+    """``cat([prefix, own], dim=2)`` without a copy of the prefix: the layer's buffer has room for ``own`` behind it."""
 
     @staticmethod
     def forward(ctx: Any, prefix: Tensor, own: Tensor, place: tuple[Tensor, int, slice]) -> Tensor:

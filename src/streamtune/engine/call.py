@@ -1,7 +1,7 @@
-"""One call of a decoder layer, taken apart by name so that it can be made again for any chunk of its tokens.
+"""One call of a decoder layer, its arguments bound by name, so that it can be repeated for any chunk of its tokens.
 
-Nothing here knows a model family. An argument is cut along the sequence if it says so by its name or its shape, and
-handed over whole otherwise:
+Nothing here depends on a model family. An argument is cut along the sequence if its name or its shape shows that it
+follows the sequence, and passed whole otherwise:
 
     hidden states, 2D masks, other tensors of T columns   dim 1
     parallel streams of hidden states [N, B, T, C]        dim 2
@@ -49,19 +49,19 @@ from streamtune.ops.mask import LazyMask
 __all__ = ["CACHE_NAMES", "PAST", "LayerCall", "hands_on_cache", "takes_cache"]
 
 CACHE_NAMES = ("past_key_values", "layer_past", "past_key_value", "cache_params", STATE)
-"""What decoder layers call their cache argument, or the state in its place."""
+"""Names that decoder layers give their cache argument, or the state in its place."""
 
 KEY_BIASES = ("alibi", "position_bias")
 """Arguments that are added to the scores of all queries alike; one number for each key in the last dimension."""
 
 PAST = "past"
-"""What :attr:`LayerCall.inputs` call trained keys (place 0) and values (1) of tokens before the call."""
+"""The name in :attr:`LayerCall.inputs` of trained keys (place 0) and values (1) of tokens before the call."""
 
 POOLING = "compress_ratio"
-"""What an indexer calls the number of keys it pools; its cache keeps them as they were before their rotation."""
+"""The name an indexer gives the number of keys it pools; its cache keeps them as they were before their rotation."""
 
 OTHER_SEQUENCES = ("cross_attention_states", "encoder_hidden_states")
-"""What decoder layers call a sequence beside their own, whose keys and values go through the same cache."""
+"""Names that decoder layers give another sequence than their own, whose keys and values use the same cache."""
 
 
 @lru_cache(maxsize=512)
@@ -70,13 +70,13 @@ def _signature(forward: Callable[..., Any]) -> inspect.Signature:
 
 
 def takes_cache(layer: nn.Module) -> str | None:
-    """The name of a layer's cache argument, or None if it has none (an encoder or vision layer)."""
+    """Return the name of a layer's cache argument, or None if it has none (an encoder or vision layer)."""
     names = _signature(type(layer).forward).parameters
     return next((name for name in CACHE_NAMES if name in names), None)
 
 
 def hands_on_cache(layer: nn.Module) -> str | None:
-    """:func:`takes_cache`, also where the layer takes it unseen among others and hands it on to its attention."""
+    """Return the name of the cache argument, also if it is in the layer's ``**kwargs`` and meant for its attention."""
     parameters = _signature(type(layer).forward).parameters.values()
     if any(parameter.kind is inspect.Parameter.VAR_KEYWORD for parameter in parameters):
         return next((name for module in layer.modules() if (name := takes_cache(module))), None)
@@ -87,9 +87,9 @@ def hands_on_cache(layer: nn.Module) -> str | None:
 class LayerCall:
     """A bound call of ``layer.forward``: every argument by name, hidden states first.
 
-    ``inputs`` names the tensors that need a gradient, the hidden states first, and how each follows the sequence.
-    Tensors of a shared dictionary are named by argument, entry and place. ``own`` is set where the layer computes its
-    attention itself.
+    ``inputs`` has the names of the hidden states and of the other tensors that need a gradient, each with the dimension
+    along which it follows the sequence. Tensors of a shared dictionary are named by argument, entry and place. ``own``
+    is set where the layer computes its attention itself.
     """
 
     layer: nn.Module
@@ -114,8 +114,8 @@ class LayerCall:
 
         Args:
             layer: The decoder layer.
-            args, kwargs: What it is called with.
-            own: Its own attention, where it keeps that.
+            args, kwargs: Its arguments.
+            own: Its own attention, if it keeps that.
 
         Raises:
             UnsupportedModelError: The layer has no cache argument, or its first argument is not ``[B, T, ..., C]``.
@@ -155,7 +155,7 @@ class LayerCall:
         return call
 
     def _classify(self, key: str, value: Any) -> None:
-        """Note an argument other than the hidden states if it needs a gradient; refuse what cannot get it back."""
+        """Record an argument other than the hidden states if it needs a gradient; refuse one that cannot get it."""
         name = type(self.layer).__name__
         if isinstance(value, UserDict):
             for entry, pair in value.items():
@@ -173,10 +173,10 @@ class LayerCall:
             self.inputs[key] = self._dim(key, value, self.length)
 
     def follow(self, past: Past) -> None:
-        """The tokens follow others, of which keys and values are given.
+        """Let the tokens follow others, of which keys and values are given.
 
         Raises:
-            UnsupportedModelError: What the layer is handed beside them is not known for those tokens.
+            UnsupportedModelError: The layer needs more of those tokens, or ranks share the sequence.
         """
         name = type(self.layer).__name__
         if self.strips is not None:
@@ -199,15 +199,15 @@ class LayerCall:
         self.past = past.detached()
 
     def branch(self, branches: Branches) -> None:
-        """The tokens are rows that share their beginnings: masks are those of rows that stand alone, for these."""
+        """Replace the masks of rows that stand alone by those of rows that share their beginnings."""
 
         self._with_masks(branches.masked)
 
     def share(self, strips: Strips) -> None:
-        """The tokens are one rank's strips: masks are those of the whole sequence.
+        """Take the tokens for one rank's strips, and replace the masks by those of the whole sequence.
 
         Raises:
-            UnsupportedModelError: An argument is of the whole sequence in a way that strips are not.
+            UnsupportedModelError: The layer or one of its arguments needs the whole sequence on each rank.
         """
         name = type(self.layer).__name__
         for key, value in self._all().items():
@@ -247,23 +247,23 @@ class LayerCall:
 
     @property
     def mask(self) -> LazyMask | None:
-        """The lazy mask among the arguments, if the model made one."""
+        """The lazy mask among the arguments, or None if the model made none."""
         return next((value for value in self._all().values() if isinstance(value, LazyMask)), None)
 
     @cached_property
     def _rotates_pooled_keys(self) -> bool:
-        """Whether an indexer of the layer rotates the keys of prefix and chunk after it has pooled them."""
+        """True if an indexer of the layer rotates the keys of prefix and chunk after it has pooled them."""
         return any(hasattr(module, POOLING) for module in self.layer.modules())
 
     def keys(self, chunk: slice) -> slice:
-        """Where a chunk's own keys are among all: tokens before the call come first."""
+        """Return the places of a chunk's own keys among all: those of tokens before the call come first."""
         before = 0 if self.past is None else self.past.length
         return slice(before + chunk.start, before + chunk.stop)
 
     def first_key(self, chunk: slice) -> int:
-        """The first position a chunk is shown.
+        """Return the first key position that a chunk is given.
 
-        A layer that attends by itself is shown the whole prefix: it may count its keys from the first.
+        A layer that computes its attention itself is given the whole prefix: it may count its keys from the first.
         """
         if self.mask is None or self.own is not None:
             return 0
@@ -288,7 +288,7 @@ class LayerCall:
         return {**self.arguments, **self.extra}
 
     def tensors(self) -> list[Tensor]:
-        """The tensors named by ``inputs``."""
+        """Return the tensors named by ``inputs``."""
         arguments = self._all()
         found = [self.shared[name] if isinstance(name, tuple) else arguments[name] for name in self.inputs]
         return [x for x in found if x is not None]
@@ -308,11 +308,11 @@ class LayerCall:
 
         Args:
             chunk: Positions of the chunk.
-            cache: What the layer sees of its prefix.
+            cache: The cache through which the layer uses its prefix.
             given: The chunk's part of each tensor in ``inputs``.
 
         Returns:
-            What the layer returns, and which entries of the shared dictionary it filled from which key/value update.
+            The layer's output, and the key/value update of each entry of the shared dictionary that it filled.
         """
         sharing: ChunkSharing | None = None
         groups: list[dict[str, Any]] = []
@@ -347,7 +347,7 @@ class LayerCall:
         return out, {} if sharing is None else sharing.filled
 
     def run_whole(self) -> Any:
-        """Call the layer's own forward with the arguments as they came, the cache among them (generation)."""
+        """Call the layer's own forward with the original arguments, the cache among them (generation)."""
         arguments, extra = dict(self.arguments), dict(self.extra)
         if self.own is not None:
             form = self.own.form(self.dtype)
@@ -359,11 +359,11 @@ class LayerCall:
             return type(self.layer).forward(self.layer, **arguments, **extra)
 
     def chunks(self, schedule: Schedule) -> list[slice]:
-        """The chunks of the call: none is cut where a token before the cut sees one behind it.
+        """Return the chunks of the call, without a cut where a token before it sees one behind it.
 
         Raises:
-            UnsupportedModelError: A run of tokens that all see later ones is longer than two chunks: what such a chunk
-                holds is no longer what ``chunk_size`` promises (docs/decisions/005-bidirectional-blocks.md).
+            UnsupportedModelError: A run of tokens that all see later ones is longer than two chunks: one chunk of them
+                would exceed the memory that ``chunk_size`` allows (docs/decisions/005-bidirectional-blocks.md).
         """
         cuts = None if self.mask is None else self.mask.cuts
         whole = cuts is None or cuts[-1] == self.length  # else it sees tokens that are not there to be computed at all
@@ -381,7 +381,7 @@ class LayerCall:
         )
 
     def _attending(self) -> AbstractContextManager[None]:
-        """A context in which the layer's configs name the attention it computes with."""
+        """Return a context in which the layer's configs name the attention it computes with."""
         if self.own is None:
             return nullcontext()
         configs = list(self.own.configs)
@@ -396,7 +396,7 @@ class LayerCall:
         return ChunkSharing(cache, whole)
 
     def _dim(self, key: str, value: Tensor, length: int) -> Along:
-        """The dimension along which an argument follows the sequence, or None."""
+        """Return the dimension along which an argument follows the sequence, or None."""
         if key in ("position_ids", "cache_position", *KEY_BIASES) and not _is_square(value, length):
             dim = value.dim() - 1
         elif key == "position_embeddings":
@@ -432,10 +432,10 @@ class LayerCall:
 
 
 def _hidden_along(layer: str, hidden: Tensor, arguments: dict[str, Any]) -> int:
-    """The dimension of the hidden states that is the sequence: 1, but for streams [N, B, T, C] it is 2.
+    """Return the dimension of the hidden states that is the sequence: 1, but 2 for streams [N, B, T, C].
 
     Raises:
-        UnsupportedModelError: Nothing among the arguments tells which.
+        UnsupportedModelError: The lengths of mask and position embeddings fit no dimension.
     """
     if hidden.dim() == 3:
         return 1
@@ -456,10 +456,10 @@ def _hidden_along(layer: str, hidden: Tensor, arguments: dict[str, Any]) -> int:
 
 
 def _refuse_other_sequences(name: str, arguments: dict[str, Any], length: int) -> None:
-    """A layer whose tokens are not all of one sequence, of which each sees the earlier ones, cannot be cut.
+    """Refuse a layer whose tokens are not all of one sequence in which each sees the earlier ones.
 
     Raises:
-        UnsupportedModelError: It attends to a sequence beside its own, or is given several in a row.
+        UnsupportedModelError: It attends to another sequence than its own, or is given several in a row.
     """
     for key in OTHER_SEQUENCES:
         if arguments.get(key) is not None:
@@ -478,7 +478,7 @@ def _refuse_other_sequences(name: str, arguments: dict[str, Any], length: int) -
 
 
 def _holds_gradient(value: Any) -> bool:
-    """Whether a tensor in nested containers needs a gradient."""
+    """Return True if a tensor in nested containers needs a gradient."""
     if isinstance(value, Tensor):
         return value.requires_grad
     items = value.values() if isinstance(value, dict) else value if isinstance(value, tuple | list) else ()
@@ -486,5 +486,5 @@ def _holds_gradient(value: Any) -> bool:
 
 
 def _is_square(value: Any, length: int) -> bool:
-    """Whether it is a dense mask ``[B, H, T, T]``."""
+    """Return True if it is a dense mask ``[B, H, T, T]``."""
     return isinstance(value, Tensor) and value.dim() == 4 and tuple(value.shape[2:]) == (length, length)

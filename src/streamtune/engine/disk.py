@@ -1,8 +1,8 @@
-"""A tier in a file: raw pages, written and read by a few threads, past the page cache where the system allows.
+"""A tier in a file: raw pages, written and read by a few threads, without the page cache where the system allows.
 
 The file has no name. Where the system cannot make such a file it is unlinked as soon as it is open; either way it is
-gone with the process, however that ends, and nothing is left to clean up. Blocks lie in it as on a stack, so it is as
-long as the most that was held at a time.
+gone with the process, however that ends, and nothing is left to clean up. Its blocks are allocated as on a stack, so it
+is as long as the most that was held at a time.
 """
 
 from __future__ import annotations
@@ -36,14 +36,14 @@ GIB = 1 << 30
 
 
 class DiskTier:
-    """A file in ``directory``.
+    """A tier in a file in ``directory``.
 
     Args:
-        device: Where the tensors live that are put there.
+        device: The device of the tensors that are stored.
         directory: A directory on a local disk.
-        arena: Host memory for what is on its way, and for nothing else: threads fill its blocks at once, while copies
-            of other tiers may still read one that was freed.
-        tally: Counts.
+        arena: Host memory for tensors on their way, and for nothing else: threads fill its blocks at once, while
+            copies of other tiers may still read one that was freed.
+        tally: Counts the bytes in the file.
 
     Raises:
         StorageError: No file can be made there.
@@ -61,17 +61,18 @@ class DiskTier:
             weakref.finalize(self, self.threads.shutdown, wait=False)
 
     def put(self, x: Tensor) -> Block:
-        """Begin to write it."""
+        """Begin to write a tensor."""
         return _OnDisk(self, x)
 
     def settle(self) -> None:
-        """Let go of what was put; writes go on."""
+        """Let the computation wait until what was put is on the host, and drop it; writes go on."""
         self.copies.settle()
 
     def begin_write(self, span: Span, offset: int, copied: torch.cuda.Event | None) -> Future[None] | None:
-        """Write a block and free it; wait for the oldest write where there are too many. None where simulated.
+        """Begin to write a block; where too many writes are under way, wait for the oldest and free its block.
 
-        Whoever reads a block is told that it could not be written. Nobody else is: it may be of a step given up.
+        The write is None where tensors are simulated. Its error is raised when the block is read, and only then: it may
+        be of a step that was given up.
         """
         job = None if self.file is None else self.threads.submit(self.file.write, span, offset, copied)
         self.writing.append((span, job))
@@ -139,17 +140,17 @@ class _OnDisk:
 
 
 def _wait(job: Future[None]) -> None:
-    """Wait for a thread's work and raise its error: a copy, as the job would hold every frame that it is raised in."""
+    """Wait for a thread's work and raise a copy of its error: the job would keep every frame alive that raises it."""
     error = job.exception()
     if error is not None:
         raise copy(error) from error
 
 
 class _File:
-    """A file without a name, open as long as its tier or a thread at work has it.
+    """A file without a name, open as long as its tier or a thread at work holds it.
 
     Args:
-        directory: Where it is.
+        directory: Its directory.
 
     Raises:
         StorageError: No file can be made there.
@@ -161,7 +162,7 @@ class _File:
         weakref.finalize(self, os.close, self.number)
 
     def extend(self, end: int) -> None:
-        """Make sure that it may grow to ``end`` bytes, now, rather than find the disk full in mid-step.
+        """Extend the file to ``end`` bytes and reserve their space, rather than find the disk full in mid-step.
 
         Raises:
             StorageError: The disk has no room.
@@ -185,7 +186,7 @@ class _File:
         os.ftruncate(self.number, end)  # this file system sets no room aside: a write finds the disk full
 
     def write(self, span: Span, offset: int, copied: torch.cuda.Event | None) -> None:
-        """Body of a thread's work: a block to the file, once it has come from the device."""
+        """Write a block to the file, in a thread, once it has been copied from the device."""
         if copied is not None:
             copied.synchronize()
         data, done = span.memory(), 0
@@ -196,7 +197,7 @@ class _File:
             raise self.failed(error, self.length) from error
 
     def read(self, span: Span, offset: int) -> None:
-        """Body of a thread's work: a block from the file."""
+        """Read a block from the file, in a thread."""
         data, done = span.memory(), 0
         try:
             while done < len(data):
@@ -208,7 +209,7 @@ class _File:
             raise self.failed(error, self.length) from error
 
     def failed(self, error: OSError, wanted: int) -> StorageError:
-        """What to tell the user."""
+        """Return the error to raise for an ``OSError``, with what the user can do."""
         if error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
             free = shutil.disk_usage(self.directory).free
             full = "a file may not grow so large (ulimit -f)" if error.errno == errno.EFBIG else "the disk is full"
@@ -224,7 +225,7 @@ class _File:
 
 
 def _open(directory: str) -> tuple[int, bool]:
-    """A file without a name in ``directory``, and whether it goes past the page cache."""
+    """Open a file without a name in ``directory``; return its descriptor, and True if it bypasses the page cache."""
     direct = getattr(os, "O_DIRECT", 0)
     try:
         Path(directory).mkdir(parents=True, exist_ok=True)

@@ -1,11 +1,10 @@
-"""Logits of an evaluation with labels: a tensor that is computed when something reads it, and not before.
+"""Logits of an evaluation with labels: a tensor that is computed only when something reads it.
 
 ``Trainer.predict`` and ``compute_metrics`` read the logits of a call with labels; an evaluation that only wants the
-loss must not pay for them. So such a call, without gradients and in evaluation mode, returns this in the place of
-logits. It knows its shape, dtype and device; ``detach()`` and another dtype leave it as it is; any other operation
-computes it.
-Moved to the host, or reduced over the vocabulary (``argmax``), it is computed a chunk of tokens at a time and
-never whole on the device.
+loss must not pay for them. So such a call, without gradients and in evaluation mode, returns an
+:class:`EvaluatedLogits` in their place. It has their shape, dtype and device. ``detach()`` and a change of dtype do not
+compute it; any other operation does. Moved to the host, or reduced over the vocabulary (``argmax``), it is computed a
+chunk of tokens at a time and never whole on the device.
 
 Shape suffixes: B batch, T tokens, C channels, V vocabulary.
 """
@@ -28,14 +27,14 @@ _aten = torch.ops.aten
 
 
 class EvaluatedLogits(Tensor):
-    """Stands for ``steps(head(hidden))`` ``[..., T, V]`` until it is read.
+    """Stands for ``transform(head(hidden))`` ``[..., T, V]``, and is computed when it is read.
 
-    What is read whole is kept, so that writing into it, or into a part of it, is seen by the next who reads.
+    The result of :meth:`computed` is kept, so that later reads see what was written into it, or into a part of it.
 
     Args:
         head: The language-model head, a matrix without adapters.
-        hidden: ``[..., T, C]``, what it is given; detached.
-        transform: What the model does to its logits, elementwise (softcap, scale).
+        hidden: ``[..., T, C]``, the head's input; detached.
+        transform: The model's own steps on its logits (softcap, scale).
         chunk_size: Tokens computed at a time.
     """
 
@@ -43,7 +42,7 @@ class EvaluatedLogits(Tensor):
     def __new__(
         cls, head: nn.Module, hidden: Tensor, transform: Callable[[Tensor], Tensor], chunk_size: int
     ) -> EvaluatedLogits:
-        """A tensor without memory."""
+        """Return a tensor without memory."""
         with torch.no_grad():
             first = transform(head(hidden[..., :1, :]))
         source = _Source(head, hidden.detach(), transform, chunk_size)
@@ -84,7 +83,7 @@ class EvaluatedLogits(Tensor):
         return func(*tree_map(_computed, args), **tree_map(_computed, kwargs))
 
     def computed(self) -> Tensor:
-        """The logits, on the device of the model; the same tensor each time."""
+        """Return the logits, on the device of the model; the same tensor each time."""
         if not self._kept:
             self._kept.append(self._whole(self.device))
         return self._kept[0]
@@ -92,23 +91,23 @@ class EvaluatedLogits(Tensor):
     # What reads the memory of a tensor without an operation.
 
     def cpu(self, *args: Any, **kwargs: Any) -> Tensor:
-        """The logits on the host, computed a chunk at a time."""
+        """Return the logits on the host, computed a chunk at a time."""
         return self.computed().cpu() if self._kept else self._whole(torch.device("cpu"))
 
     def numpy(self, *args: Any, **kwargs: Any) -> Any:
-        """``computed().numpy()``."""
+        """Return ``computed().numpy()``."""
         return self.computed().numpy(*args, **kwargs)
 
     def tolist(self) -> Any:
-        """``computed().tolist()``."""
+        """Return ``computed().tolist()``."""
         return self.computed().tolist()
 
     def data_ptr(self) -> int:
-        """``computed().data_ptr()``."""
+        """Return ``computed().data_ptr()``."""
         return self.computed().data_ptr()
 
     def untyped_storage(self) -> torch.UntypedStorage:
-        """``computed().untyped_storage()``."""
+        """Return ``computed().untyped_storage()``."""
         return self.computed().untyped_storage()
 
     def __dlpack__(self, *args: Any, **kwargs: Any) -> Any:
@@ -147,7 +146,7 @@ class EvaluatedLogits(Tensor):
 
 
 class _Source:
-    """Hidden states, and the head with the weights it had in the call: logits are computed from these."""
+    """Hidden states, and the head with the weights it had in the call, from which logits are computed."""
 
     def __init__(self, head: nn.Module, hidden: Tensor, transform: Callable[[Tensor], Tensor], chunk_size: int) -> None:
         self.head, self.hidden, self.transform, self.chunk_size = head, hidden, transform, chunk_size
@@ -155,7 +154,7 @@ class _Source:
 
     @torch.no_grad()
     def chunks(self) -> Iterator[Tensor]:
-        """The logits of a chunk of tokens after the other.
+        """Yield the logits of one chunk of tokens after the other.
 
         Raises:
             ArgumentError: The weight of the head was changed since the call.

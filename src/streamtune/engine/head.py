@@ -1,10 +1,10 @@
-"""The language-model head, streamed: logits as a promise that only the loss redeems, one chunk at a time.
+"""The language-model head, streamed: logits exist only while the loss is computed, one chunk at a time.
 
 While a call with ``labels`` runs, the head returns :class:`LazyLogits` instead of ``[B, T, V]``. The model may scale or
-squash them (softcap) or cut off a padded end of the vocabulary; that is remembered and done per chunk. It may also
-leave out tokens and lay the others in a row (``view(-1, V)``); that is done to the hidden states. The loss is computed
-from hidden states and weight in one sweep of the head (``ops.cross_entropy``), whether the model calls its
-``loss_function``, which is ours for the same time, or ``torch.nn.functional.cross_entropy`` by its own hand.
+squash them (softcap) or cut off a padded end of the vocabulary; these steps are recorded and applied to each chunk. It
+may also leave out tokens and lay the others in a row (``view(-1, V)``); that is applied to the hidden states. The loss
+is computed from hidden states and weight in one pass over the chunks (``ops.cross_entropy``), both if the model calls
+its ``loss_function``, which is ours during the call, and if it calls ``torch.nn.functional.cross_entropy`` itself.
 
 Shape suffixes: B batch, T tokens, N = B * T or those of them that are left, C hidden size, V vocabulary.
 """
@@ -43,19 +43,19 @@ ELEMENTWISE = {
     torch.sub: torch.sub,
     torch.tanh: torch.tanh,
 }
-"""What a model may do to its logits before the loss, by scalar: each maps a chunk of logits on its own."""
+"""Operations a model may apply to its logits before the loss, with a scalar: each maps a chunk on its own."""
 
 
 class LazyLogits:
-    """Stands for ``steps(head(hidden))`` of shape ``[..., V]`` without holding it.
+    """Stands for the logits ``steps(head(hidden))`` ``[..., V]``, which are not computed.
 
-    Takes part in torch functions (``__torch_function__``); anything but an elementwise step by a scalar, a slice of the
-    vocabulary, a choice or another arrangement of tokens and the cross entropy is refused.
+    Torch functions take it (``__torch_function__``) for elementwise steps with a scalar and for the cross entropy. It
+    can be sliced along tokens and vocabulary, and its tokens rearranged. Anything else is refused.
 
     Args:
         owner: The head.
         hidden: ``[..., C]``.
-        steps: What is done to a chunk of logits, in order.
+        steps: Functions applied to each chunk of logits, in order.
         vocabulary: V after the steps; None as long as it is the head's own.
     """
 
@@ -65,15 +65,15 @@ class LazyLogits:
         self.owner, self.hidden, self.steps, self.vocabulary = owner, hidden, steps, vocabulary
 
     def then(self, step: Step, vocabulary: int | None = None) -> LazyLogits:
-        """The same logits with one more step, elementwise if it names no other size of the vocabulary."""
+        """Return the same logits with one more step, elementwise unless ``vocabulary``, its new size, is given."""
         return LazyLogits(self.owner, self.hidden, (*self.steps, step), vocabulary or self.vocabulary)
 
     def of(self, hidden: Tensor) -> LazyLogits:
-        """The same steps on the logits of other tokens."""
+        """Return the logits of other tokens, with the same steps."""
         return LazyLogits(self.owner, hidden, self.steps, self.vocabulary)
 
     def transform(self, logits: Tensor) -> Tensor:
-        """The model's own steps on one chunk of logits."""
+        """Apply the model's own steps to one chunk of logits."""
         for step in self.steps:
             logits = step(logits)
         return logits
@@ -111,11 +111,11 @@ class LazyLogits:
         return self._scalar(torch.sub, other)
 
     def tanh(self) -> LazyLogits:
-        """``logits.tanh()``."""
+        """Return ``logits.tanh()``."""
         return self.then(torch.tanh)
 
     def float(self) -> LazyLogits:
-        """``logits.float()``; a wider dtype stays."""
+        """Return ``logits.float()``; a wider dtype stays."""
         return self.then(lambda x: x.to(torch.promote_types(x.dtype, torch.float32)))
 
     @property
@@ -134,15 +134,15 @@ class LazyLogits:
         return torch.Size((*self.hidden.shape[:-1], weight.shape[0]))
 
     def size(self, dim: int | None = None) -> Any:
-        """``logits.size(dim)``."""
+        """Return ``logits.size(dim)``."""
         return self.shape if dim is None else self.shape[dim]
 
     def dim(self) -> int:
-        """``logits.dim()``."""
+        """Return ``logits.dim()``."""
         return self.hidden.dim()
 
     def view(self, *shape: Any) -> LazyLogits:
-        """``logits.view(..., V)``: the tokens in another arrangement."""
+        """Return ``logits.view(..., V)``: the tokens in another arrangement."""
         sizes = tuple(shape[0]) if len(shape) == 1 and not isinstance(shape[0], int) else shape
         if len(sizes) < 2 or sizes[-1] != self.shape[-1]:
             raise _refuse(f"view{sizes}")
@@ -151,11 +151,11 @@ class LazyLogits:
     reshape = view
 
     def contiguous(self) -> LazyLogits:
-        """``logits.contiguous()``: each chunk is."""
+        """Return ``logits.contiguous()``: these logits, for each chunk is contiguous."""
         return self
 
     def to(self, *args: Any, **kwargs: Any) -> LazyLogits:
-        """``logits.to(dtype or device)``."""
+        """Return ``logits.to(dtype or device)``."""
         return self.then(lambda x: x.to(*args, **kwargs))
 
     def __getattr__(self, name: str) -> Any:
@@ -164,7 +164,7 @@ class LazyLogits:
         raise _refuse(name, _MissingAttributeError)
 
     def __getitem__(self, key: Any) -> LazyLogits:
-        """Slices of tokens and of the vocabulary."""
+        """Return slices of the tokens and of the vocabulary."""
         keys = list(key) if isinstance(key, tuple) else [key]
         if Ellipsis in keys:
             at = keys.index(Ellipsis)
@@ -191,7 +191,7 @@ def _cross_entropy(
     reduction: str = "mean",
     label_smoothing: float = 0.0,
 ) -> Tensor:
-    """``torch.nn.functional.cross_entropy`` of promised logits ``[N, V]`` and targets ``[N]``."""
+    """Compute ``torch.nn.functional.cross_entropy`` of lazy logits ``[N, V]`` and targets ``[N]``."""
     plain = weight is None and size_average is None and reduce is None and label_smoothing == 0.0
     fits = isinstance(input, LazyLogits) and isinstance(target, Tensor) and input.hidden.shape[:-1] == target.shape
     if not plain or not fits or target.dim() != 1 or reduction not in ("mean", "sum"):
@@ -211,7 +211,7 @@ def _is_scalar(value: Any) -> bool:
 
 
 class _MissingAttributeError(UnsupportedModelError, AttributeError):
-    """So that ``hasattr(logits, "dtype")`` is answered: accelerate asks that of all a model returns under autocast."""
+    """A refusal that is also an ``AttributeError``: accelerate asks ``hasattr(x, "dtype")`` of outputs in autocast."""
 
 
 def _refuse(operation: str, kind: type[UnsupportedModelError] = UnsupportedModelError) -> UnsupportedModelError:
@@ -227,14 +227,14 @@ def has_head(model: Any) -> bool:
 
 
 class StreamedHead:
-    """Puts the promise and the loss in place while a call with labels runs, and takes them away after it.
+    """Replaces a model's head and loss while a call with labels runs, and restores them after it.
 
     Args:
         model: The causal language model (no adapter wrapper around it).
         schedule: ``head_chunk_size`` and ``grad_dtype`` are read.
 
     Raises:
-        UnsupportedModelError: It has more than one head.
+        UnsupportedModelError: It has more than one head, or another loss than that of causal language models.
     """
 
     def __init__(self, model: Any, schedule: Schedule) -> None:
@@ -251,10 +251,10 @@ class StreamedHead:
         self._check_loss(model.__dict__.get("_loss_function"))
 
     def _check_loss(self, function: Any) -> None:
-        """Refuse another loss than that of causal language models, in whose place ours stands.
+        """Refuse another loss than that of causal language models, the only one that ours replaces.
 
         Args:
-            function: That of the model, or of its configuration's ``loss_type``; None is the ordinary one.
+            function: The loss of the model, or of its configuration's ``loss_type``; None is the ordinary one.
 
         Raises:
             UnsupportedModelError: It is another.
@@ -270,7 +270,7 @@ class StreamedHead:
             )
 
     def open(self) -> None:
-        """Begin: from here the head promises its logits."""
+        """Begin a call: from now on the head returns :class:`LazyLogits`."""
         head = self.model.get_output_embeddings()
         if not isinstance(head, nn.Module):
             raise UnsupportedModelError(
@@ -294,7 +294,7 @@ class StreamedHead:
         self.active = True
 
     def close(self) -> None:
-        """End: the head and the loss are the model's own again."""
+        """End the call: the head and the loss are the model's own again."""
         if not self.active:
             return
         self.active = False
@@ -306,7 +306,7 @@ class StreamedHead:
             del self.model._loss_function
 
     def evaluated(self, logits: LazyLogits) -> Tensor | None:
-        """Logits that are computed when they are read; None where ranks share them or the weight they need."""
+        """Return logits, computed when read unless the head has adapters; None where ranks share them or its weight."""
         if self.sharded or self.strips is not None:
             return None
         if any(True for _ in self.module.children()):  # adapters, which may be on or off when they are read
@@ -320,7 +320,7 @@ class StreamedHead:
             self.module.forward = self.shadowed
 
     def _redeem(self, logits: LazyLogits, compute: Callable[[LazyLogits], Any]) -> Any:
-        """``compute(logits)``; inside a call of the head where its weight is whole only there.
+        """Return ``compute(logits)``, computed inside a call of the head if its weight is whole only there.
 
         Hooks around that call gather it, once for the forward and once for the backward, and reduce its gradient.
         """
@@ -349,10 +349,10 @@ class StreamedHead:
         shift_labels: Tensor | None = None,
         **kwargs: Any,
     ) -> Tensor:
-        """``transformers``' ``ForCausalLMLoss`` on promised logits: the same shift, the same divisor, no logits.
+        """Compute ``transformers``' ``ForCausalLMLoss`` of lazy logits: with its shift and its divisor.
 
         Args:
-            logits: The promise.
+            logits: The lazy logits.
             labels: ``[B, T]``, unshifted; -100 where nothing is trained.
             vocab_size: Not needed.
             num_items_in_batch: Target tokens of the whole global step; None counts those of this call.
@@ -372,7 +372,7 @@ class StreamedHead:
     def _shared_loss(
         self, strips: Strips, logits: LazyLogits, num_items: Tensor | float | None, ignore_index: int
     ) -> Tensor:
-        """The loss of the whole rows, on every rank; the gradient of a rank is its share."""
+        """Return the loss of the whole rows, the same on every rank; the gradient of a rank is its share."""
         whole = strips.targets
         assert whole is not None
         targets = strips.cut(whole.to(logits.hidden.device), 1, ignore_index)
@@ -388,13 +388,13 @@ class StreamedHead:
     def cross_entropy(
         self, logits: LazyLogits, targets: Tensor, num_items: Tensor | float | None, ignore_index: int
     ) -> Tensor:
-        """Summed cross entropy over ``num_items`` (None: the mean over the targets), chunk by chunk.
+        """Compute, chunk by chunk, the summed cross entropy divided by ``num_items`` (None: the number of targets).
 
         Args:
-            logits: The promise.
-            targets: ``[...]``, one for each token of the promise.
+            logits: The lazy logits.
+            targets: ``[...]``, one for each token of the logits.
             num_items: The divisor.
-            ignore_index: The target that counts nothing.
+            ignore_index: The target that does not count.
         """
         sizes: dict[str, Any] = {
             "chunk_size": self.schedule.head_chunk_size,
@@ -420,7 +420,7 @@ class StreamedHead:
         )
 
     def scores(self, logits: LazyLogits, targets: Tensor, *, entropy: bool) -> tuple[Tensor, Tensor | None]:
-        """Log-probabilities ``[...]`` of targets ``[...]``, -100 for none, and their entropies where asked for."""
+        """Return log-probabilities ``[...]`` of targets ``[...]`` (-100: none), and their entropies if ``entropy``."""
         return self._redeem(logits, lambda logits: self._scores(logits, targets, entropy))
 
     def _scores(self, logits: LazyLogits, targets: Tensor, entropy: bool) -> tuple[Tensor, Tensor | None]:
@@ -442,7 +442,7 @@ class StreamedHead:
 
     @property
     def _is_plain(self) -> bool:
-        """Whether the head is a matrix and nothing else."""
+        """True if the head is one ``nn.Linear`` and nothing else."""
         head: Any = self.module
         hooked = bool(head._forward_hooks or head._forward_pre_hooks) and not self.sharded
         return (

@@ -1,6 +1,6 @@
 """A decoder layer that streams: the forward chunk by chunk, and an autograd node whose backward is the paper's sum.
 
-The node stands where ``torch.utils.checkpoint`` stands: it saves the layer's input and nothing else. It takes the
+The node takes the place of ``torch.utils.checkpoint``: it saves the layer's input and nothing else. It takes the
 layer's parameters as inputs and returns the gradient of each **once**, so hooks on parameters (DDP, ZeRO, FSDP, an
 optimizer in the backward) fire once per layer and step, whatever the number of chunks.
 """
@@ -46,12 +46,12 @@ class StreamedForward:
         layer: A decoder layer of a ``transformers`` model.
         schedule: How to cut the sequence.
         own: The attention implementation of a layer that computes its attention itself. None for one that takes it
-            from ``transformers``' interface; if its first call finds that it does more, it keeps its eager one.
-        watch: Listens to the layer's router, if it has one.
-        facts: What the model's call says that its layers are not told; read at each call.
-        place: What the schedule means for this layer.
+            from ``transformers``' interface; if its first call shows that ours is not enough, it keeps its eager one.
+        watch: Collects the logits of the layer's router, if it has one.
+        facts: Per-call state that layers need but are not passed; read at each call.
+        place: The placement of the layer's input until the backward.
         tiers: The memory of host and disk, shared by the layers of a model.
-        trail: Knows the layer before this one; shared likewise.
+        trail: Remembers the last layer call, so that the next can compute its input again; shared likewise.
     """
 
     def __init__(
@@ -76,13 +76,13 @@ class StreamedForward:
         self.schedule = schedule
         self.leaves_checked = self.settled = self.removed = False
         self.narrow_states = False
-        """Whether its last call handed on a state in a narrower dtype than that of its hidden states."""
+        """True if its last call passed on a state in a narrower dtype than that of its hidden states."""
         configs: list[Any] = [getattr(module, "config", None) for module in layer.modules()]
         self.configs = [config for config in configs if hasattr(config, "_attn_implementation_internal")]
         self.own = None if own is None else OwnAttention(own, tuple(self.configs))
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """The layer's own signature and result."""
+        """Run the layer, with its own signature and result."""
         if self.own is not None or self.settled:
             return self._call(args, kwargs)
         hidden = next((x for x in (*args, *kwargs.values()) if isinstance(x, Tensor)), None)
@@ -147,8 +147,7 @@ class StreamedForward:
         return stream.restore(outputs, sharing)
 
     def _biased(self, error: BiasError, args: tuple[Any, ...], kwargs: dict[str, Any]) -> LayerCall:
-        """A call whose mask ``[B, H, T, T]`` is added to the scores, by the model's eager attention, a chunk's rows at
-        a time."""
+        """Bind a call whose mask ``[B, H, T, T]`` the model's eager attention adds to its scores, chunk by chunk."""
 
         def added(value: Any) -> Any:
             if not isinstance(value, Tensor) or value.dim() != 4 or value.shape[2] != value.shape[3]:
@@ -169,7 +168,10 @@ class StreamedForward:
         )
 
     def _generate(self, call: LayerCall) -> Any:
-        """The layer on its model's own cache. What it asks of its attention is found out before that is written to."""
+        """Run the layer on its model's own cache.
+
+        The first call also runs in chunks, before that cache is written to, to find out if our attention is enough.
+        """
         if self.own is None and not self.settled and call.mask is not None and call.mask.q_offset == 0:
             with RandomState.now(call.hidden.device).replayed():
                 try:
@@ -194,11 +196,11 @@ class StreamedForward:
         )
 
     def check_attention(self, length: int) -> None:
-        """Another attention does not know that a chunk's queries are the last of its keys, and would be wrong.
+        """Refuse another attention: it does not align a chunk's queries with the last of its keys, and would be wrong.
 
-        Neither can a choice of keys be repeated that was made between equals: a score of the value alone is the same
-        wherever a token stands again in the first layer, and which of them ``torch.topk`` keeps hangs on the number of
-        keys, which is smaller in a chunk.
+        Refuse also a choice of keys between equal scores, which a chunk cannot repeat. In the first layer a score of
+        the value alone is the same wherever a token is repeated, and which of them ``torch.topk`` keeps depends on the
+        number of keys, which is smaller in a chunk.
         """
         for config in self.configs:
             kept = getattr(config, "keep_window_size", None)
@@ -218,7 +220,7 @@ class StreamedForward:
 
 
 def _between_ranks(error: Exception) -> bool:
-    """Whether it was raised by a collective: another rank is gone, and the model is not at fault."""
+    """Return True if it was raised by a collective: another rank is gone, and the model is not at fault."""
     trace = error.__traceback__
     while trace is not None:
         if str(trace.tb_frame.f_globals.get("__name__")).startswith("torch.distributed"):
@@ -296,7 +298,7 @@ class _StreamedLayer(torch.autograd.Function):
 
 
 def _check_in_place(owner: StreamedForward, length: int) -> None:
-    """Refuse a backward that would run the layer again by another attention, or without ears for its routers."""
+    """Refuse a backward after the stream was removed, or one that would run another attention or a user's hooks."""
     if owner.removed:
         raise ArgumentError(
             "the stream was removed between a forward and its backward, which has to run the layers again",
@@ -308,7 +310,7 @@ def _check_in_place(owner: StreamedForward, length: int) -> None:
 
 
 def _check_leaves(layer: nn.Module, z_out: Tensor, known: Sequence[Tensor]) -> None:
-    """Refuse a layer that reaches a trainable tensor the node does not know, and would not return the gradient of."""
+    """Refuse a layer that uses a trainable tensor which is no input of the node: its gradient would be lost."""
     for leaf in strange_leaves(z_out, known):
         if getattr(leaf, "_is_flat_param", False):
             raise FlatParametersError(type(layer).__name__)
@@ -320,7 +322,7 @@ def _check_leaves(layer: nn.Module, z_out: Tensor, known: Sequence[Tensor]) -> N
 
 
 def strange_leaves(z_out: Tensor, known: Sequence[Tensor]) -> Iterator[Tensor]:
-    """The leaves of ``z_out``'s graph that need a gradient and are not among the known ones."""
+    """Yield the leaves of ``z_out``'s graph that need a gradient and are not among the known ones."""
     known_ids = {id(tensor) for tensor in known}
     todo, seen = [z_out.grad_fn], {tensor.grad_fn for tensor in known if tensor.grad_fn is not None}
     while todo:

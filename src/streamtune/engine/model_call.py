@@ -1,6 +1,6 @@
-"""One call of a model before the model sees it: what it says by its arguments, and what streaming must change in them.
+"""One call of a model before its forward: its arguments are read, and changed where streaming requires that.
 
-What the ordinary call would make of the same arguments decides: which rows are packed, and who may see whom.
+Rows are packed, and tokens see each other, as in the ordinary call with the same arguments.
 
 Shape suffixes: B batch, T tokens.
 """
@@ -42,7 +42,7 @@ class ModelCall:
     kwargs: dict[str, Any]
 
     def get(self, name: str) -> Any:
-        """The argument, None where it was not passed."""
+        """Return the argument, None where it was not passed."""
         names = _parameters(type(self.model).forward)[: len(self.args)]
         return self.kwargs.get(name, self.args[names.index(name)] if name in names else None)
 
@@ -66,10 +66,10 @@ class ModelCall:
         return (0, 0) if tokens is None else (tokens.shape[0], tokens.shape[1])
 
     def packed_rows(self) -> PackedRows | None:
-        """Packed rows, by the rule of ``transformers``: positions that restart, and no padding mask beside them.
+        """Return packed rows by the rule of ``transformers``: positions that restart, no mask, no cache.
 
         Raises:
-            UnsupportedModelError: Kernels are told of rows that the positions do not show.
+            UnsupportedModelError: Arguments for kernels name rows that the positions do not show.
         """
         if self.get("attention_mask") is None and self.get("past_key_values") is None:
             rows = PackedRows.of(self.get("position_ids"))
@@ -86,11 +86,11 @@ class ModelCall:
         """Pass a mask of ones where ``position_ids`` jump within what is one row to the ordinary call.
 
         ``transformers`` takes a jump for the start of a packed row unless there is a mask or a cache, and the caller's
-        cache is left out by streaming. Flash attention looks at the positions by itself, whatever there is.
+        cache is left out by streaming. Flash attention reads packed rows from the positions in any case.
 
         Args:
-            attentions: What the model attends by without streaming.
-            cached: The configuration asks for a cache, and nothing overrules it.
+            attentions: The attention implementations of the model without streaming.
+            cached: True if the configuration asks for a cache, and nothing overrules it.
         """
         asked = self.get("use_cache")
         by_positions = tells_of_rows(self.kwargs) or any(str(name).startswith(BY_POSITIONS) for name in attentions)
@@ -102,7 +102,7 @@ class ModelCall:
                 self.put("attention_mask", torch.ones(self.size, dtype=torch.long, device=positions.device))
 
     def labels_padding(self, targets: Tensor | None) -> bool:
-        """Return True if a token of padding is to predict another.
+        """Return True if a token of padding has a target.
 
         Args:
             targets: ``[B, T]``, shifted; None reads the labels of the call.

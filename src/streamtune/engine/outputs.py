@@ -1,9 +1,9 @@
-"""What a layer returns, chunk by chunk: joined, dropped, or refused.
+"""The outputs of a layer, chunk by chunk: joined, dropped, or refused.
 
     hidden states                       the first output z, ``[B, T_i, C]``
     others that follow the tokens       floating ``[B, T_i, ...]``: outputs as well, each with its gradient
     a choice of keys per token          integers ``[B, T_i, K_i]``: joined along the tokens, for the next layer to read
-    attention weights                   ``[B, H, T_i, S_i]``: nobody asked for them (output_attentions is refused), None
+    attention weights                   ``[B, H, T_i, S_i]``: dropped, None (output_attentions is refused)
     None                                stays None
     anything else                       refused
 
@@ -24,7 +24,7 @@ __all__ = ["LayerOutputs"]
 
 
 class LayerOutputs:
-    """Takes the output of each chunk apart and gives the whole sequence's the layer's own form again.
+    """Splits the output of each chunk into tensors, and puts those of the whole sequence into the layer's own form.
 
     Args:
         name: The layer's class, for errors.
@@ -35,15 +35,15 @@ class LayerOutputs:
         self.name, self.hidden_along = name, hidden_along
         self.wrap: type | None = None
         self.along: list[Along] = []
-        """How the outputs follow the sequence."""
+        """The dimension along which each output follows the sequence."""
         self.form: list[int | list[Tensor] | None] = []
         """For each item of what the layer returns: which output it is, or the choices it was so far."""
 
     def take(self, out: Any, chunk: slice, *, keep: bool) -> list[Tensor]:
-        """The outputs of a chunk; its choices of keys are remembered if ``keep``.
+        """Return the outputs of a chunk; its choices of keys are kept if ``keep``.
 
         Raises:
-            UnsupportedModelError: Chunks of what else is in it cannot be joined.
+            UnsupportedModelError: It has something else, of which chunks cannot be joined.
         """
         self.wrap = type(out) if isinstance(out, tuple | list) else None
         items = list(out) if isinstance(out, tuple | list) else [out]
@@ -69,7 +69,7 @@ class LayerOutputs:
         return outputs
 
     def restore(self, outputs: list[Tensor]) -> Any:
-        """The whole sequence's output as the layer gives it."""
+        """Return the whole sequence's output in the form in which the layer gives it."""
         items = [outputs[part] if isinstance(part, int) else _joined(part) for part in self.form]
         return items[0] if self.wrap is None else self.wrap(items)
 
@@ -89,7 +89,7 @@ def _is_attention(value: Any, chunk: slice) -> bool:
 
 
 def _joined(parts: list[Tensor] | None) -> Tensor | None:
-    """Along the tokens. An early chunk has fewer keys to choose from: its last choice is repeated, which adds none."""
+    """Join along the tokens. An early chunk has fewer keys to choose from: its last choice is repeated, adding none."""
     if not parts:
         return None
     width = max(part.shape[2] for part in parts)

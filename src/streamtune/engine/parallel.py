@@ -1,8 +1,8 @@
-"""Several ranks share a sequence: the ordinary call with the whole rows on each of them, each computes its strips.
+"""Sequence parallelism: each rank makes the ordinary call with the whole rows, and computes its strips of them.
 
-A call with labels, or one that is scored, is taken apart here before the model sees it: its tokens, positions and
-targets are cut to the rank's own (``strips``), and the loss put together again. Calls without targets are not shared:
-every rank computes them whole, as without this. docs/decisions/015-sequence-parallel.md has the reasons.
+In a call with labels, or one that is scored, the arguments are changed before the model's forward: tokens, positions
+and targets are cut to the rank's own (``strips``), and the loss is summed over the ranks. Calls without targets are not
+shared: every rank computes them whole, as without this. docs/decisions/015-sequence-parallel.md has the reasons.
 
 Shape suffixes: B batch, T tokens.
 """
@@ -37,12 +37,12 @@ __all__ = ["SequenceParallel", "Sharing", "drawn_apart", "form_for"]
 FORMS = ("auto", "ulysses", "ring")
 
 STATES = {"update_conv_state", "update_recurrent_state", "set_linear_cache", "mamba_selective_scan"}
-"""What layers call that carry a state from token to token."""
+"""Functions called by layers that carry a state from token to token."""
 
 TOKENS = {"input_ids": 1, "inputs_embeds": 1, "labels": 1, "position_ids": -1, "shift_labels": 1}
 """Arguments that follow the tokens, and along which dimension."""
 TYPES = ("token_type_ids", "mm_token_type_ids")
-"""What says which tokens are text: 0 is."""
+"""Arguments that give the kind of each token: 0 is text."""
 
 UNSHARED = "set sequence_parallel_size: 1"
 
@@ -55,7 +55,7 @@ class SequenceParallel:
         group: A process group of ``torch.distributed``; None is all ranks. They make all calls together, with the same
             rows.
         form: ``ulysses`` exchanges heads for strips in every chunk, ``ring`` sends keys and values around. ``auto`` is
-            the first where the query heads can be shared out, and the second where they cannot.
+            the first if the number of ranks divides that of query heads, and the second otherwise.
 
     Raises:
         ArgumentError: The form is unknown, or there are no process groups yet.
@@ -77,20 +77,20 @@ class SequenceParallel:
 
     @property
     def size(self) -> int:
-        """Ranks of the group."""
+        """Number of ranks of the group."""
         return dist.get_world_size(self.group)
 
     @property
     def rank(self) -> int:
-        """This rank's place in it."""
+        """Index of this rank in the group."""
         return dist.get_rank(self.group)
 
 
 def form_for(ranks: SequenceParallel, model: Any, layers: list[nn.Module], head: bool) -> str:
-    """``ulysses`` or ``ring`` for this model, whose head is streamed or not.
+    """Return ``ulysses`` or ``ring`` for this model, whose head is streamed if ``head``.
 
     Raises:
-        ArgumentError: ``ulysses`` is asked for, and there are not enough heads; or the head is not streamed.
+        ArgumentError: ``ulysses`` is asked for, and ranks do not divide the heads evenly; or the head is not streamed.
         UnsupportedModelError: Ranks cannot share its sequences.
     """
     name = type(model).__name__
@@ -124,18 +124,18 @@ def form_for(ranks: SequenceParallel, model: Any, layers: list[nn.Module], head:
 
 
 class Sharing:
-    """Makes calls of a streamed model calls on this rank's strips; does nothing where no ranks share its sequences."""
+    """Changes calls of a streamed model to calls on this rank's strips; does nothing if ranks share no sequences."""
 
     def __init__(self, handle: StreamHandle) -> None:
         self._handle = proxy(handle)
         self._drawing = ExitStack()
 
     def begin(self, args: tuple[Any, ...], kwargs: dict[str, Any], with_targets: bool) -> dict[str, Any]:
-        """All arguments of a call by name: for this rank's strips, or as they are if the call has no targets.
+        """Return a call's arguments by name: for this rank's strips, or unchanged if the call has no targets.
 
         Raises:
-            UnsupportedModelError: Something of the call does not follow the tokens; or it has no targets and wants
-                gradients, and there is no share of them.
+            UnsupportedModelError: An argument cannot be cut into strips; or a call without targets needs gradients,
+                and its logits would be those of a strip.
         """
         model = self._handle.model
         names = list(inspect.signature(type(model).forward).parameters)[1:]
@@ -150,7 +150,7 @@ class Sharing:
         return kwargs
 
     def share(self, kwargs: dict[str, Any]) -> dict[str, Any]:
-        """The arguments for this rank's strips; layers, head and routers are told of them until :meth:`end`."""
+        """Return the arguments for this rank's strips; give the strips to layers, head and routers until ``end``."""
         handle = self._handle
         ranks, rows = handle.sequence_parallel, handle.facts.rows
         if ranks is None:
@@ -179,12 +179,12 @@ class Sharing:
         return given
 
     def end(self) -> None:
-        """The call is done."""
+        """End the call: reset its strips and its rows."""
         self._tell(None)
         self._handle.facts.rows = None
 
     def open_routers(self, attention_mask: Any) -> None:
-        """Routers count the tokens of the rows, not what is behind their end."""
+        """Let the routers count the tokens of the rows, without the padding behind their end."""
         strips = self._handle.facts.strips
         if strips is not None and attention_mask is None:
             device = next(self._handle.model.parameters()).device
@@ -202,7 +202,7 @@ class Sharing:
 
 
 def _targets(kwargs: dict[str, Any]) -> Tensor | None:
-    """``[B, T]``: the labels, shifted once over the whole rows."""
+    """Return the targets ``[B, T]``: ``shift_labels``, or the labels shifted once over the whole rows."""
     shifted: Tensor | None = kwargs.get("shift_labels")
     labels: Tensor | None = kwargs.get("labels")
     if shifted is not None or labels is None:
@@ -211,7 +211,7 @@ def _targets(kwargs: dict[str, Any]) -> Tensor | None:
 
 
 def _placed(handle: StreamHandle, strips: Strips, tokens: Tensor, kwargs: dict[str, Any]) -> dict[str, Any]:
-    """Positions of the rows, and a padding mask of all their tokens: that is as long as the sequence on every rank."""
+    """Return positions of the rows, and a padding mask of the whole padded sequence, the same on every rank."""
     mask, positions = kwargs.get("attention_mask"), kwargs.get("position_ids")
     padded = mask is not None and not bool(mask.bool().all())
     if positions is None:
@@ -231,7 +231,7 @@ def _placed(handle: StreamHandle, strips: Strips, tokens: Tensor, kwargs: dict[s
 
 
 def _refuse(handle: StreamHandle, kwargs: dict[str, Any], length: int) -> None:
-    """What does not follow the tokens, or is asked of all of them."""
+    """Refuse arguments that do not follow the tokens, or that need all of them."""
     known = {*TOKENS, *OTHER_WORDS, "attention_mask", "num_items_in_batch", "cache_position"}
     name = type(handle.model).__name__
     for key, value in kwargs.items():
@@ -253,7 +253,7 @@ def _refuse(handle: StreamHandle, kwargs: dict[str, Any], length: int) -> None:
 
 
 def _places_tokens_itself(handle: StreamHandle, padded: bool) -> str | None:
-    """The class that makes positions from tokens, or from padding if there is any, where it is given none."""
+    """Return the class that makes positions of tokens, or of padding if ``padded``, if none are passed; else None."""
     inside = {id(module) for layer in handle.layers for module in layer.modules()}
     for module in handle.model.modules():
         if id(module) in inside:
@@ -270,7 +270,7 @@ def _places_tokens_itself(handle: StreamHandle, padded: bool) -> str | None:
 
 
 def _same_rotation_everywhere(model: Any, strips: Strips, positions: Tensor) -> None:
-    """Refuse rotary embeddings that hang on the longest position, where ranks have different ones."""
+    """Refuse rotary embeddings that depend on the longest position, where that differs between ranks."""
     parameters = getattr(model.config.get_text_config(decoder=True), "rope_parameters", None) or {}
     kinds = parameters.values() if all(isinstance(value, dict) for value in parameters.values()) else [parameters]
     for kind in kinds:
@@ -290,7 +290,7 @@ def _same_rotation_everywhere(model: Any, strips: Strips, positions: Tensor) -> 
 
 @contextmanager
 def drawn_apart(ranks: SequenceParallel, device: torch.device) -> Iterator[None]:
-    """Random numbers inside are the rank's own; outside they go on as they would on a rank alone."""
+    """Draw the rank's own random numbers inside the context, and restore the ranks' common state afterwards."""
     seed = int(torch.randint(1 << 62, ()))
     outer = RandomState.now(device)
     torch.manual_seed((seed + 0x9E3779B97F4A7C15 * (ranks.rank + 1)) % (1 << 63))

@@ -2,7 +2,7 @@
 
 Prefix tuning (Li and Liang, arXiv 2101.00190) trains such keys and values; a prompt that was read under
 ``torch.no_grad()`` leaves them without a gradient. Either way they are the beginning of every chunk's prefix: the
-layer's keys are ``[past | sequence]``, and what all chunks give to dK, dV of the past is its gradient.
+layer's keys are ``[past | sequence]``, and the sum over chunks of dK, dV of the past is its gradient.
 
 Shape suffixes: B batch, G key/value heads, P tokens before the call, D head dimension.
 """
@@ -25,7 +25,7 @@ class Past:
 
     Args:
         keys, values: The tensors of the cache.
-        versions: How often each had been changed in place at the time of the call.
+        versions: The version counter of each (its changes in place) at the time of the call.
     """
 
     keys: Tensor
@@ -34,7 +34,7 @@ class Past:
 
     @property
     def length(self) -> int:
-        """Tokens P."""
+        """Number of tokens P."""
         return self.keys.shape[2]
 
     @classmethod
@@ -42,7 +42,7 @@ class Past:
         """Read a layer's part of a filled cache.
 
         Raises:
-            UnsupportedModelError: The layer keeps something else there, or not all P tokens.
+            UnsupportedModelError: The cache holds something else for the layer, or not all P tokens.
         """
         name, length = type(layer).__name__, int(cache.get_seq_length())
         places = {int(module.layer_idx) for module in layer.modules() if hasattr(module, "layer_idx")}  # type: ignore[arg-type]
@@ -55,14 +55,14 @@ class Past:
         return cls(keys, values, (keys._version, values._version))
 
     def detached(self) -> Past:
-        """The same numbers without their graph."""
+        """Return the same keys and values without their graph."""
         return Past(self.keys.detach(), self.values.detach(), self.versions)
 
     def check(self) -> None:
         """Refuse to compute with a cache that was written to since the forward.
 
         Raises:
-            ArgumentError: It was.
+            ArgumentError: It was written to.
         """
         if (self.keys._version, self.values._version) != self.versions:
             raise ArgumentError(

@@ -1,7 +1,7 @@
-"""What a schedule means for each layer: where its input waits, or that it is computed again.
+"""The placement of each layer's input by a schedule: the tier that stores it, or that it is computed again.
 
 With one level every layer stores its input. With two, layers 0, k, 2k ... do; the backward of a segment first runs the
-layers between forward once more and stores what they are given. At most ceil(L / k) + k - 1 inputs are held at a time,
+layers between forward once more and stores their inputs. At most ceil(L / k) + k - 1 inputs are held at a time,
 fewest for k near the square root of L (Chen et al., Training Deep Nets with Sublinear Memory Cost, arXiv 1604.06174).
 """
 
@@ -28,13 +28,13 @@ __all__ = ["Placement", "Tiers", "Trail", "best_segment_size", "place_layers"]
 
 @dataclass(frozen=True)
 class Placement:
-    """What becomes of one layer's input.
+    """The treatment of one layer's input until the backward.
 
     Attributes:
         whole: The layer is not streamed: it keeps all its activations.
         begins: The input is stored in the forward; else it is computed again from that of the layer before.
         ends: No layer behind it is computed again from this one's input.
-        tier: Where the input waits.
+        tier: The tier that stores the input.
     """
 
     whole: bool = False
@@ -44,7 +44,7 @@ class Placement:
 
 
 def place_layers(schedule: Schedule, count: int) -> list[Placement]:
-    """The placement of each of ``count`` layers, in order."""
+    """Return the placement of each of ``count`` layers, in order."""
     whole = min(schedule.keep_layers, count)
     streamed = count - whole
     size = 1 if schedule.levels == 1 else schedule.segment_size or best_segment_size(streamed)
@@ -53,9 +53,10 @@ def place_layers(schedule: Schedule, count: int) -> list[Placement]:
 
 
 def _place(schedule: Schedule, index: int, count: int, size: int) -> Placement:
-    """Layer ``index`` of ``count`` that are streamed. On the device stay the inputs the backward wants first.
+    """Return the placement of layer ``index`` of ``count`` that are streamed.
 
-    These are a segment's own, which come and go with it, and then the stored ones from the last.
+    The inputs that the backward needs first stay on the device. These are first a segment's own, which exist only while
+    it is worked on, and then the stored ones from the last.
     """
     inner = index % size
     if inner:
@@ -68,7 +69,7 @@ def _place(schedule: Schedule, index: int, count: int, size: int) -> Placement:
 
 
 def best_segment_size(count: int) -> int:
-    """The size of segments with which ``count`` layers hold the fewest inputs at a time."""
+    """Return the size of segments with which ``count`` layers hold the fewest inputs at a time."""
     return min(range(1, max(1, count) + 1), key=lambda size: -(-count // size) + size - 1)
 
 
@@ -87,7 +88,7 @@ class Tiers:
         self._made: dict[tuple[TierName, torch.device], Tier] = {}
 
     def reserve(self, host_bytes: int, device: torch.device) -> None:
-        """Map, and lock for an accelerator, so much of the machine's memory at once, before the first step.
+        """Map ``host_bytes`` of the machine's memory before the first step, and lock them for an accelerator.
 
         Raises:
             OutOfMemoryError: The machine does not have it.
@@ -95,7 +96,7 @@ class Tiers:
         self.arena.reserve(host_bytes + host_bytes // 64, device)  # blocks are whole pages
 
     def of(self, name: TierName, device: torch.device) -> Tier:
-        """The tier of that name for tensors of a device."""
+        """Return the tier of that name for tensors of a device."""
         key = (name, device)
         if key not in self._made:
             self._made[key] = self._make(name, device)
@@ -113,15 +114,15 @@ class Tiers:
         return Tiers, (self.schedule,)  # a copy has its own memory
 
     def close(self) -> None:
-        """Let go of memory and file. What is still to go backward holds its own."""
+        """Drop memory and file; a call whose backward is still to come keeps its own."""
         self._made, self.arena = {}, Arena(self.host)
 
 
 class Trail:
-    """Which layer made the hidden states that another is given.
+    """The last layer call and its output, by which the next layer finds the call that made its input.
 
-    A layer's input can be computed again where it is, to the object, what the layer before it returned: then nothing
-    happened between the two.
+    A layer's input can be computed again if it is the very tensor that the layer before it returned, unchanged: then
+    nothing happened between the two.
     """
 
     def __init__(self) -> None:
@@ -131,11 +132,11 @@ class Trail:
         return Trail, ()  # a copy was not called yet
 
     def note(self, output: Tensor, stream: LayerStream) -> None:
-        """``stream`` made ``output``."""
+        """Record that ``stream`` made ``output``."""
         self._last = weakref.ref(output), output._version, weakref.ref(stream)
 
     def maker(self, hidden: Tensor) -> LayerStream | None:
-        """The layer call that made these hidden states, if it was the one before."""
+        """Return the layer call that made these hidden states, if it was the one before; else None."""
         if self._last is None:
             return None
         output, version, stream = self._last

@@ -1,7 +1,7 @@
 """The norms before and behind the decoder layers, chunk by chunk.
 
-A norm maps each token on its own and computes in fp32: of a whole sequence in bf16 autograd keeps twice to four times
-its bytes. Streamed it is the sum over chunks again, with nothing handed from chunk to chunk.
+A norm maps each token on its own and computes in fp32: for a whole sequence in bf16 autograd keeps two to four times
+its bytes. Streamed, its gradient is a sum over chunks as well, with nothing passed from chunk to chunk.
 
 Shape suffixes: B batch, T tokens, C channels.
 """
@@ -28,7 +28,7 @@ __all__ = ["StreamedNorm", "norms_outside"]
 
 
 def norms_outside(owner: nn.Module, layers: list[nn.Module]) -> list[nn.Module]:
-    """The norms that are the model's own rather than a layer's: called so, with weights of one dimension."""
+    """Return the model's own norms, outside its layers: modules named so by class, with weights of one dimension."""
     inside = {id(module) for layer in layers for module in layer.modules()}
     return [
         module
@@ -43,13 +43,13 @@ def norms_outside(owner: nn.Module, layers: list[nn.Module]) -> list[nn.Module]:
 
 
 class StreamedNorm:
-    """Replaces a norm's ``forward`` on its instance; equal to it.
+    """Replaces a norm's ``forward`` on its instance; computes the same.
 
     Args:
         norm: The module.
         schedule: How to cut the sequence.
-        tiers: Where its input may wait.
-        trail: Knows the layer before it.
+        tiers: The memory that may store its input.
+        trail: Remembers the last layer call.
     """
 
     def __init__(self, norm: nn.Module, schedule: Schedule, tiers: Tiers, trail: Trail) -> None:
@@ -57,7 +57,7 @@ class StreamedNorm:
         self.pointwise: bool | None = None
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """The norm's own signature and result."""
+        """Run the norm, with its own signature and result."""
         x = args[0] if len(args) == 1 and not kwargs else None
         if not isinstance(x, Tensor) or x.dim() != 3 or x.shape[1] <= self.schedule.chunk_size:
             return self.own(*args, **kwargs)
@@ -71,7 +71,7 @@ class StreamedNorm:
         return _StreamedNorm.apply(self, self.trail.maker(x), x, *parameters)
 
     def own(self, *args: Any, **kwargs: Any) -> Any:
-        """The module's own forward."""
+        """Call the module's own forward."""
         return type(self.norm).forward(self.norm, *args, **kwargs)
 
     @torch.no_grad()
@@ -83,7 +83,7 @@ class StreamedNorm:
 
     @torch.no_grad()
     def forward(self, x_BTC: Tensor, into: Stored | None) -> Tensor:
-        """The whole sequence's output; the input goes ``into`` a tier on the way."""
+        """Return the whole sequence's output; store the input in ``into``, if given, chunk by chunk."""
         out: Tensor | None = None
         for chunk in self.schedule.chunks(x_BTC.shape[1]):
             tell_chunk(self.norm, chunk, "store")
@@ -154,7 +154,7 @@ class _StreamedNorm(torch.autograd.Function):
 
 
 class _Nothing:
-    """What a chunk hands on where tokens know nothing of each other."""
+    """The tensors a chunk reads of others and passes on, for a norm: none, as it maps each token on its own."""
 
     def __init__(self) -> None:
         self.leaves: list[Tensor] = []

@@ -1,9 +1,9 @@
-"""What a mask function of ``transformers`` says, read from the closures it is composed of.
+"""Recognition of the mask functions of ``transformers``, by the closures they are composed of.
 
-``transformers`` composes a mask of small functions of positions. Recognised, each becomes a fact the lazy mask can
-compute with (causal, window, packed rows, spans, mutual blocks); what is not recognised stays a function, which is
-always right but has to be evaluated to be known. Nothing is taken for a fact that is not one: ids that are not runs,
-or facts in a combination with another meaning, leave the whole function as it was.
+``transformers`` composes a mask of small functions of positions. One that is recognised becomes a field with which the
+lazy mask can compute (causal, window, packed rows, spans, mutual blocks). One that is not stays a function, which is
+always right but must be evaluated for each query and key. Only exact matches are recognised: ids that are not runs, or
+parts in a combination with another meaning, stay a function.
 
     packed rows          packed_sequence_mask_function(ids), and the mask itself remapped to positions that restart
     spans (Llama 4)      chunked_overlay(size, left padding)
@@ -41,23 +41,23 @@ class Facts:
 
     @property
     def function(self) -> Function | None:
-        """What is not said by the other facts, or None."""
+        """The part that the other fields do not express, or None."""
         if len(self.rest) < 2:
             return self.rest[0] if self.rest else None
         return lambda b, h, q, k: _all(part(b, h, q, k) for part in self.rest)
 
 
 class _UnknownError(Exception):
-    """The parts are known, their combination is not."""
+    """The parts are recognised, their combination is not."""
 
 
 def recognise(function: Function, length: int, device: torch.device) -> Facts:
-    """The facts of a mask function over ``length`` positions, counted from the start of the sequence.
+    """Return the facts of a mask function over ``length`` positions, counted from the start of the sequence.
 
     Args:
         function: ``(batch, head, query, key) -> bool``.
-        length: Positions the tensors that follow the sequence cover.
-        device: Where such tensors are made.
+        length: Length of tensors that follow the sequence.
+        device: The device of such tensors.
     """
     whole = Facts(rest=(function,))
     try:
@@ -72,7 +72,7 @@ def recognise(function: Function, length: int, device: torch.device) -> Facts:
 
 
 def _facts(function: Function, position_BT: Tensor) -> Facts:
-    """Facts of a part, where ``position_BT`` are the positions it is asked about (restarting inside a remap)."""
+    """Return the facts of a part that is given the positions ``position_BT`` (restarting inside a remap)."""
     if function is causal_mask_function:
         return Facts(causal=True)
     read = _READERS.get(getattr(function, "__qualname__", ""))
@@ -100,7 +100,7 @@ def _span(function: Function, position_BT: Tensor) -> Facts | None:
 
 
 def _block(function: Function, position_BT: Tensor) -> Facts | None:
-    """Blocks alone say who sees whom beside a causal mask; :func:`_either` alone asks for them."""
+    """Return a part's blocks. Only :func:`_either` calls this: they have a meaning only in an or with a causal mask."""
     ids = _closed(function, "block_sequence_ids")
     if not _are_runs(ids, position_BT):
         return None
@@ -109,7 +109,7 @@ def _block(function: Function, position_BT: Tensor) -> Facts | None:
 
 
 def _every(function: Function, position_BT: Tensor) -> Facts | None:
-    """``and_masks``: all that its parts say."""
+    """Return the facts of ``and_masks``: those of all its parts, joined."""
     parts = _closed(function, "mask_functions")
     if not parts:
         return None
@@ -124,7 +124,7 @@ def _every(function: Function, position_BT: Tensor) -> Facts | None:
 
 
 def _either(function: Function, position_BT: Tensor) -> Facts | None:
-    """``or_masks`` of a causal mask and blocks."""
+    """Return the facts of ``or_masks`` of a causal mask and blocks, None for other parts."""
     parts: Any = _closed(function, "mask_functions") or ()
     if len(parts) != 2 or getattr(parts[1], "__qualname__", "") != "blockwise_overlay.<locals>.inner_mask":
         return None
@@ -135,7 +135,7 @@ def _either(function: Function, position_BT: Tensor) -> Facts | None:
 
 
 def _remapped(function: Function, row_start: Tensor | None) -> Facts:
-    """A mask of positions that restart, beside packed rows: within a row, positions differ as places do."""
+    """Return the facts of a mask of positions that restart; within a packed row they differ by as much as places do."""
     positions = _closed(function, "position_ids")
     opaque = Facts(rest=(function,))
     if row_start is None or not isinstance(positions, Tensor) or positions.shape[1] != row_start.shape[1]:
@@ -152,7 +152,7 @@ def _remapped(function: Function, row_start: Tensor | None) -> Facts:
 
 
 def _joined(one: Facts, other: Facts) -> Facts:
-    """What is seen where both say so."""
+    """Return the facts of a mask that allows what two masks both allow."""
     if (one.block_start is not None and other.causal) or (other.block_start is not None and one.causal):
         raise _UnknownError
     windows = [window for window in (one.window, other.window) if window is not None]
@@ -179,13 +179,13 @@ def _later(one: Tensor | None, other: Tensor | None) -> Tensor | None:
 
 
 def _splits_blocks(facts: Facts) -> bool:
-    """Whether a row or span starts inside a block."""
+    """Return True if a row or span starts inside a block."""
     starts, blocks = (facts.row_start, facts.span_start), facts.block_start
     return any(bool((start > blocks).any()) for start in starts if start is not None and blocks is not None)
 
 
 def _are_runs(ids: Any, position_BT: Tensor) -> bool:
-    """Whether these are ids of the places ``position_BT`` counts, and each but the negative ones is one run."""
+    """Return True if these are ids of the places ``position_BT`` counts, and each but the negative ones is one run."""
     if not isinstance(ids, Tensor) or ids.dim() != 2 or ids.shape[1] != position_BT.shape[1]:
         return False
     places = torch.arange(ids.shape[1], device=position_BT.device)
@@ -197,7 +197,7 @@ def _is_remap(function: Function) -> bool:
 
 
 def _closed(function: Function, name: str) -> Any:
-    """The value of a variable a closure holds, or None."""
+    """Return the value of a variable that a closure holds, or None."""
     code, cells = getattr(function, "__code__", None), getattr(function, "__closure__", None)
     if code is None or not cells or name not in code.co_freevars:
         return None

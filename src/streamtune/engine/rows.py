@@ -1,7 +1,7 @@
-"""Where the rows of a packed batch begin: a layer that carries a state starts anew there.
+"""The rows of a packed batch: where one begins, a layer that carries a state starts anew.
 
-Attention layers read it off their mask (``ops.mask``). A recurrence has no mask: its chunks are cut where any row
-begins, and the state of the sequences that begin one is left out.
+Attention layers find the rows in their mask (``ops.mask``). A recurrence has no mask: its chunks are cut where any row
+begins, and the state is zero for the sequences that begin one.
 
 Shape suffixes: B batch, T tokens.
 """
@@ -24,11 +24,11 @@ from streamtune.ops import row_starts
 __all__ = ["OTHER_WORDS", "CallFacts", "PackedRows", "tells_of_rows"]
 
 OTHER_WORDS = ("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k", "seq_idx")
-"""What kernels are told of packed rows. They count from the start of the sequence, so no chunk is handed them."""
+"""Arguments that name packed rows to kernels. They count from the start of the sequence, so no chunk is given them."""
 
 
 def tells_of_rows(arguments: dict[str, Any]) -> bool:
-    """Whether what kernels would be told names more than one row."""
+    """Return True if the arguments that are meant for kernels name more than one row."""
     ends, ids = arguments.get("cu_seq_lens_q"), arguments.get("seq_idx")
     several = isinstance(ends, Tensor) and ends.numel() > 2
     return several or (isinstance(ids, Tensor) and bool((ids != ids.flatten()[0]).any()))
@@ -42,7 +42,7 @@ class PackedRows:
 
     @classmethod
     def of(cls, position_ids: Any) -> PackedRows | None:
-        """The rows that positions ``[T]`` or ``[B, T]`` tell of; None where each sequence is one row."""
+        """Return the rows that positions ``[T]`` or ``[B, T]`` show; None where each sequence is one row."""
         if not isinstance(position_ids, Tensor) or position_ids.dim() not in (1, 2):
             return None
         rows = cls(torch.atleast_2d(position_ids))
@@ -55,7 +55,7 @@ class PackedRows:
 
     @cached_property
     def begins(self) -> Tensor:
-        """Where a row begins, by sequence ``[B, T]``."""
+        """Boolean ``[B, T]``: True where a row begins."""
         begins = torch.ones_like(self.positions_BT, dtype=torch.bool)
         begins[:, 1:] = self.positions_BT.diff(dim=-1) != 1
         return begins
@@ -66,11 +66,11 @@ class PackedRows:
         return frozenset(int(place) for place in self.begins.all(0).nonzero().flatten().tolist())
 
     def chunks(self, schedule: Schedule) -> list[slice]:
-        """The chunks of the schedule, cut wherever a row begins.
+        """Return the chunks of the schedule, cut wherever a row begins.
 
         Raises:
-            UnsupportedModelError: One of them is a single token in the middle of another sequence's row: that would be
-                the decoding path of the layer.
+            UnsupportedModelError: One of them is a single token in the middle of another sequence's row, which the
+                layer would take for decoding.
         """
         found: list[slice] = []
         for start, stop in pairwise([*self.starts, self.positions_BT.shape[1]]):
@@ -85,15 +85,15 @@ class PackedRows:
         return found
 
     def carries_on(self, position: int) -> bool:
-        """Whether any sequence goes on past a position, so that what it left there is taken up again."""
+        """Return True if any sequence goes on past a position, so that its state there is used again."""
         return position not in self.clean_starts
 
     def state_before(self, position: int) -> int:
-        """Where the state was left that a chunk from ``position`` on takes up."""
+        """Return the position whose state a chunk from ``position`` on begins with."""
         return position
 
     def without_begun(self, state: Tensor, position: int) -> Tensor:
-        """A state ``[B, ...]``, zero for the sequences that begin a row at the position."""
+        """Return a state ``[B, ...]`` with zeros for the sequences that begin a row at the position."""
         if not state.is_floating_point():
             raise UnsupportedModelError(
                 "a layer carries tokens on as its state, which several packed sequences with other rows cannot share",
@@ -105,7 +105,7 @@ class PackedRows:
 
 @dataclass
 class CallFacts:
-    """What a call of the model says that its layers are not told."""
+    """Per-call state that layers need but are not passed."""
 
     rows: PackedRows | None = None
     strips: Strips | None = None

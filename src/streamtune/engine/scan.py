@@ -1,12 +1,12 @@
-"""Mamba-1's selective scan, given the state it leaves out.
+"""Mamba-1's selective scan from an initial state, which the scan of ``transformers`` does not take.
 
 For each channel d and state n the scan is ``h_t = exp(A dt_t) h_{t-1} + dt_t B_t x_t`` and ``y_t = C_t h_t`` (Gu and
 Dao, Mamba, arXiv 2312.00752, eq. 2). ``transformers`` and the kernel it calls start every scan from ``h_0 = 0``, which
-is right for a whole sequence and wrong for a chunk. But the scan is linear in h: what a state h_0 adds is
+is right for a whole sequence and wrong for a chunk. But the scan is linear in h. A state h_0 adds
 
     y_t += C_t exp(A S_t) h_0,    h_T += exp(A S_T) h_0,    S_t = sum_{s <= t} dt_s
 
-and this is added here, to the scan's own result. Mamba-2 and the delta rule take their initial state themselves.
+and this is added here to the scan's own result. Mamba-2 and the delta rule take their initial state themselves.
 
 Shape suffixes: B batch, D channels, T tokens, N states.
 """
@@ -32,21 +32,21 @@ SCAN = "mamba_selective_scan"
 
 
 def mixers_with_a_bare_scan(layer: nn.Module) -> list[nn.Module]:
-    """The modules of a layer whose forward calls the scan that knows no initial state."""
+    """Return the modules of a layer whose forward calls the scan that takes no initial state."""
     return [module for module in layer.modules() if SCAN in code_names(type(module))]
 
 
 def code_names(kind: type[nn.Module]) -> tuple[str, ...]:
-    """The names that the code of a module's forward uses."""
+    """Return the names that the code of a module's forward uses."""
     code = getattr(inspect.unwrap(kind.forward), "__code__", None)
     return () if code is None else code.co_names
 
 
 @contextmanager
 def carried_scan(mixers: list[nn.Module], cache: ChunkCache) -> Iterator[None]:
-    """Within, these modules' scans start from the state that ``cache`` holds.
+    """Start the scans of these modules from the state that ``cache`` holds, inside the context.
 
-    The library is left alone: each instance gets its own class's forward with this one name bound to another function.
+    The library is not changed: each instance gets its own class's forward with this one name bound to another function.
     """
     if not mixers or not cache.has_previous_state():
         yield
@@ -97,7 +97,7 @@ class _Carried:
 
 
 def scan_from(state_BDN: Tensor, dt_BDT: Tensor, A_DN: Tensor, C_BNT: Tensor) -> tuple[Tensor, Tensor]:
-    """What an initial state adds to a scan's output ``[B, D, T]`` and to its last state ``[B, D, N]``.
+    """Return the terms an initial state adds to a scan's output ``[B, D, T]`` and to its last state ``[B, D, N]``.
 
     Args:
         state_BDN: The state h_0.

@@ -1,4 +1,4 @@
-"""How a streamed step is cut and what it keeps: a small frozen value, chosen once, read everywhere."""
+"""The schedule of a streamed step, a frozen dataclass: how the step is cut, and the tensors it keeps."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ __all__ = ["Kept", "Schedule", "Tier"]
 
 
 Tier = Literal["device", "host", "disk"]
-"""Where a tensor waits for the backward: beside the weights, in the machine's memory, or in a file."""
+"""The memory that stores a tensor for the backward: the device's, the machine's, or a file."""
 
 Kept = Literal["no", "device", "host"]
-"""Whether something the backward can compute again is kept instead, and where."""
+"""The memory that keeps a tensor which the backward could compute again, or ``no``."""
 
 
 @dataclass(frozen=True)
@@ -29,11 +29,11 @@ class Schedule:
     Args:
         chunk_size: Most tokens of the sequence whose layer activations exist at once.
         head_chunk_size: Most tokens whose logits exist at once.
-        offload: Where the inputs of the layers wait for the backward: C e L bytes.
+        offload: The memory that stores the inputs of the layers for the backward: C e L bytes.
         offload_dir: The directory of the file, for ``offload="disk"``. The file has no name left in it once it is open,
             so it goes with the process, however that ends.
-        device_layers: With ``offload`` to host or disk: how many layer inputs stay on the device all the same, those
-            the backward wants first.
+        device_layers: With ``offload`` to host or disk: the number of layer inputs that stay on the device all the
+            same, those the backward needs first.
         levels: 1 stores the input of every layer. 2 stores that of every ``segment_size``-th and computes the ones
             between them again, a segment at a time, for one more forward.
         segment_size: Layers of a segment at two levels; None is the size that stores fewest.
@@ -93,7 +93,7 @@ class Schedule:
 
     @classmethod
     def plan(cls, model: Any, *, max_length: int, device_memory: int | str | None = None, **more: Any) -> Schedule:
-        """The fastest schedule with which a step of ``model`` fits the memory there is.
+        """Return the fastest schedule with which a step of ``model`` fits the memory there is.
 
         Args:
             model: A causal language model of ``transformers``, not streamed yet, with its adapters if it has any. One
@@ -119,15 +119,15 @@ class Schedule:
 
     @property
     def uses_host(self) -> bool:
-        """Whether anything waits for the backward in the machine's memory."""
+        """True if anything is stored for the backward in the machine's memory."""
         return "host" in (self.offload, self.keep_kv, self.keep_attention)
 
     def describe(self, layers: int | None = None) -> str:
-        """One line for people: sizes, then whatever is not the default.
+        """Return one line for people: sizes, then all that is not the default.
 
         Args:
-            layers: How many the model has, where that is known. If all are kept whole, that is said instead of what
-                becomes of those that are not.
+            layers: Number of layers of the model, if known. If all are kept whole, the line has only that besides the
+                sizes.
         """
         words = [f"chunks of {self.chunk_size:,} tokens, head {self.head_chunk_size:,}"]
         if layers is not None and self.keep_layers >= layers:
@@ -172,7 +172,7 @@ class Schedule:
         return chunks
 
     def _cut(self, start: int, length: int, cuts: Sequence[int]) -> int:
-        """Where the chunk that begins at ``start`` ends."""
+        """Return the end of the chunk that begins at ``start``."""
         count = -(-(length - start) // self.chunk_size)
         if count <= 1:
             return length

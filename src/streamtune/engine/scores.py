@@ -1,10 +1,10 @@
-"""A call that asks for per-token log-probabilities instead of a loss: the seam any objective is built on.
+"""Calls that return per-token log-probabilities instead of a loss, on which any objective can be built.
 
-The model runs as it does with labels, but nobody computes a loss: the promise its head made (``head``) is taken from
-its output and redeemed for the targets of the caller. So the tokens that are predicted need not be the next ones of
-the same sequence, and a preference or a policy objective is ordinary PyTorch on what comes back. It is redeemed before
-the model's call returns: where weights are shared between ranks they are whole only within, and what wraps the model
-looks for tensors in what it returns.
+The model runs as it does with labels, but computes no loss: the lazy logits of its head (``head``) are taken from its
+output, and scored for the targets of the caller. So the tokens that are predicted need not be the next ones of the same
+sequence, and a preference or a policy objective is ordinary PyTorch on the result. They are scored before the model's
+call returns: where weights are shared between ranks they are whole only inside it, and wrappers of the model look for
+tensors in what it returns.
 
 Shape suffixes: B batch, T tokens.
 """
@@ -29,7 +29,7 @@ __all__ = ["Scored", "TokenScores", "token_scores_of"]
 
 @dataclass
 class Scored:
-    """What a call that is scored is told, and what it tells."""
+    """The request of a scored call, and the router loss of that call."""
 
     targets: Tensor
     """``[B, T]``"""
@@ -41,10 +41,10 @@ class Scored:
     """Of which tokens this rank has logits, where ranks share the sequence"""
 
     def redeem(self, model: nn.Module, output: Any) -> dict[str, Tensor]:
-        """The scores of a call that returned ``output``: ``logprobs``, and ``entropy`` and ``router_loss`` if any.
+        """Compute the scores of a call that returned ``output``: ``logprobs``, and ``entropy``, ``router_loss`` if any.
 
         Raises:
-            UnsupportedModelError: It holds no promise of the logits of all tokens.
+            UnsupportedModelError: It has no lazy logits of all tokens.
         """
         logits = output[0] if isinstance(output, tuple) else getattr(output, "logits", None)
         targets = self.targets if self.strips is None else self.strips.cut(self.targets, 1, -100)
@@ -64,14 +64,14 @@ class Scored:
 
 @dataclass(frozen=True)
 class TokenScores:
-    """What a streamed model says of target tokens."""
+    """The scores that a streamed model gives to target tokens."""
 
     logprobs: Tensor
     """``[B, T]`` fp32 (fp64 for a model in fp64), differentiable; 0 where there is no target"""
     entropy: Tensor | None
     """``[B, T]`` of the distribution each target was drawn from, differentiable; None where it was not asked for"""
     router_loss: Tensor | None
-    """What the losses on the routers of a mixture of experts add to any objective; None where there are none"""
+    """The losses on the routers of a mixture of experts, to add to any objective; None where there are none"""
 
 
 def token_scores_of(
@@ -85,7 +85,7 @@ def token_scores_of(
     model: nn.Module | None,
     arguments: dict[str, Any],
 ) -> TokenScores:
-    """:meth:`StreamHandle.logprobs`."""
+    """Compute the scores of :meth:`StreamHandle.logprobs`."""
     _check(handle, input_ids, targets, branches, temperature)
     if branches is not None:
         arguments = {**arguments, **branches.arguments(input_ids)}

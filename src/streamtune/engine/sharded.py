@@ -1,7 +1,7 @@
 """Parameters that several ranks share, of which each holds a part: ZeRO stage 3 and FSDP2.
 
-Such a parameter is whole only inside a call of the module it belongs to: hooks around the call gather it before and let
-go of it after, and do so again in the backward. What the engine computes with a weight is therefore inside that
+Such a parameter is whole only inside a call of the module it belongs to: hooks around the call gather it before and
+free it after, and do so again in the backward. What the engine computes with a weight is therefore inside that
 module's call: a decoder layer's chunks are inside its ``forward``, the head's inside the head's.
 """
 
@@ -23,7 +23,7 @@ LEAF = "_z3_leaf"
 
 
 class FlatParametersError(UnsupportedModelError):
-    """FSDP1 lays the parameters of many modules into one, and lends a module views of it for one call.
+    """FSDP1 joins the parameters of many modules in one, and gives a module views of it for one call only.
 
     Args:
         where: The class of the module.
@@ -39,7 +39,7 @@ class FlatParametersError(UnsupportedModelError):
 
 
 def is_sharded(module: nn.Module) -> bool:
-    """Whether a call of ``module`` gathers parameters of its own that are elsewhere otherwise."""
+    """Return True if a call of ``module`` gathers parameters of its own that are on other ranks otherwise."""
     if any(hasattr(parameter, "ds_id") for parameter in module.parameters(recurse=False)):  # ZeRO stage 3
         return True
     fsdp = sys.modules.get("torch.distributed.fsdp")  # nothing is of its kind where nobody imported it
@@ -50,7 +50,7 @@ def gather_whole(layers: Iterable[nn.Module]) -> list[nn.Module]:
     """Have ZeRO stage 3 gather a layer whole around its call, and not each module inside of it.
 
     Chunks run inside of one call of the layer, and again in one call of its backward. ``deepspeed.initialize`` reads
-    the flag; without DeepSpeed nobody does.
+    the flag; without DeepSpeed it has no effect.
 
     Returns:
         The layers that were not flagged before, for :func:`ungather_whole`.
@@ -76,10 +76,10 @@ def gather_whole(layers: Iterable[nn.Module]) -> list[nn.Module]:
 
 
 def need_gradient(layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Have the hidden states of a trained layer need a gradient under ZeRO stage 3, as a forward pre-hook.
+    """Make the hidden states of a trained layer require a gradient under ZeRO stage 3, as a forward pre-hook.
 
-    DeepSpeed's hooks of a layer in the backward hang on its first input: without a gradient there (adapters over a
-    frozen embedding) it lets go of the weights before the layer's backward.
+    DeepSpeed's backward hooks of a layer are attached to its first input: if that needs no gradient (adapters over a
+    frozen embedding), it frees the weights before the layer's backward.
     """
     hidden = args[0] if args else kwargs.get("hidden_states")
     if not torch.is_grad_enabled() or not isinstance(hidden, Tensor) or hidden.requires_grad:
@@ -92,7 +92,7 @@ def need_gradient(layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any
 
 
 def ungather_whole(flagged: Iterable[nn.Module]) -> None:
-    """Take the flag away, but from layers that DeepSpeed gathers by it by now."""
+    """Remove the flag, except from layers that DeepSpeed already gathers by it."""
     for layer in flagged:
         if hasattr(layer, LEAF) and not any(hasattr(parameter, "ds_id") for parameter in layer.parameters()):
             delattr(layer, LEAF)

@@ -1,8 +1,8 @@
-"""Keys and values that later layers read as well (Gemma 3n, Gemma 4): across layers they are outputs and inputs.
+"""Keys and values that later layers read as well (Gemma 3n, Gemma 4), as outputs and inputs of layers.
 
-Such a model hands every layer one dictionary. A layer that fills it makes its keys and values an output of its
+Such a model passes one dictionary to every layer. A layer that fills it makes its keys and values an output of its
 autograd node, so that the gradients of all layers that read them arrive before its own backward. A layer that reads it
-takes them as inputs. :class:`ChunkSharing` is the dictionary one chunk of one layer sees.
+takes them as inputs. :class:`ChunkSharing` is the dictionary of one chunk of one layer.
 
 Shape suffixes: B batch, G key/value heads, S tokens of prefix and chunk, D head dimension.
 """
@@ -23,7 +23,7 @@ SharedKey = tuple[str, Any, int]
 
 
 class ChunkSharing(UserDict):  # type: ignore[type-arg]
-    """What a chunk may read, ``[B, G, S, D]`` of its prefix and itself, and a note of what it filled.
+    """The shared entries that a chunk reads, ``[B, G, S, D]`` of its prefix and itself, and those it fills.
 
     Args:
         cache: The chunk's cache.

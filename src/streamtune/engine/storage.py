@@ -1,11 +1,11 @@
-"""Where tensors wait for the backward: on the device, in the machine's memory, or in a file.
+"""Storage of tensors for the backward: on the device, in the machine's memory, or in a file.
 
 A *tier* takes a tensor and gives a *block*; the block gives the tensor back. :class:`Stored` is a tensor that follows
-the sequence, in one block for each chunk: the backward walks the chunks and holds those it works on.
+the sequence, in one block for each chunk, so that the backward holds only the chunks it works on.
 
-On an accelerator copies run on a stream of their own, a few in flight: the computation waits for the copy before the
-one it has just begun, and the backward asks for the chunk it will want next. Whoever hands a tensor to a tier may drop
-it: it is held until its copy is done.
+On an accelerator copies run on a stream of their own, a few in flight: the computation waits for the oldest copy when
+more than ``IN_FLIGHT`` are under way, and the backward prefetches its next chunk. A caller may drop a tensor that it
+has given to a tier: it is held until its copy is done.
 """
 
 from __future__ import annotations
@@ -31,34 +31,34 @@ class Block(Protocol):
     """One tensor in a tier."""
 
     def prefetch(self) -> None:
-        """Begin to bring it back."""
+        """Begin to bring the tensor back."""
 
     def get(self) -> Tensor:
-        """The tensor, on its device."""
+        """Return the tensor, on its device."""
 
     def free(self) -> None:
-        """Forget it; harmless when called twice."""
+        """Free the block; harmless when called twice."""
 
 
 class Tier(Protocol):
-    """Somewhere to keep tensors."""
+    """A memory that stores tensors."""
 
     def put(self, x: Tensor) -> Block:
-        """Keep a tensor."""
+        """Store a tensor."""
 
     def settle(self) -> None:
-        """Let the computation wait until what was put is there, and let go of it."""
+        """Let the computation wait until what was put is there, and drop it."""
 
 
 class DeviceTier:
-    """Beside the weights: the tensor itself."""
+    """The device's memory: a block is the tensor itself."""
 
     def put(self, x: Tensor) -> Block:
-        """Keep it as it is."""
+        """Keep the tensor as it is."""
         return _Held(x)
 
     def settle(self) -> None:
-        """There is nothing to wait for."""
+        """Do nothing: there is no copy to wait for."""
 
 
 class _Held:
@@ -84,7 +84,7 @@ class Copies:
         self._in_flight: deque[tuple[torch.cuda.Event, Tensor]] = deque()
 
     def to_host(self, x: Tensor, host: Tensor) -> torch.cuda.Event | None:
-        """Begin to copy ``x``, and hold it until that is done; the event says when, None that it is."""
+        """Begin to copy ``x``, and hold it until the copy is done; return its event, None if it is done already."""
         if self.stream is None:
             host.copy_(x)
             return None
@@ -97,7 +97,7 @@ class Copies:
         return event
 
     def to_device(self, host: Tensor, device: torch.device) -> tuple[Tensor, torch.cuda.Event | None]:
-        """Begin to copy to a new tensor on the device, and when it may be read."""
+        """Begin to copy to a new tensor on the device; return it, and the event to wait for, None if it is ready."""
         x = torch.empty(host.shape, dtype=host.dtype, device=device)  # of the computation's stream, which will read it
         if self.stream is None:
             return x.copy_(host), None
@@ -109,7 +109,7 @@ class Copies:
         return x, event
 
     def settle(self, most: int = 0) -> None:
-        """Let the computation wait until at most so many copies to the host are under way.
+        """Let the computation wait until at most ``most`` copies to the host are under way.
 
         The memory of the others may then be reused by the computation's own stream.
         """
@@ -122,7 +122,7 @@ class HostTier:
     """The machine's memory.
 
     Args:
-        device: Where the tensors live that are put there.
+        device: The device of the tensors that are stored.
         arena: The memory.
     """
 
@@ -131,11 +131,11 @@ class HostTier:
         self.copies = Copies(device)
 
     def put(self, x: Tensor) -> Block:
-        """Begin to copy it to the host."""
+        """Begin to copy a tensor to the host."""
         return _OnHost(self, x)
 
     def settle(self) -> None:
-        """Let go of what was put."""
+        """Let the computation wait until what was put is on the host, and drop it."""
         self.copies.settle()
 
 
@@ -173,10 +173,10 @@ class _OnHost:
 
 
 class Stored:
-    """A tensor that follows the sequence, in pieces.
+    """A tensor that follows the sequence, stored in pieces.
 
     Args:
-        tier: Where the pieces are.
+        tier: The tier that stores the pieces.
         like: A tensor of the same form.
         along: The dimension along which it follows the sequence.
     """
@@ -195,12 +195,12 @@ class Stored:
         self.blocks[chunk.start, chunk.stop] = self.tier.put(x)
 
     def expect(self, chunks: Sequence[slice]) -> None:
-        """Say in which order chunks will be read: while one is worked on, the next is fetched."""
+        """Set the order in which chunks will be read: while one is worked on, the next is fetched."""
         places = [(chunk.start, chunk.stop) for chunk in chunks]
         self._next = dict(pairwise(places))
 
     def cut(self, chunk: slice) -> Tensor:
-        """A chunk, on the device."""
+        """Return a chunk, on the device."""
         place = (chunk.start, chunk.stop)
         if place not in self.blocks:  # stored by a layer that cuts the sequence elsewhere
             return self._assembled(chunk)
@@ -218,11 +218,11 @@ class Stored:
         return torch.cat(parts, self.along)
 
     def release(self) -> None:
-        """Free all of it."""
+        """Free all pieces."""
         for block in self.blocks.values():
             block.free()
         self.blocks.clear()
 
 
 Source = Tensor | Stored
-"""What chunks are cut from."""
+"""A tensor from which chunks are cut, wherever it is stored."""

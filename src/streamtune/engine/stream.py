@@ -1,7 +1,7 @@
-"""``stream(model)``: put the engine into a model in place, and take it out again without a trace.
+"""``stream(model)``: put the engine into a model in place, and remove it again completely.
 
-Four seams of ``transformers`` are used and no modeling file is patched: each decoder layer's ``forward`` (on the
-instance), the cache a layer updates, the attention function and the mask function its config names.
+Four extension points of ``transformers`` are used, and no modeling file is patched: each decoder layer's ``forward``
+(on the instance), the cache that a layer updates, and the attention and the mask function that its config names.
 """
 
 from __future__ import annotations
@@ -109,7 +109,7 @@ def stream(
 
 
 class StreamHandle:
-    """What :func:`stream` put into a model, and the way to take it out. Use as a context manager if you like."""
+    """The handle of a streamed model, with methods to use and to remove the streaming; also a context manager."""
 
     def __init__(
         self,
@@ -134,7 +134,7 @@ class StreamHandle:
         self.sequence_parallel = None if sequence_parallel is None or sequence_parallel.size == 1 else sequence_parallel
         """The ranks that share each sequence; None where there is only this one."""
         self.form = ""
-        """What they exchange, ``ulysses`` or ``ring``."""
+        """The form of their exchange, ``ulysses`` or ``ring``."""
         if self.sequence_parallel is not None:
             self.form = form_for(self.sequence_parallel, self.model, self.layers, head)
         self._sharing = Sharing(self)
@@ -184,7 +184,7 @@ class StreamHandle:
         model: nn.Module | None = None,
         **arguments: Any,
     ) -> TokenScores:
-        """Log-probabilities of any target tokens, streamed and differentiable: what objectives are made of.
+        """Return log-probabilities of any target tokens, streamed and differentiable, of which to build objectives.
 
         Under ``torch.no_grad()`` it streams as well. Its gradient is that of ``log_softmax(logits / temperature)``.
 
@@ -193,13 +193,13 @@ class StreamHandle:
             targets: ``[B, T]``: position t predicts ``targets[:, t]``, or nothing where that is -100.
             branches: The tokens ``[1, T]`` are rows that share their beginnings; positions and mask follow from it.
             entropy: Return the entropy of each target's distribution as well.
-            temperature: What logits are divided by.
-            model: What is called: a wrapper around the model (DeepSpeed's, DDP's); None is the model itself.
-            **arguments: More of the model's call: ``attention_mask``, ``position_ids``.
+            temperature: The divisor of the logits.
+            model: The module to call: a wrapper around the model (DeepSpeed's, DDP's); None is the model itself.
+            **arguments: Other arguments of the model's call: ``attention_mask``, ``position_ids``.
 
         Raises:
             ArgumentError: A shape is wrong, or the head is not streamed.
-            UnsupportedModelError: The model cannot be asked for logits of all tokens, or its rows cannot share theirs.
+            UnsupportedModelError: The model does not return logits of all tokens, or its rows cannot share beginnings.
         """
         return token_scores_of(
             self,
@@ -214,12 +214,12 @@ class StreamHandle:
 
     @property
     def streams_head(self) -> bool:
-        """Whether the language-model head is streamed too."""
+        """True if the language-model head is streamed too."""
         return self.head is not None
 
     @contextmanager
     def scoring(self, scored: Scored) -> Iterator[None]:
-        """A call within returns the scores it is asked for, in place of its output."""
+        """Make a call inside the context return the requested scores in place of its output."""
         self.scored = scored
         try:
             yield
@@ -231,7 +231,7 @@ class StreamHandle:
 
         Loss and gradients are compared on a few tokens; then, forward, one layer of each kind on a row that is longer
         than a chunk: a layer may do something else above a number of tokens. Where ranks share sequences all of them
-        call it together, and what they compute is compared too.
+        call it together, and their results are compared too.
 
         Args:
             length: Tokens of that row, such as the longest that is trained on; the whole row then goes through one
@@ -249,13 +249,13 @@ class StreamHandle:
 
     @torch.no_grad()
     def count_routes(self, batches: Iterable[dict[str, Any]]) -> Tensor:
-        """How often each expert is chosen over several micro-batches: what ``handle.routers.totals`` wants for a step.
+        """Count the choices of each expert over several micro-batches, for ``handle.routers.totals`` of a step.
 
         Costs a forward of the decoder for each batch. Random numbers (router jitter) are those the training calls will
         draw, if these follow in the same order.
 
         Args:
-            batches: Arguments of the model's call, each; labels are not read. ``branches`` may be among them.
+            batches: The arguments of a call of the model, each; labels are not read. ``branches`` may be among them.
 
         Returns:
             ``[E + 1]``: the routes by expert and, last, the number of pairs of a token and a layer's router; over all
@@ -287,8 +287,9 @@ class StreamHandle:
         return reduced(counts)
 
     def reschedule(self, schedule: Schedule) -> None:
-        """Stream the model by another schedule from here on: the gradient is the same. A loss still to go backward is
-        lost, and so is what a call that failed half-way left behind.
+        """Stream the model by another schedule from now on: the gradient is the same.
+
+        A loss still to go backward is lost, and so is the state that a failed call left behind.
         """
         self.remove()
         parts = (self.streams_head, self.routers.loss, self.sequence_parallel)
@@ -296,7 +297,7 @@ class StreamHandle:
 
     @classmethod
     def of(cls, model: nn.Module) -> StreamHandle:
-        """The handle of a streamed model, also of one that was copied or loaded (``copy.deepcopy``, ``torch.load``).
+        """Return the handle of a streamed model, or of a copied or loaded one (``copy.deepcopy``, ``torch.load``).
 
         Raises:
             ArgumentError: The model is not streamed.
@@ -308,7 +309,7 @@ class StreamHandle:
         raise ArgumentError(f"this {type(inner).__name__} is not streamed", mend="call streamtune.stream(model)")
 
     def __getstate__(self) -> dict[str, Any]:
-        """Everything: a copy of a streamed model is streamed by itself."""
+        """Return all attributes but one that a copy makes anew: a copy of a streamed model is streamed by itself."""
         return {key: value for key, value in vars(self).items() if key != "_sharing"}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -387,13 +388,13 @@ class StreamHandle:
         return args, kwargs
 
     def _checkpointed(self) -> Iterator[nn.Module]:
-        """What may be told to checkpoint and is streamed instead: not an image tower beside the decoder."""
+        """Yield modules that may be set to checkpoint and are streamed instead: not an image tower's."""
         yield from owners(self.model, self.layers)
         for layer in self.layers:
             yield from layer.modules()
 
     def _keep_one_row(self, call: ModelCall) -> None:
-        """Let a call be one row that would be, with the cache the caller left to the configuration."""
+        """Keep a call one row that is one without streaming, given the cache that the configuration asks for."""
         decoder: Any = owners(self.model, self.layers)[-1]
         checkpointed = decoder in self._checkpointing and self.model.training
         cached = getattr(decoder.config, "use_cache", False) and not checkpointed
@@ -434,7 +435,7 @@ class StreamHandle:
             self.facts.whole, self.facts.schedule = False, None
 
     def _check_hidden_states(self, output: Any) -> None:
-        """Refuse hidden states that were recorded inside of a layer, where they are a chunk's.
+        """Refuse hidden states that were recorded inside of a layer, which are those of one chunk.
 
         Raises:
             UnsupportedModelError: The model records them of layers within its layers (zamba, zamba2).
@@ -449,7 +450,7 @@ class StreamHandle:
             )
 
     def _promised(self, scored: Scored, output: Any) -> Any:
-        """The scores, made of the promise of logits, and what the routers add."""
+        """Compute the requested scores from the lazy logits, and record the router loss."""
         if self.head is not None:
             self.head.close()
         sums = self.routers.close() if self.routers.active else None
@@ -474,7 +475,7 @@ class StreamHandle:
         return output
 
     def _evaluated(self, output: Any) -> Any:
-        """The output of an evaluation: its logits are computed where they are read."""
+        """Return the output of an evaluation, with logits that are computed when they are read."""
         assert self.head is not None
         if isinstance(output, tuple):
             return tuple(self.head.evaluated(x) if isinstance(x, LazyLogits) else x for x in output)

@@ -1,6 +1,6 @@
-"""What of a model is streamed, and what is known not to be.
+"""Find the decoder layers of a model, and refuse models that are known not to stream exactly.
 
-The decoder layers are found by what they say of themselves, not by the name of a family.
+Layers are recognised by their class and the arguments of their forward, not by the name of a model family.
 """
 
 from __future__ import annotations
@@ -42,14 +42,14 @@ REFUSED_OUTPUTS = {
 }
 
 STATES_IN_MODULES = ("conv1d_state", "recurrent_states", "recurrent_state", "ssm_state")
-"""What modules call a state they keep themselves, outside of the cache."""
+"""Names of attributes in which modules keep a state themselves, outside of the cache."""
 
 
 def base_model(model: nn.Module) -> PreTrainedModel:
-    """The ``transformers`` model inside of wrappers: ``torch.compile``, DDP, an engine of DeepSpeed, adapters.
+    """Return the ``transformers`` model inside of wrappers: ``torch.compile``, DDP, a DeepSpeed engine, adapters.
 
     Raises:
-        UnsupportedModelError: There is none, or FSDP1 keeps its parameters.
+        UnsupportedModelError: There is none, or it is wrapped by FSDP1.
     """
     inner: Any = model
     while not isinstance(inner, PreTrainedModel):
@@ -69,17 +69,17 @@ def base_model(model: nn.Module) -> PreTrainedModel:
 
 
 def _refuse_flat_parameters(model: nn.Module) -> None:
-    """Refuse FSDP1, where it is seen: around the model or inside of it."""
+    """Raise an error if FSDP1 wraps the model or a module inside of it."""
     fsdp = sys.modules.get("torch.distributed.fsdp")  # nothing is of its kind where nobody imported it
     if fsdp is not None and any(isinstance(module, fsdp.FullyShardedDataParallel) for module in model.modules()):
         raise FlatParametersError(type(model).__name__)
 
 
 def decoder_layers(model: nn.Module) -> list[nn.Module]:
-    """The outermost layers that take a key/value cache, in order.
+    """Return the outermost layers that take a key/value cache, in order.
 
-    A layer says of itself that it is one (``GradientCheckpointingLayer``) and takes the cache by name. In a model where
-    none does, the members of its module lists are asked, and those that only hand the cache on.
+    A layer is a ``GradientCheckpointingLayer`` whose forward has a cache argument. In a model without any, the members
+    of its module lists count as layers, also those that take the cache in ``**kwargs`` and pass it to their attention.
     """
     found: list[nn.Module] = []
 
@@ -98,10 +98,10 @@ def decoder_layers(model: nn.Module) -> list[nn.Module]:
 
 
 def check_streamable(model: PreTrainedModel, layers: list[nn.Module]) -> None:
-    """Refuse, by name, what is known not to stream exactly.
+    """Refuse models that are known not to stream exactly.
 
     Raises:
-        UnsupportedModelError: With the reason.
+        UnsupportedModelError: The model is one of them; the message names the reason.
     """
     name, config = type(model).__name__, model.config.get_text_config(decoder=True)
     _refuse_flat_parameters(model)
@@ -164,7 +164,7 @@ def _iterates(module: nn.Module) -> bool:
 
 
 def _check_attention(model: str, name: str | None) -> None:
-    """Refuse an attention function that is not one of ``transformers``' own: ours would stand in for it.
+    """Refuse an attention function that is not one of ``transformers``' own: ours would be used in its place.
 
     Raises:
         UnsupportedModelError: It is registered under another name, or in the place of one of :data:`KNOWN_ATTENTION`.
@@ -185,7 +185,7 @@ def _check_attention(model: str, name: str | None) -> None:
 
 
 def owners(model: PreTrainedModel, layers: list[nn.Module]) -> list[PreTrainedModel]:
-    """The models around the layers, the outermost first."""
+    """Return the models that contain any of the layers, the outermost first."""
     inside = {id(layer) for layer in layers}
     return [
         module
@@ -195,13 +195,13 @@ def owners(model: PreTrainedModel, layers: list[nn.Module]) -> list[PreTrainedMo
 
 
 def own_attention(model: PreTrainedModel, layers: list[nn.Module]) -> str | None:
-    """The attention of layers that do not take it from ``transformers``' ``AttentionInterface``; None for others."""
+    """Return the attention of layers that do not use ``transformers``' ``AttentionInterface``; None for others."""
     owner = owners(model, layers)[-1]
     return None if owner._can_set_attn_implementation() else str(owner.config._attn_implementation_internal)
 
 
 def attention_configs(model: PreTrainedModel, layers: list[nn.Module]) -> list[Any]:
-    """The configs that name the attention of the decoder: the ones its layers and their model read, each once."""
+    """Return the configs from which the decoder and its layers read their attention implementation, each once."""
     found: list[Any] = [model.config.get_text_config(decoder=True)]
     found += [module.config for module in owners(model, layers)]
     for layer in layers:

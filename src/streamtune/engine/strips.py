@@ -1,14 +1,15 @@
-"""One call of a model whose sequence several ranks share: which tokens are whose, and what their layers exchange.
+"""One call of a model whose sequence several ranks share: the tokens of each rank, and what their layers exchange.
 
-The schedule cuts a rank's own tokens into chunks; the chunks of all ranks together are a chunk of the sequence, of
-which each rank has a strip, in the order of the ranks:
+The schedule cuts a rank's own tokens into chunks. The i-th chunks of all ranks together are the i-th chunk of the
+sequence. Each rank's part of it is called a strip; the strips lie in the order of the ranks:
 
     rank 0 | 0 1 . . . . 6 7  . . . .      tokens of the sequence, 2 to a strip, 3 ranks
     rank 1 | . . 2 3 . . . .  8 9 . .
     rank 2 | . . . . 4 5 . .  . . A B
              first chunk      second
 
-So what a chunk sees is complete where the chunk begins, and every rank has its part of every chunk's causal work.
+So all tokens before a chunk of the sequence are in earlier chunks, and every rank computes a part of the causal
+attention of each chunk.
 
 Shape suffixes: B batch, T tokens of the sequence, L of this rank, H query heads, G key/value heads, D head dimension.
 """
@@ -45,16 +46,16 @@ _local = threading.local()
 
 @dataclass(eq=False)
 class Strips:
-    """The tokens of a call.
+    """The division of a call's tokens into chunks and into one strip of each chunk for every rank.
 
     Args:
         group: The ranks that share them.
-        form: What the ranks exchange.
-        schedule: How each cuts its own.
+        form: ``ring`` or ``ulysses``: the way in which the ranks exchange keys and values.
+        schedule: Gives the chunks of each rank's own tokens.
         batch: Rows B.
         given: Their tokens T, before they are padded.
-        rows: Packed rows; their mask is made here, for no rank's model sees where they begin.
-        targets: ``[B, T]`` what the tokens of the rows predict, -100 for nothing; None where no loss is computed.
+        rows: Packed rows; their mask is made here, because no rank's model sees the starts of all rows.
+        targets: ``[B, T]`` target of each token, -100 for none; None where no loss is computed.
     """
 
     group: Any
@@ -69,22 +70,22 @@ class Strips:
 
     @cached_property
     def size(self) -> int:
-        """Ranks S."""
+        """Number of ranks S."""
         return dist.get_world_size(self.group)
 
     @cached_property
     def rank(self) -> int:
-        """Which of them this is."""
+        """Index of this rank in the group."""
         return dist.get_rank(self.group)
 
     @cached_property
     def own(self) -> int:
-        """Tokens L of each rank."""
+        """Number of tokens L of each rank."""
         return -(-self.given // self.size)
 
     @property
     def total(self) -> int:
-        """Tokens of the padded sequence, L S."""
+        """Number of tokens of the padded sequence, L S."""
         return self.own * self.size
 
     @cached_property
@@ -94,36 +95,36 @@ class Strips:
 
     @property
     def whole(self) -> slice:
-        """A rank's own tokens."""
+        """The slice of all of a rank's own tokens."""
         return slice(0, self.own)
 
     def everywhere(self, chunk: slice) -> slice:
-        """Where in the sequence the strips of all ranks lie that this chunk is one of."""
+        """Return the chunk of the sequence, all ranks' strips of it, that corresponds to a chunk of own tokens."""
         return slice(chunk.start * self.size, chunk.stop * self.size)
 
     def strip(self, chunk: slice, rank: int | None = None) -> slice:
-        """Where in the sequence a rank's strip of a chunk lies."""
+        """Return the positions in the sequence of a rank's strip of a chunk; by default this rank's."""
         length = chunk.stop - chunk.start
         start = chunk.start * self.size + (self.rank if rank is None else rank) * length
         return slice(start, start + length)
 
     def within(self, part: slice) -> list[slice]:
-        """The chunks that a part of a rank's tokens, a chunk or several or all of them, consists of."""
+        """Return the chunks that lie in a part of a rank's tokens; the part is one chunk, several, or all of them."""
         return [chunk for chunk in self.chunks if part.start <= chunk.start and chunk.stop <= part.stop]
 
     def floor(self, key: int) -> int:
-        """Where the chunk of a rank's own tokens begins that a place in the sequence lies in."""
+        """Return the start, among a rank's own tokens, of the chunk that contains position ``key`` of the sequence."""
         return next(chunk.start for chunk in reversed(self.chunks) if chunk.start * self.size <= key)
 
     def places(self, rank: int, device: torch.device) -> Tensor:
-        """``[L]`` where in the sequence a rank's tokens are."""
+        """Return the positions ``[L]`` of a rank's tokens in the sequence."""
         if rank not in self._places:
             strips = [self.strip(chunk, rank) for chunk in self.chunks]
             self._places[rank] = torch.cat([torch.arange(s.start, s.stop, device=device) for s in strips])
         return self._places[rank].to(device)
 
     def cut(self, x: Tensor, dim: int, fill: float | bool | None = None) -> Tensor:
-        """This rank's tokens of a tensor of the rows; behind their end is ``fill``, or what their last token has."""
+        """Return this rank's tokens of a tensor of the rows, padded with ``fill`` or the value of the last token."""
         missing = self.total - x.shape[dim]
         if missing:
             last = x.narrow(dim, x.shape[dim] - 1, 1)
@@ -132,17 +133,18 @@ class Strips:
         return x.index_select(dim, self.places(self.rank, x.device))
 
     def collect(self, x_BL: Tensor) -> Tensor:
-        """``[B, T]`` of all ranks' tokens."""
+        """Gather ``[B, T]`` from the tokens ``[B, L]`` of all ranks."""
         places = [self.places(rank, x_BL.device) for rank in range(self.size)]
         return collected(x_BL, self.group, places, self.given)
 
     def mask(self, mask: LazyMask) -> LazyMask:
-        """The mask of the whole sequence, where the model made one for as many queries as the rank has tokens.
+        """Return the mask of the whole sequence, given the model's, which has as many queries as this rank has tokens.
 
-        Its facts and its padding are of the whole sequence already: they follow the attention mask, which is.
+        The other fields of the mask describe the whole sequence already, for the model's attention mask does.
 
         Raises:
-            UnsupportedModelError: A query may see later keys, or packed rows meet a mask that counts from their start.
+            UnsupportedModelError: A query may see later keys, or packed rows are given and the mask depends on
+                positions within a row.
         """
         known = self._masks.get(id(mask))
         if known is None or known[0] is not mask:
@@ -170,12 +172,13 @@ class Strips:
 
 
 class Turn:
-    """What one chunk's run through a layer exchanges with the other ranks'.
+    """The exchange with the other ranks in one run of a layer on a chunk.
+
+    ``first_key`` is set later: the first key that the attention of the chunk is given, counted as in the cache.
 
     Args:
         strips: The call.
-        part: This rank's tokens that run.
-        first_key: The first of the keys its attention is shown, in the cache's count.
+        part: Those of this rank's tokens that the layer runs on.
     """
 
     def __init__(self, strips: Strips, part: slice) -> None:
@@ -183,26 +186,26 @@ class Turn:
         self.lengths = [chunk.stop - chunk.start for chunk in strips.within(part)]
         self.first_key = 0
         self.one_head = False
-        """Whether all ranks keep the same head, of which the layer may make all heads of keys and values."""
+        """True if all ranks keep the same head, from which the layer may make all heads of keys and values."""
         self.kept: tuple[Tensor, Tensor] | None = None
-        """What the cache handed the layer last."""
+        """The keys and values that the cache returned to the layer last."""
 
     @property
     def in_ring(self) -> bool:
-        """Whether keys and values stay where they were made."""
+        """True if each rank keeps the keys and values of its own tokens, as ring attention does."""
         return self.strips.form == "ring"
 
     @property
     def keys(self) -> slice:
-        """Where the cache keeps the part's keys and values."""
+        """The positions in the cache of the part's keys and values."""
         return self.part if self.in_ring else self.strips.everywhere(self.part)
 
     @property
     def position(self) -> int:
-        """Place in the sequence of the part's first token.
+        """Position of the part's first token in the sequence.
 
         Raises:
-            UnsupportedModelError: They are several strips, whose places do not follow from it.
+            UnsupportedModelError: The part is several strips, whose positions do not follow from the first one's.
         """
         if len(self.lengths) > 1:
             raise UnsupportedModelError(
@@ -212,9 +215,10 @@ class Turn:
         return self.strips.strip(self.part).start
 
     def keys_and_values(self, k_BGLD: Tensor, v_BGLD: Tensor) -> tuple[Tensor, Tensor]:
-        """What the cache keeps: of all strips the heads that this rank's query heads attend to.
+        """Return the keys and values that the cache keeps: for a ring those given, which are of this rank's strips.
 
-        Where there are fewer than ranks, several ranks keep the same.
+        Otherwise they are exchanged: of all strips the heads that this rank's query heads attend to. If there are fewer
+        heads than ranks, several ranks keep the same head.
         """
         if self.in_ring:
             return k_BGLD, v_BGLD
@@ -226,10 +230,13 @@ class Turn:
         return k.contiguous(), v.contiguous()
 
     def heads(self, q: Tensor, k: Tensor, v: Tensor, layer: str) -> tuple[Tensor, Tensor, Tensor]:
-        """This rank's heads: of queries, exchanged for strips, and of keys and values, as the layer has them now.
+        """Return this rank's heads of all strips: of the queries, which are exchanged, and of keys and values.
+
+        Keys and values are those the layer attends to, and have the heads that the cache kept on this rank.
 
         Raises:
-            UnsupportedModelError: They cannot be told apart: there are too few, or keys have heads of another number.
+            UnsupportedModelError: The query heads cannot be divided among the ranks, or keys and values are not those
+                of the cache, or their number of heads does not divide that of this rank's queries.
         """
         heads, size = q.shape[1], self.strips.size
         if heads % size:
@@ -255,16 +262,16 @@ class Turn:
         return to_heads(q, self.strips.group, self.lengths), k, v
 
     def own_heads(self, sinks_H: Tensor | None) -> Tensor | None:
-        """Of a number for each head those of this rank's heads."""
+        """Return the values of this rank's heads, given one value for each head."""
         return None if sinks_H is None else sinks_H.chunk(self.strips.size)[self.strips.rank]
 
     def attended(self, out_BhTD: Tensor) -> Tensor:
-        """The attention's output ``[B, H, L, D]`` for this rank's tokens."""
+        """Exchange the attention's output for that of all heads ``[B, H, L, D]`` of this rank's tokens."""
         return to_strips(out_BhTD, self.strips.group, self.lengths)
 
     @property
     def ring(self) -> Ring:
-        """What lies where in this chunk's attention."""
+        """The positions of the queries, and of every rank's keys, in the ring attention of this chunk."""
         strips, base = self.strips, self.part.start
         queries = [
             (slice(chunk.start - base, chunk.stop - base), strips.strip(chunk)) for chunk in strips.within(self.part)
@@ -282,7 +289,7 @@ class Turn:
 
     @contextmanager
     def taken(self) -> Iterator[None]:
-        """Attentions within are this chunk's."""
+        """Make this the chunk to which attentions inside the context belong."""
         before, _local.turn = turn_of_strips(), self
         try:
             yield
@@ -291,18 +298,21 @@ class Turn:
 
 
 def _alone(block_start: Tensor | None) -> bool:
-    """Whether no two tokens are of one block: a model that takes images is handed none."""
+    """Return True if no two tokens are of one block, as in the mask of a vision model that is given no images."""
     return block_start is None or bool(
         (block_start == torch.arange(block_start.shape[-1], device=block_start.device)).all()
     )
 
 
 def _same(x: Tensor, kept: Tensor) -> bool:
-    """Whether a layer attends to what its cache handed it. Heads it repeats may be meant for any query heads."""
+    """Return True if ``x`` is the tensor ``kept`` that the cache returned, or equals it in shape and values.
+
+    A layer may have repeated heads in between, and which query heads the copies are for is then unknown.
+    """
     return x is kept or (x.shape == kept.shape and torch.equal(x, kept.to(x.dtype)))
 
 
 def turn_of_strips() -> Turn | None:
-    """The chunk that runs now, where ranks share its sequence."""
+    """Return the exchange of the chunk that runs now; None where ranks do not share the sequence."""
     turn: Turn | None = getattr(_local, "turn", None)
     return turn

@@ -1,16 +1,16 @@
-"""For layers that compute their attention themselves: the mask as a real tensor, but only one chunk's tile of it.
+"""Masks for layers that compute their attention themselves: dense tensors, but only one chunk's tile at a time.
 
-Most models of ``transformers`` hand queries, keys, values and mask to a function their config names, and that is ours
-(``attention``). Others add the mask to their scores with their own hands (bloom, falcon, gptj), or compute with it
-before they attend (sparse attention with an indexer). Such a layer keeps its own attention. It is handed the rows of
-the chunk and the columns of prefix and chunk, in the form its own implementation asks for:
+Most models of ``transformers`` pass queries, keys, values and mask to a function that their config names; the engine
+puts its own there (``attention``). Others add the mask to their scores themselves (bloom, falcon, gptj), or compute
+with it before they attend (sparse attention with an indexer). Such a layer keeps its own attention. It gets the rows of
+the chunk and the columns of prefix and chunk, in the form that its own implementation expects:
 
     eager   additive, 0 or the lowest finite number, in the dtype of the hidden states
     sdpa    boolean, True where attention is allowed
 
-What it costs is the chunk times the prefix, in scores and mask; the whole square is never built by us. A model that
+Scores and mask take memory for the chunk times the prefix; the engine never builds the whole square. A model that
 computes with its mask *before* its layers (alibi merged into it) gets the square, as it would without streaming; the
-layers then cut that.
+call of each layer is then given a chunk's part of it.
 
 Shape suffixes: B batch, T queries, S keys.
 """
@@ -37,27 +37,27 @@ _OVER = f"{NAME}-over-"
 
 
 def over(own: str) -> str:
-    """The name in the config of a model whose layers keep their ``own`` attention: our mask over it."""
+    """Return the attention name for a config whose layers keep ``own``: it selects our mask, the layers their own."""
     return _OVER + own
 
 
 def is_ours(name: Any) -> bool:
-    """Whether a config's attention implementation is one of ours."""
+    """Return True if a config's attention implementation is one of ours."""
     return name == NAME or name in map(over, FORMS)
 
 
 @dataclass(frozen=True)
 class OwnAttention:
-    """How one layer attends by itself: the implementation its configs name while it runs."""
+    """The attention that one layer computes itself: the implementation that its configs name while it runs."""
 
     name: str
     configs: tuple[Any, ...] = ()
 
     def form(self, dtype: torch.dtype) -> torch.dtype:
-        """Dtype of the mask it expects, given that of its hidden states.
+        """Return the dtype of the mask that the layer expects, given that of its hidden states.
 
-        Eager attention takes its softmax in fp32 even of fp64 scores, where fp64's lowest number would be -inf and a
-        query that sees nothing NaN.
+        Eager attention computes its softmax in fp32 even for fp64 scores. There the lowest fp64 number would become
+        -inf, and a query that sees no key would give NaN.
         """
         if self.name == "sdpa":
             return torch.bool
@@ -65,7 +65,7 @@ class OwnAttention:
 
 
 def tile(view: MaskView, form: torch.dtype) -> Tensor:
-    """The tile ``[B, 1, T, S]`` of a lazy mask: boolean, or additive in a floating ``form``."""
+    """Return the tile ``[B, 1, T, S]`` of a lazy mask: boolean, or additive in a floating ``form``."""
     rows, _, queries, keys = view.shape
     allowed = view.mask.tile(view.q_start, view.q_stop, view.k_start, view.k_stop).expand(rows, 1, queries, keys)
     if form == torch.bool:
@@ -75,10 +75,10 @@ def tile(view: MaskView, form: torch.dtype) -> Tensor:
 
 
 def sees_future(dense_BHTT: Tensor) -> bool:
-    """Whether a dense square mask lets a query see a later key.
+    """Return True if a dense square mask lets a query see a later key.
 
-    A boolean mask may say what is allowed or what is forbidden: all later keys must say the same, and it must not be
-    what every query says of itself.
+    True in a boolean mask may mean allowed or forbidden. So the mask is causal if all later keys have the same value,
+    False, or True where not every query has True for its own key.
     """
     later = torch.ones(dense_BHTT.shape[-2:], dtype=torch.bool, device=dense_BHTT.device).triu(1)
     above = dense_BHTT[..., later]
@@ -96,7 +96,7 @@ class FormedMask(LazyMask):
     form: torch.dtype = torch.bool
 
     def dense(self) -> Tensor:
-        """The whole mask ``[B, 1, T, S]``."""
+        """Build the whole mask ``[B, 1, T, S]``."""
         return tile(self.rows(0, self.q_length), self.form)
 
     def __getattr__(self, name: str) -> Any:
@@ -124,7 +124,7 @@ class FormedMask(LazyMask):
 
 
 def _operator(name: str) -> Any:
-    """What Python's operator does on the dense mask."""
+    """Return a method that applies Python's operator of this name to the dense mask."""
     return lambda mask, *others: getattr(mask.dense(), name)(*others)
 
 

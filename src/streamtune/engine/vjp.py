@@ -1,18 +1,18 @@
-"""The paper in one function: the chain rule of a layer, split along the sequence (StreamBP, arXiv 2506.03077, eq. 5).
+"""The chain rule of a layer, split along the sequence (StreamBP, arXiv 2506.03077, eq. 5).
 
 For a layer ``z_out = f_W(z_in)`` and chunks i = 1..D of the sequence,
 
     dL/dW = sum_i (d z_out(i) / dW)' dL/dz_out(i)
 
-The terms are independent but for one thing: chunk i reads what the chunks before it left, the keys and values it
-attends to or the state a recurrence carries on. So those are leaves of chunk i's graph, and the walk goes from the last
-chunk to the first: when chunk i's turn comes, every later chunk has already given its share of dK(i), dV(i) or of the
-state's gradient, and these go in beside dL/dz_out(i) as gradients of what chunk i itself left. Each chunk's graph is
-built, used once and freed. The result is the exact gradient.
+The terms are independent but for one thing: chunk i reads tensors that earlier chunks made, the keys and values it
+attends to or the state of a recurrence. So those are leaves of chunk i's graph, and the chunks are processed from the
+last to the first. When chunk i is processed, every later chunk has already added its share to dK(i), dV(i) or to the
+gradient of the state. These are gradients of outputs of chunk i, and enter its backward together with dL/dz_out(i).
+Each chunk's graph is built, used once and freed. The result is the exact gradient.
 
-An input or output either follows the sequence along a dimension and is cut, or is one for the whole sequence: an input
-that every chunk reads, whose gradient is the sum of theirs; an output that is itself a sum over chunks, whose gradient
-is the same for each of them.
+An input or output either follows the sequence along a dimension and is cut, or belongs to the whole sequence. Every
+chunk reads such an input, and its gradient is the sum over the chunks. Such an output is a sum over the chunks, and its
+gradient is the same for each of them.
 """
 
 from __future__ import annotations
@@ -34,17 +34,17 @@ Along = int | None
 
 
 class Boundary(Protocol):
-    """What a chunk shares with its neighbours."""
+    """The tensors that a chunk read of earlier chunks, and those that later chunks read of it."""
 
     @property
     def leaves(self) -> list[Tensor]:
-        """What it read of earlier chunks."""
+        """The tensors it read of earlier chunks."""
 
     def handed_on(self) -> Iterable[tuple[Tensor, Tensor]]:
-        """What later chunks read of it, each with its gradient."""
+        """Return the tensors that later chunks read of it, each with its gradient."""
 
     def hand_back(self, grads: Iterator[Tensor | None]) -> None:
-        """Take the gradients of ``leaves`` to the chunks that made them."""
+        """Add the gradients of ``leaves`` to those kept for the chunks that made them."""
 
 
 RunChunk = Callable[[slice, list[Tensor]], tuple[list[Tensor], Boundary]]
@@ -64,7 +64,7 @@ def streamed_vjp(
     widen: bool = True,
     into: Source | None = None,
 ) -> tuple[list[Tensor | None], list[Tensor | None]]:
-    """Vector-Jacobian product of a layer, one chunk at a time.
+    """Return the vector-Jacobian product of a layer, computed one chunk at a time.
 
     Equal to ``torch.autograd.grad(f(*inputs), [*inputs, *parameters], grad_outputs)``.
 
@@ -72,18 +72,18 @@ def streamed_vjp(
         run_chunk: The layer on one chunk.
         chunks: Positions, in order, covering the sequence.
         inputs: Tensor arguments of the layer, wherever they are; the first is ``z_in`` ``[B, T, C]``.
-        inputs_along: How each follows the sequence.
+        inputs_along: The dimension along which each follows the sequence, or None.
         parameters: The layer's trainable parameters.
         grad_outputs: dL/dz for each output z of the layer, the first ``[B, T, C]``; None where nothing used it.
-        outputs_along: How each output follows the sequence.
-        needs_grad: For each input, whether its gradient is wanted.
+        outputs_along: The dimension along which each output follows the sequence, or None.
+        needs_grad: For each input, True if its gradient is wanted.
         widen: Sum over chunks in fp32 where the tensors are narrower.
-        into: Where the gradient of the first input goes, chunk by chunk; it may be where that of the first output is
-            read from. None makes a tensor for it.
+        into: Memory for the gradient of the first input, written chunk by chunk. It may be that of the first output's
+            gradient. None makes a tensor for it.
 
     Returns:
-        Gradients of ``inputs`` and of ``parameters``, each once, None where there is none or where it went ``into``
-        something else than a tensor.
+        Gradients of ``inputs`` and of ``parameters``, each once; None where there is none, and for the first input
+        where ``into`` is not a tensor.
     """
     wholes: list[Source | None] = [
         torch.empty(x.shape, dtype=x.dtype, device=x.device) if needed and along is not None else None
@@ -132,12 +132,12 @@ def streamed_vjp(
 
 
 def cut(x: Tensor, along: Along, chunk: slice) -> Tensor:
-    """A chunk's part of a tensor, a view; the whole tensor if it does not follow the sequence."""
+    """Return a chunk's part of a tensor, as a view; the whole tensor if it does not follow the sequence."""
     return x if along is None else x.narrow(along, chunk.start, chunk.stop - chunk.start)
 
 
 def part(x: Source, along: Along, chunk: slice) -> Tensor:
-    """A chunk's part of a tensor, wherever it is."""
+    """Return a chunk's part of a tensor, which may be in memory or in a storage tier."""
     return x.cut(chunk) if isinstance(x, Stored) else cut(x, along, chunk)
 
 
@@ -172,5 +172,5 @@ class _Sum:
 
 
 def sum_dtype(dtype: torch.dtype, widen: bool) -> torch.dtype:
-    """Dtype in which gradients of ``dtype`` are summed."""
+    """Return the dtype in which gradients of ``dtype`` are summed."""
     return torch.promote_types(dtype, torch.float32) if widen else dtype

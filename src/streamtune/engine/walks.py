@@ -1,11 +1,11 @@
-"""One call of one decoder layer, and its walks over the chunks of its sequence.
+"""One call of one decoder layer, and its passes over the chunks of its sequence.
 
-forward   first to last, no graph: the outputs, and what the backward wants kept
+forward   first to last chunk, no graph: computes the outputs, and keeps the tensors that the backward needs
 again     the same with the same random numbers, only for the hidden states: the input of the next layer, where that
           was not stored
-project   first to last, until keys and values are made
+project   first to last chunk, stops in each as soon as keys and values are made
 replay    one chunk with its graph, for the backward, which goes from the last to the first
-whole     not a walk: the whole sequence with its graph, as autograd would do it
+whole     no pass over chunks: the whole sequence with its graph, as autograd would do it
 """
 
 from __future__ import annotations
@@ -38,12 +38,12 @@ __all__ = ["LayerStream", "is_placeholder", "placeholder"]
 
 
 class LayerStream:
-    """One call of one layer and all that its walks share.
+    """One call of one layer, and the state that its passes over the chunks share.
 
     Args:
         call: The call.
         owner: The layer's streamed forward.
-        maker: The call that made this one's hidden states, if they may be computed again from that.
+        maker: The call that computed this one's hidden states, if it may compute them again.
     """
 
     def __init__(self, call: LayerCall, owner: StreamedForward, maker: LayerStream | None = None) -> None:
@@ -67,7 +67,7 @@ class LayerStream:
         self.grad_z: Source | None = None
         """The gradient of this call's hidden states, where they left it."""
         self.dropped = False
-        """Whether states, keys or values that are to be kept for the backward are still to be computed again."""
+        """True while states, keys or values freed after the forward are still to be computed again for the backward."""
         self.filled: dict[Any, int] = {}
         self.autocast, self.modes = Autocast.now(self.device), Modes.now(call.layer)
         self.random: dict[int, RandomState] = {}
@@ -78,12 +78,12 @@ class LayerStream:
 
     @property
     def along(self) -> list[Along]:
-        """How the outputs of a chunk follow the sequence: the layer's own do, its router's sums do not."""
+        """The dimension along which each output follows the sequence; None for the sums of its router."""
         return [*self.outputs.along, *[None] * self.sums]
 
     @property
     def _keys_length(self) -> int:
-        """Tokens whose keys and values this rank keeps, those before the call among them."""
+        """Number of tokens whose keys and values this rank keeps, with those before the call."""
         strips = self.strips
         if strips is None:
             return self.call.keys(slice(0, self.length)).stop
@@ -91,11 +91,11 @@ class LayerStream:
 
     @property
     def repeatable(self) -> bool:
-        """Whether its hidden states can be computed again from its hidden states alone."""
+        """True if its output can be computed again from its input hidden states alone."""
         return len(self.call.inputs) == 1
 
     def run(self, chunk: slice, walk: Walk, x_i: list[Tensor]) -> tuple[list[Tensor], ChunkCache]:
-        """The layer on one chunk: its outputs ``z(i)``, the first ``[B, T_i, C]``, and the cache it saw."""
+        """Run the layer on one chunk; return its outputs ``z(i)``, the first ``[B, T_i, C]``, and the cache it used."""
         tell_chunk(self.call.layer, chunk, walk)
         turn = None if self.strips is None else Turn(self.strips, chunk)
         seen = self.call.keys(chunk) if turn is None else turn.keys
@@ -117,7 +117,10 @@ class LayerStream:
 
     @torch.no_grad()
     def forward(self, inputs: Sequence[Tensor], for_backward: bool = False) -> list[Tensor]:
-        """The outputs ``z``, the first ``[B, T, C]``, chunk by chunk, first to last; behind them, what is shared."""
+        """Compute the outputs ``z``, the first ``[B, T, C]``, chunk by chunk, first to last.
+
+        Behind them come the keys and values that the layer shares with others.
+        """
         z: list[Tensor] = []
         begin = RandomState.now(self.device) if self.rows else None
         if for_backward:
@@ -146,13 +149,13 @@ class LayerStream:
         return z + shared
 
     def _anew(self, inputs: Sequence[Tensor], for_backward: bool, begin: RandomState) -> list[Tensor]:
-        """The forward from its start, in chunks that end where packed rows do."""
+        """Run the forward again from its start, in chunks that end where packed rows do."""
         begin.restore()
         self._end_with_rows()
         return self.forward(inputs, for_backward)
 
     def _end_with_rows(self) -> None:
-        """From here on this layer's chunks end where packed rows do: nothing was kept yet."""
+        """Let this layer's chunks end where packed rows do, from now on; nothing was kept yet."""
         assert self.rows is not None
         self.owner.carries_states = True
         self.chunks = self.rows.chunks(self.schedule)
@@ -161,9 +164,9 @@ class LayerStream:
         self.filled = {}
 
     def whole(self, inputs: Sequence[Tensor]) -> list[Tensor] | None:
-        """The outputs of the layer as autograd would compute them, with all their activations; and what is shared.
+        """Compute the outputs with autograd's own graph and all activations, and the keys and values that are shared.
 
-        None of a layer whose states must not pass from one packed row to the next: it is streamed all the same.
+        Return None for a layer whose states must not pass from one packed row to the next: it is streamed all the same.
         """
         begin = RandomState.now(self.device) if self.rows else None
         if begin is None or not self.owner.carries_states:
@@ -175,7 +178,7 @@ class LayerStream:
         return z + [cache.own[2 * index + place] for index in self.filled.values() for place in (0, 1)]
 
     def restore(self, outputs: list[Tensor], sharing: Any) -> Any:
-        """The output in the form the layer gives it; what it shares goes where the next layers look for it."""
+        """Return the output in the form the layer gives it; put shared keys and values into ``sharing``."""
         own, count = len(self.outputs.along), len(self.along)
         if self.watch:
             self.watch.add(outputs[own:count])
@@ -189,7 +192,7 @@ class LayerStream:
         return self.owner.tiers.of(name, self.device)
 
     def _keep_input(self, hidden: Tensor) -> None:
-        """Decide where the input waits; chunks go there as they are worked on."""
+        """Choose where the input is kept for the backward; the forward stores each chunk there as it runs."""
         place, kept = self.owner.place, self.schedule.keep_attention
         if kept != "no":
             self.kept = KeptAttention(self._tier(kept))
@@ -206,7 +209,7 @@ class LayerStream:
         return Stored(self._tier(name), like, along)
 
     def _keep_rest(self, for_backward: bool, again: bool, shared: bool = False) -> None:
-        """Let go of keys, values and states that the backward does not want, or that will be computed again for it."""
+        """Free keys, values and states that the backward does not need, or that will be computed again for it."""
         self.dropped = for_backward and not again and not self.owner.place.ends and self.repeatable
         wanted = for_backward and not self.dropped
         if not (for_backward and shared) and not (wanted and self.schedule.keep_kv != "no"):
@@ -219,10 +222,10 @@ class LayerStream:
     # The backward.
 
     def source(self) -> Source:
-        """The layer's input. What was not stored is computed again, with that of all layers before it in the segment.
+        """Return the layer's input. If it was not stored, compute it and the inputs of the segment's layers before it.
 
         Raises:
-            ArgumentError: It was changed since the forward.
+            ArgumentError: The stored input was changed since the forward.
         """
         todo: list[LayerStream] = []
         stream = self
@@ -248,7 +251,7 @@ class LayerStream:
         return self.z_in
 
     def grad_out(self, incoming: Tensor | None) -> Source | None:
-        """The gradient of the hidden states: what autograd brings, and what the next layer left here."""
+        """Return the gradient of the hidden states: autograd's, plus the one that the next layer stored here."""
         left, self.grad_z = self.grad_z, None
         if left is None or incoming is None:
             return left if incoming is None else incoming
@@ -260,11 +263,13 @@ class LayerStream:
         return whole.add_(incoming)
 
     def room_for_grad(self, z: Source, grad_after: Source | None) -> Source:
-        """Where the next layer leaves the gradient of this call's hidden states ``z``: in the place of its own.
+        """Return the memory in which the next layer stores the gradient of this call's hidden states ``z``.
+
+        That is a tier if layer inputs are offloaded, else ``grad_after`` if its shape and dtype fit, else a new tensor.
 
         Args:
             z: The hidden states.
-            grad_after: The gradient of the next layer's output, if it may be written over.
+            grad_after: The gradient of the next layer's output, if it may be overwritten.
         """
         along = self.outputs.hidden_along
         assert along is not None
@@ -277,11 +282,12 @@ class LayerStream:
         return self.grad_z
 
     def prepare(self, inputs: Sequence[Source], again: bool = False) -> None:
-        """Make ready what the replay of any chunk reads of those before it.
+        """Provide the keys, values and states that the replay of any chunk reads of those before it.
 
         Args:
             inputs: The layer's inputs.
-            again: Another backward may come: layers that share these keys and values read them then as they are now.
+            again: Another backward may follow. Shared keys and values are then copied, so that this backward does not
+                overwrite those that other layers read in the next one.
         """
         tell_chunk(self.call.layer, slice(0, 0), "prepare")
         if self.dropped and (self.states.met or self.schedule.keep_kv != "no"):
@@ -296,7 +302,7 @@ class LayerStream:
 
     @torch.no_grad()
     def again(self, z_in: Source, into: Stored | None) -> None:
-        """The forward once more, from the same input with the same random numbers; its hidden states go ``into``."""
+        """Run the forward again with the same input and random numbers; store its hidden states in ``into``."""
         if isinstance(z_in, Stored):
             z_in.expect(self.chunks)
         along = self.call.inputs[self.call.hidden_name]
@@ -325,12 +331,12 @@ class LayerStream:
                     continue
 
     def replay(self, chunk: slice, x_i: list[Tensor]) -> tuple[list[Tensor], ChunkCache]:
-        """The layer on one chunk with gradients, drawing the forward's random numbers again."""
+        """Run the layer on one chunk with its graph, drawing the forward's random numbers again."""
         with self._as_before(chunk):
             return self.run(chunk, "replay", x_i)
 
     def _as_before(self, chunk: slice) -> ExitStack:
-        """The random numbers, autocast and modes of the forward."""
+        """Return a context with the random numbers, autocast and modes of the forward."""
         stack = ExitStack()
         stack.enter_context(self.random[chunk.start].replayed())
         stack.enter_context(self.autocast.again())
@@ -338,10 +344,10 @@ class LayerStream:
         return stack
 
     def release(self, again: bool = False) -> None:
-        """Free what the backward used.
+        """Free the tensors that the backward used.
 
         Args:
-            again: Another backward may come: keep what a forward leaves and cannot be computed again.
+            again: Another backward may follow: keep the input and the states, which it cannot compute again.
         """
         self.kv.forget()
         if again:
@@ -355,12 +361,12 @@ class LayerStream:
 
 
 def placeholder(like: Source) -> Tensor:
-    """Zeros without memory, in the form of a gradient that was left elsewhere."""
+    """Return zeros that take no memory, in place of a gradient that was stored elsewhere."""
     return _zero(like.dtype, like.device).expand(like.shape)
 
 
 def is_placeholder(grad: Tensor) -> bool:
-    """Whether a gradient is a :func:`placeholder`, and nothing was added to it."""
+    """Return True if a gradient is a :func:`placeholder` and nothing was added to it."""
     return grad.untyped_storage()._cdata == _zero(grad.dtype, grad.device).untyped_storage()._cdata
 
 
@@ -370,7 +376,7 @@ def _zero(dtype: torch.dtype, device: torch.device) -> Tensor:
 
 
 def _room(piece: Tensor, along: Along, length: int) -> Tensor:
-    """Room for an output of the whole sequence, given one chunk's; zeros for a sum."""
+    """Return memory for an output of the whole sequence, given one chunk's; zeros for a sum."""
     if along is None:
         return torch.zeros_like(piece)
     return piece.new_empty([length if dim == along else size for dim, size in enumerate(piece.shape)])

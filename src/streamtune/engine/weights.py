@@ -1,4 +1,4 @@
-"""The weights of a layer as its forward saw them: its backward computes the layer again, and must see the same."""
+"""The weights of a layer as its forward used them: the backward computes the layer again, and must use the same."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ class Weights:
 
     Args:
         layer: The layer.
-        held: Of each parameter and buffer by name: the tensor, how often it was changed in place, where its numbers
-            are, and whether it was trained. Empty where ranks share the weights, which are gathered anew for each call.
+        held: Name, tensor, version counter, address of its numbers and ``requires_grad`` of each parameter and buffer.
+            Empty where ranks share the weights, which are gathered anew for each call.
     """
 
     layer: nn.Module
@@ -30,7 +30,7 @@ class Weights:
 
     @classmethod
     def now(cls, layer: nn.Module) -> Weights:
-        """The weights at this moment."""
+        """Return the weights at this moment."""
         if any(map(is_sharded, layer.modules())):
             return cls(layer, ())
         held: list[tuple[str, Tensor, int, int, bool]]
@@ -42,11 +42,11 @@ class Weights:
         """Refuse, as autograd does, to compute with weights that are not those of the forward any more.
 
         Args:
-            between: What the change came between, for the message.
+            between: The two events between which the change came, for the message.
 
         Raises:
-            ArgumentError: One was changed in place, given other numbers (``.data``) or frozen.
-            FlatParametersError: It is no parameter of the layer any more.
+            ArgumentError: A weight was changed in place, given other numbers (``.data``) or frozen.
+            FlatParametersError: A weight is no parameter of the layer any more.
         """
         for name, parameter, version, place, trained in self.held:
             table, key = _owner(self.layer, name)
@@ -69,7 +69,7 @@ class Weights:
 
     @contextmanager
     def again(self) -> Iterator[None]:
-        """The same tensors in the layer inside: ``torch.func.functional_call`` has put its own back by now."""
+        """Put these tensors into the layer while inside: ``torch.func.functional_call`` has restored its own by now."""
         places = [(*_owner(self.layer, name), tensor) for name, tensor, *_ in self.held]
         swapped = [(table, key, tensor) for table, key, tensor in places if table[key] is not tensor]
         before = [table[key] for table, key, _ in swapped]
@@ -83,13 +83,13 @@ class Weights:
 
 
 def _place(parameter: Tensor) -> int:
-    """Return the address of a tensor's numbers; 0 for those that have none or change it: quantised, meta, gathered."""
+    """Return the address of a tensor's numbers; 0 if it has none or may change it: quantised, other types, ranks."""
     says = type(parameter) in (Tensor, nn.Parameter) and not (dist.is_available() and dist.is_initialized())
     return parameter.data_ptr() if says else 0
 
 
 def _owner(layer: nn.Module, name: str) -> tuple[dict[str, Tensor | None], str]:
-    """The table of parameters or buffers a name is in."""
+    """Return the module's table of parameters or of buffers that a name is in, and the name's key there."""
     path, _, key = name.rpartition(".")
     module = layer.get_submodule(path)
     return module._buffers if key in module._buffers else module._parameters, key  # type: ignore[return-value]

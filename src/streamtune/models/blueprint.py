@@ -32,13 +32,13 @@ def blueprint(
     trust_remote_code: bool = False,
     quantization: str | None = None,
 ) -> PreTrainedModel:
-    """A causal language model on ``meta``: parameters have shapes and dtypes and take no memory.
+    """Build a causal language model on ``meta``: parameters have shapes and dtypes and take no memory.
 
     Args:
         source: A hub name or folder, of which the configuration alone is read, or the keys of a configuration.
         vocab_size: Size of the vocabulary where ``source`` is keys and has none among them.
         dtype: Of the weights; ``auto`` is the checkpoint's own, and float32 for a configuration.
-        trust_remote_code: Whether code that comes with the checkpoint may run.
+        trust_remote_code: Allow code that comes with the checkpoint to run.
         quantization: ``nf4`` or ``int8`` of the frozen linear layers; None leaves them.
 
     Raises:
@@ -67,7 +67,7 @@ def blueprint(
 
 
 def read_plain_config(name_or_path: str, trust_remote_code: bool) -> Any:
-    """The configuration of a checkpoint.
+    """Read the configuration of a checkpoint.
 
     Raises:
         ArgumentError: There is no such checkpoint, or its weights are quantised already.

@@ -1,7 +1,7 @@
 """The safetensors of a model, read a few parameters at a time and converted as ``transformers`` converts them.
 
-Which tensor of the files belongs to which parameter, and what is done to it (experts are stacked, fused projections
-split), is what ``from_pretrained`` would do: its own renamings and converters are used.
+The mapping of tensors in the files to parameters, and their conversion (experts are stacked, fused projections split),
+are those of ``from_pretrained``: its own renamings and converters are used.
 """
 
 from __future__ import annotations
@@ -65,7 +65,7 @@ class CheckpointFiles:
         """Tensors in the files that the model has a use for."""
 
     def dtype(self) -> torch.dtype:
-        """The first dtype of numbers there is in the files: what ``dtype: auto`` means without a configured one."""
+        """Return the first floating dtype in the files: the meaning of ``dtype: auto`` if none is configured."""
         for key, path in self._files.items():
             with safe_open(path, framework="pt") as file:
                 found: torch.dtype = file.get_slice(key)[:0].dtype
@@ -74,10 +74,10 @@ class CheckpointFiles:
         return torch.float32
 
     def prepare(self, model: PreTrainedModel) -> None:
-        """Find out what gives which parameter of ``model``; nothing is read.
+        """Find the tensors and the conversion that give each parameter of ``model``; no values are read.
 
         Raises:
-            ArgumentError: The files lack some, or have some of another size or of more layers.
+            ArgumentError: The files lack parameters, or have some of another size or of more layers.
         """
         self._model = model
         state = model.state_dict(keep_vars=True)
@@ -119,7 +119,7 @@ class CheckpointFiles:
             raise size_error(self.name, self._model.config, name, found, tuple(wanted.shape))
 
     def _link(self, state: Mapping[str, Tensor]) -> None:
-        """Which conversion gives which parameter."""
+        """Record the conversion that gives each parameter; refuse files that lack some."""
         for start, load in self._loads.items():
             names = [start]
             if isinstance(load, WeightConverter) and len(load.target_patterns) > 1:
@@ -142,11 +142,11 @@ class CheckpointFiles:
             )
 
     def gives(self, name: str) -> bool:
-        """Whether a parameter or buffer is in the files."""
+        """Return True if a parameter or buffer is in the files."""
         return self._aliases.get(name, name) in self._gives
 
     def read(self, names: Iterable[str]) -> dict[str, Tensor]:
-        """Parameters and buffers by name, on the CPU, in the model's dtypes. Each is read once.
+        """Read parameters and buffers by name, on the CPU, in the model's dtypes. Each can be read once.
 
         Raises:
             ArgumentError: The files cannot be read.
@@ -170,7 +170,7 @@ class CheckpointFiles:
         return {name: found[name].contiguous() for name in wanted}
 
     def _tensor(self, key: str, dtype: torch.dtype) -> Tensor:
-        """A copy: a page of the file starts where the file has it, and kernels may round differently for that."""
+        """Return a copy of a tensor: kernels may round differently for the alignment that it has in the file."""
         with safe_open(self._files[key], framework="pt") as file:
             values: Tensor = file.get_tensor(key)
             if not is_finite(values):
@@ -179,7 +179,7 @@ class CheckpointFiles:
 
 
 def _may_lack(model: Any) -> Callable[[str], bool]:
-    """Whether a name may be missing from the files, by the model's own rules."""
+    """Return a function that is True for names which, by the model's own rules, may be missing from the files."""
     patterns = model._keys_to_ignore_on_load_missing or []
     if not patterns:
         return lambda name: False
@@ -188,7 +188,7 @@ def _may_lack(model: Any) -> Callable[[str], bool]:
 
 
 def _dtypes(model: PreTrainedModel, state: Mapping[str, Tensor]) -> dict[str, torch.dtype]:
-    """The dtype of each: some models keep a few in float32."""
+    """Return the dtype of each parameter and buffer: some models keep a few in float32."""
     plan = model._get_dtype_plan(model.dtype)
     found = {name: value.dtype for name, value in state.items()}
     if plan:
@@ -200,7 +200,7 @@ def _dtypes(model: PreTrainedModel, state: Mapping[str, Tensor]) -> dict[str, to
 
 
 def _find(name_or_path: str) -> dict[str, Path]:
-    """Tensor -> file."""
+    """Return the file of each tensor."""
     options: dict[str, Any] = {"_raise_exceptions_for_missing_entries": False}
     try:
         index = cached_file(name_or_path, SAFE_WEIGHTS_INDEX_NAME, **options)

@@ -1,7 +1,7 @@
 """Numbers in a model's configuration that no model can have, found before one is made.
 
 Transformers builds a model of them all the same: one of width 0 trains to its end and learns nothing, a dropout of
-1.5 is never applied, and the rest fails later with a word about tensors.
+1.5 is never applied, and the rest fails later with an error about tensors.
 """
 
 from __future__ import annotations
@@ -38,11 +38,11 @@ def check_config(config: Any, given: Mapping[str, Any], where: Where) -> None:
 
     Args:
         config: A configuration of transformers; of a model with several parts the one of the text is checked.
-        given: The keys as the user or the file has them: what is not among them was derived or is a default.
-        where: Says where a key is written.
+        given: The keys as the user or the file has them; other keys of ``config`` were derived or are defaults.
+        where: Returns the place at which a key is written.
 
     Raises:
-        ArgumentError: With the first key that is wrong, and its place.
+        ArgumentError: A key is wrong; the message names the first such key and its place.
     """
     text = config.get_text_config(decoder=True)
     names: Mapping[str, str] = getattr(text, "attribute_map", None) or {}
@@ -77,10 +77,10 @@ def check_count(given: Mapping[str, Any], where: Where) -> None:
 
     Args:
         given: The keys as the user or the file has them.
-        where: Says where a key is written.
+        where: Returns the place at which a key is written.
 
     Raises:
-        ArgumentError: With its place.
+        ArgumentError: The number is too large; the message names its place.
     """
     text = given.get("text_config")
     for keys in (given, text if isinstance(text, Mapping) else {}):
@@ -97,7 +97,7 @@ def check_count(given: Mapping[str, Any], where: Where) -> None:
 def _check_heads(
     text: Any, given: Mapping[str, Any], names: Mapping[str, str], refuse: Callable[[str, str, str], ArgumentError]
 ) -> None:
-    """Refuse heads that cannot be shared out: keys over queries, the width over heads."""
+    """Refuse key heads that do not divide the query heads, and query heads that do not divide the hidden size."""
     heads, shared, width = (_count(text, key) for key in ("num_attention_heads", "num_key_value_heads", "hidden_size"))
     if heads and shared and heads % shared:
         raise refuse("num_key_value_heads", f"does not divide the {heads} attention heads",
@@ -125,7 +125,7 @@ def _count(text: Any, key: str) -> int | None:
 
 
 def _numbers(text: Any) -> Iterable[tuple[str, float]]:
-    """Each number of the configuration, by key."""
+    """Yield each number of the configuration with its key."""
     for key, value in vars(text).items():
         if isinstance(value, int | float) and not isinstance(value, bool):
             yield key, value if isinstance(value, float) or abs(value) < 2**63 else math.inf
@@ -137,15 +137,15 @@ def _show(value: Any) -> str:
 
 
 def place_in_init(key: str) -> str:
-    """The place of a key in a recipe's own configuration."""
+    """Return the place of a key in a recipe's own configuration."""
     return f"model.init.{key}"
 
 
 def key_place(name_or_path: str) -> tuple[dict[str, Any], Where]:
-    """The keys of a folder's ``config.json``, and a function that says on which line each is.
+    """Return the keys of a folder's ``config.json``, and a function that gives file and line of each.
 
     Args:
-        name_or_path: A folder; of a model on a hub the keys are empty and each place is its name.
+        name_or_path: A folder. For a model on a hub the keys are empty and each place is ``model_name_or_path``.
     """
     path = Path(name_or_path).expanduser() / "config.json"
     try:
@@ -166,7 +166,7 @@ def key_place(name_or_path: str) -> tuple[dict[str, Any], Where]:
 
 
 def keys_of_size(config: Any, size: int) -> list[str]:
-    """Keys of a configuration that have this value, among those that sizes of weights come from."""
+    """Return the keys of a configuration that have this value, among those that determine sizes of weights."""
     text = config.get_text_config(decoder=True)
     names: Mapping[str, str] = getattr(text, "attribute_map", None) or {}
     return [names.get(key, key) for key in SIZES if _count(text, key) == size]

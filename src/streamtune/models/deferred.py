@@ -1,9 +1,9 @@
-"""A model whose weights come later, a layer at a time: what ranks that share the weights start from.
+"""A model whose weights are provided later, one module at a time, so that ranks can share them without a whole copy.
 
 The model is made with its parameters on ``meta`` (buffers are real). Its weights are in a :class:`Deferred`:
 those of a checkpoint, read from its safetensors and converted as ``transformers`` converts them, or those the plain
-model would have been given at random. Whoever shares the weights asks for those of one module, hands them out, and asks
-for the next: nobody holds the whole model.
+model would have drawn at random. The code that shards the weights reads those of one module, distributes them, and goes
+on to the next module: no rank holds the whole model.
 
     model = defer_load("Qwen/Qwen3-8B", dtype="bfloat16")
     deferred_of(model).read(["model.layers.0.mlp.up_proj.weight", ...])     # name -> tensor on the CPU
@@ -37,10 +37,10 @@ ATTRIBUTE = "_streamtune_deferred"
 
 
 class Source(Protocol):
-    """Where weights come from."""
+    """A source of weights by name."""
 
     def read(self, names: Iterable[str]) -> dict[str, Tensor]:
-        """The tensors of these parameters and buffers, on the CPU. Those that are not asked for again are let go."""
+        """Return the tensors of these parameters and buffers, on the CPU. A source may free its own copy afterwards."""
         ...
 
 
@@ -49,9 +49,9 @@ class Deferred:
 
     Args:
         model: Without adapters; they may be put into it afterwards.
-        open_source: Makes the source; called where it is first read from, which is on one rank.
-        dtypes: Of those that come in another dtype than the model was made in.
-        note: What to know of how they come, or None.
+        open_source: Makes the source; called at the first read, which happens on one rank only.
+        dtypes: Dtypes of parameters that come in another one than the model was made in.
+        note: A remark for the user on how the weights are made, or None.
     """
 
     def __init__(
@@ -80,23 +80,23 @@ class Deferred:
         setattr(model, ATTRIBUTE, self)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> None:
-        """A copy of the model is a shape, and has no weights to come."""
+        """Return None: a copy of the model keeps its parameters on ``meta`` and has no deferred weights."""
         return
 
     def names_in(self, module: nn.Module, recurse: bool = True) -> list[str]:
-        """The parameters of a module (and of those below it) whose weights came, or are to come, from here."""
+        """Return the parameters of a module (and of those below it) whose weights came, or are to come, from here."""
         below = {id(each) for each in (module.modules() if recurse else (module,))}
         return [name for name, places in self._places.items() if any(id(owner) in below for owner, _ in places)]
 
     def awaits(self, name: str) -> bool:
-        """Whether it is still to come: what is used in several places comes once."""
+        """Return True if a parameter has no values yet. One that is used in several places gets them once."""
         return name in self._awaited
 
     def read(self, names: Iterable[str]) -> dict[str, Tensor]:
-        """Their values, on the CPU.
+        """Read the values of parameters, on the CPU.
 
         Raises:
-            ArgumentError: The checkpoint lacks some.
+            ArgumentError: The checkpoint cannot be read.
         """
         if self._source is None:
             assert self._open is not None
@@ -104,27 +104,27 @@ class Deferred:
         return self._source.read(names)
 
     def place(self, name: str, values: Tensor) -> None:
-        """Put the values of a parameter where it is used, which may be several places."""
+        """Put the values of a parameter into every module that uses it."""
         old = self.shape(name)
         assert old.shape == values.shape, name
         self._put(name, nn.Parameter(values, requires_grad=old.requires_grad))
         self._awaited.remove(name)
 
     def shape(self, name: str) -> nn.Parameter:
-        """The parameter on ``meta``."""
+        """Return the parameter that the model has now: on ``meta`` until its values are placed."""
         owner, key = self._places[name][0]
         found = owner._parameters[key]
         assert found is not None
         return found
 
     def close(self) -> None:
-        """All are placed."""
+        """Check that all parameters have their values, and drop the source."""
         assert not self._awaited, f"{len(self._awaited)} parameters never came, such as {next(iter(self._awaited))}"
         self._source = self._open = None
 
     @contextmanager
     def phantom(self) -> Iterator[None]:
-        """Within, parameters are on the CPU and take no memory: what is made like them is made for real."""
+        """Replace the parameters, while inside, by ones on the CPU without memory: tensors made like them are real."""
         real = {name: self.shape(name) for name in self._places}
         for name, parameter in real.items():
             stand_in = torch.zeros(1, dtype=parameter.dtype).expand(parameter.shape)
@@ -142,7 +142,7 @@ class Deferred:
 
 
 def deferred_of(model: Any) -> Deferred | None:
-    """The weights that are still to come into ``model``; None where it has them."""
+    """Return the deferred weights of ``model``; None if it has all its values."""
     base = model.get_base_model() if hasattr(model, "get_base_model") else model
     found: Deferred | None = getattr(base, ATTRIBUTE, None)
     return found if found is not None and found._awaited else None
@@ -150,7 +150,7 @@ def deferred_of(model: Any) -> Deferred | None:
 
 @contextmanager
 def phantom_weights(model: PreTrainedModel) -> Iterator[None]:
-    """Within, weights that are to come take no memory and are on the CPU: adapters are made for real."""
+    """Replace deferred weights, while inside, by ones on the CPU that take no memory: adapters are made for real."""
     found = deferred_of(model)
     if found is None:
         yield
@@ -160,12 +160,12 @@ def phantom_weights(model: PreTrainedModel) -> Iterator[None]:
 
 
 def defer_load(name_or_path: str, *, dtype: str = "auto", trust_remote_code: bool = False) -> PreTrainedModel:
-    """What ``load_model`` loads, without its weights.
+    """Make the model that ``load_model`` loads, with its weights deferred.
 
     Args:
         name_or_path: A folder with ``config.json`` and safetensors, or a name on the model hub.
         dtype: ``auto`` (the checkpoint's own), ``float32``, ``bfloat16`` or ``float16``.
-        trust_remote_code: Whether code that comes with the checkpoint may run.
+        trust_remote_code: Allow code that comes with the checkpoint to run.
 
     Raises:
         ArgumentError: There is no such checkpoint.
@@ -203,7 +203,7 @@ def defer_init(
     seed: int,
     draw: bool,
 ) -> PreTrainedModel:
-    """What ``init_model`` makes, without its weights; they will be the same, bit for bit.
+    """Make the model that ``init_model`` makes, with its weights deferred; they will be the same, bit for bit.
 
     Args:
         config: See ``init_model``.
@@ -211,7 +211,7 @@ def defer_init(
         token_ids: See there.
         dtype: See there.
         seed: See there.
-        draw: Whether this is the rank that the weights are asked of.
+        draw: True on the rank that reads the weights.
 
     Raises:
         ArgumentError: See there.
@@ -240,7 +240,7 @@ def defer_init(
 
 
 class _Replayed:
-    """Random weights, drawn when they are asked for."""
+    """Random weights, drawn when they are read."""
 
     def __init__(self, model: PreTrainedModel, recorded: RecordedInit) -> None:
         self._recorded = recorded
@@ -253,7 +253,7 @@ class _Replayed:
 
 
 class _Whole:
-    """A model that could not be made in any other way."""
+    """The weights of a model that was made as a whole, because its initialisation could not be recorded."""
 
     def __init__(self, model: PreTrainedModel) -> None:
         self._left = {name: parameter.detach() for name, parameter in model.named_parameters()}

@@ -20,7 +20,7 @@ __all__ = ["SavedTokenizer", "copy_weights", "save_pretrained"]
 class SavedTokenizer:
     """The files of a tokenizer, made once: it does not change while a model is trained, and large ones take a second.
 
-    Writing them needs the tokenizer no more, which is not for two threads at a time.
+    Once made, they are written without the tokenizer, which two threads may not use at the same time.
     """
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase) -> None:
@@ -28,7 +28,7 @@ class SavedTokenizer:
         self._files: Mapping[Path, bytes] | None = None
 
     def read(self) -> Mapping[Path, bytes]:
-        """The files, by their path in the model's folder."""
+        """Return the contents of the files, by their path in the model's folder."""
         if self._files is None:
             with TemporaryDirectory() as name:
                 folder = Path(name)
@@ -45,9 +45,9 @@ class SavedTokenizer:
 
 
 def copy_weights(model: nn.Module) -> dict[str, Any]:
-    """The state of ``model`` as it is now: what training changes is copied to the host, frozen weights are not.
+    """Copy the state of ``model`` to the host as it is now, except frozen weights, which are returned uncopied.
 
-    A weight that is shared is copied once, and is shared in the copy.
+    A shared weight is copied once, and is shared in the copy.
     """
     copies: dict[int, torch.Tensor] = {}
 
@@ -78,8 +78,8 @@ def save_pretrained(
     Args:
         model: The model.
         tokenizer: Its tokenizer.
-        folder: Where to.
-        weights: From :func:`copy_weights`, used up here; None writes the weights the model has now.
+        folder: The folder to write.
+        weights: From :func:`copy_weights`, not to be used afterwards; None writes the weights the model has now.
     """
     model.save_pretrained(folder, **({} if weights is None else {"state_dict": weights}))
     tokenizer.save_pretrained(folder)

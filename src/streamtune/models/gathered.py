@@ -1,8 +1,8 @@
 """Write a model of which no rank has more than a part: one parameter after another, in files of bounded size.
 
-Ranks go through the parameters together; each is whole on rank 0 for its turn, and rank 0 writes it. What is written
-is what ``save_pretrained`` writes: the same names (experts unstacked, fused projections split as the checkpoint had
-them), tied weights once, adapters in peft's format.
+Ranks go through the parameters together; each parameter is gathered on rank 0, which writes it, before the next one.
+The files are those of ``save_pretrained``: the same names (experts unstacked, fused projections split as the checkpoint
+had them), tied weights once, adapters in peft's format.
 """
 
 from __future__ import annotations
@@ -25,17 +25,17 @@ from streamtune.models.export import SavedTokenizer
 __all__ = ["copy_gathered", "save_copied", "save_gathered"]
 
 SHARD_BYTES = 2 << 30
-"""What rank 0 collects before it writes a file."""
+"""Most bytes that rank 0 collects before it writes a file."""
 
 Weights = Callable[[Collection[str] | None], Iterator[tuple[str, Tensor | None]]]
 """Goes through some parameters, or all: their names, and on rank 0 their values."""
 
 
 def copy_gathered(model: Any, weights: Weights, *, is_main: bool) -> dict[str, Tensor]:
-    """What is saved of ``model`` as it is now, copied to the host of rank 0. Called by all ranks.
+    """Copy the tensors that a save of ``model`` writes to the host of rank 0. Called by all ranks.
 
-    Asked while ranks wait for each other, as :func:`save_gathered` is: a model in parts is not to be looked at by a
-    thread beside the one that trains it.
+    Called from the training thread, as :func:`save_gathered` is: all ranks take part, and no second thread may gather
+    parameters while the model trains.
     """
     with _passing(weights(_saved_names(model))) as found:
         saved = _with_buffers(model, found) if is_main else ()
@@ -50,7 +50,7 @@ def save_copied(
     *,
     shard_bytes: int = SHARD_BYTES,
 ) -> None:
-    """Write what :func:`copy_gathered` returned, and tokenizer, into ``folder``. Rank 0 calls it, from any thread."""
+    """Write the result of :func:`copy_gathered`, and tokenizer, into ``folder``. Rank 0 calls it, from any thread."""
     _write(model, tokenizer, folder, iter(copies.items()), shard_bytes)
 
 
@@ -70,10 +70,10 @@ def save_gathered(
     Args:
         model: With or without adapters.
         tokenizer: Its tokenizer.
-        folder: Where to.
+        folder: The folder to write.
         weights: See :data:`Weights`.
-        is_main: Whether this is rank 0.
-        shard_bytes: Of a file.
+        is_main: True on rank 0.
+        shard_bytes: Most bytes of a file; a single larger tensor is a file of its own.
     """
     with _passing(weights(_saved_names(model))) as found:
         if is_main:
@@ -84,7 +84,7 @@ def save_gathered(
 def _passing(
     found: Iterator[tuple[str, Tensor | None]],
 ) -> Iterator[Iterator[tuple[str, Tensor | None]]]:
-    """All ranks go through ``found`` to its end, whatever happens to one of its parameters on rank 0."""
+    """Exhaust ``found`` on exit, also after an error on rank 0: the other ranks wait for it at every parameter."""
     try:
         yield found
     finally:
@@ -99,7 +99,7 @@ def _write(
     saved: Iterator[tuple[str, Tensor]],
     shard_bytes: int,
 ) -> None:
-    """The folder, of what is saved."""
+    """Write weights, configuration and tokenizer into ``folder``."""
     folder.mkdir(parents=True, exist_ok=True)
     if hasattr(model, "peft_config"):
         model.save_pretrained(folder, state_dict={name: x.contiguous() for name, x in saved})
@@ -110,7 +110,7 @@ def _write(
 
 
 def _saved_names(model: Any) -> Collection[str] | None:
-    """The adapters, or all."""
+    """Return the names of trained parameters in a model with adapters; None, which stands for all, in any other."""
     adapters = hasattr(model, "peft_config")
     return {name for name, x in model.named_parameters() if x.requires_grad} if adapters else None
 
@@ -122,7 +122,7 @@ def _whole(found: Iterator[tuple[str, Tensor | None]]) -> Iterator[tuple[str, Te
 
 
 def _write_shards(model: Any, saved: Iterator[tuple[str, Tensor]], folder: Path, shard_bytes: int) -> None:
-    """The files, and what is where if there are several."""
+    """Write the weights in safetensors, with an index if there are several files."""
     held: dict[str, Tensor] = {}
     written: list[list[str]] = []
     total = 0
@@ -153,7 +153,10 @@ def _write_shards(model: Any, saved: Iterator[tuple[str, Tensor]], folder: Path,
 
 
 def _with_buffers(model: Any, found: Iterator[tuple[str, Tensor | None]]) -> Iterator[tuple[str, Tensor]]:
-    """The buffers that are saved come with the parameters of their layer, or at the end; not with adapters."""
+    """Yield the parameters and the buffers that are saved: buffers before their layer's parameters, or at the end.
+
+    Of a model with adapters no buffers are saved.
+    """
     if hasattr(model, "peft_config"):
         yield from _whole(found)
         return
@@ -171,7 +174,7 @@ def _with_buffers(model: Any, found: Iterator[tuple[str, Tensor | None]]) -> Ite
 
 
 def _layers(found: Iterable[tuple[str, Tensor]]) -> Iterator[dict[str, Tensor]]:
-    """What is converted together: all of a layer, and each of the others by itself."""
+    """Yield groups of tensors to convert together: all of a layer, and each of the others by itself."""
     held: dict[str, Tensor] = {}
     layer = ""
     for name, values in found:
@@ -185,13 +188,13 @@ def _layers(found: Iterable[tuple[str, Tensor]]) -> Iterator[dict[str, Tensor]]:
 
 
 def _layer(name: str) -> str:
-    """``model.layers.3`` of all that is below it, and else the name itself."""
+    """Return the prefix ``model.layers.3`` for any name below it; the name itself if no number is in it."""
     match = re.match(r"^(?:.*?\.)?\d+(?=\.)", name)
     return match[0] if match else name
 
 
 def _as_saved(model: Any, group: dict[str, Tensor]) -> dict[str, Tensor]:
-    """Names and shapes as ``save_pretrained`` gives them; of tied weights, the one that is kept."""
+    """Return tensors with names and shapes as ``save_pretrained`` writes them; of tied weights, only one."""
     tied = getattr(model, "all_tied_weights_keys", None) or {}
     ignored = set(model._keys_to_ignore_on_save or ())
     kept = {tied.get(name, name): values for name, values in group.items() if name not in ignored}
@@ -200,7 +203,7 @@ def _as_saved(model: Any, group: dict[str, Tensor]) -> dict[str, Tensor]:
 
 
 def _write_configuration(model: Any, folder: Path) -> None:
-    """What ``save_pretrained`` writes beside the weights."""
+    """Write the files of ``save_pretrained`` other than the weights."""
     written = {path.name for path in folder.iterdir()}
     model.save_pretrained(folder / "configuration", state_dict={})
     for path in (folder / "configuration").iterdir():

@@ -41,7 +41,7 @@ DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch
 
 @dataclass(frozen=True)
 class ParameterCount:
-    """How many parameters a model has, shared ones counted once."""
+    """The number of parameters of a model, shared ones counted once."""
 
     total: int
     trainable: int
@@ -54,16 +54,16 @@ def count_parameters(model: torch.nn.Module) -> ParameterCount:
 
 
 def count_weights(parameter: torch.Tensor) -> int:
-    """How many there are in a parameter, whichever part of it this rank holds."""
+    """Return the number of weights in a parameter, of which this rank may hold only a part."""
     shared: int | None = getattr(parameter, "ds_numel", None)  # ZeRO-3 leaves it empty
     return logical_size(parameter) if shared is None else shared
 
 
 def check_positions(model: Any, longest: int) -> str | None:
-    """What to know before rows of ``longest`` tokens go through ``model``, or None.
+    """Return a warning if rows of ``longest`` tokens exceed the positions that ``model`` was made for, else None.
 
-    Rotary and other computed positions go on past ``max_position_embeddings``, without the model having seen them; a
-    learnt table ends there.
+    Rotary and other computed positions go on past ``max_position_embeddings``, though the model was not trained on
+    them; a learnt table ends there.
 
     Raises:
         ArgumentError: The table of positions is shorter than the longest row.
@@ -87,10 +87,10 @@ def check_positions(model: Any, longest: int) -> str | None:
 
 
 def left_out(model: Any) -> str | None:
-    """What to know of a model loaded from a checkpoint with layers that ``transformers`` does not load, or None.
+    """Return a warning if the checkpoint of ``model`` has layers that ``transformers`` does not load, else None.
 
-    They predict several tokens ahead. ``transformers`` reads them to draft tokens when it generates, as a model of
-    their own that has no loss, and its causal language models pass over their weights in silence.
+    These layers predict several tokens ahead. ``transformers`` loads them as a separate model without a loss, to draft
+    tokens in generation. Its causal language models ignore their weights without a warning.
     """
     config = model.config.get_text_config(decoder=True)
     counts = {name: getattr(config, name, None) for name in DRAFT_LAYERS}
@@ -119,9 +119,9 @@ def load_model(
         name_or_path: A folder with ``config.json`` and safetensors, or a name on the model hub.
         dtype: ``auto`` (the checkpoint's own), ``float32``, ``bfloat16`` or ``float16``.
         device: Where the weights go.
-        trust_remote_code: Whether code that comes with the checkpoint may run.
+        trust_remote_code: Allow code that comes with the checkpoint to run.
         quantization: ``nf4`` or ``int8`` of the frozen linear layers, see ``models.quantize``; None leaves them.
-        allow_pickle: Whether weights may be a pickle, of which tensors are read and nothing else.
+        allow_pickle: Allow weights in a pickle, of which tensors are read and nothing else.
 
     Raises:
         ArgumentError: There is no such checkpoint, it is not safe to read (``models.safety``), it lacks
@@ -155,10 +155,10 @@ def load_model(
 
 
 def read_config(name_or_path: str, trust_remote_code: bool) -> Any:
-    """The configuration of a checkpoint, without kernels of a hub; None for adapters, which have none.
+    """Read the configuration of a checkpoint, without kernels of a hub; return None for adapters, which have none.
 
     Raises:
-        ArgumentError: There is none, it is not one, or no model can have its numbers.
+        ArgumentError: There is no configuration, it is not valid, or no model can have its numbers.
     """
     folder = Path(name_or_path)
     if (folder / "adapter_config.json").is_file() and not (folder / "config.json").is_file():
@@ -174,10 +174,10 @@ def read_config(name_or_path: str, trust_remote_code: bool) -> Any:
 
 
 def _own_weights(model: PreTrainedModel) -> PreTrainedModel:
-    """Copy weights that still are pages of the file they were read from.
+    """Copy weights that are still memory-mapped pages of the file they were read from.
 
-    Such pages start where the file has them. Kernels of the CPU may round differently for another alignment, and a
-    resumed run is to give the very losses of one never interrupted.
+    Such pages have the alignment of the file. Kernels of the CPU may round differently for another alignment, and a
+    resumed run must give exactly the losses of one that was never interrupted.
     """
     with torch.no_grad():
         for parameter in model.parameters():
@@ -284,7 +284,7 @@ def first_words(error: BaseException) -> str:
 
 
 def build_config(keys: Mapping[str, Any]) -> PreTrainedConfig:
-    """Turn plain keys into a transformers configuration; the library itself keeps unknown keys in silence.
+    """Turn plain keys into a transformers configuration; refuse unknown keys, which the library itself would keep.
 
     Raises:
         ArgumentError: An unknown model type or key, or a value its class does not take.
@@ -325,10 +325,10 @@ def build_config(keys: Mapping[str, Any]) -> PreTrainedConfig:
 
 
 def check_exists(name_or_path: str) -> None:
-    """Refuse what is spelled like a local path and is not there, before a hub is asked for it.
+    """Refuse a name that is spelled like a local path and does not exist, before a hub is asked for it.
 
     Raises:
-        ArgumentError: With the nearest folder that exists.
+        ArgumentError: There is no such folder, or it is that of a run; the message names one to use if there is one.
     """
     path = Path(name_or_path).expanduser()
     try:
@@ -351,10 +351,10 @@ def check_exists(name_or_path: str) -> None:
 
 
 def _check_no_run(path: Path) -> None:
-    """Refuse the directory of a run, or of a checkpoint, in place of the model in it.
+    """Refuse the directory of a run, or of a run's checkpoint, given in place of the model in it.
 
     Raises:
-        ArgumentError: With the folder that holds the model.
+        ArgumentError: ``path`` is such a directory; the message names the folder that holds the model.
     """
     if (path / "config.json").is_file() or (path / "adapter_config.json").is_file():
         return
@@ -371,7 +371,7 @@ def _check_no_run(path: Path) -> None:
 
 
 def loading_error(kind: str, name_or_path: str, error: Exception) -> ArgumentError:
-    """Say in one sentence what a loader of transformers says in a page."""
+    """Return an error that gives the cause of a loader's failure in one sentence, and what to do about it."""
     first_line, where = first_words(error), "model_name_or_path"
     mend = "check the name or folder; a gated model needs `hf auth login`; offline, give a local folder"
     if isinstance(error, UnpicklingError):  # torch's words advise to run it
@@ -398,7 +398,7 @@ def loading_error(kind: str, name_or_path: str, error: Exception) -> ArgumentErr
 
 
 def _lacks_weights(error: Exception, name_or_path: str) -> bool:
-    """Return whether a loader found no safetensors in a folder that has no pickle either."""
+    """Return True if a loader found no safetensors in a folder that has no pickle either."""
     folder = Path(name_or_path).expanduser()
     return "safetensors" in str(error) and isinstance(error, OSError) and folder.is_dir() and not pickles_in(folder)
 

@@ -4,13 +4,13 @@
     nf4   bitsandbytes: 4 bits to a weight in blocks of 64, the blocks' scales in 8 bits ("double quantisation").
           CUDA, and the CPU through the same package.
 
-What is quantised is the weight of every ``nn.Linear`` but the head, as in the paper. Embedding, norms, biases and
+The weight of every ``nn.Linear`` but the head is quantised, as in the paper. Embedding, norms, biases and
 experts kept as one 3-D tensor stay as they are. One layer after the other goes to the device and is quantised there, so
 the device never holds the unquantised model. Forward and backward compute in the dtype of the activations, with the
 weights written out anew in each call: a product with the rounded weights, the same for a chunk as for the sequence.
 
 peft's ``prepare_model_for_kbit_training`` is not used. It turns on gradient checkpointing, which streaming replaces,
-and casts the rest of a bitsandbytes base to fp32: twice the bytes for embedding and head, norms that hand fp32 to
+and casts the rest of a bitsandbytes base to fp32: twice the bytes for embedding and head, norms that give fp32 to
 layers made for bf16, and adapters trained on another model than the one they are used with. The adapters themselves are
 fp32, also on bf16 weights (peft's default).
 
@@ -35,15 +35,15 @@ if TYPE_CHECKING:
 __all__ = ["choose_quantization", "logical_size", "quantization", "quantize"]
 
 PACKAGES = {"int8": "torchao", "nf4": "bitsandbytes"}
-"""What each kind needs; the extra ``streamtune[quant]`` installs both."""
+"""The package that each kind needs; the extra ``streamtune[quant]`` installs both."""
 
 
 def choose_quantization(kind: str, device: torch.device) -> str:
-    """The kind that will be used: ``nf4`` or ``int8``.
+    """Return the kind that will be used: ``nf4`` or ``int8``.
 
     Args:
         kind: ``nf4``, ``int8``, or ``auto``: nf4 on an accelerator, int8 on the CPU.
-        device: Where the model will be.
+        device: The device of the model.
 
     Raises:
         ArgumentError: The package it needs is not installed.
@@ -67,7 +67,7 @@ def quantize(model: PreTrainedModel, kind: str, device: torch.device) -> None:
     Args:
         model: A model whose weights are loaded, on the CPU.
         kind: ``nf4`` or ``int8``.
-        device: Where the quantised weights go.
+        device: The device of the quantised weights.
 
     Raises:
         ArgumentError: The model has no linear layers, or came in another quantisation.
@@ -89,7 +89,7 @@ def quantize(model: PreTrainedModel, kind: str, device: torch.device) -> None:
 
 
 def quantization(model: nn.Module) -> str | None:
-    """How a model's linear layers are quantised: ``int8``, ``nf4``, the library's name for another way, or None."""
+    """Return the quantisation of a model: ``int8``, ``nf4``, the library's name for another kind, or None."""
     for module in model.modules():
         weight: Any = getattr(module, "weight", None)
         if type(weight).__name__ == "Params4bit":
@@ -101,7 +101,7 @@ def quantization(model: nn.Module) -> str | None:
 
 
 def logical_size(parameter: torch.Tensor) -> int:
-    """Weights a parameter stands for: bitsandbytes packs two in a byte, ZeRO-3 leaves a rank a part."""
+    """Return the number of weights in a parameter: bitsandbytes packs two in a byte, ZeRO-3 leaves a rank a part."""
     state = getattr(parameter, "quant_state", None)
     whole: int = getattr(parameter, "ds_numel", parameter.numel())
     return whole if state is None else state.shape.numel()
@@ -120,7 +120,7 @@ def _convert(model: PreTrainedModel, kind: str, device: torch.device) -> None:
 
 
 def _linears(model: PreTrainedModel) -> Iterator[tuple[str, nn.Linear]]:
-    """Every ``nn.Linear`` by name, but the head, what is tied to the embedding, and what the model keeps in fp32."""
+    """Yield each ``nn.Linear`` with its name, but the head, any tied to the embedding, and those kept in fp32."""
     ends: list[Any] = [model.get_input_embeddings(), model.get_output_embeddings()]
     kept = {id(module.weight) for module in ends if hasattr(module, "weight")}
     names = {*(model._keep_in_fp32_modules or ()), *(model._keep_in_fp32_modules_strict or ())}
@@ -166,7 +166,7 @@ def _to_nf4(model: Any, linears: list[tuple[str, nn.Linear]], device: torch.devi
 
 
 def _packed_on_meta(weight: torch.Tensor) -> Any:
-    """The shapes of a 4-bit weight: what a model that is only simulated has of it."""
+    """Return a 4-bit weight on ``meta``, with shapes and no values, for a model that is only simulated."""
     import bitsandbytes
 
     settings = {"quant_type": "nf4", "compress_statistics": True, "blocksize": 64}

@@ -4,9 +4,9 @@
         model = AutoModelForCausalLM.from_config(config)     # parameters on meta, buffers real
     weight = recorded.replay(model.lm_head.weight)           # bit for bit what the plain model has there
 
-What a model's construction does to an empty tensor (drawing, filling, scaling in place) is written down with the random
-state it was done in. The draws are made all the same, into a scratch tensor that is let go at once: the state goes
-on as in the plain model, and no more than one parameter is held.
+While a model is constructed, the in-place operations on empty tensors (drawing, filling, scaling) are recorded, each
+with the random state before it. Draws are performed as well, into a scratch tensor that is freed at once: so the random
+state advances as in the plain model, and no more than one parameter is in memory.
 """
 
 from __future__ import annotations
@@ -45,10 +45,10 @@ class _History:
 
 
 class RecordedInit(TorchDispatchMode):
-    """A context in which empty tensors of numbers are made on ``meta``, and what is done to them is written down.
+    """A context that makes empty floating-point tensors on ``meta`` and records the in-place operations on them.
 
     Args:
-        draw: Draw what is drawn, to have the random state at each place. False where nothing is to be replayed.
+        draw: Perform the draws, so that the random state before each is known. False where nothing is to be replayed.
     """
 
     def __init__(self, *, draw: bool) -> None:
@@ -85,10 +85,10 @@ class RecordedInit(TorchDispatchMode):
         history.operations.append(_Operation(func, place, kept, keywords, state))
 
     def replay(self, parameter: Tensor) -> Tensor:
-        """The values of a parameter on ``meta``, on the CPU. The caller's random state is left as it was.
+        """Return the values of a parameter on ``meta``, on the CPU. The caller's random state is left as it was.
 
         Raises:
-            NotRecordedError: Nothing is known of it.
+            NotRecordedError: The parameter was not made empty while recording.
         """
         history = self._histories.get(parameter.untyped_storage()._cdata)
         if history is None or history.made.shape != parameter.shape:
@@ -110,6 +110,6 @@ def _on_cpu(keywords: Mapping[str, Any]) -> bool:
 
 
 def _writes(func: Any) -> bool:
-    """Whether an operation changes its first argument in place (and makes no view of it)."""
+    """Return True if an operation changes its first argument in place (and makes no view of it)."""
     first = func._schema.arguments[0].alias_info
     return first is not None and bool(first.is_write)

@@ -1,4 +1,4 @@
-"""What a folder with a model may hold, checked before transformers and peft read it.
+"""Checks of a folder with a model, before transformers and peft read it.
 
 - Weights are safetensors. A pickle is a program; it is refused unless the recipe says ``allow_pickle``, and is then
   read by torch's restricted unpickler.
@@ -25,15 +25,16 @@ WHERE = "model_name_or_path"
 
 
 def check_folder(name_or_path: str, *, allow_pickle: bool = False, reads_weights: bool = True) -> bool:
-    """Check a local folder with a model or adapters. A name on a hub is nothing to check here.
+    """Check a local folder with a model or adapters. A name on a hub is not checked.
 
     Args:
         name_or_path: As the recipe has it.
-        allow_pickle: Whether weights may be a pickle.
-        reads_weights: Whether weights are read, and so have to be there.
+        allow_pickle: Allow weights in a pickle.
+        reads_weights: True if weights are read, and so have to exist.
 
     Returns:
-        Whether weights have to be safetensors: False where there are only pickles, and those are allowed.
+        True if weights have to be safetensors. False, where pickles are allowed, for a folder that has only those, for
+        adapters without a model, and for a name on a hub.
 
     Raises:
         ArgumentError: The weights are a pickle, a name in a file leads out of the folder, or adapters name a base that
@@ -66,15 +67,15 @@ def check_folder(name_or_path: str, *, allow_pickle: bool = False, reads_weights
 
 
 def pickles_in(folder: Path) -> list[str]:
-    """Names of the files in a folder that have a pickle's extension."""
+    """Return the names of the files in a folder that have a pickle's extension."""
     return sorted(path.name for pattern in PICKLES for path in folder.glob(pattern) if path.is_file())
 
 
 def check_kernels(keys: Any) -> None:
-    """Refuse a configuration in a recipe that names an attention kernel of a hub.
+    """Refuse a configuration in a recipe that names an attention or experts kernel of a hub.
 
     Raises:
-        ArgumentError: It does.
+        ArgumentError: It names one.
     """
     for key in ("attn_implementation", "_attn_implementation", "experts_implementation", "_experts_implementation"):
         if _names_kernel(keys.get(key)):
@@ -86,7 +87,7 @@ def check_kernels(keys: Any) -> None:
 
 
 def without_hub_kernels(config: Any) -> Any:
-    """The configuration of a model without kernels of a hub: where it names one, transformers chooses its own."""
+    """Remove kernels of a hub from a configuration and return it; transformers chooses its own in their place."""
     for part in (config, *(getattr(config, name, None) for name in getattr(config, "sub_configs", None) or ())):
         for key in ("_attn_implementation", "_experts_implementation"):
             if part is not None and _names_kernel(getattr(part, key, None)):
@@ -101,7 +102,7 @@ def _names_kernel(value: Any) -> bool:
 
 
 def _check_index(path: Path, *, shards: bool) -> None:
-    """Check the names in an index of shards, and whether they are there."""
+    """Check the names in an index of shards and, with ``shards``, that these files exist."""
     found = _read(path)
     listed = found.get("weight_map")
     if not isinstance(listed, dict) or not isinstance(found.get("metadata", {}), dict):
@@ -156,7 +157,7 @@ def _pickle(folder: Path, name: str) -> ArgumentError:
 
 
 def _read(path: Path) -> dict[str, Any]:
-    """A JSON object; empty where there is no file."""
+    """Read a JSON object; return an empty one where there is no file."""
     if not path.is_file():
         return {}
     try:

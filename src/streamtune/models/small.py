@@ -1,4 +1,4 @@
-"""A small model of the same configuration: what can be tried where the model itself is in parts on several ranks."""
+"""A small model of the same configuration, for trials where the model itself is sharded over several ranks."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ __all__ = ["small_like"]
 
 
 def small_like(model: Any, layers: Sequence[nn.Module], *, seed: int) -> PreTrainedModel:
-    """The first layers of ``model``, as many as it takes to have one of each kind, with random weights.
+    """Build a model of the first layers of ``model``, enough to have one of each kind, with random weights.
 
     Args:
-        model: With or without adapters, which the small one is without; its weights are not looked at.
+        model: With or without adapters, which are left out; its weights are not read.
         layers: Its decoder layers.
         seed: Of the weights. The caller's random state is left as it was.
     """
@@ -36,7 +36,7 @@ def small_like(model: Any, layers: Sequence[nn.Module], *, seed: int) -> PreTrai
 
 
 def _until_all_kinds(text: Any, layers: Sequence[nn.Module]) -> int:
-    """Of how many layers, from the first on, each other is like one."""
+    """Return the smallest number of layers, from the first on, that has a layer of every kind."""
     types = getattr(text, "layer_types", None) or [""] * len(layers)
     kinds = [
         (type(layer), kind, tuple((name, tuple(x.shape)) for name, x in layer.named_parameters()))

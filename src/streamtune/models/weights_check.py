@@ -1,4 +1,4 @@
-"""Loaded weights that are not what they should be: of other sizes, too many layers, not finite, quantised."""
+"""Checks of loaded weights: of other sizes, of too many layers, not finite, or quantised."""
 
 from __future__ import annotations
 
@@ -36,12 +36,12 @@ DRAFT_LAYERS = ("num_nextn_predict_layers", "num_mtp_layers", "mtp_num_hidden_la
 
 
 def check_report(name_or_path: str, model: Any, report: Mapping[str, Any]) -> None:
-    """Compare what a checkpoint holds with what its configuration asks for.
+    """Refuse a checkpoint whose weights do not fit its configuration.
 
     Args:
         name_or_path: The checkpoint.
-        model: What was made of it.
-        report: What ``from_pretrained`` found out on the way.
+        model: The model loaded from it.
+        report: The loading report of ``from_pretrained``.
 
     Raises:
         ArgumentError: Weights have other sizes, are missing, or are of layers that the model does not have.
@@ -63,18 +63,18 @@ def check_report(name_or_path: str, model: Any, report: Mapping[str, Any]) -> No
 
 
 def check_unused(name_or_path: str, model: Any, unused: Collection[str]) -> None:
-    """Refuse a checkpoint with tensors that change what a layer of the model computes and have no place in it.
+    """Refuse a checkpoint with tensors that belong to a layer of the model but have no place in it.
 
     A bias of a matrix that has none here, adapters that were not merged and scales of a quantisation would be left out,
-    and another model than the one in the files trained. Tensors of parts that the model does not have may stay.
+    and another model than the one in the files trained. Tensors of parts that the model does not have are allowed.
 
     Args:
         name_or_path: The checkpoint.
-        model: What was made of it.
+        model: The model loaded from it.
         unused: Names of the tensors in the files that the model has no place for.
 
     Raises:
-        ArgumentError: With the first of them, or with the layers that the configuration leaves out.
+        ArgumentError: There are such tensors, or the configuration leaves out layers; the message names the first.
     """
     check_layers(name_or_path, model, unused)
     if getattr(model.config, "quantization_config", None) is not None:
@@ -83,7 +83,7 @@ def check_unused(name_or_path: str, model: Any, unused: Collection[str]) -> None
     prefix = f"{model.base_model_prefix}."
 
     def matrix_of(name: str) -> bool:
-        """Return whether a name lies under a module that has a weight of its own."""
+        """Return True if a name lies under a module that has a weight of its own."""
         parts = name.split(".")
         above = (".".join(parts[:end]) for end in range(len(parts) - 1, 0, -1))
         found = (named.get(path) or named.get(prefix + path) or named.get(path.removeprefix(prefix)) for path in above)
@@ -104,10 +104,10 @@ def check_unused(name_or_path: str, model: Any, unused: Collection[str]) -> None
 
 
 def check_dtypes(name_or_path: str, config: Any) -> None:
-    """Refuse weights in a folder's safetensors that are no floating-point numbers, and not said to be quantised.
+    """Refuse weights in a folder's safetensors that are not floating-point, unless its configuration quantises them.
 
     Raises:
-        ArgumentError: With the file and the tensor.
+        ArgumentError: There are such weights; the message names the file and the tensor.
     """
     folder = Path(name_or_path).expanduser()
     if getattr(config, "quantization_config", None) is not None or not folder.is_dir():
@@ -132,7 +132,7 @@ def check_layers(name_or_path: str, model: Any, unused: Collection[str]) -> None
     """Refuse a checkpoint with more decoder layers than its configuration says: they would be left out.
 
     Raises:
-        ArgumentError: It has.
+        ArgumentError: It has more layers.
     """
     text = model.config.get_text_config(decoder=True)
     count = getattr(text, "num_hidden_layers", None)
@@ -154,7 +154,7 @@ def check_layers(name_or_path: str, model: Any, unused: Collection[str]) -> None
 def size_error(
     name_or_path: str, config: Any, name: str, found: tuple[int, ...], wanted: tuple[int, ...], others: int = 1
 ) -> ArgumentError:
-    """An error that says which weights do not fit a configuration, and by which of its keys."""
+    """Return an error that names weights that do not fit a configuration, and the key that gives their size."""
     keys, where = key_place(name_or_path)
     sizes = [b for a, b in zip(found, wanted, strict=False) if a != b] if len(found) == len(wanted) else []
     near = [key for size in sizes for key in keys_of_size(config, size)]
@@ -182,11 +182,11 @@ def check_quantised(name_or_path: str, config: Any, wanted: str | None, device: 
         name_or_path: The checkpoint.
         config: Its configuration; None for adapters.
         wanted: ``nf4`` or ``int8`` where the frozen layers are to be quantised; None where they are not.
-        device: Where the model goes.
+        device: The device of the model.
 
     Raises:
-        ArgumentError: Its way needs an accelerator and there is none, or the recipe asks for weights that are not
-            quantised on the CPU, or nothing says which way it is.
+        ArgumentError: The configuration names no ``quant_method``; or the model goes to the CPU, and the method needs
+            an accelerator or the frozen layers are not to be quantised.
     """
     said = getattr(config, "quantization_config", None)
     if said is None:
@@ -221,15 +221,15 @@ OURS = {"bitsandbytes": "nf4", "torchao": "int8"}
 
 
 def check_finite(model: Any, name_or_path: str = "", where: str = "model_name_or_path") -> None:
-    """Refuse weights that hold NaN or infinity, of which no loss can be computed.
+    """Refuse weights that hold NaN or infinity: no loss can be computed with them.
 
     Args:
-        model: Its weights are looked at once, on the device where they are.
+        model: Its weights are read once, on their device.
         name_or_path: The checkpoint, to name the file; empty for a model that was initialised.
-        where: The place to name where there is no file.
+        where: The place to name if there is no file.
 
     Raises:
-        ArgumentError: With the file and the tensor.
+        ArgumentError: There are such weights; the message names the tensor, and the file if there is one.
     """
     for name, parameter in model.named_parameters():
         if not is_finite(parameter.detach()):
@@ -238,7 +238,7 @@ def check_finite(model: Any, name_or_path: str = "", where: str = "model_name_or
 
 
 def not_finite(name: str, values: Tensor, where: str) -> ArgumentError:
-    """An error that says how many values of a tensor are not finite."""
+    """Return an error that gives the number of values of a tensor that are not finite."""
     flat = values.flatten()
     nan, inf = int(torch.isnan(flat).sum()), int(torch.isinf(flat).sum())
     held = " and ".join(f"{count:,} {what}" for count, what in ((nan, "NaN"), (inf, "infinite")) if count)
@@ -250,7 +250,7 @@ def not_finite(name: str, values: Tensor, where: str) -> ArgumentError:
 
 
 def is_finite(values: Tensor) -> bool:
-    """Return True if all values are finite. A sum shows it at once; where it overflows each value is looked at."""
+    """Return True if all values are finite. Their sum is tested first; if it is not finite, each value is tested."""
     plain = type(values) in (Tensor, torch.nn.Parameter)  # quantised ones are classes of their own
     if not plain or values.dtype not in FLOATS or values.device.type == "meta":
         return True
@@ -260,7 +260,7 @@ def is_finite(values: Tensor) -> bool:
 
 
 def _in_files(name_or_path: str) -> tuple[Path, str, Tensor] | None:
-    """The first tensor in a folder's safetensors that is not finite, with its file."""
+    """Return the first tensor in a folder's safetensors that is not finite, with its file; None if all are."""
     folder = Path(name_or_path).expanduser() if name_or_path else None
     paths: Iterable[Path] = sorted(folder.glob("*.safetensors")) if folder is not None and folder.is_dir() else ()
     for path in paths:

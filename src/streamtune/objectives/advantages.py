@@ -1,7 +1,7 @@
 """Advantages: how much better a completion is than others of the same prompt.
 
-The completions of one prompt are a group. Rewards may be NaN, where no reward function applied to a completion: it
-takes no part in its group's baseline, and its advantage is 0.
+The completions of one prompt are a group. A reward may be NaN, where no reward function applied to a completion: it
+is left out of its group's baseline, and its advantage is 0.
 
 Shape suffixes: K target tokens, N completions, G groups.
 """
@@ -25,7 +25,7 @@ SCALES = ("group", "batch", "none")
 
 @dataclass(frozen=True)
 class Advantages:
-    """One advantage a completion, and what is known of its group."""
+    """One advantage for each completion, and statistics of its group."""
 
     values_N: Tensor  # noqa: N815
     """in the dtype of the rewards; exactly 0 in flat groups and for completions without a reward"""
@@ -39,7 +39,7 @@ class Advantages:
 
 @dataclass(frozen=True)
 class _Groups:
-    """Rewards with their groups, NaN rewards counted out."""
+    """Rewards with their groups. NaN rewards are left out of sizes and sums."""
 
     rewards_N: Tensor  # noqa: N815
     """float64, 0 in place of NaN"""
@@ -70,7 +70,7 @@ class _Groups:
 
     @property
     def equal_N(self) -> Tensor:  # noqa: N802
-        """Whether all rewards of the completion's group are the same number (or none is known)."""
+        """True where all rewards of the completion's group are the same number (or none is known)."""
         lowest, highest = (
             self.sum_G.new_full((len(self.size_G),), fill).scatter_reduce(0, self.index_N, values_N, how)
             for fill, how, values_N in (
@@ -82,18 +82,18 @@ class _Groups:
 
 
 def _less_mean(groups: _Groups, greedy_N: Tensor | None) -> Tensor:
-    """``R - mean of the group``."""
+    """Return ``R - mean of the group``."""
     return torch.where(groups.equal_N, 0.0, groups.rewards_N - groups.mean_N)
 
 
 def _less_others(groups: _Groups, greedy_N: Tensor | None) -> Tensor:
-    """``R - mean of the others of the group``; 0 where there is no other."""
+    """Return ``R - mean of the others of the group``; 0 where there is no other."""
     others_N = (groups.sum_G[groups.index_N] - groups.rewards_N) / (groups.size_G - 1).clamp(min=1)[groups.index_N]
     return torch.where(groups.equal_N, 0.0, groups.rewards_N - others_N)
 
 
 def _less_greedy(groups: _Groups, greedy_N: Tensor | None) -> Tensor:
-    """``R - reward of the greedy completion of the prompt``."""
+    """Return ``R - reward of the greedy completion of the prompt``."""
     if greedy_N is None:
         raise ArgumentError("remax needs the reward of the greedy completion of each prompt", where="loss_type")
     difference_N = groups.rewards_N - greedy_N.double()
@@ -102,7 +102,7 @@ def _less_greedy(groups: _Groups, greedy_N: Tensor | None) -> Tensor:
 
 @dataclass(frozen=True)
 class _Kind:
-    """One line of the table."""
+    """One line of :data:`ADVANTAGES`."""
 
     baseline: Callable[[_Groups, Tensor | None], Tensor]
     scale: str
@@ -136,14 +136,14 @@ def group_advantages(
     scale_rewards: str | None = None,
     greedy_N: Tensor | None = None,
 ) -> Advantages:
-    """Compute one advantage a completion.
+    """Compute one advantage for each completion.
 
     Args:
         name: A key of :data:`ADVANTAGES`, the name of the policy loss.
         rewards_N: Rewards ``[N]``, floating; NaN where a completion has none.
-        group_N: Whatever int64 ``[N]`` tells the prompts apart; any order.
+        group_N: Number of each completion's prompt, int64 ``[N]``; any numbers, in any order.
         scale_rewards: Divide by the standard deviation of the ``group``, of the whole ``batch``, or by ``none``. None
-            takes what the loss was published with.
+            takes the published choice of the loss.
         greedy_N: remax: reward of the greedy completion of each completion's prompt ``[N]``.
 
     Raises:
@@ -193,7 +193,7 @@ def _kind(name: str, scale: str | None) -> _Kind:
 def reward_with_kl(
     rewards_N: Tensor, old_K: Tensor, ref_K: Tensor, row_K: Tensor, *, beta: float
 ) -> tuple[Tensor, Tensor]:
-    """Take the KL with the reference off the rewards: ``R - beta sum_t (log pi_old - log pi_ref)``.
+    """Subtract the KL with the reference from the rewards: ``R - beta sum_t (log pi_old - log pi_ref)``.
 
     rloo and remax have their KL here (arXiv 2402.14740, section 2; TRL's RLOO), on the log-probs of the rollout.
 

@@ -26,7 +26,7 @@ __all__ = ["PREFERENCE_LOSSES", "Knobs", "PreferenceLoss"]
 
 @dataclass(frozen=True)
 class Knobs:
-    """What the formulas read besides the two scores. The names are those of the recipe's keys."""
+    """Parameters of the formulas besides the two scores. The names are those of the recipe's keys."""
 
     beta: float = 0.1
     label_smoothing: float = 0.0
@@ -41,7 +41,7 @@ class Knobs:
 
 
 def _sigmoid(w_P: Tensor, l_P: Tensor, knobs: Knobs) -> Tensor:
-    """``-(1 - eps) log sigma(beta (w - l)) - eps log sigma(-beta (w - l))``.
+    """Return ``-(1 - eps) log sigma(beta (w - l)) - eps log sigma(-beta (w - l))``.
 
     DPO (arXiv 2305.18290, eq. 7); with ``eps = label_smoothing > 0`` the conservative DPO of E. Mitchell's "A note on
     DPO with noisy preferences" (2023). Over plain log-probs it is the preference term of CPO (arXiv 2401.08417, eq. 3).
@@ -51,7 +51,7 @@ def _sigmoid(w_P: Tensor, l_P: Tensor, knobs: Knobs) -> Tensor:
 
 
 def _robust(w_P: Tensor, l_P: Tensor, knobs: Knobs) -> Tensor:
-    """``(-(1 - eps) log sigma(beta (w - l)) + eps log sigma(-beta (w - l))) / (1 - 2 eps)``.
+    """Return ``(-(1 - eps) log sigma(beta (w - l)) + eps log sigma(-beta (w - l))) / (1 - 2 eps)``.
 
     Robust DPO (arXiv 2403.00409): unbiased where a share ``eps = label_smoothing`` of the pairs is the wrong way round.
     """
@@ -60,21 +60,21 @@ def _robust(w_P: Tensor, l_P: Tensor, knobs: Knobs) -> Tensor:
 
 
 def _hinge(w_P: Tensor, l_P: Tensor, knobs: Knobs) -> Tensor:
-    """``max(0, 1 - beta (w - l))``: SLiC (arXiv 2305.10425) with the normalised score of RSO (arXiv 2309.06657)."""
+    """Return ``max(0, 1 - beta (w - l))``: SLiC (arXiv 2305.10425) with RSO's normalised score (arXiv 2309.06657)."""
     return torch.relu(1 - knobs.beta * (w_P - l_P))
 
 
 def _ipo(w_P: Tensor, l_P: Tensor, knobs: Knobs) -> Tensor:
-    """``(w - l - 1 / (2 beta))^2`` with scores per token.
+    """Return ``(w - l - 1 / (2 beta))^2`` with scores per token.
 
-    IPO (arXiv 2310.12036, eq. 17; its tau is beta). The mean over tokens is not in the paper's text, but in what its
-    authors ran, and in TRL.
+    IPO (arXiv 2310.12036, eq. 17; its tau is beta). The mean over tokens is not in the paper's text, but in the code of
+    its authors, and in TRL.
     """
     return (w_P - l_P - 1 / (2 * knobs.beta)) ** 2
 
 
 def _exo_pair(w_P: Tensor, l_P: Tensor, knobs: Knobs) -> Tensor:
-    """``q (log q - log(1 - eps)) + (1 - q) (log(1 - q) - log eps)`` with ``q = sigma(beta (w - l))``.
+    """Return ``q (log q - log(1 - eps)) + (1 - q) (log(1 - q) - log eps)`` with ``q = sigma(beta (w - l))``.
 
     EXO over pairs (arXiv 2402.00856, eq. 16): the reverse KL from the policy's preference to labels smoothed by
     ``eps = label_smoothing``, which must be positive.
@@ -87,7 +87,7 @@ def _exo_pair(w_P: Tensor, l_P: Tensor, knobs: Knobs) -> Tensor:
 
 
 def _sppo_hard(w_P: Tensor, l_P: Tensor, knobs: Knobs) -> Tensor:
-    """``(w - 1 / (2 beta))^2 + (l + 1 / (2 beta))^2``.
+    """Return ``(w - 1 / (2 beta))^2 + (l + 1 / (2 beta))^2``.
 
     SPPO (arXiv 2405.00675, eq. 4.7) with hard probabilities: 1 that the chosen one wins, 0 that the rejected one does.
     """
@@ -95,25 +95,29 @@ def _sppo_hard(w_P: Tensor, l_P: Tensor, knobs: Knobs) -> Tensor:
 
 
 def _apo_zero(w_P: Tensor, l_P: Tensor, knobs: Knobs) -> Tensor:
-    """``1 - sigma(beta w) + sigma(beta l)``: APO-zero (arXiv 2408.06266, eq. 7), chosen up and rejected down."""
+    """Return ``1 - sigma(beta w) + sigma(beta l)``: APO-zero (arXiv 2408.06266, eq. 7), chosen up, rejected down."""
     return torch.sigmoid(-knobs.beta * w_P) + torch.sigmoid(knobs.beta * l_P)
 
 
 def _apo_down(w_P: Tensor, l_P: Tensor, knobs: Knobs) -> Tensor:
-    """``sigma(beta w) + 1 - sigma(beta (w - l))``: APO-down (arXiv 2408.06266, eq. 8), both down, rejected further."""
+    """Return ``sigma(beta w) + 1 - sigma(beta (w - l))``.
+
+    APO-down (arXiv 2408.06266, eq. 8): both down, rejected further.
+    """
     return torch.sigmoid(knobs.beta * w_P) + torch.sigmoid(-knobs.beta * (w_P - l_P))
 
 
 def _dpop(w_P: Tensor, l_P: Tensor, knobs: Knobs) -> Tensor:
-    """``-log sigma(beta (w - l - lambda max(0, -w)))``.
+    """Return ``-log sigma(beta (w - l - lambda max(0, -w)))``.
 
-    DPO-positive (arXiv 2402.13228, eq. 3): pays for a chosen completion less likely than under the reference.
+    DPO-positive (arXiv 2402.13228, eq. 3): a penalty where the chosen completion is less likely than under the
+    reference.
     """
     return -logsigmoid(knobs.beta * (w_P - l_P - knobs.dpop_lambda * torch.relu(-w_P)))
 
 
 def _copg(w_P: Tensor, l_P: Tensor, knobs: Knobs) -> Tensor:
-    """``-(R_w - R_l - beta / 2 (w - l)) (w - l)``.
+    """Return ``-(R_w - R_l - beta / 2 (w - l)) (w - l)``.
 
     Contrastive policy gradient (arXiv 2406.19185, eqs. 7-9, its objective negated); the gradient is that of eqs. 18-19.
     R are scores of the completions. Without them ``R_w - R_l = 1/2``, where the gradient is that of IPO over summed
@@ -124,7 +128,7 @@ def _copg(w_P: Tensor, l_P: Tensor, knobs: Knobs) -> Tensor:
 
 
 def _orpo(w_P: Tensor, l_P: Tensor, knobs: Knobs) -> Tensor:
-    """``-beta log sigma(log odds(w) - log odds(l))``, ``odds(s) = e^s / (1 - e^s)``, scores per token.
+    """Return ``-beta log sigma(log odds(w) - log odds(l))``, ``odds(s) = e^s / (1 - e^s)``, scores per token.
 
     ORPO (arXiv 2403.07691, eqs. 4 and 7; its lambda is beta). Eq. 6 adds the NLL of the chosen completion.
     """
@@ -133,7 +137,7 @@ def _orpo(w_P: Tensor, l_P: Tensor, knobs: Knobs) -> Tensor:
 
 
 def _simpo(w_P: Tensor, l_P: Tensor, knobs: Knobs) -> Tensor:
-    """``-log sigma(beta (w - l) - gamma)``, scores per token: SimPO (arXiv 2405.14734, eq. 6).
+    """Return ``-log sigma(beta (w - l) - gamma)``, scores per token: SimPO (arXiv 2405.14734, eq. 6).
 
     Label smoothing is that of ``sigmoid``, as in TRL.
     """
@@ -142,9 +146,9 @@ def _simpo(w_P: Tensor, l_P: Tensor, knobs: Knobs) -> Tensor:
 
 
 def _log1mexp(x_P: Tensor) -> Tensor:
-    """``log(1 - e^x)`` for x < 0 without cancellation.
+    """Return ``log(1 - e^x)`` for x < 0 without cancellation.
 
-    x is held below -eps of float32: a completion of probability 1 has infinite odds, and no gradient worth having.
+    x is clamped to at most -eps of float32: a completion of probability 1 has infinite odds, and no useful gradient.
     """
     x_P = x_P.clamp(max=-torch.finfo(torch.float32).eps)
     return torch.where(x_P < -0.6931471805599453, torch.log1p(-torch.exp(x_P)), torch.log(-torch.expm1(x_P)))
@@ -152,7 +156,7 @@ def _log1mexp(x_P: Tensor) -> Tensor:
 
 @dataclass(frozen=True)
 class PreferenceLoss:
-    """One loss of the table."""
+    """One loss of :data:`PREFERENCE_LOSSES`."""
 
     formula: Callable[[Tensor, Tensor, Knobs], Tensor]
     """(scores of chosen ``[P]``, of rejected ``[P]``, knobs) -> losses ``[P]``"""

@@ -1,4 +1,4 @@
-"""Policy-gradient losses: from per-token log-probs and advantages to one scalar a micro-batch.
+"""Policy-gradient losses: from per-token log-probs and advantages to one scalar for each micro-batch.
 
     ratio  = pi / pi_old          a token's, or one for its completion          (importance level)
     term   = -min(ratio A, clip(ratio, 1 - epsilon_low, 1 + epsilon_high) A) + beta KL      for every token
@@ -29,7 +29,7 @@ LEVELS = ("token", "sequence")
 
 @dataclass(frozen=True)
 class StepTotals:
-    """What a step's losses are divided by, over all its micro-batches (and processes)."""
+    """The divisors of a step's losses, over all its micro-batches (and processes)."""
 
     completions: int
     """completions of the step; one without a gradient may be left out of the micro-batches and counts all the same"""
@@ -41,7 +41,7 @@ class StepTotals:
 
 @dataclass(frozen=True)
 class PolicyTerms:
-    """The loss of a micro-batch and what is logged of it."""
+    """The loss of a micro-batch and its metrics."""
 
     loss: Tensor
     """float64 scalar with graph, already divided"""
@@ -60,33 +60,33 @@ def kl_estimate(logp_K: Tensor, ref_K: Tensor) -> Tensor:
 
 
 def _mean_of_means(term_K: Tensor, row_K: Tensor, rows: int, totals: StepTotals) -> Tensor:
-    """``1 / N sum_n 1 / |o_n| sum_t``: every completion counts the same."""
+    """Return ``1 / N sum_n 1 / |o_n| sum_t``: every completion counts the same."""
     return mean_by_row(term_K, row_K, rows).sum() / totals.completions
 
 
 def _mean_of_tokens(term_K: Tensor, row_K: Tensor, rows: int, totals: StepTotals) -> Tensor:
-    """``1 / (tokens of the step) sum_n sum_t``: every token counts the same."""
+    """Return ``1 / (tokens of the step) sum_n sum_t``: every token counts the same."""
     return term_K.double().sum() / totals.tokens
 
 
 def _mean_of_local_tokens(term_K: Tensor, row_K: Tensor, rows: int, totals: StepTotals) -> Tensor:
-    """``1 / (tokens of the micro-batch) sum_n sum_t``, times the micro-batch's share of the step's completions."""
+    """Return ``1 / (tokens of the micro-batch) sum_n sum_t``, times the micro-batch's share of the completions."""
     return term_K.double().sum() / max(1, term_K.numel()) * (rows / totals.completions)
 
 
 def _per_token_of_longest(term_K: Tensor, row_K: Tensor, rows: int, totals: StepTotals) -> Tensor:
-    """``1 / (N max_completion_length) sum_n sum_t``: a constant divisor, so that length has no weight."""
+    """Return ``1 / (N max_completion_length) sum_n sum_t``: a constant divisor, so that length has no weight."""
     return term_K.double().sum() / (totals.completions * totals.max_completion_length)
 
 
 def _mean_of_sums(term_K: Tensor, row_K: Tensor, rows: int, totals: StepTotals) -> Tensor:
-    """``1 / N sum_n sum_t``: a completion is one action, its log-prob the sum over tokens."""
+    """Return ``1 / N sum_n sum_t``: a completion is one action, its log-prob the sum over tokens."""
     return term_K.double().sum() / totals.completions
 
 
 @dataclass(frozen=True)
 class PolicyLoss:
-    """One loss of the table."""
+    """One loss of :data:`POLICY_LOSSES`."""
 
     aggregate: Callable[[Tensor, Tensor, int, StepTotals], Tensor]
     """(term of each token ``[K]``, rows ``[K]``, N, totals) -> scalar"""
@@ -158,7 +158,7 @@ def policy_loss(
         entropy_K: Entropy of each token's distribution ``[K]``, only logged.
 
     Raises:
-        ArgumentError: An unknown name, a value out of range, a missing reference, or a combination nobody defined.
+        ArgumentError: An unknown name, a value out of range, a missing reference, or an undefined combination.
     """
     loss = check_policy(
         name,
@@ -197,7 +197,7 @@ def policy_loss(
 def _clipped(
     log_ratio_U: Tensor, advantages_U: Tensor, epsilon_low: float, epsilon_high: float, delta: float | None
 ) -> tuple[Tensor, dict[str, tuple[float, float]]]:
-    """The clipped surrogate of PPO (arXiv 1707.06347, eq. 7), negated; U is tokens or completions."""
+    """Compute the clipped surrogate of PPO (arXiv 1707.06347, eq. 7), negated; U is tokens or completions."""
     # e^80 is far outside any clip and finite in float32: an infinite ratio times an advantage of 0 would be NaN
     ratio_U = torch.exp(log_ratio_U.clamp(max=80.0))
     clipped_U = ratio_U.clamp(1 - epsilon_low, 1 + epsilon_high)
@@ -229,7 +229,7 @@ def check_policy(
     """Return the loss of this name, after checking that it can be computed with these values.
 
     Raises:
-        ArgumentError: ``where`` names the key.
+        ArgumentError: A value is not allowed; ``where`` names its key.
     """
     if name not in POLICY_LOSSES:
         raise ArgumentError(

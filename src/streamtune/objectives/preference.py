@@ -1,4 +1,4 @@
-"""Preference losses of pairs: from per-token log-probs to one loss a pair, and what is logged of it.
+"""Preference losses of pairs: from per-token log-probs to one loss for each pair, and metrics.
 
     logp_K --sum by completion--> PairLogps --less the reference--> scores --formula of objectives.pairs--> losses_P
 
@@ -50,7 +50,7 @@ class PairLogps:
         return cls(logp_N[0::2], logp_N[1::2], tokens_N[0::2], tokens_N[1::2])
 
     def per_token(self) -> PairLogps:
-        """The same with means over tokens in place of sums."""
+        """Return the same with means over tokens in place of sums."""
         return PairLogps(
             self.chosen_P / self.chosen_tokens_P.clamp(min=1),
             self.rejected_P / self.rejected_tokens_P.clamp(min=1),
@@ -61,7 +61,7 @@ class PairLogps:
 
 @dataclass(frozen=True)
 class PreferenceTerms:
-    """What a loss makes of P pairs. All float64 ``[P]``; only ``losses_P`` has a gradient."""
+    """The losses of P pairs and their terms. All float64 ``[P]``; only ``losses_P`` has a gradient."""
 
     losses_P: Tensor  # noqa: N815
     chosen_rewards_P: Tensor  # noqa: N815
@@ -74,7 +74,7 @@ class PreferenceTerms:
     """mean negative log-likelihood of a token of the chosen completion"""
 
     def metrics(self) -> dict[str, tuple[float, float]]:
-        """Name -> (sum over the pairs, number of pairs), under TRL's names. Waits for the device once."""
+        """Return name -> (sum over the pairs, number of pairs), under TRL's names. Waits for the device once."""
         margins_P = self.chosen_rewards_P - self.rejected_rewards_P
         columns: Mapping[str, Tensor] = {
             "rewards/chosen": self.chosen_rewards_P,
@@ -104,7 +104,7 @@ def preference_loss(
     reference_free: bool = False,
     scores: tuple[Tensor, Tensor] | None = None,
 ) -> PreferenceTerms:
-    """Compute one loss a pair: the formula of :data:`PREFERENCE_LOSSES`, plus NLL terms.
+    """Compute one loss for each pair: the formula of :data:`PREFERENCE_LOSSES`, plus NLL terms.
 
     The NLL is the mean over the tokens of the chosen completion, pair by pair, so that it does not depend on which
     pairs share a micro-batch. orpo adds it with weight 1, cpo with ``cpo_alpha``, and ``rpo_alpha`` adds it to any loss
@@ -202,10 +202,10 @@ def check_preference(
     """Return the loss of this name, after checking that it can be computed with these values and reads all of them.
 
     Arguments are those of :func:`preference_loss`. A value that differs from its default and that the loss would not
-    read is an error: it would change nothing, and its user believes it does.
+    read is an error: it would change nothing, and its user expects that it does.
 
     Raises:
-        ArgumentError: ``where`` names the key.
+        ArgumentError: A value is not allowed; ``where`` names its key.
     """
     if name not in PREFERENCE_LOSSES:
         raise ArgumentError(
@@ -229,7 +229,7 @@ def check_preference(
 
 
 def _check_ranges(knobs: Knobs) -> None:
-    """Every number finite and in its range."""
+    """Refuse numbers that are not finite or out of range."""
     for field in fields(knobs):
         value = getattr(knobs, field.name)
         if isinstance(value, float) and not math.isfinite(value):

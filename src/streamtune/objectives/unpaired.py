@@ -47,13 +47,13 @@ class RowLogps:
         return cls(sum_by_row(logp_K, row_K, num_rows), counts(row_K, num_rows))
 
     def per_token(self) -> RowLogps:
-        """The same with means over tokens in place of sums."""
+        """Return the same with means over tokens in place of sums."""
         return RowLogps(self.logp_N / self.tokens_N.clamp(min=1), self.tokens_N)
 
 
 @dataclass(frozen=True)
 class UnpairedTerms:
-    """What a loss makes of N completions. All ``[N]``; only ``losses_N`` has a gradient."""
+    """The losses of N completions and their terms. All ``[N]``; only ``losses_N`` has a gradient."""
 
     losses_N: Tensor  # noqa: N815
     """float64, desirable and undesirable weights applied"""
@@ -65,7 +65,7 @@ class UnpairedTerms:
     """bool"""
 
     def metrics(self) -> dict[str, tuple[float, float]]:
-        """Name -> (sum, number of rows) under TRL's names; chosen are desirable rows, rejected the others."""
+        """Return name -> (sum, number of rows) under TRL's names; chosen are desirable rows, rejected the others."""
         found: dict[str, tuple[float, float]] = {}
         for group, rows_N in (("chosen", self.desirable_N), ("rejected", ~self.desirable_N)):
             count = float(rows_N.sum())
@@ -76,19 +76,25 @@ class UnpairedTerms:
 
 
 def _kto(logratio_N: Tensor, desirable_N: Tensor, baseline: Tensor, beta: float) -> Tensor:
-    """``1 - sigma(beta (r - z0))`` where desirable, ``1 - sigma(beta (z0 - r))`` where not: arXiv 2402.01306, eq. 7."""
+    """Return ``1 - sigma(beta (r - z0))`` where desirable, ``1 - sigma(beta (z0 - r))`` where not.
+
+    KTO (arXiv 2402.01306, eq. 7).
+    """
     gain_N = beta * (logratio_N - baseline)
     return torch.where(desirable_N, torch.sigmoid(-gain_N), torch.sigmoid(gain_N))
 
 
 def _apo_zero_unpaired(logratio_N: Tensor, desirable_N: Tensor, baseline: Tensor, beta: float) -> Tensor:
-    """``1 - sigma(beta r)`` where desirable, ``sigma(beta r)`` where not: APO-zero, arXiv 2408.06266, eq. 7, by row."""
+    """Return ``1 - sigma(beta r)`` where desirable, ``sigma(beta r)`` where not.
+
+    APO-zero (arXiv 2408.06266, eq. 7), by row.
+    """
     return _kto(logratio_N, desirable_N, torch.zeros_like(baseline), beta)
 
 
 @dataclass(frozen=True)
 class UnpairedLoss:
-    """One loss of the table."""
+    """One loss of :data:`UNPAIRED_LOSSES`."""
 
     formula: Callable[[Tensor, Tensor, Tensor, float], Tensor]
     """(log-ratios ``[N]``, desirable ``[N]``, baseline scalar, beta) -> losses ``[N]`` before weights"""
@@ -129,14 +135,14 @@ def unpaired_loss(
     undesirable_weight: float = 1.0,
     length_normalization: bool = False,
 ) -> UnpairedTerms:
-    """Compute one loss a completion.
+    """Compute one loss for each completion.
 
     Args:
         name: A key of :data:`UNPAIRED_LOSSES`.
         policy: Log-probs of N completions under the model that is trained.
         reference: The same under the reference. Not differentiated.
-        desirable_N: Whether a completion is wanted: bool ``[N]``.
-        baseline: What :func:`kto_baseline` returns, for the losses with ``needs_baseline``.
+        desirable_N: True for a completion that is wanted: bool ``[N]``.
+        baseline: The result of :func:`kto_baseline`, for the losses with ``needs_baseline``.
         beta: Strength of the pull to the reference.
         desirable_weight: Factor of the losses of desirable completions.
         undesirable_weight: Factor of the others. The paper wants
@@ -168,7 +174,7 @@ def check_unpaired(
     """Return the loss of this name, after checking that it can be computed with these values.
 
     Raises:
-        ArgumentError: ``where`` names the key.
+        ArgumentError: A value is not allowed; ``where`` names its key.
     """
     if name not in UNPAIRED_LOSSES:
         raise ArgumentError(

@@ -59,18 +59,18 @@ def prefix_attention(
     memory: Memory | None = None,
     prefix: Prefix | None = None,
 ) -> Tensor:
-    """Attention of T queries over S keys, equal to :func:`prefix_attention_reference` with ``view``'s dense mask.
+    """Return attention of T queries over S keys, equal to :func:`prefix_attention_reference` with the dense mask.
 
     Args:
         q_BHTD: Queries, any floating dtype.
         k_BGSD, v_BGSD: Keys and values of the prefix and of the chunk itself.
-        view: Which query sees which key; ``view.shape[2:] == (T, S)``.
+        view: The keys that each query sees, as a mask; ``view.shape[2:] == (T, S)``.
         scale: Factor on the scores, usually ``D ** -0.5``.
         softcap: ``c * tanh(score / c)`` in place of the score (Gemma 2).
         sinks_H: One more logit per head in the softmax, with no value behind it (gpt-oss).
         dropout: Probability that an attention weight is dropped; the mask is drawn again, not stored, in the backward.
-        memory: Knows the output if it was computed before, and keeps it otherwise.
-        prefix: Takes the gradient of the first keys and values as it is made; that of the rest goes to its ``own``.
+        memory: Returns the output if it was computed before, and stores it otherwise.
+        prefix: Accumulates the gradient of the first keys and values; that of the rest goes to its ``own``.
 
     Returns:
         ``[B, H, T, D]`` in the dtype of ``q_BHTD``. A query that sees no key (left padding) gives zeros.
@@ -96,25 +96,25 @@ class Memory(Protocol):
     """Outputs and log-sum-exps of attentions that ran before."""
 
     def recall(self) -> tuple[Tensor, Tensor] | None:
-        """o ``[B, H, T, D]`` and lse ``[B, H, T]`` of the attention that runs now, if they are known."""
+        """Return o ``[B, H, T, D]`` and lse ``[B, H, T]`` of the attention that runs now, None if not known."""
 
     def keep(self, o: Tensor, lse: Tensor) -> None:
-        """Keep them."""
+        """Store o and lse of the attention that runs now."""
 
 
 class Prefix(Protocol):
-    """The keys and values that were there before a chunk's own."""
+    """The keys and values that precede a chunk's own."""
 
     @property
     def length(self) -> int:
-        """How many."""
+        """Number of these keys."""
 
     @property
     def own(self) -> tuple[Tensor, Tensor]:
-        """The keys and values behind them ``[B, G, S - length, D]``, which the gradient of the rest goes to."""
+        """The keys and values behind them ``[B, G, S - length, D]``, which get the gradient of the rest."""
 
     def begin(self) -> None:
-        """Make room for their gradient, where there is none yet."""
+        """Allocate their gradient, if it is not allocated yet."""
 
     def add(self, place: Place, grad_k: Tensor, grad_v: Tensor) -> None:
         """Add to their gradient at a place in ``[B, G, length, D]``."""
@@ -202,14 +202,14 @@ class _PrefixAttention(torch.autograd.Function):
 
 
 def sinks_gradient(grad_o: Tensor, sinks: Tensor, o: Tensor, lse: Tensor) -> Tensor:
-    """``[H]`` the gradient of the sinks, given merged output and log-sum-exp."""
+    """Return the gradient ``[H]`` of the sinks, given merged output and log-sum-exp."""
     delta_BHT = (grad_o.to(lse.dtype) * o.to(lse.dtype)).sum(-1)
     p_BHT = (sinks.to(lse.dtype)[None, :, None] - lse).exp()
     return -(p_BHT * delta_BHT).sum((0, 2)).to(sinks.dtype)
 
 
 class _KeyGradients:
-    """dK and dV while segments give their shares: a prefix's go where they belong, the others are summed here."""
+    """Accumulator of dK and dV over segments: those of the prefix go to ``prefix``, the others are summed here."""
 
     def __init__(self, k: Tensor, v: Tensor, prefix: Prefix | None, dtype: torch.dtype) -> None:
         self.prefix, self.first = prefix, 0 if prefix is None else prefix.length
@@ -238,15 +238,18 @@ def _softmax_times_v(
     sinks: Tensor | None,
     own: tuple[Tensor, Tensor] | None,
 ) -> tuple[Tensor, Tensor]:
-    """Output and log-sum-exp of all queries, sinks and blind queries seen to; ``own`` is what one kernel made of it."""
+    """Return output and log-sum-exp of all queries, with sinks, and zeros for queries that see no key.
+
+    ``own`` is output and log-sum-exp without sinks, if one kernel has computed them for all queries.
+    """
     o, lse = _merged(pieces, q, k, v) if own is None else own
     return seen(o, lse, sinks, q.dtype, own is not None or any(piece.segment.masked for piece in pieces))
 
 
 def seen(o: Tensor, lse: Tensor, sinks: Tensor | None, dtype: torch.dtype, masked: bool) -> tuple[Tensor, Tensor]:
-    """Merged output and log-sum-exp, with sinks among the keys; ``masked`` says that some query may see no key.
+    """Add the sinks to merged output and log-sum-exp, and give zeros to queries that see no key.
 
-    ``dtype`` is that of the queries.
+    ``dtype`` is that of the queries; ``masked`` is True if some query may see no key.
     """
     if sinks is not None:
         total = torch.logaddexp(lse, sinks.to(lse.dtype)[None, :, None])
@@ -258,7 +261,7 @@ def seen(o: Tensor, lse: Tensor, sinks: Tensor | None, dtype: torch.dtype, maske
 
 
 def _merged(pieces: list[Piece], q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-    """Output and log-sum-exp of all queries: pieces of the same queries merged, of different ones side by side."""
+    """Return output and log-sum-exp of all queries: pieces of the same queries merged, of others side by side."""
     regions = [list(group) for _, group in groupby(pieces, key=lambda piece: piece.segment.queries)]
     if len(regions) == 1:
         return _merged_region(regions[0], q, k, v)
@@ -277,7 +280,7 @@ def _merged(pieces: list[Piece], q: Tensor, k: Tensor, v: Tensor) -> tuple[Tenso
 
 
 def _merged_region(region: list[Piece], q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-    """The same for pieces that all have the same queries."""
+    """Merge output and log-sum-exp of pieces that all have the same queries."""
     o, lse = region[0].forward(q, k, v)
     if len(region) > 1:
         o = o.to(lse.dtype)  # rounded once, after the merge
@@ -291,7 +294,7 @@ def _merged_region(region: list[Piece], q: Tensor, k: Tensor, v: Tensor) -> tupl
 
 
 class Piece:
-    """One segment: the fused kernel where there is one, the tiled formula otherwise.
+    """One segment, computed by the fused kernel if there is one, and by the tiled formula otherwise.
 
     ``queries`` and ``keys`` are its places in ``[B, H, T, D]`` and ``[B, G, S, D]``.
     """
@@ -306,10 +309,11 @@ class Piece:
         self.keys = (rows, slice(None), slice(segment.start, segment.stop))
 
     def key_blocks(self, device: torch.device) -> Iterator[tuple[Piece, float]]:
-        """The same in blocks of keys; given the log-sum-exp of all keys, the backward of each stands for itself.
+        """Yield the piece in blocks of keys, each with a factor, which is 1 but in a simulated step.
 
-        Blocks of a simulated step are alike: one comes with how often it would, the last in part. So its work grows
-        with the keys in a straight line.
+        Given the log-sum-exp of all keys, the backward of a block needs no other block. The blocks of a simulated step
+        are alike: one is yielded, with the number of blocks as its factor, the last counted in part. So its work grows
+        linearly with the keys.
         """
         segment = self.segment
         size = max(KEY_BLOCK, segment.q_stop - segment.q_start)
@@ -325,12 +329,12 @@ class Piece:
             yield piece, times
 
     def covers(self, q: Tensor, k: Tensor) -> bool:
-        """Whether the segment is all there is."""
+        """Return True if the segment has all queries and all keys."""
         s = self.segment
         return s.row is None and (s.q_stop - s.q_start, s.stop - s.start) == (q.shape[2], k.shape[2])
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-        """Output ``[B, H, T, D]`` and log-sum-exp ``[B, H, T]`` of the segment's queries over its keys alone.
+        """Return output ``[B, H, T, D]`` and log-sum-exp ``[B, H, T]`` of the segment's queries over its keys alone.
 
         The output is in the dtype of q from a fused kernel, and not yet rounded to it from the formula.
         """
@@ -342,7 +346,7 @@ class Piece:
     def backward(
         self, grad_o: Tensor, q: Tensor, k: Tensor, v: Tensor, o: Tensor, lse: Tensor
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """Gradients of this segment's q, k, v given the merged output ``o`` and log-sum-exp ``lse`` of all queries."""
+        """Return the gradients of this segment's q, k, v, given merged output ``o`` and log-sum-exp ``lse`` of all."""
         q, k, v, kernel = q[self.queries], k[self.keys], v[self.keys], self._kernel(q, k, v)
         grad_o, o, lse = grad_o[self.queries], o[self.queries], lse[self.queries].contiguous()
         if kernel is not None:
@@ -351,7 +355,7 @@ class Piece:
         return self._tiled_backward(grad_o, q, k, v, o, lse)
 
     def by_formula(self, q: Tensor, k: Tensor, v: Tensor) -> bool:
-        """Whether this segment is computed by the tiled formula."""
+        """Return True if this segment is computed by the tiled formula."""
         return self._kernel(q, k, v) is None
 
     def _kernel(self, q: Tensor, k: Tensor, v: Tensor) -> Kernel | None:
@@ -368,9 +372,9 @@ class Piece:
             yield slice(start, min(start + rows, q.shape[2]))
 
     def _scores(self, q_BGRTD: Tensor, k: Tensor, rows: slice) -> tuple[Tensor, Tensor | None]:
-        """Scores ``[B, G, R, T, S]`` after softcap and mask, and d score / d raw score where it is not one.
+        """Return scores ``[B, G, R, T, S]`` after softcap and mask, and d score / d raw score if there is a softcap.
 
-        In the dtype of ``k``, fp32 or wider, as a fused kernel accumulates them.
+        They are in the dtype of ``k``, fp32 or wider, as a fused kernel accumulates them.
         """
         tile = q_BGRTD[:, :, :, rows]
         s = (tile.flatten(2, 3).to(k.dtype) @ k.mT).mul_(self.scale).unflatten(2, tile.shape[2:4])
@@ -390,7 +394,7 @@ class Piece:
         return view.mask.tile(first + rows.start, first + rows.stop, *keys, segment.row)
 
     def _kept(self, shape: torch.Size, rows: slice, device: torch.device, dtype: torch.dtype) -> Tensor:
-        """Dropout's factor on the weights of a tile, a function of the seed, the segment and the rows only."""
+        """Return dropout's factor on the weights of a tile, a function of the seed, the segment and the rows only."""
         place = 1_000_003 * self.segment.start + self.segment.q_start + rows.start
         seed = (self.seed + place + (self.segment.row or 0) * (1 << 48)) % (1 << 62)
         generator = None if device.type == "meta" else torch.Generator(device).manual_seed(seed)
@@ -447,7 +451,7 @@ def prefix_attention_reference(
     softcap: float | None = None,
     sinks_H: Tensor | None = None,
 ) -> Tensor:
-    """The slow, obvious form: dense scores, dense boolean mask, one softmax; autograd does the backward."""
+    """Compute the slow, obvious form: dense scores, dense boolean mask, one softmax; autograd does the backward."""
     groups = q_BHTD.shape[1] // k_BGSD.shape[1]
     k, v = k_BGSD.repeat_interleave(groups, 1), v_BGSD.repeat_interleave(groups, 1)
     s = q_BHTD @ k.mT * scale

@@ -1,4 +1,4 @@
-"""Where the rows of a tree lie in a sequence: trunks, and the branches that go on from them.
+"""The layout in a sequence of a tree of rows: trunks, and the branches that continue them.
 
 Positions count within a row, through trunk and branch; places count from the start of the sequence.
 """
@@ -18,9 +18,9 @@ __all__ = ["Branch", "BranchTable"]
 
 @dataclass(frozen=True)
 class Branch:
-    """Places ``[start, stop)``, which also see all of ``[trunk_start, trunk_stop)``; a trunk itself sees nothing more.
+    """Places ``[start, stop)``, which also see all of ``[trunk_start, trunk_stop)``; for a trunk itself that is empty.
 
-    ``trunk_start`` is where its row begins; its first position is the length of its trunk.
+    Its row begins at ``trunk_start``; its first position in the row is the length of its trunk.
     """
 
     start: int
@@ -30,7 +30,7 @@ class Branch:
 
     @property
     def shift(self) -> int:
-        """What to take from a place in it to have its position."""
+        """The difference between a place in it and the position of that place in the row."""
         return self.start - (self.trunk_stop - self.trunk_start)
 
 
@@ -42,7 +42,7 @@ class BranchTable:
 
     @property
     def length(self) -> int:
-        """Places T."""
+        """Number of places T."""
         return self.parts[-1].stop
 
     @cached_property
@@ -58,11 +58,11 @@ class BranchTable:
         return facts.repeat_interleave(lengths, 0).T.contiguous()
 
     def at(self, place: int) -> Branch:
-        """The part a place lies in."""
+        """Return the part that contains a place."""
         return self.parts[bisect_right(self._starts, place) - 1]
 
     def clipped(self, start: int, stop: int) -> Iterator[tuple[int, int, Branch]]:
-        """The parts that places ``[start, stop)`` lie in, each with those that do."""
+        """Yield each part that overlaps places ``[start, stop)``: start and stop of the overlap, and the part."""
         index = bisect_right(self._starts, start) - 1
         while index < len(self.parts) and self.parts[index].start < stop:
             part = self.parts[index]

@@ -36,7 +36,7 @@ def linear_cross_entropy(
     num_items: Tensor | float | None = None,
     accumulate_dtype: torch.dtype = torch.float32,
 ) -> Tensor:
-    """Cross entropy of ``hidden @ weight.T + bias`` in one sweep: loss and gradient together, 3 matmuls a chunk.
+    """Compute the cross entropy of ``hidden @ weight.T + bias``, loss and gradient together, in 3 matmuls a chunk.
 
     Equal to ``cross_entropy(transform(linear(hidden, weight, bias)).float(), targets, reduction="sum") / num_items``.
     Only target tokens are projected: a masked prompt costs nothing here.
@@ -46,7 +46,7 @@ def linear_cross_entropy(
         weight_VC: Head weight.
         targets_BT: Shifted targets ``[...]``; ``ignore_index`` where nothing is predicted.
         bias_V: Head bias.
-        transform: Map of each token's logits (softcap, scale, a slice); targets number what it leaves.
+        transform: Map of each token's logits (softcap, scale, a slice); targets index its result.
         chunk_size: Tokens whose logits exist at once.
         num_items: The divisor: all target tokens of the global step. None counts those of this call.
         accumulate_dtype: Dtype in which the gradient of the weight is summed over chunks.
@@ -73,9 +73,9 @@ def project_cross_entropy(
     chunk_size: int = 1024,
     num_items: Tensor | float | None = None,
 ) -> Tensor:
-    """:func:`linear_cross_entropy` for a head that is any module: ``project`` is differentiated chunk by chunk.
+    """Compute :func:`linear_cross_entropy` for a head that is any module; autograd differentiates each chunk.
 
-    ``parameters`` are the tensors ``project`` reads whose gradients are wanted.
+    ``project`` maps hidden states to logits; ``parameters`` are the tensors it reads whose gradients are wanted.
     """
     rows = TargetRows(targets_BT, ignore_index, chunk_size)
     total = _ProjectCrossEntropy.apply(hidden_BTC.flatten(0, -2), rows, project, torch.is_grad_enabled(), *parameters)
@@ -85,7 +85,7 @@ def project_cross_entropy(
 def linear_cross_entropy_reference(
     hidden_BTC: Tensor, weight_VC: Tensor, targets_BT: Tensor, *, bias_V: Tensor | None = None, ignore_index: int = -100
 ) -> Tensor:
-    """The slow, obvious form: all logits at once, mean over the targets."""
+    """Compute the slow, obvious form: all logits at once, mean over the targets."""
     logits = torch.nn.functional.linear(hidden_BTC, weight_VC, bias_V)
     logits = logits.to(torch.promote_types(logits.dtype, torch.float32)).flatten(0, -2)
     return torch.nn.functional.cross_entropy(logits, targets_BT.flatten(), ignore_index=ignore_index)
@@ -176,7 +176,7 @@ class _ProjectCrossEntropy(torch.autograd.Function):
 
 
 def _sweep(h: Tensor, weight: Tensor, targets: Tensor, wanted: Sequence[bool]) -> Chunk:
-    """One chunk without a fused kernel: its loss and the gradients it adds to those of hidden states and weight."""
+    """Compute one chunk without a fused kernel: loss, and its terms of the gradients of hidden states and weight."""
     loss, grad = loss_and_grad(torch.nn.functional.linear(h, weight), targets, None, any(wanted), reuse=True)
     sums = HeadGradients(torch.empty_like(h) if wanted[0] else None, weight, None, [*wanted, False], weight.dtype)
     if grad is not None:
@@ -185,7 +185,7 @@ def _sweep(h: Tensor, weight: Tensor, targets: Tensor, wanted: Sequence[bool]) -
 
 
 def _handed_out(ctx: Any) -> tuple[Tensor | None, ...]:
-    """Return the gradients that the forward made. They are scaled in place, so a kept graph keeps a copy.
+    """Return the gradients that the forward made. They are scaled in place, so a retained graph keeps a copy.
 
     Raises:
         ArgumentError: A backward without ``retain_graph=True`` freed them.

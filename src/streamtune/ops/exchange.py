@@ -1,8 +1,8 @@
-"""What the ranks of a group that share a sequence hand each other; every function is differentiable.
+"""Exchanges between the ranks of a group that share a sequence; all but :func:`passed_on` are differentiable.
 
-Each rank holds a strip of every chunk, all heads of it. :func:`to_heads` trades that for some heads of whole chunks and
-:func:`to_strips` trades back (Jacobs et al., DeepSpeed Ulysses, arXiv 2309.14509). One is the other's backward, so a
-chunk's gradients travel as its tensors did.
+Each rank holds a strip of every chunk, with all heads. :func:`to_heads` exchanges that for some heads of whole chunks,
+and :func:`to_strips` exchanges it back (Jacobs et al., DeepSpeed Ulysses, arXiv 2309.14509). Each is the other's
+backward, so the gradients of a chunk are exchanged as its tensors were.
 
 Shape suffixes: B batch, H heads, h = H / S of them, S ranks, c tokens of a strip, D head dimension.
 """
@@ -22,7 +22,7 @@ __all__ = ["collected", "passed_on", "summed", "to_heads", "to_strips"]
 
 
 def to_heads(x_BHcD: Tensor, group: Any, lengths: Sequence[int]) -> Tensor:
-    """``[B, h, cS, D]``: this rank's heads of all strips, in the order of the sequence.
+    """Return ``[B, h, cS, D]``: this rank's heads of all strips, in the order of the sequence.
 
     Rank r gets heads ``[r h, (r + 1) h)``.
 
@@ -36,24 +36,27 @@ def to_heads(x_BHcD: Tensor, group: Any, lengths: Sequence[int]) -> Tensor:
 
 
 def to_strips(x_BhTD: Tensor, group: Any, lengths: Sequence[int]) -> Tensor:
-    """``[B, H, c, D]``: the inverse of :func:`to_heads`."""
+    """Return ``[B, H, c, D]``: the inverse of :func:`to_heads`."""
     out: Tensor = _Exchange.apply(x_BhTD, group, tuple(lengths), False)
     return out
 
 
 def summed(x: Tensor, group: Any) -> Tensor:
-    """The sum over the group, the same on every rank. Its gradient is that of the rank's own term: shares add up."""
+    """Return the sum over the group, the same on every rank.
+
+    Its gradient passes unchanged to the rank's own term, so that the gradients of all ranks add up to the whole one.
+    """
     out: Tensor = _Summed.apply(x, group)
     return out
 
 
 def collected(x: Tensor, group: Any, places: Sequence[Tensor], length: int) -> Tensor:
-    """``[B, length]`` of every rank's ``[B, c]``; the gradient of a rank's own columns comes back to it, no other.
+    """Gather ``[B, length]`` from every rank's ``[B, c]``; a rank gets the gradient of its own columns only.
 
     Args:
         x: This rank's columns.
         group: The ranks.
-        places: For each rank where its columns belong; columns from ``length`` on are dropped.
+        places: For each rank the places of its columns in the result; columns from ``length`` on are dropped.
         length: Columns of the result.
     """
     out: Tensor = _Collected.apply(x, group, tuple(places), length)
@@ -61,10 +64,10 @@ def collected(x: Tensor, group: Any, places: Sequence[Tensor], length: int) -> T
 
 
 def passed_on(tensors: Sequence[Tensor], group: Any) -> tuple[list[Tensor], list[Any]]:
-    """Start to send tensors to the next rank of the ring and to receive the last one's, of the same shapes.
+    """Start to send tensors to the next rank of the ring and to receive the previous one's, of the same shapes.
 
     Returns:
-        Where they arrive, and what to wait for before they are read or the sent ones are written.
+        The tensors that are received, and the works to wait for before these are read or the sent ones are written.
     """
     rank, size = dist.get_rank(group), dist.get_world_size(group)
     to, source = (dist.get_global_rank(group, (rank + step) % size) for step in (1, size - 1))
@@ -76,7 +79,7 @@ def passed_on(tensors: Sequence[Tensor], group: Any) -> tuple[list[Tensor], list
 
 
 class _Kept:
-    """Holds what is being sent until it is waited for."""
+    """A reference to the tensors that are being sent, dropped in ``wait``."""
 
     def __init__(self, tensors: list[Tensor]) -> None:
         self.tensors = tensors
@@ -111,7 +114,7 @@ def _back(x_BhTD: Tensor, group: Any, lengths: tuple[int, ...]) -> Tensor:
 
 
 def _traded(x: Tensor, group: Any) -> Tensor:
-    """The s-th of the first dimension goes to rank s; what comes from it takes its place."""
+    """Send slice s of the first dimension to rank s; the slice received from rank s takes its place."""
     x = x.contiguous()
     out = torch.empty_like(x)
     dist.all_to_all_single(out, x, group=group)

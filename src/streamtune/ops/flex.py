@@ -1,4 +1,4 @@
-"""One ``flex_attention`` call for all of a mask's view: its facts as a mask function, its blocks found from its tiles.
+"""One ``flex_attention`` call for a whole view of a mask: its fields as a mask function, its blocks from its tiles.
 
 Dong et al., Flex Attention, arXiv 2412.05496. Compiled on CUDA; uncompiled it would build all scores, so without a
 compiler it is not used. Everything that differs between chunks is a tensor to the compiled function, so that it is not
@@ -36,7 +36,7 @@ class FlexView:
     """A view's attention by flex attention, with a softcap or without.
 
     Args:
-        view: Which query sees which key.
+        view: The keys that each query sees, as a mask.
         scale: Factor on the scores.
         softcap: ``c * tanh(score / c)`` in place of the score.
     """
@@ -48,7 +48,7 @@ class FlexView:
         self._kept: tuple[Tensor, ...] | None = None
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, for_backward: bool) -> tuple[Tensor, Tensor]:
-        """``ViewKernel.forward``. With ``for_backward`` the graph waits for :meth:`backward`, which needs no more."""
+        """Compute ``ViewKernel.forward``. With ``for_backward`` the graph is kept, and :meth:`backward` uses it."""
         with torch.set_grad_enabled(for_backward):
             leaves = [x.detach().requires_grad_(for_backward) for x in (q, k, v)]
             o, lse = self._run(*leaves)
@@ -57,7 +57,7 @@ class FlexView:
         return o.detach(), lse.detach()
 
     def backward(self, grad_o: Tensor, q: Tensor, k: Tensor, v: Tensor, o: Tensor, lse: Tensor) -> Grads:
-        """``ViewKernel.backward``.
+        """Compute ``ViewKernel.backward``.
 
         flex gives ``dS = P (a dP - a rowsum(dO o_own) + g)`` for gradients ``a dO`` of its output and ``g`` of its
         log-sum-exp. With ``a = exp(lse_own - lse)``, ``a P`` is the softmax wanted, whose ``dS`` has ``a rowsum(dO o)``
@@ -116,7 +116,7 @@ def _block_mask(view: MaskView) -> BlockMask:
 
 
 def _make_block_mask(view: MaskView) -> BlockMask:
-    """Which blocks are seen in part and which as a whole, a row of blocks at a time: never more than one row's tile."""
+    """Find the blocks seen in part and those seen as a whole, one row of blocks at a time: one tile in memory."""
     mask, queries, keys = view.mask, view.q_stop - view.q_start, view.k_stop - view.k_start
     some, whole = [], []
     for start in range(view.q_start, view.q_stop, BLOCK):
@@ -134,14 +134,14 @@ def _make_block_mask(view: MaskView) -> BlockMask:
 
 
 def _listed(rows: list[Tensor]) -> tuple[Tensor, Tensor]:
-    """How many blocks of keys are marked for each block of queries ``[B, 1, rows]``, and which, those first."""
+    """Return the number of marked key blocks for each query block ``[B, 1, rows]``, and key blocks, marked first."""
     found = torch.stack(rows, dim=1)[:, None].int()
     order = found.argsort(dim=-1, descending=True, stable=True)
     return found.sum(-1, dtype=torch.int32), order.int()
 
 
 def _mask_mod(view: MaskView) -> Modifier:
-    """The mask as a function of batch row, head and the places of query and key in the view."""
+    """Return the mask as a function of batch row, head and the places of query and key in the view."""
     mask = view.mask
     q_start, k_start = (torch.tensor(start, device=mask.device) for start in (view.q_start, view.k_start))
     window = None if mask.window is None else torch.tensor(mask.window, device=mask.device)
@@ -179,7 +179,7 @@ def _read(x_BL: Tensor, b: Tensor, place: Tensor) -> Tensor:
 
 @lru_cache(maxsize=64)
 def flex_is_right(device: torch.device, dtype: torch.dtype, heads: Heads, softcapped: bool) -> bool:
-    """Try it on a small problem: packed rows in a window, a sink in the log-sum-exp, gradients, two sizes."""
+    """Return True if it is right on small problems: packed rows, window, a sink in the log-sum-exp, gradients."""
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # of the compiler

@@ -1,13 +1,13 @@
-"""Fused cross entropies of a linear head, and which of them takes the place of the streamed sweep on CUDA.
+"""Fused cross entropies of a linear head, and the choice of one in place of the streamed sweep on CUDA.
 
 The streamed sweep of ``ops.cross_entropy`` is the reference. On a full chunk of the first step, every candidate that is
 installed, sums as exactly and needs no more memory is compared to it (loss and both gradients, within the rounding of
-their dtype), and the fastest of those that agree is used from then on. A bias, a softcap or any other map of the logits
-stays with the reference, and so does everything on CPU.
+their dtype), and the fastest of those that agree is used from then on. A head with a bias, a softcap or any other map
+of the logits uses the reference, and so does every head on CPU.
 
 Candidates: ``torch.nn.functional.linear_cross_entropy`` (torch 2.13; it returns its loss in the dtype of the hidden
-states, so that it is one for fp32 alone), cut-cross-entropy (Wijmans et al., arXiv 2411.09009; without its filter,
-which drops small gradients) and Liger (Hsu et al., arXiv 2410.10989).
+states, so that it is a candidate for fp32 alone), cut-cross-entropy (Wijmans et al., arXiv 2411.09009; without its
+filter, which drops small gradients) and Liger (Hsu et al., arXiv 2410.10989).
 
 Shape suffixes: n tokens of a chunk, V vocabulary, C hidden size.
 """
@@ -36,12 +36,12 @@ Chunk = tuple[Tensor, Tensor | None, Tensor | None]
 
 RUNS = 3
 BOUNDS = {torch.bfloat16: (1e-3, 1e-2), torch.float16: (1e-3, 2e-3), torch.float32: (1e-5, 1e-5)}
-"""How far loss and gradients may be from the sweep's: the rounding of logits and gradients to the dtype, twice."""
+"""Largest relative error of loss and gradients to the sweep's: the rounding of logits and gradients, twice."""
 
 
 @dataclass(frozen=True)
 class HeadShape:
-    """What decides which kernel is chosen. ``wanted``: gradients of hidden states, weight."""
+    """The properties of a head that a kernel is chosen by. ``wanted``: gradients of hidden states, weight."""
 
     tokens: int
     vocabulary: int
@@ -52,7 +52,7 @@ class HeadShape:
 
     @property
     def sums_wide(self) -> bool:
-        """Whether the gradient of the weight is summed in a wider dtype than the weight's."""
+        """True if the gradient of the weight is summed in a wider dtype than the weight's."""
         return torch.promote_types(self.accumulate_dtype, self.dtype) != self.dtype
 
 
@@ -61,11 +61,11 @@ class HeadKernel:
     """A fused head: ``loss(h_nC, weight_VC, targets_n)`` is the summed loss, differentiable, in fp32 or wider.
 
     Args:
-        name: As it is printed.
+        name: Its name in the log.
         loss: The function.
-        exact_sum: The gradient of the weight is summed in fp32 within a call and rounded once. Where it is not, the
+        exact_sum: The gradient of the weight is summed in fp32 within a call and rounded once. If it is not, the
             kernel is a candidate only for a weight that is frozen or whose gradient is summed in its own dtype.
-        workspace: Bytes it needs beside its inputs, the gradient of the hidden states and the sum of the weight's.
+        workspace: Bytes it needs besides its inputs, the gradient of the hidden states and the sum of the weight's.
     """
 
     name: str
@@ -74,7 +74,7 @@ class HeadKernel:
     workspace: Callable[[HeadShape], int]
 
     def fits(self, shape: HeadShape) -> bool:
-        """Whether it may stand for the sweep: as exact a sum, and no more memory."""
+        """Return True if it may replace the sweep: its sum is as exact, and it needs no more memory."""
         exact = self.exact_sum or not (shape.wanted[1] and shape.sums_wide)
         return exact and self.workspace(shape) <= _sweep_workspace(shape)
 
@@ -82,13 +82,13 @@ class HeadKernel:
 def head_kernel(
     hidden_nC: Tensor, weight_VC: Tensor, targets_n: Tensor, shape: HeadShape, sweep: Callable[[], Chunk]
 ) -> HeadKernel | None:
-    """The fused kernel for chunks like this one, None for the streamed sweep.
+    """Return the fused kernel for chunks like this one, None for the streamed sweep.
 
     Args:
         hidden_nC: A chunk's hidden states, in the dtype the head computes in.
         weight_VC: The weight, in the same.
-        targets_n: A token number for each.
-        shape: ``tokens`` is the size of a full chunk: a smaller one decides nothing.
+        targets_n: The target token of each row.
+        shape: ``tokens`` is the size of a full chunk; no kernel is chosen on a smaller one.
         sweep: The streamed sweep on this chunk.
     """
     plain = type(weight_VC) in (Tensor, torch.nn.Parameter) and hidden_nC.dtype == weight_VC.dtype
@@ -113,7 +113,7 @@ def _fastest(
     shape: HeadShape,
     sweep: Callable[[], Chunk],
 ) -> HeadKernel | None:
-    """The one that takes the least time of those that fit and agree, if it is less than the sweep's."""
+    """Return the fastest of the candidates that fit and agree, None if it is not faster than the sweep."""
     best: HeadKernel | None = None
     try:
         least = _seconds(sweep, hidden_nC.device)
@@ -133,7 +133,7 @@ def _fastest(
 def run_head(
     kernel: HeadKernel, hidden_nC: Tensor, weight_VC: Tensor, targets_n: Tensor, wanted: tuple[bool, bool]
 ) -> Chunk:
-    """Loss and the wanted gradients of one chunk."""
+    """Return the loss and the wanted gradients of one chunk."""
     leaves = [x.detach().requires_grad_(need) for x, need in zip((hidden_nC, weight_VC), wanted, strict=True)]
     with torch.enable_grad():
         loss = kernel.loss(leaves[0], leaves[1], targets_n)
@@ -150,7 +150,7 @@ def agrees_with_sweep(
     wanted: tuple[bool, bool],
     sweep: Callable[[], Chunk],
 ) -> bool:
-    """Whether loss and gradients are the sweep's within rounding; a kernel that fails to run agrees with nothing."""
+    """Return True if loss and gradients are the sweep's within rounding; False for a kernel that fails to run."""
     try:
         got = run_head(kernel, hidden_nC, weight_VC, targets_n, wanted)
     except Exception as error:  # of a package that is not ours: a compiler's, a missing feature's, out of memory
@@ -182,13 +182,13 @@ def _seconds(run: Callable[[], Any], device: torch.device) -> float:
 
 
 def _sweep_workspace(shape: HeadShape) -> int:
-    """Logits, and their probabilities in fp32 where that is not the dtype of the logits."""
+    """Return the bytes of the logits, and of their probabilities in fp32 if the logits are in half precision."""
     size = shape.dtype.itemsize
     return shape.tokens * shape.vocabulary * (size + (4 if size < 4 else 0))
 
 
 def _weight_gradient(shape: HeadShape, wide: bool) -> int:
-    """The gradient of a call's weight, and its sum in fp32 where a kernel keeps one."""
+    """Return the bytes of the gradient of a call's weight, and of its sum in fp32 if the kernel keeps one."""
     size = shape.dtype.itemsize
     each = size + (4 if wide and size < 4 else 0)
     return shape.vocabulary * shape.hidden * each if shape.wanted[1] else 0
@@ -196,7 +196,7 @@ def _weight_gradient(shape: HeadShape, wide: bool) -> int:
 
 @lru_cache(maxsize=1)
 def head_candidates() -> tuple[HeadKernel, ...]:
-    """The fused heads that are installed here."""
+    """Return the fused heads that are installed here."""
     found = (_of_torch(), _of_cut_cross_entropy(), _of_liger())
     return tuple(kernel for kernel in found if kernel is not None)
 
@@ -254,7 +254,7 @@ def _of_liger() -> HeadKernel | None:
 
 
 def _imported(module: str, name: str) -> Any:
-    """A function of a package that may not be there, or not load on this machine."""
+    """Return a function of a package; None if the package is missing or does not load on this machine."""
     try:
         return getattr(importlib.import_module(module), name, None)
     except Exception:  # whatever a package does while it is imported where its compiler or its device is missing

@@ -17,7 +17,7 @@ __all__ = ["TargetRows", "autocast_dtype", "cast", "scaled"]
 
 
 class TargetRows:
-    """The positions that predict something, in chunks: slices where all do, indices (a chunk's copy) where some do."""
+    """The positions that predict something, in chunks: slices if all do, else indices, which copy a chunk."""
 
     def __init__(self, targets_BT: Tensor, ignore_index: int, chunk_size: int) -> None:
         self.targets, self.chunk_size = targets_BT.flatten(), chunk_size
@@ -25,24 +25,24 @@ class TargetRows:
         self.every = len(self.positions) == len(self.targets)
 
     def chunks(self) -> Iterator[Tensor | slice]:
-        """Indices into the flattened positions, ``chunk_size`` of them at most."""
+        """Yield indices into the flattened positions, at most ``chunk_size`` at a time."""
         for start in range(0, len(self.positions), self.chunk_size):
             chunk = slice(start, min(start + self.chunk_size, len(self.positions)))
             yield chunk if self.every else self.positions[chunk]
 
     def gradient(self, hidden_NC: Tensor) -> Tensor:
-        """A buffer for the gradient of the hidden states: zero wherever nothing is predicted."""
+        """Return a buffer for the gradient of the hidden states, zero wherever nothing is predicted."""
         return torch.empty_like(hidden_NC) if self.every else torch.zeros_like(hidden_NC)
 
     def divisor(self, num_items: Tensor | float | None) -> Tensor | float:
-        """What the summed loss is divided by."""
+        """Return the divisor of the summed loss: ``num_items``, or for None the number of positions, at least 1."""
         if num_items is None:
             return max(1, len(self.positions))
         return num_items.to(self.targets.device) if isinstance(num_items, Tensor) else num_items
 
 
 def autocast_dtype(hidden: Tensor) -> torch.dtype | None:
-    """The dtype autocast would run the head in, or None. Autocast itself is off: the sums keep their dtypes."""
+    """Return the dtype autocast would run the head in, or None. Autocast itself is off: the sums keep their dtypes."""
     kind = autocast_kind(hidden.device)
     if hidden.dtype == torch.float64 or not torch.is_autocast_enabled(kind):
         return None
@@ -50,7 +50,7 @@ def autocast_dtype(hidden: Tensor) -> torch.dtype | None:
 
 
 def cast(dtype: torch.dtype | None, *tensors: Tensor | None) -> tuple[Any, ...]:
-    """The tensors in ``dtype``; as they are where it is None."""
+    """Cast the tensors to ``dtype``; return them as they are where it is None."""
     return tuple(t if t is None or dtype is None else t.to(dtype) for t in tensors)
 
 

@@ -1,4 +1,4 @@
-"""One chunk of the head: loss and gradient of its logits, and what they add to the gradients of the head.
+"""One chunk of the head: loss and gradient of its logits, and its terms of the gradients of the head.
 
 Shape suffixes as in ``ops.cross_entropy``, n the tokens of a chunk.
 """
@@ -52,7 +52,7 @@ class HeadGradients:
             self.weight += grad_weight_VC
 
     def all(self) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
-        """In the order of the inputs."""
+        """Return the gradients in the order of the inputs."""
         return self.hidden, self.weight, self.bias
 
 
@@ -65,16 +65,16 @@ def loss_and_grad(
     factor_n: Tensor | None = None,
     most: int = MAX_ELEMENTS,
 ) -> tuple[Tensor, Tensor | None]:
-    """Summed cross entropy of a chunk and its gradient ``[n, V]`` with respect to the logits before ``transform``.
+    """Compute the summed cross entropy of a chunk, and its gradient ``[n, V]`` for the logits before ``transform``.
 
     Args:
         logits_nV: Logits of the chunk.
-        targets_n: A token number for each.
-        transform: What is done to logits before the loss.
-        with_grad: Whether the gradient is wanted; None in its place otherwise.
+        targets_n: The target token of each row.
+        transform: Map of the logits before the loss.
+        with_grad: Compute the gradient; None in its place otherwise.
         reuse: The gradient may take the memory of the logits; only right where no graph has saved them.
         factor_n: Multiplies each row of the gradient before it is rounded to the dtype of the logits.
-        most: Elements the kernels of this function can count; a larger chunk is done in several parts.
+        most: Elements the kernels of this function can count; a larger chunk is computed in several parts.
     """
     parts = list(blocks(len(logits_nV), most // logits_nV.shape[1]))
     if len(parts) <= 1:
@@ -116,7 +116,7 @@ def _loss_and_grad(
 
 
 def _loss_and_softmax(logits_nV: Tensor, targets_n: Tensor, reuse: bool) -> tuple[Tensor, Tensor]:
-    """Summed loss and the probabilities, in fp32 or wider, in no more memory than they take themselves."""
+    """Return the summed loss and the probabilities in fp32 or wider, without further memory of their size."""
     dtype = torch.promote_types(logits_nV.dtype, torch.float32)
     if logits_nV.is_cuda and logits_nV.dtype != dtype:
         # There it is one kernel, which widens what it reads; elsewhere torch would make a wide copy first.
@@ -132,7 +132,7 @@ def _loss_and_softmax(logits_nV: Tensor, targets_n: Tensor, reuse: bool) -> tupl
 
 
 def _add_outer(acc_VC: Tensor, grad_nV: Tensor, hidden_nC: Tensor) -> None:
-    """``acc += grad.T @ hidden``, in one matmul where it can be, by blocks of the vocabulary elsewhere."""
+    """Compute ``acc += grad.T @ hidden``, in one matmul where it can be, by blocks of the vocabulary elsewhere."""
     if acc_VC.dtype == grad_nV.dtype:
         acc_VC.addmm_(grad_nV.mT, hidden_nC)
     elif acc_VC.is_cuda and _adds_wide(acc_VC.device, acc_VC.dtype, grad_nV.dtype):
@@ -145,9 +145,9 @@ def _add_outer(acc_VC: Tensor, grad_nV: Tensor, hidden_nC: Tensor) -> None:
 
 @lru_cache(maxsize=16)
 def _adds_wide(device: torch.device, wide: torch.dtype, narrow: torch.dtype) -> bool:
-    """Whether a matmul of narrow matrices adds to a wide one there: it does not on every device, and not at all on CPU.
+    """Return True if a matmul of narrow matrices can add to a wide one on this device; the CPU and some others cannot.
 
-    It rounds nothing but the sum, where a matmul of its own rounds each chunk's term.
+    Such a matmul rounds only the sum; a separate one would round each chunk's term.
     """
     generator = torch.Generator(device).manual_seed(0)
     a, b = (torch.randn(24, 40, generator=generator, device=device, dtype=narrow) for _ in range(2))

@@ -1,4 +1,4 @@
-"""Where 32 bits run out: kernels that count elements in an int see at most ``MAX_ELEMENTS`` of them at a time.
+"""Limits of 32-bit indices: kernels that count elements in an int get at most ``MAX_ELEMENTS`` of them at a time.
 
 Many device kernels (torch's own, cuDNN's, Triton's) multiply a row number by a row length in 32 bits. Past 2^31
 elements that wraps to another address: at best a crash, at worst other numbers.

@@ -1,6 +1,6 @@
 """A kernel in several calls where one would have more elements than it can count.
 
-The blocks of keys are merged, and their backward is exact, for the reason prefix attention is (``ops.attention``).
+The blocks of keys are merged as segments are in ``ops.attention``, and their backward is exact for the same reason.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ ROUND = 128
 
 
 def in_blocks(kernel: Kernel, q_BHTD: Tensor, k_BGSD: Tensor, most: int = MAX_ELEMENTS) -> Kernel:
-    """``kernel`` itself where q and k are within its limits, else the same in calls that are.
+    """Return ``kernel`` itself if q and k are within its limits, else one that makes several calls, each within them.
 
     No call then has ``k`` at all H heads (what a backward may allocate for its gradient) with more than ``most``
     elements, or more queries or keys than ``kernel.longest``.
@@ -42,13 +42,13 @@ class _InBlocks:
         self.kernel, self.longest = kernel, longest
 
     def _keys(self, queries: slice, keys: int, causal: bool) -> Iterator[tuple[slice, bool]]:
-        """The blocks of keys that a block of queries sees, and whether it sees a triangle of it."""
+        """Yield the blocks of keys that a block of queries sees, each with True if it sees only the causal triangle."""
         for block in blocks(keys, self.longest):
             if not causal or block.start < queries.stop:
                 yield block, causal and block == queries
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, scores: Scores) -> tuple[Tensor, Tensor]:
-        """``Kernel.forward``."""
+        """Compute ``Kernel.forward`` in blocks."""
         done = []
         for rows in blocks(q.shape[2], self.longest):
             parts = (
@@ -62,7 +62,7 @@ class _InBlocks:
     def backward(
         self, grad_o: Tensor, q: Tensor, k: Tensor, v: Tensor, o: Tensor, lse: Tensor, scores: Scores
     ) -> Grads:
-        """``Kernel.backward``; what several calls add to is summed in fp32."""
+        """Compute ``Kernel.backward`` in blocks; gradients that several calls add to are summed in fp32."""
         wide = torch.promote_types(q.dtype, torch.float32)
         sums = wide if q.shape[2] > self.longest else k.dtype
         grad_q = torch.empty_like(q)
@@ -84,7 +84,7 @@ class _InBlocks:
 
 
 def merged(parts: Iterator[tuple[Tensor, Tensor]]) -> tuple[Tensor, Tensor]:
-    """Output and log-sum-exp over the keys of all parts, each of which knows its own keys alone.
+    """Merge output and log-sum-exp of several parts, each computed over its own keys alone.
 
     The output stays in the dtype of the log-sum-exp if there is more than one part.
     """

@@ -1,7 +1,7 @@
-"""What a fused attention kernel is, and how it earns its place: it agrees with the formula, and it is the fastest.
+"""The interface of a fused attention kernel, and the trial that selects one: right by the formula, and the fastest.
 
-A kernel that is missing in a build, wrong on a device or made for another log-sum-exp is found out by a small problem
-before it is used, and is not used. Shape suffixes as in ``ops.attention``.
+Before its first use a kernel is tried on small problems. One that is missing in a build, wrong on a device or made for
+another log-sum-exp is not used. Shape suffixes as in ``ops.attention``.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ MARGIN = 0.95
 
 @dataclass(frozen=True, eq=False)
 class Scores:
-    """What a kernel makes its scores by, beside queries and keys: ``scale * q k^T + bias``.
+    """The parameters of a kernel's scores besides queries and keys: ``scale * q k^T + bias``.
 
     Args:
         scale: Factor on the products.
@@ -46,14 +46,14 @@ Backward = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Scores], Gr
 
 @dataclass(frozen=True)
 class Kernel:
-    """A named pair of attention functions and whether it takes an additive mask.
+    """A named pair of attention functions; ``takes_bias`` is True if they take an additive mask.
 
     ``forward(q, k, v, scores) -> (o, lse)`` and ``backward(grad_o, q, k, v, o, lse, scores) -> (grad_q, grad_k,
     grad_v)`` with q ``[B, H, T, D]``, k and v ``[B, G, S, D]`` (G divides H), o like q, lse ``[B, H, T]`` in fp32 (fp64
     for fp64 inputs). The backward takes any o and lse, so also those of a softmax that spans more keys than k and v
     hold.
 
-    ``longest`` is the most queries and keys the kernel is trusted with in one call.
+    ``longest`` is the largest number of queries and of keys the kernel is given in one call.
     """
 
     name: str
@@ -75,10 +75,10 @@ class Heads:
 def agrees_with_formula(
     kernel: Kernel, device: torch.device, dtype: torch.dtype, head_dim: int, biased: bool = False
 ) -> bool:
-    """Try a kernel on small problems with a foreign log-sum-exp; a build or device where it fails is not used.
+    """Return True if a kernel is right on small problems, with the log-sum-exp of a softmax over more keys.
 
-    Whole heads and grouped ones, keys of more than one block of the kernel, the causal square, a mask where it takes
-    one, tensors laid out as a projection leaves them and as parts of a longer sequence.
+    The problems have whole heads and grouped ones, keys of more than one block of the kernel, the causal square, a mask
+    with ``biased``, tensors laid out as a projection leaves them and as parts of a longer sequence.
     """
     problems = [(2, 2, 40, 72, False), (2, 2, 40, 40, True), (4, 2, 136, 200, False), (4, 1, 136, 136, True)]
     with torch.no_grad():
@@ -91,7 +91,7 @@ def agrees_with_formula(
 
 
 class _Problem:
-    """Random inputs of one shape, and what the formula makes of them in fp64."""
+    """Random inputs of one shape, and the results of the formula for them in fp64."""
 
     def __init__(
         self,
@@ -116,7 +116,7 @@ class _Problem:
         return (drawn.transpose(1, 2) if together else drawn)[:, :, 3 : 3 + length]
 
     def _bias(self) -> Tensor:
-        """A mask that hides a third of the places, and all of the last query's."""
+        """Return a mask that hides a third of the places, and all of the last query's."""
         shape = (2, 1, self.q.shape[2], self.k.shape[2])
         hidden = torch.rand(shape, generator=self.generator, device=self.device) < 0.3
         hidden[:, :, -1] = True
@@ -124,7 +124,7 @@ class _Problem:
         return torch.zeros(shape, dtype=self.dtype, device=self.device).masked_fill_(hidden, low)
 
     def passes(self, kernel: Kernel, biased: bool) -> bool:
-        """Whether the kernel gives output, log-sum-exp and, for an output of more keys than these, the gradients."""
+        """Return True if output, log-sum-exp and, for a softmax over more keys than these, the gradients are right."""
         bias = self._bias() if biased and not self.causal else None
         s = self._scores(bias)
         own_lse = s.logsumexp(-1)
@@ -169,11 +169,11 @@ def _near(got: Tensor, want: Tensor, bound: float) -> bool:
 
 
 def fastest(kernels: Sequence[Kernel], seconds: Callable[[Kernel], float | None]) -> Kernel | None:
-    """The kernel that needs the least time; one that is hardly faster than an earlier one does not replace it.
+    """Return the kernel that needs the least time; one that is hardly faster than an earlier one is not preferred.
 
     Args:
         kernels: Those that agree with the formula, the most trusted first.
-        seconds: The time of one, None where it could not be taken.
+        seconds: Returns the time of a kernel, None if it could not be measured.
     """
     best, least = None, float("inf")
     for kernel in kernels:
@@ -186,9 +186,9 @@ def fastest(kernels: Sequence[Kernel], seconds: Callable[[Kernel], float | None]
 def median_seconds(
     kernel: Kernel, device: torch.device, dtype: torch.dtype, heads: Heads, queries: int = 2048, keys: int = 16384
 ) -> float | None:
-    """Seconds of one forward and backward of a chunk's queries over its prefix, the median of a few runs.
+    """Return the seconds of one forward and backward of a chunk's queries over its prefix, the median of a few runs.
 
-    None where the device has no room for it.
+    Return None if the device has too little memory for it.
     """
     generator, scores = torch.Generator(device).manual_seed(0), Scores(heads.size**-0.5)
 

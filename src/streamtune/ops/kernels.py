@@ -1,7 +1,7 @@
-"""The fused attention kernels, and which of them runs for given tensors: see :class:`Kernel` for what one is.
+"""The fused attention kernels, and the choice of one for given tensors; :class:`Kernel` is their interface.
 
-On CPU there is one, torch's. On CUDA those that agree with the formula are timed once and the fastest runs. Every one
-is given the log-sum-exp of a softmax over more keys than it sees, which is what makes prefix attention exact.
+On CPU there is one, torch's. On CUDA those that agree with the formula are timed once and the fastest runs. The
+backward of each takes the log-sum-exp of a softmax over more keys than it sees; so prefix attention is exact.
 """
 
 from __future__ import annotations
@@ -42,9 +42,9 @@ USUAL_HEADS = Heads(32, 8, 128)
 
 
 def flash_kernel(q: Tensor, k: Tensor, v: Tensor, biased: bool) -> Kernel | None:
-    """The fused kernel for these tensors, or None where only the tiled formula of ``ops.attention`` applies.
+    """Return the fused kernel for these tensors, or None where only the tiled formula of ``ops.attention`` applies.
 
-    It cuts what has more elements than it can count, and pads heads it has no size for.
+    It is wrapped where needed, to cut tensors with more elements than it can count, and to pad heads to a size it has.
     """
     if not q.dtype == k.dtype == v.dtype:
         return None
@@ -63,7 +63,7 @@ def flash_kernel(q: Tensor, k: Tensor, v: Tensor, biased: bool) -> Kernel | None
 
 
 def _assumed(kind: str, dtype: torch.dtype, heads: Heads, biased: bool) -> Kernel | None:
-    """What a device that is not there is taken to choose: the first of those it would try."""
+    """Return the kernel that a simulated device is assumed to choose: the first it would try."""
     if kind == "cpu":
         return CPU
     tried = _candidates(dtype, heads, biased)
@@ -79,7 +79,7 @@ def _choose(device: str, index: int, dtype: torch.dtype, heads: Heads, biased: b
 
 
 def _candidates(dtype: torch.dtype, heads: Heads, biased: bool) -> list[Kernel]:
-    """The kernels a CUDA device may have for a problem, the most trusted first."""
+    """Return the kernels a CUDA device may have for a problem, the most trusted first."""
     if dtype == torch.float64:
         return []
     half = dtype in (torch.float16, torch.bfloat16)
@@ -88,7 +88,7 @@ def _candidates(dtype: torch.dtype, heads: Heads, biased: bool) -> list[Kernel]:
 
 
 def _tried(candidates: list[Kernel], index: int, dtype: torch.dtype, heads: Heads, biased: bool) -> Kernel | None:
-    """The fastest of those that agree with the formula; said once, for this is asked once."""
+    """Return the fastest of the candidates that agree with the formula, and log it: once, for its caller caches it."""
     where = _device(index)
     agreeing = [kernel for kernel in candidates if agrees_with_formula(kernel, where, dtype, heads.size, biased)]
     # The trial is without a mask: with one there is a single candidate.
@@ -110,7 +110,7 @@ def _device(index: int) -> torch.device:
 
 
 def kernel_names(device: torch.device, dtype: torch.dtype, head_dim: int = 128) -> dict[str, str]:
-    """Which kernel runs without and with a mask, for ``streamtune env``."""
+    """Return the names of the kernels that run without and with a mask, for ``streamtune env``."""
     heads = Heads(USUAL_HEADS.queries, USUAL_HEADS.groups, head_dim)
     chosen = {
         label: _choose(device.type, device.index or 0, dtype, heads, biased)

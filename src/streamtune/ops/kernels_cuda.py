@@ -89,9 +89,9 @@ def _efficient_backward(
 
 
 def _grouped(x: Tensor, q: Tensor, k: Tensor) -> Tensor:
-    """``[B, H or G, T, D]`` as ``[B G, H / G, T, D]``: a group's keys are those of one row, read by all of its heads.
+    """Return ``[B, H or G, T, D]`` as ``[B G, H / G, T, D]``: a group is a batch row, all its heads read its keys.
 
-    The kernel knows no groups, but it takes a stride of zero.
+    The kernel has no notion of groups, but it takes a stride of zero.
     """
     split = _last_together(x).unflatten(1, (k.shape[1], -1)).flatten(0, 1)
     return split.expand(-1, q.shape[1] // k.shape[1], -1, -1)
@@ -107,12 +107,12 @@ def _by_token(x: Tensor) -> Tensor:
 
 
 def _rows(*tensors: Tensor) -> list[tuple[Tensor, ...]]:
-    """Every tensor's batch rows, each a batch of one."""
+    """Split every tensor into its batch rows, each a batch of one."""
     return [x.split(1) for x in tensors]
 
 
 def _aligned(bias: Tensor | None, grouped_q: Tensor) -> Tensor | None:
-    """The mask for all heads, its rows at multiples of 16 elements, which the kernel asks of them."""
+    """Return the mask for all heads, its rows at multiples of 16 elements, as the kernel requires."""
     if bias is None:
         return None
     keys = bias.shape[-1]

@@ -1,7 +1,8 @@
 """Log-probabilities of target tokens, and entropies, of a head that never holds more than one chunk of logits.
 
-What any objective is made of. Its loss is known only when all log-probabilities are, so the logits of a chunk are
-computed twice: in the forward, and again in the backward. With z the logits of a token, p = softmax(z), y its target:
+Any objective can be computed from these. Its loss is known only when all log-probabilities are, so the logits of a
+chunk are computed twice: in the forward, and again in the backward. With z the logits of a token, p = softmax(z), y its
+target:
 
     log p_y         = z_y - logsumexp(z)            d/dz_j = [j = y] - p_j
     H = -sum p log p = logsumexp(z) - sum p_j z_j   d/dz_j = -p_j (log p_j + H)
@@ -36,7 +37,7 @@ def token_logprobs(
     chunk_size: int = 1024,
     ignore_index: int = -100,
 ) -> Tensor:
-    """Log-probability of each target, differentiable; the logits of a chunk are computed again in the backward.
+    """Return the log-probability of each target, differentiable; the backward computes a chunk's logits again.
 
     Equal to ``log_softmax(linear(hidden, weight, bias).float(), -1).gather(-1, targets)``, with 0 where the target is
     ``ignore_index``.
@@ -70,20 +71,20 @@ def token_scores(
     chunk_size: int = 1024,
     accumulate_dtype: torch.dtype = torch.float32,
 ) -> tuple[Tensor, Tensor | None]:
-    """Log-probabilities ``[...]`` of the targets and, where asked for, entropies ``[...]``; both differentiable.
+    """Return log-probabilities ``[...]`` of the targets and, if wanted, entropies ``[...]``; both differentiable.
 
     Args:
         hidden_BTC: Final hidden states ``[..., C]``.
         weight_VC: Head weight.
         targets_BT: Shifted targets ``[...]``; both scores are 0 where one is ``ignore_index``.
         bias_V: Head bias.
-        transform: Map of each token's logits (temperature, softcap, a slice); targets number what it leaves.
-        entropy: Whether entropies (of the tokens that have a target) are wanted.
+        transform: Map of each token's logits (temperature, softcap, a slice); targets index its result.
+        entropy: Compute entropies too, of the tokens that have a target.
         chunk_size: Tokens whose logits exist at once.
         accumulate_dtype: Dtype in which the gradient of the weight is summed over chunks.
 
     Returns:
-        fp32 (fp64 for fp64 inputs); None in place of entropies that were not asked for.
+        Both in fp32 (fp64 for fp64 inputs); None in place of entropies that are not wanted.
     """
     rows = TargetRows(targets_BT, ignore_index, chunk_size)
     how = _How(transform, entropy, autocast_dtype(hidden_BTC), accumulate_dtype)
@@ -102,9 +103,9 @@ def project_scores(
     ignore_index: int = -100,
     chunk_size: int = 1024,
 ) -> tuple[Tensor, Tensor | None]:
-    """:func:`token_scores` for a head that is any module: ``project`` is differentiated chunk by chunk.
+    """Compute :func:`token_scores` for a head that is any module; autograd differentiates each chunk.
 
-    ``parameters`` are the tensors ``project`` reads whose gradients are wanted.
+    ``project`` maps hidden states to logits; ``parameters`` are the tensors it reads whose gradients are wanted.
     """
     rows = TargetRows(targets_BT, ignore_index, chunk_size)
     scores = _ProjectScores.apply(hidden_BTC.flatten(0, -2), rows, project, entropy, *parameters)
@@ -112,7 +113,7 @@ def project_scores(
 
 
 class _How:
-    """What is done to the logits and in which dtypes."""
+    """The map of the logits, the scores that are wanted, and the dtypes of the head and its gradient sums."""
 
     def __init__(
         self,
@@ -202,7 +203,7 @@ class _ProjectScores(torch.autograd.Function):
 
 
 def _room(hidden: Tensor, rows: TargetRows, entropy: bool) -> tuple[Tensor, Tensor]:
-    """Log-probabilities and entropies ``[N]`` to fill in; of what is not wanted, none."""
+    """Return zeros ``[N]`` to fill in, for log-probabilities and for entropies; empty for entropies not wanted."""
     dtype = torch.promote_types(hidden.dtype, torch.float32)
     return hidden.new_zeros(len(rows.targets), dtype=dtype), hidden.new_zeros(
         len(rows.targets) if entropy else 0, dtype=dtype
@@ -210,7 +211,7 @@ def _room(hidden: Tensor, rows: TargetRows, entropy: bool) -> tuple[Tensor, Tens
 
 
 def _put(scores: tuple[Tensor, Tensor], chunk: Tensor | slice, logits_nV: Tensor, targets_n: Tensor) -> None:
-    """Fill in a chunk's scores, in as many parts as the kernels' counters ask for."""
+    """Fill in a chunk's scores, in parts whose elements the kernels can count."""
     logprobs, entropies = (x.new_empty(len(targets_n)) for x in scores)
     for part in blocks(len(targets_n), MAX_ELEMENTS // logits_nV.shape[1]):
         wide = logits_nV[part].to(logprobs.dtype)
@@ -233,9 +234,9 @@ def _through(
     grad_logprobs_n: Tensor | None,
     grad_entropy_n: Tensor | None,
 ) -> Tensor:
-    """The gradient with respect to the logits before ``transform``, given those of their scores.
+    """Return the gradient with respect to the logits before ``transform``, given those of their scores.
 
-    The logits are used up.
+    The logits may be overwritten.
     """
     if grad_entropy_n is None:
         assert grad_logprobs_n is not None, "a backward has a gradient"

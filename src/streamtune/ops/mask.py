@@ -46,15 +46,15 @@ class LazyMask(NoTensor):
         q_offset, kv_offset: Absolute position of the first query and the first key.
         causal: No query sees a later key, but for those of its block.
         window: Keys a query sees, itself included (sliding window); None is unlimited.
-        function: What the facts do not say; None where they say it all.
+        function: The part of the mask that the other fields do not express; None if they express all of it.
         padding: Boolean ``[B, >= kv_offset + kv_length]``, False at padding; None where there is none.
         vectorize: ``function`` takes scalars only and is mapped over the tile with ``torch.vmap``.
-        row_start: ``[B or 1, kv_offset + kv_length]`` where the packed row of each position starts; needs ``causal``.
+        row_start: ``[B or 1, kv_offset + kv_length]`` start of the packed row of each position; needs ``causal``.
         span_start: The same for spans of chunked attention (Llama 4).
         block_start: The same for blocks whose tokens all see each other (an image); a token in none is its own.
         window_cuts_blocks: The window also hides tokens of the query's own block.
-        branches: The tokens are rows that share their beginnings. All else is then said of positions in a row, and a
-            query sees keys of its own row only (:meth:`branched`).
+        branches: The tokens are rows that share their beginnings. All other fields then refer to positions in a row,
+            and a query sees keys of its own row only (:meth:`branched`).
     """
 
     batch_size: int
@@ -82,7 +82,7 @@ class LazyMask(NoTensor):
         assert self.causal or (self.row_start is self.span_start is self.block_start is None)
 
     def branched(self, table: BranchTable) -> LazyMask:
-        """The mask of rows that stand alone, for a sequence in which they share their beginnings.
+        """Return the mask under which each row of ``table`` sees what it would see alone under this one.
 
         Raises:
             UnsupportedModelError: It has padding, packed rows or blocks whose tokens see each other.
@@ -98,12 +98,12 @@ class LazyMask(NoTensor):
 
     @property
     def shape(self) -> tuple[int, int, int, int]:
-        """Shape of the dense mask this stands for."""
+        """Shape of the equal dense mask."""
         return (self.batch_size, 1, self.q_length, self.kv_length)
 
     @property
     def ndim(self) -> int:
-        """Dimensions of the dense mask; a model that is handed a mask asks whether it is a made one."""
+        """Number of dimensions of the dense mask. Models read it to see if the mask they got is in its final form."""
         return 4
 
     @cached_property
@@ -125,7 +125,7 @@ class LazyMask(NoTensor):
         return list(zip(starts.tolist(), (starts + lengths).tolist(), strict=True))
 
     def is_padded(self, row: int | None, k_start: int, k_stop: int) -> bool:
-        """Whether any of these keys may be padding, in a batch row or (None) in any."""
+        """Return True if any of these keys may be padding, in one batch row or (None) in any."""
         if self.padding is None:
             return False
         start, stop = self.unpadded if row is None else self._unpadded_rows[row]
@@ -133,12 +133,12 @@ class LazyMask(NoTensor):
 
     @property
     def sees_future(self) -> bool:
-        """Whether any query sees a later key. A fact for every recognised mask; others are examined, once."""
+        """True if any query sees a later key. Known from the fields of a recognised mask; others are examined, once."""
         return self.cuts is not None and len(self.cuts) <= self.q_length
 
     @cached_property
     def cuts(self) -> list[int] | None:
-        """Where the sequence may be cut into chunks; None where that is anywhere.
+        """Positions at which the sequence may be cut into chunks; None if it may be cut anywhere.
 
         A cut at b is allowed if no query before b sees a key from b on. Sorted positions from 0 to ``q_length``,
         counted from the first query; ``q_length`` is missing where a query sees keys behind the last query.
@@ -151,7 +151,7 @@ class LazyMask(NoTensor):
         return [0, *(allowed.nonzero().flatten() + 1).tolist()]
 
     def _last_key_by_block(self) -> Tensor:
-        """``[q_length]`` the last key any batch row's query sees, itself where it sees no later one."""
+        """Return ``[q_length]``: the last key any batch row's query sees, itself where it sees no later one."""
         assert self.block_start is not None
         length = self.block_start.shape[1]
         own = torch.arange(length, device=self.device).expand_as(self.block_start)
@@ -179,13 +179,13 @@ class LazyMask(NoTensor):
 
     @cached_property
     def first_seen(self) -> Tensor | None:
-        """``[B or 1, T]`` the first key each position's row and span let it see; None where that is always 0."""
+        """``[B or 1, T]``: the first key that row and span of each position allow; None where that is always 0."""
         starts = [start for start in (self.row_start, self.span_start) if start is not None]
         return None if not starts else starts[0] if len(starts) == 1 else torch.maximum(*starts)
 
     @cached_property
     def stretches(self) -> list[list[Stretch]]:
-        """The positions cut where what they begin to see changes: a list for each batch row, or one for all."""
+        """The positions, cut where the first visible key or the block changes: a list for each row, or one for all."""
         length = self.kv_offset + self.kv_length
         if self.first_seen is None and self.block_start is None:
             return [[Stretch(0, max(length, self.q_offset + self.q_length), 0, mutual=False)]]
@@ -197,7 +197,7 @@ class LazyMask(NoTensor):
         return stretches(first.expand(rows, -1), None if blocks is None else blocks.expand(rows, -1))
 
     def first_key(self, q_start: int) -> int:
-        """The first key any query from ``q_start`` on can see."""
+        """Return the first key any query from ``q_start`` on can see."""
         if self.branches is not None:
             return self._first_key_of_branch(self.branches.at(q_start), q_start)
         first = self.kv_offset
@@ -207,7 +207,7 @@ class LazyMask(NoTensor):
         return first if self.window is None else max(first, q_start - self.window + 1)
 
     def _first_key_of_branch(self, part: Branch, q_start: int) -> int:
-        """The same for a part; the next one may be another branch of the trunk, and see all that its end sees."""
+        """Return the first key for a query in a part; a later branch of its trunk may see what the trunk's end sees."""
         if self.window is None:
             return part.trunk_start
         position = min(q_start - part.shift, part.trunk_stop - part.trunk_start)
@@ -217,12 +217,12 @@ class LazyMask(NoTensor):
 
     @cached_property
     def branch_places(self) -> tuple[Tensor, Tensor]:
-        """``[T]`` the position of each place in its row, ``[3, T]`` the bounds of its part and trunk."""
+        """``[T]``: the position of each place in its row, and ``[3, T]``: the bounds of its part and trunk."""
         assert self.branches is not None
         return self.branches.positions.to(self.device), self.branches.bounds.to(self.device)
 
     def __getitem__(self, key: Any) -> LazyMask:
-        """The whole mask, by slices that leave nothing out; anything else is refused."""
+        """Return the whole mask for slices that leave nothing out; refuse any other index."""
         sizes = (self.batch_size, 1, self.q_length, self.kv_length)
         if not isinstance(key, tuple) or len(key) != 4 or not all(isinstance(part, slice) for part in key):
             raise self._refuse("indexing")
@@ -231,17 +231,17 @@ class LazyMask(NoTensor):
         return self
 
     def rows(self, start: int, stop: int) -> MaskView:
-        """The mask of queries ``[start, stop)``, counted from this mask's first query, over all keys."""
+        """Return the mask of queries ``[start, stop)``, counted from this mask's first query, over all keys."""
         last = self.kv_offset + self.kv_length
         return MaskView(self, self.q_offset + start, self.q_offset + stop, self.kv_offset, last)
 
     def chunk(self, start: int, stop: int, first_key: int) -> MaskView:
-        """The mask of queries ``[start, stop)`` over the keys ``[first_key, stop)``, which are all a chunk has."""
+        """Return the mask of queries ``[start, stop)`` over the keys ``[first_key, stop)``, all that a chunk has."""
         return MaskView(self, self.q_offset + start, self.q_offset + stop, first_key, self.q_offset + stop)
 
     @classmethod
     def from_dense(cls, allowed_B1TS: Tensor) -> LazyMask:
-        """A mask that reads a dense boolean one, bottom-right aligned: its last query is its last key's token."""
+        """Return a mask that reads a dense boolean one, bottom-right aligned: last query and last key are one token."""
         rows, _, queries, keys = allowed_B1TS.shape
         offset = keys - queries
 
@@ -252,7 +252,7 @@ class LazyMask(NoTensor):
         return cls(rows, queries, keys, q_offset=offset, causal=False, function=function, device=device)
 
     def tile(self, q_start: int, q_stop: int, k_start: int, k_stop: int, row: int | None = None) -> Tensor:
-        """The boolean tile ``[B or 1, 1, T, S]``, True where attention is allowed; of one batch row if one is given."""
+        """Build the boolean tile ``[B or 1, 1, T, S]``, True where attention is allowed; of one batch row if given."""
         q = torch.arange(q_start, q_stop, device=self.device)[None, None, :, None]
         k = torch.arange(k_start, k_stop, device=self.device)[None, None, None, :]
         batch = slice(None) if row is None else slice(row, row + 1)
@@ -292,7 +292,7 @@ class LazyMask(NoTensor):
             return mapped(b, h, q_T, k_S)
 
     def examined(self, q_start: int, q_stop: int, k_start: int, k_stop: int) -> Iterator[tuple[int, int, bool | None]]:
-        """The keys in blocks ``(start, stop, uniform)``: True if all is allowed, False if nothing, None if mixed."""
+        """Yield the keys in blocks ``(start, stop, uniform)``: True if all is allowed, False if none, None if mixed."""
         for start in range(k_start, k_stop, KEY_BLOCK):
             stop = min(start + KEY_BLOCK, k_stop)
             tile = self.tile(q_start, q_stop, start, stop)

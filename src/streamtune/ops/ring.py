@@ -1,9 +1,10 @@
-"""Attention where each rank of a group keeps the keys and values of its own strips: they go round in a ring.
+"""Attention where each rank of a group keeps the keys and values of its own strips, which are sent around in a ring.
 
-At step s a rank holds the block of the rank s places before it, attends to what its queries may see of that, merges
-by the log-sum-exp (``ops.attention``) and passes the block on, while the next arrives (Liu et al., Ring Attention,
-arXiv 2310.01889; Li et al., DISTFLASHATTN, arXiv 2310.03294). In the backward dK and dV go round with their block and
-are home after one more step. Every rank has a strip of every chunk, so causal work is equal but for the last strips.
+At step s a rank holds the block of the rank s places before it, attends to the part that its queries may see, merges
+by the log-sum-exp (``ops.attention``) and sends the block on, while the next arrives (Liu et al., Ring Attention,
+arXiv 2310.01889; Li et al., DISTFLASHATTN, arXiv 2310.03294). In the backward dK and dV are sent with their block and
+reach its own rank after one more step. Every rank has a strip of every chunk, so causal work is equal but for the last
+strips.
 
 Shape suffixes: B batch, H query heads, G key/value heads, T queries, N keys of a block, D head dimension.
 """
@@ -28,12 +29,12 @@ from streamtune.ops.view import MaskView, Segment
 __all__ = ["Ring", "ring_attention"]
 
 Strip = tuple[slice, slice]
-"""Where a strip lies in a tensor of strips end to end, and in the sequence."""
+"""The slice of a strip in a tensor of strips end to end, and its slice in the sequence."""
 
 
 @dataclass(frozen=True)
 class Ring:
-    """The ranks and what each of them holds.
+    """The ranks, and the strips that each of them holds.
 
     Args:
         group: The ranks.
@@ -46,7 +47,7 @@ class Ring:
     keys: Callable[[int], Sequence[Strip]]
 
     def sources(self) -> list[int]:
-        """Whose block this rank holds at each step: its own first."""
+        """Return, for each step, the rank whose block this rank holds: its own first."""
         rank, size = dist.get_rank(self.group), dist.get_world_size(self.group)
         return [(rank - step) % size for step in range(size)]
 
@@ -65,13 +66,13 @@ def ring_attention(
     memory: Memory | None = None,
     prefix: Prefix | None = None,
 ) -> Tensor:
-    """:func:`streamtune.ops.prefix_attention` of this rank's queries over the keys of all ranks.
+    """Compute :func:`streamtune.ops.prefix_attention` of this rank's queries over the keys of all ranks.
 
     Args:
         q_BHTD: Queries of this rank's strips.
         k_BGND, v_BGND: Keys and values of this rank's strips, prefix and own.
         mask: Of the whole sequence; no query sees a later key.
-        ring: What lies where.
+        ring: The ranks and their strips.
         scale, softcap, sinks_H, dropout, memory, prefix: As there; the prefix is this rank's part of it.
 
     Returns:
@@ -96,7 +97,7 @@ class _How:
     seed: int = 0
 
     def pieces(self, source: int) -> Iterator[tuple[Piece, slice, slice]]:
-        """What is to be attended of a rank's block, each with its places among the queries and in the block."""
+        """Yield the pieces of a rank's block to attend to, each with its slice of the queries and of the block."""
         for q_at, q in self.ring.queries:
             for k_at, view, segment in _visible(self.mask, q, self.ring.keys(source)):
                 seed = (self.seed + 1_000_033 * (view.k_start * 31 + q.start)) % (1 << 62)
@@ -104,7 +105,7 @@ class _How:
 
 
 def _visible(mask: LazyMask, q: slice, strips: Sequence[Strip]) -> Iterator[tuple[slice, MaskView, Segment]]:
-    """The segments of a block that queries ``q`` see; strips that they see all of are one."""
+    """Yield the segments of a block that queries ``q`` see; adjacent strips that they see as a whole are one."""
     run: tuple[slice, MaskView, Segment] | None = None
     for k_at, k in strips:
         if k.start >= q.stop:
@@ -174,7 +175,7 @@ class _RingAttention(torch.autograd.Function):
 
 
 def _attended(q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, how: _How) -> tuple[Tensor, Tensor]:
-    """Output and log-sum-exp of all queries over the blocks of all ranks."""
+    """Compute output and log-sum-exp of all queries over the blocks of all ranks."""
     wide = torch.promote_types(q.dtype, torch.float32)
     o = torch.zeros(*q.shape[:3], v.shape[-1], dtype=wide, device=q.device)
     lse = torch.full(q.shape[:3], -torch.inf, dtype=wide, device=q.device)
@@ -203,7 +204,7 @@ def _merge(o: Tensor, lse: Tensor, o_s: Tensor, lse_s: Tensor) -> None:
 def _backward(
     grad_o: Tensor, q: Tensor, k: Tensor, v: Tensor, o: Tensor, lse: Tensor, how: _How
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Gradients of q and of this rank's k, v, the latter in fp32 or wider, as every rank adds to them."""
+    """Compute the gradients of q and of this rank's k, v, the latter in fp32 or wider, as every rank adds to them."""
     wide = torch.promote_types(q.dtype, torch.float32)
     grad_q = torch.zeros_like(q, dtype=wide)
     grads, block = [torch.zeros_like(x, dtype=wide) for x in (k, v)], [k, v]

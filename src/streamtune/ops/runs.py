@@ -1,7 +1,7 @@
 """Runs of positions a mask is made of: packed rows, attention spans, blocks that see each other.
 
-All of them are contiguous, so each is told by one number per position: where its run starts. Shape suffixes: B batch,
-T positions.
+All of them are contiguous, so each is given by one number for each position: the start of its run. Shape suffixes: B
+batch, T positions.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ __all__ = ["Stretch", "clipped", "contiguous", "row_starts", "run_starts", "stre
 
 
 def row_starts(position_ids: Tensor) -> list[int]:
-    """Where a row of a packed sequence starts: 0, and every place where a position is not its predecessor's plus one.
+    """Return the starts of packed rows: 0, and every place where a position is not its predecessor's plus one.
 
     The rule of ``transformers.masking_utils.find_packed_sequence_indices``.
 
@@ -35,7 +35,7 @@ def row_starts(position_ids: Tensor) -> list[int]:
 
 
 def run_starts(ids_BT: Tensor) -> Tensor:
-    """``[B, T]`` int64: for every position the first one of its run of equal ids."""
+    """Return ``[B, T]`` int64: for every position the first one of its run of equal ids."""
     positions = torch.arange(ids_BT.shape[1], device=ids_BT.device).expand_as(ids_BT)
     begins = torch.ones_like(ids_BT, dtype=torch.bool)
     begins[:, 1:] = ids_BT[:, 1:] != ids_BT[:, :-1]
@@ -43,7 +43,7 @@ def run_starts(ids_BT: Tensor) -> Tensor:
 
 
 def contiguous(ids_BT: Tensor) -> bool:
-    """Whether equal ids of 0 and more never stand in two runs of one batch row; negative ids are not looked at."""
+    """Return True if no id of 0 or more occurs in two runs of one batch row; negative ids are ignored."""
     starts = run_starts(ids_BT)
     positions = torch.arange(ids_BT.shape[1], device=ids_BT.device)
     heads = (starts == positions) & (ids_BT >= 0)
@@ -56,9 +56,9 @@ def contiguous(ids_BT: Tensor) -> bool:
 
 @dataclass(frozen=True)
 class Stretch:
-    """Queries ``[start, stop)`` that begin to see at one key, ``first``.
+    """Queries ``[start, stop)`` with the same first visible key, ``first``.
 
-    Causal among themselves, or ``mutual``: each sees all of them, later ones included.
+    They are causal among themselves, or ``mutual``: each sees all of them, later ones included.
     """
 
     start: int
@@ -71,8 +71,8 @@ def stretches(first_BT: Tensor, block_start_BT: Tensor | None) -> list[list[Stre
     """Cut every batch row into stretches; one list for all of them where they are alike.
 
     Args:
-        first_BT: For each position the first key its run lets it see.
-        block_start_BT: For each position where its mutual block starts (itself where it is in none).
+        first_BT: For each position the first key its run allows.
+        block_start_BT: For each position the start of its mutual block (itself where it is in none).
     """
     first, length = first_BT, first_BT.shape[1]
     block = torch.full_like(first, -1)
@@ -96,7 +96,7 @@ def stretches(first_BT: Tensor, block_start_BT: Tensor | None) -> list[list[Stre
 
 
 def clipped(found: list[Stretch], start: int, stop: int) -> list[tuple[int, int, Stretch]]:
-    """The stretches that queries ``[start, stop)`` lie in, each with the queries that do."""
+    """Return the stretches that overlap queries ``[start, stop)``: start and stop of the overlap, and the stretch."""
     out = []
     index = max(0, bisect_right(found, start, key=lambda stretch: stretch.start) - 1)
     while index < len(found) and found[index].start < stop:

@@ -1,4 +1,4 @@
-"""What stands for a device where tensors are on ``meta``: shapes and lifetimes of a step without its numbers."""
+"""Simulation of a device by tensors on ``meta``: shapes and lifetimes of a step without its numbers."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _times: ContextVar[float] = ContextVar("how often what runs now would run", defa
 
 @contextmanager
 def repeated(times: float) -> Iterator[None]:
-    """What runs inside stands for so many runs that are alike: they hold the same, and cost so many times as much."""
+    """Count one run of the code inside as ``times`` equal runs: the same memory, ``times`` the cost."""
     token = _times.set(_times.get() * times)
     try:
         yield
@@ -27,13 +27,13 @@ def repeated(times: float) -> Iterator[None]:
 
 
 def repetitions() -> float:
-    """How often what runs now would run."""
+    """Return the number of runs that the current one counts as."""
     return _times.get()
 
 
 @contextmanager
 def simulating(kind: str) -> Iterator[None]:
-    """Inside, tensors on ``meta`` stand for tensors on a device of this kind (``cpu`` or ``cuda``)."""
+    """Let tensors on ``meta`` stand, while inside, for tensors on a device of this kind (``cpu`` or ``cuda``)."""
     token = _kind.set(kind)
     try:
         yield
@@ -42,10 +42,10 @@ def simulating(kind: str) -> Iterator[None]:
 
 
 def kernel_device(device: torch.device) -> str:
-    """The kind of device whose kernels a tensor is computed with."""
+    """Return the kind of device whose kernels compute with tensors of a device."""
     return _kind.get() if device.type == "meta" else device.type
 
 
 def autocast_kind(device: torch.device) -> str:
-    """Whose autocast holds for tensors of a device: ``meta`` has none of its own and goes by the CPU's switch."""
+    """Return the kind of device whose autocast applies to tensors of a device; for ``meta`` that is the CPU's."""
     return "cpu" if device.type == "meta" else device.type

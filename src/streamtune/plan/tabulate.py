@@ -1,7 +1,7 @@
-"""Tables, measured: rows in groups, kept as soon as they are known, and not measured twice.
+"""Measure the tables of a benchmark: rows in groups, each saved as soon as it is measured, and not measured twice.
 
-One process holds one model and enters one mode after the other, so a table costs the memory of one and compares the
-same weights. In a group the steps to be compared take turns, and a ratio is the median over turns.
+One process holds one model and enters one mode after the other, so a table costs the memory of one model and compares
+the same weights. The steps that are compared in a group alternate, and a ratio is the median over these rounds.
 """
 
 from __future__ import annotations
@@ -45,19 +45,19 @@ def run_table(
     asked: dict[str, Any],
     notify: Callable[[str], None] = lambda message: None,
 ) -> TableReport:
-    """Measure a table; what its file in the folder knows already is not measured again.
+    """Measure a table, except for rows that its file in the folder has already.
 
     Args:
         table: Any but ``max-length``.
         job: The model.
         lengths: Tokens of a row, or of a prompt that is shared.
-        modes: What to compare; an ablation compares schedules, a shared prompt layouts.
-        schedule: How streaming cuts the sequence.
-        repeats: Timed steps of each row, taken in turns.
-        folder: Where the table's file is; it exists.
-        command: What measures the table again.
-        asked: What the figures hang on, as JSON.
-        notify: Told what is being measured.
+        modes: Modes to compare; an ablation compares schedules instead, a shared prompt layouts.
+        schedule: The schedule of streamed steps.
+        repeats: Timed steps of each row; the rows of a group alternate.
+        folder: Directory of the table's file; it exists.
+        command: Command line that measures the table again.
+        asked: Settings that the figures depend on, as JSON values.
+        notify: Called with what is being measured.
     """
     worker = Worker(job)
     try:
@@ -86,7 +86,7 @@ def run_table(
 
 
 def _compared(modes: Sequence[Mode], length: int, schedule: Schedule) -> list[Entry]:
-    """A row for each mode at a length."""
+    """Return an entry for each mode at a length."""
     return [
         Entry(
             Case(mode, length, schedule),
@@ -99,7 +99,7 @@ def _compared(modes: Sequence[Mode], length: int, schedule: Schedule) -> list[En
 
 
 def _layouts(prompt: int, schedule: Schedule) -> list[Entry]:
-    """A prompt with its completions: every layout streamed, and checkpointing of the rows one after another."""
+    """Return the entries of a shared prompt: each layout streamed, and checkpointing of the rows one after another."""
     layouts: tuple[Layout, ...] = ("batch", "turns", "shared")
     rows = [
         Entry(Case("stream", prompt, schedule, layout), SHARING[layout], "StreamTune", to_default=layout == "batch")
@@ -110,13 +110,13 @@ def _layouts(prompt: int, schedule: Schedule) -> list[Entry]:
 
 
 def fill(report: TableReport, groups: Sequence[Sequence[Entry]], measure: MeasureGroup, *, folder: Path) -> None:
-    """Fill a report, row by row; what is known is in its file at every moment.
+    """Measure the rows that a report lacks; its file is written after each of them.
 
     Args:
-        report: Begins empty.
-        groups: The entries, in groups whose steps take turns.
+        report: The report, without rows; those in its file are read first.
+        groups: The entries, in groups whose steps alternate.
         measure: Measures a group.
-        folder: Where the file is; it exists.
+        folder: Directory of the file; it exists.
     """
     report.resume(folder)
     entries = [entry for group in groups for entry in group]
@@ -134,13 +134,13 @@ def fill(report: TableReport, groups: Sequence[Sequence[Entry]], measure: Measur
 def _measured(
     worker: Worker, *, repeats: int, memory: bool, notify: Callable[[str], None] = lambda message: None
 ) -> MeasureGroup:
-    """Rows by real steps.
+    """Return a function that measures rows by real steps.
 
     Args:
         worker: The process with the model.
-        repeats: Timed steps of each, taken in turns; 0 runs one for its loss.
-        memory: Whether to follow the memory of a step as well.
-        notify: Told what is being measured.
+        repeats: Timed steps of each entry, which alternate; 0 runs one step for its loss.
+        memory: Measure the memory of a step as well.
+        notify: Called with what is being measured.
     """
 
     def measure(todo: Sequence[Entry], references: Sequence[Entry]) -> Iterator[TableRow]:

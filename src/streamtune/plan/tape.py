@@ -1,8 +1,8 @@
-"""A step on ``meta`` tensors, written down: what was alive at each moment, by what the engine was doing.
+"""Record a step on ``meta`` tensors: the bytes alive at each moment, by what the engine was doing.
 
-The tape is cut into *cells*: a layer on a chunk in one of its walks, a layer's own backward, the head, what lies
-between. A cell holds a *moment* for each operator that made bytes, so that the same moments of steps of different
-lengths and depths can be compared one by one (``plan.extrapolate``).
+The record, a :class:`Tape`, is divided into *cells*: a layer on a chunk in one of its passes over the chunks, a layer's
+own backward, the head, and what lies between. A cell holds a *moment* for each operator that made bytes, so that the
+same moments of steps of different lengths and depths can be compared one by one (``plan.extrapolate``).
 """
 
 from __future__ import annotations
@@ -41,14 +41,14 @@ MOVED = WORK.index("moved_bytes")
 
 @dataclass(frozen=True, slots=True)
 class _Rule:
-    """What is known of an operator from its schema, asked once.
+    """The properties of an operator that follow from its schema, looked up once.
 
     Attributes:
         func: The operator.
-        cost: What kind of cost it has.
-        asks: Whether it may ask for values.
-        form: How its result's form is found.
-        reach: How much of its arguments it touches.
+        cost: The kind of its cost.
+        asks: True if it may need the values of its arguments.
+        form: The way in which the form of its result is found.
+        reach: The part of its arguments that it touches.
     """
 
     func: Any
@@ -69,14 +69,14 @@ def _rule_of(func: Any) -> _Rule:
 
 @dataclass(frozen=True)
 class Place:
-    """Where in a step a cell is.
+    """The place of a cell in a step.
 
     Attributes:
         phase: ``reference`` (forward without gradient, head included), ``forward``, ``head`` or ``backward``.
-        walk: Of the layer's cache; empty outside of a chunk.
+        walk: The pass of the layer's cache, such as ``store`` or ``replay``; empty outside of a chunk.
         layer: Its index; None outside of the layers (a norm has chunks there as well).
         chunk: Index of the chunk; None outside of one.
-        turn: Which visit to this place it is.
+        turn: Number of earlier cells at the same place.
     """
 
     phase: str
@@ -88,10 +88,10 @@ class Place:
 
 @dataclass
 class Cell:
-    """What happened there.
+    """The operators, moments and work that were recorded at one place.
 
     Attributes:
-        operators: Of each moment.
+        operators: The operator of each moment; None for the first, at which the cell begins.
         moments: A row of :data:`COLUMNS` each.
         work: A sum for each of :data:`WORK`.
     """
@@ -102,14 +102,14 @@ class Cell:
 
 
 class Tape(LiveBytes):
-    """Writes down a step.
+    """A dispatch mode that records a step.
 
     Args:
         model: A model on ``meta``.
         layers: Its decoder layers.
         device: The kind of device that is simulated.
         tiers: ``() -> (host bytes, disk bytes, bytes moved to and from the host, to and from the disk)``.
-        strip: Whether its rows are strips of longer ones.
+        strip: A rank's part of each row, where ranks share the rows; by default rows are whole.
     """
 
     def __init__(
@@ -139,7 +139,7 @@ class Tape(LiveBytes):
         return self
 
     def enter(self, phase: str, walk: str = "", layer: int | None = None, chunk: int | None = None) -> None:
-        """What comes next belongs to another place."""
+        """Begin a cell; the operators that follow are recorded in it."""
         self._count_moved()
         turn = 0
         while (place := Place(phase, walk, layer, chunk, turn)) in self.cells:
@@ -151,7 +151,7 @@ class Tape(LiveBytes):
         self._write(None, 0)
 
     def finish(self) -> None:
-        """The step is over."""
+        """Finish the record: add the bytes moved since the last cell began."""
         self._count_moved()
 
     def _count_moved(self) -> None:
@@ -161,7 +161,7 @@ class Tape(LiveBytes):
         self._moved = (moved[0], moved[1])
 
     def on_chunk(self, layer: nn.Module, chunk: slice, walk: str) -> None:
-        """A cell begins."""
+        """Begin the cell of a layer on a chunk."""
         layer_index, phase = self._index.get(id(layer)), self._phase
         if phase == "head" and layer_index is not None:
             phase = "backward"
@@ -187,7 +187,7 @@ class Tape(LiveBytes):
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
-        """No: nothing is compiled here, and the guard against it takes as long as an operator."""
+        """Return False: nothing is compiled here, and torch's guard against it takes as long as an operator."""
         return False
 
     def __torch_dispatch__(
@@ -219,7 +219,7 @@ class Tape(LiveBytes):
         return out
 
     def _grown(self) -> None:
-        """The tape itself tells the peak."""
+        """Do nothing: the peak is found from the record."""
 
     def _write(self, func: Any, scratch: int) -> None:
         host, disk, _, _ = self.tiers()

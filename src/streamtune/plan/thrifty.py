@@ -1,4 +1,4 @@
-"""The schedule that reaches furthest: what is asked where nothing else fits, and for the longest sequence."""
+"""Find the schedule that holds fewest bytes on the device: for the longest sequence, and where nothing else fits."""
 
 from __future__ import annotations
 
@@ -19,20 +19,23 @@ __all__ = ["excess_of", "furthest", "thriftiest"]
 
 
 def excess_of(simulation: Simulation, limits: Limits) -> float:
-    """By how many bytes a simulated step does not fit; negative is what is left."""
+    """Return by how many bytes a simulated step exceeds its memory, in the worst tier; negative is what is left."""
     return limits.excess(simulation.peak_bytes, simulation.host_bytes, simulation.disk_bytes)
 
 
 def thriftiest(limits: Limits, written: Mapping[str, Any], cluster: Cluster) -> Schedule:
-    """Everything small, nothing kept, layer inputs as far away as there is room, at two levels where they may be.
+    """Return the schedule with the smallest chunks and nothing kept.
+
+    Layer inputs are on the furthest tier that has memory: disk, then host, then device. It has two levels if the
+    cluster may run layers again.
 
     Args:
         limits: The memory.
         written: Fields of the schedule that are given, and stay; but for ``offload_dir`` where nothing goes to disk.
-        cluster: Whose ranks run it.
+        cluster: The ranks that run it.
 
     Raises:
-        ArgumentError: What is written goes with no schedule.
+        ArgumentError: The given fields contradict each other.
     """
     tiers = ["device"]
     if limits.host_bytes and not limits.shared:
@@ -56,7 +59,9 @@ def furthest(
     written: Mapping[str, Any],
     simulate: Callable[[Workload, Schedule], Simulation],
 ) -> tuple[Schedule, Simulation]:
-    """The thriftiest schedule and its step; what finds no room on host or disk is on the device, if it fits so.
+    """Return the schedule of :func:`thriftiest` and its simulated step.
+
+    If host or disk has no room for all layer inputs, the rest stay on the device, provided that the step fits so.
 
     Args:
         workload: What is trained.

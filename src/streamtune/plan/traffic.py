@@ -1,20 +1,20 @@
-"""What ranks send each other in a step, by which link, and how long that takes: predicted, not walked.
+"""Predict what ranks send each other in a step, over which link, and how long that takes, without running the step.
 
-The engine's node decides the traffic of ZeRO (docs: a layer is gathered once forward and once backward, its gradient
-reduced once, whatever the number of chunks), so it follows from sizes. In a world of W ranks, on n nodes of g, of a
-model of P bytes with gradients of G, each rank sends in a step of M micro-batches
+The autograd node of the engine determines the traffic of ZeRO: a layer is gathered once forward and once backward, and
+its gradient is reduced once, for any number of chunks (see the docs). So the traffic follows from sizes. In a world of
+W ranks, on n nodes of g, of a model of P bytes with gradients of G, each rank sends in a step of M micro-batches
 
     ddp          all-reduce     2 G (W - 1) / W
     zero1        reduce           G (W - 1) / W, gather of what was updated G (W - 1) / W
     zero2        reduce       M x G (W - 1) / W, gather of what was updated G (W - 1) / W
     zero3, fsdp  gather       M x 2 P (W - 1) / W, reduce M x G (W - 1) / W
 
-of which G (n - 1) / (n g) crosses to another node, as rings do that leave a node by each of its devices once. Ranks
-that share a sequence send, of every chunk's queries, keys, values, outputs and their gradients, the part that is for
-others (ulysses), or pass the keys and values of all earlier chunks around (ring).
+of which G (n - 1) / (n g) crosses to another node, as in rings that leave a node once through each of its devices.
+Ranks that share a sequence send, of every chunk's queries, keys, values, outputs and their gradients, the part that is
+for others (ulysses), or pass the keys and values of all earlier chunks around (ring).
 
-The two links of one collective run side by side, and no collective is taken to run beside computation: what an engine
-does overlap makes a step faster than predicted.
+The transfers of one collective over the two links are taken to overlap, and no collective is taken to overlap with
+computation: where an engine does overlap them, a step is faster than predicted.
 """
 
 from __future__ import annotations
@@ -44,10 +44,10 @@ class Flow:
     """One kind of message of a step, as one rank sends it.
 
     Attributes:
-        what: What it is.
-        count: How many collectives.
+        what: Its description.
+        count: Number of collectives.
         node_bytes, network_bytes: Sent to ranks of the same node, and to others.
-        seconds: Of all of them, one after another.
+        seconds: Time of all of them, one after another.
     """
 
     what: str
@@ -63,7 +63,7 @@ class Traffic:
 
     Attributes:
         flows: Each kind.
-        node_name, network_name: What the links are called.
+        node_name, network_name: Names of the links.
     """
 
     flows: tuple[Flow, ...]
@@ -72,21 +72,21 @@ class Traffic:
 
     @property
     def seconds(self) -> float:
-        """Of all messages."""
+        """Seconds of all messages."""
         return sum(flow.seconds for flow in self.flows)
 
     @property
     def node_bytes(self) -> int:
-        """That a rank sends within its node."""
+        """Bytes that a rank sends within its node."""
         return sum(flow.node_bytes for flow in self.flows)
 
     @property
     def network_bytes(self) -> int:
-        """That a rank sends to other nodes."""
+        """Bytes that a rank sends to other nodes."""
         return sum(flow.network_bytes for flow in self.flows)
 
     def to_json(self) -> dict[str, Any]:
-        """Bytes of one rank and step."""
+        """Return the bytes and seconds of one rank in a step, as JSON values."""
         return {
             "node_link": self.node_name,
             "network_link": self.network_name,
@@ -98,11 +98,11 @@ class Traffic:
 
 
 class Pace:
-    """Seconds of a step of one workload: what a rank computes, then what it sends.
+    """The seconds of a step of one workload: those of a rank's computation, then those of its messages.
 
     Args:
         workload: The step.
-        rates: Of a rank's device.
+        rates: Those of a rank's device.
     """
 
     def __init__(self, workload: Workload, rates: Rates) -> None:
@@ -110,18 +110,18 @@ class Pace:
         self._exchange = None if self.cluster.ranks == 1 else _Exchange(workload)
 
     def seconds(self, work: Work, schedule: Schedule) -> float:
-        """Of a step that does ``work`` on each rank."""
+        """Return the seconds of a step that does ``work`` on each rank."""
         return predict_seconds(work, self.rates) + self.traffic(schedule).seconds
 
     def traffic(self, schedule: Schedule) -> Traffic:
-        """What a step by ``schedule`` sends."""
+        """Return the messages of a step by ``schedule``."""
         links = self.cluster.links
         flows = () if self._exchange is None else tuple(self._exchange.flows(schedule))
         return Traffic(flows, links.node_name, links.network_name)
 
 
 class _Exchange:
-    """Sizes of what is sent, read off a model once."""
+    """The sizes of the messages, computed once from a model."""
 
     def __init__(self, workload: Workload) -> None:
         model: Any = workload.make_model()
@@ -139,7 +139,7 @@ class _Exchange:
         self.forwards = 0.0 if scored is None else scored.forwards
 
     def flows(self, schedule: Schedule) -> Iterator[Flow]:
-        """All of a step."""
+        """Iterate over the messages of a step; those without bytes are left out."""
         for flow in (*self._partitions(schedule), *self._sequences(schedule)):
             if flow.node_bytes or flow.network_bytes:
                 yield flow
@@ -169,7 +169,7 @@ class _Exchange:
                 yield self._collective("reduction of gradients", times * count, times * self.trained)
 
     def _collective(self, what: str, count: int, size: int) -> Flow:
-        """``count`` gatherings or reductions of ``size`` bytes in all."""
+        """Return the flow of ``count`` gatherings or reductions of ``size`` bytes in all."""
         cluster, links = self.cluster, self.cluster.links
         sent = size * (cluster.ranks - 1) / cluster.ranks
         crossing = size * (cluster.nodes - 1) / cluster.nodes / cluster.ranks_per_node
@@ -180,7 +180,7 @@ class _Exchange:
     # --- sequences ----------------------------------------------------------------------------------------------------
 
     def _again(self, schedule: Schedule) -> int:
-        """Layers that go forward once more, to get at inputs that were not stored."""
+        """Return the number of layers that run forward once more, to compute inputs that were not stored."""
         if self.workload.mode != "stream":
             return 0
         return sum(not place.begins and not place.whole for place in place_layers(schedule, self.layers))
@@ -210,7 +210,7 @@ class _Exchange:
         yield self._all_to_all("all-to-all of gradients", 4 * self.layers * chunks, self.layers * (queries + keys))
 
     def _all_to_all(self, what: str, count: int, size: int) -> Flow:
-        """``count`` exchanges of ``size`` bytes in all, of which each rank keeps its own part."""
+        """Return the flow of ``count`` exchanges of ``size`` bytes in all, of which each rank keeps its own part."""
         cluster, links = self.cluster, self.cluster.links
         near = min(cluster.sequence_size, cluster.ranks_per_node)
         inside = size * (near - 1) / cluster.sequence_size
@@ -219,14 +219,17 @@ class _Exchange:
         return Flow(what, count, round(inside), round(crossing), seconds)
 
     def _ring(self, keys: int, sums: int, forwards: float, chunks: int) -> Iterator[Flow]:
-        """A rank's keys and values go to all others with every chunk that follows; their gradients go round with them,
-        and home."""
+        """Iterate over the flows of a ring.
+
+        A rank's keys and values are passed to all others with every chunk that follows. Their gradients are passed
+        along with them, and on to the rank whose keys and values they are.
+        """
         hops, visits = self.cluster.sequence_size - 1, (chunks // self.workload.micro_batches + 1) / 2
         yield self._passed("keys and values passed on", (forwards + self.layers) * hops, keys * visits, chunks)
         yield self._passed("their gradients passed on", self.layers * (hops + 1), sums * visits, chunks)
 
     def _passed(self, what: str, hops: float, size: float, chunks: int) -> Flow:
-        """``size`` bytes that all chunks together pass on, so often."""
+        """Return the flow of ``size`` bytes, of all chunks together, that are passed on ``hops`` times."""
         cluster, links = self.cluster, self.cluster.links
         sent, far = size * hops, 1 / cluster.ranks_per_node if cluster.spans_nodes else 0.0
         count = round(chunks * hops)

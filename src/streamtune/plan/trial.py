@@ -1,8 +1,8 @@
-"""One trial of the probe: whole training steps in a process of their own, watched from outside and from within.
+"""Run one trial of the probe: whole training steps in a process of their own, whose memory and time are limited.
 
-From within, every storage is counted on the CPU, and the step is broken off where the budget is crossed; an
+Inside the process, every storage is counted on the CPU, and the step is stopped where it exceeds the budget; an
 accelerator's allocator is given the budget as its limit. From outside, a process that takes more of the machine's
-memory than is free, or more time than it is given, is killed. However it ends, the prober goes on.
+memory than is free, or more time than it is given, is killed. The prober goes on however a trial ends.
 """
 
 from __future__ import annotations
@@ -30,29 +30,29 @@ from streamtune.sizes import show_size
 __all__ = ["Cause", "Outcome", "run_trial"]
 
 Cause = Literal["", "device memory", "host memory", "disk memory", "time", "crash"]
-"""Why a trial failed; empty where it did not."""
+"""The kind of failure of a trial; empty if it did not fail."""
 
 POLL_SECONDS = 0.02
-"""How often the process is looked at: memory is filled at some 5 GB/s, so within 0.1 GB."""
+"""Interval at which the process is looked at: memory is filled at some 5 GB/s, so within 0.1 GB."""
 
 
 @dataclass(frozen=True)
 class Outcome:
-    """How a trial ended.
+    """The result of a trial.
 
     Attributes:
-        fits: Whether both steps were done within the budget.
-        cause: What kind of failure it was.
+        fits: True if both steps were done within the budget.
+        cause: The kind of failure.
         reason: The failure in a sentence.
         detail: The traceback of an exception that is no lack of memory.
-        peak_bytes: Largest number of bytes on the device; of a trial that was broken off, what it had come to.
+        peak_bytes: Largest number of bytes on the device; of a trial that was stopped, the largest until then.
         host_bytes, disk_bytes: The same for what the engine keeps there, all ranks of a node together.
         rss_bytes: Largest resident memory of the process that was seen.
-        step_seconds: Of the second step. On the CPU every storage is followed meanwhile, which takes some of it.
+        step_seconds: Of the second step. On the CPU it includes the time for counting every storage.
         terms: Device bytes at the peak by what they are.
         host_terms: Bytes on the host by what they are.
         traffic: What a rank sends in a step, where there are several.
-        schedule: How the step was streamed, where it was.
+        schedule: The schedule of the step, if it was streamed.
         env: Device, versions, and the budget the device was given.
     """
 
@@ -87,7 +87,7 @@ def run_trial(
         shape: Mode, tokens and rows.
         budget: Bytes it may take.
         seconds: Time it may take, loading libraries and building the model included.
-        tell: Told what it is doing.
+        tell: Called with what it is doing.
     """
     context = multiprocessing.get_context("spawn")
     ours, theirs = context.Pipe(duplex=False)
@@ -112,7 +112,7 @@ def run_trial(
 
 
 def _listen(connection: Connection, process: SpawnProcess, watch: _Watch, tell: Callable[[str], None]) -> Outcome:
-    """What the process says until it has said how it ended, or is gone."""
+    """Wait until the process sends its outcome or ends, and pass its messages to ``tell``."""
     while True:
         interrupts.check()
         try:
@@ -129,7 +129,7 @@ def _listen(connection: Connection, process: SpawnProcess, watch: _Watch, tell: 
 
 
 class _Watch:
-    """Kills a process that would drive the machine out of memory, or does not come to an end."""
+    """Kills a process that would exhaust the machine's memory, or that takes more time than it is given."""
 
     def __init__(self, process: SpawnProcess, seconds: float) -> None:
         self._process, self._seconds = process, seconds
@@ -139,10 +139,10 @@ class _Watch:
         self.rss = 0
         """Largest resident memory seen."""
         self.killed: Outcome | None = None
-        """Why it was killed."""
+        """The outcome of a process that was killed."""
 
     def look(self) -> None:
-        """Look at the process once."""
+        """Measure the process once, and kill it if it takes too much memory or time."""
         with suppress(psutil.Error):
             self.rss = max(self.rss, psutil.Process(self._process.pid).memory_info().rss)
         if self.killed:
@@ -173,7 +173,7 @@ def _died(exit_code: int | None) -> str:
 
 @contextmanager
 def _deaf_to_interrupts() -> Iterator[None]:
-    """A process started within never hears Ctrl-C, which a terminal sends to all: the prober ends it."""
+    """Let processes that are started inside ignore Ctrl-C, which a terminal sends to all: the prober ends them."""
     if threading.current_thread() is not threading.main_thread():  # Python takes no handlers there
         yield
         return

@@ -1,4 +1,4 @@
-"""Is the streamed gradient plain autograd's, on this very model and batch? The runs that tell.
+"""Compare the streamed gradient with plain autograd's, on one model and one batch.
 
 One batch goes through one model several times; nothing but the dtype and the engine differs:
 
@@ -6,11 +6,11 @@ One batch goes through one model several times; nothing but the dtype and the en
     exact     streamed in the truth's dtype, once for every schedule: is it the same sum?
     precise   plain and streamed in the dtype that is trained in, each against the truth: is it rounded as well?
 
-What counts as equal is said in ``verify_rule``.
+The rule for what counts as equal is in ``verify_rule``.
 
 Everything runs in evaluation mode, with gradients: dropout and router jitter draw other numbers for a chunk than for
-the sequence it is cut from, so with them the two are equal in distribution and not in value. (That a chunk's recompute
-draws its forward's numbers again is another promise, with a test of its own.)
+the sequence it is cut from, so with them the two are equal in distribution and not in value. (Another test checks that
+the recomputation of a chunk draws the same random numbers as its forward.)
 
 Memory: weights are widened in place and narrowed again, which loses no bit. One copy of the gradients exists, the
 truth's, in host memory: trainable parameters times 4 or 8 bytes, which is little for adapters and for full fine-tuning
@@ -43,7 +43,7 @@ LossOf = Callable[[nn.Module, bool], Tensor]
 
 
 def verify_schedules(length: int, own: Schedule) -> list[Schedule]:
-    """Schedules that each cut ``length`` tokens at least once: the recipe's own if it does, halves, odd parts, small.
+    """Return schedules that cut ``length`` tokens: the recipe's own if it does, halves, odd parts and small parts.
 
     ``keep_kv`` alternates; every one has another ``head_chunk_size``.
 
@@ -81,15 +81,15 @@ def run_verify(
     Args:
         model: A causal language model, with or without adapters, not streamed.
         loss_of: Its loss on the batch; any objective that calls the model once or more will do.
-        schedules: What to stream with, in turn.
+        schedules: Schedules to stream with, one after another.
         dtype: Widen the weights to this first; None takes them as they are.
         bf16: Train under bfloat16 autocast.
         plain_loss_of: The same loss for plain autograd, where that is given the batch in another form (rows that are
             packed for streaming, one by one); None is ``loss_of``.
-        loss_with: The same loss where it is asked of the engine itself, given what streams the model; None is
-            ``loss_of``.
-        unfit: Why a truth in a dtype does not fit, or an empty string.
-        notify: Told which run begins.
+        loss_with: Makes the same loss from the handle of the streamed model, where the engine itself computes it; None
+            is ``loss_of``.
+        unfit: Returns why a truth in a dtype does not fit, or an empty string.
+        notify: Called at the beginning of each run with its name.
 
     Raises:
         UnsupportedModelError: The model cannot be streamed.
@@ -108,10 +108,10 @@ def run_verify(
 
 
 def _against_own_attention(model: nn.Module, compare: Callable[[], _Comparison]) -> VerifyReport:
-    """Compare under the model's own attention, and under the eager one where that has no form for what a layer asks.
+    """Compare under the model's own attention, and under eager attention if the own one lacks what a layer needs.
 
-    An attention that does not know a softcap or sinks refuses them, or leaves them out: plain autograd is another
-    function there. If the eager attention computes the same as the model's own, that is not why they differ.
+    An attention that does not support a softcap or sinks refuses them, or leaves them out: plain autograd is another
+    function there. If eager attention computes the same as the model's own, that is not why they differ.
     """
     with attending(model, None) as own:
         comparison = compare()
@@ -138,7 +138,7 @@ def _against_own_attention(model: nn.Module, compare: Callable[[], _Comparison])
 
 
 def _refusal(model: nn.Module, schedule: Schedule) -> str:
-    """What the preflight says of a model that came out wrong: it names the layer."""
+    """Return the preflight's error for a model that is not exact, which names the layer; empty if it raises none."""
     with stream(model, schedule=schedule) as handle:
         try:
             handle.check()
@@ -149,7 +149,7 @@ def _refusal(model: nn.Module, schedule: Schedule) -> str:
 
 @dataclass
 class _Reference:
-    """The gradients all others are held against."""
+    """The gradients that all others are compared with."""
 
     dtype: torch.dtype
     loss: float
@@ -161,7 +161,7 @@ class _Reference:
         return math.hypot(*self.norms.values())
 
     def scale(self, name: str) -> float:
-        """``max(||g_truth||, 1e-3 ||G_truth||)``"""
+        """Return ``max(||g_truth||, 1e-3 ||G_truth||)``, g being the gradient of one parameter and G that of all."""
         return max(self.norms[name], 1e-3 * self.whole)
 
 
@@ -191,7 +191,7 @@ class _Comparison:
         self.begun = self.total = 0
 
     def run(self) -> VerifyReport:
-        """The truth, then everything against it."""
+        """Compute the truth, then compare everything else with it."""
         truth, runs = self._truth()
         if truth is None:
             truth = self._reference(self.bf16, self.computed)
@@ -203,7 +203,7 @@ class _Comparison:
         return self._report(truth, runs)
 
     def same_function(self, other: _Comparison) -> bool:
-        """Whether plain autograd gives here what it gave in another comparison, which has run: its loss and norms."""
+        """Return True if plain autograd gives the same loss and norms here as in another comparison, which has run."""
         dtype, loss, norms = other.plainly
         with cast(self.model, dtype):
             found = self._reference(self.bf16 and dtype == self.computed, dtype)
@@ -212,7 +212,7 @@ class _Comparison:
         return max(*gaps, ratio(abs(found.loss - loss), abs(loss))) <= SAME[dtype]
 
     def _truth(self) -> tuple[_Reference | None, list[Run]]:
-        """The gradients in the widest dtype that runs, and the streamed runs in that dtype."""
+        """Return the gradients in the widest dtype that runs, and the runs in it; None and no runs if none does."""
         wider = [torch.float64] if self.computed == torch.float32 or self.routed else []
         wider += [torch.float32] if self.computed.itemsize < 4 else []
         for dtype in wider if self.computed != torch.float64 else []:
@@ -232,7 +232,7 @@ class _Comparison:
         return None, []
 
     def _itself(self, reference: _Reference) -> Run:
-        """The run the reference is: no error against itself."""
+        """Return the run of the reference itself, whose errors are 0."""
         return Run(None, reference.dtype, reference.loss, dict.fromkeys(self.names, 0.0))
 
     def _reference(self, bf16: bool, dtype: torch.dtype) -> _Reference:
@@ -258,7 +258,7 @@ class _Comparison:
         return [self._compared(truth, schedule, bf16, dtype) for schedule in self.schedules]
 
     def _compared(self, truth: _Reference, schedule: Schedule | None, bf16: bool, dtype: torch.dtype) -> Run:
-        """One run, its gradients compared and dropped as they come."""
+        """Run once; compare each gradient with the truth and free it as soon as it is finished."""
         how = "plain autograd" if schedule is None else f"streamed in chunks of {schedule.chunk_size:,}"
         self._begin(f"{self._label(bf16, dtype)}, {how}", wide=True)
         differences = dict(truth.norms)  # of a gradient that never comes: all of it
@@ -283,7 +283,7 @@ class _Comparison:
         return Run(schedule, dtype, loss, errors, narrow_states=narrow)
 
     def _backward(self, loss_of: LossOf, bf16: bool, take: Callable[[str, Tensor], None]) -> float:
-        """Loss of one ordinary call and its ordinary backward, handing over each gradient as it is finished."""
+        """Run forward and backward, give each gradient to ``take`` as it is finished and free it; return the loss."""
 
         def taken(name: str, parameter: Tensor) -> None:
             if parameter.grad is not None:
@@ -335,7 +335,7 @@ class _Comparison:
         )
 
     def _modules(self, runs: list[Run], plain: Run, truth: _Reference) -> list[ModuleRow]:
-        """The largest error of any parameter, by module and dtype, over all schedules."""
+        """Return the largest error of any parameter, by module and dtype, over all schedules."""
         groups: dict[str, list[str]] = {}
         for name in self.names:
             groups.setdefault(module_of(name), []).append(name)

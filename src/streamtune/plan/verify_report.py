@@ -1,4 +1,4 @@
-"""What a verification found, and the document it is told in."""
+"""The results of a verification, and the JSON document of them."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ class Run:
     """One forward and backward.
 
     Attributes:
-        schedule: What it was streamed with; None for plain autograd.
-        dtype: What it was computed in.
+        schedule: The schedule it was streamed with; None for plain autograd.
+        dtype: The dtype it was computed in.
         loss: Its loss.
         errors: Of every trainable parameter, against the truth.
-        narrow_states: A layer handed on its state in a narrower dtype than this one.
+        narrow_states: A layer passed its state from chunk to chunk in a narrower dtype than this one.
     """
 
     schedule: Schedule | None
@@ -39,10 +39,10 @@ class Run:
 
 @dataclass(frozen=True)
 class Finding:
-    """An error beside plain autograd's own and what the rule allows.
+    """An error, with plain autograd's own error and the error that the rule allows.
 
     Attributes:
-        parameter: Whose it is; ``loss`` for the loss.
+        parameter: Name of the parameter; ``loss`` for the loss.
         overall: The errors are those of all parameters, and ``parameter`` is the one that is furthest off.
     """
 
@@ -55,7 +55,7 @@ class Finding:
 
     @property
     def excess(self) -> float:
-        """Error over what is allowed: above 1 is wrong."""
+        """The error divided by what is allowed: above 1 is wrong."""
         if math.isinf(self.error):
             return math.inf
         return self.error / self.allowed
@@ -66,7 +66,7 @@ class Finding:
         return module_of(self.parameter)
 
     def describe(self) -> str:
-        """``q_proj.weight is off by 3.2e-01, where 2.0e-06 is allowed (float64, chunks of 683)``"""
+        """Return ``q_proj.weight is off by 3.2e-01, where 2.0e-06 is allowed (float64, chunks of 683)`` or the like."""
         assert self.run.schedule is not None
         own = f", plain autograd by {self.torch_error:.1e}" if self.torch_error else ""
         of = " is the furthest off; in the mean all are" if self.overall else " is"
@@ -75,7 +75,7 @@ class Finding:
         return f"{self.parameter}{of} off by {self.error:.1e}{own}, where {bound} ({how})"
 
     def to_json(self) -> dict[str, Any]:
-        """As JSON values: numbers that are none become None."""
+        """Return the finding as JSON values: infinities and NaN become None."""
         assert self.run.schedule is not None
         return {
             "parameter": self.parameter,
@@ -90,7 +90,7 @@ class Finding:
 
 @dataclass(frozen=True)
 class Loss:
-    """The losses in the dtype that is trained in, of the schedule furthest from plain, and the truth's."""
+    """The losses in the training dtype, of plain autograd and of the schedule furthest from it, and the truth's."""
 
     plain: float
     streamed: float
@@ -99,7 +99,7 @@ class Loss:
 
     @property
     def difference(self) -> float:
-        """Streamed less plain."""
+        """The streamed loss minus the plain one."""
         return self.streamed - self.plain
 
 
@@ -108,8 +108,8 @@ class ModuleRow:
     """The largest error of any parameter of one kind of module, over its layers and all schedules.
 
     Attributes:
-        module: The name within a layer, or of what lies outside of them.
-        parameters: Trainable ones.
+        module: The name within a layer, or of a module outside of the layers.
+        parameters: Number of trainable elements.
         exact_error: Streamed, in the truth's dtype.
         error: Streamed, in the dtype that is trained in.
         torch_error: Plain autograd's own in that dtype.
@@ -124,22 +124,22 @@ class ModuleRow:
 
 @dataclass(frozen=True)
 class VerifyReport:
-    """Everything a verification found.
+    """The results of a verification.
 
     Attributes:
         exact: The verdict.
-        dtype: What is trained in: ``float32``, ``bfloat16 autocast``.
+        dtype: The dtype that is trained in: ``float32``, ``bfloat16 autocast``.
         truth: Dtype of the truth; None where the plain run took its place.
-        why_no_truth: Which wider dtypes could not be the truth's, and why.
+        why_no_truth: The wider dtypes that could not be the truth's, with the reasons.
         attention: The attention implementation of plain autograd.
         routed: Tokens are sent to experts: other rules for narrow dtypes.
         loss: The losses.
-        worst: What comes nearest to its bound, or is furthest over it.
+        worst: The finding nearest to its bound, or furthest above it.
         modules: By kind of module.
-        runs: Everything that ran.
-        trained: Trainable parameters (tensors).
-        filled: Matrices of zeros that held random values for the while.
-        refusal: Where it is not exact: why ``sft`` would not train it, if it would not.
+        runs: All runs.
+        trained: Number of trainable parameters (tensors).
+        filled: Number of matrices of zeros that held random values during the comparison.
+        refusal: The reason why ``sft`` would not train the model, if it is not exact and ``sft`` would refuse it.
     """
 
     exact: bool
@@ -162,7 +162,7 @@ class VerifyReport:
         return list(dict.fromkeys(run.schedule for run in self.runs if run.schedule is not None))
 
     def to_json(self) -> dict[str, Any]:
-        """The document of ``streamtune verify --json``."""
+        """Return the document of ``streamtune verify --json``."""
         return {
             "exact": self.exact,
             "loss_difference": _number(self.loss.difference),
@@ -195,7 +195,7 @@ class VerifyReport:
 
 
 def module_of(parameter: str) -> str:
-    """The kind of module a parameter belongs to: its name within a layer, without the adapter's part and the ending.
+    """Return the kind of module of a parameter: its name within a layer, without the adapter's part and the ending.
 
     >>> module_of("base_model.model.model.layers.3.self_attn.q_proj.lora_A.default.weight")
     'self_attn.q_proj'

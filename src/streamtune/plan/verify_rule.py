@@ -1,4 +1,4 @@
-"""When a streamed gradient counts as plain autograd's: the rule, its bounds and why they are what they are.
+"""The rule by which a streamed gradient counts as plain autograd's, its bounds, and the reasons for them.
 
 For the gradient g of one parameter and G of all of them together, against the truth,
 
@@ -8,17 +8,17 @@ For the gradient g of one parameter and G of all of them together, against the t
     precise   streamed in the dtype of training     e <= 1.5  e(plain) + NOISE[dtype]
                                                     E <= 1.25 E(plain) + NOISE[dtype] / 16
 
-The first asks whether it is the same sum: float64 and float32 leave a mistake nowhere to hide. The second asks whether
-it is rounded as well as plain autograd is in the dtype that is trained in. A loss is judged as a parameter is, with a
-quarter of either bound: the errors of all tokens meet in it.
+The first tests that it is the same sum: in float64 and float32, rounding is too small to hide a mistake. The second
+tests that it is rounded as well as plain autograd is in the dtype that is trained in. A loss is treated as a parameter
+is, with a quarter of either bound, because it averages the errors of all tokens.
 
-Without a truth the plain run takes its place, and the first rule is all there is, with that dtype's bound.
+Without a truth the plain run takes its place, and only the first rule applies, with that dtype's bound.
 
-A layer that hands on a state in float32 whatever its input is (delta rule, Mamba-2) computes it in float32 too: there
-float32's bound is all that float64 can be held to.
+A layer that passes on a state in float32 for an input of any dtype (delta rule, Mamba-2) computes it in float32 too:
+there float64 is held to float32's bound.
 
 A model that sends tokens to experts may send one elsewhere because of rounding alone: a jump, not noise. Where its
-gradients are compared with those of another dtype, or in a narrow one, only E is judged, by ROUTED.
+gradients are compared with those of another dtype, or in a narrow one, only E is tested, with the bounds ROUTED.
 """
 
 from __future__ import annotations
@@ -33,8 +33,9 @@ from streamtune.plan.verify_report import Finding, Run
 __all__ = ["NOISE", "ROUTED", "SAME", "judge", "judge_loss", "norm_of", "ratio"]
 
 SAME = {torch.float64: 2e-6, torch.float32: 2e-5, torch.bfloat16: 3e-2, torch.float16: 1e-2}
-"""What two correct orders of summation differ by at most. float64: some families compute norms, rotations or routers in
-float32 whatever their weights are, and 2e-6 covers what that leaves. The narrow ones serve where there is no truth."""
+"""Largest difference between two correct orders of summation. float64: some families compute norms, rotations or
+routers in float32 whatever their weights are, and 2e-6 covers what that leaves. The narrow ones serve where there is no
+truth."""
 
 NOISE = {torch.float32: 2e-5, torch.bfloat16: 2**-5, torch.float16: 2**-8}
 """By how much more than plain autograd's an error may come out in this dtype. For the narrow ones four times their
@@ -42,7 +43,7 @@ epsilon: the two round at other places, and for a parameter of few entries the r
 most beyond 1.5 e(plain) in ten families with eight draws of weights and rows each: two epsilon, of a query norm.)"""
 
 ROUTED = {torch.float32: 1e-2, torch.bfloat16: 0.3, torch.float16: 0.3}
-"""What the tokens that went to another expert explain of E."""
+"""The part of E that is due to tokens which went to another expert."""
 
 
 BLOCK = 1 << 24
@@ -50,7 +51,7 @@ BLOCK = 1 << 24
 
 
 def judge(run: Run, plain: Run, *, same: bool, routed: bool) -> list[Finding]:
-    """The errors of a streamed run beside what is allowed: every parameter's, and their mean over all.
+    """Return the errors of a streamed run with what is allowed: every parameter's, and their mean over all.
 
     Args:
         run: The streamed run.
@@ -75,7 +76,7 @@ def judge(run: Run, plain: Run, *, same: bool, routed: bool) -> list[Finding]:
 
 
 def judge_loss(run: Run, plain: Run, truth: float, *, same: bool, routed: bool) -> Finding:
-    """The relative error of a streamed run's loss beside what is allowed; arguments as of :func:`judge`."""
+    """Return the relative error of a streamed run's loss, with what is allowed; arguments as of :func:`judge`."""
     own = 0.0 if same else ratio(abs(plain.loss - truth), abs(truth))
     bound = SAME[run.dtype] if same else NOISE[run.dtype]
     allowed = 1.5 * own + bound * (1.0 if routed and run.dtype.itemsize < 4 else 0.25)
@@ -83,14 +84,14 @@ def judge_loss(run: Run, plain: Run, truth: float, *, same: bool, routed: bool) 
 
 
 def ratio(difference: float, whole: float) -> float:
-    """``difference / whole``; what is no number is as far off as can be."""
+    """Return ``difference / whole``; infinity if ``difference`` is not finite or ``whole`` is 0, unless both are 0."""
     if difference == 0:
         return 0.0
     return difference / whole if whole > 0 and math.isfinite(difference) else math.inf
 
 
 def norm_of(grad: Tensor, other: Tensor | None = None) -> float:
-    """``||grad - other||`` in float64, a block at a time, where the gradient is."""
+    """Return ``||grad - other||`` in float64, computed block by block on the gradient's device."""
     flat, total = grad.detach().reshape(-1), 0.0
     if other is not None and other.numel() != flat.numel():  # the reference had no gradient here: zero
         other = None

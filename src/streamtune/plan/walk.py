@@ -1,4 +1,4 @@
-"""One step of a model on ``meta``, written on a tape: forward, loss and backward as a training step runs them."""
+"""Run one step of a model on ``meta`` and record it: forward, loss and backward as a training step runs them."""
 
 from __future__ import annotations
 
@@ -30,24 +30,24 @@ __all__ = ["Step", "fewer_layers", "shortened", "walk"]
 
 IGNORED = -100
 FLASH = 1
-"""What torch calls its flash attention."""
+"""The number of flash attention in torch's ``SDPBackend``."""
 
 
 @dataclass(frozen=True)
 class Step:
-    """What is walked.
+    """The step that is run and recorded.
 
     Attributes:
-        mode: How the model is trained.
+        mode: The way in which the model is trained.
         length: Tokens of a row.
         batch_size: Rows.
         again: Gradients of an earlier micro-batch are there.
         autocast: Compute in bf16.
         device: The kind of device that is simulated.
-        targets: Tokens that predict something, of each row; None is all of them.
+        targets: Tokens that have a target, of each row; None is all of them.
         scored: Completions are scored, instead of a loss on next tokens.
         alike: The tokens lie as ``scored`` has them. Else they are ordinary rows in which every one is scored.
-        strip: Whether the rows are strips of longer ones.
+        strip: A rank's part of each row, where ranks share the rows; by default rows are whole.
     """
 
     mode: Mode
@@ -63,7 +63,7 @@ class Step:
 
 
 def walk(model: Any, schedule: Schedule, step: Step) -> Tape:
-    """Forward and backward of a model on ``meta``; it is left as it was, without gradients."""
+    """Record forward and backward of a model on ``meta``; it is left as it was, without gradients."""
     with ExitStack() as stack:
         autocast = MetaAutocast(step.device)
         scorer, tiers = _prepared(stack, model, schedule, step.mode, autocast)
@@ -101,7 +101,7 @@ def walk(model: Any, schedule: Schedule, step: Step) -> Tape:
 
 
 def _targets(step: Step) -> Tensor:
-    """``[B, T]``: 0 where a token predicts something, -100 elsewhere."""
+    """Return ``[B, T]``: 0 where a token has a target, -100 elsewhere."""
     if step.scored is not None and step.alike:
         return step.scored.targets()
     targets = torch.zeros(step.batch_size, step.length, dtype=torch.long)
@@ -111,7 +111,7 @@ def _targets(step: Step) -> Tensor:
 
 
 def _logprobs(scorer: Any, step: Step, ids: Tensor, targets: Tensor) -> Tensor:
-    """Of the targets, by the call an objective makes."""
+    """Return the log-probs of the targets, by the call that an objective makes."""
     assert step.scored is not None
     given: dict[str, Any] = {"use_cache": False}
     if step.scored.shares and step.alike:
@@ -122,7 +122,7 @@ def _logprobs(scorer: Any, step: Step, ids: Tensor, targets: Tensor) -> Tensor:
 
 @contextmanager
 def _as_reference(model: Any) -> Iterator[None]:
-    """In evaluation, without gradients and without adapters."""
+    """Put the model into evaluation mode, without gradients and without adapters, while inside."""
     without = model.disable_adapter() if hasattr(model, "disable_adapter") else nullcontext()
     model.eval()
     try:
@@ -133,7 +133,7 @@ def _as_reference(model: Any) -> Iterator[None]:
 
 
 def _backward(loss: Tensor) -> None:
-    """``loss.backward()``, with the modes for functions in force inside: torch leaves them while it calls that."""
+    """Run the backward of a loss with torch function modes active, which ``loss.backward()`` itself disables."""
     engine: Any = torch.autograd.Variable._execution_engine
     engine.run_backward(
         (loss,), (torch.ones_like(loss),), False, False, (), allow_unreachable=True, accumulate_grad=True
@@ -143,7 +143,7 @@ def _backward(loss: Tensor) -> None:
 def _prepared(
     stack: ExitStack, model: Any, schedule: Schedule, mode: Mode, autocast: MetaAutocast
 ) -> tuple[Any, Callable[[], tuple[int, int, int, int]]]:
-    """Put the model into its mode for the while; returns what scores, and how to read what is held elsewhere."""
+    """Put the model into its mode until the stack closes; return a scorer, and a reader of bytes on host and disk."""
     if mode == "checkpoint":
         stack.enter_context(checkpointing(model, partial(_checkpoint, autocast)))
     elif mode == "stream":
@@ -162,7 +162,7 @@ def _checkpoint(autocast: MetaAutocast, function: Callable[..., Any], *args: Any
 
 @contextmanager
 def fewer_layers(model: nn.Module, kept: list[int]) -> Iterator[None]:
-    """Only some of the decoder layers, while inside; lists of a configuration that name one item for each follow."""
+    """Keep only some decoder layers while inside; per-layer lists and layer counts of configurations are cut too."""
     layers = decoder_layers(model)
     count, chosen = len(layers), {id(layers[index]) for index in kept}
     every = {id(layer) for layer in layers}
@@ -196,10 +196,10 @@ def _shorter(name: str, value: Any, count: int, kept: list[int]) -> Any:
 
 
 class _Functions(TorchFunctionMode):
-    """What torch decides by the device of a tensor, decided for the device that is simulated.
+    """The choices that torch makes by the device of a tensor, made for the device that is simulated.
 
-    The fused attention of ``scaled_dot_product_attention``: on ``meta`` it would be the formula, with all scores. And
-    what autocast casts.
+    These are the fused attention of ``scaled_dot_product_attention``, which on ``meta`` would be the formula, with all
+    scores, and the casts of autocast.
     """
 
     def __init__(self, device: str, autocast: MetaAutocast) -> None:
@@ -230,7 +230,7 @@ def _attention(
     scale: float | None = None,
     enable_gqa: bool = False,
 ) -> Tensor:
-    """``scaled_dot_product_attention`` by the kernel the device would choose."""
+    """Compute ``scaled_dot_product_attention`` with the kernel that the device would choose."""
     settings: dict[str, Any] = {"scale": scale}
     aten = torch.ops.aten
     out: Tensor
@@ -260,6 +260,6 @@ def _attention(
 
 
 def shortened(step: Step, length: int, head_chunk: int) -> Step:
-    """The step on fewer tokens, with as many in its last head chunk as the whole one has."""
+    """Return the step on ``length`` tokens, with as many targets in its last head chunk as the whole step has."""
     targets = length - (length - step.length) % head_chunk
     return replace(step, length=length, targets=targets, alike=False)

@@ -1,4 +1,4 @@
-"""What an operator costs besides memory: operations of matrix products and of attention, bytes that others touch."""
+"""The cost of an operator besides memory: operations of matrix products and attention, bytes that others touch."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ ROOM = ("empty", "empty_like", "new_empty", "empty_strided", "new_empty_strided"
 
 
 def cost_of(func: Any) -> Cost:
-    """What kind of cost an operator has; a view has none."""
+    """Return the kind of cost of an operator; a view costs nothing."""
     name = func._schema.name.removeprefix("aten::")
     if name in CAUSAL_AT:
         return "attention"
@@ -66,12 +66,12 @@ def cost_of(func: Any) -> Cost:
 
 
 def product_flops(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> int:
-    """Multiplications and additions of a matrix product or convolution."""
+    """Return the multiplications and additions of a matrix product or convolution."""
     return int(_product(func)(*args, **kwargs, out_val=out))
 
 
 def _product(func: Any) -> Any:
-    """torch's formula for the operations of a product; of one in place that of its other form."""
+    """Return torch's formula for the operations of a product; for one in place, that of its other form; else None."""
     if func._schema.name == PACKED_PRODUCT:
         return _packed_flops
     known = flop_registry.get(func._overloadpacket)
@@ -82,12 +82,12 @@ def _product(func: Any) -> Any:
 
 
 def _packed_flops(x: Tensor, packed: Tensor, shape: Sequence[int], *rest: Any, **other: Any) -> int:
-    """Of ``x`` [..., k] times a packed weight of ``shape`` [n, k]."""
+    """Return the operations of ``x`` [..., k] times a packed weight of ``shape`` [n, k]."""
     return 2 * x.numel() * shape[0]
 
 
 def attention_flops(func: Any, args: tuple[Any, ...]) -> int:
-    """The same of a fused attention: of a causal square the half that is computed."""
+    """Return the multiplications and additions of a fused attention; of a causal square only the half computed."""
     name = func._schema.name.removeprefix("aten::")
     backward = name.endswith("_backward")
     q, k, v = args[1:4] if backward else args[:3]
@@ -100,13 +100,13 @@ def attention_flops(func: Any, args: tuple[Any, ...]) -> int:
 
 
 def queries_and_keys(func: Any, args: tuple[Any, ...]) -> tuple[Tensor, Tensor]:
-    """``[B, H, T, D]`` and ``[B, G, S, D]`` of a fused attention, forward or backward."""
+    """Return the queries ``[B, H, T, D]`` and keys ``[B, G, S, D]`` of a fused attention, forward or backward."""
     q, k = args[1:3] if func._schema.name.endswith("_backward") else args[:2]
     return q, k
 
 
 def scratch_bytes(func: Any, args: tuple[Any, ...], device: str) -> int:
-    """What a kernel allocates for itself and frees before it returns.
+    """Return the bytes that a kernel allocates for itself and frees before it returns.
 
     FlashAttention-2's backward sums dQ in fp32 over rows padded to 128 and heads padded to 32, keeps one more fp32
     number for each row, and where query heads share keys writes dK, dV for each query head before it sums them.
@@ -133,13 +133,13 @@ SCATTERS = {"index_put": 2, "index_put_": 2, "scatter_add_": 3, "index_add_": 3,
 
 
 def reach_of(func: Any) -> Reach:
-    """How much of its arguments an operator touches: all, as much as it returns, or as much as one of them has."""
+    """Return the part of its arguments that an operator touches: all, as many bytes as it returns, or one of them."""
     name = func._schema.name.removeprefix("aten::")
     return "result" if name in GATHERS else SCATTERS.get(name, "all")
 
 
 def touched_bytes(reach: Reach, args: tuple[Any, ...], out: Any) -> int:
-    """Bytes an elementwise operator or a reduction reads and writes."""
+    """Return the bytes that an elementwise operator or a reduction reads and writes."""
     total = 0
     if reach == "result":
         args = (out,)

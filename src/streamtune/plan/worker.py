@@ -1,4 +1,4 @@
-"""A process that holds a model and measures what it is asked for, so that what it runs out of is its own memory."""
+"""A process that holds a model and measures it on request, so that only this process can run out of memory."""
 
 from __future__ import annotations
 
@@ -22,10 +22,10 @@ __all__ = ["Worker"]
 
 
 class Worker:
-    """A process with a :class:`Subject`, whose methods it answers for.
+    """A process with a :class:`Subject`, whose methods it calls on request.
 
     Attributes:
-        failed: Why the last request has no answer; empty if it has one.
+        failed: The reason why the last request has no answer; empty if it has one.
     """
 
     def __init__(self, job: Job) -> None:
@@ -42,12 +42,12 @@ class Worker:
         self._busy = False
 
     def ask(self, request: str, *args: Any) -> dict[str, Any]:
-        """The answer to a request; empty where there is none, with the reason in ``failed``.
+        """Return the answer to a request; empty if there is none, with the reason in ``failed``.
 
         A process that has ended is started anew.
 
         Raises:
-            RunError: What failed is a defect, and no limit of the machine.
+            RunError: The request failed because of a defect, and not because of a limit of the machine.
         """
         if not self.process.is_alive():
             self.close()
@@ -67,7 +67,7 @@ class Worker:
         return {} if self.failed else answer
 
     def close(self) -> None:
-        """End the process; one in the middle of a step is not waited for."""
+        """End the process, without waiting for a step that is running."""
         self.connection.close()
         self.process.join(timeout=0 if self._busy else 10)
         if self.process.is_alive():
@@ -88,7 +88,7 @@ def _interrupts_ignored() -> Iterator[None]:
 
 
 def _serve(connection: Connection, job: Job) -> None:
-    """Body of the process: build once, then measure on request until the other end closes."""
+    """Build the model once, then measure on request until the other end closes; this is the body of the process."""
     subject: Subject | None = None
     answer: dict[str, Any]
     while True:

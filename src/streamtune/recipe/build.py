@@ -1,6 +1,7 @@
-"""A recipe's keys to objects of the rooms below: what every command that needs a model or data shares.
+"""Make objects of the other packages from a recipe: shared by every command that needs a model or data.
 
-The rooms take explicit arguments and know nothing of recipes; ``build_sft`` and ``build_bench`` join the objects.
+The other packages take explicit arguments and know nothing of recipes; ``build_sft`` and ``build_bench`` join the
+objects.
 """
 
 from __future__ import annotations
@@ -45,7 +46,7 @@ __all__ = [
 
 
 def make_sources(loaded: LoadedRecipe) -> list[data.Source]:
-    """Where the rows come from, each with the line that says so."""
+    """Return the sources of the rows, each with the line of the recipe that names it."""
     return [
         data.Source(**spec.model_dump(), where=loaded.where("datasets", index, "path"))
         for index, spec in enumerate(loaded.recipe.datasets)
@@ -58,7 +59,7 @@ def make_tokenizer(
     checkpoint: train.Checkpoint | None,
     notify: Callable[[str], None],
 ) -> PreTrainedTokenizerBase:
-    """The tokenizer: the checkpoint's, one trained on the rows, or one that is loaded."""
+    """Return the tokenizer: the checkpoint's, one trained on the rows, or one that is loaded."""
     if checkpoint is not None:
         return models.load_tokenizer(str(checkpoint.model_dir), trust_remote_code=recipe.trust_remote_code)
     spec = recipe.tokenizer
@@ -82,7 +83,7 @@ def make_tokenizer_together(
     checkpoint: train.Checkpoint | None,
     notify: Callable[[str], None],
 ) -> PreTrainedTokenizerBase:
-    """The same tokenizer on every rank. Called by all ranks.
+    """Return the same tokenizer on every rank. Called by all ranks.
 
     Rank 0 trains it, and sends the vocabulary as JSON; or loads it first, and the others after it, each from the files
     of its own machine. The chat template is rank 0's.
@@ -116,9 +117,9 @@ def prepare_data(
     tokenizer: PreTrainedTokenizerBase,
     notify: Callable[[str], None],
 ) -> data.PreparedData:
-    """The rows as token ids. What there is to say about them is said at the end.
+    """Return the rows as token ids. Messages about them are passed to ``notify`` at the end.
 
-    Said at once it would land in the live count of rows.
+    Earlier they would interrupt the live count of rows.
     """
     said: list[str] = []
     try:
@@ -139,10 +140,10 @@ def prepare_data(
 
 
 def make_schedule(spec: EngineSpec) -> Schedule:
-    """The engine's schedule without a planner: what is written, and the schedule's own defaults.
+    """Return the engine's schedule without a planner: the fields that the recipe gives, and defaults for the others.
 
-    With ``schedule: auto`` a choice left to the planner may be what another one needs: layer inputs are on the host
-    where ``device_layers`` of them are to stay on the device.
+    With ``schedule: auto`` the recipe may leave out a field that another one needs. ``device_layers`` needs
+    ``offload``: it is then ``disk`` if there is an ``offload_dir``, else ``host``.
     """
     chosen = spec.written()
     if chosen.get("device_layers") and "offload" not in chosen:
@@ -153,11 +154,11 @@ def make_schedule(spec: EngineSpec) -> Schedule:
 
 
 def make_router_loss(recipe: Recipe, model: Any) -> RouterLoss | None:
-    """What a recipe adds to the loss for the routers of its model; None where neither of the two asks for anything.
+    """Return the loss on the routers that a recipe or its model asks for; None if neither asks for one.
 
     Raises:
-        ArgumentError: A scope is chosen, and nothing to balance.
-        UnsupportedModelError: The model asks for a balance loss and does not say how much it counts.
+        ArgumentError: ``moe_balance`` is chosen, and there is nothing to balance.
+        UnsupportedModelError: The model asks for a balance loss and has no coefficient for it.
     """
     base = model.get_base_model() if hasattr(model, "get_base_model") else model
     balance, z = recipe.router_aux_loss_coef, recipe.router_z_loss_coef
@@ -178,12 +179,12 @@ def make_router_loss(recipe: Recipe, model: Any) -> RouterLoss | None:
 def stream_model(
     recipe: Recipe, model: Any, schedule: Schedule | None = None, ranks: SequenceParallel | None = None
 ) -> StreamHandle:
-    """Put the engine into a model, with what the recipe adds for its routers.
+    """Put the engine into a model, with the router loss that the recipe adds.
 
     Args:
         recipe: The recipe.
         model: Changed in place.
-        schedule: What the planner chose; without it, what the recipe says and defaults.
+        schedule: The planner's choice; None is the recipe's schedule, with defaults.
         ranks: Those that share each sequence, if any do.
 
     Raises:
@@ -204,7 +205,7 @@ def stream_model(
 
 
 def choose_device(name: str) -> torch.device:
-    """The device of ``auto``, ``cpu`` or ``cuda``.
+    """Return the device for ``auto``, ``cpu`` or ``cuda``.
 
     Raises:
         ArgumentError: CUDA is asked for and not there.
@@ -218,7 +219,7 @@ def choose_device(name: str) -> torch.device:
 
 @contextmanager
 def blame_recipe(loaded: LoadedRecipe) -> Iterator[None]:
-    """Rooms below name a key; a user wants the file and the line."""
+    """Replace a key that an error names by the file and line of the recipe, and explain a lack of memory."""
     try:
         yield
     except UserError as error:
@@ -237,7 +238,7 @@ def blame_recipe(loaded: LoadedRecipe) -> Iterator[None]:
 
 
 def quiet_libraries(device: torch.device) -> None:
-    """Our progress is one line; theirs would be drawn over it."""
+    """Turn off the progress bars and warnings of libraries, which would be drawn over our own line of progress."""
     import datasets
     import transformers
 

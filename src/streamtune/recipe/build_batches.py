@@ -1,4 +1,4 @@
-"""Prepared data to the micro-batches of a training run."""
+"""Make the micro-batches of a training run from prepared data."""
 
 from __future__ import annotations
 
@@ -21,13 +21,13 @@ __all__ = ["Batches", "Steps", "share_out"]
 
 @dataclass(frozen=True)
 class Batches:
-    """Examples to padded micro-batches."""
+    """Makes padded micro-batches from examples."""
 
     prepared: data.PreparedData
     tokenizer: PreTrainedTokenizerBase
 
     def collate(self, units: Sequence[Sequence[data.Example]]) -> train.MicroBatch:
-        """One sequence of each unit: an example, or the examples of a pack."""
+        """Make a batch with one sequence for each unit: an example, or the examples of a pack."""
         origins = tuple(example.origin for unit in units for example in unit)
         pad = self.tokenizer.pad_token_id
         if self.prepared.packs is None:
@@ -41,15 +41,15 @@ class Batches:
         return len(self.prepared.train if self.prepared.packs is None else self.prepared.packs)
 
     def training(self, units: Sequence[int]) -> train.MicroBatch:
-        """The batch of some training sequences."""
+        """Return the batch of some training sequences."""
         return self.collate([self._unit(self.prepared.train, self.prepared.packs, unit) for unit in units])
 
     def length(self, unit: int) -> int:
-        """Tokens of a training sequence."""
+        """Return the number of tokens of a training sequence."""
         return sum(len(example.input_ids) for example in self._unit(self.prepared.train, self.prepared.packs, unit))
 
     def held_out(self, batch_size: int) -> Iterator[train.MicroBatch]:
-        """The held-out sequences in their own order."""
+        """Iterate over batches of the held-out sequences, in their own order."""
         examples, packs = self.prepared.validation, self.prepared.validation_packs
         count = len(examples if packs is None else packs)
         for start in range(0, count, batch_size):
@@ -62,7 +62,7 @@ class Batches:
 
 
 def share_out(batches: Iterable[train.MicroBatch], world: train.World) -> Iterator[train.MicroBatch]:
-    """This rank's of some batches: as many as every other rank has, with a filler where they do not come out even."""
+    """Iterate over this rank's part of some batches. Each rank gets as many, with a filler where there are too few."""
     together = iter(batches)
     while at_once := list(islice(together, world.data_size)):
         filler = replace(at_once[0], filler=True)
@@ -74,29 +74,29 @@ class Trainable(Protocol):
 
     @property
     def num_train(self) -> int:
-        """How many units there are."""
+        """Number of units."""
         ...
 
     def length(self, unit: int) -> int:
-        """Tokens of a unit."""
+        """Return the number of tokens of a unit."""
         ...
 
     def training(self, units: Sequence[int]) -> train.MicroBatch:
-        """The batch of some of them."""
+        """Return the batch of some units."""
         ...
 
 
 class Steps:
     """The shuffled training units, as the micro-batches of one optimizer step after the other.
 
-    With ``dataloader_num_workers`` the steps to come are prepared by so many threads while one is trained on. Where the
-    stream stands is said by what was handed out, not by what is prepared.
+    With ``dataloader_num_workers`` so many threads prepare the next steps while one is trained on. The position of the
+    stream is that of the last step returned, not of the last step prepared.
 
     Args:
         batches: Makes them.
-        recipe: How many there are.
-        world: The ranks that share a step. Which units it has hangs on their number only where the recipe's numbers
-            are those of one rank (no ``train_batch_size``).
+        recipe: Gives the size and number of micro-batches, the seed, and the number of threads.
+        world: The ranks that share a step. The units of a step depend on their number only where the recipe counts the
+            micro-batches of one rank (no ``train_batch_size``).
     """
 
     def __init__(
@@ -132,7 +132,7 @@ class Steps:
         return step
 
     def _make(self, step: Sequence[Sequence[int]]) -> list[train.MicroBatch]:
-        """This rank's micro-batches of a step."""
+        """Return this rank's micro-batches of a step."""
         units = [unit for batch in step for unit in batch]
         shares = data.assign_rows(units, self.batches.length, ranks=self.world.data_size, batch_size=self.batch_size)
         mine = shares[self.world.data_rank]
@@ -144,11 +144,11 @@ class Steps:
         ]
 
     def state_dict(self) -> dict[str, Any]:
-        """Where the sampler stood when the last step was handed out."""
+        """Return the position of the sampler after the last step that was returned."""
         return self._position
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go to where another one stood."""
+        """Go to the position of another stream over the same units."""
         self._coming.clear()
         self.sampler.load_state_dict(state)
         self._position = self.sampler.state_dict()

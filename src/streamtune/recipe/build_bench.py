@@ -1,4 +1,4 @@
-"""A recipe to a benchmark of its model."""
+"""Run a benchmark of a recipe's model."""
 
 from __future__ import annotations
 
@@ -103,16 +103,16 @@ def bench_recipe(
 
 @dataclass(frozen=True)
 class TableOptions:
-    """What the command line asks of a table.
+    """The options of a table on the command line.
 
     Attributes:
         lengths: Tokens of a row.
-        modes: What to compare.
+        modes: Modes to compare.
         repeats: Timed steps of each row.
-        folder: Where its files go.
+        folder: Directory of its files.
         command: The command line.
-        method: Whether a longest sequence is found by ``measure`` or ``simulate``.
-        sizes: Bytes on device, host and disk that a longest sequence may take; None where nothing is said.
+        method: ``measure`` or ``simulate``: the way in which a longest sequence is found.
+        sizes: Bytes on device, host and disk that a longest sequence may take; None where no size is given.
     """
 
     lengths: Sequence[int]
@@ -131,7 +131,7 @@ def table_recipe(
     *,
     notify: Callable[[str], None] = lambda message: None,
 ) -> plan.TableReport:
-    """Measure a table on the recipe's model, or go on with it.
+    """Measure a table on the recipe's model, or the rest of one that was begun.
 
     Raises:
         ArgumentError: A length, a mode, a size or the number of repeats makes no sense.
@@ -200,6 +200,6 @@ def _job(recipe: Recipe) -> plan.Job:
 
 
 def _make_model(recipe: Recipe, device: str) -> Any:
-    """The recipe's model, in a process of its own."""
+    """Make the recipe's model; called in a process of its own."""
     quiet_libraries(torch.device(device))
     return make_model_alone(recipe, torch.device(device))

@@ -1,6 +1,6 @@
-"""A recipe to the devices its step is shared by, for a plan: how many, on how many nodes, and what engine.
+"""Find the devices that share a recipe's step, for a plan: their number, their nodes, and the engine that joins them.
 
-The command line says how many; what they do with each other is the recipe's: ``deepspeed``, ``fsdp``,
+The command line gives the numbers. The recipe gives what they share, and by which engine: ``deepspeed``, ``fsdp``,
 ``sequence_parallel_size``, ``sequence_parallel``, ``train_batch_size``.
 """
 
@@ -38,7 +38,7 @@ PREFETCH = 50_000_000
 
 @dataclass(frozen=True)
 class Wider:
-    """What it would allow if more ranks shared a sequence: its longest row, to some percent."""
+    """The longest row that would fit, to some percent, if more ranks shared a sequence."""
 
     sequence_size: int
     form: Form
@@ -47,23 +47,23 @@ class Wider:
 
 @dataclass(frozen=True)
 class RanksAsked:
-    """What the command line says; None where it says nothing."""
+    """The number of ranks and nodes on the command line; None where it is not given."""
 
     ranks: int | None = None
     nodes: int | None = None
 
 
 def cluster_of(recipe: Recipe, model: nn.Module, asked: RanksAsked, links: Links) -> Cluster:
-    """The ranks of a recipe.
+    """Return the ranks of a recipe.
 
     Args:
         recipe: The recipe.
         model: On ``meta``, for its heads.
-        asked: How many. Without a number there are as many as share a sequence.
-        links: What joins them.
+        asked: Their number. Without one there are as many as share a sequence.
+        links: The links between them.
 
     Raises:
-        ArgumentError: They cannot be laid out as it says, with the key or option that does.
+        ArgumentError: The ranks cannot be laid out as asked; the error names the key or option.
     """
     size = recipe.sequence_parallel_size
     if asked.nodes is not None and asked.ranks is None:
@@ -91,7 +91,7 @@ def cluster_of(recipe: Recipe, model: nn.Module, asked: RanksAsked, links: Links
 
 
 def cluster_here(recipe: Recipe, model: nn.Module, world: train.World, device: torch.device) -> Cluster:
-    """The ranks that are here, as the launcher of this one says.
+    """Return the ranks of this run, by the environment variables of its launcher.
 
     Args:
         recipe: The recipe.
@@ -106,7 +106,7 @@ def cluster_here(recipe: Recipe, model: nn.Module, world: train.World, device: t
 
 
 def accumulation_of(recipe: Recipe, cluster: Cluster) -> int:
-    """Micro-batches of a rank in one optimizer step.
+    """Return the number of micro-batches of a rank in one optimizer step.
 
     Raises:
         ArgumentError: The rows of a step are no multiple of those of all ranks' micro-batches.
@@ -115,9 +115,9 @@ def accumulation_of(recipe: Recipe, cluster: Cluster) -> int:
 
 
 def links_for(device: Device | None, here: torch.device) -> Links:
-    """What joins devices of a kind: by the table, that of the device nearest to one at hand.
+    """Return the links between devices of a kind; for a device at hand, those of the nearest device in the table.
 
-    CPU ranks talk by loopback, for which 5 GB/s are assumed, and 1 GB/s between machines.
+    CPU ranks communicate by loopback, for which 5 GB/s are assumed, and 1 GB/s between machines.
     """
     if device is not None:
         return links_of(device)
@@ -127,13 +127,13 @@ def links_for(device: Device | None, here: torch.device) -> Links:
 
 
 def wider_of(recipe: Recipe, workload: Workload, limits: Limits, notify: Callable[[str], None]) -> Iterator[Wider]:
-    """What sharing sequences within a node, and between all ranks, would allow.
+    """Find the longest rows if the ranks of a node shared each sequence, and if all ranks did.
 
     Args:
         recipe: The recipe.
-        workload: Whose ranks share none.
+        workload: One whose ranks share no sequence.
         limits: The memory of a rank.
-        notify: Told what takes a while.
+        notify: Called before what takes a while, with its name.
     """
     cluster, heads = workload.cluster, heads_of(workload.make_model())
     for size in sorted({cluster.ranks_per_node, cluster.ranks} - {1}):
@@ -145,7 +145,7 @@ def wider_of(recipe: Recipe, workload: Workload, limits: Limits, notify: Callabl
 
 
 def _shared(recipe: Recipe, model: nn.Module, world: train.World) -> Cluster:
-    """The engine of a recipe, on one rank.
+    """Return the engine of a recipe, as a cluster of one rank.
 
     Raises:
         ArgumentError: A DeepSpeed configuration that a run would refuse.

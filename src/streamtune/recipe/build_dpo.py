@@ -1,7 +1,7 @@
-"""A recipe to a run of preference training.
+"""Build a run of preference training from a recipe, and run it.
 
-build_dpo   recipe -> tokenizer, trees, reference, model, engine, step plan; reads everything, writes nothing
-run_dpo     ask the reference where that is done before, train, save the model, try it
+build_dpo   recipe -> tokenizer, trees, reference, model, engine, step plan; writes at most the reference's log-probs
+run_dpo     train, save the model, let it complete the sample prompt
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ class DpoRun(Run):
 
     @property
     def objective(self) -> train.Objective:
-        """What is minimised."""
+        """The objective that is minimised."""
         recipe = _preferences(self.recipe)
         if recipe.unpaired:
             assert self.reference is not None, "losses of single completions compare with a reference"
@@ -85,10 +85,10 @@ def build_dpo(
     Args:
         loaded: The recipe, with ``objective: dpo``.
         resume: ``auto`` (go on where the run in ``output_dir`` stopped), ``never``, or the path of a checkpoint.
-        allow_change: What may differ from the run that is gone on with, see :func:`start_run`.
-        dry_run: Plan a fixed schedule too, and ask no reference.
-        notify: Told what is worth knowing on the way, a sentence at a time.
-        doing: Shows what takes a while, for as long as it does.
+        allow_change: Keys that may differ from the resumed run, see :func:`start_run`.
+        dry_run: Plan a fixed schedule too, and compute no log-probs of the reference.
+        notify: Called with messages for the user, a sentence at a time.
+        doing: Returns a context that shows a message while something takes long.
 
     Raises:
         UserError: With the line of the recipe that is to blame.
@@ -158,14 +158,14 @@ def build_dpo(
 
 
 def run_dpo(run: DpoRun, console: Console) -> Outcome:
-    """Train, and where the run comes to its end save the model and let it answer the sample prompt.
+    """Train; if the run comes to its end, save the model and let it complete the sample prompt.
 
     Args:
         run: From :func:`build_dpo`; used once.
-        console: Where progress is shown.
+        console: The console that shows progress.
 
     Raises:
-        RunError: It failed on the way; the checkpoints saved before are intact.
+        RunError: Training failed; the checkpoints saved before are intact.
     """
     recipe, batches = run.recipe, run.batches
     held_out = (lambda: batches.held_out(recipe.per_device_eval_batch_size)) if batches.prepared.validation else None
@@ -180,7 +180,7 @@ def prepare_trees(
     tokenizer: PreTrainedTokenizerBase,
     notify: Notify,
 ) -> data.PreparedTrees:
-    """The rows as trees of token ids. What there is to say about them is said at the end, not into the live count."""
+    """Return the rows as trees of token ids. Messages are passed on at the end, and not during the live count."""
     said: list[str] = []
     prepare = data.prepare_unpaired if recipe.unpaired else data.prepare_preferences
     try:
@@ -201,10 +201,10 @@ def prepare_trees(
 
 
 def _check_loss(recipe: DpoRecipe) -> bool:
-    """Whether the loss compares with a reference.
+    """Return True if the loss compares with a reference.
 
     Raises:
-        ArgumentError: A number that it would not read, or not take.
+        ArgumentError: A setting that the loss does not read, or a value that it does not accept.
     """
     if recipe.unpaired:
         return objectives.check_unpaired(recipe.loss_type, **unpaired_knobs(recipe)).needs_reference
@@ -213,7 +213,7 @@ def _check_loss(recipe: DpoRecipe) -> bool:
 
 
 def _largest(prepared: data.PreparedTrees, recipe: DpoRecipe, longest: int, share: bool) -> Trees:
-    """The largest micro-batch there may be, as trunks and branches.
+    """Return the largest micro-batch that is possible, as trunks and branches.
 
     Args:
         prepared: The trees.
@@ -253,7 +253,7 @@ def _logps_of_reference(
     notify: Notify,
     doing: Doing,
 ) -> KeptLogps:
-    """The reference's log-probs of every tree: those that are kept, or the reference is asked."""
+    """Return the reference's log-probs of every tree: those that are kept from an earlier run, or computed now."""
     # A run that is gone on with says under which key they are kept; its model is no longer the one it started with.
     # A reference that was allowed to change is asked anew.
     same = start.checkpoint is not None and not start.changed_files() & {"base", "adapter", "reference"}

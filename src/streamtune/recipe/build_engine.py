@@ -1,4 +1,4 @@
-"""A loaded model put into its engine: planned, streamed, checked, and handed to the backend that steps it."""
+"""Put the engine into a loaded model: plan, stream, check, and make the backend that updates the weights."""
 
 from __future__ import annotations
 
@@ -43,18 +43,18 @@ def plan_and_stream(
     notify: Notify,
     doing: Doing,
 ) -> tuple[StreamHandle, train.Backend, Plan | None]:
-    """Put the engine into the model, by the planner's schedule where the recipe asks for one.
+    """Put the engine into the model, with the planner's schedule if the recipe asks for one.
 
     Args:
         recipe: The recipe.
         model: On its device, with its adapters; changed in place.
-        start: Where the run starts.
+        start: The start of the run.
         rows: Sequences of a micro-batch, or what ``completions`` takes for one.
         length: Tokens of the longest sequence, or of the longest completion with its prompt.
-        completions: What a micro-batch scores, where the objective scores completions.
-        check: What else is to be checked on that very model, besides that it streams exactly.
-        reference_bytes: Of a model that is held beside it and is not trained.
-        dry_run: Plan a fixed schedule too: what it would hold is what a dry run is for.
+        completions: The completions of a micro-batch, where the objective scores completions.
+        check: Another check of that very model, besides that it streams exactly.
+        reference_bytes: Of a second model that is held and not trained.
+        dry_run: Plan a fixed schedule too: a dry run is there to show what it would hold.
         notify: See :data:`Notify`.
         doing: See :data:`Doing`.
 
@@ -106,7 +106,7 @@ def _check_streams(
     start: Start,
     notify: Notify,
 ) -> None:
-    """Check the model itself, or one of its configuration where its weights are still to come, in parts.
+    """Check the model itself, or a small one of its configuration if its weights are provided later, in parts.
 
     Raises:
         UnsupportedModelError: It does not stream exactly.
@@ -135,7 +135,9 @@ def _check_streams(
 
 
 def _one_level(recipe: Recipe) -> Recipe:
-    """Where ranks share the weights a layer's are whole while it computes, and no other's: none is made again there.
+    """Return the recipe with one level if ranks share the weights, which are whole only while their layer computes.
+
+    Two levels would run the forward of other layers in a layer's backward.
 
     Raises:
         ArgumentError: The recipe asks for two levels.
@@ -152,7 +154,7 @@ def _one_level(recipe: Recipe) -> Recipe:
 
 
 def _schedule_of(checkpoint: train.Checkpoint | None) -> Schedule | None:
-    """The schedule a run was going on with, if this version knows it."""
+    """Return the schedule of the run that a checkpoint is from; None if it has none that this version knows."""
     kept = checkpoint.state["identity"].get("schedule") if checkpoint is not None else None
     try:
         return Schedule(**kept) if kept is not None else None

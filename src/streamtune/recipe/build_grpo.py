@@ -1,7 +1,7 @@
-"""A recipe to a run of reinforcement learning from rewards, with advantages within groups of completions.
+"""Build a run of reinforcement learning from rewards, with advantages within groups of completions, and run it.
 
-build_grpo   recipe -> prompts, rewards, model, engine, what writes, what judges; reads everything, writes nothing
-run_grpo     train, save the model, try it
+build_grpo   recipe -> prompts, rewards, model, engine, reference; reads everything, writes nothing
+run_grpo     make the writer of completions, train, save the model, let it complete the sample prompt
 """
 
 from __future__ import annotations
@@ -78,10 +78,10 @@ def build_grpo(
     Args:
         loaded: The recipe, one of grpo.
         resume: ``auto`` (go on where the run in ``output_dir`` stopped), ``never``, or the path of a checkpoint.
-        allow_change: What may differ from the run that is gone on with, see :func:`start_run`.
-        dry_run: Plan a fixed schedule too: what it would hold is what a dry run is for.
-        notify: Told what is worth knowing on the way, a sentence at a time.
-        doing: Shows what takes a while, for as long as it does.
+        allow_change: Keys that may differ from the resumed run, see :func:`start_run`.
+        dry_run: Plan a fixed schedule too: a dry run is there to show what it would hold.
+        notify: Called with messages for the user, a sentence at a time.
+        doing: Returns a context that shows a message while something takes long.
 
     Raises:
         UserError: With the line of the recipe that is to blame.
@@ -152,7 +152,7 @@ def build_grpo(
 def prepare_prompts(
     recipe: GrpoRecipe, sources: Sequence[data.Source], tokenizer: PreTrainedTokenizerBase, notify: Notify
 ) -> data.PreparedPrompts:
-    """The prompts as token ids. What there is to say about them is said at the end, not into the live count."""
+    """Return the prompts as token ids. Messages are passed on at the end, and not during the live count."""
     said: list[str] = []
     try:
         return data.prepare_prompts(
@@ -170,7 +170,7 @@ def prepare_prompts(
 
 
 def _check_loss(recipe: GrpoRecipe) -> None:
-    """Ask the objective's room whether the recipe's numbers go together.
+    """Check that the settings of the loss go together.
 
     Raises:
         ArgumentError: They do not; it names the key.
@@ -214,7 +214,7 @@ def _plan_steps(recipe: GrpoRecipe, num_prompts: int) -> StepPlan:
 
 
 def _learning_rate(recipe: GrpoRecipe, plan: StepPlan) -> Callable[[int], float]:
-    """That of the supervised steps, then the recipe's schedule over the others."""
+    """Return the learning rate by step: that of the supervised steps, then the recipe's schedule over the others."""
     before = optim.build_schedule(
         "cosine",
         learning_rate=recipe.learning_rate if recipe.sft_learning_rate is None else recipe.sft_learning_rate,
@@ -231,7 +231,7 @@ def _learning_rate(recipe: GrpoRecipe, plan: StepPlan) -> Callable[[int], float]
 
 
 def _policy_scorer(recipe: GrpoRecipe, model: Any, handle: StreamHandle) -> Scorer:
-    """Log-probs under the policy as it is: in evaluation mode, as completions are written."""
+    """Return a scorer under the current policy: in evaluation mode, as completions are written."""
     policy = train.ModelReference(model, handle, temperature=recipe.temperature, adapters=True)
     return _scorer(policy, recipe, next(model.parameters()).device)
 
@@ -239,7 +239,7 @@ def _policy_scorer(recipe: GrpoRecipe, model: Any, handle: StreamHandle) -> Scor
 def _reference_scorer(
     recipe: GrpoRecipe, model: Any, handle: StreamHandle, held: Any | None, start: Start
 ) -> Scorer | None:
-    """Log-probs under the reference: a model ``held`` beside the policy, or that without adapters; None without KL."""
+    """Return a scorer under the reference, which is ``held`` or the policy without adapters; None without KL."""
     if recipe.beta == 0:
         return None
     if held is None:
@@ -288,7 +288,7 @@ def _make_writer(run: GrpoRun) -> rollout.Writer:
 
 
 def _end_tokens(model: Any, tokenizer: PreTrainedTokenizerBase) -> list[int]:
-    """The tokenizer's end token, and those a checkpoint says generation ends with."""
+    """Return the tokenizer's end token, and those at which the model's generation config ends."""
     base = model.get_base_model() if hasattr(model, "get_base_model") else model
     said = getattr(base.generation_config, "eos_token_id", None)
     listed = said if isinstance(said, list) else [said]
@@ -296,14 +296,14 @@ def _end_tokens(model: Any, tokenizer: PreTrainedTokenizerBase) -> list[int]:
 
 
 def run_grpo(run: GrpoRun, console: Console) -> Outcome:
-    """Train, and where the run comes to its end save the model and let it answer the sample prompt.
+    """Train; if the run comes to its end, save the model and let it complete the sample prompt.
 
     Args:
         run: From :func:`build_grpo`; used once.
-        console: Where progress is shown.
+        console: The console that shows progress.
 
     Raises:
-        RunError: It failed on the way; the checkpoints saved before are intact.
+        RunError: Training failed; the checkpoints saved before are intact.
     """
     world = run.start.world
     recipe = of_all_ranks(run.recipe, world)

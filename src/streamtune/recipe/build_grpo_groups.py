@@ -1,4 +1,4 @@
-"""Groups of completions: what a rollout leaves behind, and the micro-batches an optimizer step makes of it."""
+"""Groups of completions, which are the result of a rollout, and the micro-batches of an optimizer step made of them."""
 
 from __future__ import annotations
 
@@ -21,21 +21,21 @@ Row = tuple[int, int]
 
 @dataclass
 class Group:
-    """The completions of one prompt, scored. All of it is plain JSON."""
+    """The completions of one prompt, scored. All fields are plain JSON values."""
 
     prompt: int
     """Number of the prompt among those that are trained on."""
     completions: list[list[int]]
     """G lists of token ids"""
     truncated: list[bool]
-    """Whether each was cut off."""
+    """True for each that was cut off."""
     rewards: list[float | None]
     """The weighted sum for each; None where no function said anything."""
     scores: dict[str, list[float | None]]
     """The same by reward function, without weights."""
     advantages: list[float] = field(default_factory=list)
     flat: bool = False
-    """Whether nothing is to be learnt from it: all its advantages are 0."""
+    """True if nothing is to be learnt from it: all its advantages are 0."""
     std: float = 0.0
     """Standard deviation of its rewards."""
     old: list[list[float]] | None = None
@@ -44,44 +44,44 @@ class Group:
     """The same under the reference."""
 
     def to_json(self) -> dict[str, Any]:
-        """All of it, for a checkpoint. Not copied: a rollout that is handed out does not change."""
+        """Return all fields, for a checkpoint. They are not copied: groups do not change while a rollout is in use."""
         return dict(vars(self))
 
 
 @dataclass(frozen=True)
 class Layout:
-    """How completions become micro-batches."""
+    """The way in which completions are divided into micro-batches."""
 
     batch_size: int
     """Completions of a micro-batch at most."""
     pad_token_id: int
     share: bool
-    """Whether completions of a prompt share it."""
+    """True if completions of a prompt share it."""
     leave_out: bool
     """Leave completions without a gradient out; not where a loss is a mean over a micro-batch, as bnpo's is."""
     mask_truncated: bool
     flat_has_gradient: bool
-    """Whether a completion whose advantage is 0 has one all the same: that of a KL in the loss."""
+    """True if a completion whose advantage is 0 has a gradient all the same: that of a KL in the loss."""
     prompts: int | None = None
     """Prompts of a micro-batch at most: as many as meet in it where no completion is left out, so that its memory is
     what was planned. None sets no limit."""
 
     def counts(self, group: Group, index: int) -> bool:
-        """Whether a completion's tokens are trained on at all."""
+        """Return True if a completion's tokens are trained on."""
         return not (self.mask_truncated and group.truncated[index])
 
     def silent(self, group: Group, index: int) -> bool:
-        """Whether a completion has no gradient, whatever its log-probs are."""
+        """Return True if a completion has no gradient, for any log-probs."""
         return not self.counts(group, index) or (group.advantages[index] == 0 and not self.flat_has_gradient)
 
 
 def micro_batches(groups: Sequence[Group], prompts: Sequence[data.Prompt], layout: Layout) -> list[PolicyBatch]:
-    """The micro-batches of one optimizer step; none where no completion has a gradient.
+    """Return the micro-batches of one optimizer step; none if no completion has a gradient.
 
     Args:
         groups: Of the step, with their advantages.
         prompts: All that are trained on.
-        layout: How to lay them out.
+        layout: The layout of micro-batches.
     """
     rows, kept = _rows(groups, layout)
     if all(layout.silent(groups[place], index) for place, index in rows):
@@ -105,11 +105,11 @@ def remember_logprobs(
     """Compute ``old`` or ``ref`` of every completion with a gradient, a micro-batch at a time.
 
     Args:
-        name: Which.
-        logprobs: Given a number of micro-batches and what makes one of them, the log-probs of each.
+        name: ``old`` or ``ref``.
+        logprobs: Given a number of micro-batches and a function that makes one of them, returns the log-probs of each.
         groups: The completions.
         prompts: All that are trained on.
-        layout: How to lay them out.
+        layout: The layout of micro-batches.
     """
     found: list[list[list[float]]] = [[[] for _ in group.completions] for group in groups]
     parts = _parts(groups, _rows(groups, layout)[1], layout)
@@ -124,13 +124,13 @@ def remember_logprobs(
 
 
 def _rows(groups: Sequence[Group], layout: Layout) -> tuple[list[Row], list[Row]]:
-    """All completions, and those that are to be computed."""
+    """Return all completions, and those that are to be computed."""
     rows = [(place, index) for place, group in enumerate(groups) for index in range(len(group.completions))]
     return rows, [row for row in rows if not (layout.leave_out and layout.silent(groups[row[0]], row[1]))]
 
 
 def _parts(groups: Sequence[Group], rows: Sequence[Row], layout: Layout) -> list[list[Row]]:
-    """Rows by micro-batch; one without a single target is none."""
+    """Divide rows into micro-batches; those without a single target are left out."""
     parts: list[list[Row]] = []
     for row in rows:
         part = parts[-1] if parts else []
@@ -153,7 +153,7 @@ def _batch(groups: Sequence[Group], prompts: Sequence[data.Prompt], rows: Sequen
 
 
 def _tokens(values: Sequence[list[float] | None]) -> torch.Tensor | None:
-    """``[K]`` fp32: numbers of all tokens, completion after completion; None where there are none."""
+    """Return ``[K]`` fp32: the numbers of all tokens, completion after completion; None if a completion has none."""
     if any(row is None for row in values):
         return None
     return torch.tensor([value for row in values if row is not None for value in row], dtype=torch.float32)
@@ -162,7 +162,7 @@ def _tokens(values: Sequence[list[float] | None]) -> torch.Tensor | None:
 def _trees(
     groups: Sequence[Group], prompts: Sequence[data.Prompt], rows: Sequence[Row], layout: Layout
 ) -> Iterator[data.Tree]:
-    """The rows as trees: those of one prompt next to each other are one."""
+    """Iterate over the rows as trees: those of one prompt next to each other are one."""
     start = 0
     while start < len(rows):
         place = rows[start][0]
@@ -179,7 +179,7 @@ def _trees(
 
 
 def group_metrics(groups: Sequence[Group]) -> Metrics:
-    """What is recorded of the completions of a step, under TRL's names: sums and counts."""
+    """Return the metrics of the completions of a step, under TRL's names: sums and counts."""
     rewards = [reward for group in groups for reward in group.rewards if reward is not None]
     lengths = [len(completion) for group in groups for completion in group.completions]
     truncated = [cut for group in groups for cut in group.truncated]

@@ -1,4 +1,4 @@
-"""The policy-gradient objective as the loop takes it: what a micro-batch of completions carries, and its score.
+"""The policy-gradient objective of the training loop: micro-batches of completions, and their score.
 
 Shape suffixes: N completions of a micro-batch, K their target tokens, B and T as in ``train.batch``.
 """
@@ -25,7 +25,7 @@ WORLD = train.World()
 
 @dataclass(frozen=True, kw_only=True)
 class PolicyBatch(train.TreeBatch):
-    """Completions the policy wrote, with all that their loss reads beside their log-probs."""
+    """Completions the policy wrote, with everything that their loss reads except their log-probs."""
 
     advantages_N: Tensor  # noqa: N815
     """fp32 ``[N]``"""
@@ -42,7 +42,7 @@ class PolicyBatch(train.TreeBatch):
     """Of the whole step; carried by its first micro-batch."""
 
     def to(self, device: torch.device) -> PolicyBatch:
-        """The same batch on ``device``."""
+        """Return the same batch on ``device``."""
         moved = super().to(device)
         assert isinstance(moved, PolicyBatch)
         tensors = {name: getattr(self, name) for name in ("advantages_N", "old_K", "ref_K")}
@@ -51,12 +51,12 @@ class PolicyBatch(train.TreeBatch):
 
 @dataclass(frozen=True, kw_only=True)
 class MeasuredBatch(train.MicroBatch):
-    """What is known of held-out prompts when the model has answered them: nothing is left to compute."""
+    """The metrics of held-out prompts that the model has answered: nothing is left to compute."""
 
     metrics: Metrics
 
     def to(self, device: torch.device) -> MeasuredBatch:
-        """Itself: it has no tensor that is read."""
+        """Return the batch itself: it has no tensor that is read."""
         return self
 
 
@@ -64,8 +64,8 @@ class PolicyObjective:
     """The loss of ``loss_type``; before it, in the steps of ``sft_steps``, supervised fine-tuning.
 
     Args:
-        handle: What streams the policy.
-        recipe: Says which loss, and its numbers.
+        handle: The handle of the streamed policy.
+        recipe: Gives the loss and its settings.
     """
 
     def __init__(self, handle: StreamHandle, recipe: GrpoRecipe) -> None:
@@ -80,7 +80,7 @@ class PolicyObjective:
         }
 
     def totals(self, micro_batches: Sequence[train.MicroBatch], world: train.World = WORLD) -> StepTotals | int:
-        """The completions and target tokens of the step, those without a gradient included."""
+        """Return the step's completions and target tokens, also those without gradient; if supervised, its targets."""
         policy = [batch for batch in train.counted(micro_batches) if isinstance(batch, PolicyBatch)]
         if not world.any(bool(policy)):
             return self.supervised.totals(micro_batches, world)

@@ -1,7 +1,8 @@
-"""A rollout on several ranks: prompts are completed, scored and judged a share to each rank, and every rank has all.
+"""Run a rollout on several ranks: each rank completes and scores a part of the prompts, and all ranks get all results.
 
-What follows (advantages, what is left out, what is drawn anew) is then decided alike on every rank, and a step's
-micro-batches are shared out again. Random draws differ between ranks, as those of different prompts should.
+What follows (advantages, completions left out, rollouts drawn anew) is then decided alike on every rank, and a step's
+micro-batches are divided among the ranks again. Random draws differ between ranks, as those of different prompts
+should.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ Judged = Callable[[Sequence[data.Prompt], Sequence[list[int]]], RewardScores]
 
 
 def of_all_ranks(recipe: GrpoRecipe, world: train.World) -> GrpoRecipe:
-    """The recipe with the micro-batches of all ranks: what one rank would compute that takes the same steps.
+    """Return the recipe with the micro-batches of all ranks together, as one rank would need them for the same steps.
 
     Raises:
         ArgumentError: Completions that are written at once do not make whole steps of all ranks.
@@ -46,7 +47,7 @@ def of_all_ranks(recipe: GrpoRecipe, world: train.World) -> GrpoRecipe:
 
 
 def check_sharded(recipe: GrpoRecipe) -> None:
-    """Refuse what cannot be written where every token is computed by all ranks together.
+    """Refuse settings with which ranks that share their weights cannot write completions, a token at a time together.
 
     Raises:
         ArgumentError: vLLM, which needs whole weights on a rank; a penalty on tokens, which forbids padding.
@@ -66,7 +67,7 @@ def check_sharded(recipe: GrpoRecipe) -> None:
 
 
 def _dealt(world: train.World, count: int, work: Callable[[list[int]], list[T]]) -> list[T]:
-    """``work(numbers)`` of every number below ``count``, each on one rank; as many on each rank.
+    """Return the results of ``work`` for every number below ``count``, each from one rank; each rank computes as many.
 
     A rank that has one less does the first once more: where weights are shared it has to take part.
     """
@@ -78,7 +79,7 @@ def _dealt(world: train.World, count: int, work: Callable[[list[int]], list[T]])
 
 
 class SharedWriter:
-    """A :class:`streamtune.rollout.Writer` of which each rank completes a share of the prompts."""
+    """A :class:`streamtune.rollout.Writer` in which each rank completes a part of the prompts."""
 
     def __init__(self, writer: rollout.Writer, world: train.World) -> None:
         self.writer, self.world = writer, world
@@ -109,13 +110,13 @@ class SharedWriter:
 
 
 class SharedJudge:
-    """Scores completions, each on one rank: a reward that says something else each time says it once."""
+    """Scores completions, each on one rank: a reward that is random is computed once and is the same on all ranks."""
 
     def __init__(self, judge: Judged, world: train.World) -> None:
         self.judge, self.world = judge, world
 
     def __call__(self, prompts: Sequence[data.Prompt], completions: Sequence[list[int]]) -> RewardScores:
-        """Score completions, each of the prompt at its place."""
+        """Score completions, each for the prompt of the same index."""
         if self.world.size == 1:
             return self.judge(prompts, completions)
 
@@ -135,7 +136,7 @@ class SharedJudge:
 
 
 class SharedScorer:
-    """Log-probs of micro-batches, each on one rank."""
+    """Computes the log-probs of micro-batches, each on one rank."""
 
     def __init__(self, world: train.World) -> None:
         self.world = world
@@ -143,5 +144,5 @@ class SharedScorer:
     def __call__(
         self, logprobs: Callable[[PolicyBatch], list[float]], count: int, batch: Callable[[int], PolicyBatch]
     ) -> list[list[float]]:
-        """``logprobs(batch(number))`` of every number below ``count``."""
+        """Return ``logprobs(batch(number))`` of every number below ``count``."""
         return _dealt(self.world, count, lambda mine: [logprobs(batch(number)) for number in mine])

@@ -1,4 +1,4 @@
-"""Token ids to what reward functions are given, and what they say to numbers."""
+"""Load the reward functions of a recipe, and score completions, given as token ids, with them."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ __all__ = ["RewardJudge", "load_functions"]
 
 
 class RewardJudge:
-    """Asks the reward functions about completions. They are given text, or messages where the prompt is messages."""
+    """Calls the reward functions on completions, as text, or as messages where the prompt is messages."""
 
     def __init__(self, functions: rewards.Rewards, tokenizer: PreTrainedTokenizerBase) -> None:
         self.functions, self.tokenizer = functions, tokenizer
 
     def __call__(self, prompts: Sequence[data.Prompt], completions: Sequence[list[int]]) -> rewards.RewardScores:
-        """Score completions, each of the prompt at its place.
+        """Score completions, each for the prompt of the same index.
 
         Raises:
             RunError: A function raised, or did not return one finite number or None for each.
@@ -42,7 +42,7 @@ class RewardJudge:
         """Check that the rows have the columns the functions read.
 
         Raises:
-            ArgumentError: They have not.
+            ArgumentError: A column is missing.
         """
         self.functions.check_columns([*data.gather_columns(prompts), "completion_ids"])
 
@@ -50,15 +50,15 @@ class RewardJudge:
 def load_functions(
     recipe: GrpoRecipe, folder: Path, notify: Callable[[str], None] = lambda message: None
 ) -> rewards.Rewards:
-    """The reward functions of a recipe that is in ``folder``, where modules of the user's own may lie.
+    """Load the reward functions of a recipe; modules of the user's own are looked for in ``folder``.
 
     Args:
         recipe: The recipe.
-        folder: Where it is.
-        notify: Told which code runs, before it does.
+        folder: The directory of the recipe.
+        notify: Called before the recipe's own code runs, with the names of it.
 
     Raises:
-        ArgumentError: One of them does not exist, or would run code and may not.
+        ArgumentError: One of them does not exist, or is code that is not allowed to run.
     """
     own = own_rewards(recipe)
     if own and not recipe.allow_code:

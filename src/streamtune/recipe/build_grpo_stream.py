@@ -1,4 +1,4 @@
-"""The optimizer steps of a grpo run: prompts drawn, completed, scored, and handed out as micro-batches.
+"""The optimizer steps of a grpo run: prompts are drawn, completed and scored, and become micro-batches.
 
     next_step()   supervised, while sft_steps last;
                   else the next part of the current rollout, and a new rollout where that is used up
@@ -7,8 +7,8 @@
                   in steps_per_rollout parts, gone through num_iterations times
 
 A rollout from which nothing is to be learnt is counted and drawn anew. Everything is in :meth:`GrpoSteps.state_dict`,
-the completions of the current rollout with their log-probs included, so that a run goes on in the middle of its inner
-epochs.
+the completions of the current rollout with their log-probs included, so that a run can be resumed in the middle of its
+inner epochs.
 """
 
 from __future__ import annotations
@@ -35,28 +35,28 @@ from streamtune.rewards import RewardScores
 __all__ = ["GrpoSteps", "Judge", "Scorer"]
 
 OF_GROUPS = ("reward_std", "frac_reward_zero_std")
-"""What is measured of several completions of a prompt, and not of one."""
+"""Metrics of several completions of a prompt, which one completion does not have."""
 
 
 class Judge(Protocol):
     """Scores completions by the reward functions of a recipe."""
 
     def __call__(self, prompts: Sequence[data.Prompt], completions: Sequence[list[int]]) -> RewardScores:
-        """Score completions, each of the prompt at its place."""
+        """Score completions, each for the prompt of the same index."""
         ...
 
 
 class Scorer(Protocol):
-    """Log-probs of the targets of a batch."""
+    """Computes the log-probs of the targets of a batch."""
 
     def __call__(self, batch: train.TreeBatch) -> Tensor:
-        """``[K]`` fp32 without gradient."""
+        """Return ``[K]`` fp32 without gradient."""
         ...
 
 
 @dataclass
 class _Rollout:
-    """What the next steps are made of."""
+    """The groups of completions that the next steps train on."""
 
     groups: list[Group]
     next_part: int = 0
@@ -66,20 +66,20 @@ class _Rollout:
 
 
 class GrpoSteps:
-    """See the module. A :class:`streamtune.train.StepStream`.
+    """The :class:`streamtune.train.StepStream` of a grpo run; see the module.
 
     Args:
         recipe: The recipe, with the micro-batches of all ranks together.
-        prompts: What is trained on, and what is held out.
+        prompts: The prompts to train on, and the held-out ones.
         writer: Completes prompts.
         judge: Scores completions.
-        policy: Log-probs under the policy as it is.
-        reference: Log-probs under the reference; None where the loss has no KL.
-        layout: How completions become micro-batches.
+        policy: Computes log-probs under the current policy.
+        reference: Computes log-probs under the reference; None where the loss has no KL.
+        layout: The layout of micro-batches.
         warm: The supervised steps before; None where there are none.
-        log: Keeps samples of what was written.
+        log: Writes samples of the completions.
         world: The ranks; each calls this with the same arguments and gets its share of every step.
-        activity: Told what is being done.
+        activity: Called with what is being done.
     """
 
     def __init__(
@@ -120,10 +120,10 @@ class GrpoSteps:
     # --- steps -------------------------------------------------------------------------------------------------
 
     def next_step(self) -> Sequence[train.MicroBatch]:
-        """See :class:`streamtune.train.StepStream`. Nothing where writing was broken off: the run is to stop.
+        """See :class:`streamtune.train.StepStream`. The step is empty if writing was stopped early: the run is to stop.
 
         Raises:
-            RunError: ``skip_limit`` rollouts in a row taught nothing.
+            RunError: Nothing could be learnt from ``skip_limit`` rollouts in a row.
         """
         try:
             return list(share_out(self._next_step(), self.world))
@@ -169,7 +169,7 @@ class GrpoSteps:
             yield MeasuredBatch(nothing, nothing, nothing, tuple(prompt.origin for prompt in part), metrics=metrics)
 
     def _part(self, groups: list[Group], part: int) -> list[Group]:
-        """The groups of one of the optimizer steps that go through a rollout."""
+        """Return the groups of one of the optimizer steps that go through a rollout."""
         parts = self.recipe.steps_per_rollout
         return groups[len(groups) * part // parts : len(groups) * (part + 1) // parts]
 
@@ -195,7 +195,7 @@ class GrpoSteps:
         return [self._part(groups, part) for part in range(self.recipe.steps_per_rollout)]
 
     def _write_and_score(self) -> list[Group]:
-        """Completions of the next prompts with their advantages."""
+        """Write and score completions of the next prompts; return their groups, with advantages."""
         recipe, count = self.recipe, self.recipe.num_generations
         numbers = self.picker.next(recipe.prompts_per_generation)
         prompts = [self.prompts.train[number] for number in numbers]
@@ -243,7 +243,7 @@ class GrpoSteps:
             group.std = float(found.std_N[own][0])
 
     def _less_kl(self, groups: list[Group], rewards_N: Tensor) -> Tensor:
-        """The rewards less the KL of the whole completion, where the loss has it there."""
+        """Return the rewards less the KL of the whole completion, for losses that have it there."""
         for group in groups:
             group.advantages = [1.0] * len(group.completions)  # none is left out: its KL counts
         self._remember_logprobs(groups)
@@ -256,7 +256,7 @@ class GrpoSteps:
         return reward_with_kl(rewards_N, old_K, ref_K, row_K, beta=self.recipe.beta)[0]
 
     def _remember_logprobs(self, groups: list[Group]) -> None:
-        """Put the log-probs that the loss reads into the groups: those of the policy as it is, and the reference's."""
+        """Put the log-probs that the loss reads into the groups: those of the current policy, and the reference's."""
         wanted: dict[str, Scorer | None] = {
             "old": self.policy if self.recipe.needs_old_logprobs or self.kl_in_reward else None,
             "ref": self.reference,
@@ -270,14 +270,14 @@ class GrpoSteps:
                 remember_logprobs(name, asked, part, self.prompts.train, self.layout)
 
     def _greedy(self, prompts: Sequence[data.Prompt]) -> list[rollout.Completion]:
-        """The likeliest completion of each prompt."""
+        """Return the likeliest completion of each prompt."""
         likeliest = replace(self.sampling, temperature=0.0)
         return [group[0] for group in self._write(prompts, 1, likeliest)]
 
     def _write(
         self, prompts: Sequence[data.Prompt], count: int, sampling: rollout.Sampling
     ) -> list[list[rollout.Completion]]:
-        """Completions of each prompt.
+        """Return ``count`` completions of each prompt.
 
         Raises:
             OutOfMemoryError: Their keys and values do not fit.
@@ -299,7 +299,7 @@ class GrpoSteps:
     # --- where it stands ---------------------------------------------------------------------------------------
 
     def state_dict(self) -> dict[str, Any]:
-        """Where it stands, as plain JSON values: the current rollout is among them."""
+        """Return the position of the stream, as plain JSON values: the current rollout is among them."""
         current = self.current
         rollout_state = None
         if current is not None:
@@ -313,7 +313,7 @@ class GrpoSteps:
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go to where another one over the same prompts stood."""
+        """Go to the position of another stream over the same prompts."""
         self.taken = int(state["taken"])
         self.picker.load_state_dict(state["picker"])
         current = state["rollout"]
@@ -331,5 +331,5 @@ def _listed(scorer: Scorer, batch: train.TreeBatch) -> list[float]:
 
 
 def _numbers(values: Sequence[float | None]) -> Tensor:
-    """fp32, NaN where there is none."""
+    """Return the values in fp32, NaN where there is none."""
     return torch.tensor([float("nan") if value is None else value for value in values], dtype=torch.float32)

@@ -1,7 +1,7 @@
-"""The supervised steps before the first rollout: the rows of the prompts that are trained on, with their own answers.
+"""The supervised steps before the first rollout: on the rows of the training prompts, with their own answers.
 
 A policy learns from completions that are better than others, so some of them must be good: a model that never solves a
-task cannot learn it from rewards. Held-out prompts take no part.
+task cannot learn it from rewards. Held-out prompts are not used.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ class WarmSteps:
         self.sampler = data.ResumableSampler(len(self.examples), seed=recipe.seed)
 
     def next_step(self) -> Sequence[train.MicroBatch]:
-        """The next demonstrations; fewer at the end of an epoch."""
+        """Return the micro-batches of the next demonstrations; fewer at the end of an epoch."""
         while not (step := list(islice(self.sampler.batches(self.step_size), 1))):
             pass  # The epoch was over; asking has moved the sampler on to the next one.
         rows = [self.examples[row] for row in step[0]]
@@ -52,16 +52,16 @@ class WarmSteps:
         return train.MicroBatch(**batch, origins=tuple(example.origin for example in examples))
 
     def state_dict(self) -> dict[str, Any]:
-        """Where the sampler stands."""
+        """Return the position of the sampler."""
         return self.sampler.state_dict()
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go to where another one stood."""
+        """Go to the position of another stream over the same prompts."""
         self.sampler.load_state_dict(state)
 
 
 def _demonstration(prompt: data.Prompt, render: RowRenderer, max_length: int) -> data.Example:
-    """The row of a prompt as supervised training sees it."""
+    """Return the row of a prompt as an example of supervised training."""
     row = Row(prompt.origin, {"prompt": prompt.prompt, **prompt.columns})
     if "completion" not in row.columns and "messages" not in row.columns:
         raise DataError(

@@ -1,4 +1,4 @@
-"""A recipe to the table of longest sequences: the same search for every schedule."""
+"""Make the table of longest sequences of a recipe: the same search for every schedule."""
 
 from __future__ import annotations
 
@@ -48,18 +48,18 @@ def lengths_report(
     asked: dict[str, Any],
     notify: Callable[[str], None],
 ) -> plan.TableReport:
-    """The table of longest sequences: whole training steps of the recipe, its optimizer included.
+    """Make the table of longest sequences: whole training steps of the recipe, its optimizer included.
 
     Args:
-        recipe: The recipe; its schedule is what the others differ from.
+        recipe: The recipe; the other schedules differ from its own in what their rows name.
         job: Its model, to measure.
         budget: Bytes a step may take.
         method: ``measure`` on the device at hand, each trial in a process of its own, or ``simulate`` one.
-        modes: Which rows.
-        folder: Where the table's file is; it exists.
-        command: What makes the table again.
-        asked: What the figures hang on, as JSON.
-        notify: Told what is being tried.
+        modes: The modes that get rows.
+        folder: Directory of the table's file; it exists.
+        command: Command line that makes the table again.
+        asked: Settings that the figures depend on, as JSON values.
+        notify: Called with what is being tried.
 
     Raises:
         ArgumentError: There is no budget, and no device that has one.

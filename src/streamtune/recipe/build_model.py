@@ -1,10 +1,10 @@
-"""A recipe to its model, with its data or without, and to its optimizer.
+"""Make the model of a recipe, with its data or without, and its optimizer.
 
 make_model        for a run: with the weights to go on from, for the tokenizer of its data
 make_model_alone  for a measurement: without tokenizer or data
 make_blueprint    for a plan: on ``meta``, without weights
 
-A reference that is held beside it is made in the same three ways.
+A reference model is made in the same three ways.
 """
 
 from __future__ import annotations
@@ -46,14 +46,15 @@ def make_model(
     *,
     sharing: train.World | None = None,
 ) -> Any:
-    """The model with the weights to go on from, and its adapters if it has any.
+    """Make the model with the weights to go on from, and with its adapters if it has any.
 
     Args:
         recipe: The recipe.
         tokenizer: The model's.
-        checkpoint: What is gone on with.
-        device: Where the model goes.
-        sharing: The ranks that will share the weights: the base is on ``meta`` then, and its weights are to come.
+        checkpoint: The checkpoint that is resumed, if one is.
+        device: The model's device.
+        sharing: The ranks that will share the weights: the base is on ``meta`` then, and its weights are provided
+            later.
 
     Raises:
         ArgumentError: The model cannot be made, or the tokenizer is not its own.
@@ -76,7 +77,7 @@ def make_reference_model(
     name: str | None = None,
     sharing: train.World | None = None,
 ) -> Any:
-    """The model as it is when training starts, whatever is gone on with now; without adapters. Or the one of a name.
+    """Make the model as it is when training starts, or the model ``name``; without adapters, and not from a checkpoint.
 
     Raises:
         ArgumentError: The model cannot be made.
@@ -86,12 +87,12 @@ def make_reference_model(
 
 
 def make_trial_model(recipe: Recipe, model: Any, device: torch.device) -> Any:
-    """What is checked in place of a model whose weights are to come: its configuration, one layer of each kind.
+    """Make a model to check in place of one whose weights come later: same configuration, one layer of each kind.
 
     Args:
         recipe: The recipe.
-        model: Not streamed; returned as it is where it has its weights.
-        device: Where the small one goes.
+        model: Not streamed; returned as it is if it has its weights.
+        device: The device of the small one.
     """
     if models.deferred_of(model) is None:
         return model
@@ -99,7 +100,7 @@ def make_trial_model(recipe: Recipe, model: Any, device: torch.device) -> Any:
 
 
 def make_model_alone(recipe: Recipe, device: torch.device) -> Any:
-    """The model without its data: where a tokenizer would be trained, its size is what is asked of it.
+    """Make the model without its data. If the recipe trains a tokenizer, its vocabulary has the size that is asked for.
 
     Raises:
         ArgumentError: The model cannot be made.
@@ -111,7 +112,7 @@ def make_model_alone(recipe: Recipe, device: torch.device) -> Any:
 
 
 def make_reference_alone(recipe: Recipe, device: torch.device) -> Any:
-    """The reference that is held beside a model, without tokenizer or data: the named one, or a copy.
+    """Make the reference model, without tokenizer or data: the one that the recipe names, or a copy of its model.
 
     Raises:
         ArgumentError: The model cannot be made.
@@ -124,7 +125,7 @@ def make_reference_alone(recipe: Recipe, device: torch.device) -> Any:
 
 
 def make_reference_blueprint(recipe: Recipe, device: torch.device) -> Any:
-    """The same on ``meta``.
+    """Make the reference model on ``meta``.
 
     Raises:
         ArgumentError: The model cannot be made.
@@ -134,11 +135,11 @@ def make_reference_blueprint(recipe: Recipe, device: torch.device) -> Any:
 
 
 def make_blueprint(recipe: Recipe, device: torch.device) -> Any:
-    """The model on ``meta``, with its adapters.
+    """Make the model on ``meta``, with its adapters.
 
     Args:
         recipe: The recipe.
-        device: Where it would be: what it is quantised with hangs on that.
+        device: The device it is planned for: its quantisation depends on that.
 
     Raises:
         ArgumentError: The model cannot be made.
@@ -149,7 +150,7 @@ def make_blueprint(recipe: Recipe, device: torch.device) -> Any:
 
 
 def _blueprint(recipe: Recipe, device: torch.device, name: str | None) -> Any:
-    """The base of a named model, or of the recipe's own."""
+    """Make the base of a named model, or of the recipe's own, on ``meta``."""
     own: Any = recipe.model.init if recipe.model is not None else recipe.model_name_or_path
     return models.blueprint(
         own if name is None else name,
@@ -161,7 +162,7 @@ def _blueprint(recipe: Recipe, device: torch.device, name: str | None) -> Any:
 
 
 def make_optimizer(recipe: Recipe, model: nn.Module) -> torch.optim.Optimizer:
-    """The optimizer of what is trained of a model.
+    """Make the optimizer of the trainable weights of a model.
 
     Raises:
         ArgumentError: The learning rate would overflow the weights at once.
@@ -183,10 +184,10 @@ def make_optimizer(recipe: Recipe, model: nn.Module) -> torch.optim.Optimizer:
 
 
 def choose_quantization(recipe: Recipe, device: torch.device) -> str | None:
-    """``nf4`` or ``int8`` of a QLoRA recipe on this device; None for other recipes.
+    """Return ``nf4`` or ``int8`` for a QLoRA recipe on this device; None for other recipes.
 
     Raises:
-        ArgumentError: What it needs is not installed.
+        ArgumentError: A library that it needs is not installed.
     """
     return models.choose_quantization(recipe.quantization, device) if recipe.finetuning_type == "qlora" else None
 
@@ -200,7 +201,7 @@ def _base_model(
     name: str | None,
     sharing: train.World | None = None,
 ) -> Any:
-    """The model of that name, or a new one; without adapters."""
+    """Make the model of that name, or a new one; without adapters."""
     quantization = choose_quantization(recipe, device)
     if sharing is not None and quantization is None:
         if name is not None:
@@ -241,7 +242,7 @@ def _ids(tokenizer: PreTrainedTokenizerBase) -> dict[str, int]:
 
 
 def _adapted(recipe: Recipe, model: Any) -> Any:
-    """The model with new adapters, unless all of it is trained.
+    """Add new adapters to the model, unless all of it is trained.
 
     Raises:
         ArgumentError: All of it is to be trained, and it came quantised or frozen under adapters.
@@ -273,7 +274,7 @@ def _adapted(recipe: Recipe, model: Any) -> Any:
 
 
 def _asked_vocabulary(recipe: Recipe) -> int | None:
-    """Entries of the tokenizer that the recipe trains; None where it trains none."""
+    """Return the number of entries of the tokenizer that the recipe trains; None if it trains none."""
     trained = recipe.tokenizer.train if recipe.tokenizer is not None else None
     return trained.vocab_size if trained is not None else None
 

@@ -1,7 +1,7 @@
-"""A recipe to the schedule its steps will run: what is trained, the memory there is, the rates of the device.
+"""Plan the schedule of a recipe's steps, from what is trained, the memory there is, and the rates of the device.
 
 plan_recipe   for ``streamtune plan``: from the configuration alone, for this machine or for a device that is not there
-plan_model    for a run: of the model that is loaded, within what is free beside it
+plan_model    for a run: of the model that is loaded, within the memory that is free besides it
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ memory: the first that anything fits."""
 
 @dataclass(frozen=True)
 class PlanOptions:
-    """What the command line says beside the recipe; None where it says nothing."""
+    """The options of a plan on the command line; None where one is not given."""
 
     device: str | None = None
     device_memory: str | None = None
@@ -74,22 +74,22 @@ class PlanOptions:
 
 @dataclass(frozen=True)
 class RecipePlan:
-    """A plan and what it is for.
+    """A plan, with the recipe, the model and the devices that it is for.
 
     Attributes:
         loaded: The recipe.
         model_name: Class of the model.
-        parameters: How many it has.
+        parameters: Its parameter count.
         dtype: Of its weights.
-        layers: Its decoder layers.
+        layers: Number of its decoder layers.
         length: Tokens of a row, or of a prompt with its longest completion.
         device_name: The device that was planned for.
-        here: Whether that is the device at hand.
-        plan: The schedule and what it takes.
+        here: True if that is the device at hand.
+        plan: The schedule, and the memory and time that it takes.
         scored: The completions of a micro-batch, where the objective scores completions.
         cluster: The ranks, of which the plan's bytes are those of one.
         micro_batches: Of a rank in an optimizer step.
-        wider: What more ranks to a sequence would allow, where the recipe leaves that open.
+        wider: The rows that more ranks to a sequence would allow, where the recipe leaves that open.
     """
 
     loaded: LoadedRecipe
@@ -123,7 +123,7 @@ def plan_recipe(
     Args:
         loaded: The recipe.
         options: A device that is not there, budgets, another length.
-        notify: Told what takes a while.
+        notify: Called before what takes a while, with its name.
 
     Raises:
         UserError: A name that is not known, or a budget that nothing fits, with the line of the recipe.
@@ -190,21 +190,21 @@ def plan_model(
     below: Schedule | None = None,
     notify: Callable[[str], None] = lambda message: None,
 ) -> plan.Plan:
-    """Plan a run with the model that is loaded, within what is free beside it.
+    """Plan a run with the model that is loaded, within the memory that is free besides it.
 
     Args:
         recipe: The recipe.
         model: On its device, with its adapters, not yet streamed.
         length: Tokens of the longest row, or of the longest completion with its prompt.
-        device: Where it is.
-        completions: What a micro-batch scores, where the objective scores completions.
-        reference_bytes: Of a model that is held beside it and is not trained; it is there already.
+        device: The device of the model.
+        completions: The completions of a micro-batch, where the objective scores completions.
+        reference_bytes: Of a second model that is held and not trained; it is there already.
         cluster: The ranks of the run; None is this one alone. A length is that of a whole row, however many share it.
         keep: The schedule of the run that is resumed: taken again, so that its losses are the same to the last bit, if
             it still fits and the recipe still allows it.
-        below: A schedule that ran out of memory, whatever was predicted. What is chosen holds less, whether or not the
-            recipe leaves the schedule to the planner.
-        notify: Told what takes a while.
+        below: A schedule that ran out of memory, contrary to its prediction. The one chosen holds less, even where the
+            recipe fixes the schedule.
+        notify: Called before what takes a while, with its name.
 
     Raises:
         ArgumentError: Nothing fits.
@@ -235,7 +235,7 @@ def plan_model(
 def _smaller(
     workload: Workload, failed: Schedule, limits: plan.Limits, rates: plan.Rates, written: dict[str, Any]
 ) -> plan.Plan:
-    """The fastest schedule that holds less than one that ran out of memory: much less if there is one."""
+    """Return the fastest schedule that holds less than one that ran out of memory: much less if there is one."""
     simulation = plan.judge(workload, failed, limits, rates).simulation
     stays = sum(simulation.terms.get(name, 0) for name in ("weights", "gradients", "optimizer"))
     given = {name: value for name, value in written.items() if name in ("offload_dir", "grad_dtype")}
@@ -260,16 +260,16 @@ def make_workload(
     completions: Completions | None = None,
     reference_bytes: int = 0,
 ) -> Workload:
-    """What a step of the recipe trains, for a simulation.
+    """Return the workload of a step of the recipe, for a simulation.
 
     Args:
         recipe: The recipe.
         model: On ``meta``, with its adapters.
         length: Tokens of a row, or of the longest completion with its prompt.
-        device: Whose kernels are simulated.
+        device: The device whose kernels are simulated.
         cluster: The ranks that share it; None is one.
-        completions: What a micro-batch scores, where the objective scores completions.
-        reference_bytes: Of a model that is held beside it and is not trained.
+        completions: The completions of a micro-batch, where the objective scores completions.
+        reference_bytes: Of a second model that is held and not trained.
     """
     return Workload(
         make_model=lambda: model,
@@ -286,7 +286,7 @@ def make_workload(
 
 
 def shares_prompts(recipe: Recipe, model: nn.Module, device: torch.device) -> bool:
-    """Whether completions can share their prompts in this model, asked of a few tokens on ``meta``.
+    """Return True if completions can share their prompts in this model, by a simulation of a few tokens on ``meta``.
 
     Raises:
         UnsupportedModelError: They cannot, and the recipe asks for it.
@@ -306,17 +306,17 @@ def shares_prompts(recipe: Recipe, model: nn.Module, device: torch.device) -> bo
 
 
 def reference_bytes(recipe: Recipe, device: torch.device) -> int:
-    """Bytes of the weights of a model held beside the trained one, from its configuration; 0 where none is."""
+    """Return the bytes of the weights of a reference model, from its configuration; 0 if no second model is held."""
     return held_bytes(make_reference_blueprint(recipe, device)) if holds_reference(recipe) else 0
 
 
 def device_elsewhere(recipe: Recipe, name: str | None, device_bytes: int | None, here: torch.device) -> Device | None:
-    """The device that is simulated without being there; None for the one at hand.
+    """Return the device that is simulated without being there; None for the one at hand.
 
     Args:
         recipe: The recipe.
-        name: What it is called, if it is asked for by name.
-        device_bytes: The memory that is asked for. Alone, where there is no accelerator, it stands for the accelerator
+        name: Its name, if it is asked for by name.
+        device_bytes: The memory that is asked for. Alone, where there is no accelerator, it selects the accelerator
             nearest to it in the table.
         here: The device at hand.
 
@@ -331,7 +331,7 @@ def device_elsewhere(recipe: Recipe, name: str | None, device_bytes: int | None,
 
 
 def memory_of(device: Device | None, here: torch.device) -> int:
-    """Bytes of a device that is not there, or what is free on the one at hand."""
+    """Return the bytes of a device that is not there, or those that are free on the one at hand."""
     if device is not None:
         return device.memory_bytes
     return usable_host_bytes() if here.type == "cpu" else free_device_bytes(here)
@@ -341,7 +341,7 @@ def memory_of(device: Device | None, here: torch.device) -> int:
 
 
 def _target(recipe: Recipe, options: PlanOptions) -> tuple[Device | None, torch.device]:
-    """The device that is not there and is planned for, if one is, and the device at hand."""
+    """Return the device that is planned for if it is not there, else None; and the device at hand."""
     here = torch.device("cpu") if options.device else choose_device(recipe.device)
     size = options.device_memory
     asked = parse_size(size, where="--device-memory") if size is not None else None
@@ -351,8 +351,10 @@ def _target(recipe: Recipe, options: PlanOptions) -> tuple[Device | None, torch.
 def _limits(
     spec: EngineSpec, options: PlanOptions, target: Device | None, here: torch.device, cluster: Cluster
 ) -> plan.Limits:
-    """The command line's sizes, then the recipe's, then the device's own or what is free. Memory and disk of a machine
-    are shared by its ranks."""
+    """Return the memory to plan with: the command line's, else the recipe's, else the device's own or what is free.
+
+    Memory and disk of a machine are shared by its ranks.
+    """
     on_cpu = target is None and here.type == "cpu"
     device_bytes = _size(options.device_memory, spec.device_memory, "device_memory")
     if device_bytes is None:

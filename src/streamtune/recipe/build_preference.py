@@ -1,4 +1,4 @@
-"""Prompts with judged completions to micro-batches, and those to a preference loss: joins data, engine and formulas.
+"""Make micro-batches of prompts with rated completions, and preference losses of them: join data, engine and formulas.
 
     data.Tree --collate--> PreferenceBatch --handle.logprobs--> logp_K --objectives.preference--> a loss for each pair
                                            --reference--------> ref_K  /
@@ -36,7 +36,7 @@ __all__ = [
 
 @dataclass(frozen=True, kw_only=True)
 class PreferenceBatch(train.TreeBatch):
-    """Completions that are compared, and what is known of them."""
+    """Completions that are compared, with their ratings and with log-probs of the reference, where there are any."""
 
     reference_K: Tensor | None = None  # noqa: N815
     """fp32 ``[K]``: the reference's log-probs, where they were computed before"""
@@ -48,7 +48,7 @@ class PreferenceBatch(train.TreeBatch):
     """the prompts with completions of other prompts, where a loss measures its distance from the reference on them"""
 
     def to(self, device: torch.device) -> PreferenceBatch:
-        """The same batch on ``device``; what it is not trained on stays."""
+        """Return the same batch on ``device``, except for the mismatched completions, which are not trained on."""
         moved = super().to(device)
         assert isinstance(moved, PreferenceBatch)
         names = ("reference_K", "margin_P", "desirable_N")
@@ -57,7 +57,7 @@ class PreferenceBatch(train.TreeBatch):
 
 
 class GivenReference:
-    """A reference that was asked before: batches bring what it said."""
+    """A reference whose log-probs were computed before: they are in the batches."""
 
     def logprobs(self, batch: train.TreeBatch) -> Tensor:
         """See :meth:`streamtune.train.Reference.logprobs`."""
@@ -69,7 +69,7 @@ class GivenReference:
 def tree_batch(
     trees: Sequence[data.Tree], *, pad_token_id: int, share: bool, padding_side: Literal["right", "left"] = "right"
 ) -> dict[str, Any]:
-    """The fields of a :class:`streamtune.train.TreeBatch`; arguments as ``data.collate_trees``."""
+    """Return the fields of a :class:`streamtune.train.TreeBatch`; arguments as ``data.collate_trees``."""
     collated: dict[str, Any] = {
         **data.collate_trees(trees, pad_token_id=pad_token_id, share=share, padding_side=padding_side)
     }
@@ -82,7 +82,7 @@ def tree_batch(
 
 
 def mismatched(tree: data.Tree, others: Sequence[data.Tree], start: int, max_length: int) -> data.Tree:
-    """The prompt of a tree with the completions of another: of the first from ``start`` on that has another prompt.
+    """Return the prompt of a tree with the completions of another: the first from ``start`` on that has another prompt.
 
     Completions are cut so that the prompt and each of them have ``max_length`` tokens at most.
     """
@@ -96,7 +96,7 @@ def mismatched(tree: data.Tree, others: Sequence[data.Tree], start: int, max_len
 
 
 class PreferenceBatches:
-    """Trees to micro-batches; the reference's log-probs beside them where they are kept.
+    """Makes micro-batches of trees, with the reference's log-probs where these are kept.
 
     Args:
         prepared: The trees.
@@ -115,7 +115,7 @@ class PreferenceBatches:
         """Of all trees in the order of :meth:`asked`."""
 
     def length(self, unit: int) -> int:
-        """Tokens of a training unit: its prompt once, and its completions."""
+        """Return the number of tokens of a training unit: its prompt once, and its completions."""
         tree = self.prepared.train[unit]
         return len(tree.prompt) + sum(len(completion) for completion in tree.completions)
 
@@ -125,18 +125,18 @@ class PreferenceBatches:
         return len(self.prepared.train)
 
     def training(self, units: Sequence[int]) -> PreferenceBatch:
-        """The batch of some training trees."""
+        """Return the batch of some training trees."""
         return self._collate(self.prepared.train, units, 0)
 
     def held_out(self, batch_size: int) -> Iterator[PreferenceBatch]:
-        """The held-out trees in their own order."""
+        """Iterate over batches of the held-out trees, in their own order."""
         count = len(self.prepared.validation)
         for start in range(0, count, batch_size):
             units = range(start, min(start + batch_size, count))
             yield self._collate(self.prepared.validation, units, self.num_train)
 
     def asked(self) -> Iterator[data.Tree]:
-        """Every tree a reference is asked about: trained on, held out, and then their mismatched ones."""
+        """Iterate over all trees that a reference scores: those trained on, held out, and then the mismatched ones."""
         splits = (self.prepared.train, self.prepared.validation)
         for split in splits:
             yield from split
@@ -145,11 +145,11 @@ class PreferenceBatches:
                 yield from (self._mismatched(split, unit) for unit in range(len(split)))
 
     def alone(self, tree: data.Tree) -> train.TreeBatch:
-        """A tree in a batch of its own."""
+        """Return a batch of one tree."""
         return train.TreeBatch(**tree_batch([tree], pad_token_id=self.pad_token_id, share=self.share))
 
     def _collate(self, split: Sequence[data.Tree], units: Sequence[int], before: int) -> PreferenceBatch:
-        """Of the trees ``units`` of a split, which has so many others before it among those that are asked about."""
+        """Return the batch of the trees ``units`` of a split; it begins at ``before`` in the order of :meth:`asked`."""
         beside = None
         if self.measures:
             total = self.num_train + len(self.prepared.validation)
@@ -177,7 +177,7 @@ class PreferenceBatches:
 
 
 def _policy(handle: StreamHandle, model: nn.Module, batch: train.TreeBatch) -> tuple[Tensor, Tensor | None]:
-    """Differentiable log-probs ``[K]``, and what routers add."""
+    """Return differentiable log-probs ``[K]``, and the loss on routers."""
     scores = handle.logprobs(targets=batch.shift_labels, model=model, **batch.arguments)
     return batch.ragged(scores.logprobs), scores.router_loss
 
@@ -186,8 +186,8 @@ class PairObjective:
     """The mean over the pairs of a step of a loss of ``objectives.preference``.
 
     Args:
-        handle: What streams the model.
-        recipe: The loss and its numbers.
+        handle: The handle of the streamed model.
+        recipe: The loss and its settings.
         reference: None where the loss has none.
     """
 
@@ -195,7 +195,7 @@ class PairObjective:
         self.handle, self.recipe, self.reference = handle, recipe, reference
 
     def totals(self, micro_batches: Sequence[train.MicroBatch], world: train.World = WORLD) -> int:
-        """The pairs of the step."""
+        """Return the number of pairs of the step."""
         return world.count(sum(_tree(batch).num_rows // 2 for batch in train.counted(micro_batches)))
 
     def score(self, model: nn.Module, batch: train.MicroBatch, totals: int | None) -> train.Score:
@@ -239,10 +239,10 @@ class UnpairedObjective:
     that of each batch.
 
     Args:
-        handle: What streams the model.
-        recipe: The loss and its numbers.
+        handle: The handle of the streamed model.
+        recipe: The loss and its settings.
         reference: The reference.
-        device: Where the model is.
+        device: The device of the model.
     """
 
     def __init__(
@@ -252,7 +252,7 @@ class UnpairedObjective:
         self.loss = objectives.check_unpaired(recipe.loss_type, **unpaired_knobs(recipe))
 
     def totals(self, micro_batches: Sequence[train.MicroBatch], world: train.World = WORLD) -> _UnpairedTotals:
-        """The completions of the step, and its baseline."""
+        """Return the number of completions of the step, and its baseline."""
         batches = [_tree(batch) for batch in micro_batches]
         with self._autocast():
             baseline = self._baseline(batches, world)
@@ -287,7 +287,7 @@ class UnpairedObjective:
 
     @torch.no_grad()
     def _baseline(self, batches: Sequence[PreferenceBatch], world: train.World = WORLD) -> Tensor | None:
-        """A scalar, of the batches of all ranks; None where the loss has none."""
+        """Return the baseline, a scalar, of the batches of all ranks; None if the loss has none."""
         if not self.loss.needs_baseline:
             return None
         policy, reference = [], []
@@ -322,7 +322,7 @@ class UnpairedObjective:
 
 
 def pair_knobs(recipe: DpoRecipe) -> dict[str, Any]:
-    """The numbers of a recipe that losses of pairs read."""
+    """Return the settings of a recipe that losses of pairs read."""
     return {
         "beta": recipe.beta,
         "label_smoothing": recipe.label_smoothing,
@@ -336,7 +336,7 @@ def pair_knobs(recipe: DpoRecipe) -> dict[str, Any]:
 
 
 def unpaired_knobs(recipe: DpoRecipe) -> dict[str, float]:
-    """The numbers of a recipe that losses of single completions read."""
+    """Return the settings of a recipe that losses of single completions read."""
     return {
         "beta": recipe.beta,
         "desirable_weight": recipe.desirable_weight,

@@ -1,6 +1,7 @@
-"""A recipe to the longest sequence, or the largest batch, that it can train.
+"""Find the longest sequence, or the largest batch, that a recipe can train.
 
-A measured trial runs whole training steps (``build_steps``) in a process of its own; a simulated one walks them.
+A measured trial runs whole training steps (``build_steps``) in a process of its own; a simulated one runs them on
+``meta`` tensors.
 """
 
 from __future__ import annotations
@@ -49,7 +50,7 @@ MOST = 1 << 27
 
 @dataclass(frozen=True)
 class ProbeOptions:
-    """What the command line asks for; sizes in bytes, None where nothing is said."""
+    """The options of a probe on the command line; sizes in bytes, None where one is not given."""
 
     method: str = "measure"
     device_bytes: int | None = None
@@ -82,12 +83,12 @@ def probe_recipe(
 
     Args:
         loaded: The recipe.
-        options: What is looked for, and the budget.
-        notify: Told what is being tried and how far it is.
-        tried: Told every trial when it is over.
+        options: The quantity to find, and the budget.
+        notify: Called with what is being tried and how far it is.
+        tried: Called with every trial when it is over.
 
     Returns:
-        The report, and whether Ctrl-C ended the search.
+        The report, and True if Ctrl-C ended the search.
 
     Raises:
         ArgumentError: Options that make no sense, or a budget that nothing fits.
@@ -225,7 +226,7 @@ def _range(options: ProbeOptions) -> Range:
 
 
 def _budget_here(device_bytes: int | None, host_bytes: int | None, here: torch.device, margin: float) -> int | None:
-    """The device's budget; on the CPU what is free, where nothing is said. None asks the device.
+    """Return the device's budget: the one given, else on the CPU what is free, else None for what the device has.
 
     Raises:
         ArgumentError: The machine has less free than the trials may take.
@@ -249,7 +250,7 @@ def _budget_here(device_bytes: int | None, host_bytes: int | None, here: torch.d
 
 
 def _needed(run: RunTrial, task: ProbeTask, failed: Trial) -> Outcome | None:
-    """The smallest trial without a budget on the device: measured where the machine has room for it."""
+    """Return the outcome of the smallest trial without a budget on the device; None if that is not known."""
     if failed.outcome.cause != "device memory" or task.device_bytes is None:
         return None
     if task.method == "simulate":
@@ -259,7 +260,7 @@ def _needed(run: RunTrial, task: ProbeTask, failed: Trial) -> Outcome | None:
 
 
 def _nothing_fits(recipe: Recipe, task: ProbeTask, failed: Trial, needed: Outcome | None) -> ArgumentError | RunError:
-    """What does not fit, and what would."""
+    """Return the error for a probe in which nothing fits: it names what does not fit, and what would."""
     shape, outcome = failed.shape, failed.outcome
     rows = f"{shape.batch_size:,} {task.unit}s of " if shape.batch_size > 1 else ""
     tried = f"{rows}{shape.length:,} tokens"
@@ -284,7 +285,7 @@ def _nothing_fits(recipe: Recipe, task: ProbeTask, failed: Trial, needed: Outcom
 
 
 def _smaller(recipe: Recipe, terms: dict[str, int], task: ProbeTask) -> list[str]:
-    """What of the recipe would take less, the largest gain first."""
+    """Return changes to the recipe that would take less memory, the largest gain first."""
     fixed = sum(terms.get(name, 0) for name in ("weights", "reference", "gradients", "optimizer"))
     mends = []
     if terms.get("reference"):

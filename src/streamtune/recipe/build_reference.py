@@ -1,12 +1,12 @@
-"""A recipe to its reference: the trained model without its adapters, a model held beside it, or log-probs on disk.
+"""Make the reference of a recipe: the trained model without its adapters, a second model, or log-probs on disk.
 
     adapters, and no name       the trained model, adapters switched off        nothing is held
     full, and no name           the model as it is when training starts         a second copy of the weights
     ref_model_name_or_path      that model                                      its weights
-    precompute_ref_log_probs    any of these, asked once before training        nothing, once it has been asked
+    precompute_ref_log_probs    any of these, run once before training          nothing, once it has been run
 
-What was computed once is kept below the user's cache directory under a hash of all it depends on: the reference's
-weights, the dtypes it computes in, and every token of the rows.
+Log-probs that were computed once are kept below the user's cache directory under a hash of all they depend on: the
+reference's weights, the dtypes it computes in, and every token of the rows.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ KEY = "ref_model_name_or_path"
 
 
 def asked_for(recipe: Recipe) -> str | None:
-    """The reference a recipe names."""
+    """Return the reference that a recipe names, if it names one."""
     name: str | None = getattr(recipe, KEY, None)
     return name
 
@@ -61,14 +61,14 @@ def load_reference(
     *,
     sharing: train.World | None = None,
 ) -> Any | None:
-    """Load the model that is held beside the trained one; None where that is its own reference.
+    """Load the reference as a second model; return None if the trained model without its adapters is the reference.
 
     Args:
         recipe: The recipe.
-        model: What is trained.
+        model: The trained model.
         tokenizer: Its tokenizer.
-        device: Where the reference goes.
-        sharing: The ranks that will share its weights: it is on ``meta`` then, and they are to come.
+        device: The reference's device.
+        sharing: The ranks that will share its weights: it is on ``meta`` then, and they are provided later.
 
     Raises:
         ArgumentError: There is no such model, or its vocabulary is another.
@@ -90,13 +90,13 @@ def load_reference(
 def streamed(
     model: Any, like: StreamHandle, *, temperature: float = 1.0, share: Callable[[Any, Any], None] | None = None
 ) -> train.ModelReference:
-    """A held reference in an engine of its own, which cuts and shares the sequence as that of the trained model.
+    """Stream a second model by an engine of its own, which cuts and shares sequences as the trained model's does.
 
     Args:
         model: The reference.
         like: The trained model's engine.
-        temperature: What logits are divided by.
-        share: Given it and its decoder layers, gives it its weights where those are to come.
+        temperature: The number that logits are divided by.
+        share: Called with the reference and its decoder layers; gives it its weights if they are provided later.
     """
     chunks = Schedule(chunk_size=like.schedule.chunk_size, head_chunk_size=like.schedule.head_chunk_size)
     handle = stream(model, schedule=chunks, sequence_parallel=like.sequence_parallel)
@@ -113,7 +113,7 @@ def _frozen(model: Any) -> Any:
 def _check_vocabulary(
     name: str, reference: Any, model: Any, tokenizer: PreTrainedTokenizerBase, *, trust_remote_code: bool
 ) -> None:
-    """Refuse a reference that means other tokens by the same ids: every number would be finite and worth nothing.
+    """Refuse a reference with other token ids: every number would be finite and worth nothing.
 
     Where the reference comes without a tokenizer only the sizes can be compared. With one, embeddings of different
     sizes are fine: those of a family are often padded differently.
@@ -152,18 +152,18 @@ class KeptLogps:
     """[trees + 1] int64"""
 
     def of(self, trees: Iterable[int]) -> Tensor:
-        """``[K]``: the log-probs of some trees, one after another."""
+        """Return ``[K]``: the log-probs of some trees, one after another."""
         parts = [self.logps[self.offsets[tree] : self.offsets[tree + 1]] for tree in trees]
         return torch.cat(parts)
 
 
 def reference_key(weights: Iterable[tuple[str, Tensor | None]], trees: Iterable[data.Tree], *, bf16: bool) -> str:
-    """The hash of all that the reference's log-probs of some trees depend on; reads every weight once.
+    """Return the hash of all that the reference's log-probs of some trees depend on; reads every weight once.
 
     Args:
-        weights: The reference's by name; adapters are not part of it. None is of another rank's hash.
+        weights: The reference's by name; adapters are not part of the hash. None is a weight that another rank hashes.
         trees: The rows.
-        bf16: Whether it computes under autocast.
+        bf16: True if it computes under autocast.
     """
     digest = hashlib.blake2b(digest_size=20)
     for name, parameter in weights:
@@ -187,13 +187,13 @@ def _add_tensor(update: Callable[[bytes], None], x: Any) -> None:
 
 
 def cache_directory() -> Path:
-    """Where log-probs are kept, by the convention of the XDG base directories."""
+    """Return the directory in which log-probs are kept, by the convention of the XDG base directories."""
     home = os.environ.get("XDG_CACHE_HOME", "")
     return (Path(home) if home.startswith("/") else Path.home() / ".cache") / "streamtune" / "reference"
 
 
 def read_logps(key: str) -> KeptLogps | None:
-    """What is kept under ``key``; None if nothing is, or nothing whole."""
+    """Return the log-probs kept under ``key``; None if there are none, or the file cannot be read."""
     try:
         kept = load_file(cache_directory() / f"{key}.safetensors")
         return KeptLogps(kept["logps"], kept["offsets"])
@@ -210,15 +210,15 @@ def compute_logps(
     bf16: bool,
     notify: Callable[[str], None],
 ) -> KeptLogps:
-    """Ask the reference about every tree, and keep what it says under ``key``.
+    """Compute the reference's log-probs of every tree, and keep them under ``key``.
 
     Args:
         key: From :func:`reference_key`.
-        reference: Who is asked.
+        reference: The reference.
         batches: A tree each, all trees in their order.
-        device: Where the reference is.
+        device: The reference's device.
         bf16: Compute under autocast.
-        notify: Told where it is kept.
+        notify: Called with where they are kept.
     """
     found: list[Tensor] = []
     for batch in batches:

@@ -1,8 +1,8 @@
-"""What runs of every objective share once they are built: training, and the end.
+"""Run training and its end, alike for every objective, once a run is built.
 
     build_start   recipe -> directory, checkpoint, device, ranks
     build_engine  model -> plan, stream, checks, backend
-    train_run     trains, saves the model, tries it
+    train_run     trains, saves the model, lets it complete the sample prompt
 
 An objective adds its data, its loss and its batches (``build_sft``, ``build_dpo``, ``build_grpo``).
 """
@@ -44,7 +44,7 @@ Begin = Callable[[train.Backend, train.Progress, train.StopRequest], None]
 """Given, before the first step, what a loop is run with and a stream of steps may want to know."""
 
 PATIENT = ("saving", "scoring")
-"""What a step does that may wait for something outside: a disk, a judge of completions."""
+"""Activities of a step that may wait for something outside: a disk, a reward function."""
 
 SAMPLE_TEMPERATURE = 0.3
 """Of the sample at the end. The likeliest token each time would go in circles where little is learnt yet."""
@@ -52,7 +52,7 @@ SAMPLE_TEMPERATURE = 0.3
 
 @dataclass(kw_only=True)
 class Run:
-    """Everything a run needs whatever its objective, built and checked."""
+    """Everything that a run of any objective needs, built and checked."""
 
     loaded: LoadedRecipe
     start: Start
@@ -66,7 +66,7 @@ class Run:
     """Steps the model."""
     plan: StepPlan
     unit: str
-    """What a step has so many of: ``row``, ``packed sequence``, ``pair`` ..."""
+    """The unit of which a step has so many: ``row``, ``packed sequence``, ``pair`` ..."""
     memory: Plan | None
     """The planner's schedule, and what a step of the longest rows holds and takes by it; None where none was asked."""
     watchdog: Watchdog = field(default_factory=lambda: Watchdog(RankEnvironment()))
@@ -79,7 +79,7 @@ class Run:
 
     @property
     def directory(self) -> train.RunDirectory:
-        """Where the run's files go."""
+        """The directory of the run's files."""
         return self.start.directory
 
     @property
@@ -90,13 +90,13 @@ class Run:
 
     @property
     def checkpoint(self) -> train.Checkpoint | None:
-        """Where it goes on from."""
+        """The checkpoint that the run goes on from; None starts at the beginning."""
         return self.start.checkpoint
 
 
 @dataclass(frozen=True)
 class Outcome:
-    """How a run ended."""
+    """The result of a run."""
 
     progressed: train.Progressed
     finished: bool
@@ -105,7 +105,7 @@ class Outcome:
     checkpoint: Path | None
     """The newest checkpoint."""
     moved_aside: Path | None
-    """Where the run went that was in the directory before."""
+    """The directory to which the run was moved that was in the run directory before."""
     sample: str | None
     records: Sequence[Mapping[str, Any]]
     """The lines of ``metrics.jsonl``, those before a resume included."""
@@ -114,7 +114,7 @@ class Outcome:
     seconds: float
     """Time the loop took since it was started or resumed."""
     failure: NonFiniteError | None = None
-    """Why a run that came to its end has failed all the same; its model is there."""
+    """The reason why a run that came to its end has failed all the same; its model is there."""
 
     @property
     def losses(self) -> list[float]:
@@ -123,7 +123,7 @@ class Outcome:
 
     @property
     def held_out(self) -> Mapping[str, Any]:
-        """What the last evaluation found; empty without one."""
+        """The record of the last evaluation; empty without one."""
         found = [r for r in self.records if any(name.startswith("eval_") for name in r)]
         return found[-1] if found else {}
 
@@ -138,19 +138,19 @@ def train_run(
     learning_rate_at: Callable[[int], float] | None = None,
     begin: Begin = lambda backend, progress, stop: None,
 ) -> Outcome:
-    """Train, and where the run comes to its end save the model and let it answer the sample prompt.
+    """Train; if the run comes to its end, save the model and let it complete the sample prompt.
 
     Args:
         run: Built from its recipe; used once.
-        console: Where progress is shown.
-        objective: What is minimised.
+        console: The console that shows progress.
+        objective: The objective that is minimised.
         steps: Its micro-batches.
         validation: The held-out ones, anew at each call; None where nothing is held out.
         learning_rate_at: The learning rate of each step, from 0; None is the recipe's schedule over all of them.
         begin: See :data:`Begin`.
 
     Raises:
-        RunError: It failed on the way; the checkpoints saved before are intact.
+        RunError: Training failed; the checkpoints saved before are intact.
     """
     directory = run.directory
     before = run.checkpoint.state["progressed"]["tokens"] if run.checkpoint else 0
@@ -193,7 +193,7 @@ def train_run(
 
 @contextmanager
 def _claimed(run: Run) -> Iterator[Path | None]:
-    """The run directory is this run's within; rank 0 holds it for all. Yield where the run went that was in it."""
+    """Claim the run directory while inside, by rank 0 for all; yield the place to which an earlier run was moved."""
     start, world = run.start, run.start.world
     with ExitStack() as held:
         held.callback(start.release)
@@ -218,7 +218,7 @@ def _train(
     learning_rate_at: Callable[[int], float],
     begin: Begin,
 ) -> train.Progressed:
-    """The loop, with the optimizer the recipe asks for."""
+    """Run the training loop, with the optimizer the recipe asks for."""
     recipe, plan, directory = run.recipe, run.plan, run.directory
     first_step = run.checkpoint.step if run.checkpoint else 0
     world = run.start.world
@@ -247,7 +247,7 @@ def _train(
 
 
 def _next_schedule(run: Run, install: bool) -> Schedule | None:
-    """What the planner takes in place of the schedule that ran out of memory, put into the engine if asked."""
+    """Return the planner's choice in place of a schedule that ran out of memory; put it into the engine if asked."""
     failed = run.handle.schedule
     run.handle.remove()  # the planner wants the bare model
     try:
@@ -261,18 +261,18 @@ def _next_schedule(run: Run, install: bool) -> Schedule | None:
 
 
 def _skipped_most(run: Run, progressed: train.Progressed) -> NonFiniteError | None:
-    """The failure of a finished run most of whose steps were skipped."""
+    """Return the error of a finished run if most of its steps were skipped."""
     dtype = next(run.model.parameters()).dtype
     return train.skipped_most(progressed.step, progressed.skipped, run.directory, dtype)
 
 
 def _tell(watchdog: Watchdog) -> Callable[[int, str], None]:
-    """Pass on to the ranks' watchdog what a step does."""
+    """Return a function that passes the activity of a step on to the watchdog of the ranks."""
     return lambda step, doing: watchdog.at(step, doing, patient=doing.startswith(PATIENT))
 
 
 def _schedule(run: Run) -> Callable[[int], float]:
-    """The learning rate as the recipe asks."""
+    """Return the learning rate by step, as the recipe asks."""
     return optim.build_schedule(
         run.recipe.lr_scheduler_type,
         learning_rate=run.recipe.learning_rate,
@@ -282,7 +282,7 @@ def _schedule(run: Run) -> Callable[[int], float]:
 
 
 def _finish(run: Run, writer: train.ModelWriter) -> str | None:
-    """Write ``final/`` and return what the model says to the sample prompt."""
+    """Write ``final/`` and return the model's completion of the sample prompt, if there is one."""
     world, backend = run.start.world, run.backend
     train.write_final_together(run.directory.final, writer, world)
     sample = run.recipe.sample

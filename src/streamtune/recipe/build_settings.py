@@ -1,4 +1,4 @@
-"""A recipe to the numbers the training loop runs by."""
+"""Make the settings of the training loop from a recipe."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ __all__ = ["StepPlan", "plan_steps", "train_settings"]
 
 @dataclass(frozen=True)
 class StepPlan:
-    """How many optimizer steps there are, and how long the learning rate rises."""
+    """The number of optimizer steps, and of those over which the learning rate rises."""
 
     total_steps: int
     steps_per_epoch: int
@@ -34,7 +34,7 @@ def plan_steps(recipe: Recipe, num_sequences: int, world: train.World) -> StepPl
 
 
 def train_settings(recipe: Recipe, plan: StepPlan, schedule: Schedule) -> train.TrainSettings:
-    """What the training loop is told, with what to say where memory runs out."""
+    """Return the settings of the training loop, with advice to print if memory runs out."""
     mend = _mend_of_the_schedule(recipe, schedule)
     if recipe.per_device_train_batch_size > 1:
         mend += "; then per_device_train_batch_size, with more gradient_accumulation_steps"
@@ -64,14 +64,14 @@ def train_settings(recipe: Recipe, plan: StepPlan, schedule: Schedule) -> train.
 
 
 def _greater_is_better(recipe: Recipe) -> bool:
-    """As asked, or by the metric's name."""
+    """Return True if a greater metric is better: as asked, or by the metric's name."""
     if recipe.greater_is_better is not None:
         return recipe.greater_is_better
     return not (recipe.metric_for_best_model or "loss").endswith("loss")
 
 
 def _mend_of_the_schedule(recipe: Recipe, schedule: Schedule) -> str:
-    """What to say of the schedule when memory ran out: none of it changes a result."""
+    """Return advice on the schedule for when memory ran out: none of it changes a result."""
     if recipe.engine.schedule == "auto":
         return (
             "leave the planner less, with engine.device_memory or a larger engine.margin (now "

@@ -1,11 +1,11 @@
-"""What a micro-batch of a recipe looks like at a length: rows of so many tokens, or completions of prompts.
+"""The shape of a recipe's micro-batch at a given length: rows of so many tokens, or completions of prompts.
 
 A length is what ``max_length`` limits: a row, or a prompt with its longest completion. ``plan``, ``probe-max-len`` and
-``bench`` know nothing of the data, so a shape follows from the recipe's keys:
+``bench`` do not read the data, so a shape follows from the recipe's keys:
 
     sft     per_device_train_batch_size rows
     dpo     so many prompts of max_prompt_length tokens, or of half the length, each with two completions of the rest;
-            one where completions are judged one by one
+            with one where the loss takes completions one by one
     grpo    so many completions of max_completion_length tokens, or of half the length where that leaves no prompt,
             over as few prompts as num_generations says
 
@@ -39,11 +39,11 @@ LEAST = {"sft": 2, "dpo": 4, "grpo": 4}
 
 
 def completions_of(recipe: Recipe, *, share: bool = True) -> Completions | None:
-    """What a micro-batch of the recipe scores, by length and batch size; None where its loss is on next tokens.
+    """Return the completions of a micro-batch, by length and batch size; None if the recipe's loss is on next tokens.
 
     Args:
         recipe: The recipe.
-        share: Whether its model can share prompts; the recipe may still say never.
+        share: True if its model can share prompts; the recipe may still say never.
     """
     if isinstance(recipe, DpoRecipe | GrpoRecipe):
         return partial(_scored, recipe, share and may_share(recipe))
@@ -51,20 +51,20 @@ def completions_of(recipe: Recipe, *, share: bool = True) -> Completions | None:
 
 
 def may_share(recipe: Recipe) -> bool:
-    """Whether there are completions with a prompt in common, and the recipe does not keep them apart."""
+    """Return True if there are completions with a prompt in common, and the recipe does not keep them apart."""
     if isinstance(recipe, GrpoRecipe) and min(recipe.per_device_train_batch_size, recipe.num_generations) == 1:
         return False
     return getattr(recipe, "share_prefix", "never") != "never"
 
 
 def completions_like(recipe: Recipe, trees: Trees, longest: int, *, share: bool) -> Completions:
-    """The micro-batch of ``trees``, and what it would be with another ``max_length``: every part in proportion.
+    """Return the micro-batch of ``trees`` as a function of the length: with a smaller one every part is in proportion.
 
     Args:
         recipe: The recipe.
         trees: At ``longest``.
         longest: Tokens of the longest completion with its prompt.
-        share: Whether prompts are shared.
+        share: True if prompts are shared.
     """
     return partial(_in_proportion, recipe, trees, longest, share)
 
@@ -92,14 +92,14 @@ def _scored(recipe: DpoRecipe | GrpoRecipe, share: bool, length: int, batch_size
 
 
 def unit_of(recipe: Recipe) -> str:
-    """What ``per_device_train_batch_size`` counts."""
+    """Return the name of the unit that ``per_device_train_batch_size`` counts."""
     if isinstance(recipe, GrpoRecipe):
         return "completion"
     return "pair" if isinstance(recipe, DpoRecipe) and not recipe.unpaired else "row"
 
 
 def prompts_of(recipe: GrpoRecipe, batch_size: int) -> int:
-    """Prompts whose completions are together in a micro-batch of ``batch_size`` completions, at the most."""
+    """Return the most prompts whose completions can be together in a micro-batch of ``batch_size`` completions."""
     group = recipe.num_generations
     # A micro-batch begins at a multiple of its size, so somewhere in a group.
     met = -(-(batch_size + group - math.gcd(batch_size, group)) // group)
@@ -107,7 +107,7 @@ def prompts_of(recipe: GrpoRecipe, batch_size: int) -> int:
 
 
 def _asked(recipe: Recipe, trees: Trees, share: bool) -> Scored:
-    """With what the objective asks about completions beside their gradient."""
+    """Return the micro-batch with what the objective computes of completions besides their gradient."""
     if isinstance(recipe, GrpoRecipe):
         # Once a rollout: of the reference, and of the policy that wrote it where it changes before the last step.
         forwards = ((recipe.beta > 0) + recipe.needs_old_logprobs) / recipe.num_iterations
@@ -120,7 +120,7 @@ def _asked(recipe: Recipe, trees: Trees, share: bool) -> Scored:
 
 
 def has_reference(recipe: Recipe) -> bool:
-    """Whether the objective compares with a reference."""
+    """Return True if the objective compares with a reference."""
     if isinstance(recipe, GrpoRecipe):
         return recipe.beta > 0
     if not isinstance(recipe, DpoRecipe):
@@ -131,7 +131,7 @@ def has_reference(recipe: Recipe) -> bool:
 
 
 def holds_reference(recipe: Recipe) -> bool:
-    """Whether a second model is held beside the trained one: a named one, or a copy where all weights are trained."""
+    """Return True if a second model is held: a named reference, or a copy where all weights are trained."""
     if not has_reference(recipe) or getattr(recipe, "precompute_ref_log_probs", False):
         return False
     return recipe.finetuning_type == "full" or getattr(recipe, "ref_model_name_or_path", None) is not None

@@ -1,4 +1,4 @@
-"""Whether completions share their prompts: what the recipe says, and what its very model can."""
+"""Find out if completions share their prompts, by the recipe and by the model itself."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ __all__ = ["can_share"]
 
 
 def can_share(recipe: Recipe, model: Any, notify: Callable[[str], None] = lambda message: None) -> bool:
-    """Try whether completions can share their prompts, where the recipe does not say that they never do.
+    """Return True if the recipe allows completions to share their prompts, and a test shows that the model can.
 
     Args:
         recipe: The recipe.
         model: On its device, not streamed; left as it is.
-        notify: Told why they cannot.
+        notify: Called with the reason if it cannot.
 
     Raises:
         UnsupportedModelError: They cannot, and the recipe asks for it.

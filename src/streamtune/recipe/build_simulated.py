@@ -1,6 +1,6 @@
-"""A recipe to simulated trials of the probe: the step is walked on ``meta`` tensors, on a device that may be elsewhere.
+"""Simulate the trials of the probe: the step runs on ``meta`` tensors, for a device that may be elsewhere.
 
-With a fixed schedule a trial simulates it. Where the planner picks one, a trial asks whether anything fits.
+With a fixed schedule a trial simulates it. Where the planner picks one, a trial tests if anything fits.
 """
 
 from __future__ import annotations
@@ -36,15 +36,15 @@ __all__ = ["SimulatedTrials", "simulated"]
 def simulated(
     recipe: Recipe, task: ProbeTask, target: Device | None, here: torch.device, rates: Rates, asked: RanksAsked
 ) -> SimulatedTrials:
-    """Trials by simulation.
+    """Return a function that makes trials by simulation.
 
     Args:
         recipe: The recipe.
-        task: Whose budget is kept: all sizes are given.
+        task: Gives the budget, with all sizes.
         target: The device that is simulated; None is the one at hand.
-        here: That one.
-        rates: How fast it is.
-        asked: How many ranks the command line wants.
+        here: The device at hand.
+        rates: The rates of the device that is simulated.
+        asked: The number of ranks and nodes on the command line.
     """
     device = torch.device("cuda") if target is not None else here
     model = make_blueprint(recipe, device)
@@ -82,8 +82,8 @@ def simulated(
 class SimulatedTrials:
     """Makes trials by simulating their steps.
 
-    Where the planner picks the schedule, a length fits if some schedule fits. That is asked of the thriftiest alone:
-    a plan takes several simulations, and it is made for the longest only, by :meth:`planned`.
+    Where the planner picks the schedule, a length fits if some schedule fits. For that, only the thriftiest is
+    simulated: a plan takes several simulations, and it is made for the longest only, by :meth:`planned`.
     """
 
     workload: Workload
@@ -95,7 +95,7 @@ class SimulatedTrials:
     env: dict[str, Any]
 
     def __call__(self, shape: Shape, tell: Callable[[str], None]) -> Outcome:
-        """Whether a shape fits."""
+        """Return the outcome of a simulated step of a shape."""
         step = self._step(shape)
         if shape.mode != "stream" or self.schedule is not None:
             return self._tried(step, self.schedule or Schedule())  # a baseline reads nothing of it
@@ -103,7 +103,7 @@ class SimulatedTrials:
         return self._judged(step, found, schedule)
 
     def planned(self, trial: Trial) -> Trial:
-        """The trial of the longest with the fastest schedule that fits it."""
+        """Return the trial of the longest with the fastest schedule that fits it."""
         if self.schedule is not None or trial.shape.mode != "stream":
             return trial
         plan = choose(self._step(trial.shape), self.limits, self.rates, fixed=self.written)
@@ -132,7 +132,7 @@ class SimulatedTrials:
 
 
 def _used(simulation: Simulation, limits: Limits) -> dict[Cause, tuple[int, int]]:
-    """Bytes in each tier, and how many there are."""
+    """Return the bytes used in each tier, and how many there are."""
     shared = simulation.host_bytes if limits.shared else 0
     return {
         "device memory": (simulation.peak_bytes + shared, limits.device),
@@ -142,7 +142,7 @@ def _used(simulation: Simulation, limits: Limits) -> dict[Cause, tuple[int, int]
 
 
 def _judged(simulation: Simulation, schedule: Schedule, limits: Limits, pace: Pace) -> Outcome:
-    """Whether a simulated step fits, and if not, what of it is too much."""
+    """Return the outcome of a simulated step: if it does not fit, with the tier that lacks most."""
     tiers = _used(simulation, limits)
     cause = max(tiers, key=lambda name: tiers[name][0] - tiers[name][1])
     used, usable = tiers[cause]

@@ -1,7 +1,8 @@
-"""Where a run starts: its directory, the checkpoint it goes on from, its device and its ranks.
+"""Start a run: find its directory, the checkpoint it goes on from, its device and its ranks.
 
-What is gone on with is compared with what the recipe asks for now, and a difference that would change the training is
-refused by name. The directory is held from before it is looked at: what was decided is true until the run is over.
+The settings of a run that is resumed are compared with those of the recipe, and a difference that would change the
+training is refused by name. The directory is held before it is read, so that decisions made from its files hold until
+the run is over.
 """
 
 from __future__ import annotations
@@ -65,7 +66,7 @@ SHAPE_KEYS = frozenset({"model", "finetuning_type", "lora_r", "lora_alpha", "lor
 
 @dataclass(frozen=True)
 class Start:
-    """Where a run starts, and what it must have in common with what it goes on with."""
+    """The start of a run, and what it must have in common with the run that it resumes."""
 
     device: torch.device
     world: train.World
@@ -74,14 +75,14 @@ class Start:
     """``nf4`` or ``int8``: of the frozen linear layers."""
     directory: train.RunDirectory
     checkpoint: train.Checkpoint | None
-    """Where the run goes on from; None starts at the beginning."""
+    """The checkpoint that the run goes on from; None starts at the beginning."""
     identity: dict[str, Any]
     replaces: bool
-    """Whether ``directory`` holds another run, which is moved aside first."""
+    """True if ``directory`` holds another run, which is moved aside first."""
     shares_weights: bool
-    """Whether each rank holds a part of the weights."""
+    """True if each rank holds a part of the weights."""
     continued: Mapping[Path, dict[str, Any]]
-    """What is gone on with, and what it was started as."""
+    """The run directory and the checkpoint that are resumed, each with the identity it was started with."""
     allow: frozenset[str]
     """Keys that may differ from it all the same: keys of the recipe, ``data``, and keys of ``train.FILES``."""
     notify: Notify
@@ -90,25 +91,25 @@ class Start:
     hold: train.DirectoryHold | None = None
     """Keeps other processes out of ``directory``; None in a dry run, and on ranks other than 0."""
     planned_for: dict[str, Any] = field(default_factory=dict)
-    """What the planner was asked, to ask it again where memory runs out."""
+    """Arguments of the planner, for another plan if memory runs out."""
     engines: list[Any] = field(default_factory=list)
-    """What gathers the weights of references that ranks share."""
+    """Engines that gather the weights of references that ranks share."""
 
     def __enter__(self) -> Start:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
-        """Let go of the directory where building the run failed; a run that is built keeps it."""
+        """Release the directory if building the run failed; a run that is built keeps it."""
         if kind is not None:
             self.release()
 
     def release(self) -> None:
-        """Let other processes have the directory."""
+        """Release the directory, so that other processes can have it."""
         if self.hold is not None:
             self.hold.release()
 
     def move_aside(self) -> Path | None:
-        """Rename the directory where it holds another run, and hold a new one in its place; return where that run is.
+        """Rename the directory if it holds another run, and hold a new one in its place; return where that run is.
 
         Raises:
             ArgumentError: Another process was faster with the new directory.
@@ -131,7 +132,7 @@ class Start:
         return self.world if self.shares_weights else None
 
     def share(self, recipe: Recipe) -> Callable[[Any, Any], None]:
-        """Gives a reference its weights, of which each rank holds a part; does nothing to one that has them."""
+        """Return a function that gives a reference its weights, a part to each rank, if they are provided later."""
 
         def share(model: Any, layers: Any) -> None:
             engine = share_reference(recipe, model, layers, self.world, self.device)
@@ -141,13 +142,15 @@ class Start:
         return share
 
     def close(self) -> None:
-        """Let go of what shares a reference."""
+        """Destroy the engines that share references."""
         for engine in self.engines:
             engine.destroy()
         self.engines.clear()
 
     def with_data(self, fingerprint: str) -> None:
-        """Take note of the data. Run settings were compared before it was read, with which it takes minutes.
+        """Record the fingerprint of the data, and compare it.
+
+        Settings were compared before the data was read, because reading it takes minutes.
 
         Raises:
             DistributedError: It is not the data of the other ranks.
@@ -163,10 +166,10 @@ class Start:
             self.notify("the data is another, as --allow-change data says: it is gone through from its beginning")
 
     def with_files(self, *, hubs: bool = False) -> None:
-        """Take note of the files that are read beside the data. Called before the model is loaded, and after.
+        """Record the fingerprints of the files read besides the data. Called before the model is loaded, and after.
 
         Args:
-            hubs: Of models on a hub as well: which commit that is is known once they are loaded.
+            hubs: Include models on a hub: their commit is known once they are loaded.
 
         Raises:
             ArgumentError: They changed while they were read, or cannot be read.
@@ -185,7 +188,7 @@ class Start:
         self._tell(text for text in self._check() if text not in told)
 
     def _tell_tokenizer(self, files: str | None) -> None:
-        """Say so where the tokenizer's files have changed: the run goes on with that of its checkpoint."""
+        """Notify the user if the tokenizer's files have changed: the run goes on with that of its checkpoint."""
         before = self.checkpoint.state["identity"].get("tokenizer_files") if self.checkpoint is not None else None
         if None not in (before, files) and before != files:
             self.notify(
@@ -195,7 +198,7 @@ class Start:
         self.identity["tokenizer_files"] = before if self.checkpoint is not None else files
 
     def changed_files(self) -> set[str]:
-        """Return the keys of ``train.FILES`` that differ from what is gone on with, and may."""
+        """Return the keys of ``train.FILES`` that differ from those of the resumed run, and are allowed to."""
         now = self.identity.get("files", {})
         return {
             key
@@ -205,12 +208,12 @@ class Start:
         }
 
     def keep_unread_files(self) -> None:
-        """Take over the fingerprints of what is not read this time: the next start may read it."""
+        """Take over the fingerprints of files that are not read this time: the next start may read them."""
         for started_as in self.continued.values():  # the checkpoint's last: the run goes on with what it was made with
             self.identity["files"] = {**started_as.get("files", {}), **self.identity["files"]}
 
     def _check(self) -> list[str]:
-        """The allowed differences; each once, though the directory and its checkpoint both tell them."""
+        """Return the allowed differences, each once: the directory and its checkpoint may both have it."""
         for where, started_as in self.continued.items():
             self._check_rows(started_as, where)
         found = (
@@ -220,9 +223,10 @@ class Start:
         return list(dict.fromkeys(text for texts in found for text in texts))
 
     def _check_rows(self, started_as: Mapping[str, Any], where: Path) -> None:
-        """Refuse other ranks whose steps have other rows, in keys that a user writes.
+        """Refuse another number of ranks if their steps have other rows; the error names keys that a user writes.
 
-        The identity has the micro-batches of all ranks as ``gradient_accumulation_steps``, which a recipe may not say.
+        The identity has the micro-batches of all ranks as ``gradient_accumulation_steps``, which the recipe need not
+        contain.
         """
         key = "gradient_accumulation_steps"
         ranks = started_as.get("world_size", 1)
@@ -254,25 +258,25 @@ def start_run(
     dry_run: bool = False,
     doing: Doing = nullcontext,
 ) -> Start:
-    """Find out where a run starts, and say what differs from the start of what it goes on with.
+    """Prepare the start of a run, and notify the user of differences from the run that it resumes.
 
-    The directory is made and held before it is looked at, and removed again where it was made for nothing. Enter what
-    is returned around what builds the run.
+    The directory is made and held before it is read, and removed again where it was made for nothing. Use what is
+    returned as the context of the code that builds the run.
 
     Args:
         loaded: The recipe.
         resume: ``auto`` (go on where the run in ``output_dir`` stopped), ``never``, or the path of a checkpoint.
         notify: See :data:`Notify`.
-        allow_change: What may differ: keys of the recipe, ``data``, and keys of ``train.FILES``.
-        dry_run: Write nothing, and neither hold the directory nor mind who does.
+        allow_change: Keys that may differ: keys of the recipe, ``data``, and keys of ``train.FILES``.
+        dry_run: Write nothing; neither hold the directory nor fail if another process does.
         doing: See :data:`Doing`.
 
     Raises:
-        ArgumentError: A device that is not there, a quantisation that is not installed, ``allow_change`` names
-            nothing that could be refused, or another process has the directory.
+        ArgumentError: A device that is not there, a quantisation that is not installed, ``allow_change`` names nothing
+            that could be refused, or another process has the directory.
         CheckpointError: The checkpoint named by ``resume`` cannot be used, or none of the run in the directory.
         DistributedError: The ranks have other versions or another recipe, or do not reach each other.
-        RecipeError: What would be gone on with was started under other settings.
+        RecipeError: The run that would be resumed was started under other settings.
     """
     recipe = loaded.recipe
     known = (*type(recipe).model_fields, "data", *train.FILES)
@@ -355,7 +359,7 @@ def _refuse_own_inputs(recipe: Recipe, folder: Path, output: Path) -> None:
 
     Args:
         recipe: The recipe of the new one.
-        folder: Where the recipe is.
+        folder: The directory of the recipe.
         output: The directory that would be moved.
 
     Raises:
@@ -381,7 +385,7 @@ def _refuse_own_inputs(recipe: Recipe, folder: Path, output: Path) -> None:
 
 
 def _facts(recipe: Recipe) -> dict[str, str]:
-    """What of a recipe must be the same on all ranks: everything but where the files are."""
+    """Return the settings of a recipe that must be the same on all ranks: all but the places of files."""
     settings = recipe.model_dump(mode="json", exclude={"output_dir", "datasets"})
     return {f"recipe {name}": json.dumps(value) for name, value in settings.items()}
 
@@ -389,7 +393,7 @@ def _facts(recipe: Recipe) -> dict[str, str]:
 def _identify(
     recipe: Recipe, quantization: str | None, world: train.World, before: Mapping[str, Any] | None
 ) -> dict[str, Any]:
-    """What run this is: what a resumption must have in common with its start, and what is told where it differs.
+    """Return the identity of a run: the settings that a resumption must share, and others whose changes are reported.
 
     The rows of a step are those of all ranks together: on how many they are computed changes nothing but roundings.
     """
@@ -409,10 +413,10 @@ def _identify(
 
 
 def tell_of_model(model: Any, longest: int, start: Start, notify: Notify) -> None:
-    """Say what is worth knowing of a loaded model before rows of ``longest`` tokens go through it.
+    """Pass on warnings about a loaded model and rows of ``longest`` tokens, and record the model's files.
 
     Raises:
-        ArgumentError: They cannot: its table of positions is shorter. Or a file changed while it was read.
+        ArgumentError: Its table of positions is shorter than the rows, or a file changed while it was read.
         RecipeError: The model's files are not those of the run that is gone on with.
     """
     notes = [models.check_positions(model, longest)]

@@ -1,8 +1,8 @@
-"""A recipe to whole training steps on random tokens: what a trial of the probe runs, in its own process.
+"""Make whole training steps of a recipe on random tokens: a trial of the probe runs them, in its own process.
 
-They are the training loop's own functions with the recipe's own objective, on batches shaped like the recipe's, and its
-reference is asked. Gradients are accumulated over two micro-batches where the recipe does so over several: those of the
-first are there during the second, and that is all that more of them would add.
+They are the training loop's own functions with the recipe's own objective and reference, on batches shaped like the
+recipe's. Gradients are accumulated over two micro-batches where the recipe does so over several: those of the first are
+there during the second, and that is all that more of them would add.
 
 A step of grpo begins with a rollout that is as large as any and short: as many completions as are written together, a
 few tokens each, of prompts so long that their keys and values come to the length that is tried. With ``use_vllm``
@@ -49,7 +49,7 @@ WRITTEN = 4
 
 
 def prepare_step(recipe: Recipe, device_name: str, budget: StepBudget, shape: Shape) -> TrainingStep:
-    """Model, optimizer and step of a trial, in its process.
+    """Make the model, the optimizer and the step of a trial, in its process.
 
     Raises:
         BudgetExceededError: The planner finds no schedule for this shape.
@@ -74,7 +74,7 @@ def prepare_step(recipe: Recipe, device_name: str, budget: StepBudget, shape: Sh
 
 @dataclass(frozen=True)
 class Trained:
-    """What is stepped."""
+    """The model, the reference and the shape of the step that a trial runs."""
 
     recipe: Recipe
     model: Any
@@ -84,11 +84,11 @@ class Trained:
     """The reference that is held."""
     shape: Shape
     share: bool
-    """Whether prompts are shared."""
+    """True if prompts are shared."""
 
     @property
     def scorer(self) -> Any:
-        """What objectives ask for log-probabilities."""
+        """The object that computes log-probabilities for objectives."""
         return PlainScores(self.model) if self.handle is None else self.handle
 
     @property
@@ -107,7 +107,7 @@ class Trained:
 def _planned(
     recipe: Recipe, model: Any, shape: Shape, budget: StepBudget, share: bool, beside_bytes: int
 ) -> Schedule | None:
-    """The schedule a run of batches like these would take; None where the recipe says it."""
+    """Return the planner's schedule for a run of batches like these; None if the recipe fixes the schedule."""
     if recipe.engine.schedule == "fixed":
         return None
     sizes = {"device_memory": budget.device_bytes, "host_memory": budget.host_bytes, "disk_memory": budget.disk_bytes}
@@ -125,7 +125,7 @@ def _planned(
 
 
 def _step(job: Trained, optimizer: torch.optim.Optimizer, prepared: Prepared) -> None:
-    """One optimizer step, as ``train.loop`` takes it."""
+    """Run one optimizer step, as ``train.loop`` does."""
     recipe, model = job.recipe, job.model
     settings = train.TrainSettings(
         total_steps=1,
@@ -182,7 +182,7 @@ def _dpo(job: Trained) -> Prepared:
 
 
 def make_reference(job: Trained) -> train.Reference | None:
-    """What the objective compares with: the model without its adapters, the one beside it, or what is given."""
+    """Make the reference: the model without its adapters, the second model, or given log-probs; None without one."""
     recipe = job.recipe
     if not has_reference(recipe):
         return None
@@ -222,7 +222,7 @@ def _grpo(job: Trained) -> Prepared:
 
 
 def _rollout(job: Trained, recipe: GrpoRecipe, draw: RandomTokens) -> Callable[[], None]:
-    """Writes the last tokens of completions that come to the length of the trial."""
+    """Return a function that writes the last tokens of completions that come to the length of the trial."""
     if recipe.use_vllm:
         return lambda: None
     group = recipe.num_generations

@@ -1,4 +1,4 @@
-"""A recipe to a verification of its model on its rows.
+"""Verify the model of a recipe on the recipe's rows.
 
 build_verify   recipe -> tokenizer, first rows, model, schedules; what ``sft`` would train, by the same functions
 run_verify     plain autograd and streaming on them
@@ -56,7 +56,7 @@ if TYPE_CHECKING:
 __all__ = ["DTYPES", "Subject", "build_verify", "run_verify"]
 
 DTYPES = ("float32", "bfloat16", "float64")
-"""What ``--dtype`` takes."""
+"""Values of ``--dtype``."""
 
 FIRST_ROWS = 64
 """Rows of each source that are read: a verification needs one or a few."""
@@ -76,7 +76,7 @@ PROBE = 256
 
 @dataclass(frozen=True)
 class Subject:
-    """What is verified: a model, a batch, and what to stream it with."""
+    """The subject of a verification: a model, a batch, and the schedules to stream it with."""
 
     loaded: LoadedRecipe
     model: Any
@@ -87,16 +87,16 @@ class Subject:
     alone: train.MicroBatch
     """The same rows one by one; the batch itself where it is not packed"""
     length_limit: str
-    """Why the batch has the length it has, if a row was cut."""
+    """The reason for the length of the batch, if a row was cut."""
     schedules: list[Schedule]
     dtype: torch.dtype | None
     """Widen the weights to it first."""
     bf16: bool
     room: Room
     router_loss: RouterLoss | None
-    """What the recipe adds for routers; of it only the balance loss is compared."""
+    """The loss that the recipe adds for routers; of it only the balance loss is compared."""
     losses: TreeLosses | None = None
-    """Where completions are scored, their loss; there are no windows then."""
+    """The loss of completions, where these are scored; there are no windows then."""
 
     @property
     def length(self) -> int:
@@ -116,10 +116,10 @@ def build_verify(
 
     Args:
         loaded: The recipe.
-        length: Tokens of the batch at most; None asks the memory.
+        length: Tokens of the batch at most; None is as many as memory allows and a proof needs.
         dtype: One of :data:`DTYPES`; None is what the recipe trains in.
-        notify: Told what is worth knowing, a sentence at a time.
-        doing: Shows what takes a while, for as long as it does.
+        notify: Called with messages for the user, a sentence at a time.
+        doing: Returns a context that shows a message while something takes long.
 
     Raises:
         UserError: With the line of the recipe that is to blame.
@@ -172,7 +172,7 @@ def build_verify(
 
 
 def _precision(recipe: Recipe, dtype: str | None) -> tuple[bool, torch.dtype | None]:
-    """Whether to compute under autocast, and what to widen the weights to first."""
+    """Return True if autocast is used, and the dtype that weights are widened to first, or None."""
     bf16 = recipe.bf16 if dtype is None else dtype == "bfloat16"
     return bf16, getattr(torch, dtype) if dtype in ("float32", "float64") else None
 
@@ -185,7 +185,7 @@ def _build_trees(
     notify: Callable[[str], None],
     doing: Callable[[str], AbstractContextManager[Any]],
 ) -> Subject:
-    """:func:`build_verify` where completions are scored."""
+    """Do what :func:`build_verify` does, where completions are scored."""
     with blame_recipe(loaded):
         device = choose_device(recipe.device)
         quiet_libraries(device)
@@ -276,7 +276,7 @@ def _first_rows(
     tokenizer: PreTrainedTokenizerBase,
     notify: Callable[[str], None],
 ) -> Sequence[data.Example]:
-    """The first rows of the recipe's data, held-out ones among them; all of them if none of the first is usable."""
+    """Return the first rows of the first source, held-out ones too; all rows of all sources if none is usable."""
     recipe = loaded.recipe.model_copy(update={"val_size": 0.0})
     few = [replace(source, max_rows=min(source.max_rows or FIRST_ROWS, FIRST_ROWS)) for source in sources]
     try:
@@ -294,7 +294,7 @@ def _collate(windows: Sequence[Window], tokenizer: PreTrainedTokenizerBase, pack
 
 
 def _loss(batch: train.MicroBatch, router_loss: RouterLoss | None, model: torch.nn.Module, bf16: bool) -> torch.Tensor:
-    """The loss ``sft`` trains with, a router z-loss apart; the model itself adds the balance loss, streamed or not."""
+    """Return the loss of ``sft`` without a router z-loss; the model itself adds the balance loss, streamed or not."""
     base = _base(model)
     if router_loss is None or not (router_loss.balance or balances_itself(base)):
         return loss_of(model, batch, num_targets=batch.num_targets, bf16=bf16)
@@ -323,7 +323,7 @@ def _measure(
     bf16: bool,
     router_loss: RouterLoss | None,
 ) -> Room:
-    """What plain autograd holds per token."""
+    """Measure the memory that plain autograd holds for a number of tokens."""
     base = _base(model)
     [window] = choose_rows(examples, PROBE)[:1]
     repeats = -(-PROBE // window.length)  # the tokens do not matter here, only their number
@@ -339,7 +339,7 @@ def _measure(
 
 
 def _measure_scored(model: Any, device: torch.device, bf16: bool) -> Room:
-    """What plain autograd holds per token that it scores."""
+    """Measure the memory that plain autograd holds for a number of tokens that it scores."""
     base = _base(model)
 
     def forward(tokens: int) -> torch.Tensor:
@@ -351,7 +351,7 @@ def _measure_scored(model: Any, device: torch.device, bf16: bool) -> Room:
 
 
 def _fitting_length(room: Room, device: torch.device, widened: torch.dtype | None) -> tuple[int, str]:
-    """How many tokens to take, and why so many: enough for a proof, fewer where memory ends."""
+    """Return the number of tokens to take, and the reason for it: enough for a proof, fewer where memory ends."""
     enough = LENGTH["cpu" if device.type == "cpu" else "cuda"]
     trained = widened or room.measured
     longest = room.longest(torch.float32 if trained.itemsize < 4 else torch.float64)

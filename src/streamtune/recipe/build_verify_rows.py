@@ -1,4 +1,4 @@
-"""The rows that ``verify`` compares on where every token predicts the next: few, and cut to what memory allows."""
+"""The rows on which ``verify`` compares next-token prediction: a few, cut to a length that memory allows."""
 
 from __future__ import annotations
 
@@ -31,10 +31,10 @@ class Window:
 
 
 def choose_rows(examples: Sequence[data.Example], length: int, at_least: int = 1) -> list[Window]:
-    """The first row with something to train on, cut to ``length``; if it is short, following ones beside it.
+    """Return the first row with something to train on, cut to ``length``, and following rows too if it is short.
 
-    The batch has ``length`` tokens at most, padding counted, so short rows cost no more than one long one. Rows are cut
-    further where there shall be ``at_least`` so many.
+    The batch has ``length`` tokens at most, padding counted, so short rows cost no more than one long one. Each row is
+    cut to ``length // at_least`` tokens, so that there is room for ``at_least`` rows.
 
     Raises:
         DataError: No row has two tokens of which the second is trained on.
@@ -58,7 +58,7 @@ def choose_rows(examples: Sequence[data.Example], length: int, at_least: int = 1
 
 
 def _window(example: data.Example, length: int) -> Window | None:
-    """``length`` tokens of a row, half of them before the first that is trained on if the prompt is long."""
+    """Cut a row to ``length`` tokens, half of them prompt if the prompt is long; return None if none is trained on."""
     ids, labels = np.asarray(example.input_ids), np.asarray(example.labels)
     trained = np.flatnonzero(labels[1:] != train.IGNORE_INDEX) + 1
     if not len(trained):

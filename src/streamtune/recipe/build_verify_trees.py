@@ -1,11 +1,11 @@
-"""What ``verify`` compares where completions are scored: the recipe's own loss, asked of two ways to compute it.
+"""The losses that ``verify`` compares where completions are scored: the recipe's own, computed in two ways.
 
     streamed   the recipe's layout, prompts shared where the model can; log-probabilities by the engine
     plain      a row for each completion behind its own copy of the prompt; log-probabilities by ordinary logits
 
-The reference is asked in both, by the same way. Completions of grpo are random tokens after the prompts of the first
-rows: nothing is written and no reward asked. Losses on routers are left out on both sides: a prompt that is shared goes
-through them once.
+In both, the reference's log-probabilities are computed in the same way as the model's. Completions of grpo are random
+tokens after the prompts of the first rows: nothing is generated and no reward is computed. Losses on routers are left
+out on both sides: a prompt that is shared goes through them once.
 """
 
 from __future__ import annotations
@@ -62,13 +62,13 @@ class TreeLosses:
     """A row for each completion."""
 
     def plain(self, model: nn.Module, bf16: bool) -> Tensor:
-        """By ordinary logits."""
+        """Compute the loss from ordinary logits, with a row for each completion."""
         scorer: Any = PlainScores(model)
         beside: Any = PlainScores(self.beside) if self.beside is not None else scorer
         return self._loss(scorer, self._reference(model, beside), self.apart, model, bf16)
 
     def streamed(self, handle: StreamHandle) -> Callable[[nn.Module, bool], Tensor]:
-        """By the engine."""
+        """Return a function that computes the loss by the engine, in the layout that is trained on."""
         return partial(self._streamed, handle)
 
     def _streamed(self, handle: StreamHandle, model: nn.Module, bf16: bool) -> Tensor:
@@ -89,7 +89,7 @@ class TreeLosses:
     def _loss(
         self, scorer: Any, reference: train.Reference, batch: train.TreeBatch, model: nn.Module, bf16: bool
     ) -> Tensor:
-        """The loss of a step of this batch alone; what the reference says is computed in the model's dtype."""
+        """Return the loss of a step of this batch alone; without ``bf16`` a held reference is in the model's dtype."""
         recipe = self.recipe.model_copy(update={"bf16": bf16})
         device = batch.input_ids.device
         dtype = next(p.dtype for p in model.parameters() if p.is_floating_point())
@@ -118,7 +118,7 @@ def make_losses(
     pad_token_id: int,
     share: bool,
 ) -> TreeLosses:
-    """The loss on some trees, for both ways.
+    """Return the recipe's loss on some trees, to be computed in both ways.
 
     Args:
         recipe: The recipe.
@@ -146,7 +146,7 @@ def make_losses(
 
 
 def _preferences(recipe: DpoRecipe, trees: Sequence[data.Tree], pad_token_id: int, share: bool) -> PreferenceBatch:
-    """As ``PreferenceBatches`` makes them, with what a reference that was asked before would have said left out."""
+    """Make a batch as ``PreferenceBatches`` does, but without log-probs of the reference computed in advance."""
     margins = [tree.margin for tree in trees if tree.margin is not None]
     labels = [label for tree in trees for label in tree.labels or []]
     others = None
@@ -165,18 +165,18 @@ def _preferences(recipe: DpoRecipe, trees: Sequence[data.Tree], pad_token_id: in
 
 
 def choose_trees(trees: Sequence[data.Tree], length: int, *, differing: bool) -> tuple[list[data.Tree], bool]:
-    """The first trees, cut so that all their rows together have about ``length`` tokens.
+    """Return the first trees, cut so that all their rows together have about ``length`` tokens.
 
     Args:
         trees: At least one.
         length: Tokens of all completions, each with its own copy of the prompt.
-        differing: At least two prompts are needed, of which one is not the other.
+        differing: At least two prompts that differ are needed.
 
     Returns:
-        The trees, and whether something of them was left out.
+        The trees, and True if something of them was left out.
 
     Raises:
-        DataError: All prompts are one.
+        DataError: Prompts have to differ, and all are the same.
     """
     chosen = [trees[0]]
     for tree in trees[1:] if len(trees) > 1 else []:
@@ -194,7 +194,7 @@ def choose_trees(trees: Sequence[data.Tree], length: int, *, differing: bool) ->
 
 
 def _cut(tree: data.Tree, length: int) -> data.Tree:
-    """The end of its prompt, and of its completions what begins shortly before they differ."""
+    """Cut a tree to ``length`` tokens: the end of its prompt, and its completions from shortly before they differ."""
     row = max(4, length // len(tree.completions))
     longest = max(len(completion) for completion in tree.completions)
     if len(tree.prompt) + longest <= row:
@@ -216,7 +216,7 @@ def _cut(tree: data.Tree, length: int) -> data.Tree:
 def random_completions(
     recipe: GrpoRecipe, prompts: Sequence[data.Prompt], length: int, vocabulary: int
 ) -> list[data.Tree]:
-    """Trees of the first prompts and random completions of different lengths, about ``length`` tokens in all rows."""
+    """Return the first prompts with random completions of different lengths, about ``length`` tokens in all rows."""
     draw = torch.Generator().manual_seed(recipe.seed)
     few = prompts[:MOST_TREES] if len(prompts) > 1 else [prompts[0]]
     count = max(2, min(recipe.num_generations, MOST_COMPLETIONS))

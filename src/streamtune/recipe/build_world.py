@@ -1,4 +1,4 @@
-"""A recipe to the ranks that train together, and to the backend that shares gradients and weights between them.
+"""Make from a recipe the ranks that train together, and the backend that shares gradients and weights between them.
 
 make_world     which rank this process is; the process group is joined
 accumulation   rows of an optimizer step -> rows of a micro-batch x micro-batches x ranks
@@ -37,7 +37,7 @@ __all__ = [
 
 
 def device_of_rank(device: torch.device) -> torch.device:
-    """Of several accelerators of a machine, the one with the number of this rank."""
+    """Return the accelerator of this rank, by ``LOCAL_RANK``, where a machine has several; else ``device`` itself."""
     if device.type != "cuda" or "LOCAL_RANK" not in os.environ:
         return device
     return torch.device("cuda", int(os.environ["LOCAL_RANK"]))
@@ -52,7 +52,7 @@ def leave_ranks() -> None:
 
 
 def make_world(recipe: Recipe, device: torch.device) -> train.World:
-    """Join the ranks of this run, by the variables their launcher set; a run of one where there are none.
+    """Join the ranks of this run, by the environment variables of their launcher; without them the run has one rank.
 
     Args:
         recipe: The recipe.
@@ -91,7 +91,7 @@ def make_world(recipe: Recipe, device: torch.device) -> train.World:
 
 
 def sequence_ranks(recipe: Recipe, world: train.World) -> SequenceParallel | None:
-    """The ranks that share this rank's sequences; None where each has its own. Called by all ranks together."""
+    """Return the ranks that share this rank's sequences; None where each has its own. Called by all ranks together."""
     if world.sequence_size == 1:
         return None
     from streamtune.distributed.process_group import sequence_group
@@ -100,7 +100,7 @@ def sequence_ranks(recipe: Recipe, world: train.World) -> SequenceParallel | Non
 
 
 def accumulation(recipe: Recipe, world: train.World) -> int:
-    """Micro-batches of a rank in one optimizer step.
+    """Return the number of micro-batches of a rank in one optimizer step.
 
     Raises:
         ArgumentError: The rows of a step are no multiple of those of all ranks' micro-batches.
@@ -120,7 +120,7 @@ def accumulation(recipe: Recipe, world: train.World) -> int:
 
 
 def shares_weights(recipe: Recipe) -> bool:
-    """Whether each rank holds a part of the weights, which are whole only while a layer computes.
+    """Return True if each rank holds a part of the weights, which are whole only while a layer computes.
 
     Raises:
         ArgumentError: The DeepSpeed configuration cannot be read.
@@ -135,7 +135,7 @@ def shares_weights(recipe: Recipe) -> bool:
 def make_backend(
     recipe: Recipe, model: Any, layers: Iterable[nn.Module], world: train.World, device: torch.device | None = None
 ) -> train.Backend:
-    """What turns losses into new weights.
+    """Make the backend that computes gradients and updates the weights.
 
     Args:
         recipe: The recipe.
@@ -183,7 +183,7 @@ def fill_model(
         layers: Its decoder layers.
         world: The ranks.
         device: This rank's.
-        share: Has a layer's weights shared.
+        share: Shares the weights of a layer between the ranks.
     """
     source = models.deferred_of(model)
     if source is None:
@@ -207,7 +207,7 @@ def share_reference(
         device: This rank's.
 
     Returns:
-        What gathers its weights, to be kept as long as it is called and destroyed then; None where its hooks do.
+        The object that gathers its weights, to be kept while it is called and destroyed after; None where hooks do.
     """
     layers = list(layers)
     if models.deferred_of(model) is None:
@@ -229,7 +229,7 @@ def share_reference(
 
 
 def whole_weights(recipe: Recipe, model: Any) -> Iterator[tuple[str, Tensor | None]]:
-    """Parameters of a model whose weights ranks share, each whole on rank 0 for its turn. Called by all ranks."""
+    """Iterate over the parameters of a sharded model, each whole on rank 0 until the next one. Called by all ranks."""
     if recipe.fsdp:
         from streamtune.distributed import fsdp_backend
 
@@ -240,8 +240,10 @@ def whole_weights(recipe: Recipe, model: Any) -> Iterator[tuple[str, Tensor | No
 
 
 def config_values(recipe: Recipe, model: Any, world: train.World) -> dict[str, Any]:
-    """What a recipe says of a DeepSpeed configuration. Batches are counted in ranks: each has rows of its own, or a
-    part of the same."""
+    """Return the values of a DeepSpeed configuration that follow from the recipe.
+
+    Batches are counted per rank, whether each rank has rows of its own or a part of the same ones.
+    """
     layers = sum(parameter.numel() for parameter in model.parameters() if parameter.requires_grad)
     steps = accumulation(recipe, world)
     return {

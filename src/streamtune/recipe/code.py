@@ -1,4 +1,4 @@
-"""The code a recipe makes a run execute besides StreamTune's own: so that it is seen before it runs."""
+"""The code that a recipe makes a run execute besides StreamTune's own, so that it can be shown before it runs."""
 
 from __future__ import annotations
 
@@ -8,12 +8,12 @@ __all__ = ["code_of", "own_rewards"]
 
 
 def own_rewards(recipe: Recipe) -> list[str]:
-    """Reward functions that are no built-in ones: ``path.py:function`` and ``module:function``, without options."""
+    """Return the reward functions that are not built in: ``path.py:function``, ``module:function``, without options."""
     return [spec.partition("(")[0].strip() for spec in getattr(recipe, "reward_funcs", ()) if ":" in spec.split("(")[0]]
 
 
 def code_of(recipe: Recipe) -> list[str]:
-    """What of a run is other people's program, in words; empty for most recipes."""
+    """Describe the code of a run that others have written, one text for each kind; empty for most recipes."""
     found = []
     if recipe.trust_remote_code:
         found.append(f"Python that comes with {recipe.model_name_or_path or 'the tokenizer'} (trust_remote_code)")

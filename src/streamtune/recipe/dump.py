@@ -1,4 +1,4 @@
-"""A recipe back to YAML: what a run directory keeps, and what runs again to the same end."""
+"""Write a recipe as YAML, which a run directory keeps and which repeats the run."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ __all__ = ["dump_recipe"]
 
 
 def dump_recipe(recipe: Recipe, *, comment: str = "") -> str:
-    """The recipe with every default written out.
+    """Return the recipe as YAML, with every default written out.
 
     Args:
         recipe: What to write; keys without a value are left out.
@@ -29,7 +29,7 @@ def dump_recipe(recipe: Recipe, *, comment: str = "") -> str:
 
 
 class _Dumper(yaml.SafeDumper):
-    """Writes what our reader reads: quotes text that it would take for something else."""
+    """A dumper that quotes text which our reader would take for something else."""
 
     def ignore_aliases(self, data: Any) -> bool:
         return True

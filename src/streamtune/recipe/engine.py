@@ -15,7 +15,7 @@ Kept = Literal["no", "device", "host"]
 
 
 class EngineSpec(Spec):
-    """How the sequence is streamed. Every choice gives the same gradient; they differ in memory and time."""
+    """Streaming of the sequence. Every choice gives the same gradient; they differ in memory and time."""
 
     schedule: Literal["auto", "fixed"] = "auto"
     """`auto`: the planner picks the fastest schedule that fits, and keeps to what is written below. `fixed`: no
@@ -28,7 +28,7 @@ class EngineSpec(Spec):
     """Most tokens whose logits exist at once in the loss. Without planner: 1024."""
 
     offload: Literal["auto", "device", "host", "disk"] = "auto"
-    """Where the inputs of the layers wait for the backward. The planner takes `disk` only where `offload_dir` names a
+    """Place of the layers' inputs until the backward. The planner takes `disk` only where `offload_dir` names a
     directory. Without planner: device."""
 
     offload_dir: Text | None = None
@@ -60,8 +60,8 @@ class EngineSpec(Spec):
     are. Without planner: false."""
 
     grad_dtype: Literal["float32", "param"] = "float32"
-    """Where the sum over chunks is accumulated: float32, or the dtype of the parameter. The planner never changes it:
-    it decides the rounding."""
+    """Dtype in which the sum over chunks is accumulated: float32, or that of the parameter. The planner never changes
+    it: it decides the rounding."""
 
     device_memory: Size | Auto = "auto"
     """Memory of the device to plan with, such as `80GiB`; `auto` is what is free when the run starts."""
@@ -77,7 +77,7 @@ class EngineSpec(Spec):
 
     @model_validator(mode="after")
     def _choices_agree(self) -> EngineSpec:
-        """What contradicts itself whatever the planner chooses; with ``fixed`` a choice not made is its default."""
+        """Refuse choices that exclude each other under any plan; with ``fixed`` a choice not made takes its default."""
         offload, levels = self.offload, self.levels
         if self.schedule == "fixed":
             offload, levels = ("device" if offload == "auto" else offload), (1 if levels == "auto" else levels)
@@ -108,9 +108,10 @@ class EngineSpec(Spec):
         return self
 
     def written(self) -> dict[str, Any]:
-        """The choices of a schedule that are made here, by the names of the engine's ``Schedule``.
+        """Return the choices of a schedule that are made here, by the names of the engine's ``Schedule``.
 
-        ``device_layers`` above 0 without ``offload`` stands for the host, ``segment_size`` for two levels.
+        ``segment_size`` stands for two levels, and ``keep_kv: true`` for ``device``. ``offload`` is not derived from
+        ``device_layers``: that is left to the caller.
         """
         made = {name: getattr(self, name) for name in SCHEDULE_KEYS if getattr(self, name) not in ("auto", None)}
         if isinstance(made.get("keep_kv"), bool):

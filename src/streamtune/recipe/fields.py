@@ -1,4 +1,4 @@
-"""What the schema says about a key, in words: made from the JSON schema, so that it cannot differ from it.
+"""Descriptions of a recipe's keys in words, made from its JSON schema, so that the two cannot differ.
 
 ``kind`` is the recipe's type: each objective has its own.
 """
@@ -20,7 +20,7 @@ Fragment = dict[str, Any]
 
 @cache
 def _schema(kind: type[Recipe]) -> Fragment:
-    """The recipe's schema with every reference replaced by what it points to."""
+    """Return the recipe's schema with every reference replaced by what it points to."""
     schema = kind.model_json_schema()
     definitions = schema.pop("$defs", {})
 
@@ -38,16 +38,16 @@ def _schema(kind: type[Recipe]) -> Fragment:
 
 
 def _resolve(fragment: Fragment) -> Fragment:
-    """Of "this or null" take this."""
+    """Reduce "this or null" to "this"."""
     while len(choices := [choice for choice in fragment.get("anyOf", []) if choice.get("type") != "null"]) == 1:
         fragment = choices[0]
     return fragment
 
 
 def field_at(path: KeyPath, kind: type[Recipe] = Recipe) -> tuple[KeyPath, Fragment]:
-    """The deepest part of ``path`` the schema knows, and the schema of it.
+    """Return the longest beginning of ``path`` that is in the schema, and the schema of it.
 
-    Pydantic adds to a path the branch of a union it tried; those parts are the ones dropped.
+    Pydantic adds the branch of a union that it tried to a path; such parts are dropped.
     """
     fragment = _schema(kind)
     for depth, part in enumerate(path):
@@ -62,12 +62,12 @@ def field_at(path: KeyPath, kind: type[Recipe] = Recipe) -> tuple[KeyPath, Fragm
 
 
 def properties(path: KeyPath, kind: type[Recipe] = Recipe) -> list[str]:
-    """The keys that may stand at ``path``."""
+    """Return the keys that may stand at ``path``."""
     return list(field_at(path, kind)[1].get("properties", {}))
 
 
 def options(fragment: Fragment) -> list[str]:
-    """The words a key accepts, if it accepts words from a list."""
+    """Return the words a key accepts, if it accepts words from a list; else an empty list."""
     fragment = _resolve(fragment)
     if "anyOf" in fragment:
         return [word for choice in fragment["anyOf"] for word in options(choice)]
@@ -76,7 +76,7 @@ def options(fragment: Fragment) -> list[str]:
 
 
 def expected(fragment: Fragment) -> str:
-    """What a key takes: ``a whole number of at least 1, or 'auto'``."""
+    """Describe the values a key takes: ``a whole number of at least 1, or 'auto'``."""
     fragment = _resolve(fragment)
     if "anyOf" in fragment:
         return ", or ".join(expected(choice) for choice in fragment["anyOf"])
@@ -102,7 +102,7 @@ def expected(fragment: Fragment) -> str:
 
 @cache
 def leaf_paths(kind: type[Recipe] = Recipe) -> dict[str, list[KeyPath]]:
-    """Every leaf of the recipe by its last name; lists of entries are left out, for their leaves have no one place."""
+    """Return the paths of the recipe's leaves by last name; leaves within lists have no one path and are left out."""
     found: dict[str, list[KeyPath]] = {}
 
     def walk(fragment: Fragment, path: KeyPath) -> None:

@@ -10,9 +10,9 @@ __all__ = ["json_schema"]
 
 
 def json_schema() -> dict[str, Any]:
-    """The schema of a recipe file, JSON Schema draft 2020-12, with every key's description.
+    """Return the schema of a recipe file, JSON Schema draft 2020-12, with every key's description.
 
-    Each objective's recipe is a definition of its own; the key ``objective`` decides which of them a file is held to.
+    Each objective's recipe is a definition of its own; the key ``objective`` decides which of them applies to a file.
     """
     definitions: dict[str, Any] = {}
     for kind in RECIPES.values():
@@ -29,7 +29,7 @@ def json_schema() -> dict[str, Any]:
 
 
 def _tidy(node: Any, *, names: bool = False) -> Any:
-    """Drop the titles pydantic makes from names; ``names`` says that the keys of ``node`` are a recipe's own."""
+    """Drop the titles pydantic makes from names; with ``names`` the keys of ``node`` are a recipe's own, and stay."""
     if isinstance(node, list):
         return [_tidy(item) for item in node]
     if isinstance(node, str):

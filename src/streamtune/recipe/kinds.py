@@ -1,4 +1,4 @@
-"""Which recipe an objective has."""
+"""The type of recipe for each objective."""
 
 from __future__ import annotations
 
@@ -13,5 +13,5 @@ RECIPES: dict[str, type[Recipe]] = {"sft": Recipe, "dpo": DpoRecipe, "grpo": Grp
 
 
 def objectives_with(key: str) -> list[str]:
-    """The objectives whose recipes have a key at their top level."""
+    """Return the objectives whose recipes have a key at their top level."""
     return [objective for objective, kind in RECIPES.items() if key in kind.model_fields]

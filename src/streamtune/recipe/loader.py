@@ -1,4 +1,4 @@
-"""A recipe file to a ``Recipe``: read, rename, override, check, and say where each mistake stands."""
+"""Load a recipe file as a ``Recipe``: read, rename, override, check, and report each mistake with its line."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ class LoadedRecipe:
     Args:
         recipe: The checked recipe, defaults filled in, local paths found.
         path: The file it was read from, as given.
-        notes: What the user should know: other trainers' names taken, keys without effect.
+        notes: Messages for the user: other trainers' names taken, keys without effect.
         marks: Where each key was written.
     """
 
@@ -45,7 +45,7 @@ class LoadedRecipe:
     marks: Marks
 
     def where(self, *path: str | int) -> str:
-        """``file:line`` of a key, such as ``where("datasets", 0, "path")``, or the ``--set`` that wrote it."""
+        """Return ``file:line`` of a key, as in ``where("datasets", 0, "path")``, or the ``--set`` that wrote it."""
         return self.marks.where(*path)
 
 
@@ -55,8 +55,8 @@ def load_recipe(path: str | Path, overrides: Sequence[str] = (), objective: str 
     Args:
         path: A YAML file.
         overrides: ``key=value`` settings that win over the file.
-        objective: What the command trains for: a recipe that says nothing is one of that, and one that says something
-            else is refused. None takes what the recipe says, and sft where it says nothing.
+        objective: The command's objective: a recipe that names none gets it, and one that names another is refused.
+            None takes the one that the recipe names, or sft.
 
     Returns:
         The recipe. Paths of local files in it (``datasets[].path``, ``chat_template``, ``tokenizer.path``,
@@ -96,7 +96,7 @@ def load_recipe(path: str | Path, overrides: Sequence[str] = (), objective: str 
 
 
 def _kind(tree: dict[str, Any], overrides: Sequence[str], objective: str | None) -> type[Recipe]:
-    """The recipe's type, found before anything else is: it says which keys there are."""
+    """Return the recipe's type. It is found first of all, because it decides which keys there are."""
     said = tree.get("objective")
     for override in overrides:
         name, _, value = override.partition("=")
@@ -140,7 +140,7 @@ def _secret(kind: str, what: str, where: str) -> RecipeError:
 
 
 def _read_text(path: Path) -> str:
-    """The text of a recipe file, in UTF-8 with or without a byte-order mark."""
+    """Return the text of a recipe file, in UTF-8 with or without a byte-order mark."""
     try:
         with open(path, "rb", opener=_open_at_once) as file:
             if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
@@ -168,12 +168,12 @@ def _read_text(path: Path) -> str:
 
 
 def _open_at_once(path: str, flags: int) -> int:
-    """Open without waiting: a pipe that nobody writes to would keep us for ever."""
+    """Open without waiting: a pipe that nobody writes to would block for ever."""
     return os.open(path, flags | getattr(os, "O_NONBLOCK", 0))
 
 
 def _nearest_file(path: Path) -> str:
-    """A hint for a file that is not there: one beside it with a similar name, or a shipped recipe."""
+    """Return a hint for a missing file: one in the same folder with a similar name, or a shipped recipe."""
     if path.stem in shipped_names():
         return f"`streamtune recipes copy {path.stem}` writes the shipped recipe"
     folder = path.parent
@@ -186,7 +186,7 @@ def _nearest_file(path: Path) -> str:
 
 
 def _without_effect(recipe: Recipe) -> list[str]:
-    """Keys given that nothing reads in this recipe: worth a note, not an error, for ``--set`` switches modes."""
+    """Return notes on keys without effect in this recipe: no errors, as ``--set`` may have switched the mode."""
     notes = []
     if recipe.finetuning_type == "full":
         given = [
@@ -197,7 +197,7 @@ def _without_effect(recipe: Recipe) -> list[str]:
 
 
 def _find_files(recipe: Recipe, folder: Path, marks: Marks) -> Recipe:
-    """The recipe with its local paths resolved; names that are no local path stay as they are."""
+    """Return the recipe with its local paths resolved; names that are no local path stay as they are."""
 
     def find(value: str, *key: str | int) -> str:
         beside = folder / _expand(value, marks.where(*key))
@@ -222,7 +222,7 @@ def _find_files(recipe: Recipe, folder: Path, marks: Marks) -> Recipe:
 
 
 def _expand(path: str, where: str) -> Path:
-    """A path with ``~`` and ``~user`` taken for the folder they stand for."""
+    """Return a path with ``~`` and ``~user`` replaced by the folder they stand for."""
     try:
         return Path(path).expanduser()
     except RuntimeError:
@@ -231,7 +231,7 @@ def _expand(path: str, where: str) -> Path:
 
 
 def names_a_hub(recipe: Recipe) -> bool:
-    """Whether a recipe names a model, tokenizer or dataset that is not here, and so may be on a hub.
+    """Return True if a recipe names a model, tokenizer or dataset that is not here, and so may be on a hub.
 
     Args:
         recipe: As :func:`load_recipe` returns it: local paths are found.
@@ -243,7 +243,7 @@ def names_a_hub(recipe: Recipe) -> bool:
 
 
 def _find_reward(spec: str, folder: Path, marks: Marks) -> str:
-    """A reward function in a file, by the file's whole path: the run's own copy of the recipe stands elsewhere."""
+    """Return a reward in a file with the file's absolute path: the run's own copy of the recipe is elsewhere."""
     file, suffix, function = spec.partition(".py:")
     beside = folder / (_expand(f"{file}.py", marks.where("reward_funcs")) if suffix else Path(spec))
     return f"{beside.absolute()}:{function}" if suffix and _exists(beside) else spec

@@ -1,4 +1,4 @@
-"""YAML text to plain values, with the line of every key.
+"""Read YAML text as plain values, with the line of every key.
 
 A recipe is read by stricter rules than YAML 1.1's, so that what a user sees is what the run gets:
 
@@ -23,7 +23,7 @@ from streamtune.errors import RecipeError
 __all__ = ["KeyPath", "Marks", "Mistake", "parse_scalar", "read_yaml", "show_path"]
 
 KeyPath = tuple[str | int, ...]
-"""Where a value stands: ``("datasets", 0, "path")``."""
+"""Path of a value: ``("datasets", 0, "path")``."""
 
 MAX_BYTES = 64 * 1024
 MAX_DEPTH = 32
@@ -62,7 +62,7 @@ class Mistake:
 
 @dataclass
 class Marks:
-    """Where each key of a recipe was written.
+    """The places where the keys of a recipe were written.
 
     Args:
         file: The recipe's path as the user gave it.
@@ -75,7 +75,7 @@ class Marks:
     settings: dict[KeyPath, str] = field(default_factory=dict)
 
     def where(self, *path: str | int) -> str:
-        """``file:line`` of a key, or the setting that wrote it; of the nearest parent for a key that is missing."""
+        """Return ``file:line`` of a key, or the setting that wrote it; for a missing key, of its nearest parent."""
         for end in range(len(path), 0, -1):
             if path[:end] in self.settings:
                 return self.settings[path[:end]]
@@ -93,13 +93,13 @@ class Marks:
         self.settings = {renamed(path): setting for path, setting in self.settings.items()}
 
     def set(self, path: KeyPath, setting: str) -> None:
-        """Note that a setting wrote this key; what the file had there is forgotten."""
+        """Record that a setting wrote this key; earlier marks of it, and of everything under it, are dropped."""
         self.lines = {old: line for old, line in self.lines.items() if old[: len(path)] != path}
         self.settings = {old: by for old, by in self.settings.items() if old[: len(path)] != path}
         self.settings[path] = setting
 
     def line(self, path: KeyPath) -> int:
-        """The line for sorting mistakes; settings and keys that are missing come last."""
+        """Return the line to sort mistakes by, of the nearest parent for a missing key; settings come last."""
         for end in range(len(path), 0, -1):
             if path[:end] in self.settings:
                 break
@@ -109,7 +109,7 @@ class Marks:
 
 
 def show_path(path: KeyPath) -> str:
-    """``("datasets", 0, "path")`` as a user writes it: ``datasets[0].path``."""
+    """Return ``("datasets", 0, "path")`` as a user writes it: ``datasets[0].path``."""
     shown = ""
     for part in path:
         shown += f"[{part}]" if isinstance(part, int) else f".{part}" if shown else part
@@ -117,7 +117,7 @@ def show_path(path: KeyPath) -> str:
 
 
 def parse_scalar(text: str) -> str | int | float | bool | None:
-    """The value of an unquoted scalar under the YAML 1.2 core schema."""
+    """Return the value of an unquoted scalar under the YAML 1.2 core schema."""
     if _NULL.fullmatch(text):
         return None
     if _TRUE.fullmatch(text):
@@ -161,7 +161,7 @@ def read_yaml(text: str, file: str) -> tuple[Any, Marks, list[Mistake]]:
 
 
 class _Reader:
-    """Builds values from PyYAML's events, which come lazily: a limit stops before the rest is read."""
+    """Builds values from PyYAML's events, which are made lazily: beyond a limit nothing is read."""
 
     def __init__(self, text: str, file: str) -> None:
         self.file = file
@@ -237,13 +237,13 @@ class _Reader:
 
 
 def _line(mark: Any) -> int:
-    """PyYAML counts lines from 0."""
+    """Return the line of a mark, counted from 1; PyYAML counts from 0."""
     assert mark is not None, "the pure-Python reader marks every event"
     return int(mark.line) + 1
 
 
 def _not_yaml(error: yaml.MarkedYAMLError, file: str) -> RecipeError:
-    """PyYAML's error in our words, for the slips people make."""
+    """Return PyYAML's error in our words, for the slips people make."""
     problem = error.problem or error.context or "cannot be read"
     where = f"{file}:{_line(error.problem_mark or error.context_mark)}"
     if "'\\t'" in problem:

@@ -1,4 +1,4 @@
-"""What is wrong with a recipe, in words: pydantic's findings and ours, sorted and told in one error."""
+"""Mistakes in a recipe, in words: pydantic's findings and ours, sorted and reported in one error."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ MOST_TOLD = 20
 
 
 def to_error(mistakes: Sequence[Mistake], marks: Marks) -> RecipeError:
-    """One error that tells all mistakes, in the order of the file."""
+    """Return one error for all mistakes, in the order of the file."""
     mistakes = sorted(mistakes, key=lambda mistake: mistake.line or marks.line(mistake.path))
     first, *others = mistakes
     if not others:
@@ -39,7 +39,7 @@ def to_error(mistakes: Sequence[Mistake], marks: Marks) -> RecipeError:
 
 
 def explain(error: ValidationError, tree: dict[str, Any], kind: type[Recipe]) -> list[Mistake]:
-    """Pydantic's findings in a recipe of this kind as mistakes: one to a key, with what it takes and what was found."""
+    """Return pydantic's findings as mistakes, one for each key, with the value it takes and the value found."""
     found: dict[KeyPath, Mistake] = {}
     for detail in error.errors():
         context = detail.get("ctx", {})
@@ -63,7 +63,7 @@ def explain(error: ValidationError, tree: dict[str, Any], kind: type[Recipe]) ->
 
 
 def unknown_key(path: KeyPath, kind: type[Recipe]) -> Mistake:
-    """A key the recipe does not have, with the nearest one that it has."""
+    """Return the mistake of an unknown key, with the nearest key that the recipe has."""
     parent, name = path[:-1], str(path[-1])
     known = properties(parent, kind) + ([*ALIASES, *SWITCHES] if not parent else [])
     if not parent and (others := objectives_with(name)):
@@ -81,7 +81,7 @@ def unknown_key(path: KeyPath, kind: type[Recipe]) -> Mistake:
 
 
 def _key_of_another_objective(path: KeyPath, objectives: Sequence[str]) -> Mistake:
-    """A key that this recipe would have if it trained for something else."""
+    """Return the mistake of a key that only recipes of other objectives have."""
     names = " and ".join(objectives)
     how = " or ".join(f"add objective: {name}, or run `streamtune {name}`" for name in objectives)
     return Mistake(path, f"'{path[0]}' is a key of {names} recipes", how)
@@ -135,7 +135,7 @@ def _show(value: Any) -> str:
 
 
 def _mend(fragment: dict[str, Any], value: Any) -> str:
-    """What to write instead, where the slip is a common one."""
+    """Suggest a value to write instead, where the slip is a common one; else return an empty text."""
     takes = {choice.get("type") for choice in fragment.get("anyOf", [fragment])}
     if "boolean" in takes and isinstance(value, str) and value.lower() in _TRUE_FALSE:
         return f"write {_TRUE_FALSE[value.lower()]}"
@@ -160,7 +160,7 @@ _SUFFIXES = {"": 1, "k": 1024, "m": 1024**2}
 
 
 def _meant(value: Any) -> int | float | None:
-    """The number behind ``8_192``, ``"8192"``, ``8,192`` or ``8k``."""
+    """Return the number meant by ``8_192``, ``"8192"``, ``8,192`` or ``8k``; None if it is none of these."""
     if not isinstance(value, str):
         return None
     if whole := re.fullmatch(r"([0-9][0-9_,]{0,30}) ?([kKmM]?)", value):

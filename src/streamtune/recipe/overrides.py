@@ -30,10 +30,9 @@ def apply_overrides(
 
     Args:
         tree: The recipe, with its aliases already renamed.
-        marks: Where its keys stand; the keys written are marked with their setting.
+        marks: The places of its keys; the keys written are marked with their setting.
         overrides: Settings as given after ``--set``.
-
-        kind: The recipe's type, which says which keys there are.
+        kind: The recipe's type, which decides which keys there are.
 
     Returns:
         Notes on other trainers' names taken.
@@ -70,7 +69,7 @@ def _read_value(text: str, setting: str) -> Any:
 
 
 def _find(name: str, tree: dict[str, Any], setting: str, kind: type[Recipe]) -> KeyPath:
-    """The place a name stands for: written in full, at the top level, or a last name that is unique."""
+    """Return the path that a name stands for: written in full, at the top level, or a last name that is unique."""
     parts = tuple(int(part) if part.isdecimal() else part for part in re.sub(r"\[(\d+)\]", r".\1", name).split("."))
     leaves = leaf_paths(kind)
     if len(parts) > 1 or (name,) in leaves.get(name, []) or name in {*INSTEAD, *SWITCHES} or (name,) in LATER:
@@ -113,7 +112,7 @@ def _configuration_keys(tree: dict[str, Any], name: str) -> list[KeyPath]:
 
 
 def _write(tree: dict[str, Any], path: KeyPath, value: Any, marks: Marks, setting: str) -> None:
-    """Put a value at a path, making the mappings on the way; all that is new is marked with the setting."""
+    """Put a value at a path, creating missing mappings; all that is new is marked with the setting."""
     here: Any = tree
     for depth, part in enumerate(path):
         last = depth == len(path) - 1

@@ -3,7 +3,7 @@
 A recipe is flat where the Hugging Face Trainer is flat and uses its names. The text under each field is the only
 place a key is described: the JSON schema, the editor's hover text and the documentation are made from it.
 
-The types are strict (``"1e-5"`` is not a number, ``yes`` is not a boolean), frozen, and refuse keys they do not know.
+The types are strict (``"1e-5"`` is not a number, ``yes`` is not a boolean), frozen, and refuse unknown keys.
 Nothing here reads a file or touches a device; ``streamtune.recipe.loader`` adds the file and the line to an error.
 """
 
@@ -47,7 +47,7 @@ class TokenizerTrain(Spec):
 
 
 class TokenizerSpec(Spec):
-    """Where the tokenizer comes from: `path` or `train`, one of the two."""
+    """The source of the tokenizer: `path` or `train`, one of the two."""
 
     path: Text | None = None
     """Hub name or local folder of a tokenizer."""
@@ -92,7 +92,7 @@ class DatasetSpec(Spec):
 
 
 class SampleSpec(Spec):
-    """What the trained model is asked to write at the end of a run."""
+    """A prompt that the trained model completes at the end of a run."""
 
     prompt: Text
     """The user's message (the beginning of the text for a tokenizer without chat template)."""
@@ -105,7 +105,7 @@ class Recipe(Spec):
     """Everything a supervised fine-tuning run depends on; what other objectives have in common with it."""
 
     objective: Literal["sft", "dpo", "grpo"] = "sft"
-    """What is trained for: `sft` the rows as they are, `dpo` preferences between completions, `grpo` rewards. The
+    """Objective of the training: `sft` the rows as they are, `dpo` preferences between completions, `grpo` rewards. The
     command of that name implies it."""
 
     # --- model -------------------------------------------------------------------------------------------------
@@ -155,7 +155,7 @@ class Recipe(Spec):
     # --- data --------------------------------------------------------------------------------------------------
 
     datasets: Annotated[tuple[DatasetSpec, ...], Field(min_length=1, strict=False)]
-    """Where the rows come from."""
+    """Sources of the rows."""
 
     max_length: Annotated[int, Field(ge=2), at_most(10**12)] = 2048
     """Tokens a row may have."""
@@ -176,13 +176,13 @@ class Recipe(Spec):
     # --- engine ------------------------------------------------------------------------------------------------
 
     engine: EngineSpec = EngineSpec()
-    """How the sequence is streamed; the defaults suit most runs."""
+    """Streaming of the sequence; the defaults suit most runs."""
 
     bf16: bool = False
     """Compute in bfloat16 (autocast) and keep the weights as they are."""
 
     device: Literal["auto", "cpu", "cuda"] = "auto"
-    """Where to train; `auto` takes an accelerator where there is one."""
+    """Device to train on; `auto` takes an accelerator where there is one."""
 
     # --- several devices ---------------------------------------------------------------------------------------
 
@@ -198,8 +198,8 @@ class Recipe(Spec):
     """Ranks that share each sequence: the longest one grows with them. Divides the number of ranks."""
 
     sequence_parallel: Literal["auto", "ulysses", "ring"] = "auto"
-    """How they share it: `ulysses` exchanges heads for tokens, `ring` passes keys and values around; `auto` is ulysses
-    where the ranks divide the heads."""
+    """Way of sharing a sequence: `ulysses` exchanges heads for tokens, `ring` passes keys and values around; `auto` is
+    ulysses where the ranks divide the heads."""
 
     train_batch_size: Rows | None = None
     """Rows of one optimizer step over all ranks, in place of `gradient_accumulation_steps`, which then follows from the
@@ -287,7 +287,7 @@ class Recipe(Spec):
     """Keep the best checkpoints too, by this name of `metrics.jsonl` as it was when they were saved: `eval_loss`."""
 
     greater_is_better: bool | None = None
-    """Whether more of that metric is better; without it, unless its name ends in `loss`."""
+    """True if more of that metric is better; without it, more is better unless its name ends in `loss`."""
 
     save_best_limit: Count = 1
     """Best checkpoints to keep, besides the newest."""

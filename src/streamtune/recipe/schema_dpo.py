@@ -1,4 +1,4 @@
-"""The keys of preference training, beside those every recipe has; the names are TRL's where it has one."""
+"""The keys of preference training, in addition to those every recipe has; the names are TRL's where it has one."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ class DpoRecipe(Recipe):
     """Everything a run of preference training depends on."""
 
     objective: Literal["dpo"] = "dpo"
-    """What is trained for: preferences between completions of a prompt."""
+    """Objective of the training: preferences between completions of a prompt."""
 
     # --- the loss ----------------------------------------------------------------------------------------------
 
@@ -47,7 +47,7 @@ class DpoRecipe(Recipe):
     `apo_zero_unpaired`). `orpo`, `simpo` and `cpo` need no reference."""
 
     beta: Annotated[float, Field(gt=0), at_most(10**9)] = 0.1
-    """How closely the reference is kept to; the factor of the log-ratios."""
+    """Factor of the log-ratios: the larger it is, the closer the model stays to the reference."""
 
     label_smoothing: Annotated[float, Field(ge=0, lt=0.5)] = 0.0
     """Share of the pairs taken to be the wrong way round: `sigmoid`, `robust`, `exo_pair`, `simpo`, `cpo`."""
@@ -100,7 +100,7 @@ class DpoRecipe(Recipe):
 
     @property
     def unpaired(self) -> bool:
-        """Whether completions are judged one by one."""
+        """True if completions are labelled one by one, not compared in pairs."""
         return self.loss_type in ("kto", "apo_zero_unpaired")
 
     @model_validator(mode="after")
@@ -116,7 +116,7 @@ class DpoRecipe(Recipe):
         return self
 
     def _refuse_what_is_not_read(self) -> None:
-        """Keys that would change nothing; those that only some losses of pairs read are refused where these are made.
+        """Refuse keys that change nothing; keys that only some losses of pairs read are refused where the loss is made.
 
         Raises:
             PydanticCustomError: A mistake in the recipe.
@@ -133,7 +133,7 @@ class DpoRecipe(Recipe):
 
 
 def refuse_sequences_of_rows(recipe: Recipe) -> None:
-    """Refuse what makes no sense where a row is a prompt with completions.
+    """Refuse keys that make no sense where a row is a prompt with completions.
 
     Raises:
         PydanticCustomError: A mistake in the recipe.

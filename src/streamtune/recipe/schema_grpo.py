@@ -22,12 +22,12 @@ class GrpoRecipe(Recipe):
     """Everything a run of group-relative policy optimisation depends on."""
 
     objective: Literal["grpo"] = "grpo"
-    """What is minimised: a policy-gradient loss on completions that the model writes itself."""
+    """Objective of the training: a policy-gradient loss on completions that the model writes itself."""
 
     # --- rewards -----------------------------------------------------------------------------------------------
 
     reward_funcs: Annotated[tuple[Text, ...], Field(min_length=1, strict=False)]
-    """What scores a completion: names of built-in rewards; with `allow_code`, `module:function` or
+    """Functions that score a completion: names of built-in rewards; with `allow_code`, `module:function` or
     `path.py:function`."""
 
     reward_weights: Annotated[tuple[float, ...], Field(strict=False)] | None = None
@@ -86,7 +86,7 @@ class GrpoRecipe(Recipe):
     # --- prompts -----------------------------------------------------------------------------------------------
 
     prompts: Literal["uniform", "pass_rate"] = "uniform"
-    """Which prompts come next: each once an epoch, or more often those the model solves now and then."""
+    """Choice of the next prompts: each once an epoch, or more often those the model solves now and then."""
 
     pass_reward: float = 1.0
     """A completion passes where its reward is at least this; read with `prompts: pass_rate`."""
@@ -107,7 +107,7 @@ class GrpoRecipe(Recipe):
     # --- the loss ----------------------------------------------------------------------------------------------
 
     loss_type: Literal["grpo", "dr_grpo", "dapo", "bnpo", "gspo", "rloo", "remax"] = "dapo"
-    """What the loss of a token is, and what it is a mean over."""
+    """Loss of a token, and the set that it is averaged over."""
 
     importance_sampling_level: Literal["token", "sequence"] | None = None
     """Ratios of new to old probability by token or by completion; without it, what `loss_type` says: only gspo takes
@@ -152,7 +152,7 @@ class GrpoRecipe(Recipe):
     @model_validator(mode="before")
     @classmethod
     def _longest(cls, values: Any) -> Any:
-        """``max_length`` is what a prompt and its completion may have together, if nothing else is written."""
+        """Set ``max_length`` to the sum of a prompt's and a completion's longest length, if nothing else is written."""
         if not isinstance(values, dict) or "max_length" in values:
             return values
         parts = [values.get(key, cls.model_fields[key].default) for key in LENGTHS]
@@ -166,7 +166,7 @@ class GrpoRecipe(Recipe):
     @field_validator("scale_rewards", mode="before")
     @classmethod
     def _switch(cls, scale_rewards: Any) -> Any:
-        """TRL's older form."""
+        """Accept TRL's older form: true is ``group``, false is ``none``."""
         return {True: "group", False: "none"}[scale_rewards] if isinstance(scale_rewards, bool) else scale_rewards
 
     @model_validator(mode="after")
@@ -273,5 +273,5 @@ class GrpoRecipe(Recipe):
 
     @property
     def needs_old_logprobs(self) -> bool:
-        """Whether the policy has changed since it wrote what a step trains on."""
+        """True if the policy may have changed between writing completions and training on them."""
         return self.num_iterations * self.steps_per_rollout > 1

@@ -34,17 +34,17 @@ class ShippedRecipe:
 
 
 def shipped_recipes() -> list[ShippedRecipe]:
-    """All shipped recipes, by name."""
+    """Return all shipped recipes, sorted by name."""
     return [_read(path) for path in sorted(_folder().glob("*.yaml"))]
 
 
 def shipped_names() -> list[str]:
-    """The names of the shipped recipes."""
+    """Return the names of the shipped recipes."""
     return sorted(path.stem for path in _folder().glob("*.yaml"))
 
 
 def read_shipped(name: str) -> ShippedRecipe:
-    """One shipped recipe.
+    """Return one shipped recipe.
 
     Raises:
         ArgumentError: There is none of that name.
@@ -58,7 +58,7 @@ def read_shipped(name: str) -> ShippedRecipe:
 
 
 def with_schema(text: str, folder: Path) -> str:
-    """A shipped recipe's text for a file in ``folder``: its editor header points to this installation's schema."""
+    """Return a shipped recipe's text for a file in ``folder``: its header points to this installation's schema."""
     first, _, rest = text.partition("\n")
     if not first.startswith(HEADER):
         return text
@@ -70,7 +70,7 @@ def with_schema(text: str, folder: Path) -> str:
 
 
 def schema_file() -> Path | None:
-    """The JSON schema on disk, for editors; ``None`` if this installation has none."""
+    """Return the path of the JSON schema, for editors; ``None`` if this installation has none."""
     for path in (_PACKAGE / "_recipes" / "recipe.schema.json", _SOURCE_TREE / "docs" / "recipe.schema.json"):
         if path.is_file():
             return path

@@ -1,4 +1,4 @@
-"""What every type of a recipe is made of: one base class, a few ranges, and a mistake in words."""
+"""The parts of every recipe type: one base class, a few ranges, and an error for a mistake."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ TOO_LARGE = "too_large"
 
 
 def at_most(limit: int) -> AfterValidator:
-    """A check that a number is no absurd one: a slip, which would end as no memory, no time, or an overflow.
+    """Return a check that refuses absurd numbers: a slip, which would end as no memory, no time, or an overflow.
 
     It is none of the schema's ranges: an error about a text in a number's place is clearer without it.
     """
@@ -40,7 +40,7 @@ Size = Annotated[str, Field(pattern=SIZE_PATTERN, json_schema_extra={"examples":
 
 
 class Spec(BaseModel):
-    """What all recipe types share: strict, frozen, no unknown key, no NaN."""
+    """The base of all recipe types: strict, frozen, no unknown key, no NaN."""
 
     model_config = ConfigDict(
         frozen=True,
@@ -53,6 +53,6 @@ class Spec(BaseModel):
 
 
 def mistake(what: str, *, key: str, mend: str = "") -> PydanticCustomError:
-    """A mistake in the value of ``key`` (``engine.levels`` for one inside a group), in words a user reads."""
+    """Return the error of a mistake in the value of ``key`` (``engine.levels`` for one in a group), in words."""
     # The text travels as context: a template would read braces in a user's value as its own placeholders.
     return PydanticCustomError("recipe", "{what}", {"what": what, "key": key, "mend": mend})

@@ -1,8 +1,8 @@
 """Built-in rewards: functions of one completion and one value of its row. To add one, write a function and a line.
 
 A completion is text, or a list of messages, of which the last one's content counts. A value of None means that the row
-has nothing to compare with: the score is None. What is wrong with a value is a ``ValueError``, which names no row: the
-caller does.
+has nothing to compare with: the score is None. A value that cannot be used raises a ``ValueError`` without the
+row's name, which the caller adds.
 """
 
 from __future__ import annotations
@@ -94,7 +94,7 @@ def _final_number(text: str) -> float | None:
 
 
 def _in_braces(text: str, start: int) -> str:
-    """What stands between the brace at ``start`` and the one that closes it, or the end."""
+    """Return the text between the brace at ``start`` and the one that closes it, or the end."""
     depth = 0
     for position in range(start, len(text)):
         depth += {"{": 1, "}": -1}.get(text[position], 0)
@@ -145,7 +145,7 @@ def format_tags(completion: str, *, tags: Sequence[str] = ("think", "answer")) -
 def json_schema(completion: str, schema: Any) -> float:
     """Return 1 where the completion is a JSON document that conforms to the schema.
 
-    The document may stand in one fence (three backticks). What of JSON Schema is read: :mod:`json_check`.
+    The document may stand in one fence (three backticks). :mod:`json_check` lists the keywords that are read.
 
     Args:
         completion: What the model wrote.
@@ -271,7 +271,7 @@ def bind(builtin: Builtin, options: Mapping[str, Any]) -> tuple[Callable[..., li
 
 
 def _check_types(builtin: Builtin, options: Mapping[str, Any]) -> None:
-    """An option has the type of its default."""
+    """Raise ``ArgumentError`` unless every option has the type of its default."""
     wider: dict[type, tuple[type, ...]] = {float: (int, float), tuple: (list, tuple), type(None): (str,)}
     for key, value in options.items():
         kind = type(inspect.signature(builtin.function).parameters[key].default)
@@ -285,7 +285,7 @@ def _check_types(builtin: Builtin, options: Mapping[str, Any]) -> None:
 
 
 def text_of(completion: Any) -> str:
-    """The text of a completion: itself, or the content of its last message."""
+    """Return the text of a completion: itself, or the content of its last message."""
     if isinstance(completion, str):
         return completion
     content = completion[-1].get("content") if completion else ""

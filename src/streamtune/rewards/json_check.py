@@ -1,10 +1,10 @@
-"""Whether a JSON document conforms to a JSON Schema, for the part of JSON Schema that scoring needs.
+"""Check a JSON document against a JSON Schema, for the part of JSON Schema that scoring needs.
 
 Read (draft 2020-12, https://json-schema.org): ``type``, ``enum``, ``const``, ``properties``, ``required``,
 ``additionalProperties``, ``items``, ``minItems``, ``maxItems``, ``uniqueItems``, ``minLength``, ``maxLength``,
 ``pattern``, ``minimum``, ``maximum``, ``exclusiveMinimum``, ``exclusiveMaximum``, ``multipleOf``, ``allOf``, ``anyOf``,
-``oneOf``, ``not``; ``true`` and ``false`` as schemas. Words that only describe are passed over. Anything else,
-``$ref`` among it, is a ``ValueError``: a constraint that is not read would be one that every document meets.
+``oneOf``, ``not``; ``true`` and ``false`` as schemas. Keywords that only describe are ignored. Anything
+else, ``$ref`` included, is a ``ValueError``: every document would meet a constraint that is not read.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ TYPES: dict[str, Callable[[Any], bool]] = {
 
 
 def _key(value: Any) -> Hashable:
-    """A hashable value, equal for values that are the same in JSON: 1 is 1.0, but true is not 1."""
+    """Return a hashable value, equal for values that are the same in JSON: 1 is 1.0, but true is not 1."""
     if isinstance(value, list):
         return ("list", tuple(map(_key, value)))
     if isinstance(value, dict):
@@ -49,7 +49,7 @@ def _same(one: Any, other: Any) -> bool:
 
 
 def _properties(value: dict[str, Any], schema: dict[str, Any]) -> bool:
-    """``properties``, ``required`` and ``additionalProperties``, which know of each other."""
+    """Return True if ``properties``, ``required`` and ``additionalProperties`` are met, which depend on each other."""
     known, others = schema.get("properties", {}), schema.get("additionalProperties", True)
     return all(key in value for key in schema.get("required", ())) and all(
         conforms(item, known.get(key, others)) for key, item in value.items()
@@ -61,7 +61,7 @@ def _distinct(items: list[Any]) -> bool:
 
 
 def _divides(value: float, step: float) -> bool:
-    """Whether a number is a multiple of another, both as they are written: 0.3 is three times 0.1."""
+    """Return True if a number is a multiple of another, both as they are written: 0.3 is three times 0.1."""
     return (Fraction(str(value)) / Fraction(str(step))).denominator == 1
 
 
@@ -90,7 +90,7 @@ CHECKS: dict[str, tuple[Callable[[Any], bool] | None, Callable[[Any, Any], bool]
 
 
 def conforms(value: Any, schema: Any) -> bool:
-    """Return whether a parsed JSON value conforms to a schema that :func:`check_schema` passed."""
+    """Return True if a parsed JSON value conforms to a schema that :func:`check_schema` accepted."""
     if isinstance(schema, bool):
         return schema
     for word, (speaks_of, meets) in CHECKS.items():

@@ -106,7 +106,7 @@ def _limit(seconds: float, memory_bytes: int, file_bytes: int) -> None:
 
 
 def _read(reading: int, deadline: float, child: int) -> bytes:
-    """The child's message; empty where it ends without one, has too many processes, or the deadline comes first."""
+    """Return the child's message; empty if it ends without one, has too many processes, or the deadline comes first."""
     said = b""
     while len(said) < MESSAGE:  # not until the pipe is closed: a process that the code left behind may hold it
         left = deadline - time.monotonic()
@@ -128,12 +128,12 @@ def _readable(descriptor: int, seconds: float) -> bool:
 
 
 def _has_ended(child: int) -> bool:
-    """Whether the child has ended, without reaping it: its process group is still to be killed."""
+    """Return True if the child has ended, without reaping it: its process group is still to be killed."""
     return hasattr(os, "waitid") and os.waitid(os.P_PID, child, os.WEXITED | os.WNOHANG | os.WNOWAIT) is not None
 
 
 def _kill_descendants() -> None:
-    """Kill and reap until there is none: a killed process's own children come here, and are killed in turn."""
+    """Kill and reap all descendants until none is left: a killed process's own children become children of this one."""
     while True:
         for process in _descendants():
             with contextlib.suppress(ProcessLookupError):
@@ -147,7 +147,7 @@ def _kill_descendants() -> None:
 
 
 def _descendants() -> list[int]:
-    """Every process whose chain of parents leads here."""
+    """Return every process that descends from this one."""
     parents: dict[int, int] = {}
     for process in Path("/proc").glob("[0-9]*"):
         with contextlib.suppress(OSError):

@@ -1,4 +1,4 @@
-"""Several reward functions with weights: every completion gets one number, or a clear error says who did not give it.
+"""Several reward functions with weights: every completion gets one number, or an error names the function at fault.
 
 Nothing a reward function does may reach the gradient unchecked: a NaN among rewards makes all advantages of its group
 NaN, a score too few pairs every later completion with its neighbour's.
@@ -27,7 +27,7 @@ MEND = "mend the function; where it has nothing to say of a completion, let it r
 
 @dataclass(frozen=True)
 class RewardScores:
-    """What N completions got."""
+    """The scores of N completions."""
 
     total: list[float | None]
     """weighted sum by completion; None where no function applied"""
@@ -71,7 +71,7 @@ def load_rewards(
 
 
 def _unique_names(functions: Sequence[RewardFunction]) -> list[str]:
-    """Names for the log; a second function of the same name is ``name_2``."""
+    """Return the functions' names for the log; a second function of the same name is ``name_2``."""
     names: list[str] = []
     for function in functions:
         same = sum(earlier.name == function.name for earlier in functions[: len(names)])
@@ -88,7 +88,7 @@ class Rewards:
     weights: tuple[float, ...]
 
     def check_columns(self, columns: Sequence[str]) -> None:
-        """Check before a run that rows have what the functions read.
+        """Check before a run that the rows have the columns that the functions read.
 
         Raises:
             ArgumentError: A function needs a column that there is not.
@@ -137,7 +137,7 @@ def _weighted(scores: Sequence[float | None], weights: Sequence[float]) -> float
 
 @dataclass(frozen=True)
 class _Batch:
-    """What one call scores."""
+    """The completions that one call scores."""
 
     prompts: Sequence[Any]
     completions: Sequence[Any]
@@ -145,13 +145,13 @@ class _Batch:
     origins: Sequence[str] | None
 
     def row(self, number: int) -> _Batch:
-        """One completion alone."""
+        """Return one completion alone."""
         own = slice(number, number + 1)
         columns = {name: values[own] for name, values in self.columns.items()}
         return _Batch(self.prompts[own], self.completions[own], columns, self.origins and self.origins[own])
 
     def where(self, number: int) -> str:
-        """What an error calls a completion."""
+        """Return the name of a completion in errors: its row if that is known, else its number."""
         return self.origins[number] if self.origins else f"completion {number + 1} of {len(self.completions)}"
 
 
@@ -192,7 +192,7 @@ def _scores(name: str, function: RewardFunction, batch: _Batch) -> list[float | 
 
 
 def _number(name: str, function: RewardFunction, batch: _Batch, number: int, value: Any) -> float | None:
-    """One score as a float; None stays None."""
+    """Return one score as a float; None stays None."""
     if value is None:
         return None
     if not isinstance(value, Real) and hasattr(value, "item") and getattr(value, "ndim", 1) == 0:
@@ -208,7 +208,7 @@ def _number(name: str, function: RewardFunction, batch: _Batch, number: int, val
 
 
 def _culprit(function: RewardFunction, batch: _Batch) -> str:
-    """The first completion that the function raises for when it is alone; empty where only the batch fails."""
+    """Return the first completion that makes the function raise when alone; empty where only the batch fails."""
     if len(batch.completions) == 1:
         return batch.where(0)
     for number in range(len(batch.completions)):
@@ -223,19 +223,19 @@ def _culprit(function: RewardFunction, batch: _Batch) -> str:
 
 
 def _call(function: RewardFunction, batch: _Batch) -> Any:
-    """Call a function with copies of its own, for what it changed would be trained on and given to the next one."""
+    """Call a function with copies of its arguments, as its changes would reach the training and the next function."""
     prompts, completions, columns = copy.deepcopy((batch.prompts, batch.completions, dict(batch.columns)))
     with shielded():
         return function.call(prompts, completions, columns)
 
 
 def _named(error: BaseException) -> str:
-    """The class of an error and what it says."""
+    """Return the class of an error and its message."""
     return f"{type(error).__name__}: {error}" if str(error) else type(error).__name__
 
 
 def _line_of(error: BaseException, function: RewardFunction) -> str:
-    """The innermost line of the user's file that the error passed through; empty for built-in rewards."""
+    """Return the innermost line of the user's file in the traceback, else the function's; empty for a built-in one."""
     file = function.where.rpartition(":")[0]
     lines = [frame.lineno for frame in traceback.extract_tb(error.__traceback__) if file and frame.filename == file]
     return f"{file}:{lines[-1]}" if lines else function.where

@@ -1,4 +1,4 @@
-"""What a recipe writes in ``reward_funcs``, and the function it means.
+"""The entries of ``reward_funcs`` in a recipe, and the functions that they name.
 
     exact_match                              built in (``builtin.BUILTINS``)
     my_rewards:score                         function ``score`` of an importable module
@@ -11,7 +11,7 @@ A function of the user's own is called as TRL calls it, once for a batch:
 
 ``prompts`` and ``completions`` are lists of text, or of lists of messages ``{"role": ..., "content": ...}`` where the
 rows have messages. Every other column of the rows comes as a list by its name; a function without ``**columns`` gets
-those that it names. It returns one number a completion, or None where it has nothing to say.
+those that it names. It returns one number a completion, or None where it does not apply.
 """
 
 from __future__ import annotations
@@ -81,7 +81,7 @@ def load_reward(spec: str, *, allow_code: bool, directory: Path) -> RewardFuncti
 
 
 def _options(spec: str, text: str | None) -> dict[str, Any]:
-    """``(a=1, b="x")`` as a dict."""
+    """Return ``(a=1, b="x")`` as a dict."""
     if text is None:
         return {}
     try:
@@ -129,7 +129,7 @@ def _check_options(name: str, options: Iterable[str], accepted: Sequence[str], s
 
 
 def _own(target: str, name: str, directory: Path) -> Callable[..., Any]:
-    """The function of the user's own."""
+    """Return the user's own function."""
     module = import_target(target, directory)
     found = getattr(module, name, None)
     if found is None:
@@ -151,7 +151,7 @@ def _own(target: str, name: str, directory: Path) -> Callable[..., Any]:
 
 
 def import_target(target: str, directory: Path) -> ModuleType:
-    """Import ``path.py`` or ``package.module``; once, whatever has become of the file since.
+    """Import ``path.py`` or ``package.module``; only once, even if the file has changed since.
 
     Raises:
         ArgumentError: It is not there, or raises an error.
@@ -209,7 +209,7 @@ def _import_failed(target: str, error: BaseException) -> ArgumentError:
 
 
 def _bound(name: str, function: Callable[..., Any], options: dict[str, Any]) -> RewardFunction:
-    """The function with its options, called with what it accepts."""
+    """Return the function with its options; its call passes only the arguments that it accepts."""
     try:
         parameters: Mapping[str, inspect.Parameter] = inspect.signature(function).parameters
     except ValueError:  # written in C: it has to take everything

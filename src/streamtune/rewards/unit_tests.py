@@ -1,4 +1,4 @@
-"""Runs code that a model wrote, with tests, in a subprocess.
+"""Run code that a model wrote, with tests, in a subprocess.
 
     trainer --spec on stdin--> supervisor (run_tests.py) --fork--> code and tests
             <--which passed--             kills what is left of them, at the latest after the timeout
@@ -36,7 +36,7 @@ GRACE = 10.0
 
 @dataclass(frozen=True)
 class Limits:
-    """What code and tests of one completion may use."""
+    """The resources that code and tests of one completion may use."""
 
     seconds: float = 5.0
     memory_mib: int = 1024
@@ -46,7 +46,7 @@ class Limits:
 def count_passed(code: str, tests: Sequence[str], limits: Limits) -> int:
     """Run the code, then each test in a copy of what the code left behind, and count the tests that did not raise.
 
-    0 where the code itself raises, exits, or takes too long. Never raises for what the code does.
+    The count is 0 where the code itself raises, exits, or takes too long. Never raises for what the code does.
 
     Raises:
         ValueError: The limits are no limits.
@@ -102,7 +102,7 @@ def _kill_session(session: int) -> None:
 
 
 def _environment(directory: str) -> dict[str, str]:
-    """Enough to run Python; one thread for numerical libraries, whose thread pools reserve address space."""
+    """Return an environment just enough for Python; one thread, as numerical thread pools reserve address space."""
     one = dict.fromkeys(("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS"), "1")
     path = os.environ.get("PATH", os.defpath)
     return {"PATH": path, "HOME": directory, "TMPDIR": directory, "LANG": "C.UTF-8", **one}

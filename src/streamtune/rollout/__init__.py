@@ -1,4 +1,4 @@
-"""What a policy writes, and which prompts it is asked: the part of reinforcement learning before the gradient."""
+"""Completions of a policy and the choice of their prompts: the part of reinforcement learning before the gradient."""
 
 from __future__ import annotations
 

@@ -4,7 +4,7 @@ A prompt's trunk, ``prompt[:-1]``, goes through the decoder once, ``prefill_chun
 the head. Its keys and values are then repeated for the G completions, and ``generate`` goes on from the prompt's last
 token.
 
-Layers that keep a state instead of keys and values are not handed on that way: their caches cannot be repeated, and
+Layers that keep a state instead of keys and values do not allow that: their caches cannot be repeated, and
 many of them lose the state where a second chunk has more than one token. There the prompt is repeated, in batches of
 one length, because padding would run through the state.
 """
@@ -28,7 +28,7 @@ __all__ = ["TransformersWriter"]
 
 
 class TransformersWriter:
-    """Writes with a model of ``transformers``, streamed or not, with or without adapters.
+    """Writes completions with a model of ``transformers``, streamed or not, with or without adapters.
 
     Args:
         model: The policy. It is in evaluation mode while it writes and in its own mode afterwards.
@@ -37,7 +37,7 @@ class TransformersWriter:
         prefill_chunk_size: Tokens of prompts read at a time.
         max_rows: Completions written at a time: their keys and values are in memory together.
         computing: A context for everything the model computes, such as autocast.
-        stop: Asked before each token whether to break off: completions may take minutes.
+        stop: Called before each token; True stops the writing early, as completions may take minutes.
         longest: Where ranks share the weights and each token is computed by all of them in step: the largest of a
             number over the ranks, called by all together. They have as many prompts each. None where each rank writes
             by itself.
@@ -63,7 +63,7 @@ class TransformersWriter:
         self.max_rows = max_rows
         self.computing, self.stop, self.longest = computing, stop, longest
         self.shares_prompts = _keeps_only_keys(self.model)
-        """Whether a prompt is read once; False where it is repeated for each of its completions."""
+        """True if a prompt is read once; False if it is repeated for each of its completions."""
 
     def write(self, prompts: Sequence[list[int]], count: int, sampling: Sampling) -> list[list[Completion]]:
         """See :class:`streamtune.rollout.Writer`. Bit for bit the same on the CPU from the same random state."""
@@ -79,7 +79,7 @@ class TransformersWriter:
         return written
 
     def _rows(self, prompts: Sequence[list[int]], repeats: int) -> list[Completion]:
-        """``repeats`` completions of each prompt, those of one prompt next to each other."""
+        """Return ``repeats`` completions of each prompt, those of one prompt next to each other."""
         ids_PT, mask_PT = self._padded(prompts)
         cache = self._read(ids_PT, mask_PT) if self.shares_prompts and ids_PT.shape[1] > 1 else None
         given: dict[str, Any] = {}
@@ -100,7 +100,7 @@ class TransformersWriter:
         return [ended(row, self.end_token_ids) for row in output[:, ids_PT.shape[1] :].tolist()]
 
     def _padded(self, prompts: Sequence[list[int]]) -> tuple[Tensor, Tensor]:
-        """``[P, T]`` token ids padded on the left, and their mask."""
+        """Return ``[P, T]`` token ids padded on the left, and their mask."""
         length = max(map(len, prompts))
         if self.longest is not None:
             length = self.longest(length)
@@ -110,7 +110,7 @@ class TransformersWriter:
         return torch.tensor(ids, device=device), torch.tensor(mask, device=device)
 
     def _read(self, ids_PT: Tensor, mask_PT: Tensor) -> DynamicCache:
-        """The keys and values of all tokens but the last."""
+        """Return a cache with the keys and values of all tokens but the last."""
         decoder: Any = getattr(self.model, self.model.base_model_prefix)
         takes_positions = "position_ids" in inspect.signature(type(decoder).forward).parameters
         cache = DynamicCache(config=self.model.config)
@@ -132,7 +132,7 @@ class TransformersWriter:
 
     @contextmanager
     def _writing(self, sampling: Sampling) -> Iterator[None]:
-        """The model in evaluation mode, with our settings: a checkpoint's own would fill what we leave out."""
+        """Put the model in evaluation mode with our settings: a checkpoint's own would fill those that we leave out."""
         drawn = {"temperature": sampling.temperature, "top_p": sampling.top_p, "top_k": sampling.top_k}
         settings = GenerationConfig(
             max_new_tokens=sampling.max_completion_length,
@@ -155,7 +155,7 @@ class TransformersWriter:
 
 
 class _WhenAsked(StoppingCriteria):
-    """Ends all rows when somebody asks for it."""
+    """Ends all rows when ``stop`` returns True."""
 
     def __init__(self, stop: Callable[[], bool]) -> None:
         self.stop = stop
@@ -165,7 +165,7 @@ class _WhenAsked(StoppingCriteria):
 
 
 def _batches(prompts: Sequence[list[int]], *, at_a_time: int, padded: bool) -> Iterator[list[int]]:
-    """The prompts by number, at most ``at_a_time`` together, the longest first; without padding of one length each."""
+    """Yield batches of at most ``at_a_time`` prompt numbers, longest first; of one length each unless ``padded``."""
     batch: list[int] = []
     for index in sorted(range(len(prompts)), key=lambda index: (-len(prompts[index]), index)):
         if batch and (len(batch) == at_a_time or not (padded or len(prompts[index]) == len(prompts[batch[0]]))):
@@ -177,13 +177,13 @@ def _batches(prompts: Sequence[list[int]], *, at_a_time: int, padded: bool) -> I
 
 
 def _parts(count: int, at_most: int) -> Iterator[int]:
-    """``count`` in parts of ``at_most`` and a rest."""
+    """Split ``count`` into parts of ``at_most`` and a rest."""
     for start in range(0, count, at_most):
         yield min(at_most, count - start)
 
 
 def _keeps_only_keys(model: PreTrainedModel) -> bool:
-    """Whether all that the model remembers of a token are keys and values in the ordinary cache."""
+    """Return True if the model keeps nothing of a token but keys and values in the ordinary cache."""
     if getattr(model, "_is_stateful", False):
         return False
     layers = DynamicCache(config=model.config).layers

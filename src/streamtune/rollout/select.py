@@ -1,10 +1,10 @@
-"""Which prompts the policy is asked next: each in turn, or more often those that it solves now and then.
+"""Choose the prompts that the policy completes next: each in turn, or more often those it solves now and then.
 
 ``uniform``     every prompt once an epoch, in a shuffled order
 ``pass_rate``   drawn with a weight of ``p (1 - p)``, p the prompt's running pass rate. Where all completions pass, or
                 none does, a group's advantages are zero and nothing is learnt from it; the weight is the variance of a
-                pass, which is what a group's gradient grows with. A floor keeps every prompt in play, for what was too
-                hard may no longer be.
+                pass, which is what a group's gradient grows with. A floor lets every prompt be drawn, as one
+                that was too hard may no longer be.
 
 Both depend on nothing but the seed, the number of prompts drawn so far and, for the second, the rates.
 """
@@ -23,44 +23,44 @@ PROMPT_CHOICES: tuple[str, ...] = get_args(PromptChoice)
 FLOOR = 0.02
 """Of a weight, beside p (1 - p) of at most 1/4."""
 MEMORY = 0.5
-"""What an earlier visit counts at the next one: the policy changes, and what it could do before says less."""
+"""Factor of earlier counts at each visit: the policy changes, so its earlier results count less."""
 
 
 class PassRates:
-    """How often each prompt's completions pass: counts that fade, begun with one pass and one failure."""
+    """The pass rate of each prompt's completions: counts that decay, begun with one pass and one failure."""
 
     def __init__(self) -> None:
         self._counts: dict[int, tuple[float, float]] = {}
 
     def rate(self, prompt: int) -> float:
-        """The estimate for a prompt by its number; 1/2 for one not seen yet."""
+        """Return the estimate for a prompt by its number; 1/2 for one not seen yet."""
         passed, tried = self._counts.get(prompt, (0.0, 0.0))
         return (passed + 1.0) / (tried + 2.0)
 
     def weight(self, prompt: int) -> float:
-        """What its chance to be drawn is proportional to."""
+        """Return the weight with which a prompt is drawn."""
         rate = self.rate(prompt)
         return rate * (1.0 - rate) + FLOOR
 
     def observe(self, prompt: int, *, passed: int, tried: int) -> None:
-        """Take in how the completions of one visit did."""
+        """Add the results of one visit: ``passed`` of ``tried`` completions."""
         before_passed, before_tried = self._counts.get(prompt, (0.0, 0.0))
         self._counts[prompt] = (MEMORY * before_passed + passed, MEMORY * before_tried + tried)
 
     def state_dict(self) -> dict[str, Any]:
-        """The counts, as plain JSON values."""
+        """Return the counts, as plain JSON values."""
         return {str(prompt): list(counts) for prompt, counts in self._counts.items()}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Take the counts of another one."""
+        """Load the counts of another one."""
         self._counts = {int(prompt): (counts[0], counts[1]) for prompt, counts in state.items()}
 
 
 class PromptPicker:
-    """Says which prompts come next; goes on for ever.
+    """Chooses the next prompts, without end.
 
     Args:
-        num_prompts: Prompts there are.
+        num_prompts: Number of prompts.
         choice: ``uniform`` or ``pass_rate``.
         seed: Seed of the draws.
     """
@@ -73,13 +73,13 @@ class PromptPicker:
         self.rates = PassRates()
 
     def next(self, count: int) -> list[int]:
-        """The numbers of the next ``count`` prompts, each at most once among them where there are that many."""
+        """Return the numbers of the next ``count`` prompts, each at most once among them where there are that many."""
         picked = self._in_turn(count) if self.choice == "uniform" else self._by_rate(count)
         self.drawn += count
         return picked
 
     def observe(self, prompt: int, *, passed: int, tried: int) -> None:
-        """Take in how the completions of a prompt did; only ``pass_rate`` remembers it."""
+        """Add the results of a prompt's completions; only ``pass_rate`` keeps them."""
         if self.choice == "pass_rate":
             self.rates.observe(prompt, passed=passed, tried=tried)
 
@@ -99,14 +99,14 @@ class PromptPicker:
         return order
 
     def _by_rate(self, count: int) -> list[int]:
-        """Draws without replacement by the largest ``u ** (1 / weight)`` (Efraimidis and Spirakis, 2006)."""
+        """Draw without replacement by the largest ``u ** (1 / weight)`` (Efraimidis and Spirakis, 2006)."""
         draw = random.Random(f"{self.seed} draw {self.drawn}")
         keys = [(draw.random() ** (1.0 / self.rates.weight(prompt)), prompt) for prompt in range(self.num_prompts)]
         order = [prompt for _, prompt in sorted(keys, reverse=True)]
         return [order[index % self.num_prompts] for index in range(count)]
 
     def state_dict(self) -> dict[str, Any]:
-        """Where it stands, as plain JSON values."""
+        """Return the state, as plain JSON values."""
         return {
             "num_prompts": self.num_prompts,
             "choice": self.choice,
@@ -116,7 +116,7 @@ class PromptPicker:
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go to where another one over the same prompts stood.
+        """Continue from the state of another one over the same prompts.
 
         Raises:
             CheckpointError: That one had other prompts or another order.

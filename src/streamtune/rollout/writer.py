@@ -1,4 +1,4 @@
-"""What completes prompts, whatever it runs on: the types that its makers and its users agree on."""
+"""The interface of a writer, which completes prompts on any backend: its settings, its results and its method."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ __all__ = ["Completion", "Sampling", "Writer", "WritingStopped", "ended"]
 
 @dataclass(frozen=True)
 class Sampling:
-    """How the next token is drawn. The defaults draw from the model's own distribution."""
+    """Settings for drawing the next token. The defaults draw from the model's own distribution."""
 
     max_completion_length: int
     """Tokens of a completion at most, its end token included."""
@@ -29,16 +29,16 @@ class Sampling:
 
 @dataclass(frozen=True)
 class Completion:
-    """What was written after a prompt."""
+    """The tokens written after a prompt."""
 
     token_ids: list[int]
     """At least one; the end token, where one was written, is the last."""
     truncated: bool
-    """Whether it was cut off at the longest length allowed: no end token was written."""
+    """True if it was cut off at the longest length allowed: no end token was written."""
 
 
 class WritingStopped(Exception):  # noqa: N818 (nothing is wrong: somebody asked for it)
-    """Writing was broken off because it was asked to be."""
+    """Writing was stopped early, on request."""
 
 
 class Writer(Protocol):
@@ -54,13 +54,13 @@ class Writer(Protocol):
                 a checkpoint draws the same.
 
         Raises:
-            WritingStopped: It was asked to stop before the last token.
+            WritingStopped: A stop was requested before the last token.
         """
         ...
 
 
 def ended(token_ids: Sequence[int], end_token_ids: frozenset[int]) -> Completion:
-    """The completion up to its first end token. What stands after that is padding."""
+    """Return the completion up to its first end token. All tokens after that are padding."""
     for index, token in enumerate(token_ids):
         if token in end_token_ids:
             return Completion(list(token_ids[: index + 1]), truncated=False)

@@ -5,7 +5,8 @@
 
 A template is a program that comes with a model. The sandbox keeps it from files and modules, and not from looping for
 ever or filling the memory, of which a single operation is enough (``10 ** 10 ** 10``). So it runs in a process that is
-killed there, with no secrets in its environment. The process is started with the first chat, and kept for the next.
+killed at its limits, with no secrets in its environment. The process is started with the first chat, and kept for
+the next.
 """
 
 from __future__ import annotations
@@ -38,7 +39,7 @@ HEADER, ANSWER = struct.Struct(">QdQQ"), struct.Struct(">Q")
 
 @dataclass(frozen=True)
 class TemplateLimits:
-    """What one rendering may use, by the size of what is rendered: a long chat takes more than a short one."""
+    """The resources one rendering may use. They grow with its input: a long chat takes more than a short one."""
 
     seconds: float = 5.0
     """Of processor time; and one more for each MB of messages."""
@@ -70,7 +71,7 @@ def render_chat(
     add_generation_prompt: bool = False,
     limits: TemplateLimits = TemplateLimits(),
 ) -> str:
-    """What ``tokenizer.apply_chat_template(..., tokenize=False)`` returns.
+    """Return the text of ``tokenizer.apply_chat_template(..., tokenize=False)``.
 
     Args:
         tokenizer: Has the template and the special tokens.
@@ -103,7 +104,7 @@ def render_chat(
 
 
 def _renders_itself(tokenizer: Any) -> bool:
-    """Whether the tokenizer has a way of its own, and no template."""
+    """Return True if the tokenizer renders chats by a method of its own, without a template."""
     from transformers import PreTrainedTokenizerBase
 
     own: Any = type(tokenizer).apply_chat_template
@@ -143,7 +144,7 @@ class _Worker:
         self.owner = os.getpid()
 
     def ask(self, request: bytes, patience: float) -> bytes | None:
-        """The answer; None where the process ended or says nothing for ``patience`` seconds."""
+        """Return the answer; None where the process ended or sends nothing for ``patience`` seconds."""
         assert self.process.stdin is not None
         assert self.process.stdout is not None
         try:
@@ -157,7 +158,7 @@ class _Worker:
             return None
 
     def close(self) -> int:
-        """End the process and return how it ended."""
+        """End the process and return its exit code."""
         if self.owner != os.getpid():  # a fork's copy: the process is not its child
             return 0
         with suppress(OSError):
@@ -173,7 +174,7 @@ class _Worker:
 
 
 class _Workers:
-    """The process of this one, started when it is needed and again where it was killed."""
+    """The worker of this process, started when it is needed and again where it was killed."""
 
     def __init__(self) -> None:
         self._worker: _Worker | None = None
@@ -226,7 +227,7 @@ def _readable(file: Any, seconds: float) -> bool:
 
 
 def _environment() -> dict[str, str]:
-    """Enough to import transformers as this process does, offline, without tokens and with one thread."""
+    """Return an environment that imports transformers as this process does: offline, no tokens, one thread."""
     one = dict.fromkeys(("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS", "HF_HUB_OFFLINE"), "1")
     kept = {name: os.environ[name] for name in ("PATH", "LD_LIBRARY_PATH", "SYSTEMROOT") if name in os.environ}
     path = os.pathsep.join(entry for entry in sys.path if entry and Path(entry).is_absolute())

@@ -1,6 +1,6 @@
 """The program of the process that renders chat templates: started by path, ends with its input.
 
-A template is a program of whoever made the model. It is rendered by transformers, in the sandbox of jinja2; the sandbox
+A template is a program by the model's makers. It is rendered by transformers, in the sandbox of jinja2; the sandbox
 does not bound time and memory, so this process does, and ends where a limit is met inside a single operation.
 
 Requests come as pickles from the process that started this one, and answers go back as a status byte and text:
@@ -62,7 +62,7 @@ def _render(render: Any, request: dict[str, Any], most: int) -> tuple[bytes, str
 
 
 def _stop_after(seconds: float) -> None:
-    """Let the system end this process after so much processor time, whatever it does then; 0 takes that back."""
+    """Have the system end this process after ``seconds`` of processor time, even within one operation; 0 cancels it."""
     if hasattr(signal, "setitimer"):
         signal.setitimer(signal.ITIMER_PROF, seconds)
 
@@ -87,7 +87,7 @@ class _MemoryBound:
 
 
 def _forbid_files() -> None:
-    """Rendering writes no file and starts no process: where a template breaks out of the sandbox, it cannot either."""
+    """Forbid this process to write to files, so that a template that breaks out of the sandbox cannot either."""
     with contextlib.suppress(ImportError, ValueError, OSError):
         import resource
 
@@ -96,7 +96,7 @@ def _forbid_files() -> None:
 
 
 def _address_space() -> int:
-    """Bytes of address space this process has by now; a guess where the system does not say."""
+    """Return the bytes of address space this process has by now; a guess where the system does not say."""
     try:
         with open("/proc/self/statm", encoding="ascii") as file:  # noqa: PTH123 (no more imports than it needs)
             return int(file.read().split()[0]) * os.sysconf("SC_PAGE_SIZE")

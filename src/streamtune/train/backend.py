@@ -1,7 +1,7 @@
-"""What turns a loss into new weights: the part of a step that is not the same on one device and on many.
+"""Backends, which turn a loss into new weights: the part of a step that differs between one device and many.
 
-The loop knows the sum it minimises; a backend knows where gradients, optimizer and weights are. The shares of all
-ranks add up to the gradient (``streamtune.distributed`` has the backends of several ranks).
+The loop has the loss that it minimises; a backend has gradients, optimizer and weights. The shares of all ranks add
+up to the gradient (``streamtune.distributed`` has the backends of several ranks).
 """
 
 from __future__ import annotations
@@ -26,20 +26,20 @@ class Backend(Protocol):
 
     @property
     def model(self) -> Any:
-        """What is called for a loss that goes backward."""
+        """The module that is called for a loss that goes backward."""
         ...
 
     @property
     def config(self) -> Mapping[str, Any]:
-        """What a library behind it was configured with, every value in force; empty where there is none."""
+        """The configuration of the library behind it, every value in force; empty where there is none."""
         ...
 
     def micro_step(self, *, last: bool) -> AbstractContextManager[Any]:
-        """Around the call of the model and the backward of one micro-batch; ``last`` of the step or not."""
+        """Return a context for the model's call and the backward of one micro-batch, the step's ``last`` or not."""
         ...
 
     def backward(self, loss: Tensor) -> None:
-        """Add the gradient of ``loss`` to that of the step: scalar with graph, whose shares of all ranks add up."""
+        """Add the gradient of ``loss``, a scalar with graph, to that of the step; the shares of all ranks add up."""
         ...
 
     def clip_gradients(self, max_norm: float) -> float:
@@ -47,23 +47,23 @@ class Backend(Protocol):
         ...
 
     def step(self, learning_rate: float) -> None:
-        """Take the optimizer step and let go of the gradients."""
+        """Take the optimizer step and free the gradients."""
         ...
 
     def drop_gradients(self) -> None:
-        """Forget what was added since the last step."""
+        """Drop the gradients that were added since the last step."""
         ...
 
     def reset_optimizer(self) -> None:
-        """Begin the optimizer's state anew."""
+        """Reset the optimizer's state."""
         ...
 
     def slices(self) -> Iterator[tuple[str, str, tuple[int, ...], int, Tensor]]:
-        """The state that this rank writes, see ``slices.Slice``: all ranks together have each value once."""
+        """Return the state that this rank writes, see ``slices.Slice``: all ranks together have each value once."""
         ...
 
     def load_slices(self, saved: SliceReader) -> None:
-        """Put back what this rank holds of a state, whoever wrote it.
+        """Load this rank's part of a state, whichever ranks wrote it.
 
         Raises:
             CheckpointError: It belongs to a model with other parameters, or lacks values.
@@ -71,18 +71,18 @@ class Backend(Protocol):
         ...
 
     def weights(self, names: Collection[str] | None = None) -> Iterator[tuple[str, Tensor | None]]:
-        """Parameters one after another (those of ``names`` alone), each whole on rank 0 while it is its turn.
+        """Iterate over the parameters (those of ``names`` alone), each whole on rank 0 until the next one.
 
-        Called by all ranks, and gone through to the end by all of them; None on the others.
+        Called by all ranks, each of which has to iterate to the end. Ranks other than 0 get None.
         """
         ...
 
     def called_directly(self) -> AbstractContextManager[Any]:
-        """Within, the model may be called in pieces of its own (to write text), by all ranks in step; no gradients."""
+        """Return a context to call parts of the model (to write text), by all ranks in step; without gradients."""
         ...
 
     def close(self) -> None:
-        """Let go of threads and buffers; nothing is called after it."""
+        """Free threads and buffers; nothing is called after it."""
         ...
 
 
@@ -127,7 +127,7 @@ class LocalBackend:
         self.optimizer.state.clear()  # it puts another dictionary there when it loads: looked up now
 
     def optimizer_tensors(self) -> Mapping[str, Tensor]:
-        """The optimizer's state, ``PARAMETER/KEY``; nothing is copied."""
+        """Return the optimizer's state by ``PARAMETER/KEY``; nothing is copied."""
         return optimizer_tensors(self.optimizer, self.model)
 
     def slices(self) -> Iterator[tuple[str, str, tuple[int, ...], int, Tensor]]:

@@ -1,4 +1,4 @@
-"""What the loop is fed: micro-batches, grouped into optimizer steps by a stream that can be resumed."""
+"""The input of the training loop: micro-batches, grouped into optimizer steps by a stream that can be resumed."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ class MicroBatch:
     shift_labels: Tensor
     """[B, T] int64"""
     origins: tuple[str, ...]
-    """Where each row comes from, ``file:row``: for messages."""
+    """Source of each row, ``file:row``: for messages."""
     position_ids: Tensor | None = None
     """[B, T] int64 from 0 in each of the rows packed into a sequence; None where a sequence is one row"""
     filler: bool = False
@@ -52,12 +52,12 @@ class MicroBatch:
 
     @property
     def padded_left(self) -> bool:
-        """Whether padding stands before a token of its row. Padding behind it is hidden by causality alone."""
+        """True if padding stands before a token of its row. Padding behind it is hidden by causality alone."""
         return bool((self.attention_mask[:, 1:] > self.attention_mask[:, :-1]).any())
 
     @property
     def arguments(self) -> dict[str, Any]:
-        """What the model is called with, labels apart."""
+        """The arguments of the model's call, without labels."""
         # Transformers separates packed rows by their positions, and looks at them only where no mask is given.
         packed = {} if self.position_ids is None else {"position_ids": self.position_ids}
         # No token sees padding behind it, and a mask it does not need would cost it the faster kernels.
@@ -65,7 +65,7 @@ class MicroBatch:
         return {"input_ids": self.input_ids, **packed, "attention_mask": mask, "use_cache": False}
 
     def to(self, device: torch.device) -> MicroBatch:
-        """The same batch on ``device``."""
+        """Return the same batch on ``device``."""
         positions = None if self.position_ids is None else self.position_ids.to(device)
         return replace(
             self,
@@ -83,7 +83,7 @@ class TreeBatch(MicroBatch):
     shared      one sequence ``[1, T]``: each prompt once, with its completions behind it (``branches``)
     separate    a row for each completion ``[N, L]``, its prompt before it; padded on the right or on the left
 
-    What an objective sees is the same for both: 1-D over K, ordered by completion and then by position.
+    An objective gets the same from both: 1-D over K, ordered by completion and then by position.
     """
 
     rows: Tensor
@@ -91,7 +91,7 @@ class TreeBatch(MicroBatch):
     num_rows: int
     """N"""
     branches: Branches | None = None
-    """Which tokens see which, where prompts are shared"""
+    """Tokens that each token sees, where prompts are shared"""
 
     @property
     def row_K(self) -> Tensor:  # noqa: N802 (a shape suffix)
@@ -99,7 +99,7 @@ class TreeBatch(MicroBatch):
         return self.ragged(self.rows)
 
     def ragged(self, x_BT: Tensor) -> Tensor:
-        """``[K]``: the values at targets, completion by completion. Differentiable."""
+        """Return the values at targets, ``[K]``, completion by completion. Differentiable."""
         flat = self.rows.flatten()
         targets = flat.ge(0).nonzero()[:, 0]
         order = targets[flat[targets].argsort(stable=True)]
@@ -107,33 +107,33 @@ class TreeBatch(MicroBatch):
 
     @property
     def arguments(self) -> dict[str, Any]:
-        """What ``StreamHandle.logprobs`` is called with, targets apart."""
+        """The arguments of ``StreamHandle.logprobs``, without targets."""
         given = super().arguments
         return given if self.branches is None else {**given, "branches": self.branches}
 
     def to(self, device: torch.device) -> TreeBatch:
-        """The same batch on ``device``."""
+        """Return the same batch on ``device``."""
         names = ("input_ids", "attention_mask", "shift_labels", "rows", "position_ids")
         moved = {name: getattr(self, name).to(device) for name in names if getattr(self, name) is not None}
         return replace(self, **moved)
 
 
 def counted(batches: Sequence[Batch]) -> list[Batch]:
-    """Those that are not there for the sake of other ranks."""
+    """Return the batches that count: all but those that are there only because of other ranks."""
     return [batch for batch in batches if not batch.filler]
 
 
 class StepStream(Protocol):
-    """An endless source of optimizer steps, epoch after epoch, that knows where it stands."""
+    """An endless source of optimizer steps, epoch after epoch, whose position can be saved."""
 
     def next_step(self) -> Sequence[MicroBatch]:
         """Return the micro-batches of the next optimizer step; fewer than usual at the end of an epoch."""
         ...
 
     def state_dict(self) -> dict[str, Any]:
-        """Where the stream stands, as plain JSON values."""
+        """Return the position of the stream, as plain JSON values."""
         ...
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go to where another stream over the same rows stood."""
+        """Go to the position of another stream over the same rows."""
         ...

@@ -87,7 +87,7 @@ class Checkpoint:
 
 @dataclass(frozen=True)
 class ModelWriter:
-    """How a model is written in Hugging Face format, and about how much that is."""
+    """A way to write a model in Hugging Face format, and about how many bytes that takes."""
 
     write: Callable[[Path], None]
     """Writes into the folder it is given."""
@@ -96,12 +96,12 @@ class ModelWriter:
     """Copies to the host what training changes, and returns what writes the copy from any thread. None: there is no
     such copy, and the model is written as it stands."""
     together: bool = False
-    """Whether no rank has the whole model: all of them call ``write`` or ``snapshot`` then, and fail together or not at
+    """True if no rank has the whole model: all of them call ``write`` or ``snapshot`` then, and fail together or not at
     all. Rank 0 has the snapshot, and writes it alone."""
 
 
 def checkpoint_path(folder: Path, step: int) -> Path:
-    """``folder/step-000100``"""
+    """Return the path of a step's checkpoint, such as ``folder/step-000100``."""
     return folder / f"step-{step:06d}"
 
 
@@ -124,7 +124,7 @@ def save_checkpoint(
         optimizer_tensors: By name; copied to the host in shards.
         writer: Writes the model.
         run: Which run this is: only its own checkpoints are deleted by it.
-        metric: What it is to be judged by, where checkpoints are kept for being good.
+        metric: The value to rank it by, where the best checkpoints are kept.
 
     Raises:
         CheckpointError: It cannot be written. Earlier checkpoints are as they were.
@@ -149,7 +149,7 @@ def save_checkpoint(
 
 
 def check_room(folder: Path, writer: ModelWriter, optimizer_tensors: Mapping[str, Tensor]) -> None:
-    """Refuse to train what could not be saved.
+    """Raise unless there is room for a checkpoint of what is trained.
 
     Raises:
         CheckpointError: A checkpoint takes more bytes than are free; with both figures.
@@ -162,12 +162,12 @@ def check_room(folder: Path, writer: ModelWriter, optimizer_tensors: Mapping[str
 
 @contextmanager
 def explained(target: Path, needed: int, previous: Sequence[Path]) -> Iterator[None]:
-    """Turn what goes wrong while a checkpoint is written into a message with figures.
+    """Turn errors while a checkpoint is written into a message with figures.
 
     Args:
         target: What is written.
         needed: Bytes it takes.
-        previous: The checkpoints that are there, whatever happens now.
+        previous: The checkpoints that are there already, and stay.
     """
     safe = f"{previous[-1]} is intact" if previous else "there was no checkpoint before this one"
     try:
@@ -215,7 +215,7 @@ def open_checkpoint(path: Path) -> Checkpoint:
 
 
 def newest_checkpoint(folder: Path, notify: Callable[[str], None]) -> Checkpoint | None:
-    """Open the newest checkpoint of a run that verifies; name the damaged ones passed over. None if there is none.
+    """Open the newest checkpoint of a run that verifies; report the damaged ones passed over. None if there is none.
 
     Raises:
         CheckpointError: There are checkpoints and none of them verifies; it names each.
@@ -256,7 +256,7 @@ def supersede(folder: Path, step: int) -> None:
 
 
 def step_directories(folder: Path) -> list[Path]:
-    """The checkpoints in ``folder``, oldest first."""
+    """Return the checkpoints in ``folder``, oldest first."""
     if not folder.is_dir():
         return []
     found = [(int(match[1]), path) for path in folder.iterdir() if (match := STEP_NAME.fullmatch(path.name))]

@@ -1,4 +1,4 @@
-"""Values between ranks as JSON, and back exactly: no byte that comes from another rank is ever run.
+"""Encode values for other ranks as JSON, and decode them exactly: no byte from another rank is ever run.
 
     None, true, 3, 0.1, "text", [...]     as they are
     {"d": {"key": value}}                 a dict whose keys are strings
@@ -8,7 +8,7 @@
     {"f": "7ff0000000000000"}             a float that is not finite, by its bits
     {"i": "0x..."}                        an int of more than 64 bits
 
-An error travels as its class's name and its text, and is made anew from those (:func:`describe_error`).
+An error is sent as its class's name and its text, and is made anew from those (:func:`describe_error`).
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ def encode_value(value: Any) -> bytes:
 
 
 def decode_value(data: bytes, rank: int) -> Any:
-    """Read what :func:`encode_value` wrote on ``rank``.
+    """Read the value that :func:`encode_value` wrote on ``rank``.
 
     Raises:
         DistributedError: The bytes are something else.
@@ -117,7 +117,7 @@ def _refuse(constant: str) -> Any:
 
 
 def describe_error(error: BaseException) -> dict[str, Any]:
-    """An error as a value for :func:`remake_error` on another rank: names and text, no object."""
+    """Return an error as a value for :func:`remake_error` on another rank: names and text, no object."""
     described: dict[str, Any] = {"kinds": [kind.__name__ for kind in type(error).__mro__], "text": str(error)}
     if isinstance(error, StreamTuneError):
         described |= {"what": error.what, "where": error.where, "mend": error.mend, "exit_code": error.exit_code}
@@ -125,12 +125,12 @@ def describe_error(error: BaseException) -> dict[str, Any]:
 
 
 def remake_error(described: Any, rank: int, *, named: bool) -> StreamTuneError:
-    """The error that ``rank`` described, of the nearest class in ``errors``; any other of its errors as a RunError.
+    """Return the error of ``rank``, of the nearest class in ``errors``; errors not of StreamTune's as a RunError.
 
     Args:
         described: From :func:`describe_error`.
         rank: Whose it is.
-        named: Put the rank in front of a message of StreamTune's own, as one from elsewhere always has it.
+        named: Put the rank before a message of StreamTune's own errors, as it always is before those of others.
     """
     try:
         kinds, text = list(described["kinds"]), str(described["text"])

@@ -1,4 +1,4 @@
-"""What is done about a step that goes wrong: numbers that are not finite, memory that runs out, sudden jumps.
+"""Handling of a step that goes wrong: numbers that are not finite, memory that runs out, sudden jumps.
 
 Every decision is made in one place, :class:`StepGuard`, before the weights are touched. Several ranks must decide
 alike: :meth:`StepGuard.skips` is where their flags are combined, and all of them call it at the same place.
@@ -51,7 +51,7 @@ def skipped_most(steps: int, skipped: int, run: RunDirectory, dtype: torch.dtype
     Args:
         steps: Of the whole run.
         skipped: Of these.
-        run: Whose metrics and events say where that began.
+        run: Its metrics and events show where that began.
         dtype: Of the weights.
     """
     if 2 * skipped <= steps:
@@ -78,7 +78,7 @@ class StepGuard:
 
     Args:
         settings: What to do.
-        run: Whose events are written; its metrics tell what came before a resume.
+        run: Its events are written, and its metrics give the steps before a resume.
         device: Where the model is.
         next_schedule: See :data:`NextSchedule`.
         world: The ranks that train together. Others would wait in a collective while one of them takes a step again,
@@ -100,7 +100,7 @@ class StepGuard:
         self._seen = {name: deque((r[name] for r in before), maxlen=WINDOW) for name in ("loss", "grad_norm")}
 
     def skips(self, wrong: NonFiniteError | None, step: int, skipped: int) -> bool:
-        """Whether step ``step`` is left out: its gradients are dropped and the schedule goes on.
+        """Return True if step ``step`` is left out: its gradients are dropped and the schedule goes on.
 
         Args:
             wrong: What is not finite on this rank; None if nothing is.
@@ -126,14 +126,14 @@ class StepGuard:
         return True
 
     def attempt(self, take: Callable[[], Taken], undo: Callable[[], None], step: int) -> Taken:
-        """Compute the gradients of step ``step``; where memory runs out, again with another schedule if that is asked.
+        """Compute the gradients of step ``step``; if memory runs out, repeat it with another schedule if asked to.
 
         The gradient is exact under every schedule. Random numbers are those of the first attempt, as far as the
         schedule does not decide how they are drawn.
 
         Args:
             take: Computes the gradients; called again after memory ran out.
-            undo: Lets go of gradients.
+            undo: Frees the gradients.
             step: Its number, from 1.
 
         Raises:
@@ -173,7 +173,7 @@ class StepGuard:
         raise AssertionError("the last attempt returns or raises")
 
     def watch(self, step: int, loss: float, grad_norm: float, micro_batches: Sequence[MicroBatch]) -> None:
-        """Write an event with the rows, this rank's, where loss or gradient norm jumped."""
+        """Write an event with this rank's rows if the loss or the gradient norm jumped."""
         for name, value in (("loss", loss), ("grad_norm", grad_norm)):
             seen = self._seen[name]
             if len(seen) >= LEAST_STEPS:

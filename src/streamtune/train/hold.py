@@ -1,9 +1,9 @@
 """The lock on a run directory, held from before a process looks at what is in it until its run is over.
 
-    output_dir/.lock    locked by the process that has the directory; says which process that is
+    output_dir/.lock    locked by the process that has the directory; names that process
 
 A new run and a resumed one, which run it is and which checkpoint is the newest: all of it is decided under the lock, so
-that two starts cannot decide the same. The system lets go of the lock when the process ends, however it ends. The file
+that two starts cannot decide the same. The system releases the lock when the process ends, however it ends. The file
 stays, for removing it would let two processes lock two files of that name. It is a file and not the directory because
 NFS has locks for files that are open for writing only.
 """
@@ -41,7 +41,7 @@ _open_locks: set[int] = set()
 
 
 def _close_in_child() -> None:
-    """A forked process would hold the lock on after this one was killed."""
+    """Close the locks in a forked process, which would keep them after its parent was killed."""
     for descriptor in _open_locks:
         with suppress(OSError):
             os.close(descriptor)
@@ -63,7 +63,7 @@ class _Lock:
     process: int
 
     def let_go(self, *, tidy: bool = True) -> None:
-        """Close it; where no run was begun remove what was made for it."""
+        """Release the lock; if no run was begun, remove the files and folders that were made for it."""
         if os.getpid() != self.process:
             return
         if tidy and not os.path.lexists(self.path / IDENTITY):
@@ -157,7 +157,7 @@ class DirectoryHold:
         raise self._unwritable(OSError(errno.EBUSY, "it is made and removed again and again"))
 
     def release(self) -> None:
-        """Let other processes have it. A directory that was made for it, and in which no run was begun, is removed."""
+        """Let other processes lock it. A directory that was made for it, in which no run was begun, is removed."""
         lock, self._lock = self._lock, None
         if lock is not None:
             assert self._finalizer is not None
@@ -209,7 +209,7 @@ def _try_lock(descriptor: int) -> bool:
 
 
 def _is_at(descriptor: int, path: Path) -> bool:
-    """Return whether ``path`` is this open file."""
+    """Return True if ``path`` is this open file."""
     try:
         return os.path.samestat(os.fstat(descriptor), path.lstat())
     except FileNotFoundError:
@@ -217,7 +217,7 @@ def _is_at(descriptor: int, path: Path) -> bool:
 
 
 def _write_holder(descriptor: int) -> None:
-    """Write down who has the lock, for the message of whoever is refused; nothing depends on it."""
+    """Write this process into the lock file, for the message to a process that is refused; nothing depends on it."""
     if os.fstat(descriptor).st_nlink != 1:
         return  # a hard link: the same bytes have a name elsewhere
     since = datetime.now(UTC).isoformat(timespec="seconds")
@@ -229,7 +229,7 @@ def _write_holder(descriptor: int) -> None:
 
 
 def _read_holder(descriptor: int) -> str:
-    """Return who has the lock, in words; empty where it does not say."""
+    """Return the process that has the lock, in words; empty where the file does not name it."""
     until = time.monotonic() + HOLDER_SECONDS
     while True:
         try:

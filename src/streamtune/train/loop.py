@@ -45,7 +45,7 @@ __all__ = ["Position", "Progressed", "train"]
 
 @dataclass(frozen=True)
 class Progressed:
-    """How far a run has come. Saved in every checkpoint, returned at the end."""
+    """The progress of a run. Saved in every checkpoint, returned at the end."""
 
     step: int = 0
     """Optimizer steps taken."""
@@ -63,7 +63,7 @@ class Progressed:
 
 @dataclass(frozen=True)
 class Position:
-    """What the next step starts from: a step that is broken off is taken again from here."""
+    """The state that the next step starts from: a step that is broken off is taken again from here."""
 
     rng: RngState
     stream: dict[str, Any]
@@ -105,7 +105,7 @@ def train(
         stop: Looked at after each micro-batch. A step broken off half-way is left out of the checkpoint.
         handle: What streams the model; its routers' losses, if it has any, are in the gradient and not in ``loss``.
         world: The ranks that train together: each calls this with its share of the rows, rank 0 writes the files.
-        next_schedule: What else to stream the model by where memory runs out.
+        next_schedule: Finds another schedule for the model where memory runs out.
 
     Returns:
         How far it came.
@@ -270,7 +270,7 @@ def take_gradients(
     stop: StopRequest,
     world: World,
 ) -> tuple[StepScore | None, float | None]:
-    """One attempt at the gradients of a step; its loss, None where it was broken off, and its routers' loss."""
+    """Compute the gradients of a step once; return its loss, None where it was broken off, and its routers' loss."""
     routers = StepRouters(handle, micro_batches, world)
     score = accumulate_gradients(
         backend,
@@ -310,10 +310,10 @@ def save(
 
 
 def resume(checkpoint: Checkpoint, backend: Backend, steps: StepStream, seed: int, world: World) -> Progressed:
-    """Put optimizer, data and random state to where ``checkpoint`` left them, and return how far it had come.
+    """Restore optimizer, data and random state from ``checkpoint``, and return the progress of its run.
 
-    Every rank goes on with its own random state. Where other ranks wrote the checkpoint there is none for each, and
-    all are seeded anew, by the step and the rank.
+    Every rank goes on with its own random state. Where another number of ranks wrote the checkpoint there is none for
+    each, and all are seeded anew, by the step and the rank.
     """
     world.together(lambda: backend.load_slices(SliceReader(checkpoint.path)))
     if checkpoint.state["stream"] is not None:  # None: the data may be another, and is begun anew
@@ -326,12 +326,12 @@ def resume(checkpoint: Checkpoint, backend: Backend, steps: StepStream, seed: in
 
 
 def tell_missing_metric(settings: TrainSettings, latest: Mapping[str, Any], step: int, progress: Progress) -> None:
-    """Say so where checkpoints are to be kept for a metric that is not measured."""
+    """Show a note if checkpoints are to be kept for a metric that is not measured."""
     name = settings.metric_for_best_model
     if name is not None and name not in latest:
         progress.note(step, f"there is no metric '{name}' to keep checkpoints for; {did_you_mean(name, latest)}")
 
 
 def is_due(step: int, every: int) -> bool:
-    """Whether something done every so many steps is done after ``step``; 0 is never."""
+    """Return True if something done every so many steps is done after ``step``; 0 is never."""
     return every > 0 and step % every == 0

@@ -1,8 +1,8 @@
 """``manifest.json`` of a checkpoint: every file with its size and SHA-256, and a digest of the list itself.
 
-A checkpoint is what its manifest says, no less and no more: a file that differs, is missing or was added is refused,
-and so is a symbolic link. The manifest's own bytes are those :func:`write_manifest` writes for what it says, digest
-included, so that no byte of it can change unseen.
+A checkpoint consists of the files in its manifest, no less and no more: a file that differs, is missing or was added is
+refused, and so is a symbolic link. The manifest's own bytes have to be those that :func:`write_manifest` writes for its
+values, digest included, so that no change of a byte goes unnoticed.
 """
 
 from __future__ import annotations
@@ -31,25 +31,25 @@ LARGEST = 16 << 20
 
 @dataclass(frozen=True)
 class Manifest:
-    """What a checkpoint says of itself."""
+    """The content of a checkpoint's manifest."""
 
     run: str
-    """Which run wrote it."""
+    """The run that wrote it."""
     step: int
     metric: float | None
-    """What it is judged by, where checkpoints are kept for being good."""
+    """The value to rank it by, where the best checkpoints are kept."""
     files: Mapping[str, Mapping[str, Any]]
     """Path with ``/`` -> ``{"bytes": n, "sha256": hex}``"""
 
 
 def write_manifest(folder: Path, *, run: str, step: int, metric: float | None) -> None:
-    """List every file below ``folder``, read back from where it was written."""
+    """Write the manifest of all files below ``folder``, which are read back from where they were written."""
     files = {name: _describe(folder / name) for name in sorted(_files_below(folder))}
     (folder / MANIFEST).write_text(_text(Manifest(run, step, metric, files)), encoding="utf-8")
 
 
 def read_manifest(path: Path) -> Manifest:
-    """Read the manifest of the checkpoint at ``path``; of its files none is looked at.
+    """Read the manifest of the checkpoint at ``path``; none of its files is read.
 
     Raises:
         CheckpointError: There is none, or it is not as it was written, or names files that cannot be the checkpoint's.
@@ -111,7 +111,7 @@ def _text(manifest: Manifest) -> str:
 
 
 def _files_below(folder: Path) -> Iterator[str]:
-    """Paths of all files, with ``/``.
+    """Yield the paths of all files, with ``/``.
 
     Raises:
         CheckpointError: Something is neither a plain file nor a directory.
@@ -132,14 +132,14 @@ def _raise(error: OSError) -> None:
 
 
 def _is_plain(name: str) -> bool:
-    """Whether ``name`` is the path of a file below the checkpoint, written in the one way there is."""
+    """Return True if ``name`` is the path of a file below the checkpoint, in its one normal form."""
     path = PurePosixPath(name)
     safe = not path.is_absolute() and ".." not in path.parts and path.as_posix() == name
     return safe and name not in ("", ".", MANIFEST) and not any(mark in name for mark in ("\\", "\0", ":"))
 
 
 def _describe(path: Path) -> dict[str, Any]:
-    """Size and SHA-256, read back from the file."""
+    """Return size and SHA-256, read back from the file."""
     with path.open("rb") as file:
         return {"bytes": os.fstat(file.fileno()).st_size, "sha256": hashlib.file_digest(file, "sha256").hexdigest()}
 

@@ -1,4 +1,4 @@
-"""Peak memory of a run, and what running out of it looks like."""
+"""Peak memory of a run, and recognition of errors that mean it ran out."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def reset_peak_memory(device: torch.device) -> None:
 
 
 def peak_memory_bytes(device: torch.device) -> int:
-    """Peak bytes: of the device's allocator since the last reset, or of the process's resident memory on the CPU."""
+    """Return peak bytes: of the device's allocator since its last reset, or the process's resident memory on a CPU."""
     if device.type == "cuda":
         return int(torch.cuda.max_memory_allocated(device))
     if sys.platform == "win32":
@@ -31,7 +31,7 @@ def peak_memory_bytes(device: torch.device) -> int:
 
 
 def is_out_of_memory(error: BaseException) -> bool:
-    """Whether ``error`` is one of the ways in which Python, torch and CUDA say that memory ran out."""
+    """Return True if ``error`` is one of those by which Python, torch and CUDA report that memory ran out."""
     if isinstance(error, (MemoryError, torch.OutOfMemoryError)):
         return True
     message = str(error)

@@ -1,7 +1,7 @@
-"""What the loop minimises: an objective scores one micro-batch at a time, of a step whose divisors are known before.
+"""Objectives, which the loop minimises: they score one micro-batch at a time, given the divisors of its step.
 
 The loss of an optimizer step is a mean over something (tokens, pairs, completions) of the whole step, however many
-micro-batches it is split over. So the loop asks :meth:`Objective.totals` once, of all micro-batches together, and each
+micro-batches it is split over. The loop calls :meth:`Objective.totals` once, for all micro-batches together, and each
 micro-batch's :class:`Score` is divided by them: the scores add up, and so do their gradients.
 """
 
@@ -26,7 +26,7 @@ WORLD = World()
 
 @dataclass(frozen=True)
 class Score:
-    """What an objective says of one micro-batch."""
+    """The result of an objective for one micro-batch."""
 
     loss: Tensor
     """Scalar with graph: the micro-batch's share of the step's loss."""
@@ -42,7 +42,7 @@ class Score:
 
     @property
     def minimised(self) -> Tensor:
-        """Scalar with graph: what the backward starts from."""
+        """Scalar with graph, from which the backward starts."""
         return self.loss if self.router_loss is None else self.loss + self.router_loss
 
 
@@ -50,7 +50,7 @@ class Objective(Protocol):
     """A loss that is a mean over a whole optimizer step."""
 
     def totals(self, micro_batches: Sequence[MicroBatch], world: World = WORLD) -> Any:
-        """The divisors of the step, counted before its first backward. Never None.
+        """Return the divisors of the step, counted before its first backward. Never None.
 
         Args:
             micro_batches: This rank's. Those that are fillers count nothing, and take part in what all ranks compute.
@@ -74,14 +74,14 @@ class SupervisedObjective:
     """The mean of ``-log p(target)`` over every target of the step.
 
     Args:
-        handle: What streams the model, if anything does: what its routers add to the loss is not shown.
+        handle: The handle of the model, if it is streamed: the loss that its routers add is not shown.
     """
 
     def __init__(self, handle: StreamHandle | None = None) -> None:
         self._handle = handle  # whose routers are others once it is scheduled anew
 
     def totals(self, micro_batches: Sequence[MicroBatch], world: World = WORLD) -> int:
-        """The targets of the step."""
+        """Return the number of targets of the step."""
         return world.count(sum(batch.num_targets for batch in counted(micro_batches)))
 
     def score(self, model: nn.Module, batch: MicroBatch, totals: int | None) -> Score:
@@ -95,14 +95,14 @@ class SupervisedObjective:
 
 
 def loss_of(model: nn.Module, batch: MicroBatch, *, num_targets: int, bf16: bool) -> Tensor:
-    """The sum of ``-log p`` over the targets of ``batch``, divided by ``num_targets``, and what routers add to it."""
+    """Return the sum of ``-log p`` over the targets of ``batch`` divided by ``num_targets``, plus the routers' loss."""
     with autocast(batch.input_ids.device, bf16):
         loss: Tensor = output_of(model, batch, num_targets=num_targets).loss
     return loss
 
 
 def output_of(model: nn.Module, batch: MicroBatch, *, num_targets: int, **more: Any) -> Any:
-    """What the model's call returns; ``more`` are arguments of it that replace or add to the usual ones."""
+    """Call the model on a batch with its labels; ``more`` are arguments that replace or add to the usual ones."""
     return model(
         # Transformers asks for labels to compute a loss at all, and takes the shifted ones where they are given.
         labels=batch.shift_labels,
@@ -113,5 +113,5 @@ def output_of(model: nn.Module, batch: MicroBatch, *, num_targets: int, **more: 
 
 
 def autocast(device: torch.device, bf16: bool) -> torch.autocast:
-    """Compute in bfloat16 within, if ``bf16``. The cache of cast weights would hold all of them at once."""
+    """Return a context that computes in bfloat16 if ``bf16``, uncached: a cache would hold all cast weights at once."""
     return torch.autocast(device.type, dtype=torch.bfloat16, enabled=bf16, cache_enabled=False)

@@ -33,7 +33,7 @@ class _Panel:
     metrics: tuple[str, ...]
     """One curve each, or two where some of it is held out; two metrics at most."""
     names: tuple[str, ...] = ("",)
-    """What each is called beside its curve."""
+    """Prefix of each one's labels in the legend."""
     limits: tuple[float, float] | None = None
 
 
@@ -43,7 +43,7 @@ PANELS = (
     _Panel("mean reward", ("reward",)),
     _Panel("tokens per completion", ("completions/mean_length",)),
 )
-"""What is drawn below the loss, from the metrics of an objective."""
+"""Panels below the loss, from the metrics of an objective."""
 
 
 @dataclass
@@ -54,7 +54,7 @@ class LossPlot:
     _next: float = field(default=0.0, init=False)
 
     def draw(self, *, last: bool = False) -> None:
-        """Draw it anew, unless that was done a short while ago and there is more to come."""
+        """Draw it anew, unless that was done a short while ago and this is not the ``last`` time."""
         began = time.monotonic()
         if began < self._next and not last:
             return
@@ -65,7 +65,7 @@ class LossPlot:
 
 
 def smooth(values: Sequence[float], window: float) -> list[float]:
-    """Exponential moving average over about ``window`` values, without a bias towards the start."""
+    """Return the exponential moving average over about ``window`` values, without a bias towards the start."""
     decay = 1.0 - 1.0 / max(window, 1.0)
     total = weight = 0.0
     smoothed = []
@@ -110,7 +110,7 @@ def draw_loss(records: Records, path: Path, *, title: str) -> None:
 
 
 def _draw_panel(axes: Any, panel: _Panel, records: Records) -> None:
-    """Each metric's course over the steps: as measured, smoothed, and held out."""
+    """Draw each metric of a panel over the steps: as measured, smoothed, and held out."""
     colours = ((TRAIN, HELD_OUT), (OTHER_TRAIN, OTHER_HELD_OUT))
     for metric, name, (colour, other) in zip(panel.metrics, panel.names, colours, strict=False):
         steps, values = _course(records, metric)
@@ -137,6 +137,6 @@ def _draw_panel(axes: Any, panel: _Panel, records: Records) -> None:
 
 
 def _course(records: Records, metric: str) -> tuple[list[int], list[float]]:
-    """Steps and values of a metric."""
+    """Return the steps and values of a metric."""
     found = [(record["step"], record[metric]) for record in records if metric in record]
     return [step for step, _ in found], [value for _, value in found]

@@ -1,4 +1,4 @@
-"""What a user sees while a run trains: one live line on a terminal, ``key=value`` lines everywhere else."""
+"""The output of a run while it trains: one live line on a terminal, ``key=value`` lines everywhere else."""
 
 from __future__ import annotations
 
@@ -28,9 +28,9 @@ class Progress:
     Args:
         console: Where to; a terminal gets the live line.
         total_steps: Optimizer steps of the whole run.
-        first_step: Steps taken before, where a run is resumed: the time left is judged by this session alone.
+        first_step: Steps taken before, where a run is resumed: the time left is estimated from this session alone.
         logging_steps: Without a terminal, one line every so many steps.
-        told: Told the number of the step that is going on, from 1, and what is done in it.
+        told: Called with the number of the current step, from 1, and the current activity in it.
     """
 
     console: Console
@@ -56,7 +56,7 @@ class Progress:
         self._live.stop()
 
     def step(self, record: dict[str, Any]) -> None:
-        """A step is done; ``record`` is its line of ``metrics.jsonl``."""
+        """Report a step that is done; ``record`` is its line of ``metrics.jsonl``."""
         self._record = record
         self.activity("")
         done = record["step"]
@@ -77,12 +77,12 @@ class Progress:
             )
 
     def activity(self, text: str) -> None:
-        """What is going on within a step: shown at the end of the live line until the step is done."""
+        """Show the current activity within a step, at the end of the live line until the step is done."""
         self._activity = text
         self.told(self._record["step"] + 1, text or "training")
 
     def evaluated(self, step: int, found: Mapping[str, float]) -> None:
-        """What was found after ``step`` steps: ``eval_loss`` and ``eval_`` metrics."""
+        """Report the results of an evaluation after ``step`` steps: ``eval_loss`` and ``eval_`` metrics."""
         self.activity("")
         names = {"eval_loss": "loss", **{f"eval_{name}": called for name, called in SHOWN.items()}}
         shown = {called: f"{found[name]:.4f}" for name, called in names.items() if name in found}
@@ -95,7 +95,7 @@ class Progress:
             self._print_pairs(step=f"{step}/{self.total_steps}", **{f"eval_{name}": v for name, v in shown.items()})
 
     def saved(self, step: int, path: object) -> None:
-        """A checkpoint is committed."""
+        """Report that a checkpoint is committed."""
         self.activity("")
         if self.console.is_terminal:
             self._print_event(step, Text.assemble("saved ", (str(path), "cyan")))
@@ -103,7 +103,7 @@ class Progress:
             self._print_pairs(step=f"{step}/{self.total_steps}", saved=str(path))
 
     def note(self, step: int, text: str) -> None:
-        """Something that happened in or after ``step``."""
+        """Report something that happened in or after ``step``."""
         if self.console.is_terminal:
             self._print_event(step, Text(text))
         else:
@@ -125,7 +125,7 @@ class Progress:
         return (time.monotonic() - self._started) / done * (self.total_steps - self._record["step"])
 
     def _line(self) -> Text:
-        """The live line, cut to the width of the terminal: the least important fields go first."""
+        """Return the live line, cut to the width of the terminal: the least important fields go first."""
         record, width = self._record, self.console.width
         step = Text(f"step {record['step']}/{self.total_steps}", style="bold")
         # (what is shown, how soon it goes: the highest number first)
@@ -163,7 +163,7 @@ def _bar(done: int, total: int, width: int) -> Text:
 
 
 def format_duration(seconds: float | None) -> str:
-    """``0:42``, ``1:02:03``, ``2d 03:04`` or ``-:--`` where it is not known."""
+    """Return ``0:42``, ``1:02:03``, ``2d 03:04`` or ``-:--`` where it is not known."""
     if seconds is None:
         return "-:--"
     minutes, rest = divmod(round(seconds), 60)
@@ -175,5 +175,5 @@ def format_duration(seconds: float | None) -> str:
 
 
 def format_rate(per_second: float) -> str:
-    """``853``, ``12.3k``"""
+    """Return ``853``, ``12.3k``, as a rate is shown."""
     return f"{per_second:.0f}" if per_second < 1000 else f"{per_second / 1000:.1f}k"

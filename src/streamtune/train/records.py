@@ -1,4 +1,4 @@
-"""What a run writes down as it goes: ``metrics.jsonl`` and ``events.jsonl``, one JSON object a line."""
+"""The records that a run writes: ``metrics.jsonl`` and ``events.jsonl``, one JSON object a line."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def append_record(path: Path, record: dict[str, Any]) -> None:
 
 
 def append_event(path: Path, event: str, **details: Any) -> None:
-    """Add one line that says what happened, and when (UTC)."""
+    """Add one line with an event, its details and its time (UTC)."""
     told = redact_values(details)  # an error's text may quote anything
     append_record(path, {"time": datetime.now(UTC).isoformat(timespec="seconds"), "event": event, **told})
 
@@ -76,7 +76,7 @@ def read_records(path: Path) -> list[dict[str, Any]]:
 
 
 def check_records(metrics: Sequence[Path], events: Path) -> None:
-    """Make sure that the records of a run can be gone on with, before anything of it is changed.
+    """Check that the records of a run can be continued, before anything of it is changed.
 
     Args:
         metrics: Files in which each line is of a step.
@@ -147,7 +147,7 @@ def _is_evaluation(record: dict[str, Any]) -> bool:
 
 @contextmanager
 def record_failure(path: Path) -> Iterator[None]:
-    """Add an event where the block fails, and let the error go on."""
+    """Add an event where the block fails, and raise the error again."""
     try:
         yield
     except Exception as error:

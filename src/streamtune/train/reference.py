@@ -20,10 +20,10 @@ __all__ = ["ModelReference", "Reference", "evaluating"]
 
 
 class Reference(Protocol):
-    """Something that knows the reference's log-probs."""
+    """A source of the reference's log-probs."""
 
     def logprobs(self, batch: TreeBatch) -> Tensor:
-        """fp32 ``[K]``, without gradient: of each target of the batch, in the order of ``batch.row_K``."""
+        """Return the log-probs of the batch's targets: fp32 ``[K]``, no gradient, in the order of ``batch.row_K``."""
         ...
 
 
@@ -52,7 +52,7 @@ class ModelReference:
 
 @contextmanager
 def evaluating(model: Any) -> Iterator[None]:
-    """The model in evaluation mode within, and as it was afterwards; a whole model is in one mode."""
+    """Put the model in evaluation mode within, and back in its mode afterwards; a whole model is in one mode."""
     training = model.training
     model.eval()
     try:

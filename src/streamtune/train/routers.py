@@ -27,7 +27,7 @@ __all__ = ["StepRouters"]
 
 
 class StepRouters:
-    """Tells a streamed model's routers what they are to count in each micro-batch of a step, and adds up what they say.
+    """Sets the totals and weight of a streamed model's routers for each micro-batch of a step, and adds up their loss.
 
     Args:
         handle: What streams the model; None, or one without a loss on its routers: nothing is done here.
@@ -53,18 +53,18 @@ class StepRouters:
 
     @property
     def need_counting(self) -> bool:
-        """Whether the step is balanced as a whole and has parts."""
+        """True if the step is balanced as a whole and has several parts."""
         loss = None if self._watch is None else self._watch.loss
         return loss is not None and loss.scope == "global" and len(self._batches) * self._world.size > 1
 
     def count(self, device: torch.device) -> None:
-        """Find out how often each expert is chosen in the whole step. Random numbers are left as they were."""
+        """Count how often each expert is chosen in the whole step. The random state is left as it was."""
         assert self._handle is not None
         self._totals = self._handle.count_routes(self._calls(device))
 
     @contextmanager
     def micro_batch(self, batch: MicroBatch) -> Iterator[None]:
-        """Around the call and the backward of one micro-batch, which is where it will be computed."""
+        """Set up the routers around the call and the backward of one micro-batch, which is on its device already."""
         if self._watch is None:
             yield
             return
@@ -80,7 +80,7 @@ class StepRouters:
             self.aux_loss = (self.aux_loss or 0.0) + watch.terms.balance.item()
 
     def _calls(self, device: torch.device) -> Iterator[dict[str, Any]]:
-        """The arguments of each micro-batch's call; while they are used, its padding does not count."""
+        """Yield the arguments of each micro-batch's call; while they are used, its padding does not count."""
         assert self._watch is not None
         for batch in self._batches:
             moved = batch.to(device)

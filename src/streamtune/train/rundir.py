@@ -38,13 +38,13 @@ FILES = {
 
 @dataclass(frozen=True)
 class RunDirectory:
-    """Where each file of a run is."""
+    """The paths of the files of a run."""
 
     path: Path
 
     @property
     def identity(self) -> Path:
-        """What run this is: the part of the recipe that decides the result, and a fingerprint of the data."""
+        """The identity of the run: the part of the recipe that decides the result, and a fingerprint of the data."""
         return self.path / IDENTITY
 
     @property
@@ -59,12 +59,12 @@ class RunDirectory:
 
     @property
     def metrics(self) -> Path:
-        """One line a step."""
+        """The metrics of the run, one line a step."""
         return self.path / "metrics.jsonl"
 
     @property
     def events(self) -> Path:
-        """What happened, and when."""
+        """The events of the run, with their times."""
         return self.path / "events.jsonl"
 
     @property
@@ -83,7 +83,7 @@ class RunDirectory:
         return self.path / "final"
 
     def read_identity(self) -> dict[str, Any] | None:
-        """The identity of the run that is here already; None where there is none.
+        """Return the identity of the run that is here already; None where there is none.
 
         Raises:
             ArgumentError: The directory has files, and they are not a run's.
@@ -170,7 +170,7 @@ class RunDirectory:
         deepspeed: Mapping[str, Any] = MappingProxyType({}),
         hold: DirectoryHold | None = None,
     ) -> Iterator[None]:
-        """Write down what run the directory holds, and keep other processes from training in it.
+        """Write the identity and recipe of the run, and keep other processes from training in the directory.
 
         Args:
             identity: What run it is.
@@ -214,7 +214,7 @@ class RunDirectory:
 
 
 def _check_identity(value: Any) -> dict[str, Any]:
-    """Return what was read of ``run.json``, if it is what a run writes.
+    """Return the content of ``run.json``, if it has the form that a run writes.
 
     Raises:
         ValueError: It is not.
@@ -233,7 +233,7 @@ def find_checkpoint(run: RunDirectory, resume: str, notify: Callable[[str], None
     Args:
         run: The directory to look in.
         resume: ``auto`` (the newest one of ``run`` that verifies), ``never``, or the path of a checkpoint.
-        notify: Told about damaged checkpoints.
+        notify: Called with a message about each damaged checkpoint.
 
     Raises:
         ArgumentError: ``resume`` is a path, and nothing is there.
@@ -319,7 +319,7 @@ def check_same_run(
 
 
 def tell_changes(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
-    """What else differs from the start of a run, in words: keys that may, versions of what computes, ranks."""
+    """Describe other differences from the start of a run: keys that may differ, versions of libraries, ranks."""
     parts = [_changes(before[part], now.get(part, {})) for part in ("free", "versions") if part in before]
     parts.append(_changes(*({"world_size": each.get("world_size", 1)} for each in (before, now))))
     return [text for part in parts for text in part.values()]

@@ -1,4 +1,4 @@
-"""Who writes checkpoints: off the training thread where that is safe, and who deletes the old ones.
+"""Write checkpoints, off the training thread where that is safe, and delete the old ones.
 
     training thread    copy to the host     step   step   step            wait at the end
     worker                        write, hash, fsync, rename, read back, delete old ones
@@ -42,7 +42,7 @@ __all__ = ["CheckpointSaver", "Keep", "rotate"]
 
 @dataclass(frozen=True)
 class Keep:
-    """Which checkpoints stay."""
+    """The checkpoints that stay."""
 
     newest: int
     """So many of the newest; 0 keeps all."""
@@ -54,7 +54,7 @@ class Keep:
 def rotate(folder: Path, keep: Keep, *, run: str = "") -> list[Path]:
     """Delete the checkpoints of ``run`` that need not stay, and return what was deleted.
 
-    A directory without a manifest of this very run is not touched, whatever it is called.
+    A directory without a manifest of this very run is not touched, even if it is named like one.
     """
     if keep.newest <= 0:
         return []
@@ -82,10 +82,10 @@ class CheckpointSaver:
     Args:
         folder: Where the checkpoints go.
         writer: Writes the model.
-        keep: What is kept when a new one is verified.
+        keep: The checkpoints that stay when a new one is verified.
         run: Which run this is.
         asynchronous: Write off the training thread.
-        before: Called in the thread that writes, before anything is committed: what else must be on disk by then.
+        before: Called in the writing thread before anything is committed: writes all else that must be on disk by then.
     """
 
     def __init__(
@@ -157,7 +157,7 @@ class CheckpointSaver:
         self.begin(write, off_thread=copied)
 
     def begin(self, write: Callable[[], None], *, off_thread: bool) -> None:
-        """Have ``write`` called: here, or in the worker. The last save is over by now."""
+        """Call ``write``: here, or in the worker if ``off_thread``. The last save is over by now."""
         if not off_thread:
             write()
             return
@@ -177,23 +177,23 @@ class CheckpointSaver:
             raise error
 
     def committed(self, path: Path) -> None:
-        """Take note of a checkpoint that somebody else committed: read it back, then delete what need not stay."""
+        """Record a checkpoint that was committed: read it back, then delete those that need not stay."""
         open_checkpoint(path)  # only now is there one more than before
         rotate(self.folder, self.keep, run=self.run)
         self._saved.append(path)
 
     @property
     def failed(self) -> bool:
-        """Whether the last save went wrong; :meth:`wait` says how."""
+        """True if the last save failed; :meth:`wait` raises its error."""
         return self._error is not None
 
     def finished(self) -> list[Path]:
-        """What was committed since the last call."""
+        """Return the checkpoints that were committed since the last call."""
         saved, self._saved = self._saved, []
         return saved
 
     def wait(self) -> list[Path]:
-        """Wait for the save in flight, then as :meth:`finished`.
+        """Wait for the save in flight, then return the same as :meth:`finished`.
 
         Raises:
             CheckpointError: It failed.

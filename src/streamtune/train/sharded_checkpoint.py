@@ -7,8 +7,8 @@
       rng-r00003.safetensors, .json        the random state of rank 3
       manifest.json                        over all files, written last, by rank 0
 
-All ranks write into one staged directory, which they must all see (:func:`check_shared_folder`). What goes wrong on any
-of them goes wrong on all, with its message, and the directory is discarded.
+All ranks write into one staged directory, which they must all see (:func:`check_shared_folder`). An error on
+any of them is raised on all, with its message, and the directory is discarded.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ def save_sharded(
 
     Args:
         saver: Where to, of which run, and what is kept.
-        world: The ranks; where ``saver`` is asynchronous, over a group that nobody else talks over.
+        world: The ranks; where ``saver`` is asynchronous, over a group that nothing else uses.
         backend: Whose state it is.
         state: JSON values, the same on every rank; ``step`` among them.
         rng: This rank's random state, which the next step starts from.
@@ -114,22 +114,24 @@ def save_sharded(
 
 
 def _has_room(world: World, size: int) -> bool:
-    """Whether on every host the copies of its ranks, of which this one's has ``size`` bytes, take less than half of the
-    memory that is free."""
+    """Return True if on every host the copies of its ranks take less than half of the free memory.
+
+    ``size`` is the bytes of this rank's copy.
+    """
     host = socket.gethostname()
     needed = sum(size for other, size in world.collect((host, size)) if other == host)
     return not world.any(2 * needed > psutil.virtual_memory().available)
 
 
 def _copy_model(writer: ModelWriter, world: World) -> ModelWriter:
-    """What writes the model as it is now, from any thread of rank 0."""
+    """Return a writer of the model as it is now, for any thread of rank 0."""
     if writer.snapshot is None or not (writer.together or world.is_main):
         return writer
     return ModelWriter(writer.snapshot(), writer.num_bytes)
 
 
 def _write_model(writer: ModelWriter, folder: Path, world: World, told: Callable[[Callable[[], Any]], Any]) -> None:
-    """Have the model written by rank 0 where it has all of it, and by all ranks where none has."""
+    """Write the model: by rank 0 where it has all of it, by all ranks where none has."""
     if writer.together:
         world.together(lambda: told(lambda: writer.write(folder)))
     else:
@@ -157,7 +159,7 @@ def write_final_together(target: Path, writer: ModelWriter, world: World) -> Non
 
 
 def _write_own(staged: Path, rank: int, slices: Iterable[Slice], rng: RngState) -> list[Any]:
-    """What this rank holds, on disk."""
+    """Write the state that this rank holds to disk, and return its entries of the index."""
     entries = write_slices(staged, slices, rank)
     name = f"rng-r{rank:05d}" if rank else "rng"
     save_file(rng.tensors, staged / f"{name}.safetensors")
@@ -174,12 +176,12 @@ def _write_json(path: Path, value: Mapping[str, Any]) -> None:
 
 
 def ranks_of(checkpoint: Checkpoint) -> int:
-    """How many ranks wrote it."""
+    """Return the number of ranks that wrote it."""
     return int(checkpoint.state.get("ranks", 1))
 
 
 def rng_of_rank(checkpoint: Checkpoint, rank: int) -> RngState:
-    """The random state of one of the ranks that wrote it."""
+    """Return the random state of one of the ranks that wrote it."""
     if rank == 0:
         return checkpoint.rng()
     path = checkpoint.path / f"rng-r{rank:05d}.safetensors"

@@ -17,14 +17,14 @@ __all__ = ["StopRequest"]
 
 
 class StopRequest:
-    """While entered, turns the first signal into :attr:`signum`, which the loop looks at.
+    """While entered, records the first signal in :attr:`signum`, which the loop checks.
 
     The second SIGINT or SIGTERM meets the system's default, which ends the process within the instant, even inside a
     kernel or in the middle of writing a checkpoint. That loses nothing: a checkpoint counts only once it is renamed
     into place. SIGHUP is sent several times where a terminal is closed, or after SIGTERM, and so never counts as the
     second; under ``nohup``, where it is ignored, it stays ignored.
 
-    A reader of standard output that has gone (``| head``, a viewer that was closed) asks for the same: nobody may see
+    A reader of standard output that has gone (``| head``, a viewer that was closed) requests a stop too: nobody may see
     how the run goes on, and what was trained is saved.
 
     Outside the main thread, where Python accepts no handlers, a signal changes nothing.
@@ -43,14 +43,14 @@ class StopRequest:
 
     @property
     def reason(self) -> str:
-        """Why it is: the name of a signal, or that nobody reads the output; empty where it is not to."""
+        """The reason to stop: the name of a signal, or that nobody reads the output; empty where there is none."""
         if self.signum is not None:
             return signal.Signals(self.signum).name
         return "the reader of the output has gone" if reader_is_gone() else ""
 
     @property
     def exit_code(self) -> int:
-        """Of a process that was stopped: 130 for Ctrl-C, 143 for SIGTERM and all others, 0 where it was not."""
+        """Exit code of the process: 130 for Ctrl-C, 143 for SIGTERM and all others, 0 where it was not stopped."""
         if self.signum is None and not reader_is_gone():
             return 0
         return 128 + (signal.SIGINT if self.signum == signal.SIGINT else signal.SIGTERM)

@@ -1,4 +1,4 @@
-"""The state of an optimizer in slices: what each rank holds of it, written by that rank, read by whoever needs it.
+"""The state of an optimizer in slices: each is written by the rank that holds it, and read by any that needs it.
 
 A slice is a range of a flattened tensor: ``(parameter, key, offset, values)``. Ranks that share the state hold
 different slices of the same tensors, by rows (FSDP2), by a range of each parameter (ZeRO-3) or of all of them joined
@@ -51,7 +51,7 @@ class Slice(NamedTuple):
 
     @property
     def name(self) -> str:
-        """Of the whole tensor."""
+        """Name of the whole tensor."""
         return f"{self.parameter}/{self.key}"
 
 
@@ -91,7 +91,7 @@ def write_slices(
 
 
 def write_index(folder: Path, entries: Iterable[Entry]) -> None:
-    """Write what all ranks wrote into one list.
+    """Write the entries of all ranks into one index.
 
     Raises:
         CheckpointError: Ranks do not agree on a tensor, or together do not have all of it.
@@ -144,11 +144,11 @@ class SliceReader:
                     self._slices[name] = [(0, math.prod(shape), path.name, name)]
 
     def keys(self, parameter: str) -> list[str]:
-        """The keys there are for a parameter."""
+        """Return the keys of a parameter's state."""
         return [name.rpartition("/")[2] for name in self._shapes if name.rpartition("/")[0] == parameter]
 
     def parameters(self) -> set[str]:
-        """The parameters there is anything for."""
+        """Return the parameters that have any state."""
         return {name.rpartition("/")[0] for name in self._shapes}
 
     def check_parameters(self, trained: Iterable[str]) -> None:
@@ -165,11 +165,11 @@ class SliceReader:
             )
 
     def shape(self, parameter: str, key: str) -> tuple[int, ...]:
-        """Of the whole tensor; of a count, ``()``."""
+        """Return the shape of the whole tensor; of a count, ``()``."""
         return self._shapes[f"{parameter}/{key}"]
 
     def read(self, parameter: str, key: str, offset: int, count: int) -> Tensor:
-        """``count`` values from ``offset`` on, flattened, on the CPU.
+        """Return ``count`` values from ``offset`` on, flattened, on the CPU.
 
         Raises:
             CheckpointError: The checkpoint does not have them.
@@ -185,13 +185,13 @@ class SliceReader:
         return torch.cat(parts) if len(parts) != 1 else parts[0]
 
     def whole(self, parameter: str, key: str) -> Tensor:
-        """All of it, in its shape."""
+        """Return the whole tensor, in its shape."""
         shape = self._shapes[f"{parameter}/{key}"]
         return self.read(parameter, key, 0, math.prod(shape)).reshape(shape)
 
 
 def _read_range(path: Path, name: str, first: int, last: int) -> Tensor:
-    """Values ``first`` to ``last`` of a flattened tensor; of one with rows, the rows that have them are read."""
+    """Return values ``first`` to ``last`` of a flattened tensor; if it has rows, only the rows needed are read."""
     with safe_open(path, framework="pt") as file:
         stored = file.get_slice(name)
         shape = stored.get_shape()
@@ -207,7 +207,7 @@ def _read_range(path: Path, name: str, first: int, last: int) -> Tensor:
 
 
 def share_out_whole(tensors: Mapping[str, Tensor], rank: int, size: int) -> Iterator[Slice]:
-    """Of a state that every rank has whole, the share that this rank writes: about as many bytes as each other's.
+    """Yield the share that this rank writes of a state that all ranks have whole: about as many bytes on each rank.
 
     Args:
         tensors: ``PARAMETER/KEY`` -> tensor, the same names in the same order on every rank.

@@ -1,6 +1,6 @@
-"""One optimizer step, piece by piece: gradients of all its micro-batches, clipping, the update, and evaluation beside.
+"""Gradients of all micro-batches of an optimizer step, and evaluation.
 
-The gradient of a step is that of one number, whatever the number of micro-batches G it is summed over. For supervised
+The gradient of a step is that of one number, summed over any number of micro-batches G. For supervised
 fine-tuning it is
 
     loss = 1/N  sum_{g=1..G}  sum_{t in targets of micro-batch g}  -log p(target_t)        N = targets of all G together
@@ -46,7 +46,7 @@ __all__ = [
 
 @dataclass(frozen=True)
 class TrainSettings:
-    """What the loop needs to know beyond its objects."""
+    """Settings of the loop."""
 
     total_steps: int
     """Optimizer steps of the whole run, those before a resume included."""
@@ -62,7 +62,7 @@ class TrainSettings:
     """Run the forward under bfloat16 autocast."""
     seed: int
     out_of_memory_mend: str
-    """What to change where memory runs out."""
+    """Advice for the message where memory runs out."""
     on_nan: Literal["stop", "skip"] = "stop"
     max_skips: int = 0
     """Steps of the whole run that may be skipped."""
@@ -77,7 +77,7 @@ class TrainSettings:
 
 @dataclass(frozen=True)
 class StepScore:
-    """The loss of a whole optimizer step, and what else its objective says of it."""
+    """The loss of a whole optimizer step, and the metrics of its objective."""
 
     loss: float
     metrics: dict[str, float]
@@ -92,20 +92,20 @@ class _Means:
         self._found: dict[str, SumAndCount] = {}
 
     def add(self, scored: Mapping[str, SumAndCount]) -> None:
-        """Take those of one more micro-batch."""
+        """Add the sums and counts of one more micro-batch."""
         for name, (value, count) in scored.items():
             before, counted = self._found.get(name, (0.0, 0.0))
             self._found[name] = (before + value, counted + count)
 
     def over(self, world: World) -> _Means:
-        """Those of all ranks together."""
+        """Return the sums and counts of all ranks together."""
         joined = _Means()
         for found in world.gather(self._found):
             joined.add(found)
         return joined
 
     def means(self) -> dict[str, float]:
-        """What was counted at all; a mean of nothing is left out."""
+        """Return the mean of each name; one without any count is left out."""
         return {name: value / count for name, (value, count) in self._found.items() if count}
 
 
@@ -128,9 +128,9 @@ def accumulate_gradients(
         objective: What is minimised.
         micro_batches: Of one optimizer step, this rank's: as many on every rank.
         routers: Made for these micro-batches.
-        settings: Autocast, and what to say where memory runs out.
+        settings: Autocast, and the advice for where memory runs out.
         step: Number of the step, from 1: for messages.
-        progress: Told what is going on, a few words at a time.
+        progress: Called with a few words on the current activity.
         stop: Looked at after each micro-batch; a stop of one rank is one of all.
         world: The ranks that share the step.
 
@@ -219,12 +219,12 @@ def evaluate(
 
 
 def device_of(model: nn.Module) -> torch.device:
-    """The device of the parameters."""
+    """Return the device of the parameters."""
     return next(model.parameters()).device
 
 
 def find_non_finite(name: str, value: float, step: int, micro_batches: Sequence[MicroBatch]) -> NonFiniteError | None:
-    """What is wrong where ``value`` is NaN or infinite: one such step would leave no weight usable."""
+    """Return an error if ``value`` is NaN or infinite: one such step would leave no weight usable."""
     if math.isfinite(value):
         return None
     return NonFiniteError(
@@ -236,7 +236,7 @@ def find_non_finite(name: str, value: float, step: int, micro_batches: Sequence[
 
 @contextmanager
 def explain_out_of_memory(doing: str, micro_batches: Sequence[MicroBatch], mend: str) -> Iterator[None]:
-    """Turn running out of memory into a message that names the batch and what to change."""
+    """Turn an out-of-memory error into a message that names the batch and what to change."""
     try:
         yield
     except (RuntimeError, MemoryError) as error:
@@ -248,7 +248,7 @@ def explain_out_of_memory(doing: str, micro_batches: Sequence[MicroBatch], mend:
 
 
 def name_rows(micro_batches: Sequence[MicroBatch], most: int = 4) -> str:
-    """Where the rows come from; the first few of many."""
+    """Return the sources of the rows, in one text; the first few of many."""
     origins = [origin for batch in micro_batches for origin in batch.origins]
     rest = f" and {len(origins) - most} more" if len(origins) > most else ""
     return ", ".join(origins[:most]) + rest

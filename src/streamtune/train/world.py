@@ -1,4 +1,4 @@
-"""The ranks that train one model together, and the little they have to tell each other beside gradients.
+"""The ranks that train one model together, and the few values they exchange besides gradients.
 
 W ranks are laid out as DP x SP: consecutive ranks share a sequence (``sequence_size`` of them), each such group is one
 *data rank* and has rows of its own. What is counted (targets, losses) is counted by data ranks, so a sum over ranks is
@@ -39,7 +39,7 @@ class World:
     """Over which they talk; None is the default group."""
 
     def apart(self) -> World:
-        """The same ranks over a group of their own: for a thread that talks while others do. Called by all ranks."""
+        """Return the same ranks over a group of their own, for use in another thread. Called by all ranks."""
         return replace(self, group=distributed.new_group(backend="gloo")) if self.size > 1 else self
 
     @property
@@ -49,16 +49,16 @@ class World:
 
     @property
     def data_rank(self) -> int:
-        """Which share of the rows this rank has."""
+        """The number of this rank's share of the rows."""
         return self.rank // self.sequence_size
 
     @property
     def data_size(self) -> int:
-        """Shares of the rows."""
+        """The number of shares of the rows."""
         return self.size // self.sequence_size
 
     def sums(self, values: Sequence[float]) -> list[float]:
-        """Each value summed over the data ranks."""
+        """Return each value summed over the data ranks."""
         if self.size == 1:
             return list(values)
         found = torch.tensor(list(values), dtype=torch.float64)
@@ -66,11 +66,11 @@ class World:
         return [value / self.sequence_size for value in found.tolist()]
 
     def count(self, value: int) -> int:
-        """A count summed over the data ranks."""
+        """Return a count summed over the data ranks."""
         return round(self.sums([value])[0])
 
     def any(self, flag: bool) -> bool:
-        """True on all ranks where the flag is set on any of them."""
+        """Return True on all ranks if the flag is set on any of them."""
         return flag if self.size == 1 else self.sums([float(flag)])[0] > 0
 
     def gather(self, value: T) -> list[T]:
@@ -78,7 +78,7 @@ class World:
         return [value] if self.size == 1 else self.collect(value)[:: self.sequence_size]
 
     def collect(self, value: T) -> list[T]:
-        """The values of all ranks, in their order, those that share a sequence included; plain values, small.
+        """Return the values of all ranks, in their order, those that share a sequence included; plain values, small.
 
         Raises:
             TypeError: The value is none that can be sent; on the other ranks a RunError that names this one.
@@ -101,7 +101,7 @@ class World:
         return [_decoded(part[:length], rank) for rank, (part, length) in enumerate(zip(found, lengths, strict=True))]
 
     def together(self, work: Callable[[], T]) -> T:
-        """``work()`` done by every rank; where it fails on one it fails on all of them.
+        """Call ``work()`` on every rank; where it fails on one it fails on all of them.
 
         No rank may wait for another within ``work`` where one of them can fail alone.
 
@@ -126,11 +126,11 @@ class World:
         return result
 
     def largest(self, value: int) -> int:
-        """The largest of a number over the ranks."""
+        """Return the largest of a number over the data ranks."""
         return max(self.gather(value))
 
     def main(self, work: Callable[[], T]) -> T:
-        """``work()`` done by rank 0 alone, its result on every rank: a plain value (see ``exchange``).
+        """Call ``work()`` on rank 0 alone, and return its result on every rank: a plain value (see ``exchange``).
 
         Raises:
             StreamTuneError: Where it raises one, on every rank; any other error of rank 0 reaches the others as one.
@@ -166,7 +166,7 @@ class World:
 
 
 def _encoded(document: dict[str, Any]) -> tuple[bytes, Exception | None]:
-    """A document for other ranks; where it cannot be sent the error for this rank, and for the others that."""
+    """Encode a document for other ranks; if it cannot be sent, encode the error for them and return it as well."""
     try:
         data = encode_value(document)
         if len(data) <= MOST_BYTES:
@@ -178,7 +178,7 @@ def _encoded(document: dict[str, Any]) -> tuple[bytes, Exception | None]:
 
 
 def _decoded(sent: Tensor, rank: int) -> Any:
-    """The value that ``rank`` sent.
+    """Return the value that ``rank`` sent.
 
     Raises:
         StreamTuneError: It sent an error, or something else.
@@ -192,10 +192,10 @@ def _decoded(sent: Tensor, rank: int) -> Any:
 
 
 def _checked(size: int, rank: int) -> int:
-    """The size that ``rank`` announced, which every rank sees.
+    """Return the size that ``rank`` announced, which every rank receives.
 
     Raises:
-        DistributedError: No value has it.
+        DistributedError: No value has that size.
     """
     if not 0 < size <= MOST_BYTES:
         raise DistributedError(

@@ -1,4 +1,4 @@
-"""What the preflight borrows from a model and gives back: its flags, its attention, its parameters."""
+"""Contexts in which the preflight changes a model's flags, attention and parameters, and which restore them."""
 
 from __future__ import annotations
 
@@ -19,7 +19,11 @@ __all__ = ["aliased", "borrowed"]
 
 @contextmanager
 def borrowed(handle: StreamHandle) -> Iterator[None]:
-    """Evaluation mode without a trace: all that a forward reads or moves is put back."""
+    """Set evaluation mode inside the context, and restore afterwards all that the preflight changes.
+
+    That is the training flags, the layers' ``forward``, ``requires_grad`` of the head, the precision of fp32 products
+    and the random state.
+    """
     model = handle.model
     training = [(module, module.training) for module in model.modules()]
     forwards: list[Any] = [layer.__dict__.get("forward") for layer in handle.layers]
@@ -47,7 +51,7 @@ def borrowed(handle: StreamHandle) -> Iterator[None]:
 
 @contextmanager
 def aliased(layer: nn.Module) -> Iterator[dict[str, Tensor]]:
-    """The layer's trainable parameters as leaves of their own, on the same storage: no ``.grad`` and no hook is met."""
+    """Replace the layer's trainable parameters by leaves on the same storage, which have no ``.grad`` and no hooks."""
     names = {id(p): name for name, p in layer.named_parameters() if p.requires_grad}
     aliases: dict[int, nn.Parameter] = {}
     before: list[tuple[nn.Module, str, nn.Parameter]] = []

@@ -1,4 +1,4 @@
-"""How far apart two computations of one thing are, and how far rounding alone may put them."""
+"""Measures of the difference between two computations of a tensor, and bounds on the difference rounding explains."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ BOUND = {torch.float64: 1e-5, torch.float32: 1e-4, torch.float16: 1e-2, torch.bf
 
 
 def compared_dtype(tensor: Tensor, layer: nn.Module | None = None) -> torch.dtype:
-    """The key of a tensor's bound: its dtype, or that of the layer it went through where that is coarser.
+    """Return the key of a tensor's bound: its dtype, or that of the layer it went through where that is coarser.
 
     Some models keep the residual stream in fp32 between layers that compute in bf16.
     """
@@ -25,7 +25,7 @@ def compared_dtype(tensor: Tensor, layer: nn.Module | None = None) -> torch.dtyp
 
 
 def distance(value: Tensor, reference: Tensor, valid: Tensor | None) -> float:
-    """``||value - reference|| / ||reference||`` over the valid tokens."""
+    """Return ``||value - reference|| / ||reference||`` over the valid tokens."""
     if value.shape != reference.shape:
         return math.inf
     if valid is not None:
@@ -34,7 +34,7 @@ def distance(value: Tensor, reference: Tensor, valid: Tensor | None) -> float:
 
 
 def norm_of(value: Tensor | None, other: Tensor | None = None) -> float:
-    """``||value - other||`` in fp32 or wider, where a missing tensor is zero."""
+    """Return ``||value - other||`` in fp32 or wider, where a missing tensor is zero."""
     if value is None:
         value, other = other, None
     if value is None:
@@ -44,14 +44,14 @@ def norm_of(value: Tensor | None, other: Tensor | None = None) -> float:
 
 
 def ratio(difference: float, whole: float) -> float:
-    """``difference / whole``; a difference that is no number is as large as can be."""
+    """Return ``difference / whole``: 0 for no difference, infinity if one is not finite or ``whole`` is 0."""
     if difference == 0:
         return 0.0
     return difference / whole if whole > 0 and math.isfinite(difference) and math.isfinite(whole) else math.inf
 
 
 def widened(value: Any, dtype: torch.dtype) -> Any:
-    """Every floating tensor in nested containers in a wider dtype."""
+    """Return nested containers with every floating tensor in a wider dtype."""
     if isinstance(value, Tensor):
         return value.detach().to(dtype) if value.is_floating_point() else value
     if isinstance(value, UserDict):

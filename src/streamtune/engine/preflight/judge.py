@@ -1,10 +1,10 @@
-"""One layer, whole and in chunks: how far its outputs and gradients are apart, and whether rounding explains it.
+"""Comparison of one layer, whole and in chunks, by the differences of its outputs and gradients.
 
     differs:  ||z - z_ref|| > bound * ||z_ref - z_in|| + eps * ||z_ref||        (z_ref - z_in is what the layer adds)
     or        ||g - g_ref|| > bound * max(||g_ref||, 1e-2 ||G_ref||)            (for z_in, arguments and parameters)
 
-Nothing is learned from a comparison of rounding errors: where a difference could be rounding (or a router that chose
-another expert because of it), a copy of that one layer in a wider dtype decides.
+A difference above the bound may still be rounding, or a router that chose another expert because of it. So a copy of
+that one layer in a wider dtype decides.
 """
 
 from __future__ import annotations
@@ -38,18 +38,18 @@ MEND = (
 
 
 class DiffersError(UnsupportedModelError):
-    """Plain and streamed do not agree."""
+    """The plain and the streamed computation differ."""
 
 
 class LayerJudge:
-    """Compares calls of a model's layers.
+    """Compares recorded calls of a model's layers, plain and streamed.
 
     Args:
-        model: For errors.
+        model: The model, named in errors.
         layers: Its decoder layers.
-        attentions: The configs that name an attention, and for each what it names plain and what it names streamed.
+        attentions: Each config that names an attention, with the names it has in the plain and in the streamed model.
         own: The attention of layers that compute it themselves.
-        valid: ``[B, T]``: where the trial's batch has a token.
+        valid: ``[B, T]``, True where the trial's batch has a token.
     """
 
     def __init__(
@@ -66,7 +66,7 @@ class LayerJudge:
         self.ours = [streamed for _, _, streamed in attentions]
 
     def same_output(self, outputs: list[Tensor], call: RecordedCall, streamed: Arguments) -> None:
-        """Raise if the streamed layer's outputs are not the plain one's."""
+        """Raise if the streamed layer's outputs differ from the plain one's by more than rounding explains."""
         if len(outputs) != len(call.outputs):
             raise DiffersError(f"{self.name} returns {len(outputs)} tensors from a streamed layer")
         error, bound = self._output_error(outputs, call), self.bound(call.index, call.outputs[0])
@@ -74,20 +74,20 @@ class LayerJudge:
             self._settle(call, streamed, "output", error, bound)
 
     def same_gradients(self, call: RecordedCall, streamed: Arguments) -> None:
-        """Raise if the streamed layer's gradients are not the plain one's."""
+        """Raise if the streamed layer's gradients differ from the plain one's by more than rounding explains."""
         bound = self.bound(call.index, call.z_in)
         what, error = self._gradient_error(self.layers[call.index], call, streamed)
         if not error <= bound:
             self._settle(call, streamed, what, error, bound)
 
     def _output_error(self, outputs: list[Tensor], call: RecordedCall) -> float:
-        """The largest relative difference of an output."""
+        """Return the largest relative difference of an output."""
         first = self._added(outputs[0], call.outputs[0], call.z_in)
         others = zip(outputs[1:], call.outputs[1:], strict=True)
         return max([first, *(distance(z, z_ref, self.valid_tokens(z_ref)) for z, z_ref in others)])
 
     def _gradient_error(self, layer: nn.Module, call: RecordedCall, streamed: Arguments) -> tuple[str, float]:
-        """The largest relative difference of a gradient of the layer, and whose it is."""
+        """Return the name and the relative difference of that gradient of the layer which differs most."""
         generator = torch.Generator().manual_seed(call.index)
         grad_outputs = []
         for z in call.outputs:
@@ -116,7 +116,7 @@ class LayerJudge:
         return worst
 
     def _added(self, z: Tensor, z_ref: Tensor, z_in: Tensor) -> float:
-        """Difference of two outputs relative to what the layer adds, less what rounding does to the sum."""
+        """Return the difference of two outputs, less rounding of the sum, relative to what the layer adds."""
         if z.shape != z_ref.shape:
             return math.inf
         valid = self.valid_tokens(z_in)
@@ -126,7 +126,7 @@ class LayerJudge:
         return ratio(max(norm_of(z, z_ref) - rounding, 0.0), added)
 
     def _settle(self, call: RecordedCall, streamed: Arguments, what: str, error: float, bound: float) -> None:
-        """Ask a copy of the layer in a wider dtype whether a difference was rounding; raise if it was not."""
+        """Compare again in a wider dtype, with a copy of the layer; raise if the difference was not rounding."""
         layer = self.layers[call.index]
         wider = WIDER.get(compared_dtype(call.z_in, layer))
         try:
@@ -166,21 +166,21 @@ class LayerJudge:
                 raise self.differs(call.index, name, value, BOUND[compared_dtype(reference[0])])
 
     def valid_tokens(self, z: Tensor) -> Tensor:
-        """``[B, T]``: where the batch has a token; everywhere if the layers see another length than the batch has."""
+        """Return ``[B, T]``, True where the batch has a token; all True if the layers see another length than it."""
         return self.valid if z.shape[:2] == self.valid.shape else z.new_ones(z.shape[:2], dtype=torch.bool)
 
     def bound(self, index: int, z: Tensor) -> float:
-        """What rounding explains of a tensor before or behind a layer."""
+        """Return the relative difference that rounding explains for a tensor before or behind a layer."""
         return BOUND[compared_dtype(z, self.layers[index])]
 
     def where(self, index: int | None) -> str:
-        """A layer's place in the model."""
+        """Return a layer's place in the model, for messages."""
         if index is None:
             return f"{self.name}, outside its decoder layers"
         return f"layer {index} of {len(self.layers)} ({type(self.layers[index]).__name__})"
 
     def differs(self, index: int, what: str, error: float, bound: float) -> DiffersError:
-        """The error that says so."""
+        """Return the error for a difference that rounding does not explain."""
         return DiffersError(
             f"{self.name} is not streamed exactly: the {what} of {type(self.layers[index]).__name__} in chunks "
             f"differs from the whole sequence's by {error:.1e} (rounding explains {bound:.0e})",
@@ -190,12 +190,12 @@ class LayerJudge:
 
 
 def without_self(forward: Callable[..., Any]) -> Callable[..., Any]:
-    """A bound forward in the form of a class's."""
+    """Return a bound forward as a function that takes ``self`` first, as that of the class does."""
     return lambda _self, *args, **kwargs: forward(*args, **kwargs)
 
 
 def _widened_call(arguments: Arguments, layer: nn.Module, dtype: torch.dtype) -> Arguments:
-    """The call of a wider copy of the layer, its tensors widened."""
+    """Return the call of a wider copy of the layer, its tensors widened."""
     new = inspect.BoundArguments(arguments.signature, widened(dict(arguments.arguments), dtype))
     new.arguments[next(iter(new.arguments))] = layer
     return new

@@ -1,9 +1,10 @@
-"""Does a layer do at length what it does in chunks? Some switch their way of computing above a number of tokens.
+"""Check of layers on a row longer than a chunk: some compute in another way above a number of tokens.
 
-The other preflights try a few tokens, which every chunk is longer than. Here one layer of each kind runs forward on a
-row that is longer than the schedule's chunk c, plainly and in its chunks, from the same hidden states. The chunks of a
-row are about equally long: c/2 at least, which a row of c + 1 tokens has. A layer that switches below c/2 is exact, one
-that switches between c/2 and c differs there, and one that switches above c differs in a row that is as long as that.
+The other preflights use a few tokens, fewer than every chunk has. Here one layer of each kind runs forward on a row
+that is longer than the schedule's chunk c, plainly and in its chunks, from the same hidden states. The chunks of a row
+are about equally long: c/2 at least, which a row of c + 1 tokens has. A layer that changes its computation below c/2 is
+exact, one that does so between c/2 and c differs there, and one that does so above c differs in a row that is as long
+as that.
 
 Within a chunk the median over its tokens is compared, so that a router that sends a token elsewhere because of rounding
 does not count.
@@ -40,7 +41,7 @@ LONGEST = 4096
 
 
 def lengths_to_check(handle: StreamHandle) -> list[int]:
-    """Rows a little longer than a chunk; none where that costs too much, or is longer than the model's rows."""
+    """Return lengths of rows a little longer than a chunk; none that costs too much or exceeds the model's rows."""
     chunk, longest = handle.schedule.chunk_size, _longest(handle)
     lengths = [chunk + 1, *([chunk + BEYOND] if chunk < SHORT else [])]
     return [length for length in lengths if length <= LONGEST + 1 and (longest is None or length <= longest)]
@@ -52,11 +53,11 @@ def check_length(handle: StreamHandle, length: int) -> None:
     Costs two forwards of the decoder on that row; the whole one has the memory of a plain layer.
 
     Args:
-        handle: What ``stream(model)`` returned.
+        handle: The handle that ``stream(model)`` returned.
         length: Tokens of the row.
 
     Raises:
-        UnsupportedModelError: A layer differs; says which, and in which tokens. The model is left as it was.
+        UnsupportedModelError: A layer differs; the message names it and the tokens. The model is left as it was.
     """
     own = [name for _, name in handle._attention]
     first: UnsupportedModelError | None = None
@@ -75,7 +76,7 @@ def check_length(handle: StreamHandle, length: int) -> None:
 
 
 class _Walk:
-    """Two forwards of a decoder: the first notes what layers are given and give, the second compares."""
+    """Two forwards of a decoder: the first records inputs and outputs of layers, the second compares with them."""
 
     def __init__(self, handle: StreamHandle, plainly: list[Any]) -> None:
         self.handle, self.model, self.layers = handle, handle.model, handle.layers
@@ -138,7 +139,7 @@ class _Walk:
 
 
 class _Step:
-    """Stands in a layer's ``forward`` for one walk."""
+    """Replaces a layer's ``forward`` in one of these forwards."""
 
     def __init__(self, index: int, step: Callable[..., Any]) -> None:
         self.index, self.step = index, step
@@ -148,7 +149,7 @@ class _Step:
 
 
 def _longest(handle: StreamHandle) -> int | None:
-    """The longest row the model takes: some have learnt one vector a position, or choose keys above a length."""
+    """Return the longest row the model takes: some have one vector a position, or choose keys above a length."""
     config = handle.model.config.get_text_config(decoder=True)
     limits = [getattr(config, name, None) for name in ("max_position_embeddings", "n_positions", "keep_window_size")]
     return min((limit for limit in limits if isinstance(limit, int) and limit > 0), default=None)

@@ -1,16 +1,16 @@
-"""A numerical preflight for packing: does this very model keep the rows of a sequence apart, and share what it may?
+"""A numerical preflight for packing: packed rows must not affect each other, and shared beginnings must be exact.
 
-A model is told of packed rows by positions that restart and by nothing else. Whether it listens cannot be read off its
-signature: one that adds a bias by distance (ALiBi), carries a state past a row's end or numbers positions itself takes
-the same arguments and lets rows meet. So a few short rows go through the streamed model together, and each layer is
-handed the very same inputs again, a row at a time. What it adds to its input must be the same.
+A model is given packed rows as positions that restart, and in no other way. Its signature does not show if it follows
+them: one that adds a bias by distance (ALiBi), carries a state past a row's end or numbers positions itself takes the
+same arguments and lets a row see the one before it. So a few short rows go through the streamed model together, and
+each layer is then given the very same inputs again, one row at a time. What it adds to its input must be the same.
 
-    meets:  ||z - z_row|| > bound * ||z_row - z_in|| + eps * ||z_row||       (z_row - z_in is what the layer adds)
+    fails:  ||z - z_row|| > bound * ||z_row - z_in|| + eps * ||z_row||       (z_row - z_in is what the layer adds)
 
-In a narrow dtype a router may choose another expert because of rounding alone, for a token here and there. A row that
-meets the one before it shows it at its first token, in every row: there the median over the rows decides.
+In a narrow dtype a router may choose another expert because of rounding alone, for a token here and there. A layer that
+lets rows see each other differs at the first token of every row: there the median over the rows decides.
 
-Rows that share their beginning (``branches``) are asked about in the same way: a row alone is its trunk and its branch.
+Rows that share their beginning (``branches``) are checked in the same way: a row alone is its trunk and its branch.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ TREES = ((11, (5, 2, 9)), (4, (7, 10)))
 
 @dataclass(frozen=True)
 class _Layout:
-    """How the rows of a trial lie in one sequence, and what is said of a model that mixes them up."""
+    """The layout of a trial's rows in one sequence, and the error text for a model that mixes them up."""
 
     rows: PackedRows
     arguments: dict[str, Tensor]
@@ -63,7 +63,7 @@ class _Layout:
 
 @dataclass
 class _Seen:
-    """One call of a layer in the packed walk: ``[1, T, C]`` in and out."""
+    """One call of a layer in the packed forward: its input and output ``[1, T, C]``."""
 
     index: int
     z_in: Tensor
@@ -76,11 +76,12 @@ def check_packing(handle: StreamHandle) -> None:
     Random state, training flags and the model are left as they were, also when it fails.
 
     Args:
-        handle: What ``stream(model)`` returned.
+        handle: The handle that ``stream(model)`` returned.
 
     Raises:
         ArgumentError: The handle was removed.
-        UnsupportedModelError: The model does not keep packed rows apart; says which layer, and by how much.
+        UnsupportedModelError: The model does not keep packed rows apart; the message names the layer and the
+                difference.
     """
     if not handle.layers:
         raise ArgumentError("the model is not streamed any more", mend="check before .remove()")
@@ -99,7 +100,7 @@ def check_branches(handle: StreamHandle) -> None:
     """Compare rows that share their beginning with the same rows alone, layer by layer, as :func:`check_packing` does.
 
     Args:
-        handle: What ``stream(model)`` returned.
+        handle: The handle that ``stream(model)`` returned.
 
     Raises:
         ArgumentError: The handle was removed.
@@ -133,7 +134,7 @@ class _Trial:
         self.errors: dict[tuple[int, str], list[float]] = {}
 
     def run(self) -> None:
-        """Raise if rows meet."""
+        """Raise if a row depends on another."""
         layout, device = self.layout, self.ids.device
         positions = layout.rows.positions_BT
         arguments = {name: value.to(device) for name, value in layout.arguments.items()}
@@ -148,7 +149,7 @@ class _Trial:
     def _walk(
         self, step: Callable[..., Any], ids: Tensor, rows: PackedRows | None, arguments: dict[str, Tensor]
     ) -> Tensor:
-        """One forward with ``step`` in each layer's place: the logits."""
+        """Run one forward with ``step`` in each layer's place; return the logits."""
         for index, layer in enumerate(self.layers):
             layer.forward = _Step(index, layer, step)
         self.facts.rows = rows
@@ -187,7 +188,7 @@ class _Trial:
         return type(out)([z_out, *out[1:]]) if isinstance(out, tuple | list) else z_out
 
     def _note(self, index: int, what: str, packed: Tensor, alone: Tensor, z_in: Tensor) -> None:
-        """The error of one row, relative to what rounding explains: all of it, or its first token in a narrow dtype."""
+        """Record a row's error relative to what rounding explains; in a narrow dtype that of its first token."""
         dtype = self._dtype(index, alone)
         if torch.finfo(dtype).bits < 32:
             first = slice(self.begin, self.begin + 1)
@@ -212,7 +213,7 @@ class _Trial:
                 )
 
     def _dtype(self, index: int, z: Tensor) -> torch.dtype:
-        """What the bound of a layer's tensor goes by; the head's is that of the last layer."""
+        """Return the dtype that gives the bound of a layer's tensor; the head's is that of the last layer."""
         return compared_dtype(z, self.layers[min(index, len(self.layers) - 1)])
 
     @property
@@ -221,7 +222,7 @@ class _Trial:
 
 
 class _Step:
-    """Stands in a layer's ``forward`` for one walk."""
+    """Replaces a layer's ``forward`` in one forward of the model."""
 
     def __init__(self, index: int, layer: nn.Module, step: Callable[..., Any]) -> None:
         self.index, self.layer, self.step = index, layer, step

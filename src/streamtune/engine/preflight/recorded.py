@@ -1,4 +1,4 @@
-"""A decoder layer's call as a function of tensors, so that the preflight can make it again, plain or in chunks.
+"""A decoder layer's call as a function of tensors, so that the preflight can repeat it, plain or in chunks.
 
 Inputs are the tensor arguments that need a gradient, hidden states first, and the entries of a dictionary of keys and
 values the model shares between its layers. Outputs are the tensors the layer returns, and the entries it fills there.
@@ -25,9 +25,9 @@ Arguments = inspect.BoundArguments
 
 @dataclass
 class RecordedCall:
-    """A call a model made of its layer number ``index``, without gradients.
+    """A recorded call of a model's layer number ``index``, without gradients.
 
-    ``wanted`` names those of the ``inputs`` that need one; ``outputs`` are the plain layer's, the first ``[B, T, C]``.
+    ``wanted`` names the ``inputs`` that need a gradient; ``outputs`` are the plain layer's, the first ``[B, T, C]``.
     """
 
     index: int
@@ -43,12 +43,12 @@ class RecordedCall:
 
 
 def bind(layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Arguments:
-    """A call of ``layer`` as Python binds it; the layer itself is the first argument."""
+    """Bind a call of ``layer`` as Python does; the layer itself is the first argument."""
     return inspect.signature(type(layer).forward).bind(layer, *args, **kwargs)
 
 
 def inputs_of(arguments: Arguments) -> dict[Name, Tensor]:
-    """The hidden states, the other tensors with a gradient, and all shared keys and values, by name."""
+    """Return the hidden states, other tensors with a gradient, and all shared keys and values, by name."""
     found: dict[Name, Tensor] = {}
     for position, (name, value) in enumerate(list(arguments.arguments.items())[1:]):
         if isinstance(value, Tensor) and (position == 0 or value.requires_grad):
@@ -59,7 +59,7 @@ def inputs_of(arguments: Arguments) -> dict[Name, Tensor]:
 
 
 def replaced(arguments: Arguments, tensors: dict[Name, Tensor], layer: nn.Module | None = None) -> Arguments:
-    """The same call with other tensors, of another layer if one is given, and a shared dictionary of its own."""
+    """Return the same call with other tensors, of another layer if one is given, and with its own shared dictionary."""
     new = inspect.BoundArguments(arguments.signature, arguments.arguments.copy())
     if layer is not None:
         new.arguments[next(iter(new.arguments))] = layer
@@ -77,7 +77,7 @@ def replaced(arguments: Arguments, tensors: dict[Name, Tensor], layer: nn.Module
 
 
 def outputs_of(forward: Callable[..., Any], arguments: Arguments) -> tuple[Any, list[Tensor]]:
-    """What ``forward`` returns, and its outputs: tensors it returns, then entries it adds to the shared dictionary."""
+    """Call ``forward``; return its result, and as outputs its tensors, then the entries it adds to the dictionary."""
     sharing = _sharing(arguments)
     before = set(sharing or ())
     out = forward(*arguments.args, **arguments.kwargs)
@@ -88,9 +88,9 @@ def outputs_of(forward: Callable[..., Any], arguments: Arguments) -> tuple[Any, 
 
 
 def hand_on(arguments: Arguments, used: Arguments, out: Any, call: RecordedCall) -> Any:
-    """The recorded outputs in the form the layer gave them, as new leaves: the graph of one layer lives at a time.
+    """Return the recorded outputs in the layer's own form, as new leaves: the graph of one layer lives at a time.
 
-    What the call ``used`` put into its shared dictionary goes into the one of the model's own ``arguments``.
+    Entries that the call ``used`` added to its shared dictionary are added to that of the model's own ``arguments``.
     """
     leaves = iter([x.clone().requires_grad_(torch.is_grad_enabled()) for x in call.outputs])
     items = [next(leaves) if _is_output(place, item) else item for place, item in enumerate(_items(out))]
@@ -107,7 +107,7 @@ def _items(out: Any) -> list[Any]:
 
 
 def _is_output(place: int, item: Any) -> bool:
-    """Hidden states and other ``[B, T, ...]`` of three dimensions; attention weights and choices of keys are none."""
+    """Return True for hidden states and other floating tensors of up to 3 dims: not attention or choices of keys."""
     return place == 0 or (isinstance(item, Tensor) and item.is_floating_point() and item.dim() <= 3)
 
 

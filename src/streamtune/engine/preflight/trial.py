@@ -1,4 +1,4 @@
-"""What the preflights try a model on: a few random tokens, cut into chunks far smaller than they are."""
+"""The inputs of the preflights: a few random tokens, and a schedule of chunks far smaller than they are."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ SCHEDULE = Schedule(chunk_size=7, head_chunk_size=11)
 
 
 def trial_batch(model: Any) -> dict[str, Any]:
-    """Random ordinary tokens, the second row padded on the right; the generator is our own."""
+    """Return random ordinary tokens, the second row padded on the right; the random generator is our own."""
     head = model.get_output_embeddings()
     ids = ordinary_tokens(model, ROWS, LENGTH)
     mask = torch.ones_like(ids)
@@ -32,7 +32,7 @@ def trial_batch(model: Any) -> dict[str, Any]:
 
 
 def ordinary_tokens(model: Any, rows: int, length: int) -> Tensor:
-    """``[rows, length]`` random tokens that are no special ones; the generator is our own."""
+    """Return ``[rows, length]`` random tokens that are no special ones; the random generator is our own."""
     table, head = model.get_input_embeddings().weight, model.get_output_embeddings()
     known = min([table.shape[0], 4096, *([head.weight.shape[0]] if hasattr(head, "weight") else [])])
     config = model.config.get_text_config(decoder=True)
