@@ -66,6 +66,8 @@ class LayerStream:
         """The call whose output this one reads and whose gradient it leaves there, where gradients are streamed."""
         self.grad_z: Source | None = None
         """The gradient of this call's hidden states, where they left it."""
+        self.grad_task = -1
+        """The backward that left it there: of another one it is of no use, if this layer was not asked for in that."""
         self.dropped = False
         """Whether states, keys or values that are to be kept for the backward are still to be computed again."""
         self.filled: dict[Any, int] = {}
@@ -249,7 +251,7 @@ class LayerStream:
 
     def grad_out(self, incoming: Tensor | None) -> Source | None:
         """The gradient of the hidden states: what autograd brings, and what the next layer left here."""
-        left, self.grad_z = self.grad_z, None
+        left, self.grad_z = self.grad_z if self.grad_task == torch._C._current_graph_task_id() else None, None
         if left is None or incoming is None:
             return left if incoming is None else incoming
         if is_placeholder(incoming):
@@ -266,7 +268,7 @@ class LayerStream:
             z: The hidden states.
             grad_after: The gradient of the next layer's output, if it may be written over.
         """
-        along = self.outputs.hidden_along
+        along, self.grad_task = self.outputs.hidden_along, torch._C._current_graph_task_id()
         assert along is not None
         if self.schedule.offload != "device":
             self.grad_z = Stored(self._tier(self.schedule.offload), z, along)
@@ -284,6 +286,8 @@ class LayerStream:
             again: Another backward may come: layers that share these keys and values read them then as they are now.
         """
         tell_chunk(self.call.layer, slice(0, 0), "prepare")
+        self.kv.grads.clear()  # of a backward that was interrupted
+        self.states.grads.clear()
         if self.dropped and (self.states.met or self.schedule.keep_kv != "no"):
             self.again(inputs[0], None)
         self.kv.fetch()
