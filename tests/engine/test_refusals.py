@@ -53,6 +53,15 @@ def test_attention_weights_are_not_returned() -> None:
         model(**batch("plain"), output_attentions=True)
 
 
+def test_attention_weights_that_a_configuration_asks_for() -> None:
+    model = build("llama")
+    model.set_attn_implementation("eager")
+    model.config.output_attentions = True
+    with pytest.raises(UnsupportedModelError, match="configured with output_attentions=True"):
+        streamtune.stream(model)
+    assert model.config._attn_implementation == "eager"
+
+
 def test_a_mask_that_sees_the_future() -> None:
     model = build("llama")
     inputs: dict[str, Any] = batch("plain")

@@ -204,8 +204,10 @@ def test_a_state_that_is_passed(family: str) -> None:
     with torch.no_grad(), Float64():
         model = in_float64(model).eval()
         want = model(ids, use_cache=False).logits
+        one = model(ids[:, :1], use_cache=False).logits
         with streamtune.stream(model, chunk_size=5):
             torch.testing.assert_close(model(ids, use_cache=False).logits, want, rtol=1e-9, atol=1e-12)
+            torch.testing.assert_close(model(ids[:, :1], use_cache=False).logits, one, rtol=1e-9, atol=1e-12)
     if family == "rwkv":
         with torch.no_grad(), Float64():
             first = model(ids[:, :7], use_cache=True)

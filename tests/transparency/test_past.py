@@ -105,11 +105,45 @@ def test_a_suffix_after_a_prompt_that_was_read(family: str, filled_by: str, chun
         with streamtune.stream(model, chunk_size=chunk_size):
             if filled_by == "streamed":
                 cache = filled()
-            streamed = gradients(model, input_ids=ids, labels=ids, past_key_values=cache)
-            assert cache.get_seq_length() == 7, "it is read, and may be passed again"
+            streamed = gradients(model, input_ids=ids, labels=ids, past_key_values=copy.deepcopy(cache))
             assert max(errors(streamed, plain).values()) < 1e-9
             again = gradients(model, input_ids=ids, labels=ids, past_key_values=cache)
+            assert cache.get_seq_length() == 7, "it is read"
+            for enabled in (True, False):  # the plain model has written to it
+                with (
+                    torch.set_grad_enabled(enabled),
+                    pytest.raises(UnsupportedModelError, match="has not written") as e,
+                ):
+                    model(input_ids=ids, past_key_values=cache)
+                assert "copy.deepcopy(cache)" in e.value.mend
     assert all(torch.equal(streamed[name], again[name]) for name in streamed)
+
+
+def test_segments_through_one_cache_are_refused() -> None:
+    """Each would see the first cache alone."""
+    ids = tokens()["input_ids"]
+    model = model_of("qwen3")
+    with Float64(), streamtune.stream(model, chunk_size=4):
+        out = model(input_ids=ids[:, :9], labels=ids[:, :9], past_key_values=DynamicCache(config=model.config))
+        with pytest.raises(UnsupportedModelError, match="has not written its tokens"):
+            model(input_ids=ids[:, 9:], labels=ids[:, 9:], past_key_values=out.past_key_values)
+
+
+@pytest.mark.parametrize("family", ["llama", "gemma2"])
+def test_left_padding_that_reaches_behind_the_cache(family: str) -> None:
+    """Under eager attention a padded token with padding alone before it sees everything: in one chunk, as without."""
+    ids, mask = tokens()["input_ids"], torch.ones(2, 30, dtype=torch.long)
+    mask[1, :11] = 0
+    call = {"input_ids": ids, "labels": ids.masked_fill(mask[:, 7:] == 0, -100), "attention_mask": mask}
+    with Float64():
+        model = model_of(family)
+        model.set_attn_implementation("eager")
+        with torch.inference_mode():
+            cache = model(input_ids=ids[:, :7], use_cache=True).past_key_values
+        plain = gradients(model, **call, past_key_values=copy.deepcopy(cache))
+        with streamtune.stream(model, chunk_size=4), pytest.warns(UserWarning, match="left padding"):
+            streamed = gradients(model, **call, past_key_values=cache)
+    assert max(errors(streamed, plain).values()) < 1e-9
 
 
 def test_scores_after_a_prompt() -> None:
@@ -138,7 +172,7 @@ def test_what_is_refused() -> None:
             cache = model(input_ids=ids, use_cache=True).past_key_values
         dense = torch.ones(2, 1, 23, 46, dtype=torch.bool).tril(23)
         with pytest.raises(UnsupportedModelError, match="'attention_mask' is a dense mask"):
-            model(input_ids=ids, labels=ids, past_key_values=cache, attention_mask=dense)
+            model(input_ids=ids, labels=ids, past_key_values=copy.deepcopy(cache), attention_mask=dense)
         loss = model(input_ids=ids, labels=ids, past_key_values=cache).loss
         cache.layers[0].keys.mul_(2)
         with pytest.raises(ArgumentError, match="the cache that was passed was changed in place"):
@@ -152,5 +186,34 @@ def test_a_state_that_was_left_is_refused() -> None:
     with Float64(), streamtune.stream(model, chunk_size=4):
         with torch.no_grad():
             cache = model(input_ids=ids, use_cache=True).past_key_values
-        with pytest.raises(UnsupportedModelError, match="a filled key/value cache was passed while gradients are on"):
+        with pytest.raises(UnsupportedModelError, match="a cache was passed while gradients are on"):
             model(input_ids=ids, labels=ids, past_key_values=cache)
+
+
+def test_caches_that_are_refused_by_name() -> None:
+    """States in the place of keys; another number of rows; keys under another number than the layer's own."""
+    ids = tokens()["input_ids"]
+    for family, rows, said in (
+        ("mamba2", 2, "a cache of states was passed"),
+        ("qwen3", 1, "it holds 1 rows for a call of 2"),
+        ("minimax", 2, "does not hold keys and values by this layer's number"),
+        ("hrm_text", 2, "layer 0 keeps its keys under number 1"),
+    ):
+        model = model_of(family)
+        name = "cache_params" if family == "mamba2" else "past_key_values"
+        with Float64(), streamtune.stream(model, chunk_size=4):
+            with torch.no_grad():
+                cache = model(input_ids=ids[:rows], use_cache=True)[name]
+            with pytest.raises(UnsupportedModelError, match=said):
+                model(input_ids=ids, labels=ids, **{name: cache})
+
+
+def test_labels_do_not_keep_a_cache_from_being_returned() -> None:
+    ids = tokens()["input_ids"]
+    model = model_of("qwen3")
+    with Float64(), torch.no_grad():
+        want = model(input_ids=ids, labels=ids, use_cache=True).past_key_values
+        with streamtune.stream(model, chunk_size=4):
+            got = model(input_ids=ids, labels=ids, use_cache=True).past_key_values
+            assert model(input_ids=ids, labels=ids).past_key_values is None
+    torch.testing.assert_close(got.layers[1].keys, want.layers[1].keys, rtol=1e-9, atol=1e-12)

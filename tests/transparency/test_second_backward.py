@@ -11,7 +11,7 @@ from torch import Tensor
 
 import streamtune
 from streamtune import Schedule
-from streamtune.errors import ArgumentError
+from streamtune.errors import ArgumentError, UnsupportedModelError
 from tests.conformance.reducer import build as build_any
 from tests.exactness.families import FAMILIES, build
 from tests.precision_kit import Float64, errors, in_float64
@@ -104,3 +104,57 @@ def test_weights_stepped_in_between_are_named() -> None:
         torch.optim.SGD(model.parameters(), lr=0.1).step()
         with pytest.raises(ArgumentError, match="changed in place"):
             loss.backward()
+
+
+@pytest.mark.parametrize("stream_grads", [False, True])
+@pytest.mark.parametrize("asked", ["a later layer", "the norm behind the layers"])
+def test_a_gradient_of_a_part_leaves_nothing_behind(stream_grads: bool, asked: str) -> None:
+    """Autograd leaves out the layers before it; what was meant for them is of no use in the next backward."""
+    found = []
+    for streamed in (False, True):
+        with Float64():
+            model: Any = build("qwen3", num_hidden_layers=3).double()
+            if streamed:
+                streamtune.stream(model, schedule=Schedule(chunk_size=8, stream_grads=stream_grads))
+            out = model(**CALL, output_hidden_states=True)
+            part = model.model.layers[2] if asked == "a later layer" else model.model.norm
+            torch.autograd.grad(out.loss, list(part.parameters()))
+            out.hidden_states[2].square().mean().backward()
+            found.append({name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None})
+    assert max(errors(found[1], found[0]).values()) < 1e-9
+
+
+@pytest.mark.parametrize("family", ["qwen3", "mamba2"])
+@pytest.mark.parametrize("case", ["chunks", "gradients in place", "two levels on the host"])
+def test_an_interrupted_backward_may_be_repeated(family: str, case: str) -> None:
+    """Ctrl-C, or too little memory, in the middle of a layer's chunks."""
+    with Float64():
+        model = in_float64((build if family in FAMILIES else build_any)(family))
+        plain = grown(model, [model(**CALL).loss])
+        calls, stop_at = [0], -1
+
+        def stop(*_: Any) -> None:
+            calls[0] += 1
+            if calls[0] == stop_at:
+                raise KeyboardInterrupt
+
+        with streamtune.stream(model, schedule=Schedule(**SCHEDULES[case])):
+            model.base_model.layers[0].get_submodule("mixer" if family == "mamba2" else "mlp").register_forward_hook(
+                streamtune.chunkwise(stop)
+            )
+            loss = model(**CALL).loss
+            stop_at = calls[0] + 3
+            with pytest.raises(KeyboardInterrupt):
+                loss.backward(retain_graph=True)
+            stop_at = -1
+            streamed = grown(model, [loss])
+    assert max(errors(streamed, plain).values()) < 1e-9
+
+
+def test_several_gradients_at_once_are_refused() -> None:
+    model: Any = build("qwen3")
+    with streamtune.stream(model, chunk_size=9):
+        loss = model(**CALL).loss
+        with pytest.raises(UnsupportedModelError, match="is_grads_batched") as caught:
+            torch.autograd.grad(loss, list(model.parameters()), torch.tensor([1.0, 2.0]), is_grads_batched=True)
+        assert "one after the other" in caught.value.mend

@@ -79,6 +79,8 @@ class KeysAndValues:
                 refuse_past("a layer keeps more than one pair of keys and values", "past_key_values")
             self.past.check()
             for buffer, before in zip(self.pairs[index], (self.past.keys, self.past.values), strict=True):
+                if len(before) != len(buffer):
+                    refuse_past(f"it holds {len(before)} rows for a call of {len(buffer)}", "past_key_values")
                 buffer[:, :, : self.past.length] = before
 
     def write(self, index: int, chunk: slice, k: Tensor, v: Tensor) -> None:
@@ -261,6 +263,8 @@ class ChunkCache(Cache):
     def update(self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any) -> Any:
         """Store or join keys and values, depending on the pass; return those ``[B, G, S, D]`` of prefix and chunk."""
         index, self.updates = self.updates, self.updates + 1
+        if self.kv.past is not None and layer_idx != self.kv.past.layer_idx:
+            refuse_past(f"layer {self.kv.past.layer_idx} keeps its keys under number {layer_idx}", "past_key_values")
         key_states, value_states = _attended_dtype(key_states), _attended_dtype(value_states)
         if self.turn is not None:
             key_states, value_states = self.turn.keys_and_values(key_states, value_states)

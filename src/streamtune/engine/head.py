@@ -163,6 +163,9 @@ class LazyLogits:
             raise AttributeError(name)
         raise _refuse(name, _MissingAttributeError)
 
+    def __setitem__(self, key: Any, value: Any) -> None:
+        raise _refuse("item assignment")
+
     def __getitem__(self, key: Any) -> LazyLogits:
         """Return slices of the tokens and of the vocabulary."""
         keys = list(key) if isinstance(key, tuple) else [key]

@@ -122,9 +122,7 @@ class StreamedForward:
         if call.cache is not None:
             if not torch.is_grad_enabled():  # generation: the model's own cache, the model's own walk
                 return self._generate(call)
-            if call.cache_name == STATE:
-                refuse_past("the layer is handed a state", type(self.layer).__name__)
-            if call.cache.get_seq_length() > 0:
+            if self._seen_before(call) > 0:
                 if self.facts.rows is not None:
                     refuse_past("rows are packed or share their beginnings", type(self.layer).__name__)
                 call.follow(Past.of(self.layer, call.cache))
@@ -145,6 +143,24 @@ class StreamedForward:
         outputs = list(_StreamedLayer.apply(stream, self, *inputs))
         self.trail.note(outputs[0], stream)
         return stream.restore(outputs, sharing)
+
+    def _seen_before(self, call: LayerCall) -> int:
+        """Return the number of tokens in the cache that was passed.
+
+        Raises:
+            UnsupportedModelError: It holds states, and no keys and values.
+        """
+        name = type(self.layer).__name__
+        if call.cache_name == STATE:
+            refuse_past("the layer is handed a state", name)
+        try:
+            return int(call.cache.get_seq_length())
+        except (ValueError, AttributeError) as error:
+            raise UnsupportedModelError(
+                f"a cache of states was passed while gradients are on ({error})",
+                where=name,
+                mend="pass the whole sequence without a cache, or call the model under torch.no_grad()",
+            ) from error
 
     def _biased(self, error: BiasError, args: tuple[Any, ...], kwargs: dict[str, Any]) -> LayerCall:
         """Bind a call whose mask ``[B, H, T, T]`` the model's eager attention adds to its scores, chunk by chunk."""

@@ -7,6 +7,7 @@ Shape suffixes: B batch, T tokens.
 
 from __future__ import annotations
 
+import contextlib
 import inspect
 from dataclasses import dataclass
 from functools import lru_cache
@@ -21,9 +22,11 @@ from streamtune.engine.rows import PackedRows, tells_of_rows
 from streamtune.engine.streamable import HUB_KERNELS
 from streamtune.errors import ArgumentError, UnsupportedModelError
 
-__all__ = ["ModelCall", "refuse_surroundings"]
+__all__ = ["ModelCall", "mark_read", "refuse_surroundings"]
 
 TOKENS = ("input_ids", "inputs_embeds")
+READ = "_streamtune_read"
+"""What marks a cache that a call with gradients has read."""
 BY_POSITIONS = ("flash_attention", HUB_KERNELS)
 """Attention of ``transformers`` that finds packed rows in ``position_ids`` by itself."""
 
@@ -109,11 +112,35 @@ class ModelCall:
         """
         targets = self.kwargs.get("shift_labels") if targets is None else targets
         labels, mask = self.get("labels"), self.get("attention_mask")
+        if isinstance(mask, Tensor) and mask.dim() == 2 and self.get("past_key_values") is not None:
+            seen = mask.cumsum(1) > 0  # what is behind a token of the cache sees that
+            mask = seen[:, seen.shape[1] - self.size[1] :]
         if targets is None and labels is not None:
             targets = nn.functional.pad(labels, (0, 1), value=-100)[..., 1:]
         if targets is None or not isinstance(mask, Tensor) or mask.shape != targets.shape:
             return False
         return bool(((mask == 0) & (targets != -100)).any())
+
+
+def mark_read(call: ModelCall) -> None:
+    """Mark the cache that a call with gradients reads and does not write to.
+
+    The plain model writes to it, so what comes next would take its keys for those of all tokens so far.
+
+    Raises:
+        UnsupportedModelError: A call with gradients read the cache before.
+    """
+    cache = call.get("past_key_values")
+    if getattr(cache, READ, False):
+        raise UnsupportedModelError(
+            "the cache that was passed was read by a call with gradients, which has not written its tokens to it",
+            where="past_key_values",
+            mend="pass copy.deepcopy(cache) to each call that trains; segments of one row that attend to each other "
+            "are one call of the whole row",
+        )
+    if cache is not None and torch.is_grad_enabled():
+        with contextlib.suppress(AttributeError):  # a tuple of an old release
+            setattr(cache, READ, True)
 
 
 def refuse_surroundings(model: nn.Module) -> None:

@@ -9,7 +9,7 @@ Shape suffixes: B batch, G key/value heads, P tokens before the call, D head dim
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, NoReturn
 
 from torch import Tensor, nn
@@ -26,11 +26,13 @@ class Past:
     Args:
         keys, values: The tensors of the cache.
         versions: The version counter of each (its changes in place) at the time of the call.
+        layer_idx: The number by which the layer asks its cache for them.
     """
 
     keys: Tensor
     values: Tensor
     versions: tuple[int, int]
+    layer_idx: int
 
     @property
     def length(self) -> int:
@@ -45,18 +47,20 @@ class Past:
             UnsupportedModelError: The cache holds something else for the layer, or not all P tokens.
         """
         name, length = type(layer).__name__, int(cache.get_seq_length())
-        places = {int(module.layer_idx) for module in layer.modules() if hasattr(module, "layer_idx")}  # type: ignore[arg-type]
-        own = cache.layers[places.pop()] if len(places) == 1 and hasattr(cache, "layers") else None
+        layers = getattr(cache, "layers", ())
+        places = {i for module in layer.modules() if isinstance(i := getattr(module, "layer_idx", None), int)}
+        place = places.pop() if len(places) == 1 else len(layers)
+        own = layers[place] if place < len(layers) else None
         keys, values = getattr(own, "keys", None), getattr(own, "values", None)
         if not isinstance(keys, Tensor) or not isinstance(values, Tensor) or keys.dim() != 4:
             refuse_past(f"a {type(cache).__name__} does not hold keys and values by this layer's number", name)
         if keys.shape[2] != length:
             refuse_past(f"of {length} tokens it holds {keys.shape[2]} keys (a sliding or static cache)", name)
-        return cls(keys, values, (keys._version, values._version))
+        return cls(keys, values, (_version(keys), _version(values)), place)
 
     def detached(self) -> Past:
         """Return the same keys and values without their graph."""
-        return Past(self.keys.detach(), self.values.detach(), self.versions)
+        return replace(self, keys=self.keys.detach(), values=self.values.detach())
 
     def check(self) -> None:
         """Refuse to compute with a cache that was written to since the forward.
@@ -64,12 +68,16 @@ class Past:
         Raises:
             ArgumentError: It was written to.
         """
-        if (self.keys._version, self.values._version) != self.versions:
+        if (_version(self.keys), _version(self.values)) != self.versions:
             raise ArgumentError(
                 "the cache that was passed was changed in place between the forward and its backward, and both "
                 "compute with it",
                 mend="call loss.backward() first, or pass a copy of the cache",
             )
+
+
+def _version(x: Tensor) -> int:
+    return 0 if x.is_inference() else x._version
 
 
 def refuse_past(why: str, where: str) -> NoReturn:
@@ -79,7 +87,7 @@ def refuse_past(why: str, where: str) -> NoReturn:
         UnsupportedModelError: Always.
     """
     raise UnsupportedModelError(
-        f"a filled key/value cache was passed while gradients are on, and {why}",
+        f"a cache was passed while gradients are on, and {why}",
         where=where,
         mend="pass the whole sequence without past_key_values, or call the model under torch.no_grad()",
     )

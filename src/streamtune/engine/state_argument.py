@@ -48,12 +48,14 @@ def state_before(layer: nn.Module, cache: ChunkCache, hidden: Tensor) -> Any:
             mend="train this model without streaming",
         )
     known = [cache.get_recurrent_state(0, index) for index in range(RWKV_STATES)]
+    alone = hidden.shape[1] == 1  # then the last token takes the place of a shifted sequence [B, T, C]
     wide = torch.promote_types(hidden.dtype, torch.float32)
     attended = int(layer.attention.attention_hidden_size)  # type: ignore[union-attr, arg-type]
     sizes = [(hidden.shape[2], hidden.dtype)] * 2 + [(attended, wide)] * 3
     begin = [hidden.new_zeros((hidden.shape[0], size), dtype=dtype) for size, dtype in sizes]
     begin[4] = begin[4] + NOTHING
-    return [_Column(new if old is None else old) for old, new in zip(known, begin, strict=True)]
+    columns = [new if old is None else old for old, new in zip(known, begin, strict=True)]
+    return [_Column(x[:, None] if alone and index < 2 else x) for index, x in enumerate(columns)]
 
 
 def state_after(layer: nn.Module, cache: ChunkCache, given: Any, out: Any) -> Any:

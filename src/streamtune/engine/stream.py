@@ -21,7 +21,7 @@ from streamtune.engine.balance import RouterLoss, RouterTerms, RouterWatch, bala
 from streamtune.engine.branches import Branches
 from streamtune.engine.head import LazyLogits, StreamedHead, has_head
 from streamtune.engine.layer import StreamedForward
-from streamtune.engine.model_call import ModelCall, refuse_surroundings
+from streamtune.engine.model_call import ModelCall, mark_read, refuse_surroundings
 from streamtune.engine.parallel import SequenceParallel, Sharing, form_for
 from streamtune.engine.placement import Tiers, Trail, place_layers
 from streamtune.engine.pointwise import StreamedNorm, norms_outside
@@ -359,11 +359,13 @@ class StreamHandle:
                 self._checkpointing.add(module)  # once, however often a trainer turns it on again
         scored, call = self.scored, ModelCall(self.model, args, kwargs)
         with_labels = call.get("labels") is not None or scored is not None  # to be scored is to be trained on
-        if torch.is_grad_enabled() or with_labels or (model.training and call.get("use_cache") is None):
-            if call.get("past_key_values") is None and scored is None:
+        mark_read(call)
+        if call.get("past_key_values") is None and (
+            torch.is_grad_enabled() or (call.get("use_cache") is None and (with_labels or model.training))
+        ):
+            if scored is None:
                 self._keep_one_row(call)
-            if torch.is_grad_enabled() or call.get("past_key_values") is None:  # else it is to be written to
-                call.put("use_cache", False)
+            call.put("use_cache", False)
         rows, self._length = call.size
         self.facts.whole = with_labels and self._sees_everything(call)
         self.facts.schedule = self._short if 0 < rows * self._length <= SHORT.chunk_size else None

@@ -103,7 +103,7 @@ def check_streamable(model: PreTrainedModel, layers: list[nn.Module]) -> None:
     Raises:
         UnsupportedModelError: The model is one of them; the message names the reason.
     """
-    name, config = type(model).__name__, model.config.get_text_config(decoder=True)
+    name = type(model).__name__
     _refuse_flat_parameters(model)
     if model.config.is_encoder_decoder:
         raise UnsupportedModelError(f"{name} is an encoder-decoder; only causal decoders are streamed")
@@ -117,8 +117,9 @@ def check_streamable(model: PreTrainedModel, layers: list[nn.Module]) -> None:
             f"{name} computes its attention itself, by {own!r}, which does not know the tile of a chunk",
             mend="load it with attn_implementation='eager'",
         )
+    configs = attention_configs(model, layers)
     if own is None:
-        for config in attention_configs(model, layers):
+        for config in configs:
             _check_attention(name, config._attn_implementation_internal)
     if isinstance(model, getattr(modeling_layers, "MtpModel", ())):
         raise UnsupportedModelError(
@@ -150,7 +151,7 @@ def check_streamable(model: PreTrainedModel, layers: list[nn.Module]) -> None:
                     "the whole sequence or batch, not a sum over chunks"
                 )
     for flag, why in REFUSED_OUTPUTS.items():
-        if getattr(config, flag, False):
+        if any(getattr(config, flag, False) for config in configs):
             raise UnsupportedModelError(
                 f"{name} is configured with {flag}=True, but {why}", mend=f"set model.config.{flag} = False"
             )

@@ -66,6 +66,8 @@ class LayerStream:
         """The call whose output this one reads and whose gradient it leaves there, where gradients are streamed."""
         self.grad_z: Source | None = None
         """The gradient of this call's hidden states, where they left it."""
+        self.grad_task = -1
+        """The number of the backward that stored it. A backward that leaves out this layer stores one that nobody reads."""
         self.dropped = False
         """True while states, keys or values freed after the forward are still to be computed again for the backward."""
         self.filled: dict[Any, int] = {}
@@ -252,7 +254,7 @@ class LayerStream:
 
     def grad_out(self, incoming: Tensor | None) -> Source | None:
         """Return the gradient of the hidden states: autograd's, plus the one that the next layer stored here."""
-        left, self.grad_z = self.grad_z, None
+        left, self.grad_z = self.grad_z if self.grad_task == torch._C._current_graph_task_id() else None, None
         if left is None or incoming is None:
             return left if incoming is None else incoming
         if is_placeholder(incoming):
@@ -271,7 +273,7 @@ class LayerStream:
             z: The hidden states.
             grad_after: The gradient of the next layer's output, if it may be overwritten.
         """
-        along = self.outputs.hidden_along
+        along, self.grad_task = self.outputs.hidden_along, torch._C._current_graph_task_id()
         assert along is not None
         if self.schedule.offload != "device":
             self.grad_z = Stored(self._tier(self.schedule.offload), z, along)
@@ -290,6 +292,8 @@ class LayerStream:
                 overwrite those that other layers read in the next one.
         """
         tell_chunk(self.call.layer, slice(0, 0), "prepare")
+        self.kv.grads.clear()  # of a backward that was interrupted
+        self.states.grads.clear()
         if self.dropped and (self.states.met or self.schedule.keep_kv != "no"):
             self.again(inputs[0], None)
         self.kv.fetch()

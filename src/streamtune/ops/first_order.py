@@ -34,6 +34,12 @@ def first_order(backward: Callable[P, R]) -> Callable[P, R]:
 
     @functools.wraps(backward)
     def wrapped(*args: P.args, **kwargs: P.kwargs) -> Any:
+        if any(isinstance(arg, torch.Tensor) and torch._C._functorch.is_legacy_batchedtensor(arg) for arg in args):
+            raise UnsupportedModelError(
+                "several gradients were asked for at once (is_grads_batched=True), and the backward of "
+                "a streamed model is no function that can be mapped",
+                mend="ask for one after the other, with retain_graph=True",
+            )
         if torch.is_grad_enabled():
             raise UnsupportedModelError(
                 "a backward with create_graph=True was asked for, and the gradient of a streamed model has no graph: "
