@@ -67,7 +67,7 @@ class LayerStream:
         self.grad_z: Source | None = None
         """The gradient of this call's hidden states, where they left it."""
         self.grad_task = -1
-        """The number of the backward that stored it. A backward that leaves out this layer stores one that nobody reads."""
+        """The backward that stored it. One that leaves out this layer stores a gradient that the next must not use."""
         self.dropped = False
         """True while states, keys or values freed after the forward are still to be computed again for the backward."""
         self.filled: dict[Any, int] = {}
