@@ -110,6 +110,7 @@ PUBLIC = {
         "MaskView",
         "Segment",
         "first_order",
+        "graph_is_kept",
         "hooks_held_back",
         "linear_cross_entropy",
         "prefix_attention",
