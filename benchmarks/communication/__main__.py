@@ -35,7 +35,7 @@ def main(folder: Path) -> int:
 
 
 def write(folder: Path, tables: Tables) -> None:
-    """The page, its figures and its picture."""
+    """Write the page, its figures and its picture."""
     env = environment()
     figures = {title: [asdict(row) for row in rows] for title, (rows, _) in tables.items()}
     (folder / "communication.json").write_text(json.dumps({"environment": env, "tables": figures}, indent=1) + "\n")

@@ -112,7 +112,7 @@ def _model(case: dict[str, Any]) -> Any:
 
 
 def _backend(case: dict[str, Any], recipe: Recipe, model: Any, layers: list[nn.Module], world: train.World) -> Any:
-    """The product's, or DeepSpeed as anyone has it: without leaves, for what is not streamed.
+    """Return the product's backend, or DeepSpeed's as it comes, without leaf modules, for a model that is not streamed.
 
     Buckets are small and nothing stays gathered in all modes alike, unless the case says ``preset``.
     """
@@ -148,7 +148,7 @@ class _OrdinaryDeepSpeed(DeepSpeedBackend):
 
 
 def _rows(count: int, world: train.World) -> Rows:
-    """This rank's micro-batches: ``[1, T]`` tokens and the targets they predict."""
+    """Return this rank's micro-batches: ``[1, T]`` tokens and the targets they predict."""
     generator = torch.Generator().manual_seed(1 + world.data_rank)
     rows = []
     for _ in range(count):

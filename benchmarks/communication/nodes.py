@@ -26,10 +26,10 @@ def why_no_nodes() -> str | None:
 
 @contextmanager
 def two_places() -> Iterator[list[Place]]:
-    """The places of two ranks, a node each; the nodes are gone afterwards.
+    """Make the places of two ranks, a node each; remove the nodes afterwards.
 
     Raises:
-        RuntimeError: Namespaces cannot be made; why is said.
+        RuntimeError: Namespaces cannot be made, with the reason.
     """
     if reason := why_no_nodes():
         raise RuntimeError(f"two nodes cannot be made on this machine: {reason}")

@@ -72,7 +72,7 @@ def environment() -> dict[str, Any]:
 
 
 def page(env: dict[str, Any], tables: dict[str, tuple[list[Row], str | None]]) -> str:
-    """The page.
+    """Return the page.
 
     Args:
         env: From :func:`environment`.

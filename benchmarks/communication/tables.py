@@ -114,20 +114,20 @@ def count(cases: list[Case]) -> list[Row]:
 
 
 def measured(title: str) -> tuple[list[Row], str | None]:
-    """The rows of a table, or why there are none."""
+    """Return the rows of a table, or the reason why there are none."""
     if any(case.get("wire") for case in TABLES[title]) and (reason := why_no_nodes()):
         return [], reason
     return count(TABLES[title]), None
 
 
 def reference(rows: list[Row], row: Row, mode: str) -> Row | None:
-    """The row of the same engine and settings in another mode."""
+    """Return the row of the same engine and settings in another mode."""
     same = {**row.case, "mode": mode, "chunks": 1}
     return next((other for other in rows if other.case == same), None)
 
 
 def broken(rows: list[Row]) -> list[str]:
-    """What does not hold: streaming never sends more than training without it, and the same on any number of chunks."""
+    """Return the rows that break a rule: streaming sends no more than ordinary training, for any number of chunks."""
     found = []
     measures: dict[str, Callable[[Row], float | None]] = {
         "counted": lambda row: row.bytes,
@@ -155,7 +155,7 @@ def broken(rows: list[Row]) -> list[str]:
 
 
 def _known_volume(row: Row) -> str | None:
-    """What is wrong with the counting itself, where the volume of a step is known beforehand.
+    """Return an error of the counting itself, where the volume of a step is known beforehand; None without one.
 
     DDP reduces each gradient once. ZeRO-3 gathers each weight once for a forward and reduces each gradient once.
     """
