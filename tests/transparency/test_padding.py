@@ -13,7 +13,7 @@ import streamtune
 from tests.conformance.reducer import build as build_any
 from tests.exactness import families
 from tests.exactness.families import reference
-from tests.precision_kit import Float64, errors
+from tests.precision_kit import Float64, errors, in_float64
 
 LENGTH = 27
 TOLD = "label follows left padding"
@@ -114,3 +114,14 @@ def test_trainers_collator_gives_the_ordinary_curve() -> None:
             losses.append(curve)
     assert losses[1] == pytest.approx(losses[0], rel=1e-9)
     assert losses[0][-1] < losses[0][0]
+
+
+def test_padding_whose_outputs_reach_other_tokens() -> None:
+    """blt pools bytes into patches: under eager attention its padding counts, whichever tokens have a label."""
+    with Float64():
+        model = in_float64(build_any("blt"))
+        model.set_attn_implementation("eager")
+        plain = gradients(model, padded(False))
+        with streamtune.stream(model, chunk_size=9), pytest.warns(UserWarning, match=TOLD):
+            streamed = gradients(model, padded(False))
+    assert max(errors(streamed, plain).values()) < 1e-9

@@ -104,6 +104,11 @@ class ModelCall:
             if PackedRows.of(positions) is not None:
                 self.put("attention_mask", torch.ones(self.size, dtype=torch.long, device=positions.device))
 
+    def pads_left(self) -> bool:
+        """Return True if a row begins with padding."""
+        mask = self.get("attention_mask")
+        return isinstance(mask, Tensor) and mask.dim() == 2 and bool((mask[:, 0] == 0).any())
+
     def labels_padding(self, targets: Tensor | None) -> bool:
         """Return True if a token of padding has a target.
 

@@ -405,10 +405,13 @@ class StreamHandle:
     def _sees_everything(self, call: ModelCall) -> bool:
         """Return True if a label follows left padding under eager attention, which then averages over all keys.
 
-        No chunk has them all (docs/decisions/003-queries-that-see-nothing.md).
+        No chunk has them all (docs/decisions/003-queries-that-see-nothing.md). A cross attention between the layers
+        (blt) reads outputs of padding for other tokens too.
         """
-        eager = "eager" in {self.own_attention, *(name for _, name in self._attention)}
-        if not eager or not call.labels_padding(None if self.scored is None else self.scored.targets):
+        if "eager" not in {self.own_attention, *(name for _, name in self._attention)}:
+            return False
+        mixes = call.pads_left() and any("CrossAttention" in type(m).__name__ for m in self.model.modules())
+        if not mixes and not call.labels_padding(None if self.scored is None else self.scored.targets):
             return False
         if self.sequence_parallel is not None:
             raise UnsupportedModelError(
