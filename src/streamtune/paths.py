@@ -1,4 +1,4 @@
-"""Names that come from files (a manifest, an index of shards): of a file inside their folder, or refused.
+"""Check names that come from files (a manifest, an index of shards): each must be of a file inside its folder.
 
 This module is a leaf: it imports nothing heavy.
 """
@@ -14,10 +14,10 @@ _DRIVE = re.compile(r"[A-Za-z]:|[A-Za-z][A-Za-z0-9+.-]*://")
 
 
 def escape_of(name: object) -> str | None:
-    """Why a name from a file is not that of a file below its folder; None where it is.
+    """Return the reason why a name from a file is not that of a file below its folder; None if it is.
 
     Refused on every system: absolute names and ``..``, by slash or backslash, drives and addresses, ``~``, control
-    characters, empty parts, and names a system would take for another (a dot or blank at the end).
+    characters, empty parts, names that a system would take for another (a dot or blank at the end), and long names.
     """
     if not isinstance(name, str) or not name:
         return "is no name"

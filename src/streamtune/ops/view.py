@@ -1,6 +1,6 @@
-"""A part of a lazy mask, and the kernel calls it takes.
+"""A part of a lazy mask, and the kernel calls that compute its attention.
 
-Shape suffixes: B batch, T queries, S keys. Positions are absolute where not said otherwise.
+Shape suffixes: B batch, T queries, S keys. Positions are absolute unless stated otherwise.
 """
 
 from __future__ import annotations
@@ -26,15 +26,15 @@ MASKED_KEYS = 2048
 
 
 class ForeignAttentionError(UnsupportedModelError):
-    """A layer's attention is more than ours: it must compute it itself, with a mask that is a tensor."""
+    """Raised for an attention that the engine cannot compute: the layer must do it, with a mask that is a tensor."""
 
 
 class _MaskIsNoTensorError(ForeignAttentionError, AttributeError):
-    """Also an AttributeError, so that ``hasattr`` stays a question."""
+    """The error of :class:`NoTensor`; also an AttributeError, so that ``hasattr`` returns False and does not raise."""
 
 
 class NoTensor:
-    """What a layer that computes with its mask is told; an attention function only hands it on."""
+    """A placeholder for a mask tensor: an attention function can pass it on; computing with it raises an error."""
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("_"):
@@ -65,14 +65,14 @@ class NoTensor:
 
 @dataclass(frozen=True)
 class Segment:
-    """Keys ``[start, stop)`` for queries ``[q_start, q_stop)``: what one kernel call handles.
+    """Keys ``[start, stop)`` for queries ``[q_start, q_stop)``: the work of one kernel call.
 
-    All positions count from the view's first. Segments of the same queries are merged; those of different queries
-    never share one. ``row`` is the batch row it is for, None for all of them.
+    All positions count from the view's first. The outputs of segments with the same queries are merged; segments with
+    different queries have no query in common. ``row`` is the batch row it is for, None for all of them.
 
-    ``causal`` asks the kernel for its own lower-triangular mask (the segment is then square and ends at the last of its
-    queries); ``masked`` says that :meth:`MaskView.bias` must be added, and ``only_padding`` that nothing but padding
-    is hidden by it.
+    ``causal`` is True if the kernel applies its own lower-triangular mask (the segment is then square and ends at the
+    last of its queries); ``masked`` is True if :meth:`MaskView.bias` must be added, and ``only_padding`` if that hides
+    nothing but padding.
     """
 
     start: int
@@ -86,7 +86,7 @@ class Segment:
 
     @property
     def queries(self) -> tuple[int | None, int, int]:
-        """Batch row and queries: what tells the segments to merge from the others."""
+        """Batch row and queries: segments in which they are the same are merged."""
         return self.row, self.q_start, self.q_stop
 
 
@@ -102,16 +102,16 @@ class MaskView(NoTensor):
 
     @property
     def shape(self) -> tuple[int, int, int, int]:
-        """Shape of the dense mask this stands for."""
+        """Shape of the dense mask that the view represents."""
         return (self.mask.batch_size, 1, self.q_stop - self.q_start, self.k_stop - self.k_start)
 
     def segments(self) -> list[Segment]:
-        """Cover the visible keys with as few kernel calls as possible, and no others where facts tell which.
+        """Cover the visible keys, and no others where the mask's fields determine them, in as few calls as possible.
 
         A causal chunk is one rectangle (the prefix, no mask) and one square (lower triangle); where it holds several
         packed rows, one such pair for each. A sliding window cuts the prefix to the window and adds one masked tile at
         its far edge. A block whose tokens see each other is one rectangle. A branch is a rectangle over its trunk and
-        the square of its own. Keys that all lie before the queries (another rank's) are one rectangle or none. Anything
+        a square over its own. Keys that all lie before the queries (another rank's) are one rectangle or none. Anything
         else is examined block by block.
         """
         key = (self.q_start, self.q_stop, self.k_start, self.k_stop)
@@ -126,7 +126,7 @@ class MaskView(NoTensor):
         return self.mask._segments[key]
 
     def _earlier_segments(self, known: bool) -> list[Segment]:
-        """One rectangle over keys that all lie before the queries: with a mask, without, or none of it."""
+        """Return one segment over keys that all lie before the queries, masked if some are hidden; none if all are."""
         mask, queries = self.mask, self.q_stop - self.q_start
         if known:
             hidden, cut = self._hidden_by_facts()
@@ -140,7 +140,7 @@ class MaskView(NoTensor):
         return [Segment(0, keys, 0, queries, masked=cut or padded, only_padding=padded and not cut)]
 
     def _hidden_by_facts(self) -> tuple[bool, bool]:
-        """Whether window and rows hide all earlier keys from all queries, and whether they hide any from any."""
+        """Return two flags: window or rows hide all earlier keys from all queries; they hide any key from any query."""
         mask, hidden, cut = self.mask, False, False
         if mask.window is not None:
             hidden = self.q_start - (self.k_stop - 1) >= mask.window
@@ -167,7 +167,7 @@ class MaskView(NoTensor):
         return [piece for found in table.clipped(self.q_start, self.q_stop) for piece in of_part(*found)]
 
     def _of_branch(self, start: int, stop: int, part: Branch) -> list[Segment]:
-        """The segments of queries ``[start, stop)`` in one part: its trunk, as far as the window goes, and its own."""
+        """Return the segments of queries ``[start, stop)`` in one part: its trunk within the window, and its own."""
         first = everyone = part.trunk_start
         if self.mask.window is not None:
             behind = part.trunk_start - part.shift - self.mask.window + 1  # from a query's place to its first key's
@@ -181,7 +181,7 @@ class MaskView(NoTensor):
         return [piece for piece in pieces if piece.stop > piece.start] + own
 
     def _of_masked_branch(self, start: int, stop: int, part: Branch) -> list[Segment]:
-        """The same where a function says more: in blocks, each with its mask."""
+        """Return those segments where the mask has further rules: blocks of :data:`MASKED_KEYS` keys, all masked."""
         return [
             self._segment(None, start, stop, key, min(key + MASKED_KEYS, last), masked=True)
             for first, last in ((part.trunk_start, part.trunk_stop), (part.start, stop))
@@ -189,7 +189,7 @@ class MaskView(NoTensor):
         ]
 
     def _of_stretch(self, row: int | None, start: int, stop: int, stretch: Stretch) -> list[Segment]:
-        """The segments of queries ``[start, stop)``, which all lie in ``stretch``."""
+        """Return the segments of queries ``[start, stop)``, which all lie in ``stretch``."""
         first, window, pieces = max(self.k_start, stretch.first), self.mask.window, []
         end = min(stretch.stop, self.k_stop) if stretch.mutual else stop
         everyone = first  # from here on every one of the queries sees the key, if it is not too late for it
@@ -220,13 +220,13 @@ class MaskView(NoTensor):
         causal: bool = False,
         masked: bool = False,
     ) -> Segment:
-        """A segment from absolute positions, with its padding."""
+        """Return the segment of absolute positions; it is masked if there is padding among its keys."""
         padded = self.mask.is_padded(row, start, stop)
         keys, queries = (start - self.k_start, stop - self.k_start), (q_start - self.q_start, q_stop - self.q_start)
         return Segment(*keys, *queries, row, causal, masked or padded, only_padding=padded and not masked)
 
     def examined_segments(self) -> list[Segment]:
-        """The visible keys found by looking at every block of them."""
+        """Return segments of the visible keys, found by examining every block of keys."""
         pieces: list[Segment] = []
         queries = (0, self.q_stop - self.q_start)
         for start, stop, uniform in self.mask.examined(self.q_start, self.q_stop, self.k_start, self.k_stop):
@@ -240,9 +240,9 @@ class MaskView(NoTensor):
         return pieces or [Segment(0, self.k_stop - self.k_start, *queries, masked=True)]
 
     def allowed(self, segment: Segment, queries: slice = slice(None)) -> Tensor:
-        """Boolean tile ``[B or 1, 1, T or 1, S]`` of a segment and some of its queries, counted from its first.
+        """Return the boolean tile ``[B or 1, 1, T or 1, S]`` of some queries of a segment, counted from its first.
 
-        One query stands for all where only padding is masked; what ``causal`` hides the kernel hides by itself.
+        One row serves all queries where only padding is masked; keys that ``causal`` hides are hidden by the kernel.
         """
         start, stop = self.k_start + segment.start, self.k_start + segment.stop
         first, last, _ = queries.indices(segment.q_stop - segment.q_start)
@@ -254,7 +254,7 @@ class MaskView(NoTensor):
         return self.mask.tile(base + first, base + last, start, stop, segment.row)
 
     def bias(self, segment: Segment, dtype: torch.dtype) -> Tensor | None:
-        """The additive mask ``[B or 1, 1, T, S]`` of a segment in ``dtype``, or None where nothing is masked.
+        """Return the additive mask ``[B or 1, 1, T, S]`` of a segment in ``dtype``, or None where nothing is masked.
 
         Masked places hold a large finite number, not -inf: a row that sees nothing in this segment then has a finite
         log-sum-exp whose weight in the merge is exactly zero, instead of NaN.
@@ -268,5 +268,5 @@ class MaskView(NoTensor):
 
 
 def masked_score(dtype: torch.dtype) -> float:
-    """The score of a masked place: finite, and so low that its weight beside any real score is exactly zero."""
+    """Return the score of a masked place: finite, and so low that its weight next to any real score is exactly zero."""
     return torch.finfo(dtype).min / 4

@@ -1,10 +1,11 @@
 """Kernels that attend a whole chunk in one call, where the segments of ``ops.view`` would take several.
 
 ``BandView``: a causal chunk over its prefix, with a sliding window or without, is one call of flash attention, whose
-triangle ends at the last query and the last key. ``FlexView``: softcap, packed rows, padding, blocks and masks nobody
-knows are one call of ``flex_attention``, compiled, which skips the blocks of keys that no query sees.
+triangle ends at the last query and the last key. ``FlexView``: softcap, packed rows, padding, blocks and arbitrary mask
+functions are one call of ``flex_attention``, compiled, which skips the blocks of keys that no query sees.
 
-A whole view has a log-sum-exp of its own; the backward still takes a foreign one (sinks add a key that is not there).
+The forward returns the log-sum-exp of the view; the backward takes another one as well (sinks add a key that is not in
+the view).
 """
 
 from __future__ import annotations
@@ -37,18 +38,18 @@ class ViewKernel(Protocol):
 
     @property
     def name(self) -> str:
-        """As it is printed."""
+        """The name as it is printed."""
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, for_backward: bool) -> tuple[Tensor, Tensor]:
-        """Output ``[B, H, T, D]`` and log-sum-exp ``[B, H, T]``; -inf for a query that sees no key."""
+        """Return the output ``[B, H, T, D]`` and log-sum-exp ``[B, H, T]``; -inf for a query that sees no key."""
 
     def backward(self, grad_o: Tensor, q: Tensor, k: Tensor, v: Tensor, o: Tensor, lse: Tensor) -> Grads:
-        """Gradients of q, k, v for any output and log-sum-exp; +inf for a query that is to have none."""
+        """Return the gradients of q, k, v for any output and log-sum-exp; with +inf a query contributes none."""
 
 
 @dataclass(frozen=True)
 class BandView:
-    """Keys ``[first, stop)`` of which the last is the last query's own: each query sees those up to its own token.
+    """Keys ``[first, stop)``, the last of them the last query's own: each query sees those up to its own token.
 
     Args:
         first, stop: The keys, counted from the view's first.
@@ -69,7 +70,7 @@ class BandView:
         return {"scale": self.scale, "window_size_left": self.window - 1, "window_size_right": 0}
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, for_backward: bool) -> tuple[Tensor, Tensor]:
-        """``ViewKernel.forward``."""
+        """Compute ``ViewKernel.forward``."""
         k, v = k[:, :, self.first : self.stop], v[:, :, self.first : self.stop]
         q, k, v = (_tokens_first(x) for x in (q, k, v))
         o, lse, *_ = torch.ops.aten._flash_attention_forward(
@@ -78,7 +79,7 @@ class BandView:
         return o.transpose(1, 2), lse
 
     def backward(self, grad_o: Tensor, q: Tensor, k: Tensor, v: Tensor, o: Tensor, lse: Tensor) -> Grads:
-        """``ViewKernel.backward``."""
+        """Compute ``ViewKernel.backward``."""
         seen = [x[:, :, self.first : self.stop] for x in (k, v)]
         grad_o, q, k_seen, v_seen, o = (_tokens_first(x) for x in (grad_o, q, *seen, o))
         unused = torch.empty(2, dtype=torch.uint64, device=q.device)  # the random state of a dropout of zero
@@ -90,7 +91,7 @@ class BandView:
         return grad_q, self._placed(grad_k, k), self._placed(grad_v, v)
 
     def _placed(self, grad: Tensor, like: Tensor) -> Tensor:
-        """Keys that no query sees have no gradient."""
+        """Return the gradient in the shape of ``like``: zeros for the keys outside of the band."""
         if grad.shape == like.shape:
             return grad
         whole = torch.zeros_like(like)
@@ -101,10 +102,10 @@ class BandView:
 def fused_view_kernel(
     view: MaskView, q: Tensor, k: Tensor, v: Tensor, scale: float, softcap: float | None, dropout: float
 ) -> ViewKernel | None:
-    """The kernel for all of ``view`` at once, or None where its segments are to be attended one by one.
+    """Return the kernel for all of ``view`` at once, or None where its segments are to be attended one by one.
 
-    None on CPU, with dropout, for tensors whose addresses do not fit in 32 bits, and where the kernel does not agree
-    with the formula on this device.
+    None on CPU, with dropout, for tensors that differ in dtype or head size or whose addresses do not fit in 32 bits,
+    where the kernel does not agree with the formula on this device, and where the segments are taken to be as fast.
     """
     if not q.is_cuda or dropout > 0 or not _alike(q, k, v) or _extent(q, k, v) > MAX_ELEMENTS:
         return None
@@ -122,7 +123,7 @@ def fused_view_kernel(
 def attend_whole(
     kernel: ViewKernel, q: Tensor, k: Tensor, v: Tensor, for_backward: bool
 ) -> tuple[Tensor, Tensor] | None:
-    """``kernel.forward``, or None if it cannot run after all: then, and from then on, the segments are attended."""
+    """Return the result of ``kernel.forward``, or None if it fails now or failed before: attend the segments then."""
     if kernel.name in _given_up:
         return None
     try:
@@ -135,7 +136,7 @@ def attend_whole(
 def backward_whole(
     kernel: ViewKernel, grad_o: Tensor, q: Tensor, k: Tensor, v: Tensor, o: Tensor, lse: Tensor
 ) -> Grads | None:
-    """``kernel.backward``, or None likewise: segments take any output and log-sum-exp, so also those of this kernel."""
+    """Return the result of ``kernel.backward``, or None likewise: segments take the kernel's output and log-sum-exp."""
     if kernel.name in _given_up:
         return None
     try:
@@ -149,7 +150,7 @@ _given_up: set[str] = set()
 
 
 def _give_up(kernel: ViewKernel, error: Exception) -> None:
-    """A kernel that is compiled for each new kind of shape may fail late; memory and the device are others' errors."""
+    """Give up a kernel that failed, as one compiled for each new shape may; raise errors of memory and the device."""
     if isinstance(error, torch.OutOfMemoryError | torch.AcceleratorError):
         raise error
     _given_up.add(kernel.name)
@@ -162,7 +163,7 @@ FEW = 4
 
 
 def band_of(view: MaskView, scale: float) -> BandView | None:
-    """The view as a single causal band, or None if it is more than that (or less: its queries lie in two rows)."""
+    """Return the view as a single causal band, or None if it is none, as where its queries lie in two rows."""
     mask = view.mask
     if mask.function is not None or not mask.causal or len(mask.stretches) > 1:
         return None
@@ -187,14 +188,14 @@ def _alike(q: Tensor, k: Tensor, v: Tensor) -> bool:
 
 
 def _extent(q: Tensor, *others: Tensor) -> int:
-    """The largest distance in elements between two of a tensor's, and what keys of all query heads would have."""
+    """Return the largest span of a tensor in memory, in elements, or the size of keys repeated for all query heads."""
     spans = [sum((n - 1) * step for n, step in zip(x.shape, x.stride(), strict=True)) for x in (q, *others)]
     return max(*spans, q.shape[0] * q.shape[1] * others[0].shape[2] * q.shape[3])
 
 
 @lru_cache(maxsize=64)
 def _band_is_chosen(index: int, dtype: torch.dtype, heads: Heads, windowed: bool) -> bool:
-    """Whether the band is right on this device and, where the segments need no mask, faster than they are."""
+    """Return True if the band is right on this device and, where the segments need no mask, faster than they are."""
     device = torch.device("cuda", index)
     if dtype not in (torch.float16, torch.bfloat16) or heads.size > 256:
         return False
@@ -206,7 +207,7 @@ def _band_is_chosen(index: int, dtype: torch.dtype, heads: Heads, windowed: bool
 
 
 def band_is_right(device: torch.device, dtype: torch.dtype, head_dim: int, windowed: bool) -> bool:
-    """Try the band on a small problem, with a foreign log-sum-exp, against the formula in fp64."""
+    """Return True if the band agrees with the formula in fp64 on a small problem, with a log-sum-exp not its own."""
     generator = torch.Generator(device).manual_seed(0)
 
     def draw(heads: int, length: int) -> Tensor:
@@ -235,7 +236,7 @@ def band_is_right(device: torch.device, dtype: torch.dtype, head_dim: int, windo
 
 
 def _band_is_faster(device: torch.device, dtype: torch.dtype, heads: Heads) -> bool:
-    """Time a chunk over its prefix in one call and as rectangle and square."""
+    """Return True if a chunk over its prefix is faster in one call than as rectangle and square, or cannot be timed."""
     queries, keys = 2048, 16384
     generator = torch.Generator(device).manual_seed(0)
 

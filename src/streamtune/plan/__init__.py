@@ -1,5 +1,5 @@
-"""What a step costs and whether it is exact: live bytes, the simulated step, the planner, the benchmark and its tables,
-the longest sequence, the verification.
+"""The cost and the exactness of a step: live bytes, the simulated step, the planner, the benchmark and its tables, the
+longest sequence, the verification.
 """
 
 from streamtune.plan.bench import BenchReport, BenchRow, run_bench

@@ -16,13 +16,13 @@ __all__ = ["ablation_entries"]
 
 
 def ablation_entries(schedule: Schedule, length: int, layers: int, folder: str) -> list[Entry]:
-    """Every choice on its own, the ends of its range included.
+    """Return the baselines, an entry for each choice on its own, the ends of its range included, and combinations.
 
     Args:
-        schedule: What all are compared with.
+        schedule: The schedule that all are compared with.
         length: Tokens of a row.
         layers: Decoder layers of the model.
-        folder: Where a schedule that offloads to disk puts its file.
+        folder: Directory for the file of a schedule that offloads to disk.
     """
     entries = [
         Entry(Case("plain", length), WAYS["plain"].label, "compared with"),
@@ -39,7 +39,7 @@ def ablation_entries(schedule: Schedule, length: int, layers: int, folder: str) 
 
 
 def _changes(schedule: Schedule, length: int, layers: int, folder: str) -> Iterator[tuple[str, str, dict[str, Any]]]:
-    """Section, label and what is changed."""
+    """Yield the section, the label and the changed fields of each entry."""
     disk = {"offload": "disk", "offload_dir": folder}
     half = max(1, layers // 2)
     for size in _around(schedule.chunk_size, length):
@@ -71,5 +71,5 @@ def _changes(schedule: Schedule, length: int, layers: int, folder: str) -> Itera
 
 
 def _around(size: int, length: int) -> list[int]:
-    """A quarter, a half, twice and four times a size, within the sequence."""
+    """Return a quarter, a half, twice and four times a size, within the sequence."""
     return sorted({min(length, max(1, s)) for s in (size // 4, size // 2, 2 * size, 4 * size)} - {size})

@@ -1,7 +1,8 @@
-"""Autocast for tensors on ``meta``, for which torch has none: the casts an operator would be given on a device.
+"""Autocast for tensors on ``meta``, for which torch has none: the casts of an operator's arguments on a device.
 
-What is cast is what torch's own lists name (``aten/src/ATen/autocast_mode.h``), by the rules of its ``cached_cast``: a
-trainable weight in fp32 is cast once and kept until the outermost region ends, anything else for each use.
+The operators are those of torch's own lists (``aten/src/ATen/autocast_mode.h``), the casts those of its
+``cached_cast``: a trainable weight in fp32 is cast once and kept until the outermost region ends, anything else is cast
+for each use.
 """
 
 from __future__ import annotations
@@ -61,18 +62,18 @@ SPELLINGS = {"__matmul__": "matmul", "__rmatmul__": "matmul", "__pow__": "pow", 
 
 @lru_cache(maxsize=4096)
 def rule_of(func: Any, device: str) -> Rule | None:
-    """The rule for a function of torch, by its name; None where autocast leaves it alone."""
+    """Return the rule for a function of torch, by its name; None where autocast leaves it alone."""
     name = getattr(func, "__name__", "")
     name = SPELLINGS.get(name, name)
     return next((rule for rule, names in RULES[device].items() if name in names), None)
 
 
 class MetaAutocast:
-    """Casts arguments as autocast would where it is on.
+    """Casts arguments as autocast would, where it is enabled.
 
     Args:
-        device: The kind of device that is simulated; where autocast is on is asked of the switch that
-            :func:`~streamtune.ops.simulated.autocast_kind` names.
+        device: The kind of device that is simulated. Autocast counts as enabled if it is for the kind of device that
+            :func:`~streamtune.ops.simulated.autocast_kind` returns for ``meta``.
     """
 
     def __init__(self, device: str) -> None:
@@ -81,7 +82,7 @@ class MetaAutocast:
 
     @contextmanager
     def region(self) -> Iterator[None]:
-        """An outermost region of autocast: casts kept inside are let go at its end."""
+        """Enter an outermost region of autocast: casts that are kept inside are freed at its end."""
         try:
             yield
         finally:
@@ -90,7 +91,7 @@ class MetaAutocast:
     def given(
         self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """The arguments as the operator gets them."""
+        """Return the arguments as autocast passes them to the operator."""
         rule = rule_of(func, self.device)
         if rule is None or not torch.is_autocast_enabled(self.switch):
             return args, kwargs

@@ -1,7 +1,7 @@
-"""Plain autograd, gradient checkpointing and streaming side by side: the same weights, the same batch, a process each.
+"""Measure plain autograd, gradient checkpointing and streaming: the same weights, the same batch, a process each.
 
 Time and memory are measured in different steps: following every storage slows a step down. Timed steps of the modes
-take turns, so a ratio compares neighbours in time; the median of the ratios is what is reported.
+alternate, so a ratio compares steps that follow each other; the median of the ratios is reported.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ MEMORY = ("peak_bytes", "activation_bytes", "layer_activation_bytes", "host_byte
 
 @dataclass(frozen=True)
 class BenchRow:
-    """What one mode took at one length: bytes, seconds, tokens per second; medians over the repeats.
+    """The cost of one mode at one length: bytes, seconds, tokens per second; medians over the repeats.
 
     Attributes:
         peak_bytes: Peak of a step: the device allocator's on an accelerator; on the CPU weights and live storages.
@@ -34,10 +34,10 @@ class BenchRow:
         layer_activation_bytes: The same for the decoder layers alone, without the head.
         rss_bytes: Peak resident memory of the process.
         ratio: Forward and backward time over that of gradient checkpointing, median of paired steps.
-        layout: How the tokens are laid out in rows.
+        layout: The layout of the tokens in rows.
         row_ratio: Forward and backward time over that of the same tokens as one row, median of paired steps.
-        host_bytes, disk_bytes: Peaks of what is kept there for the backward.
-        error: Why there are no figures, where there are none.
+        host_bytes, disk_bytes: Peaks of the bytes kept there for the backward.
+        error: The reason why there are no figures, if there are none.
     """
 
     mode: Mode
@@ -70,11 +70,11 @@ class BenchReport:
     """Whose shape a batch has."""
 
     def to_json(self) -> dict[str, Any]:
-        """The document of ``streamtune bench --json``."""
+        """Return the document of ``streamtune bench --json``."""
         return {**vars(self), "schedule": asdict(self.schedule), "rows": [asdict(row) for row in self.rows]}
 
     def row(self, mode: Mode, length: int, layout: Layout = "row") -> BenchRow:
-        """The row of a mode at a length."""
+        """Return the row of a mode at a length."""
         return next(row for row in self.rows if (row.mode, row.length, row.layout) == (mode, length, layout))
 
 
@@ -97,16 +97,17 @@ def run_bench(
     Args:
         make_model: Builds the model; called in every process, so it must give the same weights each time.
         lengths: Tokens of a row.
-        modes: Which of ``ALL_MODES``.
-        schedule: How streaming cuts the sequence.
+        modes: The modes, of ``ALL_MODES``.
+        schedule: The schedule of streamed steps.
         batch_size: Rows of the batch.
         packed_rows: Also measure each length as so many rows in one sequence, and as the same rows one after another.
-        repeats: Timed steps of each mode, taken in turns.
+        repeats: Timed steps of each mode; the modes alternate.
         autocast: Compute in bf16.
-        objective: Whose shape a batch has.
-        completions: What a batch scores, where the objective scores completions; its rows are apart where it is not
-            streamed. The loss is the mean of their log-probabilities, and no reference is asked.
-        notify: Told what is being measured.
+        objective: Name of the objective, which determines the shape of a batch.
+        completions: Returns the completions that a batch scores, if the objective scores completions; modes that do
+            not stream have a row for each. The loss is the negative mean of their log-probabilities, and no reference
+            model runs.
+        notify: Called with what is being measured.
     """
     report = BenchReport({}, schedule, [], packed_rows, objective)
     layouts: list[Layout] = ["row", "packed", "separate"] if packed_rows else ["row"]
@@ -120,7 +121,7 @@ def run_bench(
 def _measure_length(
     job: Job, cases: Sequence[Case], repeats: int, notify: Callable[[str], None], env: dict[str, Any]
 ) -> list[BenchRow]:
-    """All cases at one length: first the memory of each, then timed steps in turns by processes that stay alive."""
+    """Measure all cases at one length: first the memory of each, then timed steps in turn; each case has a process."""
     rows = {case: BenchRow(case.mode, case.length, layout=case.layout) for case in cases}
     times: dict[Case, list[tuple[float, float]]] = {case: [] for case in cases}
     workers: dict[Case, Worker] = {}
@@ -169,6 +170,6 @@ def _with_times(row: BenchRow, case: Case, times: dict[Case, list[tuple[float, f
 
 
 def paired(ours: Sequence[tuple[float, float]], theirs: Sequence[tuple[float, float]]) -> float | None:
-    """Median of the ratios of steps that were neighbours in time; None where there are none."""
+    """Return the median of the ratios of steps that followed each other; None where there are none."""
     ratios = [sum(one) / sum(other) for one, other in zip(ours, theirs, strict=False)]
     return statistics.median(ratios) if ratios else None

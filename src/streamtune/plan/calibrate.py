@@ -1,7 +1,7 @@
 """The rates of the device at hand, measured in a few seconds and kept on disk.
 
-Each figure is the best of several runs of one kind of operator, on tensors of the size a chunk has: what else runs on
-the machine can only make a run slower.
+Each figure is the best of several runs of one kind of operator, on tensors of the size a chunk has: other work on the
+machine can only make a run slower.
 """
 
 from __future__ import annotations
@@ -31,14 +31,15 @@ HEAD_DIM = 128
 
 
 def load_rates(device: torch.device, dtype: torch.dtype, *, notify: Callable[[str], None] = lambda text: None) -> Rates:
-    """The rates of ``device`` in ``dtype``: those measured before, or measured now and kept.
+    """Return the rates of ``device`` in ``dtype``: those saved before, or measured now and saved.
 
-    They are kept by device, versions, dtype and threads; a file that cannot be read or written costs a measurement.
+    They are saved by device, machine, threads, version of torch and dtype. If the file cannot be read or written, they
+    are measured each time.
 
     Args:
-        device: Where the step runs.
-        dtype: What it computes in.
-        notify: Told that it measures.
+        device: The device that the step runs on.
+        dtype: The dtype that it computes in.
+        notify: Called with a message before a measurement.
     """
     key, path = _key(device, dtype), cache_file()
     kept = _read(path)
@@ -74,10 +75,10 @@ def measure_rates(device: torch.device, dtype: torch.dtype) -> Rates:
 
 
 def measure_disk(directory: Path, size: int = 64 << 20) -> float:
-    """Bytes/s of a file in ``directory``, written to the disk itself; reading is taken to be no slower.
+    """Measure the bytes/s of writing a file in ``directory``, to the disk itself; reading is taken to be no slower.
 
     Raises:
-        OSError: The directory takes no such file.
+        OSError: No such file can be written in the directory.
     """
     import tempfile
 
@@ -92,7 +93,7 @@ def measure_disk(directory: Path, size: int = 64 << 20) -> float:
 
 
 def cache_file() -> Path:
-    """Where rates are kept, by the convention of the XDG base directories."""
+    """Return the path of the file of saved rates, by the convention of the XDG base directories."""
     home = os.environ.get("XDG_CACHE_HOME", "")
     return (Path(home) if home.startswith("/") else Path.home() / ".cache") / "streamtune" / "rates.json"
 
@@ -119,13 +120,13 @@ def _key(device: torch.device, dtype: torch.dtype) -> str:
 
 
 class _Clock:
-    """Seconds of one run: the best of several, after one that warms up."""
+    """Measures the seconds of one run: the best of several, after one that warms up."""
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
 
     def best(self, run: Callable[[], object], *, budget: float = 0.15) -> float:
-        """Runs for about ``budget`` seconds, three times at least."""
+        """Return the seconds of the fastest of several runs: for about ``budget`` seconds, three at least."""
         self.once(run)
         times: list[float] = []
         while len(times) < 3 or sum(times) < budget:
@@ -133,7 +134,7 @@ class _Clock:
         return min(times)
 
     def once(self, run: Callable[[], object]) -> float:
-        """Seconds until the device is done."""
+        """Return the seconds of one run, until the device is done."""
         self._wait()
         start = time.perf_counter()
         run()
@@ -146,7 +147,7 @@ class _Clock:
 
 
 def _matmul(clock: _Clock, dtype: torch.dtype) -> float:
-    """FLOP/s of a square product; as large as it takes to run long enough."""
+    """Return the FLOP/s of a square product that is large enough to run for :data:`LONG_ENOUGH`."""
     for size in (512, 1024, 2048, 4096, 8192):
         x = torch.randn(size, size, device=clock.device).to(dtype)
         seconds = clock.best(partial(torch.matmul, x, x))
@@ -156,7 +157,7 @@ def _matmul(clock: _Clock, dtype: torch.dtype) -> float:
 
 
 def _attention(clock: _Clock, dtype: torch.dtype) -> tuple[float, float]:
-    """FLOP/s of causal attention, forward and backward: 4 D and 10 D for each pair of a query and a key it sees."""
+    """Return the FLOP/s of causal attention, forward and backward: 4 D and 10 D for each query and key that it sees."""
     heads = 4 if clock.device.type == "cpu" else 16
     for length in (512, 1024, 2048, 4096, 8192, 16384):
         q, k, v = (
@@ -178,7 +179,7 @@ def _attention(clock: _Clock, dtype: torch.dtype) -> tuple[float, float]:
 
 
 def _touch(clock: _Clock, dtype: torch.dtype) -> float:
-    """Bytes/s of what stands between matrix products: a sum, a product, an activation, a change of dtype and a copy."""
+    """Return the bytes/s of operators between matrix products: sum, product, activation, change of dtype and copy."""
     elements = 1 << (20 if clock.device.type == "cpu" else 26)
     x = torch.randn(elements, device=clock.device).to(dtype)
     size, wide = x.element_size(), 4
@@ -187,7 +188,7 @@ def _touch(clock: _Clock, dtype: torch.dtype) -> float:
 
 
 def _copy(clock: _Clock) -> float:
-    """Bytes/s between device and host, of the slower direction; on the CPU from memory to memory."""
+    """Return the bytes/s between device and host, in the slower direction; on the CPU from memory to memory."""
     size = (16 << 20) if clock.device.type == "cpu" else (256 << 20)
     host = torch.empty(size, dtype=torch.uint8, pin_memory=clock.device.type == "cuda")
     there = torch.zeros(size, dtype=torch.uint8, device=clock.device)
@@ -197,7 +198,7 @@ def _copy(clock: _Clock) -> float:
 
 
 def _launch(clock: _Clock) -> float:
-    """Seconds an operator costs beside its work, autograd's part included."""
+    """Return the seconds of an operator's overhead besides its work, autograd's part included."""
     x = torch.zeros(16, device=clock.device, requires_grad=True)
     count = 200
 

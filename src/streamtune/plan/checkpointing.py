@@ -12,18 +12,18 @@ __all__ = ["checkpointing", "recompute", "use_checkpointing"]
 
 
 def recompute(function: Callable[..., Any], *args: Any) -> Any:
-    """Run a layer, keep what it is given, and run it again in the backward."""
+    """Run a layer, keep its inputs only, and run it again in the backward."""
     return checkpoint(function, *args, use_reentrant=False)
 
 
 def use_checkpointing(model: Any, function: Callable[..., Any] = recompute) -> None:
-    """Have every layer of a model run by ``function``."""
+    """Make every layer of a model run through ``function``."""
     model._set_gradient_checkpointing(enable=True, gradient_checkpointing_func=function)
 
 
 @contextmanager
 def checkpointing(model: Any, function: Callable[..., Any] = recompute) -> Iterator[None]:
-    """The same for the while."""
+    """Make every layer of a model run through ``function`` while inside."""
     use_checkpointing(model, function)
     try:
         yield

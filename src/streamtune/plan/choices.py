@@ -1,4 +1,4 @@
-"""Which schedules there are to choose from: every combination that is allowed, sized to the room there is."""
+"""The schedules to choose from: every combination that is allowed, sized to the available memory."""
 
 from __future__ import annotations
 
@@ -24,11 +24,11 @@ class Limits:
     """Memory to plan with, in bytes, and the part of it that stays free.
 
     Attributes:
-        device_bytes: Of the device, all that the step may hold on it, weights included.
-        host_bytes: Of the machine, for what is offloaded.
-        disk_bytes: Of the directory for offloading.
+        device_bytes: Bytes that the step may hold on the device in all, weights included.
+        host_bytes: Bytes of the machine's memory for offloading.
+        disk_bytes: Bytes of the directory for offloading.
         margin: Part of each that is not planned with.
-        shared: The device's memory is the machine's: a step on the CPU.
+        shared: True if the device's memory is the machine's: a step on the CPU.
     """
 
     device_bytes: int
@@ -53,15 +53,16 @@ class Limits:
         return int((1 - self.margin) * self.disk_bytes)
 
     def excess(self, device: float, host: float, disk: float) -> float:
-        """By how many bytes the step does not fit, of the tier that lacks most; negative is what is left."""
+        """Return by how many bytes a step exceeds its memory, in the worst tier; negative is what is left."""
         if self.shared:
             return max(device + host - self.device, disk - self.disk)
         return max(device - self.device, host - self.host, disk - self.disk)
 
     def filled(self, device: float, host: float, disk: float) -> float | None:
-        """The part that a step takes of the tier it fills most; None if it needs one that is not there.
+        """Return the part that a step takes of the tier it fills most; None if it needs a tier without memory.
 
-        Other than :meth:`excess` it tells steps apart that fit where a tier is not there, of which nothing is left.
+        Tiers that the step does not use are left out. In :meth:`excess` a tier without memory has nothing left, so that
+        the excess of every step that fits is 0.
         """
         pairs = [(device + host, self.device)] if self.shared else [(device, self.device), (host, self.host)]
         wanted = [(used, limit) for used, limit in [*pairs, (disk, self.disk)] if used > 0]
@@ -76,12 +77,12 @@ class Candidate:
     figures: Figures
 
     def excess(self, limits: Limits) -> float:
-        """See :meth:`Limits.excess`."""
+        """Return :meth:`Limits.excess` of the estimated figures."""
         figures = self.figures
         return limits.excess(figures.device_bytes, figures.host_bytes, figures.disk_bytes)
 
     def tier_that_lacks(self, limits: Limits) -> str:
-        """Where most is missing."""
+        """Return the name of the tier that lacks most bytes."""
         lacking = {
             "device": self.figures.device_bytes - limits.device,
             "host": -1.0 if limits.shared else self.figures.host_bytes - limits.host,
@@ -92,14 +93,14 @@ class Candidate:
 
 @dataclass(frozen=True)
 class Space:
-    """What may be chosen.
+    """The values that may be chosen for the fields of a schedule.
 
     Args:
         layers: Decoder layers of the model.
-        length: Tokens of a row, or of a rank's strip of it.
+        length: Tokens of a row, or of a rank's part of it.
         limits: The memory; a tier without any is not used.
         fixed: Fields of the schedule that are given.
-        two_levels: Whether layer inputs may be computed again.
+        two_levels: True if layer inputs may be computed again.
     """
 
     layers: int
@@ -109,7 +110,7 @@ class Space:
     two_levels: bool = True
 
     def options(self, name: str) -> tuple[Any, ...]:
-        """The values of a field that are tried, the thriftiest in device memory among them."""
+        """Return the values of a field that are tried, that with the least device memory among them."""
         if name in self.fixed:
             return (self.fixed[name],)
         host = not self.limits.shared and self.limits.host_bytes > 0
@@ -133,7 +134,7 @@ class Space:
         raise KeyError(name)
 
     def combinations(self) -> Iterator[Schedule]:
-        """Every allowed combination, but for the layers that stay on the device or are kept whole."""
+        """Yield every allowed combination, without layers whose inputs stay on the device or that are kept whole."""
         names = ("chunk_size", "head_chunk_size", "offload", "levels", "keep_kv", "keep_attention", "stream_grads")
         for values in product(*(self.options(name) for name in names)):
             chosen = dict(zip(names, values, strict=True))
@@ -148,10 +149,10 @@ class Space:
 
 
 def candidates(space: Space, estimator: Estimator, limits: Limits) -> Iterator[Candidate]:
-    """Every schedule worth a thought, with its estimate. One that does not fit ``limits`` is among them, for the error.
+    """Yield every schedule to consider, with its estimate; also those that do not fit ``limits``, for the error.
 
     Spare memory of the device is filled: by layers kept whole, which saves their recomputation, or by layer inputs that
-    need not go away.
+    need not be offloaded.
     """
     for schedule in space.combinations():
         plain = Candidate(schedule, estimator.estimate(schedule))
@@ -165,7 +166,7 @@ def candidates(space: Space, estimator: Estimator, limits: Limits) -> Iterator[C
 def _with_device_layers(
     candidate: Candidate, space: Space, estimator: Estimator, limits: Limits
 ) -> Iterator[Candidate]:
-    """As many layer inputs on the device as it holds, and as few as the host asks for."""
+    """Yield the candidate with as many layer inputs on the device as it holds, and as few as host or disk allow."""
     schedule, figures = candidate.schedule, candidate.figures
     each = estimator.of_a_device_layer(schedule)
     most = math.floor(min(space.layers, figures.room_for(each, limits.device)))
@@ -180,7 +181,7 @@ def _with_device_layers(
 
 
 def _with_kept_layers(candidate: Candidate, space: Space, estimator: Estimator, limits: Limits) -> Iterator[Candidate]:
-    """The candidate as it is, and with as many layers kept whole as the device holds."""
+    """Yield the candidate as it is, and with as many layers kept whole as the device holds."""
     schedule, figures = candidate.schedule, candidate.figures
     wanted = space.fixed.get("keep_layers")
     if wanted == 0 or (wanted is None and schedule.levels == 2):  # two levels spend what keeping layers saves
@@ -195,6 +196,6 @@ def _with_kept_layers(candidate: Candidate, space: Space, estimator: Estimator, 
 
 
 def _up_to(sizes: tuple[int, ...], length: int) -> tuple[int, ...]:
-    """The sizes below ``length``, and the first that covers it."""
+    """Return the sizes below ``length``, and the first that covers it."""
     below = [size for size in sizes if size < length]
     return tuple(sizes[: len(below) + 1])

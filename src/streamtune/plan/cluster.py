@@ -1,9 +1,9 @@
-"""Several devices: how many, on how many nodes, what joins them, and what of a step each of them has.
+"""Several devices: their number, their nodes, the links between them, and the part of a step that each has.
 
 A world of W ranks is DP x SP: SP consecutive ranks share each sequence, DP groups of them share the batch, and all W
-are one group of ZeRO, FSDP or DDP. Here that is a frozen value, and what it means for one rank:
+are one group of ZeRO, FSDP or DDP. Here that is a frozen value. For one rank it means:
 
-    sequence   T / SP tokens of everything that looks at one token at a time; attention of all T on heads / SP
+    sequence   T / SP tokens of everything but attention; attention of all T on heads / SP
     batch      1 / DP of the rows of a step
     weights, gradients, optimizer state
                whole, or 1 / W, by the engine (``plan.partition``)
@@ -30,13 +30,13 @@ STAGES: dict[Engine, int] = {"none": 0, "ddp": 0, "zero1": 1, "zero2": 2, "zero3
 
 @dataclass(frozen=True)
 class Links:
-    """What joins devices: bytes/s of one device in one direction, as programs get them.
+    """The links between devices: bytes/s of one device in one direction, as programs get them.
 
     Attributes:
-        node: Between devices of a node.
-        network: Between nodes, for each device.
-        node_name, network_name: What they are called.
-        launch_seconds: Of one collective beside its bytes.
+        node: Bytes/s between devices of a node.
+        network: Bytes/s between nodes, for each device.
+        node_name, network_name: Names of the links.
+        launch_seconds: Seconds of one collective besides those of its bytes.
     """
 
     node: float = 5e9
@@ -48,14 +48,14 @@ class Links:
 
 @dataclass(frozen=True)
 class Buckets:
-    """What an engine holds while it gathers and reduces, in elements.
+    """The sizes of an engine's buffers while it gathers and reduces, in elements.
 
     Attributes:
-        reduce: Of the buffer that gradients are reduced from.
-        buffers: How many such buffers.
-        prefetch: Of the weights that are gathered ahead of the layer in flight.
-        sub_group: Of a rank's part that is stepped at a time at stage 3, with its gradients in fp32.
-        reuse: Of the weights that are used before a layer is used again, up to which it stays gathered.
+        reduce: Elements of the buffer that gradients are reduced from.
+        buffers: Number of such buffers.
+        prefetch: Elements of the weights that are gathered ahead of the layer that runs.
+        sub_group: Elements of a rank's part that is stepped at a time at stage 3, with its gradients in fp32.
+        reuse: A layer stays gathered if fewer elements of weights than this are used before it is used again.
     """
 
     reduce: int = 500_000_000
@@ -70,14 +70,14 @@ class Cluster:
     """Devices that train together.
 
     Args:
-        ranks: How many, W.
-        nodes: On how many machines, with as many each.
-        engine: What shares weights, gradients and optimizer state between them.
-        sequence_size: How many share a sequence, SP.
-        form: How they share it: ``ulysses`` exchanges heads for tokens, ``ring`` passes keys and values around.
-        links: What joins them.
-        buckets: What the engine holds for its collectives.
-        optimizer_offload, weights_offload: ZeRO's offload of either, which ``zero3_offload`` has both of.
+        ranks: Number of devices, W.
+        nodes: Number of machines, each with the same number of devices.
+        engine: The engine that divides weights, gradients and optimizer state between them.
+        sequence_size: Number of devices that share a sequence, SP.
+        form: The way they share it: ``ulysses`` exchanges heads for tokens, ``ring`` passes keys and values around.
+        links: The links between them.
+        buckets: Sizes of the engine's buffers for its collectives.
+        optimizer_offload, weights_offload: ZeRO's offload of either to the host; ``zero3_offload`` has both.
 
     Raises:
         ArgumentError: A number does not divide another.
@@ -123,7 +123,7 @@ class Cluster:
 
     @property
     def data_size(self) -> int:
-        """Groups of ranks that are fed different rows, DP."""
+        """Number of groups of ranks that get different rows, DP."""
         return self.ranks // self.sequence_size
 
     @property
@@ -133,45 +133,45 @@ class Cluster:
 
     @property
     def zero_stage(self) -> int:
-        """What is divided: nothing (0), optimizer state (1), gradients too (2), weights too (3)."""
+        """The stage of ZeRO: divided is nothing (0), optimizer state (1), gradients too (2), weights too (3)."""
         return STAGES[self.engine]
 
     @property
     def keeps_master(self) -> bool:
-        """Whether the engine keeps weights in fp32 of its own, which the optimizer steps (DeepSpeed)."""
+        """True if the engine keeps weights in fp32 of its own, which the optimizer steps (DeepSpeed)."""
         return self.engine.startswith("zero")
 
     @property
     def optimizer_on_host(self) -> bool:
-        """Whether the optimizer's state is in the node's memory."""
+        """True if the optimizer's state is in the node's memory."""
         return self.optimizer_offload or self.engine == "zero3_offload"
 
     @property
     def weights_on_host(self) -> bool:
-        """Whether the parts of the weights are there too."""
+        """True if the ranks' parts of the weights are in the node's memory."""
         return self.weights_offload or self.engine == "zero3_offload"
 
     @property
     def spans_nodes(self) -> bool:
-        """Whether ranks that share a sequence are on different nodes."""
+        """True if ranks that share a sequence are on different nodes."""
         return self.sequence_size > self.ranks_per_node
 
     @property
     def runs_layers_again(self) -> bool:
-        """Whether a layer may run outside of its own forward and backward, as two levels ask: not where its weights
+        """True if a layer may run outside of its own forward and backward, as two levels require: not where its weights
         are gathered for these alone."""
         return self.zero_stage < 3
 
     def divided(self, size: int, stage: int) -> int:
-        """Bytes of one rank, of what is divided from a stage on."""
+        """Return the bytes of one rank, of ``size`` bytes that are divided from ``stage`` on."""
         return -(-size // self.ranks) if self.zero_stage >= stage else size
 
     def shared_by(self, sequence_size: int, form: Form) -> Cluster:
-        """The same devices with another number of them to a sequence."""
+        """Return the same devices with ``sequence_size`` of them to a sequence."""
         return replace(self, sequence_size=sequence_size, form=form)
 
     def describe(self) -> str:
-        """One line for people."""
+        """Return a readable description in one line."""
         where = f"{self.nodes} nodes of {self.ranks_per_node}" if self.nodes > 1 else "one node"
         words = [f"{self.ranks} ranks, {where}", self.engine]
         if self.sequence_size > 1:
@@ -183,12 +183,12 @@ class Cluster:
 
 @dataclass(frozen=True)
 class Heads:
-    """Attention of a model: query heads, key/value heads, and what each of them has for a token.
+    """The attention heads of a model: query heads, key/value heads, and their sizes.
 
     Attributes:
         queries: Query heads H.
         keys: Key/value heads G.
-        key_dim, value_dim: Numbers of a head for one token.
+        key_dim, value_dim: Elements of a key and of a value of one head, for one token.
     """
 
     queries: int
@@ -197,7 +197,7 @@ class Heads:
     value_dim: int
 
     def copies(self, cluster: Cluster) -> float:
-        """How many times the keys and values of a sequence are held by the ranks that share it."""
+        """Return how many times the keys and values of a sequence are held by the ranks that share it, in all."""
         size = cluster.sequence_size
         if cluster.form == "ring" or size == 1:
             return 1.0
@@ -205,12 +205,12 @@ class Heads:
 
 
 def form_of(asked: str, size: int, heads: Heads) -> Form:
-    """How a sequence is shared by ``size`` ranks.
+    """Return the form in which ``size`` ranks share a sequence.
 
     Args:
         asked: ``ulysses``, ``ring``, or ``auto``: ulysses where the ranks divide the heads.
         size: Ranks that share it.
-        heads: Of the model.
+        heads: The heads of the model.
 
     Raises:
         ArgumentError: The ranks do not divide the heads that they are to exchange.

@@ -1,11 +1,11 @@
-"""How long a step takes: the work a simulation counted, over rates measured on the device or taken from its data sheet.
+"""Predict the time of a step: the work that a simulation counted, over rates measured or taken from a data sheet.
 
     device = matmul / r_m + attention / r_a + touched / r_t
 
-What computes is taken one operator after another: matrix products and attention by their operations, everything else by
-the bytes it reads and writes. On an accelerator Python hands out operators while it computes and copies run beside it,
-so a step is the longest of the four: the device's work, ``operators * t_o``, ``moved / r_c`` and ``disk / r_d``. On the
-CPU, where the same cores do all of it, it is their sum.
+Operators are taken to compute one after another: matrix products and attention by their operations, everything else by
+the bytes it reads and writes. On an accelerator the launch of operators and copies overlap with the computation, so a
+step takes the longest of four times: the device's work, ``operators * t_o``, ``moved / r_c`` and ``disk / r_d``. On the
+CPU, where the same cores do all of it, it takes their sum.
 """
 
 from __future__ import annotations
@@ -29,8 +29,8 @@ SHEET_EFFICIENCY = {
     "copy": 0.8,
     "link": 0.7,
 }
-"""What a step is taken to get of a data sheet's figure: long matmuls reach 60 to 75% of the dense rate, flash kernels
-about half of it forward and less backward; collectives of some MB and more 70 to 85% of a link."""
+"""The part of a data sheet's figure that a step is taken to get: long matmuls reach 60 to 75% of the dense rate, flash
+kernels about half of it forward and less backward; collectives of some MB and more 70 to 85% of a link."""
 
 DISK_BANDWIDTH = 2e9
 """Bytes/s of one NVMe disk under O_DIRECT, where none was measured."""
@@ -45,18 +45,18 @@ LAUNCH_SECONDS = 8e-6
 
 @dataclass(frozen=True)
 class Rates:
-    """What a device does in a second.
+    """The rates of a device, per second.
 
     Attributes:
-        source: Where the figures are from, in words: measured on which device, or a data sheet.
+        source: The origin of the figures, in words: measured on which device, or a data sheet.
         matmul_flops: FLOP/s of matrix products, in the dtype that is computed in.
         attention_flops, attention_backward_flops: FLOP/s of the attention kernel.
         touch_bandwidth: Bytes/s of operators that compute next to nothing, read and written.
         copy_bandwidth: Bytes/s between device and host, one direction.
         disk_bandwidth: Bytes/s to and from the disk.
         host_bandwidth: Bytes/s of the machine's memory that an optimizer there gets.
-        launch_seconds: What an operator costs beside its work.
-        overlaps: Whether copies run beside the computation.
+        launch_seconds: Overhead of an operator besides its work.
+        overlaps: True if copies overlap with the computation.
     """
 
     source: str
@@ -72,12 +72,12 @@ class Rates:
 
     @property
     def seconds_of_attention(self) -> float:
-        """Of one operation, in the mix of a checkpointed step: 2 + 2 matrix products of a tile forward, 5 backward."""
+        """Seconds of an operation of attention in a checkpointed step: 2 + 2 products of a tile forward, 5 backward."""
         return (4 / self.attention_flops + 5 / self.attention_backward_flops) / 9
 
 
 def sheet_rates(device: Device) -> Rates:
-    """The rates of a device that is not there: its data sheet times :data:`SHEET_EFFICIENCY`."""
+    """Return the rates of a device that is not there: its data sheet times :data:`SHEET_EFFICIENCY`."""
     part = SHEET_EFFICIENCY
     return Rates(
         source=f"data sheet of {device.title} times {part['matmul']:.0%} (matmul), {part['attention']:.0%} (attention)",
@@ -90,13 +90,13 @@ def sheet_rates(device: Device) -> Rates:
 
 
 def links_of(device: Device) -> Links:
-    """What joins devices of a kind: data sheets times :data:`SHEET_EFFICIENCY`."""
+    """Return the links between devices of a kind: data sheets times :data:`SHEET_EFFICIENCY`."""
     part = SHEET_EFFICIENCY["link"]
     return Links(part * device.link_bandwidth, part * device.network_bandwidth, device.link_name, "network")
 
 
 def predict_seconds(work: Work, rates: Rates) -> float:
-    """Seconds of the step that does ``work``."""
+    """Return the predicted seconds of a step that does ``work``."""
     compute = (
         work.matmul_flops / rates.matmul_flops
         + work.attention_flops * rates.seconds_of_attention

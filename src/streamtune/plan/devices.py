@@ -1,8 +1,8 @@
 """Devices by name, for a plan on one that is not there: public figures, each from its maker's data sheet.
 
-Memory is what a program finds (the driver keeps some of what is printed on the box), rates are of dense bfloat16
-without sparsity, bandwidths are peaks; ``host_bandwidth`` is one direction of the link (PCIe 4 and 5 x16). What a real
-step gets of a rate is less: see ``cost.sheet_rates``, which says how much less it assumes.
+Memory is the size that a program finds (the driver keeps some of the nominal size), rates are of dense bfloat16 without
+sparsity, bandwidths are peaks; ``host_bandwidth`` is one direction of the link (PCIe 4 and 5 x16). A real step gets
+less than these rates: ``cost.SHEET_EFFICIENCY`` has the parts that are assumed.
 
 Links between devices, one direction of one device: NVLink 3, 4 and 5 are 600, 900 and 1,800 GB/s both ways (data sheets
 of A100, H100 and B200), the seven links of an MI300X 64 GB/s each way; where there is none, or a bridge that joins two
@@ -77,7 +77,7 @@ DEVICES: dict[str, Device] = {
 
 
 def find_device(name: str) -> Device:
-    """A device by its name, or by the part before the memory where that is one device (``h100``).
+    """Return a device by its name, or by the part before the memory where that is one device (``h100``).
 
     Raises:
         ArgumentError: No such device, or several.
@@ -101,5 +101,5 @@ def find_device(name: str) -> Device:
 
 
 def nearest_device(size: int) -> Device:
-    """The device whose memory is nearest to ``size`` bytes; the fastest of those that are as near."""
+    """Return the device whose memory is nearest to ``size`` bytes; the fastest of those that are as near."""
     return min(DEVICES.values(), key=lambda device: (abs(device.memory_bytes - size), -device.matmul_flops))

@@ -1,11 +1,12 @@
-"""Bytes and work of hundreds of schedules from simulations of five.
+"""Estimate bytes and work of hundreds of schedules from simulations of five.
 
 A plain step, one with another chunk size, and one each that keeps keys and values, attention outputs, or a whole layer,
-are simulated at the length that is planned for. What a choice adds is their difference: choices add up, for each keeps
-something of its own. In the size c of a chunk, bytes are a straight line, and work is ``a + b / c``: weights and the
-prefix are touched once a chunk. *Where* a tensor is kept, and how many of them, is arithmetic.
+are simulated at the length that is planned for. A choice adds its difference from the plain step, and the differences
+of several choices add up, because each keeps tensors of its own. In the size c of a chunk, bytes are linear, and work
+is ``a + b / c``: weights and the prefix are touched once a chunk. The place where tensors are kept, and their number,
+are taken into account by arithmetic.
 
-This is for choosing. A schedule that is chosen is simulated itself before it is believed (``planner``).
+Estimates serve to choose. The chosen schedule itself is simulated (``planner``).
 """
 
 from __future__ import annotations
@@ -45,7 +46,7 @@ class Figures:
 
     @staticmethod
     def of(simulation: Simulation) -> Figures:
-        """The figures of a simulated step."""
+        """Return the figures of a simulated step."""
         work = {f"{WORK}{f.name}": float(getattr(simulation.work, f.name)) for f in fields(simulation.work)}
         phases = {f"{DEVICE}{name}": float(size) for name, size in simulation.phases.items()}
         return Figures({**phases, HOST: float(simulation.host_bytes), DISK: float(simulation.disk_bytes), **work})
@@ -67,16 +68,16 @@ class Figures:
 
     @property
     def work(self) -> Work:
-        """What the step computes and copies."""
+        """The work of the step, in whole numbers of 0 or more."""
         return Work(**{f.name: max(0, round(self.values.get(f"{WORK}{f.name}", 0.0))) for f in fields(Work)})
 
     def plus(self, other: Figures, times: float = 1.0) -> Figures:
-        """``self + times * other``."""
+        """Return ``self + times * other``."""
         names = {*self.values, *other.values}
         return Figures({n: self.values.get(n, 0.0) + times * other.values.get(n, 0.0) for n in names})
 
     def room_for(self, more: Figures, limit: float) -> float:
-        """How many times ``more`` fits beside these figures on a device of ``limit`` bytes."""
+        """Return how many times ``more`` fits on a device of ``limit`` bytes in addition to these figures."""
         times = float("inf")
         for name, size in self.values.items():
             step = more.values.get(name, 0.0)
@@ -86,15 +87,15 @@ class Figures:
 
 
 class Estimator:
-    """Figures of any schedule of one workload.
+    """Estimates the figures of any schedule of one workload.
 
     Args:
-        workload: What is trained.
+        workload: The step that is trained.
         layers: Decoder layers of the model.
         simulate: Simulates a step.
-        chunks: Chunk sizes that will be asked about.
-        head_chunk: Of the steps that are simulated; the largest that will be asked about.
-        grad_dtype: Of the schedules.
+        chunks: Chunk sizes that will be estimated.
+        head_chunk: Head chunk size of the steps that are simulated; the largest that will be estimated.
+        grad_dtype: The ``grad_dtype`` of the schedules.
     """
 
     def __init__(
@@ -122,7 +123,7 @@ class Estimator:
         self._keys = added(keep_kv="device")
         self._outputs = added(keep_attention="device")
         self.of_a_kept_layer = added(keep_layers=1)
-        """What it adds to keep one layer whole."""
+        """The figures that keeping one layer whole adds."""
         self.forwards = 0.0 if workload.scored is None else workload.scored.forwards
         embedding = _embedding(workload)
         self.vocabulary = embedding.shape[0]
@@ -132,7 +133,7 @@ class Estimator:
     # --- a schedule ---------------------------------------------------------------------------------------------------
 
     def estimate(self, schedule: Schedule) -> Figures:
-        """The figures of a schedule."""
+        """Return the estimated figures of a schedule."""
         total = self._plain(schedule.chunk_size)
         if self.head_chunk > schedule.head_chunk_size:
             fewer = 4 * HEAD_COPIES * self.rows * self.vocabulary * (self.head_chunk - schedule.head_chunk_size)
@@ -145,13 +146,13 @@ class Estimator:
         return total.plus(self.of_a_kept_layer, schedule.keep_layers)
 
     def of_a_device_layer(self, schedule: Schedule) -> Figures:
-        """What it adds to leave the input of one layer on the device."""
+        """Return the figures that leaving the input of one layer on the device adds."""
         return self._moved(self.input_bytes, schedule.offload, -1.0)
 
     # --- parts --------------------------------------------------------------------------------------------------------
 
     def _plain(self, chunk: int) -> Figures:
-        """One level, everything stored on the device, nothing kept; at chunks of another size."""
+        """Return the figures with chunks of another size: one level, all layer inputs on the device, nothing kept."""
         if self.wide == self.chunk:
             return self.plainest
         chunk = min(chunk, self.length)
@@ -161,7 +162,7 @@ class Estimator:
         return self.plainest.plus(Figures(more))
 
     def _inputs(self, schedule: Schedule) -> Figures:
-        """Where layer inputs wait and how many of them, against all of them on the device."""
+        """Return what storing layer inputs by the schedule adds, compared with all of them on the device."""
         each = self.input_bytes
         streamed = self.layers - min(schedule.keep_layers, self.layers)
         total = Figures({})
@@ -181,34 +182,34 @@ class Estimator:
         return total
 
     def _forward(self, *, attention: bool) -> Figures:
-        """One more forward of the layers: a fourth of a step's products, of attention two of its nine; of less where a
-        reference goes forward besides."""
+        """Return the work of another forward of the layers: a fourth of a step's products, two ninths of its attention;
+        a smaller part where a reference runs forward as well."""
         work = self.plainest.values
         forward = {name: work[name] / (4 + self.forwards) for name in (f"{WORK}matmul_flops", f"{WORK}touched_bytes")}
         share = FORWARD_SHARE / (1 + FORWARD_SHARE * self.forwards)
         return Figures({**forward, ATTENTION: work[ATTENTION] * share if attention else 0.0})
 
     def _somewhere(self, kept: Figures, place: str) -> Figures:
-        """What is kept on the device, kept there or on the host."""
+        """Return the figures of tensors that are kept at ``place``, from those of the same tensors on the device."""
         if place == "device":
             return kept
         size = max(value for name, value in kept.values.items() if name.startswith(DEVICE))
         return kept.plus(self._moved(size, place))
 
     def _moved(self, size: float, place: str, times: float = 1.0, *, again: int = 0) -> Figures:
-        """``size`` bytes on host or disk that were on the device: copied there and back, and ``again`` times more."""
+        """Return what moving ``size`` bytes from device to host or disk adds: copies there, back and ``again`` more."""
         name = f"{WORK}moved_bytes" if place == "host" else f"{WORK}disk_moved_bytes"
         away = Figures({HOST if place == "host" else DISK: size, name: (2 + again) * size})
         return Figures({}).plus(self._on_device(-size), times).plus(away, times)
 
     def _on_device(self, size: float) -> Figures:
-        """Bytes that are there in all phases but the optimizer's."""
+        """Return the figures of bytes that are on the device in all phases but the optimizer's."""
         names = [n for n in self.plainest.values if n.startswith(DEVICE) and not n.endswith("optimizer")]
         return Figures(dict.fromkeys(names, size))
 
 
 def _most_held(schedule: Schedule, layers: int) -> int:
-    """Layer inputs that are held at a time: those stored in the forward and those of the segment worked on."""
+    """Return the number of layer inputs held at a time: those stored in the forward, and those of one segment."""
     places = place_layers(schedule, layers)
     stored = sum(place.begins and not place.whole for place in places)
     longest = current = 0
@@ -219,7 +220,7 @@ def _most_held(schedule: Schedule, layers: int) -> int:
 
 
 def _embedding(workload: Workload) -> Tensor:
-    """The table of token embeddings: its second dimension is that of hidden states."""
+    """Return the table of token embeddings: its second dimension is that of hidden states."""
     model: Any = workload.make_model()
     weight: Tensor = model.get_input_embeddings().weight
     return weight

@@ -1,4 +1,4 @@
-"""A long and deep step from short and shallow ones, exactly.
+"""Compute the figures of a long and deep step from those of short and shallow ones, exactly.
 
 At a fixed chunk size everything a step holds is a tensor of a fixed size, of a chunk, of the prefix or of the sequence,
 for each layer or for one. So at each moment of layer l of L on chunk c of D, the bytes of each kind are a
@@ -6,10 +6,10 @@ polynomial of degree one in each of L, l, D and c. Hence
 
     the first chunks (layers) and the last of a step with D (L) of them follow, moment by moment, from those of steps
     with as few as there can be, and one more;
-    what lies between is largest at one of its ends, and its mean is the mean of its ends.
+    those between are largest at one of their two ends, and their mean is the mean of the two ends.
 
 Layers are taken in periods (sliding, sliding, full), in zones of like periods (inputs on the host, then on the device).
-Nothing is assumed of the moments: where two steps did not run the same operators, there is no answer here.
+Nothing is assumed about the moments: if two steps did not run the same operators, :class:`UnlikeError` is raised.
 """
 
 from __future__ import annotations
@@ -35,18 +35,18 @@ Coordinates = tuple[Hashable, ...]
 
 
 class UnlikeError(Exception):
-    """Two steps did not run the same operators, so that one does not tell of the other."""
+    """Two steps differ, such as in the operators they ran, so that one cannot be computed from the other."""
 
 
 @dataclass(frozen=True)
 class Axis:
-    """Things in a row that are alike but for the first few and the last.
+    """A sequence of items, such as chunks, that are alike except for the first few and the last.
 
     Attributes:
-        count: How many there are.
-        alone: How many at the start are like none of those behind.
-        tail: How many at the end are like none of those before.
-        base: How many there are in the shorter step; None where they are not left out.
+        count: Number of items.
+        alone: Number of items at the start that are like none of those after them.
+        tail: Number of items at the end that are like none of those before them.
+        base: Number of items in the shorter step; None where none are left out.
     """
 
     count: int
@@ -56,12 +56,12 @@ class Axis:
 
     @classmethod
     def of(cls, count: int, alone: int = 1, tail: int = 1) -> Axis:
-        """An axis that is shortened if that leaves anything out."""
+        """Return an axis that is shortened if that leaves anything out."""
         base = alone + 1 + tail
         return cls(count, alone, tail, base if count > base + 1 else None)
 
     def names(self, index: int, count: int) -> list[tuple[str, int]]:
-        """What the ``index``-th of ``count`` is called: names that mean the same in a step with more of them."""
+        """Return the names of the ``index``-th of ``count`` items, which mean the same in a step with more items."""
         if self.base is None or index < self.alone:
             return [("start", index)]
         if index >= count - self.tail:
@@ -69,21 +69,21 @@ class Axis:
         return [("first", 0)] * (index == self.alone) + [("last", 0)] * (index == count - self.tail - 1)
 
     def weight(self, name: tuple[str, int]) -> float:
-        """How many of the whole step's a name stands for."""
+        """Return the number of items of the whole step that a name represents."""
         return 1.0 if self.base is None or name[0] in ("start", "end") else (self.count - self.alone - self.tail) / 2
 
     @property
     def beyond(self) -> int:
-        """How many more the whole step has than the shorter one."""
+        """The number of items that the whole step has more than the shorter one."""
         return 0 if self.base is None else self.count - self.base
 
 
 @dataclass(frozen=True)
 class Zone:
-    """Layers that repeat.
+    """Layers that repeat with a period.
 
     Attributes:
-        start: The first.
+        start: The first layer.
         period: Layers of a period.
         axis: The periods.
     """
@@ -93,13 +93,13 @@ class Zone:
     axis: Axis
 
     def layers(self, longer: bool) -> list[int]:
-        """The layers that a shorter step keeps: periods from the start."""
+        """Return the layers that a shorter step keeps: periods from the start, one more of them if ``longer``."""
         count = self.axis.count if self.axis.base is None else self.axis.base + longer
         return list(range(self.start, self.start + count * self.period))
 
 
 def zones(kinds: Sequence[Hashable]) -> list[Zone]:
-    """Layers, given what tells them apart, as zones: each time the one that covers most."""
+    """Divide layers, given the kind of each, into zones: from the start, each time the one that covers most layers."""
     found: list[Zone] = []
     at = 0
     while at < len(kinds):
@@ -117,12 +117,12 @@ def zones(kinds: Sequence[Hashable]) -> list[Zone]:
 
 @dataclass(frozen=True)
 class Part:
-    """A step that was walked, and what its share in the whole one is.
+    """A shorter step that was run, and its share in the whole one.
 
     Attributes:
-        tape: What it wrote.
+        tape: The record of it.
         longer: The zone that has a period more than in the shortest step, by number; None if none has.
-        chunks: How many chunks it has.
+        chunks: Number of its chunks.
         share: The factor of its figures.
     """
 
@@ -134,15 +134,15 @@ class Part:
 
 @dataclass(frozen=True)
 class Combined:
-    """Cells of the whole step that are its largest, with their moments ``[n, COLUMNS]``, and the work of all: by phase
-    and whether it is that of layers, a sum for each of ``WORK``."""
+    """The largest cells of the whole step, with their moments ``[n, COLUMNS]``, and the work of all cells: a sum for
+    each of ``WORK``, by phase and a flag that is True for the layers."""
 
     cells: list[tuple[Place, Tensor]]
     work: dict[tuple[str, bool], list[float]]
 
 
 def combined(parts: list[Part], layers: list[Zone], chunks: Axis) -> Combined:
-    """The whole step from its parts; the first is the shortest.
+    """Combine the parts into the whole step; the first is the shortest.
 
     Raises:
         UnlikeError: They did not run the same operators.
@@ -168,14 +168,14 @@ def combined(parts: list[Part], layers: list[Zone], chunks: Axis) -> Combined:
 
 
 def _square(part: Part, chunks: Axis) -> float:
-    """What to multiply a part's share with where a figure grows with the square of the chunks, from none at all."""
+    """Return the factor of a part's share for a figure that is proportional to the square of the number of chunks."""
     if chunks.base is None:
         return 1.0
     return chunks.count / part.chunks
 
 
 def _named(part: Part, layers: list[Zone], chunks: Axis) -> dict[Coordinates, tuple[Place, Cell, float]]:
-    """The cells of a part by names that mean the same in all of them, and how many of the whole step's each is."""
+    """Return the cells of a part by names that mean the same in all parts, each with the number of cells it is for."""
     found: dict[Coordinates, tuple[Place, Cell, float]] = {}
     where = [
         (number, zone, index)
@@ -202,9 +202,9 @@ def _named(part: Part, layers: list[Zone], chunks: Axis) -> dict[Coordinates, tu
 
 
 def _aligned(cells: list[Cell], loops: bool) -> list[Tensor]:
-    """The moments of cells, each paired with the same moment of the others.
+    """Return the moments of cells, as many of each, so that those at one index are the same moment.
 
-    Where one cell has more, they must be turns of a loop: the same operators before and behind them.
+    Where one cell has more, they must be iterations of a loop: the same operators before and after them.
     """
     if not loops and any(cell.operators != cells[0].operators for cell in cells):
         raise UnlikeError
@@ -226,7 +226,7 @@ def _aligned(cells: list[Cell], loops: bool) -> list[Tensor]:
 
 
 def _agreeing(one: list[Any], other: list[Any]) -> int:
-    """How many items from the start are the same."""
+    """Return the number of items from the start that are the same."""
     for index, (a, b) in enumerate(zip(one, other, strict=False)):
         if a is not b:
             return index

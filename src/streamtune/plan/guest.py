@@ -1,4 +1,4 @@
-"""A model as a guest leaves it: what a comparison changes for its own purposes is put back."""
+"""Change a model for a comparison, and restore it afterwards."""
 
 from __future__ import annotations
 
@@ -18,10 +18,11 @@ FILLED = 1e-2
 
 @contextmanager
 def borrowed(model: nn.Module) -> Iterator[int]:
-    """Evaluation mode, no gradients, full float32 precision and a random state of our own; yields the matrices filled.
+    """Put a model into evaluation mode while inside: no gradients, full float32 precision, a random state of its own.
 
-    A fresh adapter's second matrix is all zeros, and with it the gradient of its first one is zero whatever the engine
-    does. Such matrices hold small random values for the while, so that there is something to compare.
+    A fresh adapter's second matrix is all zeros, and with it the gradient of its first one is zero even if the engine
+    is wrong. Such matrices hold small random values while inside, so that there is something to compare; yields their
+    number.
     """
     training = [(module, module.training) for module in model.modules()]
     grads = [(p, p.grad) for p in model.parameters() if p.grad is not None]
@@ -54,9 +55,9 @@ def borrowed(model: nn.Module) -> Iterator[int]:
 
 @contextmanager
 def cast(model: nn.Module, dtype: torch.dtype | None) -> Iterator[None]:
-    """Parameters and buffers in a wider dtype, one at a time and in place; narrowed again they are what they were.
+    """Widen parameters and buffers while inside, one at a time and in place; narrowed again they have their old values.
 
-    Nothing is made narrower. In float64 experts are computed one by one: their grouped matrix product knows none.
+    Nothing is made narrower. In float64 experts are computed one by one: their grouped matrix product has no float64.
     """
     if dtype is None:
         yield
@@ -99,10 +100,10 @@ def _experts(model: nn.Module, dtype: torch.dtype) -> Iterator[None]:
 
 @contextmanager
 def wide_loss(model: nn.Module) -> Iterator[None]:
-    """Plain autograd with a loss in the dtype of the logits, where that is wider than float32.
+    """Compute the loss of plain autograd in the dtype of the logits while inside, where that is wider than float32.
 
     ``ForCausalLMLoss`` of transformers begins with ``logits.float()``. In float64 that rounds every logit, and softmax
-    less one, of a token that is learnt next to nothing, keeps few of its digits.
+    minus one, the gradient at a target that is predicted almost surely, keeps few of its digits.
     """
     inner = _transformers_model(model)
     if inner.loss_function is not ForCausalLMLoss:  # the user's own, or a family's
@@ -128,7 +129,7 @@ def _causal_loss(
     shift_labels: Tensor | None = None,
     **more: Any,
 ) -> Tensor:
-    """``ForCausalLMLoss``, which narrows nothing."""
+    """Compute ``ForCausalLMLoss`` without narrowing anything."""
     if logits.dtype != torch.float64:
         return ForCausalLMLoss(logits, labels, vocab_size, num_items_in_batch, ignore_index, shift_labels, **more)
     if shift_labels is None:
@@ -140,7 +141,7 @@ def _causal_loss(
 
 @contextmanager
 def attending(model: nn.Module, name: str | None) -> Iterator[str]:
-    """Plain autograd with the named attention, or with the model's own; yields which."""
+    """Set the named attention while inside, or keep the model's own; yields the name."""
     inner = _transformers_model(model)
     own = str(inner.config._attn_implementation)
     if name is None or name == own:
@@ -154,7 +155,7 @@ def attending(model: nn.Module, name: str | None) -> Iterator[str]:
 
 
 def quantised_as(model: nn.Module) -> str:
-    """Why the weights cannot be widened, or an empty string."""
+    """Return the reason why the weights cannot be widened, or an empty string."""
     for p in model.parameters():
         if not p.is_floating_point() or type(p.data) is not torch.Tensor:
             return "the weights are quantised"
@@ -162,7 +163,7 @@ def quantised_as(model: nn.Module) -> str:
 
 
 def routes(model: nn.Module) -> bool:
-    """Whether tokens are sent to experts, by what its parameters are called."""
+    """Return True if the model sends tokens to experts, by the names of its parameters."""
     return any(part in name for name, _ in model.named_parameters() for part in ("expert", "router", "moe"))
 
 

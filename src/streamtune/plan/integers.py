@@ -1,9 +1,9 @@
-"""Integers are real in a simulation: what a step asks of its data is asked of token numbers, positions and masks.
+"""The values of integers in a simulation: a step needs the values of its token ids, positions and masks only.
 
-Tensors on ``meta`` have no values, but models and the engine ask some of theirs: do positions restart, does a mask hide
-anything, which tokens predict something. All of that is computed from integers and booleans, which cost little beside
-activations. So each such tensor carries its value on the CPU, computed beside it by the same operator. What a router
-chooses is not known; it is taken to spread tokens evenly over experts.
+Tensors on ``meta`` have no values, but models and the engine need some of them: do positions restart, does a mask hide
+anything, which tokens have a target. All of that is computed from integers and booleans, which are small compared with
+activations. So each such tensor carries its value on the CPU, computed there by the same operator. The choices of a
+router are not known; it is taken to spread tokens evenly over experts.
 """
 
 from __future__ import annotations
@@ -36,25 +36,25 @@ ASKED = {
 
 
 def asks(func: Any) -> bool:
-    """Whether an operator may ask for values."""
+    """Return True if an operator may need the values of its arguments."""
     return func in ASKED or func is aten._to_copy.default
 
 
 def with_value(value: Tensor) -> Tensor:
-    """A tensor on ``meta`` that carries its value."""
+    """Return a tensor on ``meta`` that carries its value."""
     made: Any = torch.empty_like(value, device="meta")
     made._value = value
     return made
 
 
 class IntegerValues:
-    """Computes values beside ``meta`` tensors; used inside of a dispatch mode, where modes are off."""
+    """Computes the values of ``meta`` tensors; used inside of a dispatch mode, where modes are off."""
 
     def asked(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[bool, Any]:
-        """Whether the operator can only be answered from values, and the answer.
+        """Return True and the result if the operator can only be computed from values; else False and None.
 
         Raises:
-            UnsupportedModelError: It asks for a value that is not known.
+            UnsupportedModelError: It needs a value that is not known.
         """
         first = args[0] if args else None
         if not isinstance(first, Tensor) or first.device.type != "meta":
@@ -73,7 +73,7 @@ class IntegerValues:
         return True, out
 
     def follow(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> None:
-        """Give the operator's results their values, where they are integers computed from such."""
+        """Attach values to the operator's results, where they are integers or booleans computed from known values."""
         if func is aten.topk.default:
             self._spread(out[1], args[0].shape[-1])
             return
@@ -129,9 +129,9 @@ class IntegerValues:
         return value
 
     def _picked(self, out: Tensor, value: Tensor) -> None:
-        """Of elements that are all alike it does not matter which are picked.
+        """Attach the value of an indexing by an unknown index, if all elements of the indexed tensor are equal.
 
-        The index of ``x[:, [-1, 0]]`` is made on the device without a word to the mode, so that nothing is known of it.
+        The index of ``x[:, [-1, 0]]`` is made on the device without a call to the mode, so that it is not known.
         """
         if value.numel() and bool((value == value.flatten()[0]).all()):
             out._value = value.flatten()[0].expand(out.shape)  # type: ignore[attr-defined]
@@ -143,5 +143,5 @@ class IntegerValues:
 
 @lru_cache(maxsize=1024)
 def _writes(func: Any) -> bool:
-    """Whether an operator writes to its first argument."""
+    """Return True if an operator writes to any of its arguments."""
     return bool(func._schema.is_mutable)

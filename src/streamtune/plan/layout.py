@@ -1,4 +1,4 @@
-"""Which layers and chunks of a step are alike, and the shorter steps that tell of it."""
+"""Find the layers and chunks of a step that are alike, and the shorter steps from which its figures follow."""
 
 from __future__ import annotations
 
@@ -22,14 +22,14 @@ LAYER_NUMBERS = ("layer_idx", "layer_id", "layer_number", "block_idx")
 
 @dataclass(frozen=True)
 class Shorter:
-    """A step that is walked for its share in the whole one.
+    """A shorter step that is run for its share in the whole one.
 
     Attributes:
         layers: The layers it keeps.
         length: Its tokens.
         schedule: Its schedule.
         longer: The zone with a period more; None if there is none.
-        chunks: Its chunks.
+        chunks: Number of its chunks.
         share: The factor of its figures.
     """
 
@@ -51,7 +51,7 @@ class Layout:
     length: int
 
     def steps(self, schedule: Schedule, kinds: list[Hashable]) -> Iterator[Shorter]:
-        """The steps to walk, the shortest first."""
+        """Yield the steps to run, the shortest first."""
         beyond = {number: zone.axis.beyond for number, zone in enumerate(self.layers) if zone.axis.beyond}
         whole, more = 1 - sum(beyond.values()), self.chunks.beyond
         rows = [(None, whole), *beyond.items()]
@@ -65,15 +65,15 @@ class Layout:
 
 
 def layout_of(model: Any, schedule: Schedule, length: int, *, streamed: bool, layers: bool, chunks: bool) -> Layout:
-    """How a step of ``length`` tokens may be shortened.
+    """Return the layout by which a step of ``length`` tokens may be shortened.
 
     Args:
         model: The model.
         schedule: Its schedule.
         length: Tokens of a row.
-        streamed: There are chunks.
-        layers: Layers may be left out.
-        chunks: Chunks may be left out.
+        streamed: True if the step has chunks.
+        layers: True if layers may be left out.
+        chunks: True if chunks may be left out.
     """
     count = len(schedule.chunks(length)) if streamed else 1
     size = -(-length // count)
@@ -93,7 +93,7 @@ def layout_of(model: Any, schedule: Schedule, length: int, *, streamed: bool, la
 
 
 def kinds_of_layers(model: nn.Module, schedule: Schedule | None) -> list[Hashable]:
-    """For each layer what tells it from others: its modules, their sizes, their settings, its place in the schedule."""
+    """Return the kind of each layer: its modules, their sizes, their settings, its place in the schedule."""
     layers = decoder_layers(model)
     configs = {id(m.config): m.config for m in model.modules() if hasattr(m, "config")}.values()
     lists = [v for config in configs for v in vars(config).values() if isinstance(v, list) and len(v) == len(layers)]
@@ -121,7 +121,7 @@ def _looks(layer: nn.Module) -> Hashable:
 
 
 def _alone(model: nn.Module, size: int, length: int) -> int | None:
-    """Chunks at the start that see less than those behind them; None where chunks cannot be compared."""
+    """Return the number of chunks at the start that see fewer keys than later ones; None if chunks are not alike."""
     settings = [vars(m.config) for m in model.modules() if hasattr(m, "config")]
 
     def found(names: tuple[str, ...]) -> list[int]:
@@ -134,7 +134,7 @@ def _alone(model: nn.Module, size: int, length: int) -> int | None:
 
 
 def _schedule(schedule: Schedule, size: int, kinds: list[Hashable], kept: list[int]) -> Schedule:
-    """The schedule that places fewer layers as the whole one does the same layers.
+    """Return the schedule that places the layers kept as the whole schedule places the same layers.
 
     Raises:
         UnlikeError: There is none.

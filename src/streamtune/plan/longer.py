@@ -1,4 +1,4 @@
-"""How far the thriftiest schedule reaches: what asks for the longest sequence, not for the fastest step."""
+"""Find the longest sequence that fits with the schedule of least memory, regardless of the time of a step."""
 
 from __future__ import annotations
 
@@ -27,10 +27,10 @@ Simulate = Callable[[Workload, Schedule], Simulation]
 
 
 def longest_of(workload: Workload, limits: Limits, written: Mapping[str, Any]) -> int:
-    """The most tokens of a row that some schedule fits, to some percent; 0 where not even the workload's own length.
+    """Return the most tokens of a row that some schedule fits, within 5%; 0 if the workload's own length does not fit.
 
     Args:
-        workload: Its length is where to begin.
+        workload: The step; the search begins at its length.
         limits: The memory of a rank.
         written: Fields of the schedule that are given.
     """
@@ -40,10 +40,10 @@ def longest_of(workload: Workload, limits: Limits, written: Mapping[str, Any]) -
 
 
 def longest_below(workload: Workload, limits: Limits, written: Mapping[str, Any], simulate: Simulate) -> int:
-    """The most tokens of a row, fewer than the workload's, that some schedule fits, to about a percent; 0 if none does.
+    """Return the most tokens of a row, below the workload's, that some schedule fits, within about 1%; 0 if none does.
 
     Args:
-        workload: What does not fit at its length.
+        workload: The step, which does not fit at its length.
         limits: The memory of a rank.
         written: Fields of the schedule that are given.
         simulate: Simulates a step.

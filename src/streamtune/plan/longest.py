@@ -1,4 +1,4 @@
-"""The rows of a table of longest sequences, and how each is found."""
+"""The rows of a table of longest sequences, and the search for each."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ TryLength = Callable[[Entry, int], Outcome]
 
 @dataclass(frozen=True)
 class Budget:
-    """Bytes a step may take; None is what there is, and without limit where it is simulated."""
+    """Bytes a step may take; None is all there is, or no limit if the step is simulated."""
 
     device_bytes: int | None
     host_bytes: int | None = None
@@ -37,7 +37,7 @@ class Budget:
         return " and ".join(words) or "the device"
 
     def filled(self, outcome: Outcome) -> float | None:
-        """The largest part of it that a step took; None where that is not known."""
+        """Return the largest part of the budget that a step took, of any tier; None where that is not known."""
         pairs = (
             (outcome.peak_bytes, self.device_bytes),
             (outcome.host_bytes, self.host_bytes),
@@ -47,7 +47,7 @@ class Budget:
 
 
 def _rounded(size: int) -> str:
-    """A size as it was asked for, without digits that say nothing."""
+    """Return a size as text, in at most four digits of GiB or MiB."""
     for unit, name in ((1 << 30, "GiB"), (1 << 20, "MiB")):
         if size >= unit:
             return f"{size / unit:.4g} {name}"
@@ -55,11 +55,11 @@ def _rounded(size: int) -> str:
 
 
 def length_entries(schedule: Schedule, folder: str) -> list[Entry]:
-    """Plain autograd, gradient checkpointing, and streaming by the schedules that reach further and further.
+    """Return entries of plain autograd, gradient checkpointing, and streaming by several schedules.
 
     Args:
-        schedule: What they differ from in what is named.
-        folder: Where a schedule that offloads to disk puts its file.
+        schedule: The schedule that the others differ from in the fields that their labels name.
+        folder: Directory for the file of a schedule that offloads to disk.
     """
     host, disk = {"offload": "host"}, {"offload": "disk", "offload_dir": folder}
     least = {"levels": 2, "stream_grads": True}
@@ -80,12 +80,12 @@ def length_entries(schedule: Schedule, folder: str) -> list[Entry]:
 
 
 def longest_by(attempt: TryLength, budget: Budget, notify: Callable[[str], None]) -> MeasureGroup:
-    """Rows by a search over lengths.
+    """Return a function that measures rows by a search over lengths.
 
     Args:
         attempt: Tries a length.
-        budget: What it has to fit.
-        notify: Told what is being tried.
+        budget: The budget that a step has to fit.
+        notify: Called with what is being tried.
     """
 
     def measure(todo: Sequence[Entry], references: Sequence[Entry]) -> Iterator[TableRow]:

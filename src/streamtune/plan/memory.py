@@ -1,7 +1,7 @@
-"""Bytes that are alive, followed storage by storage: exact on any device, a simulated one included.
+"""Count the bytes that are alive, storage by storage: exact on any device, a simulated one included.
 
-A dispatch mode sees every tensor an operator returns and learns when its storage dies. What it counts is what the
-program holds; what a kernel allocates and frees inside one operator is not seen.
+A dispatch mode sees every tensor that an operator returns, and a weak reference reports when its storage is freed. The
+count is of what the program holds; what a kernel allocates and frees inside one operator is not seen.
 """
 
 from __future__ import annotations
@@ -41,15 +41,15 @@ TEMPORARY = (KEYS, ACTIVATION, HEAD)
 class LiveBytes(TorchDispatchMode):
     """Counts the storages made and still alive while it is entered, by what they are for.
 
-    A new storage is an *activation* until it is known to be a *layer input* (the hidden states handed to a decoder
-    layer), a finished *gradient* (``parameter.grad``), state of the *optimizer* (:meth:`file`), or what the engine says
-    it holds. Weights and whatever else existed before are not counted, nor what the machine's memory holds for a model
-    that is on an accelerator.
+    A new storage is an *activation* until it is known to be a *layer input* (the hidden states passed to a decoder
+    layer), a finished *gradient* (``parameter.grad``), state of the *optimizer* (:meth:`file`), or of a kind that the
+    engine reports (:meth:`on_hold`). Weights are not counted, nor what the machine's memory holds for a model that is
+    on an accelerator. Other storages made before are counted only if an operator returns a view of them.
 
     Args:
-        model: What is run.
+        model: The model that is run.
         layers: Its decoder layers.
-        count_cpu: Count what is in the machine's memory; None does where the model is.
+        count_cpu: Count what is in the machine's memory; None counts it if the model is there.
         beside: Another model that is run and not trained, whose weights are not counted either.
 
     Attributes:
@@ -73,7 +73,7 @@ class LiveBytes(TorchDispatchMode):
         self.total = self.peak = self.activation_peak = 0
         self.at_peak = dict(self.live)
         self.new_kind = ACTIVATION
-        """What a new storage is taken for."""
+        """The kind that a new storage is counted as."""
         self._model, self._layers = model, list(layers)
         self._known: dict[int, tuple[str, int, Any]] = {}
         held = [tensor for each in (model, beside) if each is not None for tensor in held_tensors(each)]
@@ -108,7 +108,7 @@ class LiveBytes(TorchDispatchMode):
             self.file(GRADIENT, parameter.grad)
 
     def file(self, kind: str, *tensors: Tensor) -> None:
-        """Say what the storages of these tensors are for."""
+        """Count the storages of these tensors as ``kind``, those that are counted at all."""
         for tensor in tensors:
             address = _address(tensor)
             if address in self._known:
@@ -118,10 +118,10 @@ class LiveBytes(TorchDispatchMode):
                 self._known[address] = (kind, size, reference)
 
     def on_chunk(self, layer: nn.Module, chunk: slice, walk: str) -> None:
-        """The engine is about to run a layer on a chunk."""
+        """Do nothing: bytes are counted in the same way on every chunk."""
 
     def on_hold(self, kind: str, tensors: Iterable[Tensor]) -> None:
-        """The engine says what tensors are for."""
+        """Count tensors as the kind that the engine reports."""
         self.file(kind, *tensors)
 
     def __torch_dispatch__(
@@ -132,7 +132,7 @@ class LiveBytes(TorchDispatchMode):
         return out
 
     def _see(self, out: Any) -> None:
-        """Count what an operator returned."""
+        """Count the tensors that an operator returned."""
         before = self.total
         if isinstance(out, Tensor):
             self._meet(out)
@@ -144,7 +144,7 @@ class LiveBytes(TorchDispatchMode):
             self._grown()
 
     def _grown(self) -> None:
-        """Note a peak."""
+        """Update the peaks."""
         if self.total > self.peak:
             self.peak = self.total
             self.at_peak = dict(self.live)
@@ -170,8 +170,7 @@ class LiveBytes(TorchDispatchMode):
 
 
 def held_tensors(model: nn.Module) -> Iterator[Tensor]:
-    """The tensors whose storages are a model's weights: parameters and buffers, what a quantised one is made of in its
-    place."""
+    """Yield the tensors whose storages are a model's weights: parameters and buffers, of quantised ones their parts."""
     todo: list[Tensor] = [*model.parameters(), *model.buffers()]
     while todo:
         tensor = todo.pop()
@@ -186,12 +185,12 @@ def held_tensors(model: nn.Module) -> Iterator[Tensor]:
 
 
 def held_bytes(model: nn.Module) -> int:
-    """Bytes of a model's weights and buffers."""
+    """Return the bytes of a model's weights and buffers."""
     return distinct_bytes(held_tensors(model))
 
 
 def distinct_bytes(tensors: Iterable[Tensor]) -> int:
-    """Bytes of the storages of some tensors, each counted once."""
+    """Return the bytes of the storages of some tensors, each storage counted once."""
     held = {_address(tensor): tensor.untyped_storage() for tensor in tensors}
     return sum(storage.nbytes() for storage in held.values())
 

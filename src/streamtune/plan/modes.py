@@ -1,6 +1,6 @@
-"""What is compared: a mode by name, how a model is prepared for it and put back, and what it needs to run.
+"""The modes that are compared: their names, the preparation of a model for each, and what each needs to run.
 
-Peers run as their own documentation sets them up, on the model of ``transformers`` that all the others run on.
+Peers run as their own documentation sets them up, on the same model of ``transformers`` as all the others.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ Mode = Literal[
 
 ALL_MODES: tuple[Mode, ...] = get_args(Mode)
 MODES: tuple[Mode, ...] = ("plain", "checkpoint", "stream")
-"""What is compared unless more is asked for."""
+"""The modes that are compared by default."""
 
 Batch = dict[str, Any]
 """Arguments of the model: ``input_ids`` and, for packed rows, ``position_ids``; both [batch, length].
@@ -45,7 +45,7 @@ class Ready:
 
     Attributes:
         loss: The mean loss of the next tokens of a batch.
-        tiers: What is kept on the host and on disk, counted; None where nothing is.
+        tiers: The counts of bytes that are kept on the host and on disk; None where nothing is.
     """
 
     loss: Callable[[Batch], Tensor]
@@ -61,10 +61,10 @@ class Way:
     """A way to compute the gradient.
 
     Attributes:
-        label: For people.
-        entered: Prepares a model (in place) and puts it back on leaving; yields what is measured.
-        package: What must be installed.
-        accelerator: Why it needs an accelerator, if it does.
+        label: Its readable name.
+        entered: Prepares a model (in place) and restores it on leaving; yields what is measured.
+        package: The package that must be installed; empty if none.
+        accelerator: The reason why it needs an accelerator; empty if it needs none.
     """
 
     label: str
@@ -73,7 +73,7 @@ class Way:
     accelerator: str = ""
 
     def lacks(self, device_type: str) -> str:
-        """Why it cannot run on such a device; empty if it can."""
+        """Return the reason why it cannot run on such a device; empty if it can."""
         if self.accelerator and device_type == "cpu":
             return f"not run here: {self.accelerator}"
         if self.package and find_spec(self.package) is None:
@@ -94,9 +94,9 @@ def _checkpointed(model: Any, schedule: Schedule) -> Iterator[Ready]:
 
 @contextmanager
 def _offloaded(model: Any, schedule: Schedule) -> Iterator[Ready]:
-    """Checkpointing with torch's ``save_on_cpu`` around it: what a layer is given waits in pinned memory.
+    """Prepare checkpointing under torch's ``save_on_cpu``, which keeps the inputs of layers in pinned memory.
 
-    Where the device is the CPU that would copy nothing. Its copies are then made into memory that is counted as the
+    If the device is the CPU, that would copy nothing. The inputs are then copied to memory that is counted as the
     host's, so that the bytes are those of a device.
     """
     tiers = Tiers(Schedule(offload="host"))
@@ -114,10 +114,10 @@ def _offloaded(model: Any, schedule: Schedule) -> Iterator[Ready]:
 
 @contextmanager
 def _tiled(model: Any, schedule: Schedule) -> Iterator[Ready]:
-    """Checkpointing with what DeepSpeed's ALST adds on one device: the MLP and the loss tile by tile.
+    """Prepare checkpointing with what DeepSpeed's ALST adds on one device: the MLP and the loss tile by tile.
 
-    An MLP has the tiles its documentation gives it, of as many tokens as the model is wide; a tile of the loss is as
-    long as a chunk of the streamed head.
+    The tiles of an MLP are those of ALST's documentation, of as many tokens as the model is wide; a tile of the loss is
+    as long as a chunk of the streamed head.
     """
     with _tiled_mlps(decoder_layers(model)), checkpointing(model):
         yield Ready(lambda batch: _tiled_loss(model, batch, schedule.head_chunk_size))
@@ -156,7 +156,7 @@ WAYS: dict[Mode, Way] = {
 
 
 def last_hidden_state(model: Any, batch: Batch) -> Tensor:
-    """What the decoder hands to the head, [batch, length, width]."""
+    """Return the output of the decoder, which is the input of the head, [batch, length, width]."""
     inner = getattr(model, "get_base_model", lambda: model)()  # out of peft's wrapper
     hidden: Tensor = inner.base_model(**batch, use_cache=False).last_hidden_state
     return hidden
@@ -179,7 +179,7 @@ def _own_loss(model: Any) -> Callable[[Batch], Tensor]:
 
 
 def _scored_loss(model: Any, handle: StreamHandle) -> Callable[[Batch], Tensor]:
-    """The same; completions are scored token by token, as an objective wants them."""
+    """Return a loss like that of :func:`_own_loss`; completions are scored token by token, as an objective does."""
     own = _own_loss(model)
 
     def loss(batch: Batch) -> Tensor:
@@ -246,5 +246,5 @@ def _liger_loss(model: Any, batch: Batch) -> Tensor:
 
 
 def _next_tokens(batch: Batch) -> Tensor:
-    """The label of every position, [batch, length]."""
+    """Return the label of every position, [batch, length]."""
     return pad(batch["input_ids"][:, 1:], (0, 1), value=IGNORED)

@@ -1,17 +1,17 @@
-"""What one rank holds all the time: weights, gradients and optimizer state, whole or divided between the ranks.
+"""The memory that one rank always holds: weights, gradients and optimizer state, whole or divided between ranks.
 
     engine          weights      gradients    optimizer state and, with DeepSpeed, weights in fp32
-    none, ddp       whole        whole        whole                     (no fp32 weights beside narrower ones)
+    none, ddp       whole        whole        whole                     (no fp32 copy of narrower weights)
     zero1           whole        whole        1 / W
     zero2           whole        1 / W        1 / W
     zero3           1 / W        1 / W        1 / W
     zero3_offload   1 / W        host         host
     fsdp            1 / W        1 / W        1 / W                     (in the dtype of the weights)
 
-Beside a part there is what is gathered and reduced: at stage 3 the weights of the layer in flight (a leaf module:
-whole, once), the embedding or the head where those run, and what is gathered ahead; with gradients, the bucket they are
-reduced from. What the engine returns for a layer, before it goes there, is walked like everything else
-(``plan.simulate``).
+In addition to its part a rank holds what is gathered and reduced: at stage 3 the weights of the layer that runs (a leaf
+module: whole, once), the embedding or the head while those run, and what is gathered ahead; with gradients, the bucket
+they are reduced from. The gradients that the engine returns for a layer, before they go there, are a part of the
+simulated step (``plan.simulate``).
 """
 
 from __future__ import annotations
@@ -38,17 +38,17 @@ FP32 = 4
 
 @dataclass(frozen=True)
 class Holdings:
-    """What is there all the time, on one rank.
+    """The memory that one rank always holds, and what an optimizer's step adds.
 
     Attributes:
         weights: Bytes of the weights.
-        gathered: Of the weights that are whole for as long as they are used, by phase.
-        master: Of the weights in fp32 that the optimizer steps.
-        state: Of the optimizer.
+        gathered: Bytes of the weights that are gathered while they are used, without the rank's own part, by phase.
+        master: Bytes of the weights in fp32 that the optimizer steps.
+        state: Bytes of the optimizer's state.
         gradients: Bytes of gradients when all are there.
-        divided: Whether those are a part of each, which is there from the start.
-        buckets: Of what gradients are reduced from.
-        temporary: What an optimizer's step needs besides.
+        divided: True if those are a part of each gradient, which is there from the start.
+        buckets: Bytes of the buckets that gradients are reduced from.
+        temporary: Bytes that an optimizer's step needs besides.
         touched: Bytes an optimizer's step reads and writes on the device.
         host: Bytes of the node's memory, by what they are.
         host_touched: Bytes an optimizer's step reads and writes there.
@@ -70,7 +70,7 @@ class Holdings:
 
     @classmethod
     def of(cls, model: nn.Module, workload: Workload) -> Holdings:
-        """For a model on ``meta``."""
+        """Compute the holdings for a model on ``meta``."""
         cluster = workload.cluster
         weights, trained = cluster.divided(held_bytes(model), 3), trained_bytes(model)
         state, temporary, touched = _optimizer_step(_stepped(model, cluster), workload)
@@ -104,18 +104,18 @@ class Holdings:
 
 
 def trained_bytes(model: nn.Module) -> int:
-    """Bytes of the gradients of a model."""
+    """Return the bytes of the gradients of a model."""
     return sum(p.nbytes for p in model.parameters() if p.requires_grad)
 
 
 def outside_bytes(model: nn.Module) -> list[int]:
-    """Bytes of each parameter outside of the layers: embeddings, the head, norms."""
+    """Return the bytes of each parameter outside of the layers: embeddings, the head, norms."""
     inside = {id(p) for layer in decoder_layers(model) for p in layer.parameters()}
     return [p.nbytes for p in model.parameters() if id(p) not in inside]
 
 
 def _gathered(model: nn.Module, cluster: Cluster) -> dict[str, int]:
-    """Bytes of weights that are whole beside a rank's part, by phase."""
+    """Return the bytes of gathered weights in addition to a rank's own part, by phase."""
     if cluster.zero_stage < 3:
         return dict.fromkeys(("reference", "forward", "head", "backward"), 0)
     layers, outside = decoder_layers(model), outside_bytes(model)
@@ -133,14 +133,14 @@ def _gathered(model: nn.Module, cluster: Cluster) -> dict[str, int]:
 
 
 def _kept_for_reuse(layer: int, head: int, count: int, reuse: int) -> int:
-    """Bytes of the last layers that DeepSpeed does not let go of after their forward: the head runs twice between the
-    last one's forward and its backward, and so does each layer behind one."""
+    """Return the bytes of the last layers that DeepSpeed keeps gathered after their forward: between a layer's forward
+    and its backward the head runs twice, and so does each later layer."""
     kept = 0 if 2 * head >= reuse else min(count, (reuse // 2 - head) // max(1, layer) + 1)
     return kept * layer
 
 
 def _gradients(model: nn.Module, workload: Workload, trained: int) -> tuple[int, int]:
-    """Bytes of a rank's gradients when all are there, and of the buckets they are reduced from."""
+    """Return the bytes of a rank's gradients when all are there, and of the buckets they are reduced from."""
     cluster, buckets = workload.cluster, 0
     if cluster.engine == "fsdp":
         buckets = max(sum(p.nbytes for p in layer.parameters() if p.requires_grad) for layer in decoder_layers(model))
@@ -151,7 +151,7 @@ def _gradients(model: nn.Module, workload: Workload, trained: int) -> tuple[int,
 
 
 def _stepped(model: nn.Module, cluster: Cluster) -> nn.Module:
-    """What the optimizer steps: the model, or with DeepSpeed the same in fp32."""
+    """Return what the optimizer steps: the model, or with DeepSpeed a copy whose trained weights are in fp32."""
     if not cluster.keeps_master:
         return model
     wide = meta_copy(model)
@@ -162,7 +162,7 @@ def _stepped(model: nn.Module, cluster: Cluster) -> nn.Module:
 
 
 def _optimizer_step(model: nn.Module, workload: Workload) -> tuple[int, int, int]:
-    """Bytes of state, of temporaries, and bytes touched: a second step, when the state is there."""
+    """Return the bytes of state, of temporaries, and bytes touched, of a second step, when the state is there."""
     if workload.make_optimizer is None:
         return 0, 0, 0
     tape = Tape(model, decoder_layers(model), device=workload.device_type, tiers=lambda: (0, 0, 0, 0))

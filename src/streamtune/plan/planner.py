@@ -1,11 +1,11 @@
-"""The fastest exact schedule that fits the memory there is.
+"""Choose the fastest exact schedule that fits the available memory.
 
-1. A few short simulations tell what every choice adds to the memory and to the work of a step (``estimate``).
-2. All combinations are sized to the room there is (``choices``) and put in order of predicted time (``cost``).
-3. The first that is estimated to fit is simulated whole, at its real length. If it does not fit after all, the room is
-   made smaller by what was missing, and 2 is done again.
+1. A few simulations give what every choice adds to the memory and to the work of a step (``estimate``).
+2. All combinations are sized to the available memory (``choices``) and sorted by predicted time (``cost``).
+3. The first that is estimated to fit is simulated itself, at its real length. If it does not fit, the memory to plan
+   with is reduced by what the estimate left out, and step 2 is repeated.
 
-What is returned has been simulated; the alternatives beside it are estimates.
+The schedule that is returned has been simulated; its alternatives are estimates.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ SHOWN = 3
 
 @dataclass(frozen=True)
 class Alternative:
-    """A schedule that was not chosen: its estimated bytes and seconds, and why not."""
+    """A schedule that was not chosen: its estimated bytes and seconds, and the reason why not."""
 
     schedule: Schedule
     peak_bytes: int
@@ -61,12 +61,12 @@ class Plan:
         simulation: Its step, simulated at its length.
         step_seconds: Its predicted time.
         alternatives: Others, the fastest first, as far as they were estimated.
-        binds: What takes the memory that is scarcest: the largest term of that tier.
-        limits: What was planned with.
-        rates: What the time is predicted from.
-        traffic: What ranks send each other in the step.
-        seconds: What planning took.
-        simulations: How many were made, the short ones included.
+        binds: The largest term of the tier in which memory is scarcest.
+        limits: The memory that was planned with.
+        rates: The rates that the time is predicted from.
+        traffic: The messages between ranks in the step.
+        seconds: Seconds that planning took.
+        simulations: Number of simulations, those for the estimates included.
     """
 
     schedule: Schedule
@@ -82,11 +82,11 @@ class Plan:
 
     @property
     def fits(self) -> bool:
-        """Whether the simulated step is within the limits; a chosen one is, a given one may not be."""
+        """True if the simulated step is within the limits; a chosen one is, a given one may not be."""
         return excess_of(self.simulation, self.limits) <= 0
 
     def to_json(self) -> dict[str, Any]:
-        """The document of ``streamtune plan --json``."""
+        """Return the document of ``streamtune plan --json``."""
         return {
             "schedule": asdict(self.schedule),
             "peak_bytes": self.simulation.peak_bytes,
@@ -118,14 +118,14 @@ def choose(
     """Choose the fastest exact schedule for ``workload`` within ``limits``.
 
     Args:
-        workload: What is trained, at the length to plan for.
+        workload: The step that is trained, at the length to plan for.
         limits: The memory.
         rates: How fast the device is.
         fixed: Fields of the schedule that are given and stay.
         simulate: Simulates a step.
 
     Raises:
-        ArgumentError: Nothing fits: which term is in the way, and what would help.
+        ArgumentError: Nothing fits; the error names the largest terms, and what would help.
     """
     started = time.perf_counter()
     pace = Pace(workload, rates)
@@ -197,14 +197,14 @@ def _plan(
 def judge(
     workload: Workload, schedule: Schedule, limits: Limits, rates: Rates, *, simulate: Simulate = simulate
 ) -> Plan:
-    """What a given schedule holds and takes, whether it fits or not."""
+    """Return the plan of a given schedule, its simulated memory and predicted time, whether it fits or not."""
     started = time.perf_counter()
     simulation = simulate(workload, schedule)
     return _plan(schedule, simulation, (), limits, Pace(workload, rates), started, 1)
 
 
 def as_fixed(schedule: Schedule) -> dict[str, Any]:
-    """Every field of a schedule, for ``choose`` to keep to."""
+    """Return every field of a schedule, for the argument ``fixed`` of :func:`choose`."""
     return {f.name: getattr(schedule, f.name) for f in fields(schedule)}
 
 
@@ -219,7 +219,7 @@ LEAST_OF_A_LAYER = 8
 
 
 def _may_hold_all(space: Space, workload: Workload, embedding: Tensor) -> bool:
-    """Whether it is worth a simulation to see if the activations of all layers fit."""
+    """Return True if the activations of all layers may fit, so that it is worth a simulation to find out."""
     if not set(space.fixed) <= SIZES:
         return False
     token_bytes = embedding.shape[-1] * (2 if workload.autocast else embedding.element_size())
@@ -228,7 +228,7 @@ def _may_hold_all(space: Space, workload: Workload, embedding: Tensor) -> bool:
 
 
 def _nothing_recomputed(space: Space, workload: Workload, simulate: Simulate) -> tuple[Schedule, Simulation] | None:
-    """Every layer kept whole, which nothing is faster than, if that fits."""
+    """Return the schedule that keeps every layer whole, the fastest there is, and its step; None if it does not fit."""
     sizes = {name: value for name, value in space.fixed.items() if name != "offload_dir"}
     schedule = Schedule(**sizes, keep_layers=space.layers)
     simulation = simulate(workload, schedule)
@@ -239,7 +239,7 @@ def _nothing_recomputed(space: Space, workload: Workload, simulate: Simulate) ->
 
 
 def _ranked(space: Space, estimator: Estimator, room: Limits, pace: Pace) -> list[Candidate]:
-    """All candidates, the fastest first; of two as fast the plainer."""
+    """Return all candidates, the fastest first; of two that are about as fast, the plainer first."""
     return sorted(candidates(space, estimator, room), key=lambda candidate: _score(candidate, pace))
 
 
@@ -252,7 +252,7 @@ def _score(candidate: Candidate, pace: Pace) -> float:
 
 
 def _departures(schedule: Schedule) -> int:
-    """How many choices differ from a plain schedule; sizes are no choices."""
+    """Return the number of choices that differ from a plain schedule; sizes do not count."""
     plain = Schedule()
     names = ("offload", "levels", "keep_kv", "keep_attention", "stream_grads")
     changed = sum(getattr(schedule, name) != getattr(plain, name) for name in names)
@@ -260,7 +260,7 @@ def _departures(schedule: Schedule) -> int:
 
 
 def _less(room: Limits, candidate: Candidate, simulation: Simulation) -> Limits:
-    """The room without what the estimate of a candidate left out."""
+    """Return the limits, reduced by what the estimate of a candidate left out."""
     figures = candidate.figures
 
     def shrunk(size: int, real: int, estimated: float) -> int:
@@ -281,7 +281,7 @@ def _thriftiest(
     simulate: Simulate,
     tried: dict[Schedule, Simulation],
 ) -> Candidate | None:
-    """The candidate that misses the limits by least, if it fits when it is simulated."""
+    """Return the candidate that is least above the limits, if it fits when it is simulated; else None."""
     best = min(ranked, key=lambda candidate: candidate.excess(limits))
     if best.schedule not in tried:
         tried[best.schedule] = simulate(workload, best.schedule)
@@ -292,7 +292,7 @@ def _thriftiest(
 
 
 def _kind(schedule: Schedule) -> tuple[object, ...]:
-    """What a schedule does, whatever its sizes: alternatives of one kind are one alternative."""
+    """Return the kind of a schedule, regardless of its sizes: of each kind at most one alternative is shown."""
     return schedule.offload, schedule.levels, schedule.keep_attention, bool(schedule.keep_layers)
 
 
@@ -303,7 +303,7 @@ def _alternatives(
     limits: Limits,
     pace: Pace,
 ) -> tuple[Alternative, ...]:
-    """The fastest that does not fit, the next that does, and the thriftiest: one of each kind."""
+    """Return the fastest that does not fit, the next that does, and that of least device memory: one of each kind."""
     own = _seconds(chosen, pace)
     real = pace.seconds(tried[chosen.schedule].work, chosen.schedule) / own  # what estimates are off by, there
     others: dict[tuple[object, ...], Candidate] = {}
@@ -339,7 +339,7 @@ def _alternative(candidate: Candidate, own: float, real: float, limits: Limits, 
 
 
 def _binds(simulation: Simulation, limits: Limits) -> str:
-    """The largest term of the tier with the least room left, in proportion."""
+    """Return the largest term of the tier with the least memory left, in proportion."""
     used = {
         "host": simulation.host_bytes / max(1, limits.host),
         "disk": simulation.disk_bytes / max(1, limits.disk),

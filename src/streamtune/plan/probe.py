@@ -1,7 +1,7 @@
-"""The longest sequence, or the largest batch, that can be trained: by trials on the device, or by simulation.
+"""Find the longest sequence, or the largest batch, that can be trained: by trials on the device, or by simulation.
 
-Trials are made one at a time by a function that the prober is given: :func:`measured` runs whole training steps in
-processes of their own, :func:`streamtune.plan.simulate.simulate` walks them without a device.
+Trials are made one at a time by a function that is passed to the search: that of :func:`measured` runs whole training
+steps in processes of their own; with :func:`streamtune.plan.simulate.simulate` they need no device.
 """
 
 from __future__ import annotations
@@ -27,19 +27,19 @@ RunTrial = Callable[[Shape, Callable[[str], None]], Outcome]
 
 @dataclass(frozen=True)
 class ProbeTask:
-    """What is looked for.
+    """A search for the longest sequence or the largest batch.
 
     Attributes:
         method: ``measure`` or ``simulate``.
-        objective: What is trained: ``sft``, ``dpo`` or ``grpo``.
-        scaled: The length of a row, or the number of rows.
+        objective: The objective that is trained: ``sft``, ``dpo`` or ``grpo``.
+        scaled: The number that is searched for: the length of a row, or the number of rows.
         fixed: The other of the two.
-        within: Where to look, and when to stop.
-        modes: Streaming, and what it is compared with.
-        device_bytes, host_bytes, disk_bytes: The budget; None is what there is.
+        within: The range of the search, and its tolerance.
+        modes: Streaming, and the modes it is compared with.
+        device_bytes, host_bytes, disk_bytes: The budget; None is all there is.
         schedule: The recipe's, or None where the planner picks one for every length.
         margin: Part of the budget that a simulated step leaves free, and one that the planner picks.
-        unit: What a batch has so many of: ``row``, ``pair`` or ``completion``.
+        unit: The unit of the batch size: ``row``, ``pair`` or ``completion``.
     """
 
     method: Literal["measure", "simulate"]
@@ -56,19 +56,19 @@ class ProbeTask:
     unit: str = "row"
 
     def shape(self, mode: Mode, number: int) -> Shape:
-        """The trial of a number."""
+        """Return the shape that tries a number."""
         return Shape(mode, number, self.fixed) if self.scaled == "length" else Shape(mode, self.fixed, number)
 
 
 @dataclass(frozen=True)
 class Trial:
-    """A shape and how trying it ended."""
+    """A shape and the outcome of trying it."""
 
     shape: Shape
     outcome: Outcome
 
     def to_json(self) -> dict[str, Any]:
-        """Flat, as ``--json`` has it."""
+        """Return the trial as a flat dictionary, as ``--json`` has it."""
         flat = {**asdict(self.shape), **asdict(self.outcome)}
         left_out = {"env"} if self.outcome.traffic is not None else {"env", "traffic"}
         return {key: value for key, value in flat.items() if key not in left_out}
@@ -76,14 +76,14 @@ class Trial:
 
 @dataclass(frozen=True)
 class Limit:
-    """The largest number that fits in one mode, and what the next would meet.
+    """The largest number that fits in one mode, and the smallest that does not.
 
     Attributes:
         fits: The number; 0 where none does.
         fails: The smallest that does not; None where the search did not come to one.
         trial: The trial of ``fits``.
         failed: The trial of ``fails``.
-        complete: Whether the search came to its end.
+        complete: True if the search came to its end.
     """
 
     mode: Mode
@@ -96,7 +96,7 @@ class Limit:
 
 @dataclass
 class ProbeReport:
-    """What was found, and every trial that led there."""
+    """The results of a probe, and every trial that was made."""
 
     task: ProbeTask
     env: dict[str, Any] = field(default_factory=dict)
@@ -105,23 +105,23 @@ class ProbeReport:
 
     @property
     def complete(self) -> bool:
-        """Whether every mode was searched to its end."""
+        """True if every mode was searched to its end."""
         return all(mode in self.limits and self.limits[mode].complete for mode in self.task.modes)
 
     @property
     def device_bytes(self) -> int | None:
-        """The budget on the device: what was asked for, or what the device turned out to have."""
+        """The budget on the device: that of the trials, once there are any, else the given one."""
         return self.env.get("device_bytes", self.task.device_bytes)
 
     @property
     def schedule(self) -> Schedule | None:
-        """How the longest is streamed: the recipe's way, or what the planner picked for it."""
+        """The schedule of the longest that is streamed: the recipe's, or the one that the planner picked for it."""
         limit = self.limits.get("stream")
         chosen = limit.trial.outcome.schedule if limit is not None and limit.trial is not None else None
         return chosen or self.task.schedule
 
     def _shared(self) -> dict[str, Any]:
-        """The ranks, and what they send each other at the longest, where there are several."""
+        """Return the ranks, and their messages at the longest, where there are several."""
         if "cluster" not in self.env:
             return {}
         limit = self.limits.get("stream")
@@ -129,7 +129,7 @@ class ProbeReport:
         return {"cluster": self.env["cluster"], "traffic": outcome.traffic if outcome is not None else None}
 
     def to_json(self) -> dict[str, Any]:
-        """The document of ``streamtune probe-max-len --json``."""
+        """Return the document of ``streamtune probe-max-len --json``."""
         task = self.task
         found = {mode: limit.fits for mode, limit in self.limits.items()}
         scaled = "max_length" if task.scaled == "length" else "max_batch_size"
@@ -156,12 +156,12 @@ class ProbeReport:
 
 
 def measured(prepare: PrepareStep, budget: StepBudget, *, seconds: float) -> RunTrial:
-    """Trials by whole training steps on the device.
+    """Return a function that makes trials by whole training steps on the device.
 
     Args:
-        prepare: Builds what is stepped, in the process of a trial: must be picklable.
+        prepare: Builds the training step, in the process of a trial: must be picklable.
         budget: Bytes a step may take.
-        seconds: Time of a trial at most.
+        seconds: Largest time of a trial.
     """
     return lambda shape, tell: run_trial(prepare, shape, budget, seconds=seconds, tell=tell)
 
@@ -173,16 +173,16 @@ def run_probe(
     notify: Callable[[str], None] = lambda message: None,
     tried: Callable[[Trial], None] = lambda trial: None,
 ) -> tuple[ProbeReport, bool]:
-    """Search every mode; a trial that fails, however it does, is only that.
+    """Search every mode; a trial may fail in any way without ending the search.
 
     Args:
-        task: What is looked for.
+        task: The search.
         run: Makes a trial.
-        notify: Told what is being tried, how far it is, and what is known to fit.
-        tried: Told every trial when it is over.
+        notify: Called with what is being tried, its phase, and what is known to fit.
+        tried: Called with every trial when it is over.
 
     Returns:
-        The report, and whether Ctrl-C ended it: then it holds what was known by then.
+        The report, and True if Ctrl-C ended the search: the report then holds the trials made before.
     """
     report = ProbeReport(task)
     try:
@@ -232,9 +232,9 @@ def _updated(limit: Limit, number: int, trial: Trial) -> Limit:
 
 
 def _filled(outcome: Outcome, report: ProbeReport) -> float | None:
-    """The part of the budget that a step took.
+    """Return the part of the budget that a step took.
 
-    None of a measured one that was broken off, or whose schedule the planner picked: it takes what there is.
+    None for a measured one that was broken off, or whose schedule the planner picked, which uses all memory there is.
     """
     task = report.task
     if task.method == "measure" and (task.schedule is None or not outcome.fits):
@@ -256,7 +256,7 @@ def _amount(shape: Shape) -> str:
 
 @dataclass(frozen=True)
 class _Sayer:
-    """What is shown while a trial runs: what is tried, how far it is, what is known to fit."""
+    """The progress that is shown while a trial runs: what is tried, its phase, what is known to fit."""
 
     trying: str
     fits: int

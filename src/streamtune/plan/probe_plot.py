@@ -1,4 +1,4 @@
-"""The picture of a probe: how far each mode gets, and every trial with the bytes it took."""
+"""The plot of a probe: the largest that fits in each mode, and every trial with the bytes it took."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ def draw_probe(report: ProbeReport, path: Path, *, title: str) -> None:
     """Draw a bar for each mode, and device bytes over length with the budget.
 
     Args:
-        report: What was found.
+        report: The results of the probe.
         path: The PNG; its folder exists.
-        title: What was probed.
+        title: The title of the plot.
     """
     # Slow to import, and only needed here. Figures made without pyplot need no display.
     from matplotlib.backends.backend_agg import FigureCanvasAgg
@@ -34,7 +34,7 @@ def draw_probe(report: ProbeReport, path: Path, *, title: str) -> None:
 
 
 def _draw_bars(axes: Any, report: ProbeReport) -> None:
-    """The longest of each mode, the shortest bar on top."""
+    """Draw the largest that fits in each mode, the shortest bar on top."""
     limits = sorted(report.limits.values(), key=lambda limit: limit.fits, reverse=True)
     names = [NAMES[limit.mode] for limit in limits]
     axes.barh(names, [limit.fits for limit in limits], color=[COLOURS[limit.mode] for limit in limits], height=0.55)
@@ -49,7 +49,7 @@ def _draw_bars(axes: Any, report: ProbeReport) -> None:
 
 
 def _draw_trials(axes: Any, report: ProbeReport) -> None:
-    """A dot for each trial that fits, a cross for each that does not; the budget as a line."""
+    """Draw a dot for each trial that fits, a cross for each that does not, and the budget as a line."""
     budget = report.device_bytes
     largest = max([budget or 0, *(t.outcome.peak_bytes or 0 for t in report.trials)])
     unit, name = (GIB, "GiB") if largest >= GIB else (MIB, "MiB")

@@ -1,4 +1,4 @@
-"""What to say where no schedule fits: which memory, which term of it, and what would help."""
+"""The error where no schedule fits: the memory that is too small, its largest terms, and what would help."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from streamtune.sizes import show_size
 __all__ = ["nothing_fits"]
 
 FIXED_TERMS = ("weights", "gathered weights", "fp32 weights", "reference", "gradients", "optimizer")
-"""What does not grow with the sequence."""
+"""The terms that do not grow with the sequence."""
 
 
 def nothing_fits(
@@ -24,14 +24,14 @@ def nothing_fits(
     limits: Limits,
     simulate: Simulate,
 ) -> ArgumentError:
-    """The error for a workload that fits under no schedule.
+    """Return the error for a workload that fits under no schedule.
 
     Args:
-        workload: What was to be planned.
-        space: What there was to choose from.
-        tried: Those simulated whole; the thriftiest is among them.
-        limits: What there is.
-        simulate: For the length that does fit.
+        workload: The step that was to be planned.
+        space: The schedules there were to choose from.
+        tried: The schedules that were simulated; that with the least memory is among them.
+        limits: The available memory.
+        simulate: Simulates a step, to find the length that does fit.
     """
     simulation = min(tried.values(), key=lambda simulation: excess_of(simulation, limits))
     base = sum(simulation.terms.get(name, 0) for name in FIXED_TERMS)
@@ -64,7 +64,7 @@ def _describe(workload: Workload) -> str:
 
 
 def _needs(simulation: Simulation, limits: Limits) -> str:
-    """``it takes 95.2 GiB of the device's 75.1 (79.1 less 5%), in the backward``"""
+    """Return ``the thriftiest takes 95.2 GiB of the device's 75.1 GiB (79.1 GiB less 5%), in the backward``."""
     tiers = [
         (
             "device",

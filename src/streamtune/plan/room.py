@@ -1,4 +1,4 @@
-"""How long a sequence plain autograd has room for, measured on this model rather than computed from a formula."""
+"""The longest sequence that plain autograd has memory for, measured on the model rather than by a formula."""
 
 from __future__ import annotations
 
@@ -26,10 +26,10 @@ class Room:
     """Bytes that are free, and what a forward of T tokens holds: ``per_token T + per_square T^2``.
 
     Attributes:
-        model: Whose forward it is.
+        model: The model that was measured.
         measured: The dtype it was measured in.
-        free: Bytes on the model's device.
-        host_free: Bytes where the truth's gradients are kept.
+        free: Free bytes on the model's device.
+        host_free: Free bytes on the host, where the truth's gradients are kept.
         per_token, per_square: Bytes; the second where attention weights are kept.
     """
 
@@ -41,7 +41,7 @@ class Room:
     per_square: float
 
     def longest(self, dtype: torch.dtype) -> int:
-        """The most tokens that plain autograd in ``dtype`` has room for; 0 where not even the weights fit."""
+        """Return the most tokens that plain autograd in ``dtype`` has memory for; 0 where not even the weights fit."""
         wider = dtype.itemsize / self.measured.itemsize
         spare = MARGIN * self.free - self._needed(0, dtype)
         if spare <= 0 or self._kept(dtype) > MARGIN * self.host_free:
@@ -50,7 +50,7 @@ class Room:
         return int(spare / b) if a <= 0 else int((math.sqrt(b * b + 4 * a * spare) - b) / (2 * a))
 
     def lacks(self, tokens: int, dtype: torch.dtype) -> str:
-        """What is missing for plain autograd in ``dtype`` on so many tokens; empty if nothing is."""
+        """Return the memory that plain autograd in ``dtype`` lacks for so many tokens, in words; empty if none."""
         needs = [("", self._needed(tokens, dtype), self.free), (" of the host", self._kept(dtype), self.host_free)]
         for where, needed, free in needs:
             if needed > MARGIN * free:
@@ -58,7 +58,7 @@ class Room:
         return ""
 
     def _needed(self, tokens: int, dtype: torch.dtype) -> float:
-        """The widened weights, the gradients that are there at a time, and the activations, wider in proportion."""
+        """Return the bytes of widened weights, of gradients held at a time, and of activations, wider in proportion."""
         parameters = list(self.model.parameters())
         weights = sum(p.numel() * max(dtype.itemsize - p.dtype.itemsize, 0) for p in parameters)
         on_host = parameters[0].device.type == "cpu"
@@ -68,18 +68,18 @@ class Room:
         return weights + (self._kept(dtype) if on_host else largest) + activations
 
     def _kept(self, dtype: torch.dtype) -> int:
-        """The truth's gradients."""
+        """Return the bytes of the truth's gradients."""
         return sum(p.numel() for p in self.model.parameters() if p.requires_grad) * dtype.itemsize
 
 
 def measure_room(model: nn.Module, measured: torch.dtype, forward: Callable[[int], Tensor], tokens: int) -> Room:
-    """Two short forwards with their graphs tell what a longer one holds.
+    """Measure what two short forwards with their graphs hold, from which follows what a longer one holds.
 
     Args:
         model: The model, without an adapter's wrapper.
-        measured: What ``forward`` computes in.
+        measured: The dtype that ``forward`` computes in.
         forward: The loss on so many tokens.
-        tokens: Of the longer of the two.
+        tokens: Tokens of the longer of the two.
     """
     half, whole = tokens // 2, tokens
     held = []

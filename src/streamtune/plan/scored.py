@@ -1,8 +1,8 @@
 """Completions that a step scores token by token, instead of a loss on the next tokens of its rows.
 
-An objective of preferences or of rewards asks for log-probabilities and makes its loss of them: the head's logits are
-computed twice, final hidden states wait until the loss is known, and a reference may be asked first. What that holds
-hangs on how prompts and completions lie in the sequence, and hardly on which objective it is.
+An objective of preferences or of rewards computes its loss from log-probabilities: the head's logits are computed
+twice, final hidden states are kept until the loss is known, and a reference may run first. The memory of that depends
+on the layout of prompts and completions in the sequence, and hardly on the objective.
 
 Shape suffixes: B rows, T tokens.
 """
@@ -31,14 +31,14 @@ IGNORED = -100
 
 @dataclass(frozen=True)
 class Scored:
-    """What a micro-batch scores.
+    """The completions that a micro-batch scores.
 
     Attributes:
         trees: The prompts and their completions.
-        share: One sequence, each prompt in it once; else a row for each completion behind its own copy.
-        entropy: The entropies of the targets are wanted as well.
-        forwards: How often the same tokens go forward without gradient, for a reference or for what they were before;
-            a part of one where that is done for several steps at once.
+        share: True for one sequence with each prompt once; else a row for each completion behind its own copy.
+        entropy: True if the entropies at the targets are computed as well.
+        forwards: Number of further forwards of the same tokens without gradient, of a reference or of the model itself;
+            a fraction where one serves several steps.
     """
 
     trees: Trees
@@ -54,29 +54,29 @@ class Scored:
 
     @property
     def rows(self) -> int:
-        """Sequences B."""
+        """Number of sequences, B."""
         return 1 if self.share else self.completions
 
     @property
     def length(self) -> int:
-        """Tokens T of a sequence."""
+        """Number of tokens of a sequence, T."""
         if self.share:
             return sum(trunk + sum(branches) for trunk, branches in self.trees)
         return max(trunk + max(branches) for trunk, branches in self.trees)
 
     @property
     def completions(self) -> int:
-        """How many there are."""
+        """Number of completions."""
         return sum(len(branches) for _, branches in self.trees)
 
     @property
     def num_targets(self) -> int:
-        """Tokens that are scored."""
+        """Number of tokens that are scored."""
         return sum(sum(branches) - len(branches) for _, branches in self.trees)
 
     @property
     def pairs(self) -> int:
-        """Pairs of a token and one that it sees, itself among them, in all rows."""
+        """Number of pairs of a token and one that it sees, itself included, in all rows."""
         if not self.share:  # padding behind a row is computed like it
             return self.rows * (self.length * (self.length + 1) // 2)
         total = 0
@@ -87,22 +87,22 @@ class Scored:
 
     @property
     def shares(self) -> bool:
-        """Whether tokens of the sequence are hidden from later ones: it is no ordinary causal row."""
+        """True if tokens of the sequence are hidden from later ones, so that it is no ordinary causal row."""
         return self.share and (len(self.trees) > 1 or len(self.trees[0][1]) > 1)
 
     def describe(self) -> str:
-        """``8 completions of 1 prompt``"""
+        """Return ``8 completions of 1 prompt`` or the like."""
         prompts, completions = len(self.trees), self.completions
         return (
             f"{completions} completion{'s' if completions > 1 else ''} of {prompts} prompt{'s' if prompts > 1 else ''}"
         )
 
     def apart(self) -> Scored:
-        """The same completions, each behind its own copy of the prompt."""
+        """Return the same completions, each behind its own copy of the prompt."""
         return replace(self, share=False)
 
     def batch(self, vocabulary: int, device: torch.device) -> dict[str, Any]:
-        """Random tokens as a batch of ``plan.modes``: the same rows, shared or apart."""
+        """Return random tokens as a batch of ``plan.modes``: the same rows, shared or apart."""
         draw = torch.Generator().manual_seed(0)
 
         def tokens(count: int) -> Tensor:
@@ -123,7 +123,7 @@ class Scored:
         return {"input_ids": ids.to(device), "targets": targets.to(device), "count": self.num_targets, **tree}
 
     def targets(self) -> Tensor:
-        """``[B, T]`` int64: 0 where a token is scored, -100 elsewhere."""
+        """Return ``[B, T]`` int64: 0 where a token is scored, -100 elsewhere."""
         parts = [(trunk, branch) for trunk, branches in self.trees for branch in branches]
         if not self.share:
             targets = torch.full((self.rows, self.length), IGNORED)

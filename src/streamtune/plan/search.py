@@ -1,9 +1,9 @@
-"""The largest number that fits, in few attempts: doubling, then halving what is left between fitting and failing.
+"""Find the largest number that fits, in few attempts: doubling, then halving the range between fitting and failing.
 
-Memory is close to linear in the length once there are several chunks. So a bracket is not cut in the middle where the
-line through two attempts says where the budget ends: the next attempt is half a tolerance below that place, the one
-after it half a tolerance above, and if both turn out as the line says, the search is over. Where they do not, the
-middle is taken, so the number of attempts stays within twice that of plain bisection.
+Memory is close to linear in the length once there are several chunks. So where the line through two attempts predicts
+the end of the budget, the bracket is not halved: the next attempt is half a tolerance below that place, the one after
+it half a tolerance above, and if both turn out as predicted, the search is over. Where they do not, the bracket is
+halved, so the number of attempts stays within twice that of plain bisection.
 """
 
 from __future__ import annotations
@@ -19,10 +19,10 @@ FAR = 0.8
 
 @dataclass(frozen=True)
 class Attempt:
-    """Whether a number fits.
+    """The result of trying a number.
 
     Attributes:
-        fits: Whether it does.
+        fits: True if the number fits.
         filled: Part of the budget that it takes, above 1 where it does not fit; None where that is not known, as of
             an attempt that was broken off.
     """
@@ -33,7 +33,7 @@ class Attempt:
 
 @dataclass(frozen=True)
 class Range:
-    """Where to look and when to stop.
+    """The range of a search, and its tolerance.
 
     Attributes:
         first: The first attempt.
@@ -52,7 +52,7 @@ class Range:
     grain: int = 1
 
     def tolerance(self, fits: int) -> int:
-        """How far above ``fits`` something has to fail."""
+        """Return the largest distance between ``fits`` and a number that fails at which the search is over."""
         return max(self.step, int(self.share * fits))
 
 
@@ -68,8 +68,8 @@ def search_largest(attempt: Callable[[int], Attempt], within: Range) -> Bracket:
     """Find the largest number that fits.
 
     Args:
-        attempt: Tries a number; what fits is expected to fit for every smaller number too.
-        within: Where to look and when to stop.
+        attempt: Tries a number; if it fits, every smaller one is expected to fit too.
+        within: The range of the search, and its tolerance.
     """
     low, high = 0, None
     known: dict[int, float] = {}
@@ -91,7 +91,7 @@ def search_largest(attempt: Callable[[int], Attempt], within: Range) -> Bracket:
 
 
 def _next(low: int, high: int | None, known: dict[int, float], within: Range) -> tuple[int | None, bool]:
-    """The next number, and whether it was aimed at; None where the search is over."""
+    """Return the next number, None where the search is over, and True if it was predicted by :func:`_aim`."""
     if low == within.most or (high is not None and low and high - low <= within.tolerance(low)):
         return None, False
     if not low:  # nothing has fitted yet
@@ -108,7 +108,7 @@ def _next(low: int, high: int | None, known: dict[int, float], within: Range) ->
 
 
 def _aim(low: int, known: dict[int, float], within: Range) -> int | None:
-    """Just below where the budget ends by the line through two attempts, or just above if ``low`` is there already."""
+    """Return a number just below the end of the budget by the line through two attempts, above if ``low`` is there."""
     below = sorted(number for number in known if number <= low)
     above = sorted(number for number in known if number > low)
     # Chunks are equal, so bytes rise in small teeth: two attempts side by side may say nothing of the line.

@@ -1,7 +1,7 @@
-"""Results on ``meta``, remembered: an operator is asked once for each form of its arguments.
+"""Cache results on ``meta``: an operator is called once for each form of its arguments.
 
-Shape functions of many operators are written in Python and take longer than their kernels; a step asks the same of them
-for every chunk and layer. (The same idea as torch's cache of fake tensors.)
+Shape functions of many operators are written in Python and take longer than their kernels; a step calls them with the
+same forms for every chunk and layer. (The same idea as torch's cache of fake tensors.)
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ MOVES = {"resize_", "set_", "t_", "transpose_", "squeeze_", "unsqueeze_", "as_st
 """Operators in place that leave their tensor in another form."""
 
 Form = Literal["in place", "new", "grouped", "other"]
-"""What an operator returns: its first argument, a tensor of its own, that of a grouped product, or something else."""
+"""The result of an operator: its first argument, a tensor of its own, that of a grouped product, or something else."""
 
 
 class Shapes:
@@ -27,7 +27,7 @@ class Shapes:
         self._known: dict[Any, tuple[torch.Size, tuple[int, ...], torch.dtype]] = {}
 
     def call(self, func: Any, kind: Form, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """What ``func(*args, **kwargs)`` returns, given :func:`form_of` it."""
+        """Return ``func(*args, **kwargs)``, from the cache if it is there; ``kind`` is the :func:`form_of` ``func``."""
         if kind == "other":
             return func(*args, **kwargs)
         if kind == "in place":
@@ -49,7 +49,7 @@ class Shapes:
 
 
 def form_of(func: Any) -> Form:
-    """How the form of what an operator returns is found."""
+    """Return the way in which the form of an operator's result is found."""
     if func is torch.ops.aten._grouped_mm.default:
         return "grouped"
     schema = func._schema
@@ -64,7 +64,7 @@ def form_of(func: Any) -> Form:
 
 
 def _grouped(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
-    """A grouped product, whose shape function knows only bf16 while its kernels know more."""
+    """Return a grouped product, whose shape function supports only bf16 while its kernels support more."""
 
     def narrow(x: Tensor) -> Tensor:
         return torch.empty_strided(x.shape, x.stride(), dtype=torch.bfloat16, device="meta")
@@ -74,7 +74,7 @@ def _grouped(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor
 
 
 def _aliases(out: Tensor, args: tuple[Any, ...]) -> bool:
-    """Whether it is a part of one of these, or of something else (some views do not say that they are)."""
+    """Return True if ``out`` is a view of one of ``args`` or of another tensor (some views are not declared so)."""
     storage = out.untyped_storage()
     if any(isinstance(item, Tensor) and item.untyped_storage()._cdata == storage._cdata for item in args):
         return True

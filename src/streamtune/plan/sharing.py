@@ -1,4 +1,4 @@
-"""One prompt with several completions: the rows of a preference pair or of a group, laid out in the ways there are.
+"""One prompt with several completions: the rows of a preference pair or of a group, in each layout there is.
 
     shared   the prompt once, all completions behind it (``engine.branches``)
     batch    each completion behind a prompt of its own, as the rows of one batch
@@ -30,22 +30,22 @@ SHARING = {
 
 
 def completion_length(prompt: int) -> int:
-    """Tokens of a completion: a fourth of its prompt's."""
+    """Return the tokens of a completion: a fourth of its prompt's."""
     return max(2, prompt // 4)
 
 
 def sharing_tokens(prompt: int) -> int:
-    """Random tokens that are needed: a prompt, and the completions."""
+    """Return the number of random tokens that are needed: a prompt, and the completions."""
     return prompt + COMPLETIONS * completion_length(prompt)
 
 
 def sharing_batches(ids_T: Tensor, prompt: int, layout: str) -> list[dict[str, Any]]:
-    """The batches of a step.
+    """Return the batches of a step.
 
     Args:
         ids_T: ``[sharing_tokens(prompt)]``, the prompt and then the completions.
         prompt: Tokens of the prompt.
-        layout: How they are laid out.
+        layout: ``shared``, ``batch`` or ``turns``.
     """
     shared, last = ids_T[: prompt - 1], ids_T[prompt - 1 : prompt]
     branches = [torch.cat([last, part]) for part in ids_T[prompt:].split(completion_length(prompt))]

@@ -1,16 +1,16 @@
-"""What a training step holds and costs, from a model's configuration alone: the engine itself, run on ``meta`` tensors.
+"""Simulate the memory and work of a training step from a model's configuration: the engine itself on ``meta`` tensors.
 
 There is no second formula: the step that is simulated is the step that is trained, with tensors that have a shape and a
-lifetime and no values. What a dispatch mode cannot see, the memory kernels take for themselves, is added where it is
-known (``plan.work``).
+lifetime and no values. The memory that kernels take for themselves, which a dispatch mode cannot see, is added where it
+is known (``plan.work``).
 
-Layers that are alike and chunks that are alike are walked a few times and the rest follows (``plan.extrapolate``);
-``full=True`` walks them all.
+Of layers that are alike and chunks that are alike a few are run, and the rest follows (``plan.extrapolate``);
+``full=True`` runs them all.
 
-Chunks of completions that share their prompts are not alike. Few of them are walked, each; where they are many, one
-ordinary row of as many tokens stands for them, in which every token is scored. It holds what they hold but for some
-masks and copies, and of its work that of the head and of attention is counted for as many targets and pairs of tokens
-as there are.
+Chunks of completions that share their prompts are not alike. If they are few, each is run; if they are many, one
+ordinary row of as many tokens is run in their place, in which every token is scored. It holds what they hold but for
+some masks and copies. The work of its head and of its attention is scaled to the number of targets and of pairs of
+tokens that there are.
 """
 
 from __future__ import annotations
@@ -59,27 +59,27 @@ TERMS = {
     HEAD: "head",
     "scratch": "kernel workspace",
 }
-"""What a column of a moment is called among the terms, in their order."""
+"""The names of a moment's columns among the terms, in the order of terms."""
 
 
 @dataclass(frozen=True)
 class Workload:
-    """A step of training, whatever its schedule.
+    """A step of training, apart from its schedule.
 
     Args:
         make_model: Builds the model on ``meta``: in its dtype, adapters attached, without weights.
         length: Tokens of a row; where completions are scored, of the longest with its prompt.
-        batch_size: Rows of a micro-batch; where completions are scored, what ``completions`` takes for one.
-        micro_batches: Of a step. With more than one the gradients of the first are there during the others.
+        batch_size: Rows of a micro-batch; where completions are scored, the batch size that ``completions`` takes.
+        micro_batches: Micro-batches of a step. If several, the gradients of the first are there during the others.
         make_optimizer: Builds the optimizer of a model; None trains without one.
         autocast: Compute in bf16.
         mode: ``stream``, or a baseline: ``plain`` autograd, or ``checkpoint`` for every layer.
-        cluster: How many devices train, and what of the step each has. Lengths and rows are then those of the ranks
-            that share a sequence together, and what is simulated is one of them.
-        device_type: Whose kernels compute: ``cuda`` or ``cpu``.
-        completions: What is scored at a length and batch size, where the loss is not on next tokens. A baseline has
-            them apart.
-        reference_bytes: Of weights that are held beside the model's and not trained.
+        cluster: The devices that train, and the part of the step that each has. Lengths and rows are those of all ranks
+            that share a sequence together; one of these ranks is simulated.
+        device_type: The device whose kernels compute: ``cuda`` or ``cpu``.
+        completions: Returns what is scored at a length and batch size, where the loss is not on next tokens. A
+            baseline has a row for each completion.
+        reference_bytes: Bytes of weights that are held in addition to the model's and not trained.
 
     Raises:
         ArgumentError: A value is out of range.
@@ -109,7 +109,7 @@ class Workload:
 
     @cached_property
     def scored(self) -> Scored | None:
-        """What is scored; None where the loss is on next tokens."""
+        """The completions that are scored; None where the loss is on next tokens."""
         if self.completions is None:
             return None
         scored = self.completions(self.length, self.batch_size)
@@ -117,32 +117,32 @@ class Workload:
 
     @property
     def rows(self) -> int:
-        """Sequences of a micro-batch."""
+        """Number of sequences of a micro-batch."""
         return self.batch_size if self.scored is None else self.scored.rows
 
     @property
     def tokens(self) -> int:
-        """Tokens of a sequence."""
+        """Number of tokens of a sequence."""
         return self.length if self.scored is None else self.scored.length
 
     @property
     def strip_tokens(self) -> int:
-        """Of those, a rank's own."""
+        """Number of a rank's own tokens of a sequence."""
         return Strip(self.cluster.sequence_size).tokens(self.tokens)
 
 
 @dataclass(frozen=True)
 class Work:
-    """What a step computes and moves; the time it takes is a matter of the device.
+    """The operations of a step and the bytes it moves; the time of them depends on the device.
 
     Attributes:
         matmul_flops: Multiplications and additions of matrix products and convolutions.
         attention_flops: The same of fused attention.
-        moved_bytes: Copied to the host and back.
-        disk_moved_bytes: Written to disk and read.
-        touched_bytes: Read and written on the device by everything else.
-        operators: How many there are that compute.
-        host_touched_bytes: Read and written by an optimizer in the machine's memory.
+        moved_bytes: Bytes copied to the host and back.
+        disk_moved_bytes: Bytes written to disk and read.
+        touched_bytes: Bytes read and written on the device by everything else.
+        operators: Number of operators that compute.
+        host_touched_bytes: Bytes read and written by an optimizer in the machine's memory.
     """
 
     matmul_flops: int
@@ -156,15 +156,15 @@ class Work:
 
 @dataclass(frozen=True)
 class Simulation:
-    """What a step holds at the most, and where.
+    """The peak memory of a step on the device and elsewhere, and its work.
 
     Attributes:
-        peak_bytes: On the device.
-        host_bytes, disk_bytes: Elsewhere, at their own peaks.
+        peak_bytes: Bytes on the device.
+        host_bytes, disk_bytes: Bytes elsewhere, at their own peaks.
         terms: Device bytes at the peak, by what they are.
-        phase: When the peak is: ``reference``, ``forward``, ``head``, ``backward`` or ``optimizer``.
+        phase: The phase of the peak: ``reference``, ``forward``, ``head``, ``backward`` or ``optimizer``.
         phases: Device bytes at the peak of each phase.
-        work: Of the whole step.
+        work: The work of the whole step.
         host_terms: Bytes on the host by what they are: ``layer inputs`` is all that is streamed there.
     """
 
@@ -179,13 +179,13 @@ class Simulation:
 
 
 def simulate(workload: Workload, schedule: Schedule, *, full: bool = False) -> Simulation:
-    """What a step of ``workload`` by ``schedule`` holds and costs.
+    """Simulate the memory and work of a step of ``workload`` by ``schedule``.
 
     Args:
         workload: The step.
-        schedule: How it is streamed; a baseline reads nothing of it.
-        full: Walk all layers and chunks, even where fewer tell the same. Where chunks are left out, a length that is
-            no multiple of their number counts as the next one that is.
+        schedule: The schedule by which it is streamed, unless it is a baseline.
+        full: Run all layers and chunks, even where fewer give the same result. Where chunks are left out, a length that
+            is no multiple of their number counts as the next one that is.
 
     Raises:
         UnsupportedModelError: The model cannot be streamed, or its step depends on values other than integers.
@@ -208,7 +208,7 @@ def simulate(workload: Workload, schedule: Schedule, *, full: bool = False) -> S
 def _walked(
     model: Any, workload: Workload, strip: Strip, schedule: Schedule, *, layers: bool, chunks: bool
 ) -> Combined:
-    """Forward and backward of one micro-batch, the last, on one rank."""
+    """Simulate forward and backward of one micro-batch, the last, on one rank."""
     streamed = workload.mode == "stream"
     scored, tokens = workload.scored, strip.tokens(workload.tokens)
     many = streamed and len(schedule.chunks(tokens)) > FEW
@@ -239,7 +239,7 @@ def _walked(
 
 
 def _work_of(scored: Scored, step: Combined, alike: bool) -> dict[tuple[str, bool], list[float]]:
-    """The work of completions: of a stand-in what is theirs, and of the reference as much as there is of it."""
+    """Return the work, scaled from a row in the completions' place to theirs, and by the reference's forwards."""
     targets, pairs = 1.0, 1.0
     if not alike:
         targets = scored.num_targets / (scored.rows * scored.length)
@@ -256,8 +256,8 @@ def _work_of(scored: Scored, step: Combined, alike: bool) -> dict[tuple[str, boo
 def _told(
     step: Combined, fixed: Holdings, strip: Strip, workload: Workload, passing: dict[str, int], host: int
 ) -> Simulation:
-    """The peaks of all phases, and the terms at the largest; bytes that pass by and on the ``host`` are beside those
-    that were walked."""
+    """Return the peaks of all phases, the terms at the largest, and the work. Bytes of ``passing``, by phase, and of
+    ``host`` are added to those of the step that was run."""
     peaks: dict[str, tuple[int, dict[str, int]]] = {}
     disk, walked = 0, 0
     beside = {"weights": fixed.weights, MASTER: fixed.master, OPTIMIZER: fixed.state}

@@ -1,6 +1,6 @@
-"""Training steps under a budget of memory: what the process of a trial does.
+"""Run training steps under a budget of memory, in the process of a trial.
 
-On the CPU weights and live storages count, followed one by one, so a budget stands for a device of that size. On an
+On the CPU the bytes of weights and of every live storage count, so a budget represents a device of that size. On an
 accelerator it is the allocator's limit.
 """
 
@@ -38,7 +38,7 @@ STEPS = 2
 
 @dataclass(frozen=True)
 class Shape:
-    """What a trial tries: how the step is computed, tokens of a row, rows of a batch."""
+    """The shape of a trial: the mode of the step, tokens of a row, rows of a batch."""
 
     mode: Mode
     length: int
@@ -47,11 +47,11 @@ class Shape:
 
 @dataclass(frozen=True)
 class StepBudget:
-    """Bytes that a trial may take; None is what there is.
+    """Bytes that a trial may take; None is all there is.
 
     Attributes:
-        device_bytes: On the device.
-        host_bytes, disk_bytes: Of what the engine keeps there.
+        device_bytes: Bytes on the device.
+        host_bytes, disk_bytes: Bytes that the engine keeps there.
         margin: Part of an accelerator's memory that is left alone where ``device_bytes`` is None.
     """
 
@@ -65,7 +65,7 @@ class StepBudget:
 class TrainingStep:
     """A model with its optimizer, and a function that trains one whole step: gradients, clipping, update.
 
-    ``beside`` is another model that is held and asked, and not trained.
+    ``beside`` is another model that is held and run, and not trained.
     """
 
     model: nn.Module
@@ -76,7 +76,7 @@ class TrainingStep:
 
     @property
     def fixed_terms(self) -> dict[str, int]:
-        """Bytes of what is there before the step begins, by what it is."""
+        """Bytes that are held before the step begins, by what they are."""
         terms = {"weights": held_bytes(self.model)}
         return terms if self.beside is None else {**terms, "reference": held_bytes(self.beside)}
 
@@ -94,7 +94,7 @@ class BudgetExceededError(MemoryError):
 
 
 class _Budgeted(LiveBytes):
-    """Follows live bytes and breaks off where they, or what the engine keeps elsewhere, cross a budget."""
+    """Counts live bytes and stops the step where they, or what the engine keeps elsewhere, exceed a budget."""
 
     def __init__(self, step: TrainingStep, budget: StepBudget) -> None:
         super().__init__(step.model, decoder_layers(step.model), beside=step.beside)
@@ -118,7 +118,7 @@ class _Budgeted(LiveBytes):
             raise BudgetExceededError(name, f"{name} memory: the step takes more than {show_size(limit)}")
 
     def terms(self) -> dict[str, int]:
-        """Device bytes at the peak by what they are. The optimizer is asked for its own: they look like activations."""
+        """Return device bytes at the peak by what they are; the optimizer's state is moved out of the activations."""
         held = {**self.fixed, **self.at_peak}
         state = min(_optimizer_bytes(self._step.optimizer) - held[OPTIMIZER], held[ACTIVATION])
         held[OPTIMIZER], held[ACTIVATION] = held[OPTIMIZER] + state, held[ACTIVATION] - state
@@ -126,7 +126,7 @@ class _Budgeted(LiveBytes):
 
 
 def serve(connection: Connection, prepare: PrepareStep, shape: Shape, budget: StepBudget) -> None:
-    """Body of the process: build, step, and say how it went. Phases are sent as text, the end as a dictionary."""
+    """Run a trial in its process: build and step. Phases are sent as text, the outcome as a dictionary."""
     _be_killed_first()
     _end_with_parent()
     said: dict[str, Any] = {}
@@ -144,7 +144,7 @@ def serve(connection: Connection, prepare: PrepareStep, shape: Shape, budget: St
 
 
 def _step_on_cpu(step: TrainingStep, budget: StepBudget, tell: Callable[[str], None], said: dict[str, Any]) -> None:
-    """Steps with every storage followed; what is known goes into ``said``, however it ends."""
+    """Run the steps and count every storage; results go into ``said``, also those of steps that fail."""
     said["env"] = _env("cpu", budget.device_bytes)
     watch = _Budgeted(step, budget)
     try:
@@ -158,7 +158,7 @@ def _step_on_cpu(step: TrainingStep, budget: StepBudget, tell: Callable[[str], N
 def _step_on_accelerator(
     step: TrainingStep, budget: StepBudget, tell: Callable[[str], None], said: dict[str, Any]
 ) -> None:
-    """Steps within the allocator's limit."""
+    """Run the steps within the allocator's limit; results go into ``said`` likewise."""
     device = next(step.model.parameters()).device
     total = torch.cuda.get_device_properties(device).total_memory
     limit = int((1 - budget.margin) * total) if budget.device_bytes is None else budget.device_bytes
@@ -185,7 +185,7 @@ def _step_on_accelerator(
 
 
 def _run(step: TrainingStep, tell: Callable[[str], None], synchronize: Callable[[], None]) -> float:
-    """Take the steps; seconds of the last."""
+    """Run the steps and return the seconds of the last."""
     started = 0.0
     for number in range(1, STEPS + 1):
         tell(f"step {number} of {STEPS}")
@@ -197,7 +197,7 @@ def _run(step: TrainingStep, tell: Callable[[str], None], synchronize: Callable[
 
 
 def _tiers(handle: StreamHandle | None, budget: StepBudget) -> list[tuple[str, Tally, int | None]]:
-    """Name, bytes and budget of where the engine keeps what is not on the device."""
+    """Return the name, the bytes and the budget of each tier that is not the device."""
     if handle is None:
         return []
     tiers = handle.tiers
@@ -209,7 +209,7 @@ def _tier_peaks(step: TrainingStep, budget: StepBudget) -> dict[str, int]:
 
 
 def _explain(error: BaseException) -> dict[str, Any]:
-    """Cause and reason of a failure; the traceback where it is no lack of memory."""
+    """Return the cause and the reason of a failure; also the traceback where it is no lack of memory."""
     chain: BaseException | None = error  # the loop wraps a lack of memory in words of its own
     while chain is not None:
         if isinstance(chain, BudgetExceededError):
@@ -229,13 +229,13 @@ def _explain(error: BaseException) -> dict[str, Any]:
 
 
 def _be_killed_first() -> None:
-    """Where the system has to end a process to get memory back, let it be this one. Linux only."""
+    """Make this process the first that the system kills when memory runs out. Linux only."""
     with suppress(OSError):
         Path("/proc/self/oom_score_adj").write_text("1000")
 
 
 def _end_with_parent() -> None:
-    """A prober that is killed must not leave a step behind that fills the machine."""
+    """Exit when the parent ends, so that a prober that is killed leaves no step behind that fills the memory."""
     parent = multiprocessing.parent_process()
     if parent is None:
         return

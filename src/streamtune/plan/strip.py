@@ -1,16 +1,17 @@
-"""A rank's strip of a step whose sequences several ranks share, as a step the engine can walk on one.
+"""A rank's part of a step whose sequences several ranks share, as a step that the engine can run on one rank.
 
 The schedule cuts a rank's own T / SP tokens into chunks; those of all ranks together are a chunk of the sequence, of
-which each rank has a strip. A token then has its own rank for everything that looks at one token at a time; for
-attention a rank has all tokens on heads / SP (ulysses), or meets the keys of all of them as they come by (ring). In
-bytes and operations that is the step of a sequence SP times shorter, by windows SP times narrower, but for this:
+which the part of each rank is called its strip. Everything but attention is computed by the rank that has the token;
+for attention a rank has all tokens on heads / SP (ulysses), or receives the keys of all of them one part after another
+(ring). In bytes and operations that is the step of a sequence SP times shorter, with windows SP times narrower, except
+for this:
 
-- Attention does SP times the work: a strip's H heads of T / SP queries over T / SP keys stand for H / SP heads of T
-  queries over T keys (ulysses), or for H heads of T / SP queries over T keys (ring). What a kernel is given has the
-  same bytes, element by element.
+- Attention does SP times the work: a strip's H heads of T / SP queries over T / SP keys replace H / SP heads of T
+  queries over T keys (ulysses), or H heads of T / SP queries over T keys (ring). The inputs of a kernel have the
+  same number of bytes.
 - Where ranks do not divide the key/value heads, several hold the same: keys and values are held lcm(G, SP) / G times.
-- What is exchanged has to be laid out to be sent, and received: a chunk's queries, keys, values or outputs, twice; in
-  a ring all keys and values of a rank, and their gradients in fp32, twice.
+- An exchange needs buffers to send and to receive: a chunk's queries, keys, values or outputs, twice; in a ring all
+  keys and values of a rank, and their gradients in fp32, twice.
 - Token ids, labels, positions and the starts of packed rows are whole on every rank.
 """
 
@@ -37,12 +38,12 @@ ID_BYTES, FP32 = 8, 4
 
 @dataclass(frozen=True)
 class Strip:
-    """How a strip differs from a row of as many tokens.
+    """The differences between a strip and a row of as many tokens.
 
     Attributes:
         size: Ranks that share the sequence; 1 is no strip.
-        form: How they share it.
-        copies: How many times keys and values are held by all of them.
+        form: The way they share it.
+        copies: Number of times that keys and values are held, by all of them together.
     """
 
     size: int = 1
@@ -50,19 +51,19 @@ class Strip:
     copies: float = 1.0
 
     def tokens(self, length: int) -> int:
-        """Of a row of ``length``, those of the rank that has most."""
+        """Return the tokens of the rank that has most of a row of ``length``."""
         return max(2, -(-length // self.size)) if self.size > 1 else length
 
     def exchange_bytes(self, q: Tensor, k: Tensor) -> int:
-        """What is laid out and received beside the inputs of an attention of ``q`` [B, H, T, D] with keys ``k``."""
+        """Return the bytes to send and receive for an attention of ``q`` [B, H, T, D] with keys ``k``."""
         if self.size == 1 or self.form == "ring":
             return 0
         own = q.nbytes * k.shape[1] // q.shape[1]  # the chunk's keys, or its values
         return int(2 * q.nbytes + 2 * 2 * own * self.copies)
 
     def passing_bytes(self, model: Any, length: int, rows: int, *, backward: bool) -> int:
-        """In a ring, the keys and values of all of a rank's tokens that come and go with the last chunk; on the way
-        back their gradients too."""
+        """Return the bytes of all of a rank's keys and values, which a ring sends and receives with the last chunk; in
+        the backward also of their gradients."""
         if self.size == 1 or self.form == "ulysses":
             return 0
         heads, element = heads_of(model), model.get_input_embeddings().weight.element_size()
@@ -70,7 +71,7 @@ class Strip:
         return int(2 * each * (element + (FP32 if backward else 0)))
 
     def keys_on_host(self, model: Any, schedule: Schedule, length: int, rows: int) -> int:
-        """Bytes of the copies of keys and values that wait on the host beside those of the strip."""
+        """Return the bytes of the copies of keys and values on the host in addition to those of the strip."""
         if schedule.keep_kv != "host" or self.copies == 1:
             return 0
         heads, layers = heads_of(model), len(decoder_layers(model)) - schedule.keep_layers
@@ -79,7 +80,7 @@ class Strip:
         return int((self.copies - 1) * each * max(0, layers))
 
     def row_bytes(self, length: int, rows: int) -> int:
-        """What is whole on every rank, of the other ranks' strips."""
+        """Return the bytes of ids, labels, positions and row starts that every rank holds for other ranks' strips."""
         return 4 * ID_BYTES * rows * (length - self.tokens(length)) if self.size > 1 else 0
 
 
@@ -88,14 +89,14 @@ WHOLE = Strip()
 
 
 def strip_of(model: nn.Module, cluster: Cluster) -> Strip:
-    """The strip of a rank of ``cluster``."""
+    """Return the strip of a rank of ``cluster``."""
     if cluster.sequence_size == 1:
         return Strip()
     return Strip(cluster.sequence_size, cluster.form, heads_of(model).copies(cluster))
 
 
 def heads_of(model: Any) -> Heads:
-    """The heads of a model, by its configuration: the most query heads and the fewest keys that any part names."""
+    """Return the heads of a model, by the first of its configurations that has a number of attention heads."""
     configs = [m.config for m in model.modules() if hasattr(m, "config")]
     config = next((c for c in configs if getattr(c, "num_attention_heads", None)), configs[0])
     config = config.get_text_config() if hasattr(config, "get_text_config") else config
@@ -112,7 +113,7 @@ def heads_of(model: Any) -> Heads:
 
 @contextmanager
 def narrower(model: nn.Module, size: int) -> Iterator[None]:
-    """Windows and spans of attention ``size`` times narrower, while inside."""
+    """Make windows and spans of attention ``size`` times narrower, while inside."""
     before: list[tuple[dict[str, Any], str, int]] = []
     if size > 1:
         for config in {id(m.config): m.config for m in model.modules() if hasattr(m, "config")}.values():

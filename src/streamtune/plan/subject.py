@@ -1,4 +1,4 @@
-"""What a process of the benchmark measures: a model, and the cases it is asked for one at a time."""
+"""The measurements of a process of the benchmark: a model, and the cases that are measured one at a time."""
 
 from __future__ import annotations
 
@@ -36,14 +36,14 @@ PLURALS = {
     "gradient": "gradients",
     "attention output": "attention outputs",
 }
-"""What kinds of live bytes are called among the terms of a peak."""
+"""The names of kinds of live bytes among the terms of a peak."""
 
 
 @dataclass(frozen=True)
 class Job:
-    """What all that a process measures has in common: the model, the rows of a batch, the precision.
+    """The common part of all that a process measures: the model, the rows of a batch, the precision.
 
-    With ``completions`` a batch scores what that says instead of rows, and must be picklable too.
+    With ``completions``, which must be picklable too, a batch scores those that it returns instead of rows.
     """
 
     make_model: MakeModel
@@ -52,7 +52,7 @@ class Job:
     completions: Completions | None = None
 
     def tokens(self, length: int) -> int:
-        """Tokens of a batch, each completion with a prompt of its own."""
+        """Return the number of tokens of a batch, each completion with a prompt of its own."""
         if self.completions is None:
             return self.batch_size * length
         apart = self.completions(length, self.batch_size).apart()
@@ -83,11 +83,11 @@ class Subject:
         self._exit = ExitStack()
 
     def env(self) -> dict[str, Any]:
-        """The machine, the versions and the model."""
+        """Return a description of the machine, the versions and the model."""
         return env_of(self.model, self.job, self.device)
 
     def memory(self, case: Case) -> dict[str, Any]:
-        """Peaks of one step with the head and of one without it, in bytes; what is there at the first of them."""
+        """Return the peaks of one step with the head and of one without it, in bytes, and the terms of the first."""
         batches = self._prepared(case)
         weights = held_bytes(self.model)
         layers = decoder_layers(self.model)
@@ -116,7 +116,7 @@ class Subject:
         }
 
     def time(self, case: Case) -> dict[str, Any]:
-        """Seconds of a step, its forwards and its backwards; the loss and the norm of the gradient it found."""
+        """Return the seconds of a step's forwards and of its backwards, its loss and the norm of its gradient."""
         forward = backward = loss_sum = 0.0
         entered = self._entered
         batches = self._prepared(case)
@@ -146,7 +146,7 @@ class Subject:
         self.model.zero_grad(set_to_none=True)
 
     def _prepared(self, case: Case) -> list[Batch]:
-        """The batches of a case, with the model in its mode and without gradients."""
+        """Put the model in the mode of a case, without gradients, and return the batches of the case."""
         wanted = (case.mode, case.schedule)
         if self._entered != wanted:
             self.leave()
@@ -177,7 +177,7 @@ class Subject:
             return self._ready.loss(batch)
 
     def _autocast(self) -> torch.autocast:
-        """As a run does: without a cache, which would hold all weights cast at once."""
+        """Return autocast as a run has it: without a cache, which would hold all weights cast at once."""
         enabled = self.job.autocast
         return torch.autocast(self.device.type, dtype=torch.bfloat16, enabled=enabled, cache_enabled=False)
 
@@ -194,7 +194,7 @@ class Subject:
 
 
 def env_of(model: Any, job: Job, device: torch.device) -> dict[str, Any]:
-    """The machine, the versions and the model; of a model on ``meta`` the machine is a simulated accelerator."""
+    """Return the machine, the versions and the model; for a model on ``meta`` a simulated accelerator."""
     names = {"cpu": platform.processor() or platform.machine(), "meta": "simulated"}
     return {
         "device": names[device.type] if device.type in names else torch.cuda.get_device_name(device),
@@ -212,7 +212,7 @@ def env_of(model: Any, job: Job, device: torch.device) -> dict[str, Any]:
 
 
 def _laid_out(ids: Tensor, layout: Layout, rows: int) -> list[Batch]:
-    """The batches of a step: one, or one for each row where they come one after another."""
+    """Return the batches of a step: one, or one for each row where rows run one after another."""
     if layout == "row":
         return [{"input_ids": ids}]
     parts = torch.tensor_split(ids, rows, dim=1)
@@ -223,7 +223,7 @@ def _laid_out(ids: Tensor, layout: Layout, rows: int) -> list[Batch]:
 
 
 def _logical_size(parameter: Tensor) -> int:
-    """Weights a parameter stands for: bitsandbytes packs two in a byte and reports the bytes."""
+    """Return the number of weights of a parameter: bitsandbytes packs two in a byte and reports the bytes."""
     state = getattr(parameter, "quant_state", None)
     return parameter.numel() if state is None else state.shape.numel()
 

@@ -1,4 +1,4 @@
-"""The tables of a benchmark as data: what is asked for, what is known of it, and the file that remembers it."""
+"""The tables of a benchmark as data: the rows to measure, their figures, and the file that they are saved in."""
 
 from __future__ import annotations
 
@@ -29,12 +29,12 @@ DEFAULT = "the recipe's schedule"
 
 @dataclass(frozen=True)
 class Entry:
-    """A row that is asked for: what to measure, and what to call it.
+    """A row to measure: its case and its name.
 
     Attributes:
-        label: What is special about it.
-        section: The heading it stands under; empty where the table has none.
-        to_checkpoint, to_default: Whether others of its group are compared with it.
+        label: Its name, by what is special about it.
+        section: The heading above it; empty where the table has none.
+        to_checkpoint, to_default: True if others of its group are compared with it.
     """
 
     case: Case
@@ -46,22 +46,22 @@ class Entry:
 
 @dataclass(frozen=True)
 class TableRow:
-    """What is known of an entry; None where it was not measured or could not be.
+    """The figures of an entry; None where it was not measured or could not be.
 
     Attributes:
-        label, section: As asked for.
-        schedule: What streaming was told; None of a mode without one.
-        error: Why there are no figures.
+        label, section: Those of the entry.
+        schedule: The schedule of a streamed step; None for a mode without one.
+        error: The reason why there are no figures.
         peak_bytes: Peak on the device, weights and gradients included.
         terms: Bytes of that peak by what they are.
         activation_bytes: Peak beyond weights, gradients and stored layer inputs, head included.
         layer_activation_bytes: The same without the head.
-        host_bytes, disk_bytes: Peaks of what is kept there.
+        host_bytes, disk_bytes: Peaks of the bytes kept there.
         forward_s, backward_s: Seconds, medians.
         to_checkpoint, to_default: Time over that of gradient checkpointing and of the default schedule, medians of
             paired steps.
-        loss, grad_norm: Of the first step.
-        max_length: The longest sequence that fits, where that was looked for.
+        loss, grad_norm: Those of the first step.
+        max_length: The longest sequence that fits, where that was searched for.
     """
 
     mode: Mode
@@ -92,11 +92,11 @@ class TableRow:
 
 @dataclass
 class TableReport:
-    """A table with where its figures come from.
+    """A table with the origin of its figures.
 
     Attributes:
-        command: What measures it again.
-        asked: What the figures hang on: a finished row is used again only where all of it is the same.
+        command: The command line that measures it again.
+        asked: The settings that the figures depend on: a finished row is used again only where all are the same.
         env: The machine and the versions.
         absent: Modes that could not run here, with the reason.
     """
@@ -110,24 +110,24 @@ class TableReport:
 
     @property
     def stem(self) -> str:
-        """Name of its files, without what follows the dot: the table, the budget if it has one, the device."""
+        """Name of its files, without the extension: the table, the budget if it has one, the device."""
         device = "cpu" if self.env["device_type"] == "cpu" else self.env["device"]
         name = f"{self.table} {self.asked.get('budget', '')} {device}"
         return re.sub(r"[^a-z0-9]+", "-", name.lower()).strip("-")
 
     @property
     def unit(self) -> tuple[str, int]:
-        """The unit its bytes are shown in, and what it is in bytes: GiB where a model fills an accelerator."""
+        """The unit its bytes are shown in, and the bytes of that unit: GiB if a peak is 16 GiB or more, else MiB."""
         largest = max((row.peak_bytes or 0 for row in self.rows), default=0)
         return ("GiB", 1 << 30) if largest >= 16 << 30 else ("MiB", 1 << 20)
 
     def row(self, entry: Entry) -> TableRow | None:
-        """The row of an entry, if it is known."""
+        """Return the row of an entry; None if there is none yet."""
         asked = (entry.case.mode, entry.case.length, entry.label)
         return next((row for row in self.rows if (row.mode, row.length, row.label) == asked), None)
 
     def errors_of(self, row: TableRow) -> dict[str, float]:
-        """How far loss and gradient norm are from plain autograd's (or, without that, checkpointing's), relative."""
+        """Return the relative errors of loss and gradient norm to plain autograd's (if missing, checkpointing's)."""
         for mode in ("plain", "checkpoint"):
             truth = next(
                 (r for r in self.rows if (r.mode, r.length) == (mode, row.length) and r.loss is not None), None
@@ -138,11 +138,11 @@ class TableReport:
         return {}
 
     def to_json(self) -> dict[str, Any]:
-        """The document of ``streamtune bench --table NAME --json``."""
+        """Return the document of ``streamtune bench --table NAME --json``."""
         return {**vars(self), "rows": [{**asdict(row), "errors": self.errors_of(row)} for row in self.rows]}
 
     def save(self, folder: Path) -> Path:
-        """Write the document, so that there is never half of one."""
+        """Write the document, so that there is never half of one, and return its path."""
         path = folder / f"{self.stem}.json"
         part = path.with_suffix(".json.part")
         part.write_text(json.dumps(self.to_json(), indent=1) + "\n", encoding="utf-8")
@@ -150,7 +150,7 @@ class TableReport:
         return path
 
     def resume(self, folder: Path) -> None:
-        """Take over the rows of an earlier run that was asked for the same on the same machine."""
+        """Take over the rows of an earlier run with the same settings on the same machine."""
         path = folder / f"{self.stem}.json"
         try:
             before = json.loads(path.read_text(encoding="utf-8"))

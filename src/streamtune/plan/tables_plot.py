@@ -1,4 +1,4 @@
-"""The pictures of the tables."""
+"""The plots of the tables."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def draw_table(report: TableReport, path: Path) -> None:
     """Draw a table.
 
     Args:
-        report: What is known of it.
+        report: The table.
         path: The PNG; its folder exists.
     """
     from matplotlib.figure import Figure  # slow to import, and only needed here
@@ -103,7 +103,7 @@ def _ablation(report: TableReport, figure: Any) -> None:
 
 
 def _ratio(axes: Any, place: float, row: TableRow) -> None:
-    """A row's time as its distance from gradient checkpointing's, or why it has none."""
+    """Draw a row's time as its distance from gradient checkpointing's, or the reason why it has none."""
     ratio, colour = row.to_checkpoint, COLOURS[row.mode]
     style = {"textcoords": "offset points", "va": "center", "fontsize": 8, "color": INK}
     if ratio is None:
@@ -129,7 +129,7 @@ def _longest(report: TableReport, figure: Any) -> None:
 
 
 def _sharing(report: TableReport, figure: Any) -> None:
-    """Time to that of the rows in a batch, and memory by what it is, for each layout and length of a prompt."""
+    """Draw time relative to the rows in a batch, and memory by what it is, for each layout and length of a prompt."""
     rows = [
         replace(
             row,
@@ -164,7 +164,7 @@ def _sharing(report: TableReport, figure: Any) -> None:
 
 
 def _lines(report: TableReport) -> list[tuple[list[TableRow], dict[str, Any]]]:
-    """The rows of each mode and how its line looks."""
+    """Return the rows of each mode and the style of its line."""
     found = []
     for mode, label in dict.fromkeys((row.mode, row.label) for row in report.rows):
         style = {"color": COLOURS[mode], "marker": "o", "linewidth": 2.2, "label": label}
@@ -173,9 +173,9 @@ def _lines(report: TableReport) -> list[tuple[list[TableRow], dict[str, Any]]]:
 
 
 def _stack(axes: Any, rows: Sequence[TableRow], unit: int, labelled: Any = None) -> list[float]:
-    """Bars of bytes, in ``unit``, by what they are, under a heading for each section; where each row is.
+    """Draw bars of bytes, in ``unit``, by what they are, with a heading for each section; return the place of each row.
 
-    ``labelled`` are the axes that have the names of the rows, where those are others.
+    ``labelled`` are the axes that have the names of the rows, if they are not ``axes``.
     """
     places: list[float] = []
     labels: dict[float, str] = {}

@@ -1,4 +1,4 @@
-"""Tables for people: the columns of each, as cells for a screen, and the page that is written beside the figures."""
+"""Readable tables: the columns of each, as cells for a screen, and the page that is written next to the figures."""
 
 from __future__ import annotations
 
@@ -27,10 +27,10 @@ class Column:
     """A column of a table.
 
     Attributes:
-        name: Its head.
-        cell: What stands in it for a row.
-        right: Whether it is aligned to the right, as figures are.
-        page: Whether there is room for it on a page only, and not on a screen.
+        name: Its heading.
+        cell: Returns its text for a row.
+        right: True if it is aligned to the right, as figures are.
+        page: True if there is room for it on a page only, and not on a screen.
     """
 
     name: str
@@ -40,7 +40,7 @@ class Column:
 
 
 def columns(report: TableReport) -> list[Column]:
-    """The columns of a table, those that would be empty left out."""
+    """Return the columns of a table, those that would be empty left out."""
     lengths = {row.length for row in report.rows}
     found = [Column("mode", lambda row: row.mode, right=False)]
     if report.table in ("ablation", "max-length", "prefix-sharing"):
@@ -136,7 +136,7 @@ _COLUMNS: dict[TableName, Callable[[TableReport], list[Column]]] = {
 
 
 def _times(report: TableReport, row: TableRow) -> str:
-    """How many times as long a sequence fits as with gradient checkpointing."""
+    """Return how many times as long a sequence fits as with gradient checkpointing."""
     base = next((r.max_length for r in report.rows if r.mode == "checkpoint"), None)
     return f"{row.max_length / base:.1f}x" if base and row.max_length else ""
 
@@ -150,7 +150,7 @@ def _elsewhere(report: TableReport) -> list[Column]:
 
 
 def describe(report: TableReport) -> str:
-    """One line: the model and the machine."""
+    """Return one line on the model and the machine."""
     env = report.env
     million = env["parameters"] / 1e6
     size = f"{million / 1000:.1f}B" if million >= 1000 else f"{million:.1f}M"
@@ -164,7 +164,7 @@ def describe(report: TableReport) -> str:
 
 
 def notes(report: TableReport) -> list[str]:
-    """What the columns mean, which peers they are compared with, and which are not in the table."""
+    """Return the meaning of the columns, the peers that are compared with, and those that are not in the table."""
     unit, _ = report.unit
     said = {
         "bp-time": "Seconds are medians; time is to gradient checkpointing, the median over steps that took turns.",
@@ -188,7 +188,7 @@ def notes(report: TableReport) -> list[str]:
 
 
 def markdown(report: TableReport) -> str:
-    """The page of a table: command, model and machine, the table, what it means, the picture."""
+    """Return the page of a table: command, model and machine, the table, its meaning, the plot."""
     env, shown = report.env, columns(report)
     lines = [f"# {TABLES[report.table]}", "", "```", report.command, "```", "", f"{describe(report)}."]
     lines += [f"transformers {env['transformers']}, Python {env['python']}."]
@@ -213,7 +213,7 @@ def markdown(report: TableReport) -> str:
 
 
 def cells(shown: list[Column], row: TableRow) -> list[str]:
-    """The cells of a row; its error stands in the first one that holds figures."""
+    """Return the cells of a row; its error is in the column after that of its name."""
     found = [column.cell(row) for column in shown]
     if row.error:
         found[next(i for i, column in enumerate(shown) if not column.right) + 1] = row.error
@@ -234,7 +234,7 @@ def _ratio(value: float | None) -> str:
 
 
 def _shown(report: TableReport) -> Callable[[int | None], str]:
-    """How bytes are written in a table."""
+    """Return a function that writes bytes in the unit of a table."""
     _, unit = report.unit
 
     def show(value: int | None) -> str:
