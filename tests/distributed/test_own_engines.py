@@ -1,4 +1,4 @@
-"""Hooks on a model whose weights ranks share run as often streamed as plain, and with the same values."""
+"""Engines of a user's own: hooks run as often streamed as plain, with the same values; trainers give equal losses."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ import pytest
 
 from .hook_cases import KINDS, OF_PARAMETERS
 from .rank_group import run_ranks
+from .trainer_cases import STEPS
 
 PLACES = {
     "parameters": ["model.embed_tokens", "model.layers.1.mlp.up_proj", "model.norm"],
@@ -35,11 +36,19 @@ def test_hooks(engine: str) -> None:
     compare(cases(engine), 400)
 
 
-def test_a_few_under_zero3() -> None:
-    """And a model that DeepSpeed has taken apart by modules already is refused."""
-    few = [case for case in cases("zero3") if case["hook"] in ("tensor_hook", "forward_hook")][1:5:3]
+def few(engine: str) -> list[dict[str, Any]]:
+    """One hook of a parameter and one of a layer."""
+    return [case for case in cases(engine) if case["hook"] in ("tensor_hook", "forward_hook")][1:5:3]
+
+
+def test_a_few() -> None:
+    compare(few("fsdp"), 200)
+
+
+@pytest.mark.full
+def test_a_model_that_deepspeed_has_taken_apart_is_refused() -> None:
     late = {"engine": "zero3", "late": True}
-    refused = compare(few, 200, late)[json.dumps(late)]["refused"]
+    refused = compare(few("zero3"), 200, late)[json.dumps(late)]["refused"]
     assert "gathers the modules inside of each layer one by one" in refused
     assert "before deepspeed.initialize()" in refused
 
@@ -57,3 +66,14 @@ def compare(asked: list[dict[str, Any]], patience: float, *others: dict[str, Any
     called = [any("model" not in name for name in result["ranks"][0]["plain"]) for result in found.values()]
     assert sum(called) >= len(called) // 2, "of the plain model too"
     return apart
+
+
+@pytest.mark.full
+@pytest.mark.parametrize(("stage", "adapters"), [(3, True), (2, False), (3, False)])
+def test_transformers_trainer(stage: int, adapters: bool) -> None:
+    """The model is streamed before the Trainer hands it to DeepSpeed, which then gathers layers whole."""
+    case = {"stage": stage, "adapters": adapters}
+    (found,) = run_ranks(2, "tests.distributed.trainer_cases", [case], 200).values()
+    assert len(found["plain"]) == STEPS
+    assert found["plain"][-1] != pytest.approx(found["plain"][0], rel=1e-3), "it learns"
+    assert found["streamed"] == pytest.approx(found["plain"], rel=1e-5)
