@@ -19,11 +19,11 @@ from streamtune.engine import Branches
 from streamtune.plan.simulate import simulate
 from streamtune.plan.steps import Shape, StepBudget, _step_on_cpu
 from streamtune.recipe import load_recipe
-from streamtune.recipe.build import make_schedule
 from streamtune.recipe.build_model import make_blueprint
 from streamtune.recipe.build_plan import make_workload, reference_bytes
 from streamtune.recipe.build_shapes import completions_of
 from streamtune.recipe.build_steps import prepare_step
+from streamtune.recipe.build_streaming import make_schedule
 from streamtune.recipe.build_verify_trees import choose_trees
 
 COMMON: dict[str, Any] = {

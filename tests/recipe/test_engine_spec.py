@@ -9,7 +9,7 @@ from pydantic import ValidationError
 
 from streamtune.engine import Schedule
 from streamtune.recipe import EngineSpec, dump_recipe, load_recipe
-from streamtune.recipe.build import make_schedule
+from streamtune.recipe.build_streaming import make_schedule
 from streamtune.recipe.engine import SCHEDULE_KEYS
 
 

@@ -8,9 +8,9 @@ from typing import Any
 
 from streamtune.engine import Schedule
 from streamtune.engine.placement import best_segment_size
-from streamtune.plan.modes import WAYS
 from streamtune.plan.subject import Case
 from streamtune.plan.tables import DEFAULT, Entry
+from streamtune.plan.workload import LABELS
 
 __all__ = ["ablation_entries"]
 
@@ -25,8 +25,8 @@ def ablation_entries(schedule: Schedule, length: int, layers: int, folder: str) 
         folder: Directory for the file of a schedule that offloads to disk.
     """
     entries = [
-        Entry(Case("plain", length), WAYS["plain"].label, "compared with"),
-        Entry(Case("checkpoint", length), WAYS["checkpoint"].label, "compared with", to_checkpoint=True),
+        Entry(Case("plain", length), LABELS["plain"], "compared with"),
+        Entry(Case("checkpoint", length), LABELS["checkpoint"], "compared with", to_checkpoint=True),
         Entry(Case("stream", length, schedule), DEFAULT, "compared with", to_default=True),
     ]
     seen = {schedule}

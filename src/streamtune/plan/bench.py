@@ -12,10 +12,10 @@ from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 from streamtune.engine import Schedule
-from streamtune.plan.modes import MODES, Mode
 from streamtune.plan.scored import Completions
 from streamtune.plan.subject import Case, Job, Layout, MakeModel
 from streamtune.plan.worker import Worker
+from streamtune.plan.workload import MODES, Mode
 
 __all__ = ["BASELINE", "BenchReport", "BenchRow", "Layout", "paired", "run_bench"]
 

@@ -19,7 +19,8 @@ from torch import Tensor
 
 from streamtune.engine import Schedule
 from streamtune.engine.placement import place_layers
-from streamtune.plan.simulate import Simulation, Work, Workload
+from streamtune.plan.simulate import Simulation, Work
+from streamtune.plan.workload import Workload
 
 __all__ = ["Estimator", "Figures", "Simulate"]
 

@@ -19,7 +19,7 @@ from streamtune.plan.devices import nearest_device
 from streamtune.plan.memory import held_bytes
 from streamtune.plan.planner import choose
 from streamtune.plan.shape import meta_copy
-from streamtune.plan.simulate import Workload
+from streamtune.plan.workload import Workload
 from streamtune.sizes import parse_size
 
 __all__ = ["plan_schedule"]

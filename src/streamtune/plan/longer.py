@@ -9,8 +9,9 @@ from typing import Any
 from streamtune.engine import Schedule
 from streamtune.plan.choices import Limits
 from streamtune.plan.search import Attempt, Range, search_largest
-from streamtune.plan.simulate import Simulation, Workload, simulate
+from streamtune.plan.simulate import Simulation, simulate
 from streamtune.plan.thrifty import excess_of, furthest
+from streamtune.plan.workload import Workload
 
 __all__ = ["longest_below", "longest_of"]
 

@@ -7,12 +7,12 @@ from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from streamtune.engine import Schedule
-from streamtune.plan.modes import WAYS
 from streamtune.plan.search import Attempt, Range, search_largest
 from streamtune.plan.subject import Case
 from streamtune.plan.tables import DEFAULT, Entry, TableRow
 from streamtune.plan.tabulate import MeasureGroup
 from streamtune.plan.trial import Outcome
+from streamtune.plan.workload import LABELS
 
 __all__ = ["Budget", "TryLength", "length_entries", "longest_by"]
 
@@ -73,7 +73,7 @@ def length_entries(schedule: Schedule, folder: str) -> list[Entry]:
         "layer inputs and gradients on disk": {**disk, "stream_grads": True},
         "two levels, on disk": {**disk, **least},
     }
-    entries = [Entry(Case(mode, 0, schedule), WAYS[mode].label) for mode in ("plain", "checkpoint")]
+    entries = [Entry(Case(mode, 0, schedule), LABELS[mode]) for mode in ("plain", "checkpoint")]
     for label, changed in changes.items():
         entries.append(Entry(Case("stream", 0, replace(schedule, **changed)), label))
     return entries

@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, replace
 from importlib.util import find_spec
-from typing import Any, Literal, get_args
+from typing import Any
 
 from torch import Tensor, nn
 from torch.autograd.graph import save_on_cpu, saved_tensors_hooks
@@ -20,16 +20,10 @@ from streamtune.engine import Schedule, StreamHandle, decoder_layers, stream
 from streamtune.engine.placement import Tiers
 from streamtune.errors import UnsupportedModelError
 from streamtune.plan.checkpointing import checkpointing, recompute
+from streamtune.plan.workload import Mode
 
-__all__ = ["ALL_MODES", "MODES", "WAYS", "Batch", "Mode", "Ready", "Way", "last_hidden_state"]
+__all__ = ["WAYS", "Batch", "Ready", "Way", "last_hidden_state"]
 
-Mode = Literal[
-    "plain", "checkpoint", "checkpoint-offload", "deepspeed-tiled", "liger-loss", "stream", "stream-keep-attention"
-]
-
-ALL_MODES: tuple[Mode, ...] = get_args(Mode)
-MODES: tuple[Mode, ...] = ("plain", "checkpoint", "stream")
-"""The modes that are compared by default."""
 
 Batch = dict[str, Any]
 """Arguments of the model: ``input_ids`` and, for packed rows, ``position_ids``; both [batch, length].
@@ -61,13 +55,11 @@ class Way:
     """A way to compute the gradient.
 
     Attributes:
-        label: Its readable name.
         entered: Prepares a model (in place) and restores it on leaving; yields what is measured.
         package: The package that must be installed; empty if none.
         accelerator: The reason why it needs an accelerator; empty if it needs none.
     """
 
-    label: str
     entered: Callable[[Any, Schedule], AbstractContextManager[Ready]]
     package: str = ""
     accelerator: str = ""
@@ -143,15 +135,13 @@ def _keeping_attention(model: Any, schedule: Schedule) -> AbstractContextManager
 
 
 WAYS: dict[Mode, Way] = {
-    "plain": Way("plain autograd", _plain),
-    "checkpoint": Way("gradient checkpointing", _checkpointed),
-    "checkpoint-offload": Way("checkpointing, inputs on host (save_on_cpu)", _offloaded),
-    "deepspeed-tiled": Way("checkpointing, tiled MLP and loss (ALST)", _tiled, package="deepspeed"),
-    "liger-loss": Way(
-        "checkpointing, fused loss (Liger)", _liger, "liger_kernel", "Liger's kernels need an accelerator"
-    ),
-    "stream": Way("StreamTune", _streamed),
-    "stream-keep-attention": Way("StreamTune, attention kept", _keeping_attention),
+    "plain": Way(_plain),
+    "checkpoint": Way(_checkpointed),
+    "checkpoint-offload": Way(_offloaded),
+    "deepspeed-tiled": Way(_tiled, package="deepspeed"),
+    "liger-loss": Way(_liger, "liger_kernel", "Liger's kernels need an accelerator"),
+    "stream": Way(_streamed),
+    "stream-keep-attention": Way(_keeping_attention),
 }
 
 

@@ -29,7 +29,7 @@ from streamtune.plan.shape import meta_copy
 from streamtune.plan.tape import WORK, Place, Tape
 
 if TYPE_CHECKING:
-    from streamtune.plan.simulate import Workload
+    from streamtune.plan.workload import Workload
 
 __all__ = ["Holdings", "outside_bytes", "trained_bytes"]
 

@@ -22,9 +22,10 @@ from streamtune.plan.choices import Candidate, Limits, Space, candidates
 from streamtune.plan.cost import Rates
 from streamtune.plan.estimate import Estimator, Figures, Simulate
 from streamtune.plan.refusal import nothing_fits
-from streamtune.plan.simulate import Simulation, Workload, simulate
+from streamtune.plan.simulate import Simulation, simulate
 from streamtune.plan.thrifty import excess_of, furthest
 from streamtune.plan.traffic import Pace, Traffic
+from streamtune.plan.workload import Workload
 from streamtune.sizes import show_size
 
 __all__ = ["Alternative", "Limits", "Plan", "as_fixed", "choose", "judge"]

@@ -5,8 +5,9 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from streamtune.plan.plot import COLOURS, INK, NAMES
+from streamtune.palette import COLOURS, INK
 from streamtune.plan.probe import ProbeReport, Trial
+from streamtune.plan.workload import LABELS
 
 __all__ = ["draw_probe"]
 
@@ -36,7 +37,7 @@ def draw_probe(report: ProbeReport, path: Path, *, title: str) -> None:
 def _draw_bars(axes: Any, report: ProbeReport) -> None:
     """Draw the largest that fits in each mode, the shortest bar on top."""
     limits = sorted(report.limits.values(), key=lambda limit: limit.fits, reverse=True)
-    names = [NAMES[limit.mode] for limit in limits]
+    names = [LABELS[limit.mode] for limit in limits]
     axes.barh(names, [limit.fits for limit in limits], color=[COLOURS[limit.mode] for limit in limits], height=0.55)
     for row, limit in enumerate(limits):
         text = f"{limit.fits:,}" if limit.complete else f"{limit.fits:,} so far"
@@ -59,7 +60,7 @@ def _draw_trials(axes: Any, report: ProbeReport) -> None:
             (_number(report, t), t.outcome.peak_bytes / unit) for t in trials if t.outcome.fits and t.outcome.peak_bytes
         )
         if fitted:
-            axes.plot(*zip(*fitted, strict=True), color=COLOURS[mode], marker="o", linewidth=2.2, label=NAMES[mode])
+            axes.plot(*zip(*fitted, strict=True), color=COLOURS[mode], marker="o", linewidth=2.2, label=LABELS[mode])
         # One that was broken off had come to the budget and would have gone on: it is drawn there.
         failed = [
             (_number(report, t), min(t.outcome.peak_bytes or largest, budget or largest) / unit)

@@ -7,8 +7,9 @@ from streamtune.errors import ArgumentError
 from streamtune.plan.choices import Limits, Space
 from streamtune.plan.estimate import Simulate
 from streamtune.plan.longer import longest_below
-from streamtune.plan.simulate import Simulation, Workload
+from streamtune.plan.simulate import Simulation
 from streamtune.plan.thrifty import excess_of
+from streamtune.plan.workload import Workload
 from streamtune.sizes import show_size
 
 __all__ = ["nothing_fits"]

@@ -17,9 +17,10 @@ from torch import Tensor, nn
 from streamtune.engine import Schedule, decoder_layers
 from streamtune.errors import UnsupportedModelError
 from streamtune.plan.memory import LiveBytes, held_bytes
-from streamtune.plan.modes import WAYS, Batch, Mode, Ready, last_hidden_state
+from streamtune.plan.modes import WAYS, Batch, Ready, last_hidden_state
 from streamtune.plan.scored import Completions
 from streamtune.plan.sharing import SHARING, sharing_batches, sharing_tokens
+from streamtune.plan.workload import Mode
 
 __all__ = ["Case", "Job", "Layout", "MakeModel", "Mode", "Subject", "env_of"]
 

@@ -8,8 +8,8 @@ from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from typing import Any, Literal
 
-from streamtune.plan.modes import Mode
 from streamtune.plan.subject import Case
+from streamtune.plan.workload import Mode
 
 __all__ = ["DEFAULT", "TABLES", "Entry", "TableName", "TableReport", "TableRow"]
 

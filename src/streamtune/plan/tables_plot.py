@@ -8,7 +8,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from streamtune.plan.plot import COLOURS, INK, dress, line, save
+from streamtune.palette import COLOURS, INK, dress, line, save
 from streamtune.plan.tables import TABLES, TableReport, TableRow
 from streamtune.plan.tables_report import describe
 

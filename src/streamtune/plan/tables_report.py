@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from streamtune.plan.modes import MODES, WAYS
 from streamtune.plan.sharing import COMPLETIONS, SHARING
 from streamtune.plan.tables import TABLES, TableName, TableReport, TableRow
+from streamtune.plan.workload import LABELS, MODES
 
 __all__ = ["Column", "cells", "columns", "describe", "markdown", "notes"]
 
@@ -183,7 +183,7 @@ def notes(report: TableReport) -> list[str]:
     lines = [said, exact] if any(report.errors_of(row) for row in report.rows) else [said]
     if report.table in ("bp-time", "memory"):
         peers = dict.fromkeys(row.mode for row in report.rows if row.mode not in MODES)
-        lines += [f"{mode}: {WAYS[mode].label}." for mode in peers]
+        lines += [f"{mode}: {LABELS[mode]}." for mode in peers]
     return lines + [f"{mode}: {why}." for mode, why in report.absent.items()]
 
 

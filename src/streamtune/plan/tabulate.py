@@ -17,11 +17,12 @@ from streamtune.engine import Schedule
 from streamtune.errors import RunError
 from streamtune.plan.ablation import ablation_entries
 from streamtune.plan.bench import paired
-from streamtune.plan.modes import WAYS, Mode
+from streamtune.plan.modes import WAYS
 from streamtune.plan.sharing import SHARING
 from streamtune.plan.subject import Case, Job, Layout
 from streamtune.plan.tables import Entry, TableName, TableReport, TableRow
 from streamtune.plan.worker import Worker
+from streamtune.plan.workload import LABELS, Mode
 
 __all__ = ["MeasureGroup", "fill", "run_table"]
 
@@ -90,7 +91,7 @@ def _compared(modes: Sequence[Mode], length: int, schedule: Schedule) -> list[En
     return [
         Entry(
             Case(mode, length, schedule),
-            WAYS[mode].label,
+            LABELS[mode],
             to_checkpoint=mode == "checkpoint",
             to_default=mode == "stream",
         )
@@ -106,7 +107,7 @@ def _layouts(prompt: int, schedule: Schedule) -> list[Entry]:
         for layout in layouts
     ]
     last = Case("checkpoint", prompt, layout="turns")
-    return [*rows, Entry(last, SHARING["turns"], WAYS["checkpoint"].label, to_checkpoint=True)]
+    return [*rows, Entry(last, SHARING["turns"], LABELS["checkpoint"], to_checkpoint=True)]
 
 
 def fill(report: TableReport, groups: Sequence[Sequence[Entry]], measure: MeasureGroup, *, folder: Path) -> None:

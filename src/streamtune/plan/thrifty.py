@@ -13,7 +13,8 @@ from streamtune.engine import Schedule, decoder_layers
 from streamtune.errors import ArgumentError
 from streamtune.plan.choices import CHUNKS, HEAD_CHUNKS, Limits
 from streamtune.plan.cluster import Cluster
-from streamtune.plan.simulate import Simulation, Workload
+from streamtune.plan.simulate import Simulation
+from streamtune.plan.workload import Workload
 
 __all__ = ["excess_of", "furthest", "thriftiest"]
 

@@ -32,7 +32,8 @@ from streamtune.plan.partition import outside_bytes, trained_bytes
 from streamtune.plan.strip import heads_of, strip_of
 
 if TYPE_CHECKING:
-    from streamtune.plan.simulate import Work, Workload
+    from streamtune.plan.simulate import Work
+    from streamtune.plan.workload import Workload
 
 __all__ = ["Flow", "Pace", "Traffic"]
 

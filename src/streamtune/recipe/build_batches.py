@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -10,13 +11,13 @@ from itertools import islice
 from typing import TYPE_CHECKING, Any, Protocol
 
 from streamtune import data, train
-from streamtune.recipe.build_world import accumulation
+from streamtune.errors import ArgumentError
 from streamtune.recipe.schema import Recipe
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-__all__ = ["Batches", "Steps", "share_out"]
+__all__ = ["Batches", "StepPlan", "Steps", "accumulation", "plan_steps", "share_out"]
 
 
 @dataclass(frozen=True)
@@ -152,3 +153,43 @@ class Steps:
         self._coming.clear()
         self.sampler.load_state_dict(state)
         self._position = self.sampler.state_dict()
+
+
+@dataclass(frozen=True)
+class StepPlan:
+    """The number of optimizer steps, and of those over which the learning rate rises."""
+
+    total_steps: int
+    steps_per_epoch: int
+    warmup_steps: int
+
+
+def plan_steps(recipe: Recipe, num_sequences: int, world: train.World) -> StepPlan:
+    """Count the optimizer steps; the last of an epoch may have fewer micro-batches, none is left out."""
+    batches_per_epoch = -(-num_sequences // recipe.per_device_train_batch_size)
+    steps_per_epoch = -(-batches_per_epoch // (accumulation(recipe, world) * world.data_size))
+    total_steps = recipe.max_steps
+    if total_steps < 0:
+        total_steps = math.ceil(steps_per_epoch * recipe.num_train_epochs)
+    warmup_steps = recipe.warmup_steps or math.ceil(total_steps * recipe.warmup_ratio)
+    return StepPlan(total_steps, steps_per_epoch, warmup_steps)
+
+
+def accumulation(recipe: Recipe, world: train.World) -> int:
+    """Return the number of micro-batches of a rank in one optimizer step.
+
+    Raises:
+        ArgumentError: The rows of a step are no multiple of those of all ranks' micro-batches.
+    """
+    if recipe.train_batch_size is None:
+        return recipe.gradient_accumulation_steps
+    at_once = recipe.per_device_train_batch_size * world.data_size
+    if recipe.train_batch_size % at_once:
+        ranks = f"{world.data_size} ranks" if world.data_size > 1 else "one rank"
+        raise ArgumentError(
+            f"train_batch_size is {recipe.train_batch_size}, and {ranks} with per_device_train_batch_size "
+            f"{recipe.per_device_train_batch_size} compute {at_once} rows at a time, which does not divide it",
+            where="train_batch_size",
+            mend=f"write a multiple of {at_once}, a smaller per_device_train_batch_size, or start other ranks",
+        )
+    return recipe.train_batch_size // at_once

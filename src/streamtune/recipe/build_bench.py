@@ -13,11 +13,12 @@ import torch
 from streamtune import __version__, plan
 from streamtune.errors import ArgumentError
 from streamtune.plan.longest import Budget
-from streamtune.recipe.build import blame_recipe, choose_device, make_schedule, quiet_libraries
+from streamtune.recipe.build import blame_recipe, choose_device, quiet_libraries
 from streamtune.recipe.build_lengths import lengths_report
 from streamtune.recipe.build_model import make_blueprint, make_model_alone
 from streamtune.recipe.build_plan import shares_prompts
 from streamtune.recipe.build_shapes import LEAST, completions_of
+from streamtune.recipe.build_streaming import make_schedule
 from streamtune.recipe.loader import LoadedRecipe
 from streamtune.recipe.schema import Recipe
 

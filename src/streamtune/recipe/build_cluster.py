@@ -22,9 +22,10 @@ from streamtune.plan.cluster import Buckets, Cluster, Engine, Form, Links, form_
 from streamtune.plan.cost import links_of
 from streamtune.plan.devices import Device, nearest_device
 from streamtune.plan.longer import longest_of
-from streamtune.plan.simulate import Workload
 from streamtune.plan.strip import heads_of
-from streamtune.recipe.build_world import accumulation, config_values
+from streamtune.plan.workload import Workload
+from streamtune.recipe.build_batches import accumulation
+from streamtune.recipe.build_world import config_values
 from streamtune.recipe.schema import Recipe
 
 __all__ = ["RanksAsked", "Wider", "accumulation_of", "cluster_here", "cluster_of", "links_for", "wider_of"]

@@ -16,9 +16,11 @@ from streamtune.engine import StreamHandle
 from streamtune.errors import DataError
 from streamtune.plan.memory import held_bytes
 from streamtune.plan.scored import Trees
-from streamtune.recipe.build import blame_recipe, make_sources, make_tokenizer_together
-from streamtune.recipe.build_batches import Steps
+from streamtune.recipe.build import blame_recipe
+from streamtune.recipe.build_batches import Steps, plan_steps
+from streamtune.recipe.build_data import make_sources, make_tokenizer_together
 from streamtune.recipe.build_engine import plan_and_stream
+from streamtune.recipe.build_kept import KeptLogps, compute_logps, read_logps, reference_key
 from streamtune.recipe.build_model import make_model, make_trial_model
 from streamtune.recipe.build_preference import (
     GivenReference,
@@ -28,17 +30,8 @@ from streamtune.recipe.build_preference import (
     pair_knobs,
     unpaired_knobs,
 )
-from streamtune.recipe.build_reference import (
-    KeptLogps,
-    asked_for,
-    compute_logps,
-    load_reference,
-    read_logps,
-    reference_key,
-    streamed,
-)
+from streamtune.recipe.build_reference import asked_for, load_reference, streamed
 from streamtune.recipe.build_run import Outcome, Run, train_run
-from streamtune.recipe.build_settings import plan_steps
 from streamtune.recipe.build_shapes import completions_like
 from streamtune.recipe.build_sharing import can_share
 from streamtune.recipe.build_start import Doing, Notify, Start, start_run, tell_of_model

@@ -11,10 +11,10 @@ from streamtune.engine import Schedule, StreamHandle
 from streamtune.errors import ArgumentError
 from streamtune.plan import Plan
 from streamtune.plan.scored import Completions
-from streamtune.recipe.build import stream_model
 from streamtune.recipe.build_cluster import cluster_here
 from streamtune.recipe.build_model import make_trial_model
 from streamtune.recipe.build_plan import plan_model
+from streamtune.recipe.build_streaming import stream_model
 from streamtune.recipe.build_world import (
     make_backend,
     sequence_ranks,

@@ -19,7 +19,9 @@ from streamtune import data, models, optim, rollout, train
 from streamtune.engine import StreamHandle
 from streamtune.objectives import POLICY_LOSSES, check_policy, group_advantages
 from streamtune.plan.memory import held_bytes
-from streamtune.recipe.build import blame_recipe, make_sources, make_tokenizer_together
+from streamtune.recipe.build import blame_recipe
+from streamtune.recipe.build_batches import StepPlan
+from streamtune.recipe.build_data import make_sources, make_tokenizer_together
 from streamtune.recipe.build_engine import plan_and_stream
 from streamtune.recipe.build_grpo_groups import Layout
 from streamtune.recipe.build_grpo_log import CompletionLog
@@ -31,7 +33,6 @@ from streamtune.recipe.build_grpo_warm import WarmSteps
 from streamtune.recipe.build_model import make_model, make_trial_model
 from streamtune.recipe.build_reference import load_reference, streamed
 from streamtune.recipe.build_run import Outcome, Run, train_run
-from streamtune.recipe.build_settings import StepPlan
 from streamtune.recipe.build_shapes import completions_of, prompts_of
 from streamtune.recipe.build_sharing import can_share
 from streamtune.recipe.build_start import Doing, Notify, Start, start_run, tell_of_model

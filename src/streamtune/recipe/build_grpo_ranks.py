@@ -12,8 +12,8 @@ from typing import TypeVar
 
 from streamtune import data, rollout, train
 from streamtune.errors import ArgumentError
+from streamtune.recipe.build_batches import accumulation
 from streamtune.recipe.build_grpo_objective import PolicyBatch
-from streamtune.recipe.build_world import accumulation
 from streamtune.recipe.schema_grpo import GrpoRecipe
 from streamtune.rewards import RewardScores
 

@@ -19,11 +19,12 @@ from streamtune.plan.tables import Entry
 from streamtune.plan.tabulate import fill
 from streamtune.plan.trial import Outcome, run_trial
 from streamtune.plan.worker import Worker
-from streamtune.recipe.build import choose_device, make_schedule, quiet_libraries
+from streamtune.recipe.build import choose_device, quiet_libraries
 from streamtune.recipe.build_model import make_blueprint
 from streamtune.recipe.build_plan import make_workload, reference_bytes, shares_prompts
 from streamtune.recipe.build_shapes import LEAST, completions_of
 from streamtune.recipe.build_steps import prepare_step
+from streamtune.recipe.build_streaming import make_schedule
 from streamtune.recipe.schema import Recipe
 from streamtune.sizes import show_size
 

@@ -27,16 +27,12 @@ from streamtune.plan.devices import Device, find_device, nearest_device
 from streamtune.plan.memory import held_bytes
 from streamtune.plan.scored import Completions, Scored
 from streamtune.plan.shape import meta_copy
-from streamtune.plan.simulate import Workload
-from streamtune.recipe.build import (
-    blame_recipe,
-    choose_device,
-    make_schedule,
-    quiet_libraries,
-)
+from streamtune.plan.workload import Workload
+from streamtune.recipe.build import blame_recipe, choose_device, quiet_libraries
 from streamtune.recipe.build_cluster import RanksAsked, Wider, accumulation_of, cluster_of, links_for, wider_of
 from streamtune.recipe.build_model import make_blueprint, make_optimizer, make_reference_blueprint
 from streamtune.recipe.build_shapes import LEAST, completions_of, holds_reference, may_share
+from streamtune.recipe.build_streaming import make_schedule
 from streamtune.recipe.engine import EngineSpec
 from streamtune.recipe.loader import LoadedRecipe
 from streamtune.recipe.schema import Recipe

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from streamtune import data, objectives, train
 from streamtune.engine import Branches, StreamHandle
-from streamtune.recipe.build_reference import KeptLogps
+from streamtune.recipe.build_kept import KeptLogps
 from streamtune.recipe.schema_dpo import DpoRecipe
 
 WORLD = train.World()

@@ -23,13 +23,14 @@ from streamtune.plan.probe import ProbeReport, ProbeTask, RunTrial, Trial, measu
 from streamtune.plan.search import Range
 from streamtune.plan.steps import StepBudget
 from streamtune.plan.trial import Outcome
-from streamtune.recipe.build import blame_recipe, choose_device, make_schedule, quiet_libraries
+from streamtune.recipe.build import blame_recipe, choose_device, quiet_libraries
 from streamtune.recipe.build_cluster import RanksAsked
 from streamtune.recipe.build_model import choose_quantization
 from streamtune.recipe.build_plan import device_elsewhere, memory_of
 from streamtune.recipe.build_shapes import LEAST, unit_of
 from streamtune.recipe.build_simulated import SimulatedTrials, simulated
 from streamtune.recipe.build_steps import prepare_step
+from streamtune.recipe.build_streaming import make_schedule
 from streamtune.recipe.loader import LoadedRecipe
 from streamtune.recipe.schema import Recipe
 from streamtune.sizes import parse_size, show_size

@@ -22,12 +22,9 @@ from streamtune.distributed import RankEnvironment, Watchdog, keep_log, read_env
 from streamtune.engine import Schedule, StreamHandle
 from streamtune.errors import ArgumentError, NonFiniteError
 from streamtune.plan import Plan
-from streamtune.recipe.build_batches import share_out
+from streamtune.recipe.build_batches import StepPlan, accumulation, share_out
 from streamtune.recipe.build_plan import plan_model
-from streamtune.recipe.build_settings import StepPlan, train_settings
-from streamtune.recipe.build_world import (
-    accumulation,
-)
+from streamtune.recipe.build_settings import train_settings
 from streamtune.recipe.dump import dump_recipe
 from streamtune.recipe.loader import LoadedRecipe
 from streamtune.recipe.schema import Recipe

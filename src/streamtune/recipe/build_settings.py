@@ -2,35 +2,12 @@
 
 from __future__ import annotations
 
-import math
-from dataclasses import dataclass
-
 from streamtune import train
 from streamtune.engine import Schedule
-from streamtune.recipe.build_world import accumulation
+from streamtune.recipe.build_batches import StepPlan
 from streamtune.recipe.schema import Recipe
 
-__all__ = ["StepPlan", "plan_steps", "train_settings"]
-
-
-@dataclass(frozen=True)
-class StepPlan:
-    """The number of optimizer steps, and of those over which the learning rate rises."""
-
-    total_steps: int
-    steps_per_epoch: int
-    warmup_steps: int
-
-
-def plan_steps(recipe: Recipe, num_sequences: int, world: train.World) -> StepPlan:
-    """Count the optimizer steps; the last of an epoch may have fewer micro-batches, none is left out."""
-    batches_per_epoch = -(-num_sequences // recipe.per_device_train_batch_size)
-    steps_per_epoch = -(-batches_per_epoch // (accumulation(recipe, world) * world.data_size))
-    total_steps = recipe.max_steps
-    if total_steps < 0:
-        total_steps = math.ceil(steps_per_epoch * recipe.num_train_epochs)
-    warmup_steps = recipe.warmup_steps or math.ceil(total_steps * recipe.warmup_ratio)
-    return StepPlan(total_steps, steps_per_epoch, warmup_steps)
+__all__ = ["train_settings"]
 
 
 def train_settings(recipe: Recipe, plan: StepPlan, schedule: Schedule) -> train.TrainSettings:

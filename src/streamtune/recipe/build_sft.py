@@ -13,12 +13,12 @@ from typing import TYPE_CHECKING
 
 from streamtune import data, models, train
 from streamtune.engine import check_packing
-from streamtune.recipe.build import blame_recipe, make_sources, make_tokenizer_together, prepare_data
-from streamtune.recipe.build_batches import Batches, Steps
+from streamtune.recipe.build import blame_recipe
+from streamtune.recipe.build_batches import Batches, Steps, plan_steps
+from streamtune.recipe.build_data import make_sources, make_tokenizer_together, prepare_data
 from streamtune.recipe.build_engine import plan_and_stream
 from streamtune.recipe.build_model import make_model
 from streamtune.recipe.build_run import Outcome, Run, train_run
-from streamtune.recipe.build_settings import plan_steps
 from streamtune.recipe.build_start import Doing, Notify, start_run, tell_of_model
 from streamtune.recipe.loader import LoadedRecipe
 

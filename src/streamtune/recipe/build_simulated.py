@@ -18,11 +18,12 @@ from streamtune.plan.cost import Rates
 from streamtune.plan.devices import Device
 from streamtune.plan.planner import choose
 from streamtune.plan.probe import ProbeTask, Trial
-from streamtune.plan.simulate import Simulation, Workload, simulate
+from streamtune.plan.simulate import Simulation, simulate
 from streamtune.plan.steps import Shape
 from streamtune.plan.thrifty import furthest
 from streamtune.plan.traffic import Pace
 from streamtune.plan.trial import Cause, Outcome
+from streamtune.plan.workload import Workload
 from streamtune.recipe.build_cluster import RanksAsked, cluster_of, links_for
 from streamtune.recipe.build_model import make_blueprint
 from streamtune.recipe.build_plan import make_workload, reference_bytes, shares_prompts

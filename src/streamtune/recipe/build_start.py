@@ -22,15 +22,10 @@ from streamtune import __version__, models, train
 from streamtune.distributed import agree
 from streamtune.errors import ArgumentError, RecipeError, did_you_mean
 from streamtune.recipe.build import choose_device, quiet_libraries
+from streamtune.recipe.build_batches import accumulation
 from streamtune.recipe.build_fingerprints import fingerprint_inputs, fingerprint_tokenizer_files
 from streamtune.recipe.build_model import choose_quantization
-from streamtune.recipe.build_world import (
-    accumulation,
-    device_of_rank,
-    make_world,
-    share_reference,
-    shares_weights,
-)
+from streamtune.recipe.build_world import device_of_rank, make_world, share_reference, shares_weights
 from streamtune.recipe.loader import LoadedRecipe
 from streamtune.recipe.schema import Recipe
 

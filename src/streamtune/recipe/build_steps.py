@@ -26,7 +26,7 @@ from streamtune.plan.memory import held_bytes
 from streamtune.plan.plain_scores import PlainScores
 from streamtune.plan.scored import Scored
 from streamtune.plan.steps import BudgetExceededError, Shape, StepBudget, TrainingStep
-from streamtune.recipe.build import quiet_libraries, stream_model
+from streamtune.recipe.build import quiet_libraries
 from streamtune.recipe.build_grpo_objective import PolicyBatch, PolicyObjective
 from streamtune.recipe.build_model import make_model_alone, make_optimizer, make_reference_alone
 from streamtune.recipe.build_plan import plan_model
@@ -35,6 +35,7 @@ from streamtune.recipe.build_random import RandomTokens
 from streamtune.recipe.build_reference import streamed
 from streamtune.recipe.build_shapes import completions_of, has_reference, holds_reference
 from streamtune.recipe.build_sharing import can_share
+from streamtune.recipe.build_streaming import stream_model
 from streamtune.recipe.schema import Recipe
 from streamtune.recipe.schema_dpo import DpoRecipe
 from streamtune.recipe.schema_grpo import GrpoRecipe

@@ -25,23 +25,15 @@ from streamtune.engine import RouterLoss, Schedule, balance_coefficient, balance
 from streamtune.errors import ArgumentError, DataError, OutOfMemoryError, RunError
 from streamtune.plan.plain_scores import PlainScores
 from streamtune.plan.room import Room, measure_room
-from streamtune.recipe.build import (
-    blame_recipe,
-    choose_device,
-    make_router_loss,
-    make_schedule,
-    make_sources,
-    make_tokenizer,
-    prepare_data,
-    quiet_libraries,
-    stream_model,
-)
+from streamtune.recipe.build import blame_recipe, choose_device, quiet_libraries
+from streamtune.recipe.build_data import make_sources, make_tokenizer, prepare_data
 from streamtune.recipe.build_dpo import prepare_trees
 from streamtune.recipe.build_grpo import prepare_prompts
 from streamtune.recipe.build_model import make_model
 from streamtune.recipe.build_reference import load_reference
 from streamtune.recipe.build_shapes import has_reference
 from streamtune.recipe.build_sharing import can_share
+from streamtune.recipe.build_streaming import make_router_loss, make_schedule, stream_model
 from streamtune.recipe.build_verify_rows import Window, choose_rows
 from streamtune.recipe.build_verify_trees import TreeLosses, choose_trees, make_losses, random_completions
 from streamtune.recipe.loader import LoadedRecipe

@@ -18,11 +18,11 @@ from torch import Tensor, nn
 from streamtune import models, train
 from streamtune.engine import SequenceParallel
 from streamtune.errors import ArgumentError
+from streamtune.recipe.build_batches import accumulation
 from streamtune.recipe.build_model import make_optimizer
 from streamtune.recipe.schema import Recipe
 
 __all__ = [
-    "accumulation",
     "config_values",
     "device_of_rank",
     "fill_model",
@@ -97,26 +97,6 @@ def sequence_ranks(recipe: Recipe, world: train.World) -> SequenceParallel | Non
     from streamtune.distributed.process_group import sequence_group
 
     return SequenceParallel(sequence_group(world.sequence_size), form=recipe.sequence_parallel)
-
-
-def accumulation(recipe: Recipe, world: train.World) -> int:
-    """Return the number of micro-batches of a rank in one optimizer step.
-
-    Raises:
-        ArgumentError: The rows of a step are no multiple of those of all ranks' micro-batches.
-    """
-    if recipe.train_batch_size is None:
-        return recipe.gradient_accumulation_steps
-    at_once = recipe.per_device_train_batch_size * world.data_size
-    if recipe.train_batch_size % at_once:
-        ranks = f"{world.data_size} ranks" if world.data_size > 1 else "one rank"
-        raise ArgumentError(
-            f"train_batch_size is {recipe.train_batch_size}, and {ranks} with per_device_train_batch_size "
-            f"{recipe.per_device_train_batch_size} compute {at_once} rows at a time, which does not divide it",
-            where="train_batch_size",
-            mend=f"write a multiple of {at_once}, a smaller per_device_train_batch_size, or start other ranks",
-        )
-    return recipe.train_batch_size // at_once
 
 
 def shares_weights(recipe: Recipe) -> bool:

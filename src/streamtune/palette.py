@@ -1,0 +1,58 @@
+"""Colours of modes, and helpers for plots over length."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+__all__ = ["COLOURS", "INK", "dress", "line", "save"]
+
+
+COLOURS: dict[str, str] = {
+    "plain": "#8a909c",
+    "checkpoint": "#e4572e",
+    "checkpoint-offload": "#f0a202",
+    "deepspeed-tiled": "#8d5ab5",
+    "liger-loss": "#3a9d5d",
+    "stream": "#2f6fde",
+    "stream-keep-attention": "#12305f",
+}
+
+
+INK = "#1f2430"
+
+
+def save(figure: Any, path: Path, title: str) -> None:
+    """Put the title on a figure and write it as PNG."""
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+
+    figure.suptitle(title, x=0.01, ha="left", color=INK, fontsize=12, fontweight="bold")
+    FigureCanvasAgg(figure).print_png(str(path))
+
+
+def line(axes: Any, points: list[tuple[int, float | None]], style: dict[str, Any]) -> None:
+    """Draw what is known of a line."""
+    known = [(x, y) for x, y in points if y]
+    if known:
+        axes.plot(*zip(*known, strict=True), **style)
+
+
+def dress(axes: Any, title: str) -> None:
+    """Name the axes of something over length, both logarithmic, with a labelled line above and below it."""
+    axes.set_title(title, loc="left", color=INK, fontsize=11)
+    axes.set_xlabel("tokens", color=INK)
+    axes.set_xscale("log", base=2)
+    axes.set_yscale("log")
+    lengths = sorted({int(x) for line in axes.get_lines() for x in line.get_xdata()})
+    axes.set_xticks(lengths, [f"{length:,}" for length in lengths], minor=False)
+    axes.minorticks_off()
+    ticks = [tick for power in range(-3, 7) for tick in (10.0**power, 2 * 10.0**power, 5 * 10.0**power)]
+    lowest, highest = axes.get_ylim()
+    low = max((tick for tick in ticks if tick <= lowest), default=lowest)  # out to a labelled line on either side
+    high = min((tick for tick in ticks if tick >= highest), default=highest)
+    axes.set_ylim(low, high)
+    shown = [tick for tick in ticks if low <= tick <= high]
+    axes.set_yticks(shown, [f"{tick:g}" for tick in shown])
+    axes.grid(alpha=0.25)
+    for side in ("top", "right"):
+        axes.spines[side].set_visible(False)
