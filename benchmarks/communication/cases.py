@@ -25,8 +25,8 @@ from streamtune import models, train
 from streamtune.distributed.deepspeed_backend import DeepSpeedBackend
 from streamtune.distributed.deepspeed_config import resolve_config
 from streamtune.recipe import Recipe
-from streamtune.recipe.build_model import make_optimizer
-from streamtune.recipe.build_world import config_values, make_backend, sequence_ranks
+from streamtune.run.model import make_optimizer
+from streamtune.run.ranks import config_values, make_backend, sequence_ranks
 
 Rows = list[tuple[Tensor, Tensor]]
 

@@ -13,8 +13,9 @@ TYPE_CHECKING = False  # as in typing, which takes longer to import than the res
 if TYPE_CHECKING:
     from typing import Any
 
-    from streamtune.engine import RouterLoss, Schedule, SequenceParallel, StreamHandle, chunkwise, stream
+    from streamtune.engine import RouterLoss, SequenceParallel, StreamHandle, chunkwise, stream
     from streamtune.ops import linear_cross_entropy, token_logprobs
+    from streamtune.schedule import Schedule
 
 __all__ = [
     "RouterLoss",

@@ -16,15 +16,15 @@ from torch import Tensor
 from streamtune import data
 from streamtune.cli import main
 from streamtune.engine import Branches
-from streamtune.plan.simulate import simulate
-from streamtune.plan.steps import Shape, StepBudget, _step_on_cpu
+from streamtune.probe.prepare import prepare_step
+from streamtune.probe.steps import Shape, StepBudget, _step_on_cpu
 from streamtune.recipe import load_recipe
-from streamtune.recipe.build_model import make_blueprint
-from streamtune.recipe.build_plan import make_workload, reference_bytes
-from streamtune.recipe.build_shapes import completions_of
-from streamtune.recipe.build_steps import prepare_step
-from streamtune.recipe.build_streaming import make_schedule
-from streamtune.recipe.build_verify_trees import choose_trees
+from streamtune.run.model import make_blueprint
+from streamtune.run.plan import make_workload, reference_bytes
+from streamtune.run.streaming import make_schedule
+from streamtune.simulate.simulate import simulate
+from streamtune.tasks.shapes import completions_of
+from streamtune.verify.trees import choose_trees
 
 COMMON: dict[str, Any] = {
     "model": {
@@ -271,9 +271,7 @@ def test_prompts_that_are_shared_wrongly_are_caught(
         return {"position_ids": torch.arange(self.length)[None], "attention_mask": torch.ones_like(input_ids)}
 
     monkeypatch.setattr(Branches, "arguments", arguments)
-    monkeypatch.setattr(
-        "streamtune.recipe.build_verify.can_share", lambda recipe, model, notify: True
-    )  # it would find out
+    monkeypatch.setattr("streamtune.verify.build.can_share", lambda recipe, model, notify: True)  # it would find out
     assert run("verify", "dpo.yaml", "--length", "320") == 1
     assert "NOT exact: " in capsys.readouterr().out
 

@@ -12,7 +12,7 @@ import yaml
 from streamtune.cli import main
 from streamtune.cli.plan import bar, show_seconds
 from streamtune.recipe import load_recipe, shipped_recipes
-from streamtune.recipe.build_plan import PlanOptions, plan_recipe
+from streamtune.run.plan import PlanOptions, plan_recipe
 
 RECIPE: dict[str, Any] = {
     "model": {

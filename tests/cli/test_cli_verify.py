@@ -16,9 +16,9 @@ from streamtune import data
 from streamtune.cli import main
 from streamtune.data import Example
 from streamtune.engine import cache, head, vjp
-from streamtune.engine.balance import RouterSums
-from streamtune.plan.room import Room
-from streamtune.recipe.build_verify_rows import choose_rows
+from streamtune.engine.routers import RouterSums
+from streamtune.verify.room import Room
+from streamtune.verify.rows import choose_rows
 
 RECIPE: dict[str, Any] = {
     "model": {

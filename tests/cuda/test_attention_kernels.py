@@ -8,13 +8,14 @@ import pytest
 import torch
 from torch import Tensor
 
-from streamtune.ops import LazyMask, attention, prefix_attention
-from streamtune.ops.flex import FlexView, flex_is_right
-from streamtune.ops.kernel_blocks import in_blocks
-from streamtune.ops.kernel_trial import Heads, Kernel, agrees_with_formula, median_seconds
-from streamtune.ops.kernels import Scores, flash_kernel, kernel_names
-from streamtune.ops.kernels_cuda import CUDNN, EFFICIENT, FLASH
-from streamtune.ops.view_kernels import band_is_right, band_of
+from streamtune.ops import LazyMask, prefix_attention
+from streamtune.ops.attention import attention
+from streamtune.ops.attention.flex import FlexView, flex_is_right
+from streamtune.ops.attention.kernel_blocks import in_blocks
+from streamtune.ops.attention.kernel_trial import Heads, Kernel, agrees_with_formula, median_seconds
+from streamtune.ops.attention.kernels import Scores, flash_kernel, kernel_names
+from streamtune.ops.attention.kernels_cuda import CUDNN, EFFICIENT, FLASH
+from streamtune.ops.attention.view_kernels import band_is_right, band_of
 from tests.precision_kit import assert_as_precise
 
 from .conftest import needs

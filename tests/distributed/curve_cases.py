@@ -12,8 +12,8 @@ from rich.console import Console
 from torch import distributed
 
 from streamtune.recipe import load_recipe
-from streamtune.recipe.build_dpo import build_dpo, run_dpo
-from streamtune.recipe.build_sft import build_sft, run_sft
+from streamtune.run.dpo import build_dpo, run_dpo
+from streamtune.run.sft import build_sft, run_sft
 
 RECIPE = """
 model:

@@ -23,8 +23,8 @@ from streamtune.data import Tree, assign_rows, collate
 from streamtune.data.store import Example
 from streamtune.distributed.deepspeed_config import PRESETS
 from streamtune.recipe import DpoRecipe, Recipe
-from streamtune.recipe.build_preference import PairObjective, PreferenceBatch, tree_batch
-from streamtune.recipe.build_world import make_backend, sequence_ranks
+from streamtune.run.ranks import make_backend, sequence_ranks
+from streamtune.tasks.preference import PairObjective, PreferenceBatch, tree_batch
 from streamtune.train.routers import StepRouters
 from streamtune.train.step import accumulate_gradients
 from tests.exactness.families import VOCAB, build
@@ -247,7 +247,7 @@ class _Truth:
 
 
 def make_optimizer(recipe: Recipe, model: nn.Module) -> torch.optim.Optimizer:
-    from streamtune.recipe.build_model import make_optimizer as make
+    from streamtune.run.model import make_optimizer as make
 
     return make(recipe, model)
 

@@ -11,7 +11,3 @@ os.environ["DS_ACCELERATOR"] = "cpu"
 import deepspeed  # noqa: F401
 import peft  # noqa: F401
 import transformers.modeling_utils  # noqa: F401
-
-import streamtune.recipe.build_dpo
-import streamtune.recipe.build_grpo
-import streamtune.recipe.build_sft  # noqa: F401

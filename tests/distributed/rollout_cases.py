@@ -10,8 +10,8 @@ from torch import distributed
 
 from streamtune import rollout, train
 from streamtune.errors import StreamTuneError
-from streamtune.recipe.build_grpo_ranks import SharedJudge, SharedWriter
 from streamtune.rewards import RewardScores
+from streamtune.tasks.grpo.ranks import SharedJudge, SharedWriter
 
 
 class _BrokenError(Exception):

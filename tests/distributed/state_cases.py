@@ -32,11 +32,12 @@ from streamtune.distributed.fsdp_backend import share_layer
 from streamtune.engine import decoder_layers
 from streamtune.errors import ArgumentError, CheckpointError
 from streamtune.models import save_gathered
-from streamtune.recipe import Recipe, build_world, load_recipe
-from streamtune.recipe.build_dpo import build_dpo, run_dpo
-from streamtune.recipe.build_run import Run
-from streamtune.recipe.build_sft import build_sft, run_sft
-from streamtune.recipe.build_world import fill_model, make_backend
+from streamtune.recipe import Recipe, load_recipe
+from streamtune.run import ranks as build_world
+from streamtune.run.dpo import build_dpo, run_dpo
+from streamtune.run.ranks import fill_model, make_backend
+from streamtune.run.sft import build_sft, run_sft
+from streamtune.run.train import Run
 from streamtune.train.rng import capture_rng
 from streamtune.train.saver import CheckpointSaver, Keep
 from streamtune.train.sharded_checkpoint import save_sharded

@@ -22,9 +22,9 @@ import torch
 
 import streamtune
 from streamtune import Schedule
-from streamtune.engine import disk as disk_module
-from streamtune.engine.arena import Arena, Tally
-from streamtune.engine.disk import DiskTier
+from streamtune.engine.memory import disk as disk_module
+from streamtune.engine.memory.disk import DiskTier
+from streamtune.engine.memory.host import Arena, Tally
 from streamtune.errors import StorageError
 from tests.exactness.families import batch, build, gradients, reference
 

@@ -10,9 +10,9 @@ from transformers import AutoConfig, AutoModelForCausalLM, MusicgenDecoderConfig
 from transformers.masking_utils import create_causal_mask
 
 import streamtune
+from streamtune.engine.inspect_model import decoder_layers
 from streamtune.engine.outputs import LayerOutputs
-from streamtune.engine.streamable import decoder_layers
-from streamtune.engine.tiles import FormedMask, over, sees_future, tile
+from streamtune.engine.own_attention import FormedMask, over, sees_future, tile
 from streamtune.errors import UnsupportedModelError
 from streamtune.ops import LazyMask
 from tests.conformance.reducer import build

@@ -14,8 +14,8 @@ from torch import Tensor
 
 import streamtune
 from streamtune import Schedule
-from streamtune.engine import arena as arena_module
-from streamtune.engine.arena import (
+from streamtune.engine.memory import host as arena_module
+from streamtune.engine.memory.host import (
     PAGE,
     REGION,
     Arena,
@@ -25,8 +25,8 @@ from streamtune.engine.arena import (
     is_host_storage,
     reserved_host_bytes,
 )
-from streamtune.engine.placement import Tiers, best_segment_size, place_layers
-from streamtune.engine.storage import Stored, Tier
+from streamtune.engine.memory.placement import Tiers, best_segment_size, place_layers
+from streamtune.engine.memory.tiers import Stored, Tier
 from streamtune.errors import OutOfMemoryError
 from tests.exactness.families import SMALL, batch, build, gradients, reference
 

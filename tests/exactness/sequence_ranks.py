@@ -249,7 +249,7 @@ def check_dropout(case: Case) -> dict[str, float]:
         calm = float(model(**inputs).loss)
         model.train()
         with torch.no_grad():  # whether the numbers of the ranks differ
-            from streamtune.engine.parallel import drawn_apart
+            from streamtune.engine.sequence.calls import drawn_apart
 
             torch.manual_seed(11)
             assert handle.sequence_parallel is not None

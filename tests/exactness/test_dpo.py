@@ -22,7 +22,7 @@ from streamtune import Schedule, train
 from streamtune.data import Tree
 from streamtune.engine import StreamHandle
 from streamtune.recipe import DpoRecipe
-from streamtune.recipe.build_preference import PairObjective, PreferenceBatch, UnpairedObjective, mismatched, tree_batch
+from streamtune.tasks.preference import PairObjective, PreferenceBatch, UnpairedObjective, mismatched, tree_batch
 from streamtune.train.routers import StepRouters
 from streamtune.train.step import StepScore, TrainSettings, accumulate_gradients
 from tests.precision_kit import EXACT, ROUNDING, Float64, Reference, assert_as_precise, in_float64, total_error

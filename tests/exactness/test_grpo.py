@@ -15,10 +15,10 @@ import torch
 from torch import Tensor
 
 from streamtune import data, stream
-from streamtune.recipe.build_grpo_groups import Group, Layout, micro_batches, remember_logprobs
-from streamtune.recipe.build_grpo_objective import PolicyObjective
-from streamtune.recipe.build_grpo_ranks import SharedScorer
-from streamtune.recipe.schema_grpo import GrpoRecipe
+from streamtune.recipe.grpo import GrpoRecipe
+from streamtune.tasks.grpo.groups import Group, Layout, micro_batches, remember_logprobs
+from streamtune.tasks.grpo.objective import PolicyObjective
+from streamtune.tasks.grpo.ranks import SharedScorer
 from streamtune.train import ModelReference, World
 from tests.exactness.families import VOCAB, build, gradients
 from tests.precision_kit import Float64, assert_as_precise, in_float64, reference_of

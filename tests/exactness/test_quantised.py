@@ -10,7 +10,8 @@ import torch
 from torch import nn
 
 import streamtune
-from streamtune.engine.preflight import difference, judge
+from streamtune.engine.preflight import difference
+from streamtune.engine.preflight import layer as judge
 from streamtune.models import add_lora
 from streamtune.models.quantize import quantization, quantize
 from tests.precision_kit import Float64, Reference, in_float64, total_error

@@ -76,7 +76,7 @@ def _fork_main(job: dict[str, Any]) -> int:
 
 def sigterm_while(job: dict[str, Any]) -> None:
     """A real SIGTERM from the middle of ``job["phase"]``, the second time it is reached (loading: the first)."""
-    import streamtune.recipe.build_sft as build_sft
+    import streamtune.run.sft as build_sft
     from streamtune.train import LocalBackend, loop, saver, sharded_checkpoint
     from streamtune.train.objective import SupervisedObjective
 
@@ -247,7 +247,7 @@ def _main_code(argv: list[str]) -> int:
 
 
 def _wait_for_the_others(held_at: str | int, folder: Path, others: int) -> None:
-    import streamtune.recipe.build_sft as build_sft
+    import streamtune.run.sft as build_sft
     from streamtune.train.objective import SupervisedObjective
 
     def wait() -> None:

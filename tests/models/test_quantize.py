@@ -14,8 +14,8 @@ from transformers import AutoConfig, AutoModelForCausalLM, BitsAndBytesConfig, T
 from streamtune.errors import ArgumentError
 from streamtune.models import add_lora, choose_quantization, count_parameters, init_model, load_lora, load_model
 from streamtune.models.quantize import PACKAGES, quantization, quantize
-from streamtune.plan import LiveBytes
-from streamtune.plan.memory import held_tensors
+from streamtune.simulate import LiveBytes
+from streamtune.simulate.memory import held_tensors
 
 CPU = torch.device("cpu")
 CONFIG: dict[str, Any] = {

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from streamtune.ops import LazyMask, MaskView, prefix_attention, prefix_attention_reference
-from streamtune.ops import attention as attention_module
+from streamtune.ops.attention import attention as attention_module
 from tests.precision_kit import ROUNDING, assert_as_precise, relative
 
 ROWS, TOTAL = 2, 48

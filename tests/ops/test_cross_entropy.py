@@ -18,7 +18,7 @@ from streamtune.ops import (
     token_logprobs,
     token_scores,
 )
-from streamtune.ops.cross_entropy import linear_cross_entropy_reference
+from streamtune.ops.head.cross_entropy import linear_cross_entropy_reference
 from tests.precision_kit import ROUNDING, assert_as_precise, relative
 
 ROWS, LENGTH, VOCAB, HIDDEN = 3, 19, 71, 24

@@ -12,10 +12,11 @@ import torch
 from torch import Tensor
 from torch.nn.functional import cross_entropy, linear
 
-from streamtune.ops import cross_entropy as module
-from streamtune.ops import head_kernels, linear_cross_entropy
-from streamtune.ops.head_kernels import HeadKernel, HeadShape, agrees_with_sweep, head_candidates, run_head
-from streamtune.ops.head_sweep import loss_and_grad
+from streamtune.ops import linear_cross_entropy
+from streamtune.ops.head import cross_entropy as module
+from streamtune.ops.head import kernels as head_kernels
+from streamtune.ops.head.kernels import HeadKernel, HeadShape, agrees_with_sweep, head_candidates, run_head
+from streamtune.ops.head.sweep import loss_and_grad
 from tests.precision_kit import ROUNDING, assert_as_precise
 
 TOKENS, VOCAB, HIDDEN = 24, 71, 16

@@ -9,9 +9,9 @@ import pytest
 import torch
 from torch import Tensor
 
+from streamtune.ops.attention.kernel_blocks import in_blocks
+from streamtune.ops.attention.kernels import CPU, Scores, flash_kernel
 from streamtune.ops.indexing import MAX_ELEMENTS, blocks
-from streamtune.ops.kernel_blocks import in_blocks
-from streamtune.ops.kernels import CPU, Scores, flash_kernel
 
 
 def draw(*shape: int, dtype: torch.dtype = torch.float64) -> Tensor:

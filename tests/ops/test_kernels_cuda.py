@@ -13,10 +13,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from streamtune.ops import kernels
-from streamtune.ops.kernel_trial import Heads, Kernel, agrees_with_formula, fastest
-from streamtune.ops.kernels import CPU, Scores
-from streamtune.ops.kernels_cuda import CUDNN, EFFICIENT, FLASH
+from streamtune.ops.attention import kernels
+from streamtune.ops.attention.kernel_trial import Heads, Kernel, agrees_with_formula, fastest
+from streamtune.ops.attention.kernels import CPU, Scores
+from streamtune.ops.attention.kernels_cuda import CUDNN, EFFICIENT, FLASH
 from tests.ops.cuda_operators import cuda_operators
 
 __all__ = ["cuda_operators"]

@@ -19,8 +19,8 @@ from streamtune.engine import Branches
 from streamtune.engine.attention import NAME, dense_mask
 from streamtune.errors import UnsupportedModelError
 from streamtune.ops import LazyMask, MaskView
-from streamtune.ops import mask as mask_module
-from streamtune.ops import view as view_module
+from streamtune.ops.attention import mask as mask_module
+from streamtune.ops.attention import view as view_module
 from tests.exactness.families import SMALL
 
 ROWS, LENGTH = 3, 53

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from streamtune.ops.head_kernels import head_candidates
+from streamtune.ops.head.kernels import head_candidates
 
 ROOT = Path(__file__).resolve().parents[2]
 

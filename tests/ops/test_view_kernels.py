@@ -13,19 +13,12 @@ import torch
 from torch import Tensor
 from torch.nn.attention import flex_attention as torch_flex
 
-from streamtune.ops import (
-    LazyMask,
-    MaskView,
-    attention,
-    flex,
-    prefix_attention,
-    prefix_attention_reference,
-    view_kernels,
-)
-from streamtune.ops.flex import FlexView, flex_is_right
-from streamtune.ops.kernel_trial import Heads
-from streamtune.ops.runs import run_starts
-from streamtune.ops.view_kernels import band_is_right, band_of, fused_view_kernel
+from streamtune.ops import LazyMask, MaskView, prefix_attention, prefix_attention_reference
+from streamtune.ops.attention import attention, flex, view_kernels
+from streamtune.ops.attention.flex import FlexView, flex_is_right
+from streamtune.ops.attention.kernel_trial import Heads
+from streamtune.ops.attention.runs import run_starts
+from streamtune.ops.attention.view_kernels import band_is_right, band_of, fused_view_kernel
 from tests.ops.cuda_operators import cuda_operators
 from tests.precision_kit import assert_as_precise
 

@@ -10,8 +10,8 @@ from functools import partial
 
 import torch
 
-from streamtune.ops import cross_entropy as module
-from streamtune.ops.head_kernels import agrees_with_sweep, head_candidates
+from streamtune.ops.head import cross_entropy as module
+from streamtune.ops.head.kernels import agrees_with_sweep, head_candidates
 
 TOKENS, VOCAB, HIDDEN = 24, 71, 16
 

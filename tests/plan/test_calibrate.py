@@ -10,7 +10,7 @@ import torch
 
 from streamtune.plan import calibrate
 from streamtune.plan.calibrate import cache_file, load_rates, measure_disk, measure_rates
-from streamtune.plan.cost import Rates
+from streamtune.plan.rates import Rates
 
 CPU = torch.device("cpu")
 RATES = Rates("somewhere", 1e12, 1e11, 1e11, 1e10, 1e9)

@@ -6,9 +6,9 @@ from dataclasses import replace
 
 import pytest
 
-from streamtune.plan.cost import SHEET_EFFICIENCY, Rates, predict_seconds, sheet_rates
 from streamtune.plan.devices import find_device
-from streamtune.plan.simulate import Work
+from streamtune.plan.rates import SHEET_EFFICIENCY, Rates, predict_seconds, sheet_rates
+from streamtune.simulate.simulate import Work
 
 NOTHING = Work(0, 0, 0, 0, 0)
 RATES = Rates("here", 1e12, 5e11, 2.5e11, 1e10, 1e9, disk_bandwidth=1e8, launch_seconds=1e-6)

@@ -14,14 +14,15 @@ from torch import nn
 from streamtune import Schedule
 from streamtune.errors import ArgumentError
 from streamtune.models import blueprint
-from streamtune.plan import Limits, Rates, Simulation, Workload, as_fixed, choose, judge, simulate
+from streamtune.plan import Limits, Rates, as_fixed, choose, judge
 from streamtune.plan.choices import Space, candidates
-from streamtune.plan.cluster import Cluster
 from streamtune.plan.estimate import Estimator, Figures
-from streamtune.plan.longer import longest_below
-from streamtune.plan.memory import held_bytes
-from streamtune.plan.shape import meta_copy
-from streamtune.plan.thrifty import excess_of, furthest, thriftiest
+from streamtune.plan.furthest import longest_below
+from streamtune.plan.smallest import excess_of, furthest, thriftiest
+from streamtune.simulate import Simulation, Workload, simulate
+from streamtune.simulate.cluster import Cluster
+from streamtune.simulate.memory import held_bytes
+from streamtune.simulate.meta import meta_copy
 
 MIB = 1 << 20
 LAYERS, LENGTH = 6, 4096

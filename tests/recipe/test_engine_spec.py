@@ -7,10 +7,10 @@ from typing import Any
 import pytest
 from pydantic import ValidationError
 
-from streamtune.engine import Schedule
 from streamtune.recipe import EngineSpec, dump_recipe, load_recipe
-from streamtune.recipe.build_streaming import make_schedule
 from streamtune.recipe.engine import SCHEDULE_KEYS
+from streamtune.run.streaming import make_schedule
+from streamtune.schedule import Schedule
 
 
 def test_every_choice_of_a_schedule_is_a_key():

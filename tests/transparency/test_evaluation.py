@@ -14,9 +14,9 @@ from torch import Tensor
 from torch.func import functional_call
 
 import streamtune
-from streamtune.engine import Schedule
 from streamtune.errors import ArgumentError
 from streamtune.models import add_lora
+from streamtune.schedule import Schedule
 from tests.conformance.reducer import build
 
 IDS = torch.randint(3, 60, (2, 27), generator=torch.Generator().manual_seed(0))

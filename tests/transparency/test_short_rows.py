@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 import streamtune
 from streamtune import Schedule
-from streamtune.engine.ambient import observed
+from streamtune.engine.observe import observed
 from tests.conformance.reducer import build
 from tests.precision_kit import Float64, errors, in_float64
 

@@ -8,17 +8,16 @@ from collections.abc import Sequence
 from contextlib import ExitStack
 
 from streamtune import interrupts
+from streamtune.cli.allocator import grow_segments
+from streamtune.cli.app import app
+from streamtune.cli.console import is_needed, need_output
+from streamtune.cli.machine import check_directory, error_of_machine
+from streamtune.cli.ranks import note_failure, remember_arguments, tell_failure
 from streamtune.distributed.ranks import die_with_launcher
 from streamtune.errors import RunError, StreamTuneError
 from streamtune.network import go_offline, is_offline, keep_private
 from streamtune.quiet import hush_imports
 from streamtune.streams import keep_streams, lost_output, reader_is_gone
-
-from .allocator import grow_segments
-from .app import app
-from .console import is_needed, need_output
-from .machine import check_directory, error_of_machine
-from .ranks import note_failure, remember_arguments, tell_failure
 
 __all__ = ["app", "main"]
 

@@ -20,8 +20,8 @@ from .options import JsonOption, RecipeArgument, SetOption
 from .reading import read_recipe
 
 if TYPE_CHECKING:
-    from streamtune.plan import Mode
     from streamtune.recipe import LoadedRecipe
+    from streamtune.simulate import Mode
 
 __all__ = ["bench"]
 
@@ -122,8 +122,9 @@ def bench(
     words = [word for name, value in given.items() if value for word in (name, value)]
     words += [word for setting in set_ or [] for word in ("--set", setting)]
     with err.status("loading libraries") as status:
-        from streamtune.plan import ALL_MODES, draw_table, markdown
-        from streamtune.recipe.build_bench import TableOptions, table_recipe
+        from streamtune.bench import draw_table, markdown
+        from streamtune.bench.build import TableOptions, table_recipe
+        from streamtune.simulate import ALL_MODES
 
         options = TableOptions(
             lengths=_numbers(lengths or LENGTHS[table]),
@@ -157,8 +158,8 @@ def _bench(
     as_json: bool,
 ) -> None:
     with err.status("loading libraries") as status:
-        from streamtune.plan import draw_bench
-        from streamtune.recipe.build_bench import bench_recipe
+        from streamtune.bench import draw_bench
+        from streamtune.bench.build import bench_recipe
 
         report = bench_recipe(
             loaded,

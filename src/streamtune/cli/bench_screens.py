@@ -9,14 +9,14 @@ from rich.table import Table
 from .console import out
 
 if TYPE_CHECKING:
-    from streamtune.plan import BenchReport, BenchRow, TableReport
+    from streamtune.bench import BenchReport, BenchRow, TableReport
 
 __all__ = ["bench_screen", "describe_bench", "table_screen"]
 
 
 def table_screen(report: TableReport) -> None:
     """Print a named table with a description and notes on its columns."""
-    from streamtune.plan.tables_report import cells, columns, describe, notes
+    from streamtune.bench.tables_report import cells, columns, describe, notes
 
     shown = [column for column in columns(report) if not column.page]
     table = Table(box=None, header_style="bold", pad_edge=False, collapse_padding=True)

@@ -11,7 +11,7 @@ from rich.table import Table
 from streamtune.sizes import show_size
 
 if TYPE_CHECKING:
-    from streamtune.recipe.build_plan import RecipePlan
+    from streamtune.run.plan import RecipePlan
 
 __all__ = ["NodesOption", "RanksOption", "cluster_document", "cluster_rows", "traffic_table"]
 

@@ -37,6 +37,6 @@ def dpo(
 
 
 def _import_room() -> tuple[Callable[..., Any], Callable[..., Any]]:
-    from streamtune.recipe.build_dpo import build_dpo, run_dpo
+    from streamtune.run.dpo import build_dpo, run_dpo
 
     return build_dpo, run_dpo

@@ -117,13 +117,13 @@ def _cpu_model() -> str:
 def _kernels(device: Any) -> dict[str, dict[str, str]]:
     import torch
 
-    from streamtune.ops.kernels import kernel_names
+    from streamtune.ops.attention.kernels import kernel_names
 
     return {str(dtype).removeprefix("torch."): kernel_names(device, dtype) for dtype in (torch.float32, torch.bfloat16)}
 
 
 def _heads(device: str) -> list[str]:
-    from streamtune.ops.head_kernels import head_candidates
+    from streamtune.ops.head.kernels import head_candidates
 
     return [] if device == "cpu" else [kernel.name for kernel in head_candidates()]
 

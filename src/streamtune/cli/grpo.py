@@ -49,6 +49,6 @@ def grpo(
 
 
 def _import_room() -> tuple[Callable[..., Any], Callable[..., Any]]:
-    from streamtune.recipe.build_grpo import build_grpo, run_grpo
+    from streamtune.run.grpo import build_grpo, run_grpo
 
     return build_grpo, run_grpo

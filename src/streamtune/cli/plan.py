@@ -19,9 +19,9 @@ from .reading import read_recipe
 
 if TYPE_CHECKING:
     from streamtune.plan import Plan
-    from streamtune.plan.scored import Scored
     from streamtune.recipe import Recipe
-    from streamtune.recipe.build_plan import RecipePlan
+    from streamtune.run.plan import RecipePlan
+    from streamtune.simulate.scored import Scored
 
 __all__ = ["bar", "describe_plan", "plan", "show_seconds"]
 
@@ -69,7 +69,7 @@ def plan(
     loaded = read_recipe(recipe, set_ or [])
     os.environ.setdefault("OMP_WAIT_POLICY", "passive")  # read when torch is imported
     with err.status("loading libraries") as status:
-        from streamtune.recipe.build_plan import PlanOptions, plan_recipe
+        from streamtune.run.plan import PlanOptions, plan_recipe
 
         options = PlanOptions(device, device_memory, host_memory, disk_memory, length, ranks, nodes)
         planned = plan_recipe(loaded, options, notify=status.update if err.is_terminal else lambda message: None)
@@ -155,7 +155,7 @@ def _describe_step(planned: RecipePlan) -> str:
 
 def _describe_scored(scored: Scored, recipe: Recipe) -> str:
     """Describe a batch: ``1 pair of 2 x 65,536 tokens, prompt shared: 98,304 tokens``."""
-    from streamtune.recipe.build_shapes import unit_of
+    from streamtune.tasks.shapes import unit_of
 
     longest = max(trunk + max(branches) for trunk, branches in scored.trees)
     unit, count = unit_of(recipe), recipe.per_device_train_batch_size

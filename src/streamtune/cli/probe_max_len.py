@@ -19,7 +19,7 @@ from .options import JsonOption, RecipeArgument, SetOption
 from .reading import read_recipe
 
 if TYPE_CHECKING:
-    from streamtune.plan import Limit, ProbeReport, Trial
+    from streamtune.probe import Limit, ProbeReport, Trial
 
 __all__ = ["probe_max_len"]
 
@@ -88,8 +88,8 @@ def probe_max_len(
     loaded = read_recipe(recipe, set_ or [])
     os.environ.setdefault("OMP_WAIT_POLICY", "passive")  # read when torch is imported, here and in the processes
     with err.status("loading libraries") as status:
-        from streamtune.plan import draw_probe
-        from streamtune.recipe.build_probe import ProbeOptions, probe_recipe
+        from streamtune.probe import draw_probe
+        from streamtune.probe.build import ProbeOptions, probe_recipe
 
         options = ProbeOptions(
             method=method,

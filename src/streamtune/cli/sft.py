@@ -37,6 +37,6 @@ def sft(
 
 
 def _import_room() -> tuple[Callable[..., Any], Callable[..., Any]]:
-    from streamtune.recipe.build_sft import build_sft, run_sft
+    from streamtune.run.sft import build_sft, run_sft
 
     return build_sft, run_sft

@@ -21,7 +21,7 @@ from .ranks import enter_rank, launch_ranks, shown, watch
 from .reading import read_recipe
 
 if TYPE_CHECKING:
-    from streamtune.recipe.build_run import Outcome, Run
+    from streamtune.run.train import Outcome, Run
 
 __all__ = ["AllowChangeOption", "DryRunOption", "OutputDirOption", "ResumeOption", "train_recipe"]
 
@@ -94,7 +94,7 @@ def train_recipe(
     try:
         with err.status("loading libraries"):
             build, train = import_room()
-            from streamtune.recipe.build_world import leave_ranks
+            from streamtune.run.ranks import leave_ranks
         for note in loaded.notes:
             _note(note)
         with watch(environment) as watchdog:

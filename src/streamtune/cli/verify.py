@@ -15,9 +15,9 @@ from .reading import read_recipe
 
 if TYPE_CHECKING:
     from streamtune.engine import RouterLoss
-    from streamtune.plan import VerifyReport
-    from streamtune.recipe.build_verify import Subject
-    from streamtune.recipe.build_verify_rows import Window
+    from streamtune.verify import VerifyReport
+    from streamtune.verify.build import Subject
+    from streamtune.verify.rows import Window
 
 __all__ = ["verify"]
 
@@ -45,7 +45,7 @@ def verify(
     loaded = read_recipe(recipe, set_ or [])
     os.environ.setdefault("OMP_WAIT_POLICY", "passive")  # read when torch is imported
     with err.status("loading libraries"):
-        from streamtune.recipe.build_verify import build_verify, run_verify
+        from streamtune.verify.build import build_verify, run_verify
     subject = build_verify(loaded, length=length, dtype=dtype, notify=print_note, doing=err.status)
     if not as_json:
         _print_banner(subject)
@@ -147,7 +147,7 @@ def _describe_completions(subject: Subject) -> str:
 
 def _describe_reference_of(subject: Subject) -> str:
     """Describe the loss and its reference model."""
-    from streamtune.recipe.build_shapes import has_reference
+    from streamtune.tasks.shapes import has_reference
 
     recipe, losses = subject.loaded.recipe, subject.losses
     assert losses is not None

@@ -10,13 +10,13 @@ watchdog      while training: a rank that is gone, stands still or cannot be rea
 
 from __future__ import annotations
 
-from .agree import agree
-from .environment import RankEnvironment, read_environment
-from .failure import Failure, write_failure
-from .launch import launch
-from .logs import keep_log, leave_terminal
-from .ranks import die_with_launcher
-from .watchdog import Watchdog
+from streamtune.distributed.agree import agree
+from streamtune.distributed.environment import RankEnvironment, read_environment
+from streamtune.distributed.failure import Failure, write_failure
+from streamtune.distributed.launch import launch
+from streamtune.distributed.logs import keep_log, leave_terminal
+from streamtune.distributed.ranks import die_with_launcher
+from streamtune.distributed.watchdog import Watchdog
 
 __all__ = [
     "Failure",

@@ -16,15 +16,15 @@ before it), ``head``, and ``stream``, which puts them into a model. What models 
     preflight                       is this very model streamed exactly? asked before training
 """
 
-from streamtune.engine.balance import RouterLoss, balance_coefficient, balances_itself
 from streamtune.engine.branches import Branches
+from streamtune.engine.inspect_model import decoder_layers
 from streamtune.engine.module_hooks import chunkwise
-from streamtune.engine.parallel import SequenceParallel
 from streamtune.engine.preflight import check_branches, check_packing
-from streamtune.engine.schedule import Schedule
+from streamtune.engine.routers import RouterLoss, balance_coefficient, balances_itself
 from streamtune.engine.scores import TokenScores
+from streamtune.engine.sequence.calls import SequenceParallel
 from streamtune.engine.stream import StreamHandle, stream
-from streamtune.engine.streamable import decoder_layers
+from streamtune.schedule import Schedule
 
 __all__ = [
     "Branches",

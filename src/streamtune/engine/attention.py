@@ -15,13 +15,13 @@ from transformers.masking_utils import causal_mask_function
 
 from streamtune.engine.cache import prefix_of
 from streamtune.engine.kept import remembered
-from streamtune.engine.recognise import recognise
-from streamtune.engine.strips import Turn, turn_of_strips
+from streamtune.engine.masks import recognise
+from streamtune.engine.sequence.shards import Turn, turn_of_strips
 from streamtune.errors import UnsupportedModelError
 from streamtune.ops import LazyMask, MaskView, prefix_attention
-from streamtune.ops.ring import ring_attention
+from streamtune.ops.attention.ring import ring_attention
+from streamtune.ops.attention.view import ForeignAttentionError
 from streamtune.ops.simulated import autocast_kind
-from streamtune.ops.view import ForeignAttentionError
 
 __all__ = ["NAME", "BiasError", "dense_mask", "lazy_mask"]
 

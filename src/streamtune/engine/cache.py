@@ -27,11 +27,11 @@ import torch
 from torch import Tensor, nn
 from transformers.cache_utils import Cache
 
-from streamtune.engine.ambient import hold
+from streamtune.engine.memory.tiers import Block, Tier
+from streamtune.engine.observe import hold
 from streamtune.engine.past import Past, refuse_past
 from streamtune.engine.rows import PackedRows
-from streamtune.engine.storage import Block, Tier
-from streamtune.engine.strips import Turn
+from streamtune.engine.sequence.shards import Turn
 from streamtune.errors import UnsupportedModelError
 from streamtune.ops.simulated import autocast_kind
 

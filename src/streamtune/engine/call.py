@@ -31,20 +31,20 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from streamtune.engine.ambient import attention_as
 from streamtune.engine.attention import dense_mask
 from streamtune.engine.branches import Branches
 from streamtune.engine.cache import ChunkCache
+from streamtune.engine.observe import attention_as
+from streamtune.engine.own_attention import OwnAttention, sees_future, tile
 from streamtune.engine.past import Past, refuse_past
 from streamtune.engine.rows import OTHER_WORDS
-from streamtune.engine.schedule import Schedule
+from streamtune.engine.sequence.shards import Strips
 from streamtune.engine.sharing import ChunkSharing, SharedKey
 from streamtune.engine.state_argument import STATE, state_after, state_before
-from streamtune.engine.strips import Strips
-from streamtune.engine.tiles import OwnAttention, sees_future, tile
 from streamtune.engine.vjp import Along, cut
 from streamtune.errors import UnsupportedModelError
-from streamtune.ops.mask import LazyMask
+from streamtune.ops.attention.mask import LazyMask
+from streamtune.schedule import Schedule
 
 __all__ = ["CACHE_NAMES", "PAST", "LayerCall", "hands_on_cache", "takes_cache"]
 

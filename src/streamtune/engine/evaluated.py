@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_map
 
-from streamtune.engine.ambient import Autocast
+from streamtune.engine.observe import Autocast
 from streamtune.engine.weights import Weights
 
 __all__ = ["EvaluatedLogits"]

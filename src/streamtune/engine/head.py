@@ -20,12 +20,12 @@ from transformers.loss.loss_utils import LOSS_MAPPING, ForCausalLMLoss
 
 from streamtune.engine.evaluated import EvaluatedLogits
 from streamtune.engine.module_hooks import refuse_hooks
-from streamtune.engine.schedule import Schedule
+from streamtune.engine.sequence.shards import Strips
 from streamtune.engine.sharded import is_sharded
-from streamtune.engine.strips import Strips
 from streamtune.errors import UnsupportedModelError
 from streamtune.ops import linear_cross_entropy, project_cross_entropy, project_scores, token_scores
 from streamtune.ops.exchange import summed
+from streamtune.schedule import Schedule
 
 __all__ = ["LazyLogits", "StreamedHead", "has_head"]
 

@@ -15,8 +15,8 @@ from itertools import pairwise
 
 from torch import Tensor
 
-from streamtune.engine.ambient import hold
-from streamtune.engine.storage import Block, Tier
+from streamtune.engine.memory.tiers import Block, Tier
+from streamtune.engine.observe import hold
 
 __all__ = ["KeptAttention", "Turn", "remembered"]
 

@@ -13,28 +13,28 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from streamtune.engine.ambient import RandomState
 from streamtune.engine.attention import BiasError
-from streamtune.engine.balance import RouterWatch
 from streamtune.engine.branches import Branches
 from streamtune.engine.cache import ChunkCache
 from streamtune.engine.call import PAST, LayerCall
+from streamtune.engine.memory.placement import Placement, Tiers, Trail
+from streamtune.engine.memory.tiers import Stored
 from streamtune.engine.module_hooks import may_bring_leaves, refuse_hooks
+from streamtune.engine.observe import RandomState
+from streamtune.engine.own_attention import OwnAttention, is_ours
+from streamtune.engine.passes import LayerStream, placeholder
 from streamtune.engine.past import Past, refuse_past
-from streamtune.engine.placement import Placement, Tiers, Trail
+from streamtune.engine.routers import RouterWatch
 from streamtune.engine.rows import CallFacts
 from streamtune.engine.scan import mixers_with_a_bare_scan
-from streamtune.engine.schedule import Schedule
 from streamtune.engine.sharded import FlatParametersError
 from streamtune.engine.state_argument import STATE
-from streamtune.engine.storage import Stored
-from streamtune.engine.tiles import OwnAttention, is_ours
 from streamtune.engine.vjp import streamed_vjp
-from streamtune.engine.walks import LayerStream, placeholder
 from streamtune.engine.weights import Weights
 from streamtune.errors import ArgumentError, StreamTuneError, UnsupportedModelError
 from streamtune.ops import first_order, graph_is_kept
-from streamtune.ops.view import ForeignAttentionError
+from streamtune.ops.attention.view import ForeignAttentionError
+from streamtune.schedule import Schedule
 
 __all__ = ["StreamedForward", "strange_leaves"]
 

@@ -18,8 +18,8 @@ from torch import Tensor, nn
 from torch.nn.utils import parametrize
 from torch.utils._python_dispatch import is_in_torch_dispatch_mode
 
+from streamtune.engine.inspect_model import HUB_KERNELS
 from streamtune.engine.rows import PackedRows, tells_of_rows
-from streamtune.engine.streamable import HUB_KERNELS
 from streamtune.errors import ArgumentError, UnsupportedModelError
 
 __all__ = ["ModelCall", "mark_read", "refuse_surroundings"]

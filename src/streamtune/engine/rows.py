@@ -16,10 +16,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from streamtune.engine.schedule import Schedule
-from streamtune.engine.strips import Strips
+from streamtune.engine.sequence.shards import Strips
 from streamtune.errors import UnsupportedModelError
 from streamtune.ops import row_starts
+from streamtune.schedule import Schedule
 
 __all__ = ["OTHER_WORDS", "CallFacts", "PackedRows", "tells_of_rows"]
 

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from streamtune.engine.branches import Branches
 from streamtune.engine.head import LazyLogits
-from streamtune.engine.strips import Strips
+from streamtune.engine.sequence.shards import Strips
 from streamtune.errors import ArgumentError, UnsupportedModelError
 
 if TYPE_CHECKING:

@@ -15,22 +15,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from streamtune.engine.ambient import RandomState
 from streamtune.engine.attention import NAME
-from streamtune.engine.balance import RouterLoss, RouterTerms, RouterWatch, balances_itself, not_balanced, reduced
 from streamtune.engine.branches import Branches
 from streamtune.engine.head import LazyLogits, StreamedHead, has_head
-from streamtune.engine.layer import StreamedForward
-from streamtune.engine.model_call import ModelCall, mark_read, refuse_surroundings
-from streamtune.engine.parallel import SequenceParallel, Sharing, form_for
-from streamtune.engine.placement import Tiers, Trail, place_layers
-from streamtune.engine.pointwise import StreamedNorm, norms_outside
-from streamtune.engine.preflight import check_exact, check_length, check_shared, lengths_to_check
-from streamtune.engine.rows import CallFacts
-from streamtune.engine.schedule import Schedule
-from streamtune.engine.scores import Scored, TokenScores, token_scores_of
-from streamtune.engine.sharded import gather_whole, need_gradient, ungather_whole
-from streamtune.engine.streamable import (
+from streamtune.engine.inspect_model import (
     REFUSED_OUTPUTS,
     attention_configs,
     base_model,
@@ -39,8 +27,20 @@ from streamtune.engine.streamable import (
     own_attention,
     owners,
 )
-from streamtune.engine.tiles import over
+from streamtune.engine.layer import StreamedForward
+from streamtune.engine.memory.placement import Tiers, Trail, place_layers
+from streamtune.engine.model_call import ModelCall, mark_read, refuse_surroundings
+from streamtune.engine.norms import StreamedNorm, norms_outside
+from streamtune.engine.observe import RandomState
+from streamtune.engine.own_attention import over
+from streamtune.engine.preflight import check_exact, check_length, check_shared, lengths_to_check
+from streamtune.engine.routers import RouterLoss, RouterTerms, RouterWatch, balances_itself, not_balanced, reduced
+from streamtune.engine.rows import CallFacts
+from streamtune.engine.scores import Scored, TokenScores, token_scores_of
+from streamtune.engine.sequence.calls import SequenceParallel, Sharing, form_for
+from streamtune.engine.sharded import gather_whole, need_gradient, ungather_whole
 from streamtune.errors import ArgumentError, UnsupportedModelError
+from streamtune.schedule import Schedule
 
 __all__ = ["StreamHandle", "decoder_layers", "stream"]
 

@@ -24,7 +24,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from streamtune.engine.storage import Source, Stored
+from streamtune.engine.memory.tiers import Source, Stored
 from streamtune.ops import hooks_held_back
 
 __all__ = ["Along", "Boundary", "RunChunk", "cut", "part", "streamed_vjp", "sum_dtype"]

@@ -20,7 +20,7 @@ from typing import Any
 import torch
 from torch.nn import functional
 
-from streamtune.plan.cost import DISK_BANDWIDTH, Rates
+from streamtune.plan.rates import DISK_BANDWIDTH, Rates
 
 __all__ = ["cache_file", "load_rates", "measure_disk", "measure_rates"]
 

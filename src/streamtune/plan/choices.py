@@ -8,8 +8,8 @@ from dataclasses import dataclass, replace
 from itertools import product
 from typing import Any
 
-from streamtune.engine import Schedule
 from streamtune.plan.estimate import Estimator, Figures
+from streamtune.schedule import Schedule
 
 __all__ = ["Candidate", "Limits", "Space", "candidates"]
 

@@ -17,10 +17,10 @@ from typing import Any, Literal
 
 from torch import Tensor
 
-from streamtune.engine import Schedule
-from streamtune.engine.placement import place_layers
-from streamtune.plan.simulate import Simulation, Work
-from streamtune.plan.workload import Workload
+from streamtune.engine.memory.placement import place_layers
+from streamtune.schedule import Schedule
+from streamtune.simulate.simulate import Simulation, Work
+from streamtune.simulate.workload import Workload
 
 __all__ = ["Estimator", "Figures", "Simulate"]
 

@@ -8,18 +8,18 @@ from typing import Any
 import torch
 from torch import nn
 
-from streamtune.engine import Schedule
-from streamtune.engine.arena import usable_host_bytes
+from streamtune.engine.memory.host import usable_host_bytes
 from streamtune.errors import ArgumentError
 from streamtune.plan.budget import free_device_bytes, free_disk_bytes
 from streamtune.plan.calibrate import load_rates
 from streamtune.plan.choices import Limits
-from streamtune.plan.cost import sheet_rates
 from streamtune.plan.devices import nearest_device
-from streamtune.plan.memory import held_bytes
 from streamtune.plan.planner import choose
-from streamtune.plan.shape import meta_copy
-from streamtune.plan.workload import Workload
+from streamtune.plan.rates import sheet_rates
+from streamtune.schedule import Schedule
+from streamtune.simulate.memory import held_bytes
+from streamtune.simulate.meta import meta_copy
+from streamtune.simulate.workload import Workload
 from streamtune.sizes import parse_size
 
 __all__ = ["plan_schedule"]

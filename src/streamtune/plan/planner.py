@@ -17,15 +17,16 @@ from typing import Any
 
 from torch import Tensor
 
-from streamtune.engine import Schedule, decoder_layers
+from streamtune.engine import decoder_layers
 from streamtune.plan.choices import Candidate, Limits, Space, candidates
-from streamtune.plan.cost import Rates
 from streamtune.plan.estimate import Estimator, Figures, Simulate
+from streamtune.plan.rates import Rates
 from streamtune.plan.refusal import nothing_fits
-from streamtune.plan.simulate import Simulation, simulate
-from streamtune.plan.thrifty import excess_of, furthest
+from streamtune.plan.smallest import excess_of, furthest
 from streamtune.plan.traffic import Pace, Traffic
-from streamtune.plan.workload import Workload
+from streamtune.schedule import Schedule
+from streamtune.simulate.simulate import Simulation, simulate
+from streamtune.simulate.workload import Workload
 from streamtune.sizes import show_size
 
 __all__ = ["Alternative", "Limits", "Plan", "as_fixed", "choose", "judge"]

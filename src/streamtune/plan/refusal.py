@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from streamtune.engine import Schedule
 from streamtune.errors import ArgumentError
 from streamtune.plan.choices import Limits, Space
 from streamtune.plan.estimate import Simulate
-from streamtune.plan.longer import longest_below
-from streamtune.plan.simulate import Simulation
-from streamtune.plan.thrifty import excess_of
-from streamtune.plan.workload import Workload
+from streamtune.plan.furthest import longest_below
+from streamtune.plan.smallest import excess_of
+from streamtune.schedule import Schedule
+from streamtune.simulate.simulate import Simulation
+from streamtune.simulate.workload import Workload
 from streamtune.sizes import show_size
 
 __all__ = ["nothing_fits"]

@@ -23,17 +23,18 @@ from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any
 
-from streamtune.engine import Schedule, decoder_layers
-from streamtune.engine.placement import place_layers
-from streamtune.plan.cluster import Heads
-from streamtune.plan.cost import Rates, predict_seconds
-from streamtune.plan.memory import held_bytes
-from streamtune.plan.partition import outside_bytes, trained_bytes
-from streamtune.plan.strip import heads_of, strip_of
+from streamtune.engine import decoder_layers
+from streamtune.engine.memory.placement import place_layers
+from streamtune.plan.rates import Rates, predict_seconds
+from streamtune.schedule import Schedule
+from streamtune.simulate.cluster import Heads
+from streamtune.simulate.memory import held_bytes
+from streamtune.simulate.partition import outside_bytes, trained_bytes
+from streamtune.simulate.shard import heads_of, strip_of
 
 if TYPE_CHECKING:
-    from streamtune.plan.simulate import Work
-    from streamtune.plan.workload import Workload
+    from streamtune.simulate.simulate import Work
+    from streamtune.simulate.workload import Workload
 
 __all__ = ["Flow", "Pace", "Traffic"]
 

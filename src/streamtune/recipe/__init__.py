@@ -4,15 +4,30 @@ Importing this package loads neither torch nor transformers; ``recipe.build``, w
 and is imported by name.
 """
 
-from .code import code_of
-from .dump import dump_recipe
-from .jsonschema import json_schema
-from .kinds import RECIPES
-from .loader import LoadedRecipe, load_recipe, names_a_hub
-from .schema import DatasetSpec, EngineSpec, ModelInit, Recipe, SampleSpec, TokenizerSpec, TokenizerTrain
-from .schema_dpo import DpoRecipe
-from .schema_grpo import GrpoRecipe
-from .shipped import ShippedRecipe, read_shipped, schema_file, shipped_names, shipped_recipes, with_schema
+from streamtune.recipe.code import code_of
+from streamtune.recipe.dpo import DpoRecipe
+from streamtune.recipe.dump import dump_recipe
+from streamtune.recipe.grpo import GrpoRecipe
+from streamtune.recipe.jsonschema import json_schema
+from streamtune.recipe.kinds import RECIPES
+from streamtune.recipe.loader import LoadedRecipe, load_recipe, names_a_hub
+from streamtune.recipe.schema import (
+    DatasetSpec,
+    EngineSpec,
+    ModelInit,
+    Recipe,
+    SampleSpec,
+    TokenizerSpec,
+    TokenizerTrain,
+)
+from streamtune.recipe.shipped import (
+    ShippedRecipe,
+    read_shipped,
+    schema_file,
+    shipped_names,
+    shipped_recipes,
+    with_schema,
+)
 
 __all__ = [
     "RECIPES",

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from .marks import Marks, Mistake, show_path
+from streamtune.recipe.yaml import Marks, Mistake, show_path
 
 __all__ = ["ALIASES", "INSTEAD", "LATER", "SWITCHES", "apply_aliases"]
 

@@ -6,7 +6,8 @@ from typing import Any
 
 import yaml
 
-from .marks import parse_scalar
+from streamtune.recipe.yaml import parse_scalar
+
 from .schema import Recipe
 
 __all__ = ["dump_recipe"]

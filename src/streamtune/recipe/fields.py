@@ -8,9 +8,9 @@ from __future__ import annotations
 from functools import cache
 from typing import Any
 
+from streamtune.recipe.yaml import KeyPath
 from streamtune.sizes import SIZE_PATTERN
 
-from .marks import KeyPath
 from .schema import Recipe
 
 __all__ = ["expected", "field_at", "leaf_paths", "options", "properties"]

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+from streamtune.recipe.dpo import DpoRecipe
+from streamtune.recipe.grpo import GrpoRecipe
+
 from .schema import Recipe
-from .schema_dpo import DpoRecipe
-from .schema_grpo import GrpoRecipe
 
 __all__ = ["RECIPES", "objectives_with"]
 

@@ -12,11 +12,11 @@ from typing import Any
 from pydantic import ValidationError
 
 from streamtune.errors import RecipeError, did_you_mean
+from streamtune.recipe.yaml import MAX_BYTES, KeyPath, Marks, parse_scalar, read_yaml, show_path
 from streamtune.secrets import find_secret, redact
 
 from .aliases import ALIASES, apply_aliases
 from .kinds import RECIPES
-from .marks import MAX_BYTES, KeyPath, Marks, parse_scalar, read_yaml, show_path
 from .mistakes import explain, to_error
 from .overrides import apply_overrides
 from .schema import Recipe

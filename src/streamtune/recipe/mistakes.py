@@ -9,11 +9,11 @@ from typing import Any
 from pydantic import ValidationError
 
 from streamtune.errors import RecipeError, did_you_mean
+from streamtune.recipe.yaml import KeyPath, Marks, Mistake, parse_scalar, show_path
 
 from .aliases import ALIASES, SWITCHES
 from .fields import expected, field_at, leaf_paths, options, properties
 from .kinds import objectives_with
-from .marks import KeyPath, Marks, Mistake, parse_scalar, show_path
 from .schema import Recipe
 from .spec import TOO_LARGE
 

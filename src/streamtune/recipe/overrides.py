@@ -12,11 +12,11 @@ from collections.abc import Sequence
 from typing import Any
 
 from streamtune.errors import RecipeError, did_you_mean
+from streamtune.recipe.yaml import KeyPath, Marks, read_yaml, show_path
 
 from .aliases import ALIASES, INSTEAD, LATER, SWITCHES
 from .fields import leaf_paths
 from .kinds import objectives_with
-from .marks import KeyPath, Marks, read_yaml, show_path
 from .mistakes import unknown_key
 from .schema import Recipe
 

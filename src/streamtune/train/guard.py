@@ -16,8 +16,8 @@ from typing import TypeVar
 
 import torch
 
-from streamtune.engine import Schedule
 from streamtune.errors import NonFiniteError, OutOfMemoryError, StreamTuneError
+from streamtune.schedule import Schedule
 from streamtune.train.batch import MicroBatch
 from streamtune.train.memory import GIB, peak_memory_bytes
 from streamtune.train.records import append_event, read_records

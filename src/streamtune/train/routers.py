@@ -1,6 +1,6 @@
 """The routers of a mixture of experts through the micro-batches of one optimizer step.
 
-A step's loss on its routers (``streamtune.engine.balance``) is one number however the step is split, n_g tokens of n
+A step's loss on its routers (``streamtune.engine.routers``) is one number however the step is split, n_g tokens of n
 in micro-batch g:
 
     micro     sum_g  n_g / n  (coefficient * balance_g + z_coefficient * z_g)      each balanced in itself

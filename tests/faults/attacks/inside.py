@@ -15,7 +15,7 @@ __all__ = ["act"]
 
 def _moments() -> dict[str, tuple[Any, str]]:
     """Name the owner and the function that begins each moment of a run of sft."""
-    import streamtune.recipe.build_sft as build_sft
+    import streamtune.run.sft as build_sft
     from streamtune.train import LocalBackend, loop, saver, sharded_checkpoint
     from streamtune.train.objective import SupervisedObjective
 

@@ -6,7 +6,7 @@
 
 from streamtune.engine.preflight.exact import check_exact
 from streamtune.engine.preflight.length import check_length, lengths_to_check
-from streamtune.engine.preflight.packing import check_branches, check_packing
-from streamtune.engine.preflight.shared import check_shared
+from streamtune.engine.preflight.ranks import check_shared
+from streamtune.engine.preflight.rows import check_branches, check_packing
 
 __all__ = ["check_branches", "check_exact", "check_length", "check_packing", "check_shared", "lengths_to_check"]

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
-from streamtune.engine.ambient import RandomState
+from streamtune.engine.observe import RandomState
 
 if TYPE_CHECKING:
     from streamtune.engine.stream import StreamHandle

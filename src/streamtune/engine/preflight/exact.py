@@ -14,14 +14,14 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from streamtune.engine.ambient import attention_as
-from streamtune.engine.balance import not_balanced
 from streamtune.engine.call import LayerCall
 from streamtune.engine.head import StreamedHead
 from streamtune.engine.layer import StreamedForward, strange_leaves
+from streamtune.engine.observe import attention_as
+from streamtune.engine.own_attention import OwnAttention
 from streamtune.engine.preflight.borrow import borrowed
 from streamtune.engine.preflight.difference import distance
-from streamtune.engine.preflight.judge import MEND, DiffersError, LayerJudge, without_self
+from streamtune.engine.preflight.layer import MEND, DiffersError, LayerJudge, without_self
 from streamtune.engine.preflight.recorded import (
     Arguments,
     RecordedCall,
@@ -33,7 +33,7 @@ from streamtune.engine.preflight.recorded import (
     replaced,
 )
 from streamtune.engine.preflight.trial import LENGTH, ROWS, SCHEDULE, trial_batch
-from streamtune.engine.tiles import OwnAttention
+from streamtune.engine.routers import not_balanced
 from streamtune.errors import ArgumentError, StreamTuneError, UnsupportedModelError
 
 if TYPE_CHECKING:

@@ -19,15 +19,15 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from streamtune.engine.ambient import attention_as
-from streamtune.engine.balance import not_balanced
 from streamtune.engine.layer import StreamedForward
+from streamtune.engine.observe import attention_as
 from streamtune.engine.preflight.borrow import borrowed
 from streamtune.engine.preflight.difference import BOUND, compared_dtype
 from streamtune.engine.preflight.recorded import bind, kind_of
 from streamtune.engine.preflight.trial import ordinary_tokens
-from streamtune.engine.schedule import Schedule
+from streamtune.engine.routers import not_balanced
 from streamtune.errors import UnsupportedModelError
+from streamtune.schedule import Schedule
 
 if TYPE_CHECKING:
     from streamtune.engine.stream import StreamHandle

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from streamtune.engine.schedule import Schedule
+from streamtune.schedule import Schedule
 
 __all__ = ["LENGTH", "ROWS", "SCHEDULE", "ordinary_tokens", "trial_batch"]
 

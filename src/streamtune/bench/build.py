@@ -1,0 +1,211 @@
+"""Run a benchmark of a recipe's model."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from streamtune import __version__
+from streamtune.bench.bench import BenchReport, run_bench
+from streamtune.bench.lengths import lengths_report
+from streamtune.bench.longest import Budget
+from streamtune.bench.subject import Job
+from streamtune.bench.tables import TableName, TableReport
+from streamtune.bench.tabulate import run_table
+from streamtune.errors import ArgumentError
+from streamtune.recipe.loader import LoadedRecipe
+from streamtune.recipe.schema import Recipe
+from streamtune.run.device import blame_recipe, choose_device, quiet_libraries
+from streamtune.run.model import make_blueprint, make_model_alone
+from streamtune.run.plan import shares_prompts
+from streamtune.run.streaming import make_schedule
+from streamtune.simulate.workload import ALL_MODES, Mode
+from streamtune.tasks.shapes import LEAST, completions_of
+
+__all__ = ["TableOptions", "bench_recipe", "table_recipe"]
+
+SCORING: tuple[Mode, ...] = ("plain", "checkpoint", "checkpoint-offload", "stream", "stream-keep-attention")
+"""Ways that score completions."""
+
+DECIDES = {
+    "model_name_or_path",
+    "model",
+    "dtype",
+    "bf16",
+    "finetuning_type",
+    "quantization",
+    "lora_r",
+    "lora_target",
+    "lora_dropout",
+    "per_device_train_batch_size",
+    "engine",
+    "seed",
+    "objective",
+    "loss_type",
+    "max_prompt_length",
+    "max_completion_length",
+    "num_generations",
+    "share_prefix",
+    "ref_model_name_or_path",
+}
+"""Keys of a recipe that the figures of a table hang on."""
+
+
+def bench_recipe(
+    loaded: LoadedRecipe,
+    *,
+    lengths: Sequence[int],
+    modes: Sequence[Mode],
+    repeats: int,
+    packed_rows: int = 0,
+    notify: Callable[[str], None] = lambda message: None,
+) -> BenchReport:
+    """Measure the recipe's model with its schedule, precision, adapters and batch size on random tokens.
+
+    Raises:
+        ArgumentError: A length, a mode or the number of repeats makes no sense.
+        UnsupportedModelError: The recipe asks for shared prompts, and its model cannot share them.
+    """
+    recipe = loaded.recipe
+    _check(lengths, modes, repeats, LEAST[recipe.objective])
+    completions = None
+    if recipe.objective != "sft":
+        if packed_rows:
+            raise ArgumentError(f"--packed-rows has no meaning in {recipe.objective}", mend="leave it out")
+        if unfit := [mode for mode in modes if mode not in SCORING]:
+            raise ArgumentError(
+                f"'{unfit[0]}' computes the loss of next tokens and knows no completions",
+                mend=f"choose from {', '.join(SCORING)}",
+            )
+        device = choose_device(recipe.device)
+        quiet_libraries(device)
+        with blame_recipe(loaded):
+            completions = completions_of(recipe, share=shares_prompts(recipe, make_blueprint(recipe, device), device))
+    if packed_rows and not 2 <= packed_rows <= min(lengths) // 2:
+        raise ArgumentError(
+            f"--packed-rows cuts every length into rows of two tokens or more; found {packed_rows}",
+            mend="write --packed-rows 16 --lengths 16384",
+        )
+    job = _job(loaded.recipe)
+    return run_bench(
+        job.make_model,
+        lengths=lengths,
+        modes=modes,
+        schedule=make_schedule(loaded.recipe.engine),
+        batch_size=job.batch_size,
+        packed_rows=packed_rows,
+        repeats=repeats,
+        autocast=job.autocast,
+        objective=recipe.objective,
+        completions=completions,
+        notify=notify,
+    )
+
+
+@dataclass(frozen=True)
+class TableOptions:
+    """The options of a table on the command line.
+
+    Attributes:
+        lengths: Tokens of a row.
+        modes: Modes to compare.
+        repeats: Timed steps of each row.
+        folder: Directory of its files.
+        command: The command line.
+        method: ``measure`` or ``simulate``: the way in which a longest sequence is found.
+        sizes: Bytes on device, host and disk that a longest sequence may take; None where no size is given.
+    """
+
+    lengths: Sequence[int]
+    modes: Sequence[Mode]
+    repeats: int
+    folder: Path
+    command: str
+    method: str = "simulate"
+    sizes: Sequence[int | None] = (None, None, None)
+
+
+def table_recipe(
+    loaded: LoadedRecipe,
+    table: TableName,
+    options: TableOptions,
+    *,
+    notify: Callable[[str], None] = lambda message: None,
+) -> TableReport:
+    """Measure a table on the recipe's model, or the rest of one that was begun.
+
+    Raises:
+        ArgumentError: A length, a mode, a size or the number of repeats makes no sense.
+    """
+    recipe, job = loaded.recipe, _job(loaded.recipe)
+    schedule = make_schedule(recipe.engine)
+    asked = {
+        "streamtune": __version__,
+        "recipe": _decisive(recipe),
+        "schedule_in_words": schedule.describe(),
+    }
+    if recipe.objective != "sft" and table not in ("max-length", "prefix-sharing"):
+        raise ArgumentError(
+            f"--table {table} measures rows of supervised fine-tuning, and this is a recipe of {recipe.objective}",
+            where="--table",
+            mend="leave --table out, or write --table max-length, or prefix-sharing for the layouts of a shared prompt",
+        )
+    _check(options.lengths or [4], options.modes, options.repeats, 2)
+    if options.method not in ("measure", "simulate"):
+        raise ArgumentError(f"--method is measure or simulate, not {options.method!r}")
+    if table == "max-length":
+        return lengths_report(
+            recipe,
+            job,
+            Budget(*options.sizes),
+            options.method,
+            modes=options.modes,
+            folder=options.folder,
+            command=options.command,
+            asked=asked,
+            notify=notify,
+        )
+    return run_table(
+        table,
+        job,
+        lengths=options.lengths,
+        modes=options.modes,
+        schedule=schedule,
+        repeats=options.repeats,
+        folder=options.folder,
+        command=options.command,
+        asked={**asked, "repeats": options.repeats},
+        notify=notify,
+    )
+
+
+def _decisive(recipe: Recipe) -> dict[str, Any]:
+    written = {key: value for key, value in recipe.model_dump(mode="json").items() if key in DECIDES}
+    if recipe.objective == "sft":  # tables were begun before there was another
+        del written["objective"]
+    return written
+
+
+def _check(lengths: Sequence[int], modes: Sequence[Mode], repeats: int, shortest: int) -> None:
+    if not lengths or any(length < shortest for length in lengths):
+        raise ArgumentError(f"--lengths takes numbers of tokens from {shortest} up", mend="write --lengths 2048,8192")
+    if unknown := [mode for mode in modes if mode not in ALL_MODES]:
+        raise ArgumentError(f"--modes does not know {unknown[0]!r}", mend=f"choose from {', '.join(ALL_MODES)}")
+    if repeats < 1:
+        raise ArgumentError("--repeats takes a number from 1 up")
+
+
+def _job(recipe: Recipe) -> Job:
+    make_model = partial(_make_model, recipe, str(choose_device(recipe.device)))
+    return Job(make_model, recipe.per_device_train_batch_size, recipe.bf16)
+
+
+def _make_model(recipe: Recipe, device: str) -> Any:
+    """Make the recipe's model; called in a process of its own."""
+    quiet_libraries(torch.device(device))
+    return make_model_alone(recipe, torch.device(device))

@@ -1,0 +1,124 @@
+"""Make the table of longest sequences of a recipe: the same search for every schedule."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from streamtune import interrupts
+from streamtune.bench.longest import Budget, TryLength, length_entries, longest_by
+from streamtune.bench.subject import Job, env_of
+from streamtune.bench.tables import Entry, TableReport
+from streamtune.bench.tabulate import fill
+from streamtune.bench.worker import Worker
+from streamtune.errors import ArgumentError, RunError
+from streamtune.probe.prepare import prepare_step
+from streamtune.probe.steps import Shape, StepBudget
+from streamtune.probe.trial import Outcome, run_trial
+from streamtune.recipe.schema import Recipe
+from streamtune.run.device import choose_device, quiet_libraries
+from streamtune.run.model import make_blueprint
+from streamtune.run.plan import make_workload, reference_bytes, shares_prompts
+from streamtune.run.streaming import make_schedule
+from streamtune.simulate.simulate import simulate
+from streamtune.simulate.workload import Mode
+from streamtune.sizes import show_size
+from streamtune.tasks.shapes import LEAST, completions_of
+
+__all__ = ["lengths_report"]
+
+MARGIN = 0.05
+"""Part of a budget that is left free where a step is simulated."""
+
+TRIAL_SECONDS = 1800.0
+"""A step that takes longer does not fit."""
+
+
+def lengths_report(
+    recipe: Recipe,
+    job: Job,
+    budget: Budget,
+    method: str,
+    *,
+    modes: Sequence[Mode],
+    folder: Path,
+    command: str,
+    asked: dict[str, Any],
+    notify: Callable[[str], None],
+) -> TableReport:
+    """Make the table of longest sequences: whole training steps of the recipe, its optimizer included.
+
+    Args:
+        recipe: The recipe; the other schedules differ from its own in what their rows name.
+        job: Its model, to measure.
+        budget: Bytes a step may take.
+        method: ``measure`` on the device at hand, each trial in a process of its own, or ``simulate`` one.
+        modes: The modes that get rows.
+        folder: Directory of the table's file; it exists.
+        command: Command line that makes the table again.
+        asked: Settings that the figures depend on, as JSON values.
+        notify: Called with what is being tried.
+
+    Raises:
+        ArgumentError: There is no budget, and no device that has one.
+    """
+    if budget.device_bytes is None and (method == "simulate" or choose_device(recipe.device).type == "cpu"):
+        raise ArgumentError("there is no device to fill", mend="add --device-memory 80GiB, the size to keep to")
+    notify("building the model")
+    make = _simulated if method == "simulate" else _measured
+    env, attempt = make(recipe, job, budget)
+    report = TableReport("max-length", command, {**asked, "budget": str(budget), "method": method}, env)
+    with interrupts.temporary_directory(dir=folder, prefix=".offload-") as scratch:
+        entries = length_entries(make_schedule(recipe.engine), scratch)
+        groups = [[entry] for entry in entries if entry.case.mode in modes]
+        fill(report, groups, longest_by(attempt, budget, notify), folder=folder)
+    return report
+
+
+def _measured(recipe: Recipe, job: Job, budget: Budget) -> tuple[dict[str, Any], TryLength]:
+    worker = Worker(job)
+    try:
+        env = worker.ask("env")
+        if worker.failed:
+            raise RunError(f"the model cannot be built: {worker.failed}")
+    finally:
+        worker.close()
+    limits = StepBudget(budget.device_bytes, budget.host_bytes, budget.disk_bytes)
+
+    def attempt(entry: Entry, length: int) -> Outcome:
+        engine = recipe.engine.model_copy(update={**asdict(entry.case.schedule), "schedule": "fixed"})
+        changed = recipe.model_copy(update={"engine": engine})
+        prepare = partial(prepare_step, changed, str(choose_device(recipe.device)), limits)
+        return run_trial(prepare, Shape(entry.case.mode, length, job.batch_size), limits, seconds=TRIAL_SECONDS)
+
+    return env, attempt
+
+
+def _simulated(recipe: Recipe, job: Job, budget: Budget) -> tuple[dict[str, Any], TryLength]:
+    kernels = torch.device("cpu" if recipe.device == "cpu" else "cuda")
+    quiet_libraries(kernels)
+    model = make_blueprint(recipe, kernels)
+    env = env_of(model, job, torch.device("meta"))
+    whole = make_workload(
+        recipe,
+        model,
+        LEAST[recipe.objective],
+        kernels,
+        completions=completions_of(recipe, share=shares_prompts(recipe, model, kernels)),
+        reference_bytes=reference_bytes(recipe, kernels),
+    )
+
+    def attempt(entry: Entry, length: int) -> Outcome:
+        workload = replace(whole, length=length, mode=entry.case.mode)
+        found = simulate(workload, entry.case.schedule)
+        outcome = Outcome(True, "", "", "", found.peak_bytes, found.host_bytes, found.disk_bytes, terms=found.terms)
+        filled = (1 + MARGIN) * (budget.filled(outcome) or 0)
+        reason = f"a step takes {show_size(found.peak_bytes)} of the device"
+        return outcome if filled <= 1 else replace(outcome, fits=False, reason=reason)
+
+    return env, attempt

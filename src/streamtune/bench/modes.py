@@ -1,0 +1,241 @@
+"""The modes that are compared: their names, the preparation of a model for each, and what each needs to run.
+
+Peers run as their own documentation sets them up, on the same model of ``transformers`` as all the others.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass, replace
+from importlib.util import find_spec
+from typing import Any
+
+from torch import Tensor, nn
+from torch.autograd.graph import save_on_cpu, saved_tensors_hooks
+from torch.nn.functional import cross_entropy, pad
+
+from streamtune.engine import StreamHandle, decoder_layers, stream
+from streamtune.engine.memory.placement import Tiers
+from streamtune.errors import UnsupportedModelError
+from streamtune.schedule import Schedule
+from streamtune.simulate.checkpointing import checkpointing, recompute
+from streamtune.simulate.workload import Mode
+
+__all__ = ["WAYS", "Batch", "Ready", "Way", "last_hidden_state"]
+
+
+Batch = dict[str, Any]
+"""Arguments of the model: ``input_ids`` and, for packed rows, ``position_ids``; both [batch, length].
+
+Of completions ``targets`` [batch, length] are what each position predicts, ``count`` how many there are in all batches
+of a step, and ``branches`` how they lie where they share their prompt.
+"""
+
+
+@dataclass(frozen=True)
+class Ready:
+    """A model prepared for a mode.
+
+    Attributes:
+        loss: The mean loss of the next tokens of a batch.
+        tiers: The counts of bytes that are kept on the host and on disk; None where nothing is.
+    """
+
+    loss: Callable[[Batch], Tensor]
+    tiers: Tiers | None = None
+
+
+IGNORED = -100
+"""The label of a token that does not count."""
+
+
+@dataclass(frozen=True)
+class Way:
+    """A way to compute the gradient.
+
+    Attributes:
+        entered: Prepares a model (in place) and restores it on leaving; yields what is measured.
+        package: The package that must be installed; empty if none.
+        accelerator: The reason why it needs an accelerator; empty if it needs none.
+    """
+
+    entered: Callable[[Any, Schedule], AbstractContextManager[Ready]]
+    package: str = ""
+    accelerator: str = ""
+
+    def lacks(self, device_type: str) -> str:
+        """Return the reason why it cannot run on such a device; empty if it can."""
+        if self.accelerator and device_type == "cpu":
+            return f"not run here: {self.accelerator}"
+        if self.package and find_spec(self.package) is None:
+            return f"not run here: {self.package} is not installed"
+        return ""
+
+
+@contextmanager
+def _plain(model: Any, schedule: Schedule) -> Iterator[Ready]:
+    yield Ready(_own_loss(model))
+
+
+@contextmanager
+def _checkpointed(model: Any, schedule: Schedule) -> Iterator[Ready]:
+    with checkpointing(model):
+        yield Ready(_own_loss(model))
+
+
+@contextmanager
+def _offloaded(model: Any, schedule: Schedule) -> Iterator[Ready]:
+    """Prepare checkpointing under torch's ``save_on_cpu``, which keeps the inputs of layers in pinned memory.
+
+    If the device is the CPU, that would copy nothing. The inputs are then copied to memory that is counted as the
+    host's, so that the bytes are those of a device.
+    """
+    tiers = Tiers(Schedule(offload="host"))
+    here = next(model.parameters()).device
+
+    def on_host(function: Callable[..., Any], *args: Any) -> Any:
+        host = tiers.of("host", here)
+        copied = saved_tensors_hooks(host.put, lambda block: block.get())
+        with save_on_cpu(pin_memory=True) if here.type == "cuda" else copied:
+            return recompute(function, *args)
+
+    with checkpointing(model, on_host):
+        yield Ready(_own_loss(model), None if here.type == "cuda" else tiers)
+
+
+@contextmanager
+def _tiled(model: Any, schedule: Schedule) -> Iterator[Ready]:
+    """Prepare checkpointing with what DeepSpeed's ALST adds on one device: the MLP and the loss tile by tile.
+
+    The tiles of an MLP are those of ALST's documentation, of as many tokens as the model is wide; a tile of the loss is
+    as long as a chunk of the streamed head.
+    """
+    with _tiled_mlps(decoder_layers(model)), checkpointing(model):
+        yield Ready(lambda batch: _tiled_loss(model, batch, schedule.head_chunk_size))
+
+
+@contextmanager
+def _liger(model: Any, schedule: Schedule) -> Iterator[Ready]:
+    with checkpointing(model):
+        yield Ready(lambda batch: _liger_loss(model, batch))
+
+
+@contextmanager
+def _streamed(model: Any, schedule: Schedule) -> Iterator[Ready]:
+    handle = stream(model, schedule=schedule)
+    try:
+        yield Ready(_scored_loss(model, handle), handle.tiers)
+    finally:
+        handle.remove()
+
+
+def _keeping_attention(model: Any, schedule: Schedule) -> AbstractContextManager[Ready]:
+    return _streamed(model, replace(schedule, keep_attention="device"))
+
+
+WAYS: dict[Mode, Way] = {
+    "plain": Way(_plain),
+    "checkpoint": Way(_checkpointed),
+    "checkpoint-offload": Way(_offloaded),
+    "deepspeed-tiled": Way(_tiled, package="deepspeed"),
+    "liger-loss": Way(_liger, "liger_kernel", "Liger's kernels need an accelerator"),
+    "stream": Way(_streamed),
+    "stream-keep-attention": Way(_keeping_attention),
+}
+
+
+def last_hidden_state(model: Any, batch: Batch) -> Tensor:
+    """Return the output of the decoder, which is the input of the head, [batch, length, width]."""
+    inner = getattr(model, "get_base_model", lambda: model)()  # out of peft's wrapper
+    hidden: Tensor = inner.base_model(**batch, use_cache=False).last_hidden_state
+    return hidden
+
+
+def _own_loss(model: Any) -> Callable[[Batch], Tensor]:
+    def loss(batch: Batch) -> Tensor:
+        labels = {"labels": batch["input_ids"]}
+        if "targets" in batch:
+            labels = {
+                "labels": batch["targets"],
+                "shift_labels": batch["targets"],
+                "num_items_in_batch": batch["count"],
+            }
+        given = {name: value for name, value in batch.items() if name not in ("targets", "count")}
+        out: Tensor = model(**given, **labels, use_cache=False).loss
+        return out
+
+    return loss
+
+
+def _scored_loss(model: Any, handle: StreamHandle) -> Callable[[Batch], Tensor]:
+    """Return a loss like that of :func:`_own_loss`; completions are scored token by token, as an objective does."""
+    own = _own_loss(model)
+
+    def loss(batch: Batch) -> Tensor:
+        if "targets" not in batch:
+            return own(batch)
+        scores = handle.logprobs(batch["input_ids"], batch["targets"], branches=batch.get("branches"))
+        return -scores.logprobs.sum() / batch["count"]
+
+    return loss
+
+
+@contextmanager
+def _tiled_mlps(layers: list[nn.Module]) -> Iterator[None]:
+    from deepspeed.runtime.sequence_parallel.ulysses_sp import TiledMLP
+
+    mlps: list[Any] = [layer.mlp for layer in layers if hasattr(layer, "mlp")]
+    if len(mlps) < len(layers):
+        raise UnsupportedModelError("its layers have no 'mlp' to tile")
+
+    def tiled(mlp: Any) -> Callable[[Tensor], Tensor]:
+        own = type(mlp).forward
+
+        def forward(x_BTC: Tensor) -> Tensor:
+            tiles = math.ceil(x_BTC.shape[1] / x_BTC.shape[2])
+            out: Tensor = TiledMLP.apply(own, mlp, x_BTC, tiles, list(mlp.parameters()))
+            return out
+
+        return forward
+
+    for mlp in mlps:
+        mlp.forward = tiled(mlp)
+    try:
+        yield
+    finally:
+        for mlp in mlps:
+            del mlp.forward
+
+
+def _tiled_loss(model: Any, batch: Batch, tile: int) -> Tensor:
+    from deepspeed.runtime.sequence_parallel.ulysses_sp import TiledFusedLogitsLoss
+
+    hidden, labels = last_hidden_state(model, batch), _next_tokens(batch)
+    head, count = model.get_output_embeddings(), (labels != IGNORED).sum()
+
+    def of_tile(head: nn.Module, x_NC: Tensor, labels_N: Tensor) -> Tensor:
+        return cross_entropy(head(x_NC).float(), labels_N, ignore_index=IGNORED, reduction="sum") / count
+
+    tiles = math.ceil(labels.numel() / tile)
+    loss: Tensor = TiledFusedLogitsLoss.apply(
+        of_tile, head, hidden, labels, None, tiles, list(head.parameters()), "sum"
+    )
+    return loss
+
+
+def _liger_loss(model: Any, batch: Batch) -> Tensor:
+    from liger_kernel.transformers import LigerFusedLinearCrossEntropyLoss
+
+    hidden, labels = last_hidden_state(model, batch), _next_tokens(batch)
+    head = model.get_output_embeddings()
+    loss: Tensor = LigerFusedLinearCrossEntropyLoss(ignore_index=IGNORED)(
+        head.weight, hidden.flatten(0, 1), labels.flatten(), head.bias
+    )
+    return loss
+
+
+def _next_tokens(batch: Batch) -> Tensor:
+    """Return the label of every position, [batch, length]."""
+    return pad(batch["input_ids"][:, 1:], (0, 1), value=IGNORED)

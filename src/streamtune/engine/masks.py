@@ -1,0 +1,221 @@
+"""Recognition of the mask functions of ``transformers``, by the closures they are composed of.
+
+``transformers`` composes a mask of small functions of positions. One that is recognised becomes a field with which the
+lazy mask can compute (causal, window, packed rows, spans, mutual blocks). One that is not stays a function, which is
+always right but must be evaluated for each query and key. Only exact matches are recognised: ids that are not runs, or
+parts in a combination with another meaning, stay a function.
+
+    packed rows          packed_sequence_mask_function(ids), and the mask itself remapped to positions that restart
+    spans (Llama 4)      chunked_overlay(size, left padding)
+    blocks (images)      or(causal ..., blockwise_overlay(ids)), and Gemma 3's and(or(causal, blockwise), window)
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers.masking_utils import causal_mask_function
+
+from streamtune.ops.attention.runs import contiguous, run_starts
+
+__all__ = ["Facts", "recognise"]
+
+Function = Callable[..., Any]
+
+
+@dataclass(frozen=True)
+class Facts:
+    """A mask in the terms of :class:`~streamtune.ops.LazyMask`; the starts are ``[B or 1, T]``."""
+
+    causal: bool = False
+    window: int | None = None
+    row_start: Tensor | None = None
+    span_start: Tensor | None = None
+    block_start: Tensor | None = None
+    window_cuts_blocks: bool = False
+    rest: tuple[Function, ...] = ()
+
+    @property
+    def function(self) -> Function | None:
+        """The part that the other fields do not express, or None."""
+        if len(self.rest) < 2:
+            return self.rest[0] if self.rest else None
+        return lambda b, h, q, k: _all(part(b, h, q, k) for part in self.rest)
+
+
+class _UnknownError(Exception):
+    """The parts are recognised, their combination is not."""
+
+
+def recognise(function: Function, length: int, device: torch.device) -> Facts:
+    """Return the facts of a mask function over ``length`` positions, counted from the start of the sequence.
+
+    Args:
+        function: ``(batch, head, query, key) -> bool``.
+        length: Length of tensors that follow the sequence.
+        device: The device of such tensors.
+    """
+    whole = Facts(rest=(function,))
+    try:
+        facts = _facts(function, torch.arange(length, device=device)[None])
+    except _UnknownError:
+        return whole
+    if not facts.causal:
+        return whole  # a window or a span alone also limits how far ahead one sees: leave it to the function
+    if facts.block_start is not None and (facts.rest or _splits_blocks(facts)):
+        return whole
+    return facts
+
+
+def _facts(function: Function, position_BT: Tensor) -> Facts:
+    """Return the facts of a part that is given the positions ``position_BT`` (restarting inside a remap)."""
+    if function is causal_mask_function:
+        return Facts(causal=True)
+    read = _READERS.get(getattr(function, "__qualname__", ""))
+    facts = read(function, position_BT) if read is not None else None
+    return Facts(rest=(function,)) if facts is None else facts
+
+
+def _window(function: Function, position_BT: Tensor) -> Facts | None:
+    size = _closed(function, "sliding_window")
+    return Facts(window=size) if isinstance(size, int) else None
+
+
+def _packed(function: Function, position_BT: Tensor) -> Facts | None:
+    ids = _closed(function, "packed_sequence_mask")
+    return Facts(row_start=run_starts(ids)) if _are_runs(ids, position_BT) else None
+
+
+def _span(function: Function, position_BT: Tensor) -> Facts | None:
+    size, left = _closed(function, "chunk_size"), _closed(function, "left_padding")
+    if not isinstance(size, int) or not isinstance(left, Tensor):
+        return None
+    rows = max(left.shape[0], position_BT.shape[0])
+    ids = (position_BT.expand(rows, -1) - left[:, None].to(position_BT.device)).div(size, rounding_mode="floor")
+    return Facts(span_start=run_starts(ids))
+
+
+def _block(function: Function, position_BT: Tensor) -> Facts | None:
+    """Return a part's blocks. Only :func:`_either` calls this: they have a meaning only in an or with a causal mask."""
+    ids = _closed(function, "block_sequence_ids")
+    if not _are_runs(ids, position_BT):
+        return None
+    positions = torch.arange(ids.shape[1], device=ids.device)
+    return Facts(block_start=torch.where(ids >= 0, run_starts(ids), positions))
+
+
+def _every(function: Function, position_BT: Tensor) -> Facts | None:
+    """Return the facts of ``and_masks``: those of all its parts, joined."""
+    parts = _closed(function, "mask_functions")
+    if not parts:
+        return None
+    facts = Facts()
+    remaps = [part for part in parts if _is_remap(part)]
+    for part in parts:
+        if part not in remaps:
+            facts = _joined(facts, _facts(part, position_BT))
+    for part in remaps:
+        facts = _joined(facts, _remapped(part, facts.row_start))
+    return facts
+
+
+def _either(function: Function, position_BT: Tensor) -> Facts | None:
+    """Return the facts of ``or_masks`` of a causal mask and blocks, None for other parts."""
+    parts: Any = _closed(function, "mask_functions") or ()
+    if len(parts) != 2 or getattr(parts[1], "__qualname__", "") != "blockwise_overlay.<locals>.inner_mask":
+        return None
+    base, blocks = _facts(parts[0], position_BT), _block(parts[1], position_BT)
+    if blocks is None or not base.causal or base.block_start is not None or base.rest:
+        return None
+    return replace(base, block_start=blocks.block_start)
+
+
+def _remapped(function: Function, row_start: Tensor | None) -> Facts:
+    """Return the facts of a mask of positions that restart; within a packed row they differ by as much as places do."""
+    positions = _closed(function, "position_ids")
+    opaque = Facts(rest=(function,))
+    if row_start is None or not isinstance(positions, Tensor) or positions.shape[1] != row_start.shape[1]:
+        return opaque
+    places = torch.arange(positions.shape[1], device=positions.device)
+    restarts = (positions.diff(dim=1) != 1) & (row_start[:, 1:] != places[1:])
+    if bool(restarts.any()):
+        return opaque
+    facts = _facts(_closed(function, "mask_function"), positions)
+    if facts.rest or facts.row_start is not None or facts.block_start is not None:
+        # Known or not, its positions are not places. That it is causal is true of both.
+        return replace(opaque, causal=facts.causal and facts.block_start is None)
+    return facts
+
+
+def _joined(one: Facts, other: Facts) -> Facts:
+    """Return the facts of a mask that allows what two masks both allow."""
+    if (one.block_start is not None and other.causal) or (other.block_start is not None and one.causal):
+        raise _UnknownError
+    windows = [window for window in (one.window, other.window) if window is not None]
+    blocks = one.block_start if one.block_start is not None else other.block_start
+    outside = other if one.block_start is not None else one  # of the or that admits the blocks
+    inside = one if one.block_start is not None else other
+    if blocks is not None and inside.window is not None and outside.window is not None:
+        raise _UnknownError
+    return Facts(
+        causal=one.causal or other.causal,
+        window=min(windows, default=None),
+        row_start=_later(one.row_start, other.row_start),
+        span_start=_later(one.span_start, other.span_start),
+        block_start=blocks,
+        window_cuts_blocks=blocks is not None and (inside.window_cuts_blocks or outside.window is not None),
+        rest=(*one.rest, *other.rest),
+    )
+
+
+def _later(one: Tensor | None, other: Tensor | None) -> Tensor | None:
+    if one is None or other is None:
+        return other if one is None else one
+    return torch.maximum(one, other)
+
+
+def _splits_blocks(facts: Facts) -> bool:
+    """Return True if a row or span starts inside a block."""
+    starts, blocks = (facts.row_start, facts.span_start), facts.block_start
+    return any(bool((start > blocks).any()) for start in starts if start is not None and blocks is not None)
+
+
+def _are_runs(ids: Any, position_BT: Tensor) -> bool:
+    """Return True if these are ids of the places ``position_BT`` counts, and each but the negative ones is one run."""
+    if not isinstance(ids, Tensor) or ids.dim() != 2 or ids.shape[1] != position_BT.shape[1]:
+        return False
+    places = torch.arange(ids.shape[1], device=position_BT.device)
+    return bool((position_BT == places).all()) and contiguous(ids)
+
+
+def _is_remap(function: Function) -> bool:
+    return getattr(function, "__qualname__", "") == "remap_positions_for_packed_sequence.<locals>.inner_mask"
+
+
+def _closed(function: Function, name: str) -> Any:
+    """Return the value of a variable that a closure holds, or None."""
+    code, cells = getattr(function, "__code__", None), getattr(function, "__closure__", None)
+    if code is None or not cells or name not in code.co_freevars:
+        return None
+    return cells[code.co_freevars.index(name)].cell_contents
+
+
+def _all(terms: Any) -> Any:
+    result: Any = None
+    for term in terms:
+        result = term if result is None else result & term
+    return result
+
+
+_READERS: dict[str, Callable[[Function, Tensor], Facts | None]] = {
+    "and_masks.<locals>.and_mask": _every,
+    "or_masks.<locals>.or_mask": _either,
+    "sliding_window_overlay.<locals>.inner_mask": _window,
+    "chunked_overlay.<locals>.inner_mask": _span,
+    "packed_sequence_mask_function.<locals>.inner_mask": _packed,
+}
+"""By the qualified name of the closure: these are local functions of ``transformers.masking_utils``."""

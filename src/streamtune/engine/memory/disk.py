@@ -1,0 +1,247 @@
+"""A tier in a file: raw pages, written and read by a few threads, without the page cache where the system allows.
+
+The file has no name. Where the system cannot make such a file it is unlinked as soon as it is open; either way it is
+gone with the process, however that ends, and nothing is left to clean up. Its blocks are allocated as on a stack, so it
+is as long as the most that was held at a time.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+import shutil
+import tempfile
+import weakref
+from collections import deque
+from concurrent.futures import Future, ThreadPoolExecutor
+from copy import copy
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from streamtune.engine.memory.host import Arena, Span, Stack, Tally, pages
+from streamtune.engine.memory.tiers import Block, Copies
+from streamtune.errors import StorageError
+
+__all__ = ["DiskTier"]
+
+THREADS = 4
+"""Writes and reads at a time; one alone does not fill the queue of a solid-state disk."""
+
+IN_FLIGHT = 4
+"""Writes that may be under way, each with its block in host memory."""
+
+GIB = 1 << 30
+
+
+class DiskTier:
+    """A tier in a file in ``directory``.
+
+    Args:
+        device: The device of the tensors that are stored.
+        directory: A directory on a local disk.
+        arena: Host memory for tensors on their way, and for nothing else: threads fill its blocks at once, while
+            copies of other tiers may still read one that was freed.
+        tally: Counts the bytes in the file.
+
+    Raises:
+        StorageError: No file can be made there.
+    """
+
+    def __init__(self, device: torch.device, directory: str, arena: Arena, tally: Tally) -> None:
+        self.device, self.arena, self.tally = device, arena, tally
+        self.copies, self.space = Copies(device), Stack()
+        self.writing: deque[tuple[Span, Future[None] | None]] = deque()
+        self.file: _File | None = None  # where tensors are simulated
+        if device.type != "meta":
+            self.file = _File(directory)
+            self.threads = ThreadPoolExecutor(THREADS, thread_name_prefix="streamtune-disk")
+            # The last to let go of a tier may be one of its own threads, which cannot wait for itself.
+            weakref.finalize(self, self.threads.shutdown, wait=False)
+
+    def put(self, x: Tensor) -> Block:
+        """Begin to write a tensor."""
+        return _OnDisk(self, x)
+
+    def settle(self) -> None:
+        """Let the computation wait until what was put is on the host, and drop it; writes go on."""
+        self.copies.settle()
+
+    def begin_write(self, span: Span, offset: int, copied: torch.cuda.Event | None) -> Future[None] | None:
+        """Begin to write a block; where too many writes are under way, wait for the oldest and free its block.
+
+        The write is None where tensors are simulated. Its error is raised when the block is read, and only then: it may
+        be of a step that was given up.
+        """
+        job = None if self.file is None else self.threads.submit(self.file.write, span, offset, copied)
+        self.writing.append((span, job))
+        while len(self.writing) > IN_FLIGHT:
+            oldest, done = self.writing.popleft()
+            if done is not None:
+                done.exception()
+            self.arena.free(oldest)
+        return job
+
+
+class _OnDisk:
+    def __init__(self, tier: DiskTier, x: Tensor) -> None:
+        self.tier, self.shape, self.dtype, self.nbytes = tier, x.shape, x.dtype, x.nbytes
+        self.reading: tuple[Span, Future[None] | None] | None = None
+        self.written: Future[None] | None = None
+        self.offset, self.freed = tier.space.take(self.nbytes), False
+        tier.tally.take(self.nbytes)
+        tier.tally.moved_bytes += self.nbytes
+        if tier.file is not None:
+            tier.file.extend(self.offset + pages(self.nbytes))
+        span = tier.arena.take(self.nbytes, x.device)
+        copied = tier.copies.to_host(x, span.tensor(self.shape, self.dtype))
+        self.written = tier.begin_write(span, self.offset, copied)
+
+    def prefetch(self) -> None:
+        if self.reading is not None:
+            return
+        tier = self.tier
+        if self.written is not None:
+            _wait(self.written)
+        tier.tally.moved_bytes += self.nbytes
+        span = tier.arena.take(self.nbytes, tier.device)
+        job = None if tier.file is None else tier.threads.submit(tier.file.read, span, self.offset)
+        self.reading = span, job
+
+    def get(self) -> Tensor:
+        self.prefetch()
+        assert self.reading is not None
+        (span, job), self.reading = self.reading, None
+        try:
+            if job is not None:
+                _wait(job)
+            x, event = self.tier.copies.to_device(span.tensor(self.shape, self.dtype), self.tier.device)
+            if event is not None:
+                event.synchronize()  # the block is reused at once
+        finally:
+            self.tier.arena.free(span)
+        return x
+
+    def free(self) -> None:
+        if self.freed:
+            return
+        self.freed = True
+        for job in (self.written, None if self.reading is None else self.reading[1]):
+            if job is not None and not job.done():
+                job.exception()  # its place is reused at once
+        if self.reading is not None:
+            self.tier.arena.free(self.reading[0])
+            self.reading = None
+        self.tier.space.free(self.offset)
+        self.tier.tally.free(self.nbytes)
+
+    __del__ = free  # a forward whose backward never comes
+
+
+def _wait(job: Future[None]) -> None:
+    """Wait for a thread's work and raise a copy of its error: the job would keep every frame alive that raises it."""
+    error = job.exception()
+    if error is not None:
+        raise copy(error) from error
+
+
+class _File:
+    """A file without a name, open as long as its tier or a thread at work holds it.
+
+    Args:
+        directory: Its directory.
+
+    Raises:
+        StorageError: No file can be made there.
+    """
+
+    def __init__(self, directory: str) -> None:
+        self.directory, self.length = directory, 0
+        self.number, self.direct = _open(directory)
+        weakref.finalize(self, os.close, self.number)
+
+    def extend(self, end: int) -> None:
+        """Extend the file to ``end`` bytes and reserve their space, rather than find the disk full in mid-step.
+
+        Raises:
+            StorageError: The disk has no room.
+        """
+        if end <= self.length:
+            return
+        try:
+            self._allocate(end)
+        except OSError as error:
+            raise self.failed(error, end) from error
+        self.length = end
+
+    def _allocate(self, end: int) -> None:
+        try:
+            if hasattr(os, "posix_fallocate"):
+                os.posix_fallocate(self.number, self.length, end - self.length)
+                return
+        except OSError as error:
+            if error.errno not in (errno.EINVAL, errno.EOPNOTSUPP):
+                raise
+        os.ftruncate(self.number, end)  # this file system sets no room aside: a write finds the disk full
+
+    def write(self, span: Span, offset: int, copied: torch.cuda.Event | None) -> None:
+        """Write a block to the file, in a thread, once it has been copied from the device."""
+        if copied is not None:
+            copied.synchronize()
+        data, done = span.memory(), 0
+        try:
+            while done < len(data):
+                done += os.pwrite(self.number, data[done:], offset + done)
+        except OSError as error:
+            raise self.failed(error, self.length) from error
+
+    def read(self, span: Span, offset: int) -> None:
+        """Read a block from the file, in a thread."""
+        data, done = span.memory(), 0
+        try:
+            while done < len(data):
+                count = os.preadv(self.number, [data[done:]], offset + done)
+                if count == 0:
+                    raise OSError(errno.EIO, "the file is shorter than what was written to it")
+                done += count
+        except OSError as error:
+            raise self.failed(error, self.length) from error
+
+    def failed(self, error: OSError, wanted: int) -> StorageError:
+        """Return the error to raise for an ``OSError``, with what the user can do."""
+        if error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
+            free = shutil.disk_usage(self.directory).free
+            full = "a file may not grow so large (ulimit -f)" if error.errno == errno.EFBIG else "the disk is full"
+            what = f"{full}: {wanted / GIB:.2f} GiB of layer inputs are to be there, {free / GIB:.2f} are free"
+        else:
+            what = f"layer inputs cannot be written or read: {error.strerror or error}"
+        return StorageError(
+            what,
+            where=self.directory,
+            mend="free space, name another offload_dir, or use levels: 2 or a shorter max_length; the file leaves "
+            "nothing behind, no weight was changed, and the run resumes from its last checkpoint",
+        )
+
+
+def _open(directory: str) -> tuple[int, bool]:
+    """Open a file without a name in ``directory``; return its descriptor, and True if it bypasses the page cache."""
+    direct = getattr(os, "O_DIRECT", 0)
+    try:
+        Path(directory).mkdir(parents=True, exist_ok=True)
+        for more in dict.fromkeys((direct, 0)):
+            if hasattr(os, "O_TMPFILE"):
+                try:
+                    return os.open(directory, os.O_TMPFILE | os.O_RDWR | more, 0o600), bool(more)
+                except OSError as error:
+                    if error.errno not in (errno.EINVAL, errno.EOPNOTSUPP, errno.EISDIR, errno.ENOENT):
+                        raise
+        file, name = tempfile.mkstemp(prefix="streamtune-", dir=directory)
+        Path(name).unlink()
+        return file, False
+    except OSError as error:
+        raise StorageError(
+            f"no file can be made for layer inputs: {error.strerror}",
+            where=directory,
+            mend="name a directory you may write to as offload_dir",
+        ) from error

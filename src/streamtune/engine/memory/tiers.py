@@ -1,0 +1,228 @@
+"""Storage of tensors for the backward: on the device, in the machine's memory, or in a file.
+
+A *tier* takes a tensor and gives a *block*; the block gives the tensor back. :class:`Stored` is a tensor that follows
+the sequence, in one block for each chunk, so that the backward holds only the chunks it works on.
+
+On an accelerator copies run on a stream of their own, a few in flight: the computation waits for the oldest copy when
+more than ``IN_FLIGHT`` are under way, and the backward prefetches its next chunk. A caller may drop a tensor that it
+has given to a tier: it is held until its copy is done.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Sequence
+from itertools import pairwise
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from streamtune.engine.memory.host import Arena, is_host_storage
+from streamtune.engine.observe import hold
+
+__all__ = ["Block", "Copies", "DeviceTier", "HostTier", "Source", "Stored", "Tier", "is_host_storage"]
+
+IN_FLIGHT = 2
+"""Copies to the host that may be under way while the next chunk is computed."""
+
+
+class Block(Protocol):
+    """One tensor in a tier."""
+
+    def prefetch(self) -> None:
+        """Begin to bring the tensor back."""
+
+    def get(self) -> Tensor:
+        """Return the tensor, on its device."""
+
+    def free(self) -> None:
+        """Free the block; harmless when called twice."""
+
+
+class Tier(Protocol):
+    """A memory that stores tensors."""
+
+    def put(self, x: Tensor) -> Block:
+        """Store a tensor."""
+
+    def settle(self) -> None:
+        """Let the computation wait until what was put is there, and drop it."""
+
+
+class DeviceTier:
+    """The device's memory: a block is the tensor itself."""
+
+    def put(self, x: Tensor) -> Block:
+        """Keep the tensor as it is."""
+        return _Held(x)
+
+    def settle(self) -> None:
+        """Do nothing: there is no copy to wait for."""
+
+
+class _Held:
+    def __init__(self, x: Tensor) -> None:
+        self.x: Tensor | None = x
+
+    def prefetch(self) -> None:
+        pass
+
+    def get(self) -> Tensor:
+        assert self.x is not None, "freed"
+        return self.x
+
+    def free(self) -> None:
+        self.x = None
+
+
+class Copies:
+    """Copies between a device and the host: on a stream of their own where the device has streams."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.stream = torch.cuda.Stream(device) if device.type == "cuda" else None
+        self._in_flight: deque[tuple[torch.cuda.Event, Tensor]] = deque()
+
+    def to_host(self, x: Tensor, host: Tensor) -> torch.cuda.Event | None:
+        """Begin to copy ``x``, and hold it until the copy is done; return its event, None if it is done already."""
+        if self.stream is None:
+            host.copy_(x)
+            return None
+        self.stream.wait_stream(torch.cuda.current_stream(x.device))
+        with torch.cuda.stream(self.stream):
+            host.copy_(x, non_blocking=True)
+            event = self.stream.record_event()
+        self._in_flight.append((event, x))
+        self.settle(IN_FLIGHT)
+        return event
+
+    def to_device(self, host: Tensor, device: torch.device) -> tuple[Tensor, torch.cuda.Event | None]:
+        """Begin to copy to a new tensor on the device; return it, and the event to wait for, None if it is ready."""
+        x = torch.empty(host.shape, dtype=host.dtype, device=device)  # of the computation's stream, which will read it
+        if self.stream is None:
+            return x.copy_(host), None
+        self.stream.wait_stream(torch.cuda.current_stream(device))
+        with torch.cuda.stream(self.stream):
+            x.copy_(host, non_blocking=True)
+            event = self.stream.record_event()
+        x.record_stream(self.stream)  # should nobody wait for it, its memory is still not reused before it is written
+        return x, event
+
+    def settle(self, most: int = 0) -> None:
+        """Let the computation wait until at most ``most`` copies to the host are under way.
+
+        The memory of the others may then be reused by the computation's own stream.
+        """
+        while len(self._in_flight) > most:
+            event, x = self._in_flight.popleft()
+            torch.cuda.current_stream(x.device).wait_event(event)
+
+
+class HostTier:
+    """The machine's memory.
+
+    Args:
+        device: The device of the tensors that are stored.
+        arena: The memory.
+    """
+
+    def __init__(self, device: torch.device, arena: Arena) -> None:
+        self.device, self.arena = device, arena
+        self.copies = Copies(device)
+
+    def put(self, x: Tensor) -> Block:
+        """Begin to copy a tensor to the host."""
+        return _OnHost(self, x)
+
+    def settle(self) -> None:
+        """Let the computation wait until what was put is on the host, and drop it."""
+        self.copies.settle()
+
+
+class _OnHost:
+    host: Tensor | None = None  # where the arena has no room there is nothing to free
+
+    def __init__(self, tier: HostTier, x: Tensor) -> None:
+        self.tier, self.nbytes = tier, x.nbytes
+        self.span = tier.arena.take(x.nbytes, x.device)
+        self.host = self.span.tensor(x.shape, x.dtype)
+        self.fetched: tuple[Tensor, torch.cuda.Event | None] | None = None
+        tier.copies.to_host(x, self.host)
+        tier.arena.tally.moved_bytes += self.nbytes
+
+    def prefetch(self) -> None:
+        if self.fetched is None:
+            assert self.host is not None, "freed"
+            self.tier.arena.tally.moved_bytes += self.nbytes
+            self.fetched = self.tier.copies.to_device(self.host, self.tier.device)
+
+    def get(self) -> Tensor:
+        self.prefetch()
+        assert self.fetched is not None
+        (x, event), self.fetched = self.fetched, None
+        if event is not None:
+            torch.cuda.current_stream(x.device).wait_event(event)
+        return x
+
+    def free(self) -> None:
+        if self.host is not None:
+            self.host = None
+            self.tier.arena.free(self.span)
+
+    __del__ = free  # a forward whose backward never comes
+
+
+class Stored:
+    """A tensor that follows the sequence, stored in pieces.
+
+    Args:
+        tier: The tier that stores the pieces.
+        like: A tensor of the same form.
+        along: The dimension along which it follows the sequence.
+    """
+
+    def __init__(self, tier: Tier, like: Tensor | Stored, along: int) -> None:
+        self.tier, self.along = tier, along
+        self.shape: torch.Size = like.shape
+        self.dtype: torch.dtype = like.dtype
+        self.device: torch.device = like.device
+        self.blocks: dict[tuple[int, int], Block] = {}
+        self._next: dict[tuple[int, int], tuple[int, int]] = {}
+
+    def put(self, chunk: slice, x: Tensor) -> None:
+        """Store a chunk."""
+        hold("layer input", x)
+        self.blocks[chunk.start, chunk.stop] = self.tier.put(x)
+
+    def expect(self, chunks: Sequence[slice]) -> None:
+        """Set the order in which chunks will be read: while one is worked on, the next is fetched."""
+        places = [(chunk.start, chunk.stop) for chunk in chunks]
+        self._next = dict(pairwise(places))
+
+    def cut(self, chunk: slice) -> Tensor:
+        """Return a chunk, on the device."""
+        place = (chunk.start, chunk.stop)
+        if place not in self.blocks:  # stored by a layer that cuts the sequence elsewhere
+            return self._assembled(chunk)
+        x = self.blocks[place].get()
+        if (following := self._next.get(place)) in self.blocks:
+            self.blocks[following].prefetch()
+        return x
+
+    def _assembled(self, chunk: slice) -> Tensor:
+        parts = []
+        for (start, stop), block in sorted(self.blocks.items()):
+            first, last = max(start, chunk.start), min(stop, chunk.stop)
+            if first < last:
+                parts.append(block.get().narrow(self.along, first - start, last - first))
+        return torch.cat(parts, self.along)
+
+    def release(self) -> None:
+        """Free all pieces."""
+        for block in self.blocks.values():
+            block.free()
+        self.blocks.clear()
+
+
+Source = Tensor | Stored
+"""A tensor from which chunks are cut, wherever it is stored."""

@@ -1,0 +1,386 @@
+"""One call of one decoder layer, and its passes over the chunks of its sequence.
+
+forward   first to last chunk, no graph: computes the outputs, and keeps the tensors that the backward needs
+again     the same with the same random numbers, only for the hidden states: the input of the next layer, where that
+          was not stored
+project   first to last chunk, stops in each as soon as keys and values are made
+replay    one chunk with its graph, for the backward, which goes from the last to the first
+whole     no pass over chunks: the whole sequence with its graph, as autograd would do it
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from contextlib import AbstractContextManager, ExitStack, nullcontext
+from functools import lru_cache
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from streamtune.engine.cache import ChunkCache, KeysAndValues, ProjectionDone, States, Walk
+from streamtune.engine.call import LayerCall
+from streamtune.engine.kept import KeptAttention
+from streamtune.engine.memory.tiers import Source, Stored
+from streamtune.engine.memory.tiers import Tier as StorageTier
+from streamtune.engine.observe import Autocast, Modes, RandomState, tell_chunk
+from streamtune.engine.outputs import LayerOutputs
+from streamtune.engine.scan import carried_scan
+from streamtune.engine.sequence.shards import Turn
+from streamtune.engine.vjp import Along, cut, part
+from streamtune.errors import ArgumentError
+
+if TYPE_CHECKING:
+    from streamtune.engine.layer import StreamedForward
+    from streamtune.schedule import Tier
+
+__all__ = ["LayerStream", "is_placeholder", "placeholder"]
+
+
+class LayerStream:
+    """One call of one layer, and the state that its passes over the chunks share.
+
+    Args:
+        call: The call.
+        owner: The layer's streamed forward.
+        maker: The call that computed this one's hidden states, if it may compute them again.
+    """
+
+    def __init__(self, call: LayerCall, owner: StreamedForward, maker: LayerStream | None = None) -> None:
+        schedule = owner.facts.schedule or owner.schedule
+        self.call, self.length, self.owner, self.rows = call, call.length, owner, owner.facts.rows
+        self.chunks = self.rows.chunks(schedule) if self.rows and owner.carries_states else call.chunks(schedule)
+        if owner.facts.whole:
+            self.chunks = [slice(0, self.length)]
+        self.schedule, self.device = schedule, call.hidden.device
+        self.widen = schedule.grad_dtype == "float32"
+        self.strips = call.strips
+        self.kv = KeysAndValues(self._keys_length, self.widen, call.past)
+        self.states = States(self.rows)
+        self.kept: KeptAttention | None = None
+        self.maker = maker
+        self.z_in: Tensor | Stored | None = None
+        """The layer's input, wherever it waits; None as long as it is to be computed again."""
+        self.version = 0
+        self.giver: LayerStream | None = None
+        """The call whose output this one reads and whose gradient it leaves there, where gradients are streamed."""
+        self.grad_z: Source | None = None
+        """The gradient of this call's hidden states, where they left it."""
+        self.grad_task = -1
+        """The backward that stored it. One that leaves out this layer stores a gradient that the next must not use."""
+        self.dropped = False
+        """True while states, keys or values freed after the forward are still to be computed again for the backward."""
+        self.filled: dict[Any, int] = {}
+        self.autocast, self.modes = Autocast.now(self.device), Modes.now(call.layer)
+        self.random: dict[int, RandomState] = {}
+        self.outputs = LayerOutputs(type(call.layer).__name__, call.inputs[call.hidden_name])
+        self.bare_scans, self.sums = owner.bare_scans, 0
+        self.watch = owner.watch if owner.watch is not None and owner.watch.active else None
+        self.tokens = self.watch.mask_BT if self.watch else None  # at the time of its backward there may be others
+
+    @property
+    def along(self) -> list[Along]:
+        """The dimension along which each output follows the sequence; None for the sums of its router."""
+        return [*self.outputs.along, *[None] * self.sums]
+
+    @property
+    def _keys_length(self) -> int:
+        """Number of tokens whose keys and values this rank keeps, with those before the call."""
+        strips = self.strips
+        if strips is None:
+            return self.call.keys(slice(0, self.length)).stop
+        return self.length if strips.form == "ring" else strips.total
+
+    @property
+    def repeatable(self) -> bool:
+        """True if its output can be computed again from its input hidden states alone."""
+        return len(self.call.inputs) == 1
+
+    def run(self, chunk: slice, walk: Walk, x_i: list[Tensor]) -> tuple[list[Tensor], ChunkCache]:
+        """Run the layer on one chunk; return its outputs ``z(i)``, the first ``[B, T_i, C]``, and the cache it used."""
+        tell_chunk(self.call.layer, chunk, walk)
+        turn = None if self.strips is None else Turn(self.strips, chunk)
+        seen = self.call.keys(chunk) if turn is None else turn.keys
+        cache = ChunkCache(self.kv, self.states, seen, self.call.first_key(chunk), walk, turn)
+        sharing: AbstractContextManager[None] = nullcontext()
+        if turn is not None:
+            turn.first_key, sharing = cache.first_key, turn.taken()
+        given = dict(zip(self.call.inputs, x_i, strict=True))
+        listening: AbstractContextManager[list[Tensor]] = self.watch.listening() if self.watch else nullcontext([])
+        remembering = self.kept.chunk(chunk.start, last=walk == "replay") if self.kept else nullcontext()
+        with carried_scan(self.bare_scans, cache), remembering, sharing, listening as heard:
+            out, filled = self.call.run(chunk, cache, given)
+        self.filled |= filled
+        sums = self.watch.sums(heard, None if self.tokens is None else self.tokens[:, chunk]) if self.watch else []
+        self.sums = len(sums)
+        return [*self.outputs.take(out, chunk, keep=walk in ("store", "whole")), *sums], cache
+
+    # The forward.
+
+    @torch.no_grad()
+    def forward(self, inputs: Sequence[Tensor], for_backward: bool = False) -> list[Tensor]:
+        """Compute the outputs ``z``, the first ``[B, T, C]``, chunk by chunk, first to last.
+
+        Behind them come the keys and values that the layer shares with others.
+        """
+        z: list[Tensor] = []
+        begin = RandomState.now(self.device) if self.rows else None
+        if for_backward:
+            self._keep_input(inputs[0])
+        for chunk in self.chunks:
+            if for_backward:
+                self.random[chunk.start] = RandomState.now(self.device)
+            x_i = [cut(x, along, chunk) for x, along in zip(inputs, self.call.inputs.values(), strict=True)]
+            if isinstance(self.z_in, Stored):
+                self.z_in.put(chunk, x_i[0])
+            z_i, cache = self.run(chunk, "store", x_i)
+            if (
+                begin is not None and cache.met_states and not self.owner.carries_states
+            ):  # known from its first chunk on
+                return self._anew(inputs, for_backward, begin)
+            if not z:
+                z = [_room(piece, along, self.length) for piece, along in zip(z_i, self.along, strict=True)]
+            for whole, piece, along in zip(z, z_i, self.along, strict=True):
+                whole.add_(piece) if along is None else cut(whole, along, chunk).copy_(piece)
+        for waiting in (self.z_in, self.kept):
+            if isinstance(waiting, Stored | KeptAttention):
+                waiting.tier.settle()
+        self.owner.narrow_states = self.states.narrower_than(inputs[0].dtype)
+        shared = [buffer for index in self.filled.values() for buffer in self.kv.pairs[index]]
+        self._keep_rest(for_backward, again=False, shared=bool(shared))
+        return z + shared
+
+    def _anew(self, inputs: Sequence[Tensor], for_backward: bool, begin: RandomState) -> list[Tensor]:
+        """Run the forward again from its start, in chunks that end where packed rows do."""
+        begin.restore()
+        self._end_with_rows()
+        return self.forward(inputs, for_backward)
+
+    def _end_with_rows(self) -> None:
+        """Let this layer's chunks end where packed rows do, from now on; nothing was kept yet."""
+        assert self.rows is not None
+        self.owner.carries_states = True
+        self.chunks = self.rows.chunks(self.schedule)
+        self.kv = KeysAndValues(self._keys_length, self.widen, self.call.past)
+        self.states, self.random = States(self.rows), {}
+        self.filled = {}
+
+    def whole(self, inputs: Sequence[Tensor]) -> list[Tensor] | None:
+        """Compute the outputs with autograd's own graph and all activations, and the keys and values that are shared.
+
+        Return None for a layer whose states must not pass from one packed row to the next: it is streamed all the same.
+        """
+        begin = RandomState.now(self.device) if self.rows else None
+        if begin is None or not self.owner.carries_states:
+            z, cache = self.run(slice(0, self.length), "whole", list(inputs))
+        if begin is not None and (self.owner.carries_states or cache.met_states):
+            begin.restore()
+            self._end_with_rows()
+            return None
+        return z + [cache.own[2 * index + place] for index in self.filled.values() for place in (0, 1)]
+
+    def restore(self, outputs: list[Tensor], sharing: Any) -> Any:
+        """Return the output in the form the layer gives it; put shared keys and values into ``sharing``."""
+        own, count = len(self.outputs.along), len(self.along)
+        if self.watch:
+            self.watch.add(outputs[own:count])
+        for place, key in enumerate(self.filled):
+            sharing[key] = tuple(outputs[count + 2 * place : count + 2 * place + 2])
+        return self.outputs.restore(outputs[:own])
+
+    # What is kept in between.
+
+    def _tier(self, name: Tier) -> StorageTier:
+        return self.owner.tiers.of(name, self.device)
+
+    def _keep_input(self, hidden: Tensor) -> None:
+        """Choose where the input is kept for the backward; the forward stores each chunk there as it runs."""
+        place, kept = self.owner.place, self.schedule.keep_attention
+        if kept != "no":
+            self.kept = KeptAttention(self._tier(kept))
+        if self.maker is not None:
+            self.z_in = None
+        elif place.tier == "device":
+            self.z_in, self.version = hidden.detach(), hidden._version
+        else:
+            self.z_in = self._store(place.tier, hidden)
+
+    def _store(self, name: Tier, like: Source) -> Stored:
+        along = self.call.inputs[self.call.hidden_name]
+        assert along is not None, "hidden states follow the sequence"
+        return Stored(self._tier(name), like, along)
+
+    def _keep_rest(self, for_backward: bool, again: bool, shared: bool = False) -> None:
+        """Free keys, values and states that the backward does not need, or that will be computed again for it."""
+        self.dropped = for_backward and not again and not self.owner.place.ends and self.repeatable
+        wanted = for_backward and not self.dropped
+        if not (for_backward and shared) and not (wanted and self.schedule.keep_kv != "no"):
+            self.kv.release()
+        elif self.schedule.keep_kv == "host" and not shared:
+            self.kv.offload(self._tier("host"))
+        if not wanted:
+            self.states.release()
+
+    # The backward.
+
+    def source(self) -> Source:
+        """Return the layer's input. If it was not stored, compute it and the inputs of the segment's layers before it.
+
+        Raises:
+            ArgumentError: The stored input was changed since the forward.
+        """
+        todo: list[LayerStream] = []
+        stream = self
+        while stream.z_in is None:
+            assert stream.maker is not None
+            todo.append(stream)
+            stream = stream.maker
+        for later in reversed(todo):
+            source = stream._stored_input()
+            later.z_in = later._store(later.owner.place.tier, source)
+            stream.again(source, later.z_in)
+            later.maker = None
+            stream = later
+        return self._stored_input()
+
+    def _stored_input(self) -> Source:
+        assert self.z_in is not None
+        if isinstance(self.z_in, Tensor) and self.z_in._version != self.version:
+            raise ArgumentError(
+                f"the input of {type(self.call.layer).__name__} was changed in place after it had been read",
+                mend="change a copy of the hidden states",
+            )
+        return self.z_in
+
+    def grad_out(self, incoming: Tensor | None) -> Source | None:
+        """Return the gradient of the hidden states: autograd's, plus the one that the next layer stored here."""
+        left, self.grad_z = self.grad_z if self.grad_task == torch._C._current_graph_task_id() else None, None
+        if left is None or incoming is None:
+            return left if incoming is None else incoming
+        if is_placeholder(incoming):
+            return left
+        along = self.outputs.hidden_along  # something besides the next layer read them
+        assert along is not None
+        whole = torch.cat([part(left, along, chunk) for chunk in self.chunks], along)
+        return whole.add_(incoming)
+
+    def room_for_grad(self, z: Source, grad_after: Source | None) -> Source:
+        """Return the memory in which the next layer stores the gradient of this call's hidden states ``z``.
+
+        That is a tier if layer inputs are offloaded, else ``grad_after`` if its shape and dtype fit, else a new tensor.
+
+        Args:
+            z: The hidden states.
+            grad_after: The gradient of the next layer's output, if it may be overwritten.
+        """
+        along, self.grad_task = self.outputs.hidden_along, torch._C._current_graph_task_id()
+        assert along is not None
+        if self.schedule.offload != "device":
+            self.grad_z = Stored(self._tier(self.schedule.offload), z, along)
+        elif isinstance(grad_after, Tensor) and grad_after.shape == z.shape and grad_after.dtype == z.dtype:
+            self.grad_z = grad_after
+        else:
+            self.grad_z = torch.empty(z.shape, dtype=z.dtype, device=z.device)
+        return self.grad_z
+
+    def prepare(self, inputs: Sequence[Source], again: bool = False) -> None:
+        """Provide the keys, values and states that the replay of any chunk reads of those before it.
+
+        Args:
+            inputs: The layer's inputs.
+            again: Another backward may follow. Shared keys and values are then copied, so that this backward does not
+                overwrite those that other layers read in the next one.
+        """
+        tell_chunk(self.call.layer, slice(0, 0), "prepare")
+        self.kv.grads.clear()  # of a backward that was interrupted
+        self.states.grads.clear()
+        if self.dropped and (self.states.met or self.schedule.keep_kv != "no"):
+            self.again(inputs[0], None)
+        self.kv.fetch()
+        if again and self.filled:
+            self.kv.copy()
+        self.project(inputs)
+        for kept in (inputs[0], self.kept):
+            if isinstance(kept, Stored | KeptAttention):
+                kept.expect(self.chunks[::-1])
+
+    @torch.no_grad()
+    def again(self, z_in: Source, into: Stored | None) -> None:
+        """Run the forward again with the same input and random numbers; store its hidden states in ``into``."""
+        if isinstance(z_in, Stored):
+            z_in.expect(self.chunks)
+        along = self.call.inputs[self.call.hidden_name]
+        for chunk in self.chunks:
+            with self._as_before(chunk):
+                z_i, _ = self.run(chunk, "store", [part(z_in, along, chunk)])
+            if into is not None:
+                into.put(chunk, z_i[0])
+        if into is not None:
+            into.tier.settle()
+        self._keep_rest(for_backward=True, again=True)
+
+    @torch.no_grad()
+    def project(self, inputs: Sequence[Source]) -> None:
+        """Fill K and V again, running the layer only until they are made. The last chunk makes its own in replay."""
+        if self.kv.pairs or not self.kv.updates:
+            return
+        if isinstance(inputs[0], Stored):
+            inputs[0].expect(self.chunks)
+        for chunk in self.chunks if self.filled else self.chunks[:-1]:  # gradients of shared ones come before replay
+            x_i = [part(x, along, chunk) for x, along in zip(inputs, self.call.inputs.values(), strict=True)]
+            with self._as_before(chunk):
+                try:
+                    self.run(chunk, "project", x_i)
+                except ProjectionDone:
+                    continue
+
+    def replay(self, chunk: slice, x_i: list[Tensor]) -> tuple[list[Tensor], ChunkCache]:
+        """Run the layer on one chunk with its graph, drawing the forward's random numbers again."""
+        with self._as_before(chunk):
+            return self.run(chunk, "replay", x_i)
+
+    def _as_before(self, chunk: slice) -> ExitStack:
+        """Return a context with the random numbers, autocast and modes of the forward."""
+        stack = ExitStack()
+        stack.enter_context(self.random[chunk.start].replayed())
+        stack.enter_context(self.autocast.again())
+        stack.enter_context(self.modes.again())
+        return stack
+
+    def release(self, again: bool = False) -> None:
+        """Free the tensors that the backward used.
+
+        Args:
+            again: Another backward may follow: keep the input and the states, which it cannot compute again.
+        """
+        self.kv.forget()
+        if again:
+            self.kept = None  # the next one computes its attention again
+            self.states.grads.clear()
+            return
+        self.states.release()
+        if isinstance(self.z_in, Stored):
+            self.z_in.release()
+        self.z_in = self.maker = self.giver = self.kept = None
+
+
+def placeholder(like: Source) -> Tensor:
+    """Return zeros that take no memory, in place of a gradient that was stored elsewhere."""
+    return _zero(like.dtype, like.device).expand(like.shape)
+
+
+def is_placeholder(grad: Tensor) -> bool:
+    """Return True if a gradient is a :func:`placeholder` and nothing was added to it."""
+    return grad.untyped_storage()._cdata == _zero(grad.dtype, grad.device).untyped_storage()._cdata
+
+
+@lru_cache(maxsize=32)
+def _zero(dtype: torch.dtype, device: torch.device) -> Tensor:
+    return torch.zeros((), dtype=dtype, device=device)
+
+
+def _room(piece: Tensor, along: Along, length: int) -> Tensor:
+    """Return memory for an output of the whole sequence, given one chunk's; zeros for a sum."""
+    if along is None:
+        return torch.zeros_like(piece)
+    return piece.new_empty([length if dim == along else size for dim, size in enumerate(piece.shape)])

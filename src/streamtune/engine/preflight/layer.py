@@ -1,0 +1,201 @@
+"""Comparison of one layer, whole and in chunks, by the differences of its outputs and gradients.
+
+    differs:  ||z - z_ref|| > bound * ||z_ref - z_in|| + eps * ||z_ref||        (z_ref - z_in is what the layer adds)
+    or        ||g - g_ref|| > bound * max(||g_ref||, 1e-2 ||G_ref||)            (for z_in, arguments and parameters)
+
+A difference above the bound may still be rounding, or a router that chose another expert because of it. So a copy of
+that one layer in a wider dtype decides.
+"""
+
+from __future__ import annotations
+
+import copy
+import inspect
+import math
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from streamtune.engine.layer import StreamedForward
+from streamtune.engine.observe import attention_as
+from streamtune.engine.preflight.borrow import aliased
+from streamtune.engine.preflight.difference import BOUND, compared_dtype, distance, norm_of, ratio, widened
+from streamtune.engine.preflight.recorded import Arguments, RecordedCall, outputs_of, replaced
+from streamtune.engine.preflight.trial import SCHEDULE
+from streamtune.errors import StreamTuneError, UnsupportedModelError
+
+__all__ = ["MEND", "DiffersError", "LayerJudge", "without_self"]
+
+UNSETTLED = 0.3
+"""The same where no wider copy of a layer can be made (a quantised one): what a few flipped routes explain."""
+WIDER = {torch.bfloat16: torch.float32, torch.float16: torch.float32, torch.float32: torch.float64}
+MEND = (
+    "its layers let tokens meet outside the attention's key/value cache; train this model without streaming, or choose "
+    "one whose layers only attend"
+)
+
+
+class DiffersError(UnsupportedModelError):
+    """The plain and the streamed computation differ."""
+
+
+class LayerJudge:
+    """Compares recorded calls of a model's layers, plain and streamed.
+
+    Args:
+        model: The model, named in errors.
+        layers: Its decoder layers.
+        attentions: Each config that names an attention, with the names it has in the plain and in the streamed model.
+        own: The attention of layers that compute it themselves.
+        valid: ``[B, T]``, True where the trial's batch has a token.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        layers: list[nn.Module],
+        attentions: list[tuple[Any, Any, Any]],
+        own: str | None,
+        valid: Tensor,
+    ) -> None:
+        self.name, self.layers, self.own, self.valid = type(model).__name__, layers, own, valid
+        self.configs = [config for config, _, _ in attentions]
+        self.reference = [plain for _, plain, _ in attentions]
+        self.ours = [streamed for _, _, streamed in attentions]
+
+    def same_output(self, outputs: list[Tensor], call: RecordedCall, streamed: Arguments) -> None:
+        """Raise if the streamed layer's outputs differ from the plain one's by more than rounding explains."""
+        if len(outputs) != len(call.outputs):
+            raise DiffersError(f"{self.name} returns {len(outputs)} tensors from a streamed layer")
+        error, bound = self._output_error(outputs, call), self.bound(call.index, call.outputs[0])
+        if not error <= bound:
+            self._settle(call, streamed, "output", error, bound)
+
+    def same_gradients(self, call: RecordedCall, streamed: Arguments) -> None:
+        """Raise if the streamed layer's gradients differ from the plain one's by more than rounding explains."""
+        bound = self.bound(call.index, call.z_in)
+        what, error = self._gradient_error(self.layers[call.index], call, streamed)
+        if not error <= bound:
+            self._settle(call, streamed, what, error, bound)
+
+    def _output_error(self, outputs: list[Tensor], call: RecordedCall) -> float:
+        """Return the largest relative difference of an output."""
+        first = self._added(outputs[0], call.outputs[0], call.z_in)
+        others = zip(outputs[1:], call.outputs[1:], strict=True)
+        return max([first, *(distance(z, z_ref, self.valid_tokens(z_ref)) for z, z_ref in others)])
+
+    def _gradient_error(self, layer: nn.Module, call: RecordedCall, streamed: Arguments) -> tuple[str, float]:
+        """Return the name and the relative difference of that gradient of the layer which differs most."""
+        generator = torch.Generator().manual_seed(call.index)
+        grad_outputs = []
+        for z in call.outputs:
+            grad = torch.randn(z.shape, generator=generator).to(z)
+            mask = self.valid_tokens(z)
+            grad_outputs.append(grad * mask.reshape(mask.shape + (1,) * (z.dim() - 2)))
+        with torch.enable_grad(), aliased(layer) as parameters:
+            grads = []
+            for plain in (True, False):
+                leaves = {name: call.inputs[name].detach().clone().requires_grad_() for name in call.wanted}
+                arguments = replaced(call.arguments if plain else streamed, leaves, layer)
+                with attention_as(self.configs, self.reference if plain else self.ours):
+                    forward = type(layer).forward if plain else without_self(StreamedForward(layer, SCHEDULE, self.own))
+                    _, outputs = outputs_of(forward, arguments)
+                    live = [n for n, z in enumerate(outputs) if z.requires_grad]
+                    inputs = [*leaves.values(), *parameters.values()]
+                    of, incoming = [outputs[n] for n in live], [grad_outputs[n] for n in live]
+                    grads.append(torch.autograd.grad(of, inputs, incoming, allow_unused=True))
+        norms = [norm_of(want) for want in grads[0]]
+        floor = 1e-2 * math.hypot(*norms)
+        worst = ("", 0.0)
+        for name, want, got, norm in zip([*call.wanted, *parameters], *grads, norms, strict=True):
+            error = ratio(norm_of(got, want), max(norm, floor))
+            if error > worst[1]:
+                worst = (f"gradient of {name}", error)
+        return worst
+
+    def _added(self, z: Tensor, z_ref: Tensor, z_in: Tensor) -> float:
+        """Return the difference of two outputs, less rounding of the sum, relative to what the layer adds."""
+        if z.shape != z_ref.shape:
+            return math.inf
+        valid = self.valid_tokens(z_in)
+        z, z_ref, z_in = z.detach()[valid], z_ref[valid], z_in[valid]
+        rounding = torch.finfo(compared_dtype(z_in)).eps * norm_of(z_ref)
+        added = norm_of(z_ref, z_in) if z_in.shape == z_ref.shape else norm_of(z_ref)
+        return ratio(max(norm_of(z, z_ref) - rounding, 0.0), added)
+
+    def _settle(self, call: RecordedCall, streamed: Arguments, what: str, error: float, bound: float) -> None:
+        """Compare again in a wider dtype, with a copy of the layer; raise if the difference was not rounding."""
+        layer = self.layers[call.index]
+        wider = WIDER.get(compared_dtype(call.z_in, layer))
+        try:
+            if wider is None:
+                raise self.differs(call.index, what, error, bound)
+            shadow = layer.__dict__.pop("forward", None)
+            try:
+                wide = copy.deepcopy(layer, {id(config): config for config in self.configs}).to(wider)
+            finally:
+                if shadow is not None:
+                    layer.forward = shadow
+            for module in wide.modules():
+                if hasattr(module, "compute_dtype"):  # bitsandbytes computes in it whatever comes; fp32 is its widest
+                    module.compute_dtype = torch.float32  # type: ignore[assignment]
+            plain, chunked = (_widened_call(arguments, wide, wider) for arguments in (call.arguments, streamed))
+            inputs = {name: widened(x, wider) for name, x in call.inputs.items()}
+            with torch.no_grad():
+                with attention_as(self.configs, self.reference):
+                    _, reference = outputs_of(type(wide).forward, replaced(plain, inputs))
+                with attention_as(self.configs, self.ours):
+                    _, outputs = outputs_of(
+                        without_self(StreamedForward(wide, SCHEDULE, self.own)), replaced(chunked, inputs)
+                    )
+            wide_call = RecordedCall(call.index, replaced(plain, inputs), inputs, call.wanted, reference)
+            errors = {"output": self._output_error(outputs, wide_call)}
+            if what != "output":
+                name, value = self._gradient_error(wide, wide_call, chunked)
+                errors[name] = value
+        except StreamTuneError:
+            raise
+        except Exception:  # no wider copy (quantised weights, memory, kernels without the dtype): judge what there is
+            if error <= (UNSETTLED if wider is torch.float32 else bound):
+                return
+            raise self.differs(call.index, what, error, bound) from None
+        for name, value in errors.items():
+            if not value <= BOUND[compared_dtype(reference[0])]:
+                raise self.differs(call.index, name, value, BOUND[compared_dtype(reference[0])])
+
+    def valid_tokens(self, z: Tensor) -> Tensor:
+        """Return ``[B, T]``, True where the batch has a token; all True if the layers see another length than it."""
+        return self.valid if z.shape[:2] == self.valid.shape else z.new_ones(z.shape[:2], dtype=torch.bool)
+
+    def bound(self, index: int, z: Tensor) -> float:
+        """Return the relative difference that rounding explains for a tensor before or behind a layer."""
+        return BOUND[compared_dtype(z, self.layers[index])]
+
+    def where(self, index: int | None) -> str:
+        """Return a layer's place in the model, for messages."""
+        if index is None:
+            return f"{self.name}, outside its decoder layers"
+        return f"layer {index} of {len(self.layers)} ({type(self.layers[index]).__name__})"
+
+    def differs(self, index: int, what: str, error: float, bound: float) -> DiffersError:
+        """Return the error for a difference that rounding does not explain."""
+        return DiffersError(
+            f"{self.name} is not streamed exactly: the {what} of {type(self.layers[index]).__name__} in chunks "
+            f"differs from the whole sequence's by {error:.1e} (rounding explains {bound:.0e})",
+            where=self.where(index),
+            mend=MEND,
+        )
+
+
+def without_self(forward: Callable[..., Any]) -> Callable[..., Any]:
+    """Return a bound forward as a function that takes ``self`` first, as that of the class does."""
+    return lambda _self, *args, **kwargs: forward(*args, **kwargs)
+
+
+def _widened_call(arguments: Arguments, layer: nn.Module, dtype: torch.dtype) -> Arguments:
+    """Return the call of a wider copy of the layer, its tensors widened."""
+    new = inspect.BoundArguments(arguments.signature, widened(dict(arguments.arguments), dtype))
+    new.arguments[next(iter(new.arguments))] = layer
+    return new

@@ -1,0 +1,240 @@
+"""A numerical preflight for packing: packed rows must not affect each other, and shared beginnings must be exact.
+
+A model is given packed rows as positions that restart, and in no other way. Its signature does not show if it follows
+them: one that adds a bias by distance (ALiBi), carries a state past a row's end or numbers positions itself takes the
+same arguments and lets a row see the one before it. So a few short rows go through the streamed model together, and
+each layer is then given the very same inputs again, one row at a time. What it adds to its input must be the same.
+
+    fails:  ||z - z_row|| > bound * ||z_row - z_in|| + eps * ||z_row||       (z_row - z_in is what the layer adds)
+
+In a narrow dtype a router may choose another expert because of rounding alone, for a token here and there. A layer that
+lets rows see each other differs at the first token of every row: there the median over the rows decides.
+
+Rows that share their beginning (``branches``) are checked in the same way: a row alone is its trunk and its branch.
+"""
+
+from __future__ import annotations
+
+import inspect
+import statistics
+from collections.abc import Callable
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+
+from streamtune.engine.branches import Branches
+from streamtune.engine.layer import StreamedForward
+from streamtune.engine.preflight.borrow import borrowed
+from streamtune.engine.preflight.difference import BOUND, compared_dtype, norm_of
+from streamtune.engine.preflight.trial import SCHEDULE, trial_batch
+from streamtune.engine.routers import not_balanced
+from streamtune.engine.rows import CallFacts, PackedRows
+from streamtune.errors import ArgumentError, StreamTuneError, UnsupportedModelError
+
+if TYPE_CHECKING:
+    from streamtune.engine.stream import StreamHandle
+
+__all__ = ["check_branches", "check_packing"]
+
+ROWS = (9, 2, 13, 3, 11, 10)
+"""Tokens of the rows of the trial: chunks end inside some, and several lie inside one chunk."""
+
+TREES = ((11, (5, 2, 9)), (4, (7, 10)))
+"""Tokens of trunks and branches of the trial: chunks end in a trunk, behind it and in branches."""
+
+
+@dataclass(frozen=True)
+class _Layout:
+    """The layout of a trial's rows in one sequence, and the error text for a model that mixes them up."""
+
+    rows: PackedRows
+    arguments: dict[str, Tensor]
+    """Of the model's call, where it takes them."""
+    places: list[Tensor]
+    """Of each row alone."""
+    begins: list[int]
+    """The first token of each row that others lie before, counted in the row."""
+    fault: str
+    mend: str
+
+
+@dataclass
+class _Seen:
+    """One call of a layer in the packed forward: its input and output ``[1, T, C]``."""
+
+    index: int
+    z_in: Tensor
+    z_out: Tensor
+
+
+def check_packing(handle: StreamHandle) -> None:
+    """Compare packed rows with the same rows alone, layer by layer, on a few random tokens; costs seven short forwards.
+
+    Random state, training flags and the model are left as they were, also when it fails.
+
+    Args:
+        handle: The handle that ``stream(model)`` returned.
+
+    Raises:
+        ArgumentError: The handle was removed.
+        UnsupportedModelError: The model does not keep packed rows apart; the message names the layer and the
+                difference.
+    """
+    if not handle.layers:
+        raise ArgumentError("the model is not streamed any more", mend="check before .remove()")
+    positions = torch.cat([torch.arange(length) for length in ROWS])[None]
+    rows = PackedRows.of(positions)
+    assert rows is not None
+    ends = [sum(ROWS[:count]) for count in range(len(ROWS) + 1)]
+    places = [torch.arange(start, stop) for start, stop in pairwise(ends)]
+    fault = "keep packed rows apart: the {what} for a row changes with the rows before it"
+    layout = _Layout(rows, {"position_ids": positions}, places, [0] * len(ROWS), fault, "set packing: false")
+    with borrowed(handle), torch.no_grad():
+        _Trial(handle, layout).run()
+
+
+def check_branches(handle: StreamHandle) -> None:
+    """Compare rows that share their beginning with the same rows alone, layer by layer, as :func:`check_packing` does.
+
+    Args:
+        handle: The handle that ``stream(model)`` returned.
+
+    Raises:
+        ArgumentError: The handle was removed.
+        UnsupportedModelError: The model does not compute a branch as it would compute its row alone.
+    """
+    if not handle.layers:
+        raise ArgumentError("the model is not streamed any more", mend="check before .remove()")
+    branches = Branches.of(TREES)
+    parts = [part for part in branches.table.parts if part.trunk_stop > part.trunk_start]
+    places = [torch.cat([torch.arange(p.trunk_start, p.trunk_stop), torch.arange(p.start, p.stop)]) for p in parts]
+    begins = [part.trunk_stop - part.trunk_start for part in parts]
+    fault = "compute rows that share their beginning as it does alone: the {what} for a row is another"
+    arguments = branches.arguments(torch.zeros(1, branches.length, dtype=torch.long))
+    layout = _Layout(branches, arguments, places, begins, fault, "set share_prefix: never")
+    with borrowed(handle), torch.no_grad():
+        _Trial(handle, layout).run()
+
+
+class _Trial:
+    def __init__(self, handle: StreamHandle, layout: _Layout) -> None:
+        self.model: Any = handle.model
+        self.layout = layout
+        self.layers, self.own = handle.layers, handle.own_attention
+        self.facts = CallFacts()
+        length = layout.rows.positions_BT.shape[1]
+        ids = trial_batch(self.model)["input_ids"].flatten()
+        self.ids = ids.repeat(-(-length // len(ids)))[:length][None]
+        self.seen: list[_Seen] = []
+        self.calls = 0
+        self.row, self.begin = torch.arange(0), 0
+        self.errors: dict[tuple[int, str], list[float]] = {}
+
+    def run(self) -> None:
+        """Raise if a row depends on another."""
+        layout, device = self.layout, self.ids.device
+        positions = layout.rows.positions_BT
+        arguments = {name: value.to(device) for name, value in layout.arguments.items()}
+        packed = self._walk(self._record, self.ids, layout.rows, arguments)
+        for places, begin in zip(layout.places, layout.begins, strict=True):
+            self.calls, self.row, self.begin = 0, places.to(device), begin
+            own = {"position_ids": positions[:, places].to(device)}
+            alone = self._walk(self._compare, self.ids[:, self.row], None, own)
+            self._note(len(self.layers), "logits", packed[:, self.row], alone, torch.zeros_like(alone))
+        self._judge()
+
+    def _walk(
+        self, step: Callable[..., Any], ids: Tensor, rows: PackedRows | None, arguments: dict[str, Tensor]
+    ) -> Tensor:
+        """Run one forward with ``step`` in each layer's place; return the logits."""
+        for index, layer in enumerate(self.layers):
+            layer.forward = _Step(index, layer, step)
+        self.facts.rows = rows
+        taken = inspect.signature(type(self.model).forward).parameters
+        given = {name: value for name, value in arguments.items() if name in taken}  # the rest is in the facts
+        try:
+            more = {"use_cache": False, **not_balanced(self.model)}
+            out = self.model.forward(input_ids=ids, **given, **more)
+        except (StreamTuneError, torch.OutOfMemoryError):
+            raise
+        except Exception as error:
+            raise UnsupportedModelError(
+                f"{self._name} does not take packed rows ({type(error).__name__}: {error})", mend=self.layout.mend
+            ) from error
+        logits: Tensor = out[0] if isinstance(out, tuple) else out.logits
+        return logits
+
+    def _record(self, index: int, bound: inspect.BoundArguments) -> Any:
+        out = StreamedForward(self.layers[index], SCHEDULE, self.own, facts=self.facts)(*bound.args[1:], **bound.kwargs)
+        self.seen.append(_Seen(index, bound.arguments[_hidden_name(bound)], _first(out)))
+        return out
+
+    def _compare(self, index: int, bound: inspect.BoundArguments) -> Any:
+        call = self.seen[self.calls] if self.calls < len(self.seen) else None
+        if call is None or call.index != index:
+            raise UnsupportedModelError(f"{self._name} calls other layers when rows are packed", mend=self.layout.mend)
+        self.calls += 1
+        name, z_in = _hidden_name(bound), call.z_in[:, self.row]
+        if self.calls == 1:  # positions that are learnt are added here, before any layer
+            given = bound.arguments[name]
+            self._note(index, "input", z_in, given, torch.zeros_like(given))
+        bound.arguments[name] = z_in
+        out = StreamedForward(self.layers[index], SCHEDULE, self.own, facts=self.facts)(*bound.args[1:], **bound.kwargs)
+        z_out = call.z_out[:, self.row]
+        self._note(index, "output", z_out, _first(out), z_in)
+        return type(out)([z_out, *out[1:]]) if isinstance(out, tuple | list) else z_out
+
+    def _note(self, index: int, what: str, packed: Tensor, alone: Tensor, z_in: Tensor) -> None:
+        """Record a row's error relative to what rounding explains; in a narrow dtype that of its first token."""
+        dtype = self._dtype(index, alone)
+        if torch.finfo(dtype).bits < 32:
+            first = slice(self.begin, self.begin + 1)
+            packed, alone, z_in = packed[:, first], alone[:, first], z_in[:, first]
+        explained = BOUND[dtype] * norm_of(alone, z_in) + torch.finfo(dtype).eps * norm_of(alone)
+        error = norm_of(packed, alone)
+        self.errors.setdefault((index, what), []).append(error / explained if explained > 0 else float(error > 0))
+
+    def _judge(self) -> None:
+        for (index, what), errors in self.errors.items():
+            behind = errors[1:]  # the first row has none before it
+            narrow = torch.finfo(self._dtype(index, self.seen[0].z_out)).bits < 32
+            error = statistics.median(behind) if narrow else max(behind)
+            if not error <= 1:
+                layer = index < len(self.layers)
+                kind = type(self.layers[index]).__name__ if layer else "the head"
+                fault = self.layout.fault.format(what=f"{what} of {kind}")
+                raise UnsupportedModelError(
+                    f"{self._name} does not {fault}, {error:.0f} times as much as rounding explains",
+                    where=f"layer {index} of {len(self.layers)} ({kind})" if layer else f"the head of {self._name}",
+                    mend=self.layout.mend,
+                )
+
+    def _dtype(self, index: int, z: Tensor) -> torch.dtype:
+        """Return the dtype that gives the bound of a layer's tensor; the head's is that of the last layer."""
+        return compared_dtype(z, self.layers[min(index, len(self.layers) - 1)])
+
+    @property
+    def _name(self) -> str:
+        return type(self.model).__name__
+
+
+class _Step:
+    """Replaces a layer's ``forward`` in one forward of the model."""
+
+    def __init__(self, index: int, layer: nn.Module, step: Callable[..., Any]) -> None:
+        self.index, self.layer, self.step = index, layer, step
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        signature = inspect.signature(type(self.layer).forward)
+        return self.step(self.index, signature.bind(self.layer, *args, **kwargs))
+
+
+def _hidden_name(bound: inspect.BoundArguments) -> str:
+    return list(bound.arguments)[1]
+
+
+def _first(out: Any) -> Tensor:
+    return out[0] if isinstance(out, tuple | list) else out

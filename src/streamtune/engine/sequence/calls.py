@@ -1,0 +1,300 @@
+"""Sequence parallelism: each rank makes the ordinary call with the whole rows, and computes its strips of them.
+
+In a call with labels, or one that is scored, the arguments are changed before the model's forward: tokens, positions
+and targets are cut to the rank's own (``strips``), and the loss is summed over the ranks. Calls without targets are not
+shared: every rank computes them whole, as without this. docs/decisions/015-sequence-parallel.md has the reasons.
+
+Shape suffixes: B batch, T tokens.
+"""
+
+from __future__ import annotations
+
+import inspect
+import sys
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Literal
+from weakref import proxy
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from streamtune.engine.branches import Branches
+from streamtune.engine.inspect_model import own_attention
+from streamtune.engine.observe import RandomState
+from streamtune.engine.rows import OTHER_WORDS
+from streamtune.engine.scan import code_names
+from streamtune.engine.sequence.shards import Strips
+from streamtune.errors import ArgumentError, UnsupportedModelError
+
+if TYPE_CHECKING:
+    from streamtune.engine.stream import StreamHandle
+
+__all__ = ["SequenceParallel", "Sharing", "drawn_apart", "form_for"]
+
+FORMS = ("auto", "ulysses", "ring")
+
+STATES = {"update_conv_state", "update_recurrent_state", "set_linear_cache", "mamba_selective_scan"}
+"""Functions called by layers that carry a state from token to token."""
+
+TOKENS = {"input_ids": 1, "inputs_embeds": 1, "labels": 1, "position_ids": -1, "shift_labels": 1}
+"""Arguments that follow the tokens, and along which dimension."""
+TYPES = ("token_type_ids", "mm_token_type_ids")
+"""Arguments that give the kind of each token: 0 is text."""
+
+UNSHARED = "set sequence_parallel_size: 1"
+
+
+@dataclass(frozen=True)
+class SequenceParallel:
+    """The ranks that share each sequence.
+
+    Args:
+        group: A process group of ``torch.distributed``; None is all ranks. They make all calls together, with the same
+            rows.
+        form: ``ulysses`` exchanges heads for strips in every chunk, ``ring`` sends keys and values around. ``auto`` is
+            the first if the number of ranks divides that of query heads, and the second otherwise.
+
+    Raises:
+        ArgumentError: The form is unknown, or there are no process groups yet.
+    """
+
+    group: Any = None
+    form: Literal["auto", "ulysses", "ring"] = "auto"
+
+    def __post_init__(self) -> None:
+        if self.form not in FORMS:
+            raise ArgumentError(f"the form of sequence parallel is {', '.join(FORMS)}, not {self.form!r}")
+        if not (dist.is_available() and dist.is_initialized()):
+            raise ArgumentError(
+                "sequence parallel needs the ranks of torch.distributed, which is not initialised",
+                mend="call torch.distributed.init_process_group first",
+            )
+        if self.group is None:
+            object.__setattr__(self, "group", dist.group.WORLD)
+
+    @property
+    def size(self) -> int:
+        """Number of ranks of the group."""
+        return dist.get_world_size(self.group)
+
+    @property
+    def rank(self) -> int:
+        """Index of this rank in the group."""
+        return dist.get_rank(self.group)
+
+
+def form_for(ranks: SequenceParallel, model: Any, layers: list[nn.Module], head: bool) -> str:
+    """Return ``ulysses`` or ``ring`` for this model, whose head is streamed if ``head``.
+
+    Raises:
+        ArgumentError: ``ulysses`` is asked for, and ranks do not divide the heads evenly; or the head is not streamed.
+        UnsupportedModelError: Ranks cannot share its sequences.
+    """
+    name = type(model).__name__
+    if not head:
+        raise ArgumentError("ranks that share a sequence share its loss: the head must be streamed, head=True")
+    if (own := own_attention(model, layers)) is not None:
+        raise UnsupportedModelError(
+            f"{name} computes its attention itself ({own}), so ranks cannot share its sequence", mend=UNSHARED
+        )
+    if "position_ids" not in inspect.signature(type(model).forward).parameters:
+        raise UnsupportedModelError(
+            f"{name} takes no position_ids, so a rank cannot be told where its tokens are", mend=UNSHARED
+        )
+    for layer in layers:
+        if kind := next((type(module) for module in layer.modules() if STATES & set(code_names(type(module)))), None):
+            raise UnsupportedModelError(
+                f"{name} has layers whose {kind.__name__} carries a state from token to token; ranks cannot share the "
+                "sequence of a recurrence",
+                mend=UNSHARED,
+            )
+    heads = getattr(model.config.get_text_config(decoder=True), "num_attention_heads", 0)
+    divides = all(count % ranks.size == 0 for count in (heads if isinstance(heads, list | tuple) else [heads]))
+    if ranks.form == "ulysses" and not divides:
+        raise ArgumentError(
+            f"{heads} attention heads of {name} cannot be shared out to {ranks.size} ranks",
+            mend="set sequence_parallel: ring, or let sequence_parallel_size divide the heads",
+        )
+    if ranks.form == "auto":
+        return "ulysses" if divides else "ring"
+    return ranks.form
+
+
+class Sharing:
+    """Changes calls of a streamed model to calls on this rank's strips; does nothing if ranks share no sequences."""
+
+    def __init__(self, handle: StreamHandle) -> None:
+        self._handle = proxy(handle)
+        self._drawing = ExitStack()
+
+    def begin(self, args: tuple[Any, ...], kwargs: dict[str, Any], with_targets: bool) -> dict[str, Any]:
+        """Return a call's arguments by name: for this rank's strips, or unchanged if the call has no targets.
+
+        Raises:
+            UnsupportedModelError: An argument cannot be cut into strips; or a call without targets needs gradients,
+                and its logits would be those of a strip.
+        """
+        model = self._handle.model
+        names = list(inspect.signature(type(model).forward).parameters)[1:]
+        kwargs = {**dict(zip(names, args, strict=False)), **kwargs}
+        if with_targets:
+            return self.share(kwargs)
+        if torch.is_grad_enabled() and any(p.requires_grad for p in model.parameters()):
+            raise UnsupportedModelError(
+                "ranks share this model's sequences, and logits would be those of a strip",
+                mend="pass labels, ask handle.logprobs, or call it under torch.no_grad(), where ranks do not share",
+            )
+        return kwargs
+
+    def share(self, kwargs: dict[str, Any]) -> dict[str, Any]:
+        """Return the arguments for this rank's strips; give the strips to layers, head and routers until ``end``."""
+        handle = self._handle
+        ranks, rows = handle.sequence_parallel, handle.facts.rows
+        if ranks is None:
+            return kwargs
+        self._tell(None)
+        tokens = next((kwargs[name] for name in ("input_ids", "inputs_embeds") if kwargs.get(name) is not None), None)
+        if tokens is None:
+            raise ArgumentError("a call that ranks share needs input_ids or inputs_embeds")
+        batch, length = tokens.shape[:2]
+        _refuse(handle, kwargs, length)
+        branches = rows if isinstance(rows, Branches) else None
+        packed = None if branches else rows
+        strips = Strips(ranks.group, handle.form, handle.schedule, batch, length, packed, _targets(kwargs))
+        given = {key: value for key, value in kwargs.items() if key not in (*OTHER_WORDS, "cache_position")}
+        given |= _placed(handle, strips, tokens, kwargs)
+        given.pop("shift_labels", None)
+        for name, dim in (TOKENS | dict.fromkeys(TYPES, 1)).items():
+            if isinstance(value := given.get(name), Tensor):
+                given[name] = strips.cut(value, dim, -100 if name == "labels" else None)
+        if branches is not None and strips.total > length:  # what is behind the rows is a row of its own
+            branches = branches.followed_by(strips.total - length)
+        handle.facts.rows = branches
+        self._tell(strips)
+        if handle.model.training:
+            self._drawing.enter_context(drawn_apart(ranks, next(handle.model.parameters()).device))
+        return given
+
+    def end(self) -> None:
+        """End the call: reset its strips and its rows."""
+        self._tell(None)
+        self._handle.facts.rows = None
+
+    def open_routers(self, attention_mask: Any) -> None:
+        """Let the routers count the tokens of the rows, without the padding behind their end."""
+        strips = self._handle.facts.strips
+        if strips is not None and attention_mask is None:
+            device = next(self._handle.model.parameters()).device
+            attention_mask = torch.ones(strips.batch, strips.given, device=device)
+        self._handle.routers.open(attention_mask)
+
+    def _tell(self, strips: Strips | None) -> None:
+        self._drawing.close()
+        handle = self._handle
+        handle.facts.strips = handle.routers.strips = strips
+        if handle.head is not None:
+            handle.head.strips = strips
+        if handle.scored is not None and strips is not None:
+            handle.scored.strips = strips
+
+
+def _targets(kwargs: dict[str, Any]) -> Tensor | None:
+    """Return the targets ``[B, T]``: ``shift_labels``, or the labels shifted once over the whole rows."""
+    shifted: Tensor | None = kwargs.get("shift_labels")
+    labels: Tensor | None = kwargs.get("labels")
+    if shifted is not None or labels is None:
+        return shifted
+    return nn.functional.pad(labels, (0, 1), value=-100)[..., 1:]
+
+
+def _placed(handle: StreamHandle, strips: Strips, tokens: Tensor, kwargs: dict[str, Any]) -> dict[str, Any]:
+    """Return positions of the rows, and a padding mask of the whole padded sequence, the same on every rank."""
+    mask, positions = kwargs.get("attention_mask"), kwargs.get("position_ids")
+    padded = mask is not None and not bool(mask.bool().all())
+    if positions is None:
+        if kind := _places_tokens_itself(handle, padded):
+            raise UnsupportedModelError(
+                f"{kind} makes positions from tokens or padding, which no rank sees all of", mend="pass position_ids"
+            )
+        positions = torch.arange(strips.given, device=tokens.device)[None]
+    _same_rotation_everywhere(handle.model, strips, positions)
+    if mask is None:
+        mask = torch.ones(*tokens.shape[:2], dtype=torch.long, device=tokens.device)
+    # No row sees what is behind its end, masked or not; unmasked it costs no mask.
+    return {
+        "position_ids": positions,
+        "attention_mask": nn.functional.pad(mask, (0, strips.total - strips.given), value=int(not padded)),
+    }
+
+
+def _refuse(handle: StreamHandle, kwargs: dict[str, Any], length: int) -> None:
+    """Refuse arguments that do not follow the tokens, or that need all of them."""
+    known = {*TOKENS, *OTHER_WORDS, "attention_mask", "num_items_in_batch", "cache_position"}
+    name = type(handle.model).__name__
+    for key, value in kwargs.items():
+        if key in known or value is None:
+            continue
+        if key in TYPES and isinstance(value, Tensor) and value.dim() == 2 and not bool(value.any()):
+            continue
+        if isinstance(value, Tensor) and value.dim() > 0:
+            raise UnsupportedModelError(f"{name} is handed {key!r}, which ranks cannot share", mend=UNSHARED)
+        if key in ("past_key_values", "output_hidden_states", "logits_to_keep") and value:
+            raise UnsupportedModelError(
+                f"{key} is asked for, which ranks that share a sequence do not have", mend=UNSHARED
+            )
+    mask = kwargs.get("attention_mask")
+    if mask is not None and not (isinstance(mask, Tensor) and mask.dim() == 2 and mask.shape[1] == length):
+        raise UnsupportedModelError(
+            "ranks that share a sequence take an attention_mask [B, T] of its padding, and no other", mend=UNSHARED
+        )
+
+
+def _places_tokens_itself(handle: StreamHandle, padded: bool) -> str | None:
+    """Return the class that makes positions of tokens, or of padding if ``padded``, if none are passed; else None."""
+    inside = {id(module) for layer in handle.layers for module in layer.modules()}
+    for module in handle.model.modules():
+        if id(module) in inside:
+            continue
+        by_mask = (
+            padded
+            and isinstance(module, nn.Embedding)
+            and "attention_mask" in inspect.signature(module.forward).parameters
+        )
+        names = {*dir(module), *(name for kind in type(module).__mro__ for name in vars(sys.modules[kind.__module__]))}
+        if by_mask or any(name.startswith("create_position_ids") for name in names):
+            return type(module).__name__
+    return None
+
+
+def _same_rotation_everywhere(model: Any, strips: Strips, positions: Tensor) -> None:
+    """Refuse rotary embeddings that depend on the longest position, where that differs between ranks."""
+    parameters = getattr(model.config.get_text_config(decoder=True), "rope_parameters", None) or {}
+    kinds = parameters.values() if all(isinstance(value, dict) for value in parameters.values()) else [parameters]
+    for kind in kinds:
+        if kind.get("rope_type") not in ("dynamic", "longrope"):
+            continue
+        config = model.config.get_text_config(decoder=True)
+        limit = kind.get("original_max_position_embeddings") or config.max_position_embeddings
+        places = [strips.places(rank, positions.device).clamp(max=strips.given - 1) for rank in range(strips.size)]
+        longest = [int(positions.index_select(-1, place).max()) + 1 for place in places]
+        if min(longest) <= limit < max(longest) or (kind["rope_type"] == "dynamic" and max(longest) > limit):
+            raise UnsupportedModelError(
+                f"rotary embeddings of type {kind['rope_type']!r} change with the longest position, which is another "
+                f"on each rank ({min(longest):,} to {max(longest):,} beside {limit:,})",
+                mend=UNSHARED,
+            )
+
+
+@contextmanager
+def drawn_apart(ranks: SequenceParallel, device: torch.device) -> Iterator[None]:
+    """Draw the rank's own random numbers inside the context, and restore the ranks' common state afterwards."""
+    seed = int(torch.randint(1 << 62, ()))
+    outer = RandomState.now(device)
+    torch.manual_seed((seed + 0x9E3779B97F4A7C15 * (ranks.rank + 1)) % (1 << 63))
+    try:
+        yield
+    finally:
+        outer.restore()

@@ -1,0 +1,318 @@
+"""One call of a model whose sequence several ranks share: the tokens of each rank, and what their layers exchange.
+
+The schedule cuts a rank's own tokens into chunks. The i-th chunks of all ranks together are the i-th chunk of the
+sequence. Each rank's part of it is called a strip; the strips lie in the order of the ranks:
+
+    rank 0 | 0 1 . . . . 6 7  . . . .      tokens of the sequence, 2 to a strip, 3 ranks
+    rank 1 | . . 2 3 . . . .  8 9 . .
+    rank 2 | . . . . 4 5 . .  . . A B
+             first chunk      second
+
+So all tokens before a chunk of the sequence are in earlier chunks, and every rank computes a part of the causal
+attention of each chunk.
+
+Shape suffixes: B batch, T tokens of the sequence, L of this rank, H query heads, G key/value heads, D head dimension.
+"""
+
+from __future__ import annotations
+
+import math
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+from itertools import accumulate
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from streamtune.errors import UnsupportedModelError
+from streamtune.ops import LazyMask
+from streamtune.ops.attention.ring import Ring
+from streamtune.ops.attention.runs import run_starts
+from streamtune.ops.exchange import collected, to_heads, to_strips
+
+if TYPE_CHECKING:
+    from streamtune.engine.rows import PackedRows
+    from streamtune.schedule import Schedule
+
+__all__ = ["Strips", "Turn", "turn_of_strips"]
+
+_local = threading.local()
+
+
+@dataclass(eq=False)
+class Strips:
+    """The division of a call's tokens into chunks and into one strip of each chunk for every rank.
+
+    Args:
+        group: The ranks that share them.
+        form: ``ring`` or ``ulysses``: the way in which the ranks exchange keys and values.
+        schedule: Gives the chunks of each rank's own tokens.
+        batch: Rows B.
+        given: Their tokens T, before they are padded.
+        rows: Packed rows; their mask is made here, because no rank's model sees the starts of all rows.
+        targets: ``[B, T]`` target of each token, -100 for none; None where no loss is computed.
+    """
+
+    group: Any
+    form: str
+    schedule: Schedule
+    batch: int
+    given: int
+    rows: PackedRows | None = None
+    targets: Tensor | None = None
+    _masks: dict[int, tuple[LazyMask, LazyMask]] = field(default_factory=dict)
+    _places: dict[int, Tensor] = field(default_factory=dict)
+
+    @cached_property
+    def size(self) -> int:
+        """Number of ranks S."""
+        return dist.get_world_size(self.group)
+
+    @cached_property
+    def rank(self) -> int:
+        """Index of this rank in the group."""
+        return dist.get_rank(self.group)
+
+    @cached_property
+    def own(self) -> int:
+        """Number of tokens L of each rank."""
+        return -(-self.given // self.size)
+
+    @property
+    def total(self) -> int:
+        """Number of tokens of the padded sequence, L S."""
+        return self.own * self.size
+
+    @cached_property
+    def chunks(self) -> list[slice]:
+        """The chunks of a rank's own tokens."""
+        return self.schedule.chunks(self.own)
+
+    @property
+    def whole(self) -> slice:
+        """The slice of all of a rank's own tokens."""
+        return slice(0, self.own)
+
+    def everywhere(self, chunk: slice) -> slice:
+        """Return the chunk of the sequence, all ranks' strips of it, that corresponds to a chunk of own tokens."""
+        return slice(chunk.start * self.size, chunk.stop * self.size)
+
+    def strip(self, chunk: slice, rank: int | None = None) -> slice:
+        """Return the positions in the sequence of a rank's strip of a chunk; by default this rank's."""
+        length = chunk.stop - chunk.start
+        start = chunk.start * self.size + (self.rank if rank is None else rank) * length
+        return slice(start, start + length)
+
+    def within(self, part: slice) -> list[slice]:
+        """Return the chunks that lie in a part of a rank's tokens; the part is one chunk, several, or all of them."""
+        return [chunk for chunk in self.chunks if part.start <= chunk.start and chunk.stop <= part.stop]
+
+    def floor(self, key: int) -> int:
+        """Return the start, among a rank's own tokens, of the chunk that contains position ``key`` of the sequence."""
+        return next(chunk.start for chunk in reversed(self.chunks) if chunk.start * self.size <= key)
+
+    def places(self, rank: int, device: torch.device) -> Tensor:
+        """Return the positions ``[L]`` of a rank's tokens in the sequence."""
+        if rank not in self._places:
+            strips = [self.strip(chunk, rank) for chunk in self.chunks]
+            self._places[rank] = torch.cat([torch.arange(s.start, s.stop, device=device) for s in strips])
+        return self._places[rank].to(device)
+
+    def cut(self, x: Tensor, dim: int, fill: float | bool | None = None) -> Tensor:
+        """Return this rank's tokens of a tensor of the rows, padded with ``fill`` or the value of the last token."""
+        missing = self.total - x.shape[dim]
+        if missing:
+            last = x.narrow(dim, x.shape[dim] - 1, 1)
+            last = last if fill is None else torch.full_like(last, fill)
+            x = torch.cat([x, last.repeat_interleave(missing, dim)], dim)
+        return x.index_select(dim, self.places(self.rank, x.device))
+
+    def collect(self, x_BL: Tensor) -> Tensor:
+        """Gather ``[B, T]`` from the tokens ``[B, L]`` of all ranks."""
+        places = [self.places(rank, x_BL.device) for rank in range(self.size)]
+        return collected(x_BL, self.group, places, self.given)
+
+    def mask(self, mask: LazyMask) -> LazyMask:
+        """Return the mask of the whole sequence, given the model's, which has as many queries as this rank has tokens.
+
+        The other fields of the mask describe the whole sequence already, for the model's attention mask does.
+
+        Raises:
+            UnsupportedModelError: A query may see later keys, or packed rows are given and the mask depends on
+                positions within a row.
+        """
+        known = self._masks.get(id(mask))
+        if known is None or known[0] is not mask:
+            known = self._masks[id(mask)] = (mask, self._of_sequence(mask))
+        return known[1]
+
+    def _of_sequence(self, mask: LazyMask) -> LazyMask:
+        if not mask.causal or not _alone(mask.block_start):
+            raise UnsupportedModelError(
+                "the attention mask lets a token see later tokens, which may be another rank's",
+                mend="set sequence_parallel_size: 1",
+            )
+        row_start = None
+        if self.rows is not None:
+            if mask.function is not None or mask.span_start is not None:
+                raise UnsupportedModelError(
+                    "packed rows meet an attention mask that counts from the start of each; ranks that share a "
+                    "sequence cannot tell it",
+                    mend="set packing: false, or sequence_parallel_size: 1",
+                )
+            begins = torch.nn.functional.pad(self.rows.begins, (0, self.total - self.given))
+            begins[:, self.given :] = True
+            row_start = run_starts(begins.cumsum(1)).to(mask.device)
+        return replace(mask, q_length=self.total, row_start=row_start, block_start=None)
+
+
+class Turn:
+    """The exchange with the other ranks in one run of a layer on a chunk.
+
+    ``first_key`` is set later: the first key that the attention of the chunk is given, counted as in the cache.
+
+    Args:
+        strips: The call.
+        part: Those of this rank's tokens that the layer runs on.
+    """
+
+    def __init__(self, strips: Strips, part: slice) -> None:
+        self.strips, self.part = strips, part
+        self.lengths = [chunk.stop - chunk.start for chunk in strips.within(part)]
+        self.first_key = 0
+        self.one_head = False
+        """True if all ranks keep the same head, from which the layer may make all heads of keys and values."""
+        self.kept: tuple[Tensor, Tensor] | None = None
+        """The keys and values that the cache returned to the layer last."""
+
+    @property
+    def in_ring(self) -> bool:
+        """True if each rank keeps the keys and values of its own tokens, as ring attention does."""
+        return self.strips.form == "ring"
+
+    @property
+    def keys(self) -> slice:
+        """The positions in the cache of the part's keys and values."""
+        return self.part if self.in_ring else self.strips.everywhere(self.part)
+
+    @property
+    def position(self) -> int:
+        """Position of the part's first token in the sequence.
+
+        Raises:
+            UnsupportedModelError: The part is several strips, whose positions do not follow from the first one's.
+        """
+        if len(self.lengths) > 1:
+            raise UnsupportedModelError(
+                "a layer counts its positions from the length of its cache, which several strips at once do not have",
+                mend="set keep_layers: 0",
+            )
+        return self.strips.strip(self.part).start
+
+    def keys_and_values(self, k_BGLD: Tensor, v_BGLD: Tensor) -> tuple[Tensor, Tensor]:
+        """Return the keys and values that the cache keeps: for a ring those given, which are of this rank's strips.
+
+        Otherwise they are exchanged: of all strips the heads that this rank's query heads attend to. If there are fewer
+        heads than ranks, several ranks keep the same head.
+        """
+        if self.in_ring:
+            return k_BGLD, v_BGLD
+        heads = k_BGLD.shape[1]
+        self.one_head = heads == 1
+        copies = math.lcm(heads, self.strips.size) // heads
+        both = torch.cat([k_BGLD, v_BGLD], -1).repeat_interleave(copies, 1)
+        k, v = to_heads(both, self.strips.group, self.lengths).split([k_BGLD.shape[-1], v_BGLD.shape[-1]], -1)
+        return k.contiguous(), v.contiguous()
+
+    def heads(self, q: Tensor, k: Tensor, v: Tensor, layer: str) -> tuple[Tensor, Tensor, Tensor]:
+        """Return this rank's heads of all strips: of the queries, which are exchanged, and of keys and values.
+
+        Keys and values are those the layer attends to, and have the heads that the cache kept on this rank.
+
+        Raises:
+            UnsupportedModelError: The query heads cannot be divided among the ranks, or keys and values are not those
+                of the cache, or their number of heads does not divide that of this rank's queries.
+        """
+        heads, size = q.shape[1], self.strips.size
+        if heads % size:
+            what = f"{heads} query heads cannot be shared out to {size} ranks"
+            raise UnsupportedModelError(what, where=layer, mend="set sequence_parallel: ring")
+        of_cache = self.kept is None or self.one_head or self.part.start > 0  # one chunk tells for all
+        if not of_cache and not all(_same(x, kept) for x, kept in zip((k, v), self.kept or (), strict=True)):
+            raise UnsupportedModelError(
+                "keys or values are not those that the cache handed the layer; of others no rank knows the heads",
+                where=layer,
+                mend="set sequence_parallel: ring",
+            )
+        if self.one_head and k.shape[1] > 1:  # made of a latent, on every rank all of them
+            copies = math.lcm(k.shape[1], size) // k.shape[1]
+            k, v = (x.repeat_interleave(copies, 1).chunk(size, 1)[self.strips.rank] for x in (k, v))
+        if (heads // size) % k.shape[1]:
+            raise UnsupportedModelError(
+                f"{heads // size} query heads of a rank meet {k.shape[1]} heads of keys, which the layer changed "
+                "after its cache had kept them",
+                where=layer,
+                mend="set sequence_parallel: ring",
+            )
+        return to_heads(q, self.strips.group, self.lengths), k, v
+
+    def own_heads(self, sinks_H: Tensor | None) -> Tensor | None:
+        """Return the values of this rank's heads, given one value for each head."""
+        return None if sinks_H is None else sinks_H.chunk(self.strips.size)[self.strips.rank]
+
+    def attended(self, out_BhTD: Tensor) -> Tensor:
+        """Exchange the attention's output for that of all heads ``[B, H, L, D]`` of this rank's tokens."""
+        return to_strips(out_BhTD, self.strips.group, self.lengths)
+
+    @property
+    def ring(self) -> Ring:
+        """The positions of the queries, and of every rank's keys, in the ring attention of this chunk."""
+        strips, base = self.strips, self.part.start
+        queries = [
+            (slice(chunk.start - base, chunk.stop - base), strips.strip(chunk)) for chunk in strips.within(self.part)
+        ]
+        seen = strips.within(slice(self.first_key, self.part.stop))
+        starts = list(accumulate((c.stop - c.start for c in seen), initial=0))
+
+        def keys(rank: int) -> list[tuple[slice, slice]]:
+            return [
+                (slice(start, start + c.stop - c.start), strips.strip(c, rank))
+                for start, c in zip(starts, seen, strict=False)
+            ]
+
+        return Ring(strips.group, queries, keys)
+
+    @contextmanager
+    def taken(self) -> Iterator[None]:
+        """Make this the chunk to which attentions inside the context belong."""
+        before, _local.turn = turn_of_strips(), self
+        try:
+            yield
+        finally:
+            _local.turn = before
+
+
+def _alone(block_start: Tensor | None) -> bool:
+    """Return True if no two tokens are of one block, as in the mask of a vision model that is given no images."""
+    return block_start is None or bool(
+        (block_start == torch.arange(block_start.shape[-1], device=block_start.device)).all()
+    )
+
+
+def _same(x: Tensor, kept: Tensor) -> bool:
+    """Return True if ``x`` is the tensor ``kept`` that the cache returned, or equals it in shape and values.
+
+    A layer may have repeated heads in between, and which query heads the copies are for is then unknown.
+    """
+    return x is kept or (x.shape == kept.shape and torch.equal(x, kept.to(x.dtype)))
+
+
+def turn_of_strips() -> Turn | None:
+    """Return the exchange of the chunk that runs now; None where ranks do not share the sequence."""
+    turn: Turn | None = getattr(_local, "turn", None)
+    return turn

@@ -1,0 +1,464 @@
+"""Attention of a chunk of queries over its prefix and itself, exact, without a dense mask.
+
+    softmax([q k_1' | q k_2' | ...]) [v_1; v_2; ...] = sum_s exp(lse_s - lse) o_s,    lse = log sum_s exp(lse_s)
+
+Each segment s of a query's keys (the prefix rectangle, the causal square, a window's edge) gives its own output ``o_s``
+and log-sum-exp ``lse_s``; they are merged as above (Dao, FlashAttention-2, arXiv 2307.08691; Liu, Ring Attention, arXiv
+2310.01889). The backward of a segment needs nothing of the other segments but the merged output and log-sum-exp:
+
+    P_s = exp(S_s - lse),  delta = rowsum(dO * O),  dS_s = P_s * (dO v_s' - delta),  dq += dS_s k_s,  dk_s = dS_s' q
+
+Shape suffixes: B batch, H query heads, G key/value heads (G divides H), T queries, S keys, D head dimension.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+from itertools import groupby
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from streamtune.ops.attention.kernels import Kernel, Scores, flash_kernel
+from streamtune.ops.attention.view import MaskView, Segment, masked_score
+from streamtune.ops.attention.view_kernels import attend_whole, backward_whole, fused_view_kernel
+from streamtune.ops.first_order import first_order
+from streamtune.ops.simulated import autocast_kind, repeated
+
+__all__ = [
+    "Memory",
+    "Piece",
+    "Place",
+    "Prefix",
+    "prefix_attention",
+    "prefix_attention_reference",
+    "seen",
+    "sinks_gradient",
+]
+
+KEY_BLOCK = 1024
+"""Keys whose gradient a backward computes at once, as long as it has no more queries: a prefix is as long as the
+sequence, what a kernel needs for dK and dV of a block of it is not."""
+
+TILE_ELEMENTS = 1 << 22
+"""Scores the tiled formula holds at once (16 MiB in fp32), whatever the lengths are."""
+
+
+def prefix_attention(
+    q_BHTD: Tensor,
+    k_BGSD: Tensor,
+    v_BGSD: Tensor,
+    view: MaskView,
+    *,
+    scale: float,
+    softcap: float | None = None,
+    sinks_H: Tensor | None = None,
+    dropout: float = 0.0,
+    memory: Memory | None = None,
+    prefix: Prefix | None = None,
+) -> Tensor:
+    """Return attention of T queries over S keys, equal to :func:`prefix_attention_reference` with the dense mask.
+
+    Args:
+        q_BHTD: Queries, any floating dtype.
+        k_BGSD, v_BGSD: Keys and values of the prefix and of the chunk itself.
+        view: The keys that each query sees, as a mask; ``view.shape[2:] == (T, S)``.
+        scale: Factor on the scores, usually ``D ** -0.5``.
+        softcap: ``c * tanh(score / c)`` in place of the score (Gemma 2).
+        sinks_H: One more logit per head in the softmax, with no value behind it (gpt-oss).
+        dropout: Probability that an attention weight is dropped; the mask is drawn again, not stored, in the backward.
+        memory: Returns the output if it was computed before, and stores it otherwise.
+        prefix: Accumulates the gradient of the first keys and values; that of the rest goes to its ``own``.
+
+    Returns:
+        ``[B, H, T, D]`` in the dtype of ``q_BHTD``. A query that sees no key (left padding) gives zeros.
+    """
+    assert tuple(view.shape[2:]) == (q_BHTD.shape[2], k_BGSD.shape[2]), (view.shape, q_BHTD.shape, k_BGSD.shape)
+    kind = autocast_kind(q_BHTD.device)
+    with torch.autocast(kind, enabled=False):  # the formula's matmuls are in the dtypes it chooses
+        own: tuple[Tensor | None, Tensor | None] = (None, None)
+        if prefix is not None:
+            own, k_BGSD, v_BGSD = prefix.own, k_BGSD.detach(), v_BGSD.detach()
+        differentiable = [q_BHTD, k_BGSD, v_BGSD, *own]
+        backward = torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in differentiable)
+        return _PrefixAttention.apply(
+            q_BHTD, k_BGSD, v_BGSD, sinks_H, *own, prefix, view, scale, softcap, dropout, memory, backward
+        )
+
+
+Place = tuple[slice, slice, slice]
+"""Rows, heads and positions in a tensor ``[B, H, T, D]``."""
+
+
+class Memory(Protocol):
+    """Outputs and log-sum-exps of attentions that ran before."""
+
+    def recall(self) -> tuple[Tensor, Tensor] | None:
+        """Return o ``[B, H, T, D]`` and lse ``[B, H, T]`` of the attention that runs now, None if not known."""
+
+    def keep(self, o: Tensor, lse: Tensor) -> None:
+        """Store o and lse of the attention that runs now."""
+
+
+class Prefix(Protocol):
+    """The keys and values that precede a chunk's own."""
+
+    @property
+    def length(self) -> int:
+        """Number of these keys."""
+
+    @property
+    def own(self) -> tuple[Tensor, Tensor]:
+        """The keys and values behind them ``[B, G, S - length, D]``, which get the gradient of the rest."""
+
+    def begin(self) -> None:
+        """Allocate their gradient, if it is not allocated yet."""
+
+    def add(self, place: Place, grad_k: Tensor, grad_v: Tensor) -> None:
+        """Add to their gradient at a place in ``[B, G, length, D]``."""
+
+
+class _PrefixAttention(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        sinks: Tensor | None,
+        own_k: Tensor | None,
+        own_v: Tensor | None,
+        prefix: Prefix | None,
+        view: MaskView,
+        scale: float,
+        softcap: float | None,
+        dropout: float,
+        memory: Memory | None,
+        for_backward: bool,
+    ) -> Tensor:
+        seed = int(torch.randint(1 << 62, ())) if dropout else 0
+        pieces = [Piece(view, segment, scale, softcap, dropout, seed) for segment in view.segments()]
+        whole = None
+        if any(piece.by_formula(q, k, v) for piece in pieces):  # else segments hold fewer bytes and are as fast
+            whole = fused_view_kernel(view, q, k, v, scale, softcap, dropout)
+        known = None if memory is None else memory.recall()
+        if known is None:
+            own = None if whole is None else attend_whole(whole, q, k, v, for_backward)
+            whole = None if own is None else whole
+            o, lse = _softmax_times_v(pieces, q, k, v, sinks, own)
+            # The formula takes delta from o as it was before rounding; a fused kernel wants o in the dtype of q.
+            o = o if whole is None and all(piece.by_formula(q, k, v) for piece in pieces) else o.to(q.dtype)
+            if memory is not None:
+                memory.keep(o, lse)
+        else:
+            o, lse = known
+        ctx.save_for_backward(q, k, v, sinks, o, lse)
+        ctx.whole, ctx.pieces, ctx.prefix = whole, pieces, prefix
+        ctx.shared_keys = view.mask.block_start is not None or view.mask.branches is not None
+        return o.detach() if o.dtype == q.dtype else o.to(q.dtype)  # o itself may be kept, and gets no graph
+
+    @staticmethod
+    @first_order
+    def backward(ctx: Any, grad_o: Tensor) -> tuple[Tensor | None, ...]:
+        with torch.autocast(autocast_kind(grad_o.device), enabled=False):
+            return _PrefixAttention._backward(ctx, grad_o)
+
+    @staticmethod
+    def _backward(ctx: Any, grad_o: Tensor) -> tuple[Tensor | None, ...]:
+        q, k, v, sinks, o, lse = ctx.saved_tensors
+        prefix: Prefix | None = ctx.prefix
+        pieces: list[tuple[Piece, float]] = [block for piece in ctx.pieces for block in piece.key_blocks(q.device)]
+        grads = None if ctx.whole is None else backward_whole(ctx.whole, grad_o, q, k, v, o, lse)
+        if grads is not None:
+            sums = _KeyGradients(k, v, prefix, k.dtype)
+            sums.add((slice(None), slice(None), slice(0, k.shape[2])), *grads[1:])
+            grad_q, grad_k, grad_v = grads[0], sums.k, sums.v
+        elif len(pieces) == 1 and prefix is None and pieces[0][0].covers(q, k):
+            grad_q, grad_k, grad_v = pieces[0][0].backward(grad_o, q, k, v, o, lse)
+        else:
+            # A query's gradient is a sum over its segments. A key's is one term, but where stretches of queries share
+            # it: then it may have many. Sums are in fp32, as a kernel's would be.
+            wide = torch.promote_types(q.dtype, torch.float32)
+            grad_q = torch.zeros_like(q, dtype=wide if len(pieces) > 1 else q.dtype)
+            sums = _KeyGradients(k, v, prefix, wide if ctx.shared_keys else k.dtype)
+            if prefix is not None:
+                prefix.begin()  # once, and not with each block
+            for piece, times in pieces:
+                with repeated(times):
+                    grad_q_s, grad_k_s, grad_v_s = piece.backward(grad_o, q, k, v, o, lse)
+                    grad_q[piece.queries] += grad_q_s
+                    sums.add(piece.keys, grad_k_s, grad_v_s)
+                    del grad_q_s, grad_k_s, grad_v_s  # before the next are made
+            grad_q, grad_k, grad_v = grad_q.to(q.dtype), sums.k.to(k.dtype), sums.v.to(v.dtype)
+        grad_sinks = None
+        if sinks is not None and ctx.needs_input_grad[3]:
+            grad_sinks = sinks_gradient(grad_o, sinks, o, lse)
+        nothing = (None,) * 7
+        if prefix is not None:
+            return grad_q, None, None, grad_sinks, grad_k, grad_v, *nothing
+        return grad_q, grad_k, grad_v, grad_sinks, None, None, *nothing
+
+
+def sinks_gradient(grad_o: Tensor, sinks: Tensor, o: Tensor, lse: Tensor) -> Tensor:
+    """Return the gradient ``[H]`` of the sinks, given merged output and log-sum-exp."""
+    delta_BHT = (grad_o.to(lse.dtype) * o.to(lse.dtype)).sum(-1)
+    p_BHT = (sinks.to(lse.dtype)[None, :, None] - lse).exp()
+    return -(p_BHT * delta_BHT).sum((0, 2)).to(sinks.dtype)
+
+
+class _KeyGradients:
+    """Accumulator of dK and dV over segments: those of the prefix go to ``prefix``, the others are summed here."""
+
+    def __init__(self, k: Tensor, v: Tensor, prefix: Prefix | None, dtype: torch.dtype) -> None:
+        self.prefix, self.first = prefix, 0 if prefix is None else prefix.length
+        self.k = torch.zeros_like(k[:, :, self.first :], dtype=dtype)
+        self.v = torch.zeros_like(v[:, :, self.first :], dtype=dtype)
+
+    def add(self, place: Place, grad_k: Tensor, grad_v: Tensor) -> None:
+        """Add the share of the keys at a place in ``[B, G, S, D]``."""
+        rows, heads, keys = place
+        before = min(max(self.first - keys.start, 0), keys.stop - keys.start)
+        if before:
+            assert self.prefix is not None
+            at = (rows, heads, slice(keys.start, keys.start + before))
+            self.prefix.add(at, grad_k[:, :, :before], grad_v[:, :, :before])
+        if keys.start + before < keys.stop:
+            at = (rows, heads, slice(keys.start + before - self.first, keys.stop - self.first))
+            self.k[at] += grad_k[:, :, before:]
+            self.v[at] += grad_v[:, :, before:]
+
+
+def _softmax_times_v(
+    pieces: list[Piece],
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    sinks: Tensor | None,
+    own: tuple[Tensor, Tensor] | None,
+) -> tuple[Tensor, Tensor]:
+    """Return output and log-sum-exp of all queries, with sinks, and zeros for queries that see no key.
+
+    ``own`` is output and log-sum-exp without sinks, if one kernel has computed them for all queries.
+    """
+    o, lse = _merged(pieces, q, k, v) if own is None else own
+    return seen(o, lse, sinks, q.dtype, own is not None or any(piece.segment.masked for piece in pieces))
+
+
+def seen(o: Tensor, lse: Tensor, sinks: Tensor | None, dtype: torch.dtype, masked: bool) -> tuple[Tensor, Tensor]:
+    """Add the sinks to merged output and log-sum-exp, and give zeros to queries that see no key.
+
+    ``dtype`` is that of the queries; ``masked`` is True if some query may see no key.
+    """
+    if sinks is not None:
+        total = torch.logaddexp(lse, sinks.to(lse.dtype)[None, :, None])
+        o, lse = o * (lse - total).exp()[..., None], total
+    if masked:  # a query that sees no key at all gives zero, and no gradient
+        blind = lse < masked_score(lse.dtype if dtype == torch.bfloat16 else dtype) / 2
+        o, lse = o.masked_fill(blind[..., None], 0.0), lse.masked_fill(blind, float("inf"))
+    return o, lse
+
+
+def _merged(pieces: list[Piece], q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+    """Return output and log-sum-exp of all queries: pieces of the same queries merged, of others side by side."""
+    regions = [list(group) for _, group in groupby(pieces, key=lambda piece: piece.segment.queries)]
+    if len(regions) == 1:
+        return _merged_region(regions[0], q, k, v)
+    out: Tensor | None = None
+    lse: Tensor | None = None
+    for region in regions:
+        o_r, lse_r = _merged_region(region, q, k, v)
+        if out is None or lse is None:
+            lse = lse_r.new_empty(q.shape[:3])
+            out = lse_r.new_empty((*q.shape[:3], v.shape[-1]))
+        place = region[0].queries
+        out[place], lse[place] = o_r, lse_r
+    assert out is not None
+    assert lse is not None
+    return out, lse
+
+
+def _merged_region(region: list[Piece], q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+    """Merge output and log-sum-exp of pieces that all have the same queries."""
+    o, lse = region[0].forward(q, k, v)
+    if len(region) > 1:
+        o = o.to(lse.dtype)  # rounded once, after the merge
+    for piece in region[1:]:
+        o_s, lse_s = piece.forward(q, k, v)
+        total = torch.logaddexp(lse, lse_s)
+        o = o * (lse - total).exp()[..., None]
+        o += o_s * (lse_s - total).exp()[..., None]
+        lse = total
+    return o, lse
+
+
+class Piece:
+    """One segment, computed by the fused kernel if there is one, and by the tiled formula otherwise.
+
+    ``queries`` and ``keys`` are its places in ``[B, H, T, D]`` and ``[B, G, S, D]``.
+    """
+
+    def __init__(
+        self, view: MaskView, segment: Segment, scale: float, softcap: float | None, dropout: float, seed: int
+    ) -> None:
+        self.view, self.segment, self.scale = view, segment, scale
+        self.softcap, self.dropout, self.seed = softcap, dropout, seed
+        rows = slice(None) if segment.row is None else slice(segment.row, segment.row + 1)
+        self.queries = (rows, slice(None), slice(segment.q_start, segment.q_stop))
+        self.keys = (rows, slice(None), slice(segment.start, segment.stop))
+
+    def key_blocks(self, device: torch.device) -> Iterator[tuple[Piece, float]]:
+        """Yield the piece in blocks of keys, each with a factor, which is 1 but in a simulated step.
+
+        Given the log-sum-exp of all keys, the backward of a block needs no other block. The blocks of a simulated step
+        are alike: one is yielded, with the number of blocks as its factor, the last counted in part. So its work grows
+        linearly with the keys.
+        """
+        segment = self.segment
+        size = max(KEY_BLOCK, segment.q_stop - segment.q_start)
+        if segment.causal or self.dropout or segment.stop - segment.start <= size:
+            yield self, 1
+            return
+        starts = range(segment.start, segment.stop, size)
+        simulated = device.type == "meta"
+        times = (segment.stop - segment.start) / size if simulated else 1
+        for start in starts[:1] if simulated else starts:
+            block = replace(segment, start=start, stop=min(start + size, segment.stop))
+            piece = Piece(self.view, block, self.scale, self.softcap, self.dropout, self.seed)
+            yield piece, times
+
+    def covers(self, q: Tensor, k: Tensor) -> bool:
+        """Return True if the segment has all queries and all keys."""
+        s = self.segment
+        return s.row is None and (s.q_stop - s.q_start, s.stop - s.start) == (q.shape[2], k.shape[2])
+
+    def forward(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+        """Return output ``[B, H, T, D]`` and log-sum-exp ``[B, H, T]`` of the segment's queries over its keys alone.
+
+        The output is in the dtype of q from a fused kernel, and not yet rounded to it from the formula.
+        """
+        q, k, v, kernel = q[self.queries], k[self.keys], v[self.keys], self._kernel(q, k, v)
+        if kernel is not None:
+            return kernel.forward(q, k, v, Scores(self.scale, self.segment.causal, self._bias(q.dtype)))
+        return self._tiled_forward(q, k, v)
+
+    def backward(
+        self, grad_o: Tensor, q: Tensor, k: Tensor, v: Tensor, o: Tensor, lse: Tensor
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Return the gradients of this segment's q, k, v, given merged output ``o`` and log-sum-exp ``lse`` of all."""
+        q, k, v, kernel = q[self.queries], k[self.keys], v[self.keys], self._kernel(q, k, v)
+        grad_o, o, lse = grad_o[self.queries], o[self.queries], lse[self.queries].contiguous()
+        if kernel is not None:
+            scores = Scores(self.scale, self.segment.causal, self._bias(q.dtype))
+            return kernel.backward(grad_o, q, k, v, o, lse, scores)
+        return self._tiled_backward(grad_o, q, k, v, o, lse)
+
+    def by_formula(self, q: Tensor, k: Tensor, v: Tensor) -> bool:
+        """Return True if this segment is computed by the tiled formula."""
+        return self._kernel(q, k, v) is None
+
+    def _kernel(self, q: Tensor, k: Tensor, v: Tensor) -> Kernel | None:
+        if self.softcap is not None or self.dropout > 0:
+            return None
+        return flash_kernel(q, k, v, self.segment.masked)
+
+    def _bias(self, dtype: torch.dtype) -> Tensor | None:
+        return self.view.bias(self.segment, dtype)
+
+    def _row_tiles(self, q: Tensor, k: Tensor) -> Iterator[slice]:
+        rows = max(1, TILE_ELEMENTS // (q.shape[0] * q.shape[1] * max(1, k.shape[2])))
+        for start in range(0, q.shape[2], rows):
+            yield slice(start, min(start + rows, q.shape[2]))
+
+    def _scores(self, q_BGRTD: Tensor, k: Tensor, rows: slice) -> tuple[Tensor, Tensor | None]:
+        """Return scores ``[B, G, R, T, S]`` after softcap and mask, and d score / d raw score if there is a softcap.
+
+        They are in the dtype of ``k``, fp32 or wider, as a fused kernel accumulates them.
+        """
+        tile = q_BGRTD[:, :, :, rows]
+        s = (tile.flatten(2, 3).to(k.dtype) @ k.mT).mul_(self.scale).unflatten(2, tile.shape[2:4])
+        slope = None
+        if self.softcap is not None:
+            squashed = (s / self.softcap).tanh()
+            s, slope = squashed * self.softcap, 1 - squashed**2
+        if self.segment.causal or self.segment.masked:
+            s = s.masked_fill(~self._allowed(rows)[:, :, None], masked_score(s.dtype))
+        return s, slope
+
+    def _allowed(self, rows: slice) -> Tensor:
+        segment, view = self.segment, self.view
+        if not segment.causal:
+            return view.allowed(segment, rows)
+        first, keys = view.q_start + segment.q_start, (view.k_start + segment.start, view.k_start + segment.stop)
+        return view.mask.tile(first + rows.start, first + rows.stop, *keys, segment.row)
+
+    def _kept(self, shape: torch.Size, rows: slice, device: torch.device, dtype: torch.dtype) -> Tensor:
+        """Return dropout's factor on the weights of a tile, a function of the seed, the segment and the rows only."""
+        place = 1_000_003 * self.segment.start + self.segment.q_start + rows.start
+        seed = (self.seed + place + (self.segment.row or 0) * (1 << 48)) % (1 << 62)
+        generator = None if device.type == "meta" else torch.Generator(device).manual_seed(seed)
+        kept = torch.rand(shape, generator=generator, device=device) >= self.dropout
+        return kept.to(dtype) / (1 - self.dropout)
+
+    def _tiled_forward(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+        dtype = torch.promote_types(q.dtype, torch.float32)
+        q_BGRTD, k, v = q.unflatten(1, (k.shape[1], -1)), k.to(dtype), v.to(dtype)
+        o, lse = q.new_empty((*q.shape[:3], v.shape[-1]), dtype=dtype), q.new_empty(q.shape[:3], dtype=dtype)
+        for rows in self._row_tiles(q, k):
+            s, _ = self._scores(q_BGRTD, k, rows)
+            lse_tile = s.logsumexp(-1)
+            p = s.sub_(lse_tile[..., None]).exp_()
+            if self.dropout:
+                p = p * self._kept(p.shape, rows, p.device, dtype)
+            o_tile = (p.flatten(2, 3) @ v).unflatten(2, p.shape[2:4])
+            o[:, :, rows], lse[:, :, rows] = o_tile.flatten(1, 2), lse_tile.flatten(1, 2)
+        return o, lse
+
+    def _tiled_backward(
+        self, grad_o: Tensor, q: Tensor, k: Tensor, v: Tensor, o: Tensor, lse: Tensor
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        dtype, heads = lse.dtype, (k.shape[1], -1)
+        wide_k, wide_v, grad_o = k.to(dtype), v.to(dtype), grad_o.to(dtype)
+        q_BGRTD, grad_BGRTD, lse_BGRT = q.unflatten(1, heads), grad_o.unflatten(1, heads), lse.unflatten(1, heads)
+        delta_BGRT = (grad_o * o.to(dtype)).sum(-1).unflatten(1, heads)
+        grad_q = torch.empty_like(q)
+        grad_k, grad_v = torch.zeros_like(wide_k), torch.zeros_like(wide_v)
+        for rows in self._row_tiles(q, k):
+            s, slope = self._scores(q_BGRTD, wide_k, rows)
+            shape, grad_tile = s.shape[2:4], grad_BGRTD[:, :, :, rows].flatten(2, 3)
+            p = s.sub_(lse_BGRT[:, :, :, rows, None]).exp_()
+            grad_p = (grad_tile @ wide_v.mT).unflatten(2, shape)
+            weights = p
+            if self.dropout:
+                kept = self._kept(p.shape, rows, p.device, dtype)
+                grad_p, weights = grad_p * kept, p * kept
+            grad_v += weights.flatten(2, 3).mT @ grad_tile
+            grad_s = p * (grad_p - delta_BGRT[:, :, :, rows, None])
+            grad_s = (grad_s if slope is None else grad_s * slope).mul_(self.scale).flatten(2, 3)
+            grad_q[:, :, rows] = (grad_s @ wide_k).unflatten(2, shape).flatten(1, 2)
+            grad_k += grad_s.mT @ q_BGRTD[:, :, :, rows].flatten(2, 3).to(dtype)
+        return grad_q, grad_k.to(k.dtype), grad_v.to(v.dtype)
+
+
+def prefix_attention_reference(
+    q_BHTD: Tensor,
+    k_BGSD: Tensor,
+    v_BGSD: Tensor,
+    allowed_BHTS: Tensor,
+    *,
+    scale: float,
+    softcap: float | None = None,
+    sinks_H: Tensor | None = None,
+) -> Tensor:
+    """Compute the slow, obvious form: dense scores, dense boolean mask, one softmax; autograd does the backward."""
+    groups = q_BHTD.shape[1] // k_BGSD.shape[1]
+    k, v = k_BGSD.repeat_interleave(groups, 1), v_BGSD.repeat_interleave(groups, 1)
+    s = q_BHTD @ k.mT * scale
+    if softcap is not None:
+        s = softcap * (s / softcap).tanh()
+    s = s.masked_fill(~allowed_BHTS, masked_score(s.dtype))
+    if sinks_H is not None:
+        s = torch.cat([s, sinks_H[None, :, None, None].expand(*s.shape[:3], 1).to(s.dtype)], dim=-1)
+    weights = s.softmax(-1)[..., : k.shape[2]]
+    return (weights * allowed_BHTS.any(-1, keepdim=True)) @ v

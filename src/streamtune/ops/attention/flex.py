@@ -1,0 +1,220 @@
+"""One ``flex_attention`` call for a whole view of a mask: its fields as a mask function, its blocks from its tiles.
+
+Dong et al., Flex Attention, arXiv 2412.05496. Compiled on CUDA; uncompiled it would build all scores, so without a
+compiler it is not used. Everything that differs between chunks is a tensor to the compiled function, so that it is not
+compiled again for each.
+"""
+
+from __future__ import annotations
+
+import logging
+import warnings
+from collections.abc import Callable
+from functools import lru_cache
+from typing import Any
+from weakref import WeakKeyDictionary
+
+import torch
+from torch import Tensor
+from torch.nn.attention.flex_attention import AuxRequest, BlockMask, flex_attention
+
+from streamtune.ops.attention.kernel_trial import Grads, Heads
+from streamtune.ops.attention.mask import LazyMask
+from streamtune.ops.attention.view import MaskView
+
+__all__ = ["FlexView", "flex_is_right"]
+
+log = logging.getLogger(__name__)
+
+BLOCK = 128
+"""Queries and keys of a block that is skipped, computed, or computed with its mask."""
+
+Modifier = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
+
+
+class FlexView:
+    """A view's attention by flex attention, with a softcap or without.
+
+    Args:
+        view: The keys that each query sees, as a mask.
+        scale: Factor on the scores.
+        softcap: ``c * tanh(score / c)`` in place of the score.
+    """
+
+    name = "flex"
+
+    def __init__(self, view: MaskView, scale: float, softcap: float | None) -> None:
+        self.view, self.scale, self.softcap = view, scale, softcap
+        self._kept: tuple[Tensor, ...] | None = None
+
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, for_backward: bool) -> tuple[Tensor, Tensor]:
+        """Compute ``ViewKernel.forward``. With ``for_backward`` the graph is kept, and :meth:`backward` uses it."""
+        with torch.set_grad_enabled(for_backward):
+            leaves = [x.detach().requires_grad_(for_backward) for x in (q, k, v)]
+            o, lse = self._run(*leaves)
+        if for_backward:
+            self._kept = (*leaves, o, lse)
+        return o.detach(), lse.detach()
+
+    def backward(self, grad_o: Tensor, q: Tensor, k: Tensor, v: Tensor, o: Tensor, lse: Tensor) -> Grads:
+        """Compute ``ViewKernel.backward``.
+
+        flex gives ``dS = P (a dP - a rowsum(dO o_own) + g)`` for gradients ``a dO`` of its output and ``g`` of its
+        log-sum-exp. With ``a = exp(lse_own - lse)``, ``a P`` is the softmax wanted, whose ``dS`` has ``a rowsum(dO o)``
+        in the middle: ``g`` is the difference.
+        """
+        if self._kept is None:
+            self.forward(q, k, v, for_backward=True)
+        assert self._kept is not None
+        *leaves, own_o, own_lse = self._kept
+        self._kept = None
+        wide = own_lse.dtype
+        share = (own_lse.detach() - lse.to(wide)).exp()
+        inner = (grad_o.to(wide) * (own_o.detach().to(wide) - o.to(wide))).sum(-1)
+        grads = (grad_o * share[..., None]).to(own_o.dtype), share * inner
+        grad_q, grad_k, grad_v = torch.autograd.grad((own_o, own_lse), leaves, grads)
+        return grad_q, grad_k, grad_v
+
+    def _run(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+        run = _compiled() if q.is_cuda else flex_attention
+        o, aux = run(
+            q, k, v, score_mod=_score_mod(self.softcap, q.device), block_mask=_block_mask(self.view), scale=self.scale,
+            enable_gqa=True, return_aux=AuxRequest(lse=True),
+        )  # fmt: skip
+        return o, aux.lse
+
+
+@lru_cache(maxsize=1)
+def _compiled() -> Any:
+    return torch.compile(flex_attention, dynamic=True, fullgraph=True)  # a graph in pieces would run uncompiled ones
+
+
+@lru_cache(maxsize=8)
+def _score_mod(softcap: float | None, device: torch.device) -> Callable[..., Tensor] | None:
+    if softcap is None:
+        return None
+    cap = torch.tensor(
+        softcap, device=device
+    )  # a float of a closure is a symbol to `dynamic=True`, and fails to compile
+
+    def capped(score: Tensor, b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
+        return cap * torch.tanh(score / cap)
+
+    return capped
+
+
+_masks: WeakKeyDictionary[LazyMask, dict[tuple[int, int, int, int], BlockMask]] = WeakKeyDictionary()
+"""Layers share a mask, and the backward asks again."""
+
+
+def _block_mask(view: MaskView) -> BlockMask:
+    known = _masks.setdefault(view.mask, {})
+    key = (view.q_start, view.q_stop, view.k_start, view.k_stop)
+    if key not in known:
+        known[key] = _make_block_mask(view)
+    return known[key]
+
+
+def _make_block_mask(view: MaskView) -> BlockMask:
+    """Find the blocks seen in part and those seen as a whole, one row of blocks at a time: one tile in memory."""
+    mask, queries, keys = view.mask, view.q_stop - view.q_start, view.k_stop - view.k_start
+    some, whole = [], []
+    for start in range(view.q_start, view.q_stop, BLOCK):
+        stop = min(start + BLOCK, view.q_stop)
+        tile = mask.tile(start, stop, view.k_start, view.k_stop)[:, 0]
+        tile = tile.expand(mask.batch_size, -1, -1)
+        tile = torch.nn.functional.pad(tile, (0, -keys % BLOCK, 0, BLOCK - (stop - start)))
+        seen = tile.unflatten(-1, (-1, BLOCK)).sum(dim=(1, 3))
+        some.append((seen > 0) & (seen < BLOCK * BLOCK))
+        whole.append(seen == BLOCK * BLOCK)
+    partial, full = _listed(some), _listed(whole)
+    return BlockMask.from_kv_blocks(
+        *partial, *full, BLOCK_SIZE=BLOCK, mask_mod=_mask_mod(view), seq_lengths=(queries, keys)
+    )
+
+
+def _listed(rows: list[Tensor]) -> tuple[Tensor, Tensor]:
+    """Return the number of marked key blocks for each query block ``[B, 1, rows]``, and key blocks, marked first."""
+    found = torch.stack(rows, dim=1)[:, None].int()
+    order = found.argsort(dim=-1, descending=True, stable=True)
+    return found.sum(-1, dtype=torch.int32), order.int()
+
+
+def _mask_mod(view: MaskView) -> Modifier:
+    """Return the mask as a function of batch row, head and the places of query and key in the view."""
+    mask = view.mask
+    q_start, k_start = (torch.tensor(start, device=mask.device) for start in (view.q_start, view.k_start))
+    window = None if mask.window is None else torch.tensor(mask.window, device=mask.device)
+    first, block, padding = mask.first_seen, mask.block_start, mask.padding
+
+    rows = None if mask.branches is None else mask.branch_places
+
+    def allowed(b: Tensor, h: Tensor, q_place: Tensor, k_place: Tensor) -> Tensor:
+        q, k = q_place + q_start, k_place + k_start
+        own = None
+        if rows is not None:
+            positions, (part, trunk, trunk_stop) = rows
+            own = ((k >= part[q]) & (k <= q)) | ((k >= trunk[q]) & (k < trunk_stop[q]))
+            q, k = positions[q], positions[k]
+        near = None if window is None else q - k < window
+        seen = k <= q if mask.causal else q == q
+        seen = seen if own is None else seen & own
+        if near is not None:
+            seen = seen & near
+        if first is not None:
+            seen = seen & (k >= _read(first, b, q))
+        if mask.function is not None:
+            seen = seen & mask.function(b, h, q, k)
+        if block is not None:
+            mutual = _read(block, b, q) == _read(block, b, k)
+            seen = seen | (mutual & near if near is not None and mask.window_cuts_blocks else mutual)
+        return seen if padding is None else seen & _read(padding, b, k)
+
+    return allowed
+
+
+def _read(x_BL: Tensor, b: Tensor, place: Tensor) -> Tensor:
+    return x_BL[b, place] if x_BL.shape[0] > 1 else x_BL[0, place]
+
+
+@lru_cache(maxsize=64)
+def flex_is_right(device: torch.device, dtype: torch.dtype, heads: Heads, softcapped: bool) -> bool:
+    """Return True if it is right on small problems: packed rows, window, a sink in the log-sum-exp, gradients."""
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # of the compiler
+            right = all(_agrees(device, dtype, heads, softcapped, *sizes) for sizes in ((136, 200), (300, 300)))
+    except Exception as error:  # the compiler's, of whatever kind: then there is no kernel
+        log.info("flex attention is not used: %s: %s", type(error).__name__, error)
+        right = False
+    log.info("flex attention, %s, heads of %d: %s", dtype, heads.size, "used" if right else "not used")
+    return right
+
+
+def _agrees(device: torch.device, dtype: torch.dtype, heads: Heads, softcapped: bool, queries: int, keys: int) -> bool:
+    generator = torch.Generator(device).manual_seed(0)
+
+    def draw(count: int, length: int) -> Tensor:
+        shape = (2, length, count, heads.size)
+        return torch.randn(shape, generator=generator, device=device, dtype=dtype).transpose(1, 2)
+
+    q, k, v, grad = (draw(heads.queries, queries), draw(heads.groups, keys), draw(heads.groups, keys),
+                     draw(heads.queries, queries))  # fmt: skip
+    offset, softcap, scale = keys - queries, 5.0 if softcapped else None, heads.size**-0.5
+    starts = torch.arange(keys, device=device) // 90 * 90
+    mask = LazyMask(2, queries, keys, q_offset=offset, window=70, row_start=starts[None], device=device)
+    view = mask.rows(0, queries)
+    exact = [x.double().requires_grad_() for x in (q, k, v)]
+    wide_k, wide_v = (x.repeat_interleave(heads.queries // heads.groups, dim=1) for x in exact[1:])
+    s = exact[0] @ wide_k.mT * scale
+    s = s if softcap is None else softcap * (s / softcap).tanh()
+    s = s.masked_fill(~mask.tile(offset, keys, 0, keys), -torch.inf)
+    lse = torch.logaddexp(s.logsumexp(-1), torch.zeros((), dtype=torch.float64, device=device))  # a sink of zero
+    o = (s - lse[..., None]).exp() @ wide_v
+    want = torch.autograd.grad(o, exact, grad.double())
+    flex = FlexView(view, scale, softcap)
+    own_o, own_lse = flex.forward(q, k, v, for_backward=True)
+    got = flex.backward(grad, q, k, v, o.detach().to(dtype), lse.detach().to(own_lse.dtype))
+    pairs = [(own_o, s.softmax(-1) @ wide_v), (own_lse, s.logsumexp(-1)), *zip(got, want, strict=True)]
+    bound = 1e-4 if dtype in (torch.float32, torch.float64) else 3e-2
+    return all(bool((g.double() - w).norm() <= bound * w.norm()) for g, w in pairs)

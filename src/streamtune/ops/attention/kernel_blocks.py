@@ -1,0 +1,102 @@
+"""A kernel in several calls where one would have more elements than it can count.
+
+The blocks of keys are merged as segments are in ``ops.attention``, and their backward is exact for the same reason.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+
+from streamtune.ops.attention.kernel_trial import Grads, Kernel, Scores
+from streamtune.ops.indexing import MAX_ELEMENTS, blocks
+
+__all__ = ["in_blocks", "merged"]
+
+ROUND = 128
+"""Blocks are a multiple of this where they are larger: kernels read keys in tiles of 64 or 128."""
+
+
+def in_blocks(kernel: Kernel, q_BHTD: Tensor, k_BGSD: Tensor, most: int = MAX_ELEMENTS) -> Kernel:
+    """Return ``kernel`` itself if q and k are within its limits, else one that makes several calls, each within them.
+
+    No call then has ``k`` at all H heads (what a backward may allocate for its gradient) with more than ``most``
+    elements, or more queries or keys than ``kernel.longest``.
+    """
+    batch, heads, queries, size = q_BHTD.shape
+    longest = min(kernel.longest, max(1, most // max(1, batch * heads * size)))
+    longest = longest // ROUND * ROUND or longest
+    if max(queries, k_BGSD.shape[2]) <= longest:
+        return kernel
+    split = _InBlocks(kernel, longest)
+    return replace(kernel, forward=split.forward, backward=split.backward)
+
+
+class _InBlocks:
+    """The two functions of a kernel, in blocks of ``longest`` queries and keys."""
+
+    def __init__(self, kernel: Kernel, longest: int) -> None:
+        self.kernel, self.longest = kernel, longest
+
+    def _keys(self, queries: slice, keys: int, causal: bool) -> Iterator[tuple[slice, bool]]:
+        """Yield the blocks of keys that a block of queries sees, each with True if it sees only the causal triangle."""
+        for block in blocks(keys, self.longest):
+            if not causal or block.start < queries.stop:
+                yield block, causal and block == queries
+
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, scores: Scores) -> tuple[Tensor, Tensor]:
+        """Compute ``Kernel.forward`` in blocks."""
+        done = []
+        for rows in blocks(q.shape[2], self.longest):
+            parts = (
+                self.kernel.forward(q[:, :, rows], k[:, :, keys], v[:, :, keys], _part(scores, rows, keys, triangle))
+                for keys, triangle in self._keys(rows, k.shape[2], scores.causal)
+            )
+            done.append(merged(parts))
+        o, lse = (torch.cat(each, dim=2) if len(done) > 1 else each[0] for each in zip(*done, strict=True))
+        return o.to(q.dtype), lse
+
+    def backward(
+        self, grad_o: Tensor, q: Tensor, k: Tensor, v: Tensor, o: Tensor, lse: Tensor, scores: Scores
+    ) -> Grads:
+        """Compute ``Kernel.backward`` in blocks; gradients that several calls add to are summed in fp32."""
+        wide = torch.promote_types(q.dtype, torch.float32)
+        sums = wide if q.shape[2] > self.longest else k.dtype
+        grad_q = torch.empty_like(q)
+        grad_k, grad_v = torch.zeros_like(k, dtype=sums), torch.zeros_like(v, dtype=sums)
+        for rows in blocks(q.shape[2], self.longest):
+            grad_q_rows = torch.zeros_like(q[:, :, rows], dtype=wide)
+            queries = [x[:, :, rows] for x in (grad_o, q, o, lse)]
+            for keys, triangle in self._keys(rows, k.shape[2], scores.causal):
+                g, q_rows, o_rows, lse_rows = queries
+                grads = self.kernel.backward(
+                    g, q_rows, k[:, :, keys], v[:, :, keys], o_rows, lse_rows.contiguous(),
+                    _part(scores, rows, keys, triangle),
+                )  # fmt: skip
+                grad_q_rows += grads[0]
+                grad_k[:, :, keys] += grads[1]
+                grad_v[:, :, keys] += grads[2]
+            grad_q[:, :, rows] = grad_q_rows
+        return grad_q, grad_k.to(k.dtype), grad_v.to(v.dtype)
+
+
+def merged(parts: Iterator[tuple[Tensor, Tensor]]) -> tuple[Tensor, Tensor]:
+    """Merge output and log-sum-exp of several parts, each computed over its own keys alone.
+
+    The output stays in the dtype of the log-sum-exp if there is more than one part.
+    """
+    o, lse = next(parts)
+    for o_s, lse_s in parts:
+        total = torch.logaddexp(lse, lse_s)
+        o = o.to(lse.dtype) * (lse - total).exp()[..., None]
+        o += o_s * (lse_s - total).exp()[..., None]
+        lse = total
+    return o, lse
+
+
+def _part(scores: Scores, rows: slice, keys: slice, triangle: bool) -> Scores:
+    bias = None if scores.bias is None else scores.bias[:, :, rows, keys]
+    return Scores(scores.scale, triangle, bias)

@@ -1,0 +1,228 @@
+"""Attention where each rank of a group keeps the keys and values of its own strips, which are sent around in a ring.
+
+At step s a rank holds the block of the rank s places before it, attends to the part that its queries may see, merges
+by the log-sum-exp (``ops.attention``) and sends the block on, while the next arrives (Liu et al., Ring Attention,
+arXiv 2310.01889; Li et al., DISTFLASHATTN, arXiv 2310.03294). In the backward dK and dV are sent with their block and
+reach its own rank after one more step. Every rank has a strip of every chunk, so causal work is equal but for the last
+strips.
+
+Shape suffixes: B batch, H query heads, G key/value heads, T queries, N keys of a block, D head dimension.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from streamtune.ops.attention.attention import Memory, Piece, Prefix, seen, sinks_gradient
+from streamtune.ops.attention.mask import LazyMask
+from streamtune.ops.attention.view import MaskView, Segment
+from streamtune.ops.exchange import passed_on
+from streamtune.ops.first_order import first_order
+from streamtune.ops.simulated import autocast_kind
+
+__all__ = ["Ring", "ring_attention"]
+
+Strip = tuple[slice, slice]
+"""The slice of a strip in a tensor of strips end to end, and its slice in the sequence."""
+
+
+@dataclass(frozen=True)
+class Ring:
+    """The ranks, and the strips that each of them holds.
+
+    Args:
+        group: The ranks.
+        queries: This rank's strips of queries.
+        keys: The strips of keys of a rank, in order; every rank's are equally long.
+    """
+
+    group: Any
+    queries: Sequence[Strip]
+    keys: Callable[[int], Sequence[Strip]]
+
+    def sources(self) -> list[int]:
+        """Return, for each step, the rank whose block this rank holds: its own first."""
+        rank, size = dist.get_rank(self.group), dist.get_world_size(self.group)
+        return [(rank - step) % size for step in range(size)]
+
+
+def ring_attention(
+    q_BHTD: Tensor,
+    k_BGND: Tensor,
+    v_BGND: Tensor,
+    mask: LazyMask,
+    ring: Ring,
+    *,
+    scale: float,
+    softcap: float | None = None,
+    sinks_H: Tensor | None = None,
+    dropout: float = 0.0,
+    memory: Memory | None = None,
+    prefix: Prefix | None = None,
+) -> Tensor:
+    """Compute :func:`streamtune.ops.prefix_attention` of this rank's queries over the keys of all ranks.
+
+    Args:
+        q_BHTD: Queries of this rank's strips.
+        k_BGND, v_BGND: Keys and values of this rank's strips, prefix and own.
+        mask: Of the whole sequence; no query sees a later key.
+        ring: The ranks and their strips.
+        scale, softcap, sinks_H, dropout, memory, prefix: As there; the prefix is this rank's part of it.
+
+    Returns:
+        ``[B, H, T, D]``.
+    """
+    with torch.autocast(autocast_kind(q_BHTD.device), enabled=False):
+        own: tuple[Tensor | None, Tensor | None] = (None, None)
+        if prefix is not None:
+            own, k_BGND, v_BGND = prefix.own, k_BGND.detach(), v_BGND.detach()
+        how = _How(mask, ring, scale, softcap, dropout)
+        out: Tensor = _RingAttention.apply(q_BHTD, k_BGND, v_BGND, sinks_H, *own, prefix, how, memory)
+        return out
+
+
+@dataclass
+class _How:
+    mask: LazyMask
+    ring: Ring
+    scale: float
+    softcap: float | None
+    dropout: float
+    seed: int = 0
+
+    def pieces(self, source: int) -> Iterator[tuple[Piece, slice, slice]]:
+        """Yield the pieces of a rank's block to attend to, each with its slice of the queries and of the block."""
+        for q_at, q in self.ring.queries:
+            for k_at, view, segment in _visible(self.mask, q, self.ring.keys(source)):
+                seed = (self.seed + 1_000_033 * (view.k_start * 31 + q.start)) % (1 << 62)
+                yield Piece(view, segment, self.scale, self.softcap, self.dropout, seed), q_at, k_at
+
+
+def _visible(mask: LazyMask, q: slice, strips: Sequence[Strip]) -> Iterator[tuple[slice, MaskView, Segment]]:
+    """Yield the segments of a block that queries ``q`` see; adjacent strips that they see as a whole are one."""
+    run: tuple[slice, MaskView, Segment] | None = None
+    for k_at, k in strips:
+        if k.start >= q.stop:
+            break
+        view = MaskView(mask, q.start, q.stop, k.start, k.stop)
+        beside = mask.branches is not None and k.stop > q.start  # the trunk of a branch is not in its own strip
+        segments = view.examined_segments() if beside else view.segments()
+        plain = len(segments) == 1 and k.stop <= q.start and not segments[0].masked
+        if plain and run is not None and run[0].stop == k_at.start:
+            joined = slice(run[0].start, k_at.stop)
+            run = joined, run[1], Segment(0, joined.stop - joined.start, 0, q.stop - q.start)
+            continue
+        if run is not None:
+            yield run
+        run = (k_at, view, segments[0]) if plain else None
+        if not plain:
+            yield from ((k_at, view, segment) for segment in segments)
+    if run is not None:
+        yield run
+
+
+class _RingAttention(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        sinks: Tensor | None,
+        own_k: Tensor | None,
+        own_v: Tensor | None,
+        prefix: Prefix | None,
+        how: _How,
+        memory: Memory | None,
+    ) -> Tensor:
+        how.seed = int(torch.randint(1 << 62, ())) if how.dropout else 0
+        known = None if memory is None else memory.recall()
+        o, lse = _attended(q, k, v, sinks, how) if known is None else known
+        if known is None and memory is not None:
+            memory.keep(o, lse)
+        ctx.save_for_backward(q, k, v, sinks, o, lse)
+        ctx.how, ctx.prefix = how, prefix
+        return o.detach() if o.dtype == q.dtype else o.to(q.dtype)
+
+    @staticmethod
+    @first_order
+    def backward(ctx: Any, grad_o: Tensor) -> tuple[Tensor | None, ...]:
+        with torch.autocast(autocast_kind(grad_o.device), enabled=False):
+            return _RingAttention._backward(ctx, grad_o)
+
+    @staticmethod
+    def _backward(ctx: Any, grad_o: Tensor) -> tuple[Tensor | None, ...]:
+        q, k, v, sinks, o, lse = ctx.saved_tensors
+        prefix: Prefix | None = ctx.prefix
+        grad_q, grad_k, grad_v = _backward(grad_o, q, k, v, o, lse, ctx.how)
+        grad_sinks = None
+        if sinks is not None and ctx.needs_input_grad[3]:
+            grad_sinks = sinks_gradient(grad_o, sinks, o, lse)
+        nothing = (None,) * 3
+        if prefix is None:
+            return grad_q, grad_k.to(k.dtype), grad_v.to(v.dtype), grad_sinks, None, None, *nothing
+        before = prefix.length
+        place = (slice(None), slice(None), slice(0, before))
+        prefix.add(place, grad_k[:, :, :before], grad_v[:, :, :before])
+        own = [grad[:, :, before:].to(x.dtype) for grad, x in ((grad_k, k), (grad_v, v))]
+        return grad_q, None, None, grad_sinks, *own, *nothing
+
+
+def _attended(q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, how: _How) -> tuple[Tensor, Tensor]:
+    """Compute output and log-sum-exp of all queries over the blocks of all ranks."""
+    wide = torch.promote_types(q.dtype, torch.float32)
+    o = torch.zeros(*q.shape[:3], v.shape[-1], dtype=wide, device=q.device)
+    lse = torch.full(q.shape[:3], -torch.inf, dtype=wide, device=q.device)
+    fused, block, sources = False, [k, v], how.ring.sources()
+    for source in sources:
+        arriving, waiting = passed_on(block, how.ring.group) if source != sources[-1] else (block, [])
+        for piece, q_at, k_at in how.pieces(source):
+            seen_k, seen_v = block[0][:, :, k_at], block[1][:, :, k_at]
+            fused = fused or not piece.by_formula(q[:, :, q_at], seen_k, seen_v)
+            o_s, lse_s = piece.forward(q[:, :, q_at], seen_k, seen_v)
+            _merge(o[:, :, q_at][piece.queries], lse[:, :, q_at][piece.queries], o_s, lse_s)
+        for work in waiting:
+            work.wait()
+        block = arriving
+    o, lse = seen(o, lse, sinks, q.dtype, masked=True)
+    return (o.to(q.dtype) if fused else o), lse
+
+
+def _merge(o: Tensor, lse: Tensor, o_s: Tensor, lse_s: Tensor) -> None:
+    """Add a piece's output and log-sum-exp to those of the same queries, in place."""
+    total = torch.logaddexp(lse, lse_s)
+    o.mul_((lse - total).exp()[..., None]).add_(o_s * (lse_s - total).exp()[..., None])
+    lse.copy_(total)
+
+
+def _backward(
+    grad_o: Tensor, q: Tensor, k: Tensor, v: Tensor, o: Tensor, lse: Tensor, how: _How
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Compute the gradients of q and of this rank's k, v, the latter in fp32 or wider, as every rank adds to them."""
+    wide = torch.promote_types(q.dtype, torch.float32)
+    grad_q = torch.zeros_like(q, dtype=wide)
+    grads, block = [torch.zeros_like(x, dtype=wide) for x in (k, v)], [k, v]
+    sources = how.ring.sources()
+    for source in sources:
+        last = source == sources[-1]
+        arriving, waiting = (block, []) if last else passed_on(block, how.ring.group)
+        for whole, q_at, k_at in how.pieces(source):
+            of = [x[:, :, q_at] for x in (q, o, lse, grad_o)]
+            for piece, _ in whole.key_blocks(q.device):
+                parts = piece.backward(of[3], of[0], block[0][:, :, k_at], block[1][:, :, k_at], of[1], of[2])
+                grad_q[:, :, q_at][piece.queries] += parts[0]
+                for total, part in zip(grads, parts[1:], strict=True):
+                    total[:, :, k_at][piece.keys] += part
+        for work in waiting:
+            work.wait()
+        grads, waiting = passed_on(grads, how.ring.group)
+        for work in waiting:
+            work.wait()
+        block = arriving
+    return grad_q.to(q.dtype), grads[0], grads[1]

@@ -1,0 +1,282 @@
+"""Kernels that attend a whole chunk in one call, where the segments of ``ops.view`` would take several.
+
+``BandView``: a causal chunk over its prefix, with a sliding window or without, is one call of flash attention, whose
+triangle ends at the last query and the last key. ``FlexView``: softcap, packed rows, padding, blocks and arbitrary mask
+functions are one call of ``flex_attention``, compiled, which skips the blocks of keys that no query sees.
+
+The forward returns the log-sum-exp of the view; the backward takes another one as well (sinks add a key that is not in
+the view).
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+import warnings
+from dataclasses import dataclass
+from functools import lru_cache
+from statistics import median
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from streamtune.ops.attention.flex import FlexView, flex_is_right
+from streamtune.ops.attention.kernel_blocks import merged
+from streamtune.ops.attention.kernel_trial import Grads, Heads, Scores
+from streamtune.ops.attention.kernels import flash_kernel
+from streamtune.ops.attention.view import MaskView
+from streamtune.ops.indexing import MAX_ELEMENTS
+
+__all__ = ["BandView", "ViewKernel", "attend_whole", "backward_whole", "band_is_right", "band_of", "fused_view_kernel"]
+
+log = logging.getLogger(__name__)
+
+
+class ViewKernel(Protocol):
+    """Attention of all queries of a view over all its keys."""
+
+    @property
+    def name(self) -> str:
+        """The name as it is printed."""
+
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, for_backward: bool) -> tuple[Tensor, Tensor]:
+        """Return the output ``[B, H, T, D]`` and log-sum-exp ``[B, H, T]``; -inf for a query that sees no key."""
+
+    def backward(self, grad_o: Tensor, q: Tensor, k: Tensor, v: Tensor, o: Tensor, lse: Tensor) -> Grads:
+        """Return the gradients of q, k, v for any output and log-sum-exp; with +inf a query contributes none."""
+
+
+@dataclass(frozen=True)
+class BandView:
+    """Keys ``[first, stop)``, the last of them the last query's own: each query sees those up to its own token.
+
+    Args:
+        first, stop: The keys, counted from the view's first.
+        window: Keys a query sees, itself included; None is all.
+        scale: Factor on the scores.
+    """
+
+    first: int
+    stop: int
+    window: int | None
+    scale: float
+
+    name = "cuda-flash, whole chunk"
+
+    def _how(self) -> dict[str, Any]:
+        if self.window is None:
+            return {"scale": self.scale}
+        return {"scale": self.scale, "window_size_left": self.window - 1, "window_size_right": 0}
+
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, for_backward: bool) -> tuple[Tensor, Tensor]:
+        """Compute ``ViewKernel.forward``."""
+        k, v = k[:, :, self.first : self.stop], v[:, :, self.first : self.stop]
+        q, k, v = (_tokens_first(x) for x in (q, k, v))
+        o, lse, *_ = torch.ops.aten._flash_attention_forward(
+            q, k, v, None, None, q.shape[1], k.shape[1], 0.0, True, False, **self._how()
+        )
+        return o.transpose(1, 2), lse
+
+    def backward(self, grad_o: Tensor, q: Tensor, k: Tensor, v: Tensor, o: Tensor, lse: Tensor) -> Grads:
+        """Compute ``ViewKernel.backward``."""
+        seen = [x[:, :, self.first : self.stop] for x in (k, v)]
+        grad_o, q, k_seen, v_seen, o = (_tokens_first(x) for x in (grad_o, q, *seen, o))
+        unused = torch.empty(2, dtype=torch.uint64, device=q.device)  # the random state of a dropout of zero
+        grads = torch.ops.aten._flash_attention_backward(
+            grad_o, q, k_seen, v_seen, o, lse.contiguous(), None, None, q.shape[1], k_seen.shape[1], 0.0, True, unused,
+            unused, **self._how(),
+        )  # fmt: skip
+        grad_q, grad_k, grad_v = (x.transpose(1, 2) for x in grads)
+        return grad_q, self._placed(grad_k, k), self._placed(grad_v, v)
+
+    def _placed(self, grad: Tensor, like: Tensor) -> Tensor:
+        """Return the gradient in the shape of ``like``: zeros for the keys outside of the band."""
+        if grad.shape == like.shape:
+            return grad
+        whole = torch.zeros_like(like)
+        whole[:, :, self.first : self.stop] = grad
+        return whole
+
+
+def fused_view_kernel(
+    view: MaskView, q: Tensor, k: Tensor, v: Tensor, scale: float, softcap: float | None, dropout: float
+) -> ViewKernel | None:
+    """Return the kernel for all of ``view`` at once, or None where its segments are to be attended one by one.
+
+    None on CPU, with dropout, for tensors that differ in dtype or head size or whose addresses do not fit in 32 bits,
+    where the kernel does not agree with the formula on this device, and where the segments are taken to be as fast.
+    """
+    if not q.is_cuda or dropout > 0 or not _alike(q, k, v) or _extent(q, k, v) > MAX_ELEMENTS:
+        return None
+    heads = Heads(q.shape[1], k.shape[1], q.shape[-1])
+    band = None if softcap is not None else band_of(view, scale)
+    if band is not None:
+        return band if _band_is_chosen(q.device.index or 0, q.dtype, heads, band.window is not None) else None
+    segments = view.segments()
+    if softcap is None and len(segments) <= FEW and not any(segment.masked for segment in segments):
+        return None
+    flex = FlexView(view, scale, softcap)
+    return flex if flex_is_right(q.device, q.dtype, heads, softcap is not None) else None
+
+
+def attend_whole(
+    kernel: ViewKernel, q: Tensor, k: Tensor, v: Tensor, for_backward: bool
+) -> tuple[Tensor, Tensor] | None:
+    """Return the result of ``kernel.forward``, or None if it fails now or failed before: attend the segments then."""
+    if kernel.name in _given_up:
+        return None
+    try:
+        return kernel.forward(q, k, v, for_backward)
+    except Exception as error:
+        _give_up(kernel, error)
+        return None
+
+
+def backward_whole(
+    kernel: ViewKernel, grad_o: Tensor, q: Tensor, k: Tensor, v: Tensor, o: Tensor, lse: Tensor
+) -> Grads | None:
+    """Return the result of ``kernel.backward``, or None likewise: segments take the kernel's output and log-sum-exp."""
+    if kernel.name in _given_up:
+        return None
+    try:
+        return kernel.backward(grad_o, q, k, v, o, lse)
+    except Exception as error:
+        _give_up(kernel, error)
+        return None
+
+
+_given_up: set[str] = set()
+
+
+def _give_up(kernel: ViewKernel, error: Exception) -> None:
+    """Give up a kernel that failed, as one compiled for each new shape may; raise errors of memory and the device."""
+    if isinstance(error, torch.OutOfMemoryError | torch.AcceleratorError):
+        raise error
+    _given_up.add(kernel.name)
+    what = f"{type(error).__name__}: {error}".splitlines()[0]
+    warnings.warn(f"attention by {kernel.name} failed and is not used again ({what})", stacklevel=3)
+
+
+FEW = 4
+"""Segments that are attended one by one before one flex call is preferred: two packed rows."""
+
+
+def band_of(view: MaskView, scale: float) -> BandView | None:
+    """Return the view as a single causal band, or None if it is none, as where its queries lie in two rows."""
+    mask = view.mask
+    if mask.function is not None or not mask.causal or len(mask.stretches) > 1:
+        return None
+    stretch = next((s for s in mask.stretches[0] if s.start <= view.q_start and view.q_stop <= s.stop), None)
+    if stretch is None or stretch.mutual or view.k_stop < view.q_stop:
+        return None
+    first = max(view.k_start, stretch.first)
+    if mask.branches is not None:
+        part = mask.branches.at(view.q_start)
+        if part.trunk_stop > part.trunk_start or part.stop < view.q_stop or mask.span_start is not None:
+            return None
+        first = max(first, part.start)
+    if mask.window is not None:
+        first = max(first, view.q_start - mask.window + 1)
+    if first > view.q_start or mask.is_padded(None, first, view.q_stop):
+        return None
+    return BandView(first - view.k_start, view.q_stop - view.k_start, mask.window, scale)
+
+
+def _alike(q: Tensor, k: Tensor, v: Tensor) -> bool:
+    return q.dtype == k.dtype == v.dtype and q.shape[-1] == k.shape[-1] == v.shape[-1] and q.shape[-1] % 8 == 0
+
+
+def _extent(q: Tensor, *others: Tensor) -> int:
+    """Return the largest span of a tensor in memory, in elements, or the size of keys repeated for all query heads."""
+    spans = [sum((n - 1) * step for n, step in zip(x.shape, x.stride(), strict=True)) for x in (q, *others)]
+    return max(*spans, q.shape[0] * q.shape[1] * others[0].shape[2] * q.shape[3])
+
+
+@lru_cache(maxsize=64)
+def _band_is_chosen(index: int, dtype: torch.dtype, heads: Heads, windowed: bool) -> bool:
+    """Return True if the band is right on this device and, where the segments need no mask, faster than they are."""
+    device = torch.device("cuda", index)
+    if dtype not in (torch.float16, torch.bfloat16) or heads.size > 256:
+        return False
+    right = band_is_right(device, dtype, heads.size, windowed)
+    chosen = right and (windowed or _band_is_faster(device, dtype, heads))
+    problem = f"{dtype}, {heads.queries} heads of {heads.size} ({heads.groups} for keys)"
+    log.info("a chunk%s, %s: %s", " in a window" if windowed else "", problem, BandView.name if chosen else "segments")
+    return chosen
+
+
+def band_is_right(device: torch.device, dtype: torch.dtype, head_dim: int, windowed: bool) -> bool:
+    """Return True if the band agrees with the formula in fp64 on a small problem, with a log-sum-exp not its own."""
+    generator = torch.Generator(device).manual_seed(0)
+
+    def draw(heads: int, length: int) -> Tensor:
+        shape = (2, length, heads, head_dim)
+        return torch.randn(shape, generator=generator, device=device, dtype=dtype).transpose(1, 2)
+
+    queries, keys, first, window = 136, 200, 11, 50 if windowed else None
+    q, k, v, grad = draw(4, queries), draw(2, keys), draw(2, keys), draw(4, queries)
+    band = BandView(first, keys, window, head_dim**-0.5)
+    behind = torch.arange(queries, device=device)[:, None] + keys - queries - torch.arange(keys, device=device)
+    seen = (behind >= 0) & (torch.arange(keys, device=device) >= first)
+    seen &= behind < (window or keys)
+    exact = [x.double().requires_grad_() for x in (q, k, v)]
+    wide_k, wide_v = (x.repeat_interleave(2, dim=1) for x in exact[1:])
+    s = (exact[0] @ wide_k.mT * band.scale).masked_fill(~seen, -torch.inf)
+    lse = torch.logaddexp(s.logsumexp(-1), torch.zeros((), dtype=torch.float64, device=device))  # a sink of zero
+    o = (s - lse[..., None]).exp() @ wide_v
+    want = torch.autograd.grad(o, exact, grad.double())
+    try:
+        own_o, own_lse = band.forward(q, k, v, for_backward=False)
+        got = band.backward(grad, q, k, v, o.detach().to(dtype), lse.detach().float())
+    except (RuntimeError, NotImplementedError, TypeError):
+        return False
+    pairs = [(own_o, s.softmax(-1) @ wide_v), (own_lse, s.logsumexp(-1)), *zip(got, want, strict=True)]
+    return all(bool((g.double() - w).norm() <= 3e-2 * w.norm()) for g, w in pairs)
+
+
+def _band_is_faster(device: torch.device, dtype: torch.dtype, heads: Heads) -> bool:
+    """Return True if a chunk over its prefix is faster in one call than as rectangle and square, or cannot be timed."""
+    queries, keys = 2048, 16384
+    generator = torch.Generator(device).manual_seed(0)
+
+    def draw(count: int, length: int) -> Tensor:
+        shape = (1, length, count, heads.size)
+        return torch.randn(shape, generator=generator, device=device, dtype=dtype).transpose(1, 2)
+
+    scale = heads.size**-0.5
+    band = BandView(0, keys, None, scale)
+    try:
+        q, grad = draw(heads.queries, queries), draw(heads.queries, queries)
+        k, v = draw(heads.groups, keys), draw(heads.groups, keys)
+        kernel = flash_kernel(q, k, v, biased=False)
+        if kernel is None:
+            return True
+        parts = [(slice(0, keys - queries), False), (slice(keys - queries, keys), True)]
+
+        def whole() -> None:
+            band.backward(grad, q, k, v, *band.forward(q, k, v, for_backward=True))
+
+        def segments() -> None:
+            o, lse = merged(kernel.forward(q, k[:, :, s], v[:, :, s], Scores(scale, causal)) for s, causal in parts)
+            for s, causal in parts:
+                kernel.backward(grad, q, k[:, :, s], v[:, :, s], o.to(dtype), lse, Scores(scale, causal))
+
+        return _seconds(whole, device) < _seconds(segments, device)
+    except RuntimeError:  # no room to compare
+        return True
+
+
+def _seconds(run: Any, device: torch.device) -> float:
+    times = []
+    for _ in range(5):
+        torch.cuda.synchronize(device)
+        start = time.perf_counter()
+        run()
+        torch.cuda.synchronize(device)
+        times.append(time.perf_counter() - start)
+    return median(times)
+
+
+def _tokens_first(x: Tensor) -> Tensor:
+    return (x if x.stride(-1) == 1 else x.contiguous()).transpose(1, 2)

@@ -1,0 +1,201 @@
+"""Cross entropy of a language-model head that never holds more than one chunk of logits.
+
+Shape suffixes: B batch, T tokens, N = B * T or the target tokens among them, V vocabulary, C hidden size.
+Targets are already shifted: ``targets[:, t]`` is the token that position t predicts.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from streamtune.errors import ArgumentError
+from streamtune.ops.first_order import first_order, graph_is_kept
+from streamtune.ops.head.kernels import Chunk, HeadShape, head_kernel, run_head
+from streamtune.ops.head.rows import TargetRows, autocast_dtype, cast, scaled
+from streamtune.ops.head.sweep import HeadGradients, Project, loss_and_grad
+from streamtune.ops.leaf_hooks import hooks_held_back
+from streamtune.ops.simulated import autocast_kind
+
+__all__ = ["linear_cross_entropy", "linear_cross_entropy_reference", "project_cross_entropy"]
+
+
+def linear_cross_entropy(
+    hidden_BTC: Tensor,
+    weight_VC: Tensor,
+    targets_BT: Tensor,
+    *,
+    bias_V: Tensor | None = None,
+    transform: Project | None = None,
+    ignore_index: int = -100,
+    chunk_size: int = 1024,
+    num_items: Tensor | float | None = None,
+    accumulate_dtype: torch.dtype = torch.float32,
+) -> Tensor:
+    """Compute the cross entropy of ``hidden @ weight.T + bias``, loss and gradient together, in 3 matmuls a chunk.
+
+    Equal to ``cross_entropy(transform(linear(hidden, weight, bias)).float(), targets, reduction="sum") / num_items``.
+    Only target tokens are projected: a masked prompt costs nothing here.
+
+    Args:
+        hidden_BTC: Final hidden states ``[..., C]``.
+        weight_VC: Head weight.
+        targets_BT: Shifted targets ``[...]``; ``ignore_index`` where nothing is predicted.
+        bias_V: Head bias.
+        transform: Map of each token's logits (softcap, scale, a slice); targets index its result.
+        chunk_size: Tokens whose logits exist at once.
+        num_items: The divisor: all target tokens of the global step. None counts those of this call.
+        accumulate_dtype: Dtype in which the gradient of the weight is summed over chunks.
+
+    Returns:
+        The scalar loss in fp32 (fp64 for fp64 inputs).
+    """
+    rows = TargetRows(targets_BT, ignore_index, chunk_size)
+    compute_dtype, grad_enabled = autocast_dtype(hidden_BTC), torch.is_grad_enabled()
+    with torch.autocast(autocast_kind(hidden_BTC.device), enabled=False):
+        total = _LinearCrossEntropy.apply(
+            hidden_BTC.flatten(0, -2), weight_VC, bias_V, rows, transform, accumulate_dtype, compute_dtype, grad_enabled
+        )
+    return total / rows.divisor(num_items)
+
+
+def project_cross_entropy(
+    hidden_BTC: Tensor,
+    project: Project,
+    parameters: Sequence[Tensor],
+    targets_BT: Tensor,
+    *,
+    ignore_index: int = -100,
+    chunk_size: int = 1024,
+    num_items: Tensor | float | None = None,
+) -> Tensor:
+    """Compute :func:`linear_cross_entropy` for a head that is any module; autograd differentiates each chunk.
+
+    ``project`` maps hidden states to logits; ``parameters`` are the tensors it reads whose gradients are wanted.
+    """
+    rows = TargetRows(targets_BT, ignore_index, chunk_size)
+    total = _ProjectCrossEntropy.apply(hidden_BTC.flatten(0, -2), rows, project, torch.is_grad_enabled(), *parameters)
+    return total / rows.divisor(num_items)
+
+
+def linear_cross_entropy_reference(
+    hidden_BTC: Tensor, weight_VC: Tensor, targets_BT: Tensor, *, bias_V: Tensor | None = None, ignore_index: int = -100
+) -> Tensor:
+    """Compute the slow, obvious form: all logits at once, mean over the targets."""
+    logits = torch.nn.functional.linear(hidden_BTC, weight_VC, bias_V)
+    logits = logits.to(torch.promote_types(logits.dtype, torch.float32)).flatten(0, -2)
+    return torch.nn.functional.cross_entropy(logits, targets_BT.flatten(), ignore_index=ignore_index)
+
+
+class _LinearCrossEntropy(torch.autograd.Function):
+    """Sum over tokens of -log softmax(W h)[target]; dh = (p - onehot) W and dW = (p - onehot)' h in the same sweep."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        hidden: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        rows: TargetRows,
+        transform: Project | None,
+        accumulate_dtype: torch.dtype,
+        compute_dtype: torch.dtype | None,
+        grad_enabled: bool,
+    ) -> Tensor:
+        wanted = [grad_enabled and needed for needed in ctx.needs_input_grad[:3]]
+        ctx.inputs = (hidden.dtype, weight.dtype, None if bias is None else bias.dtype)
+        weight, bias = cast(compute_dtype, weight, bias)
+        sums = HeadGradients(rows.gradient(hidden) if wanted[0] else None, weight, bias, wanted, accumulate_dtype)
+        total = hidden.new_zeros((), dtype=torch.promote_types(hidden.dtype, torch.float32))
+        shape = HeadShape(
+            rows.chunk_size, weight.shape[0], weight.shape[1], weight.dtype, (wanted[0], wanted[1]), accumulate_dtype
+        )
+        for chunk in rows.chunks():
+            (h,) = cast(compute_dtype, hidden[chunk])
+            targets = rows.targets[chunk]
+            kernel = None
+            if bias is None and transform is None:
+                kernel = head_kernel(h, weight, targets, shape, partial(_sweep, h, weight, targets, shape.wanted))
+            if kernel is not None:
+                loss, grad_h, grad_weight = run_head(kernel, h, weight, targets, shape.wanted)
+                sums.put(chunk, grad_h, grad_weight)
+            else:
+                logits = torch.nn.functional.linear(h, weight, bias)
+                loss, grad = loss_and_grad(logits, targets, transform, any(wanted), reuse=transform is None)
+                del logits
+                if grad is not None:
+                    sums.add(chunk, h, weight, grad)
+            total += loss
+        ctx.grads = sums.all()
+        return total
+
+    @staticmethod
+    @first_order
+    def backward(ctx: Any, grad_total: Tensor) -> tuple[Tensor | None, ...]:
+        grads = _handed_out(ctx)
+        return (*scaled(grads, ctx.inputs, grad_total), None, None, None, None, None)
+
+
+class _ProjectCrossEntropy(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, hidden: Tensor, rows: TargetRows, project: Project, grad_enabled: bool, *params: Tensor
+    ) -> Tensor:
+        wanted = [p for p in params if p.requires_grad] if grad_enabled else []
+        backward = grad_enabled and (bool(wanted) or ctx.needs_input_grad[0])
+        grad_hidden = rows.gradient(hidden) if backward else None
+        sums = [torch.zeros_like(p, dtype=torch.promote_types(p.dtype, torch.float32)) for p in wanted]
+        total = hidden.new_zeros((), dtype=torch.promote_types(hidden.dtype, torch.float32))
+        for chunk in rows.chunks():
+            with torch.set_grad_enabled(backward):
+                h = hidden[chunk].detach().requires_grad_(backward)
+                logits = project(h)
+            loss, grad = loss_and_grad(logits.detach(), rows.targets[chunk], None, backward)
+            total += loss
+            if grad_hidden is not None and grad is not None:
+                with hooks_held_back(wanted):
+                    grad_hidden[chunk], *terms = torch.autograd.grad(logits, (h, *wanted), grad.to(logits.dtype))
+                for acc, term in zip(sums, terms, strict=True):
+                    acc += term
+        ctx.grads = (grad_hidden, *sums)
+        ctx.inputs = (hidden.dtype, *(p.dtype for p in wanted))
+        ctx.needed = [grad_enabled and p.requires_grad for p in params]
+        return total
+
+    @staticmethod
+    @first_order
+    def backward(ctx: Any, grad_total: Tensor) -> tuple[Tensor | None, ...]:
+        grads = _handed_out(ctx)
+        grad_hidden, *rest = scaled(grads, ctx.inputs, grad_total)
+        terms = iter(rest)
+        return (grad_hidden, None, None, None, *(next(terms) if needed else None for needed in ctx.needed))
+
+
+def _sweep(h: Tensor, weight: Tensor, targets: Tensor, wanted: Sequence[bool]) -> Chunk:
+    """Compute one chunk without a fused kernel: loss, and its terms of the gradients of hidden states and weight."""
+    loss, grad = loss_and_grad(torch.nn.functional.linear(h, weight), targets, None, any(wanted), reuse=True)
+    sums = HeadGradients(torch.empty_like(h) if wanted[0] else None, weight, None, [*wanted, False], weight.dtype)
+    if grad is not None:
+        sums.add(slice(None), h, weight, grad)
+    return loss, sums.hidden, sums.weight
+
+
+def _handed_out(ctx: Any) -> tuple[Tensor | None, ...]:
+    """Return the gradients that the forward made. They are scaled in place, so a retained graph keeps a copy.
+
+    Raises:
+        ArgumentError: A backward without ``retain_graph=True`` freed them.
+    """
+    grads: tuple[Tensor | None, ...] | None = ctx.grads
+    if grads is None:
+        raise ArgumentError(
+            "a streamed loss went backward a second time", mend="pass retain_graph=True to the backward before"
+        )
+    ctx.grads = None
+    if graph_is_kept():
+        ctx.grads = tuple(None if grad is None else grad.clone() for grad in grads)
+    return grads

@@ -1,0 +1,267 @@
+"""Log-probabilities of target tokens, and entropies, of a head that never holds more than one chunk of logits.
+
+Any objective can be computed from these. Its loss is known only when all log-probabilities are, so the logits of a
+chunk are computed twice: in the forward, and again in the backward. With z the logits of a token, p = softmax(z), y its
+target:
+
+    log p_y         = z_y - logsumexp(z)            d/dz_j = [j = y] - p_j
+    H = -sum p log p = logsumexp(z) - sum p_j z_j   d/dz_j = -p_j (log p_j + H)
+
+Shape suffixes as in ``ops.cross_entropy``, n the tokens of a chunk.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from streamtune.ops.first_order import first_order
+from streamtune.ops.head.rows import TargetRows, autocast_dtype, cast, scaled
+from streamtune.ops.head.sweep import HeadGradients, Project, loss_and_grad
+from streamtune.ops.indexing import MAX_ELEMENTS, blocks
+from streamtune.ops.leaf_hooks import hooks_held_back
+from streamtune.ops.simulated import autocast_kind
+
+__all__ = ["project_scores", "token_logprobs", "token_scores"]
+
+
+def token_logprobs(
+    hidden: Tensor,
+    lm_head_weight: Tensor,
+    targets: Tensor,
+    *,
+    lm_head_bias: Tensor | None = None,
+    chunk_size: int = 1024,
+    ignore_index: int = -100,
+) -> Tensor:
+    """Return the log-probability of each target, differentiable; the backward computes a chunk's logits again.
+
+    Equal to ``log_softmax(linear(hidden, weight, bias).float(), -1).gather(-1, targets)``, with 0 where the target is
+    ``ignore_index``.
+
+    Args:
+        hidden: ``[B, T, C]`` final hidden states.
+        lm_head_weight: ``[V, C]``.
+        targets: ``[B, T]``, already shifted.
+        lm_head_bias: ``[V]``.
+        chunk_size: Tokens whose logits exist at once.
+        ignore_index: Target value that has no log-probability.
+
+    Returns:
+        ``[B, T]`` in fp32 (fp64 for fp64 inputs).
+    """
+    logprobs, _ = token_scores(
+        hidden, lm_head_weight, targets, bias_V=lm_head_bias, chunk_size=chunk_size, ignore_index=ignore_index
+    )
+    return logprobs
+
+
+def token_scores(
+    hidden_BTC: Tensor,
+    weight_VC: Tensor,
+    targets_BT: Tensor,
+    *,
+    bias_V: Tensor | None = None,
+    transform: Project | None = None,
+    entropy: bool = False,
+    ignore_index: int = -100,
+    chunk_size: int = 1024,
+    accumulate_dtype: torch.dtype = torch.float32,
+) -> tuple[Tensor, Tensor | None]:
+    """Return log-probabilities ``[...]`` of the targets and, if wanted, entropies ``[...]``; both differentiable.
+
+    Args:
+        hidden_BTC: Final hidden states ``[..., C]``.
+        weight_VC: Head weight.
+        targets_BT: Shifted targets ``[...]``; both scores are 0 where one is ``ignore_index``.
+        bias_V: Head bias.
+        transform: Map of each token's logits (temperature, softcap, a slice); targets index its result.
+        entropy: Compute entropies too, of the tokens that have a target.
+        chunk_size: Tokens whose logits exist at once.
+        accumulate_dtype: Dtype in which the gradient of the weight is summed over chunks.
+
+    Returns:
+        Both in fp32 (fp64 for fp64 inputs); None in place of entropies that are not wanted.
+    """
+    rows = TargetRows(targets_BT, ignore_index, chunk_size)
+    how = _How(transform, entropy, autocast_dtype(hidden_BTC), accumulate_dtype)
+    with torch.autocast(autocast_kind(hidden_BTC.device), enabled=False):
+        scores = _TokenScores.apply(hidden_BTC.flatten(0, -2), weight_VC, bias_V, rows, how)
+    return _shaped(scores, targets_BT, entropy)
+
+
+def project_scores(
+    hidden_BTC: Tensor,
+    project: Project,
+    parameters: Sequence[Tensor],
+    targets_BT: Tensor,
+    *,
+    entropy: bool = False,
+    ignore_index: int = -100,
+    chunk_size: int = 1024,
+) -> tuple[Tensor, Tensor | None]:
+    """Compute :func:`token_scores` for a head that is any module; autograd differentiates each chunk.
+
+    ``project`` maps hidden states to logits; ``parameters`` are the tensors it reads whose gradients are wanted.
+    """
+    rows = TargetRows(targets_BT, ignore_index, chunk_size)
+    scores = _ProjectScores.apply(hidden_BTC.flatten(0, -2), rows, project, entropy, *parameters)
+    return _shaped(scores, targets_BT, entropy)
+
+
+class _How:
+    """The map of the logits, the scores that are wanted, and the dtypes of the head and its gradient sums."""
+
+    def __init__(
+        self,
+        transform: Project | None,
+        entropy: bool,
+        compute_dtype: torch.dtype | None,
+        accumulate_dtype: torch.dtype,
+    ) -> None:
+        self.transform, self.entropy = transform, entropy
+        self.compute_dtype, self.accumulate_dtype = compute_dtype, accumulate_dtype
+
+
+class _TokenScores(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, hidden: Tensor, weight: Tensor, bias: Tensor | None, rows: TargetRows, how: _How
+    ) -> tuple[Tensor, Tensor]:
+        ctx.inputs = (hidden.dtype, weight.dtype, None if bias is None else bias.dtype)
+        ctx.save_for_backward(hidden, weight, bias)
+        ctx.rows, ctx.how = rows, how
+        ctx.set_materialize_grads(False)
+        weight, bias = cast(how.compute_dtype, weight, bias)
+        scores = _room(hidden, rows, how.entropy)
+        for chunk in rows.chunks():
+            (h,) = cast(how.compute_dtype, hidden[chunk])
+            logits = torch.nn.functional.linear(h, weight, bias)
+            _put(scores, chunk, logits if how.transform is None else how.transform(logits), rows.targets[chunk])
+        return scores
+
+    @staticmethod
+    @first_order
+    def backward(ctx: Any, grad_logprobs: Tensor | None, grad_entropy: Tensor | None) -> tuple[Tensor | None, ...]:
+        rows, how = ctx.rows, ctx.how
+        hidden, weight, bias = ctx.saved_tensors
+        weight, bias = cast(how.compute_dtype, weight, bias)
+        wanted = ctx.needs_input_grad[:3]
+        room = rows.gradient(hidden) if wanted[0] else None
+        sums = HeadGradients(room, weight, bias, wanted, how.accumulate_dtype)
+        for chunk in rows.chunks():
+            (h,) = cast(how.compute_dtype, hidden[chunk])
+            logits = torch.nn.functional.linear(h, weight, bias)
+            given = [None if grad is None else grad[chunk] for grad in (grad_logprobs, grad_entropy)]
+            sums.add(chunk, h, weight, _through(logits, rows.targets[chunk], how.transform, *given))
+        one = torch.ones((), device=hidden.device)
+        return (*scaled(sums.all(), ctx.inputs, one), None, None)
+
+
+class _ProjectScores(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, hidden: Tensor, rows: TargetRows, project: Project, entropy: bool, *params: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        ctx.save_for_backward(hidden, *params)
+        ctx.rows, ctx.project = rows, project
+        ctx.set_materialize_grads(False)
+        scores = _room(hidden, rows, entropy)
+        for chunk in rows.chunks():
+            _put(scores, chunk, project(hidden[chunk]), rows.targets[chunk])
+        return scores
+
+    @staticmethod
+    @first_order
+    def backward(ctx: Any, grad_logprobs: Tensor | None, grad_entropy: Tensor | None) -> tuple[Tensor | None, ...]:
+        hidden, *params = ctx.saved_tensors
+        rows: TargetRows = ctx.rows
+        wanted = [p for p, needed in zip(params, ctx.needs_input_grad[4:], strict=True) if needed]
+        sums = [torch.zeros_like(p, dtype=torch.promote_types(p.dtype, torch.float32)) for p in wanted]
+        grad_hidden = rows.gradient(hidden)
+        for chunk in rows.chunks():
+            given = [None if grad is None else grad[chunk] for grad in (grad_logprobs, grad_entropy)]
+            with torch.enable_grad():
+                h = hidden[chunk].detach().requires_grad_()
+                logits = ctx.project(h)
+            grad = _through(logits.detach(), rows.targets[chunk], None, *given)
+            with hooks_held_back(wanted):
+                grad_hidden[chunk], *terms = torch.autograd.grad(logits, (h, *wanted), grad.to(logits.dtype))
+            for acc, term in zip(sums, terms, strict=True):
+                acc += term
+        summed = iter([acc.to(p.dtype) for acc, p in zip(sums, wanted, strict=True)])
+        return (
+            grad_hidden,
+            None,
+            None,
+            None,
+            *(next(summed) if needed else None for needed in ctx.needs_input_grad[4:]),
+        )
+
+
+def _room(hidden: Tensor, rows: TargetRows, entropy: bool) -> tuple[Tensor, Tensor]:
+    """Return zeros ``[N]`` to fill in, for log-probabilities and for entropies; empty for entropies not wanted."""
+    dtype = torch.promote_types(hidden.dtype, torch.float32)
+    return hidden.new_zeros(len(rows.targets), dtype=dtype), hidden.new_zeros(
+        len(rows.targets) if entropy else 0, dtype=dtype
+    )
+
+
+def _put(scores: tuple[Tensor, Tensor], chunk: Tensor | slice, logits_nV: Tensor, targets_n: Tensor) -> None:
+    """Fill in a chunk's scores, in parts whose elements the kernels can count."""
+    logprobs, entropies = (x.new_empty(len(targets_n)) for x in scores)
+    for part in blocks(len(targets_n), MAX_ELEMENTS // logits_nV.shape[1]):
+        wide = logits_nV[part].to(logprobs.dtype)
+        total = wide.logsumexp(-1)
+        logprobs[part] = wide.gather(-1, targets_n[part, None]).squeeze(-1) - total
+        if len(scores[1]):
+            # -sum p log p, as it stands: logsumexp(z) - sum p z would take two large numbers from each other
+            surprise = wide - total[:, None]
+            p = surprise.exp()
+            entropies[part] = -p.mul_(surprise).nan_to_num_(nan=0.0).sum(-1)  # what cannot be has no share
+    scores[0][chunk] = logprobs
+    if len(scores[1]):
+        scores[1][chunk] = entropies
+
+
+def _through(
+    logits_nV: Tensor,
+    targets_n: Tensor,
+    transform: Project | None,
+    grad_logprobs_n: Tensor | None,
+    grad_entropy_n: Tensor | None,
+) -> Tensor:
+    """Return the gradient with respect to the logits before ``transform``, given those of their scores.
+
+    The logits may be overwritten.
+    """
+    if grad_entropy_n is None:
+        assert grad_logprobs_n is not None, "a backward has a gradient"
+        # the loss is -log p, hence the sign
+        _, grad = loss_and_grad(logits_nV, targets_n, transform, True, reuse=True, factor_n=-grad_logprobs_n)
+        assert grad is not None
+        return grad
+    raw = logits_nV
+    if transform is not None:
+        with torch.enable_grad():
+            raw = logits_nV.detach().requires_grad_()
+            logits_nV = transform(raw)
+    logprobs = logits_nV.detach().to(grad_entropy_n.dtype).log_softmax(-1)
+    p = logprobs.exp()
+    surprise = (p * logprobs).nan_to_num_(nan=0.0)
+    grad = -grad_entropy_n[:, None] * (surprise - p * surprise.sum(-1, keepdim=True))
+    if grad_logprobs_n is not None:
+        grad.sub_(p.mul_(grad_logprobs_n[:, None]))
+        grad.scatter_add_(1, targets_n[:, None], grad_logprobs_n[:, None].to(grad.dtype))
+    grad = grad.to(logits_nV.dtype)
+    if transform is not None:
+        (grad,) = torch.autograd.grad(logits_nV, raw, grad)
+    return grad
+
+
+def _shaped(scores: tuple[Tensor, Tensor], targets_BT: Tensor, entropy: bool) -> tuple[Tensor, Tensor | None]:
+    logprobs, entropies = scores
+    return logprobs.view(targets_BT.shape), entropies.view(targets_BT.shape) if entropy else None

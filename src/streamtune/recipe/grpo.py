@@ -1,0 +1,277 @@
+"""The recipe of ``streamtune grpo``: what reinforcement learning adds to the keys of fine-tuning. Names are TRL's."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal
+
+from pydantic import Field, field_validator, model_validator
+
+from streamtune.recipe.dpo import refuse_sequences_of_rows
+from streamtune.recipe.schema import Recipe
+from streamtune.recipe.spec import Count, Rows, Steps, Text, at_most, mistake
+
+__all__ = ["GrpoRecipe"]
+
+Positive = Annotated[float, Field(gt=0), at_most(10**9)]
+NotNegative = Annotated[float, Field(ge=0), at_most(10**9)]
+UpToOne = Annotated[float, Field(gt=0, le=1)]
+LENGTHS = ("max_prompt_length", "max_completion_length")
+
+
+class GrpoRecipe(Recipe):
+    """Everything a run of group-relative policy optimisation depends on."""
+
+    objective: Literal["grpo"] = "grpo"
+    """Objective of the training: a policy-gradient loss on completions that the model writes itself."""
+
+    # --- rewards -----------------------------------------------------------------------------------------------
+
+    reward_funcs: Annotated[tuple[Text, ...], Field(min_length=1, strict=False)]
+    """Functions that score a completion: names of built-in rewards; with `allow_code`, `module:function` or
+    `path.py:function`."""
+
+    reward_weights: Annotated[tuple[float, ...], Field(strict=False)] | None = None
+    """A weight for each of `reward_funcs`; without it, all weigh 1. The reward is the weighted sum."""
+
+    allow_code: bool = False
+    """Let rewards run code: functions of your own, and what the model has written (`unit_tests`), the latter in a
+    subprocess with limits on time and memory. `--allow-code` is the same."""
+
+    # --- completions -------------------------------------------------------------------------------------------
+
+    num_generations: Rows = 8
+    """Completions of a prompt: the group its advantages are taken over."""
+
+    max_prompt_length: Count = 512
+    """Tokens a prompt may have; `overlength` says what becomes of a longer one: `truncate` keeps its end."""
+
+    max_completion_length: Count = 512
+    """Tokens a completion may have; one without an end token by then is cut off."""
+
+    temperature: Positive = 1.0
+    """Logits are divided by it, when completions are drawn and in the log-probs that are trained."""
+
+    top_p: UpToOne = 1.0
+    """Draw from the likeliest tokens that have this probability together."""
+
+    top_k: Steps = 0
+    """Draw from this many of the likeliest tokens; 0 is all of them."""
+
+    min_p: Annotated[float, Field(ge=0, le=1)] = 0.0
+    """Leave out tokens less likely than this fraction of the likeliest one."""
+
+    repetition_penalty: Positive = 1.0
+    """Divides the logits of tokens that stand in prompt or completion already; 1 is none."""
+
+    per_device_train_batch_size: Rows = 8
+    """Completions in one forward and backward; those of one prompt share it."""
+
+    steps_per_generation: Rows | None = None
+    """Micro-batches that are made of one batch of completions; without it, `gradient_accumulation_steps`, so that each
+    optimizer step has completions of its own."""
+
+    generation_batch_size: Rows | None = None
+    """Completions written at once, in place of `steps_per_generation`: that times `per_device_train_batch_size`."""
+
+    per_device_generation_batch_size: Rows | None = None
+    """Completions whose keys and values are in memory together while they are written; without it,
+    `per_device_train_batch_size`, for which there is room when they are trained."""
+
+    use_vllm: bool = False
+    """Let vLLM write the completions; it has to be installed, and keeps a copy of the model on the device."""
+
+    vllm_gpu_memory_utilization: UpToOne = 0.3
+    """Part of the device's memory vLLM takes."""
+
+    # --- prompts -----------------------------------------------------------------------------------------------
+
+    prompts: Literal["uniform", "pass_rate"] = "uniform"
+    """Choice of the next prompts: each once an epoch, or more often those the model solves now and then."""
+
+    pass_reward: float = 1.0
+    """A completion passes where its reward is at least this; read with `prompts: pass_rate`."""
+
+    skip_limit: Count = 20
+    """Batches in a row in which all rewards of every group are equal, so that there is nothing to learn: each is
+    counted and drawn anew, and after so many the run ends with an error."""
+
+    sft_steps: Steps = 0
+    """Optimizer steps of supervised fine-tuning on the rows' own completions before the first completion is drawn."""
+
+    sft_batch_size: Rows = 32
+    """Rows in each of the `sft_steps`, laid end to end."""
+
+    sft_learning_rate: NotNegative | None = None
+    """Peak learning rate of the `sft_steps`; without it, `learning_rate`."""
+
+    # --- the loss ----------------------------------------------------------------------------------------------
+
+    loss_type: Literal["grpo", "dr_grpo", "dapo", "bnpo", "gspo", "rloo", "remax"] = "dapo"
+    """Loss of a token, and the set that it is averaged over."""
+
+    importance_sampling_level: Literal["token", "sequence"] | None = None
+    """Ratios of new to old probability by token or by completion; without it, what `loss_type` says: only gspo takes
+    them by completion."""
+
+    scale_rewards: Literal["group", "batch", "none"] | None = None
+    """Divide advantages by the standard deviation of the rewards of the group, of the batch, or not at all; without
+    it, as `loss_type` was published: dr_grpo, rloo and remax not at all, the others by that of the group."""
+
+    epsilon: Positive = 0.2
+    """Ratios are clipped at 1 - epsilon, and at 1 + epsilon where `epsilon_high` is not given."""
+
+    epsilon_high: Positive | None = None
+    """Ratios are clipped at 1 + epsilon_high."""
+
+    delta: Positive | None = None
+    """Ratios are clipped at delta where the advantage is negative as well (two-sided clipping); above 1 + epsilon."""
+
+    num_iterations: Rows = 1
+    """Times to go through a batch of completions."""
+
+    beta: NotNegative = 0.0
+    """Weight of the KL divergence from the reference; 0 needs no reference."""
+
+    ref_model_name_or_path: Text | None = None
+    """The reference; without it, the model as it was at the start, which under adapters costs no memory."""
+
+    mask_truncated_completions: bool = False
+    """Do not train on completions that were cut off."""
+
+    share_prefix: Literal["auto", "always", "never"] = "auto"
+    """Stream a prompt once for all its completions in a micro-batch: the same gradient in less time and memory. `auto`
+    does where the model can, `never` gives each completion its own copy of the prompt."""
+
+    # --- what is shown -----------------------------------------------------------------------------------------
+
+    num_completions_to_print: Steps = 4
+    """Completions of each batch to keep, with their rewards, in `completions.jsonl`."""
+
+    # --- what one key alone cannot tell ------------------------------------------------------------------------
+
+    @model_validator(mode="before")
+    @classmethod
+    def _longest(cls, values: Any) -> Any:
+        """Set ``max_length`` to the sum of a prompt's and a completion's longest length, if nothing else is written."""
+        if not isinstance(values, dict) or "max_length" in values:
+            return values
+        parts = [values.get(key, cls.model_fields[key].default) for key in LENGTHS]
+        return {**values, "max_length": sum(parts)} if all(isinstance(part, int) for part in parts) else values
+
+    @field_validator("reward_funcs", mode="before")
+    @classmethod
+    def _one_reward(cls, reward_funcs: Any) -> Any:
+        return [reward_funcs] if isinstance(reward_funcs, str) else reward_funcs
+
+    @field_validator("scale_rewards", mode="before")
+    @classmethod
+    def _switch(cls, scale_rewards: Any) -> Any:
+        """Accept TRL's older form: true is ``group``, false is ``none``."""
+        return {True: "group", False: "none"}[scale_rewards] if isinstance(scale_rewards, bool) else scale_rewards
+
+    @model_validator(mode="after")
+    def _rewards_agree(self) -> GrpoRecipe:
+        if self.reward_weights is not None and len(self.reward_weights) != len(self.reward_funcs):
+            raise mistake(
+                f"{len(self.reward_weights)} weights for {len(self.reward_funcs)} reward functions",
+                key="reward_weights",
+                mend="give one weight for each of reward_funcs",
+            )
+        if self.num_generations < 2 and self.loss_type != "remax":
+            raise mistake(
+                "a group of one completion has no mean to be better than",
+                key="num_generations",
+                mend="write 2 or more, or loss_type: remax, which compares with the likeliest completion",
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _lengths_agree(self) -> GrpoRecipe:
+        together = self.max_prompt_length + self.max_completion_length
+        if self.max_length < together:
+            raise mistake(
+                f"'max_length' is {self.max_length:,}, and a prompt and its completion may have {together:,} tokens",
+                key="max_length",
+                mend="delete the line, or lower max_prompt_length or max_completion_length",
+            )
+        refuse_sequences_of_rows(self)
+        return self
+
+    @model_validator(mode="after")
+    def _batches_agree(self) -> GrpoRecipe:
+        if self.generation_batch_size is not None and self.steps_per_generation is not None:
+            raise mistake(
+                "'generation_batch_size' and 'steps_per_generation' exclude each other",
+                key="generation_batch_size",
+                mend="keep one of them",
+            )
+        written, a_step = self.completions_per_generation, self.completions_per_step
+        if written % self.num_generations:
+            raise mistake(
+                f"{written} completions are written at once, which is no multiple of 'num_generations': "
+                f"{self.num_generations}",
+                key="num_generations",
+                mend="change per_device_train_batch_size, gradient_accumulation_steps or steps_per_generation",
+            )
+        if written % a_step or written // self.num_generations < written // a_step:
+            raise mistake(
+                f"{written} completions of {written // self.num_generations} prompts do not make whole optimizer steps "
+                f"of {a_step}",
+                key="generation_batch_size" if self.generation_batch_size is not None else "steps_per_generation",
+                mend="an optimizer step takes per_device_train_batch_size x gradient_accumulation_steps completions, "
+                "and at least one prompt",
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _loss_agrees(self) -> GrpoRecipe:
+        high = self.epsilon if self.epsilon_high is None else self.epsilon_high
+        if self.delta is not None and self.delta <= 1 + high:
+            raise mistake(
+                f"'delta' is {self.delta:g}: at or below 1 + epsilon_high, {1 + high:g}, it would clip what is not "
+                "clipped yet",
+                key="delta",
+                mend="write a larger one, such as 4.0",
+            )
+        if self.sft_steps and self.beta and self.ref_model_name_or_path is None:
+            raise mistake(
+                "'sft_steps' trains the model first, and 'beta' holds it to what it was before that",
+                key="sft_steps",
+                mend="run `streamtune sft` first and start from its final/, or name a ref_model_name_or_path",
+            )
+        if self.use_vllm and self.finetuning_type == "qlora":
+            raise mistake(
+                "'use_vllm' cannot be handed the frozen weights of a quantised model",
+                key="use_vllm",
+                mend="write finetuning_type: lora, or delete the line",
+            )
+        return self
+
+    # --- what follows ------------------------------------------------------------------------------------------
+
+    @property
+    def completions_per_step(self) -> int:
+        """Completions of one optimizer step."""
+        return self.per_device_train_batch_size * self.gradient_accumulation_steps
+
+    @property
+    def completions_per_generation(self) -> int:
+        """Completions written at once."""
+        if self.generation_batch_size is not None:
+            return self.generation_batch_size
+        return self.per_device_train_batch_size * (self.steps_per_generation or self.gradient_accumulation_steps)
+
+    @property
+    def prompts_per_generation(self) -> int:
+        """Prompts whose completions are written at once."""
+        return self.completions_per_generation // self.num_generations
+
+    @property
+    def steps_per_rollout(self) -> int:
+        """Optimizer steps that go once through a batch of completions."""
+        return self.completions_per_generation // self.completions_per_step
+
+    @property
+    def needs_old_logprobs(self) -> bool:
+        """True if the policy may have changed between writing completions and training on them."""
+        return self.num_iterations * self.steps_per_rollout > 1

@@ -1,0 +1,392 @@
+"""Plan the schedule of a recipe's steps, from what is trained, the memory there is, and the rates of the device.
+
+plan_recipe   for ``streamtune plan``: from the configuration alone, for this machine or for a device that is not there
+plan_model    for a run: of the model that is loaded, within the memory that is free besides it
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from streamtune import models
+from streamtune.engine import decoder_layers
+from streamtune.engine.memory.host import usable_host_bytes
+from streamtune.errors import ArgumentError, UnsupportedModelError
+from streamtune.plan.budget import device_name, free_device_bytes, free_disk_bytes
+from streamtune.plan.calibrate import load_rates, measure_disk
+from streamtune.plan.choices import Limits
+from streamtune.plan.devices import Device, find_device, nearest_device
+from streamtune.plan.planner import Plan, as_fixed, choose, judge
+from streamtune.plan.rates import Rates, sheet_rates
+from streamtune.recipe.engine import EngineSpec
+from streamtune.recipe.loader import LoadedRecipe
+from streamtune.recipe.schema import Recipe
+from streamtune.run.cluster import RanksAsked, Wider, accumulation_of, cluster_of, links_for, wider_of
+from streamtune.run.device import blame_recipe, choose_device, quiet_libraries
+from streamtune.run.model import make_blueprint, make_optimizer, make_reference_blueprint
+from streamtune.run.streaming import make_schedule
+from streamtune.schedule import Schedule
+from streamtune.simulate.cluster import Cluster
+from streamtune.simulate.memory import held_bytes
+from streamtune.simulate.meta import meta_copy
+from streamtune.simulate.scored import Completions, Scored
+from streamtune.simulate.simulate import simulate
+from streamtune.simulate.workload import Workload
+from streamtune.sizes import parse_size
+from streamtune.tasks.shapes import LEAST, completions_of, holds_reference, may_share
+
+__all__ = [
+    "PlanOptions",
+    "RecipePlan",
+    "device_elsewhere",
+    "make_workload",
+    "memory_of",
+    "plan_model",
+    "plan_recipe",
+    "reference_bytes",
+    "shares_prompts",
+]
+
+LESS = (0.75, 0.9, 0.97)
+"""Parts of what a schedule held besides weights, gradients and optimizer that the next may hold, where it ran out of
+memory: the first that anything fits."""
+
+
+@dataclass(frozen=True)
+class PlanOptions:
+    """The options of a plan on the command line; None where one is not given."""
+
+    device: str | None = None
+    device_memory: str | None = None
+    host_memory: str | None = None
+    disk_memory: str | None = None
+    length: int | None = None
+    ranks: int | None = None
+    nodes: int | None = None
+
+
+@dataclass(frozen=True)
+class RecipePlan:
+    """A plan, with the recipe, the model and the devices that it is for.
+
+    Attributes:
+        loaded: The recipe.
+        model_name: Class of the model.
+        parameters: Its parameter count.
+        dtype: Of its weights.
+        layers: Number of its decoder layers.
+        length: Tokens of a row, or of a prompt with its longest completion.
+        device_name: The device that was planned for.
+        here: True if that is the device at hand.
+        plan: The schedule, and the memory and time that it takes.
+        scored: The completions of a micro-batch, where the objective scores completions.
+        cluster: The ranks, of which the plan's bytes are those of one.
+        micro_batches: Of a rank in an optimizer step.
+        wider: The rows that more ranks to a sequence would allow, where the recipe leaves that open.
+    """
+
+    loaded: LoadedRecipe
+    model_name: str
+    parameters: models.ParameterCount
+    dtype: str
+    layers: int
+    length: int
+    device_name: str
+    here: bool
+    plan: Plan
+    scored: Scored | None
+    cluster: Cluster = field(default_factory=Cluster)
+    micro_batches: int = 1
+    wider: tuple[Wider, ...] = ()
+
+    @property
+    def tokens(self) -> int:
+        """Tokens of an optimizer step, of all ranks."""
+        times = self.micro_batches * self.cluster.data_size
+        if self.scored is not None:
+            return self.scored.rows * self.scored.length * times
+        return self.length * self.loaded.recipe.per_device_train_batch_size * times
+
+
+def plan_recipe(
+    loaded: LoadedRecipe, options: PlanOptions, *, notify: Callable[[str], None] = lambda message: None
+) -> RecipePlan:
+    """Plan a recipe from its model's configuration; neither weights nor data are read.
+
+    Args:
+        loaded: The recipe.
+        options: A device that is not there, budgets, another length.
+        notify: Called before what takes a while, with its name.
+
+    Raises:
+        UserError: A name that is not known, or a budget that nothing fits, with the line of the recipe.
+    """
+    recipe = loaded.recipe
+    with blame_recipe(loaded):
+        target, here = _target(recipe, options)
+        quiet_libraries(here)
+        device = here if target is None else torch.device("cuda")
+        model = make_blueprint(recipe, device)
+        length = options.length or recipe.max_length
+        if length < LEAST[recipe.objective]:
+            raise ArgumentError(
+                f"a prompt and its completion have {LEAST[recipe.objective]} tokens or more, not {length}",
+                where="max_length" if options.length is None else "--length",
+            )
+        cluster = cluster_of(recipe, model, RanksAsked(options.ranks, options.nodes), links_for(target, here))
+        workload = make_workload(
+            recipe,
+            model,
+            length,
+            device,
+            cluster=cluster,
+            completions=completions_of(recipe, share=shares_prompts(recipe, model, device)),
+            reference_bytes=reference_bytes(recipe, device),
+        )
+        limits = _limits(recipe.engine, options, target, here, cluster)
+        rates = sheet_rates(target) if target else _rates_here(recipe, model, here, notify)
+        rates = replace(rates, host_bandwidth=rates.host_bandwidth / cluster.ranks_per_node)
+        notify("planning")
+        if recipe.engine.schedule == "fixed":
+            chosen = judge(workload, make_schedule(recipe.engine), limits, rates)
+        else:
+            chosen = choose(workload, limits, rates, fixed=recipe.engine.written())
+        wider = tuple(wider_of(recipe, workload, limits, notify)) if cluster.sequence_size == 1 else ()
+    base = model.get_base_model() if hasattr(model, "get_base_model") else model
+    return RecipePlan(
+        loaded=loaded,
+        model_name=type(base).__name__,
+        parameters=models.count_parameters(model),
+        dtype=str(base.dtype).removeprefix("torch."),
+        layers=len(decoder_layers(model)),
+        length=length,
+        device_name=target.title if target else device_name(here),
+        here=target is None,
+        plan=chosen,
+        scored=workload.scored,
+        cluster=cluster,
+        micro_batches=workload.micro_batches,
+        wider=wider,
+    )
+
+
+def plan_model(
+    recipe: Recipe,
+    model: Any,
+    length: int,
+    device: torch.device,
+    *,
+    completions: Completions | None = None,
+    reference_bytes: int = 0,
+    cluster: Cluster | None = None,
+    keep: Schedule | None = None,
+    below: Schedule | None = None,
+    notify: Callable[[str], None] = lambda message: None,
+) -> Plan:
+    """Plan a run with the model that is loaded, within the memory that is free besides it.
+
+    Args:
+        recipe: The recipe.
+        model: On its device, with its adapters, not yet streamed.
+        length: Tokens of the longest row, or of the longest completion with its prompt.
+        device: The device of the model.
+        completions: The completions of a micro-batch, where the objective scores completions.
+        reference_bytes: Of a second model that is held and not trained; it is there already.
+        cluster: The ranks of the run; None is this one alone. A length is that of a whole row, however many share it.
+        keep: The schedule of the run that is resumed: taken again, so that its losses are the same to the last bit, if
+            it still fits and the recipe still allows it.
+        below: A schedule that ran out of memory, contrary to its prediction. The one chosen holds less, even where the
+            recipe fixes the schedule.
+        notify: Called before what takes a while, with its name.
+
+    Raises:
+        ArgumentError: Nothing fits.
+    """
+    shape = meta_copy(model)
+    ranks = cluster or Cluster()
+    limits = _limits(recipe.engine, PlanOptions(), None, device, ranks)
+    # The weights are part of what a step holds, and there already, unless they are still to come.
+    if recipe.engine.device_memory == "auto" and models.deferred_of(model) is None:
+        limits = replace(limits, device_bytes=limits.device_bytes + held_bytes(model) + reference_bytes)
+    rates = _rates_here(recipe, model, device, notify)
+    workload = make_workload(
+        recipe, shape, length, device, cluster=ranks, completions=completions, reference_bytes=reference_bytes
+    )
+    written = recipe.engine.written()
+    if below is not None:
+        return _smaller(workload, below, limits, rates, written)
+    if recipe.engine.schedule == "fixed":
+        return judge(workload, make_schedule(recipe.engine), limits, rates)
+    if keep is not None and {**as_fixed(keep), **written} == as_fixed(keep):
+        kept = judge(workload, keep, limits, rates)
+        if kept.fits:
+            return kept
+        notify("the schedule this run was started with does not fit any more; another gives the same gradient")
+    return choose(workload, limits, rates, fixed=written)
+
+
+def _smaller(workload: Workload, failed: Schedule, limits: Limits, rates: Rates, written: dict[str, Any]) -> Plan:
+    """Return the fastest schedule that holds less than one that ran out of memory: much less if there is one."""
+    simulation = judge(workload, failed, limits, rates).simulation
+    stays = sum(simulation.terms.get(name, 0) for name in ("weights", "gradients", "optimizer"))
+    given = {name: value for name, value in written.items() if name in ("offload_dir", "grad_dtype")}
+    for part in LESS:
+        room = int((stays + part * (simulation.peak_bytes - stays)) / (1 - limits.margin))
+        smaller = replace(limits, device_bytes=min(limits.device_bytes, room))
+        try:
+            return choose(workload, smaller, rates, fixed=given)
+        except ArgumentError:
+            if part == LESS[-1]:
+                raise
+    raise AssertionError("the last one returns or raises")
+
+
+def make_workload(
+    recipe: Recipe,
+    model: nn.Module,
+    length: int,
+    device: torch.device,
+    *,
+    cluster: Cluster | None = None,
+    completions: Completions | None = None,
+    reference_bytes: int = 0,
+) -> Workload:
+    """Return the workload of a step of the recipe, for a simulation.
+
+    Args:
+        recipe: The recipe.
+        model: On ``meta``, with its adapters.
+        length: Tokens of a row, or of the longest completion with its prompt.
+        device: The device whose kernels are simulated.
+        cluster: The ranks that share it; None is one.
+        completions: The completions of a micro-batch, where the objective scores completions.
+        reference_bytes: Of a second model that is held and not trained.
+    """
+    return Workload(
+        make_model=lambda: model,
+        length=length,
+        batch_size=recipe.per_device_train_batch_size,
+        micro_batches=accumulation_of(recipe, cluster or Cluster()),
+        cluster=cluster or Cluster(),
+        make_optimizer=partial(make_optimizer, recipe),
+        autocast=recipe.bf16,
+        device_type=device.type,
+        completions=completions,
+        reference_bytes=reference_bytes,
+    )
+
+
+def shares_prompts(recipe: Recipe, model: nn.Module, device: torch.device) -> bool:
+    """Return True if completions can share their prompts in this model, by a simulation of a few tokens on ``meta``.
+
+    Raises:
+        UnsupportedModelError: They cannot, and the recipe asks for it.
+    """
+    if not may_share(recipe):
+        return False
+    tree = Scored(((5, (6, 6)),))
+    workload = Workload(lambda: model, tree.length, device_type=device.type, completions=lambda length, size: tree)
+    try:
+        simulate(workload, Schedule(chunk_size=4))
+    except UnsupportedModelError as error:
+        if getattr(recipe, "share_prefix", None) == "always":
+            error.where = "share_prefix"
+            raise
+        return False
+    return True
+
+
+def reference_bytes(recipe: Recipe, device: torch.device) -> int:
+    """Return the bytes of the weights of a reference model, from its configuration; 0 if no second model is held."""
+    return held_bytes(make_reference_blueprint(recipe, device)) if holds_reference(recipe) else 0
+
+
+def device_elsewhere(recipe: Recipe, name: str | None, device_bytes: int | None, here: torch.device) -> Device | None:
+    """Return the device that is simulated without being there; None for the one at hand.
+
+    Args:
+        recipe: The recipe.
+        name: Its name, if it is asked for by name.
+        device_bytes: The memory that is asked for. Alone, where there is no accelerator, it selects the accelerator
+            nearest to it in the table.
+        here: The device at hand.
+
+    Raises:
+        ArgumentError: The name is not known.
+    """
+    if name is not None:
+        return find_device(name)
+    if device_bytes is not None and here.type == "cpu" and recipe.device != "cpu":
+        return nearest_device(device_bytes)
+    return None
+
+
+def memory_of(device: Device | None, here: torch.device) -> int:
+    """Return the bytes of a device that is not there, or those that are free on the one at hand."""
+    if device is not None:
+        return device.memory_bytes
+    return usable_host_bytes() if here.type == "cpu" else free_device_bytes(here)
+
+
+# --- what there is ----------------------------------------------------------------------------------------------------
+
+
+def _target(recipe: Recipe, options: PlanOptions) -> tuple[Device | None, torch.device]:
+    """Return the device that is planned for if it is not there, else None; and the device at hand."""
+    here = torch.device("cpu") if options.device else choose_device(recipe.device)
+    size = options.device_memory
+    asked = parse_size(size, where="--device-memory") if size is not None else None
+    return device_elsewhere(recipe, options.device, asked, here), here
+
+
+def _limits(
+    spec: EngineSpec, options: PlanOptions, target: Device | None, here: torch.device, cluster: Cluster
+) -> Limits:
+    """Return the memory to plan with: the command line's, else the recipe's, else the device's own or what is free.
+
+    Memory and disk of a machine are shared by its ranks.
+    """
+    on_cpu = target is None and here.type == "cpu"
+    device_bytes = _size(options.device_memory, spec.device_memory, "device_memory")
+    if device_bytes is None:
+        device_bytes = memory_of(target, here)
+    host_bytes = _size(options.host_memory, spec.host_memory, "host_memory")
+    disk_bytes = _size(options.disk_memory, spec.disk_memory, "disk_memory")
+    if disk_bytes is None:
+        disk_bytes = free_disk_bytes(spec.offload_dir) if spec.offload_dir else 0
+    if host_bytes is None:
+        host_bytes = usable_host_bytes()
+    return Limits(
+        device_bytes=device_bytes // (cluster.ranks_per_node if on_cpu else 1),
+        host_bytes=host_bytes // cluster.ranks_per_node,
+        disk_bytes=disk_bytes // cluster.ranks_per_node,
+        margin=spec.margin,
+        shared=on_cpu,
+    )
+
+
+def _size(option: str | None, key: str, name: str) -> int | None:
+    if option is not None:
+        return parse_size(option, where=f"--{name.replace('_', '-')}")
+    return None if key == "auto" else parse_size(key, where=f"engine.{name}")
+
+
+def _rates_here(recipe: Recipe, model: Any, device: torch.device, notify: Callable[[str], None]) -> Rates:
+    base = model.get_base_model() if hasattr(model, "get_base_model") else model
+    rates = load_rates(device, torch.bfloat16 if recipe.bf16 else base.dtype, notify=notify)
+    directory = recipe.engine.offload_dir
+    if directory is not None and Path(directory).is_dir():
+        try:
+            rates = replace(rates, disk_bandwidth=measure_disk(Path(directory)))
+        except OSError as error:
+            raise ArgumentError(
+                f"nothing can be written to {directory}: {error.strerror}", where="engine.offload_dir"
+            ) from error
+    return rates

@@ -1,0 +1,241 @@
+"""Make from a recipe the ranks that train together, and the backend that shares gradients and weights between them.
+
+make_world     which rank this process is; the process group is joined
+accumulation   rows of an optimizer step -> rows of a micro-batch x micro-batches x ranks
+sequence_ranks the ranks that share a sequence
+make_backend   DDP, FSDP2 or DeepSpeed by the recipe; one device by itself
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from streamtune import models, train
+from streamtune.engine import SequenceParallel
+from streamtune.errors import ArgumentError
+from streamtune.recipe.schema import Recipe
+from streamtune.run.model import make_optimizer
+from streamtune.tasks.steps import accumulation
+
+__all__ = [
+    "config_values",
+    "device_of_rank",
+    "fill_model",
+    "leave_ranks",
+    "make_backend",
+    "make_world",
+    "sequence_ranks",
+    "share_reference",
+    "shares_weights",
+    "whole_weights",
+]
+
+
+def device_of_rank(device: torch.device) -> torch.device:
+    """Return the accelerator of this rank, by ``LOCAL_RANK``, where a machine has several; else ``device`` itself."""
+    if device.type != "cuda" or "LOCAL_RANK" not in os.environ:
+        return device
+    return torch.device("cuda", int(os.environ["LOCAL_RANK"]))
+
+
+def leave_ranks() -> None:
+    """Leave the process group, if there is one, when all ranks are done."""
+    if torch.distributed.is_available() and torch.distributed.is_initialized():
+        from streamtune.distributed.process_group import leave
+
+        leave()
+
+
+def make_world(recipe: Recipe, device: torch.device) -> train.World:
+    """Join the ranks of this run, by the environment variables of their launcher; without them the run has one rank.
+
+    Args:
+        recipe: The recipe.
+        device: This rank's.
+
+    Raises:
+        ArgumentError: The ranks cannot be laid out as the recipe asks.
+    """
+    size, sequence_size = int(os.environ.get("WORLD_SIZE", "1")), recipe.sequence_parallel_size
+    if size % sequence_size:
+        raise ArgumentError(
+            f"{sequence_size} ranks are to share each sequence, and there {'is' if size == 1 else 'are'} {size}",
+            where="sequence_parallel_size",
+            mend="start a multiple of that many, with --nproc, or share each sequence between fewer",
+        )
+    if recipe.deepspeed is not None and recipe.fsdp:
+        raise ArgumentError("'deepspeed' and 'fsdp' exclude each other", where="fsdp", mend="keep one of them")
+    if recipe.finetuning_type == "qlora" and shares_weights(recipe):
+        raise ArgumentError(
+            "quantised weights cannot be shared between ranks",
+            where="fsdp" if recipe.fsdp else "deepspeed",
+            mend="write deepspeed: zero2 (each rank keeps the quantised base), or finetuning_type: lora",
+        )
+    if size == 1 and recipe.deepspeed is None and not recipe.fsdp:
+        return train.World()
+    from streamtune.distributed.process_group import join
+
+    if size == 1:  # DeepSpeed on one device: its host offload
+        for name, value in {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1"}.items():
+            os.environ.setdefault(name, value)
+        os.environ.setdefault("MASTER_PORT", "0")
+    join(device)
+    world = train.World(int(os.environ["RANK"]), size, sequence_size)
+    accumulation(recipe, world)
+    return world
+
+
+def sequence_ranks(recipe: Recipe, world: train.World) -> SequenceParallel | None:
+    """Return the ranks that share this rank's sequences; None where each has its own. Called by all ranks together."""
+    if world.sequence_size == 1:
+        return None
+    from streamtune.distributed.process_group import sequence_group
+
+    return SequenceParallel(sequence_group(world.sequence_size), form=recipe.sequence_parallel)
+
+
+def shares_weights(recipe: Recipe) -> bool:
+    """Return True if each rank holds a part of the weights, which are whole only while a layer computes.
+
+    Raises:
+        ArgumentError: The DeepSpeed configuration cannot be read.
+    """
+    if recipe.deepspeed is None:
+        return recipe.fsdp
+    from streamtune.distributed.deepspeed_config import read_config, stage_of
+
+    return stage_of(read_config(recipe.deepspeed)) == 3
+
+
+def make_backend(
+    recipe: Recipe, model: Any, layers: Iterable[nn.Module], world: train.World, device: torch.device | None = None
+) -> train.Backend:
+    """Make the backend that computes gradients and updates the weights.
+
+    Args:
+        recipe: The recipe.
+        model: Streamed already, the same on every rank, or on ``meta`` where its weights are still to come.
+        layers: Its decoder layers.
+        world: The ranks.
+        device: This rank's; that of the weights where they are there.
+
+    Raises:
+        ArgumentError: DeepSpeed is not installed or refuses what is asked of it.
+    """
+    layers = list(layers)
+    if recipe.deepspeed is not None:
+        from streamtune.distributed.deepspeed_backend import DeepSpeedBackend, check_deepspeed, share_module
+        from streamtune.distributed.deepspeed_config import resolve_config
+
+        check_deepspeed()
+        config = resolve_config(recipe.deepspeed, config_values(recipe, model, world))
+        fill_model(model, layers, world, device, lambda module: share_module(module, config))
+        return DeepSpeedBackend(model, make_optimizer(recipe, model), config, layers)
+    if recipe.fsdp:
+        from streamtune.distributed.fsdp_backend import FsdpBackend, share_layer
+
+        fill_model(model, layers, world, device, lambda module: share_layer(module, layers))
+        return FsdpBackend(model, lambda sharded: make_optimizer(recipe, sharded), layers)
+    local = train.LocalBackend(model, make_optimizer(recipe, model))
+    if world.size == 1:
+        return local
+    from streamtune.distributed.ddp_backend import DdpBackend
+
+    return DdpBackend(model, local.optimizer, local, train.share_out_whole)
+
+
+def fill_model(
+    model: Any,
+    layers: list[nn.Module],
+    world: train.World,
+    device: torch.device | None,
+    share: Callable[[nn.Module], None],
+) -> None:
+    """Give a model on ``meta`` its weights, a layer at a time; one that has them is left as it is.
+
+    Args:
+        model: Streamed already.
+        layers: Its decoder layers.
+        world: The ranks.
+        device: This rank's.
+        share: Shares the weights of a layer between the ranks.
+    """
+    source = models.deferred_of(model)
+    if source is None:
+        return
+    from streamtune.distributed.fill import fill
+
+    assert device is not None, "weights that are to come go somewhere"
+    fill(model, layers, source, device=device, main=world.main, share=share)
+
+
+def share_reference(
+    recipe: Recipe, model: Any, layers: Iterable[nn.Module], world: train.World, device: torch.device
+) -> Any:
+    """Give a reference on ``meta`` its weights, shared as those of the trained model are; any other is left as it is.
+
+    Args:
+        recipe: The recipe.
+        model: Streamed, not trained.
+        layers: Its decoder layers.
+        world: The ranks.
+        device: This rank's.
+
+    Returns:
+        The object that gathers its weights, to be kept while it is called and destroyed after; None where hooks do.
+    """
+    layers = list(layers)
+    if models.deferred_of(model) is None:
+        return None
+    if recipe.deepspeed is None:
+        from torch.distributed.fsdp import fully_shard
+
+        from streamtune.distributed.fsdp_backend import share_layer
+
+        fill_model(model, layers, world, device, lambda module: share_layer(module, layers))
+        fully_shard(model)
+        return None
+    from streamtune.distributed.deepspeed_backend import share_frozen, share_module
+    from streamtune.distributed.deepspeed_config import resolve_config
+
+    config = resolve_config(recipe.deepspeed, config_values(recipe, model, world))
+    fill_model(model, layers, world, device, lambda module: share_module(module, config))
+    return share_frozen(model, config, layers)
+
+
+def whole_weights(recipe: Recipe, model: Any) -> Iterator[tuple[str, Tensor | None]]:
+    """Iterate over the parameters of a sharded model, each whole on rank 0 until the next one. Called by all ranks."""
+    if recipe.fsdp:
+        from streamtune.distributed import fsdp_backend
+
+        return fsdp_backend.whole_weights(model)
+    from streamtune.distributed import deepspeed_backend
+
+    return deepspeed_backend.whole_weights(model)
+
+
+def config_values(recipe: Recipe, model: Any, world: train.World) -> dict[str, Any]:
+    """Return the values of a DeepSpeed configuration that follow from the recipe.
+
+    Batches are counted per rank, whether each rank has rows of its own or a part of the same ones.
+    """
+    layers = sum(parameter.numel() for parameter in model.parameters() if parameter.requires_grad)
+    steps = accumulation(recipe, world)
+    return {
+        "train_micro_batch_size_per_gpu": recipe.per_device_train_batch_size,
+        "gradient_accumulation_steps": steps,
+        "train_batch_size": recipe.per_device_train_batch_size * steps * world.size,
+        "gradient_clipping": recipe.max_grad_norm,
+        "bf16.enabled": next(model.parameters()).dtype == torch.bfloat16,
+        "torch_autocast.enabled": recipe.bf16,
+        "zero_optimization.reduce_bucket_size": min(500_000_000, max(1, layers)),
+        "zero_optimization.stage3_param_persistence_threshold": 0,
+        "zero_optimization.stage3_prefetch_bucket_size": 0,
+        "zero_optimization.offload_optimizer.pin_memory": torch.cuda.is_available(),
+        "zero_optimization.offload_param.pin_memory": torch.cuda.is_available(),
+    }

@@ -1,0 +1,126 @@
+"""Make the reference of a recipe: the trained model without its adapters, a second model, or log-probs on disk.
+
+    adapters, and no name       the trained model, adapters switched off        nothing is held
+    full, and no name           the model as it is when training starts         a second copy of the weights
+    ref_model_name_or_path      that model                                      its weights
+    precompute_ref_log_probs    any of these, run once before training          nothing, once it has been run
+
+Log-probs that were computed once are kept below the user's cache directory under a hash of all they depend on: the
+reference's weights, the dtypes it computes in, and every token of the rows.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from streamtune import models, train
+from streamtune.engine import StreamHandle, stream
+from streamtune.errors import ArgumentError, StreamTuneError, UserError
+from streamtune.recipe.schema import Recipe
+from streamtune.run.model import make_reference_model
+from streamtune.schedule import Schedule
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+__all__ = ["asked_for", "load_reference", "streamed"]
+
+KEY = "ref_model_name_or_path"
+
+
+def asked_for(recipe: Recipe) -> str | None:
+    """Return the reference that a recipe names, if it names one."""
+    name: str | None = getattr(recipe, KEY, None)
+    return name
+
+
+def load_reference(
+    recipe: Recipe,
+    model: Any,
+    tokenizer: PreTrainedTokenizerBase,
+    device: torch.device,
+    *,
+    sharing: train.World | None = None,
+) -> Any | None:
+    """Load the reference as a second model; return None if the trained model without its adapters is the reference.
+
+    Args:
+        recipe: The recipe.
+        model: The trained model.
+        tokenizer: Its tokenizer.
+        device: The reference's device.
+        sharing: The ranks that will share its weights: it is on ``meta`` then, and they are provided later.
+
+    Raises:
+        ArgumentError: There is no such model, or its vocabulary is another.
+    """
+    name = asked_for(recipe)
+    if name is None:
+        if recipe.finetuning_type != "full":
+            return None
+        return _frozen(make_reference_model(recipe, tokenizer, device, sharing=sharing))
+    try:
+        reference = make_reference_model(recipe, tokenizer, device, name=name, sharing=sharing)
+    except UserError as error:
+        error.where = KEY
+        raise
+    _check_vocabulary(name, reference, model, tokenizer, trust_remote_code=recipe.trust_remote_code)
+    return _frozen(reference)
+
+
+def streamed(
+    model: Any, like: StreamHandle, *, temperature: float = 1.0, share: Callable[[Any, Any], None] | None = None
+) -> train.ModelReference:
+    """Stream a second model by an engine of its own, which cuts and shares sequences as the trained model's does.
+
+    Args:
+        model: The reference.
+        like: The trained model's engine.
+        temperature: The number that logits are divided by.
+        share: Called with the reference and its decoder layers; gives it its weights if they are provided later.
+    """
+    chunks = Schedule(chunk_size=like.schedule.chunk_size, head_chunk_size=like.schedule.head_chunk_size)
+    handle = stream(model, schedule=chunks, sequence_parallel=like.sequence_parallel)
+    if share is not None:
+        share(model, handle.layers)
+    return train.ModelReference(model, handle, temperature=temperature)
+
+
+def _frozen(model: Any) -> Any:
+    model.requires_grad_(False)
+    return model.eval()
+
+
+def _check_vocabulary(
+    name: str, reference: Any, model: Any, tokenizer: PreTrainedTokenizerBase, *, trust_remote_code: bool
+) -> None:
+    """Refuse a reference with other token ids: every number would be finite and worth nothing.
+
+    Where the reference comes without a tokenizer only the sizes can be compared. With one, embeddings of different
+    sizes are fine: those of a family are often padded differently.
+    """
+    mend = "use a reference with the tokenizer of the model, such as the model it was made from"
+    ours, theirs = (m.get_input_embeddings().weight.shape[0] for m in (model, reference))
+    if len(tokenizer) > theirs:
+        what = (
+            f"the reference '{name}' has an embedding of {theirs:,} rows, and the tokenizer {len(tokenizer):,} tokens"
+        )
+        raise ArgumentError(what, where=KEY, mend=mend)
+    try:
+        vocabulary = models.load_tokenizer(name, trust_remote_code=trust_remote_code).get_vocab()
+    except StreamTuneError:
+        if ours != theirs:
+            what = f"the reference '{name}' has a vocabulary of {theirs:,} tokens, and the model one of {ours:,}"
+            raise ArgumentError(what, where=KEY, mend=mend) from None
+        return
+    known = tokenizer.get_vocab()
+    differing = sum(vocabulary.get(token) != index for token, index in known.items())
+    if differing:
+        what = f"the reference '{name}' has another vocabulary: {differing:,} of {len(known):,} tokens differ"
+        raise ArgumentError(what, where=KEY, mend=mend)
+
+
+# --- computed once ----------------------------------------------------------------------------------------------------

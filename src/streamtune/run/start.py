@@ -1,0 +1,430 @@
+"""Start a run: find its directory, the checkpoint it goes on from, its device and its ranks.
+
+The settings of a run that is resumed are compared with those of the recipe, and a difference that would change the
+training is refused by name. The directory is held before it is read, so that decisions made from its files hold until
+the run is over.
+"""
+
+from __future__ import annotations
+
+import json
+import secrets
+from collections.abc import Callable, Collection, Iterable, Mapping
+from contextlib import AbstractContextManager, ExitStack, nullcontext, suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+
+from streamtune import __version__, models, train
+from streamtune.distributed import agree
+from streamtune.errors import ArgumentError, RecipeError, did_you_mean
+from streamtune.recipe.loader import LoadedRecipe
+from streamtune.recipe.schema import Recipe
+from streamtune.run.device import choose_device, quiet_libraries
+from streamtune.run.fingerprints import fingerprint_inputs, fingerprint_tokenizer_files
+from streamtune.run.model import choose_quantization
+from streamtune.run.ranks import device_of_rank, make_world, share_reference, shares_weights
+from streamtune.tasks.steps import accumulation
+
+__all__ = ["Doing", "Notify", "Start", "start_run", "tell_of_model"]
+
+Notify = Callable[[str], None]
+"""Told what is worth knowing on the way, a sentence at a time."""
+Doing = Callable[[str], AbstractContextManager[Any]]
+"""Shows what takes a while, for as long as it does."""
+FREE_KEYS = frozenset(
+    {
+        # Where things go and what is shown,
+        "output_dir", "save_steps", "save_total_limit", "eval_steps", "logging_steps", "report_to", "sample",
+        "num_completions_to_print", "save_async", "metric_for_best_model", "greater_is_better", "save_best_limit",
+        # what is done about what goes wrong,
+        "on_nan", "max_skips", "on_oom",
+        # how the same gradient is computed,
+        "engine", "device", "per_device_eval_batch_size", "trust_remote_code", "allow_pickle", "share_prefix",
+        "dataloader_num_workers", "deterministic",
+        "deepspeed", "fsdp", "sequence_parallel", "sequence_parallel_size",
+        # what `rows_per_step` says,
+        "gradient_accumulation_steps", "train_batch_size",
+        # and what the fingerprint of the data covers, wherever the files are now.
+        "datasets",
+    }
+)  # fmt: skip
+"""Keys that may change between the start of a run and its resumption."""
+
+
+SHAPE_KEYS = frozenset({"model", "finetuning_type", "lora_r", "lora_alpha", "lora_dropout", "lora_target"})
+"""Keys that cannot change, for a checkpoint brings what they decide: a new value would be written down and not used."""
+
+
+@dataclass(frozen=True)
+class Start:
+    """The start of a run, and what it must have in common with the run that it resumes."""
+
+    device: torch.device
+    world: train.World
+    """The ranks that train together."""
+    quantization: str | None
+    """``nf4`` or ``int8``: of the frozen linear layers."""
+    directory: train.RunDirectory
+    checkpoint: train.Checkpoint | None
+    """The checkpoint that the run goes on from; None starts at the beginning."""
+    identity: dict[str, Any]
+    replaces: bool
+    """True if ``directory`` holds another run, which is moved aside first."""
+    shares_weights: bool
+    """True if each rank holds a part of the weights."""
+    continued: Mapping[Path, dict[str, Any]]
+    """The run directory and the checkpoint that are resumed, each with the identity it was started with."""
+    allow: frozenset[str]
+    """Keys that may differ from it all the same: keys of the recipe, ``data``, and keys of ``train.FILES``."""
+    notify: Notify
+    fingerprint: Callable[[bool], dict[str, str]]
+    """Fingerprints of the files that are read, of models on a hub too where asked."""
+    hold: train.DirectoryHold | None = None
+    """Keeps other processes out of ``directory``; None in a dry run, and on ranks other than 0."""
+    planned_for: dict[str, Any] = field(default_factory=dict)
+    """Arguments of the planner, for another plan if memory runs out."""
+    engines: list[Any] = field(default_factory=list)
+    """Engines that gather the weights of references that ranks share."""
+
+    def __enter__(self) -> Start:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        """Release the directory if building the run failed; a run that is built keeps it."""
+        if kind is not None:
+            self.release()
+
+    def release(self) -> None:
+        """Release the directory, so that other processes can have it."""
+        if self.hold is not None:
+            self.hold.release()
+
+    def move_aside(self) -> Path | None:
+        """Rename the directory if it holds another run, and hold a new one in its place; return where that run is.
+
+        Raises:
+            ArgumentError: Another process was faster with the new directory.
+        """
+        if not self.replaces:
+            return None
+        if self.hold is None:
+            return self.directory.move_aside()
+        aside = self.hold.move_aside()
+        try:
+            self.hold.take(new=True)
+        except ArgumentError as error:
+            error.what += f"; the run that was there is now in {aside}"
+            raise
+        return aside
+
+    @property
+    def sharing(self) -> train.World | None:
+        """The ranks that share the weights; None where each has all of them."""
+        return self.world if self.shares_weights else None
+
+    def share(self, recipe: Recipe) -> Callable[[Any, Any], None]:
+        """Return a function that gives a reference its weights, a part to each rank, if they are provided later."""
+
+        def share(model: Any, layers: Any) -> None:
+            engine = share_reference(recipe, model, layers, self.world, self.device)
+            if engine is not None:
+                self.engines.append(engine)
+
+        return share
+
+    def close(self) -> None:
+        """Destroy the engines that share references."""
+        for engine in self.engines:
+            engine.destroy()
+        self.engines.clear()
+
+    def with_data(self, fingerprint: str) -> None:
+        """Record the fingerprint of the data, and compare it.
+
+        Settings were compared before the data was read, because reading it takes minutes.
+
+        Raises:
+            DistributedError: It is not the data of the other ranks.
+            RecipeError: It is not the data of the run that is gone on with.
+        """
+        told = self._check()
+        agree({"data": fingerprint})
+        self.identity["data"] = fingerprint
+        changed = [text for text in self._check() if text not in told]
+        self._tell(changed)
+        if changed and self.checkpoint is not None and "epoch" in self.checkpoint.state["stream"]:
+            self.checkpoint.state["stream"] = None
+            self.notify("the data is another, as --allow-change data says: it is gone through from its beginning")
+
+    def with_files(self, *, hubs: bool = False) -> None:
+        """Record the fingerprints of the files read besides the data. Called before the model is loaded, and after.
+
+        Args:
+            hubs: Include models on a hub: their commit is known once they are loaded.
+
+        Raises:
+            ArgumentError: They changed while they were read, or cannot be read.
+            RecipeError: They are not those of the run that is gone on with.
+        """
+        told = self._check()
+        before = self.identity.get("files", {})
+        found = self.world.main(lambda: self.fingerprint(hubs))
+        for key, value in before.items():
+            if found.get(key) != value:
+                raise ArgumentError(
+                    f"{train.FILES[key]} changed while the run was being started ({key})",
+                    mend="wait until they are written, and start again",
+                )
+        self.identity["files"] = found
+        self._tell(text for text in self._check() if text not in told)
+
+    def _tell_tokenizer(self, files: str | None) -> None:
+        """Notify the user if the tokenizer's files have changed: the run goes on with that of its checkpoint."""
+        before = self.checkpoint.state["identity"].get("tokenizer_files") if self.checkpoint is not None else None
+        if None not in (before, files) and before != files:
+            self.notify(
+                "the files of the tokenizer, or its chat template, have changed since the run started; it goes on with "
+                "the tokenizer in its checkpoint"
+            )
+        self.identity["tokenizer_files"] = before if self.checkpoint is not None else files
+
+    def changed_files(self) -> set[str]:
+        """Return the keys of ``train.FILES`` that differ from those of the resumed run, and are allowed to."""
+        now = self.identity.get("files", {})
+        return {
+            key
+            for started_as in self.continued.values()
+            for key, value in started_as.get("files", {}).items()
+            if now.get(key, value) != value
+        }
+
+    def keep_unread_files(self) -> None:
+        """Take over the fingerprints of files that are not read this time: the next start may read them."""
+        for started_as in self.continued.values():  # the checkpoint's last: the run goes on with what it was made with
+            self.identity["files"] = {**started_as.get("files", {}), **self.identity["files"]}
+
+    def _check(self) -> list[str]:
+        """Return the allowed differences, each once: the directory and its checkpoint may both have it."""
+        for where, started_as in self.continued.items():
+            self._check_rows(started_as, where)
+        found = (
+            train.check_same_run(started_as, self.identity, where=where, allow=self.allow, fixed=SHAPE_KEYS)
+            for where, started_as in self.continued.items()
+        )
+        return list(dict.fromkeys(text for texts in found for text in texts))
+
+    def _check_rows(self, started_as: Mapping[str, Any], where: Path) -> None:
+        """Refuse another number of ranks if their steps have other rows; the error names keys that a user writes.
+
+        The identity has the micro-batches of all ranks as ``gradient_accumulation_steps``, which the recipe need not
+        contain.
+        """
+        key = "gradient_accumulation_steps"
+        ranks = started_as.get("world_size", 1)
+        before, now = started_as.get("recipe", {}), self.identity["recipe"]
+        if key in self.allow or ranks == self.world.size or not before.get(key) or before[key] == now[key]:
+            return
+        batch = now["per_device_train_batch_size"]
+        if before.get("per_device_train_batch_size") != batch:
+            return
+        names = [f"{count} rank{'' if count == 1 else 's'}" for count in (ranks, self.world.size)]
+        raise RecipeError(
+            f"the steps of the run in {where} have {batch * before[key]} rows, on {names[0]}; with {names[1]} this "
+            f"recipe makes steps of {batch * now[key]}",
+            mend=f"write train_batch_size: {batch * before[key]}, which is the same on any number of ranks, or start "
+            f"{names[0]}; to go on with other steps, --allow-change {key}",
+        )
+
+    def _tell(self, changes: Iterable[str]) -> None:
+        for text in changes:
+            self.notify(f"going on with a change: {text}")
+
+
+def start_run(
+    loaded: LoadedRecipe,
+    resume: str,
+    notify: Notify,
+    allow_change: Collection[str] = (),
+    *,
+    dry_run: bool = False,
+    doing: Doing = nullcontext,
+) -> Start:
+    """Prepare the start of a run, and notify the user of differences from the run that it resumes.
+
+    The directory is made and held before it is read, and removed again where it was made for nothing. Use what is
+    returned as the context of the code that builds the run.
+
+    Args:
+        loaded: The recipe.
+        resume: ``auto`` (go on where the run in ``output_dir`` stopped), ``never``, or the path of a checkpoint.
+        notify: See :data:`Notify`.
+        allow_change: Keys that may differ: keys of the recipe, ``data``, and keys of ``train.FILES``.
+        dry_run: Write nothing; neither hold the directory nor fail if another process does.
+        doing: See :data:`Doing`.
+
+    Raises:
+        ArgumentError: A device that is not there, a quantisation that is not installed, ``allow_change`` names nothing
+            that could be refused, or another process has the directory.
+        CheckpointError: The checkpoint named by ``resume`` cannot be used, or none of the run in the directory.
+        DistributedError: The ranks have other versions or another recipe, or do not reach each other.
+        RecipeError: The run that would be resumed was started under other settings.
+    """
+    recipe = loaded.recipe
+    known = (*type(recipe).model_fields, "data", *train.FILES)
+    for name in allow_change:
+        if name not in known:
+            mend = did_you_mean(name, known) or f"name a key of the recipe, or one of: data, {', '.join(train.FILES)}"
+            raise ArgumentError(f"there is no '{name}' to change", where="--allow-change", mend=mend)
+        if name in SHAPE_KEYS:
+            raise ArgumentError(
+                f"'{name}' is decided by what the run goes on with: its checkpoint has the weights of the old one",
+                where="--allow-change",
+                mend="undo the change, or start anew with another --output-dir",
+            )
+    device = device_of_rank(choose_device(recipe.device))
+    if recipe.deterministic:
+        train.use_deterministic_kernels()
+    quantization = choose_quantization(recipe, device)
+    quiet_libraries(device)
+    agree(_facts(recipe))
+    world = make_world(recipe, device)
+    directory = train.RunDirectory(Path(recipe.output_dir))
+    with ExitStack() as held:  # until this start is found to be possible, and by what is returned from then on
+
+        def look() -> tuple[dict[str, Any] | None, tuple[Path, dict[str, Any]] | None, str | None]:
+            if not dry_run:
+                hold = held.enter_context(directory.hold())
+                if not hold.works:
+                    notify(f"nothing keeps a second start out of {directory.path}: its file system has no locks")
+                taken.append(hold)
+            identity = directory.read_identity()
+            if identity is not None and resume != "never":
+                train.check_records((directory.metrics, directory.path / "completions.jsonl"), directory.events)
+            found = train.find_checkpoint(directory, resume, notify)
+            files = fingerprint_tokenizer_files(recipe)
+            return identity, None if found is None else (found.path, found.state), files
+
+        taken: list[train.DirectoryHold] = []
+        before, kept, tokenizer_files = world.main(look)
+        checkpoint = None if kept is None else train.Checkpoint(*kept)
+        continued = {directory.path: before} if before is not None and resume != "never" else {}
+        if checkpoint is not None:
+            continued[checkpoint.path] = checkpoint.state["identity"]
+        start = Start(
+            device=device,
+            world=world,
+            quantization=quantization,
+            directory=directory,
+            checkpoint=checkpoint,
+            identity=_identify(recipe, quantization, world, before if resume != "never" else None),
+            replaces=before is not None and resume == "never",
+            shares_weights=shares_weights(recipe),
+            continued=continued,
+            allow=frozenset(allow_change),
+            notify=notify,
+            fingerprint=lambda hubs: fingerprint_inputs(
+                recipe, loaded.path.parent, resumed=checkpoint is not None, hubs=hubs
+            ),
+            hold=taken[0] if taken else None,
+        )
+        if start.replaces:
+            _refuse_own_inputs(recipe, loaded.path.parent, directory.path)
+        start._tell(start._check())
+        with doing("reading the files of the model"):
+            start.with_files()
+        start._tell_tokenizer(tokenizer_files)
+        last = list(continued.values())[-1] if continued else start.identity
+        start._tell(train.tell_changes(last, start.identity))
+        if checkpoint is not None and train.ranks_of(checkpoint) != world.size:
+            ranks = train.ranks_of(checkpoint)
+            notify(
+                f"the checkpoint is of {ranks} rank{'' if ranks == 1 else 's'} and goes on with {world.size}: dropout "
+                "and other draws of the ranks are seeded anew, by the step and the rank"
+            )
+        held.pop_all()
+    return start
+
+
+def _refuse_own_inputs(recipe: Recipe, folder: Path, output: Path) -> None:
+    """Refuse to move a run aside that the new one reads from.
+
+    Args:
+        recipe: The recipe of the new one.
+        folder: The directory of the recipe.
+        output: The directory that would be moved.
+
+    Raises:
+        ArgumentError: With the key that names something in it.
+    """
+    named = {"model_name_or_path": recipe.model_name_or_path}
+    named["ref_model_name_or_path"] = getattr(recipe, "ref_model_name_or_path", None)
+    named["tokenizer"] = recipe.tokenizer.path if recipe.tokenizer is not None else None
+    named |= {f"datasets.{number}": dataset.path for number, dataset in enumerate(recipe.datasets)}
+    found = []
+    for key, name in named.items():
+        for start in (Path(), folder) if name is not None else ():
+            with suppress(OSError, RuntimeError):  # no name of a file, which reading it says
+                inside = (start / Path(str(name)).expanduser()).resolve().is_relative_to(output.resolve())
+                if inside and (start / Path(str(name)).expanduser()).exists():
+                    found.append((key, name))
+    for key, name in found[:1]:
+        raise ArgumentError(
+            f"{name} is in {output}, which --resume never would move aside",
+            where=key,
+            mend="give another --output-dir, or copy it out of that directory first",
+        )
+
+
+def _facts(recipe: Recipe) -> dict[str, str]:
+    """Return the settings of a recipe that must be the same on all ranks: all but the places of files."""
+    settings = recipe.model_dump(mode="json", exclude={"output_dir", "datasets"})
+    return {f"recipe {name}": json.dumps(value) for name, value in settings.items()}
+
+
+def _identify(
+    recipe: Recipe, quantization: str | None, world: train.World, before: Mapping[str, Any] | None
+) -> dict[str, Any]:
+    """Return the identity of a run: the settings that a resumption must share, and others whose changes are reported.
+
+    The rows of a step are those of all ranks together: on how many they are computed changes nothing but roundings.
+    """
+    compared = recipe.model_dump(mode="json", exclude={*FREE_KEYS, "quantization"})
+    compared["gradient_accumulation_steps"] = accumulation(recipe, world) * world.data_size
+    if recipe.objective == "sft":  # runs were started before there was another
+        del compared["objective"]
+    if quantization is not None:  # what `auto` became: on another device it is another model
+        compared["quantization"] = quantization
+    return {
+        "run": (before or {}).get("run") or secrets.token_hex(8),
+        "recipe": compared,
+        "world_size": world.size,
+        "free": recipe.model_dump(mode="json", include=set(FREE_KEYS) - {"output_dir", "datasets"}),
+        "versions": {"streamtune": __version__, "torch": torch.__version__, "transformers": transformers.__version__},
+    }
+
+
+def tell_of_model(model: Any, longest: int, start: Start, notify: Notify) -> None:
+    """Pass on warnings about a loaded model and rows of ``longest`` tokens, and record the model's files.
+
+    Raises:
+        ArgumentError: Its table of positions is shorter than the rows, or a file changed while it was read.
+        RecipeError: The model's files are not those of the run that is gone on with.
+    """
+    notes = [models.check_positions(model, longest)]
+    if start.checkpoint is None:
+        notes.append(models.left_out(model))
+    for note in notes:
+        if note is not None:
+            notify(note)
+    start.with_files(hubs=True)
+    last = list(start.continued.values())[-1] if start.continued else None
+    if last is not None and "files" not in last and start.identity["files"]:
+        notify(
+            "the run was started by a version that kept no fingerprints of files; whether these changed since is not "
+            f"known: {', '.join(start.identity['files'])}"
+        )
+    start.keep_unread_files()

@@ -1,0 +1,331 @@
+"""Run training and its end, alike for every objective, once a run is built.
+
+    build_start   recipe -> directory, checkpoint, device, ranks
+    build_engine  model -> plan, stream, checks, backend
+    train_run     trains, saves the model, lets it complete the sample prompt
+
+An objective adds its data, its loss and its batches (``build_sft``, ``build_dpo``, ``build_grpo``).
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager, nullcontext
+from dataclasses import asdict, dataclass, field
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from streamtune import models, optim, train
+from streamtune.distributed import RankEnvironment, Watchdog, keep_log, read_environment
+from streamtune.engine import StreamHandle
+from streamtune.errors import ArgumentError, NonFiniteError
+from streamtune.plan import Plan
+from streamtune.recipe.dump import dump_recipe
+from streamtune.recipe.loader import LoadedRecipe
+from streamtune.recipe.schema import Recipe
+from streamtune.run.plan import plan_model
+from streamtune.run.settings import train_settings
+from streamtune.schedule import Schedule
+from streamtune.streams import lost_output
+from streamtune.tasks.steps import StepPlan, accumulation, share_out
+
+if TYPE_CHECKING:
+    from rich.console import Console
+    from transformers import PreTrainedTokenizerBase
+from streamtune.run.start import Start
+
+__all__ = ["Outcome", "Run", "train_run"]
+
+Begin = Callable[[train.Backend, train.Progress, train.StopRequest], None]
+"""Given, before the first step, what a loop is run with and a stream of steps may want to know."""
+
+PATIENT = ("saving", "scoring")
+"""Activities of a step that may wait for something outside: a disk, a reward function."""
+
+SAMPLE_TEMPERATURE = 0.3
+"""Of the sample at the end. The likeliest token each time would go in circles where little is learnt yet."""
+
+
+@dataclass(kw_only=True)
+class Run:
+    """Everything that a run of any objective needs, built and checked."""
+
+    loaded: LoadedRecipe
+    start: Start
+    tokenizer: PreTrainedTokenizerBase
+    data_summary: str
+    """The data in one line."""
+    model: Any
+    parameters: models.ParameterCount
+    handle: StreamHandle
+    backend: train.Backend
+    """Steps the model."""
+    plan: StepPlan
+    unit: str
+    """The unit of which a step has so many: ``row``, ``packed sequence``, ``pair`` ..."""
+    memory: Plan | None
+    """The planner's schedule, and what a step of the longest rows holds and takes by it; None where none was asked."""
+    watchdog: Watchdog = field(default_factory=lambda: Watchdog(RankEnvironment()))
+    """Watches the ranks while they train; by itself that of a run of one, which does nothing."""
+
+    @property
+    def recipe(self) -> Recipe:
+        """The recipe."""
+        return self.loaded.recipe
+
+    @property
+    def directory(self) -> train.RunDirectory:
+        """The directory of the run's files."""
+        return self.start.directory
+
+    @property
+    def rows_per_step(self) -> int:
+        """Rows, or what ``unit`` says, of an optimizer step on all ranks together."""
+        world = self.start.world
+        return self.recipe.per_device_train_batch_size * accumulation(self.recipe, world) * world.data_size
+
+    @property
+    def checkpoint(self) -> train.Checkpoint | None:
+        """The checkpoint that the run goes on from; None starts at the beginning."""
+        return self.start.checkpoint
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """The result of a run."""
+
+    progressed: train.Progressed
+    finished: bool
+    exit_code: int
+    """0; 1 where most steps were skipped; 130 or 143 where a signal stopped it."""
+    checkpoint: Path | None
+    """The newest checkpoint."""
+    moved_aside: Path | None
+    """The directory to which the run was moved that was in the run directory before."""
+    sample: str | None
+    records: Sequence[Mapping[str, Any]]
+    """The lines of ``metrics.jsonl``, those before a resume included."""
+    tokens: int
+    """Tokens trained on since it was started or resumed."""
+    seconds: float
+    """Time the loop took since it was started or resumed."""
+    failure: NonFiniteError | None = None
+    """The reason why a run that came to its end has failed all the same; its model is there."""
+
+    @property
+    def losses(self) -> list[float]:
+        """The training loss of every step."""
+        return [record["loss"] for record in self.records if "loss" in record]
+
+    @property
+    def held_out(self) -> Mapping[str, Any]:
+        """The record of the last evaluation; empty without one."""
+        found = [r for r in self.records if any(name.startswith("eval_") for name in r)]
+        return found[-1] if found else {}
+
+
+def train_run(
+    run: Run,
+    console: Console,
+    *,
+    objective: train.Objective,
+    steps: train.StepStream,
+    validation: Callable[[], Iterable[train.MicroBatch]] | None,
+    learning_rate_at: Callable[[int], float] | None = None,
+    begin: Begin = lambda backend, progress, stop: None,
+) -> Outcome:
+    """Train; if the run comes to its end, save the model and let it complete the sample prompt.
+
+    Args:
+        run: Built from its recipe; used once.
+        console: The console that shows progress.
+        objective: The objective that is minimised.
+        steps: Its micro-batches.
+        validation: The held-out ones, anew at each call; None where nothing is held out.
+        learning_rate_at: The learning rate of each step, from 0; None is the recipe's schedule over all of them.
+        begin: See :data:`Begin`.
+
+    Raises:
+        RunError: Training failed; the checkpoints saved before are intact.
+    """
+    directory = run.directory
+    before = run.checkpoint.state["progressed"]["tokens"] if run.checkpoint else 0
+    world = run.start.world
+    with _claimed(run) as moved_aside:
+        keep_log(directory.path, read_environment())
+        run.watchdog.event = lambda name, details: train.append_event(directory.events, name, **details)
+        writer = _make_writer(run)
+        started = time.perf_counter()
+        failures = train.record_failure(directory.events) if world.is_main else nullcontext()
+        with train.StopRequest() as stop, failures:
+            progressed = _train(
+                run, objective, steps, validation, writer, stop, console, learning_rate_at or _schedule(run), begin
+            )
+        seconds = time.perf_counter() - started
+        finished = progressed.step >= run.plan.total_steps
+        sample = _finish(run, writer) if finished else None
+        failure = _skipped_most(run, progressed) if finished else None
+        if world.is_main:
+            why = {} if finished else {"reason": stop.reason}
+            if (lost := lost_output()) is not None:
+                why["output"] = f"lost: {lost.strerror}"
+            train.append_event(directory.events, "finish" if finished else "stop", step=progressed.step, **why)
+        run.backend.close()
+        run.start.close()
+    newest = train.checkpoint_path(directory.checkpoints, progressed.step)
+    return Outcome(
+        progressed=progressed,
+        finished=finished,
+        exit_code=failure.exit_code if failure is not None else 0 if finished else stop.exit_code,
+        checkpoint=newest if newest.exists() else None,
+        moved_aside=moved_aside,
+        sample=sample,
+        records=train.read_records(directory.metrics),
+        tokens=progressed.tokens - before,
+        seconds=seconds,
+        failure=failure,
+    )
+
+
+@contextmanager
+def _claimed(run: Run) -> Iterator[Path | None]:
+    """Claim the run directory while inside, by rank 0 for all; yield the place to which an earlier run was moved."""
+    start, world = run.start, run.start.world
+    with ExitStack() as held:
+        held.callback(start.release)
+        moved_aside = world.main(start.move_aside)
+        text = dump_recipe(run.recipe, comment=f"resolved from {run.loaded.path}")
+        world.main(
+            lambda: held.enter_context(run.directory.claim(start.identity, text, run.backend.config, start.hold))
+        )
+        if world.size > 1:
+            train.check_shared_folder(run.directory.path, world)
+        yield moved_aside
+
+
+def _train(
+    run: Run,
+    objective: train.Objective,
+    steps: train.StepStream,
+    validation: Callable[[], Iterable[train.MicroBatch]] | None,
+    writer: train.ModelWriter,
+    stop: train.StopRequest,
+    console: Console,
+    learning_rate_at: Callable[[int], float],
+    begin: Begin,
+) -> train.Progressed:
+    """Run the training loop, with the optimizer the recipe asks for."""
+    recipe, plan, directory = run.recipe, run.plan, run.directory
+    first_step = run.checkpoint.step if run.checkpoint else 0
+    world = run.start.world
+    if world.is_main:
+        train.append_event(directory.events, "resume" if run.checkpoint else "start", step=first_step)
+    told = _tell(run.watchdog)
+    with train.Progress(console, plan.total_steps, first_step, recipe.logging_steps, told) as progress:
+        begin(run.backend, progress, stop)
+        return train.train(
+            run.backend,
+            objective,
+            learning_rate_at,
+            steps,
+            None if validation is None else lambda: share_out(validation(), world),
+            settings=train_settings(recipe, plan, run.handle.schedule),
+            run=directory,
+            identity=run.start.identity,
+            writer=writer,
+            resume_from=run.checkpoint,
+            progress=progress,
+            stop=stop,
+            handle=run.handle,
+            world=world,
+            next_schedule=partial(_next_schedule, run),
+        )
+
+
+def _next_schedule(run: Run, install: bool) -> Schedule | None:
+    """Return the planner's choice in place of a schedule that ran out of memory; put it into the engine if asked."""
+    failed = run.handle.schedule
+    run.handle.remove()  # the planner wants the bare model
+    try:
+        found = plan_model(model=run.model, below=failed, **run.start.planned_for).schedule
+    except ArgumentError:
+        found = None
+    if install and found is not None:
+        run.handle.reschedule(found)
+        run.start.identity["schedule"] = asdict(found)
+    return found
+
+
+def _skipped_most(run: Run, progressed: train.Progressed) -> NonFiniteError | None:
+    """Return the error of a finished run if most of its steps were skipped."""
+    dtype = next(run.model.parameters()).dtype
+    return train.skipped_most(progressed.step, progressed.skipped, run.directory, dtype)
+
+
+def _tell(watchdog: Watchdog) -> Callable[[int, str], None]:
+    """Return a function that passes the activity of a step on to the watchdog of the ranks."""
+    return lambda step, doing: watchdog.at(step, doing, patient=doing.startswith(PATIENT))
+
+
+def _schedule(run: Run) -> Callable[[int], float]:
+    """Return the learning rate by step, as the recipe asks."""
+    return optim.build_schedule(
+        run.recipe.lr_scheduler_type,
+        learning_rate=run.recipe.learning_rate,
+        total_steps=run.plan.total_steps,
+        warmup_steps=run.plan.warmup_steps,
+    )
+
+
+def _finish(run: Run, writer: train.ModelWriter) -> str | None:
+    """Write ``final/`` and return the model's completion of the sample prompt, if there is one."""
+    world, backend = run.start.world, run.backend
+    train.write_final_together(run.directory.final, writer, world)
+    sample = run.recipe.sample
+    if sample is None:
+        return None
+
+    def say() -> str:
+        return models.sample_text(
+            run.model,
+            run.tokenizer,
+            sample.prompt,
+            max_new_tokens=sample.max_new_tokens,
+            temperature=SAMPLE_TEMPERATURE,
+            seed=run.recipe.seed,
+        )
+
+    run.handle.remove()
+    if not run.start.shares_weights:
+        return world.main(say)
+    with backend.called_directly():  # all ranks compute each token together, and draw the same
+        return world.together(say)
+
+
+def _make_writer(run: Run) -> train.ModelWriter:
+    saved = [p for p in run.model.parameters() if p.requires_grad or run.recipe.finetuning_type == "full"]
+    num_bytes = sum(models.count_weights(parameter) * parameter.element_size() for parameter in saved)
+    tokenizer = models.SavedTokenizer(run.tokenizer)
+    if run.start.shares_weights:
+        main = run.start.world.is_main
+
+        def gather(folder: Path) -> None:
+            models.save_gathered(run.model, tokenizer, folder, run.backend.weights, is_main=main)
+
+        def gather_copy() -> Callable[[Path], None]:
+            tokenizer.read()
+            copies = models.copy_gathered(run.model, run.backend.weights, is_main=main)
+            return lambda folder: models.save_copied(run.model, tokenizer, folder, copies)
+
+        return train.ModelWriter(gather, num_bytes, gather_copy, together=True)
+
+    def write(folder: Path) -> None:
+        models.save_pretrained(run.model, tokenizer, folder)
+
+    def snapshot() -> Callable[[Path], None]:
+        tokenizer.read()  # here and once: a tokenizer is not for two threads
+        return partial(models.save_pretrained, run.model, tokenizer, weights=models.copy_weights(run.model))
+
+    return train.ModelWriter(write, num_bytes, snapshot)

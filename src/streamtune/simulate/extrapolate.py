@@ -1,0 +1,233 @@
+"""Compute the figures of a long and deep step from those of short and shallow ones, exactly.
+
+At a fixed chunk size everything a step holds is a tensor of a fixed size, of a chunk, of the prefix or of the sequence,
+for each layer or for one. So at each moment of layer l of L on chunk c of D, the bytes of each kind are a
+polynomial of degree one in each of L, l, D and c. Hence
+
+    the first chunks (layers) and the last of a step with D (L) of them follow, moment by moment, from those of steps
+    with as few as there can be, and one more;
+    those between are largest at one of their two ends, and their mean is the mean of the two ends.
+
+Layers are taken in periods (sliding, sliding, full), in zones of like periods (inputs on the host, then on the device).
+Nothing is assumed about the moments: if two steps did not run the same operators, :class:`UnlikeError` is raised.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from streamtune.simulate.trace import WORK, Cell, Place, Tape
+
+__all__ = ["Axis", "Combined", "Part", "UnlikeError", "Zone", "combined", "zones"]
+
+ENOUGH = 5
+"""Periods of which some can be left out: first, between and last, one more in the longer step, and one."""
+
+LONGEST_PERIOD = 64
+"""Layers of the longest period that is looked for."""
+
+Coordinates = tuple[Hashable, ...]
+
+
+class UnlikeError(Exception):
+    """Two steps differ, such as in the operators they ran, so that one cannot be computed from the other."""
+
+
+@dataclass(frozen=True)
+class Axis:
+    """A sequence of items, such as chunks, that are alike except for the first few and the last.
+
+    Attributes:
+        count: Number of items.
+        alone: Number of items at the start that are like none of those after them.
+        tail: Number of items at the end that are like none of those before them.
+        base: Number of items in the shorter step; None where none are left out.
+    """
+
+    count: int
+    alone: int = 1
+    tail: int = 1
+    base: int | None = None
+
+    @classmethod
+    def of(cls, count: int, alone: int = 1, tail: int = 1) -> Axis:
+        """Return an axis that is shortened if that leaves anything out."""
+        base = alone + 1 + tail
+        return cls(count, alone, tail, base if count > base + 1 else None)
+
+    def names(self, index: int, count: int) -> list[tuple[str, int]]:
+        """Return the names of the ``index``-th of ``count`` items, which mean the same in a step with more items."""
+        if self.base is None or index < self.alone:
+            return [("start", index)]
+        if index >= count - self.tail:
+            return [("end", count - index)]
+        return [("first", 0)] * (index == self.alone) + [("last", 0)] * (index == count - self.tail - 1)
+
+    def weight(self, name: tuple[str, int]) -> float:
+        """Return the number of items of the whole step that a name represents."""
+        return 1.0 if self.base is None or name[0] in ("start", "end") else (self.count - self.alone - self.tail) / 2
+
+    @property
+    def beyond(self) -> int:
+        """The number of items that the whole step has more than the shorter one."""
+        return 0 if self.base is None else self.count - self.base
+
+
+@dataclass(frozen=True)
+class Zone:
+    """Layers that repeat with a period.
+
+    Attributes:
+        start: The first layer.
+        period: Layers of a period.
+        axis: The periods.
+    """
+
+    start: int
+    period: int
+    axis: Axis
+
+    def layers(self, longer: bool) -> list[int]:
+        """Return the layers that a shorter step keeps: periods from the start, one more of them if ``longer``."""
+        count = self.axis.count if self.axis.base is None else self.axis.base + longer
+        return list(range(self.start, self.start + count * self.period))
+
+
+def zones(kinds: Sequence[Hashable]) -> list[Zone]:
+    """Divide layers, given the kind of each, into zones: from the start, each time the one that covers most layers."""
+    found: list[Zone] = []
+    at = 0
+    while at < len(kinds):
+        best, repeats = 1, 1
+        for period in range(1, min(LONGEST_PERIOD, (len(kinds) - at) // ENOUGH) + 1):
+            count = 1
+            while kinds[at : at + period] == kinds[at + count * period : at + (count + 1) * period]:
+                count += 1
+            if count >= ENOUGH and count * period > best * repeats:
+                best, repeats = period, count
+        found.append(Zone(at, best, Axis.of(repeats)))
+        at += best * repeats
+    return found
+
+
+@dataclass(frozen=True)
+class Part:
+    """A shorter step that was run, and its share in the whole one.
+
+    Attributes:
+        tape: The record of it.
+        longer: The zone that has a period more than in the shortest step, by number; None if none has.
+        chunks: Number of its chunks.
+        share: The factor of its figures.
+    """
+
+    tape: Tape
+    longer: int | None
+    chunks: int
+    share: int
+
+
+@dataclass(frozen=True)
+class Combined:
+    """The largest cells of the whole step, with their moments ``[n, COLUMNS]``, and the work of all cells: a sum for
+    each of ``WORK``, by phase and a flag that is True for the layers."""
+
+    cells: list[tuple[Place, Tensor]]
+    work: dict[tuple[str, bool], list[float]]
+
+
+def combined(parts: list[Part], layers: list[Zone], chunks: Axis) -> Combined:
+    """Combine the parts into the whole step; the first is the shortest.
+
+    Raises:
+        UnlikeError: They did not run the same operators.
+    """
+    named = [_named(part, layers, chunks) for part in parts]
+    cells: list[tuple[Place, Tensor]] = []
+    work: dict[tuple[str, bool], list[float]] = {}
+    if any(cells_of.keys() != named[0].keys() for cells_of in named):
+        raise UnlikeError
+    shares = [part.share for part in parts]
+    squares = [part.share * _square(part, chunks) for part in parts]
+    for name, (place, _, weight) in named[0].items():
+        alike = [cells_of[name][1] for cells_of in named]
+        moments = _aligned(alike, loops=place.layer is None)
+        total = sum(share * each for share, each in zip(shares, moments, strict=True))
+        assert isinstance(total, Tensor)
+        cells.append((place, total))
+        sums = work.setdefault((place.phase, place.layer is not None), [0.0] * len(WORK))
+        for kind in range(len(WORK)):
+            factors = squares if place.walk == "whole" and WORK[kind] == "attention_flops" else shares
+            sums[kind] += weight * sum(share * cell.work[kind] for share, cell in zip(factors, alike, strict=True))
+    return Combined(cells, work)
+
+
+def _square(part: Part, chunks: Axis) -> float:
+    """Return the factor of a part's share for a figure that is proportional to the square of the number of chunks."""
+    if chunks.base is None:
+        return 1.0
+    return chunks.count / part.chunks
+
+
+def _named(part: Part, layers: list[Zone], chunks: Axis) -> dict[Coordinates, tuple[Place, Cell, float]]:
+    """Return the cells of a part by names that mean the same in all parts, each with the number of cells it is for."""
+    found: dict[Coordinates, tuple[Place, Cell, float]] = {}
+    where = [
+        (number, zone, index)
+        for number, zone in enumerate(layers)
+        for index in range(len(zone.layers(number == part.longer)))
+    ]
+    for place, cell in part.tape.cells.items():
+        layer_names: list[tuple[Coordinates, float]] = [((), 1.0)]
+        if place.layer is not None:
+            number, zone, index = where[place.layer]
+            count = len(zone.layers(number == part.longer)) // zone.period
+            layer_names = [
+                ((number, name, index % zone.period), zone.axis.weight(name))
+                for name in zone.axis.names(index // zone.period, count)
+            ]
+        chunk_names: list[tuple[Coordinates, float]] = [((), 1.0)]
+        if place.chunk is not None:
+            chunk_names = [(name, chunks.weight(name)) for name in chunks.names(place.chunk, part.chunks)]
+        for layer, layer_weight in layer_names:
+            for chunk, chunk_weight in chunk_names:
+                name = (place.phase, place.walk, place.turn, layer, chunk)
+                found[name] = (place, cell, layer_weight * chunk_weight)
+    return found
+
+
+def _aligned(cells: list[Cell], loops: bool) -> list[Tensor]:
+    """Return the moments of cells, as many of each, so that those at one index are the same moment.
+
+    Where one cell has more, they must be iterations of a loop: the same operators before and after them.
+    """
+    if not loops and any(cell.operators != cells[0].operators for cell in cells):
+        raise UnlikeError
+    shortest = min(cells, key=lambda cell: len(cell.operators))
+    count = len(shortest.operators)
+    first, last = 0, count
+    for cell in cells:
+        before = _agreeing(shortest.operators, cell.operators)
+        behind = _agreeing(shortest.operators[::-1], cell.operators[::-1])
+        first, last = max(first, count - behind), min(last, before)
+    if first > last:
+        raise UnlikeError
+    split = (first + last) // 2
+    out = []
+    for cell in cells:
+        moments = torch.tensor(cell.moments, dtype=torch.int64)
+        out.append(torch.cat([moments[:split], moments[len(moments) - (count - split) :]]))
+    return out
+
+
+def _agreeing(one: list[Any], other: list[Any]) -> int:
+    """Return the number of items from the start that are the same."""
+    for index, (a, b) in enumerate(zip(one, other, strict=False)):
+        if a is not b:
+            return index
+    return min(len(one), len(other))

@@ -1,0 +1,199 @@
+"""Count the bytes that are alive, storage by storage: exact on any device, a simulated one included.
+
+A dispatch mode sees every tensor that an operator returns, and a weak reference reports when its storage is freed. The
+count is of what the program holds; what a kernel allocates and frees inside one operator is not seen.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Iterable, Iterator
+from contextlib import ExitStack
+from typing import Any
+
+from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper_subclass
+
+from streamtune.engine.memory.tiers import is_host_storage
+from streamtune.engine.observe import observed
+
+__all__ = [
+    "ACTIVATION",
+    "ATTENTION",
+    "GRADIENT",
+    "HEAD",
+    "INPUT",
+    "KEYS",
+    "OPTIMIZER",
+    "LiveBytes",
+    "distinct_bytes",
+    "held_bytes",
+    "held_tensors",
+]
+
+ACTIVATION, INPUT, GRADIENT = "activation", "layer input", "gradient"
+KEYS, ATTENTION, HEAD, OPTIMIZER = "keys and values", "attention output", "head", "optimizer"
+KINDS = (INPUT, KEYS, ATTENTION, ACTIVATION, HEAD, GRADIENT, OPTIMIZER)
+TEMPORARY = (KEYS, ACTIVATION, HEAD)
+"""Kinds that make up :attr:`LiveBytes.activation_peak`."""
+
+
+class LiveBytes(TorchDispatchMode):
+    """Counts the storages made and still alive while it is entered, by what they are for.
+
+    A new storage is an *activation* until it is known to be a *layer input* (the hidden states passed to a decoder
+    layer), a finished *gradient* (``parameter.grad``), state of the *optimizer* (:meth:`file`), or of a kind that the
+    engine reports (:meth:`on_hold`). Weights are not counted, nor what the machine's memory holds for a model that is
+    on an accelerator. Other storages made before are counted only if an operator returns a view of them.
+
+    Args:
+        model: The model that is run.
+        layers: Its decoder layers.
+        count_cpu: Count what is in the machine's memory; None counts it if the model is there.
+        beside: Another model that is run and not trained, whose weights are not counted either.
+
+    Attributes:
+        live: Bytes alive now, by kind.
+        total: Bytes alive now, of all kinds.
+        peak: Largest total.
+        at_peak: Bytes alive then, by kind.
+        activation_peak: Largest number of bytes of activations, keys and values, and the head.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        layers: Iterable[nn.Module],
+        *,
+        count_cpu: bool | None = None,
+        beside: nn.Module | None = None,
+    ) -> None:
+        super().__init__()
+        self.live = dict.fromkeys(KINDS, 0)
+        self.total = self.peak = self.activation_peak = 0
+        self.at_peak = dict(self.live)
+        self.new_kind = ACTIVATION
+        """The kind that a new storage is counted as."""
+        self._model, self._layers = model, list(layers)
+        self._known: dict[int, tuple[str, int, Any]] = {}
+        held = [tensor for each in (model, beside) if each is not None for tensor in held_tensors(each)]
+        self._before = {_address(t) for t in held}
+        on_cpu = all(tensor.device.type == "cpu" for tensor in held)
+        self._count_cpu = on_cpu if count_cpu is None else count_cpu
+        self._hooks = ExitStack()
+
+    def __enter__(self) -> LiveBytes:
+        for layer in self._layers:
+            self._hook(layer.register_forward_pre_hook(self._on_layer_input))
+        for parameter in self._model.parameters():
+            if parameter.requires_grad:
+                self._hook(parameter.register_post_accumulate_grad_hook(self._on_gradient))
+        self._hooks.enter_context(observed(self))
+        super().__enter__()
+        return self
+
+    def __exit__(self, *exception: Any) -> None:
+        super().__exit__(*exception)
+        self._hooks.close()
+
+    def _hook(self, handle: Any) -> None:
+        self._hooks.callback(handle.remove)
+
+    def _on_layer_input(self, layer: nn.Module, args: tuple[Any, ...]) -> None:
+        if args and isinstance(args[0], Tensor):
+            self.file(INPUT, args[0])
+
+    def _on_gradient(self, parameter: Tensor) -> None:
+        if parameter.grad is not None:
+            self.file(GRADIENT, parameter.grad)
+
+    def file(self, kind: str, *tensors: Tensor) -> None:
+        """Count the storages of these tensors as ``kind``, those that are counted at all."""
+        for tensor in tensors:
+            address = _address(tensor)
+            if address in self._known:
+                old, size, reference = self._known[address]
+                self.live[old] -= size
+                self.live[kind] += size
+                self._known[address] = (kind, size, reference)
+
+    def on_chunk(self, layer: nn.Module, chunk: slice, walk: str) -> None:
+        """Do nothing: bytes are counted in the same way on every chunk."""
+
+    def on_hold(self, kind: str, tensors: Iterable[Tensor]) -> None:
+        """Count tensors as the kind that the engine reports."""
+        self.file(kind, *tensors)
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        out = func(*args, **(kwargs or {}))
+        self._see(out)
+        return out
+
+    def _see(self, out: Any) -> None:
+        """Count the tensors that an operator returned."""
+        before = self.total
+        if isinstance(out, Tensor):
+            self._meet(out)
+        elif isinstance(out, (tuple, list)):
+            for item in out:
+                if isinstance(item, Tensor):
+                    self._meet(item)
+        if self.total > before:
+            self._grown()
+
+    def _grown(self) -> None:
+        """Update the peaks."""
+        if self.total > self.peak:
+            self.peak = self.total
+            self.at_peak = dict(self.live)
+        temporary = sum(self.live[kind] for kind in TEMPORARY)
+        self.activation_peak = max(self.activation_peak, temporary)
+
+    def _meet(self, tensor: Tensor) -> None:
+        storage = tensor.untyped_storage()
+        address = storage._cdata
+        if address in self._known or address in self._before:
+            return
+        size = storage.nbytes()
+        if not size or (not self._count_cpu and tensor.device.type == "cpu") or is_host_storage(storage):
+            return
+        self._known[address] = (self.new_kind, size, weakref.KeyedRef(storage, self._forget, address))
+        self.live[self.new_kind] += size
+        self.total += size
+
+    def _forget(self, reference: Any) -> None:
+        kind, size, _ = self._known.pop(reference.key)
+        self.live[kind] -= size
+        self.total -= size
+
+
+def held_tensors(model: nn.Module) -> Iterator[Tensor]:
+    """Yield the tensors whose storages are a model's weights: parameters and buffers, of quantised ones their parts."""
+    todo: list[Tensor] = [*model.parameters(), *model.buffers()]
+    while todo:
+        tensor = todo.pop()
+        if is_traceable_wrapper_subclass(tensor):  # torchao: int8 values and scales; the wrapper has no bytes
+            todo += [getattr(tensor, name) for name in tensor.__tensor_flatten__()[0]]
+            continue
+        yield tensor
+        state = getattr(tensor, "quant_state", None)  # bitsandbytes: scales of blocks, and scales of those
+        while state is not None:  # not as it writes itself out: that copies some, and these would be other storages
+            todo += [item for item in vars(state).values() if isinstance(item, Tensor)]
+            state = getattr(state, "state2", None)
+
+
+def held_bytes(model: nn.Module) -> int:
+    """Return the bytes of a model's weights and buffers."""
+    return distinct_bytes(held_tensors(model))
+
+
+def distinct_bytes(tensors: Iterable[Tensor]) -> int:
+    """Return the bytes of the storages of some tensors, each storage counted once."""
+    held = {_address(tensor): tensor.untyped_storage() for tensor in tensors}
+    return sum(storage.nbytes() for storage in held.values())
+
+
+def _address(tensor: Tensor) -> int:
+    return tensor.untyped_storage()._cdata

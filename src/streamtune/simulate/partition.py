@@ -1,0 +1,191 @@
+"""The memory that one rank always holds: weights, gradients and optimizer state, whole or divided between ranks.
+
+    engine          weights      gradients    optimizer state and, with DeepSpeed, weights in fp32
+    none, ddp       whole        whole        whole                     (no fp32 copy of narrower weights)
+    zero1           whole        whole        1 / W
+    zero2           whole        1 / W        1 / W
+    zero3           1 / W        1 / W        1 / W
+    zero3_offload   1 / W        host         host
+    fsdp            1 / W        1 / W        1 / W                     (in the dtype of the weights)
+
+In addition to its part a rank holds what is gathered and reduced: at stage 3 the weights of the layer that runs (a leaf
+module: whole, once), the embedding or the head while those run, and what is gathered ahead; with gradients, the bucket
+they are reduced from. The gradients that the engine returns for a layer, before they go there, are a part of the
+simulated step (``plan.simulate``).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+
+from streamtune.engine import decoder_layers
+from streamtune.simulate.cluster import Cluster
+from streamtune.simulate.memory import held_bytes
+from streamtune.simulate.meta import meta_copy
+from streamtune.simulate.trace import WORK, Place, Tape
+
+if TYPE_CHECKING:
+    from streamtune.simulate.workload import Workload
+
+__all__ = ["Holdings", "outside_bytes", "trained_bytes"]
+
+FP32 = 4
+
+
+@dataclass(frozen=True)
+class Holdings:
+    """The memory that one rank always holds, and what an optimizer's step adds.
+
+    Attributes:
+        weights: Bytes of the weights.
+        gathered: Bytes of the weights that are gathered while they are used, without the rank's own part, by phase.
+        master: Bytes of the weights in fp32 that the optimizer steps.
+        state: Bytes of the optimizer's state.
+        gradients: Bytes of gradients when all are there.
+        divided: True if those are a part of each gradient, which is there from the start.
+        buckets: Bytes of the buckets that gradients are reduced from.
+        temporary: Bytes that an optimizer's step needs besides.
+        touched: Bytes an optimizer's step reads and writes on the device.
+        host: Bytes of the node's memory, by what they are.
+        host_touched: Bytes an optimizer's step reads and writes there.
+        host_moved: Bytes it has copied between device and host.
+    """
+
+    weights: int
+    gathered: dict[str, int]
+    master: int
+    state: int
+    gradients: int
+    divided: bool
+    buckets: int
+    temporary: int
+    touched: int
+    host: dict[str, int]
+    host_touched: int = 0
+    host_moved: int = 0
+
+    @classmethod
+    def of(cls, model: nn.Module, workload: Workload) -> Holdings:
+        """Compute the holdings for a model on ``meta``."""
+        cluster = workload.cluster
+        weights, trained = cluster.divided(held_bytes(model), 3), trained_bytes(model)
+        state, temporary, touched = _optimizer_step(_stepped(model, cluster), workload)
+        state, temporary, touched = (cluster.divided(size, 1) for size in (state, temporary, touched))
+        count = sum(p.numel() for p in model.parameters() if p.requires_grad)
+        master = cluster.divided(FP32 * count, 1) if cluster.keeps_master and workload.make_optimizer else 0
+        temporary += master  # the gradients of the step, in fp32
+        if cluster.keeps_master and cluster.zero_stage == 3:
+            temporary = round(temporary * min(1.0, cluster.buckets.sub_group / max(1, cluster.divided(count, 3))))
+        gradients, buckets = _gradients(model, workload, trained)
+        kept = {"weights": weights, "master": master, "state": state, "gradients": gradients, "touched": touched}
+        host: dict[str, int] = {}
+        host_touched = host_moved = 0
+        if cluster.weights_on_host:
+            host["weights"], kept["weights"] = weights, 0
+        if cluster.optimizer_on_host:
+            host |= {"fp32 weights": master, "optimizer": state, "gradients": master}
+            host_touched, host_moved = touched, master + cluster.divided(trained, 3)
+            kept |= {"master": 0, "state": 0, "touched": 0, "gradients": 0}
+            temporary = 0
+        return cls(
+            **kept,
+            gathered=_gathered(model, cluster),
+            divided=cluster.zero_stage >= 2,
+            buckets=buckets,
+            temporary=temporary,
+            host=host,
+            host_touched=host_touched,
+            host_moved=host_moved,
+        )
+
+
+def trained_bytes(model: nn.Module) -> int:
+    """Return the bytes of the gradients of a model."""
+    return sum(p.nbytes for p in model.parameters() if p.requires_grad)
+
+
+def outside_bytes(model: nn.Module) -> list[int]:
+    """Return the bytes of each parameter outside of the layers: embeddings, the head, norms."""
+    inside = {id(p) for layer in decoder_layers(model) for p in layer.parameters()}
+    return [p.nbytes for p in model.parameters() if id(p) not in inside]
+
+
+def _gathered(model: nn.Module, cluster: Cluster) -> dict[str, int]:
+    """Return the bytes of gathered weights in addition to a rank's own part, by phase."""
+    if cluster.zero_stage < 3:
+        return dict.fromkeys(("reference", "forward", "head", "backward"), 0)
+    layers, outside = decoder_layers(model), outside_bytes(model)
+    inner, outer = max(held_bytes(layer) for layer in layers), max(outside, default=0)
+    if cluster.engine == "fsdp":  # the root's own weights stay from the forward on, and the next layer is fetched
+        sizes = {"forward": 2 * inner + sum(outside), "head": sum(outside), "backward": 2 * inner + sum(outside)}
+    else:
+        element = next(model.parameters()).element_size()
+        kept = _kept_for_reuse(inner, outer, len(layers), element * cluster.buckets.reuse)
+        ahead = element * cluster.buckets.prefetch
+        forward = max(inner + ahead, outer, kept)
+        sizes = {"forward": forward, "head": outer + kept, "backward": max(outer, max(inner, kept) + ahead)}
+    sizes["reference"] = sizes["forward"]
+    return {phase: size - size // cluster.ranks for phase, size in sizes.items()}
+
+
+def _kept_for_reuse(layer: int, head: int, count: int, reuse: int) -> int:
+    """Return the bytes of the last layers that DeepSpeed keeps gathered after their forward: between a layer's forward
+    and its backward the head runs twice, and so does each later layer."""
+    kept = 0 if 2 * head >= reuse else min(count, (reuse // 2 - head) // max(1, layer) + 1)
+    return kept * layer
+
+
+def _gradients(model: nn.Module, workload: Workload, trained: int) -> tuple[int, int]:
+    """Return the bytes of a rank's gradients when all are there, and of the buckets they are reduced from."""
+    cluster, buckets = workload.cluster, 0
+    if cluster.engine == "fsdp":
+        buckets = max(sum(p.nbytes for p in layer.parameters() if p.requires_grad) for layer in decoder_layers(model))
+    elif cluster.keeps_master:
+        element = max((p.element_size() for p in model.parameters() if p.requires_grad), default=0)
+        buckets = min(element * cluster.buckets.reduce, trained) * cluster.buckets.buffers
+    return cluster.divided(trained, 2), buckets
+
+
+def _stepped(model: nn.Module, cluster: Cluster) -> nn.Module:
+    """Return what the optimizer steps: the model, or with DeepSpeed a copy whose trained weights are in fp32."""
+    if not cluster.keeps_master:
+        return model
+    wide = meta_copy(model)
+    for parameter in wide.parameters():
+        if parameter.requires_grad:
+            parameter.data = parameter.data.float()
+    return wide
+
+
+def _optimizer_step(model: nn.Module, workload: Workload) -> tuple[int, int, int]:
+    """Return the bytes of state, of temporaries, and bytes touched, of a second step, when the state is there."""
+    if workload.make_optimizer is None:
+        return 0, 0, 0
+    tape = Tape(model, decoder_layers(model), device=workload.device_type, tiers=lambda: (0, 0, 0, 0))
+    optimizer: Any = workload.make_optimizer(model)
+    with tape:
+        for parameter in model.parameters():
+            if parameter.requires_grad:
+                parameter.grad = torch.empty_like(parameter)
+        chosen = [(group.get("foreach"), group.get("fused")) for group in optimizer.param_groups]
+        # Which form a step takes is chosen by the device, and torch knows no form but the plain one for ``meta``.
+        for group in optimizer.param_groups:
+            group.update({key: False for key in ("foreach", "fused") if key in group})
+        optimizer.step()
+        for group, (foreach, fused) in zip(optimizer.param_groups, chosen, strict=True):
+            on_device = foreach is None and not fused and workload.device_type == "cuda"
+            group.update({"foreach": on_device or foreach} if "foreach" in group else {})
+            group.update({"fused": fused} if "fused" in group else {})
+        before = tape.total
+        tape.enter("optimizer")
+        optimizer.step()
+    cell = tape.cells[Place("optimizer")]
+    peak = max(sum(moment) for moment in cell.moments)
+    gradients = trained_bytes(model)
+    for parameter in model.parameters():
+        parameter.grad = None
+    return before - gradients, peak - before, round(cell.work[WORK.index("touched_bytes")])

@@ -1,0 +1,234 @@
+"""Simulate the memory and work of a training step from a model's configuration: the engine itself on ``meta`` tensors.
+
+There is no second formula: the step that is simulated is the step that is trained, with tensors that have a shape and a
+lifetime and no values. The memory that kernels take for themselves, which a dispatch mode cannot see, is added where it
+is known (``plan.work``).
+
+Of layers that are alike and chunks that are alike a few are run, and the rest follows (``plan.extrapolate``);
+``full=True`` runs them all.
+
+Chunks of completions that share their prompts are not alike. If they are few, each is run; if they are many, one
+ordinary row of as many tokens is run in their place, in which every token is scored. It holds what they hold but for
+some masks and copies. The work of its head and of its attention is scaled to the number of targets and of pairs of
+tokens that there are.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from torch import Tensor
+
+from streamtune.schedule import Schedule
+from streamtune.simulate.extrapolate import Combined, Part, UnlikeError, combined
+from streamtune.simulate.layout import kinds_of_layers, layout_of
+from streamtune.simulate.memory import ACTIVATION, ATTENTION, GRADIENT, HEAD, INPUT, KEYS, OPTIMIZER
+from streamtune.simulate.partition import Holdings
+from streamtune.simulate.scored import Scored
+from streamtune.simulate.shard import Strip, narrower, strip_of
+from streamtune.simulate.step import Step, fewer_layers, shortened, walk
+from streamtune.simulate.trace import COLUMNS, WORK
+from streamtune.simulate.workload import Workload
+
+__all__ = ["Simulation", "Work", "simulate"]
+
+
+MASTER = "master"
+
+FEW = 24
+"""Chunks of completions that are walked one by one."""
+
+TERMS = {
+    "weights": "weights",
+    "gathered": "gathered weights",
+    MASTER: "fp32 weights",
+    "reference": "reference",
+    GRADIENT: "gradients",
+    OPTIMIZER: "optimizer",
+    INPUT: "layer inputs",
+    KEYS: "keys and values",
+    ATTENTION: "attention outputs",
+    ACTIVATION: "activations",
+    HEAD: "head",
+    "scratch": "kernel workspace",
+}
+"""The names of a moment's columns among the terms, in the order of terms."""
+
+
+@dataclass(frozen=True)
+class Work:
+    """The operations of a step and the bytes it moves; the time of them depends on the device.
+
+    Attributes:
+        matmul_flops: Multiplications and additions of matrix products and convolutions.
+        attention_flops: The same of fused attention.
+        moved_bytes: Bytes copied to the host and back.
+        disk_moved_bytes: Bytes written to disk and read.
+        touched_bytes: Bytes read and written on the device by everything else.
+        operators: Number of operators that compute.
+        host_touched_bytes: Bytes read and written by an optimizer in the machine's memory.
+    """
+
+    matmul_flops: int
+    attention_flops: int
+    moved_bytes: int
+    disk_moved_bytes: int
+    touched_bytes: int
+    operators: int = 0
+    host_touched_bytes: int = 0
+
+
+@dataclass(frozen=True)
+class Simulation:
+    """The peak memory of a step on the device and elsewhere, and its work.
+
+    Attributes:
+        peak_bytes: Bytes on the device.
+        host_bytes, disk_bytes: Bytes elsewhere, at their own peaks.
+        terms: Device bytes at the peak, by what they are.
+        phase: The phase of the peak: ``reference``, ``forward``, ``head``, ``backward`` or ``optimizer``.
+        phases: Device bytes at the peak of each phase.
+        work: The work of the whole step.
+        host_terms: Bytes on the host by what they are: ``layer inputs`` is all that is streamed there.
+    """
+
+    peak_bytes: int
+    host_bytes: int
+    disk_bytes: int
+    terms: dict[str, int]
+    phase: str
+    phases: dict[str, int]
+    work: Work
+    host_terms: dict[str, int] = field(default_factory=dict)
+
+
+def simulate(workload: Workload, schedule: Schedule, *, full: bool = False) -> Simulation:
+    """Simulate the memory and work of a step of ``workload`` by ``schedule``.
+
+    Args:
+        workload: The step.
+        schedule: The schedule by which it is streamed, unless it is a baseline.
+        full: Run all layers and chunks, even where fewer give the same result. Where chunks are left out, a length that
+            is no multiple of their number counts as the next one that is.
+
+    Raises:
+        UnsupportedModelError: The model cannot be streamed, or its step depends on values other than integers.
+    """
+    model: Any = workload.make_model().train()
+    fixed, strip = Holdings.of(model, workload), strip_of(model, workload.cluster)
+    attempts = [(False, False)] if full else [(True, True), (True, False), (False, True), (False, False)]
+    for layers, chunks in attempts:
+        try:
+            with narrower(model, strip.size):
+                step = _walked(model, workload, strip, schedule, layers=layers, chunks=chunks)
+            break
+        except UnlikeError:  # steps of other lengths or depths run other operators
+            continue
+    size = (workload.tokens, workload.rows)
+    passing = {phase: strip.passing_bytes(model, *size, backward=phase == "backward") for phase in fixed.gathered}
+    return _told(step, fixed, strip, workload, passing, strip.keys_on_host(model, schedule, *size))
+
+
+def _walked(
+    model: Any, workload: Workload, strip: Strip, schedule: Schedule, *, layers: bool, chunks: bool
+) -> Combined:
+    """Simulate forward and backward of one micro-batch, the last, on one rank."""
+    streamed = workload.mode == "stream"
+    scored, tokens = workload.scored, strip.tokens(workload.tokens)
+    many = streamed and len(schedule.chunks(tokens)) > FEW
+    alike = scored is not None and strip.size == 1 and not (chunks and many)
+    layout = layout_of(model, schedule, tokens, streamed=streamed, layers=layers, chunks=chunks and not alike)
+    kinds = kinds_of_layers(model, schedule if streamed else None)
+    whole = Step(
+        workload.mode,
+        tokens,
+        workload.rows,
+        workload.micro_batches > 1,
+        workload.autocast,
+        workload.device_type,
+        scored=scored,
+        alike=alike,
+        strip=strip,
+    )
+    parts = []
+    for shorter in layout.steps(schedule, kinds):
+        step = whole
+        if shorter.length != tokens:
+            step = shortened(whole, shorter.length, shorter.schedule.head_chunk_size)
+        with fewer_layers(model, shorter.layers):
+            tape = walk(model, shorter.schedule, step)
+        parts.append(Part(tape, shorter.longer, shorter.chunks, shorter.share))
+    found = combined(parts, layout.layers, layout.chunks)
+    return found if scored is None else replace(found, work=_work_of(scored, found, alike))
+
+
+def _work_of(scored: Scored, step: Combined, alike: bool) -> dict[tuple[str, bool], list[float]]:
+    """Return the work, scaled from a row in the completions' place to theirs, and by the reference's forwards."""
+    targets, pairs = 1.0, 1.0
+    if not alike:
+        targets = scored.num_targets / (scored.rows * scored.length)
+        pairs = scored.pairs / (scored.rows * (scored.length * (scored.length + 1) // 2))
+    found = {}
+    for (phase, inside), work in step.work.items():
+        # Outside of the layers there are embeddings and norms beside the head, next to which they are nothing.
+        share = (scored.forwards if phase == "reference" else 1.0) * (1.0 if inside else targets)
+        found[phase, inside] = [share * each for each in work]
+        found[phase, inside][WORK.index("attention_flops")] *= pairs
+    return found
+
+
+def _told(
+    step: Combined, fixed: Holdings, strip: Strip, workload: Workload, passing: dict[str, int], host: int
+) -> Simulation:
+    """Return the peaks of all phases, the terms at the largest, and the work. Bytes of ``passing``, by phase, and of
+    ``host`` are added to those of the step that was run."""
+    peaks: dict[str, tuple[int, dict[str, int]]] = {}
+    disk, walked = 0, 0
+    beside = {"weights": fixed.weights, MASTER: fixed.master, OPTIMIZER: fixed.state}
+    beside |= {"reference": workload.reference_bytes}
+    beside[GRADIENT] = fixed.buckets + (fixed.gradients if fixed.divided else 0)
+    rows = strip.row_bytes(workload.tokens, workload.rows)
+    for place, moments in step.cells:
+        held = moments[:, : COLUMNS.index("host")].clone()
+        if fixed.divided:
+            held[:, COLUMNS.index(GRADIENT)] = 0
+        keys = COLUMNS.index(KEYS)
+        held[:, keys] = (held[:, keys] * strip.copies).to(held.dtype)
+        totals = held.sum(1)
+        at = int(totals.argmax())
+        constant = {**beside, "gathered": fixed.gathered[place.phase], ACTIVATION: rows}
+        constant[KEYS] = 0 if place.phase == "head" else passing[place.phase]
+        total = int(totals[at]) + sum(constant.values())
+        if total > peaks.get(place.phase, (-1, {}))[0]:
+            peaks[place.phase] = (total, _terms(held[at], constant))
+        walked = max(walked, int(moments[:, COLUMNS.index("host")].max()))
+        disk = max(disk, int(moments[:, COLUMNS.index("disk")].max()))
+    if workload.make_optimizer is not None:
+        constant = {**beside, GRADIENT: fixed.buckets + fixed.gradients, ACTIVATION: fixed.temporary}
+        peaks["optimizer"] = (sum(constant.values()), {TERMS[k]: v for k, v in constant.items() if v})
+    phase = max(peaks, key=lambda name: peaks[name][0])
+    total, terms = peaks[phase]
+    sums = (sum(each) for each in zip(*step.work.values(), strict=True))
+    work = dict(zip(WORK, (round(each * workload.micro_batches) for each in sums), strict=True))
+    work["touched_bytes"] += fixed.touched
+    work["moved_bytes"] += fixed.host_moved
+    host += walked
+    elsewhere = {"layer inputs": host, **fixed.host} if host or fixed.host else {}
+    return Simulation(
+        peak_bytes=total,
+        host_bytes=host + sum(fixed.host.values()),
+        disk_bytes=disk,
+        terms=terms,
+        phase=phase,
+        phases={name: size for name, (size, _) in peaks.items()},
+        work=Work(**work, host_touched_bytes=fixed.host_touched),
+        host_terms=elsewhere,
+    )
+
+
+def _terms(moment: Tensor, constant: dict[str, int]) -> dict[str, int]:
+    found = dict(zip(COLUMNS, moment.tolist(), strict=False))
+    for name, size in constant.items():
+        found[name] = found.get(name, 0) + size
+    return {TERMS[name]: int(found[name]) for name in TERMS if found.get(name)}

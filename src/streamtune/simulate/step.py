@@ -1,0 +1,266 @@
+"""Run one step of a model on ``meta`` and record it: forward, loss and backward as a training step runs them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+from torch.utils.checkpoint import checkpoint
+
+from streamtune.engine import Branches, StreamHandle, decoder_layers
+from streamtune.engine.passes import placeholder
+from streamtune.ops.simulated import simulating
+from streamtune.schedule import Schedule
+from streamtune.simulate.autocast import MetaAutocast
+from streamtune.simulate.checkpointing import checkpointing
+from streamtune.simulate.integers import with_value
+from streamtune.simulate.memory import GRADIENT
+from streamtune.simulate.plain_scores import PlainScores
+from streamtune.simulate.scored import Scored
+from streamtune.simulate.shard import WHOLE, Strip
+from streamtune.simulate.trace import Tape
+from streamtune.simulate.workload import Mode
+
+__all__ = ["Step", "fewer_layers", "shortened", "walk"]
+
+IGNORED = -100
+FLASH = 1
+"""The number of flash attention in torch's ``SDPBackend``."""
+
+
+@dataclass(frozen=True)
+class Step:
+    """The step that is run and recorded.
+
+    Attributes:
+        mode: The way in which the model is trained.
+        length: Tokens of a row.
+        batch_size: Rows.
+        again: Gradients of an earlier micro-batch are there.
+        autocast: Compute in bf16.
+        device: The kind of device that is simulated.
+        targets: Tokens that have a target, of each row; None is all of them.
+        scored: Completions are scored, instead of a loss on next tokens.
+        alike: The tokens lie as ``scored`` has them. Else they are ordinary rows in which every one is scored.
+        strip: A rank's part of each row, where ranks share the rows; by default rows are whole.
+    """
+
+    mode: Mode
+    length: int
+    batch_size: int = 1
+    again: bool = False
+    autocast: bool = False
+    device: str = "cuda"
+    targets: int | None = None
+    scored: Scored | None = None
+    alike: bool = False
+    strip: Strip = WHOLE
+
+
+def walk(model: Any, schedule: Schedule, step: Step) -> Tape:
+    """Record forward and backward of a model on ``meta``; it is left as it was, without gradients."""
+    with ExitStack() as stack:
+        autocast = MetaAutocast(step.device)
+        scorer, tiers = _prepared(stack, model, schedule, step.mode, autocast)
+        ids = with_value(torch.zeros(step.batch_size, step.length, dtype=torch.long))
+        labels = with_value(_targets(step))
+        stack.enter_context(simulating(step.device))
+        if schedule.stream_grads:  # made once for all steps: not in this one
+            for dtype in {p.dtype for p in model.parameters() if p.is_floating_point()}:
+                placeholder(torch.empty((), dtype=dtype, device="meta"))
+        if step.mode != "stream" or step.autocast:
+            stack.enter_context(_Functions(step.device, autocast))
+        written = Tape(model, decoder_layers(model), device=step.device, tiers=tiers, strip=step.strip)
+        tape = stack.enter_context(written)
+        stack.callback(model.zero_grad, set_to_none=True)
+        if step.again:
+            for parameter in model.parameters():
+                if parameter.requires_grad:
+                    parameter.grad = torch.empty_like(parameter)
+                    tape.file(GRADIENT, parameter.grad)
+        bf16 = torch.autocast(autocast.switch, dtype=torch.bfloat16, enabled=step.autocast, cache_enabled=False)
+        if step.scored is not None and step.scored.forwards:
+            tape.enter("reference")
+            with autocast.region(), bf16, _as_reference(model):
+                _logprobs(scorer, step, ids, labels)
+            tape.enter("forward")
+        with autocast.region(), bf16:
+            if step.scored is None:
+                loss = model(input_ids=ids, labels=labels, use_cache=False).loss
+            else:
+                loss = _logprobs(scorer, step, ids, labels).sum()
+                tape.enter("head")  # its second loop over the chunks, to tell it from the first
+        _backward(loss)
+        tape.finish()
+    return tape
+
+
+def _targets(step: Step) -> Tensor:
+    """Return ``[B, T]``: 0 where a token has a target, -100 elsewhere."""
+    if step.scored is not None and step.alike:
+        return step.scored.targets()
+    targets = torch.zeros(step.batch_size, step.length, dtype=torch.long)
+    if step.targets is not None:
+        targets[:, step.targets :] = IGNORED
+    return targets
+
+
+def _logprobs(scorer: Any, step: Step, ids: Tensor, targets: Tensor) -> Tensor:
+    """Return the log-probs of the targets, by the call that an objective makes."""
+    assert step.scored is not None
+    given: dict[str, Any] = {"use_cache": False}
+    if step.scored.shares and step.alike:
+        given["branches"] = Branches.of(step.scored.trees)
+    out: Tensor = scorer.logprobs(ids, targets, entropy=step.scored.entropy, **given).logprobs
+    return out
+
+
+@contextmanager
+def _as_reference(model: Any) -> Iterator[None]:
+    """Put the model into evaluation mode, without gradients and without adapters, while inside."""
+    without = model.disable_adapter() if hasattr(model, "disable_adapter") else nullcontext()
+    model.eval()
+    try:
+        with torch.no_grad(), without:
+            yield
+    finally:
+        model.train()
+
+
+def _backward(loss: Tensor) -> None:
+    """Run the backward of a loss with torch function modes active, which ``loss.backward()`` itself disables."""
+    engine: Any = torch.autograd.Variable._execution_engine
+    engine.run_backward(
+        (loss,), (torch.ones_like(loss),), False, False, (), allow_unreachable=True, accumulate_grad=True
+    )
+
+
+def _prepared(
+    stack: ExitStack, model: Any, schedule: Schedule, mode: Mode, autocast: MetaAutocast
+) -> tuple[Any, Callable[[], tuple[int, int, int, int]]]:
+    """Put the model into its mode until the stack closes; return a scorer, and a reader of bytes on host and disk."""
+    if mode == "checkpoint":
+        stack.enter_context(checkpointing(model, partial(_checkpoint, autocast)))
+    elif mode == "stream":
+        handle = stack.enter_context(StreamHandle(model, schedule, head=True))
+        host, disk = handle.tiers.host, handle.tiers.disk
+        return handle, lambda: (host.live_bytes, disk.live_bytes, host.moved_bytes, disk.moved_bytes)
+    return PlainScores(model), lambda: (0, 0, 0, 0)
+
+
+def _checkpoint(autocast: MetaAutocast, function: Callable[..., Any], *args: Any) -> Any:
+    def contexts() -> tuple[AbstractContextManager[None], AbstractContextManager[None]]:
+        return nullcontext(), autocast.region()  # a layer that is computed again has a region of its own
+
+    return checkpoint(function, *args, use_reentrant=False, context_fn=contexts)
+
+
+@contextmanager
+def fewer_layers(model: nn.Module, kept: list[int]) -> Iterator[None]:
+    """Keep only some decoder layers while inside; per-layer lists and layer counts of configurations are cut too."""
+    layers = decoder_layers(model)
+    count, chosen = len(layers), {id(layers[index]) for index in kept}
+    every = {id(layer) for layer in layers}
+    lists = [module for module in model.modules() if isinstance(module, nn.ModuleList)]
+    held = [module for module in lists if any(id(child) in every for child in module)]
+    configs = {id(m.config): m.config for m in model.modules() if hasattr(m, "config")}.values()
+    before: list[tuple[dict[str, Any], str, Any]] = []
+    for module in held:
+        before.append((module.__dict__, "_modules", module._modules))
+        left = [child for child in module if id(child) in chosen or id(child) not in every]
+        module.__dict__["_modules"] = {str(place): child for place, child in enumerate(left)}
+    for config in configs:
+        for name, value in list(vars(config).items()):
+            short = _shorter(name, value, count, kept)
+            if short is not value:
+                before.append((vars(config), name, value))
+                vars(config)[name] = short
+    try:
+        yield
+    finally:
+        for owner, name, value in reversed(before):
+            owner[name] = value
+
+
+def _shorter(name: str, value: Any, count: int, kept: list[int]) -> Any:
+    if isinstance(value, list) and len(value) == count:
+        return [value[index] for index in kept]
+    if name in ("num_hidden_layers", "n_layer") and value == count:
+        return len(kept)
+    return value
+
+
+class _Functions(TorchFunctionMode):
+    """The choices that torch makes by the device of a tensor, made for the device that is simulated.
+
+    These are the fused attention of ``scaled_dot_product_attention``, which on ``meta`` would be the formula, with all
+    scores, and the casts of autocast.
+    """
+
+    def __init__(self, device: str, autocast: MetaAutocast) -> None:
+        super().__init__()
+        self.device, self.autocast = device, autocast
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        if types and torch._C._is_torch_function_enabled():  # a quantised tensor: autocast is for what it is made of
+            with self:
+                return types[0].__torch_function__(func, types, args, kwargs or {})
+        args, given = self.autocast.given(func, args, kwargs or {})
+        if func is nn.functional.scaled_dot_product_attention and args and args[0].device.type == "meta":
+            return _attention(self.device, func, *args, **given)
+        return func(*args, **given)
+
+
+def _attention(
+    device: str,
+    func: Any,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attn_mask: Tensor | None = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+) -> Tensor:
+    """Compute ``scaled_dot_product_attention`` with the kernel that the device would choose."""
+    settings: dict[str, Any] = {"scale": scale}
+    aten = torch.ops.aten
+    out: Tensor
+    if attn_mask is not None and attn_mask.dtype == torch.bool:  # as torch hands it to a kernel
+        attn_mask = torch.zeros_like(attn_mask, dtype=query.dtype).masked_fill_(attn_mask.logical_not(), -torch.inf)
+    if device == "cpu":
+        tiny = [torch.empty(*x.shape[:2], 2, x.shape[3], dtype=x.dtype) for x in (query, key, value)]
+        choose: Any = torch._fused_sdp_choice
+        if choose(*tiny, None, dropout_p, is_causal, enable_gqa=enable_gqa) == FLASH:
+            out, _ = aten._scaled_dot_product_flash_attention_for_cpu(
+                query, key, value, dropout_p, is_causal, attn_mask=attn_mask, **settings
+            )
+            return out
+    elif attn_mask is None and query.dtype in (torch.bfloat16, torch.float16) and query.shape[-1] <= 256:
+        out, *_ = aten._scaled_dot_product_flash_attention(query, key, value, dropout_p, is_causal, False, **settings)
+        return out
+    elif query.dtype != torch.float64:
+        repeats = query.shape[1] // key.shape[1]
+        if repeats > 1:
+            key, value = key.repeat_interleave(repeats, 1), value.repeat_interleave(repeats, 1)
+        out, *_ = aten._scaled_dot_product_efficient_attention(
+            query, key, value, attn_mask, query.requires_grad, dropout_p, is_causal, **settings
+        )
+        return out
+    whole: Tensor = func(query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa)
+    return whole
+
+
+def shortened(step: Step, length: int, head_chunk: int) -> Step:
+    """Return the step on ``length`` tokens, with as many targets in its last head chunk as the whole step has."""
+    targets = length - (length - step.length) % head_chunk
+    return replace(step, length=length, targets=targets, alike=False)

@@ -1,0 +1,1 @@
+"""The part of a run that depends on its objective: sft, dpo, grpo."""

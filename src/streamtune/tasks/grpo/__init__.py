@@ -1,0 +1,1 @@
+"""Reinforcement learning from rewards: rollouts, groups, advantages, micro-batches."""

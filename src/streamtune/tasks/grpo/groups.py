@@ -1,0 +1,196 @@
+"""Groups of completions, which are the result of a rollout, and the micro-batches of an optimizer step made of them."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+
+from streamtune import data
+from streamtune.tasks.grpo.objective import Metrics, PolicyBatch
+from streamtune.tasks.preference import tree_batch
+
+__all__ = ["Group", "Layout", "group_metrics", "micro_batches", "remember_logprobs"]
+
+Row = tuple[int, int]
+"""A completion: the number of its group, and its own in the group."""
+
+
+@dataclass
+class Group:
+    """The completions of one prompt, scored. All fields are plain JSON values."""
+
+    prompt: int
+    """Number of the prompt among those that are trained on."""
+    completions: list[list[int]]
+    """G lists of token ids"""
+    truncated: list[bool]
+    """True for each that was cut off."""
+    rewards: list[float | None]
+    """The weighted sum for each; None where no function said anything."""
+    scores: dict[str, list[float | None]]
+    """The same by reward function, without weights."""
+    advantages: list[float] = field(default_factory=list)
+    flat: bool = False
+    """True if nothing is to be learnt from it: all its advantages are 0."""
+    std: float = 0.0
+    """Standard deviation of its rewards."""
+    old: list[list[float]] | None = None
+    """Log-probs of each completion's tokens under the policy that wrote it; empty where nothing reads them."""
+    ref: list[list[float]] | None = None
+    """The same under the reference."""
+
+    def to_json(self) -> dict[str, Any]:
+        """Return all fields, for a checkpoint. They are not copied: groups do not change while a rollout is in use."""
+        return dict(vars(self))
+
+
+@dataclass(frozen=True)
+class Layout:
+    """The way in which completions are divided into micro-batches."""
+
+    batch_size: int
+    """Completions of a micro-batch at most."""
+    pad_token_id: int
+    share: bool
+    """True if completions of a prompt share it."""
+    leave_out: bool
+    """Leave completions without a gradient out; not where a loss is a mean over a micro-batch, as bnpo's is."""
+    mask_truncated: bool
+    flat_has_gradient: bool
+    """True if a completion whose advantage is 0 has a gradient all the same: that of a KL in the loss."""
+    prompts: int | None = None
+    """Prompts of a micro-batch at most: as many as meet in it where no completion is left out, so that its memory is
+    what was planned. None sets no limit."""
+
+    def counts(self, group: Group, index: int) -> bool:
+        """Return True if a completion's tokens are trained on."""
+        return not (self.mask_truncated and group.truncated[index])
+
+    def silent(self, group: Group, index: int) -> bool:
+        """Return True if a completion has no gradient, for any log-probs."""
+        return not self.counts(group, index) or (group.advantages[index] == 0 and not self.flat_has_gradient)
+
+
+def micro_batches(groups: Sequence[Group], prompts: Sequence[data.Prompt], layout: Layout) -> list[PolicyBatch]:
+    """Return the micro-batches of one optimizer step; none if no completion has a gradient.
+
+    Args:
+        groups: Of the step, with their advantages.
+        prompts: All that are trained on.
+        layout: The layout of micro-batches.
+    """
+    rows, kept = _rows(groups, layout)
+    if all(layout.silent(groups[place], index) for place, index in rows):
+        return []
+    parts = _parts(groups, kept, layout)
+    computed = {row for part in parts for row in part}
+    left_out = [row for row in rows if row not in computed]
+    tokens = sum(len(groups[g].completions[i]) for g, i in left_out if layout.counts(groups[g], i))
+    batches = [_batch(groups, prompts, part, layout) for part in parts]
+    batches[0] = replace(batches[0], silent_rows=len(left_out), silent_tokens=tokens, metrics=group_metrics(groups))
+    return batches
+
+
+def remember_logprobs(
+    name: str,
+    logprobs: Callable[[int, Callable[[int], PolicyBatch]], list[list[float]]],
+    groups: Sequence[Group],
+    prompts: Sequence[data.Prompt],
+    layout: Layout,
+) -> None:
+    """Compute ``old`` or ``ref`` of every completion with a gradient, a micro-batch at a time.
+
+    Args:
+        name: ``old`` or ``ref``.
+        logprobs: Given a number of micro-batches and a function that makes one of them, returns the log-probs of each.
+        groups: The completions.
+        prompts: All that are trained on.
+        layout: The layout of micro-batches.
+    """
+    found: list[list[list[float]]] = [[[] for _ in group.completions] for group in groups]
+    parts = _parts(groups, _rows(groups, layout)[1], layout)
+    scored = logprobs(len(parts), lambda number: _batch(groups, prompts, parts[number], layout))
+    for part, left in zip(parts, scored, strict=True):
+        for place, index in part:
+            if layout.counts(groups[place], index):
+                size = len(groups[place].completions[index])
+                found[place][index], left = left[:size], left[size:]
+    for group, values in zip(groups, found, strict=True):
+        setattr(group, name, values)
+
+
+def _rows(groups: Sequence[Group], layout: Layout) -> tuple[list[Row], list[Row]]:
+    """Return all completions, and those that are to be computed."""
+    rows = [(place, index) for place, group in enumerate(groups) for index in range(len(group.completions))]
+    return rows, [row for row in rows if not (layout.leave_out and layout.silent(groups[row[0]], row[1]))]
+
+
+def _parts(groups: Sequence[Group], rows: Sequence[Row], layout: Layout) -> list[list[Row]]:
+    """Divide rows into micro-batches; those without a single target are left out."""
+    parts: list[list[Row]] = []
+    for row in rows:
+        part = parts[-1] if parts else []
+        met = {place for place, _ in part} | {row[0]}
+        if not part or len(part) == layout.batch_size or len(met) > (layout.prompts or len(met)):
+            parts.append([])
+        parts[-1].append(row)
+    return [part for part in parts if any(layout.counts(groups[place], index) for place, index in part)]
+
+
+def _batch(groups: Sequence[Group], prompts: Sequence[data.Prompt], rows: Sequence[Row], layout: Layout) -> PolicyBatch:
+    trees = list(_trees(groups, prompts, rows, layout))
+    read = [(groups[g], i) for g, i in rows if layout.counts(groups[g], i)]
+    return PolicyBatch(
+        **tree_batch(trees, pad_token_id=layout.pad_token_id, share=layout.share),
+        advantages_N=torch.tensor([groups[g].advantages[i] for g, i in rows], dtype=torch.float32),
+        old_K=_tokens([group.old[i] if group.old else None for group, i in read]),
+        ref_K=_tokens([group.ref[i] if group.ref else None for group, i in read]),
+    )
+
+
+def _tokens(values: Sequence[list[float] | None]) -> torch.Tensor | None:
+    """Return ``[K]`` fp32: the numbers of all tokens, completion after completion; None if a completion has none."""
+    if any(row is None for row in values):
+        return None
+    return torch.tensor([value for row in values if row is not None for value in row], dtype=torch.float32)
+
+
+def _trees(
+    groups: Sequence[Group], prompts: Sequence[data.Prompt], rows: Sequence[Row], layout: Layout
+) -> Iterator[data.Tree]:
+    """Iterate over the rows as trees: those of one prompt next to each other are one."""
+    start = 0
+    while start < len(rows):
+        place = rows[start][0]
+        stop = start
+        while stop < len(rows) and rows[stop][0] == place:
+            stop += 1
+        group, prompt = groups[place], prompts[groups[place].prompt]
+        indices = [index for _, index in rows[start:stop]]
+        completions = [group.completions[index] for index in indices]
+        counts = [layout.counts(group, index) for index in indices]
+        masks = None if all(counts) else [[kept] * len(c) for kept, c in zip(counts, completions, strict=True)]
+        yield data.Tree(prompt.input_ids, completions, masks, prompt.origin)
+        start = stop
+
+
+def group_metrics(groups: Sequence[Group]) -> Metrics:
+    """Return the metrics of the completions of a step, under TRL's names: sums and counts."""
+    rewards = [reward for group in groups for reward in group.rewards if reward is not None]
+    lengths = [len(completion) for group in groups for completion in group.completions]
+    truncated = [cut for group in groups for cut in group.truncated]
+    found: dict[str, tuple[float, float]] = {
+        "reward": (math.fsum(rewards), len(rewards)),
+        "reward_std": (math.fsum(group.std for group in groups), len(groups)),
+        "frac_reward_zero_std": (sum(group.flat for group in groups), len(groups)),
+        "completions/mean_length": (sum(lengths), len(lengths)),
+        "completions/clipped_ratio": (sum(truncated), len(truncated)),
+    }
+    for name in groups[0].scores:
+        said = [score for group in groups for score in group.scores[name] if score is not None]
+        found[f"rewards/{name}/mean"] = (math.fsum(said), len(said))
+    return found

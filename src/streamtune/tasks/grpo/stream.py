@@ -1,0 +1,335 @@
+"""The optimizer steps of a grpo run: prompts are drawn, completed and scored, and become micro-batches.
+
+    next_step()   supervised, while sft_steps last;
+                  else the next part of the current rollout, and a new rollout where that is used up
+
+    a rollout     prompts -> completions -> rewards -> advantages -> old and reference log-probs
+                  in steps_per_rollout parts, gone through num_iterations times
+
+A rollout from which nothing is to be learnt is counted and drawn anew. Everything is in :meth:`GrpoSteps.state_dict`,
+the completions of the current rollout with their log-probs included, so that a run can be resumed in the middle of its
+inner epochs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from streamtune import data, rollout, train
+from streamtune.errors import OutOfMemoryError, RunError
+from streamtune.objectives import POLICY_LOSSES, group_advantages, reward_with_kl
+from streamtune.recipe.grpo import GrpoRecipe
+from streamtune.rewards import RewardScores
+from streamtune.tasks.grpo.groups import Group, Layout, group_metrics, micro_batches, remember_logprobs
+from streamtune.tasks.grpo.log import CompletionLog
+from streamtune.tasks.grpo.objective import MeasuredBatch
+from streamtune.tasks.grpo.ranks import SharedScorer
+from streamtune.tasks.steps import share_out
+
+__all__ = ["GrpoSteps", "Judge", "Scorer"]
+
+OF_GROUPS = ("reward_std", "frac_reward_zero_std")
+"""Metrics of several completions of a prompt, which one completion does not have."""
+
+
+class Judge(Protocol):
+    """Scores completions by the reward functions of a recipe."""
+
+    def __call__(self, prompts: Sequence[data.Prompt], completions: Sequence[list[int]]) -> RewardScores:
+        """Score completions, each for the prompt of the same index."""
+        ...
+
+
+class Scorer(Protocol):
+    """Computes the log-probs of the targets of a batch."""
+
+    def __call__(self, batch: train.TreeBatch) -> Tensor:
+        """Return ``[K]`` fp32 without gradient."""
+        ...
+
+
+@dataclass
+class _Rollout:
+    """The groups of completions that the next steps train on."""
+
+    groups: list[Group]
+    next_part: int = 0
+    """Parts handed out so far, those without a gradient included; over all iterations."""
+    skipped: int = 0
+    """Rollouts that were drawn before it and taught nothing."""
+
+
+class GrpoSteps:
+    """The :class:`streamtune.train.StepStream` of a grpo run; see the module.
+
+    Args:
+        recipe: The recipe, with the micro-batches of all ranks together.
+        prompts: The prompts to train on, and the held-out ones.
+        writer: Completes prompts.
+        judge: Scores completions.
+        policy: Computes log-probs under the current policy.
+        reference: Computes log-probs under the reference; None where the loss has no KL.
+        layout: The layout of micro-batches.
+        warm: The supervised steps before; None where there are none.
+        log: Writes samples of the completions.
+        world: The ranks; each calls this with the same arguments and gets its share of every step.
+        activity: Called with what is being done.
+    """
+
+    def __init__(
+        self,
+        recipe: GrpoRecipe,
+        prompts: data.PreparedPrompts,
+        *,
+        writer: rollout.Writer,
+        judge: Judge,
+        policy: Scorer,
+        reference: Scorer | None,
+        layout: Layout,
+        warm: train.StepStream | None,
+        log: CompletionLog,
+        world: train.World = train.World(),  # noqa: B008 (frozen)
+        activity: Callable[[str], None] = lambda text: None,
+    ) -> None:
+        self.recipe, self.prompts = recipe, prompts
+        self.writer, self.judge, self.policy, self.reference = writer, judge, policy, reference
+        self.world, self.shared = world, SharedScorer(world)
+        self.layout, self.warm, self.log, self.activity = layout, warm, log, activity
+        self.picker = rollout.PromptPicker(len(prompts.train), choice=recipe.prompts, seed=recipe.seed)
+        self.kl_in_reward = recipe.beta > 0 and POLICY_LOSSES[recipe.loss_type].kl_in_reward
+        self.taken = 0
+        """Steps handed out."""
+        self.on_first_rollout: Callable[[], None] = lambda: None
+        """Called when supervised steps are over."""
+        self.current: _Rollout | None = None
+        self.sampling = rollout.Sampling(
+            max_completion_length=recipe.max_completion_length,
+            temperature=recipe.temperature,
+            top_p=recipe.top_p,
+            top_k=recipe.top_k,
+            min_p=recipe.min_p,
+            repetition_penalty=recipe.repetition_penalty,
+        )
+
+    # --- steps -------------------------------------------------------------------------------------------------
+
+    def next_step(self) -> Sequence[train.MicroBatch]:
+        """See :class:`streamtune.train.StepStream`. The step is empty if writing was stopped early: the run is to stop.
+
+        Raises:
+            RunError: Nothing could be learnt from ``skip_limit`` rollouts in a row.
+        """
+        try:
+            return list(share_out(self._next_step(), self.world))
+        except rollout.WritingStopped:
+            return []
+
+    def _next_step(self) -> Sequence[train.MicroBatch]:
+        if self.warm is not None and self.taken < self.recipe.sft_steps:
+            self.taken += 1
+            return self.warm.next_step()
+        if self.warm is not None and self.taken == self.recipe.sft_steps:
+            self.on_first_rollout()
+        parts, iterations = self.recipe.steps_per_rollout, self.recipe.num_iterations
+        while True:
+            if self.current is None or self.current.next_part == parts * iterations:
+                self.current = self._next_rollout()
+            part, first = self.current.next_part % parts, self.current.next_part == 0
+            self.current.next_part += 1
+            batches = micro_batches(self._part(self.current.groups, part), self.prompts.train, self.layout)
+            if batches:  # else no completion of this part has a gradient
+                self.taken += 1
+                if first and self.current.skipped:
+                    more = {**batches[0].metrics, "skipped_batches": (float(self.current.skipped), 1.0)}
+                    batches[0] = replace(batches[0], metrics=more)
+                return batches
+
+    def held_out(self) -> Iterator[MeasuredBatch]:
+        """Measure the likeliest completion of each held-out prompt, a batch of prompts at a time."""
+        prompts, size = self.prompts.validation, self.recipe.prompts_per_generation * self.recipe.num_generations
+        for start in range(0, len(prompts), size):
+            part = [prompts[index] for index in range(start, min(start + size, len(prompts)))]
+            written = self._greedy(part)
+            scores = self.judge(part, [completion.token_ids for completion in written])
+            whole = Group(
+                prompt=-1,
+                completions=[completion.token_ids for completion in written],
+                truncated=[completion.truncated for completion in written],
+                rewards=scores.total,
+                scores=scores.by_function,
+            )
+            metrics = {name: value for name, value in group_metrics([whole]).items() if name not in OF_GROUPS}
+            nothing = torch.zeros(1, 1, dtype=torch.int64)
+            yield MeasuredBatch(nothing, nothing, nothing, tuple(prompt.origin for prompt in part), metrics=metrics)
+
+    def _part(self, groups: list[Group], part: int) -> list[Group]:
+        """Return the groups of one of the optimizer steps that go through a rollout."""
+        parts = self.recipe.steps_per_rollout
+        return groups[len(groups) * part // parts : len(groups) * (part + 1) // parts]
+
+    # --- a rollout ---------------------------------------------------------------------------------------------
+
+    def _next_rollout(self) -> _Rollout:
+        for skipped in range(self.recipe.skip_limit):
+            groups = self._write_and_score()
+            batches = [micro_batches(part, self.prompts.train, self.layout) for part in self._parts(groups)]
+            if any(batches):
+                self._remember_logprobs(groups)
+                return _Rollout(groups, skipped=skipped)
+            self.log.skipped(self.taken + 1)
+        flat = "all completions of a prompt have the same reward"
+        raise RunError(
+            f"{self.recipe.skip_limit} batches in a row taught nothing: in every one of them {flat}",
+            mend="look at completions.jsonl: is the task far too hard or too easy, or does a reward say the same of "
+            "everything? More num_generations, another temperature, easier prompts or sft_steps help; skip_limit says "
+            "how long to try",
+        )
+
+    def _parts(self, groups: list[Group]) -> list[list[Group]]:
+        return [self._part(groups, part) for part in range(self.recipe.steps_per_rollout)]
+
+    def _write_and_score(self) -> list[Group]:
+        """Write and score completions of the next prompts; return their groups, with advantages."""
+        recipe, count = self.recipe, self.recipe.num_generations
+        numbers = self.picker.next(recipe.prompts_per_generation)
+        prompts = [self.prompts.train[number] for number in numbers]
+        self.activity(f"writing {len(prompts) * count} completions")
+        written = self._write(prompts, count, self.sampling)
+        self.activity("scoring completions")
+        asked = [prompt for prompt in prompts for _ in range(count)]
+        scores = self.judge(asked, [completion.token_ids for group in written for completion in group])
+        groups = []
+        for place, (number, completions) in enumerate(zip(numbers, written, strict=True)):
+            own = slice(place * count, (place + 1) * count)
+            groups.append(
+                Group(
+                    prompt=number,
+                    completions=[completion.token_ids for completion in completions],
+                    truncated=[completion.truncated for completion in completions],
+                    rewards=scores.total[own],
+                    scores={name: values[own] for name, values in scores.by_function.items()},
+                )
+            )
+            passed = sum(reward is not None and reward >= recipe.pass_reward for reward in scores.total[own])
+            self.picker.observe(number, passed=passed, tried=count)
+        self._set_advantages(groups, prompts)
+        self.log.wrote(self.taken + 1, groups, prompts)
+        return groups
+
+    def _set_advantages(self, groups: list[Group], prompts: Sequence[data.Prompt]) -> None:
+        recipe, count = self.recipe, self.recipe.num_generations
+        rewards_N = _numbers([reward for group in groups for reward in group.rewards])
+        group_N = torch.arange(len(groups)).repeat_interleave(count)
+        if self.kl_in_reward:
+            rewards_N = self._less_kl(groups, rewards_N)
+        greedy_N = None
+        if recipe.loss_type == "remax":
+            written = self._greedy(prompts)
+            scores = self.judge(prompts, [completion.token_ids for completion in written])
+            greedy_N = _numbers(scores.total).repeat_interleave(count)
+        found = group_advantages(
+            recipe.loss_type, rewards_N, group_N, scale_rewards=recipe.scale_rewards, greedy_N=greedy_N
+        )
+        for place, group in enumerate(groups):
+            own = slice(place * count, (place + 1) * count)
+            group.advantages = found.values_N[own].tolist()
+            group.flat = bool(found.flat_N[own].all())
+            group.std = float(found.std_N[own][0])
+
+    def _less_kl(self, groups: list[Group], rewards_N: Tensor) -> Tensor:
+        """Return the rewards less the KL of the whole completion, for losses that have it there."""
+        for group in groups:
+            group.advantages = [1.0] * len(group.completions)  # none is left out: its KL counts
+        self._remember_logprobs(groups)
+        old_K, ref_K = (
+            torch.tensor([value for group in groups for row in rows(group) for value in row])
+            for rows in (lambda group: group.old, lambda group: group.ref)
+        )
+        lengths = torch.tensor([len(row) for group in groups for row in group.old or []])
+        row_K = torch.arange(len(lengths)).repeat_interleave(lengths)
+        return reward_with_kl(rewards_N, old_K, ref_K, row_K, beta=self.recipe.beta)[0]
+
+    def _remember_logprobs(self, groups: list[Group]) -> None:
+        """Put the log-probs that the loss reads into the groups: those of the current policy, and the reference's."""
+        wanted: dict[str, Scorer | None] = {
+            "old": self.policy if self.recipe.needs_old_logprobs or self.kl_in_reward else None,
+            "ref": self.reference,
+        }
+        for name, scorer in wanted.items():
+            if scorer is None or all(getattr(group, name) is not None for group in groups):
+                continue
+            self.activity(f"{'reference' if name == 'ref' else 'old'} log-probs")
+            for part in self._parts(groups):
+                asked = partial(self.shared, partial(_listed, scorer))
+                remember_logprobs(name, asked, part, self.prompts.train, self.layout)
+
+    def _greedy(self, prompts: Sequence[data.Prompt]) -> list[rollout.Completion]:
+        """Return the likeliest completion of each prompt."""
+        likeliest = replace(self.sampling, temperature=0.0)
+        return [group[0] for group in self._write(prompts, 1, likeliest)]
+
+    def _write(
+        self, prompts: Sequence[data.Prompt], count: int, sampling: rollout.Sampling
+    ) -> list[list[rollout.Completion]]:
+        """Return ``count`` completions of each prompt.
+
+        Raises:
+            OutOfMemoryError: Their keys and values do not fit.
+        """
+        try:
+            return self.writer.write([prompt.input_ids for prompt in prompts], count, sampling)
+        except (RuntimeError, MemoryError) as error:
+            if not train.is_out_of_memory(error):
+                raise
+            longest = max(len(prompt.input_ids) for prompt in prompts) + sampling.max_completion_length
+            recipe = self.recipe
+            at_once = recipe.per_device_generation_batch_size or recipe.per_device_train_batch_size
+            raise OutOfMemoryError(
+                f"out of memory while writing completions, {at_once} at a time of up to {longest:,} tokens",
+                where="per_device_generation_batch_size",
+                mend="lower per_device_generation_batch_size, or max_completion_length",
+            ) from error
+
+    # --- where it stands ---------------------------------------------------------------------------------------
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the position of the stream, as plain JSON values: the current rollout is among them."""
+        current = self.current
+        rollout_state = None
+        if current is not None:
+            groups = [group.to_json() for group in current.groups]
+            rollout_state = {"groups": groups, "next_part": current.next_part, "skipped": current.skipped}
+        return {
+            "taken": self.taken,
+            "picker": self.picker.state_dict(),
+            "rollout": rollout_state,
+            "warm": None if self.warm is None else self.warm.state_dict(),
+        }
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Go to the position of another stream over the same prompts."""
+        self.taken = int(state["taken"])
+        self.picker.load_state_dict(state["picker"])
+        current = state["rollout"]
+        self.current = None
+        if current is not None:
+            groups = [Group(**group) for group in current["groups"]]
+            self.current = _Rollout(groups, int(current["next_part"]), int(current["skipped"]))
+        if self.warm is not None:
+            self.warm.load_state_dict(state["warm"])
+
+
+def _listed(scorer: Scorer, batch: train.TreeBatch) -> list[float]:
+    found: list[float] = scorer(batch).tolist()
+    return found
+
+
+def _numbers(values: Sequence[float | None]) -> Tensor:
+    """Return the values in fp32, NaN where there is none."""
+    return torch.tensor([float("nan") if value is None else value for value in values], dtype=torch.float32)

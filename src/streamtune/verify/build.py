@@ -1,0 +1,359 @@
+"""Verify the model of a recipe on the recipe's rows.
+
+build_verify   recipe -> tokenizer, first rows, model, schedules; what ``sft`` would train, by the same functions
+run_verify     plain autograd and streaming on them
+
+The balance loss of a mixture's routers is compared with the one ``transformers`` computes. A router z-loss, which it
+does not know, is left out on both sides.
+
+Where completions are scored, their own loss is compared (``build_verify_trees``).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+
+from streamtune import data, models, objectives, train
+from streamtune.engine import RouterLoss, balance_coefficient, balances_itself, check_packing
+from streamtune.errors import ArgumentError, DataError, OutOfMemoryError, RunError
+from streamtune.recipe.dpo import DpoRecipe
+from streamtune.recipe.grpo import GrpoRecipe
+from streamtune.recipe.loader import LoadedRecipe
+from streamtune.recipe.schema import Recipe
+from streamtune.run.data import make_sources, make_tokenizer, prepare_data
+from streamtune.run.device import blame_recipe, choose_device, quiet_libraries
+from streamtune.run.dpo import prepare_trees
+from streamtune.run.grpo import prepare_prompts
+from streamtune.run.model import make_model
+from streamtune.run.reference import load_reference
+from streamtune.run.streaming import make_router_loss, make_schedule, stream_model
+from streamtune.schedule import Schedule
+from streamtune.simulate.plain_scores import PlainScores
+from streamtune.tasks.shapes import has_reference
+from streamtune.tasks.sharing import can_share
+from streamtune.train.objective import autocast, loss_of, output_of
+from streamtune.verify.report import VerifyReport
+from streamtune.verify.room import Room, measure_room
+from streamtune.verify.rows import Window, choose_rows
+from streamtune.verify.trees import TreeLosses, choose_trees, make_losses, random_completions
+from streamtune.verify.verify import compare_gradients, verify_schedules
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+__all__ = ["DTYPES", "Subject", "build_verify", "run_verify"]
+
+DTYPES = ("float32", "bfloat16", "float64")
+"""Values of ``--dtype``."""
+
+FIRST_ROWS = 64
+"""Rows of each source that are read: a verification needs one or a few."""
+
+PACKED_ROWS = 2
+"""Rows of a packed sequence at least, if the data has so many: one alone would prove nothing of packing."""
+
+LEAST = 4
+"""Tokens that can be cut into chunks: none has only one."""
+
+LENGTH = {"cpu": 2048, "cuda": 8192}
+"""Tokens that are enough to prove it, where nothing is said and memory allows more."""
+
+PROBE = 256
+"""Tokens of the forward that memory is measured on."""
+
+
+@dataclass(frozen=True)
+class Subject:
+    """The subject of a verification: a model, a batch, and the schedules to stream it with."""
+
+    loaded: LoadedRecipe
+    model: Any
+    parameters: models.ParameterCount
+    device: torch.device
+    windows: tuple[Window, ...]
+    batch: train.MicroBatch
+    alone: train.MicroBatch
+    """The same rows one by one; the batch itself where it is not packed"""
+    length_limit: str
+    """The reason for the length of the batch, if a row was cut."""
+    schedules: list[Schedule]
+    dtype: torch.dtype | None
+    """Widen the weights to it first."""
+    bf16: bool
+    room: Room
+    router_loss: RouterLoss | None
+    """The loss that the recipe adds for routers; of it only the balance loss is compared."""
+    losses: TreeLosses | None = None
+    """The loss of completions, where these are scored; there are no windows then."""
+
+    @property
+    def length(self) -> int:
+        """Tokens of the longest sequence, T of the batch."""
+        return self.batch.input_ids.shape[1]
+
+
+def build_verify(
+    loaded: LoadedRecipe,
+    *,
+    length: int | None = None,
+    dtype: str | None = None,
+    notify: Callable[[str], None] = lambda message: None,
+    doing: Callable[[str], AbstractContextManager[Any]] = nullcontext,
+) -> Subject:
+    """Load the recipe's model and its first rows. Nothing is written.
+
+    Args:
+        loaded: The recipe.
+        length: Tokens of the batch at most; None is as many as memory allows and a proof needs.
+        dtype: One of :data:`DTYPES`; None is what the recipe trains in.
+        notify: Called with messages for the user, a sentence at a time.
+        doing: Returns a context that shows a message while something takes long.
+
+    Raises:
+        UserError: With the line of the recipe that is to blame.
+    """
+    if length is not None and length < LEAST:
+        raise ArgumentError(f"--length takes a number of tokens from {LEAST} up", mend="write --length 1024")
+    if dtype is not None and dtype not in DTYPES:
+        raise ArgumentError(f"--dtype does not know {dtype!r}", mend=f"choose from {', '.join(DTYPES)}")
+    recipe = loaded.recipe
+    if isinstance(recipe, DpoRecipe | GrpoRecipe):
+        return _build_trees(loaded, recipe, length, dtype, notify, doing)
+    with blame_recipe(loaded):
+        device = choose_device(recipe.device)
+        quiet_libraries(device)
+        sources = make_sources(loaded)
+        with doing("making the tokenizer"):
+            tokenizer = make_tokenizer(recipe, sources, None, notify)
+        examples = _first_rows(loaded, sources, tokenizer, notify)
+        with doing("loading the model"):
+            model = make_model(recipe, tokenizer, None, device)
+        with stream_model(recipe, model) as handle:  # what is refused is refused at once
+            if recipe.packing:
+                check_packing(handle)
+        router_loss = make_router_loss(recipe, model)
+        bf16, widened = _precision(recipe, dtype)
+        with doing("measuring how long a row plain autograd has room for"):
+            room = _measure(model, examples, tokenizer, device, bf16, router_loss)
+        limit, why = (length, "--length") if length is not None else _fitting_length(room, device, widened)
+        windows = choose_rows(examples, limit, PACKED_ROWS if recipe.packing else 1)
+        alone = _collate(windows, tokenizer).to(device)
+        batch = _collate(windows, tokenizer, packed=True).to(device) if recipe.packing else alone
+        if (note := models.check_positions(model, alone.input_ids.shape[1])) is not None:
+            notify(note)
+        schedules = verify_schedules(batch.input_ids.shape[1], make_schedule(recipe.engine))
+    return Subject(
+        loaded=loaded,
+        model=model,
+        parameters=models.count_parameters(model),
+        device=device,
+        windows=tuple(windows),
+        batch=batch,
+        alone=alone,
+        length_limit=why if any(window.length < window.row_length for window in windows) else "",
+        schedules=schedules,
+        dtype=widened,
+        bf16=bf16,
+        room=room,
+        router_loss=router_loss,
+    )
+
+
+def _precision(recipe: Recipe, dtype: str | None) -> tuple[bool, torch.dtype | None]:
+    """Return True if autocast is used, and the dtype that weights are widened to first, or None."""
+    bf16 = recipe.bf16 if dtype is None else dtype == "bfloat16"
+    return bf16, getattr(torch, dtype) if dtype in ("float32", "float64") else None
+
+
+def _build_trees(
+    loaded: LoadedRecipe,
+    recipe: DpoRecipe | GrpoRecipe,
+    length: int | None,
+    dtype: str | None,
+    notify: Callable[[str], None],
+    doing: Callable[[str], AbstractContextManager[Any]],
+) -> Subject:
+    """Do what :func:`build_verify` does, where completions are scored."""
+    with blame_recipe(loaded):
+        device = choose_device(recipe.device)
+        quiet_libraries(device)
+        sources = make_sources(loaded)
+        with doing("making the tokenizer"):
+            tokenizer = make_tokenizer(recipe, sources, None, notify)
+        few = [replace(sources[0], max_rows=min(sources[0].max_rows or FIRST_ROWS, FIRST_ROWS))]
+        whole: Any = recipe.model_copy(update={"val_size": 0.0})
+        prepare: Any = prepare_prompts if isinstance(recipe, GrpoRecipe) else prepare_trees
+        rows = prepare(whole, few, tokenizer, notify).train
+        with doing("loading the model"):
+            model = make_model(recipe, tokenizer, None, device)
+        stream_model(recipe, model).remove()  # what is refused is refused at once
+        with doing("checking that prompts can be shared"):
+            share = can_share(recipe, model, notify)
+        with doing("loading the reference"):
+            beside = load_reference(recipe, model, tokenizer, device) if has_reference(recipe) else None
+        bf16, widened = _precision(recipe, dtype)
+        with doing("measuring how long a row plain autograd has room for"):
+            room = _measure_scored(model, device, bf16)
+        limit, why = (length, "--length") if length is not None else _fitting_length(room, device, widened)
+        if isinstance(recipe, GrpoRecipe):
+            trees, cut = random_completions(recipe, rows, limit, len(tokenizer)), False
+        else:
+            loss = objectives.UNPAIRED_LOSSES.get(recipe.loss_type)
+            differing = loss is not None and loss.needs_baseline
+            trees, cut = choose_trees(rows, limit, differing=differing)
+        losses = make_losses(recipe, model, beside, trees, pad_token_id=tokenizer.pad_token_id, share=share)
+        if (note := models.check_positions(model, losses.apart.input_ids.shape[1])) is not None:
+            notify(note)
+        schedules = verify_schedules(losses.shared.input_ids.shape[1], make_schedule(recipe.engine))
+    return Subject(
+        loaded=loaded,
+        model=model,
+        parameters=models.count_parameters(model),
+        device=device,
+        windows=(),
+        batch=losses.shared,
+        alone=losses.apart,
+        length_limit=why if cut else "",
+        schedules=schedules,
+        dtype=widened,
+        bf16=bf16,
+        room=room,
+        router_loss=None,
+        losses=losses,
+    )
+
+
+def run_verify(subject: Subject, notify: Callable[[str], None] = lambda message: None) -> VerifyReport:
+    """Compare streamed with plain autograd.
+
+    Raises:
+        UnsupportedModelError: The model cannot be streamed.
+        OutOfMemoryError: Plain autograd itself does not fit at this length.
+    """
+    loss_of = partial(_loss, subject.batch, subject.router_loss)
+    plain_loss_of = partial(_loss, subject.alone, subject.router_loss)
+    losses = subject.losses
+    try:
+        return compare_gradients(
+            subject.model,
+            loss_of if losses is None else losses.plain,
+            subject.schedules,
+            dtype=subject.dtype,
+            bf16=subject.bf16,
+            plain_loss_of=plain_loss_of if losses is None else losses.plain,
+            loss_with=None if losses is None else losses.streamed,
+            unfit=partial(subject.room.lacks, subject.alone.input_ids.numel()),
+            notify=notify,
+        )
+    except (RuntimeError, MemoryError) as error:
+        if not train.is_out_of_memory(error):
+            raise
+        rows, length = subject.alone.input_ids.shape
+        raise OutOfMemoryError(
+            f"out of memory on {rows} x {length:,} tokens: plain autograd, the reference, keeps all activations",
+            mend=f"choose a shorter length: --length {max(LEAST, length // 2)}",
+        ) from error
+
+
+# --- rows -------------------------------------------------------------------------------------------------------------
+
+
+def _first_rows(
+    loaded: LoadedRecipe,
+    sources: Sequence[data.Source],
+    tokenizer: PreTrainedTokenizerBase,
+    notify: Callable[[str], None],
+) -> Sequence[data.Example]:
+    """Return the first rows of the first source, held-out ones too; all rows of all sources if none is usable."""
+    recipe = loaded.recipe.model_copy(update={"val_size": 0.0})
+    few = [replace(source, max_rows=min(source.max_rows or FIRST_ROWS, FIRST_ROWS)) for source in sources]
+    try:
+        return prepare_data(recipe, few[:1], tokenizer, notify).train
+    except DataError:
+        return prepare_data(recipe, sources, tokenizer, notify).train
+
+
+def _collate(windows: Sequence[Window], tokenizer: PreTrainedTokenizerBase, packed: bool = False) -> train.MicroBatch:
+    examples = [window.example for window in windows]
+    pad, origins = tokenizer.pad_token_id, tuple(example.origin for example in examples)
+    if packed:
+        return train.MicroBatch(**data.collate_packed([examples], pad_token_id=pad), origins=origins)
+    return train.MicroBatch(**data.collate(examples, pad_token_id=pad), origins=origins)
+
+
+def _loss(batch: train.MicroBatch, router_loss: RouterLoss | None, model: torch.nn.Module, bf16: bool) -> torch.Tensor:
+    """Return the loss of ``sft`` without a router z-loss; the model itself adds the balance loss, streamed or not."""
+    base = _base(model)
+    if router_loss is None or not (router_loss.balance or balances_itself(base)):
+        return loss_of(model, batch, num_targets=batch.num_targets, bf16=bf16)
+    # The mask says which tokens count, so it is given where there is padding; packed rows must be told without one.
+    padded = batch.position_ids is None and batch.num_tokens < batch.attention_mask.numel()
+    mask = batch.attention_mask if padded else None
+    asked = {"attention_mask": mask, "output_router_logits": True}
+    with autocast(batch.input_ids.device, bf16):
+        output = output_of(model, batch, num_targets=batch.num_targets, **asked)
+    loss: torch.Tensor = output.loss + (router_loss.balance - balance_coefficient(base)) * output.aux_loss
+    return loss
+
+
+def _base(model: Any) -> Any:
+    return model.get_base_model() if hasattr(model, "get_base_model") else model
+
+
+# --- memory -----------------------------------------------------------------------------------------------------------
+
+
+def _measure(
+    model: Any,
+    examples: Sequence[data.Example],
+    tokenizer: PreTrainedTokenizerBase,
+    device: torch.device,
+    bf16: bool,
+    router_loss: RouterLoss | None,
+) -> Room:
+    """Measure the memory that plain autograd holds for a number of tokens."""
+    base = _base(model)
+    [window] = choose_rows(examples, PROBE)[:1]
+    repeats = -(-PROBE // window.length)  # the tokens do not matter here, only their number
+
+    def forward(tokens: int) -> torch.Tensor:
+        ids = np.tile(np.asarray(window.example.input_ids), repeats)[:tokens]
+        probe = _collate([Window(data.Example(ids, ids, window.example.origin), 0, tokens)], tokenizer)
+        return _loss(probe.to(device), router_loss, model, bf16)
+
+    limit = getattr(base.config.get_text_config(decoder=True), "max_position_embeddings", None)
+    tokens = min(PROBE, limit) if isinstance(limit, int) else PROBE
+    return measure_room(base, torch.bfloat16 if bf16 else base.dtype, forward, tokens)
+
+
+def _measure_scored(model: Any, device: torch.device, bf16: bool) -> Room:
+    """Measure the memory that plain autograd holds for a number of tokens that it scores."""
+    base = _base(model)
+
+    def forward(tokens: int) -> torch.Tensor:
+        ids = torch.zeros(1, tokens, dtype=torch.long, device=device)
+        with autocast(device, bf16):
+            return PlainScores(base).logprobs(ids, ids).logprobs.sum()
+
+    return measure_room(base, torch.bfloat16 if bf16 else base.dtype, forward, PROBE)
+
+
+def _fitting_length(room: Room, device: torch.device, widened: torch.dtype | None) -> tuple[int, str]:
+    """Return the number of tokens to take, and the reason for it: enough for a proof, fewer where memory ends."""
+    enough = LENGTH["cpu" if device.type == "cpu" else "cuda"]
+    trained = widened or room.measured
+    longest = room.longest(torch.float32 if trained.itemsize < 4 else torch.float64)
+    if longest < PROBE:  # no room for a wider truth at all
+        longest = room.longest(trained)
+    if longest < LEAST:
+        raise RunError("there is no memory left beside the weights", mend="free some, or choose --length by hand")
+    if longest >= enough:
+        return enough, "enough for a proof"
+    return longest, f"what plain autograd has room for in the {room.free / 2**30:.1f} GiB that are free"

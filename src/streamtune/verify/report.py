@@ -1,0 +1,215 @@
+"""The results of a verification, and the JSON document of them."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+import torch
+
+from streamtune.schedule import Schedule
+
+__all__ = ["Finding", "Loss", "ModuleRow", "Run", "VerifyReport", "module_of"]
+
+
+@dataclass(frozen=True)
+class Run:
+    """One forward and backward.
+
+    Attributes:
+        schedule: The schedule it was streamed with; None for plain autograd.
+        dtype: The dtype it was computed in.
+        loss: Its loss.
+        errors: Of every trainable parameter, against the truth.
+        narrow_states: A layer passed its state from chunk to chunk in a narrower dtype than this one.
+    """
+
+    schedule: Schedule | None
+    dtype: torch.dtype
+    loss: float
+    errors: dict[str, float]
+    narrow_states: bool = False
+
+    @property
+    def overall(self) -> float:
+        """The root mean square of the errors: each parameter counts once, however large its gradient is."""
+        return math.hypot(*self.errors.values()) / math.sqrt(len(self.errors))
+
+
+@dataclass(frozen=True)
+class Finding:
+    """An error, with plain autograd's own error and the error that the rule allows.
+
+    Attributes:
+        parameter: Name of the parameter; ``loss`` for the loss.
+        overall: The errors are those of all parameters, and ``parameter`` is the one that is furthest off.
+    """
+
+    parameter: str
+    error: float
+    torch_error: float
+    allowed: float
+    run: Run
+    overall: bool = False
+
+    @property
+    def excess(self) -> float:
+        """The error divided by what is allowed: above 1 is wrong."""
+        if math.isinf(self.error):
+            return math.inf
+        return self.error / self.allowed
+
+    @property
+    def module(self) -> str:
+        """The kind of module the parameter belongs to."""
+        return module_of(self.parameter)
+
+    def describe(self) -> str:
+        """Return ``q_proj.weight is off by 3.2e-01, where 2.0e-06 is allowed (float64, chunks of 683)`` or the like."""
+        assert self.run.schedule is not None
+        own = f", plain autograd by {self.torch_error:.1e}" if self.torch_error else ""
+        of = " is the furthest off; in the mean all are" if self.overall else " is"
+        how = f"{str(self.run.dtype).removeprefix('torch.')}, chunks of {self.run.schedule.chunk_size:,}"
+        bound = f"{self.allowed:.1e} is allowed" if math.isfinite(self.allowed) else "a token may change its expert"
+        return f"{self.parameter}{of} off by {self.error:.1e}{own}, where {bound} ({how})"
+
+    def to_json(self) -> dict[str, Any]:
+        """Return the finding as JSON values: infinities and NaN become None."""
+        assert self.run.schedule is not None
+        return {
+            "parameter": self.parameter,
+            "error": _number(self.error),
+            "torch_error": _number(self.torch_error),
+            "allowed": _number(self.allowed),
+            "dtype": str(self.run.dtype).removeprefix("torch."),
+            "chunk_size": self.run.schedule.chunk_size,
+            "overall": self.overall,
+        }
+
+
+@dataclass(frozen=True)
+class Loss:
+    """The losses in the training dtype, of plain autograd and of the schedule furthest from it, and the truth's."""
+
+    plain: float
+    streamed: float
+    truth: float
+    worst: Finding
+
+    @property
+    def difference(self) -> float:
+        """The streamed loss minus the plain one."""
+        return self.streamed - self.plain
+
+
+@dataclass(frozen=True)
+class ModuleRow:
+    """The largest error of any parameter of one kind of module, over its layers and all schedules.
+
+    Attributes:
+        module: The name within a layer, or of a module outside of the layers.
+        parameters: Number of trainable elements.
+        exact_error: Streamed, in the truth's dtype.
+        error: Streamed, in the dtype that is trained in.
+        torch_error: Plain autograd's own in that dtype.
+    """
+
+    module: str
+    parameters: int
+    exact_error: float
+    error: float
+    torch_error: float
+
+
+@dataclass(frozen=True)
+class VerifyReport:
+    """The results of a verification.
+
+    Attributes:
+        exact: The verdict.
+        dtype: The dtype that is trained in: ``float32``, ``bfloat16 autocast``.
+        truth: Dtype of the truth; None where the plain run took its place.
+        why_no_truth: The wider dtypes that could not be the truth's, with the reasons.
+        attention: The attention implementation of plain autograd.
+        routed: Tokens are sent to experts: other rules for narrow dtypes.
+        loss: The losses.
+        worst: The finding nearest to its bound, or furthest above it.
+        modules: By kind of module.
+        runs: All runs.
+        trained: Number of trainable parameters (tensors).
+        filled: Number of matrices of zeros that held random values during the comparison.
+        refusal: The reason why ``sft`` would not train the model, if it is not exact and ``sft`` would refuse it.
+    """
+
+    exact: bool
+    dtype: str
+    truth: str | None
+    why_no_truth: str
+    attention: str
+    routed: bool
+    loss: Loss
+    worst: Finding
+    modules: list[ModuleRow]
+    runs: list[Run] = field(repr=False)
+    trained: int
+    filled: int = 0
+    refusal: str = ""
+
+    @property
+    def schedules(self) -> list[Schedule]:
+        """Each schedule once, in order."""
+        return list(dict.fromkeys(run.schedule for run in self.runs if run.schedule is not None))
+
+    def to_json(self) -> dict[str, Any]:
+        """Return the document of ``streamtune verify --json``."""
+        return {
+            "exact": self.exact,
+            "loss_difference": _number(self.loss.difference),
+            "worst": self.worst.to_json(),
+            "modules": [{k: _number(v) for k, v in asdict(row).items()} for row in self.modules],
+            "loss": {
+                "plain": _number(self.loss.plain),
+                "streamed": _number(self.loss.streamed),
+                "truth": _number(self.loss.truth),
+                "worst": self.loss.worst.to_json(),
+            },
+            "dtype": self.dtype,
+            "truth": self.truth,
+            "why_no_truth": self.why_no_truth or None,
+            "attention": self.attention,
+            "routed": self.routed,
+            "filled": self.filled,
+            "refusal": self.refusal or None,
+            "runs": [
+                {
+                    "schedule": asdict(run.schedule) if run.schedule else None,
+                    "dtype": str(run.dtype).removeprefix("torch."),
+                    "loss": _number(run.loss),
+                    "worst_error": _number(max(run.errors.values())),
+                    "overall_error": _number(run.overall),
+                }
+                for run in self.runs
+            ],
+        }
+
+
+def module_of(parameter: str) -> str:
+    """Return the kind of module of a parameter: its name within a layer, without the adapter's part and the ending.
+
+    >>> module_of("base_model.model.model.layers.3.self_attn.q_proj.lora_A.default.weight")
+    'self_attn.q_proj'
+    """
+    parts = parameter.split(".")
+    for wrapper in (index for index, part in enumerate(parts) if part.startswith(("lora_", "modules_to_save"))):
+        parts = parts[:wrapper]
+        break
+    else:
+        parts = parts[:-1] if parts[-1] in ("weight", "bias") else parts
+    layer = next((index for index, part in enumerate(parts) if part.isdigit()), None)
+    inside = parts[-1:] if layer is None else parts[layer + 1 :]
+    return ".".join("*" if part.isdigit() else part for part in inside) or parameter
+
+
+def _number(value: Any) -> Any:
+    return None if isinstance(value, float) and not math.isfinite(value) else value

@@ -1,0 +1,83 @@
+"""``streamtune sft`` with the planner: what it chooses is shown, kept when a run goes on, refused if none fits."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from streamtune.recipe import load_recipe
+from streamtune.run.settings import train_settings
+from streamtune.run.sft import build_sft
+from tests.sft_kit import RECIPE, run, write_recipe, write_rows
+
+PLANNED: dict[str, Any] = {**RECIPE, "max_length": 256, "max_steps": 4}
+
+
+@pytest.fixture(scope="module")
+def cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Where rates are kept: measured by the first test."""
+    return tmp_path_factory.mktemp("cache")
+
+
+@pytest.fixture
+def folder(tmp_path: Path, cache: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(cache))
+    monkeypatch.chdir(tmp_path)
+    write_rows(tmp_path, 12)
+    write_recipe(tmp_path, PLANNED)
+    return tmp_path
+
+
+def test_a_dry_run_shows_the_plan(folder: Path, capfd: pytest.CaptureFixture[str]):
+    assert run("--dry-run") == 0
+    out = capfd.readouterr().out
+    assert "no layer computed again: all kept whole" in out  # it all fits
+    assert " predicted; about " in out
+
+
+def test_a_fixed_schedule_is_planned_in_a_dry_run_alone(folder: Path):
+    loaded = load_recipe("tiny.yaml", ["engine.schedule=fixed", "chunk_size=64"])
+    assert build_sft(loaded).memory is None
+    dry = build_sft(loaded, dry_run=True)
+    assert dry.memory is not None
+    assert dry.memory.schedule == dry.handle.schedule
+    assert dry.memory.schedule.chunk_size == 64
+
+
+def test_a_run_that_goes_on_keeps_its_schedule(folder: Path):
+    assert run("--set", "engine.keep_layers=1", "--set", "max_steps=2") == 0
+    checkpoint = json.loads(next((folder / "runs/tiny/checkpoints").glob("*/state.json")).read_text())
+    assert checkpoint["identity"]["schedule"]["keep_layers"] == 1
+    loaded = load_recipe("tiny.yaml", ["max_steps=2"])
+    assert build_sft(loaded).handle.schedule.keep_layers == 1
+    loaded = load_recipe("tiny.yaml", ["max_steps=2", "engine.keep_layers=2"])
+    assert build_sft(loaded).handle.schedule.keep_layers == 2
+
+
+def test_what_is_written_is_kept_to(folder: Path):
+    handle = build_sft(load_recipe("tiny.yaml", ["chunk_size=50", "keep_layers=0", "keep_kv=false"])).handle
+    assert (handle.schedule.chunk_size, handle.schedule.keep_layers, handle.schedule.keep_kv) == (50, 0, "no")
+
+
+def test_a_budget_nothing_fits_is_told_with_its_line(folder: Path, capfd: pytest.CaptureFixture[str]):
+    assert run("--set", "engine.device_memory=100KiB") == 2
+    err = " ".join(capfd.readouterr().err.split())
+    assert "no schedule fits a row of" in err
+    assert "tiny.yaml:" in err
+    assert "longer chunks never help" in err
+    assert not (folder / "runs").exists()
+
+
+@pytest.mark.parametrize(
+    ("settings", "said"),
+    [
+        ([], "leave the planner less"),
+        (["engine.schedule=fixed"], "write engine.schedule: auto"),
+    ],
+)
+def test_out_of_memory_speaks_of_the_planner(folder: Path, settings: list[str], said: str):
+    sft = build_sft(load_recipe("tiny.yaml", settings))
+    assert said in train_settings(sft.recipe, sft.plan, sft.handle.schedule).out_of_memory_mend

@@ -1,0 +1,334 @@
+"""The simulated step beside the same step really run on the CPU, and a step told from shorter ones beside all of it."""
+
+from __future__ import annotations
+
+import gc
+import sys
+from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from streamtune.engine import decoder_layers, stream
+from streamtune.errors import ArgumentError
+from streamtune.models import add_lora
+from streamtune.models.quantize import PACKAGES, quantize
+from streamtune.ops.attention.attention import KEY_BLOCK
+from streamtune.schedule import Schedule
+from streamtune.simulate import LiveBytes, Mode, Simulation, Workload, simulate
+from streamtune.simulate.autocast import RULES, MetaAutocast
+from streamtune.simulate.memory import held_tensors
+from streamtune.simulate.step import _Functions, walk
+from streamtune.simulate.trace import Tape
+from tests.conformance.reducer import tiny_config
+
+LENGTH = 384
+SMALL: dict[str, Any] = {
+    "vocab_size": 499,
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 16,
+    "max_position_embeddings": 4096,
+}
+MODELS: dict[str, dict[str, Any]] = {
+    "qwen3": {},
+    "llama": {},
+    "gemma3_text": {"sliding_window": 100, "query_pre_attn_scalar": 16, "num_hidden_layers": 6},
+    "qwen3_moe": {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32},
+    "lfm2": {},
+    "gemma2": {"sliding_window": 100, "query_pre_attn_scalar": 16},
+}
+WIDE: dict[str, Any] = {"hidden_size": 512, "intermediate_size": 1024, "num_hidden_layers": 2}
+BASE = Schedule(chunk_size=64, head_chunk_size=32)
+SCHEDULES: dict[str, dict[str, Any]] = {
+    "plain chunks": {},
+    "host": {"offload": "host"},
+    "host but for two": {"offload": "host", "device_layers": 2},
+    "disk": {"offload": "disk"},
+    "two levels": {"levels": 2, "segment_size": 2},
+    "two levels on host": {"levels": 2, "segment_size": 2, "offload": "host", "stream_grads": True},
+    "keys kept": {"keep_kv": "device"},
+    "keys on host": {"keep_kv": "host"},
+    "attention kept": {"keep_attention": "device"},
+    "attention on host": {"keep_attention": "host"},
+    "last layer whole": {"keep_layers": 1},
+    "gradients streamed": {"stream_grads": True},
+}
+
+
+def build(family: str, device: str, dtype: torch.dtype = torch.float32, **changes: Any) -> nn.Module:
+    config = AutoConfig.for_model(family, **{**SMALL, **MODELS[family], **changes})
+    with torch.device(device):
+        model: nn.Module = AutoModelForCausalLM.from_config(config, dtype=dtype)
+    return model
+
+
+def schedule_of(name: str, directory: Any) -> Schedule:
+    choices = SCHEDULES[name]
+    where = {"offload_dir": str(directory)} if choices.get("offload") == "disk" else {}
+    return replace(BASE, **choices, **where)
+
+
+def measured(
+    make: Callable[[str], Any],
+    mode: Mode,
+    schedule: Schedule,
+    optimizer: Any = None,
+    autocast: bool = False,
+    length: int = LENGTH,
+) -> int:
+    """Weights and live bytes of a step on the CPU, the second where there is an optimizer."""
+    model: Any = make("cpu").train()
+    if mode == "stream":
+        stream(model, schedule=schedule)
+    elif mode == "checkpoint":
+        model.gradient_checkpointing_enable({"use_reentrant": False})
+    ids = torch.randint(3, model.config.vocab_size, (1, length))
+    weights = sum({t.untyped_storage()._cdata: t.untyped_storage().nbytes() for t in held_tensors(model)}.values())
+    steps = None if optimizer is None else optimizer(model)
+
+    def backward() -> None:
+        with torch.autocast("cpu", dtype=torch.bfloat16, enabled=autocast, cache_enabled=False):
+            loss = model(input_ids=ids, labels=ids, use_cache=False).loss
+        loss.backward()
+
+    backward()  # what is made once is there
+    model.zero_grad(set_to_none=True)
+    gc.collect()
+    with LiveBytes(model, decoder_layers(model)) as live:
+        for _ in range(1 if steps is None else 2):
+            backward()
+            if steps is not None:
+                steps.step()
+                model.zero_grad(set_to_none=True)
+    return weights + live.peak
+
+
+def workload(make: Callable[[str], Any], mode: Mode = "stream", **changes: Any) -> Workload:
+    return Workload(partial(make, "meta"), LENGTH, mode=mode, device_type="cpu", **changes)
+
+
+@pytest.mark.quick("plain chunks", "host but for two", "keys on host", "attention kept", "gradients streamed")
+@pytest.mark.parametrize("name", SCHEDULES)
+def test_the_simulated_peak_is_the_one_measured(name: str, tmp_path: Any) -> None:
+    make = partial(build, "qwen3")
+    schedule = schedule_of(name, tmp_path)
+    found = simulate(workload(make), schedule)
+    assert found.peak_bytes == pytest.approx(measured(make, "stream", schedule), rel=0.01)
+    assert sum(found.terms.values()) == found.peak_bytes == max(found.phases.values())
+
+
+@pytest.mark.parametrize("family", ["gemma3_text", "qwen3_moe", "lfm2"])
+@pytest.mark.parametrize("mode", ["plain", "checkpoint", "stream"])
+def test_so_it_is_for_other_models_and_modes(family: str, mode: Mode) -> None:
+    make = partial(build, family)
+    assert simulate(workload(make, mode), BASE).peak_bytes == pytest.approx(measured(make, mode, BASE), rel=0.03)
+
+
+@pytest.mark.quick("mamba2", "bloom")
+@pytest.mark.parametrize("family", ["gpt2", "gpt_oss", "phi3", "mamba2", "qwen3_next", "falcon_h1", "bloom"])
+def test_so_it_is_for_families_that_are_built_otherwise(family: str) -> None:
+    def make(device: str) -> nn.Module:
+        with torch.device(device):
+            return AutoModelForCausalLM.from_config(tiny_config(family))
+
+    schedule = Schedule(chunk_size=16, head_chunk_size=16)
+    found = simulate(replace(workload(make), length=96), schedule).peak_bytes
+    assert found == pytest.approx(measured(make, "stream", schedule, length=96), rel=0.03)
+
+
+@pytest.mark.parametrize("mode", ["plain", "checkpoint"])
+def test_so_it_is_in_bf16(mode: Mode) -> None:
+    make = partial(build, "qwen3", dtype=torch.bfloat16)
+    assert simulate(workload(make, mode), BASE).peak_bytes == pytest.approx(measured(make, mode, BASE), rel=0.03)
+
+
+@pytest.mark.quick("stream")
+@pytest.mark.parametrize("family", ["qwen3", "llama"])
+@pytest.mark.parametrize("mode", ["plain", "checkpoint", "stream"])
+def test_so_it_is_under_autocast(family: str, mode: Mode) -> None:
+    make = partial(build, family)
+    found = simulate(workload(make, mode, autocast=True), BASE).peak_bytes
+    assert found == pytest.approx(measured(make, mode, BASE, autocast=True), rel=0.01)
+    assert found != simulate(workload(make, mode), BASE).peak_bytes
+
+
+def build_adapted(
+    device: str, *, kind: str | None = None, dtype: torch.dtype = torch.bfloat16, **changes: Any
+) -> nn.Module:
+    """With adapters in fp32 on a base that may be quantised."""
+    model: Any = build("qwen3", device, dtype, **changes)
+    if kind is not None:
+        pytest.importorskip(PACKAGES[kind])
+        quantize(model, kind, torch.device(device))
+    with torch.device(device):
+        return add_lora(model, r=8, alpha=16, dropout=0.0, target="all-linear", seed=0)
+
+
+@pytest.mark.parametrize("mode", ["checkpoint", "stream"])
+@pytest.mark.parametrize("kind", [None, "int8", "nf4"])
+@pytest.mark.parametrize(
+    ("dtype", "autocast"), [(torch.bfloat16, False), (torch.bfloat16, True), (torch.float32, True)]
+)
+def test_so_it_is_with_adapters_on_any_base(mode: Mode, kind: str | None, dtype: torch.dtype, autocast: bool) -> None:
+    make = partial(build_adapted, kind=kind, dtype=dtype, num_hidden_layers=2)
+    found = simulate(workload(make, mode, autocast=autocast), BASE).peak_bytes
+    assert found == pytest.approx(measured(make, mode, BASE, autocast=autocast), rel=0.01)
+
+
+@pytest.mark.parametrize("kind", ["int8", "nf4"])
+def test_what_a_quantised_base_takes_on_an_accelerator(kind: str) -> None:
+    plain, packed = (
+        simulate(Workload(partial(build_adapted, "meta", kind=each, **WIDE), LENGTH), BASE) for each in (None, kind)
+    )
+    inside = sum(p.numel() for layer in decoder_layers(build("qwen3", "meta", **WIDE)) for p in layer.parameters())
+    saved = plain.terms["weights"] - packed.terms["weights"]
+    bytes_of_one = {"int8": 1, "nf4": 0.5 + 1 / 64}[kind]
+    assert saved == pytest.approx((2 - bytes_of_one) * inside, rel=0.02)
+    assert packed.work.matmul_flops == plain.work.matmul_flops
+    layer = inside  # bytes of one of the two layers, written out in bf16
+    assert plain.peak_bytes - saved < packed.peak_bytes < plain.peak_bytes - saved + 1.1 * layer
+
+
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+def test_what_autocast_casts_is_on_the_lists_of_torch(device: str) -> None:
+    listed = torch._C._dispatch_get_registrations_for_dispatch_key(f"Autocast{device.upper()}")
+    names = {name.removeprefix("aten::").partition(".")[0] for name in listed}
+    made_of_others = {"cross_entropy", "einsum"}
+    since_lately = {"rms_norm"}
+    assert set().union(*RULES[device].values()) - names <= made_of_others | since_lately
+
+
+@pytest.mark.parametrize(
+    ("rule", "call"),
+    [
+        ("lower", lambda x: x @ x),
+        ("lower", lambda x: nn.functional.linear(x, x)),
+        ("fp32", lambda x: x.to(torch.bfloat16) ** 2),
+        ("fp32", lambda x: nn.functional.layer_norm(x.to(torch.bfloat16), (4,), weight=x[0])),
+        ("to fp32", lambda x: x.to(torch.bfloat16).softmax(-1)),
+        ("to fp32", lambda x: x.to(torch.bfloat16).sum()),
+        ("widest", lambda x: x.index_put((torch.zeros(1, dtype=torch.long, device="meta"),), x[:1].bfloat16())),
+    ],
+)
+def test_what_autocast_makes_on_an_accelerator(rule: str, call: Callable[[torch.Tensor], torch.Tensor]) -> None:
+    x = torch.empty(4, 4, device="meta")
+    with _Functions("cuda", MetaAutocast("cuda")), torch.autocast("cpu", dtype=torch.bfloat16):
+        assert call(x).dtype == (torch.bfloat16 if rule == "lower" else torch.float32)
+        with torch.autocast("cpu", enabled=False):
+            assert (x @ x).dtype == torch.float32
+
+
+@pytest.mark.quick("form0")
+@pytest.mark.parametrize("form", [{"fused": True}, {"foreach": True}, {}])
+def test_so_it_is_with_an_optimizer(form: dict[str, bool]) -> None:
+    make = partial(build, "qwen3", vocab_size=9973)
+
+    def adam(model: nn.Module) -> torch.optim.Optimizer:
+        return torch.optim.AdamW(model.parameters(), **form)
+
+    found = simulate(workload(make, make_optimizer=adam), BASE)
+    assert found.peak_bytes == pytest.approx(measured(make, "stream", BASE, adam), rel=0.01)
+
+
+@pytest.mark.quick("two levels on host")
+@pytest.mark.parametrize("name", ["plain chunks", "host but for two", "two levels on host", "last layer whole"])
+def test_a_step_told_from_shorter_ones_is_the_whole_step(name: str, tmp_path: Any) -> None:
+    make = partial(build, "qwen3", "meta", num_hidden_layers=9)
+    long = Workload(make, 64 * 9)
+    schedule = schedule_of(name, tmp_path)
+    assert simulate(long, schedule) == simulate(long, schedule, full=True)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("chunks", [33, pytest.param(40, marks=pytest.mark.slow)])
+def test_so_it_is_where_keys_come_in_blocks(chunks: int) -> None:
+    """More than one block of keys before most chunks, the last of them in part."""
+    long = Workload(partial(build, "qwen3", "meta", num_hidden_layers=9), 64 * chunks)
+    assert long.tokens > 2 * KEY_BLOCK
+    assert simulate(long, BASE) == simulate(long, BASE, full=True)
+
+
+@pytest.mark.full
+def test_so_it_is_of_steps_under_autocast() -> None:
+    long = Workload(partial(build, "qwen3", "meta", num_hidden_layers=9), 64 * 9, autocast=True)
+    assert simulate(long, BASE) == simulate(long, BASE, full=True)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("name", ["keys kept", "keys on host", "attention on host"])
+def test_adapted_layers_are_told_from_fewer(name: str, tmp_path: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The lowest layer hands no gradient on: what is made ready for it belongs to no other layer."""
+    walked: list[int] = []
+
+    def noted(model: Any, *args: Any) -> Tape:
+        walked.append(len(decoder_layers(model)))
+        return walk(model, *args)
+
+    monkeypatch.setattr(sys.modules["streamtune.simulate.simulate"], "walk", noted)
+    long = Workload(partial(build_adapted, "meta", num_hidden_layers=9), 64 * 9)
+    schedule = schedule_of(name, tmp_path)
+    told = simulate(long, schedule)
+    assert max(walked) < 9
+    assert told == simulate(long, schedule, full=True)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize(
+    ("family", "changes"), [("gemma2", {"num_hidden_layers": 11}), ("lfm2", {"num_hidden_layers": 8})]
+)
+def test_so_it_is_where_layers_take_turns(family: str, changes: dict[str, Any]) -> None:
+    long = Workload(partial(build, family, "meta", **changes), 64 * 9)
+    assert simulate(long, BASE) == simulate(long, BASE, full=True)
+
+
+def told(**changes: Any) -> Simulation:
+    make = partial(build, "qwen3", "meta")
+    return simulate(Workload(make, LENGTH, **changes), BASE)
+
+
+def adamw(model: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(model.parameters(), fused=True)
+
+
+def test_gradients_of_an_earlier_micro_batch_are_there() -> None:
+    weights = sum(p.nbytes for p in build("qwen3", "meta").parameters())
+    one, two = told(), told(micro_batches=2)
+    assert two.phases["forward"] == one.phases["forward"] + weights
+    assert two.work.matmul_flops == 2 * one.work.matmul_flops
+
+
+def test_work_is_that_of_the_formula() -> None:
+    model: Any = build("qwen3", "meta")
+    inside = sum(p.numel() for layer in decoder_layers(model) for p in layer.parameters() if p.dim() == 2)
+    head = model.lm_head.weight.numel()
+    work = told().work
+    # forward, again in backward, twice for the gradients; q, k and v a third time, but for the last chunk
+    again = 2 * 4 * SMALL["hidden_size"] * (4 + 2 * 2) * 16 * (LENGTH - 64)
+    assert work.matmul_flops == 2 * 4 * inside * LENGTH + 2 * 3 * head * (LENGTH - 1) + again
+    pairs = LENGTH * (LENGTH + 1) // 2
+    assert work.attention_flops == (2 + 2 + 5) * 2 * 4 * 4 * 16 * pairs
+
+
+def test_bytes_elsewhere() -> None:
+    make = partial(build, "qwen3", "meta")
+    inputs = 4 * LENGTH * SMALL["hidden_size"] * 4  # layers, tokens, channels, bytes
+    host = simulate(Workload(make, LENGTH), replace(BASE, offload="host"))
+    assert host.host_bytes == pytest.approx(inputs, rel=0.3)
+    assert host.work.moved_bytes >= 2 * inputs
+    assert "layer inputs" not in host.terms or host.terms["layer inputs"] < inputs / 2
+    assert host.disk_bytes == host.work.disk_moved_bytes == 0
+
+
+@pytest.mark.parametrize("wrong", [{"length": 1}, {"batch_size": 0}, {"device_type": "tpu"}])
+def test_what_no_step_is(wrong: dict[str, Any]) -> None:
+    with pytest.raises(ArgumentError):
+        Workload(**{"make_model": partial(build, "qwen3", "meta"), "length": 64, **wrong})

@@ -1,0 +1,192 @@
+"""The stream of a grpo run by itself, with completions drawn without a model: what is kept, skipped and resumed."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from streamtune import data, train
+from streamtune.errors import OutOfMemoryError, RunError
+from streamtune.recipe.grpo import GrpoRecipe
+from streamtune.rewards import RewardScores
+from streamtune.rollout import Completion, Sampling
+from streamtune.tasks.grpo.groups import Group, Layout, group_metrics
+from streamtune.tasks.grpo.log import CompletionLog
+from streamtune.tasks.grpo.objective import PolicyBatch
+from streamtune.tasks.grpo.stream import GrpoSteps
+
+PROMPTS = [data.Prompt([10 + number, 9], f"prompt {number}", {}, f"rows:{number}") for number in range(6)]
+
+
+class Letters:
+    """Stands for a tokenizer: a letter an id."""
+
+    def decode(self, ids: Sequence[int]) -> str:
+        return "".join(chr(97 + token % 26) for token in ids)
+
+
+class Dice:
+    """Writes completions of one to four tokens from torch's generator: a real draw, without a model."""
+
+    def __init__(self) -> None:
+        self.asked: list[tuple[int, int, float]] = []
+
+    def write(self, prompts: Sequence[list[int]], count: int, sampling: Sampling) -> list[list[Completion]]:
+        self.asked.append((len(prompts), count, sampling.temperature))
+        rows = [[torch.randint(3, 9, (int(torch.randint(1, 5, ())),)).tolist() for _ in range(count)] for _ in prompts]
+        return [[Completion(ids, truncated=len(ids) == 4) for ids in group] for group in rows]
+
+
+class Lengths:
+    """Rewards length; prompts in ``flat`` get the same for every completion."""
+
+    def __init__(self, flat: frozenset[int] = frozenset()) -> None:
+        self.flat = flat
+
+    def __call__(self, prompts: Sequence[data.Prompt], completions: Sequence[list[int]]) -> RewardScores:
+        scores: list[float | None] = [
+            0.0 if PROMPTS.index(prompt) in self.flat else float(len(ids))
+            for prompt, ids in zip(prompts, completions, strict=True)
+        ]
+        return RewardScores(scores, {"length": scores})
+
+
+def steps(folder: Path, judge: Any = None, **settings: Any) -> GrpoSteps:
+    recipe = GrpoRecipe(
+        model_name_or_path="none",
+        datasets=[{"path": "none"}],
+        reward_funcs="none",
+        **{"num_generations": 3, "per_device_train_batch_size": 6, "seed": 1, **settings},
+    )
+    layout = Layout(recipe.per_device_train_batch_size, 0, share=True, leave_out=True, mask_truncated=False,
+                    flat_has_gradient=False)  # fmt: skip
+    folder.mkdir(exist_ok=True)
+
+    def logprobs(batch: train.TreeBatch) -> Tensor:
+        return torch.arange(len(batch.row_K), dtype=torch.float32) / 7
+
+    return GrpoSteps(
+        recipe,
+        data.PreparedPrompts(PROMPTS, PROMPTS[:4], report=None, fingerprint=""),  # type: ignore[arg-type]
+        writer=Dice(),
+        judge=judge or Lengths(),
+        policy=logprobs,
+        reference=None,
+        layout=layout,
+        warm=None,
+        log=CompletionLog(train.RunDirectory(folder), Letters(), 2),  # type: ignore[arg-type]
+    )
+
+
+def seen(batches: Sequence[train.MicroBatch]) -> list[Any]:
+    """What a step is made of."""
+    found = []
+    for batch in batches:
+        assert isinstance(batch, PolicyBatch)
+        old = None if batch.old_K is None else batch.old_K.tolist()
+        found.append((batch.input_ids.tolist(), batch.advantages_N.tolist(), old, dict(batch.metrics)))
+    return found
+
+
+def test_inner_epochs_go_through_one_rollout_and_resume_anywhere(tmp_path: Path) -> None:
+    settings = {"num_iterations": 2, "steps_per_generation": 3}  # 6 prompts in parts of 2, twice: six steps
+    whole = steps(tmp_path / "whole", **settings)
+    torch.manual_seed(5)
+    taken, states = [], []
+    for _ in range(9):
+        taken.append(seen(whole.next_step()))
+        states.append((json.loads(json.dumps(whole.state_dict())), torch.get_rng_state()))
+    assert len(whole.writer.asked) == 2  # type: ignore[attr-defined]
+    assert taken[:3] == taken[3:6]
+    assert taken[6:9] != taken[:3]
+    assert all(old is not None for step in taken for _, _, old, _ in step)
+    for at in (0, 2, 4, 5, 7):
+        resumed = steps(tmp_path / f"at-{at}", **settings)
+        resumed.load_state_dict(states[at][0])
+        torch.set_rng_state(states[at][1])
+        assert [seen(resumed.next_step()) for _ in range(8 - at)] == taken[at + 1 :]
+
+
+def test_one_pass_over_one_step_needs_no_old_log_probs(tmp_path: Path) -> None:
+    ((_, _, old, metrics),) = seen(steps(tmp_path / "run").next_step())
+    assert old is None
+    assert metrics["reward"][1] == 6
+    assert metrics["completions/mean_length"] == metrics["reward"]
+
+
+def test_flat_groups_are_left_out_and_counted(tmp_path: Path) -> None:
+    stream = steps(tmp_path / "run", Lengths(flat=frozenset({0, 1, 2})), gradient_accumulation_steps=3)
+    batches = stream.next_step()
+    assert all(isinstance(batch, PolicyBatch) for batch in batches)
+    first = batches[0]
+    assert isinstance(first, PolicyBatch)
+    assert first.metrics["frac_reward_zero_std"][0] >= 3
+    assert first.silent_rows >= 9
+    assert first.silent_rows + sum(batch.num_rows for batch in batches) == 18  # type: ignore[attr-defined]
+    flat = {10, 11, 12}  # first tokens of the prompts that teach nothing
+    assert not flat & {token for batch in batches for token in batch.input_ids.flatten().tolist()}
+
+
+def test_batches_that_teach_nothing_are_drawn_anew_counted_and_end_the_run(tmp_path: Path) -> None:
+    stream = steps(tmp_path / "run", Lengths(flat=frozenset({0, 1, 2, 3})), skip_limit=9)
+    counted = 0
+    for _ in range(4):
+        ((_, _, _, metrics),) = seen(stream.next_step())
+        counted += int(metrics.get("skipped_batches", (0, 1))[0])
+    events = train.read_records(stream.log.run.events)
+    assert counted == len(events) > 0
+    assert {event["event"] for event in events} == {"skip"}
+    hopeless = steps(tmp_path / "hopeless", Lengths(flat=frozenset(range(6))), skip_limit=4)
+    with pytest.raises(RunError, match="4 batches in a row taught nothing"):
+        hopeless.next_step()
+
+
+def test_held_out_prompts_are_answered_by_the_likeliest_tokens(tmp_path: Path) -> None:
+    stream = steps(tmp_path / "run")
+    (batch,) = stream.held_out()
+    assert stream.writer.asked == [(4, 1, 0.0)]  # type: ignore[attr-defined]
+    assert batch.metrics["reward"][1] == 4
+    assert "reward_std" not in batch.metrics
+
+
+def test_remax_compares_with_the_likeliest_completion(tmp_path: Path) -> None:
+    stream = steps(tmp_path / "run", loss_type="remax")
+    stream.next_step()
+    assert stream.writer.asked == [(2, 3, 1.0), (2, 1, 0.0)]  # type: ignore[attr-defined]
+
+
+def test_samples_are_one_of_each_prompt_first_and_are_cut_with_the_steps(tmp_path: Path) -> None:
+    stream = steps(tmp_path / "run")
+    for _ in range(3):
+        stream.next_step()
+    kept = train.read_records(stream.log.path)
+    assert [record["step"] for record in kept] == [1, 1, 2, 2, 3, 3]
+    assert kept[0]["origin"] != kept[1]["origin"]
+    stream.log.cut(1)
+    assert [record["step"] for record in train.read_records(stream.log.path)] == [1, 1]
+
+
+def test_running_out_of_memory_while_writing_says_what_to_lower(tmp_path: Path) -> None:
+    stream = steps(tmp_path / "run")
+
+    def write(*_: Any) -> Any:
+        raise torch.OutOfMemoryError("CUDA out of memory")
+
+    stream.writer.write = write  # type: ignore[method-assign]
+    with pytest.raises(OutOfMemoryError, match="6 at a time of up to 514 tokens") as raised:
+        stream.next_step()
+    assert "per_device_generation_batch_size" in raised.value.mend
+
+
+def test_rewards_nobody_gave_count_in_no_mean() -> None:
+    group = Group(0, [[1], [2]], [False, True], [1.0, None], {"a": [1.0, None], "b": [None, None]}, [0.0, 0.0])
+    metrics = group_metrics([group])
+    assert metrics["reward"] == (1.0, 1)
+    assert metrics["rewards/b/mean"] == (0.0, 0)
+    assert metrics["completions/clipped_ratio"] == (1, 2)

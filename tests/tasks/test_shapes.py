@@ -1,0 +1,129 @@
+"""What a micro-batch of a recipe looks like at a length, and that a run's own micro-batches are no larger."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from streamtune import data
+from streamtune.recipe import DpoRecipe, GrpoRecipe, Recipe
+from streamtune.simulate.scored import Scored
+from streamtune.tasks.grpo.groups import Group, Layout, micro_batches
+from streamtune.tasks.shapes import completions_like, completions_of, holds_reference, prompts_of, unit_of
+
+COMMON: dict[str, Any] = {"model_name_or_path": "none", "datasets": [{"path": "none"}]}
+
+
+def dpo(**keys: Any) -> DpoRecipe:
+    return DpoRecipe(**COMMON, **keys)
+
+
+def grpo(**keys: Any) -> GrpoRecipe:
+    return GrpoRecipe(**COMMON, reward_funcs="none", **keys)
+
+
+def shape(recipe: Recipe, length: int, batch_size: int) -> Scored:
+    completions = completions_of(recipe)
+    assert completions is not None
+    return completions(length, batch_size)
+
+
+def test_rows_are_no_completions() -> None:
+    assert completions_of(Recipe(**COMMON)) is None
+    assert unit_of(Recipe(**COMMON)) == "row"
+
+
+@pytest.mark.parametrize(
+    ("keys", "length", "trees", "forwards"),
+    [
+        ({}, 100, ((49, (51, 51)),), 1),
+        ({"max_prompt_length": 20}, 100, ((19, (81, 81)),), 1),
+        ({"max_prompt_length": 200, "max_length": 500}, 100, ((49, (51, 51)),), 1),
+        ({"loss_type": "simpo"}, 4, ((1, (3, 3)),), 0),
+        ({"reference_free": True}, 4, ((1, (3, 3)),), 0),
+        ({"precompute_ref_log_probs": True}, 4, ((1, (3, 3)),), 0),
+        ({"loss_type": "apo_zero_unpaired"}, 100, ((49, (51,)),), 1),
+        ({"loss_type": "kto"}, 100, ((49, (51,)),), 3),
+    ],
+)
+def test_preferences(keys: dict[str, Any], length: int, trees: Any, forwards: float) -> None:
+    found = shape(dpo(**keys), length, 1)
+    assert (found.trees, found.forwards, found.share) == (trees, forwards, True)
+    assert found.apart().length == length
+    assert shape(dpo(**keys), length, 3).trees == trees * 3
+    assert unit_of(dpo(**keys)) == ("pair" if len(trees[0][1]) == 2 else "row")
+
+
+@pytest.mark.parametrize(
+    ("keys", "length", "trees", "forwards"),
+    [
+        ({"max_completion_length": 30}, 100, ((69, (31,) * 8),), 0),
+        ({"max_completion_length": 512}, 100, ((49, (51,) * 8),), 0),
+        ({"max_completion_length": 30, "num_generations": 4, "beta": 0.1}, 100, ((69, (31,) * 4),) * 2, 1),
+        ({"beta": 0.1, "num_iterations": 4}, 100, ((49, (51,) * 8),), 0.5),
+    ],
+)
+def test_rewards(keys: dict[str, Any], length: int, trees: Any, forwards: float) -> None:
+    found = shape(grpo(**keys), length, 8)
+    assert (found.trees, found.forwards, found.entropy) == (trees, forwards, True)
+    assert found.apart().length == length
+
+
+def test_a_recipe_that_shares_nothing() -> None:
+    assert shape(dpo(share_prefix="never"), 100, 1).share is False
+    completions = completions_of(dpo(), share=False)
+    assert completions is not None
+    assert (completions(100, 2).rows, completions(100, 2).length) == (4, 100)
+
+
+def test_a_run_whose_data_is_known() -> None:
+    like = completions_like(dpo(), ((600, (300, 401)),), 1000, share=True)
+    assert like(1000, 1).trees == ((600, (300, 401)),)
+    assert like(500, 1).trees == ((300, (150, 200)),)
+    assert like(4000, 1).trees == ((600, (300, 401)),)
+
+
+@pytest.mark.parametrize(
+    ("keys", "held"),
+    [
+        ({}, True),
+        ({"finetuning_type": "lora"}, False),
+        ({"finetuning_type": "lora", "ref_model_name_or_path": "other"}, True),
+        ({"loss_type": "orpo"}, False),
+        ({"precompute_ref_log_probs": True}, False),
+    ],
+)
+def test_whether_a_second_model_is_held(keys: dict[str, Any], held: bool) -> None:
+    assert holds_reference(dpo(**keys)) is held
+    assert holds_reference(Recipe(**COMMON)) is False
+    assert holds_reference(grpo(beta=0.1))
+    assert not holds_reference(grpo())
+
+
+@pytest.mark.parametrize(("group", "size"), [(8, 8), (8, 4), (4, 8), (4, 6), (3, 5), (2, 3), (5, 4)])
+def test_a_micro_batch_meets_no_more_prompts_than_are_planned_for(group: int, size: int) -> None:
+    """Whether completions are left out or not: those of more prompts go into the next one."""
+    recipe = grpo().model_copy(update={"num_generations": group})
+    most = prompts_of(recipe, size)
+    prompts = [data.Prompt([1, 2, number + 3], "ask", origin="rows:1") for number in range(12)]
+    for leaves_out in (False, True):
+        groups = [
+            Group(
+                prompt=number,
+                completions=[[7, 8, 9]] * group,
+                truncated=[False] * group,
+                rewards=[1.0] * group,
+                scores={"one": [1.0] * group},
+                advantages=[0.0 if leaves_out and index else 1.0 for index in range(group)],
+            )
+            for number in range(12)
+        ]
+        layout = Layout(size, 0, True, True, False, False, most)
+        batches = micro_batches(groups, prompts, layout)
+        met = [len(batch.origins) for batch in batches]
+        assert max(met) <= most
+        trained = 12 if leaves_out else 12 * group
+        assert sum(batch.num_rows for batch in batches) == trained
+        if not leaves_out:
+            assert len(batches) == -(-trained // size)
