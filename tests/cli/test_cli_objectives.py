@@ -23,8 +23,8 @@ from streamtune.run.model import make_blueprint
 from streamtune.run.plan import make_workload, reference_bytes
 from streamtune.run.streaming import make_schedule
 from streamtune.simulate.simulate import simulate
-from streamtune.tasks.shapes import completions_of
-from streamtune.verify.trees import choose_trees
+from streamtune.tasks import task_of
+from streamtune.tasks.compared import choose_trees
 
 COMMON: dict[str, Any] = {
     "model": {
@@ -191,7 +191,7 @@ def test_a_real_step_holds_what_a_simulated_one_does(
         make_blueprint(recipe, device),
         length,
         device,
-        completions=completions_of(recipe),
+        completions=task_of(recipe).completions(),
         reference_bytes=reference_bytes(recipe, device),
     )
     found = simulate(replace(workload, mode=mode), make_schedule(recipe.engine))
@@ -271,7 +271,7 @@ def test_prompts_that_are_shared_wrongly_are_caught(
         return {"position_ids": torch.arange(self.length)[None], "attention_mask": torch.ones_like(input_ids)}
 
     monkeypatch.setattr(Branches, "arguments", arguments)
-    monkeypatch.setattr("streamtune.verify.build.can_share", lambda recipe, model, notify: True)  # it would find out
+    monkeypatch.setattr("streamtune.verify.build.can_share", lambda task, model, notify: True)  # it would find out
     assert run("verify", "dpo.yaml", "--length", "320") == 1
     assert "NOT exact: " in capsys.readouterr().out
 

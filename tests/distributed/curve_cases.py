@@ -12,8 +12,8 @@ from rich.console import Console
 from torch import distributed
 
 from streamtune.recipe import load_recipe
-from streamtune.run.dpo import build_dpo, run_dpo
-from streamtune.run.sft import build_sft, run_sft
+from streamtune.run.build import build_run
+from streamtune.run.train import train_run
 
 RECIPE = """
 model:
@@ -49,10 +49,7 @@ def run(case: dict[str, Any]) -> dict[str, list[float]]:
     ]
     loaded = load_recipe(path, settings, objective)
     console = Console(file=io.StringIO())
-    if objective == "sft":
-        run_sft(build_sft(loaded), console)
-    else:
-        run_dpo(build_dpo(loaded), console)
+    train_run(build_run(loaded), console)
     if distributed.is_initialized():
         distributed.barrier()
     records = [json.loads(line) for line in Path(folder[0], "run", "metrics.jsonl").read_text().splitlines()]

@@ -34,10 +34,9 @@ from streamtune.errors import ArgumentError, CheckpointError
 from streamtune.models import save_gathered
 from streamtune.recipe import Recipe, load_recipe
 from streamtune.run import ranks as build_world
-from streamtune.run.dpo import build_dpo, run_dpo
+from streamtune.run.build import build_run
 from streamtune.run.ranks import fill_model, make_backend
-from streamtune.run.sft import build_sft, run_sft
-from streamtune.run.train import Run
+from streamtune.run.train import Run, train_run
 from streamtune.train.rng import capture_rng
 from streamtune.train.saver import CheckpointSaver, Keep
 from streamtune.train.sharded_checkpoint import save_sharded
@@ -81,10 +80,9 @@ def _run(folder: Path, case: dict[str, Any]) -> tuple[bool | None, list[str]]:
     )
     notes: list[str] = []
     resume = str(folder / case["from"]) if "from" in case else "never"
-    build, go_on = (build_dpo, run_dpo) if case.get("objective") == "dpo" else (build_sft, run_sft)
-    built: Any = build(loaded, resume=resume, notify=notes.append)
+    built: Any = build_run(loaded, resume=resume, notify=notes.append)
     exact = None if built.checkpoint is None else _is_as_saved(built)
-    outcome = go_on(built, Console(file=io.StringIO()))  # type: ignore[operator]
+    outcome = train_run(built, Console(file=io.StringIO()))  # type: ignore[operator]
     if outcome.sample is not None:
         notes.append(f"sample: {outcome.sample}")
     return exact, notes

@@ -76,12 +76,12 @@ def _fork_main(job: dict[str, Any]) -> int:
 
 def sigterm_while(job: dict[str, Any]) -> None:
     """A real SIGTERM from the middle of ``job["phase"]``, the second time it is reached (loading: the first)."""
-    import streamtune.run.sft as build_sft
+    import streamtune.run.build as build
     from streamtune.train import LocalBackend, loop, saver, sharded_checkpoint
     from streamtune.train.objective import SupervisedObjective
 
     phases: dict[str, tuple[Any, str]] = {
-        "loading": (build_sft, "make_model"),
+        "loading": (build, "make_model"),
         "forward": (SupervisedObjective, "score"),
         "optimizer": (LocalBackend, "step"),
         "evaluating": (loop, "evaluate"),
@@ -247,7 +247,7 @@ def _main_code(argv: list[str]) -> int:
 
 
 def _wait_for_the_others(held_at: str | int, folder: Path, others: int) -> None:
-    import streamtune.run.sft as build_sft
+    import streamtune.run.build as build
     from streamtune.train.objective import SupervisedObjective
 
     def wait() -> None:
@@ -256,6 +256,6 @@ def _wait_for_the_others(held_at: str | int, folder: Path, others: int) -> None:
             time.sleep(0.02)
 
     if held_at == "loading":
-        _before(build_sft, "make_model", at=1, then=wait)
+        _before(build, "make_model", at=1, then=wait)
     else:
         _before(SupervisedObjective, "score", at=int(held_at), then=wait)

@@ -21,7 +21,7 @@ from typing import Any
 
 PHASES: dict[str, tuple[str, str, int]] = {
     # module, what is called there, and which call of it
-    "loading": ("streamtune.run.sft", "make_model", 1),
+    "loading": ("streamtune.run.build", "make_model", 1),
     "forward": ("streamtune.train.objective", "SupervisedObjective.score", 3),
     "backward": ("streamtune.distributed.ddp_backend", "DdpBackend.backward", 3),
     "optimizer": ("streamtune.distributed.ddp_backend", "DdpBackend.step", 3),

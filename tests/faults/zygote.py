@@ -23,7 +23,7 @@ from typing import Any
 def warm_up() -> None:
     """Import what a run imports, by running one; nothing that is left of it is a thread, which a fork would lose."""
     from streamtune.cli import main
-    from streamtune.run import dpo as build_dpo  # noqa: F401
+    from streamtune.run import build  # noqa: F401
     from streamtune.train import plot
     from tests.faults.kit import write_sft
 

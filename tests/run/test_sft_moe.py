@@ -13,9 +13,11 @@ from torch import Tensor
 
 from streamtune.errors import ArgumentError, UnsupportedModelError
 from streamtune.recipe import load_recipe
+from streamtune.run.build import build_run
 from streamtune.run.settings import train_settings
-from streamtune.run.sft import SftRun, build_sft
-from streamtune.tasks.steps import Batches, Steps
+from streamtune.run.train import Run
+from streamtune.tasks.sft import Batches
+from streamtune.tasks.steps import Steps
 from streamtune.train import MicroBatch, StopRequest, SupervisedObjective
 from streamtune.train.routers import StepRouters
 from streamtune.train.step import accumulate_gradients
@@ -64,19 +66,19 @@ def recipe(folder: Path, **more: Any) -> Path:
     return write_recipe(folder, {**ROUTED, **more})
 
 
-def built(folder: Path, **more: Any) -> SftRun:
-    return build_sft(load_recipe(recipe(folder, **more), []))
+def built(folder: Path, **more: Any) -> Run:
+    return build_run(load_recipe(recipe(folder, **more), []))
 
 
 def records(folder: str | Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in Path(folder, "metrics.jsonl").read_text().splitlines()]
 
 
-def first_step(run: SftRun) -> list[MicroBatch]:
-    return Steps(Batches(run.data, run.tokenizer), run.recipe).next_step()
+def first_step(run: Run) -> list[MicroBatch]:
+    return Steps(Batches(run.prepared, run.tokenizer), run.recipe).next_step()
 
 
-def gradient_of(run: SftRun, step: list[MicroBatch]) -> tuple[float, float | None, dict[str, Tensor]]:
+def gradient_of(run: Run, step: list[MicroBatch]) -> tuple[float, float | None, dict[str, Tensor]]:
     """Loss, balance loss and gradient of a step, by the loop's own function."""
     run.model.zero_grad(set_to_none=True)
     routers = StepRouters(run.handle, step)
@@ -129,7 +131,7 @@ def formulas(
     return entropy.item(), aux.item(), {name: p.grad.clone() for name, p in model.named_parameters()}
 
 
-def check(found: tuple[float, float, dict[str, Tensor]], run: SftRun, compute: Any) -> None:
+def check(found: tuple[float, float, dict[str, Tensor]], run: Run, compute: Any) -> None:
     """Loss, balance loss and gradients are as near to those of fp64 as the unstreamed model's are."""
     run.handle.remove()
     plain = compute(run.model)

@@ -13,8 +13,10 @@ from torch import Tensor
 from streamtune.data import collate
 from streamtune.errors import UnsupportedModelError
 from streamtune.recipe import load_recipe
-from streamtune.run.sft import SftRun, build_sft
-from streamtune.tasks.steps import Batches, Steps
+from streamtune.run.build import build_run
+from streamtune.run.train import Run
+from streamtune.tasks.sft import Batches
+from streamtune.tasks.steps import Steps
 from streamtune.train import MicroBatch
 from streamtune.train.objective import loss_of
 from tests.precision_kit import reference_of
@@ -43,8 +45,8 @@ def recipe(folder: Path, **more: Any) -> Path:
     return write_recipe(folder, {**PACKED, **more})
 
 
-def built(folder: Path, **more: Any) -> SftRun:
-    return build_sft(load_recipe(recipe(folder, **more), []))
+def built(folder: Path, **more: Any) -> Run:
+    return build_run(load_recipe(recipe(folder, **more), []))
 
 
 def gradient(model: Any, batches: list[MicroBatch], num_targets: int) -> tuple[float, dict[str, Tensor]]:
@@ -60,13 +62,13 @@ def gradient(model: Any, batches: list[MicroBatch], num_targets: int) -> tuple[f
 def test_a_step_has_the_gradient_of_its_rows_unpacked(folder: Path, overlength: str) -> None:
     more = {"overlength": "split", "max_length": 90} if overlength == "split" else {}
     run = built(folder, **more)
-    steps = Steps(Batches(run.data, run.tokenizer), run.recipe)
+    steps = Steps(Batches(run.prepared, run.tokenizer), run.recipe)
     step = steps.next_step()
     assert [batch.input_ids.shape[0] for batch in step] == [2, 2]
-    packs = run.data.packs
+    packs = run.prepared.packs
     assert packs is not None
     units = [int(pack) for pack in steps.sampler.order(0)[:4]]
-    examples = [run.data.train[row] for pack in units for row in packs[pack]]
+    examples = [run.prepared.train[row] for pack in units for row in packs[pack]]
     assert len(examples) > 4
     assert sorted(e.origin for e in examples) == sorted(origin for batch in step for origin in batch.origins)
     apart = MicroBatch(**collate(examples, pad_token_id=run.tokenizer.pad_token_id), origins=())
@@ -81,10 +83,10 @@ def test_a_step_has_the_gradient_of_its_rows_unpacked(folder: Path, overlength: 
 
 def test_held_out_rows_have_the_loss_they_have_unpacked(folder: Path) -> None:
     run = built(folder)
-    batches = Batches(run.data, run.tokenizer)
+    batches = Batches(run.prepared, run.tokenizer)
     held_out = list(batches.held_out(2))
-    assert sorted(o for batch in held_out for o in batch.origins) == sorted(e.origin for e in run.data.validation)
-    apart = MicroBatch(**collate(list(run.data.validation), pad_token_id=0), origins=())
+    assert sorted(o for batch in held_out for o in batch.origins) == sorted(e.origin for e in run.prepared.validation)
+    apart = MicroBatch(**collate(list(run.prepared.validation), pad_token_id=0), origins=())
     with torch.no_grad():
         total = sum(float(loss_of(run.model, batch, num_targets=1, bf16=False)) for batch in held_out)
         run.handle.remove()
@@ -94,12 +96,12 @@ def test_held_out_rows_have_the_loss_they_have_unpacked(folder: Path) -> None:
 
 def test_every_epoch_visits_every_row_once(folder: Path) -> None:
     run = built(folder)
-    steps = Steps(Batches(run.data, run.tokenizer), run.recipe)
+    steps = Steps(Batches(run.prepared, run.tokenizer), run.recipe)
     epochs = []
     for _ in range(2):
         taken = [steps.next_step() for _ in range(run.plan.steps_per_epoch)]
         epochs.append([origin for step in taken for batch in step for origin in batch.origins])
-        assert sorted(epochs[-1]) == sorted(example.origin for example in run.data.train)
+        assert sorted(epochs[-1]) == sorted(example.origin for example in run.prepared.train)
     assert epochs[0] != epochs[1]
 
 
@@ -126,7 +128,7 @@ def test_a_model_that_does_not_keep_rows_apart_is_refused_before_training(folder
     with pytest.raises(UnsupportedModelError, match="GptOssForCausalLM does not keep packed rows apart") as caught:
         built(folder, model={"init": init})
     assert caught.value.mend == "set packing: false"
-    assert built(folder, model={"init": init}, packing=False).data.packs is None
+    assert built(folder, model={"init": init}, packing=False).prepared.packs is None
 
 
 def test_another_packing_is_another_run(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 
 from streamtune.recipe import load_recipe
+from streamtune.run.build import build_run
 from streamtune.run.settings import train_settings
-from streamtune.run.sft import build_sft
 from tests.sft_kit import RECIPE, run, write_recipe, write_rows
 
 PLANNED: dict[str, Any] = {**RECIPE, "max_length": 256, "max_steps": 4}
@@ -40,11 +40,11 @@ def test_a_dry_run_shows_the_plan(folder: Path, capfd: pytest.CaptureFixture[str
 
 def test_a_fixed_schedule_is_planned_in_a_dry_run_alone(folder: Path):
     loaded = load_recipe("tiny.yaml", ["engine.schedule=fixed", "chunk_size=64"])
-    assert build_sft(loaded).memory is None
-    dry = build_sft(loaded, dry_run=True)
-    assert dry.memory is not None
-    assert dry.memory.schedule == dry.handle.schedule
-    assert dry.memory.schedule.chunk_size == 64
+    assert build_run(loaded).streamed.memory is None
+    dry = build_run(loaded, dry_run=True)
+    assert dry.streamed.memory is not None
+    assert dry.streamed.memory.schedule == dry.handle.schedule
+    assert dry.streamed.memory.schedule.chunk_size == 64
 
 
 def test_a_run_that_goes_on_keeps_its_schedule(folder: Path):
@@ -52,13 +52,13 @@ def test_a_run_that_goes_on_keeps_its_schedule(folder: Path):
     checkpoint = json.loads(next((folder / "runs/tiny/checkpoints").glob("*/state.json")).read_text())
     assert checkpoint["identity"]["schedule"]["keep_layers"] == 1
     loaded = load_recipe("tiny.yaml", ["max_steps=2"])
-    assert build_sft(loaded).handle.schedule.keep_layers == 1
+    assert build_run(loaded).handle.schedule.keep_layers == 1
     loaded = load_recipe("tiny.yaml", ["max_steps=2", "engine.keep_layers=2"])
-    assert build_sft(loaded).handle.schedule.keep_layers == 2
+    assert build_run(loaded).handle.schedule.keep_layers == 2
 
 
 def test_what_is_written_is_kept_to(folder: Path):
-    handle = build_sft(load_recipe("tiny.yaml", ["chunk_size=50", "keep_layers=0", "keep_kv=false"])).handle
+    handle = build_run(load_recipe("tiny.yaml", ["chunk_size=50", "keep_layers=0", "keep_kv=false"])).handle
     assert (handle.schedule.chunk_size, handle.schedule.keep_layers, handle.schedule.keep_kv) == (50, 0, "no")
 
 
@@ -79,5 +79,5 @@ def test_a_budget_nothing_fits_is_told_with_its_line(folder: Path, capfd: pytest
     ],
 )
 def test_out_of_memory_speaks_of_the_planner(folder: Path, settings: list[str], said: str):
-    sft = build_sft(load_recipe("tiny.yaml", settings))
+    sft = build_run(load_recipe("tiny.yaml", settings))
     assert said in train_settings(sft.recipe, sft.plan, sft.handle.schedule).out_of_memory_mend

@@ -9,8 +9,10 @@ import pytest
 from streamtune import data
 from streamtune.recipe import DpoRecipe, GrpoRecipe, Recipe
 from streamtune.simulate.scored import Scored
+from streamtune.tasks import task_of
 from streamtune.tasks.grpo.groups import Group, Layout, micro_batches
-from streamtune.tasks.shapes import completions_like, completions_of, holds_reference, prompts_of, unit_of
+from streamtune.tasks.grpo.task import Grpo
+from streamtune.tasks.shapes import in_proportion
 
 COMMON: dict[str, Any] = {"model_name_or_path": "none", "datasets": [{"path": "none"}]}
 
@@ -24,14 +26,14 @@ def grpo(**keys: Any) -> GrpoRecipe:
 
 
 def shape(recipe: Recipe, length: int, batch_size: int) -> Scored:
-    completions = completions_of(recipe)
+    completions = task_of(recipe).completions()
     assert completions is not None
     return completions(length, batch_size)
 
 
 def test_rows_are_no_completions() -> None:
-    assert completions_of(Recipe(**COMMON)) is None
-    assert unit_of(Recipe(**COMMON)) == "row"
+    assert task_of(Recipe(**COMMON)).completions() is None
+    assert task_of(Recipe(**COMMON)).unit == "row"
 
 
 @pytest.mark.parametrize(
@@ -52,7 +54,7 @@ def test_preferences(keys: dict[str, Any], length: int, trees: Any, forwards: fl
     assert (found.trees, found.forwards, found.share) == (trees, forwards, True)
     assert found.apart().length == length
     assert shape(dpo(**keys), length, 3).trees == trees * 3
-    assert unit_of(dpo(**keys)) == ("pair" if len(trees[0][1]) == 2 else "row")
+    assert task_of(dpo(**keys)).unit == ("pair" if len(trees[0][1]) == 2 else "row")
 
 
 @pytest.mark.parametrize(
@@ -72,13 +74,13 @@ def test_rewards(keys: dict[str, Any], length: int, trees: Any, forwards: float)
 
 def test_a_recipe_that_shares_nothing() -> None:
     assert shape(dpo(share_prefix="never"), 100, 1).share is False
-    completions = completions_of(dpo(), share=False)
+    completions = task_of(dpo()).completions(share=False)
     assert completions is not None
     assert (completions(100, 2).rows, completions(100, 2).length) == (4, 100)
 
 
 def test_a_run_whose_data_is_known() -> None:
-    like = completions_like(dpo(), ((600, (300, 401)),), 1000, share=True)
+    like = in_proportion(lambda trees: Scored(trees, True), ((600, (300, 401)),), 1000)
     assert like(1000, 1).trees == ((600, (300, 401)),)
     assert like(500, 1).trees == ((300, (150, 200)),)
     assert like(4000, 1).trees == ((600, (300, 401)),)
@@ -95,17 +97,17 @@ def test_a_run_whose_data_is_known() -> None:
     ],
 )
 def test_whether_a_second_model_is_held(keys: dict[str, Any], held: bool) -> None:
-    assert holds_reference(dpo(**keys)) is held
-    assert holds_reference(Recipe(**COMMON)) is False
-    assert holds_reference(grpo(beta=0.1))
-    assert not holds_reference(grpo())
+    assert task_of(dpo(**keys)).holds_reference is held
+    assert task_of(Recipe(**COMMON)).holds_reference is False
+    assert task_of(grpo(beta=0.1)).holds_reference
+    assert not task_of(grpo()).holds_reference
 
 
 @pytest.mark.parametrize(("group", "size"), [(8, 8), (8, 4), (4, 8), (4, 6), (3, 5), (2, 3), (5, 4)])
 def test_a_micro_batch_meets_no_more_prompts_than_are_planned_for(group: int, size: int) -> None:
     """Whether completions are left out or not: those of more prompts go into the next one."""
     recipe = grpo().model_copy(update={"num_generations": group})
-    most = prompts_of(recipe, size)
+    most = Grpo(recipe).prompts_of(size)
     prompts = [data.Prompt([1, 2, number + 3], "ask", origin="rows:1") for number in range(12)]
     for leaves_out in (False, True):
         groups = [

@@ -25,7 +25,7 @@ from streamtune.run.model import make_blueprint, make_model_alone
 from streamtune.run.plan import shares_prompts
 from streamtune.run.streaming import make_schedule
 from streamtune.simulate.workload import ALL_MODES, Mode
-from streamtune.tasks.shapes import LEAST, completions_of
+from streamtune.tasks import task_of
 
 __all__ = ["TableOptions", "bench_recipe", "table_recipe"]
 
@@ -72,7 +72,7 @@ def bench_recipe(
         UnsupportedModelError: The recipe asks for shared prompts, and its model cannot share them.
     """
     recipe = loaded.recipe
-    _check(lengths, modes, repeats, LEAST[recipe.objective])
+    _check(lengths, modes, repeats, task_of(recipe).shortest)
     completions = None
     if recipe.objective != "sft":
         if packed_rows:
@@ -85,7 +85,9 @@ def bench_recipe(
         device = choose_device(recipe.device)
         quiet_libraries(device)
         with blame_recipe(loaded):
-            completions = completions_of(recipe, share=shares_prompts(recipe, make_blueprint(recipe, device), device))
+            completions = task_of(recipe).completions(
+                share=shares_prompts(recipe, make_blueprint(recipe, device), device)
+            )
     if packed_rows and not 2 <= packed_rows <= min(lengths) // 2:
         raise ArgumentError(
             f"--packed-rows cuts every length into rows of two tokens or more; found {packed_rows}",

@@ -23,12 +23,12 @@ from streamtune.probe.trial import Outcome, run_trial
 from streamtune.recipe.schema import Recipe
 from streamtune.run.device import choose_device, quiet_libraries
 from streamtune.run.model import make_blueprint
-from streamtune.run.plan import make_workload, reference_bytes, shares_prompts
+from streamtune.run.plan import recipe_workload
 from streamtune.run.streaming import make_schedule
 from streamtune.simulate.simulate import simulate
 from streamtune.simulate.workload import Mode
 from streamtune.sizes import show_size
-from streamtune.tasks.shapes import LEAST, completions_of
+from streamtune.tasks import task_of
 
 __all__ = ["lengths_report"]
 
@@ -104,14 +104,7 @@ def _simulated(recipe: Recipe, job: Job, budget: Budget) -> tuple[dict[str, Any]
     quiet_libraries(kernels)
     model = make_blueprint(recipe, kernels)
     env = env_of(model, job, torch.device("meta"))
-    whole = make_workload(
-        recipe,
-        model,
-        LEAST[recipe.objective],
-        kernels,
-        completions=completions_of(recipe, share=shares_prompts(recipe, model, kernels)),
-        reference_bytes=reference_bytes(recipe, kernels),
-    )
+    whole = recipe_workload(recipe, model, task_of(recipe).shortest, kernels)
 
     def attempt(entry: Entry, length: int) -> Outcome:
         workload = replace(whole, length=length, mode=entry.case.mode)

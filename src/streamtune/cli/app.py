@@ -9,14 +9,12 @@ import typer
 from streamtune import __version__
 
 from .bench import bench
-from .dpo import dpo
 from .env import env
-from .grpo import grpo
 from .plan import plan
 from .probe_max_len import probe_max_len
 from .recipes import recipes
 from .schema import schema
-from .sft import sft
+from .train import dpo, grpo, sft
 from .validate import validate
 from .verify import verify
 

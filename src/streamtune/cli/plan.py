@@ -155,10 +155,10 @@ def _describe_step(planned: RecipePlan) -> str:
 
 def _describe_scored(scored: Scored, recipe: Recipe) -> str:
     """Describe a batch: ``1 pair of 2 x 65,536 tokens, prompt shared: 98,304 tokens``."""
-    from streamtune.tasks.shapes import unit_of
+    from streamtune.tasks import task_of
 
     longest = max(trunk + max(branches) for trunk, branches in scored.trees)
-    unit, count = unit_of(recipe), recipe.per_device_train_batch_size
+    unit, count = task_of(recipe).unit, recipe.per_device_train_batch_size
     units = f"{count} {unit}{'s' if count > 1 else ''} of {'2 x ' if unit == 'pair' else ''}{longest:,} tokens"
     total = f"{scored.rows * scored.length:,} tokens"
     if not scored.shares:

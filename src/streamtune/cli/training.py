@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from itertools import pairwise
 from pathlib import Path
 from textwrap import indent
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 from rich.text import Text
@@ -57,25 +57,21 @@ SPARK = "▁▂▃▄▅▆▇█"
 
 def train_recipe(
     objective: str,
-    import_room: Callable[[], tuple[Callable[..., Any], Callable[..., Outcome]]],
     recipe: Path,
-    settings: Sequence[str],
-    *,
+    settings: Sequence[str] | None,
     dry_run: bool,
     resume: str,
     output_dir: Path | None,
-    allow_change: Sequence[str] = (),
-    nproc: int | None = None,
-    hostfile: Path | None = None,
+    allow_change: Sequence[str] | None,
+    nproc: int | None,
+    hostfile: Path | None,
 ) -> None:
     """Train, and exit with the exit code; a dry run returns.
 
     Args:
         objective: That of the command; a recipe of another one is refused.
-        import_room: Imports and returns two functions: one builds a run from a loaded recipe, the other trains it.
-            Slow, so it is called while a status is shown.
         recipe: The recipe file.
-        settings: Overrides of the recipe, each ``key=value``.
+        settings: Overrides of the recipe, each ``key=value``; None without.
         dry_run: Build the run, print its summary, and stop.
         resume: ``auto``, ``never`` or the path of a checkpoint.
         output_dir: Replaces that of the recipe.
@@ -83,7 +79,7 @@ def train_recipe(
         nproc: Start this many ranks of the command on each host, and wait for them.
         hostfile: A file that lists the hosts; None is this machine.
     """
-    overrides = [*settings, *([f"output_dir={json.dumps(str(output_dir))}"] if output_dir else [])]
+    overrides = [*(settings or []), *([f"output_dir={json.dumps(str(output_dir))}"] if output_dir else [])]
     loaded = read_recipe(recipe, overrides, objective)
     need_output(dry_run)  # what is trained is in files
     if nproc is not None or hostfile is not None:
@@ -93,16 +89,19 @@ def train_recipe(
     os.environ.setdefault("OMP_WAIT_POLICY", "passive")
     try:
         with err.status("loading libraries"):
-            build, train = import_room()
+            from streamtune.run.build import build_run
             from streamtune.run.ranks import leave_ranks
+            from streamtune.run.train import train_run
         for note in loaded.notes:
             _note(note)
         with watch(environment) as watchdog:
             doing = shown(err.status, watchdog)
-            run = build(loaded, resume=resume, allow_change=allow_change, dry_run=dry_run, notify=_note, doing=doing)
+            run = build_run(
+                loaded, resume=resume, allow_change=allow_change or [], dry_run=dry_run, notify=_note, doing=doing
+            )
             run.watchdog = watchdog
             _print_banner(run)
-            outcome = None if dry_run else train(run, out)
+            outcome = None if dry_run else train_run(run, out)
             leave_ranks()  # while the watchdog still looks: a rank that does not come is named
     except KeyboardInterrupt:
         err.print("Stopped.")
@@ -126,11 +125,11 @@ def _print_banner(run: Run) -> None:
     print_rows(
         [
             ("model", _describe_model(run)),
-            ("data", run.data_summary),
+            ("data", run.prepared.report.describe()),
             ("engine", _describe_engine(run)),
-            *([("ranks", _describe_ranks(run))] if run.start.world.size > 1 else []),
+            *([("ranks", _describe_ranks(run))] if run.world.size > 1 else []),
             *([("deepspeed", _describe_deepspeed(run))] if run.recipe.deepspeed is not None else []),
-            *([("memory", describe_plan(run.memory))] if run.memory is not None else []),
+            *([("memory", describe_plan(run.streamed.memory))] if run.streamed.memory is not None else []),
             ("steps", _describe_steps(run)),
             ("output", _describe_output(run)),
             *([("runs code", "; ".join(code))] if (code := code_of(run.recipe)) else []),
@@ -146,7 +145,7 @@ def _describe_model(run: Run) -> str:
     if run.start.quantization is not None:
         dtype += f", linear layers in {run.start.quantization}"
     autocast = ", computed in bfloat16" if run.recipe.bf16 else ""
-    return f"{type(base).__name__}, {_short(total)} parameters, {trained}; {dtype}{autocast} on {run.start.device}"
+    return f"{type(base).__name__}, {_short(total)} parameters, {trained}; {dtype}{autocast} on {run.device}"
 
 
 def _describe_engine(run: Run) -> str:
@@ -154,7 +153,7 @@ def _describe_engine(run: Run) -> str:
 
 
 def _describe_ranks(run: Run) -> str:
-    recipe, world = run.recipe, run.start.world
+    recipe, world = run.recipe, run.world
     local = int(os.environ.get("LOCAL_WORLD_SIZE", world.size))
     nodes = f" on {world.size // local} machines" if world.size > local else ""
     shared = "PyTorch FSDP2" if recipe.fsdp else "a whole model each (DDP)"
@@ -176,14 +175,14 @@ def _describe_deepspeed(run: Run) -> str:
 
 def _describe_steps(run: Run) -> str:
     recipe, plan = run.recipe, run.plan
-    rows = run.rows_per_step
+    rows, unit = run.start.rows_per_step, run.start.task.step_unit
     supervised = getattr(recipe, "sft_steps", 0)
     steps = plan.total_steps - supervised
     epochs = steps / plan.steps_per_epoch
     warmup = f" after {plan.warmup_steps:,} of warm-up" if plan.warmup_steps else ""
     first = f"{supervised:,} supervised, then " if supervised else ""
     return (
-        f"{first}{steps:,} ({epochs:.3g} epochs) of {rows} {run.unit}{'s' if rows > 1 else ''}; {recipe.optim}, "
+        f"{first}{steps:,} ({epochs:.3g} epochs) of {rows} {unit}{'s' if rows > 1 else ''}; {recipe.optim}, "
         f"learning rate {recipe.learning_rate:g}, {recipe.lr_scheduler_type}{warmup}"
     )
 

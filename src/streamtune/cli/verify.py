@@ -45,12 +45,12 @@ def verify(
     loaded = read_recipe(recipe, set_ or [])
     os.environ.setdefault("OMP_WAIT_POLICY", "passive")  # read when torch is imported
     with err.status("loading libraries"):
-        from streamtune.verify.build import build_verify, run_verify
+        from streamtune.verify.build import build_verify, verify_recipe
     subject = build_verify(loaded, length=length, dtype=dtype, notify=print_note, doing=err.status)
     if not as_json:
         _print_banner(subject)
     with err.status("comparing") as status:
-        report = run_verify(subject, notify=status.update if err.is_terminal else err.print)
+        report = verify_recipe(subject, notify=status.update if err.is_terminal else err.print)
     if as_json:
         print_json({**report.to_json(), **_facts(subject)})
     else:
@@ -147,14 +147,12 @@ def _describe_completions(subject: Subject) -> str:
 
 def _describe_reference_of(subject: Subject) -> str:
     """Describe the loss and its reference model."""
-    from streamtune.tasks.shapes import has_reference
-
-    recipe, losses = subject.loaded.recipe, subject.losses
+    losses = subject.losses
     assert losses is not None
-    name: str = losses.recipe.loss_type
-    if not has_reference(recipe):
+    name: str = losses.task.recipe.loss_type
+    if not losses.task.compares:
         return f"{name}, no reference"
-    held = "a model beside it" if losses.beside is not None else "the model without its adapters"
+    held = "a model beside it" if losses.held is not None else "the model without its adapters"
     return f"{name}; the reference is {held}"
 
 

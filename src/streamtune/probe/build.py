@@ -33,7 +33,7 @@ from streamtune.run.plan import device_elsewhere, memory_of
 from streamtune.run.streaming import make_schedule
 from streamtune.simulate.workload import Mode
 from streamtune.sizes import parse_size, show_size
-from streamtune.tasks.shapes import LEAST, unit_of
+from streamtune.tasks import task_of
 
 __all__ = ["ProbeOptions", "probe_recipe"]
 
@@ -96,7 +96,7 @@ def probe_recipe(
         RunError: Every trial failed for another reason than memory.
     """
     recipe = loaded.recipe
-    _check(options, LEAST[recipe.objective])
+    _check(options, task_of(recipe).shortest)
     with blame_recipe(loaded):
         here = torch.device("cpu") if options.device else choose_device(recipe.device)
         simulates = options.method == "simulate"
@@ -208,7 +208,7 @@ def _make_task(recipe: Recipe, options: ProbeOptions, target: Device | None, her
         disk_bytes=sizes["disk"],
         schedule=make_schedule(spec) if spec.schedule == "fixed" else None,
         margin=margin,
-        unit=unit_of(recipe),
+        unit=task_of(recipe).unit,
     )
 
 

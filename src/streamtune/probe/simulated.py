@@ -24,12 +24,12 @@ from streamtune.probe.trial import Cause, Outcome
 from streamtune.recipe.schema import Recipe
 from streamtune.run.cluster import RanksAsked, cluster_of, links_for
 from streamtune.run.model import make_blueprint
-from streamtune.run.plan import make_workload, reference_bytes, shares_prompts
+from streamtune.run.plan import recipe_workload
 from streamtune.schedule import Schedule
 from streamtune.simulate.simulate import Simulation, simulate
 from streamtune.simulate.workload import Workload
 from streamtune.sizes import show_size
-from streamtune.tasks.shapes import LEAST, completions_of
+from streamtune.tasks import task_of
 
 __all__ = ["SimulatedTrials", "simulated"]
 
@@ -51,15 +51,7 @@ def simulated(
     model = make_blueprint(recipe, device)
     cluster = cluster_of(recipe, model, asked, links_for(target, here))
     ranks = cluster.ranks_per_node
-    workload = make_workload(
-        recipe,
-        model,
-        LEAST[recipe.objective],
-        device,
-        cluster=cluster,
-        completions=completions_of(recipe, share=shares_prompts(recipe, model, device)),
-        reference_bytes=reference_bytes(recipe, device),
-    )
+    workload = recipe_workload(recipe, model, task_of(recipe).shortest, device, cluster=cluster)
     limits = Limits(
         device_bytes=(task.device_bytes or 0) // (ranks if device.type == "cpu" else 1),
         host_bytes=(task.host_bytes or 0) // ranks,

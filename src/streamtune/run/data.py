@@ -1,4 +1,4 @@
-"""Make the sources, the tokenizer and the rows of a recipe."""
+"""Make the sources of the rows and the tokenizer of a recipe."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from streamtune.recipe.schema import Recipe
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-__all__ = ["make_sources", "make_tokenizer", "make_tokenizer_together", "prepare_data"]
+__all__ = ["make_sources", "make_tokenizer", "make_tokenizer_together"]
 
 
 def make_sources(loaded: LoadedRecipe) -> list[data.Source]:
@@ -28,8 +28,13 @@ def make_tokenizer(
     sources: Sequence[data.Source],
     checkpoint: train.Checkpoint | None,
     notify: Callable[[str], None],
+    *,
+    template: bool = True,
 ) -> PreTrainedTokenizerBase:
-    """Return the tokenizer: the checkpoint's, one trained on the rows, or one that is loaded."""
+    """Return the tokenizer: the checkpoint's, one trained on the rows, or one that is loaded.
+
+    With ``template`` it has the chat template of the recipe, if that gives one.
+    """
     if checkpoint is not None:
         return models.load_tokenizer(str(checkpoint.model_dir), trust_remote_code=recipe.trust_remote_code)
     spec = recipe.tokenizer
@@ -41,7 +46,7 @@ def make_tokenizer(
         name = spec.path if spec is not None else recipe.model_name_or_path
         assert name is not None, "the schema asks for a tokenizer where there is no model to take it from"
         tokenizer = models.load_tokenizer(name, trust_remote_code=recipe.trust_remote_code)
-    if recipe.chat_template is not None:
+    if template and recipe.chat_template is not None:
         models.set_chat_template(tokenizer, recipe.chat_template)
     return tokenizer
 
@@ -71,39 +76,12 @@ def make_tokenizer_together(
     def read() -> PreTrainedTokenizerBase:
         if made:
             return made[0]
-        plain = recipe.model_copy(update={"chat_template": None})
         tokenizer: PreTrainedTokenizerBase = (
-            make_tokenizer(plain, sources, checkpoint, notify) if text is None else models.read_trained_tokenizer(text)
+            make_tokenizer(recipe, sources, checkpoint, notify, template=False)
+            if text is None
+            else models.read_trained_tokenizer(text)
         )
         tokenizer.chat_template = template
         return tokenizer
 
     return world.together(read)
-
-
-def prepare_data(
-    recipe: Recipe,
-    sources: Sequence[data.Source],
-    tokenizer: PreTrainedTokenizerBase,
-    notify: Callable[[str], None],
-) -> data.PreparedData:
-    """Return the rows as token ids. Messages about them are passed to ``notify`` at the end.
-
-    Earlier they would interrupt the live count of rows.
-    """
-    said: list[str] = []
-    try:
-        return data.prepare(
-            sources,
-            tokenizer,
-            max_length=recipe.max_length,
-            overlength=recipe.overlength,
-            train_on=recipe.train_on,
-            val_size=recipe.val_size,
-            packing=recipe.packing,
-            seed=recipe.seed,
-            notify=said.append,
-        )
-    finally:
-        for text in said:
-            notify(text)

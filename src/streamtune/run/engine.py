@@ -3,122 +3,119 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import asdict
-from typing import TYPE_CHECKING, Any
+from dataclasses import asdict, dataclass
+from functools import partial
+from typing import Any
 
 from streamtune import models, train
 from streamtune.engine import StreamHandle
 from streamtune.errors import ArgumentError
-from streamtune.plan import Plan
-from streamtune.recipe.schema import Recipe
+from streamtune.plan.planner import Plan
 from streamtune.run.cluster import cluster_here
 from streamtune.run.model import make_trial_model
 from streamtune.run.plan import plan_model
-from streamtune.run.ranks import make_backend, sequence_ranks, shares_weights
+from streamtune.run.ranks import make_backend, sequence_ranks
+from streamtune.run.start import Doing, Start
 from streamtune.run.streaming import stream_model
 from streamtune.schedule import Schedule
 from streamtune.simulate.scored import Completions
+from streamtune.tasks.task import Notify
 
-if TYPE_CHECKING:
-    pass
-from streamtune.run.start import Doing, Notify, Start
+__all__ = ["Streamed", "plan_and_stream"]
 
-__all__ = ["plan_and_stream"]
+
+@dataclass(frozen=True)
+class Streamed:
+    """A model with the engine in it, ready to train."""
+
+    handle: StreamHandle
+    backend: train.Backend
+    memory: Plan | None
+    """The planner's schedule, and what a step of the longest rows holds and takes by it; None where none was asked."""
+    plan_below: Callable[[Schedule], Plan]
+    """Plans again, for less memory than a schedule that ran out of it. The model must not be streamed then."""
 
 
 def plan_and_stream(
-    recipe: Recipe,
-    model: Any,
     start: Start,
+    model: Any,
     *,
-    rows: int,
     length: int,
-    completions: Completions | None = None,
-    check: Callable[[StreamHandle], None] = lambda handle: None,
-    reference_bytes: int = 0,
+    completions: Completions | None,
+    reference_bytes: int,
     dry_run: bool,
     notify: Notify,
     doing: Doing,
-) -> tuple[StreamHandle, train.Backend, Plan | None]:
+) -> Streamed:
     """Put the engine into the model, with the planner's schedule if the recipe asks for one.
 
     Args:
-        recipe: The recipe.
-        model: On its device, with its adapters; changed in place.
         start: The start of the run.
-        rows: Sequences of a micro-batch, or what ``completions`` takes for one.
+        model: On its device, with its adapters; changed in place.
         length: Tokens of the longest sequence, or of the longest completion with its prompt.
         completions: The completions of a micro-batch, where the objective scores completions.
-        check: Another check of that very model, besides that it streams exactly.
         reference_bytes: Of a second model that is held and not trained.
         dry_run: Plan a fixed schedule too: a dry run is there to show what it would hold.
-        notify: See :data:`Notify`.
-        doing: See :data:`Doing`.
+        notify: See :data:`streamtune.tasks.task.Notify`.
+        doing: See :data:`streamtune.run.start.Doing`.
 
     Raises:
         ArgumentError: Nothing fits.
         UnsupportedModelError: The model does not stream exactly.
     """
-    recipe = _one_level(recipe)
-    like = recipe.model_copy(update={"per_device_train_batch_size": rows})
-    shape: dict[str, Any] = {"completions": completions, "reference_bytes": reference_bytes}
-    start.planned_for.update(recipe=like, length=length, device=start.device, **shape)
+    recipe, world = start.recipe, start.world
+    plan_this: Callable[..., Plan] = partial(
+        plan_model,
+        recipe,
+        model,
+        length,
+        start.device,
+        completions=completions,
+        reference_bytes=reference_bytes,
+        fixed=_fixed(start),
+    )
     memory: Plan | None = None
 
     def plan() -> tuple[dict[str, Any], int]:
         nonlocal memory
-        memory = plan_model(
-            like,
-            model,
-            length,
-            start.device,
-            **shape,
-            cluster=cluster_here(recipe, model, start.world, start.device),
-            keep=_schedule_of(start.checkpoint),
-            notify=notify,
-        )
+        cluster = cluster_here(recipe, model, world, start.device)
+        memory = plan_this(cluster=cluster, keep=_schedule_of(start.checkpoint), notify=notify)
         return asdict(memory.schedule), memory.simulation.host_bytes
 
     schedule, host_bytes = None, 0
     if recipe.engine.schedule == "auto" or dry_run:
         with doing("planning the steps"):  # one rank measures and chooses for all: they have to walk in step
-            planned, host_bytes = start.world.main(plan)
+            planned, host_bytes = world.main(plan)
             schedule = Schedule(**planned)
-    handle = stream_model(recipe, model, schedule, sequence_ranks(recipe, start.world))
+    handle = stream_model(recipe, model, schedule, sequence_ranks(recipe, world))
     with doing("checking that this model streams exactly"):
-        _check_streams(recipe, model, handle, check, start, notify)
+        _check_streams(start, model, handle, notify)
     with doing("setting up the optimizer"):  # after the checks: ranks that share the weights have them no longer whole
-        backend = make_backend(recipe, model, handle.layers, start.world, start.device)
+        backend = make_backend(recipe, model, handle.layers, world, start.device)
     if schedule is not None and not dry_run and schedule.uses_host:
         handle.tiers.reserve(host_bytes, start.device)
     start.identity["schedule"] = asdict(handle.schedule)  # not compared: another gives the same gradient, to rounding
-    return handle, backend, memory
+    return Streamed(handle, backend, memory, lambda failed: plan_this(below=failed))
 
 
-def _check_streams(
-    recipe: Recipe,
-    model: Any,
-    handle: StreamHandle,
-    check: Callable[[StreamHandle], None],
-    start: Start,
-    notify: Notify,
-) -> None:
+def _check_streams(start: Start, model: Any, handle: StreamHandle, notify: Notify) -> None:
     """Check the model itself, or a small one of its configuration if its weights are provided later, in parts.
 
     Raises:
         UnsupportedModelError: It does not stream exactly.
     """
+    recipe = start.recipe
     deferred = models.deferred_of(model)
     if deferred is None:
         handle.check()
-        check(handle)
+        start.task.check_model(handle)
         return
 
     def check_small() -> int:
         trial = make_trial_model(recipe, model, start.device)
         with stream_model(recipe, trial, handle.schedule, handle.sequence_parallel) as small:
             small.check()
-            check(small)
+            start.task.check_model(small)
             return len(small.layers)
 
     # Ranks that share a sequence compute each call together; any other rank would find what rank 0 finds.
@@ -131,23 +128,24 @@ def _check_streams(
     )
 
 
-def _one_level(recipe: Recipe) -> Recipe:
-    """Return the recipe with one level if ranks share the weights, which are whole only while their layer computes.
+def _fixed(start: Start) -> dict[str, Any]:
+    """Return what the planner may not choose: two levels if ranks share the weights.
 
-    Two levels would run the forward of other layers in a layer's backward.
+    A layer's weights are whole only while it computes, and with two levels the forward of other layers runs in its
+    backward.
 
     Raises:
         ArgumentError: The recipe asks for two levels.
     """
-    if not shares_weights(recipe):
-        return recipe
-    if recipe.engine.levels == 2:
+    if not start.shares_weights:
+        return {}
+    if start.recipe.engine.written().get("levels") == 2:
         raise ArgumentError(
             "with two levels a layer's backward computes those before it again, whose weights are on other ranks then",
             where="engine.levels",
             mend="delete the line, or write deepspeed: zero2; offload: host holds layer inputs as well",
         )
-    return recipe.model_copy(update={"engine": recipe.engine.model_copy(update={"levels": 1})})
+    return {"levels": 1}
 
 
 def _schedule_of(checkpoint: train.Checkpoint | None) -> Schedule | None:

@@ -40,7 +40,7 @@ from streamtune.simulate.scored import Completions, Scored
 from streamtune.simulate.simulate import simulate
 from streamtune.simulate.workload import Workload
 from streamtune.sizes import parse_size
-from streamtune.tasks.shapes import LEAST, completions_of, holds_reference, may_share
+from streamtune.tasks import task_of
 
 __all__ = [
     "PlanOptions",
@@ -50,6 +50,7 @@ __all__ = [
     "memory_of",
     "plan_model",
     "plan_recipe",
+    "recipe_workload",
     "reference_bytes",
     "shares_prompts",
 ]
@@ -135,21 +136,13 @@ def plan_recipe(
         device = here if target is None else torch.device("cuda")
         model = make_blueprint(recipe, device)
         length = options.length or recipe.max_length
-        if length < LEAST[recipe.objective]:
+        if length < task_of(recipe).shortest:
             raise ArgumentError(
-                f"a prompt and its completion have {LEAST[recipe.objective]} tokens or more, not {length}",
+                f"a prompt and its completion have {task_of(recipe).shortest} tokens or more, not {length}",
                 where="max_length" if options.length is None else "--length",
             )
         cluster = cluster_of(recipe, model, RanksAsked(options.ranks, options.nodes), links_for(target, here))
-        workload = make_workload(
-            recipe,
-            model,
-            length,
-            device,
-            cluster=cluster,
-            completions=completions_of(recipe, share=shares_prompts(recipe, model, device)),
-            reference_bytes=reference_bytes(recipe, device),
-        )
+        workload = recipe_workload(recipe, model, length, device, cluster=cluster)
         limits = _limits(recipe.engine, options, target, here, cluster)
         rates = sheet_rates(target) if target else _rates_here(recipe, model, here, notify)
         rates = replace(rates, host_bandwidth=rates.host_bandwidth / cluster.ranks_per_node)
@@ -188,6 +181,7 @@ def plan_model(
     cluster: Cluster | None = None,
     keep: Schedule | None = None,
     below: Schedule | None = None,
+    fixed: dict[str, Any] | None = None,
     notify: Callable[[str], None] = lambda message: None,
 ) -> Plan:
     """Plan a run with the model that is loaded, within the memory that is free besides it.
@@ -204,6 +198,7 @@ def plan_model(
             it still fits and the recipe still allows it.
         below: A schedule that ran out of memory, contrary to its prediction. The one chosen holds less, even where the
             recipe fixes the schedule.
+        fixed: Fields of the schedule that are not the planner's to choose, besides those that the recipe writes.
         notify: Called before what takes a while, with its name.
 
     Raises:
@@ -219,7 +214,7 @@ def plan_model(
     workload = make_workload(
         recipe, shape, length, device, cluster=ranks, completions=completions, reference_bytes=reference_bytes
     )
-    written = recipe.engine.written()
+    written = {**recipe.engine.written(), **(fixed or {})}
     if below is not None:
         return _smaller(workload, below, limits, rates, written)
     if recipe.engine.schedule == "fixed":
@@ -283,13 +278,32 @@ def make_workload(
     )
 
 
+def recipe_workload(
+    recipe: Recipe, model: nn.Module, length: int, device: torch.device, *, cluster: Cluster | None = None
+) -> Workload:
+    """Return the workload of a step in the shape that the recipe's keys give it; arguments as :func:`make_workload`.
+
+    Raises:
+        UnsupportedModelError: The recipe asks for shared prompts, and its model cannot share them.
+    """
+    return make_workload(
+        recipe,
+        model,
+        length,
+        device,
+        cluster=cluster,
+        completions=task_of(recipe).completions(share=shares_prompts(recipe, model, device)),
+        reference_bytes=reference_bytes(recipe, device),
+    )
+
+
 def shares_prompts(recipe: Recipe, model: nn.Module, device: torch.device) -> bool:
     """Return True if completions can share their prompts in this model, by a simulation of a few tokens on ``meta``.
 
     Raises:
         UnsupportedModelError: They cannot, and the recipe asks for it.
     """
-    if not may_share(recipe):
+    if not task_of(recipe).may_share:
         return False
     tree = Scored(((5, (6, 6)),))
     workload = Workload(lambda: model, tree.length, device_type=device.type, completions=lambda length, size: tree)
@@ -305,7 +319,7 @@ def shares_prompts(recipe: Recipe, model: nn.Module, device: torch.device) -> bo
 
 def reference_bytes(recipe: Recipe, device: torch.device) -> int:
     """Return the bytes of the weights of a reference model, from its configuration; 0 if no second model is held."""
-    return held_bytes(make_reference_blueprint(recipe, device)) if holds_reference(recipe) else 0
+    return held_bytes(make_reference_blueprint(recipe, device)) if task_of(recipe).holds_reference else 0
 
 
 def device_elsewhere(recipe: Recipe, name: str | None, device_bytes: int | None, here: torch.device) -> Device | None:

@@ -51,12 +51,13 @@ def leave_ranks() -> None:
         leave()
 
 
-def make_world(recipe: Recipe, device: torch.device) -> train.World:
+def make_world(recipe: Recipe, device: torch.device, *, shares_weights: bool) -> train.World:
     """Join the ranks of this run, by the environment variables of their launcher; without them the run has one rank.
 
     Args:
         recipe: The recipe.
         device: This rank's.
+        shares_weights: True if each rank holds a part of the weights.
 
     Raises:
         ArgumentError: The ranks cannot be laid out as the recipe asks.
@@ -70,7 +71,7 @@ def make_world(recipe: Recipe, device: torch.device) -> train.World:
         )
     if recipe.deepspeed is not None and recipe.fsdp:
         raise ArgumentError("'deepspeed' and 'fsdp' exclude each other", where="fsdp", mend="keep one of them")
-    if recipe.finetuning_type == "qlora" and shares_weights(recipe):
+    if recipe.finetuning_type == "qlora" and shares_weights:
         raise ArgumentError(
             "quantised weights cannot be shared between ranks",
             where="fsdp" if recipe.fsdp else "deepspeed",

@@ -12,6 +12,7 @@ reference's weights, the dtypes it computes in, and every token of the rows.
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import ExitStack
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -21,12 +22,17 @@ from streamtune.engine import StreamHandle, stream
 from streamtune.errors import ArgumentError, StreamTuneError, UserError
 from streamtune.recipe.schema import Recipe
 from streamtune.run.model import make_reference_model
+from streamtune.run.ranks import share_reference, whole_weights
+from streamtune.run.start import Doing, Start
 from streamtune.schedule import Schedule
+from streamtune.tasks.preference import PreferenceBatches
+from streamtune.tasks.reference import KeptLogps, compute_logps, read_logps, reference_key
+from streamtune.tasks.task import Notify
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-__all__ = ["asked_for", "load_reference", "streamed"]
+__all__ = ["asked_for", "kept_logps", "load_reference", "make_reference", "streamed"]
 
 KEY = "ref_model_name_or_path"
 
@@ -69,6 +75,87 @@ def load_reference(
         raise
     _check_vocabulary(name, reference, model, tokenizer, trust_remote_code=recipe.trust_remote_code)
     return _frozen(reference)
+
+
+def make_reference(
+    start: Start, model: Any, handle: StreamHandle, held: Any | None, closing: ExitStack
+) -> train.Reference | None:
+    """Return the reference as objectives call it: ``held``, or the trained model without its adapters; None without.
+
+    Args:
+        start: The start of the run.
+        model: The trained model.
+        handle: Its engine.
+        held: The second model, from :func:`load_reference`.
+        closing: Gets a callback for the engine that gathers the reference's weights, where ranks share them.
+    """
+    if not start.task.compares:
+        return None
+    if held is None:
+        return train.ModelReference(model, handle, temperature=start.task.temperature)
+    return streamed(held, handle, temperature=start.task.temperature, share=_share(start, closing))
+
+
+def kept_logps(
+    start: Start,
+    model: Any,
+    handle: StreamHandle,
+    tokenizer: PreTrainedTokenizerBase,
+    batches: PreferenceBatches,
+    closing: ExitStack,
+    *,
+    notify: Notify,
+    doing: Doing,
+) -> KeptLogps:
+    """Return the reference's log-probs of every tree: those that are kept from an earlier run, or computed now.
+
+    Args:
+        start: The start of the run.
+        model: The trained model.
+        handle: Its engine.
+        tokenizer: Its tokenizer.
+        batches: The trees.
+        closing: See :func:`make_reference`.
+        notify: See :data:`streamtune.tasks.task.Notify`.
+        doing: See :data:`streamtune.run.start.Doing`.
+    """
+    recipe, world = start.recipe, start.world
+    # A run that is resumed says under which key they are kept; its model is no longer the one it started with.
+    # A reference that was allowed to change is asked anew.
+    same = start.checkpoint is not None and not start.changed_files() & {"base", "adapter", "reference"}
+    known = start.checkpoint.state["identity"].get("reference") if start.checkpoint is not None and same else None
+    if known is not None and not world.any((kept := read_logps(known)) is None) and kept is not None:
+        start.identity["reference"] = known
+        return kept
+    asked: Any = model
+    if asked_for(recipe) is not None or (recipe.finetuning_type == "full" and start.checkpoint is not None):
+        with doing("loading the reference"):
+            asked = load_reference(recipe, model, tokenizer, start.device, sharing=start.sharing)
+    reference = make_reference(start, model, handle, None if asked is model else asked, closing)
+    assert reference is not None, "log-probs are kept of a reference"
+    with doing("reading the reference's weights"):
+        weights = whole_weights(recipe, asked) if start.shares_weights else asked.named_parameters()
+        key = world.collect(reference_key(weights, batches.asked(), bf16=recipe.bf16))[0]
+    start.identity["reference"] = key
+    kept = read_logps(key)
+    if not world.any(kept is None):
+        assert kept is not None
+        notify("the reference's log-probs are known from an earlier run")
+        return kept
+    with doing("asking the reference"):
+        trees = map(batches.alone, batches.asked())
+        return compute_logps(key, reference, trees, start.device, bf16=recipe.bf16, notify=notify)
+
+
+def _share(start: Start, closing: ExitStack) -> Callable[[Any, Any], None]:
+    """Return a function that gives a reference its weights, a part to each rank, if they are provided later."""
+
+    def share(model: Any, layers: Any) -> None:
+        engine = share_reference(start.recipe, model, layers, start.world, start.device)
+        if engine is not None:
+            closing.callback(engine.destroy)
+
+    return share
 
 
 def streamed(
@@ -121,6 +208,3 @@ def _check_vocabulary(
     if differing:
         what = f"the reference '{name}' has another vocabulary: {differing:,} of {len(known):,} tokens differ"
         raise ArgumentError(what, where=KEY, mend=mend)
-
-
-# --- computed once ----------------------------------------------------------------------------------------------------

@@ -1,4 +1,4 @@
-"""Start a run: find its directory, the checkpoint it goes on from, its device and its ranks.
+"""Start a run: find its directory and the checkpoint it goes on from.
 
 The settings of a run that is resumed are compared with those of the recipe, and a difference that would change the
 training is refused by name. The directory is held before it is read, so that decisions made from its files hold until
@@ -7,11 +7,10 @@ the run is over.
 
 from __future__ import annotations
 
-import json
 import secrets
 from collections.abc import Callable, Collection, Iterable, Mapping
 from contextlib import AbstractContextManager, ExitStack, nullcontext, suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -23,18 +22,14 @@ from streamtune.distributed import agree
 from streamtune.errors import ArgumentError, RecipeError, did_you_mean
 from streamtune.recipe.loader import LoadedRecipe
 from streamtune.recipe.schema import Recipe
-from streamtune.run.device import choose_device, quiet_libraries
 from streamtune.run.fingerprints import fingerprint_inputs, fingerprint_tokenizer_files
-from streamtune.run.model import choose_quantization
-from streamtune.run.ranks import device_of_rank, make_world, share_reference, shares_weights
-from streamtune.tasks.steps import accumulation
+from streamtune.run.setup import Setup, resolve
+from streamtune.tasks.task import Notify
 
-__all__ = ["Doing", "Notify", "Start", "start_run", "tell_of_model"]
+__all__ = ["Doing", "Start", "start_run", "tell_of_model"]
 
-Notify = Callable[[str], None]
-"""Told what is worth knowing on the way, a sentence at a time."""
 Doing = Callable[[str], AbstractContextManager[Any]]
-"""Shows what takes a while, for as long as it does."""
+"""Returns a context that shows a message while something takes long."""
 FREE_KEYS = frozenset(
     {
         # Where things go and what is shown,
@@ -60,22 +55,16 @@ SHAPE_KEYS = frozenset({"model", "finetuning_type", "lora_r", "lora_alpha", "lor
 
 
 @dataclass(frozen=True)
-class Start:
+class Start(Setup):
     """The start of a run, and what it must have in common with the run that it resumes."""
 
-    device: torch.device
-    world: train.World
-    """The ranks that train together."""
-    quantization: str | None
-    """``nf4`` or ``int8``: of the frozen linear layers."""
     directory: train.RunDirectory
     checkpoint: train.Checkpoint | None
     """The checkpoint that the run goes on from; None starts at the beginning."""
     identity: dict[str, Any]
+    """The settings and fingerprints of the run; those of files, data and model are added as they become known."""
     replaces: bool
     """True if ``directory`` holds another run, which is moved aside first."""
-    shares_weights: bool
-    """True if each rank holds a part of the weights."""
     continued: Mapping[Path, dict[str, Any]]
     """The run directory and the checkpoint that are resumed, each with the identity it was started with."""
     allow: frozenset[str]
@@ -85,10 +74,6 @@ class Start:
     """Fingerprints of the files that are read, of models on a hub too where asked."""
     hold: train.DirectoryHold | None = None
     """Keeps other processes out of ``directory``; None in a dry run, and on ranks other than 0."""
-    planned_for: dict[str, Any] = field(default_factory=dict)
-    """Arguments of the planner, for another plan if memory runs out."""
-    engines: list[Any] = field(default_factory=list)
-    """Engines that gather the weights of references that ranks share."""
 
     def __enter__(self) -> Start:
         return self
@@ -120,27 +105,6 @@ class Start:
             error.what += f"; the run that was there is now in {aside}"
             raise
         return aside
-
-    @property
-    def sharing(self) -> train.World | None:
-        """The ranks that share the weights; None where each has all of them."""
-        return self.world if self.shares_weights else None
-
-    def share(self, recipe: Recipe) -> Callable[[Any, Any], None]:
-        """Return a function that gives a reference its weights, a part to each rank, if they are provided later."""
-
-        def share(model: Any, layers: Any) -> None:
-            engine = share_reference(recipe, model, layers, self.world, self.device)
-            if engine is not None:
-                self.engines.append(engine)
-
-        return share
-
-    def close(self) -> None:
-        """Destroy the engines that share references."""
-        for engine in self.engines:
-            engine.destroy()
-        self.engines.clear()
 
     def with_data(self, fingerprint: str) -> None:
         """Record the fingerprint of the data, and compare it.
@@ -261,7 +225,7 @@ def start_run(
     Args:
         loaded: The recipe.
         resume: ``auto`` (go on where the run in ``output_dir`` stopped), ``never``, or the path of a checkpoint.
-        notify: See :data:`Notify`.
+        notify: See :data:`streamtune.tasks.task.Notify`.
         allow_change: Keys that may differ: keys of the recipe, ``data``, and keys of ``train.FILES``.
         dry_run: Write nothing; neither hold the directory nor fail if another process does.
         doing: See :data:`Doing`.
@@ -285,13 +249,8 @@ def start_run(
                 where="--allow-change",
                 mend="undo the change, or start anew with another --output-dir",
             )
-    device = device_of_rank(choose_device(recipe.device))
-    if recipe.deterministic:
-        train.use_deterministic_kernels()
-    quantization = choose_quantization(recipe, device)
-    quiet_libraries(device)
-    agree(_facts(recipe))
-    world = make_world(recipe, device)
+    setup = resolve(loaded, notify)
+    world = setup.world
     directory = train.RunDirectory(Path(recipe.output_dir))
     with ExitStack() as held:  # until this start is found to be possible, and by what is returned from then on
 
@@ -315,14 +274,11 @@ def start_run(
         if checkpoint is not None:
             continued[checkpoint.path] = checkpoint.state["identity"]
         start = Start(
-            device=device,
-            world=world,
-            quantization=quantization,
+            **vars(setup),
             directory=directory,
             checkpoint=checkpoint,
-            identity=_identify(recipe, quantization, world, before if resume != "never" else None),
+            identity=_identify(setup, before if resume != "never" else None),
             replaces=before is not None and resume == "never",
-            shares_weights=shares_weights(recipe),
             continued=continued,
             allow=frozenset(allow_change),
             notify=notify,
@@ -379,29 +335,22 @@ def _refuse_own_inputs(recipe: Recipe, folder: Path, output: Path) -> None:
         )
 
 
-def _facts(recipe: Recipe) -> dict[str, str]:
-    """Return the settings of a recipe that must be the same on all ranks: all but the places of files."""
-    settings = recipe.model_dump(mode="json", exclude={"output_dir", "datasets"})
-    return {f"recipe {name}": json.dumps(value) for name, value in settings.items()}
-
-
-def _identify(
-    recipe: Recipe, quantization: str | None, world: train.World, before: Mapping[str, Any] | None
-) -> dict[str, Any]:
+def _identify(setup: Setup, before: Mapping[str, Any] | None) -> dict[str, Any]:
     """Return the identity of a run: the settings that a resumption must share, and others whose changes are reported.
 
     The rows of a step are those of all ranks together: on how many they are computed changes nothing but roundings.
     """
+    recipe = setup.recipe
     compared = recipe.model_dump(mode="json", exclude={*FREE_KEYS, "quantization"})
-    compared["gradient_accumulation_steps"] = accumulation(recipe, world) * world.data_size
+    compared["gradient_accumulation_steps"] = setup.micro_batches * setup.world.data_size
     if recipe.objective == "sft":  # runs were started before there was another
         del compared["objective"]
-    if quantization is not None:  # what `auto` became: on another device it is another model
-        compared["quantization"] = quantization
+    if setup.quantization is not None:  # what `auto` became: on another device it is another model
+        compared["quantization"] = setup.quantization
     return {
         "run": (before or {}).get("run") or secrets.token_hex(8),
         "recipe": compared,
-        "world_size": world.size,
+        "world_size": setup.world.size,
         "free": recipe.model_dump(mode="json", include=set(FREE_KEYS) - {"output_dir", "datasets"}),
         "versions": {"streamtune": __version__, "torch": torch.__version__, "transformers": transformers.__version__},
     }

@@ -1,35 +1,34 @@
-"""Run training and its end, alike for every objective, once a run is built.
+"""Train a run that is built, save its model, and let it complete the sample prompt.
 
-    build_start   recipe -> directory, checkpoint, device, ranks
-    build_engine  model -> plan, stream, checks, backend
-    train_run     trains, saves the model, lets it complete the sample prompt
-
-An objective adds its data, its loss and its batches (``build_sft``, ``build_dpo``, ``build_grpo``).
+build.build_run   recipe -> directory, checkpoint, data, model, engine, reference, steps
+train_run         the training loop, and the end of a run
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import asdict, dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from streamtune import models, optim, train
+import torch
+
+from streamtune import models, train
 from streamtune.distributed import RankEnvironment, Watchdog, keep_log, read_environment
 from streamtune.engine import StreamHandle
 from streamtune.errors import ArgumentError, NonFiniteError
-from streamtune.plan import Plan
 from streamtune.recipe.dump import dump_recipe
 from streamtune.recipe.loader import LoadedRecipe
 from streamtune.recipe.schema import Recipe
-from streamtune.run.plan import plan_model
+from streamtune.run.engine import Streamed
 from streamtune.run.settings import train_settings
 from streamtune.schedule import Schedule
 from streamtune.streams import lost_output
-from streamtune.tasks.steps import StepPlan, accumulation, share_out
+from streamtune.tasks.steps import StepPlan, share_out
+from streamtune.tasks.task import Training
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -37,9 +36,6 @@ if TYPE_CHECKING:
 from streamtune.run.start import Start
 
 __all__ = ["Outcome", "Run", "train_run"]
-
-Begin = Callable[[train.Backend, train.Progress, train.StopRequest], None]
-"""Given, before the first step, what a loop is run with and a stream of steps may want to know."""
 
 PATIENT = ("saving", "scoring")
 """Activities of a step that may wait for something outside: a disk, a reward function."""
@@ -55,18 +51,20 @@ class Run:
     loaded: LoadedRecipe
     start: Start
     tokenizer: PreTrainedTokenizerBase
-    data_summary: str
-    """The data in one line."""
+    prepared: Any
+    """The data, as the task makes it."""
+    batches: Any
+    """Makes micro-batches of it."""
     model: Any
     parameters: models.ParameterCount
-    handle: StreamHandle
-    backend: train.Backend
-    """Steps the model."""
+    streamed: Streamed
+    reference: train.Reference | None
+    """None where the loss has none."""
+    share: bool
+    """True if completions share their prompts."""
     plan: StepPlan
-    unit: str
-    """The unit of which a step has so many: ``row``, ``packed sequence``, ``pair`` ..."""
-    memory: Plan | None
-    """The planner's schedule, and what a step of the longest rows holds and takes by it; None where none was asked."""
+    closing: ExitStack
+    """Destroys engines that gather the weights of a reference."""
     watchdog: Watchdog = field(default_factory=lambda: Watchdog(RankEnvironment()))
     """Watches the ranks while they train; by itself that of a run of one, which does nothing."""
 
@@ -76,20 +74,44 @@ class Run:
         return self.loaded.recipe
 
     @property
+    def handle(self) -> StreamHandle:
+        """The handle of the streamed model."""
+        return self.streamed.handle
+
+    @property
+    def backend(self) -> train.Backend:
+        """Computes gradients and updates the weights."""
+        return self.streamed.backend
+
+    @property
     def directory(self) -> train.RunDirectory:
         """The directory of the run's files."""
         return self.start.directory
 
     @property
-    def rows_per_step(self) -> int:
-        """Rows, or what ``unit`` says, of an optimizer step on all ranks together."""
-        world = self.start.world
-        return self.recipe.per_device_train_batch_size * accumulation(self.recipe, world) * world.data_size
+    def device(self) -> torch.device:
+        """The device of this rank."""
+        return self.start.device
+
+    @property
+    def world(self) -> train.World:
+        """The ranks that train together."""
+        return self.start.world
+
+    @property
+    def shares_weights(self) -> bool:
+        """True if each rank holds a part of the weights."""
+        return self.start.shares_weights
 
     @property
     def checkpoint(self) -> train.Checkpoint | None:
         """The checkpoint that the run goes on from; None starts at the beginning."""
         return self.start.checkpoint
+
+    @property
+    def first_step(self) -> int:
+        """The step that the run goes on from; 0 at the beginning."""
+        return self.checkpoint.step if self.checkpoint else 0
 
 
 @dataclass(frozen=True)
@@ -126,33 +148,20 @@ class Outcome:
         return found[-1] if found else {}
 
 
-def train_run(
-    run: Run,
-    console: Console,
-    *,
-    objective: train.Objective,
-    steps: train.StepStream,
-    validation: Callable[[], Iterable[train.MicroBatch]] | None,
-    learning_rate_at: Callable[[int], float] | None = None,
-    begin: Begin = lambda backend, progress, stop: None,
-) -> Outcome:
+def train_run(run: Run, console: Console) -> Outcome:
     """Train; if the run comes to its end, save the model and let it complete the sample prompt.
 
     Args:
         run: Built from its recipe; used once.
         console: The console that shows progress.
-        objective: The objective that is minimised.
-        steps: Its micro-batches.
-        validation: The held-out ones, anew at each call; None where nothing is held out.
-        learning_rate_at: The learning rate of each step, from 0; None is the recipe's schedule over all of them.
-        begin: See :data:`Begin`.
 
     Raises:
         RunError: Training failed; the checkpoints saved before are intact.
     """
+    training = run.start.task.training(run)
     directory = run.directory
     before = run.checkpoint.state["progressed"]["tokens"] if run.checkpoint else 0
-    world = run.start.world
+    world = run.world
     with _claimed(run) as moved_aside:
         keep_log(directory.path, read_environment())
         run.watchdog.event = lambda name, details: train.append_event(directory.events, name, **details)
@@ -160,9 +169,7 @@ def train_run(
         started = time.perf_counter()
         failures = train.record_failure(directory.events) if world.is_main else nullcontext()
         with train.StopRequest() as stop, failures:
-            progressed = _train(
-                run, objective, steps, validation, writer, stop, console, learning_rate_at or _schedule(run), begin
-            )
+            progressed = _train(run, training, writer, stop, console)
         seconds = time.perf_counter() - started
         finished = progressed.step >= run.plan.total_steps
         sample = _finish(run, writer) if finished else None
@@ -173,7 +180,7 @@ def train_run(
                 why["output"] = f"lost: {lost.strerror}"
             train.append_event(directory.events, "finish" if finished else "stop", step=progressed.step, **why)
         run.backend.close()
-        run.start.close()
+        run.closing.close()
     newest = train.checkpoint_path(directory.checkpoints, progressed.step)
     return Outcome(
         progressed=progressed,
@@ -192,7 +199,7 @@ def train_run(
 @contextmanager
 def _claimed(run: Run) -> Iterator[Path | None]:
     """Claim the run directory while inside, by rank 0 for all; yield the place to which an earlier run was moved."""
-    start, world = run.start, run.start.world
+    start, world = run.start, run.world
     with ExitStack() as held:
         held.callback(start.release)
         moved_aside = world.main(start.move_aside)
@@ -206,30 +213,22 @@ def _claimed(run: Run) -> Iterator[Path | None]:
 
 
 def _train(
-    run: Run,
-    objective: train.Objective,
-    steps: train.StepStream,
-    validation: Callable[[], Iterable[train.MicroBatch]] | None,
-    writer: train.ModelWriter,
-    stop: train.StopRequest,
-    console: Console,
-    learning_rate_at: Callable[[int], float],
-    begin: Begin,
+    run: Run, training: Training, writer: train.ModelWriter, stop: train.StopRequest, console: Console
 ) -> train.Progressed:
     """Run the training loop, with the optimizer the recipe asks for."""
     recipe, plan, directory = run.recipe, run.plan, run.directory
-    first_step = run.checkpoint.step if run.checkpoint else 0
-    world = run.start.world
+    first_step, validation = run.first_step, training.validation
+    world = run.world
     if world.is_main:
         train.append_event(directory.events, "resume" if run.checkpoint else "start", step=first_step)
     told = _tell(run.watchdog)
     with train.Progress(console, plan.total_steps, first_step, recipe.logging_steps, told) as progress:
-        begin(run.backend, progress, stop)
+        training.begin(run.backend, progress, stop)
         return train.train(
             run.backend,
-            objective,
-            learning_rate_at,
-            steps,
+            training.objective,
+            training.learning_rate_at,
+            training.steps,
             None if validation is None else lambda: share_out(validation(), world),
             settings=train_settings(recipe, plan, run.handle.schedule),
             run=directory,
@@ -249,7 +248,7 @@ def _next_schedule(run: Run, install: bool) -> Schedule | None:
     failed = run.handle.schedule
     run.handle.remove()  # the planner wants the bare model
     try:
-        found = plan_model(model=run.model, below=failed, **run.start.planned_for).schedule
+        found = run.streamed.plan_below(failed).schedule
     except ArgumentError:
         found = None
     if install and found is not None:
@@ -269,19 +268,9 @@ def _tell(watchdog: Watchdog) -> Callable[[int, str], None]:
     return lambda step, doing: watchdog.at(step, doing, patient=doing.startswith(PATIENT))
 
 
-def _schedule(run: Run) -> Callable[[int], float]:
-    """Return the learning rate by step, as the recipe asks."""
-    return optim.build_schedule(
-        run.recipe.lr_scheduler_type,
-        learning_rate=run.recipe.learning_rate,
-        total_steps=run.plan.total_steps,
-        warmup_steps=run.plan.warmup_steps,
-    )
-
-
 def _finish(run: Run, writer: train.ModelWriter) -> str | None:
     """Write ``final/`` and return the model's completion of the sample prompt, if there is one."""
-    world, backend = run.start.world, run.backend
+    world, backend = run.world, run.backend
     train.write_final_together(run.directory.final, writer, world)
     sample = run.recipe.sample
     if sample is None:
@@ -298,7 +287,7 @@ def _finish(run: Run, writer: train.ModelWriter) -> str | None:
         )
 
     run.handle.remove()
-    if not run.start.shares_weights:
+    if not run.shares_weights:
         return world.main(say)
     with backend.called_directly():  # all ranks compute each token together, and draw the same
         return world.together(say)
@@ -308,8 +297,8 @@ def _make_writer(run: Run) -> train.ModelWriter:
     saved = [p for p in run.model.parameters() if p.requires_grad or run.recipe.finetuning_type == "full"]
     num_bytes = sum(models.count_weights(parameter) * parameter.element_size() for parameter in saved)
     tokenizer = models.SavedTokenizer(run.tokenizer)
-    if run.start.shares_weights:
-        main = run.start.world.is_main
+    if run.shares_weights:
+        main = run.world.is_main
 
         def gather(folder: Path) -> None:
             models.save_gathered(run.model, tokenizer, folder, run.backend.weights, is_main=main)

@@ -1,65 +1,19 @@
-"""Make the micro-batches of a training run from prepared data."""
+"""The micro-batches of one optimizer step after another, shared between the ranks."""
 
 from __future__ import annotations
 
-import math
 from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from itertools import islice
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import Any, Protocol
 
 from streamtune import data, train
 from streamtune.errors import ArgumentError
 from streamtune.recipe.schema import Recipe
 
-if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerBase
-
-__all__ = ["Batches", "StepPlan", "Steps", "accumulation", "plan_steps", "share_out"]
-
-
-@dataclass(frozen=True)
-class Batches:
-    """Makes padded micro-batches from examples."""
-
-    prepared: data.PreparedData
-    tokenizer: PreTrainedTokenizerBase
-
-    def collate(self, units: Sequence[Sequence[data.Example]]) -> train.MicroBatch:
-        """Make a batch with one sequence for each unit: an example, or the examples of a pack."""
-        origins = tuple(example.origin for unit in units for example in unit)
-        pad = self.tokenizer.pad_token_id
-        if self.prepared.packs is None:
-            batch = data.collate([example for unit in units for example in unit], pad_token_id=pad)
-            return train.MicroBatch(**batch, origins=origins)
-        return train.MicroBatch(**data.collate_packed(units, pad_token_id=pad), origins=origins)
-
-    @property
-    def num_train(self) -> int:
-        """Sequences to train on: examples, or packs of them."""
-        return len(self.prepared.train if self.prepared.packs is None else self.prepared.packs)
-
-    def training(self, units: Sequence[int]) -> train.MicroBatch:
-        """Return the batch of some training sequences."""
-        return self.collate([self._unit(self.prepared.train, self.prepared.packs, unit) for unit in units])
-
-    def length(self, unit: int) -> int:
-        """Return the number of tokens of a training sequence."""
-        return sum(len(example.input_ids) for example in self._unit(self.prepared.train, self.prepared.packs, unit))
-
-    def held_out(self, batch_size: int) -> Iterator[train.MicroBatch]:
-        """Iterate over batches of the held-out sequences, in their own order."""
-        examples, packs = self.prepared.validation, self.prepared.validation_packs
-        count = len(examples if packs is None else packs)
-        for start in range(0, count, batch_size):
-            units = range(start, min(start + batch_size, count))
-            yield self.collate([self._unit(examples, packs, unit) for unit in units])
-
-    @staticmethod
-    def _unit(examples: Sequence[data.Example], packs: data.Packs | None, unit: int) -> list[data.Example]:
-        return [examples[row] for row in ([unit] if packs is None else packs[unit])]
+__all__ = ["StepPlan", "Steps", "Trainable", "accumulation", "share_out"]
 
 
 def share_out(batches: Iterable[train.MicroBatch], world: train.World) -> Iterator[train.MicroBatch]:
@@ -162,17 +116,6 @@ class StepPlan:
     total_steps: int
     steps_per_epoch: int
     warmup_steps: int
-
-
-def plan_steps(recipe: Recipe, num_sequences: int, world: train.World) -> StepPlan:
-    """Count the optimizer steps; the last of an epoch may have fewer micro-batches, none is left out."""
-    batches_per_epoch = -(-num_sequences // recipe.per_device_train_batch_size)
-    steps_per_epoch = -(-batches_per_epoch // (accumulation(recipe, world) * world.data_size))
-    total_steps = recipe.max_steps
-    if total_steps < 0:
-        total_steps = math.ceil(steps_per_epoch * recipe.num_train_epochs)
-    warmup_steps = recipe.warmup_steps or math.ceil(total_steps * recipe.warmup_ratio)
-    return StepPlan(total_steps, steps_per_epoch, warmup_steps)
 
 
 def accumulation(recipe: Recipe, world: train.World) -> int:

@@ -1,12 +1,12 @@
 """Verify the model of a recipe on the recipe's rows.
 
-build_verify   recipe -> tokenizer, first rows, model, schedules; what ``sft`` would train, by the same functions
-run_verify     plain autograd and streaming on them
+build_verify    recipe -> tokenizer, first rows, model, schedules; what ``sft`` would train, by the same functions
+verify_recipe   plain autograd and streaming on them
 
 The balance loss of a mixture's routers is compared with the one ``transformers`` computes. A router z-loss, which it
 does not know, is left out on both sides.
 
-Where completions are scored, their own loss is compared (``build_verify_trees``).
+Where completions are scored, their own loss is compared (:class:`TreeLosses`).
 """
 
 from __future__ import annotations
@@ -20,35 +20,31 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 
-from streamtune import data, models, objectives, train
+from streamtune import data, models, train
 from streamtune.engine import RouterLoss, balance_coefficient, balances_itself, check_packing
 from streamtune.errors import ArgumentError, DataError, OutOfMemoryError, RunError
-from streamtune.recipe.dpo import DpoRecipe
-from streamtune.recipe.grpo import GrpoRecipe
 from streamtune.recipe.loader import LoadedRecipe
 from streamtune.recipe.schema import Recipe
-from streamtune.run.data import make_sources, make_tokenizer, prepare_data
+from streamtune.run.data import make_sources, make_tokenizer
 from streamtune.run.device import blame_recipe, choose_device, quiet_libraries
-from streamtune.run.dpo import prepare_trees
-from streamtune.run.grpo import prepare_prompts
 from streamtune.run.model import make_model
 from streamtune.run.reference import load_reference
 from streamtune.run.streaming import make_router_loss, make_schedule, stream_model
 from streamtune.schedule import Schedule
 from streamtune.simulate.plain_scores import PlainScores
-from streamtune.tasks.shapes import has_reference
+from streamtune.tasks import Task, task_of
 from streamtune.tasks.sharing import can_share
 from streamtune.train.objective import autocast, loss_of, output_of
 from streamtune.verify.report import VerifyReport
 from streamtune.verify.room import Room, measure_room
 from streamtune.verify.rows import Window, choose_rows
-from streamtune.verify.trees import TreeLosses, choose_trees, make_losses, random_completions
+from streamtune.verify.trees import TreeLosses
 from streamtune.verify.verify import compare_gradients, verify_schedules
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-__all__ = ["DTYPES", "Subject", "build_verify", "run_verify"]
+__all__ = ["DTYPES", "Subject", "build_verify", "verify_recipe"]
 
 DTYPES = ("float32", "bfloat16", "float64")
 """Values of ``--dtype``."""
@@ -124,15 +120,16 @@ def build_verify(
     if dtype is not None and dtype not in DTYPES:
         raise ArgumentError(f"--dtype does not know {dtype!r}", mend=f"choose from {', '.join(DTYPES)}")
     recipe = loaded.recipe
-    if isinstance(recipe, DpoRecipe | GrpoRecipe):
-        return _build_trees(loaded, recipe, length, dtype, notify, doing)
+    task = task_of(recipe)
+    if task.scores:
+        return _build_trees(loaded, task, length, dtype, notify, doing)
     with blame_recipe(loaded):
         device = choose_device(recipe.device)
         quiet_libraries(device)
         sources = make_sources(loaded)
         with doing("making the tokenizer"):
             tokenizer = make_tokenizer(recipe, sources, None, notify)
-        examples = _first_rows(loaded, sources, tokenizer, notify)
+        examples = _first_rows(task, sources, tokenizer, notify)
         with doing("loading the model"):
             model = make_model(recipe, tokenizer, None, device)
         with stream_model(recipe, model) as handle:  # what is refused is refused at once
@@ -174,13 +171,14 @@ def _precision(recipe: Recipe, dtype: str | None) -> tuple[bool, torch.dtype | N
 
 def _build_trees(
     loaded: LoadedRecipe,
-    recipe: DpoRecipe | GrpoRecipe,
+    task: Task[Any],
     length: int | None,
     dtype: str | None,
     notify: Callable[[str], None],
     doing: Callable[[str], AbstractContextManager[Any]],
 ) -> Subject:
     """Do what :func:`build_verify` does, where completions are scored."""
+    recipe = task.recipe
     with blame_recipe(loaded):
         device = choose_device(recipe.device)
         quiet_libraries(device)
@@ -188,27 +186,22 @@ def _build_trees(
         with doing("making the tokenizer"):
             tokenizer = make_tokenizer(recipe, sources, None, notify)
         few = [replace(sources[0], max_rows=min(sources[0].max_rows or FIRST_ROWS, FIRST_ROWS))]
-        whole: Any = recipe.model_copy(update={"val_size": 0.0})
-        prepare: Any = prepare_prompts if isinstance(recipe, GrpoRecipe) else prepare_trees
-        rows = prepare(whole, few, tokenizer, notify).train
+        rows = task.prepare(few, tokenizer, notify, val_size=0.0).train
         with doing("loading the model"):
             model = make_model(recipe, tokenizer, None, device)
         stream_model(recipe, model).remove()  # what is refused is refused at once
         with doing("checking that prompts can be shared"):
-            share = can_share(recipe, model, notify)
+            share = can_share(task, model, notify)
         with doing("loading the reference"):
-            beside = load_reference(recipe, model, tokenizer, device) if has_reference(recipe) else None
+            held = load_reference(recipe, model, tokenizer, device) if task.compares else None
         bf16, widened = _precision(recipe, dtype)
         with doing("measuring how long a row plain autograd has room for"):
             room = _measure_scored(model, device, bf16)
         limit, why = (length, "--length") if length is not None else _fitting_length(room, device, widened)
-        if isinstance(recipe, GrpoRecipe):
-            trees, cut = random_completions(recipe, rows, limit, len(tokenizer)), False
-        else:
-            loss = objectives.UNPAIRED_LOSSES.get(recipe.loss_type)
-            differing = loss is not None and loss.needs_baseline
-            trees, cut = choose_trees(rows, limit, differing=differing)
-        losses = make_losses(recipe, model, beside, trees, pad_token_id=tokenizer.pad_token_id, share=share)
+        trees, cut = task.compared_trees(rows, limit, len(tokenizer))
+        plain = PlainScores(model)
+        shared, apart = task.compared_batches(trees, model, plain, pad_token_id=tokenizer.pad_token_id, share=share)
+        losses = TreeLosses(task, held, shared.to(device), apart.to(device))
         if (note := models.check_positions(model, losses.apart.input_ids.shape[1])) is not None:
             notify(note)
         schedules = verify_schedules(losses.shared.input_ids.shape[1], make_schedule(recipe.engine))
@@ -230,7 +223,7 @@ def _build_trees(
     )
 
 
-def run_verify(subject: Subject, notify: Callable[[str], None] = lambda message: None) -> VerifyReport:
+def verify_recipe(subject: Subject, notify: Callable[[str], None] = lambda message: None) -> VerifyReport:
     """Compare streamed with plain autograd.
 
     Raises:
@@ -266,18 +259,17 @@ def run_verify(subject: Subject, notify: Callable[[str], None] = lambda message:
 
 
 def _first_rows(
-    loaded: LoadedRecipe,
+    task: Task[Any],
     sources: Sequence[data.Source],
     tokenizer: PreTrainedTokenizerBase,
     notify: Callable[[str], None],
 ) -> Sequence[data.Example]:
     """Return the first rows of the first source, held-out ones too; all rows of all sources if none is usable."""
-    recipe = loaded.recipe.model_copy(update={"val_size": 0.0})
     few = [replace(source, max_rows=min(source.max_rows or FIRST_ROWS, FIRST_ROWS)) for source in sources]
     try:
-        return prepare_data(recipe, few[:1], tokenizer, notify).train
+        return task.prepare(few[:1], tokenizer, notify, val_size=0.0).train
     except DataError:
-        return prepare_data(recipe, sources, tokenizer, notify).train
+        return task.prepare(sources, tokenizer, notify, val_size=0.0).train
 
 
 def _collate(windows: Sequence[Window], tokenizer: PreTrainedTokenizerBase, packed: bool = False) -> train.MicroBatch:

@@ -15,15 +15,16 @@ __all__ = ["act"]
 
 def _moments() -> dict[str, tuple[Any, str]]:
     """Name the owner and the function that begins each moment of a run of sft."""
-    import streamtune.run.sft as build_sft
+    import streamtune.run.build as build
+    from streamtune.tasks.sft import Sft
     from streamtune.train import LocalBackend, loop, saver, sharded_checkpoint
     from streamtune.train.objective import SupervisedObjective
 
     return {
-        "tokenizer": (build_sft, "make_tokenizer"),
-        "data": (build_sft, "prepare_data"),
-        "model": (build_sft, "make_model"),
-        "plan": (build_sft, "plan_and_stream"),
+        "tokenizer": (build, "make_tokenizer_together"),
+        "data": (Sft, "prepare"),
+        "model": (build, "make_model"),
+        "plan": (build, "plan_and_stream"),
         "forward": (SupervisedObjective, "score"),
         "step": (LocalBackend, "step"),
         "evaluation": (loop, "evaluate"),

@@ -1,0 +1,107 @@
+"""Build a run from a recipe, for any objective: load or make everything that the recipe names."""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from contextlib import ExitStack, nullcontext
+
+from streamtune import models, train
+from streamtune.recipe.loader import LoadedRecipe
+from streamtune.run.data import make_sources, make_tokenizer_together
+from streamtune.run.device import blame_recipe
+from streamtune.run.engine import plan_and_stream
+from streamtune.run.model import make_model, make_trial_model
+from streamtune.run.reference import kept_logps, load_reference, make_reference
+from streamtune.run.start import Doing, start_run, tell_of_model
+from streamtune.run.train import Run
+from streamtune.simulate.memory import held_bytes
+from streamtune.tasks.preference import GivenReference, PreferenceBatches
+from streamtune.tasks.sharing import can_share
+from streamtune.tasks.task import Notify
+
+__all__ = ["build_run"]
+
+
+def build_run(
+    loaded: LoadedRecipe,
+    *,
+    resume: str = "auto",
+    allow_change: Collection[str] = (),
+    dry_run: bool = False,
+    notify: Notify = lambda message: None,
+    doing: Doing = nullcontext,
+) -> Run:
+    """Load or make everything the recipe names. Nothing is written but the reference's log-probs, where asked for.
+
+    Args:
+        loaded: The recipe.
+        resume: ``auto`` (go on where the run in ``output_dir`` stopped), ``never``, or the path of a checkpoint.
+        allow_change: Keys that may differ from the resumed run, see :func:`start_run`.
+        dry_run: Plan a fixed schedule too, and compute no log-probs of the reference.
+        notify: Called with messages for the user, a sentence at a time.
+        doing: Returns a context that shows a message while something takes long.
+
+    Raises:
+        UserError: With the line of the recipe that is to blame.
+        CheckpointError: The checkpoint named by ``resume`` cannot be used.
+        OutOfMemoryError: Memory ran out before the first step.
+    """
+    recipe = loaded.recipe
+    with (
+        blame_recipe(loaded),
+        ExitStack() as closing,
+        start_run(loaded, resume, notify, allow_change, dry_run=dry_run, doing=doing) as start,
+    ):
+        task = start.task
+        task.check_ranks(start.device, shares_weights=start.shares_weights)
+        sources = make_sources(loaded)
+        with doing("reading the tokenizer" if start.checkpoint else "making the tokenizer"):
+            tokenizer = make_tokenizer_together(start.world, recipe, sources, start.checkpoint, notify)
+        prepared = task.prepare(sources, tokenizer, notify)
+        start.with_data(prepared.fingerprint)
+        longest = task.longest(prepared)
+        with doing("loading the model"):
+            model = make_model(recipe, tokenizer, start.checkpoint, start.device, sharing=start.sharing)
+        tell_of_model(model, longest, start, notify)
+        held = None
+        if task.compares and not task.precomputes:
+            with doing("loading the reference"):
+                held = load_reference(recipe, model, tokenizer, start.device, sharing=start.sharing)
+        share = False
+        if task.scores:
+            with doing("checking that prompts can be shared"):
+                share = can_share(task, make_trial_model(recipe, model, start.device), notify)
+        streamed = plan_and_stream(
+            start,
+            model,
+            length=task.planned_length(longest),
+            completions=task.own_completions(prepared, longest, share=share),
+            reference_bytes=0 if held is None else held_bytes(held),
+            dry_run=dry_run,
+            notify=notify,
+            doing=doing,
+        )
+        batches = task.batches(prepared, tokenizer, share=share)
+        reference: train.Reference | None
+        if task.precomputes and not dry_run:
+            assert isinstance(batches, PreferenceBatches), "only preferences have log-probs that are kept"
+            reference = GivenReference()
+            batches.kept = kept_logps(
+                start, model, streamed.handle, tokenizer, batches, closing, notify=notify, doing=doing
+            )
+        else:
+            reference = make_reference(start, model, streamed.handle, held, closing)
+        return Run(
+            loaded=loaded,
+            start=start,
+            tokenizer=tokenizer,
+            prepared=prepared,
+            batches=batches,
+            model=model,
+            parameters=models.count_parameters(model),
+            streamed=streamed,
+            reference=reference,
+            share=share,
+            plan=task.count_steps(batches, start.micro_batches, start.world),
+            closing=closing.pop_all(),
+        )

@@ -1,0 +1,193 @@
+"""Preference training: losses of completions that are compared, in pairs or one by one.
+
+A micro-batch of a plan has ``per_device_train_batch_size`` prompts of ``max_prompt_length`` tokens, or of half the
+length, each with two completions of the rest; with one where the loss takes completions one by one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Self
+
+import torch
+from torch import nn
+
+from streamtune import data, objectives, train
+from streamtune.errors import DataError
+from streamtune.recipe.dpo import DpoRecipe
+from streamtune.simulate.scored import Completions, Scored, Trees
+from streamtune.tasks.compared import choose_trees
+from streamtune.tasks.preference import (
+    PairObjective,
+    PreferenceBatch,
+    PreferenceBatches,
+    UnpairedObjective,
+    mismatched,
+    pair_knobs,
+    tree_batch,
+    unpaired_knobs,
+)
+from streamtune.tasks.random_batches import RandomTokens
+from streamtune.tasks.shapes import in_proportion
+from streamtune.tasks.task import Notify, Prepared, RandomStep, Task, Trial, held_back
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+__all__ = ["Dpo"]
+
+
+class Dpo(Task[DpoRecipe]):
+    """The task of ``objective: dpo``, with paired and unpaired losses."""
+
+    shortest = 4
+    scores = True
+
+    @classmethod
+    def of_run(cls, recipe: DpoRecipe, folder: Path, notify: Notify) -> Self:
+        """See :meth:`Task.of_run`."""
+        if recipe.unpaired:
+            objectives.check_unpaired(recipe.loss_type, **unpaired_knobs(recipe))
+        else:
+            objectives.check_preference(recipe.loss_type, **pair_knobs(recipe))
+        return cls(recipe)
+
+    @property
+    def unit(self) -> str:
+        """See :class:`Task`."""
+        return "row" if self.recipe.unpaired else "pair"
+
+    @property
+    def measures(self) -> bool:
+        """True if the loss has a baseline, which is measured on mismatched completions."""
+        return self.recipe.unpaired and objectives.UNPAIRED_LOSSES[self.recipe.loss_type].needs_baseline
+
+    def prepare(
+        self,
+        sources: Sequence[data.Source],
+        tokenizer: PreTrainedTokenizerBase,
+        notify: Notify,
+        *,
+        val_size: float | None = None,
+    ) -> data.PreparedTrees:
+        """See :meth:`Task.prepare`."""
+        recipe = self.recipe
+        prepare = data.prepare_unpaired if recipe.unpaired else data.prepare_preferences
+        with held_back(notify) as notify_later:
+            return prepare(
+                sources,
+                tokenizer,
+                max_length=recipe.max_length,
+                max_prompt_length=recipe.max_prompt_length,
+                overlength=recipe.overlength,
+                identical_pairs=recipe.identical_pairs,
+                val_size=recipe.val_size if val_size is None else val_size,
+                seed=recipe.seed,
+                notify=notify_later,
+            )
+
+    # --- shapes ------------------------------------------------------------------------------------------------
+
+    @property
+    def compares(self) -> bool:
+        """See :class:`Task`."""
+        recipe = self.recipe
+        if recipe.unpaired:
+            return objectives.UNPAIRED_LOSSES[recipe.loss_type].needs_reference
+        return objectives.PREFERENCE_LOSSES[recipe.loss_type].needs_reference and not recipe.reference_free
+
+    @property
+    def precomputes(self) -> bool:
+        """See :class:`Task`."""
+        return self.compares and self.recipe.precompute_ref_log_probs
+
+    def completions(self, *, share: bool = True) -> Completions:
+        """See :meth:`Task.completions`."""
+        return partial(self._scored, share and self.may_share)
+
+    def _scored(self, share: bool, length: int, batch_size: int) -> Scored:
+        prompt = self.recipe.max_prompt_length or length // 2
+        if prompt > length - 2:
+            prompt = length // 2
+        branches = (length - prompt + 1,) * (1 if self.recipe.unpaired else 2)
+        return self._asked(share, ((prompt - 1, branches),) * batch_size)
+
+    def own_completions(self, prepared: Prepared, longest: int, *, share: bool) -> Completions:
+        """See :meth:`Task.own_completions`: of the largest prompt, or of the longest row where prompts are apart."""
+        tree = prepared.train[int(prepared.train.lengths().argmax())]  # type: ignore[attr-defined]
+        trunk = len(tree.prompt) - 1
+        branches = tuple(len(completion) + 1 if share else longest - trunk for completion in tree.completions)
+        largest = ((trunk, branches),) * self.recipe.per_device_train_batch_size
+        return in_proportion(partial(self._asked, share), largest, longest)
+
+    def _asked(self, share: bool, trees: Trees) -> Scored:
+        """Return the micro-batch with the forwards that the objective computes besides that of the gradient."""
+        forwards = float(self.compares and not self.precomputes)
+        if self.measures:
+            forwards += 1 + forwards  # of the mismatched completions: the policy, and the reference
+        return Scored(trees, share, forwards=forwards)
+
+    # --- training ----------------------------------------------------------------------------------------------
+
+    def batches(
+        self, prepared: data.PreparedTrees, tokenizer: PreTrainedTokenizerBase, *, share: bool
+    ) -> PreferenceBatches:
+        """See :meth:`Task.batches`.
+
+        Raises:
+            DataError: The loss needs completions of other prompts, and all rows have one.
+        """
+        if self.measures and all(tree.prompt == prepared.train[0].prompt for tree in prepared.train):
+            raise DataError(
+                f"all rows to train on have the same prompt, and {self.recipe.loss_type} measures its distance from "
+                "the reference on completions of other prompts",
+                where=prepared.train[0].origin,
+                mend="add rows with other prompts, or write loss_type: apo_zero_unpaired, which does not measure it",
+            )
+        return PreferenceBatches(
+            prepared, self.recipe, pad_token_id=tokenizer.pad_token_id, share=share, measures=self.measures
+        )
+
+    def objective(self, scorer: Any, reference: train.Reference | None, device: torch.device) -> train.Objective:
+        """See :meth:`Task.objective`."""
+        if self.recipe.unpaired:
+            assert reference is not None, "losses of single completions compare with a reference"
+            return UnpairedObjective(scorer, self.recipe, reference, device)
+        return PairObjective(scorer, self.recipe, reference if self.compares else None)
+
+    # --- trials and comparisons --------------------------------------------------------------------------------
+
+    def random_step(self, trial: Trial) -> RandomStep:
+        """See :meth:`Task.random_step`."""
+        draw = RandomTokens(self.recipe, trial.model)
+        scored = self._scored(trial.share, trial.length, trial.batch_size)
+        batches = [draw.preferences(self.recipe, scored) for _ in self._micro_batches()]
+        return self.objective(trial.scorer, trial.reference, trial.device), lambda: batches
+
+    def compared_trees(self, rows: Sequence[data.Tree], length: int, vocabulary: int) -> tuple[list[data.Tree], bool]:
+        """See :meth:`Task.compared_trees`."""
+        return choose_trees(rows, length, differing=self.measures)
+
+    def compared_batches(
+        self, trees: Sequence[data.Tree], model: nn.Module, plain: Any, *, pad_token_id: int, share: bool
+    ) -> tuple[PreferenceBatch, PreferenceBatch]:
+        """See :meth:`Task.compared_batches`."""
+        shared, apart = (self._compared(trees, pad_token_id, each) for each in (share, False))
+        return shared, apart
+
+    def _compared(self, trees: Sequence[data.Tree], pad_token_id: int, share: bool) -> PreferenceBatch:
+        """Make a batch as ``PreferenceBatches`` does, but without log-probs of the reference computed in advance."""
+        margins = [tree.margin for tree in trees if tree.margin is not None]
+        labels = [label for tree in trees for label in tree.labels or []]
+        others = None
+        if self.measures:
+            turned = [mismatched(tree, trees, number + 1, self.recipe.max_length) for number, tree in enumerate(trees)]
+            others = PreferenceBatch(**tree_batch(turned, pad_token_id=pad_token_id, share=share))
+        return PreferenceBatch(
+            **tree_batch(trees, pad_token_id=pad_token_id, share=share),
+            margin_P=torch.tensor(margins, dtype=torch.float64) if len(margins) == len(trees) else None,
+            desirable_N=torch.tensor(labels) if labels else None,
+            mismatched=others,
+        )

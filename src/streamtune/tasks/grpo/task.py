@@ -1,0 +1,437 @@
+"""Reinforcement learning from rewards, with advantages within groups of completions.
+
+A micro-batch of a plan has ``per_device_train_batch_size`` completions of ``max_completion_length`` tokens, or of half
+the length where that leaves no prompt, over as few prompts as ``num_generations`` says.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Self
+
+import torch
+from torch import Tensor, nn
+
+from streamtune import data, models, optim, rollout, train
+from streamtune.objectives import POLICY_LOSSES, check_policy, group_advantages
+from streamtune.recipe.grpo import GrpoRecipe
+from streamtune.rewards import Rewards
+from streamtune.schedule import Schedule
+from streamtune.simulate.scored import Completions, Scored
+from streamtune.tasks.compared import random_completions
+from streamtune.tasks.grpo.groups import Layout
+from streamtune.tasks.grpo.log import CompletionLog
+from streamtune.tasks.grpo.objective import PolicyBatch, PolicyObjective
+from streamtune.tasks.grpo.ranks import SharedJudge, SharedWriter, check_sharded, of_all_ranks
+from streamtune.tasks.grpo.rewards import RewardJudge, load_functions
+from streamtune.tasks.grpo.stream import GrpoSteps, Scorer
+from streamtune.tasks.grpo.warm import WarmSteps
+from streamtune.tasks.preference import tree_batch
+from streamtune.tasks.random_batches import RandomTokens
+from streamtune.tasks.steps import StepPlan, Trainable
+from streamtune.tasks.task import Built, Notify, Prepared, RandomStep, Task, Training, Trial, held_back
+from streamtune.train.objective import autocast
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+__all__ = ["Grpo", "GrpoData"]
+
+WRITTEN = 4
+"""Tokens of a completion that a trial writes."""
+
+NOISE = 0.1
+"""Standard deviation of the log-ratios of a policy to the one that wrote the completions, in a verification."""
+
+
+@dataclass(frozen=True)
+class GrpoData:
+    """The prompts, and the supervised steps before the first rollout."""
+
+    prompts: data.PreparedPrompts
+    warm: WarmSteps | None
+    """None where there are none."""
+
+    @property
+    def fingerprint(self) -> str:
+        """See :class:`streamtune.tasks.task.Prepared`."""
+        return self.prompts.fingerprint
+
+    @property
+    def report(self) -> Any:
+        """See :class:`streamtune.tasks.task.Prepared`."""
+        return self.prompts.report
+
+    @property
+    def train(self) -> Sequence[data.Prompt]:
+        """See :class:`streamtune.tasks.task.Prepared`."""
+        return self.prompts.train
+
+    @property
+    def validation(self) -> Sequence[data.Prompt]:
+        """See :class:`streamtune.tasks.task.Prepared`."""
+        return self.prompts.validation
+
+
+@dataclass(frozen=True)
+class _Prompts:
+    """The training prompts as units: each is completed as often as the recipe says."""
+
+    prompts: Sequence[data.Prompt]
+
+    @property
+    def num_train(self) -> int:
+        """Number of prompts."""
+        return len(self.prompts)
+
+    def length(self, unit: int) -> int:
+        """Return the number of tokens of a prompt."""
+        return len(self.prompts[unit].input_ids)
+
+    def training(self, units: Sequence[int]) -> train.MicroBatch:
+        """Raise: completions have to be written first, see :class:`GrpoSteps`."""
+        raise NotImplementedError("prompts alone are no micro-batch")
+
+
+class Grpo(Task[GrpoRecipe]):
+    """The task of ``objective: grpo``.
+
+    Args:
+        recipe: The recipe.
+        functions: The reward functions of a run; None where nothing is scored.
+    """
+
+    shortest = 4
+    scores = True
+
+    def __init__(self, recipe: GrpoRecipe, functions: Rewards | None = None) -> None:
+        super().__init__(recipe)
+        self.functions = functions
+
+    @classmethod
+    def of_run(cls, recipe: GrpoRecipe, folder: Path, notify: Notify) -> Self:
+        """See :meth:`Task.of_run`."""
+        _check_loss(recipe)
+        return cls(recipe, load_functions(recipe, folder, notify))
+
+    def check_ranks(self, device: torch.device, *, shares_weights: bool) -> None:
+        """See :meth:`Task.check_ranks`."""
+        if self.recipe.use_vllm:
+            rollout.check_vllm(device)
+        if shares_weights:
+            check_sharded(self.recipe)
+
+    @property
+    def unit(self) -> str:
+        """See :class:`Task`."""
+        return "completion"
+
+    # --- data --------------------------------------------------------------------------------------------------
+
+    def prepare(
+        self,
+        sources: Sequence[data.Source],
+        tokenizer: PreTrainedTokenizerBase,
+        notify: Notify,
+        *,
+        val_size: float | None = None,
+    ) -> GrpoData:
+        """See :meth:`Task.prepare`. In a run the columns that rewards read, and supervised steps, are checked.
+
+        Raises:
+            ArgumentError: The rows do not have a column that a reward function reads.
+        """
+        recipe = self.recipe
+        with held_back(notify) as notify_later:
+            prompts = data.prepare_prompts(
+                sources,
+                tokenizer,
+                max_prompt_length=recipe.max_prompt_length,
+                overlength=recipe.overlength,
+                val_size=recipe.val_size if val_size is None else val_size,
+                seed=recipe.seed,
+                notify=notify_later,
+            )
+        if self.functions is None:
+            return GrpoData(prompts, None)
+        RewardJudge(self.functions, tokenizer).check(prompts.train[:16])
+        return GrpoData(prompts, WarmSteps(recipe, prompts.train, tokenizer) if recipe.sft_steps else None)
+
+    def longest(self, prepared: Prepared) -> int:
+        """See :meth:`Task.longest`."""
+        prompt = min(prepared.report.length_percentiles["max"], self.recipe.max_prompt_length)
+        return int(prompt) + self.recipe.max_completion_length
+
+    # --- shapes ------------------------------------------------------------------------------------------------
+
+    @property
+    def compares(self) -> bool:
+        """See :class:`Task`."""
+        return self.recipe.beta > 0
+
+    @property
+    def temperature(self) -> float:
+        """See :class:`Task`."""
+        return self.recipe.temperature
+
+    @property
+    def may_share(self) -> bool:
+        """See :class:`Task`."""
+        return super().may_share and min(self.recipe.per_device_train_batch_size, self.recipe.num_generations) > 1
+
+    def completions(self, *, share: bool = True) -> Completions:
+        """See :meth:`Task.completions`."""
+        return partial(self._scored, share and self.may_share)
+
+    def _scored(self, share: bool, length: int, batch_size: int) -> Scored:
+        recipe = self.recipe
+        completion = recipe.max_completion_length
+        if completion > length - 2:
+            completion = length // 2
+        prompts = self.prompts_of(batch_size)
+        counts = [batch_size // prompts + (place < batch_size % prompts) for place in range(prompts)]
+        trees = tuple((length - completion - 1, (completion + 1,) * count) for count in counts)
+        # Once a rollout: of the reference, and of the policy that wrote it where it changes before the last step.
+        forwards = (self.compares + recipe.needs_old_logprobs) / recipe.num_iterations
+        return Scored(trees, share, entropy=True, forwards=forwards)
+
+    def prompts_of(self, batch_size: int) -> int:
+        """Return the most prompts whose completions can be together in a micro-batch of ``batch_size`` completions."""
+        group = self.recipe.num_generations
+        # A micro-batch begins at a multiple of its size, so somewhere in a group.
+        met = -(-(batch_size + group - math.gcd(batch_size, group)) // group)
+        return min(met, batch_size)
+
+    # --- training ----------------------------------------------------------------------------------------------
+
+    def batches(self, prepared: GrpoData, tokenizer: PreTrainedTokenizerBase, *, share: bool) -> Trainable:
+        """See :meth:`Task.batches`: the prompts, which rollouts make micro-batches of."""
+        return _Prompts(prepared.train)
+
+    def objective(self, scorer: Any, reference: train.Reference | None, device: torch.device) -> train.Objective:
+        """See :meth:`Task.objective`. The reference's log-probs are in the batches."""
+        return PolicyObjective(scorer, self.recipe)
+
+    def count_steps(self, batches: Trainable, micro_batches: int, world: train.World) -> StepPlan:
+        """Count the optimizer steps. In an epoch every prompt is completed once, for ``num_iterations`` passes."""
+        recipe = of_all_ranks(self.recipe, world)
+        rollouts = -(-batches.num_train // recipe.prompts_per_generation)
+        steps_per_epoch = rollouts * recipe.steps_per_rollout * recipe.num_iterations
+        steps = recipe.max_steps if recipe.max_steps > 0 else math.ceil(steps_per_epoch * recipe.num_train_epochs)
+        warmup = recipe.warmup_steps or math.ceil(steps * recipe.warmup_ratio)
+        return StepPlan(recipe.sft_steps + steps, steps_per_epoch, warmup)
+
+    def training(self, built: Built) -> Training:
+        """See :meth:`Task.training`."""
+        assert self.functions is not None, "made by of_run"
+        world, device = built.world, built.device
+        recipe = of_all_ranks(self.recipe, world)
+        log = CompletionLog(built.directory, built.tokenizer, recipe.num_completions_to_print, writes=world.is_main)
+        writer = _make_writer(recipe, built)
+        policy = train.ModelReference(built.model, built.handle, temperature=self.temperature, adapters=True)
+        steps = GrpoSteps(
+            recipe,
+            built.prepared.prompts,
+            writer=writer if world.size == 1 else SharedWriter(writer, world),
+            judge=SharedJudge(RewardJudge(self.functions, built.tokenizer), world),
+            policy=_scorer(policy, recipe, device),
+            reference=None if built.reference is None else _scorer(built.reference, recipe, device),
+            layout=self._layout(built.tokenizer, built.share),
+            warm=built.prepared.warm,
+            log=log,
+            world=world,
+        )
+
+        def begin(backend: train.Backend, progress: train.Progress, stop: train.StopRequest) -> None:
+            if isinstance(writer, rollout.TransformersWriter):
+                writer.stop = lambda: stop.requested
+            log.cut(built.first_step)
+            steps.activity = progress.activity
+            # The moments of supervised gradients would scale the first steps of another loss.
+            steps.on_first_rollout = backend.reset_optimizer
+
+        return Training(
+            objective=self.objective(built.handle, built.reference, device),
+            steps=steps,
+            validation=steps.held_out if built.prepared.validation else None,
+            learning_rate_at=_learning_rate(recipe, built.plan),
+            begin=begin,
+        )
+
+    def _layout(self, tokenizer: PreTrainedTokenizerBase, share: bool) -> Layout:
+        recipe, loss = self.recipe, POLICY_LOSSES[self.recipe.loss_type]
+        return Layout(
+            batch_size=recipe.per_device_train_batch_size,
+            prompts=self.prompts_of(recipe.per_device_train_batch_size),
+            pad_token_id=tokenizer.pad_token_id,
+            share=share,
+            leave_out=recipe.loss_type != "bnpo",
+            mask_truncated=recipe.mask_truncated_completions,
+            flat_has_gradient=self.compares and not loss.kl_in_reward,
+        )
+
+    # --- trials and comparisons --------------------------------------------------------------------------------
+
+    def random_step(self, trial: Trial) -> RandomStep:
+        """See :meth:`Task.random_step`. It begins with a rollout that is as large as any, and short.
+
+        As many completions are written as are written together in a run, a few tokens each, of prompts so long that
+        their keys and values come to the length of the trial. With ``use_vllm`` nothing is written.
+        """
+        recipe, device = self.recipe, trial.device
+        draw = RandomTokens(recipe, trial.model)
+        scored = self._scored(trial.share, trial.length, trial.batch_size)
+        drawn = [draw.completions(recipe, scored) for _ in self._micro_batches()]
+        policy = train.ModelReference(trial.model, trial.scorer, temperature=recipe.temperature, adapters=True)
+        references = {"old_K": policy if recipe.needs_old_logprobs else None, "ref_K": trial.reference}
+        write = self._random_rollout(trial, draw)
+
+        def batches() -> list[PolicyBatch]:
+            write()
+            found = []
+            for batch in drawn:
+                moved = batch.to(device)
+                with autocast(device, recipe.bf16):
+                    known: dict[str, Any] = {
+                        name: each.logprobs(moved).cpu() for name, each in references.items() if each is not None
+                    }
+                found.append(replace(batch, **known))
+            return found
+
+        return self.objective(trial.scorer, trial.reference, device), batches
+
+    def _random_rollout(self, trial: Trial, draw: RandomTokens) -> Callable[[], None]:
+        """Return a function that writes the last tokens of completions that come to the length of the trial."""
+        recipe, group = self.recipe, self.recipe.num_generations
+        if recipe.use_vllm:
+            return lambda: None
+        at_once = recipe.per_device_generation_batch_size or trial.batch_size
+        writer = rollout.TransformersWriter(
+            trial.model,
+            end_token_ids=[],
+            pad_token_id=0,
+            prefill_chunk_size=(Schedule() if trial.handle is None else trial.handle.schedule).chunk_size,
+            max_rows=at_once,
+            computing=lambda: autocast(trial.device, recipe.bf16),
+        )
+        written = min(WRITTEN, trial.length - 1)
+        prompts = draw.prompts(max(1, min(at_once // group, recipe.prompts_per_generation)), trial.length - written)
+        sampling = rollout.Sampling(written, temperature=recipe.temperature)
+
+        def write() -> None:
+            writer.write(prompts, group, sampling)
+
+        return write
+
+    def compared_trees(self, rows: Sequence[data.Prompt], length: int, vocabulary: int) -> tuple[list[data.Tree], bool]:
+        """See :meth:`Task.compared_trees`: random completions; nothing is generated."""
+        return random_completions(self.recipe, rows, length, vocabulary), False
+
+    def compared_batches(
+        self, trees: Sequence[data.Tree], model: nn.Module, plain: Any, *, pad_token_id: int, share: bool
+    ) -> tuple[PolicyBatch, PolicyBatch]:
+        """See :meth:`Task.compared_batches`: with random advantages and log-ratios; no reward is computed."""
+        device = next(model.parameters()).device
+        draw = torch.Generator().manual_seed(self.recipe.seed)
+        advantages_N = torch.randn(sum(len(tree.completions) for tree in trees), generator=draw)
+        fields = [tree_batch(trees, pad_token_id=pad_token_id, share=each) for each in (share, False)]
+        shared, apart = (PolicyBatch(**each, advantages_N=advantages_N).to(device) for each in fields)
+        policy = train.ModelReference(model, plain, temperature=self.temperature, adapters=True)
+        old_K = policy.logprobs(apart)
+        old_K = old_K + NOISE * torch.randn(len(old_K), generator=draw).to(device)
+        return replace(shared, old_K=old_K), replace(apart, old_K=old_K)
+
+    def with_reference(self, batch: train.TreeBatch, reference: train.Reference) -> train.TreeBatch:
+        """See :meth:`Task.with_reference`."""
+        assert isinstance(batch, PolicyBatch)
+        return replace(batch, ref_K=reference.logprobs(batch)) if self.compares else batch
+
+
+def _check_loss(recipe: GrpoRecipe) -> None:
+    """Check that the settings of the loss go together.
+
+    Raises:
+        ArgumentError: They do not; it names the key.
+    """
+    loss = POLICY_LOSSES[recipe.loss_type]
+    check_policy(
+        recipe.loss_type,
+        epsilon_low=recipe.epsilon,
+        epsilon_high=recipe.epsilon if recipe.epsilon_high is None else recipe.epsilon_high,
+        delta=recipe.delta,
+        beta=0.0 if loss.kl_in_reward else recipe.beta,
+        importance_level=recipe.importance_sampling_level,
+        max_completion_length=recipe.max_completion_length,
+    )
+    some_N = torch.tensor([0.0, 1.0])
+    group_advantages(
+        recipe.loss_type, some_N, torch.zeros(2), scale_rewards=recipe.scale_rewards, greedy_N=torch.zeros(2)
+    )
+
+
+def _learning_rate(recipe: GrpoRecipe, plan: StepPlan) -> Callable[[int], float]:
+    """Return the learning rate by step: that of the supervised steps, then the recipe's schedule over the others."""
+    before = optim.build_schedule(
+        "cosine",
+        learning_rate=recipe.learning_rate if recipe.sft_learning_rate is None else recipe.sft_learning_rate,
+        total_steps=recipe.sft_steps,
+        warmup_steps=recipe.sft_steps // 20,
+    )
+    after = optim.build_schedule(
+        recipe.lr_scheduler_type,
+        learning_rate=recipe.learning_rate,
+        total_steps=plan.total_steps - recipe.sft_steps,
+        warmup_steps=plan.warmup_steps,
+    )
+    return lambda step: before(step) if step < recipe.sft_steps else after(step - recipe.sft_steps)
+
+
+def _scorer(reference: train.Reference, recipe: GrpoRecipe, device: torch.device) -> Scorer:
+    def logprobs(batch: train.TreeBatch) -> Tensor:
+        with autocast(device, recipe.bf16):
+            return reference.logprobs(batch.to(device))
+
+    return logprobs
+
+
+def _make_writer(recipe: GrpoRecipe, built: Built) -> rollout.Writer:
+    """Return the object that writes completions: vLLM, or the model itself."""
+    ends = _end_tokens(built.model, built.tokenizer)
+
+    @contextmanager
+    def computing() -> Iterator[None]:
+        with built.handle.routers.silenced(), autocast(built.device, recipe.bf16):
+            yield
+
+    if recipe.use_vllm:
+        folder = built.directory.path / "vllm"
+        models.save_pretrained(built.model, built.tokenizer, folder)
+        return rollout.VllmWriter(
+            built.model,
+            folder,
+            end_token_ids=ends,
+            max_length=recipe.max_length,
+            memory_fraction=recipe.vllm_gpu_memory_utilization,
+        )
+    return rollout.TransformersWriter(
+        built.model,
+        end_token_ids=ends,
+        pad_token_id=built.tokenizer.pad_token_id,
+        prefill_chunk_size=built.handle.schedule.chunk_size,
+        max_rows=recipe.per_device_generation_batch_size or recipe.per_device_train_batch_size,
+        computing=computing,
+        longest=built.world.largest if built.shares_weights else None,
+    )
+
+
+def _end_tokens(model: Any, tokenizer: PreTrainedTokenizerBase) -> list[int]:
+    """Return the tokenizer's end token, and those at which the model's generation config ends."""
+    base = model.get_base_model() if hasattr(model, "get_base_model") else model
+    configured = getattr(base.generation_config, "eos_token_id", None)
+    listed = configured if isinstance(configured, list) else [configured]
+    return sorted({token for token in (*listed, tokenizer.eos_token_id) if token is not None})

@@ -1,0 +1,401 @@
+"""The contract of an objective: what it adds to a run, a plan, a probe and a verification.
+
+    of_run, check_ranks          the settings of its loss, before anything is loaded
+    prepare, longest             its data
+    completions, reference ...   the shape of its micro-batches, and what they are compared with
+    batches, count_steps         its micro-batches, and the number of its optimizer steps
+    objective, training          its loss, and everything that the training loop is run with
+
+:data:`streamtune.tasks.TASKS` has one class for each ``objective`` of a recipe.
+"""
+
+from __future__ import annotations
+
+import math
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, ClassVar, Generic, Protocol, Self, TypeVar
+
+import torch
+from torch import nn
+
+from streamtune import data, optim, train
+from streamtune.engine import StreamHandle
+from streamtune.recipe.schema import Recipe
+from streamtune.simulate.scored import Completions
+from streamtune.tasks.steps import StepPlan, Steps, Trainable
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+__all__ = ["Begin", "Built", "Notify", "Prepared", "RandomStep", "Task", "Training", "Trial", "held_back"]
+
+R_co = TypeVar("R_co", bound=Recipe, covariant=True)
+
+Notify = Callable[[str], None]
+"""Called with messages for the user, a sentence at a time."""
+
+Begin = Callable[[train.Backend, train.Progress, train.StopRequest], None]
+"""Called before the first step with the objects that a stream of steps may need."""
+
+RandomStep = tuple[train.Objective, Callable[[], Sequence[train.MicroBatch]]]
+"""An objective, and a function that makes the micro-batches of a step of random tokens."""
+
+
+class Prepared(Protocol):
+    """Rows as token ids, of any objective."""
+
+    @property
+    def fingerprint(self) -> str:
+        """The hash of all of them, in their order."""
+        ...
+
+    @property
+    def report(self) -> Any:
+        """The counts and the lengths of the rows: ``describe()`` and ``length_percentiles``."""
+        ...
+
+    @property
+    def train(self) -> Sequence[Any]:
+        """The rows to train on."""
+        ...
+
+    @property
+    def validation(self) -> Sequence[Any]:
+        """The held-out rows."""
+        ...
+
+
+class Built(Protocol):
+    """The parts of a built run that a task makes its training of."""
+
+    @property
+    def prepared(self) -> Any:
+        """The task's own data, from :meth:`Task.prepare`."""
+        ...
+
+    @property
+    def batches(self) -> Any:
+        """The task's own batches, from :meth:`Task.batches`."""
+        ...
+
+    @property
+    def tokenizer(self) -> PreTrainedTokenizerBase:
+        """The tokenizer of the model."""
+        ...
+
+    @property
+    def model(self) -> Any:
+        """The streamed model."""
+        ...
+
+    @property
+    def handle(self) -> StreamHandle:
+        """The handle of the streamed model."""
+        ...
+
+    @property
+    def reference(self) -> train.Reference | None:
+        """The reference; None where the loss has none."""
+        ...
+
+    @property
+    def share(self) -> bool:
+        """True if completions share their prompts."""
+        ...
+
+    @property
+    def plan(self) -> StepPlan:
+        """The number of steps."""
+        ...
+
+    @property
+    def device(self) -> torch.device:
+        """The device of this rank."""
+        ...
+
+    @property
+    def world(self) -> train.World:
+        """The ranks that train together."""
+        ...
+
+    @property
+    def shares_weights(self) -> bool:
+        """True if each rank holds a part of the weights."""
+        ...
+
+    @property
+    def directory(self) -> train.RunDirectory:
+        """The directory of the run's files."""
+        ...
+
+    @property
+    def first_step(self) -> int:
+        """The step that the run goes on from; 0 at the beginning."""
+        ...
+
+
+@dataclass(frozen=True, kw_only=True)
+class Training:
+    """Everything of an objective that the training loop is run with."""
+
+    objective: train.Objective
+    steps: train.StepStream
+    validation: Callable[[], Iterable[train.MicroBatch]] | None
+    """Makes the held-out micro-batches, anew at each call; None where nothing is held out."""
+    learning_rate_at: Callable[[int], float]
+    """The learning rate of each step, from 0."""
+    begin: Begin = lambda backend, progress, stop: None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Trial:
+    """The model, the reference and the shape of a step of random tokens that the probe runs."""
+
+    model: Any
+    handle: StreamHandle | None
+    """None where the model is not streamed: a baseline."""
+    scorer: Any
+    """Computes log-probs for objectives: the handle, or ordinary logits."""
+    reference: train.Reference | None
+    length: int
+    batch_size: int
+    share: bool
+    """True if completions share their prompts."""
+
+    @property
+    def device(self) -> torch.device:
+        """The device of the model."""
+        device: torch.device = next(self.model.parameters()).device
+        return device
+
+
+class Task(ABC, Generic[R_co]):
+    """An objective with its recipe. The methods that are not abstract are those of a loss on rows of next tokens.
+
+    Args:
+        recipe: The recipe, whose ``objective`` is the task's.
+    """
+
+    shortest: ClassVar[int] = 2
+    """Tokens of the shortest row: of a prompt and a completion, two each, where completions are scored."""
+    scores: ClassVar[bool] = False
+    """True if completions are scored token by token, instead of a loss on the next tokens of rows."""
+
+    def __init__(self, recipe: R_co) -> None:
+        self.recipe = recipe
+
+    # --- settings ----------------------------------------------------------------------------------------------
+
+    @classmethod
+    def of_run(cls, recipe: Any, folder: Path, notify: Notify) -> Self:
+        """Return the task of a run: its settings are checked, and code that the recipe names is loaded.
+
+        Args:
+            recipe: The recipe.
+            folder: The directory of the recipe.
+            notify: See :data:`Notify`.
+
+        Raises:
+            ArgumentError: A setting that the loss does not read, or a value that it does not accept.
+        """
+        return cls(recipe)
+
+    def check_ranks(self, device: torch.device, *, shares_weights: bool) -> None:
+        """Check that the ranks at hand can compute the objective.
+
+        Raises:
+            ArgumentError: They cannot.
+        """
+
+    @property
+    def unit(self) -> str:
+        """The name of the unit that ``per_device_train_batch_size`` counts."""
+        return "row"
+
+    @property
+    def step_unit(self) -> str:
+        """The name of the unit of which an optimizer step has so many."""
+        return self.unit
+
+    # --- data --------------------------------------------------------------------------------------------------
+
+    @abstractmethod
+    def prepare(
+        self,
+        sources: Sequence[data.Source],
+        tokenizer: PreTrainedTokenizerBase,
+        notify: Notify,
+        *,
+        val_size: float | None = None,
+    ) -> Prepared:
+        """Return the rows as token ids. Messages are passed on at the end: earlier they would interrupt the live count.
+
+        Args:
+            sources: The sources of the rows.
+            tokenizer: The tokenizer.
+            notify: See :data:`Notify`.
+            val_size: The part that is held out; None is the recipe's.
+
+        Raises:
+            DataError: A row cannot be trained on; it names the file and line.
+        """
+
+    def longest(self, prepared: Prepared) -> int:
+        """Return the tokens of the longest row, or of the longest prompt with its completion."""
+        return min(prepared.report.length_percentiles["max"], self.recipe.max_length)
+
+    # --- shapes ------------------------------------------------------------------------------------------------
+
+    @property
+    def compares(self) -> bool:
+        """True if the objective compares with a reference."""
+        return False
+
+    @property
+    def precomputes(self) -> bool:
+        """True if the reference's log-probs are computed before the first step."""
+        return False
+
+    @property
+    def temperature(self) -> float:
+        """The number that logits are divided by."""
+        return 1.0
+
+    @property
+    def holds_reference(self) -> bool:
+        """True if a second model is held: a named reference, or a copy where all weights are trained."""
+        if not self.compares or self.precomputes:
+            return False
+        return self.recipe.finetuning_type == "full" or getattr(self.recipe, "ref_model_name_or_path", None) is not None
+
+    @property
+    def may_share(self) -> bool:
+        """True if there are completions with a prompt in common, and the recipe does not keep them apart."""
+        return getattr(self.recipe, "share_prefix", "never") != "never"
+
+    def completions(self, *, share: bool = True) -> Completions | None:
+        """Return the completions of a micro-batch, by length and batch size; None if the loss is on next tokens.
+
+        Args:
+            share: True if the model can share prompts; the recipe may still say never.
+        """
+        return None
+
+    def own_completions(self, prepared: Prepared, longest: int, *, share: bool) -> Completions | None:
+        """Return :meth:`completions` as large as the run's own data makes them."""
+        return self.completions(share=share)
+
+    def planned_length(self, longest: int) -> int:
+        """Return the tokens of the longest sequence of a micro-batch, for rows of at most ``longest``."""
+        return longest
+
+    def check_model(self, handle: StreamHandle) -> None:
+        """Check what the objective needs of that very model, besides that it streams exactly.
+
+        Raises:
+            UnsupportedModelError: The model does not have it.
+        """
+
+    # --- training ----------------------------------------------------------------------------------------------
+
+    @abstractmethod
+    def batches(self, prepared: Any, tokenizer: PreTrainedTokenizerBase, *, share: bool) -> Trainable:
+        """Return the object that makes micro-batches of the data."""
+
+    @abstractmethod
+    def objective(self, scorer: Any, reference: train.Reference | None, device: torch.device) -> train.Objective:
+        """Return the loss.
+
+        Args:
+            scorer: The handle of the streamed model, or another object that computes log-probs.
+            reference: None where the loss has none.
+            device: The device of the model.
+        """
+
+    def count_steps(self, batches: Trainable, micro_batches: int, world: train.World) -> StepPlan:
+        """Count the optimizer steps; the last of an epoch may have fewer micro-batches, none is left out.
+
+        Args:
+            batches: From :meth:`batches`.
+            micro_batches: Micro-batches of a rank in a step.
+            world: The ranks.
+        """
+        recipe = self.recipe
+        batches_per_epoch = -(-batches.num_train // recipe.per_device_train_batch_size)
+        steps_per_epoch = -(-batches_per_epoch // (micro_batches * world.data_size))
+        total_steps = recipe.max_steps
+        if total_steps < 0:
+            total_steps = math.ceil(steps_per_epoch * recipe.num_train_epochs)
+        warmup_steps = recipe.warmup_steps or math.ceil(total_steps * recipe.warmup_ratio)
+        return StepPlan(total_steps, steps_per_epoch, warmup_steps)
+
+    def training(self, built: Built) -> Training:
+        """Return everything of the objective that the training loop is run with."""
+        recipe, batches = self.recipe, built.batches
+        held_out = (lambda: batches.held_out(recipe.per_device_eval_batch_size)) if built.prepared.validation else None
+        return Training(
+            objective=self.objective(built.handle, built.reference, built.device),
+            steps=Steps(batches, recipe, built.world),
+            validation=held_out,
+            learning_rate_at=optim.build_schedule(
+                recipe.lr_scheduler_type,
+                learning_rate=recipe.learning_rate,
+                total_steps=built.plan.total_steps,
+                warmup_steps=built.plan.warmup_steps,
+            ),
+        )
+
+    # --- trials and comparisons --------------------------------------------------------------------------------
+
+    @abstractmethod
+    def random_step(self, trial: Trial) -> RandomStep:
+        """Return the objective and the micro-batches of a training step of random tokens, in the recipe's shape.
+
+        Gradients are accumulated over two micro-batches where the recipe does so over several: those of the first are
+        there during the second, and that is all that more of them would add.
+        """
+
+    def compared_trees(self, rows: Sequence[Any], length: int, vocabulary: int) -> tuple[list[data.Tree], bool]:
+        """Return a few trees for a verification, of about ``length`` tokens in all rows; and if they were cut.
+
+        Raises:
+            DataError: Prompts have to differ, and all are the same.
+        """
+        raise NotImplementedError(f"{type(self).__name__} scores no completions")
+
+    def compared_batches(
+        self, trees: Sequence[data.Tree], model: nn.Module, plain: Any, *, pad_token_id: int, share: bool
+    ) -> tuple[train.TreeBatch, train.TreeBatch]:
+        """Return the same trees as a batch in the recipe's layout, and as one with a row for each completion.
+
+        Args:
+            trees: From :meth:`compared_trees`.
+            model: Not streamed.
+            plain: Computes its log-probs from ordinary logits.
+            pad_token_id: For rows apart.
+            share: True if prompts are shared in the first.
+        """
+        raise NotImplementedError(f"{type(self).__name__} scores no completions")
+
+    def with_reference(self, batch: train.TreeBatch, reference: train.Reference) -> train.TreeBatch:
+        """Return a batch with the reference's log-probs, where the objective reads them from the batch."""
+        return batch
+
+    def _micro_batches(self) -> range:
+        """Return the micro-batches of a trial's step; see :meth:`random_step`."""
+        return range(min(self.recipe.gradient_accumulation_steps, 2))
+
+
+@contextmanager
+def held_back(notify: Notify) -> Iterator[Notify]:
+    """Pass messages on when the context is left."""
+    messages: list[str] = []
+    try:
+        yield messages.append
+    finally:
+        for message in messages:
+            notify(message)
