@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import ast
 import json
+import re
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -77,6 +78,21 @@ def test_reading_recipes_and_schedules_needs_no_torch() -> None:
         for line, module in imported_modules(file)
         if module.partition(".")[0] in HEAVY
     ]
+    assert wrong == []
+
+
+def test_only_runs_tasks_and_programs_see_a_recipe() -> None:
+    """Everything else takes explicit arguments; and tasks are asked, not told apart."""
+    wrong = []
+    for file in FILES:
+        room = room_of(file.relative_to(PACKAGE).with_suffix("").parts)
+        if PLACE[room] < PLACE["tasks"] and room != "recipe":
+            imported = [f"{line} imports {target}" for line, target in rooms_imported(file) if target == "recipe"]
+            wrong += [f"{file.relative_to(PACKAGE)}:{where}" for where in imported]
+        elif room in ("tasks", "run", "probe", "verify", "bench"):
+            for number, line in enumerate(file.read_text(encoding="utf-8").splitlines(), 1):
+                if re.search(r"isinstance\((\w+\.)*recipe\b|getattr\((\w+\.)*recipe\b(?!, key)", line):
+                    wrong.append(f"{file.relative_to(PACKAGE)}:{number} asks for the kind of a recipe: {line.strip()}")
     assert wrong == []
 
 

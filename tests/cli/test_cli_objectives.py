@@ -192,7 +192,7 @@ def test_a_real_step_holds_what_a_simulated_one_does(
         length,
         device,
         completions=task_of(recipe).completions(),
-        reference_bytes=reference_bytes(recipe, device),
+        reference_bytes=reference_bytes(task_of(recipe), device),
     )
     found = simulate(replace(workload, mode=mode), make_schedule(recipe.engine))
     assert found.peak_bytes == pytest.approx(said["peak_bytes"], rel=0.03)
@@ -271,7 +271,7 @@ def test_prompts_that_are_shared_wrongly_are_caught(
         return {"position_ids": torch.arange(self.length)[None], "attention_mask": torch.ones_like(input_ids)}
 
     monkeypatch.setattr(Branches, "arguments", arguments)
-    monkeypatch.setattr("streamtune.verify.build.can_share", lambda task, model, notify: True)  # it would find out
+    monkeypatch.setattr("streamtune.tasks.task.Task.can_share", lambda task, model, notify: True)  # it would find out
     assert run("verify", "dpo.yaml", "--length", "320") == 1
     assert "NOT exact: " in capsys.readouterr().out
 

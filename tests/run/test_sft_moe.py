@@ -14,8 +14,7 @@ from torch import Tensor
 from streamtune.errors import ArgumentError, UnsupportedModelError
 from streamtune.recipe import load_recipe
 from streamtune.run.build import build_run
-from streamtune.run.settings import train_settings
-from streamtune.run.train import Run
+from streamtune.run.train import Run, train_settings
 from streamtune.tasks.sft import Batches
 from streamtune.tasks.steps import Steps
 from streamtune.train import MicroBatch, StopRequest, SupervisedObjective

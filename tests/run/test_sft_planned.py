@@ -10,7 +10,7 @@ import pytest
 
 from streamtune.recipe import load_recipe
 from streamtune.run.build import build_run
-from streamtune.run.settings import train_settings
+from streamtune.run.train import train_settings
 from tests.sft_kit import RECIPE, run, write_recipe, write_rows
 
 PLANNED: dict[str, Any] = {**RECIPE, "max_length": 256, "max_steps": 4}

@@ -10,9 +10,9 @@ from streamtune import data
 from streamtune.recipe import DpoRecipe, GrpoRecipe, Recipe
 from streamtune.simulate.scored import Scored
 from streamtune.tasks import task_of
+from streamtune.tasks.dpo import in_proportion
 from streamtune.tasks.grpo.groups import Group, Layout, micro_batches
 from streamtune.tasks.grpo.task import Grpo
-from streamtune.tasks.shapes import in_proportion
 
 COMMON: dict[str, Any] = {"model_name_or_path": "none", "datasets": [{"path": "none"}]}
 

@@ -71,8 +71,8 @@ def bench_recipe(
         ArgumentError: A length, a mode or the number of repeats makes no sense.
         UnsupportedModelError: The recipe asks for shared prompts, and its model cannot share them.
     """
-    recipe = loaded.recipe
-    _check(lengths, modes, repeats, task_of(recipe).shortest)
+    recipe, task = loaded.recipe, task_of(loaded.recipe)
+    _check(lengths, modes, repeats, task.shortest)
     completions = None
     if recipe.objective != "sft":
         if packed_rows:
@@ -86,7 +86,7 @@ def bench_recipe(
         quiet_libraries(device)
         with blame_recipe(loaded):
             completions = task_of(recipe).completions(
-                share=shares_prompts(recipe, make_blueprint(recipe, device), device)
+                share=shares_prompts(task, make_blueprint(recipe, device), device)
             )
     if packed_rows and not 2 <= packed_rows <= min(lengths) // 2:
         raise ArgumentError(

@@ -121,7 +121,9 @@ def _print_banner(run: Run) -> None:
     """Print a summary of the run before its first step."""
     from streamtune import __version__
 
-    out.print(Text.assemble((f"StreamTune {__version__}", "bold"), "  ", plain(str(run.loaded.path))), soft_wrap=True)
+    out.print(
+        Text.assemble((f"StreamTune {__version__}", "bold"), "  ", plain(str(run.start.loaded.path))), soft_wrap=True
+    )
     print_rows(
         [
             ("model", _describe_model(run)),
@@ -176,7 +178,7 @@ def _describe_deepspeed(run: Run) -> str:
 def _describe_steps(run: Run) -> str:
     recipe, plan = run.recipe, run.plan
     rows, unit = run.start.rows_per_step, run.start.task.step_unit
-    supervised = getattr(recipe, "sft_steps", 0)
+    supervised = plan.supervised_steps
     steps = plan.total_steps - supervised
     epochs = steps / plan.steps_per_epoch
     warmup = f" after {plan.warmup_steps:,} of warm-up" if plan.warmup_steps else ""

@@ -27,7 +27,6 @@ from streamtune.simulate.memory import held_bytes
 from streamtune.simulate.plain_scores import PlainScores
 from streamtune.tasks import Task, task_of
 from streamtune.tasks.preference import GivenReference
-from streamtune.tasks.sharing import can_share
 from streamtune.tasks.task import RandomStep, Trial
 from streamtune.train.routers import StepRouters
 from streamtune.train.step import accumulate_gradients, explain_out_of_memory
@@ -45,8 +44,8 @@ def prepare_step(recipe: Recipe, device_name: str, budget: StepBudget, shape: Sh
     quiet_libraries(device)
     task = task_of(recipe)
     model = make_model_alone(recipe, device)
-    held = make_reference_alone(recipe, device) if task.holds_reference else None
-    share = shape.mode == "stream" and can_share(task, model)
+    held = make_reference_alone(recipe, device, task.reference_name) if task.holds_reference else None
+    share = shape.mode == "stream" and task.can_share(model)
     handle: StreamHandle | None = None
     if shape.mode == "stream":
         schedule = _planned(task, model, shape, budget, share, 0 if held is None else held_bytes(held))

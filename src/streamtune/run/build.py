@@ -16,7 +16,6 @@ from streamtune.run.start import Doing, start_run, tell_of_model
 from streamtune.run.train import Run
 from streamtune.simulate.memory import held_bytes
 from streamtune.tasks.preference import GivenReference, PreferenceBatches
-from streamtune.tasks.sharing import can_share
 from streamtune.tasks.task import Notify
 
 __all__ = ["build_run"]
@@ -66,11 +65,11 @@ def build_run(
         held = None
         if task.compares and not task.precomputes:
             with doing("loading the reference"):
-                held = load_reference(recipe, model, tokenizer, start.device, sharing=start.sharing)
+                held = load_reference(task, model, tokenizer, start.device, sharing=start.sharing)
         share = False
         if task.scores:
             with doing("checking that prompts can be shared"):
-                share = can_share(task, make_trial_model(recipe, model, start.device), notify)
+                share = task.can_share(make_trial_model(recipe, model, start.device), notify)
         streamed = plan_and_stream(
             start,
             model,
@@ -92,14 +91,19 @@ def build_run(
         else:
             reference = make_reference(start, model, streamed.handle, held, closing)
         return Run(
-            loaded=loaded,
             start=start,
+            device=start.device,
+            world=start.world,
+            shares_weights=start.shares_weights,
+            directory=start.directory,
+            first_step=start.checkpoint.step if start.checkpoint else 0,
             tokenizer=tokenizer,
             prepared=prepared,
             batches=batches,
             model=model,
             parameters=models.count_parameters(model),
             streamed=streamed,
+            handle=streamed.handle,
             reference=reference,
             share=share,
             plan=task.count_steps(batches, start.micro_batches, start.world),

@@ -13,35 +13,37 @@ from __future__ import annotations
 
 from contextlib import suppress
 from pathlib import Path
+from typing import Any
 
 from streamtune import models, rewards
-from streamtune.recipe.dpo import WITHOUT_REFERENCE, DpoRecipe
 from streamtune.recipe.schema import Recipe
+from streamtune.tasks import Task
 
 __all__ = ["fingerprint_inputs", "fingerprint_tokenizer_files", "reads_base"]
 
 
-def fingerprint_inputs(recipe: Recipe, folder: Path, *, resumed: bool, hubs: bool) -> dict[str, str]:
+def fingerprint_inputs(task: Task[Any], folder: Path, *, resumed: bool, hubs: bool) -> dict[str, str]:
     """Return the fingerprints by the keys of :data:`streamtune.train.FILES`, without those of what is not read.
 
     Args:
-        recipe: The recipe.
+        task: The task.
         folder: Where it is.
-        resumed: Whether the run goes on from a checkpoint.
-        hubs: Whether to ask for the commits of models on a hub: once they are loaded, the answer is at hand.
+        resumed: True if the run goes on from a checkpoint.
+        hubs: Ask for the commits of models on a hub: once they are loaded, the answer is at hand.
 
     Raises:
         ArgumentError: A file cannot be read.
     """
     found: dict[str, str | None] = {}
-    name, reference = recipe.model_name_or_path, getattr(recipe, "ref_model_name_or_path", None)
-    if name is not None and reads_base(recipe, resumed=resumed) and _is_at_hand(name, hubs):
+    recipe = task.recipe
+    name, reference = recipe.model_name_or_path, task.reference_name
+    if name is not None and reads_base(task, resumed=resumed) and _is_at_hand(name, hubs):
         found["base"] = models.fingerprint_model(name, code=recipe.trust_remote_code)
         if (base := models.adapter_base(name)) is not None:
             found["adapter"] = models.fingerprint_model(base, code=recipe.trust_remote_code)
     if reference is not None and _is_at_hand(reference, hubs):
         found["reference"] = models.fingerprint_model(reference, code=recipe.trust_remote_code)
-    if sources := rewards.reward_sources(list(getattr(recipe, "reward_funcs", ())), folder):
+    if sources := rewards.reward_sources(list(task.reward_funcs), folder):
         found["rewards"] = models.fingerprint_files(sources.items())
     return {key: value for key, value in found.items() if value is not None}
 
@@ -58,18 +60,11 @@ def fingerprint_tokenizer_files(recipe: Recipe) -> str | None:
     return " ".join(part for part in parts if part is not None) or None
 
 
-def reads_base(recipe: Recipe, *, resumed: bool) -> bool:
-    """Return whether a start reads the base: under adapters, as the reference, or because nothing is trained yet."""
-    if not resumed or recipe.finetuning_type != "full":
+def reads_base(task: Task[Any], *, resumed: bool) -> bool:
+    """Return True if a start reads the base: under adapters, as the reference, or because nothing is trained yet."""
+    if not resumed or task.recipe.finetuning_type != "full":
         return True
-    return getattr(recipe, "ref_model_name_or_path", None) is None and _compares(recipe)
-
-
-def _compares(recipe: Recipe) -> bool:
-    """Return whether the loss compares with a reference."""
-    if isinstance(recipe, DpoRecipe):
-        return not recipe.reference_free and recipe.loss_type not in WITHOUT_REFERENCE
-    return bool(getattr(recipe, "beta", 0.0) > 0)
+    return task.reference_name is None and task.compares
 
 
 def _is_at_hand(name: str, hubs: bool) -> bool:

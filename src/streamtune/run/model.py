@@ -105,32 +105,31 @@ def make_model_alone(recipe: Recipe, device: torch.device) -> Any:
     Raises:
         ArgumentError: The model cannot be made.
     """
-    size = _asked_vocabulary(recipe) or 0
-    if recipe.model is not None:
-        size = recipe.model.init.get("vocab_size", size)
-    return _adapted(recipe, _base_model(recipe, device, size, {}, name=recipe.model_name_or_path))
+    return _adapted(recipe, _base_alone(recipe, device, recipe.model_name_or_path))
 
 
-def make_reference_alone(recipe: Recipe, device: torch.device) -> Any:
-    """Make the reference model, without tokenizer or data: the one that the recipe names, or a copy of its model.
+def make_reference_alone(recipe: Recipe, device: torch.device, name: str | None) -> Any:
+    """Make the reference model, without tokenizer or data: the model ``name``, or a copy of the recipe's model.
 
     Raises:
         ArgumentError: The model cannot be made.
     """
-    name = getattr(recipe, "ref_model_name_or_path", None) or recipe.model_name_or_path
+    return _base_alone(recipe, device, name or recipe.model_name_or_path).requires_grad_(False).eval()
+
+
+def _base_alone(recipe: Recipe, device: torch.device, name: str | None) -> Any:
     size = _asked_vocabulary(recipe) or 0
     if recipe.model is not None:
         size = recipe.model.init.get("vocab_size", size)
-    return _base_model(recipe, device, size, {}, name=name).requires_grad_(False).eval()
+    return _base_model(recipe, device, size, {}, name=name)
 
 
-def make_reference_blueprint(recipe: Recipe, device: torch.device) -> Any:
-    """Make the reference model on ``meta``.
+def make_reference_blueprint(recipe: Recipe, device: torch.device, name: str | None) -> Any:
+    """Make the reference model on ``meta``: the model ``name``, or the recipe's model.
 
     Raises:
         ArgumentError: The model cannot be made.
     """
-    name = getattr(recipe, "ref_model_name_or_path", None)
     return _blueprint(recipe, device, name).requires_grad_(False)
 
 

@@ -40,7 +40,7 @@ from streamtune.simulate.scored import Completions, Scored
 from streamtune.simulate.simulate import simulate
 from streamtune.simulate.workload import Workload
 from streamtune.sizes import parse_size
-from streamtune.tasks import task_of
+from streamtune.tasks import Task, task_of
 
 __all__ = [
     "PlanOptions",
@@ -286,40 +286,43 @@ def recipe_workload(
     Raises:
         UnsupportedModelError: The recipe asks for shared prompts, and its model cannot share them.
     """
+    task = task_of(recipe)
     return make_workload(
         recipe,
         model,
         length,
         device,
         cluster=cluster,
-        completions=task_of(recipe).completions(share=shares_prompts(recipe, model, device)),
-        reference_bytes=reference_bytes(recipe, device),
+        completions=task.completions(share=shares_prompts(task, model, device)),
+        reference_bytes=reference_bytes(task, device),
     )
 
 
-def shares_prompts(recipe: Recipe, model: nn.Module, device: torch.device) -> bool:
+def shares_prompts(task: Task[Any], model: nn.Module, device: torch.device) -> bool:
     """Return True if completions can share their prompts in this model, by a simulation of a few tokens on ``meta``.
 
     Raises:
         UnsupportedModelError: They cannot, and the recipe asks for it.
     """
-    if not task_of(recipe).may_share:
+    if not task.may_share:
         return False
     tree = Scored(((5, (6, 6)),))
     workload = Workload(lambda: model, tree.length, device_type=device.type, completions=lambda length, size: tree)
     try:
         simulate(workload, Schedule(chunk_size=4))
     except UnsupportedModelError as error:
-        if getattr(recipe, "share_prefix", None) == "always":
+        if task.share_prefix == "always":
             error.where = "share_prefix"
             raise
         return False
     return True
 
 
-def reference_bytes(recipe: Recipe, device: torch.device) -> int:
+def reference_bytes(task: Task[Any], device: torch.device) -> int:
     """Return the bytes of the weights of a reference model, from its configuration; 0 if no second model is held."""
-    return held_bytes(make_reference_blueprint(recipe, device)) if task_of(recipe).holds_reference else 0
+    if not task.holds_reference:
+        return 0
+    return held_bytes(make_reference_blueprint(task.recipe, device, task.reference_name))
 
 
 def device_elsewhere(recipe: Recipe, name: str | None, device_bytes: int | None, here: torch.device) -> Device | None:

@@ -20,11 +20,11 @@ import torch
 from streamtune import models, train
 from streamtune.engine import StreamHandle, stream
 from streamtune.errors import ArgumentError, StreamTuneError, UserError
-from streamtune.recipe.schema import Recipe
 from streamtune.run.model import make_reference_model
 from streamtune.run.ranks import share_reference, whole_weights
 from streamtune.run.start import Doing, Start
 from streamtune.schedule import Schedule
+from streamtune.tasks import Task
 from streamtune.tasks.preference import PreferenceBatches
 from streamtune.tasks.reference import KeptLogps, compute_logps, read_logps, reference_key
 from streamtune.tasks.task import Notify
@@ -32,19 +32,13 @@ from streamtune.tasks.task import Notify
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-__all__ = ["asked_for", "kept_logps", "load_reference", "make_reference", "streamed"]
+__all__ = ["kept_logps", "load_reference", "make_reference", "streamed"]
 
 KEY = "ref_model_name_or_path"
 
 
-def asked_for(recipe: Recipe) -> str | None:
-    """Return the reference that a recipe names, if it names one."""
-    name: str | None = getattr(recipe, KEY, None)
-    return name
-
-
 def load_reference(
-    recipe: Recipe,
+    task: Task[Any],
     model: Any,
     tokenizer: PreTrainedTokenizerBase,
     device: torch.device,
@@ -54,7 +48,7 @@ def load_reference(
     """Load the reference as a second model; return None if the trained model without its adapters is the reference.
 
     Args:
-        recipe: The recipe.
+        task: The task.
         model: The trained model.
         tokenizer: Its tokenizer.
         device: The reference's device.
@@ -63,7 +57,7 @@ def load_reference(
     Raises:
         ArgumentError: There is no such model, or its vocabulary is another.
     """
-    name = asked_for(recipe)
+    recipe, name = task.recipe, task.reference_name
     if name is None:
         if recipe.finetuning_type != "full":
             return None
@@ -128,9 +122,9 @@ def kept_logps(
         start.identity["reference"] = known
         return kept
     asked: Any = model
-    if asked_for(recipe) is not None or (recipe.finetuning_type == "full" and start.checkpoint is not None):
+    if start.task.reference_name is not None or (recipe.finetuning_type == "full" and start.checkpoint is not None):
         with doing("loading the reference"):
-            asked = load_reference(recipe, model, tokenizer, start.device, sharing=start.sharing)
+            asked = load_reference(start.task, model, tokenizer, start.device, sharing=start.sharing)
     reference = make_reference(start, model, handle, None if asked is model else asked, closing)
     assert reference is not None, "log-probs are kept of a reference"
     with doing("reading the reference's weights"):

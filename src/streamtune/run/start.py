@@ -21,9 +21,9 @@ from streamtune import __version__, models, train
 from streamtune.distributed import agree
 from streamtune.errors import ArgumentError, RecipeError, did_you_mean
 from streamtune.recipe.loader import LoadedRecipe
-from streamtune.recipe.schema import Recipe
 from streamtune.run.fingerprints import fingerprint_inputs, fingerprint_tokenizer_files
 from streamtune.run.setup import Setup, resolve
+from streamtune.tasks import Task
 from streamtune.tasks.task import Notify
 
 __all__ = ["Doing", "Start", "start_run", "tell_of_model"]
@@ -283,12 +283,12 @@ def start_run(
             allow=frozenset(allow_change),
             notify=notify,
             fingerprint=lambda hubs: fingerprint_inputs(
-                recipe, loaded.path.parent, resumed=checkpoint is not None, hubs=hubs
+                setup.task, loaded.path.parent, resumed=checkpoint is not None, hubs=hubs
             ),
             hold=taken[0] if taken else None,
         )
         if start.replaces:
-            _refuse_own_inputs(recipe, loaded.path.parent, directory.path)
+            _refuse_own_inputs(setup.task, loaded.path.parent, directory.path)
         start._tell(start._check())
         with doing("reading the files of the model"):
             start.with_files()
@@ -305,19 +305,20 @@ def start_run(
     return start
 
 
-def _refuse_own_inputs(recipe: Recipe, folder: Path, output: Path) -> None:
+def _refuse_own_inputs(task: Task[Any], folder: Path, output: Path) -> None:
     """Refuse to move a run aside that the new one reads from.
 
     Args:
-        recipe: The recipe of the new one.
+        task: The task of the new one.
         folder: The directory of the recipe.
         output: The directory that would be moved.
 
     Raises:
         ArgumentError: With the key that names something in it.
     """
+    recipe = task.recipe
     named = {"model_name_or_path": recipe.model_name_or_path}
-    named["ref_model_name_or_path"] = getattr(recipe, "ref_model_name_or_path", None)
+    named["ref_model_name_or_path"] = task.reference_name
     named["tokenizer"] = recipe.tokenizer.path if recipe.tokenizer is not None else None
     named |= {f"datasets.{number}": dataset.path for number, dataset in enumerate(recipe.datasets)}
     found = []

@@ -14,28 +14,22 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import torch
-
 from streamtune import models, train
 from streamtune.distributed import RankEnvironment, Watchdog, keep_log, read_environment
-from streamtune.engine import StreamHandle
 from streamtune.errors import ArgumentError, NonFiniteError
 from streamtune.recipe.dump import dump_recipe
-from streamtune.recipe.loader import LoadedRecipe
 from streamtune.recipe.schema import Recipe
 from streamtune.run.engine import Streamed
-from streamtune.run.settings import train_settings
 from streamtune.schedule import Schedule
 from streamtune.streams import lost_output
 from streamtune.tasks.steps import StepPlan, share_out
-from streamtune.tasks.task import Training
+from streamtune.tasks.task import Built, Training
 
 if TYPE_CHECKING:
     from rich.console import Console
-    from transformers import PreTrainedTokenizerBase
 from streamtune.run.start import Start
 
-__all__ = ["Outcome", "Run", "train_run"]
+__all__ = ["Outcome", "Run", "train_run", "train_settings"]
 
 PATIENT = ("saving", "scoring")
 """Activities of a step that may wait for something outside: a disk, a reward function."""
@@ -45,24 +39,12 @@ SAMPLE_TEMPERATURE = 0.3
 
 
 @dataclass(kw_only=True)
-class Run:
+class Run(Built):
     """Everything that a run of any objective needs, built and checked."""
 
-    loaded: LoadedRecipe
     start: Start
-    tokenizer: PreTrainedTokenizerBase
-    prepared: Any
-    """The data, as the task makes it."""
-    batches: Any
-    """Makes micro-batches of it."""
-    model: Any
     parameters: models.ParameterCount
     streamed: Streamed
-    reference: train.Reference | None
-    """None where the loss has none."""
-    share: bool
-    """True if completions share their prompts."""
-    plan: StepPlan
     closing: ExitStack
     """Destroys engines that gather the weights of a reference."""
     watchdog: Watchdog = field(default_factory=lambda: Watchdog(RankEnvironment()))
@@ -71,47 +53,17 @@ class Run:
     @property
     def recipe(self) -> Recipe:
         """The recipe."""
-        return self.loaded.recipe
-
-    @property
-    def handle(self) -> StreamHandle:
-        """The handle of the streamed model."""
-        return self.streamed.handle
+        return self.start.recipe
 
     @property
     def backend(self) -> train.Backend:
-        """Computes gradients and updates the weights."""
+        """The backend that computes gradients and updates the weights."""
         return self.streamed.backend
-
-    @property
-    def directory(self) -> train.RunDirectory:
-        """The directory of the run's files."""
-        return self.start.directory
-
-    @property
-    def device(self) -> torch.device:
-        """The device of this rank."""
-        return self.start.device
-
-    @property
-    def world(self) -> train.World:
-        """The ranks that train together."""
-        return self.start.world
-
-    @property
-    def shares_weights(self) -> bool:
-        """True if each rank holds a part of the weights."""
-        return self.start.shares_weights
 
     @property
     def checkpoint(self) -> train.Checkpoint | None:
         """The checkpoint that the run goes on from; None starts at the beginning."""
         return self.start.checkpoint
-
-    @property
-    def first_step(self) -> int:
-        """The step that the run goes on from; 0 at the beginning."""
-        return self.checkpoint.step if self.checkpoint else 0
 
 
 @dataclass(frozen=True)
@@ -203,7 +155,7 @@ def _claimed(run: Run) -> Iterator[Path | None]:
     with ExitStack() as held:
         held.callback(start.release)
         moved_aside = world.main(start.move_aside)
-        text = dump_recipe(run.recipe, comment=f"resolved from {run.loaded.path}")
+        text = dump_recipe(run.recipe, comment=f"resolved from {run.start.loaded.path}")
         world.main(
             lambda: held.enter_context(run.directory.claim(start.identity, text, run.backend.config, start.hold))
         )
@@ -318,3 +270,53 @@ def _make_writer(run: Run) -> train.ModelWriter:
         return partial(models.save_pretrained, run.model, tokenizer, weights=models.copy_weights(run.model))
 
     return train.ModelWriter(write, num_bytes, snapshot)
+
+
+def train_settings(recipe: Recipe, plan: StepPlan, schedule: Schedule) -> train.TrainSettings:
+    """Return the settings of the training loop, with advice to print if memory runs out."""
+    mend = _mend_of_the_schedule(recipe, schedule)
+    if recipe.per_device_train_batch_size > 1:
+        mend += "; then per_device_train_batch_size, with more gradient_accumulation_steps"
+    mend += f"; then max_length (now {recipe.max_length:,})"
+    if recipe.finetuning_type == "full":
+        mend += "; or train adapters with finetuning_type: lora"
+    elif recipe.finetuning_type == "lora":
+        mend += "; or keep the frozen weights in fewer bits with finetuning_type: qlora"
+    return train.TrainSettings(
+        total_steps=plan.total_steps,
+        steps_per_epoch=plan.steps_per_epoch,
+        max_grad_norm=recipe.max_grad_norm,
+        eval_steps=recipe.eval_steps,
+        save_steps=recipe.save_steps,
+        save_total_limit=recipe.save_total_limit,
+        bf16=recipe.bf16,
+        seed=recipe.seed,
+        out_of_memory_mend=mend,
+        on_nan=recipe.on_nan,
+        max_skips=recipe.max_skips,
+        on_oom=recipe.on_oom,
+        save_async=recipe.save_async,
+        metric_for_best_model=recipe.metric_for_best_model,
+        greater_is_better=_greater_is_better(recipe),
+        save_best_limit=recipe.save_best_limit if recipe.metric_for_best_model is not None else 0,
+    )
+
+
+def _greater_is_better(recipe: Recipe) -> bool:
+    """Return True if a greater metric is better: as asked, or by the metric's name."""
+    if recipe.greater_is_better is not None:
+        return recipe.greater_is_better
+    return not (recipe.metric_for_best_model or "loss").endswith("loss")
+
+
+def _mend_of_the_schedule(recipe: Recipe, schedule: Schedule) -> str:
+    """Return advice on the schedule for when memory ran out: none of it changes a result."""
+    if recipe.engine.schedule == "auto":
+        return (
+            "leave the planner less, with engine.device_memory or a larger engine.margin (now "
+            f"{recipe.engine.margin:g}): it predicted that this step fits; no result changes"
+        )
+    return (
+        f"write engine.schedule: auto, and the planner finds what fits; or lower engine.chunk_size (now "
+        f"{schedule.chunk_size:,}) or engine.head_chunk_size (now {schedule.head_chunk_size:,}); no result changes"
+    )

@@ -6,7 +6,7 @@ length, each with two completions of the rest; with one where the loss takes com
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self
@@ -30,13 +30,12 @@ from streamtune.tasks.preference import (
     unpaired_knobs,
 )
 from streamtune.tasks.random_batches import RandomTokens
-from streamtune.tasks.shapes import in_proportion
 from streamtune.tasks.task import Notify, Prepared, RandomStep, Task, Trial, held_back
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-__all__ = ["Dpo"]
+__all__ = ["Dpo", "in_proportion"]
 
 
 class Dpo(Task[DpoRecipe]):
@@ -102,6 +101,16 @@ class Dpo(Task[DpoRecipe]):
     def precomputes(self) -> bool:
         """See :class:`Task`."""
         return self.compares and self.recipe.precompute_ref_log_probs
+
+    @property
+    def reference_name(self) -> str | None:
+        """See :class:`Task`."""
+        return self.recipe.ref_model_name_or_path
+
+    @property
+    def share_prefix(self) -> str:
+        """See :class:`Task`."""
+        return self.recipe.share_prefix
 
     def completions(self, *, share: bool = True) -> Completions:
         """See :meth:`Task.completions`."""
@@ -191,3 +200,21 @@ class Dpo(Task[DpoRecipe]):
             desirable_N=torch.tensor(labels) if labels else None,
             mismatched=others,
         )
+
+
+def in_proportion(scored: Callable[[Trees], Scored], trees: Trees, longest: int) -> Completions:
+    """Return the micro-batch of ``trees`` as a function of the length: with a smaller one every part is in proportion.
+
+    Args:
+        scored: Makes a micro-batch of trunks and branches.
+        trees: At ``longest``.
+        longest: Tokens of the longest completion with its prompt.
+    """
+
+    def at(length: int, batch_size: int) -> Scored:
+        part = min(1.0, length / longest)
+        return scored(
+            tuple((int(part * trunk), tuple(max(2, int(part * size)) for size in sizes)) for trunk, sizes in trees)
+        )
+
+    return at

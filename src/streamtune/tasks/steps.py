@@ -116,6 +116,8 @@ class StepPlan:
     total_steps: int
     steps_per_epoch: int
     warmup_steps: int
+    supervised_steps: int = 0
+    """Supervised steps before the first rollout, among the ``total_steps``."""
 
 
 def accumulation(recipe: Recipe, world: train.World) -> int:

@@ -23,7 +23,8 @@ import torch
 from torch import nn
 
 from streamtune import data, optim, train
-from streamtune.engine import StreamHandle
+from streamtune.engine import StreamHandle, check_branches, stream
+from streamtune.errors import UnsupportedModelError
 from streamtune.recipe.schema import Recipe
 from streamtune.simulate.scored import Completions
 from streamtune.tasks.steps import StepPlan, Steps, Trainable
@@ -69,73 +70,30 @@ class Prepared(Protocol):
         ...
 
 
-class Built(Protocol):
+@dataclass(kw_only=True)
+class Built:
     """The parts of a built run that a task makes its training of."""
 
-    @property
-    def prepared(self) -> Any:
-        """The task's own data, from :meth:`Task.prepare`."""
-        ...
-
-    @property
-    def batches(self) -> Any:
-        """The task's own batches, from :meth:`Task.batches`."""
-        ...
-
-    @property
-    def tokenizer(self) -> PreTrainedTokenizerBase:
-        """The tokenizer of the model."""
-        ...
-
-    @property
-    def model(self) -> Any:
-        """The streamed model."""
-        ...
-
-    @property
-    def handle(self) -> StreamHandle:
-        """The handle of the streamed model."""
-        ...
-
-    @property
-    def reference(self) -> train.Reference | None:
-        """The reference; None where the loss has none."""
-        ...
-
-    @property
-    def share(self) -> bool:
-        """True if completions share their prompts."""
-        ...
-
-    @property
-    def plan(self) -> StepPlan:
-        """The number of steps."""
-        ...
-
-    @property
-    def device(self) -> torch.device:
-        """The device of this rank."""
-        ...
-
-    @property
-    def world(self) -> train.World:
-        """The ranks that train together."""
-        ...
-
-    @property
-    def shares_weights(self) -> bool:
-        """True if each rank holds a part of the weights."""
-        ...
-
-    @property
-    def directory(self) -> train.RunDirectory:
-        """The directory of the run's files."""
-        ...
-
-    @property
-    def first_step(self) -> int:
-        """The step that the run goes on from; 0 at the beginning."""
-        ...
+    device: torch.device
+    world: train.World
+    shares_weights: bool
+    """True if each rank holds a part of the weights."""
+    directory: train.RunDirectory
+    first_step: int
+    """The step that the run goes on from; 0 at the beginning."""
+    tokenizer: PreTrainedTokenizerBase
+    prepared: Any
+    """The task's own data, from :meth:`Task.prepare`."""
+    batches: Any
+    """The task's own batches, from :meth:`Task.batches`."""
+    model: Any
+    """The streamed model."""
+    handle: StreamHandle
+    reference: train.Reference | None
+    """None where the loss has none."""
+    share: bool
+    """True if completions share their prompts."""
+    plan: StepPlan
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -266,16 +224,54 @@ class Task(ABC, Generic[R_co]):
         return 1.0
 
     @property
+    def reference_name(self) -> str | None:
+        """The model that the recipe names as reference, if it names one."""
+        return None
+
+    @property
     def holds_reference(self) -> bool:
         """True if a second model is held: a named reference, or a copy where all weights are trained."""
         if not self.compares or self.precomputes:
             return False
-        return self.recipe.finetuning_type == "full" or getattr(self.recipe, "ref_model_name_or_path", None) is not None
+        return self.recipe.finetuning_type == "full" or self.reference_name is not None
 
     @property
     def may_share(self) -> bool:
         """True if there are completions with a prompt in common, and the recipe does not keep them apart."""
-        return getattr(self.recipe, "share_prefix", "never") != "never"
+        return self.share_prefix != "never"
+
+    @property
+    def share_prefix(self) -> str:
+        """The recipe's ``share_prefix``: ``never``, ``auto`` or ``always``."""
+        return "never"
+
+    @property
+    def reward_funcs(self) -> Sequence[str]:
+        """The names of the recipe's reward functions."""
+        return ()
+
+    def can_share(self, model: Any, notify: Notify = lambda message: None) -> bool:
+        """Return True if the recipe allows completions to share their prompts, and a test shows that the model can.
+
+        Args:
+            model: On its device, not streamed; left as it is.
+            notify: Called with the reason if it cannot.
+
+        Raises:
+            UnsupportedModelError: They cannot, and the recipe asks for it.
+        """
+        if not self.may_share:
+            return False
+        with stream(model) as handle:
+            try:
+                check_branches(handle)
+            except UnsupportedModelError as error:
+                if self.share_prefix == "always":
+                    error.where = "share_prefix"
+                    raise
+                notify(f"each completion has its own copy of the prompt: {error.what}")
+                return False
+        return True
 
     def completions(self, *, share: bool = True) -> Completions | None:
         """Return the completions of a micro-batch, by length and batch size; None if the loss is on next tokens.

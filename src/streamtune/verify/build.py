@@ -33,7 +33,6 @@ from streamtune.run.streaming import make_router_loss, make_schedule, stream_mod
 from streamtune.schedule import Schedule
 from streamtune.simulate.plain_scores import PlainScores
 from streamtune.tasks import Task, task_of
-from streamtune.tasks.sharing import can_share
 from streamtune.train.objective import autocast, loss_of, output_of
 from streamtune.verify.report import VerifyReport
 from streamtune.verify.room import Room, measure_room
@@ -191,9 +190,9 @@ def _build_trees(
             model = make_model(recipe, tokenizer, None, device)
         stream_model(recipe, model).remove()  # what is refused is refused at once
         with doing("checking that prompts can be shared"):
-            share = can_share(task, model, notify)
+            share = task.can_share(model, notify)
         with doing("loading the reference"):
-            held = load_reference(recipe, model, tokenizer, device) if task.compares else None
+            held = load_reference(task, model, tokenizer, device) if task.compares else None
         bf16, widened = _precision(recipe, dtype)
         with doing("measuring how long a row plain autograd has room for"):
             room = _measure_scored(model, device, bf16)

@@ -180,6 +180,21 @@ class Grpo(Task[GrpoRecipe]):
         return self.recipe.temperature
 
     @property
+    def reference_name(self) -> str | None:
+        """See :class:`Task`."""
+        return self.recipe.ref_model_name_or_path
+
+    @property
+    def share_prefix(self) -> str:
+        """See :class:`Task`."""
+        return self.recipe.share_prefix
+
+    @property
+    def reward_funcs(self) -> Sequence[str]:
+        """See :class:`Task`."""
+        return self.recipe.reward_funcs
+
+    @property
     def may_share(self) -> bool:
         """See :class:`Task`."""
         return super().may_share and min(self.recipe.per_device_train_batch_size, self.recipe.num_generations) > 1
@@ -224,7 +239,7 @@ class Grpo(Task[GrpoRecipe]):
         steps_per_epoch = rollouts * recipe.steps_per_rollout * recipe.num_iterations
         steps = recipe.max_steps if recipe.max_steps > 0 else math.ceil(steps_per_epoch * recipe.num_train_epochs)
         warmup = recipe.warmup_steps or math.ceil(steps * recipe.warmup_ratio)
-        return StepPlan(recipe.sft_steps + steps, steps_per_epoch, warmup)
+        return StepPlan(recipe.sft_steps + steps, steps_per_epoch, warmup, supervised_steps=recipe.sft_steps)
 
     def training(self, built: Built) -> Training:
         """See :meth:`Task.training`."""
