@@ -12,7 +12,7 @@ import pytest
 from transformers import PreTrainedTokenizerFast
 
 from streamtune.data import Source, iter_texts, prepare, prepare_preferences, prepare_prompts, prepare_unpaired
-from streamtune.data.demos import (
+from streamtune.data.builtin import (
     COLOURS,
     NUM_PREFERENCES,
     NUM_TASKS,

@@ -215,7 +215,7 @@ def test_no_file_is_left_behind(prepared: Prepared, write: Write, tmp_path: Path
 def test_more_tokens_than_one_batch_of_the_store_holds(
     prepared: Prepared, write: Write, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("streamtune.data.store._FLUSH_TOKENS", 10)
+    monkeypatch.setattr("streamtune.data.records._FLUSH_TOKENS", 10)
     data = prepared(write("a.jsonl", [{"text": f"The answer is {n}"} for n in range(50)]))
     assert [example.origin.rpartition(":")[2] for example in data.train] == [str(n) for n in range(1, 51)]
 

@@ -20,12 +20,12 @@ from streamtune.data import (
     PreparedTrees,
     Source,
     Tree,
-    TreeReport,
     iter_texts,
     prepare,
     prepare_preferences,
     prepare_unpaired,
 )
+from streamtune.data import CompletionReport as CompletionReport
 from streamtune.data.sources import READ_BY
 from streamtune.errors import ArgumentError, DataError
 
@@ -110,7 +110,7 @@ def test_report(prepared: Prepared, write: Write) -> None:
     data = prepared(write("a.jsonl", rows), val_size=0.1)
     trees = [*data.train, *data.validation]
     report = data.report
-    assert isinstance(report, TreeReport)
+    assert isinstance(report, CompletionReport)
     assert (report.rows, report.kept, report.train_examples, report.validation_examples) == (40, 40, 36, 4)
     assert (report.completions, report.dropped, report.truncated, report.split) == (80, 0, 0, 0)
     assert report.tree_tokens == sum(len(t.prompt) - 1 + sum(len(c) + 1 for c in t.completions) for t in trees)
@@ -318,5 +318,5 @@ def test_more_tokens_than_one_batch_of_the_store_holds(
 ) -> None:
     rows = [pair(f"prompt {n}?", f" good {n}") for n in range(50)]
     whole = list(prepared(write("a.jsonl", rows)).train)
-    monkeypatch.setattr("streamtune.data.store._FLUSH_TOKENS", 10)
+    monkeypatch.setattr("streamtune.data.records._FLUSH_TOKENS", 10)
     assert list(prepared(write("a.jsonl", rows)).train) == whole

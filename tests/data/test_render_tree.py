@@ -8,10 +8,10 @@ from typing import Any
 import pytest
 from transformers import PreTrainedTokenizerFast
 
+from streamtune.data.preferences import detect_preference_type, normalise_preference
 from streamtune.data.readers import Row
-from streamtune.data.render_tree import TreeRenderer
-from streamtune.data.rows_preference import detect_preference_type, normalise_preference
-from streamtune.data.tree import Tree
+from streamtune.data.records import Tree
+from streamtune.data.render_completions import TreeRenderer
 from streamtune.errors import DataError
 
 MakeTokenizer = Callable[..., PreTrainedTokenizerFast]

@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 
+from streamtune.data.preferences import Answers, detect_preference_type, normalise_preference
 from streamtune.data.readers import Row
 from streamtune.data.rows import Completion, Conversation, detect_type
-from streamtune.data.rows_preference import Answers, detect_preference_type, normalise_preference
 from streamtune.errors import DataError
 
 Message = dict[str, Any]

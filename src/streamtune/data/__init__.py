@@ -10,30 +10,33 @@ Import order is that of the arrows, right to left; nothing here knows a model or
 
 from __future__ import annotations
 
-from streamtune.data.assign import assign_rows
-from streamtune.data.collate import Batch, PackedBatch, collate, collate_packed
-from streamtune.data.collate_trees import NO_ROW, CollatedTrees, collate_trees
-from streamtune.data.demos import ARITHMETIC_PATH, PREFERENCES_PATH
-from streamtune.data.fit_trees import IDENTICAL_PAIRS, TREE_OVERLENGTH
+from streamtune.data.builtin import ARITHMETIC_PATH, PREFERENCES_PATH, STDLIB_PATH
+from streamtune.data.collate import NO_ROW, Batch, CollatedTrees, PackedBatch, collate, collate_packed, collate_trees
+from streamtune.data.fit import COMPLETION_OVERLENGTH as COMPLETION_OVERLENGTH
+from streamtune.data.fit import IDENTICAL_PAIRS, OVERLENGTH
 from streamtune.data.packing import Packs, pack_rows
-from streamtune.data.prepare import OVERLENGTH, PreparedData, prepare
-from streamtune.data.prepare_prompts import PROMPT_TYPES, PreparedPrompts, prepare_prompts
-from streamtune.data.prepare_trees import PreparedTrees, prepare_preferences, prepare_unpaired
-from streamtune.data.prompt import Prompt, gather_columns
+from streamtune.data.preferences import PREFERENCE_TYPES
+from streamtune.data.prepare import PreparedData, prepare
+from streamtune.data.prepare_completions import (
+    PROMPT_TYPES,
+    PreparedPrompts,
+    PreparedTrees,
+    prepare_preferences,
+    prepare_prompts,
+    prepare_unpaired,
+)
+from streamtune.data.records import Example, Prompt, Tree, gather_columns
 from streamtune.data.render import IGNORE_INDEX, TRAIN_ON
+from streamtune.data.report import CompletionReport as CompletionReport
 from streamtune.data.report import DataReport
-from streamtune.data.report_trees import TreeReport
 from streamtune.data.rows import ROW_TYPES
-from streamtune.data.rows_preference import PREFERENCE_TYPES
-from streamtune.data.sampler import ResumableSampler
+from streamtune.data.sampler import ResumableSampler, assign_rows
 from streamtune.data.sources import Source
-from streamtune.data.stdlib_corpus import STDLIB_PATH
-from streamtune.data.store import Example
 from streamtune.data.texts import iter_texts
-from streamtune.data.tree import Tree
 
 __all__ = [
     "ARITHMETIC_PATH",
+    "COMPLETION_OVERLENGTH",
     "IDENTICAL_PAIRS",
     "IGNORE_INDEX",
     "NO_ROW",
@@ -44,9 +47,9 @@ __all__ = [
     "ROW_TYPES",
     "STDLIB_PATH",
     "TRAIN_ON",
-    "TREE_OVERLENGTH",
     "Batch",
     "CollatedTrees",
+    "CompletionReport",
     "DataReport",
     "Example",
     "PackedBatch",
@@ -58,7 +61,6 @@ __all__ = [
     "ResumableSampler",
     "Source",
     "Tree",
-    "TreeReport",
     "assign_rows",
     "collate",
     "collate_packed",

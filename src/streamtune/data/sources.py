@@ -4,19 +4,26 @@ from __future__ import annotations
 
 import re
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
-from streamtune.data.demos import ARITHMETIC_PATH, PREFERENCES_PATH, TASKS, arithmetic_rows, preference_rows
+from streamtune.data.builtin import (
+    ARITHMETIC_PATH,
+    PREFERENCES_PATH,
+    STDLIB_PATH,
+    TASKS,
+    arithmetic_rows,
+    preference_rows,
+    stdlib_rows,
+)
 from streamtune.data.readers import READERS, Row, format_of, read_file, without_nulls
-from streamtune.data.stdlib_corpus import STDLIB_PATH, stdlib_rows
 from streamtune.errors import DataError, did_you_mean
 
-__all__ = ["Source", "read_rows", "typed_rows"]
+__all__ = ["Source", "read_rows", "typed_rows", "with_progress"]
 
 
 READ_BY = {
@@ -249,3 +256,22 @@ BUILT_IN: dict[str, Callable[[Source], Iterator[Row]]] = {
     ARITHMETIC_PATH: lambda source: arithmetic_rows(task=source.name, max_rows=source.max_rows),
 }
 """Datasets that every machine has, by the path that names them."""
+
+
+Item = TypeVar("Item")
+
+
+def with_progress(items: Iterable[Item]) -> Iterator[Item]:
+    """Pass rows through, with a live count on stderr if that is a terminal."""
+    if not sys.stderr.isatty():
+        yield from items
+        return
+    from rich.console import Console
+    from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
+
+    columns = (SpinnerColumn(), TextColumn("tokenising, {task.completed:,} rows"), TimeElapsedColumn())
+    with Progress(*columns, console=Console(stderr=True), transient=True) as progress:
+        task = progress.add_task("rows", total=None)
+        for item in items:
+            yield item
+            progress.advance(task)

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 
-from streamtune.data.prepare_prompts import PROMPT_TYPES, prompt_of
+from streamtune.data.cells import texts_of
+from streamtune.data.preferences import PREFERENCE_TYPES, normalise_preference
+from streamtune.data.prepare_completions import PROMPT_TYPES, prompt_of
 from streamtune.data.readers import Row
 from streamtune.data.rows import ROW_TYPES, Completion, Conversation, detect_type, looks_like, normalise
-from streamtune.data.rows_preference import PREFERENCE_TYPES, normalise_preference
-from streamtune.data.said import texts_of
 from streamtune.data.sources import Source, typed_rows
 
 __all__ = ["iter_texts"]

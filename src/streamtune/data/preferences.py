@@ -20,11 +20,10 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from streamtune.data.cells import column_names, tools_of
+from streamtune.data.cells import Said, check_order, column_names, said, texts_of, tools_of
 from streamtune.data.readers import Row
 from streamtune.data.renderings import common_prefix
 from streamtune.data.rows import Completion, Conversation
-from streamtune.data.said import Said, check_order, said, texts_of
 from streamtune.errors import DataError, did_you_mean
 
 __all__ = [

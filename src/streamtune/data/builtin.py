@@ -1,0 +1,349 @@
+"""Small data sets that every machine has: preferences with a rule, and sums and sequences with an answer to check.
+
+Both are drawn from a seed, need no file, and have a vocabulary of a few dozen words, so that a model with random
+weights learns them in minutes on a processor. No prompt occurs twice: held-out rows ask what was never trained on.
+
+**demo-preferences** (type ``preference``). Somebody asks where a thing is::
+
+    prompt      I am in the hall. Where is the red lamp?
+    chosen      Sure, the red lamp is in the attic.
+    rejected    Sure, the blue lamp is in the attic.
+
+The rule: an answer is preferred if it names the very thing that was asked for and is polite. A rejected answer
+breaks it in one way, a third of them each: it names another colour, or another thing, or it is rude (``Go and find the
+red lamp.``). So two thirds can only be rejected by reading the prompt. :func:`keeps_the_rule` checks if an answer
+keeps it.
+
+**demo-arithmetic** (types ``prompts`` and ``prompt_completion``). One of three tasks on digits, with its answer in the
+column ``answer`` for reward functions and as ``completion`` for supervised training::
+
+    prompt      copy 3142        sort 3142        add 3142
+    answer      3142             1234             10
+
+The dataset's ``name`` chooses one of them: ``copy``, ``sort`` or ``add``; without it they take turns.
+"""
+
+from __future__ import annotations
+
+import ast
+import hashlib
+import math
+import random
+import re
+import sysconfig
+import tokenize
+import warnings
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from itertools import islice, product
+from pathlib import Path
+
+from streamtune.data.readers import Row
+
+__all__ = [
+    "ARITHMETIC_PATH",
+    "PREFERENCES_PATH",
+    "STDLIB_PATH",
+    "TASKS",
+    "arithmetic_rows",
+    "keeps_the_rule",
+    "preference_rows",
+    "stdlib_rows",
+]
+
+PREFERENCES_PATH = "demo-preferences"
+"""The dataset path that names the preferences."""
+
+ARITHMETIC_PATH = "demo-arithmetic"
+"""The dataset path that names the tasks on digits."""
+
+SEED = 0
+"""Seed of both: a recipe's seed chooses what is held out and the order, not the rows."""
+
+NUM_PREFERENCES = 4_000
+"""Pairs, unless fewer are asked for."""
+
+NUM_TASKS = 6_000
+"""Tasks, unless fewer are asked for."""
+
+PLACES = ("hall", "attic", "kitchen", "garden", "cellar", "office", "garage", "studio", "bedroom", "library")
+COLOURS = ("red", "blue", "green", "black", "white", "yellow")
+THINGS = ("lamp", "chair", "book", "coat", "clock", "cup", "key", "bag", "hat", "phone", "ball", "knife")
+QUESTIONS = (
+    "Where is the {thing}?",
+    "Do you know where the {thing} is?",
+    "Please tell me where the {thing} is.",
+    "I am looking for the {thing}.",
+    "Who has seen the {thing}?",
+    "Can you find the {thing}?",
+    "Where did you put the {thing}?",
+    "I need the {thing}.",
+)
+POLITE = ("Sure, the {thing} is in the {place}.", "The {thing} is in the {place}.", "I saw the {thing} in the {place}.")
+RUDE = ("Go and find the {thing}.", "Look for the {thing} yourself.", "Why ask me for the {thing}?")
+
+
+def _message(role: str, content: str) -> list[dict[str, str]]:
+    return [{"role": role, "content": content}]
+
+
+def _pick(draw: random.Random, items: tuple[str, ...]) -> str:
+    """Return one of the items, by ``random()``: the one method whose numbers Python guarantees not to change."""
+    return items[int(draw.random() * len(items))]
+
+
+def _at_most(wanted: int | None, there: int) -> int:
+    return there if wanted is None else min(wanted, there)
+
+
+def preference_rows(*, max_rows: int | None = None, seed: int = SEED) -> Iterator[Row]:
+    """Yield pairs of answers, one of which keeps the rule.
+
+    Args:
+        max_rows: Yield so many rows at most; fewer are the first of more.
+        seed: Seed of everything.
+    """
+    draw = random.Random(seed)
+    asked = list(product(PLACES, QUESTIONS, COLOURS, THINGS))
+    asked.sort(key=lambda _: draw.random())
+    kept = asked[: _at_most(max_rows, NUM_PREFERENCES)]
+    for number, (here, question, colour, thing) in enumerate(kept, start=1):
+        place = _pick(draw, tuple(item for item in PLACES if item != here))
+        polite = _pick(draw, POLITE)
+        other_colour = _pick(draw, tuple(item for item in COLOURS if item != colour))
+        other_thing = _pick(draw, tuple(item for item in THINGS if item != thing))
+        broken = (
+            polite.format(thing=f"{other_colour} {thing}", place=place),
+            polite.format(thing=f"{colour} {other_thing}", place=place),
+            _pick(draw, RUDE).format(thing=f"{colour} {thing}"),
+        )
+        columns = {
+            "prompt": _message("user", f"I am in the {here}. {question.format(thing=f'{colour} {thing}')}"),
+            "chosen": _message("assistant", polite.format(thing=f"{colour} {thing}", place=place)),
+            "rejected": _message("assistant", broken[number % 3]),
+        }
+        yield Row(f"{PREFERENCES_PATH}:row {number}", columns)
+
+
+def keeps_the_rule(question: str, answer: str) -> bool:
+    """Return True if an answer is polite and names the very thing that was asked for.
+
+    Args:
+        question: A prompt of ``demo-preferences``.
+        answer: An answer to it.
+    """
+    asked = re.search(rf"the ({'|'.join(COLOURS)}) ({'|'.join(THINGS)})\b", question)
+    if asked is None:
+        return False
+    thing = asked.group().removeprefix("the ")
+    return any(answer == form.format(thing=thing, place=place) for form in POLITE for place in PLACES)
+
+
+# -------------------------------------------------------------------------------------------------------- arithmetic
+
+
+def _digits(draw: random.Random, count: int) -> str:
+    return "".join(_pick(draw, tuple("0123456789")) for _ in range(count))
+
+
+def _copy(draw: random.Random) -> tuple[str, str]:
+    digits = _digits(draw, 3 + int(draw.random() * 4))
+    return f"copy {digits}", digits
+
+
+def _sort(draw: random.Random) -> tuple[str, str]:
+    digits = _digits(draw, 3 + int(draw.random() * 4))
+    return f"sort {digits}", "".join(sorted(digits))
+
+
+def _add(draw: random.Random) -> tuple[str, str]:
+    digits = _digits(draw, 3 + int(draw.random() * 2))
+    return f"add {digits}", str(sum(map(int, digits)))
+
+
+TASKS: dict[str, Callable[[random.Random], tuple[str, str]]] = {"copy": _copy, "sort": _sort, "add": _add}
+"""Draws a prompt and its answer, by the name of the task."""
+
+
+def arithmetic_rows(*, task: str | None = None, max_rows: int | None = None, seed: int = SEED) -> Iterator[Row]:
+    """Yield tasks on digits with their answers.
+
+    Args:
+        task: One of :data:`TASKS`; they take turns unless given.
+        max_rows: Yield so many rows at most; fewer are the first of more.
+        seed: Seed of everything.
+    """
+    draw = random.Random(seed)
+    tasks = list(TASKS) if task is None else [task]
+    seen: set[str] = set()
+    while len(seen) < _at_most(max_rows, NUM_TASKS):
+        prompt, answer = TASKS[tasks[len(seen) % len(tasks)]](draw)
+        if prompt in seen:
+            continue
+        seen.add(prompt)
+        columns = {
+            "prompt": _message("user", prompt),
+            "completion": _message("assistant", answer),
+            "answer": answer,
+        }
+        yield Row(f"{ARITHMETIC_PATH}:row {len(seen)}", columns)
+
+
+STDLIB_PATH = "python-stdlib"
+"""The dataset path that names this corpus."""
+
+SKIPPED_FOLDERS = frozenset(
+    {
+        *("test", "tests", "idlelib", "lib2to3", "turtledemo", "__pycache__"),
+        *("site-packages", "dist-packages"),
+        *("encodings", "pydoc_data"),
+    }
+)
+"""Tests, bundled tools, what pip installed, and tables of data are not what we want a model to learn."""
+
+SHORTEST = 120
+"""Characters of source below which a definition teaches nothing."""
+
+LONGEST = 20_000
+"""Characters of source in a row at most: about 6,000 to 7,000 tokens of a vocabulary of 4,096."""
+
+LONG_FROM = 6_000
+"""Characters from which a whole module makes a long row."""
+
+LONG_EVERY = 12
+"""One row in so many is a whole module, so that a capped corpus still has long rows."""
+
+SPARE = 3
+"""A capped corpus is drawn from so many times the short rows it needs: parsing the whole library takes seconds."""
+
+Definition = ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef
+
+
+@dataclass(frozen=True)
+class _Module:
+    """A parsed module of the standard library."""
+
+    name: str
+    """``json.decoder``"""
+    file: str
+    """``json/decoder.py``"""
+    source: str
+    tree: ast.Module
+
+
+def stdlib_rows(*, max_rows: int | None = None, root: Path | None = None) -> Iterator[Row]:
+    """Yield the corpus as rows of type ``messages``.
+
+    Args:
+        max_rows: Yield so many rows at most; one in twelve is a whole module with any cap.
+        root: The library's folder; that of the running interpreter unless given.
+    """
+    short: list[Row] = []
+    long: list[Row] = []
+    wanted = math.inf if max_rows is None else max_rows
+    for module in _modules(root or Path(sysconfig.get_path("stdlib"))):
+        short.extend(_definition_rows(module))
+        if LONG_FROM <= len(module.source) <= LONGEST:
+            long.append(_module_row(module))
+        if len(short) >= SPARE * wanted and len(long) * LONG_EVERY >= wanted:
+            break
+    short.sort(key=lambda row: _spread(row.origin))
+    long.sort(key=lambda row: _spread(row.origin))
+    return islice(_interleave(short, long), max_rows)
+
+
+def _spread(name: str) -> bytes:
+    """Return a sort key that mixes the library: in alphabetical order a capped corpus would end at c."""
+    return hashlib.sha256(name.encode()).digest()
+
+
+def _interleave(short: list[Row], long: list[Row]) -> Iterator[Row]:
+    """Yield one long row in every twelve for as long as there are both kinds; then the rest."""
+    rest_short, rest_long = iter(short), iter(long)
+    while True:
+        group = [*islice(rest_long, 1), *islice(rest_short, LONG_EVERY - 1)]
+        if not group:
+            return
+        yield from group
+
+
+def _modules(root: Path) -> Iterator[_Module]:
+    """Yield every module below ``root`` that can be read and parsed, in a mixed order that is always the same."""
+    for path in sorted(_files(root), key=lambda path: _spread(path.relative_to(root).as_posix())):
+        relative = path.relative_to(root)
+        try:
+            with tokenize.open(path) as file:
+                source = file.read()
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore", SyntaxWarning)  # old escape sequences in docstrings
+                tree = ast.parse(source)
+        except (OSError, SyntaxError, UnicodeDecodeError, ValueError):
+            continue
+        parts = relative.with_suffix("").parts
+        name = ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
+        yield _Module(name, relative.as_posix(), source, tree)
+
+
+def _files(folder: Path) -> Iterator[Path]:
+    """Yield the Python files below ``folder``, without those in skipped folders."""
+    for child in folder.iterdir():
+        if child.is_dir():
+            if child.name not in SKIPPED_FOLDERS:
+                yield from _files(child)
+        elif child.suffix == ".py":
+            yield child
+
+
+def _module_row(module: _Module) -> Row:
+    summary = _first_paragraph(ast.get_docstring(module.tree))
+    instruction = f"Write the module `{module.name}`."
+    return _row(f"stdlib:{module.file}:1", f"{instruction}\n\n{summary}" if summary else instruction, module.source)
+
+
+def _definition_rows(module: _Module) -> Iterator[Row]:
+    """Yield one row for each documented function, class and method of a module."""
+    lines = [f"{line}\n" for line in module.source.split("\n")]  # splitlines() would count form feeds as line breaks
+    for qualified, node in _definitions(module.tree.body, ""):
+        docstring = ast.get_docstring(node)
+        first = min([node.lineno, *(decorator.lineno for decorator in node.decorator_list)])
+        source = _dedent(lines[first - 1 : node.end_lineno])
+        if not docstring or not SHORTEST <= len(source) <= LONGEST:
+            continue
+        kind = "class" if isinstance(node, ast.ClassDef) else "method" if "." in qualified else "function"
+        header = _header(node)
+        instruction = f"Write the {kind} `{qualified}` of the module `{module.name}`.\n\n{header}\n\n{docstring}"
+        yield _row(f"stdlib:{module.file}:{first}", instruction, source)
+
+
+def _definitions(body: list[ast.stmt], prefix: str) -> Iterator[tuple[str, Definition]]:
+    """Yield the functions and classes of a module body, and the methods of its classes, with their qualified names."""
+    for node in body:
+        if isinstance(node, Definition):
+            yield f"{prefix}{node.name}", node
+            if isinstance(node, ast.ClassDef):
+                yield from _definitions(node.body, f"{prefix}{node.name}.")
+
+
+def _header(node: Definition) -> str:
+    """Return the signature: ``def decode(self, s)`` or ``class Decoder(Base)``."""
+    if isinstance(node, ast.ClassDef):
+        bases = ", ".join(ast.unparse(base) for base in [*node.bases, *node.keywords])
+        return f"class {node.name}({bases})" if bases else f"class {node.name}"
+    returns = f" -> {ast.unparse(node.returns)}" if node.returns else ""
+    prefix = "async def" if isinstance(node, ast.AsyncFunctionDef) else "def"
+    return f"{prefix} {node.name}({ast.unparse(node.args)}){returns}"
+
+
+def _dedent(lines: list[str]) -> str:
+    """Remove the first line's indentation from every line that has it."""
+    indent = lines[0][: len(lines[0]) - len(lines[0].lstrip())]
+    return "".join(line.removeprefix(indent) for line in lines).rstrip() + "\n"
+
+
+def _first_paragraph(docstring: str | None) -> str:
+    return (docstring or "").split("\n\n", maxsplit=1)[0].strip()
+
+
+def _row(origin: str, instruction: str, response: str) -> Row:
+    messages = [{"role": "user", "content": instruction}, {"role": "assistant", "content": response}]
+    return Row(origin, {"messages": messages})

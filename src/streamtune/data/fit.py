@@ -1,0 +1,624 @@
+"""Fit rows, trees and prompts to the length: keep, cut or leave out each, write what is kept, and count.
+
+:class:`LengthFit` counts and hashes; what a cut is, and what is said of it, is a row's, a tree's and a prompt's own.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import random
+from abc import ABC, abstractmethod
+from array import array
+from collections import Counter
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, replace
+from typing import Generic, TypeVar
+
+import numpy as np
+import numpy.typing as npt
+import pyarrow as pa  # type: ignore[import-untyped]
+
+from streamtune.data.packing import Packs
+from streamtune.data.records import Example, Prompt, Record, Stored, TableWriter, Tree
+from streamtune.data.render import IGNORE_INDEX, Rendered
+from streamtune.data.report import CompletionReport, DataReport, length_percentiles
+from streamtune.errors import ArgumentError, DataError
+
+__all__ = [
+    "COMPLETION_OVERLENGTH",
+    "IDENTICAL_PAIRS",
+    "OVERLENGTH",
+    "LengthFit",
+    "LengthPolicy",
+    "Prepared",
+    "PromptFit",
+    "RowFit",
+    "TreeFit",
+    "check_choice",
+]
+
+OVERLENGTH = ("error", "truncate", "drop", "split")
+"""Ways to handle a row with more than ``max_length`` tokens."""
+
+COMPLETION_OVERLENGTH = ("error", "truncate", "drop")
+"""Ways to handle a pair or a prompt over the length. It cannot be split."""
+
+IDENTICAL_PAIRS = ("error", "drop")
+"""Ways to handle a pair whose answers are the same."""
+
+RecordT = TypeVar("RecordT", bound=Record)
+ReportT = TypeVar("ReportT", DataReport, CompletionReport)
+Notify = Callable[[str], None]
+
+
+def check_choice(name: str, value: str, known: tuple[str, ...], mend: str = "") -> None:
+    """Raise unless an option is one of the known words.
+
+    Raises:
+        ArgumentError: It is none of them.
+    """
+    if value not in known:
+        raise ArgumentError(f"{name} is '{value}'", where=name, mend=mend or f"use {', '.join(known)}")
+
+
+@dataclass(frozen=True)
+class Prepared(Generic[RecordT, ReportT]):
+    """Rows as token ids, split into a training and a held-out part; rows of one group are never in both."""
+
+    train: Stored[RecordT]
+    validation: Stored[RecordT]
+    report: ReportT
+    fingerprint: str
+    """hash of all that is trained and evaluated on, in order: equal if and only if a run sees the same data"""
+    packs: Packs | None = None
+    """the sequences that examples of ``train`` share; None without packing"""
+    validation_packs: Packs | None = None
+    """the same of ``validation``"""
+
+
+class LengthFit(ABC, Generic[RecordT, ReportT]):
+    """Writes records, and counts the kept, cut and dropped rows they are made of.
+
+    Args:
+        writer: Gets the records.
+        overlength: What to do with a row over the length, one of :data:`OVERLENGTH`.
+    """
+
+    record: type[RecordT]
+    noun = "row"
+
+    def __init__(self, writer: TableWriter, overlength: str) -> None:
+        self.writer, self.overlength = writer, overlength
+        self.counts: Counter[str] = Counter()
+        self.lengths: array[int] = array("q")
+        """of every row as rendered"""
+        self.longest: tuple[int, str] = (0, "")
+        """length and origin of the longest row"""
+        self.groups: list[bytes] = []
+        """for every kept row a hash of what must not be in both parts"""
+        self.row_of_record: array[int] = array("q")
+        """for every record the number of its row among the kept ones"""
+        self.digests: list[bytes] = []
+        """for every record a hash of all that a run reads of it"""
+
+    def measure(self, size: int, origin: str) -> None:
+        """Record the length of a row as rendered."""
+        self.lengths.append(size)
+        self.longest = max(self.longest, (size, origin), key=lambda pair: pair[0])
+
+    def write(self, record: RecordT, digest: bytes) -> None:
+        """Write a record of the row whose group comes next."""
+        self.row_of_record.append(len(self.groups))
+        self.digests.append(digest)
+        self.writer.append(record)
+
+    def prepared(self, table: pa.Table, val_size: float, seed: int) -> Prepared[RecordT, ReportT]:
+        """Split what was written into a training and a held-out part.
+
+        Args:
+            table: What the writer has written.
+            val_size: Rows to hold out: a fraction below 1, or a count.
+            seed: Seed of the choice.
+
+        Raises:
+            DataError: Nothing would be left to train on.
+        """
+        rows = np.frombuffer(self.row_of_record, dtype=np.int64)
+        is_held_out = _choose_held_out(self.groups, val_size, seed)[rows]
+        trained: npt.NDArray[np.int64] = np.flatnonzero(~is_held_out)
+        held_out: npt.NDArray[np.int64] = np.flatnonzero(is_held_out)
+        total = hashlib.sha256(f"{len(trained)} {len(held_out)}".encode())
+        for index in (*trained, *held_out):
+            total.update(self.digests[index])
+        return Prepared(
+            train=Stored(self.record, table, trained),
+            validation=Stored(self.record, table, held_out),
+            report=self.report(len(trained), len(held_out)),
+            fingerprint=total.hexdigest(),
+        )
+
+    def check(self, notify: Notify) -> None:
+        """Raise if rows are too long or none is left; notify the user of the changes.
+
+        Raises:
+            DataError: Rows are over the length and ``overlength`` is ``error``, or nothing is left.
+        """
+        rows, too_long = len(self.lengths) + self.counts["identical"], self.counts["too_long"]
+        if too_long and self.overlength == "error":
+            raise self.too_long()
+        if self.counts["identical"]:
+            notify(f"{self.counts['identical']:,} of {rows:,} pairs have the same answer twice: dropped")
+        if not self.groups:
+            size, origin = self.longest
+            to_train_on = " to train on" if self.noun == "row" else ""
+            raise DataError(
+                f"no {self.noun} is left{to_train_on}: all {rows:,} were dropped",
+                where=origin,
+                mend=f"the longest has {size:,} tokens, {self.limit}" if size else "",
+            )
+        if too_long:
+            notify(f"{too_long:,} of {rows:,} {self.noun}s are over {self.over}: {self.changes()}")
+
+    def changes(self) -> str:
+        """Return the changes to rows over the length, for a note."""
+        dropped = self.counts["dropped"] - self.counts["identical"]
+        named = {"truncated": self.counts["truncated"], "split": self.counts["split"], "dropped": dropped}
+        return ", ".join(f"{count:,} {how}" for how, count in named.items() if count)
+
+    @property
+    @abstractmethod
+    def limit(self) -> str:
+        """The limit that the longest row is over, for an error."""
+
+    @property
+    @abstractmethod
+    def over(self) -> str:
+        """The limit, for a note."""
+
+    @abstractmethod
+    def too_long(self) -> DataError:
+        """Return the error for rows over the length."""
+
+    @abstractmethod
+    def report(self, train_examples: int, validation_examples: int) -> ReportT:
+        """Return the counts and lengths of the rows."""
+
+
+def _choose_held_out(groups: Sequence[bytes], val_size: float, seed: int) -> npt.NDArray[np.bool_]:
+    """Return a mask of the held-out rows, [kept rows]: whole groups, drawn by the seed.
+
+    Raises:
+        DataError: Nothing would be left to train on.
+    """
+    held_out = np.zeros(len(groups), dtype=np.bool_)
+    if val_size <= 0:
+        return held_out
+    wanted = max(1, round(val_size * len(groups))) if val_size < 1 else int(val_size)
+    members: dict[bytes, list[int]] = {}
+    for row, group in enumerate(groups):
+        members.setdefault(group, []).append(row)
+    order = sorted(members)
+    random.Random(seed).shuffle(order)
+    count = 0
+    for group in order:
+        if count >= wanted:
+            break
+        held_out[members[group]] = True
+        count += len(members[group])
+    if held_out.all():
+        raise DataError(
+            f"val_size = {val_size:g} holds out all of the {len(groups):,} rows ({len(members):,} different ones)",
+            where="val_size",
+            mend="hold out fewer rows, or add data",
+        )
+    return held_out
+
+
+def _have(number: int, noun: str) -> str:
+    return f"1 {noun} has" if number == 1 else f"{number:,} {noun}s have"
+
+
+def _percentiles(lengths: Iterable[int]) -> dict[str, int]:
+    return length_percentiles(np.array(lengths, dtype=np.int64))
+
+
+# --- rows -------------------------------------------------------------------------------------------------------------
+
+
+class RowFit(LengthFit[Example, DataReport]):
+    """Fits rows of next tokens; rows with the same tokens and labels are held out together.
+
+    Args:
+        writer: Gets the examples.
+        overlength: One of :data:`OVERLENGTH`.
+        max_length: Tokens an example has at most.
+    """
+
+    record = Example
+
+    def __init__(self, writer: TableWriter, overlength: str, max_length: int) -> None:
+        super().__init__(writer, overlength)
+        self.max_length = max_length
+
+    def add(self, rendered: Rendered, origin: str) -> None:
+        """Fit one row to the length, and write the examples made of it."""
+        size = len(rendered.input_ids)
+        self.measure(size, origin)
+        if size <= self.max_length:
+            self._keep([rendered], origin)
+            return
+        self.counts["too_long"] += 1
+        if self.overlength == "truncate":
+            self._keep(_supervised([_piece(rendered, 0, self.max_length)]), origin, "truncated")
+        elif self.overlength == "split":
+            pieces = [_piece(rendered, start, self.max_length) for start in range(0, size, self.max_length)]
+            kept = _supervised(pieces)
+            self.counts["pieces_dropped"] += len(pieces) - len(kept) if kept else 0
+            self._keep(kept, origin, "split")
+        else:
+            self._keep([], origin)
+
+    def _keep(self, pieces: Sequence[Rendered], origin: str, how: str = "kept whole") -> None:
+        """Write the examples made of one row; without any, count the row as dropped."""
+        if not pieces:
+            self.counts["dropped"] += 1
+            return
+        self.counts[how] += 1
+        row_digest = hashlib.blake2b(digest_size=16)
+        for piece in pieces:
+            ids, labels = np.array(piece.input_ids, dtype=np.int32), np.array(piece.labels, dtype=np.int32)
+            digest = hashlib.blake2b(ids.tobytes() + labels.tobytes(), digest_size=16).digest()
+            row_digest.update(digest)
+            self.counts["tokens"] += len(ids)
+            self.counts["supervised_tokens"] += int((labels != IGNORE_INDEX).sum())
+            self.write(Example(ids, labels, origin), digest)
+        self.groups.append(row_digest.digest())
+
+    @property
+    def limit(self) -> str:
+        """See :class:`LengthFit`."""
+        return f"max_length is {self.max_length:,}"
+
+    @property
+    def over(self) -> str:
+        """See :class:`LengthFit`."""
+        return f"{self.max_length:,} tokens"
+
+    def too_long(self) -> DataError:
+        """See :class:`LengthFit`."""
+        size, origin = self.longest
+        return DataError(
+            f"{_have(self.counts['too_long'], 'row')} more than max_length = {self.max_length:,} tokens; the longest "
+            f"has {size:,}",
+            where=origin,
+            mend=f"set max_length to {size} or more, or say what to do with them: overlength: truncate, drop or split",
+        )
+
+    def report(self, train_examples: int, validation_examples: int) -> DataReport:
+        """See :class:`LengthFit`."""
+        return DataReport(
+            rows=len(self.lengths),
+            kept=len(self.groups),
+            truncated=self.counts["truncated"],
+            dropped=self.counts["dropped"],
+            split=self.counts["split"],
+            pieces_dropped=self.counts["pieces_dropped"],
+            train_examples=train_examples,
+            validation_examples=validation_examples,
+            tokens=self.counts["tokens"],
+            supervised_tokens=self.counts["supervised_tokens"],
+            length_percentiles=_percentiles(self.lengths),
+        )
+
+
+def _piece(rendered: Rendered, start: int, size: int) -> Rendered:
+    """Return ``size`` tokens from ``start``; the first is not trained on, as no token comes before it."""
+    labels = rendered.labels[start : start + size]
+    return Rendered(rendered.input_ids[start : start + size], [IGNORE_INDEX, *labels[1:]])
+
+
+def _supervised(pieces: Sequence[Rendered]) -> list[Rendered]:
+    return [piece for piece in pieces if any(label != IGNORE_INDEX for label in piece.labels)]
+
+
+# --- trees ------------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class LengthPolicy:
+    """Limits on the length of a prompt with its completions, and the handling of longer ones.
+
+    Raises:
+        ArgumentError: ``overlength`` is none of :data:`COMPLETION_OVERLENGTH`, or the prompt may fill the whole length.
+    """
+
+    max_length: int
+    """tokens that the prompt and the longest completion have together at most"""
+    max_prompt_length: int | None = None
+    """tokens that the prompt has at most"""
+    overlength: str = "error"
+    """one of :data:`COMPLETION_OVERLENGTH`"""
+
+    def __post_init__(self) -> None:
+        split = "a pair or a prompt cannot be split; use " if self.overlength == "split" else "use "
+        known = COMPLETION_OVERLENGTH
+        check_choice("overlength", self.overlength, known, mend=split + ", ".join(known))
+        if self.max_prompt_length is not None and not 0 < self.max_prompt_length < self.max_length:
+            raise ArgumentError(
+                f"max_prompt_length = {self.max_prompt_length:,} leaves no room for a completion in "
+                f"max_length = {self.max_length:,}",
+                where="max_prompt_length",
+                mend="set it to less than max_length, and to 1 at least",
+            )
+
+    def holds(self, tree: Tree) -> bool:
+        """Return True if a tree needs no cut."""
+        return self.holds_prompt(tree) and tree.longest_row <= self.max_length
+
+    def holds_prompt(self, tree: Tree) -> bool:
+        """Return True if the prompt is short enough; completions are not considered."""
+        return self.max_prompt_length is None or len(tree.prompt) <= self.max_prompt_length
+
+    def cut(self, tree: Tree) -> Tree | None:
+        """Cut the prompt's start and the completions' ends off; None if a completion has no counted token left."""
+        prompt = tree.prompt if self.max_prompt_length is None else tree.prompt[-self.max_prompt_length :]
+        room = self.max_length - len(prompt)
+        if room < 1:
+            return None
+        completions = [completion[:room] for completion in tree.completions]
+        masks = None if tree.masks is None else [mask[:room] for mask in tree.masks]
+        if masks is not None and not all(map(any, masks)):
+            return None
+        return replace(tree, prompt=prompt, completions=completions, masks=masks)
+
+
+class TreeFit(LengthFit[Tree, CompletionReport]):
+    """Fits prompts with their completions; those with the same prompt are held out together.
+
+    Args:
+        writer: Gets the trees.
+        policy: The limits.
+        identical_pairs: One of :data:`IDENTICAL_PAIRS`.
+        kinds: Names of the first and the second completion of a tree, or of desirable and undesirable ones.
+    """
+
+    record = Tree
+
+    def __init__(self, writer: TableWriter, policy: LengthPolicy, identical_pairs: str, kinds: tuple[str, str]) -> None:
+        super().__init__(writer, policy.overlength)
+        self.policy, self.identical_pairs, self.kinds = policy, identical_pairs, kinds
+        self.prompt_lengths: array[int] = array("q")
+        self.completion_lengths: dict[str, array[int]] = {}
+        self.tree_lengths: array[int] = array("q")
+        """positions of every kept tree"""
+        self.longest_prompt: tuple[int, str] = (0, "")
+        """length and origin of the longest prompt"""
+
+    def add(self, tree: Tree, prompt: bytes) -> None:
+        """Add one tree, with the hash of its prompt.
+
+        Raises:
+            DataError: Its completions are the same, and ``identical_pairs`` is ``error``.
+        """
+        if _identical(tree):
+            self.skip_identical(tree.origin)
+            return
+        self._measure_tree(tree)
+        if self.policy.holds(tree):
+            self._keep(tree, prompt)
+            return
+        self.counts["too_long"] += 1
+        self.counts["long_prompts"] += not self.policy.holds_prompt(tree)
+        cut = self.policy.cut(tree) if self.overlength == "truncate" else None
+        if cut is None or _identical(cut):
+            self.counts["dropped"] += 1
+        else:
+            self.counts["truncated"] += 1
+            self._keep(cut, prompt)
+
+    def skip_identical(self, origin: str) -> None:
+        """Leave out a pair whose answers are the same.
+
+        Raises:
+            DataError: ``identical_pairs`` is ``error``.
+        """
+        if self.identical_pairs == "error":
+            raise DataError(
+                f"'{self.kinds[0]}' and '{self.kinds[1]}' are the same: there is nothing to prefer"
+                if self.kinds[0] == "chosen"
+                else "'chosen' and 'rejected' are the same: one answer cannot be desirable and undesirable",
+                where=origin,
+                mend="remove the row, or leave out all such rows with identical_pairs: drop",
+            )
+        self.counts["identical"] += 1
+        self.counts["dropped"] += 1
+
+    def _measure_tree(self, tree: Tree) -> None:
+        self.measure(tree.longest_row, tree.origin)
+        self.longest_prompt = max(self.longest_prompt, (len(tree.prompt), tree.origin), key=lambda pair: pair[0])
+        self.prompt_lengths.append(len(tree.prompt))
+        labels = tree.labels or [True, False]
+        for label, completion in zip(labels, tree.completions, strict=True):
+            kind = self.kinds[0] if label else self.kinds[1]
+            self.completion_lengths.setdefault(kind, array("q")).append(len(completion))
+
+    def _keep(self, tree: Tree, prompt: bytes) -> None:
+        self.write(tree, _tree_digest(tree))
+        self.groups.append(prompt)
+        self.tree_lengths.append(tree.num_tokens)
+        self.counts["completions"] += len(tree.completions)
+        self.counts["tokens"] += tree.num_tokens_separate
+        self.counts["supervised_tokens"] += tree.num_targets
+        self.counts["negative_margins"] += tree.margin is not None and tree.margin < 0
+
+    def check(self, notify: Notify) -> None:
+        """See :class:`LengthFit`."""
+        super().check(notify)
+        if self.counts["negative_margins"]:
+            notify(f"{_have(self.counts['negative_margins'], 'pair')} a chosen answer with the lower score")
+
+    @property
+    def limit(self) -> str:
+        """See :class:`LengthFit`."""
+        return f"max_length is {self.policy.max_length:,}"
+
+    @property
+    def over(self) -> str:
+        """See :class:`LengthFit`."""
+        return "the length"
+
+    def too_long(self) -> DataError:
+        """See :class:`LengthFit`: it names the prompts or the rows."""
+        policy = self.policy
+        size, origin = self.longest_prompt
+        if self.counts["long_prompts"]:
+            return DataError(
+                f"{_have(self.counts['long_prompts'], 'prompt')} more than max_prompt_length = "
+                f"{policy.max_prompt_length:,} tokens; the longest has {size:,}",
+                where=origin,
+                mend=f"set max_prompt_length to {size} or more, or say what to do with them: overlength: truncate "
+                "(keeps the end of the prompt) or drop",
+            )
+        if size >= policy.max_length:
+            return DataError(
+                f"a prompt of {size:,} tokens leaves no room for a completion in max_length = {policy.max_length:,}",
+                where=origin,
+                mend=f"set max_length to {self.longest[0]} or more; or keep the end of prompts with max_prompt_length "
+                "and overlength: truncate; or leave the rows out with overlength: drop",
+            )
+        size, origin = self.longest
+        return DataError(
+            f"{_have(self.counts['too_long'], 'row')} more than max_length = {policy.max_length:,} tokens of prompt "
+            f"and longest completion; the longest has {size:,}",
+            where=origin,
+            mend=f"set max_length to {size} or more, or say what to do with them: overlength: truncate or drop",
+        )
+
+    def report(self, train_examples: int, validation_examples: int) -> CompletionReport:
+        """See :class:`LengthFit`."""
+        counts, lengths = self.counts, self.completion_lengths
+        return CompletionReport(
+            rows=len(self.lengths) + counts["identical"],
+            kept=len(self.groups),
+            truncated=counts["truncated"],
+            dropped=counts["dropped"],
+            identical=counts["identical"],
+            train_examples=train_examples,
+            validation_examples=validation_examples,
+            completions=counts["completions"],
+            tokens=counts["tokens"],
+            tree_tokens=sum(self.tree_lengths),
+            supervised_tokens=counts["supervised_tokens"],
+            length_percentiles=_percentiles(self.lengths),
+            prompt_lengths=_percentiles(self.prompt_lengths),
+            completion_lengths={kind: _percentiles(lengths[kind]) for kind in self.kinds if kind in lengths},
+            tree_lengths=_percentiles(self.tree_lengths),
+            negative_margins=counts["negative_margins"],
+        )
+
+
+def _identical(tree: Tree) -> bool:
+    """Return True if a pair's answers are the same tokens: a template may write two answers as one."""
+    return len(tree.completions) == 2 and tree.completions[0] == tree.completions[1]
+
+
+def _tree_digest(tree: Tree) -> bytes:
+    """Return a hash of everything a step reads of a tree."""
+    digest = hashlib.blake2b(repr((tree.labels, tree.margin)).encode(), digest_size=16)
+    lists = [tree.prompt, *tree.completions]
+    digest.update(np.array([len(items) for items in lists], dtype=np.int64).tobytes())
+    for items in lists:
+        digest.update(np.array(items, dtype=np.int32).tobytes())
+    for mask in tree.masks or ():
+        digest.update(np.array(mask, dtype=np.bool_).tobytes())
+    return digest.digest()
+
+
+# --- prompts ----------------------------------------------------------------------------------------------------------
+
+
+class PromptFit(LengthFit[Prompt, CompletionReport]):
+    """Fits prompts that completions are yet to be written for.
+
+    Args:
+        writer: Gets the prompts.
+        overlength: One of :data:`COMPLETION_OVERLENGTH`.
+        max_prompt_length: Tokens a prompt has at most.
+
+    Raises:
+        ArgumentError: ``overlength`` is none of the known ones.
+    """
+
+    record = Prompt
+    noun = "prompt"
+
+    def __init__(self, writer: TableWriter, overlength: str, max_prompt_length: int) -> None:
+        super().__init__(writer, overlength)
+        self.max_prompt_length = max_prompt_length
+
+    def add(self, prompt: Prompt, group: bytes) -> None:
+        """Fit one prompt to the length, and write it unless it is dropped; prompts of a group are held out together."""
+        self.measure(prompt.num_tokens, prompt.origin)
+        if prompt.num_tokens > self.max_prompt_length:
+            self.counts["too_long"] += 1
+            if self.overlength != "truncate":
+                self.counts["dropped"] += 1
+                return
+            self.counts["truncated"] += 1
+            prompt = replace(prompt, input_ids=prompt.input_ids[-self.max_prompt_length :])
+        self.write(prompt, _prompt_digest(prompt))
+        self.groups.append(group)
+        self.counts["tokens"] += prompt.num_tokens
+
+    @property
+    def limit(self) -> str:
+        """See :class:`LengthFit`."""
+        return f"max_prompt_length = {self.max_prompt_length:,}"
+
+    @property
+    def over(self) -> str:
+        """See :class:`LengthFit`."""
+        return f"{self.max_prompt_length:,} tokens"
+
+    def changes(self) -> str:
+        """See :class:`LengthFit`: all of them are changed alike."""
+        return "truncated" if self.counts["truncated"] else "dropped"
+
+    def too_long(self) -> DataError:
+        """See :class:`LengthFit`."""
+        size, origin = self.longest
+        return DataError(
+            f"{_have(self.counts['too_long'], 'prompt')} more than {self.limit} tokens; the longest has {size:,}",
+            where=origin,
+            mend=f"set max_prompt_length to {size} or more, or say what to do with them: overlength: truncate "
+            "(keeps the end) or drop",
+        )
+
+    def report(self, train_examples: int, validation_examples: int) -> CompletionReport:
+        """See :class:`LengthFit`."""
+        lengths = _percentiles(self.lengths)
+        return CompletionReport(
+            rows=len(self.lengths),
+            kept=len(self.groups),
+            truncated=self.counts["truncated"],
+            dropped=self.counts["dropped"],
+            identical=0,
+            train_examples=train_examples,
+            validation_examples=validation_examples,
+            completions=0,
+            tokens=self.counts["tokens"],
+            tree_tokens=self.counts["tokens"],
+            supervised_tokens=0,
+            length_percentiles=lengths,
+            prompt_lengths=lengths,
+            completion_lengths={},
+            tree_lengths={},
+        )
+
+
+def _prompt_digest(prompt: Prompt) -> bytes:
+    """Return a hash of everything a run reads of a prompt: its tokens, its text and its columns."""
+    digest = hashlib.blake2b(np.array(prompt.input_ids, dtype=np.int32).tobytes(), digest_size=16)
+    digest.update(json.dumps([prompt.prompt, prompt.columns], sort_keys=True, default=repr).encode())
+    return digest.digest()

@@ -1,0 +1,303 @@
+"""Tokenised rows in Arrow: written to disk as they come, memory-mapped back, decoded one by one on access.
+
+Example    a row of next tokens
+Tree       a prompt with its completions
+Prompt     a prompt that completions are yet to be written for
+"""
+
+from __future__ import annotations
+
+import pickle
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, ClassVar, Generic, Protocol, Self, TypeVar, overload
+
+import numpy as np
+import numpy.typing as npt
+import pyarrow as pa  # type: ignore[import-untyped]
+import pyarrow.compute  # type: ignore[import-untyped]
+
+from streamtune import interrupts
+
+__all__ = ["Example", "IntArray", "Prompt", "Record", "Stored", "TableWriter", "Tree", "gather_columns", "spill"]
+
+IntArray = npt.NDArray[np.int32]
+
+_FLUSH_TOKENS = 1 << 20
+"""Tokens held in memory before they are written: 8 MiB with their labels."""
+
+
+class Record(Protocol):
+    """A row of an Arrow table."""
+
+    schema: ClassVar[pa.Schema]
+
+    @property
+    def num_tokens(self) -> int:
+        """The tokens of the row."""
+        ...
+
+    def to_row(self) -> Mapping[str, Any]:
+        """Return the row's cells by column."""
+        ...
+
+    @classmethod
+    def from_row(cls, table: pa.Table, row: int) -> Self:
+        """Return a row of a table."""
+        ...
+
+    @staticmethod
+    def token_counts(table: pa.Table) -> npt.NDArray[np.int64]:
+        """Return the tokens of each row, [rows], without decoding any."""
+        ...
+
+
+RecordT = TypeVar("RecordT", bound=Record)
+
+
+class Stored(Sequence[RecordT], Generic[RecordT]):
+    """Some rows of an Arrow table, in a given order; each is decoded on access."""
+
+    def __init__(self, record: type[RecordT], table: pa.Table, rows: npt.NDArray[np.int64]) -> None:
+        self._record, self._table, self._rows = record, table, rows
+
+    def __len__(self) -> int:
+        return len(self._rows)
+
+    def lengths(self) -> npt.NDArray[np.int64]:
+        """Return the tokens of each row, [rows], without decoding any: of a tree with its prompt once."""
+        return self._record.token_counts(self._table)[self._rows]
+
+    @overload
+    def __getitem__(self, index: int) -> RecordT: ...
+    @overload
+    def __getitem__(self, index: slice) -> Stored[RecordT]: ...
+    def __getitem__(self, index: int | slice) -> RecordT | Stored[RecordT]:
+        if isinstance(index, slice):
+            return Stored(self._record, self._table, self._rows[index])
+        return self._record.from_row(self._table, int(self._rows[index]))
+
+
+class TableWriter:
+    """Appends records to an Arrow stream, which it writes whenever 2**20 tokens are pending."""
+
+    def __init__(self, stream: Any, schema: pa.Schema) -> None:
+        self._stream, self._schema = stream, schema
+        self._pending: list[Mapping[str, Any]] = []
+        self._pending_tokens = 0
+
+    def append(self, record: Record) -> None:
+        """Add one record."""
+        self._pending.append(record.to_row())
+        self._pending_tokens += record.num_tokens
+        if self._pending_tokens >= _FLUSH_TOKENS:
+            self.flush()
+
+    def flush(self) -> None:
+        """Write the pending records."""
+        if not self._pending:
+            return
+        columns = {name: [row[name] for row in self._pending] for name in self._schema.names}
+        self._stream.write_table(pa.table(columns, schema=self._schema))
+        self._pending, self._pending_tokens = [], 0
+
+
+@contextmanager
+def spill(record: type[Record]) -> Iterator[tuple[TableWriter, list[pa.Table]]]:
+    """Yield a writer, and a list that holds the written table, memory-mapped, once the block has ended without error.
+
+    The file is deleted at once: the mapping keeps its bytes for as long as the table is referenced, and a killed run
+    leaves nothing behind.
+    """
+    tables: list[pa.Table] = []
+    with interrupts.temporary_directory(prefix="streamtune-data-", ignore_cleanup_errors=True) as folder:
+        path = Path(folder) / "rows.arrow"
+        with pa.OSFile(str(path), "wb") as file, pa.ipc.new_stream(file, record.schema) as stream:
+            writer = TableWriter(stream, record.schema)
+            yield writer, tables
+            writer.flush()
+        with pa.ipc.open_stream(pa.memory_map(str(path))) as reader:
+            tables.append(reader.read_all())
+
+
+def _list_lengths(cells: pa.ChunkedArray) -> npt.NDArray[np.int64]:
+    return np.asarray(pa.compute.list_value_length(cells).to_numpy(), dtype=np.int64)
+
+
+def _items(cell: pa.ListScalar) -> list[Any]:
+    """Return a list cell as plain Python values, through NumPy: several times as fast as item by item."""
+    items: list[Any] = cell.values.to_numpy(zero_copy_only=False).tolist()
+    return items
+
+
+@dataclass(frozen=True, eq=False)
+class Example:
+    """One sequence to train on."""
+
+    schema: ClassVar[pa.Schema] = pa.schema(
+        [("input_ids", pa.list_(pa.int32())), ("labels", pa.list_(pa.int32())), ("origin", pa.string())],
+    )
+
+    input_ids: IntArray | Sequence[int]
+    """[T] token ids"""
+    labels: IntArray | Sequence[int]
+    """[T] the token id where it is trained on, -100 elsewhere; not shifted"""
+    origin: str
+    """the row it comes from, ``file:line`` or ``file:row N``"""
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens of the sequence."""
+        return len(self.input_ids)
+
+    def to_row(self) -> Mapping[str, Any]:
+        """See :class:`Record`."""
+        return vars(self)
+
+    @classmethod
+    def from_row(cls, table: pa.Table, row: int) -> Self:
+        """See :class:`Record`."""
+        return cls(
+            input_ids=table["input_ids"][row].values.to_numpy(),
+            labels=table["labels"][row].values.to_numpy(),
+            origin=table["origin"][row].as_py(),
+        )
+
+    @staticmethod
+    def token_counts(table: pa.Table) -> npt.NDArray[np.int64]:
+        """See :class:`Record`."""
+        return _list_lengths(table["input_ids"])
+
+
+@dataclass(frozen=True)
+class Tree:
+    """One prompt with G completions that each continue from it.
+
+    The prompt's last token predicts the first of every completion. So the part all share is ``prompt[:-1]``, the trunk;
+    a branch is ``[prompt[-1], *completion]``.
+    """
+
+    schema: ClassVar[pa.Schema] = pa.schema(
+        [
+            ("prompt", pa.list_(pa.int32())),
+            ("completions", pa.list_(pa.list_(pa.int32()))),
+            ("masks", pa.list_(pa.list_(pa.bool_()))),
+            ("origin", pa.string()),
+            ("labels", pa.list_(pa.bool_())),
+            ("margin", pa.float64()),
+            ("tokens", pa.int64()),
+        ]
+    )
+
+    prompt: list[int]
+    """[P] token ids, P at least 1"""
+    completions: list[list[int]]
+    """G lists of token ids, none empty"""
+    masks: list[list[bool]] | None = None
+    """for every completion's tokens whether they count; None where all do"""
+    origin: str = ""
+    """the row it comes from, ``file:line`` or ``file:row N``"""
+    labels: list[bool] | None = None
+    """of unpaired data: whether each completion is desirable"""
+    margin: float | None = None
+    """of a pair: by how much the first completion is better, where the data says so"""
+
+    def __post_init__(self) -> None:
+        assert self.prompt, "a prompt has at least one token: it predicts the first of a completion"
+        assert self.completions, "a tree has at least one completion"
+        assert all(self.completions), "a completion has at least one token"
+        if self.masks is not None:
+            sizes, marked = ([len(item) for item in items] for items in (self.completions, self.masks))
+            assert sizes == marked, "a mask says of every token of its completion whether it counts"
+
+    @property
+    def num_tokens(self) -> int:
+        """Positions of the shared layout: the trunk once, then every branch."""
+        return len(self.prompt) - 1 + sum(len(completion) + 1 for completion in self.completions)
+
+    @property
+    def num_tokens_separate(self) -> int:
+        """Tokens where every completion is a row of its own behind its own copy of the prompt."""
+        return sum(len(self.prompt) + len(completion) for completion in self.completions)
+
+    @property
+    def longest_row(self) -> int:
+        """Tokens of the prompt and the longest completion."""
+        return len(self.prompt) + max(map(len, self.completions))
+
+    @property
+    def num_targets(self) -> int:
+        """Tokens of the completions that count."""
+        masks = self.masks or [[True] * len(completion) for completion in self.completions]
+        return sum(sum(mask) for mask in masks)
+
+    def to_row(self) -> Mapping[str, Any]:
+        """See :class:`Record`."""
+        return {**vars(self), "tokens": self.num_tokens}
+
+    @classmethod
+    def from_row(cls, table: pa.Table, row: int) -> Self:
+        """See :class:`Record`."""
+        masks = table["masks"][row]
+        return cls(
+            prompt=_items(table["prompt"][row]),
+            completions=[_items(item) for item in table["completions"][row]],
+            masks=[_items(item) for item in masks] if masks.is_valid else None,
+            origin=table["origin"][row].as_py(),
+            labels=table["labels"][row].as_py(),
+            margin=table["margin"][row].as_py(),
+        )
+
+    @staticmethod
+    def token_counts(table: pa.Table) -> npt.NDArray[np.int64]:
+        """See :class:`Record`."""
+        return np.asarray(table["tokens"].to_numpy(), dtype=np.int64)
+
+
+@dataclass(frozen=True)
+class Prompt:
+    """A prompt, as token ids and as its row has it, with the row's other columns."""
+
+    # A row's other columns may hold whatever its file format knows (dates, bytes): pickled, they come back as they
+    # were. The file is written and read by one process, and nobody else can open it.
+    schema: ClassVar[pa.Schema] = pa.schema(
+        [("input_ids", pa.list_(pa.int32())), ("pickled", pa.binary()), ("origin", pa.string())]
+    )
+
+    input_ids: list[int]
+    """[P] token ids, the generation prompt of the chat template included; P at least 1"""
+    prompt: str | list[dict[str, Any]]
+    """the prompt as the row has it: text, or messages"""
+    columns: dict[str, Any] = field(default_factory=dict)
+    """the row's other columns"""
+    origin: str = ""
+    """the row it comes from, ``file:line`` or ``file:row N``"""
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens of the prompt."""
+        return len(self.input_ids)
+
+    def to_row(self) -> Mapping[str, Any]:
+        """See :class:`Record`."""
+        pickled = pickle.dumps((self.prompt, self.columns), protocol=pickle.HIGHEST_PROTOCOL)
+        return {"input_ids": self.input_ids, "pickled": pickled, "origin": self.origin}
+
+    @classmethod
+    def from_row(cls, table: pa.Table, row: int) -> Self:
+        """See :class:`Record`."""
+        prompt, columns = pickle.loads(table["pickled"][row].as_py())
+        return cls(_items(table["input_ids"][row]), prompt, columns, table["origin"][row].as_py())
+
+    @staticmethod
+    def token_counts(table: pa.Table) -> npt.NDArray[np.int64]:
+        """See :class:`Record`."""
+        return _list_lengths(table["input_ids"])
+
+
+def gather_columns(prompts: Sequence[Prompt]) -> dict[str, list[Any]]:
+    """Return the columns of several prompts as lists by name, for reward functions; None where a row has none."""
+    names = dict.fromkeys(name for prompt in prompts for name in prompt.columns)
+    return {name: [prompt.columns.get(name) for prompt in prompts] for name in names}
