@@ -10,8 +10,8 @@ from transformers import AutoConfig, AutoModelForCausalLM, MusicgenDecoderConfig
 from transformers.masking_utils import create_causal_mask
 
 import streamtune
+from streamtune.engine.call_parts import LayerOutputs
 from streamtune.engine.inspect_model import decoder_layers
-from streamtune.engine.outputs import LayerOutputs
 from streamtune.engine.own_attention import FormedMask, over, sees_future, tile
 from streamtune.errors import UnsupportedModelError
 from streamtune.ops import LazyMask

@@ -10,7 +10,8 @@ import torch
 from torch import Tensor, nn
 
 from streamtune import Schedule
-from streamtune.engine.head import LazyLogits, StreamedHead
+from streamtune.engine.head import StreamedHead
+from streamtune.engine.lazy_logits import LazyLogits
 from streamtune.errors import UnsupportedModelError
 from tests.exactness.families import VOCAB, batch, build
 from tests.precision_kit import Float64, assert_as_precise, widened

@@ -5,7 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from streamtune.engine.cache import ChunkCache, KeysAndValues, States
+from streamtune.engine.cache import ChunkCache
+from streamtune.engine.kv import KeysAndValues, States
 from streamtune.engine.vjp import streamed_vjp
 
 CHUNKS = [slice(0, 3), slice(3, 4), slice(4, 9)]

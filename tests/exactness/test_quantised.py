@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 import streamtune
-from streamtune.engine.preflight import difference
+from streamtune.engine.preflight import common
 from streamtune.engine.preflight import layer as judge
 from streamtune.models import add_lora
 from streamtune.models.quantize import quantization, quantize
@@ -133,7 +133,7 @@ def test_the_preflight_settles_on_a_wider_copy(kind: str, monkeypatch: pytest.Mo
 
     At this width bitsandbytes computing on in bf16 would be an error of 6e-4 in the copy.
     """
-    monkeypatch.setitem(difference.BOUND, torch.bfloat16, 1e-6)
+    monkeypatch.setitem(common.BOUND, torch.bfloat16, 1e-6)
     monkeypatch.setattr(judge, "UNSETTLED", 0.0)
     model = adapted(kind, "llama", torch.bfloat16, hidden_size=256, intermediate_size=512)
     with streamtune.stream(model, head=False) as handle:

@@ -22,7 +22,7 @@ from streamtune.engine.module_hooks import chunkwise
 from streamtune.engine.preflight import check_branches, check_packing
 from streamtune.engine.routers import RouterLoss, balance_coefficient, balances_itself
 from streamtune.engine.scores import TokenScores
-from streamtune.engine.sequence.calls import SequenceParallel
+from streamtune.engine.sequence.shards import SequenceParallel
 from streamtune.engine.stream import StreamHandle, stream
 from streamtune.schedule import Schedule
 

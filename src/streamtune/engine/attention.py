@@ -5,7 +5,10 @@ Registered once under :data:`NAME` when the engine is imported; a model uses the
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -14,8 +17,9 @@ from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.masking_utils import causal_mask_function
 
 from streamtune.engine.cache import prefix_of
-from streamtune.engine.kept import remembered
 from streamtune.engine.masks import recognise
+from streamtune.engine.memory.tiers import Block, Tier
+from streamtune.engine.observe import hold
 from streamtune.engine.sequence.shards import Turn, turn_of_strips
 from streamtune.errors import UnsupportedModelError
 from streamtune.ops import LazyMask, MaskView, prefix_attention
@@ -23,7 +27,7 @@ from streamtune.ops.attention.ring import ring_attention
 from streamtune.ops.attention.view import ForeignAttentionError
 from streamtune.ops.simulated import autocast_kind
 
-__all__ = ["NAME", "BiasError", "dense_mask", "lazy_mask"]
+__all__ = ["NAME", "BiasError", "KeptAttention", "SavedOutputs", "dense_mask", "lazy_mask", "remembered"]
 
 NAME = "streamtune"
 """The attention implementation's name in a model's config."""
@@ -228,3 +232,65 @@ def lazy_mask(
 
 AttentionInterface.register(NAME, attention)
 AttentionMaskInterface.register(NAME, lazy_mask)
+
+
+_local = threading.local()
+
+
+class KeptAttention:
+    """o and lse of each attention of one layer call, for each chunk.
+
+    Args:
+        tier: The tier that stores them.
+    """
+
+    def __init__(self, tier: Tier) -> None:
+        self.tier = tier
+        self.blocks: dict[tuple[int, int], tuple[Block, Block]] = {}
+        self._next: dict[int, int] = {}
+
+    def expect(self, chunks: Sequence[slice]) -> None:
+        """Set the order in which chunks will be replayed: while one is worked on, the next is fetched."""
+        starts = [chunk.start for chunk in chunks]
+        self._next = dict(pairwise(starts))
+
+    @contextmanager
+    def chunk(self, start: int, last: bool) -> Iterator[None]:
+        """Assign attentions inside the context to the chunk from ``start`` on; ``last`` frees outputs once recalled."""
+        before, _local.turn = getattr(_local, "turn", None), SavedOutputs(self, start, last)
+        try:
+            yield
+        finally:
+            _local.turn = before
+
+
+class SavedOutputs:
+    """One run of a layer on a chunk; its attentions are identified by their order."""
+
+    def __init__(self, kept: KeptAttention, start: int, last: bool) -> None:
+        self.kept, self.start, self.last, self.index = kept, start, last, -1
+
+    def recall(self) -> tuple[Tensor, Tensor] | None:
+        """Return o and lse of the next attention if it ran before, else None."""
+        self.index += 1
+        blocks = self.kept.blocks.get((self.start, self.index))
+        if blocks is None:
+            return None
+        o, lse = (block.get() for block in blocks)
+        if self.last:
+            for block in self.kept.blocks.pop((self.start, self.index)):
+                block.free()
+            for block in self.kept.blocks.get((self.kept._next.get(self.start, -1), self.index), ()):
+                block.prefetch()
+        return o, lse
+
+    def keep(self, o: Tensor, lse: Tensor) -> None:
+        """Keep o and lse of the attention for which :meth:`recall` returned None."""
+        hold("attention output", o, lse)
+        self.kept.blocks[self.start, self.index] = self.kept.tier.put(o), self.kept.tier.put(lse)
+
+
+def remembered() -> SavedOutputs | None:
+    """Return the object through which an attention that runs now recalls or keeps its outputs; None if none does."""
+    turn: SavedOutputs | None = getattr(_local, "turn", None)
+    return turn

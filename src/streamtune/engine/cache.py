@@ -18,7 +18,7 @@ Shape suffixes: B batch, G key/value heads, S tokens of prefix and chunk, D head
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any, Literal
 from weakref import proxy
@@ -27,168 +27,19 @@ import torch
 from torch import Tensor, nn
 from transformers.cache_utils import Cache
 
-from streamtune.engine.memory.tiers import Block, Tier
-from streamtune.engine.observe import hold
-from streamtune.engine.past import Past, refuse_past
-from streamtune.engine.rows import PackedRows
+from streamtune.engine.kv import KeysAndValues, StateKey, States
+from streamtune.engine.past import refuse_past
 from streamtune.engine.sequence.shards import Turn
 from streamtune.errors import UnsupportedModelError
 from streamtune.ops.simulated import autocast_kind
 
-__all__ = ["ChunkCache", "KeysAndValues", "ProjectionDone", "States", "prefix_of"]
+__all__ = ["ChunkCache", "ProjectionDone", "prefix_of"]
 
 Walk = Literal["store", "project", "replay", "whole"]
 
 
 class ProjectionDone(BaseException):
     """Raised after the layer's last key/value update in ``project``: the rest of its forward is not needed."""
-
-
-class KeysAndValues:
-    """K, V and dK, dV of one layer call, ``[B, G, length, D]`` each, one pair for every ``update`` the layer makes.
-
-    Args:
-        length: Tokens T of the sequence.
-        widen: Sum dK, dV in fp32 where K, V are narrower.
-        past: Keys and values of tokens before the sequence: they come first, and T counts them.
-    """
-
-    def __init__(self, length: int, widen: bool = True, past: Past | None = None) -> None:
-        self.length, self.past = length, past
-        self.widen = widen
-        self.pairs: list[tuple[Tensor, Tensor]] = []
-        self.away: list[tuple[Block, Block]] = []
-        self.grads: list[tuple[Tensor, Tensor]] = []
-        self.updates = 0
-        """Calls of ``update`` a forward of the layer makes; known once one chunk has been stored."""
-
-    def open(self, index: int, k: Tensor, v: Tensor) -> None:
-        """Allocate the buffers of the ``index``-th update, in the form of these keys and values, if not done yet.
-
-        Raises:
-            UnsupportedModelError: It is the second update of a layer that continues a cache, which holds one pair.
-            ArgumentError: That cache was changed since the forward.
-        """
-        if index < len(self.pairs):
-            return
-        self.pairs.append((self._buffer(k), self._buffer(v)))
-        hold("keys and values", *self.pairs[index])
-        self.updates = max(self.updates, len(self.pairs))
-        if self.past is not None:
-            if index:
-                refuse_past("a layer keeps more than one pair of keys and values", "past_key_values")
-            self.past.check()
-            for buffer, before in zip(self.pairs[index], (self.past.keys, self.past.values), strict=True):
-                if len(before) != len(buffer):
-                    refuse_past(f"it holds {len(before)} rows for a call of {len(buffer)}", "past_key_values")
-                buffer[:, :, : self.past.length] = before
-
-    def write(self, index: int, chunk: slice, k: Tensor, v: Tensor) -> None:
-        """Store a chunk's keys and values of the ``index``-th update; the first chunk allocates the buffers."""
-        self.open(index, k, v)
-        for buffer, own in zip(self.pairs[index], (k, v), strict=True):
-            buffer[:, :, chunk] = own
-
-    def _buffer(self, own: Tensor) -> Tensor:
-        return own.new_empty((*own.shape[:2], self.length, own.shape[3]))
-
-    def _zeros(self, tensor: Tensor) -> Tensor:
-        dtype = torch.promote_types(tensor.dtype, torch.float32) if self.widen else tensor.dtype
-        return torch.zeros_like(tensor, dtype=dtype)
-
-    def release(self) -> None:
-        """Free the buffers; a ``project`` pass fills them again."""
-        self.pairs.clear()
-
-    def copy(self) -> None:
-        """Replace the buffers by copies: chunks write to them, and other layers hold the old ones."""
-        self.pairs = [(k.clone(), v.clone()) for k, v in self.pairs]
-
-    def forget(self) -> None:
-        """Free buffers and gradients: the backward is done."""
-        self.pairs.clear()
-        self.away.clear()
-        self.grads.clear()
-
-    def offload(self, tier: Tier) -> None:
-        """Move the buffers to a tier until they are fetched."""
-        self.away = [(tier.put(k), tier.put(v)) for k, v in self.pairs]
-        tier.settle()
-        self.pairs.clear()
-
-    def fetch(self) -> None:
-        """Bring the offloaded buffers back."""
-        for k, v in self.away:
-            self.pairs.append((k.get(), v.get()))
-            k.free()
-            v.free()
-        self.away.clear()
-
-    def prefix(self, index: int, keys: slice) -> tuple[Tensor, Tensor]:
-        """Return views ``[B, G, S, D]`` of the keys and values at the given positions."""
-        k, v = self.pairs[index]
-        return k[:, :, keys], v[:, :, keys]
-
-    def add_grads(self, index: int, grads: Sequence[Tensor | None]) -> None:
-        """Add to dK, dV the gradients from other layers that read these keys and values."""
-        for total, part in zip(self.grad(index, slice(None)), grads, strict=True):
-            if part is not None:
-                total += part
-
-    @property
-    def grads_begun(self) -> bool:
-        """True if dK, dV are allocated, which the first access to them does."""
-        return bool(self.grads)
-
-    def grad(self, index: int, keys: slice) -> tuple[Tensor, Tensor]:
-        """Return views of dK and dV at the given positions, to read or to add to; zero before anything was added."""
-        if not self.grads:
-            self.grads = [(self._zeros(k), self._zeros(v)) for k, v in self.pairs]
-            hold("keys and values", *(grad for pair in self.grads for grad in pair))
-        grad_k, grad_v = self.grads[index]
-        return grad_k[:, :, keys], grad_v[:, :, keys]
-
-    def past_grads(self) -> tuple[Tensor, Tensor]:
-        """Return dK and dV ``[B, G, P, D]`` of the tokens before the sequence."""
-        assert self.past is not None
-        grads = self.grad(0, slice(0, self.past.length))
-        return grads[0].to(self.past.keys.dtype), grads[1].to(self.past.values.dtype)
-
-
-StateKey = tuple[str, int, int]
-"""Kind of a state, index of the layer it belongs to, and which of that layer's states of this kind it is."""
-
-
-class States:
-    """The states of one layer call at the chunk boundaries, and their gradients.
-
-    ``after[t]`` holds the states after the first t tokens. It has no entry where all sequences begin a packed row.
-    """
-
-    def __init__(self, rows: PackedRows | None = None) -> None:
-        self.rows = rows
-        self.met = False
-        """True if the layer has any."""
-        self.after: dict[int, dict[StateKey, Tensor]] = {}
-        self.grads: dict[int, dict[StateKey, Tensor]] = {}
-
-    def row_ends(self, position: int) -> bool:
-        """Return True if the states at a position are not used again, because all sequences end there."""
-        return self.rows is not None and not self.rows.carries_on(position)
-
-    def left_before(self, position: int) -> int:
-        """Return the position whose states a chunk from ``position`` on begins with."""
-        return position if self.rows is None else self.rows.state_before(position)
-
-    def narrower_than(self, dtype: torch.dtype) -> bool:
-        """Return True if a state is of a narrower floating dtype: its layer computes in that for any input."""
-        states = [state for kept in self.after.values() for state in kept.values() if state.is_floating_point()]
-        return any(state.dtype.itemsize < dtype.itemsize for state in states)
-
-    def release(self) -> None:
-        """Free the states and their gradients."""
-        self.after.clear()
-        self.grads.clear()
 
 
 class ChunkCache(Cache):

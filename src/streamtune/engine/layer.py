@@ -17,15 +17,15 @@ from streamtune.engine.attention import BiasError
 from streamtune.engine.branches import Branches
 from streamtune.engine.cache import ChunkCache
 from streamtune.engine.call import PAST, LayerCall
-from streamtune.engine.memory.placement import Placement, Tiers, Trail
+from streamtune.engine.context import CallFacts
+from streamtune.engine.memory.placement import Placement, Tiers
 from streamtune.engine.memory.tiers import Stored
 from streamtune.engine.module_hooks import may_bring_leaves, refuse_hooks
 from streamtune.engine.observe import RandomState
 from streamtune.engine.own_attention import OwnAttention, is_ours
-from streamtune.engine.passes import LayerStream, placeholder
+from streamtune.engine.passes import LayerStream, Trail, placeholder
 from streamtune.engine.past import Past, refuse_past
 from streamtune.engine.routers import RouterWatch
-from streamtune.engine.rows import CallFacts
 from streamtune.engine.scan import mixers_with_a_bare_scan
 from streamtune.engine.sharded import FlatParametersError
 from streamtune.engine.state_argument import STATE

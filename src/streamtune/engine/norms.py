@@ -14,10 +14,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from streamtune.engine.memory.placement import Tiers, Trail
+from streamtune.engine.memory.placement import Tiers
 from streamtune.engine.memory.tiers import Stored
 from streamtune.engine.observe import Autocast, tell_chunk
-from streamtune.engine.passes import LayerStream, placeholder
+from streamtune.engine.passes import LayerStream, Trail, placeholder
 from streamtune.engine.vjp import streamed_vjp
 from streamtune.engine.weights import Weights
 from streamtune.errors import ArgumentError

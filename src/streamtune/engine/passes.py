@@ -10,31 +10,49 @@ whole     no pass over chunks: the whole sequence with its graph, as autograd wo
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from functools import lru_cache
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
-from streamtune.engine.cache import ChunkCache, KeysAndValues, ProjectionDone, States, Walk
+from streamtune.engine.attention import KeptAttention
+from streamtune.engine.cache import ChunkCache, ProjectionDone, Walk
 from streamtune.engine.call import LayerCall
-from streamtune.engine.kept import KeptAttention
-from streamtune.engine.memory.tiers import Source, Stored
-from streamtune.engine.memory.tiers import Tier as StorageTier
+from streamtune.engine.call_parts import LayerOutputs
+from streamtune.engine.context import CallFacts
+from streamtune.engine.kv import KeysAndValues, States
+from streamtune.engine.memory.placement import Placement, Tiers
+from streamtune.engine.memory.tiers import Source, Stored, Tier
 from streamtune.engine.observe import Autocast, Modes, RandomState, tell_chunk
-from streamtune.engine.outputs import LayerOutputs
+from streamtune.engine.routers import RouterWatch
 from streamtune.engine.scan import carried_scan
 from streamtune.engine.sequence.shards import Turn
 from streamtune.engine.vjp import Along, cut, part
 from streamtune.errors import ArgumentError
+from streamtune.schedule import Schedule
+from streamtune.schedule import Tier as TierName
 
-if TYPE_CHECKING:
-    from streamtune.engine.layer import StreamedForward
-    from streamtune.schedule import Tier
+__all__ = ["LayerStream", "Trail", "is_placeholder", "placeholder"]
 
-__all__ = ["LayerStream", "is_placeholder", "placeholder"]
+
+class LayerOwner(Protocol):
+    """The streamed forward of a layer, and what its calls have in common."""
+
+    schedule: Schedule
+    facts: CallFacts
+    place: Placement
+    """The placement of the layer's input until the backward."""
+    tiers: Tiers
+    watch: RouterWatch | None
+    bare_scans: list[nn.Module]
+    carries_states: bool
+    """True if its chunks end where packed rows do: states must not pass from one to the next."""
+    narrow_states: bool
+    """True if its last call passed on a state in a narrower dtype than that of its hidden states."""
 
 
 class LayerStream:
@@ -46,7 +64,7 @@ class LayerStream:
         maker: The call that computed this one's hidden states, if it may compute them again.
     """
 
-    def __init__(self, call: LayerCall, owner: StreamedForward, maker: LayerStream | None = None) -> None:
+    def __init__(self, call: LayerCall, owner: LayerOwner, maker: LayerStream | None = None) -> None:
         schedule = owner.facts.schedule or owner.schedule
         self.call, self.length, self.owner, self.rows = call, call.length, owner, owner.facts.rows
         self.chunks = self.rows.chunks(schedule) if self.rows and owner.carries_states else call.chunks(schedule)
@@ -190,7 +208,7 @@ class LayerStream:
 
     # What is kept in between.
 
-    def _tier(self, name: Tier) -> StorageTier:
+    def _tier(self, name: TierName) -> Tier:
         return self.owner.tiers.of(name, self.device)
 
     def _keep_input(self, hidden: Tensor) -> None:
@@ -205,7 +223,7 @@ class LayerStream:
         else:
             self.z_in = self._store(place.tier, hidden)
 
-    def _store(self, name: Tier, like: Source) -> Stored:
+    def _store(self, name: TierName, like: Source) -> Stored:
         along = self.call.inputs[self.call.hidden_name]
         assert along is not None, "hidden states follow the sequence"
         return Stored(self._tier(name), like, along)
@@ -384,3 +402,28 @@ def _room(piece: Tensor, along: Along, length: int) -> Tensor:
     if along is None:
         return torch.zeros_like(piece)
     return piece.new_empty([length if dim == along else size for dim, size in enumerate(piece.shape)])
+
+
+class Trail:
+    """The last layer call and its output, by which the next layer finds the call that made its input.
+
+    A layer's input can be computed again if it is the very tensor that the layer before it returned, unchanged: then
+    nothing happened between the two.
+    """
+
+    def __init__(self) -> None:
+        self._last: tuple[weakref.ref[Tensor], int, weakref.ref[LayerStream]] | None = None
+
+    def __reduce__(self) -> tuple[type[Trail], tuple[()]]:
+        return Trail, ()  # a copy was not called yet
+
+    def note(self, output: Tensor, stream: LayerStream) -> None:
+        """Record that ``stream`` made ``output``."""
+        self._last = weakref.ref(output), output._version, weakref.ref(stream)
+
+    def maker(self, hidden: Tensor) -> LayerStream | None:
+        """Return the layer call that made these hidden states, if it was the one before; else None."""
+        if self._last is None:
+            return None
+        output, version, stream = self._last
+        return stream() if output() is hidden and hidden._version == version else None

@@ -16,12 +16,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from streamtune.engine.sequence.shards import Strips
 from streamtune.errors import UnsupportedModelError
 from streamtune.ops import row_starts
 from streamtune.schedule import Schedule
 
-__all__ = ["OTHER_WORDS", "CallFacts", "PackedRows", "tells_of_rows"]
+__all__ = ["OTHER_WORDS", "PackedRows", "tells_of_rows"]
 
 OTHER_WORDS = ("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k", "seq_idx")
 """Arguments that name packed rows to kernels. They count from the start of the sequence, so no chunk is given them."""
@@ -101,15 +100,3 @@ class PackedRows:
             )
         begun = self.begins[:, position]
         return state.masked_fill(begun.reshape(-1, *[1] * (state.dim() - 1)), 0.0)
-
-
-@dataclass
-class CallFacts:
-    """Per-call state that layers need but are not passed."""
-
-    rows: PackedRows | None = None
-    strips: Strips | None = None
-    schedule: Schedule | None = None
-    """The schedule of this call's layers; None is the one they were given."""
-    whole: bool = False
-    """The layers run on all tokens at once, by the model's eager attention."""

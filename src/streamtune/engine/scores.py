@@ -12,54 +12,16 @@ Shape suffixes: B batch, T tokens.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from torch import Tensor, nn
 
 from streamtune.engine.branches import Branches
-from streamtune.engine.head import LazyLogits
-from streamtune.engine.sequence.shards import Strips
-from streamtune.errors import ArgumentError, UnsupportedModelError
+from streamtune.engine.lazy_logits import Scored
+from streamtune.engine.streamed_model import StreamedModel
+from streamtune.errors import ArgumentError
 
-if TYPE_CHECKING:
-    from streamtune.engine.stream import StreamHandle
-
-__all__ = ["Scored", "TokenScores", "token_scores_of"]
-
-
-@dataclass
-class Scored:
-    """The request of a scored call, and the router loss of that call."""
-
-    targets: Tensor
-    """``[B, T]``"""
-    branches: Branches | None = None
-    temperature: float = 1.0
-    entropy: bool = False
-    router_loss: Tensor | None = None
-    strips: Strips | None = None
-    """Of which tokens this rank has logits, where ranks share the sequence"""
-
-    def redeem(self, model: nn.Module, output: Any) -> dict[str, Tensor]:
-        """Compute the scores of a call that returned ``output``: ``logprobs``, and ``entropy``, ``router_loss`` if any.
-
-        Raises:
-            UnsupportedModelError: It has no lazy logits of all tokens.
-        """
-        logits = output[0] if isinstance(output, tuple) else getattr(output, "logits", None)
-        targets = self.targets if self.strips is None else self.strips.cut(self.targets, 1, -100)
-        if not isinstance(logits, LazyLogits) or logits.hidden.shape[:-1] != targets.shape:
-            raise UnsupportedModelError(
-                f"{type(model).__name__} does not return the logits of all its tokens, so they cannot be scored"
-            )
-        if self.temperature != 1.0:
-            logits = logits / self.temperature
-        logprobs, entropy = logits.owner.scores(logits, targets.to(logits.hidden.device), entropy=self.entropy)
-        if self.strips is not None:
-            logprobs = self.strips.collect(logprobs)
-            entropy = None if entropy is None else self.strips.collect(entropy)
-        found = {"logprobs": logprobs, "entropy": entropy, "router_loss": self.router_loss}
-        return {name: value for name, value in found.items() if value is not None}
+__all__ = ["TokenScores", "token_scores_of"]
 
 
 @dataclass(frozen=True)
@@ -75,7 +37,7 @@ class TokenScores:
 
 
 def token_scores_of(
-    handle: StreamHandle,
+    handle: StreamedModel,
     input_ids: Tensor,
     targets: Tensor,
     *,
@@ -96,7 +58,7 @@ def token_scores_of(
 
 
 def _check(
-    handle: StreamHandle, input_ids: Tensor, targets: Tensor, branches: Branches | None, temperature: float
+    handle: StreamedModel, input_ids: Tensor, targets: Tensor, branches: Branches | None, temperature: float
 ) -> None:
     if not handle.layers:
         raise ArgumentError("the model is not streamed any more", mend="ask for log-probabilities before .remove()")

@@ -17,7 +17,8 @@ from torch import Tensor, nn
 
 from streamtune.engine.attention import NAME
 from streamtune.engine.branches import Branches
-from streamtune.engine.head import LazyLogits, StreamedHead, has_head
+from streamtune.engine.context import CallFacts
+from streamtune.engine.head import StreamedHead, has_head
 from streamtune.engine.inspect_model import (
     REFUSED_OUTPUTS,
     attention_configs,
@@ -28,16 +29,18 @@ from streamtune.engine.inspect_model import (
     owners,
 )
 from streamtune.engine.layer import StreamedForward
-from streamtune.engine.memory.placement import Tiers, Trail, place_layers
+from streamtune.engine.lazy_logits import LazyLogits, Scored
+from streamtune.engine.memory.placement import Tiers, place_layers
 from streamtune.engine.model_call import ModelCall, mark_read, refuse_surroundings
 from streamtune.engine.norms import StreamedNorm, norms_outside
 from streamtune.engine.observe import RandomState
 from streamtune.engine.own_attention import over
+from streamtune.engine.passes import Trail
 from streamtune.engine.preflight import check_exact, check_length, check_shared, lengths_to_check
 from streamtune.engine.routers import RouterLoss, RouterTerms, RouterWatch, balances_itself, not_balanced, reduced
-from streamtune.engine.rows import CallFacts
-from streamtune.engine.scores import Scored, TokenScores, token_scores_of
-from streamtune.engine.sequence.calls import SequenceParallel, Sharing, form_for
+from streamtune.engine.scores import TokenScores, token_scores_of
+from streamtune.engine.sequence.calls import Sharing, form_for
+from streamtune.engine.sequence.shards import SequenceParallel
 from streamtune.engine.sharded import gather_whole, need_gradient, ungather_whole
 from streamtune.errors import ArgumentError, UnsupportedModelError
 from streamtune.schedule import Schedule
@@ -145,12 +148,12 @@ class StreamHandle:
         self.routers = RouterWatch(self.model, self.layers, router_loss)
         self._checkpointing: set[Any] = set()
         self._told, self._length = False, 0
-        self._attention = [
+        self.attention = [
             (config, config._attn_implementation_internal) for config in attention_configs(self.model, self.layers)
         ]
         self.own_attention = own_attention(self.model, self.layers)
         """The implementation that layers which compute their attention themselves keep; None where ours is used."""
-        for config, _ in self._attention:
+        for config, _ in self.attention:
             config._attn_implementation_internal = NAME if self.own_attention is None else over(self.own_attention)
         self.tiers, self._trail = Tiers(schedule), Trail()
         for layer, place in zip(self.layers, place_layers(schedule, len(self.layers)), strict=True):
@@ -329,13 +332,13 @@ class StreamHandle:
                 del layer.forward
         for norm in self._norms:
             del norm.forward
-        for config, implementation in self._attention:
+        for config, implementation in self.attention:
             config._attn_implementation_internal = implementation
         for module in self._checkpointing:
             module.gradient_checkpointing = True
         ungather_whole(self._gathered)
         self.tiers.close()
-        self._hooks, self._attention, self._norms, self.layers, self._checkpointing = [], [], [], [], set()
+        self._hooks, self.attention, self._norms, self.layers, self._checkpointing = [], [], [], [], set()
 
     def __enter__(self) -> StreamHandle:
         return self
@@ -400,7 +403,7 @@ class StreamHandle:
         decoder: Any = owners(self.model, self.layers)[-1]
         checkpointed = decoder in self._checkpointing and self.model.training
         cached = getattr(decoder.config, "use_cache", False) and not checkpointed
-        call.keep_one_row([name for _, name in self._attention], cached)
+        call.keep_one_row([name for _, name in self.attention], cached)
 
     def _sees_everything(self, call: ModelCall) -> bool:
         """Return True if a label follows left padding under eager attention, which then averages over all keys.
@@ -408,7 +411,7 @@ class StreamHandle:
         No chunk has them all (docs/decisions/003-queries-that-see-nothing.md). A cross attention between the layers
         (blt) reads outputs of padding for other tokens too.
         """
-        if "eager" not in {self.own_attention, *(name for _, name in self._attention)}:
+        if "eager" not in {self.own_attention, *(name for _, name in self.attention)}:
             return False
         mixes = call.pads_left() and any("CrossAttention" in type(m).__name__ for m in self.model.modules())
         if not mixes and not call.labels_padding(None if self.scored is None else self.scored.targets):

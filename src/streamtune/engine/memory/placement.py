@@ -7,12 +7,9 @@ fewest for k near the square root of L (Chen et al., Training Deep Nets with Sub
 
 from __future__ import annotations
 
-import weakref
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 import torch
-from torch import Tensor
 
 from streamtune.engine.memory.disk import DiskTier
 from streamtune.engine.memory.host import Arena, Tally
@@ -20,10 +17,7 @@ from streamtune.engine.memory.tiers import DeviceTier, HostTier, Tier
 from streamtune.schedule import Schedule
 from streamtune.schedule import Tier as TierName
 
-if TYPE_CHECKING:
-    from streamtune.engine.passes import LayerStream
-
-__all__ = ["Placement", "Tiers", "Trail", "best_segment_size", "place_layers"]
+__all__ = ["Placement", "Tiers", "best_segment_size", "place_layers"]
 
 
 @dataclass(frozen=True)
@@ -116,28 +110,3 @@ class Tiers:
     def close(self) -> None:
         """Drop memory and file; a call whose backward is still to come keeps its own."""
         self._made, self.arena = {}, Arena(self.host)
-
-
-class Trail:
-    """The last layer call and its output, by which the next layer finds the call that made its input.
-
-    A layer's input can be computed again if it is the very tensor that the layer before it returned, unchanged: then
-    nothing happened between the two.
-    """
-
-    def __init__(self) -> None:
-        self._last: tuple[weakref.ref[Tensor], int, weakref.ref[LayerStream]] | None = None
-
-    def __reduce__(self) -> tuple[type[Trail], tuple[()]]:
-        return Trail, ()  # a copy was not called yet
-
-    def note(self, output: Tensor, stream: LayerStream) -> None:
-        """Record that ``stream`` made ``output``."""
-        self._last = weakref.ref(output), output._version, weakref.ref(stream)
-
-    def maker(self, hidden: Tensor) -> LayerStream | None:
-        """Return the layer call that made these hidden states, if it was the one before; else None."""
-        if self._last is None:
-            return None
-        output, version, stream = self._last
-        return stream() if output() is hidden and hidden._version == version else None

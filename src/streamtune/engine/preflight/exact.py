@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -19,8 +19,7 @@ from streamtune.engine.head import StreamedHead
 from streamtune.engine.layer import StreamedForward, strange_leaves
 from streamtune.engine.observe import attention_as
 from streamtune.engine.own_attention import OwnAttention
-from streamtune.engine.preflight.borrow import borrowed
-from streamtune.engine.preflight.difference import distance
+from streamtune.engine.preflight.common import LENGTH, ROWS, SCHEDULE, borrowed, distance, trial_batch
 from streamtune.engine.preflight.layer import MEND, DiffersError, LayerJudge, without_self
 from streamtune.engine.preflight.recorded import (
     Arguments,
@@ -32,12 +31,9 @@ from streamtune.engine.preflight.recorded import (
     outputs_of,
     replaced,
 )
-from streamtune.engine.preflight.trial import LENGTH, ROWS, SCHEDULE, trial_batch
 from streamtune.engine.routers import not_balanced
+from streamtune.engine.streamed_model import StreamedModel
 from streamtune.errors import ArgumentError, StreamTuneError, UnsupportedModelError
-
-if TYPE_CHECKING:
-    from streamtune.engine.stream import StreamHandle
 
 __all__ = ["check_exact"]
 
@@ -46,7 +42,7 @@ class _PlainError(UnsupportedModelError):
     """The unstreamed model does not run on the preflight's batch."""
 
 
-def check_exact(handle: StreamHandle) -> None:
+def check_exact(handle: StreamedModel) -> None:
     """Compare the streamed model with itself unstreamed on a few random tokens, forward and backward.
 
     Costs about six forwards of 48 tokens, and the gradient of one layer of each kind at a time. Gradients, random
@@ -64,7 +60,7 @@ def check_exact(handle: StreamHandle) -> None:
         raise ArgumentError("the model is not streamed any more", mend="check before .remove()")
     if any(p.device.type == "meta" for p in handle.model.parameters()):
         raise ArgumentError("a model on the meta device has no weights to check")
-    own = [implementation for _, implementation in handle._attention]
+    own = [implementation for _, implementation in handle.attention]
     first: UnsupportedModelError | None = None
     for reference in (own, ["eager"] * len(own)):
         try:
@@ -82,9 +78,9 @@ def check_exact(handle: StreamHandle) -> None:
 class _Preflight:
     """Both walks of one model and their comparison, with the plain one under the given attention implementations."""
 
-    def __init__(self, handle: StreamHandle, reference: list[Any]) -> None:
+    def __init__(self, handle: StreamedModel, reference: list[Any]) -> None:
         self.model, self.layers = handle.model, handle.layers
-        self.configs = [config for config, _ in handle._attention]
+        self.configs = [config for config, _ in handle.attention]
         self.own = handle.own_attention
         self.ours = [config._attn_implementation_internal for config in self.configs]
         self.reference = reference

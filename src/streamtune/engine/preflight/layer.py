@@ -20,10 +20,17 @@ from torch import Tensor, nn
 
 from streamtune.engine.layer import StreamedForward
 from streamtune.engine.observe import attention_as
-from streamtune.engine.preflight.borrow import aliased
-from streamtune.engine.preflight.difference import BOUND, compared_dtype, distance, norm_of, ratio, widened
+from streamtune.engine.preflight.common import (
+    BOUND,
+    SCHEDULE,
+    aliased,
+    compared_dtype,
+    distance,
+    norm_of,
+    ratio,
+    widened,
+)
 from streamtune.engine.preflight.recorded import Arguments, RecordedCall, outputs_of, replaced
-from streamtune.engine.preflight.trial import SCHEDULE
 from streamtune.errors import StreamTuneError, UnsupportedModelError
 
 __all__ = ["MEND", "DiffersError", "LayerJudge", "without_self"]

@@ -14,23 +14,19 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from streamtune.engine.layer import StreamedForward
 from streamtune.engine.observe import attention_as
-from streamtune.engine.preflight.borrow import borrowed
-from streamtune.engine.preflight.difference import BOUND, compared_dtype
+from streamtune.engine.preflight.common import BOUND, borrowed, compared_dtype, ordinary_tokens
 from streamtune.engine.preflight.recorded import bind, kind_of
-from streamtune.engine.preflight.trial import ordinary_tokens
 from streamtune.engine.routers import not_balanced
+from streamtune.engine.streamed_model import StreamedModel
 from streamtune.errors import UnsupportedModelError
 from streamtune.schedule import Schedule
-
-if TYPE_CHECKING:
-    from streamtune.engine.stream import StreamHandle
 
 __all__ = ["check_length", "lengths_to_check"]
 
@@ -40,14 +36,14 @@ LONGEST = 4096
 """The longest chunk that is tried unasked: the plain layer runs on the whole row."""
 
 
-def lengths_to_check(handle: StreamHandle) -> list[int]:
+def lengths_to_check(handle: StreamedModel) -> list[int]:
     """Return lengths of rows a little longer than a chunk; none that costs too much or exceeds the model's rows."""
     chunk, longest = handle.schedule.chunk_size, _longest(handle)
     lengths = [chunk + 1, *([chunk + BEYOND] if chunk < SHORT else [])]
     return [length for length in lengths if length <= LONGEST + 1 and (longest is None or length <= longest)]
 
 
-def check_length(handle: StreamHandle, length: int) -> None:
+def check_length(handle: StreamedModel, length: int) -> None:
     """Compare one layer of each kind, whole and in the chunks of the schedule, on a random row of ``length`` tokens.
 
     Costs two forwards of the decoder on that row; the whole one has the memory of a plain layer.
@@ -59,7 +55,7 @@ def check_length(handle: StreamHandle, length: int) -> None:
     Raises:
         UnsupportedModelError: A layer differs; the message names it and the tokens. The model is left as it was.
     """
-    own = [name for _, name in handle._attention]
+    own = [name for _, name in handle.attention]
     first: UnsupportedModelError | None = None
     for reference in (own, ["eager"] * len(own)):  # as for the few tokens: some have no form for what a layer asks
         with borrowed(handle), torch.no_grad():
@@ -78,10 +74,10 @@ def check_length(handle: StreamHandle, length: int) -> None:
 class _Walk:
     """Two forwards of a decoder: the first records inputs and outputs of layers, the second compares with them."""
 
-    def __init__(self, handle: StreamHandle, plainly: list[Any]) -> None:
+    def __init__(self, handle: StreamedModel, plainly: list[Any]) -> None:
         self.handle, self.model, self.layers = handle, handle.model, handle.layers
         self.schedule = Schedule(chunk_size=handle.schedule.chunk_size)
-        self.configs = [config for config, _ in handle._attention]
+        self.configs = [config for config, _ in handle.attention]
         self.plainly = plainly
         self.ours = [config._attn_implementation_internal for config in self.configs]
         self.kinds: set[Any] = set()
@@ -148,7 +144,7 @@ class _Step:
         return self.step(self.index, args, kwargs)
 
 
-def _longest(handle: StreamHandle) -> int | None:
+def _longest(handle: StreamedModel) -> int | None:
     """Return the longest row the model takes: some have one vector a position, or choose keys above a length."""
     config = handle.model.config.get_text_config(decoder=True)
     limits = [getattr(config, name, None) for name in ("max_position_embeddings", "n_positions", "keep_window_size")]

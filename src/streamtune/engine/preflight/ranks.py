@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
@@ -12,21 +11,17 @@ from torch import Tensor
 
 from streamtune.engine.layer import StreamedForward
 from streamtune.engine.memory.placement import Placement
-from streamtune.engine.preflight.borrow import borrowed
-from streamtune.engine.preflight.difference import BOUND, compared_dtype, distance
-from streamtune.engine.preflight.trial import trial_batch
+from streamtune.engine.preflight.common import BOUND, borrowed, compared_dtype, distance, trial_batch
+from streamtune.engine.streamed_model import StreamedModel
 from streamtune.errors import UnsupportedModelError
 from streamtune.schedule import Schedule
-
-if TYPE_CHECKING:
-    from streamtune.engine.stream import StreamHandle
 
 __all__ = ["check_shared"]
 
 SHORT = Schedule(chunk_size=3, head_chunk_size=5)
 
 
-def check_shared(handle: StreamHandle) -> None:
+def check_shared(handle: StreamedModel) -> None:
     """Compare a loss, and the gradient of the first layer that is trained, with those of this rank alone.
 
     All ranks of the group call it together.
@@ -64,7 +59,7 @@ def check_shared(handle: StreamHandle) -> None:
             )
 
 
-def _loss_and_gradient(handle: StreamHandle, wanted: Sequence[Tensor]) -> list[Tensor]:
+def _loss_and_gradient(handle: StreamedModel, wanted: Sequence[Tensor]) -> list[Tensor]:
     loss = handle.model(**trial_batch(handle.model)).loss
     grads = torch.autograd.grad(loss, wanted, allow_unused=True) if wanted else ()
     return [
@@ -74,7 +69,7 @@ def _loss_and_gradient(handle: StreamHandle, wanted: Sequence[Tensor]) -> list[T
 
 
 @contextmanager
-def _short_chunks(handle: StreamHandle) -> Iterator[None]:
+def _short_chunks(handle: StreamedModel) -> Iterator[None]:
     """Chunks so short that the trial has several, and nothing kept."""
     forwards = [forward for layer in handle.layers if isinstance(forward := layer.forward, StreamedForward)]
     schedule, before = handle.schedule, [(forward.schedule, forward.place) for forward in forwards]

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from streamtune.engine.sharing import SharedKey
+from streamtune.engine.call_parts import SharedKey
 
 __all__ = ["Arguments", "Name", "RecordedCall", "bind", "hand_on", "inputs_of", "kind_of", "outputs_of", "replaced"]
 

@@ -20,22 +20,19 @@ import statistics
 from collections.abc import Callable
 from dataclasses import dataclass
 from itertools import pairwise
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from streamtune.engine.branches import Branches
+from streamtune.engine.context import CallFacts
 from streamtune.engine.layer import StreamedForward
-from streamtune.engine.preflight.borrow import borrowed
-from streamtune.engine.preflight.difference import BOUND, compared_dtype, norm_of
-from streamtune.engine.preflight.trial import SCHEDULE, trial_batch
+from streamtune.engine.preflight.common import BOUND, SCHEDULE, borrowed, compared_dtype, norm_of, trial_batch
 from streamtune.engine.routers import not_balanced
-from streamtune.engine.rows import CallFacts, PackedRows
+from streamtune.engine.rows import PackedRows
+from streamtune.engine.streamed_model import StreamedModel
 from streamtune.errors import ArgumentError, StreamTuneError, UnsupportedModelError
-
-if TYPE_CHECKING:
-    from streamtune.engine.stream import StreamHandle
 
 __all__ = ["check_branches", "check_packing"]
 
@@ -70,7 +67,7 @@ class _Seen:
     z_out: Tensor
 
 
-def check_packing(handle: StreamHandle) -> None:
+def check_packing(handle: StreamedModel) -> None:
     """Compare packed rows with the same rows alone, layer by layer, on a few random tokens; costs seven short forwards.
 
     Random state, training flags and the model are left as they were, also when it fails.
@@ -96,7 +93,7 @@ def check_packing(handle: StreamHandle) -> None:
         _Trial(handle, layout).run()
 
 
-def check_branches(handle: StreamHandle) -> None:
+def check_branches(handle: StreamedModel) -> None:
     """Compare rows that share their beginning with the same rows alone, layer by layer, as :func:`check_packing` does.
 
     Args:
@@ -120,7 +117,7 @@ def check_branches(handle: StreamHandle) -> None:
 
 
 class _Trial:
-    def __init__(self, handle: StreamHandle, layout: _Layout) -> None:
+    def __init__(self, handle: StreamedModel, layout: _Layout) -> None:
         self.model: Any = handle.model
         self.layout = layout
         self.layers, self.own = handle.layers, handle.own_attention

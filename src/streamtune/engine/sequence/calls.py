@@ -13,12 +13,10 @@ import inspect
 import sys
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any
 from weakref import proxy
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 
 from streamtune.engine.branches import Branches
@@ -26,15 +24,12 @@ from streamtune.engine.inspect_model import own_attention
 from streamtune.engine.observe import RandomState
 from streamtune.engine.rows import OTHER_WORDS
 from streamtune.engine.scan import code_names
-from streamtune.engine.sequence.shards import Strips
+from streamtune.engine.sequence.shards import SequenceParallel, Strips
+from streamtune.engine.streamed_model import StreamedModel
 from streamtune.errors import ArgumentError, UnsupportedModelError
 
-if TYPE_CHECKING:
-    from streamtune.engine.stream import StreamHandle
+__all__ = ["Sharing", "drawn_apart", "form_for"]
 
-__all__ = ["SequenceParallel", "Sharing", "drawn_apart", "form_for"]
-
-FORMS = ("auto", "ulysses", "ring")
 
 STATES = {"update_conv_state", "update_recurrent_state", "set_linear_cache", "mamba_selective_scan"}
 """Functions called by layers that carry a state from token to token."""
@@ -45,45 +40,6 @@ TYPES = ("token_type_ids", "mm_token_type_ids")
 """Arguments that give the kind of each token: 0 is text."""
 
 UNSHARED = "set sequence_parallel_size: 1"
-
-
-@dataclass(frozen=True)
-class SequenceParallel:
-    """The ranks that share each sequence.
-
-    Args:
-        group: A process group of ``torch.distributed``; None is all ranks. They make all calls together, with the same
-            rows.
-        form: ``ulysses`` exchanges heads for strips in every chunk, ``ring`` sends keys and values around. ``auto`` is
-            the first if the number of ranks divides that of query heads, and the second otherwise.
-
-    Raises:
-        ArgumentError: The form is unknown, or there are no process groups yet.
-    """
-
-    group: Any = None
-    form: Literal["auto", "ulysses", "ring"] = "auto"
-
-    def __post_init__(self) -> None:
-        if self.form not in FORMS:
-            raise ArgumentError(f"the form of sequence parallel is {', '.join(FORMS)}, not {self.form!r}")
-        if not (dist.is_available() and dist.is_initialized()):
-            raise ArgumentError(
-                "sequence parallel needs the ranks of torch.distributed, which is not initialised",
-                mend="call torch.distributed.init_process_group first",
-            )
-        if self.group is None:
-            object.__setattr__(self, "group", dist.group.WORLD)
-
-    @property
-    def size(self) -> int:
-        """Number of ranks of the group."""
-        return dist.get_world_size(self.group)
-
-    @property
-    def rank(self) -> int:
-        """Index of this rank in the group."""
-        return dist.get_rank(self.group)
 
 
 def form_for(ranks: SequenceParallel, model: Any, layers: list[nn.Module], head: bool) -> str:
@@ -126,7 +82,7 @@ def form_for(ranks: SequenceParallel, model: Any, layers: list[nn.Module], head:
 class Sharing:
     """Changes calls of a streamed model to calls on this rank's strips; does nothing if ranks share no sequences."""
 
-    def __init__(self, handle: StreamHandle) -> None:
+    def __init__(self, handle: StreamedModel) -> None:
         self._handle = proxy(handle)
         self._drawing = ExitStack()
 
@@ -210,7 +166,7 @@ def _targets(kwargs: dict[str, Any]) -> Tensor | None:
     return nn.functional.pad(labels, (0, 1), value=-100)[..., 1:]
 
 
-def _placed(handle: StreamHandle, strips: Strips, tokens: Tensor, kwargs: dict[str, Any]) -> dict[str, Any]:
+def _placed(handle: StreamedModel, strips: Strips, tokens: Tensor, kwargs: dict[str, Any]) -> dict[str, Any]:
     """Return positions of the rows, and a padding mask of the whole padded sequence, the same on every rank."""
     mask, positions = kwargs.get("attention_mask"), kwargs.get("position_ids")
     padded = mask is not None and not bool(mask.bool().all())
@@ -230,7 +186,7 @@ def _placed(handle: StreamHandle, strips: Strips, tokens: Tensor, kwargs: dict[s
     }
 
 
-def _refuse(handle: StreamHandle, kwargs: dict[str, Any], length: int) -> None:
+def _refuse(handle: StreamedModel, kwargs: dict[str, Any], length: int) -> None:
     """Refuse arguments that do not follow the tokens, or that need all of them."""
     known = {*TOKENS, *OTHER_WORDS, "attention_mask", "num_items_in_batch", "cache_position"}
     name = type(handle.model).__name__
@@ -252,7 +208,7 @@ def _refuse(handle: StreamHandle, kwargs: dict[str, Any], length: int) -> None:
         )
 
 
-def _places_tokens_itself(handle: StreamHandle, padded: bool) -> str | None:
+def _places_tokens_itself(handle: StreamedModel, padded: bool) -> str | None:
     """Return the class that makes positions of tokens, or of padding if ``padded``, if none are passed; else None."""
     inside = {id(module) for layer in handle.layers for module in layer.modules()}
     for module in handle.model.modules():

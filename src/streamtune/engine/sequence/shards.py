@@ -23,23 +23,21 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from itertools import accumulate
-from typing import TYPE_CHECKING, Any
+from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from streamtune.errors import UnsupportedModelError
+from streamtune.engine.rows import PackedRows
+from streamtune.errors import ArgumentError, UnsupportedModelError
 from streamtune.ops import LazyMask
 from streamtune.ops.attention.ring import Ring
 from streamtune.ops.attention.runs import run_starts
 from streamtune.ops.exchange import collected, to_heads, to_strips
+from streamtune.schedule import Schedule
 
-if TYPE_CHECKING:
-    from streamtune.engine.rows import PackedRows
-    from streamtune.schedule import Schedule
-
-__all__ = ["Strips", "Turn", "turn_of_strips"]
+__all__ = ["FORMS", "SequenceParallel", "Strips", "Turn", "turn_of_strips"]
 
 _local = threading.local()
 
@@ -316,3 +314,45 @@ def turn_of_strips() -> Turn | None:
     """Return the exchange of the chunk that runs now; None where ranks do not share the sequence."""
     turn: Turn | None = getattr(_local, "turn", None)
     return turn
+
+
+FORMS = ("auto", "ulysses", "ring")
+
+
+@dataclass(frozen=True)
+class SequenceParallel:
+    """The ranks that share each sequence.
+
+    Args:
+        group: A process group of ``torch.distributed``; None is all ranks. They make all calls together, with the same
+            rows.
+        form: ``ulysses`` exchanges heads for strips in every chunk, ``ring`` sends keys and values around. ``auto`` is
+            the first if the number of ranks divides that of query heads, and the second otherwise.
+
+    Raises:
+        ArgumentError: The form is unknown, or there are no process groups yet.
+    """
+
+    group: Any = None
+    form: Literal["auto", "ulysses", "ring"] = "auto"
+
+    def __post_init__(self) -> None:
+        if self.form not in FORMS:
+            raise ArgumentError(f"the form of sequence parallel is {', '.join(FORMS)}, not {self.form!r}")
+        if not (dist.is_available() and dist.is_initialized()):
+            raise ArgumentError(
+                "sequence parallel needs the ranks of torch.distributed, which is not initialised",
+                mend="call torch.distributed.init_process_group first",
+            )
+        if self.group is None:
+            object.__setattr__(self, "group", dist.group.WORLD)
+
+    @property
+    def size(self) -> int:
+        """Number of ranks of the group."""
+        return dist.get_world_size(self.group)
+
+    @property
+    def rank(self) -> int:
+        """Index of this rank in the group."""
+        return dist.get_rank(self.group)

@@ -1,26 +1,18 @@
-"""The outputs of a layer, chunk by chunk: joined, dropped, or refused.
-
-    hidden states                       the first output z, ``[B, T_i, C]``
-    others that follow the tokens       floating ``[B, T_i, ...]``: outputs as well, each with its gradient
-    a choice of keys per token          integers ``[B, T_i, K_i]``: joined along the tokens, for the next layer to read
-    attention weights                   ``[B, H, T_i, S_i]``: dropped, None (output_attentions is refused)
-    None                                stays None
-    anything else                       refused
-
-Shape suffixes: B batch, T tokens (T_i of the chunk), S keys, H heads, C channels, K chosen keys.
-"""
+"""The parts of a layer call besides its arguments: outputs along the sequence, and keys and values of other layers."""
 
 from __future__ import annotations
 
+from collections import UserDict
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from streamtune.engine.cache import ChunkCache
 from streamtune.engine.vjp import Along
 from streamtune.errors import UnsupportedModelError
 
-__all__ = ["LayerOutputs"]
+__all__ = ["ChunkSharing", "LayerOutputs", "SharedKey"]
 
 
 class LayerOutputs:
@@ -94,3 +86,32 @@ def _joined(parts: list[Tensor] | None) -> Tensor | None:
         return None
     width = max(part.shape[2] for part in parts)
     return torch.cat([torch.cat([p, p[:, :, -1:].expand(-1, -1, width - p.shape[2])], 2) for p in parts], 1)
+
+
+SharedKey = tuple[str, Any, int]
+"""Argument, entry and place (0 keys, 1 values) of a shared tensor."""
+
+
+class ChunkSharing(UserDict):  # type: ignore[type-arg]
+    """The shared entries that a chunk reads, ``[B, G, S, D]`` of its prefix and itself, and those it fills.
+
+    Args:
+        cache: The chunk's cache.
+        whole: Keys and values of the whole sequence by entry, of the layers before.
+    """
+
+    def __init__(self, cache: ChunkCache, whole: dict[Any, tuple[Tensor, ...]]) -> None:
+        super().__init__()
+        self.cache, self.whole = cache, whole
+        self.filled: dict[Any, int] = {}
+        """For each entry filled, which of the layer's key/value updates it holds."""
+
+    def __contains__(self, key: object) -> bool:
+        return key in self.whole
+
+    def __getitem__(self, key: Any) -> tuple[Tensor, ...]:
+        start, stop = self.cache.first_key, self.cache.chunk.stop
+        return tuple(x.narrow(2, start, stop - start) for x in self.whole[key])
+
+    def __setitem__(self, key: Any, item: Any) -> None:
+        self.filled[key] = self.cache.updates - 1

@@ -1,0 +1,171 @@
+"""The tools of the checks: a model borrowed for a comparison, differences of tensors, trial batches."""
+
+from __future__ import annotations
+
+import inspect
+import math
+from collections import UserDict
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from streamtune.engine.observe import RandomState
+from streamtune.engine.streamed_model import StreamedModel
+from streamtune.schedule import Schedule
+
+__all__ = [
+    "BOUND",
+    "LENGTH",
+    "ROWS",
+    "SCHEDULE",
+    "aliased",
+    "borrowed",
+    "compared_dtype",
+    "distance",
+    "norm_of",
+    "ordinary_tokens",
+    "ratio",
+    "trial_batch",
+    "widened",
+]
+
+
+@contextmanager
+def borrowed(handle: StreamedModel) -> Iterator[None]:
+    """Set evaluation mode inside the context, and restore afterwards all that the preflight changes.
+
+    That is the training flags, the layers' ``forward``, ``requires_grad`` of the head, the precision of fp32 products
+    and the random state.
+    """
+    model = handle.model
+    training = [(module, module.training) for module in model.modules()]
+    forwards: list[Any] = [layer.__dict__.get("forward") for layer in handle.layers]
+    head = model.get_output_embeddings()
+    frozen = [p for p in head.parameters() if p.requires_grad] if isinstance(head, nn.Module) else []
+    precision = torch.get_float32_matmul_precision()
+    device = next(model.parameters()).device
+    try:
+        with RandomState.now(device).replayed(), torch.enable_grad():
+            torch.set_float32_matmul_precision("highest")
+            for module, _ in training:
+                module.training = False
+            for parameter in frozen:
+                parameter.requires_grad_(False)
+            yield
+    finally:
+        torch.set_float32_matmul_precision(precision)
+        for module, flag in training:
+            module.training = flag
+        for parameter in frozen:
+            parameter.requires_grad_(True)
+        for layer, forward in zip(handle.layers, forwards, strict=True):
+            layer.forward = forward
+
+
+@contextmanager
+def aliased(layer: nn.Module) -> Iterator[dict[str, Tensor]]:
+    """Replace the layer's trainable parameters by leaves on the same storage, which have no ``.grad`` and no hooks."""
+    names = {id(p): name for name, p in layer.named_parameters() if p.requires_grad}
+    aliases: dict[int, nn.Parameter] = {}
+    before: list[tuple[nn.Module, str, nn.Parameter]] = []
+    try:
+        for module in layer.modules():
+            for name, parameter in module._parameters.items():
+                if parameter is not None and id(parameter) in names:
+                    before.append((module, name, parameter))
+                    alias = aliases.setdefault(id(parameter), nn.Parameter(parameter.detach()))
+                    module._parameters[name] = alias
+        yield {names[key]: alias for key, alias in aliases.items()}
+    finally:
+        for module, name, parameter in before:
+            module._parameters[name] = parameter
+
+
+BOUND = {torch.float64: 1e-5, torch.float32: 1e-4, torch.float16: 1e-2, torch.bfloat16: 3e-2}
+"""Relative difference that rounding explains. fp64: some layers compute their norms, rotations or routers in fp32."""
+
+
+def compared_dtype(tensor: Tensor, layer: nn.Module | None = None) -> torch.dtype:
+    """Return the key of a tensor's bound: its dtype, or that of the layer it went through where that is coarser.
+
+    Some models keep the residual stream in fp32 between layers that compute in bf16.
+    """
+    dtypes = [tensor.dtype, *(p.dtype for p in layer.parameters())] if layer is not None else [tensor.dtype]
+    return max((dtype for dtype in dtypes if dtype in BOUND), key=BOUND.__getitem__, default=torch.float32)
+
+
+def distance(value: Tensor, reference: Tensor, valid: Tensor | None) -> float:
+    """Return ``||value - reference|| / ||reference||`` over the valid tokens."""
+    if value.shape != reference.shape:
+        return math.inf
+    if valid is not None:
+        value, reference = value[valid], reference[valid]
+    return ratio(norm_of(value, reference), norm_of(reference))
+
+
+def norm_of(value: Tensor | None, other: Tensor | None = None) -> float:
+    """Return ``||value - other||`` in fp32 or wider, where a missing tensor is zero."""
+    if value is None:
+        value, other = other, None
+    if value is None:
+        return 0.0
+    wide = value.detach().to(torch.promote_types(value.dtype, torch.float32))
+    return float((wide if other is None else wide - other.detach().to(wide)).norm())
+
+
+def ratio(difference: float, whole: float) -> float:
+    """Return ``difference / whole``: 0 for no difference, infinity if one is not finite or ``whole`` is 0."""
+    if difference == 0:
+        return 0.0
+    return difference / whole if whole > 0 and math.isfinite(difference) and math.isfinite(whole) else math.inf
+
+
+def widened(value: Any, dtype: torch.dtype) -> Any:
+    """Return nested containers with every floating tensor in a wider dtype."""
+    if isinstance(value, Tensor):
+        return value.detach().to(dtype) if value.is_floating_point() else value
+    if isinstance(value, UserDict):
+        return type(value)({key: widened(item, dtype) for key, item in value.items()})
+    if isinstance(value, dict):
+        return {key: widened(item, dtype) for key, item in value.items()}
+    if isinstance(value, tuple | list):
+        return type(value)(widened(item, dtype) for item in value)
+    return value
+
+
+ROWS, LENGTH, PADDED = 2, 24, 5
+SCHEDULE = Schedule(chunk_size=7, head_chunk_size=11)
+
+
+def trial_batch(model: Any) -> dict[str, Any]:
+    """Return random ordinary tokens, the second row padded on the right; the random generator is our own."""
+    head = model.get_output_embeddings()
+    ids = ordinary_tokens(model, ROWS, LENGTH)
+    mask = torch.ones_like(ids)
+    mask[-1, -PADDED:] = 0
+    inputs: dict[str, Any] = {"input_ids": ids, "attention_mask": mask, "labels": ids.masked_fill(mask == 0, -100)}
+    if head is None:  # what its labels would be is not known: a number is made of what it returns
+        del inputs["labels"]
+    parameters = inspect.signature(type(model).forward).parameters
+    if "use_cache" in parameters or any(p.kind is inspect.Parameter.VAR_KEYWORD for p in parameters.values()):
+        inputs["use_cache"] = False
+    return inputs
+
+
+def ordinary_tokens(model: Any, rows: int, length: int) -> Tensor:
+    """Return ``[rows, length]`` random tokens that are no special ones; the random generator is our own."""
+    table, head = model.get_input_embeddings().weight, model.get_output_embeddings()
+    known = min([table.shape[0], 4096, *([head.weight.shape[0]] if hasattr(head, "weight") else [])])
+    config = model.config.get_text_config(decoder=True)
+    special = {
+        value
+        for owner in (model.config, config)
+        for key, value in vars(owner).items()
+        if key.endswith(("_token_id", "_token_index")) and isinstance(value, int)
+    }
+    ordinary = torch.tensor([token for token in range(known) if token not in special] or [0])
+    generator = torch.Generator().manual_seed(0)
+    return ordinary[torch.randint(len(ordinary), (rows, length), generator=generator)].to(table.device)
