@@ -71,6 +71,43 @@ def test_a_room_imports_only_rooms_to_its_left(file: Path) -> None:
     assert wrong == []
 
 
+KNOTS = {frozenset({"ops.attention.mask", "ops.attention.view"})}
+"""Modules that need each other: a mask makes views of itself, and a view reads its mask."""
+
+
+def test_no_modules_import_each_other() -> None:
+    """Under ``TYPE_CHECKING`` neither. The packages' own files, which gather names, are left out."""
+    modules = {".".join(file.relative_to(PACKAGE).with_suffix("").parts): file for file in FILES}
+    imports = {
+        name: {target for _, target in imported_files(file, modules)} - {name}
+        for name, file in modules.items()
+        if not name.endswith("__init__")
+    }
+    knots = set()
+    for start in imports:
+        seen = reached(imports, start)
+        if start in seen:
+            knots.add(frozenset(name for name in seen if start in reached(imports, name)))
+    assert knots == KNOTS
+
+
+def imported_files(file: Path, modules: dict[str, Path]) -> Iterator[tuple[int, str]]:
+    for line, module in imported_modules(file):
+        name = module.removeprefix("streamtune.")
+        if name in modules:
+            yield line, name
+
+
+def reached(imports: dict[str, set[str]], start: str) -> set[str]:
+    seen, waiting = set[str](), list(imports.get(start, ()))
+    while waiting:
+        name = waiting.pop()
+        if name not in seen:
+            seen.add(name)
+            waiting += imports.get(name, ())
+    return seen
+
+
 def test_reading_recipes_and_schedules_needs_no_torch() -> None:
     wrong = [
         f"{file.relative_to(PACKAGE)}:{line} imports {module}"

@@ -11,7 +11,7 @@ from trained_tokenizers import read_template, train_bpe, wrap
 from transformers import ByT5Tokenizer, PreTrainedTokenizerFast
 
 from streamtune.data.render import IGNORE_INDEX, Rendered, RowRenderer, _extents
-from streamtune.data.rows import Completion, Content, Conversation, Document
+from streamtune.data.rows import Content, Conversation, Document, PromptCompletion
 from streamtune.errors import ArgumentError, DataError
 
 MakeTokenizer = Callable[..., PreTrainedTokenizerFast]
@@ -47,7 +47,7 @@ def test_completion_trains_what_follows_the_prompt(
     make_tokenizer: MakeTokenizer, prompt: str, completion: str, trim_offsets: bool, train_on: str
 ) -> None:
     tokenizer = make_tokenizer(trim_offsets=trim_offsets)
-    rendered = render(tokenizer, Completion(prompt, completion), train_on)
+    rendered = render(tokenizer, PromptCompletion(prompt, completion), train_on)
     whole = tokenizer(prompt + completion)["input_ids"]
     assert rendered.input_ids == [*whole, tokenizer.eos_token_id]
     text = trained_text(tokenizer, rendered)
@@ -56,7 +56,7 @@ def test_completion_trains_what_follows_the_prompt(
 
 
 def test_completion_trained_on_all(tokenizer: PreTrainedTokenizerFast) -> None:
-    rendered = render(tokenizer, Completion("The quick", " brown fox"), "all")
+    rendered = render(tokenizer, PromptCompletion("The quick", " brown fox"), "all")
     assert rendered.labels == [IGNORE_INDEX, *rendered.input_ids[1:]]
 
 
@@ -68,7 +68,7 @@ def test_the_tokenizers_own_start_and_end_tokens_are_kept_once(bpe: Tokenizer) -
         special_tokens=[(token, bpe.token_to_id(token)) for token in ("<|begin_of_text|>", "<|im_end|>")],
     )
     tokenizer = wrap(ends)
-    rendered = render(tokenizer, Completion("The quick", " brown fox"))
+    rendered = render(tokenizer, PromptCompletion("The quick", " brown fox"))
     assert tokenizer.decode(rendered.input_ids) == "<|begin_of_text|>The quick brown fox<|im_end|>"
     assert trained_text(tokenizer, rendered) == " brown fox<|im_end|>"
 

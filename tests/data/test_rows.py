@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from streamtune.data.readers import Row
-from streamtune.data.rows import Completion, Content, Conversation, Document, detect_type, normalise
+from streamtune.data.rows import Content, Conversation, Document, PromptCompletion, detect_type, normalise
 from streamtune.errors import DataError
 
 CHAT = [{"role": "user", "content": "one"}, {"role": "assistant", "content": "two"}]
@@ -36,9 +36,9 @@ def normal(columns: dict[str, Any], row_type: str | None = None) -> Content:
             "sharegpt",
             Conversation([{"role": "system", "content": "Be brief."}, *CHAT]),
         ),
-        ({"prompt": "one", "completion": "two"}, "prompt_completion", Completion("one", "two")),
-        ({"prompt": "", "completion": "two"}, "prompt_completion", Completion("", "two")),
-        ({"prompt": "[1, 2]", "completion": "[3]"}, "prompt_completion", Completion("[1, 2]", "[3]")),
+        ({"prompt": "one", "completion": "two"}, "prompt_completion", PromptCompletion("one", "two")),
+        ({"prompt": "", "completion": "two"}, "prompt_completion", PromptCompletion("", "two")),
+        ({"prompt": "[1, 2]", "completion": "[3]"}, "prompt_completion", PromptCompletion("[1, 2]", "[3]")),
         ({"prompt": CHAT[:1], "completion": CHAT[1:]}, "prompt_completion", Conversation(CHAT, first_answer=1)),
         ({"instruction": "one", "output": "two", "text": "x"}, "alpaca", Conversation(CHAT)),
         (

@@ -10,7 +10,7 @@ import pytest
 
 from streamtune.data.preferences import Answers, detect_preference_type, normalise_preference
 from streamtune.data.readers import Row
-from streamtune.data.rows import Completion, Conversation, detect_type
+from streamtune.data.rows import Conversation, PromptCompletion, detect_type
 from streamtune.errors import DataError
 
 Message = dict[str, Any]
@@ -35,7 +35,7 @@ def normal(columns: dict[str, Any], row_type: str | None = None) -> Answers:
 
 ASKED = [user("one?")]
 PAIR = chats([answer("good")], [answer("bad")], prompt=ASKED)
-TEXT_PAIR = (Completion("one?", " good"), Completion("one?", " bad"))
+TEXT_PAIR = (PromptCompletion("one?", " good"), PromptCompletion("one?", " bad"))
 CALL = {"role": "assistant", "tool_calls": [{"type": "function", "function": {"name": "f", "arguments": {}}}]}
 TOOLS = [{"name": "f"}]
 
@@ -78,7 +78,7 @@ TOOLS = [{"name": "f"}]
         ),
         (
             {"prompt": "[1, 2]", "chosen": "[3]", "rejected": '{"a": 4}'},
-            Answers("[1, 2]", (Completion("[1, 2]", "[3]"), Completion("[1, 2]", '{"a": 4}'))),
+            Answers("[1, 2]", (PromptCompletion("[1, 2]", "[3]"), PromptCompletion("[1, 2]", '{"a": 4}'))),
         ),
     ],
 )
@@ -121,7 +121,9 @@ def test_the_common_beginning_of_conversations_may_hold_answers() -> None:
 def test_the_common_beginning_of_texts_ends_between_words(chosen: str, rejected: str, prompt: str) -> None:
     answers = normal({"chosen": chosen, "rejected": rejected})
     assert answers.prompt == prompt
-    texts = [content.prompt + content.completion for content in answers.contents if isinstance(content, Completion)]
+    texts = [
+        content.prompt + content.completion for content in answers.contents if isinstance(content, PromptCompletion)
+    ]
     assert texts == [chosen, rejected]
 
 

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from streamtune.distributed.failure import RankEnd, first_failure
-from streamtune.distributed.judge import Beat, Limits, Peer, Stragglers, find_culprit, find_deadlock, this_process
+from streamtune.distributed.judge import Beat, Peer, Stragglers, WatchLimits, find_culprit, find_deadlock, this_process
 from streamtune.distributed.ranks import LocalRanks
 from streamtune.distributed.vitals import computes
 from tests.distributed.ranks_kit import start, wait
@@ -142,7 +142,7 @@ def peer(rank: int, heard: float = 100.0, **beat: object) -> Peer:
 
 
 def test_what_is_no_deadlock() -> None:
-    limits = Limits()
+    limits = WatchLimits()
     still = {"still": 60.0, "placed": 60.0}
     assert find_deadlock([peer(0, **still), peer(1, **still)], limits) is not None
     assert find_deadlock([peer(0, **still), peer(1, still=1.0)], limits) is None, "one computes"
@@ -170,7 +170,7 @@ def test_a_blocked_connection_is_told_from_a_rank_that_left_the_path(
     """One may be a collective ahead of the other when what is between them breaks: what is sent again tells which."""
     still = {"still": 60.0, "placed": 60.0}
     found = find_deadlock(
-        [peer(0, place=places[0], **still, unanswered=unanswered), peer(1, place=places[1], **still)], Limits()
+        [peer(0, place=places[0], **still, unanswered=unanswered), peer(1, place=places[1], **still)], WatchLimits()
     )
     assert found is not None
     assert mend in (found.mend or "")
@@ -189,11 +189,11 @@ def test_what_is_computing_on_a_machine_that_is_busy() -> None:
 def test_the_ranks_of_a_host_that_is_gone_are_named_together() -> None:
     peers = [peer(0), peer(1), peer(2, 80.0), peer(3, 80.0)]
     peers[3].host = peers[2].host
-    found = find_culprit(peers, 100.0, Limits())
+    found = find_culprit(peers, 100.0, WatchLimits())
     assert found is not None
     assert found.what.startswith("ranks 2-3 on h2 have said nothing for 15 s: stopped, or out of reach, in step 4")
     peers[2].done = peers[3].done = True
-    assert find_culprit(peers, 100.0, Limits()) is None
+    assert find_culprit(peers, 100.0, WatchLimits()) is None
 
 
 def test_a_silent_rank_that_another_ended_meanwhile_was_stopped() -> None:
@@ -201,10 +201,10 @@ def test_a_silent_rank_that_another_ended_meanwhile_was_stopped() -> None:
     ended = subprocess.Popen([sys.executable, "-c", ""])
     ended.wait()
     machine, _ = this_process()
-    found = find_culprit([Peer(0, "here", 90.0, (machine, ended.pid))], 100.0, Limits(silence=6.0))
+    found = find_culprit([Peer(0, "here", 90.0, (machine, ended.pid))], 100.0, WatchLimits(silence=6.0))
     assert found is not None
     assert "stopped by a signal" in found.what
-    elsewhere = find_culprit([Peer(0, "there", 90.0, ("another machine", ended.pid))], 100.0, Limits(silence=6.0))
+    elsewhere = find_culprit([Peer(0, "there", 90.0, ("another machine", ended.pid))], 100.0, WatchLimits(silence=6.0))
     assert elsewhere is not None
     assert "stopped, or out of reach" in elsewhere.what
 

@@ -17,10 +17,10 @@ from typing import Any
 
 from streamtune.distributed import Watchdog, agree, die_with_launcher, read_environment
 from streamtune.distributed.failure import Failure, write_failure
-from streamtune.distributed.judge import Limits
+from streamtune.distributed.judge import WatchLimits
 from streamtune.errors import DataError, StreamTuneError
 
-QUICK = Limits(silence=6.0, stillness=4.0, start=120.0, course=5.0)
+QUICK = WatchLimits(silence=6.0, stillness=4.0, start=120.0, course=5.0)
 """Only so that tests wait less; how long is long enough on a busy machine is tested with what is shipped."""
 
 
@@ -42,7 +42,7 @@ def main() -> None:
     case = sys.argv[1]
     environment = read_environment()
     environment.export()
-    limits = QUICK if os.environ.get("WATCHED_QUICK") else Limits()
+    limits = QUICK if os.environ.get("WATCHED_QUICK") else WatchLimits()
     events = Path(os.environ["WATCHED_EVENTS"]) if "WATCHED_EVENTS" in os.environ else None
 
     def note(name: str, details: dict[str, Any]) -> None:

@@ -15,7 +15,7 @@ from transformers.models.qwen3.modeling_qwen3 import Qwen3RMSNorm
 from streamtune import Schedule
 from streamtune.engine.memory.placement import Tiers
 from streamtune.engine.norms import StreamedNorm, norms_outside
-from streamtune.engine.passes import Trail
+from streamtune.engine.passes import LastLayerCall
 from streamtune.errors import ArgumentError
 from tests.conformance.reducer import build as build_any
 from tests.exactness.families import build
@@ -46,7 +46,7 @@ class RunningNorm(nn.Module):
 def streamed(norm: nn.Module, directory: Path, **more: Any) -> tuple[StreamedNorm, Tiers]:
     schedule = Schedule(chunk_size=CHUNK, offload_dir=str(directory), **more)
     tiers = Tiers(schedule)
-    return StreamedNorm(norm, schedule, tiers, Trail()), tiers
+    return StreamedNorm(norm, schedule, tiers, LastLayerCall()), tiers
 
 
 def run(function: Any, norm: nn.Module, x: Tensor, grad: Tensor) -> list[Tensor]:

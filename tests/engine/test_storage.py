@@ -26,7 +26,7 @@ from streamtune.engine.memory.host import (
     reserved_host_bytes,
 )
 from streamtune.engine.memory.placement import Tiers, best_segment_size, place_layers
-from streamtune.engine.memory.tiers import Stored, Tier
+from streamtune.engine.memory.tiers import StoredTensor, Tier
 from streamtune.errors import OutOfMemoryError
 from tests.exactness.families import SMALL, batch, build, gradients, reference
 
@@ -280,7 +280,7 @@ def slices(*ends: int) -> list[slice]:
 def test_stored_is_read_in_other_chunks_than_it_was_written_in(name: str, along: int, tmp_path: Path) -> None:
     place, _ = tier(name, tmp_path)
     x = torch.randn([13 if dim == along else 3 for dim in range(3)])
-    stored = Stored(place, x, along)
+    stored = StoredTensor(place, x, along)
     for chunk in slices(4, 8, 13):
         stored.put(chunk, x.narrow(along, chunk.start, chunk.stop - chunk.start))
     for chunks in (slices(4, 8, 13), slices(13), slices(1, 4, 5, 9, 12, 13), slices(6, 13)):
@@ -295,7 +295,7 @@ def test_stored_is_read_in_other_chunks_than_it_was_written_in(name: str, along:
 def test_the_chunk_that_comes_next_is_fetched_meanwhile(tmp_path: Path) -> None:
     place, tiers = tier("host", tmp_path)
     x, chunks = torch.randn(1, 12, 2), slices(3, 6, 9, 12)
-    stored = Stored(place, x, 1)
+    stored = StoredTensor(place, x, 1)
     for chunk in chunks:
         stored.put(chunk, x[:, chunk])
     each = x.nbytes // 4

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from streamtune import data, stream
 from streamtune.recipe.grpo import GrpoRecipe
-from streamtune.tasks.grpo.groups import Group, Layout, micro_batches, remember_logprobs
+from streamtune.tasks.grpo.groups import BatchLayout, Group, micro_batches, remember_logprobs
 from streamtune.tasks.grpo.objective import PolicyObjective
 from streamtune.tasks.grpo.ranks import SharedScorer
 from streamtune.train import ModelReference, World
@@ -67,8 +67,8 @@ def make_recipe(loss_type: str, **more: Any) -> GrpoRecipe:
     )
 
 
-def make_layout(recipe: GrpoRecipe, batch_size: int, share: bool) -> Layout:
-    return Layout(
+def make_layout(recipe: GrpoRecipe, batch_size: int, share: bool) -> BatchLayout:
+    return BatchLayout(
         batch_size=batch_size,
         pad_token_id=0,
         share=share,

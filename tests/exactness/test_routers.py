@@ -181,7 +181,7 @@ def test_counting_keeps_packed_rows_apart_as_training_does() -> None:
         )
         handle.count_routes([inputs])
         model(**inputs)
-        assert handle.facts.rows is None
+        assert handle.context.rows is None
         handle.count_routes([{"input_ids": inputs["input_ids"]}])
     apart, packed, trained, one_row = seen[0] + seen[1], *seen[2:]
     torch.testing.assert_close(packed, apart, rtol=EXACT, atol=0)

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from streamtune.ops.attention import kernels
-from streamtune.ops.attention.kernel_trial import Heads, Kernel, agrees_with_formula, fastest
+from streamtune.ops.attention.kernel_trial import Kernel, TrialHeads, agrees_with_formula, fastest
 from streamtune.ops.attention.kernels import CPU, Scores
 from streamtune.ops.attention.kernels_cuda import CUDNN, EFFICIENT, FLASH
 from tests.ops.cuda_operators import cuda_operators
@@ -101,7 +101,7 @@ def test_a_wrong_kernel_is_not_chosen_however_fast(
 
     here(monkeypatch, {"cuda-flash": 2.0, "cudnn": 1.0, "cuda-efficient": 3.0})
     caplog.set_level("INFO")
-    heads = Heads(4, 2, 16)
+    heads = TrialHeads(4, 2, 16)
     for cudnn, want in ((CUDNN, "cudnn"), (replace(CUDNN, backward=forgets), "cuda-flash")):
         chosen = kernels._tried([FLASH, cudnn, EFFICIENT], 0, torch.bfloat16, heads, biased=False)
         assert chosen is not None
@@ -112,4 +112,4 @@ def test_a_wrong_kernel_is_not_chosen_however_fast(
 def test_where_nothing_works_it_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
     here(monkeypatch, {})
     with pytest.warns(UserWarning, match="cuda-flash and cudnn and cuda-efficient failed the self-check"):
-        assert kernels._tried(ALL, 0, torch.bfloat16, Heads(4, 2, 16), biased=False) is None
+        assert kernels._tried(ALL, 0, torch.bfloat16, TrialHeads(4, 2, 16), biased=False) is None

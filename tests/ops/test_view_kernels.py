@@ -16,7 +16,7 @@ from torch.nn.attention import flex_attention as torch_flex
 from streamtune.ops import LazyMask, MaskView, prefix_attention, prefix_attention_reference
 from streamtune.ops.attention import attention, flex, view_kernels
 from streamtune.ops.attention.flex import FlexView, flex_is_right
-from streamtune.ops.attention.kernel_trial import Heads
+from streamtune.ops.attention.kernel_trial import TrialHeads
 from streamtune.ops.attention.runs import run_starts
 from streamtune.ops.attention.view_kernels import band_is_right, band_of, fused_view_kernel
 from tests.ops.cuda_operators import cuda_operators
@@ -173,7 +173,7 @@ def test_a_mask_is_cut_into_blocks_once() -> None:
 
 @pytest.mark.parametrize("softcapped", [False, True])
 def test_flex_passes_its_check_and_a_wrong_one_does_not(monkeypatch: pytest.MonkeyPatch, softcapped: bool) -> None:
-    heads = Heads(H, G, D)
+    heads = TrialHeads(H, G, D)
     check = flex_is_right.__wrapped__
     assert check(HERE, torch.float32, heads, softcapped)
     right = FlexView.backward

@@ -16,7 +16,7 @@ from streamtune.errors import OutOfMemoryError, RunError
 from streamtune.recipe.grpo import GrpoRecipe
 from streamtune.rewards import RewardScores
 from streamtune.rollout import Completion, Sampling
-from streamtune.tasks.grpo.groups import Group, Layout, group_metrics
+from streamtune.tasks.grpo.groups import BatchLayout, Group, group_metrics
 from streamtune.tasks.grpo.log import CompletionLog
 from streamtune.tasks.grpo.objective import PolicyBatch
 from streamtune.tasks.grpo.stream import GrpoSteps
@@ -64,7 +64,7 @@ def steps(folder: Path, judge: Any = None, **settings: Any) -> GrpoSteps:
         reward_funcs="none",
         **{"num_generations": 3, "per_device_train_batch_size": 6, "seed": 1, **settings},
     )
-    layout = Layout(recipe.per_device_train_batch_size, 0, share=True, leave_out=True, mask_truncated=False,
+    layout = BatchLayout(recipe.per_device_train_batch_size, 0, share=True, leave_out=True, mask_truncated=False,
                     flat_has_gradient=False)  # fmt: skip
     folder.mkdir(exist_ok=True)
 

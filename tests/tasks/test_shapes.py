@@ -11,7 +11,7 @@ from streamtune.recipe import DpoRecipe, GrpoRecipe, Recipe
 from streamtune.simulate.scored import Scored
 from streamtune.tasks import task_of
 from streamtune.tasks.dpo import in_proportion
-from streamtune.tasks.grpo.groups import Group, Layout, micro_batches
+from streamtune.tasks.grpo.groups import BatchLayout, Group, micro_batches
 from streamtune.tasks.grpo.task import Grpo
 
 COMMON: dict[str, Any] = {"model_name_or_path": "none", "datasets": [{"path": "none"}]}
@@ -121,7 +121,7 @@ def test_a_micro_batch_meets_no_more_prompts_than_are_planned_for(group: int, si
             )
             for number in range(12)
         ]
-        layout = Layout(size, 0, True, True, False, False, most)
+        layout = BatchLayout(size, 0, True, True, False, False, most)
         batches = micro_batches(groups, prompts, layout)
         met = [len(batch.origins) for batch in batches]
         assert max(met) <= most

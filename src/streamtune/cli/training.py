@@ -21,7 +21,7 @@ from .ranks import enter_rank, launch_ranks, shown, watch
 from .reading import read_recipe
 
 if TYPE_CHECKING:
-    from streamtune.run.train import Outcome, Run
+    from streamtune.run.train import Run, RunOutcome
 
 __all__ = ["AllowChangeOption", "DryRunOption", "OutputDirOption", "ResumeOption", "train_recipe"]
 
@@ -197,7 +197,7 @@ def _describe_output(run: Run) -> str:
     return str(run.directory.path)
 
 
-def _print_outcome(run: Run, outcome: Outcome) -> None:
+def _print_outcome(run: Run, outcome: RunOutcome) -> None:
     """Print the results of the run, and how to load the model or resume."""
     state, folder = outcome.progressed, run.directory.path
     rows = []
@@ -233,7 +233,7 @@ def _print_outcome(run: Run, outcome: Outcome) -> None:
             out.print(Text(indent(plain(text.strip("\n")) or "(nothing)", "    "), style=style), soft_wrap=True)
 
 
-def _metric_rows(outcome: Outcome) -> list[tuple[str, str]]:
+def _metric_rows(outcome: RunOutcome) -> list[tuple[str, str]]:
     """Return rows for the accuracy of pairs and the reward: the first, the last and the held-out value."""
     rows = []
     for name, title in (("rewards/accuracies", "accuracy"), ("reward", "reward")):
@@ -245,7 +245,7 @@ def _metric_rows(outcome: Outcome) -> list[tuple[str, str]]:
     return rows
 
 
-def _title(run: Run, outcome: Outcome) -> Text:
+def _title(run: Run, outcome: RunOutcome) -> Text:
     if not outcome.finished:
         step = f"{outcome.progressed.step:,} of {run.plan.total_steps:,}"
         return Text(f"Stopped after step {step}", style="bold yellow")

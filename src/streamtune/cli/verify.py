@@ -16,7 +16,7 @@ from .reading import read_recipe
 if TYPE_CHECKING:
     from streamtune.engine import RouterLoss
     from streamtune.verify import VerifyReport
-    from streamtune.verify.build import Subject
+    from streamtune.verify.build import VerifySubject
     from streamtune.verify.rows import Window
 
 __all__ = ["verify"]
@@ -58,7 +58,7 @@ def verify(
     raise typer.Exit(0 if report.exact else 1)
 
 
-def _facts(subject: Subject) -> dict[str, object]:
+def _facts(subject: VerifySubject) -> dict[str, object]:
     """Return the model, rows and sizes of the comparison for ``--json``."""
     batch = subject.batch
     return {
@@ -75,7 +75,7 @@ def _facts(subject: Subject) -> dict[str, object]:
     }
 
 
-def _base_name(subject: Subject) -> str:
+def _base_name(subject: VerifySubject) -> str:
     model = subject.model
     return type(model.get_base_model() if hasattr(model, "get_base_model") else model).__name__
 
@@ -83,7 +83,7 @@ def _base_name(subject: Subject) -> str:
 # --- the screen -------------------------------------------------------------------------------------------------------
 
 
-def _print_banner(subject: Subject) -> None:
+def _print_banner(subject: VerifySubject) -> None:
     """Print the model, rows, loss and chunk sizes of the comparison."""
     from streamtune import __version__
 
@@ -101,7 +101,7 @@ def _print_banner(subject: Subject) -> None:
     )
 
 
-def _describe_model(subject: Subject) -> str:
+def _describe_model(subject: VerifySubject) -> str:
     total, trainable = subject.parameters.total, subject.parameters.trainable
     trained = "all trained" if trainable == total else f"{trainable:,} trained"
     base = subject.model.get_base_model() if hasattr(subject.model, "get_base_model") else subject.model
@@ -117,7 +117,7 @@ def _describe_routers(loss: RouterLoss) -> str:
     return f"{balance}; no z-loss, which it does not know" if loss.z else balance
 
 
-def _describe_rows(subject: Subject) -> str:
+def _describe_rows(subject: VerifySubject) -> str:
     batch, windows = subject.batch, subject.windows
     if subject.losses is not None:
         return _describe_completions(subject)
@@ -129,7 +129,7 @@ def _describe_rows(subject: Subject) -> str:
     return f"{windows[0].example.origin}{_describe_cut(windows[0], subject.length_limit)}: {tokens}"
 
 
-def _describe_completions(subject: Subject) -> str:
+def _describe_completions(subject: VerifySubject) -> str:
     """Describe the completions that are scored, and their layout in the batch."""
     from streamtune.train import TreeBatch
 
@@ -145,7 +145,7 @@ def _describe_completions(subject: Subject) -> str:
     return f"{text}, {how}: {batch.num_tokens:,} tokens{against}; {batch.num_targets:,} trained on"
 
 
-def _describe_reference_of(subject: Subject) -> str:
+def _describe_reference_of(subject: VerifySubject) -> str:
     """Describe the loss and its reference model."""
     losses = subject.losses
     assert losses is not None

@@ -1,9 +1,9 @@
 """The characters of a rendered conversation that the assistant wrote.
 
-A :class:`Turn` is what the model must generate in one assistant turn: everything from where the generation prompt ends
-to the end of the turn's terminator (``<|im_end|>``, ``<|eot_id|>``, the end-of-text token ...), and nothing after it:
-the line break most templates put behind a terminator is no part of it. A ``<think>`` that the generation prompt opens
-belongs to the turn, as the rest of the reasoning does.
+A :class:`ChatTurn` is what the model must generate in one assistant turn: everything from where the generation prompt
+ends to the end of the turn's terminator (``<|im_end|>``, ``<|eot_id|>``, the end-of-text token ...), and nothing after
+it: the line break most templates put behind a terminator is no part of it. A ``<think>`` that the generation prompt
+opens belongs to the turn, as the rest of the reasoning does.
 
 All turns are positions in **one** rendering, that of the whole conversation, because that is what is trained on.
 Three methods find them, the first that applies is used:
@@ -30,11 +30,11 @@ from streamtune.data.renderings import Message, Renderings, common_prefix, opene
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-__all__ = ["ChatRenderer", "RenderedChat", "Turn"]
+__all__ = ["ChatRenderer", "ChatTurn", "RenderedChat"]
 
 
 @dataclass(frozen=True)
-class Turn:
+class ChatTurn:
     """Characters ``start`` to ``end`` (exclusive) of the rendering: one assistant turn."""
 
     start: int
@@ -46,7 +46,7 @@ class RenderedChat:
     """A rendered conversation and the assistant turns to train on, in order."""
 
     text: str
-    turns: list[Turn]
+    turns: list[ChatTurn]
     ends: bool
     """True if every turn ends with a special token, from which the model learns to stop"""
 
@@ -96,7 +96,7 @@ class ChatRenderer:
 
     # ------------------------------------------------------------------ 1. the template's own marks
 
-    def _marked_turns(self, chat: Renderings, trained: Sequence[int]) -> list[Turn] | None:
+    def _marked_turns(self, chat: Renderings, trained: Sequence[int]) -> list[ChatTurn] | None:
         """Return the turns that ``{% generation %}`` marks; None without marks, or if they fit several turns."""
         spans = chat.marked_spans()
         if spans is None:
@@ -112,20 +112,20 @@ class ChatRenderer:
             terminators.update(token for token in self._special_tokens if chat.text.rstrip().endswith(token))
         return [self._with_terminator(chat.text, start, end, terminators) for start, end in spans]
 
-    def _with_terminator(self, text: str, start: int, end: int, terminators: set[str]) -> Turn:
+    def _with_terminator(self, text: str, start: int, end: int, terminators: set[str]) -> ChatTurn:
         """Return a marked span up to its terminator: some templates mark too little, some a line break too much."""
         marked = text[start:end].rstrip()
         if self._ends_with_special(marked):
-            return Turn(start, start + len(marked))
+            return ChatTurn(start, start + len(marked))
         following = self._special.match(text, _skip_blanks(text, end))
-        return Turn(start, following.end() if following and following.group() in terminators else end)
+        return ChatTurn(start, following.end() if following and following.group() in terminators else end)
 
     def _ends_with_special(self, text: str) -> bool:
         return text.endswith(self._special_tokens)
 
     # ------------------------------------------------------------------ 2. prefixes
 
-    def _prefix_turns(self, chat: Renderings, trained: Sequence[int]) -> list[Turn] | None:
+    def _prefix_turns(self, chat: Renderings, trained: Sequence[int]) -> list[ChatTurn] | None:
         """Return the turns between prefixes of the full rendering; None if one is not a prefix."""
         turns = []
         for index in trained:
@@ -135,7 +135,7 @@ class ChatRenderer:
             if not (chat.text.startswith(through) and through.startswith(before)):
                 return None
             start = self._start_behind(chat, index, before, through)
-            turns.append(Turn(start, self._end_of_turn(chat, index, start, through)))
+            turns.append(ChatTurn(start, self._end_of_turn(chat, index, start, through)))
         return turns
 
     def _start_behind(self, chat: Renderings, index: int, before: str, text: str) -> int:
@@ -186,16 +186,16 @@ class ChatRenderer:
 
     # ------------------------------------------------------------------ 3. changes
 
-    def _changed_turns(self, chat: Renderings, trained: Sequence[int]) -> list[Turn]:
+    def _changed_turns(self, chat: Renderings, trained: Sequence[int]) -> list[ChatTurn]:
         """Return the turns around the text that changes with each answer, checked against every other message."""
         places = [chat.place(index) for index in range(len(chat.messages))]
-        turns: list[Turn] = []
+        turns: list[ChatTurn] = []
         for index in trained:
             place = places[index]
             if place is None or place == (0, 0):
                 raise chat.refusal(index, "does not print its text")
             floor = turns[-1].end if turns else 0
-            turn = Turn(self._rewritten_start(chat, index, place, floor), self._rewritten_end(chat, index, place))
+            turn = ChatTurn(self._rewritten_start(chat, index, place, floor), self._rewritten_end(chat, index, place))
             for other, foreign in enumerate(places):
                 if other != index and (foreign is None or (foreign[0] < turn.end and turn.start < foreign[1])):
                     raise chat.refusal(index, f"prints it together with messages[{other}]")

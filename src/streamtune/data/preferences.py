@@ -23,7 +23,7 @@ from typing import Any
 from streamtune.data.cells import Said, check_order, column_names, said, texts_of, tools_of
 from streamtune.data.readers import Row
 from streamtune.data.renderings import common_prefix
-from streamtune.data.rows import Completion, Conversation
+from streamtune.data.rows import Conversation, PromptCompletion
 from streamtune.errors import DataError, did_you_mean
 
 __all__ = [
@@ -50,7 +50,7 @@ class Answers:
     """One prompt and its answers, each with the prompt before it, in the normal form of training text."""
 
     prompt: Said
-    contents: Sequence[Completion | Conversation]
+    contents: Sequence[PromptCompletion | Conversation]
     """``(chosen, rejected)``, or the one that is judged"""
     labels: tuple[bool, ...] | None = None
     """of unpaired rows: whether each answer is desirable"""
@@ -65,8 +65,8 @@ class Answers:
         return [*texts_of(self.prompt), *(text for content in self.contents for text in _answer_texts(content))]
 
 
-def _answer_texts(content: Completion | Conversation) -> list[str]:
-    if isinstance(content, Completion):
+def _answer_texts(content: PromptCompletion | Conversation) -> list[str]:
+    if isinstance(content, PromptCompletion):
         return [content.completion]
     return texts_of(content.messages[content.first_answer :])
 
@@ -264,11 +264,11 @@ def _unpaired(row: Row) -> Answers:
 
 def _content(
     row: Row, prompt: Said, answer: Said, name: str, tools: list[dict[str, Any]] | None
-) -> Completion | Conversation:
+) -> PromptCompletion | Conversation:
     """Return an answer with its prompt before it, in the normal form of training text."""
     if isinstance(prompt, str) or isinstance(answer, str):
         assert isinstance(prompt, str) is isinstance(answer, str), "both were brought into one form"
-        return Completion(str(prompt), str(answer))
+        return PromptCompletion(str(prompt), str(answer))
     check_order(prompt, "prompt", row.origin)
     if prompt[-1]["role"] == "assistant":
         raise DataError(

@@ -12,8 +12,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from streamtune.data.chat import ChatRenderer, Turn
-from streamtune.data.rows import Completion, Content, Conversation, Document
+from streamtune.data.chat import ChatRenderer, ChatTurn
+from streamtune.data.rows import Content, Conversation, Document, PromptCompletion
 from streamtune.errors import ArgumentError, DataError
 
 if TYPE_CHECKING:
@@ -68,7 +68,7 @@ class RowRenderer:
         """
         if isinstance(content, Conversation):
             rendered = self._conversation(content, origin)
-        elif isinstance(content, Completion):
+        elif isinstance(content, PromptCompletion):
             rendered = self._completion(content, origin)
         else:
             rendered = self._document(content, origin)
@@ -111,14 +111,14 @@ class RowRenderer:
             return answers[-1:]
         return [] if self._train_on == "all" else answers
 
-    def _completion(self, content: Completion, origin: str) -> Rendered:
+    def _completion(self, content: PromptCompletion, origin: str) -> Rendered:
         text = content.prompt + content.completion
         encoding = self._tokenizer(text, **self._tokenizer_options())
         ids = list(encoding["input_ids"])
         if self._train_on == "all":
             trained = [True] * len(ids)
         else:
-            turn = Turn(len(content.prompt), len(text))
+            turn = ChatTurn(len(content.prompt), len(text))
             trained = self._cover(text, ids, encoding.get("offset_mapping"), [turn], origin, special=True)
         return self._ended(ids, trained)
 
@@ -148,7 +148,7 @@ class RowRenderer:
         text: str,
         ids: list[int],
         offsets: Sequence[tuple[int, int]] | None,
-        turns: Sequence[Turn],
+        turns: Sequence[ChatTurn],
         origin: str,
         *,
         special: bool = False,
@@ -160,7 +160,7 @@ class RowRenderer:
         return self._cover_by_prefixes(text, ids, turns, origin, special)
 
     def _cover_by_prefixes(
-        self, text: str, ids: list[int], turns: Sequence[Turn], origin: str, special: bool
+        self, text: str, ids: list[int], turns: Sequence[ChatTurn], origin: str, special: bool
     ) -> list[bool]:
         """Do as :meth:`_cover` without offsets, for tokenizers in pure Python.
 
@@ -196,7 +196,7 @@ def _labels(ids: Sequence[int], trained: Sequence[bool]) -> list[int]:
     return labels
 
 
-def _cover_by_offsets(extents: Sequence[tuple[int, int]], turns: Sequence[Turn]) -> list[bool]:
+def _cover_by_offsets(extents: Sequence[tuple[int, int]], turns: Sequence[ChatTurn]) -> list[bool]:
     """Return for each token True if it holds a character of ``turns``; tokens and turns are both in order."""
     trained = [False] * len(extents)
     position = 0

@@ -20,7 +20,16 @@ from streamtune.data.messages import check_message, from_sharegpt, text_field
 from streamtune.data.readers import Row
 from streamtune.errors import DataError, did_you_mean
 
-__all__ = ["ROW_TYPES", "Completion", "Content", "Conversation", "Document", "detect_type", "looks_like", "normalise"]
+__all__ = [
+    "ROW_TYPES",
+    "Content",
+    "Conversation",
+    "Document",
+    "PromptCompletion",
+    "detect_type",
+    "looks_like",
+    "normalise",
+]
 
 
 @dataclass(frozen=True)
@@ -36,7 +45,7 @@ class Conversation:
 
 
 @dataclass(frozen=True)
-class Completion:
+class PromptCompletion:
     """A prompt and what is to follow it, both plain text."""
 
     prompt: str
@@ -50,7 +59,7 @@ class Document:
     text: str
 
 
-Content = Conversation | Completion | Document
+Content = Conversation | PromptCompletion | Document
 
 REQUIRED_COLUMNS: dict[str, tuple[tuple[str, ...], ...]] = {
     "messages": (("messages", "conversations"),),
@@ -185,7 +194,7 @@ def _prompt_completion(row: Row) -> Content:
     text = text_field(row.columns, "completion", row.origin)
     if not text:
         raise DataError("'completion' is empty, so there is nothing to train on", where=row.origin)
-    return Completion(text_field(row.columns, "prompt", row.origin), text)
+    return PromptCompletion(text_field(row.columns, "prompt", row.origin), text)
 
 
 def _text(row: Row) -> Content:

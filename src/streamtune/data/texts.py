@@ -8,7 +8,7 @@ from streamtune.data.cells import texts_of
 from streamtune.data.preferences import PREFERENCE_TYPES, normalise_preference
 from streamtune.data.prepare_completions import PROMPT_TYPES, prompt_of
 from streamtune.data.readers import Row
-from streamtune.data.rows import ROW_TYPES, Completion, Conversation, detect_type, looks_like, normalise
+from streamtune.data.rows import ROW_TYPES, Conversation, PromptCompletion, detect_type, looks_like, normalise
 from streamtune.data.sources import Source, typed_rows
 
 __all__ = ["iter_texts"]
@@ -44,4 +44,4 @@ def _texts(row: Row, row_type: str) -> list[str]:
     content = normalise(row, row_type)
     if isinstance(content, Conversation):
         return texts_of(content.messages)
-    return [content.prompt + content.completion] if isinstance(content, Completion) else [content.text]
+    return [content.prompt + content.completion] if isinstance(content, PromptCompletion) else [content.text]

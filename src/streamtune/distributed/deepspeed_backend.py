@@ -28,7 +28,7 @@ MASTER = "master"
 """Key of the float32 weights in slices, for weights of fewer bits."""
 
 
-class _Held(NamedTuple):
+class _OptimizerPart(NamedTuple):
     """This rank's part of a parameter, in the flat float32 tensor that the optimizer steps."""
 
     flat: Tensor
@@ -221,7 +221,7 @@ class DeepSpeedBackend:
         found: Mapping[str, Any] = self.engine.optimizer.optimizer.state.get(flat, {})
         return found
 
-    def _held(self, parameter: Any) -> _Held | None:
+    def _held(self, parameter: Any) -> _OptimizerPart | None:
         """Return the place of this rank's part of a parameter, without padding; None if it has none."""
         optimizer = self.engine.optimizer
         if self.stage == 3:
@@ -230,13 +230,13 @@ class DeepSpeedBackend:
             offset = distributed.get_rank() * size
             count = min(size, parameter.ds_numel - offset)
             flat = optimizer.fp32_partitioned_groups_flat[group]
-            return _Held(flat, start, offset, count) if count > 0 else None
+            return _OptimizerPart(flat, start, offset, count) if count > 0 else None
         mapping = getattr(parameter, "_hp_mapping", None)
         if mapping is None:
             return None
         flat = optimizer.optimizer.param_groups[mapping.param_group_index]["params"][0]
         high, low = mapping.hp_fragment_address, mapping.lp_fragment_address
-        return _Held(flat, high.start, low.start, low.numel)
+        return _OptimizerPart(flat, high.start, low.start, low.numel)
 
     def weights(self, names: Collection[str] | None = None) -> Iterator[tuple[str, Tensor | None]]:
         """See :class:`streamtune.train.Backend`."""

@@ -17,7 +17,7 @@ from torch.distributed.tensor import DTensor
 __all__ = ["fill"]
 
 
-class Source(Protocol):
+class LayerSource(Protocol):
     """Weights that are not loaded yet: ``streamtune.models.Deferred``."""
 
     def names_in(self, module: nn.Module, recurse: bool = True) -> list[str]:
@@ -48,7 +48,7 @@ class Source(Protocol):
 def fill(
     model: nn.Module,
     layers: Iterable[nn.Module],
-    source: Source,
+    source: LayerSource,
     *,
     device: torch.device,
     main: Callable[[Callable[[], Any]], Any],
@@ -85,7 +85,9 @@ def fill(
                 distributed.broadcast(moved, 0)
 
 
-def _place(source: Source, names: list[str], device: torch.device, main: Callable[[Callable[[], Any]], Any]) -> None:
+def _place(
+    source: LayerSource, names: list[str], device: torch.device, main: Callable[[Callable[[], Any]], Any]
+) -> None:
     """Place the values on rank 0, and uninitialised tensors for them on the others."""
     found: dict[str, Tensor] = {}
     main(lambda: found.update(source.read(names)))

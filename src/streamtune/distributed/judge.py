@@ -21,11 +21,11 @@ RAN_SECONDS = 5.0
 """A process that computed within so long is not gone, even if all cores are taken by others."""
 CLOCK_TICKS = os.sysconf("SC_CLK_TCK") if hasattr(os, "sysconf") else 100
 
-__all__ = ["Beat", "Limits", "Peer", "Stragglers", "end_stopped", "find_culprit", "find_deadlock", "this_process"]
+__all__ = ["Beat", "Peer", "Stragglers", "WatchLimits", "end_stopped", "find_culprit", "find_deadlock", "this_process"]
 
 
 @dataclass(frozen=True)
-class Limits:
+class WatchLimits:
     """Limits in seconds, beyond which ranks are at fault."""
 
     silence: float = 15.0
@@ -112,7 +112,7 @@ def this_process() -> tuple[str, int]:
         return "", os.getpid()
 
 
-def find_culprit(peers: Iterable[Peer], now: float, limits: Limits) -> Failure | None:
+def find_culprit(peers: Iterable[Peer], now: float, limits: WatchLimits) -> Failure | None:
     """Return the failure of a rank that is gone, stopped or out of reach; None if all are well."""
     peers = [peer for peer in peers if not peer.done]
     for peer in peers:
@@ -194,7 +194,7 @@ def _cpu_seconds(peer: Peer) -> tuple[float, float]:
         return (int(fields[11]) + int(fields[12])) / CLOCK_TICKS, 0.0
 
 
-def find_deadlock(peers: Iterable[Peer], limits: Limits) -> Failure | None:
+def find_deadlock(peers: Iterable[Peer], limits: WatchLimits) -> Failure | None:
     """Return a failure if all ranks that are left stand still, waiting in vain; None if one of them moves.
 
     A rank that computes keeps all others waiting for as long as it takes, and that is no deadlock.

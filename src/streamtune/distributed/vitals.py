@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
 
-__all__ = ["Place", "Vitals", "computes", "place_of_main"]
+__all__ = ["CodePlace", "Vitals", "computes", "place_of_main"]
 
 WINDOW_SECONDS = 4.0
 """Time over which the activity of a process is measured."""
@@ -47,7 +47,7 @@ HERE = str(Path(__file__).parent)
 
 
 @dataclass(frozen=True)
-class Place:
+class CodePlace:
     """The place of the main thread in the code."""
 
     text: str
@@ -66,11 +66,11 @@ def computes(ran: float, waited: float, passed: float) -> bool:
     return ran + min(waited, STARVED * ran) > CPU_SHARE * passed
 
 
-def place_of_main() -> Place:
+def place_of_main() -> CodePlace:
     """Return the present place of the main thread."""
     frame = sys._current_frames().get(threading.main_thread().ident or 0)
     if frame is None:
-        return Place("nowhere", (), False)
+        return CodePlace("nowhere", (), False)
     frames = list(_outward(frame))
     inner = tuple((f.f_code.co_filename, f.f_lineno) for f in frames[:6])
     innermost = next((f for f in frames if _in(f, COLLECTIVES) and not _in(f, WRAPPERS)), None)
@@ -79,10 +79,10 @@ def place_of_main() -> Place:
     in_backward = any(f.f_code.co_name == BACKWARD for f in frames)
     if innermost is not None:
         called = next((f for f in frames if not _in(f, (*COLLECTIVES, *WRAPPERS, "/torch/"))), frames[-1])
-        return Place(f"{innermost.f_code.co_name} ({_spot(called)})", inner, True)
+        return CodePlace(f"{innermost.f_code.co_name} ({_spot(called)})", inner, True)
     name = "backward" if in_backward else frames[0].f_code.co_name
     ours = next((f for f in frames if not _in(f, ("/torch/", "/lib/python"))), frames[0])
-    return Place(f"{name} ({_spot(ours)})", inner, in_backward)
+    return CodePlace(f"{name} ({_spot(ours)})", inner, in_backward)
 
 
 def _outward(frame: FrameType | None) -> Iterator[FrameType]:

@@ -28,7 +28,7 @@ from streamtune.errors import StreamTuneError
 from .admission import Admission
 from .environment import RankEnvironment
 from .failure import Failure, write_failure
-from .judge import Beat, Limits, Peer, Stragglers, end_stopped, find_culprit, find_deadlock, this_process
+from .judge import Beat, Peer, Stragglers, WatchLimits, end_stopped, find_culprit, find_deadlock, this_process
 from .vitals import Vitals
 from .wire import Line, dial, listen
 
@@ -71,13 +71,13 @@ class Watchdog:
         *,
         show: Show = _print,
         event: Event = lambda name, details: None,
-        limits: Limits | None = None,
+        limits: WatchLimits | None = None,
     ) -> None:
         self.environment = environment
         self.event = event
         """May be set later, when there is a place to write to."""
         self._show = show
-        self._limits = limits or Limits()
+        self._limits = limits or WatchLimits()
         self._at = (0, "starting", False)
         self._on = environment.world_size > 1 and os.environ.get("STREAMTUNE_WATCHDOG") != "off"
         self._verdict: Failure | None = None
@@ -232,7 +232,7 @@ def _is_communication(error: BaseException) -> bool:
 class _Hub:
     """Rank 0's side: receives the reports of all ranks, finds the failed one, and names it to all others."""
 
-    def __init__(self, environment: RankEnvironment, limits: Limits, event: Event) -> None:
+    def __init__(self, environment: RankEnvironment, limits: WatchLimits, event: Event) -> None:
         self._env, self._limits, self._event = environment, limits, event
         self._selector = selectors.DefaultSelector()
         server, about = listen(environment, PURPOSE), {"process": this_process()}
@@ -350,7 +350,7 @@ class _Hub:
 class _Client:
     """The side of the other ranks: reports to rank 0, and receives its signs of life and the failure it names."""
 
-    def __init__(self, environment: RankEnvironment, limits: Limits, event: Event) -> None:
+    def __init__(self, environment: RankEnvironment, limits: WatchLimits, event: Event) -> None:
         self._env, self._limits = environment, limits
         self._line = dial(environment, PURPOSE, {"process": this_process()}, limits.start)
         said = self._line.greeting

@@ -1,19 +1,22 @@
 """The paper: a decoder layer's exact gradient as a sum over chunks of the sequence, and the head beside it.
 
-Read ``vjp`` first (the one equation), then ``layer`` (the node that calls it), ``cache`` (what a chunk sees of those
-before it), ``head``, and ``stream``, which puts them into a model. What models do besides:
+Read ``vjp`` first (the one equation), then ``layer`` (the node that calls it), ``passes`` (one call of a layer: forward,
+recompute, project, replay), ``kv`` and ``cache`` (what a chunk sees of those before it), ``head``, and ``stream``, which
+puts them into a model. Besides:
 
-    call, outputs                   what goes into a layer and comes out of it, cut and joined
-    attention, recognise, tiles     the attention and the mask a model asks for by name, or keeps
-    rows, scan, sharing, balance    packed rows; Mamba-1's state; keys and values of other layers; a router's losses
-    branches, scores                rows that share their beginning; per-token log-probabilities for any objective
-    walks                           one call of a layer: forward, again, project, replay
-    pointwise                       the norms outside the layers
-    placement, storage, kept        what a schedule means for a layer; where tensors (arena, disk) and attention wait
-    parallel, strips                ranks that share a sequence, and what is whose
-    ambient, weights, module_hooks  what is as it was in the forward, and who may look on
+    call, call_parts                bind a layer's call, run it on a chunk, join its outputs
+    context                         per-call state that layers need and are not passed
+    attention, masks, own_attention the attention and the mask a model asks for by name, or keeps
+    rows, scan, past                packed rows; Mamba-1's state; a prefix or a cache before the call
+    branches, lazy_logits, scores   rows that share their beginning; per-token log-probabilities for any objective
+    routers                         the losses of a mixture's routers
+    norms                           the norms outside the layers
+    memory/                         placement of layer inputs: device, host, disk
+    sequence/                       ranks that share a sequence: their tokens, and calls of the model
+    observe, weights, module_hooks  the state of a forward restored in its backward; observers; hooks
+    inspect_model, sharded          the parts of a model; weights that ranks share
     evaluated                       logits of an evaluation, computed when they are read
-    preflight                       is this very model streamed exactly? asked before training
+    preflight/                      is this very model streamed exactly? asked before training
 """
 
 from streamtune.engine.branches import Branches

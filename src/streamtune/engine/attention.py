@@ -19,8 +19,8 @@ from transformers.masking_utils import causal_mask_function
 from streamtune.engine.cache import prefix_of
 from streamtune.engine.masks import recognise
 from streamtune.engine.memory.tiers import Block, Tier
-from streamtune.engine.observe import hold
-from streamtune.engine.sequence.shards import Turn, turn_of_strips
+from streamtune.engine.observe import notify_tensors
+from streamtune.engine.sequence.shards import ChunkExchange, chunk_exchange
 from streamtune.errors import UnsupportedModelError
 from streamtune.ops import LazyMask, MaskView, prefix_attention
 from streamtune.ops.attention.ring import ring_attention
@@ -98,7 +98,7 @@ def attention(
         "memory": remembered(),
         "prefix": prefix_of(key, value),
     }
-    turn = turn_of_strips()
+    turn = chunk_exchange()
     if turn is None:
         out = prefix_attention(query, key, value, _view(attention_mask, query, key, bool(causal)), **how)
         if isinstance(attention_mask, Tensor) and attention_mask.dtype != torch.bool:
@@ -127,7 +127,7 @@ def _mean_where_all_is_hidden(out: Tensor, value: Tensor, mask: Tensor) -> Tenso
 
 
 def _shared(
-    turn: Turn,
+    turn: ChunkExchange,
     module: nn.Module,
     query: Tensor,
     key: Tensor,
@@ -147,7 +147,7 @@ def _shared(
     if isinstance(mask, MaskView):
         mask = mask.mask
     if mask is None:
-        length = turn.strips.total
+        length = turn.shards.total
         mask = LazyMask(query.shape[0], length, length, device=query.device)
     return ring_attention(query, key, value, mask, turn.ring, **how)
 
@@ -286,7 +286,7 @@ class SavedOutputs:
 
     def keep(self, o: Tensor, lse: Tensor) -> None:
         """Keep o and lse of the attention for which :meth:`recall` returned None."""
-        hold("attention output", o, lse)
+        notify_tensors("attention output", o, lse)
         self.kept.blocks[self.start, self.index] = self.kept.tier.put(o), self.kept.tier.put(lse)
 
 

@@ -29,13 +29,13 @@ from transformers.cache_utils import Cache
 
 from streamtune.engine.kv import KeysAndValues, StateKey, States
 from streamtune.engine.past import refuse_past
-from streamtune.engine.sequence.shards import Turn
+from streamtune.engine.sequence.shards import ChunkExchange
 from streamtune.errors import UnsupportedModelError
 from streamtune.ops.simulated import autocast_kind
 
 __all__ = ["ChunkCache", "ProjectionDone", "prefix_of"]
 
-Walk = Literal["store", "project", "replay", "whole"]
+Pass = Literal["store", "project", "replay", "whole"]
 
 
 class ProjectionDone(BaseException):
@@ -50,7 +50,7 @@ class ChunkCache(Cache):
         states: The layer's states.
         chunk: The chunk's positions.
         first_key: The first position the chunk can see (later than 0 under a sliding window).
-        walk: The pass in which the layer runs; ``whole`` is one over the whole sequence.
+        pass_name: The pass in which the layer runs; ``whole`` is one over the whole sequence.
         turn: The exchange between the ranks that share the sequence, if they do.
     """
 
@@ -60,12 +60,12 @@ class ChunkCache(Cache):
         states: States,
         chunk: slice,
         first_key: int,
-        walk: Walk,
-        turn: Turn | None = None,
+        pass_name: Pass,
+        turn: ChunkExchange | None = None,
     ) -> None:
         super().__init__(layers=[])
         self.turn = turn
-        self.kv, self.states, self.chunk, self.walk = kv, states, chunk, walk
+        self.kv, self.states, self.chunk, self.pass_name = kv, states, chunk, pass_name
         self.first_key = min(first_key, chunk.start)
         self.layers = _LayerViews(proxy(self))  # a cycle would keep the chunk until the next garbage collection
         self.own: list[Tensor] = []
@@ -119,9 +119,9 @@ class ChunkCache(Cache):
         key_states, value_states = _attended_dtype(key_states), _attended_dtype(value_states)
         if self.turn is not None:
             key_states, value_states = self.turn.keys_and_values(key_states, value_states)
-        if self.walk in ("store", "project"):
+        if self.pass_name in ("store", "project"):
             self.kv.write(index, self.chunk, key_states, value_states)
-            if self.walk == "project" and self.updates == self.kv.updates:
+            if self.pass_name == "project" and self.updates == self.kv.updates:
                 raise ProjectionDone
             return self._handed(self.kv.prefix(index, slice(self.first_key, self.chunk.stop)))
         self.own += [key_states, value_states]
@@ -158,7 +158,7 @@ class ChunkCache(Cache):
         return joined[:, 0]
 
     def get_seq_length(self, layer_idx: int = 0) -> int:
-        """Return the number of tokens before the chunk; where ranks share the sequence, before this rank's strip."""
+        """Return the number of tokens before the chunk; where ranks share the sequence, before this rank's shard."""
         return self.chunk.start if self.turn is None else self.turn.position
 
     def get_mask_sizes(self, query_length: int, layer_idx: int) -> tuple[int, int]:
@@ -242,7 +242,7 @@ class ChunkCache(Cache):
         state = self.states.after.get(self.states.left_before(start), {}).get(key)
         if state is None:
             return None
-        if self.walk == "replay" and state.is_floating_point():
+        if self.pass_name == "replay" and state.is_floating_point():
             if key not in self.state_leaves:
                 self.state_leaves[key] = state.detach().requires_grad_()
             state = self.state_leaves[key]
@@ -251,9 +251,9 @@ class ChunkCache(Cache):
     def _keep(self, key: StateKey, state: Tensor) -> None:
         self._meet_states()
         self.states.met = True
-        if self.walk == "replay":
+        if self.pass_name == "replay":
             self.own_states[key] = state
-        elif self.walk == "store" and not self.states.row_ends(self.chunk.stop):
+        elif self.pass_name == "store" and not self.states.row_ends(self.chunk.stop):
             kept = state.detach().clone()  # a view would keep the whole chunk
             self.states.after.setdefault(self.chunk.stop, {})[key] = kept
 

@@ -39,7 +39,7 @@ from streamtune.engine.observe import attention_as
 from streamtune.engine.own_attention import OwnAttention, sees_future, tile
 from streamtune.engine.past import Past, refuse_past
 from streamtune.engine.rows import OTHER_WORDS
-from streamtune.engine.sequence.shards import Strips
+from streamtune.engine.sequence.shards import SequenceShards
 from streamtune.engine.state_argument import STATE, state_after, state_before
 from streamtune.engine.vjp import Along, cut
 from streamtune.errors import UnsupportedModelError
@@ -103,7 +103,7 @@ class LayerCall:
     shared: dict[SharedKey, Tensor | None]
     dtype: torch.dtype
     own: OwnAttention | None = None
-    strips: Strips | None = None
+    shards: SequenceShards | None = None
     past: Past | None = None
 
     @classmethod
@@ -179,7 +179,7 @@ class LayerCall:
             UnsupportedModelError: The layer needs more of those tokens, or ranks share the sequence.
         """
         name = type(self.layer).__name__
-        if self.strips is not None:
+        if self.shards is not None:
             refuse_past("ranks share the sequence", name)
         if self.sharing is not None:
             refuse_past("it shares keys and values with other layers", name)
@@ -203,8 +203,8 @@ class LayerCall:
 
         self._with_masks(branches.masked)
 
-    def share(self, strips: Strips) -> None:
-        """Take the tokens for one rank's strips, and replace the masks by those of the whole sequence.
+    def share(self, shards: SequenceShards) -> None:
+        """Take the tokens for one rank's shards, and replace the masks by those of the whole sequence.
 
         Raises:
             UnsupportedModelError: The layer or one of its arguments needs the whole sequence on each rank.
@@ -213,14 +213,14 @@ class LayerCall:
         for key, value in self._all().items():
             if isinstance(value, Tensor) and (key in KEY_BIASES or key.endswith("mask")):
                 what = f"is handed {key!r} as a tensor over the whole sequence"
-            elif isinstance(value, UserDict) and strips.form == "ring":
+            elif isinstance(value, UserDict) and shards.form == "ring":
                 what = "shares keys and values with other layers, which a ring does not pass on"
             else:
                 continue
             raise UnsupportedModelError(f"{name} {what}", mend="set sequence_parallel_size: 1")
-        if self.length != strips.own:
+        if self.length != shards.own:
             raise UnsupportedModelError(
-                f"{name} is given {self.length} hidden states where this rank has {strips.own} tokens, so ranks cannot "
+                f"{name} is given {self.length} hidden states where this rank has {shards.own} tokens, so ranks cannot "
                 "share its sequence",
                 mend="set sequence_parallel_size: 1",
             )
@@ -228,8 +228,8 @@ class LayerCall:
             raise UnsupportedModelError(
                 f"{name} pools keys, which ranks that share a sequence cannot", mend="set sequence_parallel_size: 1"
             )
-        self.strips = strips
-        self._with_masks(strips.mask)
+        self.shards = shards
+        self._with_masks(shards.mask)
 
     def _with_masks(self, change: Callable[[LazyMask], LazyMask]) -> None:
         def changed(value: Any) -> Any:
@@ -267,12 +267,12 @@ class LayerCall:
         """
         if self.mask is None or self.own is not None:
             return 0
-        if self.strips is None:
+        if self.shards is None:
             start = self.keys(chunk).start
             return min(self.mask.first_key(start), start)
-        start = self.strips.everywhere(chunk).start
+        start = self.shards.everywhere(chunk).start
         first = min(self.mask.first_key(start), start)
-        return self.strips.floor(first) if self.strips.form == "ring" else first
+        return self.shards.local_chunk_start(first) if self.shards.form == "ring" else first
 
     @property
     def cache(self) -> Any:
@@ -419,9 +419,9 @@ class LayerCall:
                 return value[..., first_key : chunk.stop, :]
             return cut(value, self._dim(key, value, self.length), chunk)
         if isinstance(value, LazyMask):
-            if self.strips is not None:
-                chunk = self.strips.everywhere(chunk)
-                first_key = chunk.start if self.strips.form == "ring" else first_key
+            if self.shards is not None:
+                chunk = self.shards.everywhere(chunk)
+                first_key = chunk.start if self.shards.form == "ring" else first_key
             view = value.chunk(chunk.start, chunk.stop, first_key)
             return view if self.own is None else tile(view, self.own.form(self.dtype))
         if isinstance(value, tuple | list):

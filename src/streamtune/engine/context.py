@@ -5,18 +5,18 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from streamtune.engine.rows import PackedRows
-from streamtune.engine.sequence.shards import Strips
+from streamtune.engine.sequence.shards import SequenceShards
 from streamtune.schedule import Schedule
 
-__all__ = ["CallFacts"]
+__all__ = ["CallContext"]
 
 
 @dataclass
-class CallFacts:
+class CallContext:
     """Per-call state that layers need but are not passed."""
 
     rows: PackedRows | None = None
-    strips: Strips | None = None
+    shards: SequenceShards | None = None
     schedule: Schedule | None = None
     """The schedule of this call's layers; None is the one they were given."""
     whole: bool = False

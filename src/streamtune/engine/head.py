@@ -21,7 +21,7 @@ from transformers.loss.loss_utils import LOSS_MAPPING, ForCausalLMLoss
 from streamtune.engine.evaluated import EvaluatedLogits
 from streamtune.engine.lazy_logits import LazyLogits, Step
 from streamtune.engine.module_hooks import refuse_hooks
-from streamtune.engine.sequence.shards import Strips
+from streamtune.engine.sequence.shards import SequenceShards
 from streamtune.engine.sharded import is_sharded
 from streamtune.errors import UnsupportedModelError
 from streamtune.ops import linear_cross_entropy, project_cross_entropy, project_scores, token_scores
@@ -50,7 +50,7 @@ class StreamedHead:
     def __init__(self, model: Any, schedule: Schedule) -> None:
         self.model, self.schedule = model, schedule
         self.active = self.sharded = False
-        self.strips: Strips | None = None
+        self.shards: SequenceShards | None = None
         """Whose tokens the promises are of, where ranks share the sequence."""
         if isinstance(heads := model.get_output_embeddings(), nn.ModuleList):
             raise UnsupportedModelError(
@@ -117,7 +117,7 @@ class StreamedHead:
 
     def evaluated(self, logits: LazyLogits) -> Tensor | None:
         """Return logits, computed when read unless the head has adapters; None where ranks share them or its weight."""
-        if self.sharded or self.strips is not None:
+        if self.sharded or self.shards is not None:
             return None
         if any(True for _ in self.module.children()):  # adapters, which may be on or off when they are read
             return logits.transform(self.module(logits.hidden))
@@ -171,8 +171,8 @@ class StreamedHead:
         """
         known = LOSS_MAPPING.get(getattr(self.model, "loss_type", None))
         self._check_loss(self.loss_before if self.had_loss else known)
-        if self.strips is not None:
-            return self._shared_loss(self.strips, logits, num_items_in_batch, ignore_index)
+        if self.shards is not None:
+            return self._shared_loss(self.shards, logits, num_items_in_batch, ignore_index)
         if shift_labels is None:
             assert labels is not None
             shift_labels = nn.functional.pad(labels, (0, 1), value=ignore_index)[..., 1:]
@@ -180,12 +180,12 @@ class StreamedHead:
         return self.cross_entropy(logits, targets, num_items_in_batch, ignore_index)
 
     def _shared_loss(
-        self, strips: Strips, logits: LazyLogits, num_items: Tensor | float | None, ignore_index: int
+        self, shards: SequenceShards, logits: LazyLogits, num_items: Tensor | float | None, ignore_index: int
     ) -> Tensor:
         """Return the loss of the whole rows, the same on every rank; the gradient of a rank is its share."""
-        whole = strips.targets
+        whole = shards.targets
         assert whole is not None
-        targets = strips.cut(whole.to(logits.hidden.device), 1, ignore_index)
+        targets = shards.cut(whole.to(logits.hidden.device), 1, ignore_index)
         if logits.hidden.shape[:-1] != targets.shape:
             raise UnsupportedModelError(
                 f"{type(self.model).__name__} leaves out tokens before its loss, which ranks that share them cannot",
@@ -193,7 +193,7 @@ class StreamedHead:
             )
         if num_items is None:
             num_items = max(1, int((whole != ignore_index).sum()))
-        return summed(self.cross_entropy(logits, targets, num_items, ignore_index), strips.group)
+        return summed(self.cross_entropy(logits, targets, num_items, ignore_index), shards.group)
 
     def cross_entropy(
         self, logits: LazyLogits, targets: Tensor, num_items: Tensor | float | None, ignore_index: int

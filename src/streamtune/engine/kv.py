@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from streamtune.engine.memory.tiers import Block, Tier
-from streamtune.engine.observe import hold
+from streamtune.engine.observe import notify_tensors
 from streamtune.engine.past import Past, refuse_past
 from streamtune.engine.rows import PackedRows
 
@@ -43,7 +43,7 @@ class KeysAndValues:
         if index < len(self.pairs):
             return
         self.pairs.append((self._buffer(k), self._buffer(v)))
-        hold("keys and values", *self.pairs[index])
+        notify_tensors("keys and values", *self.pairs[index])
         self.updates = max(self.updates, len(self.pairs))
         if self.past is not None:
             if index:
@@ -115,7 +115,7 @@ class KeysAndValues:
         """Return views of dK and dV at the given positions, to read or to add to; zero before anything was added."""
         if not self.grads:
             self.grads = [(self._zeros(k), self._zeros(v)) for k, v in self.pairs]
-            hold("keys and values", *(grad for pair in self.grads for grad in pair))
+            notify_tensors("keys and values", *(grad for pair in self.grads for grad in pair))
         grad_k, grad_v = self.grads[index]
         return grad_k[:, :, keys], grad_v[:, :, keys]
 

@@ -17,13 +17,13 @@ from streamtune.engine.attention import BiasError
 from streamtune.engine.branches import Branches
 from streamtune.engine.cache import ChunkCache
 from streamtune.engine.call import PAST, LayerCall
-from streamtune.engine.context import CallFacts
+from streamtune.engine.context import CallContext
 from streamtune.engine.memory.placement import Placement, Tiers
-from streamtune.engine.memory.tiers import Stored
+from streamtune.engine.memory.tiers import StoredTensor
 from streamtune.engine.module_hooks import may_bring_leaves, refuse_hooks
 from streamtune.engine.observe import RandomState
 from streamtune.engine.own_attention import OwnAttention, is_ours
-from streamtune.engine.passes import LayerStream, Trail, placeholder
+from streamtune.engine.passes import LastLayerCall, LayerStream, placeholder
 from streamtune.engine.past import Past, refuse_past
 from streamtune.engine.routers import RouterWatch
 from streamtune.engine.scan import mixers_with_a_bare_scan
@@ -48,10 +48,10 @@ class StreamedForward:
         own: The attention implementation of a layer that computes its attention itself. None for one that takes it
             from ``transformers``' interface; if its first call shows that ours is not enough, it keeps its eager one.
         watch: Collects the logits of the layer's router, if it has one.
-        facts: Per-call state that layers need but are not passed; read at each call.
+        context: Per-call state that layers need but are not passed; read at each call.
         place: The placement of the layer's input until the backward.
         tiers: The memory of host and disk, shared by the layers of a model.
-        trail: Remembers the last layer call, so that the next can compute its input again; shared likewise.
+        last_call: Remembers the last layer call, so that the next can compute its input again; shared likewise.
     """
 
     def __init__(
@@ -60,21 +60,21 @@ class StreamedForward:
         schedule: Schedule,
         own: str | None = None,
         watch: RouterWatch | None = None,
-        facts: CallFacts | None = None,
+        context: CallContext | None = None,
         place: Placement | None = None,
         tiers: Tiers | None = None,
-        trail: Trail | None = None,
+        last_call: LastLayerCall | None = None,
     ) -> None:
         self.layer = layer
         self.place = Placement() if place is None else place
         self.tiers = Tiers(schedule) if tiers is None else tiers
-        self.trail = Trail() if trail is None else trail
-        self.facts = CallFacts() if facts is None else facts
+        self.last_call = LastLayerCall() if last_call is None else last_call
+        self.context = CallContext() if context is None else context
         self.carries_states = False
         self.watch = watch
         self.bare_scans = mixers_with_a_bare_scan(layer)
         self.schedule = schedule
-        self.leaves_checked = self.settled = self.removed = False
+        self.leaves_checked = self.attention_known = self.removed = False
         self.narrow_states = False
         """True if its last call passed on a state in a narrower dtype than that of its hidden states."""
         configs: list[Any] = [getattr(module, "config", None) for module in layer.modules()]
@@ -83,65 +83,65 @@ class StreamedForward:
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Run the layer, with its own signature and result."""
-        if self.own is not None or self.settled:
+        if self.own is not None or self.attention_known:
             return self._call(args, kwargs)
         hidden = next((x for x in (*args, *kwargs.values()) if isinstance(x, Tensor)), None)
         before = RandomState.now(torch.device("cpu") if hidden is None else hidden.device)
         try:
             result = self._call(args, kwargs)
         except ForeignAttentionError as error:
-            if self.facts.strips is not None:
+            if self.context.shards is not None:
                 raise UnsupportedModelError(error.what, mend="set sequence_parallel_size: 1") from error
             self.own = OwnAttention("eager", tuple(self.configs))
             before.restore()
             return self._call(args, kwargs)
         except Exception as error:
             known = isinstance(error, StreamTuneError | torch.OutOfMemoryError) or _between_ranks(error)
-            if self.facts.strips is None or known:
+            if self.context.shards is None or known:
                 raise
             what = f"{type(self.layer).__name__} does not run on what one rank has ({type(error).__name__}: {error})"
             other = (
                 "set sequence_parallel: ring"
-                if self.facts.strips.form == "ulysses"
+                if self.context.shards.form == "ulysses"
                 else "set sequence_parallel_size: 1"
             )
             raise UnsupportedModelError(what, mend=other) from error
-        self.settled = True
+        self.attention_known = True
         return result
 
     def _call(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        own = OwnAttention("eager", tuple(self.configs)) if self.own is None and self.facts.whole else self.own
+        own = OwnAttention("eager", tuple(self.configs)) if self.own is None and self.context.whole else self.own
         try:
             call = LayerCall.bind(self.layer, args, kwargs, own)
         except BiasError as error:
             call = self._biased(error, args, kwargs)
-        if self.facts.strips is not None:
-            call.share(self.facts.strips)
-        if isinstance(self.facts.rows, Branches):
-            call.branch(self.facts.rows)
+        if self.context.shards is not None:
+            call.share(self.context.shards)
+        if isinstance(self.context.rows, Branches):
+            call.branch(self.context.rows)
         if call.cache is not None:
             if not torch.is_grad_enabled():  # generation: the model's own cache, the model's own walk
                 return self._generate(call)
             if self._seen_before(call) > 0:
-                if self.facts.rows is not None:
+                if self.context.rows is not None:
                     refuse_past("rows are packed or share their beginnings", type(self.layer).__name__)
                 call.follow(Past.of(self.layer, call.cache))
-        self.check_attention(call.length if self.facts.strips is None else self.facts.strips.given)
+        self.check_attention(call.length if self.context.shards is None else self.context.shards.given)
         self.check_hooks()
         parameters = [p for p in self.layer.parameters() if p.requires_grad]
         inputs = [*call.tensors(), *parameters]
         if not (torch.is_grad_enabled() and any(x.requires_grad for x in inputs)):
             stream = LayerStream(call, self)
             return stream.restore(stream.forward(call.tensors()), call.sharing)
-        before = self.trail.maker(call.hidden)
+        before = self.last_call.maker(call.hidden)
         again = before is not None and before.repeatable and not self.place.begins
         stream = LayerStream(call, self, before if again else None)
         sharing = call.sharing
         if self.place.whole and call.past is None and (whole := stream.whole(call.tensors())) is not None:
             return stream.restore(whole, sharing)
-        stream.giver = before if self.schedule.stream_grads and call.hidden.requires_grad else None
+        stream.grad_target = before if self.schedule.stream_grads and call.hidden.requires_grad else None
         outputs = list(_StreamedLayer.apply(stream, self, *inputs))
-        self.trail.note(outputs[0], stream)
+        self.last_call.note(outputs[0], stream)
         return stream.restore(outputs, sharing)
 
     def _seen_before(self, call: LayerCall) -> int:
@@ -188,7 +188,7 @@ class StreamedForward:
 
         The first call also runs in chunks, before that cache is written to, to find out if our attention is enough.
         """
-        if self.own is None and not self.settled and call.mask is not None and call.mask.q_offset == 0:
+        if self.own is None and not self.attention_known and call.mask is not None and call.mask.q_offset == 0:
             with RandomState.now(call.hidden.device).replayed():
                 try:
                     LayerStream(call, self).forward(call.tensors())
@@ -285,9 +285,9 @@ class _StreamedLayer(torch.autograd.Function):
             stream.kv.add_grads(index, grad_outputs[count + 2 * place : count + 2 * place + 2])
         with ctx.weights.again():
             grad_z = stream.grad_out(grad_outputs[0])
-        if isinstance(grad_z, Stored):
+        if isinstance(grad_z, StoredTensor):
             grad_z.expect(stream.chunks[::-1])
-        own, giver = grad_z is not grad_outputs[0], stream.giver
+        own, grad_target = grad_z is not grad_outputs[0], stream.grad_target
         grad_inputs, grad_parameters = streamed_vjp(
             run_chunk,
             stream.chunks,
@@ -298,14 +298,14 @@ class _StreamedLayer(torch.autograd.Function):
             stream.along,
             needs_grad=ctx.needs_input_grad[2 : 2 + len(inputs)],
             widen=stream.widen,
-            into=None if giver is None else giver.room_for_grad(inputs[0], grad_z if own else None),
+            into=None if grad_target is None else grad_target.room_for_grad(inputs[0], grad_z if own else None),
         )
-        if giver is not None:
+        if grad_target is not None:
             grad_inputs[0] = placeholder(inputs[0])
         for position, name in enumerate(stream.call.inputs):
             if isinstance(name, tuple) and name[0] == PAST:
                 grad_inputs[position] = stream.kv.past_grads()[name[2]]
-        if isinstance(grad_z, Stored):
+        if isinstance(grad_z, StoredTensor):
             grad_z.release()
         stream.release(again)
         if not again:

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 from torch import Tensor, nn
 
 from streamtune.engine.branches import Branches
-from streamtune.engine.sequence.shards import Strips
+from streamtune.engine.sequence.shards import SequenceShards
 from streamtune.errors import UnsupportedModelError
 
 if TYPE_CHECKING:
@@ -19,7 +19,7 @@ from typing import Protocol
 
 import torch
 
-__all__ = ["LazyLogits", "Scored"]
+__all__ = ["LazyLogits", "ScoreRequest"]
 
 
 Step = Callable[[Tensor], Tensor]
@@ -45,7 +45,7 @@ class ScoringHead(Protocol):
 
     model: Any
     module: nn.Module
-    strips: Any
+    shards: Any
 
     def cross_entropy(
         self, logits: LazyLogits, targets: Tensor, num_items: Tensor | float | None, ignore_index: int
@@ -211,9 +211,9 @@ def _cross_entropy(
     fits = isinstance(input, LazyLogits) and isinstance(target, Tensor) and input.hidden.shape[:-1] == target.shape
     if not plain or not fits or target.dim() != 1 or reduction not in ("mean", "sum"):
         raise _refuse("cross_entropy with weights, smoothing, another reduction or targets that are no token numbers")
-    if input.owner.strips is not None:
+    if input.owner.shards is not None:
         raise UnsupportedModelError(
-            f"{type(input.owner.model).__name__} computes its loss by its own hand, so it would shift labels in strips",
+            f"{type(input.owner.model).__name__} computes its loss by its own hand, so it would shift labels in shards",
             mend="score its tokens by handle.logprobs, or set sequence_parallel_size: 1",
         )
     return input.owner.cross_entropy(input, target, None if reduction == "mean" else 1.0, ignore_index)
@@ -237,7 +237,7 @@ def _refuse(operation: str, kind: type[UnsupportedModelError] = UnsupportedModel
 
 
 @dataclass
-class Scored:
+class ScoreRequest:
     """The request of a scored call, and the router loss of that call."""
 
     targets: Tensor
@@ -246,7 +246,7 @@ class Scored:
     temperature: float = 1.0
     entropy: bool = False
     router_loss: Tensor | None = None
-    strips: Strips | None = None
+    shards: SequenceShards | None = None
     """Of which tokens this rank has logits, where ranks share the sequence"""
 
     def redeem(self, model: nn.Module, output: Any) -> dict[str, Tensor]:
@@ -256,7 +256,7 @@ class Scored:
             UnsupportedModelError: It has no lazy logits of all tokens.
         """
         logits = output[0] if isinstance(output, tuple) else getattr(output, "logits", None)
-        targets = self.targets if self.strips is None else self.strips.cut(self.targets, 1, -100)
+        targets = self.targets if self.shards is None else self.shards.cut(self.targets, 1, -100)
         if not isinstance(logits, LazyLogits) or logits.hidden.shape[:-1] != targets.shape:
             raise UnsupportedModelError(
                 f"{type(model).__name__} does not return the logits of all its tokens, so they cannot be scored"
@@ -264,8 +264,8 @@ class Scored:
         if self.temperature != 1.0:
             logits = logits / self.temperature
         logprobs, entropy = logits.owner.scores(logits, targets.to(logits.hidden.device), entropy=self.entropy)
-        if self.strips is not None:
-            logprobs = self.strips.collect(logprobs)
-            entropy = None if entropy is None else self.strips.collect(entropy)
+        if self.shards is not None:
+            logprobs = self.shards.collect(logprobs)
+            entropy = None if entropy is None else self.shards.collect(entropy)
         found = {"logprobs": logprobs, "entropy": entropy, "router_loss": self.router_loss}
         return {name: value for name, value in found.items() if value is not None}

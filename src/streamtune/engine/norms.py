@@ -15,9 +15,9 @@ import torch
 from torch import Tensor, nn
 
 from streamtune.engine.memory.placement import Tiers
-from streamtune.engine.memory.tiers import Stored
-from streamtune.engine.observe import Autocast, tell_chunk
-from streamtune.engine.passes import LayerStream, Trail, placeholder
+from streamtune.engine.memory.tiers import StoredTensor
+from streamtune.engine.observe import Autocast, notify_chunk
+from streamtune.engine.passes import LastLayerCall, LayerStream, placeholder
 from streamtune.engine.vjp import streamed_vjp
 from streamtune.engine.weights import Weights
 from streamtune.errors import ArgumentError
@@ -49,11 +49,11 @@ class StreamedNorm:
         norm: The module.
         schedule: How to cut the sequence.
         tiers: The memory that may store its input.
-        trail: Remembers the last layer call.
+        last_call: Remembers the last layer call.
     """
 
-    def __init__(self, norm: nn.Module, schedule: Schedule, tiers: Tiers, trail: Trail) -> None:
-        self.norm, self.schedule, self.tiers, self.trail = norm, schedule, tiers, trail
+    def __init__(self, norm: nn.Module, schedule: Schedule, tiers: Tiers, last_call: LastLayerCall) -> None:
+        self.norm, self.schedule, self.tiers, self.last_call = norm, schedule, tiers, last_call
         self.pointwise: bool | None = None
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -68,7 +68,7 @@ class StreamedNorm:
         parameters = [p for p in self.norm.parameters() if p.requires_grad]
         if not (torch.is_grad_enabled() and any(t.requires_grad for t in (x, *parameters))):
             return self.forward(x, None)
-        return _StreamedNorm.apply(self, self.trail.maker(x), x, *parameters)
+        return _StreamedNorm.apply(self, self.last_call.maker(x), x, *parameters)
 
     def own(self, *args: Any, **kwargs: Any) -> Any:
         """Call the module's own forward."""
@@ -82,11 +82,11 @@ class StreamedNorm:
         return alone.shape == together.shape and bool(torch.allclose(alone, together, rtol=1e-2, atol=1e-3))
 
     @torch.no_grad()
-    def forward(self, x_BTC: Tensor, into: Stored | None) -> Tensor:
+    def forward(self, x_BTC: Tensor, into: StoredTensor | None) -> Tensor:
         """Return the whole sequence's output; store the input in ``into``, if given, chunk by chunk."""
         out: Tensor | None = None
         for chunk in self.schedule.chunks(x_BTC.shape[1]):
-            tell_chunk(self.norm, chunk, "store")
+            notify_chunk(self.norm, chunk, "store")
             x_i = x_BTC[:, chunk]
             if into is not None:
                 into.put(chunk, x_i)
@@ -108,10 +108,10 @@ class _StreamedNorm(torch.autograd.Function):
         if schedule.offload == "device" or schedule.device_layers:
             ctx.save_for_backward(x)
         else:
-            ctx.stored = Stored(norm.tiers.of(schedule.offload, x.device), x, 1)
+            ctx.stored = StoredTensor(norm.tiers.of(schedule.offload, x.device), x, 1)
         ctx.norm, ctx.parameters, ctx.autocast = norm, parameters, Autocast.now(x.device)
         ctx.weights = Weights.now(norm.norm)
-        ctx.giver = maker if schedule.stream_grads and x.requires_grad else None
+        ctx.grad_target = maker if schedule.stream_grads and x.requires_grad else None
         return norm.forward(x, ctx.stored)
 
     @staticmethod
@@ -125,15 +125,15 @@ class _StreamedNorm(torch.autograd.Function):
         ctx.weights.check()
         source = ctx.stored if ctx.stored is not None else ctx.saved_tensors[0]
         own, chunks = norm.own, norm.schedule.chunks(source.shape[1])
-        if isinstance(source, Stored):
+        if isinstance(source, StoredTensor):
             source.expect(chunks[::-1])
 
         def run_chunk(chunk: slice, x_i: list[Tensor]) -> tuple[list[Tensor], _Nothing]:
-            tell_chunk(norm.norm, chunk, "replay")
+            notify_chunk(norm.norm, chunk, "replay")
             with ctx.autocast.again(), ctx.weights.again():
                 return [own(x_i[0])], _Nothing()
 
-        giver: LayerStream | None = ctx.giver
+        grad_target: LayerStream | None = ctx.grad_target
         grad_inputs, grad_parameters = streamed_vjp(
             run_chunk,
             chunks,
@@ -144,13 +144,13 @@ class _StreamedNorm(torch.autograd.Function):
             [1],
             needs_grad=[ctx.needs_input_grad[2]],
             widen=norm.schedule.grad_dtype == "float32",
-            into=None if giver is None else giver.room_for_grad(source, None),
+            into=None if grad_target is None else grad_target.room_for_grad(source, None),
         )
         if not graph_is_kept():
-            if isinstance(source, Stored):
+            if isinstance(source, StoredTensor):
                 source.release()
-            ctx.stored = ctx.norm = ctx.parameters = ctx.giver = ctx.weights = None
-        return None, None, placeholder(source) if giver is not None else grad_inputs[0], *grad_parameters
+            ctx.stored = ctx.norm = ctx.parameters = ctx.grad_target = ctx.weights = None
+        return None, None, placeholder(source) if grad_target is not None else grad_inputs[0], *grad_parameters
 
 
 class _Nothing:

@@ -10,7 +10,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, nn
 
-__all__ = ["Autocast", "Modes", "Observer", "RandomState", "attention_as", "hold", "observed", "tell_chunk"]
+__all__ = ["Autocast", "Modes", "Observer", "RandomState", "attention_as", "notify_chunk", "notify_tensors", "observed"]
 
 
 @dataclass(frozen=True)
@@ -103,8 +103,8 @@ def attention_as(configs: list[Any], names: list[Any]) -> Iterator[None]:
 class Observer(Protocol):
     """An observer that counts what the engine does; the engine computes the same with and without one."""
 
-    def on_chunk(self, layer: nn.Module, chunk: slice, walk: str) -> None:
-        """Note that a layer, or a norm outside of them, is about to run on a chunk, in the pass named ``walk``.
+    def on_chunk(self, layer: nn.Module, chunk: slice, pass_name: str) -> None:
+        """Note that a layer, or a norm outside of them, is about to run on a chunk, in the pass named ``pass_name``.
 
         Before the passes of a layer's backward this is called with an empty chunk: the next calls belong to that layer.
         """
@@ -126,13 +126,13 @@ def observed(observer: Observer) -> Iterator[None]:
         _observers.remove(observer)
 
 
-def tell_chunk(layer: nn.Module, chunk: slice, walk: str) -> None:
+def notify_chunk(layer: nn.Module, chunk: slice, pass_name: str) -> None:
     """Notify the observers that a layer is about to run on a chunk."""
     for observer in _observers:
-        observer.on_chunk(layer, chunk, walk)
+        observer.on_chunk(layer, chunk, pass_name)
 
 
-def hold(kind: str, *tensors: Tensor) -> None:
+def notify_tensors(kind: str, *tensors: Tensor) -> None:
     """Notify the observers of what these tensors are used for."""
     for observer in _observers:
         observer.on_hold(kind, tensors)

@@ -20,30 +20,30 @@ import torch
 from torch import Tensor, nn
 
 from streamtune.engine.attention import KeptAttention
-from streamtune.engine.cache import ChunkCache, ProjectionDone, Walk
+from streamtune.engine.cache import ChunkCache, Pass, ProjectionDone
 from streamtune.engine.call import LayerCall
 from streamtune.engine.call_parts import LayerOutputs
-from streamtune.engine.context import CallFacts
+from streamtune.engine.context import CallContext
 from streamtune.engine.kv import KeysAndValues, States
 from streamtune.engine.memory.placement import Placement, Tiers
-from streamtune.engine.memory.tiers import Source, Stored, Tier
-from streamtune.engine.observe import Autocast, Modes, RandomState, tell_chunk
+from streamtune.engine.memory.tiers import Source, StoredTensor, Tier
+from streamtune.engine.observe import Autocast, Modes, RandomState, notify_chunk
 from streamtune.engine.routers import RouterWatch
 from streamtune.engine.scan import carried_scan
-from streamtune.engine.sequence.shards import Turn
+from streamtune.engine.sequence.shards import ChunkExchange
 from streamtune.engine.vjp import Along, cut, part
 from streamtune.errors import ArgumentError
 from streamtune.schedule import Schedule
 from streamtune.schedule import Tier as TierName
 
-__all__ = ["LayerStream", "Trail", "is_placeholder", "placeholder"]
+__all__ = ["LastLayerCall", "LayerStream", "is_placeholder", "placeholder"]
 
 
 class LayerOwner(Protocol):
     """The streamed forward of a layer, and what its calls have in common."""
 
     schedule: Schedule
-    facts: CallFacts
+    context: CallContext
     place: Placement
     """The placement of the layer's input until the backward."""
     tiers: Tiers
@@ -65,28 +65,28 @@ class LayerStream:
     """
 
     def __init__(self, call: LayerCall, owner: LayerOwner, maker: LayerStream | None = None) -> None:
-        schedule = owner.facts.schedule or owner.schedule
-        self.call, self.length, self.owner, self.rows = call, call.length, owner, owner.facts.rows
+        schedule = owner.context.schedule or owner.schedule
+        self.call, self.length, self.owner, self.rows = call, call.length, owner, owner.context.rows
         self.chunks = self.rows.chunks(schedule) if self.rows and owner.carries_states else call.chunks(schedule)
-        if owner.facts.whole:
+        if owner.context.whole:
             self.chunks = [slice(0, self.length)]
         self.schedule, self.device = schedule, call.hidden.device
         self.widen = schedule.grad_dtype == "float32"
-        self.strips = call.strips
+        self.shards = call.shards
         self.kv = KeysAndValues(self._keys_length, self.widen, call.past)
         self.states = States(self.rows)
         self.kept: KeptAttention | None = None
         self.maker = maker
-        self.z_in: Tensor | Stored | None = None
+        self.z_in: Tensor | StoredTensor | None = None
         """The layer's input, wherever it waits; None as long as it is to be computed again."""
         self.version = 0
-        self.giver: LayerStream | None = None
+        self.grad_target: LayerStream | None = None
         """The call whose output this one reads and whose gradient it leaves there, where gradients are streamed."""
         self.grad_z: Source | None = None
         """The gradient of this call's hidden states, where they left it."""
         self.grad_task = -1
         """The backward that stored it. One that leaves out this layer stores a gradient that the next must not use."""
-        self.dropped = False
+        self.must_recompute_kv = False
         """True while states, keys or values freed after the forward are still to be computed again for the backward."""
         self.filled: dict[Any, int] = {}
         self.autocast, self.modes = Autocast.now(self.device), Modes.now(call.layer)
@@ -104,34 +104,34 @@ class LayerStream:
     @property
     def _keys_length(self) -> int:
         """Number of tokens whose keys and values this rank keeps, with those before the call."""
-        strips = self.strips
-        if strips is None:
+        shards = self.shards
+        if shards is None:
             return self.call.keys(slice(0, self.length)).stop
-        return self.length if strips.form == "ring" else strips.total
+        return self.length if shards.form == "ring" else shards.total
 
     @property
     def repeatable(self) -> bool:
         """True if its output can be computed again from its input hidden states alone."""
         return len(self.call.inputs) == 1
 
-    def run(self, chunk: slice, walk: Walk, x_i: list[Tensor]) -> tuple[list[Tensor], ChunkCache]:
+    def run(self, chunk: slice, pass_name: Pass, x_i: list[Tensor]) -> tuple[list[Tensor], ChunkCache]:
         """Run the layer on one chunk; return its outputs ``z(i)``, the first ``[B, T_i, C]``, and the cache it used."""
-        tell_chunk(self.call.layer, chunk, walk)
-        turn = None if self.strips is None else Turn(self.strips, chunk)
+        notify_chunk(self.call.layer, chunk, pass_name)
+        turn = None if self.shards is None else ChunkExchange(self.shards, chunk)
         seen = self.call.keys(chunk) if turn is None else turn.keys
-        cache = ChunkCache(self.kv, self.states, seen, self.call.first_key(chunk), walk, turn)
+        cache = ChunkCache(self.kv, self.states, seen, self.call.first_key(chunk), pass_name, turn)
         sharing: AbstractContextManager[None] = nullcontext()
         if turn is not None:
             turn.first_key, sharing = cache.first_key, turn.taken()
         given = dict(zip(self.call.inputs, x_i, strict=True))
         listening: AbstractContextManager[list[Tensor]] = self.watch.listening() if self.watch else nullcontext([])
-        remembering = self.kept.chunk(chunk.start, last=walk == "replay") if self.kept else nullcontext()
+        remembering = self.kept.chunk(chunk.start, last=pass_name == "replay") if self.kept else nullcontext()
         with carried_scan(self.bare_scans, cache), remembering, sharing, listening as heard:
             out, filled = self.call.run(chunk, cache, given)
         self.filled |= filled
         sums = self.watch.sums(heard, None if self.tokens is None else self.tokens[:, chunk]) if self.watch else []
         self.sums = len(sums)
-        return [*self.outputs.take(out, chunk, keep=walk in ("store", "whole")), *sums], cache
+        return [*self.outputs.take(out, chunk, keep=pass_name in ("store", "whole")), *sums], cache
 
     # The forward.
 
@@ -149,7 +149,7 @@ class LayerStream:
             if for_backward:
                 self.random[chunk.start] = RandomState.now(self.device)
             x_i = [cut(x, along, chunk) for x, along in zip(inputs, self.call.inputs.values(), strict=True)]
-            if isinstance(self.z_in, Stored):
+            if isinstance(self.z_in, StoredTensor):
                 self.z_in.put(chunk, x_i[0])
             z_i, cache = self.run(chunk, "store", x_i)
             if (
@@ -161,7 +161,7 @@ class LayerStream:
             for whole, piece, along in zip(z, z_i, self.along, strict=True):
                 whole.add_(piece) if along is None else cut(whole, along, chunk).copy_(piece)
         for waiting in (self.z_in, self.kept):
-            if isinstance(waiting, Stored | KeptAttention):
+            if isinstance(waiting, StoredTensor | KeptAttention):
                 waiting.tier.settle()
         self.owner.narrow_states = self.states.narrower_than(inputs[0].dtype)
         shared = [buffer for index in self.filled.values() for buffer in self.kv.pairs[index]]
@@ -223,15 +223,15 @@ class LayerStream:
         else:
             self.z_in = self._store(place.tier, hidden)
 
-    def _store(self, name: TierName, like: Source) -> Stored:
+    def _store(self, name: TierName, like: Source) -> StoredTensor:
         along = self.call.inputs[self.call.hidden_name]
         assert along is not None, "hidden states follow the sequence"
-        return Stored(self._tier(name), like, along)
+        return StoredTensor(self._tier(name), like, along)
 
     def _keep_rest(self, for_backward: bool, again: bool, shared: bool = False) -> None:
         """Free keys, values and states that the backward does not need, or that will be computed again for it."""
-        self.dropped = for_backward and not again and not self.owner.place.ends and self.repeatable
-        wanted = for_backward and not self.dropped
+        self.must_recompute_kv = for_backward and not again and not self.owner.place.ends and self.repeatable
+        wanted = for_backward and not self.must_recompute_kv
         if not (for_backward and shared) and not (wanted and self.schedule.keep_kv != "no"):
             self.kv.release()
         elif self.schedule.keep_kv == "host" and not shared:
@@ -294,7 +294,7 @@ class LayerStream:
         along, self.grad_task = self.outputs.hidden_along, torch._C._current_graph_task_id()
         assert along is not None
         if self.schedule.offload != "device":
-            self.grad_z = Stored(self._tier(self.schedule.offload), z, along)
+            self.grad_z = StoredTensor(self._tier(self.schedule.offload), z, along)
         elif isinstance(grad_after, Tensor) and grad_after.shape == z.shape and grad_after.dtype == z.dtype:
             self.grad_z = grad_after
         else:
@@ -309,23 +309,23 @@ class LayerStream:
             again: Another backward may follow. Shared keys and values are then copied, so that this backward does not
                 overwrite those that other layers read in the next one.
         """
-        tell_chunk(self.call.layer, slice(0, 0), "prepare")
+        notify_chunk(self.call.layer, slice(0, 0), "prepare")
         self.kv.grads.clear()  # of a backward that was interrupted
         self.states.grads.clear()
-        if self.dropped and (self.states.met or self.schedule.keep_kv != "no"):
+        if self.must_recompute_kv and (self.states.met or self.schedule.keep_kv != "no"):
             self.again(inputs[0], None)
         self.kv.fetch()
         if again and self.filled:
             self.kv.copy()
         self.project(inputs)
         for kept in (inputs[0], self.kept):
-            if isinstance(kept, Stored | KeptAttention):
+            if isinstance(kept, StoredTensor | KeptAttention):
                 kept.expect(self.chunks[::-1])
 
     @torch.no_grad()
-    def again(self, z_in: Source, into: Stored | None) -> None:
+    def again(self, z_in: Source, into: StoredTensor | None) -> None:
         """Run the forward again with the same input and random numbers; store its hidden states in ``into``."""
-        if isinstance(z_in, Stored):
+        if isinstance(z_in, StoredTensor):
             z_in.expect(self.chunks)
         along = self.call.inputs[self.call.hidden_name]
         for chunk in self.chunks:
@@ -342,7 +342,7 @@ class LayerStream:
         """Fill K and V again, running the layer only until they are made. The last chunk makes its own in replay."""
         if self.kv.pairs or not self.kv.updates:
             return
-        if isinstance(inputs[0], Stored):
+        if isinstance(inputs[0], StoredTensor):
             inputs[0].expect(self.chunks)
         for chunk in self.chunks if self.filled else self.chunks[:-1]:  # gradients of shared ones come before replay
             x_i = [part(x, along, chunk) for x, along in zip(inputs, self.call.inputs.values(), strict=True)]
@@ -377,9 +377,9 @@ class LayerStream:
             self.states.grads.clear()
             return
         self.states.release()
-        if isinstance(self.z_in, Stored):
+        if isinstance(self.z_in, StoredTensor):
             self.z_in.release()
-        self.z_in = self.maker = self.giver = self.kept = None
+        self.z_in = self.maker = self.grad_target = self.kept = None
 
 
 def placeholder(like: Source) -> Tensor:
@@ -404,7 +404,7 @@ def _room(piece: Tensor, along: Along, length: int) -> Tensor:
     return piece.new_empty([length if dim == along else size for dim, size in enumerate(piece.shape)])
 
 
-class Trail:
+class LastLayerCall:
     """The last layer call and its output, by which the next layer finds the call that made its input.
 
     A layer's input can be computed again if it is the very tensor that the layer before it returned, unchanged: then
@@ -414,8 +414,8 @@ class Trail:
     def __init__(self) -> None:
         self._last: tuple[weakref.ref[Tensor], int, weakref.ref[LayerStream]] | None = None
 
-    def __reduce__(self) -> tuple[type[Trail], tuple[()]]:
-        return Trail, ()  # a copy was not called yet
+    def __reduce__(self) -> tuple[type[LastLayerCall], tuple[()]]:
+        return LastLayerCall, ()  # a copy was not called yet
 
     def note(self, output: Tensor, stream: LayerStream) -> None:
         """Record that ``stream`` made ``output``."""

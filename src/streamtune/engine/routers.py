@@ -27,7 +27,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
-from streamtune.engine.sequence.shards import Strips
+from streamtune.engine.sequence.shards import SequenceShards
 from streamtune.errors import ArgumentError, UnsupportedModelError
 from streamtune.ops.exchange import summed
 
@@ -144,7 +144,7 @@ class RouterWatch:
         """Share of the micro-batch in the step's mean; not read under a global scope."""
         self.counted_BT: Tensor | None = None
         """Nonzero for tokens of the next calls that are no padding, where their attention mask does not say so."""
-        self.strips: Strips | None = None
+        self.shards: SequenceShards | None = None
         """Whose tokens the routers see, where ranks share the sequence."""
         self.silent = False
         self.terms: RouterTerms | None = None
@@ -171,8 +171,8 @@ class RouterWatch:
         self._check()
         self.active, self.found = True, None
         mask = attention_mask if self.counted_BT is None else self.counted_BT
-        if self.strips is not None and isinstance(mask, Tensor):
-            mask = self.strips.cut(mask, 1, 0)
+        if self.shards is not None and isinstance(mask, Tensor):
+            mask = self.shards.cut(mask, 1, 0)
         self.mask_BT = mask if isinstance(mask, Tensor) and mask.dim() == 2 else None
 
     def close(self) -> RouterSums | None:
@@ -232,14 +232,14 @@ class RouterWatch:
         counts = sums.counts
         if loss.scope == "global":
             counts = reduced(counts) if self.totals is None else self.totals
-        elif self.strips is not None:
-            counts = summed(counts, self.strips.group)
+        elif self.shards is not None:
+            counts = summed(counts, self.shards.group)
         tokens = counts[-1]
         experts = getattr(self.model, "num_experts", len(counts) - 1)
         balance = experts * (counts[:-1] / tokens * sums.probabilities / tokens).sum()
         squares = sums.squares / tokens
-        if self.strips is not None:  # of the whole sequence on every rank; the gradient is a rank's share
-            balance, squares = (summed(x, self.strips.group) for x in (balance, squares))
+        if self.shards is not None:  # of the whole sequence on every rank; the gradient is a rank's share
+            balance, squares = (summed(x, self.shards.group) for x in (balance, squares))
         return balance, self.share * (loss.balance * balance + loss.z * squares)
 
     @property

@@ -17,7 +17,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from streamtune.engine.branches import Branches
-from streamtune.engine.lazy_logits import Scored
+from streamtune.engine.lazy_logits import ScoreRequest
 from streamtune.engine.streamed_model import StreamedModel
 from streamtune.errors import ArgumentError
 
@@ -52,7 +52,7 @@ def token_scores_of(
     if branches is not None:
         arguments = {**arguments, **branches.arguments(input_ids)}
     called: Any = handle.model if model is None else model
-    with handle.scoring(Scored(targets, branches, temperature, entropy)):
+    with handle.scoring(ScoreRequest(targets, branches, temperature, entropy)):
         found = called(input_ids=input_ids, **arguments)
     return TokenScores(found["logprobs"], found.get("entropy"), found.get("router_loss"))
 

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from streamtune.engine.attention import NAME
 from streamtune.engine.branches import Branches
-from streamtune.engine.context import CallFacts
+from streamtune.engine.context import CallContext
 from streamtune.engine.head import StreamedHead, has_head
 from streamtune.engine.inspect_model import (
     REFUSED_OUTPUTS,
@@ -29,13 +29,13 @@ from streamtune.engine.inspect_model import (
     owners,
 )
 from streamtune.engine.layer import StreamedForward
-from streamtune.engine.lazy_logits import LazyLogits, Scored
+from streamtune.engine.lazy_logits import LazyLogits, ScoreRequest
 from streamtune.engine.memory.placement import Tiers, place_layers
 from streamtune.engine.model_call import ModelCall, mark_read, refuse_surroundings
 from streamtune.engine.norms import StreamedNorm, norms_outside
 from streamtune.engine.observe import RandomState
 from streamtune.engine.own_attention import over
-from streamtune.engine.passes import Trail
+from streamtune.engine.passes import LastLayerCall
 from streamtune.engine.preflight import check_exact, check_length, check_shared, lengths_to_check
 from streamtune.engine.routers import RouterLoss, RouterTerms, RouterWatch, balances_itself, not_balanced, reduced
 from streamtune.engine.scores import TokenScores, token_scores_of
@@ -143,8 +143,8 @@ class StreamHandle:
         self._sharing = Sharing(self)
         self.head = StreamedHead(self.model, schedule) if head and has_head(self.model) else None
         self._gathered = gather_whole(self.layers)
-        self.facts = CallFacts()
-        self.scored: Scored | None = None
+        self.context = CallContext()
+        self.scored: ScoreRequest | None = None
         self.routers = RouterWatch(self.model, self.layers, router_loss)
         self._checkpointing: set[Any] = set()
         self._told, self._length = False, 0
@@ -155,21 +155,21 @@ class StreamHandle:
         """The implementation that layers which compute their attention themselves keep; None where ours is used."""
         for config, _ in self.attention:
             config._attn_implementation_internal = NAME if self.own_attention is None else over(self.own_attention)
-        self.tiers, self._trail = Tiers(schedule), Trail()
+        self.tiers, self._last_call = Tiers(schedule), LastLayerCall()
         for layer, place in zip(self.layers, place_layers(schedule, len(self.layers)), strict=True):
             layer.forward = StreamedForward(
                 layer,
                 schedule,
                 own=self.own_attention,
                 watch=self.routers,
-                facts=self.facts,
+                context=self.context,
                 place=place,
                 tiers=self.tiers,
-                trail=self._trail,
+                last_call=self._last_call,
             )
         self._norms = norms_outside(owners(self.model, self.layers)[-1], self.layers)
         for norm in self._norms:
-            norm.forward = StreamedNorm(norm, schedule, self.tiers, self._trail)
+            norm.forward = StreamedNorm(norm, schedule, self.tiers, self._last_call)
         self._hooks = [
             self.model.register_forward_pre_hook(self._before, with_kwargs=True),
             self.model.register_forward_hook(self._after, always_call=True),
@@ -221,7 +221,7 @@ class StreamHandle:
         return self.head is not None
 
     @contextmanager
-    def scoring(self, scored: Scored) -> Iterator[None]:
+    def scoring(self, scored: ScoreRequest) -> Iterator[None]:
         """Make a call inside the context return the requested scores in place of its output."""
         self.scored = scored
         try:
@@ -276,7 +276,7 @@ class StreamHandle:
                 else:
                     self._keep_one_row(call := ModelCall(self.model, (), read))
                     read = call.kwargs
-                self.facts.rows = call.packed_rows() if branches is None else branches
+                self.context.rows = call.packed_rows() if branches is None else branches
                 try:
                     read = self._sharing.share(read)
                     self._sharing.open_routers(batch.get("attention_mask"))
@@ -370,10 +370,10 @@ class StreamHandle:
                 self._keep_one_row(call)
             call.put("use_cache", False)
         rows, self._length = call.size
-        self.facts.whole = with_labels and self._sees_everything(call)
-        self.facts.schedule = self._short if 0 < rows * self._length <= SHORT.chunk_size else None
+        self.context.whole = with_labels and self._sees_everything(call)
+        self.context.schedule = self._short if 0 < rows * self._length <= SHORT.chunk_size else None
         branches = None if scored is None else scored.branches
-        self.facts.rows = call.packed_rows() if branches is None else branches
+        self.context.rows = call.packed_rows() if branches is None else branches
         padding, takes_positions = call.get("attention_mask"), call.takes("position_ids")
         args, kwargs = call.args, call.kwargs
         asked = kwargs.get("output_router_logits")
@@ -435,12 +435,12 @@ class StreamHandle:
     def _after(self, model: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
         try:
             if self.scored is not None:
-                return self._promised(self.scored, output)
+                return self._score_output(self.scored, output)
             self._check_hidden_states(output)
-            return self._with_router_loss(self._without_promise(output))
+            return self._with_router_loss(self._without_lazy_logits(output))
         finally:
             self._sharing.end()
-            self.facts.whole, self.facts.schedule = False, None
+            self.context.whole, self.context.schedule = False, None
 
     def _check_hidden_states(self, output: Any) -> None:
         """Refuse hidden states that were recorded inside of a layer, which are those of one chunk.
@@ -457,7 +457,7 @@ class StreamHandle:
                 mend="leave output_hidden_states out, or call the model without streaming where they are wanted",
             )
 
-    def _promised(self, scored: Scored, output: Any) -> Any:
+    def _score_output(self, scored: ScoreRequest, output: Any) -> Any:
         """Compute the requested scores from the lazy logits, and record the router loss."""
         if self.head is not None:
             self.head.close()
@@ -491,7 +491,7 @@ class StreamHandle:
             output.logits = self.head.evaluated(promise)
         return output
 
-    def _without_promise(self, output: Any) -> Any:
+    def _without_lazy_logits(self, output: Any) -> Any:
         if self.head is None or not self.head.active:
             return output
         self.head.close()

@@ -7,9 +7,9 @@ from typing import Any, Protocol
 
 from torch import Tensor, nn
 
-from streamtune.engine.context import CallFacts
+from streamtune.engine.context import CallContext
 from streamtune.engine.head import StreamedHead
-from streamtune.engine.lazy_logits import Scored
+from streamtune.engine.lazy_logits import ScoreRequest
 from streamtune.engine.routers import RouterWatch
 from streamtune.engine.sequence.shards import SequenceParallel
 from streamtune.schedule import Schedule
@@ -26,9 +26,9 @@ class StreamedModel(Protocol):
     schedule: Schedule
     head: StreamedHead | None
     """None where the head is not streamed."""
-    facts: CallFacts
+    context: CallContext
     routers: RouterWatch
-    scored: Scored | None
+    scored: ScoreRequest | None
     """The scores that the current call is asked for."""
     sequence_parallel: SequenceParallel | None
     """The ranks that share each sequence; None where there is only this one."""
@@ -44,7 +44,7 @@ class StreamedModel(Protocol):
         """True if the language-model head is streamed too."""
         ...
 
-    def scoring(self, scored: Scored) -> AbstractContextManager[None]:
+    def scoring(self, scored: ScoreRequest) -> AbstractContextManager[None]:
         """Make a call inside the context return the requested scores in place of its output."""
         ...
 

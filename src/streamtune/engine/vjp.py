@@ -24,7 +24,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from streamtune.engine.memory.tiers import Source, Stored
+from streamtune.engine.memory.tiers import Source, StoredTensor
 from streamtune.ops import hooks_held_back
 
 __all__ = ["Along", "Boundary", "RunChunk", "cut", "part", "streamed_vjp", "sum_dtype"]
@@ -123,7 +123,7 @@ def streamed_vjp(
         cache.hand_back(grads)
         for total, grad in zip(sums, grads, strict=True):
             total.add(grad)
-    if isinstance(into, Stored):
+    if isinstance(into, StoredTensor):
         into.tier.settle()
     grad_inputs = [
         whole if isinstance(whole, Tensor) else total.result() for whole, total in zip(wholes, input_sums, strict=True)
@@ -138,11 +138,11 @@ def cut(x: Tensor, along: Along, chunk: slice) -> Tensor:
 
 def part(x: Source, along: Along, chunk: slice) -> Tensor:
     """Return a chunk's part of a tensor, which may be in memory or in a storage tier."""
-    return x.cut(chunk) if isinstance(x, Stored) else cut(x, along, chunk)
+    return x.cut(chunk) if isinstance(x, StoredTensor) else cut(x, along, chunk)
 
 
 def _put(whole: Source, along: Along, chunk: slice, x: Tensor) -> None:
-    if isinstance(whole, Stored):
+    if isinstance(whole, StoredTensor):
         whole.put(chunk, x)
     else:
         cut(whole, along, chunk).copy_(x)

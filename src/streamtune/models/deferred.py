@@ -36,7 +36,7 @@ __all__ = ["Deferred", "defer_init", "defer_load", "deferred_of", "phantom_weigh
 ATTRIBUTE = "_streamtune_deferred"
 
 
-class Source(Protocol):
+class WeightSource(Protocol):
     """A source of weights by name."""
 
     def read(self, names: Iterable[str]) -> dict[str, Tensor]:
@@ -57,14 +57,14 @@ class Deferred:
     def __init__(
         self,
         model: PreTrainedModel,
-        open_source: Callable[[], Source],
+        open_source: Callable[[], WeightSource],
         *,
         dtypes: Mapping[str, torch.dtype] | None = None,
         note: str | None = None,
     ) -> None:
         self._places: dict[str, list[tuple[nn.Module, str]]] = {}
-        self._open: Callable[[], Source] | None = open_source
-        self._source: Source | None = None
+        self._open: Callable[[], WeightSource] | None = open_source
+        self._source: WeightSource | None = None
         self.note = note
         first: dict[int, str] = {}
         for prefix, module in model.named_modules(remove_duplicate=False):
@@ -247,7 +247,7 @@ class _Replayed:
         self._made = {name: parameter.detach() for name, parameter in model.named_parameters()}
 
     def read(self, names: Iterable[str]) -> dict[str, Tensor]:
-        """See :class:`Source`."""
+        """See :class:`WeightSource`."""
         made = {name: self._made[name] for name in names}  # a few, such as gains of norms, are whole already
         return {name: self._recorded.replay(x) if x.device.type == "meta" else x.clone() for name, x in made.items()}
 
@@ -259,5 +259,5 @@ class _Whole:
         self._left = {name: parameter.detach() for name, parameter in model.named_parameters()}
 
     def read(self, names: Iterable[str]) -> dict[str, Tensor]:
-        """See :class:`Source`."""
+        """See :class:`WeightSource`."""
         return {name: self._left.pop(name) for name in names}

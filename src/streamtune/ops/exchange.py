@@ -1,10 +1,10 @@
 """Exchanges between the ranks of a group that share a sequence; all but :func:`passed_on` are differentiable.
 
-Each rank holds a strip of every chunk, with all heads. :func:`to_heads` exchanges that for some heads of whole chunks,
-and :func:`to_strips` exchanges it back (Jacobs et al., DeepSpeed Ulysses, arXiv 2309.14509). Each is the other's
+Each rank holds a shard of every chunk, with all heads. :func:`to_heads` exchanges that for some heads of whole chunks,
+and :func:`to_shards` exchanges it back (Jacobs et al., DeepSpeed Ulysses, arXiv 2309.14509). Each is the other's
 backward, so the gradients of a chunk are exchanged as its tensors were.
 
-Shape suffixes: B batch, H heads, h = H / S of them, S ranks, c tokens of a strip, D head dimension.
+Shape suffixes: B batch, H heads, h = H / S of them, S ranks, c tokens of a shard, D head dimension.
 """
 
 from __future__ import annotations
@@ -18,26 +18,26 @@ from torch import Tensor
 
 from streamtune.ops.first_order import first_order
 
-__all__ = ["collected", "passed_on", "summed", "to_heads", "to_strips"]
+__all__ = ["collected", "passed_on", "summed", "to_heads", "to_shards"]
 
 
 def to_heads(x_BHcD: Tensor, group: Any, lengths: Sequence[int]) -> Tensor:
-    """Return ``[B, h, cS, D]``: this rank's heads of all strips, in the order of the sequence.
+    """Return ``[B, h, cS, D]``: this rank's heads of all shards, in the order of the sequence.
 
     Rank r gets heads ``[r h, (r + 1) h)``.
 
     Args:
-        x_BHcD: All heads of this rank's strips, end to end.
-        group: The ranks, in the order of their strips; S divides H.
-        lengths: Tokens of each strip: one for a chunk, several where several chunks are exchanged at once.
+        x_BHcD: All heads of this rank's shards, end to end.
+        group: The ranks, in the order of their shards; S divides H.
+        lengths: Tokens of each shard: one for a chunk, several where several chunks are exchanged at once.
     """
-    out: Tensor = _Exchange.apply(x_BHcD, group, tuple(lengths), True)
+    out: Tensor = _AllToAll.apply(x_BHcD, group, tuple(lengths), True)
     return out
 
 
-def to_strips(x_BhTD: Tensor, group: Any, lengths: Sequence[int]) -> Tensor:
+def to_shards(x_BhTD: Tensor, group: Any, lengths: Sequence[int]) -> Tensor:
     """Return ``[B, H, c, D]``: the inverse of :func:`to_heads`."""
-    out: Tensor = _Exchange.apply(x_BhTD, group, tuple(lengths), False)
+    out: Tensor = _AllToAll.apply(x_BhTD, group, tuple(lengths), False)
     return out
 
 
@@ -88,7 +88,7 @@ class _Kept:
         self.tensors = []
 
 
-class _Exchange(torch.autograd.Function):
+class _AllToAll(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, group: Any, lengths: tuple[int, ...], forth: bool) -> Tensor:
         ctx.group, ctx.lengths, ctx.forth = group, lengths, forth

@@ -27,7 +27,7 @@ from streamtune.simulate.memory import held_bytes
 from streamtune.simulate.plain_scores import PlainScores
 from streamtune.tasks import Task, task_of
 from streamtune.tasks.preference import GivenReference
-from streamtune.tasks.task import RandomStep, Trial
+from streamtune.tasks.task import RandomStep, TrialStep
 from streamtune.train.routers import StepRouters
 from streamtune.train.step import accumulate_gradients, explain_out_of_memory
 
@@ -53,7 +53,7 @@ def prepare_step(recipe: Recipe, device_name: str, budget: StepBudget, shape: Sh
     elif shape.mode == "checkpoint":
         use_checkpointing(model)
     optimizer = make_optimizer(recipe, model)
-    trial = Trial(
+    trial = TrialStep(
         model=model,
         handle=handle,
         scorer=PlainScores(model) if handle is None else handle,
@@ -111,7 +111,7 @@ def _planned(
         raise BudgetExceededError("device", f"device memory: {error.what}") from error
 
 
-def _step(recipe: Recipe, trial: Trial, optimizer: torch.optim.Optimizer, random_step: RandomStep) -> None:
+def _step(recipe: Recipe, trial: TrialStep, optimizer: torch.optim.Optimizer, random_step: RandomStep) -> None:
     """Run one optimizer step, as ``train.loop`` does."""
     settings = train.TrainSettings(
         total_steps=1,

@@ -20,7 +20,7 @@ from typing import Any
 
 from streamtune.errors import ArgumentError
 from streamtune.rewards.json_check import check_schema, conforms
-from streamtune.rewards.unit_tests import Limits, count_passed
+from streamtune.rewards.unit_tests import CodeLimits, count_passed
 
 __all__ = ["BUILTINS", "Builtin", "bind"]
 
@@ -200,7 +200,7 @@ def unit_tests(
     if not texts or not all(isinstance(text, str) and text.strip() for text in texts):
         raise ValueError("the tests are neither Python text nor a list of Python texts")
     blocks = re.findall(r"```[^\n`]*\n(.*?)```", completion, re.DOTALL)
-    passed = count_passed(blocks[-1] if blocks else completion, texts, Limits(timeout, memory_mib))
+    passed = count_passed(blocks[-1] if blocks else completion, texts, CodeLimits(timeout, memory_mib))
     return passed / len(texts) if partial else float(passed == len(texts))
 
 

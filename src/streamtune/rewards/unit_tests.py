@@ -27,7 +27,7 @@ from pathlib import Path
 
 from streamtune import interrupts
 
-__all__ = ["Limits", "count_passed"]
+__all__ = ["CodeLimits", "count_passed"]
 
 SUPERVISOR = Path(__file__).with_name("run_tests.py")
 GRACE = 10.0
@@ -35,7 +35,7 @@ GRACE = 10.0
 
 
 @dataclass(frozen=True)
-class Limits:
+class CodeLimits:
     """The resources that code and tests of one completion may use."""
 
     seconds: float = 5.0
@@ -43,7 +43,7 @@ class Limits:
     file_mib: int = 16
 
 
-def count_passed(code: str, tests: Sequence[str], limits: Limits) -> int:
+def count_passed(code: str, tests: Sequence[str], limits: CodeLimits) -> int:
     """Run the code, then each test in a copy of what the code left behind, and count the tests that did not raise.
 
     The count is 0 where the code itself raises, exits, or takes too long. Never raises for what the code does.

@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from rich.console import Console
 from streamtune.run.start import Start
 
-__all__ = ["Outcome", "Run", "train_run", "train_settings"]
+__all__ = ["Run", "RunOutcome", "train_run", "train_settings"]
 
 PATIENT = ("saving", "scoring")
 """Activities of a step that may wait for something outside: a disk, a reward function."""
@@ -67,7 +67,7 @@ class Run(Built):
 
 
 @dataclass(frozen=True)
-class Outcome:
+class RunOutcome:
     """The result of a run."""
 
     progressed: train.Progressed
@@ -100,7 +100,7 @@ class Outcome:
         return found[-1] if found else {}
 
 
-def train_run(run: Run, console: Console) -> Outcome:
+def train_run(run: Run, console: Console) -> RunOutcome:
     """Train; if the run comes to its end, save the model and let it complete the sample prompt.
 
     Args:
@@ -134,7 +134,7 @@ def train_run(run: Run, console: Console) -> Outcome:
         run.backend.close()
         run.closing.close()
     newest = train.checkpoint_path(directory.checkpoints, progressed.step)
-    return Outcome(
+    return RunOutcome(
         progressed=progressed,
         finished=finished,
         exit_code=failure.exit_code if failure is not None else 0 if finished else stop.exit_code,

@@ -30,7 +30,7 @@ from streamtune.tasks.preference import (
     unpaired_knobs,
 )
 from streamtune.tasks.random_batches import RandomTokens
-from streamtune.tasks.task import Notify, Prepared, RandomStep, Task, Trial, held_back
+from streamtune.tasks.task import Notify, PreparedRows, RandomStep, Task, TrialStep, held_back
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -123,7 +123,7 @@ class Dpo(Task[DpoRecipe]):
         branches = (length - prompt + 1,) * (1 if self.recipe.unpaired else 2)
         return self._asked(share, ((prompt - 1, branches),) * batch_size)
 
-    def own_completions(self, prepared: Prepared, longest: int, *, share: bool) -> Completions:
+    def own_completions(self, prepared: PreparedRows, longest: int, *, share: bool) -> Completions:
         """See :meth:`Task.own_completions`: of the largest prompt, or of the longest row where prompts are apart."""
         tree = prepared.train[int(prepared.train.lengths().argmax())]  # type: ignore[attr-defined]
         trunk = len(tree.prompt) - 1
@@ -168,7 +168,7 @@ class Dpo(Task[DpoRecipe]):
 
     # --- trials and comparisons --------------------------------------------------------------------------------
 
-    def random_step(self, trial: Trial) -> RandomStep:
+    def random_step(self, trial: TrialStep) -> RandomStep:
         """See :meth:`Task.random_step`."""
         draw = RandomTokens(self.recipe, trial.model)
         scored = self._scored(trial.share, trial.length, trial.batch_size)

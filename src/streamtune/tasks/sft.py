@@ -12,7 +12,7 @@ from streamtune import data, train
 from streamtune.engine import StreamHandle, check_packing
 from streamtune.recipe.schema import Recipe
 from streamtune.tasks.random_batches import RandomTokens
-from streamtune.tasks.task import Notify, RandomStep, Task, Trial, held_back
+from streamtune.tasks.task import Notify, RandomStep, Task, TrialStep, held_back
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -68,7 +68,7 @@ class Sft(Task[Recipe]):
         """See :meth:`Task.objective`."""
         return train.SupervisedObjective(scorer)
 
-    def random_step(self, trial: Trial) -> RandomStep:
+    def random_step(self, trial: TrialStep) -> RandomStep:
         """See :meth:`Task.random_step`."""
         draw = RandomTokens(self.recipe, trial.model)
         batches = [draw.rows(trial.batch_size, trial.length).to(trial.device) for _ in self._micro_batches()]

@@ -32,7 +32,7 @@ from streamtune.tasks.steps import StepPlan, Steps, Trainable
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-__all__ = ["Begin", "Built", "Notify", "Prepared", "RandomStep", "Task", "Training", "Trial", "held_back"]
+__all__ = ["Begin", "Built", "Notify", "PreparedRows", "RandomStep", "Task", "Training", "TrialStep", "held_back"]
 
 R_co = TypeVar("R_co", bound=Recipe, covariant=True)
 
@@ -46,7 +46,7 @@ RandomStep = tuple[train.Objective, Callable[[], Sequence[train.MicroBatch]]]
 """An objective, and a function that makes the micro-batches of a step of random tokens."""
 
 
-class Prepared(Protocol):
+class PreparedRows(Protocol):
     """Rows as token ids, of any objective."""
 
     @property
@@ -110,7 +110,7 @@ class Training:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Trial:
+class TrialStep:
     """The model, the reference and the shape of a step of random tokens that the probe runs."""
 
     model: Any
@@ -189,7 +189,7 @@ class Task(ABC, Generic[R_co]):
         notify: Notify,
         *,
         val_size: float | None = None,
-    ) -> Prepared:
+    ) -> PreparedRows:
         """Return the rows as token ids. Messages are passed on at the end: earlier they would interrupt the live count.
 
         Args:
@@ -202,7 +202,7 @@ class Task(ABC, Generic[R_co]):
             DataError: A row cannot be trained on; it names the file and line.
         """
 
-    def longest(self, prepared: Prepared) -> int:
+    def longest(self, prepared: PreparedRows) -> int:
         """Return the tokens of the longest row, or of the longest prompt with its completion."""
         return min(prepared.report.length_percentiles["max"], self.recipe.max_length)
 
@@ -281,7 +281,7 @@ class Task(ABC, Generic[R_co]):
         """
         return None
 
-    def own_completions(self, prepared: Prepared, longest: int, *, share: bool) -> Completions | None:
+    def own_completions(self, prepared: PreparedRows, longest: int, *, share: bool) -> Completions | None:
         """Return :meth:`completions` as large as the run's own data makes them."""
         return self.completions(share=share)
 
@@ -348,7 +348,7 @@ class Task(ABC, Generic[R_co]):
     # --- trials and comparisons --------------------------------------------------------------------------------
 
     @abstractmethod
-    def random_step(self, trial: Trial) -> RandomStep:
+    def random_step(self, trial: TrialStep) -> RandomStep:
         """Return the objective and the micro-batches of a training step of random tokens, in the recipe's shape.
 
         Gradients are accumulated over two micro-batches where the recipe does so over several: those of the first are

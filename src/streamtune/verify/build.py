@@ -43,7 +43,7 @@ from streamtune.verify.verify import compare_gradients, verify_schedules
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-__all__ = ["DTYPES", "Subject", "build_verify", "verify_recipe"]
+__all__ = ["DTYPES", "VerifySubject", "build_verify", "verify_recipe"]
 
 DTYPES = ("float32", "bfloat16", "float64")
 """Values of ``--dtype``."""
@@ -65,7 +65,7 @@ PROBE = 256
 
 
 @dataclass(frozen=True)
-class Subject:
+class VerifySubject:
     """The subject of a verification: a model, a batch, and the schedules to stream it with."""
 
     loaded: LoadedRecipe
@@ -101,7 +101,7 @@ def build_verify(
     dtype: str | None = None,
     notify: Callable[[str], None] = lambda message: None,
     doing: Callable[[str], AbstractContextManager[Any]] = nullcontext,
-) -> Subject:
+) -> VerifySubject:
     """Load the recipe's model and its first rows. Nothing is written.
 
     Args:
@@ -145,7 +145,7 @@ def build_verify(
         if (note := models.check_positions(model, alone.input_ids.shape[1])) is not None:
             notify(note)
         schedules = verify_schedules(batch.input_ids.shape[1], make_schedule(recipe.engine))
-    return Subject(
+    return VerifySubject(
         loaded=loaded,
         model=model,
         parameters=models.count_parameters(model),
@@ -175,7 +175,7 @@ def _build_trees(
     dtype: str | None,
     notify: Callable[[str], None],
     doing: Callable[[str], AbstractContextManager[Any]],
-) -> Subject:
+) -> VerifySubject:
     """Do what :func:`build_verify` does, where completions are scored."""
     recipe = task.recipe
     with blame_recipe(loaded):
@@ -204,7 +204,7 @@ def _build_trees(
         if (note := models.check_positions(model, losses.apart.input_ids.shape[1])) is not None:
             notify(note)
         schedules = verify_schedules(losses.shared.input_ids.shape[1], make_schedule(recipe.engine))
-    return Subject(
+    return VerifySubject(
         loaded=loaded,
         model=model,
         parameters=models.count_parameters(model),
@@ -222,7 +222,7 @@ def _build_trees(
     )
 
 
-def verify_recipe(subject: Subject, notify: Callable[[str], None] = lambda message: None) -> VerifyReport:
+def verify_recipe(subject: VerifySubject, notify: Callable[[str], None] = lambda message: None) -> VerifyReport:
     """Compare streamed with plain autograd.
 
     Raises:

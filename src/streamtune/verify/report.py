@@ -10,11 +10,11 @@ import torch
 
 from streamtune.schedule import Schedule
 
-__all__ = ["Finding", "Loss", "ModuleRow", "Run", "VerifyReport", "module_of"]
+__all__ = ["Finding", "Loss", "ModuleRow", "VerifyReport", "VerifyRun", "module_of"]
 
 
 @dataclass(frozen=True)
-class Run:
+class VerifyRun:
     """One forward and backward.
 
     Attributes:
@@ -50,7 +50,7 @@ class Finding:
     error: float
     torch_error: float
     allowed: float
-    run: Run
+    run: VerifyRun
     overall: bool = False
 
     @property
@@ -151,7 +151,7 @@ class VerifyReport:
     loss: Loss
     worst: Finding
     modules: list[ModuleRow]
-    runs: list[Run] = field(repr=False)
+    runs: list[VerifyRun] = field(repr=False)
     trained: int
     filled: int = 0
     refusal: str = ""

@@ -28,7 +28,7 @@ import math
 import torch
 from torch import Tensor
 
-from streamtune.verify.report import Finding, Run
+from streamtune.verify.report import Finding, VerifyRun
 
 __all__ = ["NOISE", "ROUTED", "SAME", "judge", "judge_loss", "norm_of", "ratio"]
 
@@ -50,7 +50,7 @@ BLOCK = 1 << 24
 """Entries compared at once: 128 MiB in float64."""
 
 
-def judge(run: Run, plain: Run, *, same: bool, routed: bool) -> list[Finding]:
+def judge(run: VerifyRun, plain: VerifyRun, *, same: bool, routed: bool) -> list[Finding]:
     """Return the errors of a streamed run with what is allowed: every parameter's, and their mean over all.
 
     Args:
@@ -75,7 +75,7 @@ def judge(run: Run, plain: Run, *, same: bool, routed: bool) -> list[Finding]:
     return findings
 
 
-def judge_loss(run: Run, plain: Run, truth: float, *, same: bool, routed: bool) -> Finding:
+def judge_loss(run: VerifyRun, plain: VerifyRun, truth: float, *, same: bool, routed: bool) -> Finding:
     """Return the relative error of a streamed run's loss, with what is allowed; arguments as of :func:`judge`."""
     own = 0.0 if same else ratio(abs(plain.loss - truth), abs(truth))
     bound = SAME[run.dtype] if same else NOISE[run.dtype]

@@ -30,7 +30,7 @@ from torch import Tensor, nn
 from streamtune.engine import StreamHandle, stream
 from streamtune.errors import ArgumentError, NonFiniteError, StreamTuneError, UnsupportedModelError
 from streamtune.schedule import Schedule
-from streamtune.verify.report import Loss, ModuleRow, Run, VerifyReport, module_of
+from streamtune.verify.report import Loss, ModuleRow, VerifyReport, VerifyRun, module_of
 from streamtune.verify.restore import attending, borrowed, cast, quantised_as, routes, wide_loss
 from streamtune.verify.rule import SAME, judge, judge_loss, norm_of, ratio
 
@@ -212,7 +212,7 @@ class _Comparison:
         gaps = [ratio(abs(norm - norms[name]), found.scale(name)) for name, norm in found.norms.items()]
         return max(*gaps, ratio(abs(found.loss - loss), abs(loss))) <= SAME[dtype]
 
-    def _truth(self) -> tuple[_Reference | None, list[Run]]:
+    def _truth(self) -> tuple[_Reference | None, list[VerifyRun]]:
         """Return the gradients in the widest dtype that runs, and the runs in it; None and no runs if none does."""
         wider = [torch.float64] if self.computed == torch.float32 or self.routed else []
         wider += [torch.float32] if self.computed.itemsize < 4 else []
@@ -232,9 +232,9 @@ class _Comparison:
             self.why_no_truth = "; ".join(filter(None, [self.why_no_truth, f"{_name(dtype)}: {reason}"]))
         return None, []
 
-    def _itself(self, reference: _Reference) -> Run:
+    def _itself(self, reference: _Reference) -> VerifyRun:
         """Return the run of the reference itself, whose errors are 0."""
-        return Run(None, reference.dtype, reference.loss, dict.fromkeys(self.names, 0.0))
+        return VerifyRun(None, reference.dtype, reference.loss, dict.fromkeys(self.names, 0.0))
 
     def _reference(self, bf16: bool, dtype: torch.dtype) -> _Reference:
         self._begin(f"{self._label(bf16, dtype)}, plain autograd", wide=dtype != self.computed)
@@ -255,10 +255,10 @@ class _Comparison:
             )
         return reference
 
-    def _streamed(self, truth: _Reference, bf16: bool, dtype: torch.dtype) -> list[Run]:
+    def _streamed(self, truth: _Reference, bf16: bool, dtype: torch.dtype) -> list[VerifyRun]:
         return [self._compared(truth, schedule, bf16, dtype) for schedule in self.schedules]
 
-    def _compared(self, truth: _Reference, schedule: Schedule | None, bf16: bool, dtype: torch.dtype) -> Run:
+    def _compared(self, truth: _Reference, schedule: Schedule | None, bf16: bool, dtype: torch.dtype) -> VerifyRun:
         """Run once; compare each gradient with the truth and free it as soon as it is finished."""
         how = "plain autograd" if schedule is None else f"streamed in chunks of {schedule.chunk_size:,}"
         self._begin(f"{self._label(bf16, dtype)}, {how}", wide=True)
@@ -281,7 +281,7 @@ class _Comparison:
                     raise
                 narrow = any(layer.forward.narrow_states for layer in handle.layers)  # type: ignore[attr-defined]
         errors = {name: ratio(difference, truth.scale(name)) for name, difference in differences.items()}
-        return Run(schedule, dtype, loss, errors, narrow_states=narrow)
+        return VerifyRun(schedule, dtype, loss, errors, narrow_states=narrow)
 
     def _backward(self, loss_of: LossOf, bf16: bool, take: Callable[[str, Tensor], None]) -> float:
         """Run forward and backward, give each gradient to ``take`` as it is finished and free it; return the loss."""
@@ -310,7 +310,7 @@ class _Comparison:
     def _label(self, bf16: bool, dtype: torch.dtype) -> str:
         return f"{_name(dtype)} autocast" if bf16 else _name(dtype)
 
-    def _report(self, truth: _Reference, runs: list[Run]) -> VerifyReport:
+    def _report(self, truth: _Reference, runs: list[VerifyRun]) -> VerifyReport:
         plain = next(run for run in reversed(runs) if run.schedule is None)
         findings, losses = [], []
         for run in (run for run in runs if run.schedule is not None):
@@ -335,7 +335,7 @@ class _Comparison:
             trained=len(self.names),
         )
 
-    def _modules(self, runs: list[Run], plain: Run, truth: _Reference) -> list[ModuleRow]:
+    def _modules(self, runs: list[VerifyRun], plain: VerifyRun, truth: _Reference) -> list[ModuleRow]:
         """Return the largest error of any parameter, by module and dtype, over all schedules."""
         groups: dict[str, list[str]] = {}
         for name in self.names:

@@ -1,11 +1,10 @@
 """Storage of tensors for the backward: on the device, in the machine's memory, or in a file.
 
-A *tier* takes a tensor and gives a *block*; the block gives the tensor back. :class:`Stored` is a tensor that follows
-the sequence, in one block for each chunk, so that the backward holds only the chunks it works on.
-
-On an accelerator copies run on a stream of their own, a few in flight: the computation waits for the oldest copy when
-more than ``IN_FLIGHT`` are under way, and the backward prefetches its next chunk. A caller may drop a tensor that it
-has given to a tier: it is held until its copy is done.
+A *tier* takes a tensor and gives a *block*; the block gives the tensor back. :class:`StoredTensor` is a tensor that
+follows the sequence, in one block for each chunk, so that the backward holds only the chunks it works on. On an
+accelerator copies run on a stream of their own, a few in flight: the computation waits for the oldest copy when more
+than ``IN_FLIGHT`` are under way, and the backward prefetches its next chunk. A caller may drop a tensor that it has
+given to a tier: it is held until its copy is done.
 """
 
 from __future__ import annotations
@@ -19,9 +18,9 @@ import torch
 from torch import Tensor
 
 from streamtune.engine.memory.host import Arena, is_host_storage
-from streamtune.engine.observe import hold
+from streamtune.engine.observe import notify_tensors
 
-__all__ = ["Block", "Copies", "DeviceTier", "HostTier", "Source", "Stored", "Tier", "is_host_storage"]
+__all__ = ["Block", "Copies", "DeviceTier", "HostTier", "Source", "StoredTensor", "Tier", "is_host_storage"]
 
 IN_FLIGHT = 2
 """Copies to the host that may be under way while the next chunk is computed."""
@@ -55,13 +54,13 @@ class DeviceTier:
 
     def put(self, x: Tensor) -> Block:
         """Keep the tensor as it is."""
-        return _Held(x)
+        return _HeldTensor(x)
 
     def settle(self) -> None:
         """Do nothing: there is no copy to wait for."""
 
 
-class _Held:
+class _HeldTensor:
     def __init__(self, x: Tensor) -> None:
         self.x: Tensor | None = x
 
@@ -172,7 +171,7 @@ class _OnHost:
     __del__ = free  # a forward whose backward never comes
 
 
-class Stored:
+class StoredTensor:
     """A tensor that follows the sequence, stored in pieces.
 
     Args:
@@ -181,7 +180,7 @@ class Stored:
         along: The dimension along which it follows the sequence.
     """
 
-    def __init__(self, tier: Tier, like: Tensor | Stored, along: int) -> None:
+    def __init__(self, tier: Tier, like: Tensor | StoredTensor, along: int) -> None:
         self.tier, self.along = tier, along
         self.shape: torch.Size = like.shape
         self.dtype: torch.dtype = like.dtype
@@ -191,7 +190,7 @@ class Stored:
 
     def put(self, chunk: slice, x: Tensor) -> None:
         """Store a chunk."""
-        hold("layer input", x)
+        notify_tensors("layer input", x)
         self.blocks[chunk.start, chunk.stop] = self.tier.put(x)
 
     def expect(self, chunks: Sequence[slice]) -> None:
@@ -224,5 +223,5 @@ class Stored:
         self.blocks.clear()
 
 
-Source = Tensor | Stored
+Source = Tensor | StoredTensor
 """A tensor from which chunks are cut, wherever it is stored."""

@@ -86,7 +86,7 @@ class _Walk:
     def run(self, length: int, plain: bool) -> None:
         step = self._note if plain else self._compare
         for index, layer in enumerate(self.layers):
-            layer.forward = _Step(index, step)
+            layer.forward = _LongStep(index, step)
         decoder: Any = getattr(self.model, self.model.base_model_prefix, self.model)
         ids = ordinary_tokens(self.model, 1, length)
         given: dict[str, Any] = {"input_ids": ids, "attention_mask": torch.ones_like(ids), **not_balanced(self.model)}
@@ -107,7 +107,7 @@ class _Walk:
 
     def _compare(self, index: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         layer = self.layers[index]
-        forward = StreamedForward(layer, self.schedule, self.handle.own_attention, facts=self.handle.facts)
+        forward = StreamedForward(layer, self.schedule, self.handle.own_attention, context=self.handle.context)
         noted = self.noted.get(index)
         arguments = bind(layer, args, kwargs)
         if noted is not None:
@@ -134,7 +134,7 @@ class _Walk:
                 )
 
 
-class _Step:
+class _LongStep:
     """Replaces a layer's ``forward`` in one of these forwards."""
 
     def __init__(self, index: int, step: Callable[..., Any]) -> None:

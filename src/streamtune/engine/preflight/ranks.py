@@ -1,4 +1,4 @@
-"""Do the ranks of a group, each with its strips, compute what one of them computes alone?"""
+"""Do the ranks of a group, each with its shards, compute what one of them computes alone?"""
 
 from __future__ import annotations
 

@@ -26,7 +26,7 @@ import torch
 from torch import Tensor, nn
 
 from streamtune.engine.branches import Branches
-from streamtune.engine.context import CallFacts
+from streamtune.engine.context import CallContext
 from streamtune.engine.layer import StreamedForward
 from streamtune.engine.preflight.common import BOUND, SCHEDULE, borrowed, compared_dtype, norm_of, trial_batch
 from streamtune.engine.routers import not_balanced
@@ -121,7 +121,7 @@ class _Trial:
         self.model: Any = handle.model
         self.layout = layout
         self.layers, self.own = handle.layers, handle.own_attention
-        self.facts = CallFacts()
+        self.context = CallContext()
         length = layout.rows.positions_BT.shape[1]
         ids = trial_batch(self.model)["input_ids"].flatten()
         self.ids = ids.repeat(-(-length // len(ids)))[:length][None]
@@ -148,10 +148,10 @@ class _Trial:
     ) -> Tensor:
         """Run one forward with ``step`` in each layer's place; return the logits."""
         for index, layer in enumerate(self.layers):
-            layer.forward = _Step(index, layer, step)
-        self.facts.rows = rows
+            layer.forward = _RowsStep(index, layer, step)
+        self.context.rows = rows
         taken = inspect.signature(type(self.model).forward).parameters
-        given = {name: value for name, value in arguments.items() if name in taken}  # the rest is in the facts
+        given = {name: value for name, value in arguments.items() if name in taken}  # the rest is in the context
         try:
             more = {"use_cache": False, **not_balanced(self.model)}
             out = self.model.forward(input_ids=ids, **given, **more)
@@ -165,7 +165,9 @@ class _Trial:
         return logits
 
     def _record(self, index: int, bound: inspect.BoundArguments) -> Any:
-        out = StreamedForward(self.layers[index], SCHEDULE, self.own, facts=self.facts)(*bound.args[1:], **bound.kwargs)
+        out = StreamedForward(self.layers[index], SCHEDULE, self.own, context=self.context)(
+            *bound.args[1:], **bound.kwargs
+        )
         self.seen.append(_Seen(index, bound.arguments[_hidden_name(bound)], _first(out)))
         return out
 
@@ -179,7 +181,9 @@ class _Trial:
             given = bound.arguments[name]
             self._note(index, "input", z_in, given, torch.zeros_like(given))
         bound.arguments[name] = z_in
-        out = StreamedForward(self.layers[index], SCHEDULE, self.own, facts=self.facts)(*bound.args[1:], **bound.kwargs)
+        out = StreamedForward(self.layers[index], SCHEDULE, self.own, context=self.context)(
+            *bound.args[1:], **bound.kwargs
+        )
         z_out = call.z_out[:, self.row]
         self._note(index, "output", z_out, _first(out), z_in)
         return type(out)([z_out, *out[1:]]) if isinstance(out, tuple | list) else z_out
@@ -218,7 +222,7 @@ class _Trial:
         return type(self.model).__name__
 
 
-class _Step:
+class _RowsStep:
     """Replaces a layer's ``forward`` in one forward of the model."""
 
     def __init__(self, index: int, layer: nn.Module, step: Callable[..., Any]) -> None:

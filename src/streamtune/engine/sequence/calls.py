@@ -1,7 +1,7 @@
-"""Sequence parallelism: each rank makes the ordinary call with the whole rows, and computes its strips of them.
+"""Sequence parallelism: each rank makes the ordinary call with the whole rows, and computes its shards of them.
 
 In a call with labels, or one that is scored, the arguments are changed before the model's forward: tokens, positions
-and targets are cut to the rank's own (``strips``), and the loss is summed over the ranks. Calls without targets are not
+and targets are cut to the rank's own (``shards``), and the loss is summed over the ranks. Calls without targets are not
 shared: every rank computes them whole, as without this. docs/decisions/015-sequence-parallel.md has the reasons.
 
 Shape suffixes: B batch, T tokens.
@@ -24,7 +24,7 @@ from streamtune.engine.inspect_model import own_attention
 from streamtune.engine.observe import RandomState
 from streamtune.engine.rows import OTHER_WORDS
 from streamtune.engine.scan import code_names
-from streamtune.engine.sequence.shards import SequenceParallel, Strips
+from streamtune.engine.sequence.shards import SequenceParallel, SequenceShards
 from streamtune.engine.streamed_model import StreamedModel
 from streamtune.errors import ArgumentError, UnsupportedModelError
 
@@ -80,18 +80,18 @@ def form_for(ranks: SequenceParallel, model: Any, layers: list[nn.Module], head:
 
 
 class Sharing:
-    """Changes calls of a streamed model to calls on this rank's strips; does nothing if ranks share no sequences."""
+    """Changes calls of a streamed model to calls on this rank's shards; does nothing if ranks share no sequences."""
 
     def __init__(self, handle: StreamedModel) -> None:
         self._handle = proxy(handle)
         self._drawing = ExitStack()
 
     def begin(self, args: tuple[Any, ...], kwargs: dict[str, Any], with_targets: bool) -> dict[str, Any]:
-        """Return a call's arguments by name: for this rank's strips, or unchanged if the call has no targets.
+        """Return a call's arguments by name: for this rank's shards, or unchanged if the call has no targets.
 
         Raises:
-            UnsupportedModelError: An argument cannot be cut into strips; or a call without targets needs gradients,
-                and its logits would be those of a strip.
+            UnsupportedModelError: An argument cannot be cut into shards; or a call without targets needs gradients,
+                and its logits would be those of a shard.
         """
         model = self._handle.model
         names = list(inspect.signature(type(model).forward).parameters)[1:]
@@ -100,15 +100,15 @@ class Sharing:
             return self.share(kwargs)
         if torch.is_grad_enabled() and any(p.requires_grad for p in model.parameters()):
             raise UnsupportedModelError(
-                "ranks share this model's sequences, and logits would be those of a strip",
+                "ranks share this model's sequences, and logits would be those of a shard",
                 mend="pass labels, ask handle.logprobs, or call it under torch.no_grad(), where ranks do not share",
             )
         return kwargs
 
     def share(self, kwargs: dict[str, Any]) -> dict[str, Any]:
-        """Return the arguments for this rank's strips; give the strips to layers, head and routers until ``end``."""
+        """Return the arguments for this rank's shards; give the shards to layers, head and routers until ``end``."""
         handle = self._handle
-        ranks, rows = handle.sequence_parallel, handle.facts.rows
+        ranks, rows = handle.sequence_parallel, handle.context.rows
         if ranks is None:
             return kwargs
         self._tell(None)
@@ -119,42 +119,42 @@ class Sharing:
         _refuse(handle, kwargs, length)
         branches = rows if isinstance(rows, Branches) else None
         packed = None if branches else rows
-        strips = Strips(ranks.group, handle.form, handle.schedule, batch, length, packed, _targets(kwargs))
+        shards = SequenceShards(ranks.group, handle.form, handle.schedule, batch, length, packed, _targets(kwargs))
         given = {key: value for key, value in kwargs.items() if key not in (*OTHER_WORDS, "cache_position")}
-        given |= _placed(handle, strips, tokens, kwargs)
+        given |= _placed(handle, shards, tokens, kwargs)
         given.pop("shift_labels", None)
         for name, dim in (TOKENS | dict.fromkeys(TYPES, 1)).items():
             if isinstance(value := given.get(name), Tensor):
-                given[name] = strips.cut(value, dim, -100 if name == "labels" else None)
-        if branches is not None and strips.total > length:  # what is behind the rows is a row of its own
-            branches = branches.followed_by(strips.total - length)
-        handle.facts.rows = branches
-        self._tell(strips)
+                given[name] = shards.cut(value, dim, -100 if name == "labels" else None)
+        if branches is not None and shards.total > length:  # what is behind the rows is a row of its own
+            branches = branches.followed_by(shards.total - length)
+        handle.context.rows = branches
+        self._tell(shards)
         if handle.model.training:
             self._drawing.enter_context(drawn_apart(ranks, next(handle.model.parameters()).device))
         return given
 
     def end(self) -> None:
-        """End the call: reset its strips and its rows."""
+        """End the call: reset its shards and its rows."""
         self._tell(None)
-        self._handle.facts.rows = None
+        self._handle.context.rows = None
 
     def open_routers(self, attention_mask: Any) -> None:
         """Let the routers count the tokens of the rows, without the padding behind their end."""
-        strips = self._handle.facts.strips
-        if strips is not None and attention_mask is None:
+        shards = self._handle.context.shards
+        if shards is not None and attention_mask is None:
             device = next(self._handle.model.parameters()).device
-            attention_mask = torch.ones(strips.batch, strips.given, device=device)
+            attention_mask = torch.ones(shards.batch, shards.given, device=device)
         self._handle.routers.open(attention_mask)
 
-    def _tell(self, strips: Strips | None) -> None:
+    def _tell(self, shards: SequenceShards | None) -> None:
         self._drawing.close()
         handle = self._handle
-        handle.facts.strips = handle.routers.strips = strips
+        handle.context.shards = handle.routers.shards = shards
         if handle.head is not None:
-            handle.head.strips = strips
-        if handle.scored is not None and strips is not None:
-            handle.scored.strips = strips
+            handle.head.shards = shards
+        if handle.scored is not None and shards is not None:
+            handle.scored.shards = shards
 
 
 def _targets(kwargs: dict[str, Any]) -> Tensor | None:
@@ -166,7 +166,7 @@ def _targets(kwargs: dict[str, Any]) -> Tensor | None:
     return nn.functional.pad(labels, (0, 1), value=-100)[..., 1:]
 
 
-def _placed(handle: StreamedModel, strips: Strips, tokens: Tensor, kwargs: dict[str, Any]) -> dict[str, Any]:
+def _placed(handle: StreamedModel, shards: SequenceShards, tokens: Tensor, kwargs: dict[str, Any]) -> dict[str, Any]:
     """Return positions of the rows, and a padding mask of the whole padded sequence, the same on every rank."""
     mask, positions = kwargs.get("attention_mask"), kwargs.get("position_ids")
     padded = mask is not None and not bool(mask.bool().all())
@@ -175,14 +175,14 @@ def _placed(handle: StreamedModel, strips: Strips, tokens: Tensor, kwargs: dict[
             raise UnsupportedModelError(
                 f"{kind} makes positions from tokens or padding, which no rank sees all of", mend="pass position_ids"
             )
-        positions = torch.arange(strips.given, device=tokens.device)[None]
-    _same_rotation_everywhere(handle.model, strips, positions)
+        positions = torch.arange(shards.given, device=tokens.device)[None]
+    _same_rotation_everywhere(handle.model, shards, positions)
     if mask is None:
         mask = torch.ones(*tokens.shape[:2], dtype=torch.long, device=tokens.device)
     # No row sees what is behind its end, masked or not; unmasked it costs no mask.
     return {
         "position_ids": positions,
-        "attention_mask": nn.functional.pad(mask, (0, strips.total - strips.given), value=int(not padded)),
+        "attention_mask": nn.functional.pad(mask, (0, shards.total - shards.given), value=int(not padded)),
     }
 
 
@@ -225,7 +225,7 @@ def _places_tokens_itself(handle: StreamedModel, padded: bool) -> str | None:
     return None
 
 
-def _same_rotation_everywhere(model: Any, strips: Strips, positions: Tensor) -> None:
+def _same_rotation_everywhere(model: Any, shards: SequenceShards, positions: Tensor) -> None:
     """Refuse rotary embeddings that depend on the longest position, where that differs between ranks."""
     parameters = getattr(model.config.get_text_config(decoder=True), "rope_parameters", None) or {}
     kinds = parameters.values() if all(isinstance(value, dict) for value in parameters.values()) else [parameters]
@@ -234,7 +234,7 @@ def _same_rotation_everywhere(model: Any, strips: Strips, positions: Tensor) -> 
             continue
         config = model.config.get_text_config(decoder=True)
         limit = kind.get("original_max_position_embeddings") or config.max_position_embeddings
-        places = [strips.places(rank, positions.device).clamp(max=strips.given - 1) for rank in range(strips.size)]
+        places = [shards.places(rank, positions.device).clamp(max=shards.given - 1) for rank in range(shards.size)]
         longest = [int(positions.index_select(-1, place).max()) + 1 for place in places]
         if min(longest) <= limit < max(longest) or (kind["rope_type"] == "dynamic" and max(longest) > limit):
             raise UnsupportedModelError(

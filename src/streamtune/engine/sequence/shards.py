@@ -1,9 +1,9 @@
 """One call of a model whose sequence several ranks share: the tokens of each rank, and what their layers exchange.
 
 The schedule cuts a rank's own tokens into chunks. The i-th chunks of all ranks together are the i-th chunk of the
-sequence. Each rank's part of it is called a strip; the strips lie in the order of the ranks:
+sequence. Each rank's part of it is called a shard; the shards lie in the order of the ranks:
 
-    rank 0 | 0 1 . . . . 6 7  . . . .      tokens of the sequence, 2 to a strip, 3 ranks
+    rank 0 | 0 1 . . . . 6 7  . . . .      tokens of the sequence, 2 to a shard, 3 ranks
     rank 1 | . . 2 3 . . . .  8 9 . .
     rank 2 | . . . . 4 5 . .  . . A B
              first chunk      second
@@ -34,17 +34,17 @@ from streamtune.errors import ArgumentError, UnsupportedModelError
 from streamtune.ops import LazyMask
 from streamtune.ops.attention.ring import Ring
 from streamtune.ops.attention.runs import run_starts
-from streamtune.ops.exchange import collected, to_heads, to_strips
+from streamtune.ops.exchange import collected, to_heads, to_shards
 from streamtune.schedule import Schedule
 
-__all__ = ["FORMS", "SequenceParallel", "Strips", "Turn", "turn_of_strips"]
+__all__ = ["FORMS", "ChunkExchange", "SequenceParallel", "SequenceShards", "chunk_exchange"]
 
 _local = threading.local()
 
 
 @dataclass(eq=False)
-class Strips:
-    """The division of a call's tokens into chunks and into one strip of each chunk for every rank.
+class SequenceShards:
+    """The division of a call's tokens into chunks and into one shard of each chunk for every rank.
 
     Args:
         group: The ranks that share them.
@@ -97,11 +97,11 @@ class Strips:
         return slice(0, self.own)
 
     def everywhere(self, chunk: slice) -> slice:
-        """Return the chunk of the sequence, all ranks' strips of it, that corresponds to a chunk of own tokens."""
+        """Return the chunk of the sequence, all ranks' shards of it, that corresponds to a chunk of own tokens."""
         return slice(chunk.start * self.size, chunk.stop * self.size)
 
-    def strip(self, chunk: slice, rank: int | None = None) -> slice:
-        """Return the positions in the sequence of a rank's strip of a chunk; by default this rank's."""
+    def shard(self, chunk: slice, rank: int | None = None) -> slice:
+        """Return the positions in the sequence of a rank's shard of a chunk; by default this rank's."""
         length = chunk.stop - chunk.start
         start = chunk.start * self.size + (self.rank if rank is None else rank) * length
         return slice(start, start + length)
@@ -110,15 +110,15 @@ class Strips:
         """Return the chunks that lie in a part of a rank's tokens; the part is one chunk, several, or all of them."""
         return [chunk for chunk in self.chunks if part.start <= chunk.start and chunk.stop <= part.stop]
 
-    def floor(self, key: int) -> int:
-        """Return the start, among a rank's own tokens, of the chunk that contains position ``key`` of the sequence."""
-        return next(chunk.start for chunk in reversed(self.chunks) if chunk.start * self.size <= key)
+    def local_chunk_start(self, position: int) -> int:
+        """Return the start, among a rank's own tokens, of the chunk that contains a ``position`` of the sequence."""
+        return next(chunk.start for chunk in reversed(self.chunks) if chunk.start * self.size <= position)
 
     def places(self, rank: int, device: torch.device) -> Tensor:
         """Return the positions ``[L]`` of a rank's tokens in the sequence."""
         if rank not in self._places:
-            strips = [self.strip(chunk, rank) for chunk in self.chunks]
-            self._places[rank] = torch.cat([torch.arange(s.start, s.stop, device=device) for s in strips])
+            shards = [self.shard(chunk, rank) for chunk in self.chunks]
+            self._places[rank] = torch.cat([torch.arange(s.start, s.stop, device=device) for s in shards])
         return self._places[rank].to(device)
 
     def cut(self, x: Tensor, dim: int, fill: float | bool | None = None) -> Tensor:
@@ -169,19 +169,19 @@ class Strips:
         return replace(mask, q_length=self.total, row_start=row_start, block_start=None)
 
 
-class Turn:
+class ChunkExchange:
     """The exchange with the other ranks in one run of a layer on a chunk.
 
     ``first_key`` is set later: the first key that the attention of the chunk is given, counted as in the cache.
 
     Args:
-        strips: The call.
+        shards: The call.
         part: Those of this rank's tokens that the layer runs on.
     """
 
-    def __init__(self, strips: Strips, part: slice) -> None:
-        self.strips, self.part = strips, part
-        self.lengths = [chunk.stop - chunk.start for chunk in strips.within(part)]
+    def __init__(self, shards: SequenceShards, part: slice) -> None:
+        self.shards, self.part = shards, part
+        self.lengths = [chunk.stop - chunk.start for chunk in shards.within(part)]
         self.first_key = 0
         self.one_head = False
         """True if all ranks keep the same head, from which the layer may make all heads of keys and values."""
@@ -191,44 +191,44 @@ class Turn:
     @property
     def in_ring(self) -> bool:
         """True if each rank keeps the keys and values of its own tokens, as ring attention does."""
-        return self.strips.form == "ring"
+        return self.shards.form == "ring"
 
     @property
     def keys(self) -> slice:
         """The positions in the cache of the part's keys and values."""
-        return self.part if self.in_ring else self.strips.everywhere(self.part)
+        return self.part if self.in_ring else self.shards.everywhere(self.part)
 
     @property
     def position(self) -> int:
         """Position of the part's first token in the sequence.
 
         Raises:
-            UnsupportedModelError: The part is several strips, whose positions do not follow from the first one's.
+            UnsupportedModelError: The part is several shards, whose positions do not follow from the first one's.
         """
         if len(self.lengths) > 1:
             raise UnsupportedModelError(
-                "a layer counts its positions from the length of its cache, which several strips at once do not have",
+                "a layer counts its positions from the length of its cache, which several shards at once do not have",
                 mend="set keep_layers: 0",
             )
-        return self.strips.strip(self.part).start
+        return self.shards.shard(self.part).start
 
     def keys_and_values(self, k_BGLD: Tensor, v_BGLD: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the keys and values that the cache keeps: for a ring those given, which are of this rank's strips.
+        """Return the keys and values that the cache keeps: for a ring those given, which are of this rank's shards.
 
-        Otherwise they are exchanged: of all strips the heads that this rank's query heads attend to. If there are fewer
+        Otherwise they are exchanged: of all shards the heads that this rank's query heads attend to. If there are fewer
         heads than ranks, several ranks keep the same head.
         """
         if self.in_ring:
             return k_BGLD, v_BGLD
         heads = k_BGLD.shape[1]
         self.one_head = heads == 1
-        copies = math.lcm(heads, self.strips.size) // heads
+        copies = math.lcm(heads, self.shards.size) // heads
         both = torch.cat([k_BGLD, v_BGLD], -1).repeat_interleave(copies, 1)
-        k, v = to_heads(both, self.strips.group, self.lengths).split([k_BGLD.shape[-1], v_BGLD.shape[-1]], -1)
+        k, v = to_heads(both, self.shards.group, self.lengths).split([k_BGLD.shape[-1], v_BGLD.shape[-1]], -1)
         return k.contiguous(), v.contiguous()
 
     def heads(self, q: Tensor, k: Tensor, v: Tensor, layer: str) -> tuple[Tensor, Tensor, Tensor]:
-        """Return this rank's heads of all strips: of the queries, which are exchanged, and of keys and values.
+        """Return this rank's heads of all shards: of the queries, which are exchanged, and of keys and values.
 
         Keys and values are those the layer attends to, and have the heads that the cache kept on this rank.
 
@@ -236,7 +236,7 @@ class Turn:
             UnsupportedModelError: The query heads cannot be divided among the ranks, or keys and values are not those
                 of the cache, or their number of heads does not divide that of this rank's queries.
         """
-        heads, size = q.shape[1], self.strips.size
+        heads, size = q.shape[1], self.shards.size
         if heads % size:
             what = f"{heads} query heads cannot be shared out to {size} ranks"
             raise UnsupportedModelError(what, where=layer, mend="set sequence_parallel: ring")
@@ -249,7 +249,7 @@ class Turn:
             )
         if self.one_head and k.shape[1] > 1:  # made of a latent, on every rank all of them
             copies = math.lcm(k.shape[1], size) // k.shape[1]
-            k, v = (x.repeat_interleave(copies, 1).chunk(size, 1)[self.strips.rank] for x in (k, v))
+            k, v = (x.repeat_interleave(copies, 1).chunk(size, 1)[self.shards.rank] for x in (k, v))
         if (heads // size) % k.shape[1]:
             raise UnsupportedModelError(
                 f"{heads // size} query heads of a rank meet {k.shape[1]} heads of keys, which the layer changed "
@@ -257,38 +257,38 @@ class Turn:
                 where=layer,
                 mend="set sequence_parallel: ring",
             )
-        return to_heads(q, self.strips.group, self.lengths), k, v
+        return to_heads(q, self.shards.group, self.lengths), k, v
 
     def own_heads(self, sinks_H: Tensor | None) -> Tensor | None:
         """Return the values of this rank's heads, given one value for each head."""
-        return None if sinks_H is None else sinks_H.chunk(self.strips.size)[self.strips.rank]
+        return None if sinks_H is None else sinks_H.chunk(self.shards.size)[self.shards.rank]
 
     def attended(self, out_BhTD: Tensor) -> Tensor:
         """Exchange the attention's output for that of all heads ``[B, H, L, D]`` of this rank's tokens."""
-        return to_strips(out_BhTD, self.strips.group, self.lengths)
+        return to_shards(out_BhTD, self.shards.group, self.lengths)
 
     @property
     def ring(self) -> Ring:
         """The positions of the queries, and of every rank's keys, in the ring attention of this chunk."""
-        strips, base = self.strips, self.part.start
+        shards, base = self.shards, self.part.start
         queries = [
-            (slice(chunk.start - base, chunk.stop - base), strips.strip(chunk)) for chunk in strips.within(self.part)
+            (slice(chunk.start - base, chunk.stop - base), shards.shard(chunk)) for chunk in shards.within(self.part)
         ]
-        seen = strips.within(slice(self.first_key, self.part.stop))
+        seen = shards.within(slice(self.first_key, self.part.stop))
         starts = list(accumulate((c.stop - c.start for c in seen), initial=0))
 
         def keys(rank: int) -> list[tuple[slice, slice]]:
             return [
-                (slice(start, start + c.stop - c.start), strips.strip(c, rank))
+                (slice(start, start + c.stop - c.start), shards.shard(c, rank))
                 for start, c in zip(starts, seen, strict=False)
             ]
 
-        return Ring(strips.group, queries, keys)
+        return Ring(shards.group, queries, keys)
 
     @contextmanager
     def taken(self) -> Iterator[None]:
         """Make this the chunk to which attentions inside the context belong."""
-        before, _local.turn = turn_of_strips(), self
+        before, _local.turn = chunk_exchange(), self
         try:
             yield
         finally:
@@ -310,9 +310,9 @@ def _same(x: Tensor, kept: Tensor) -> bool:
     return x is kept or (x.shape == kept.shape and torch.equal(x, kept.to(x.dtype)))
 
 
-def turn_of_strips() -> Turn | None:
+def chunk_exchange() -> ChunkExchange | None:
     """Return the exchange of the chunk that runs now; None where ranks do not share the sequence."""
-    turn: Turn | None = getattr(_local, "turn", None)
+    turn: ChunkExchange | None = getattr(_local, "turn", None)
     return turn
 
 
@@ -326,7 +326,7 @@ class SequenceParallel:
     Args:
         group: A process group of ``torch.distributed``; None is all ranks. They make all calls together, with the same
             rows.
-        form: ``ulysses`` exchanges heads for strips in every chunk, ``ring`` sends keys and values around. ``auto`` is
+        form: ``ulysses`` exchanges heads for shards in every chunk, ``ring`` sends keys and values around. ``auto`` is
             the first if the number of ranks divides that of query heads, and the second otherwise.
 
     Raises:

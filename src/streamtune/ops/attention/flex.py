@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 from torch.nn.attention.flex_attention import AuxRequest, BlockMask, flex_attention
 
-from streamtune.ops.attention.kernel_trial import Grads, Heads
+from streamtune.ops.attention.kernel_trial import Grads, TrialHeads
 from streamtune.ops.attention.mask import LazyMask
 from streamtune.ops.attention.view import MaskView
 
@@ -178,7 +178,7 @@ def _read(x_BL: Tensor, b: Tensor, place: Tensor) -> Tensor:
 
 
 @lru_cache(maxsize=64)
-def flex_is_right(device: torch.device, dtype: torch.dtype, heads: Heads, softcapped: bool) -> bool:
+def flex_is_right(device: torch.device, dtype: torch.dtype, heads: TrialHeads, softcapped: bool) -> bool:
     """Return True if it is right on small problems: packed rows, window, a sink in the log-sum-exp, gradients."""
     try:
         with warnings.catch_warnings():
@@ -191,7 +191,9 @@ def flex_is_right(device: torch.device, dtype: torch.dtype, heads: Heads, softca
     return right
 
 
-def _agrees(device: torch.device, dtype: torch.dtype, heads: Heads, softcapped: bool, queries: int, keys: int) -> bool:
+def _agrees(
+    device: torch.device, dtype: torch.dtype, heads: TrialHeads, softcapped: bool, queries: int, keys: int
+) -> bool:
     generator = torch.Generator(device).manual_seed(0)
 
     def draw(count: int, length: int) -> Tensor:

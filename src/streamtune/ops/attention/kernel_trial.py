@@ -14,7 +14,7 @@ from statistics import median
 import torch
 from torch import Tensor
 
-__all__ = ["Grads", "Heads", "Kernel", "Scores", "agrees_with_formula", "fastest", "median_seconds"]
+__all__ = ["Grads", "Kernel", "Scores", "TrialHeads", "agrees_with_formula", "fastest", "median_seconds"]
 
 RUNS = 5
 """Timed runs of a kernel, of which the median counts; one more before them is not counted."""
@@ -64,7 +64,7 @@ class Kernel:
 
 
 @dataclass(frozen=True)
-class Heads:
+class TrialHeads:
     """The part of a problem's shape that decides which kernel is right: query heads, key/value heads, their size."""
 
     queries: int
@@ -184,7 +184,7 @@ def fastest(kernels: Sequence[Kernel], seconds: Callable[[Kernel], float | None]
 
 
 def median_seconds(
-    kernel: Kernel, device: torch.device, dtype: torch.dtype, heads: Heads, queries: int = 2048, keys: int = 16384
+    kernel: Kernel, device: torch.device, dtype: torch.dtype, heads: TrialHeads, queries: int = 2048, keys: int = 16384
 ) -> float | None:
     """Return the seconds of one forward and backward of a chunk's queries over its prefix, the median of a few runs.
 

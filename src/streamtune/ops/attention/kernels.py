@@ -17,9 +17,9 @@ from streamtune.ops.attention.kernel_blocks import in_blocks
 from streamtune.ops.attention.kernel_padding import padded
 from streamtune.ops.attention.kernel_trial import (
     Grads,
-    Heads,
     Kernel,
     Scores,
+    TrialHeads,
     agrees_with_formula,
     fastest,
     median_seconds,
@@ -45,7 +45,7 @@ def _cpu_backward(grad_o: Tensor, q: Tensor, k: Tensor, v: Tensor, o: Tensor, ls
 
 
 CPU = Kernel("cpu-flash", _cpu_forward, _cpu_backward, takes_bias=True)
-USUAL_HEADS = Heads(32, 8, 128)
+USUAL_HEADS = TrialHeads(32, 8, 128)
 """Those of an 8B model, for the trial that ``streamtune env`` shows."""
 
 
@@ -59,7 +59,7 @@ def flash_kernel(q: Tensor, k: Tensor, v: Tensor, biased: bool) -> Kernel | None
     kind, size = kernel_device(q.device), max(q.shape[-1], v.shape[-1])
     if kind == "cuda":
         size += -size % 8
-    heads = Heads(q.shape[1], k.shape[1], size)
+    heads = TrialHeads(q.shape[1], k.shape[1], size)
     if q.device.type == "meta":
         kernel = _assumed(kind, q.dtype, heads, biased)
     else:
@@ -70,7 +70,7 @@ def flash_kernel(q: Tensor, k: Tensor, v: Tensor, biased: bool) -> Kernel | None
     return kernel if size == q.shape[-1] == v.shape[-1] else padded(kernel, size)
 
 
-def _assumed(kind: str, dtype: torch.dtype, heads: Heads, biased: bool) -> Kernel | None:
+def _assumed(kind: str, dtype: torch.dtype, heads: TrialHeads, biased: bool) -> Kernel | None:
     """Return the kernel that a simulated device is assumed to choose: the first it would try."""
     if kind == "cpu":
         return CPU
@@ -79,14 +79,14 @@ def _assumed(kind: str, dtype: torch.dtype, heads: Heads, biased: bool) -> Kerne
 
 
 @lru_cache(maxsize=256)
-def _choose(device: str, index: int, dtype: torch.dtype, heads: Heads, biased: bool) -> Kernel | None:
+def _choose(device: str, index: int, dtype: torch.dtype, heads: TrialHeads, biased: bool) -> Kernel | None:
     if device == "cpu":
         return CPU if dtype.is_floating_point else None
     candidates = _candidates(dtype, heads, biased) if device == "cuda" else []
     return _tried(candidates, index, dtype, heads, biased) if candidates else None
 
 
-def _candidates(dtype: torch.dtype, heads: Heads, biased: bool) -> list[Kernel]:
+def _candidates(dtype: torch.dtype, heads: TrialHeads, biased: bool) -> list[Kernel]:
     """Return the kernels a CUDA device may have for a problem, the most trusted first."""
     if dtype == torch.float64:
         return []
@@ -95,7 +95,7 @@ def _candidates(dtype: torch.dtype, heads: Heads, biased: bool) -> list[Kernel]:
     return [kernel for kernel in found if kernel.takes_bias or not biased]
 
 
-def _tried(candidates: list[Kernel], index: int, dtype: torch.dtype, heads: Heads, biased: bool) -> Kernel | None:
+def _tried(candidates: list[Kernel], index: int, dtype: torch.dtype, heads: TrialHeads, biased: bool) -> Kernel | None:
     """Return the fastest of the candidates that agree with the formula, and log it: once, for its caller caches it."""
     where = _device(index)
     agreeing = [kernel for kernel in candidates if agrees_with_formula(kernel, where, dtype, heads.size, biased)]
@@ -119,7 +119,7 @@ def _device(index: int) -> torch.device:
 
 def kernel_names(device: torch.device, dtype: torch.dtype, head_dim: int = 128) -> dict[str, str]:
     """Return the names of the kernels that run without and with a mask, for ``streamtune env``."""
-    heads = Heads(USUAL_HEADS.queries, USUAL_HEADS.groups, head_dim)
+    heads = TrialHeads(USUAL_HEADS.queries, USUAL_HEADS.groups, head_dim)
     chosen = {
         label: _choose(device.type, device.index or 0, dtype, heads, biased)
         for label, biased in (("unmasked", False), ("masked", True))

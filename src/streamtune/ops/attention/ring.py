@@ -1,10 +1,10 @@
-"""Attention where each rank of a group keeps the keys and values of its own strips, which are sent around in a ring.
+"""Attention where each rank of a group keeps the keys and values of its own shards, which are sent around in a ring.
 
 At step s a rank holds the block of the rank s places before it, attends to the part that its queries may see, merges
 by the log-sum-exp (``ops.attention``) and sends the block on, while the next arrives (Liu et al., Ring Attention,
 arXiv 2310.01889; Li et al., DISTFLASHATTN, arXiv 2310.03294). In the backward dK and dV are sent with their block and
-reach its own rank after one more step. Every rank has a strip of every chunk, so causal work is equal but for the last
-strips.
+reach its own rank after one more step. Every rank has a shard of every chunk, so causal work is equal but for the last
+shards.
 
 Shape suffixes: B batch, H query heads, G key/value heads, T queries, N keys of a block, D head dimension.
 """
@@ -29,17 +29,17 @@ from streamtune.ops.simulated import autocast_kind
 __all__ = ["Ring", "ring_attention"]
 
 Strip = tuple[slice, slice]
-"""The slice of a strip in a tensor of strips end to end, and its slice in the sequence."""
+"""The slice of a shard in a tensor of shards end to end, and its slice in the sequence."""
 
 
 @dataclass(frozen=True)
 class Ring:
-    """The ranks, and the strips that each of them holds.
+    """The ranks, and the shards that each of them holds.
 
     Args:
         group: The ranks.
-        queries: This rank's strips of queries.
-        keys: The strips of keys of a rank, in order; every rank's are equally long.
+        queries: This rank's shards of queries.
+        keys: The shards of keys of a rank, in order; every rank's are equally long.
     """
 
     group: Any
@@ -69,10 +69,10 @@ def ring_attention(
     """Compute :func:`streamtune.ops.prefix_attention` of this rank's queries over the keys of all ranks.
 
     Args:
-        q_BHTD: Queries of this rank's strips.
-        k_BGND, v_BGND: Keys and values of this rank's strips, prefix and own.
+        q_BHTD: Queries of this rank's shards.
+        k_BGND, v_BGND: Keys and values of this rank's shards, prefix and own.
         mask: Of the whole sequence; no query sees a later key.
-        ring: The ranks and their strips.
+        ring: The ranks and their shards.
         scale, softcap, sinks_H, dropout, memory, prefix: As there; the prefix is this rank's part of it.
 
     Returns:
@@ -82,13 +82,13 @@ def ring_attention(
         own: tuple[Tensor | None, Tensor | None] = (None, None)
         if prefix is not None:
             own, k_BGND, v_BGND = prefix.own, k_BGND.detach(), v_BGND.detach()
-        how = _How(mask, ring, scale, softcap, dropout)
+        how = _RingSettings(mask, ring, scale, softcap, dropout)
         out: Tensor = _RingAttention.apply(q_BHTD, k_BGND, v_BGND, sinks_H, *own, prefix, how, memory)
         return out
 
 
 @dataclass
-class _How:
+class _RingSettings:
     mask: LazyMask
     ring: Ring
     scale: float
@@ -104,14 +104,14 @@ class _How:
                 yield Piece(view, segment, self.scale, self.softcap, self.dropout, seed), q_at, k_at
 
 
-def _visible(mask: LazyMask, q: slice, strips: Sequence[Strip]) -> Iterator[tuple[slice, MaskView, Segment]]:
-    """Yield the segments of a block that queries ``q`` see; adjacent strips that they see as a whole are one."""
+def _visible(mask: LazyMask, q: slice, shards: Sequence[Strip]) -> Iterator[tuple[slice, MaskView, Segment]]:
+    """Yield the segments of a block that queries ``q`` see; adjacent shards that they see as a whole are one."""
     run: tuple[slice, MaskView, Segment] | None = None
-    for k_at, k in strips:
+    for k_at, k in shards:
         if k.start >= q.stop:
             break
         view = MaskView(mask, q.start, q.stop, k.start, k.stop)
-        beside = mask.branches is not None and k.stop > q.start  # the trunk of a branch is not in its own strip
+        beside = mask.branches is not None and k.stop > q.start  # the trunk of a branch is not in its own shard
         segments = view.examined_segments() if beside else view.segments()
         plain = len(segments) == 1 and k.stop <= q.start and not segments[0].masked
         if plain and run is not None and run[0].stop == k_at.start:
@@ -138,7 +138,7 @@ class _RingAttention(torch.autograd.Function):
         own_k: Tensor | None,
         own_v: Tensor | None,
         prefix: Prefix | None,
-        how: _How,
+        how: _RingSettings,
         memory: Memory | None,
     ) -> Tensor:
         how.seed = int(torch.randint(1 << 62, ())) if how.dropout else 0
@@ -174,7 +174,7 @@ class _RingAttention(torch.autograd.Function):
         return grad_q, None, None, grad_sinks, *own, *nothing
 
 
-def _attended(q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, how: _How) -> tuple[Tensor, Tensor]:
+def _attended(q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, how: _RingSettings) -> tuple[Tensor, Tensor]:
     """Compute output and log-sum-exp of all queries over the blocks of all ranks."""
     wide = torch.promote_types(q.dtype, torch.float32)
     o = torch.zeros(*q.shape[:3], v.shape[-1], dtype=wide, device=q.device)
@@ -202,7 +202,7 @@ def _merge(o: Tensor, lse: Tensor, o_s: Tensor, lse_s: Tensor) -> None:
 
 
 def _backward(
-    grad_o: Tensor, q: Tensor, k: Tensor, v: Tensor, o: Tensor, lse: Tensor, how: _How
+    grad_o: Tensor, q: Tensor, k: Tensor, v: Tensor, o: Tensor, lse: Tensor, how: _RingSettings
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Compute the gradients of q and of this rank's k, v, the latter in fp32 or wider, as every rank adds to them."""
     wide = torch.promote_types(q.dtype, torch.float32)

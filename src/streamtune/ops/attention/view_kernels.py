@@ -23,7 +23,7 @@ from torch import Tensor
 
 from streamtune.ops.attention.flex import FlexView, flex_is_right
 from streamtune.ops.attention.kernel_blocks import merged
-from streamtune.ops.attention.kernel_trial import Grads, Heads, Scores
+from streamtune.ops.attention.kernel_trial import Grads, Scores, TrialHeads
 from streamtune.ops.attention.kernels import flash_kernel
 from streamtune.ops.attention.view import MaskView
 from streamtune.ops.indexing import MAX_ELEMENTS
@@ -109,7 +109,7 @@ def fused_view_kernel(
     """
     if not q.is_cuda or dropout > 0 or not _alike(q, k, v) or _extent(q, k, v) > MAX_ELEMENTS:
         return None
-    heads = Heads(q.shape[1], k.shape[1], q.shape[-1])
+    heads = TrialHeads(q.shape[1], k.shape[1], q.shape[-1])
     band = None if softcap is not None else band_of(view, scale)
     if band is not None:
         return band if _band_is_chosen(q.device.index or 0, q.dtype, heads, band.window is not None) else None
@@ -194,7 +194,7 @@ def _extent(q: Tensor, *others: Tensor) -> int:
 
 
 @lru_cache(maxsize=64)
-def _band_is_chosen(index: int, dtype: torch.dtype, heads: Heads, windowed: bool) -> bool:
+def _band_is_chosen(index: int, dtype: torch.dtype, heads: TrialHeads, windowed: bool) -> bool:
     """Return True if the band is right on this device and, where the segments need no mask, faster than they are."""
     device = torch.device("cuda", index)
     if dtype not in (torch.float16, torch.bfloat16) or heads.size > 256:
@@ -235,7 +235,7 @@ def band_is_right(device: torch.device, dtype: torch.dtype, head_dim: int, windo
     return all(bool((g.double() - w).norm() <= 3e-2 * w.norm()) for g, w in pairs)
 
 
-def _band_is_faster(device: torch.device, dtype: torch.dtype, heads: Heads) -> bool:
+def _band_is_faster(device: torch.device, dtype: torch.dtype, heads: TrialHeads) -> bool:
     """Return True if a chunk over its prefix is faster in one call than as rectangle and square, or cannot be timed."""
     queries, keys = 2048, 16384
     generator = torch.Generator(device).manual_seed(0)

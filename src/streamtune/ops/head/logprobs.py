@@ -87,7 +87,7 @@ def token_scores(
         Both in fp32 (fp64 for fp64 inputs); None in place of entropies that are not wanted.
     """
     rows = TargetRows(targets_BT, ignore_index, chunk_size)
-    how = _How(transform, entropy, autocast_dtype(hidden_BTC), accumulate_dtype)
+    how = _ScoreSettings(transform, entropy, autocast_dtype(hidden_BTC), accumulate_dtype)
     with torch.autocast(autocast_kind(hidden_BTC.device), enabled=False):
         scores = _TokenScores.apply(hidden_BTC.flatten(0, -2), weight_VC, bias_V, rows, how)
     return _shaped(scores, targets_BT, entropy)
@@ -112,7 +112,7 @@ def project_scores(
     return _shaped(scores, targets_BT, entropy)
 
 
-class _How:
+class _ScoreSettings:
     """The map of the logits, the scores that are wanted, and the dtypes of the head and its gradient sums."""
 
     def __init__(
@@ -129,7 +129,7 @@ class _How:
 class _TokenScores(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, hidden: Tensor, weight: Tensor, bias: Tensor | None, rows: TargetRows, how: _How
+        ctx: Any, hidden: Tensor, weight: Tensor, bias: Tensor | None, rows: TargetRows, how: _ScoreSettings
     ) -> tuple[Tensor, Tensor]:
         ctx.inputs = (hidden.dtype, weight.dtype, None if bias is None else bias.dtype)
         ctx.save_for_backward(hidden, weight, bias)

@@ -13,7 +13,7 @@ from streamtune import data
 from streamtune.tasks.grpo.objective import Metrics, PolicyBatch
 from streamtune.tasks.preference import tree_batch
 
-__all__ = ["Group", "Layout", "group_metrics", "micro_batches", "remember_logprobs"]
+__all__ = ["BatchLayout", "Group", "group_metrics", "micro_batches", "remember_logprobs"]
 
 Row = tuple[int, int]
 """A completion: the number of its group, and its own in the group."""
@@ -49,7 +49,7 @@ class Group:
 
 
 @dataclass(frozen=True)
-class Layout:
+class BatchLayout:
     """The way in which completions are divided into micro-batches."""
 
     batch_size: int
@@ -75,7 +75,7 @@ class Layout:
         return not self.counts(group, index) or (group.advantages[index] == 0 and not self.flat_has_gradient)
 
 
-def micro_batches(groups: Sequence[Group], prompts: Sequence[data.Prompt], layout: Layout) -> list[PolicyBatch]:
+def micro_batches(groups: Sequence[Group], prompts: Sequence[data.Prompt], layout: BatchLayout) -> list[PolicyBatch]:
     """Return the micro-batches of one optimizer step; none if no completion has a gradient.
 
     Args:
@@ -100,7 +100,7 @@ def remember_logprobs(
     logprobs: Callable[[int, Callable[[int], PolicyBatch]], list[list[float]]],
     groups: Sequence[Group],
     prompts: Sequence[data.Prompt],
-    layout: Layout,
+    layout: BatchLayout,
 ) -> None:
     """Compute ``old`` or ``ref`` of every completion with a gradient, a micro-batch at a time.
 
@@ -123,13 +123,13 @@ def remember_logprobs(
         setattr(group, name, values)
 
 
-def _rows(groups: Sequence[Group], layout: Layout) -> tuple[list[Row], list[Row]]:
+def _rows(groups: Sequence[Group], layout: BatchLayout) -> tuple[list[Row], list[Row]]:
     """Return all completions, and those that are to be computed."""
     rows = [(place, index) for place, group in enumerate(groups) for index in range(len(group.completions))]
     return rows, [row for row in rows if not (layout.leave_out and layout.silent(groups[row[0]], row[1]))]
 
 
-def _parts(groups: Sequence[Group], rows: Sequence[Row], layout: Layout) -> list[list[Row]]:
+def _parts(groups: Sequence[Group], rows: Sequence[Row], layout: BatchLayout) -> list[list[Row]]:
     """Divide rows into micro-batches; those without a single target are left out."""
     parts: list[list[Row]] = []
     for row in rows:
@@ -141,7 +141,9 @@ def _parts(groups: Sequence[Group], rows: Sequence[Row], layout: Layout) -> list
     return [part for part in parts if any(layout.counts(groups[place], index) for place, index in part)]
 
 
-def _batch(groups: Sequence[Group], prompts: Sequence[data.Prompt], rows: Sequence[Row], layout: Layout) -> PolicyBatch:
+def _batch(
+    groups: Sequence[Group], prompts: Sequence[data.Prompt], rows: Sequence[Row], layout: BatchLayout
+) -> PolicyBatch:
     trees = list(_trees(groups, prompts, rows, layout))
     read = [(groups[g], i) for g, i in rows if layout.counts(groups[g], i)]
     return PolicyBatch(
@@ -160,7 +162,7 @@ def _tokens(values: Sequence[list[float] | None]) -> torch.Tensor | None:
 
 
 def _trees(
-    groups: Sequence[Group], prompts: Sequence[data.Prompt], rows: Sequence[Row], layout: Layout
+    groups: Sequence[Group], prompts: Sequence[data.Prompt], rows: Sequence[Row], layout: BatchLayout
 ) -> Iterator[data.Tree]:
     """Iterate over the rows as trees: those of one prompt next to each other are one."""
     start = 0

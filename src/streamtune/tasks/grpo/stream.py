@@ -26,7 +26,7 @@ from streamtune.errors import OutOfMemoryError, RunError
 from streamtune.objectives import POLICY_LOSSES, group_advantages, reward_with_kl
 from streamtune.recipe.grpo import GrpoRecipe
 from streamtune.rewards import RewardScores
-from streamtune.tasks.grpo.groups import Group, Layout, group_metrics, micro_batches, remember_logprobs
+from streamtune.tasks.grpo.groups import BatchLayout, Group, group_metrics, micro_batches, remember_logprobs
 from streamtune.tasks.grpo.log import CompletionLog
 from streamtune.tasks.grpo.objective import MeasuredBatch
 from streamtune.tasks.grpo.ranks import SharedScorer
@@ -91,7 +91,7 @@ class GrpoSteps:
         judge: Judge,
         policy: Scorer,
         reference: Scorer | None,
-        layout: Layout,
+        layout: BatchLayout,
         warm: train.StepStream | None,
         log: CompletionLog,
         world: train.World = train.World(),  # noqa: B008 (frozen)

@@ -24,7 +24,7 @@ from streamtune.rewards import Rewards
 from streamtune.schedule import Schedule
 from streamtune.simulate.scored import Completions, Scored
 from streamtune.tasks.compared import random_completions
-from streamtune.tasks.grpo.groups import Layout
+from streamtune.tasks.grpo.groups import BatchLayout
 from streamtune.tasks.grpo.log import CompletionLog
 from streamtune.tasks.grpo.objective import PolicyBatch, PolicyObjective
 from streamtune.tasks.grpo.ranks import SharedJudge, SharedWriter, check_sharded, of_all_ranks
@@ -34,7 +34,7 @@ from streamtune.tasks.grpo.warm import WarmSteps
 from streamtune.tasks.preference import tree_batch
 from streamtune.tasks.random_batches import RandomTokens
 from streamtune.tasks.steps import StepPlan, Trainable
-from streamtune.tasks.task import Built, Notify, Prepared, RandomStep, Task, Training, Trial, held_back
+from streamtune.tasks.task import Built, Notify, PreparedRows, RandomStep, Task, Training, TrialStep, held_back
 from streamtune.train.objective import autocast
 
 if TYPE_CHECKING:
@@ -59,22 +59,22 @@ class GrpoData:
 
     @property
     def fingerprint(self) -> str:
-        """See :class:`streamtune.tasks.task.Prepared`."""
+        """See :class:`streamtune.tasks.task.PreparedRows`."""
         return self.prompts.fingerprint
 
     @property
     def report(self) -> Any:
-        """See :class:`streamtune.tasks.task.Prepared`."""
+        """See :class:`streamtune.tasks.task.PreparedRows`."""
         return self.prompts.report
 
     @property
     def train(self) -> Sequence[data.Prompt]:
-        """See :class:`streamtune.tasks.task.Prepared`."""
+        """See :class:`streamtune.tasks.task.PreparedRows`."""
         return self.prompts.train
 
     @property
     def validation(self) -> Sequence[data.Prompt]:
-        """See :class:`streamtune.tasks.task.Prepared`."""
+        """See :class:`streamtune.tasks.task.PreparedRows`."""
         return self.prompts.validation
 
 
@@ -162,7 +162,7 @@ class Grpo(Task[GrpoRecipe]):
         RewardJudge(self.functions, tokenizer).check(prompts.train[:16])
         return GrpoData(prompts, WarmSteps(recipe, prompts.train, tokenizer) if recipe.sft_steps else None)
 
-    def longest(self, prepared: Prepared) -> int:
+    def longest(self, prepared: PreparedRows) -> int:
         """See :meth:`Task.longest`."""
         prompt = min(prepared.report.length_percentiles["max"], self.recipe.max_prompt_length)
         return int(prompt) + self.recipe.max_completion_length
@@ -278,9 +278,9 @@ class Grpo(Task[GrpoRecipe]):
             begin=begin,
         )
 
-    def _layout(self, tokenizer: PreTrainedTokenizerBase, share: bool) -> Layout:
+    def _layout(self, tokenizer: PreTrainedTokenizerBase, share: bool) -> BatchLayout:
         recipe, loss = self.recipe, POLICY_LOSSES[self.recipe.loss_type]
-        return Layout(
+        return BatchLayout(
             batch_size=recipe.per_device_train_batch_size,
             prompts=self.prompts_of(recipe.per_device_train_batch_size),
             pad_token_id=tokenizer.pad_token_id,
@@ -292,7 +292,7 @@ class Grpo(Task[GrpoRecipe]):
 
     # --- trials and comparisons --------------------------------------------------------------------------------
 
-    def random_step(self, trial: Trial) -> RandomStep:
+    def random_step(self, trial: TrialStep) -> RandomStep:
         """See :meth:`Task.random_step`. It begins with a rollout that is as large as any, and short.
 
         As many completions are written as are written together in a run, a few tokens each, of prompts so long that
@@ -320,7 +320,7 @@ class Grpo(Task[GrpoRecipe]):
 
         return self.objective(trial.scorer, trial.reference, device), batches
 
-    def _random_rollout(self, trial: Trial, draw: RandomTokens) -> Callable[[], None]:
+    def _random_rollout(self, trial: TrialStep, draw: RandomTokens) -> Callable[[], None]:
         """Return a function that writes the last tokens of completions that come to the length of the trial."""
         recipe, group = self.recipe, self.recipe.num_generations
         if recipe.use_vllm:
