@@ -1,8 +1,8 @@
 """The paper: a decoder layer's exact gradient as a sum over chunks of the sequence, and the head beside it.
 
-Read ``vjp`` first (the one equation), then ``layer`` (the node that calls it), ``passes`` (one call of a layer: forward,
-recompute, project, replay), ``kv`` and ``cache`` (what a chunk sees of those before it), ``head``, and ``stream``, which
-puts them into a model. Besides:
+Read ``vjp`` first (the one equation), then ``layer`` (the node that calls it), ``passes`` (one call of a layer:
+forward, recompute, project, replay), ``kv`` and ``cache`` (what a chunk sees of those before it), ``head``, and
+``stream``, which puts them into a model. Besides:
 
     call, call_parts                bind a layer's call, run it on a chunk, join its outputs
     context                         per-call state that layers need and are not passed
