@@ -11,7 +11,7 @@ from torch import distributed
 from streamtune import rollout, train
 from streamtune.errors import StreamTuneError
 from streamtune.rewards import RewardScores
-from streamtune.tasks.grpo.ranks import SharedJudge, SharedWriter
+from streamtune.tasks.grpo.ranks import SharedRewards, SharedWriter
 
 
 class _BrokenError(Exception):
@@ -51,7 +51,7 @@ def run(case: str) -> Any:
         writer = SharedWriter(_Writer(case == "stop" and last), world)
         written = writer.write(prompts, 1, rollout.Sampling(1))
         ids = [completions[0].token_ids for completions in written]
-        outcome: Any = SharedJudge(judge, world)([None] * len(ids), ids).total  # type: ignore[list-item]
+        outcome: Any = SharedRewards(judge, world)([None] * len(ids), ids).total  # type: ignore[list-item]
     except (rollout.WritingStopped, StreamTuneError, _BrokenError) as error:
         outcome = f"{type(error).__name__}: {error}"
     return world.collect(outcome)

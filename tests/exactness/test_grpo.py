@@ -18,7 +18,7 @@ from streamtune import data, stream
 from streamtune.recipe.grpo import GrpoRecipe
 from streamtune.tasks.grpo.groups import BatchLayout, Group, micro_batches, remember_logprobs
 from streamtune.tasks.grpo.objective import PolicyObjective
-from streamtune.tasks.grpo.ranks import SharedScorer
+from streamtune.tasks.grpo.ranks import SharedLogprobs
 from streamtune.train import ModelReference, World
 from tests.exactness.families import VOCAB, build, gradients
 from tests.precision_kit import Float64, assert_as_precise, in_float64, reference_of
@@ -216,7 +216,7 @@ def test_remembered_log_probs_are_those_of_each_row_alone() -> None:
             truth = rows_alone(in_float64(model))
         with stream(model, chunk_size=4) as handle:
             policy = ModelReference(model, handle, temperature=recipe.temperature, adapters=True)
-            asked = partial(SharedScorer(World()), lambda batch: policy.logprobs(batch).tolist())
+            asked = partial(SharedLogprobs(World()), lambda batch: policy.logprobs(batch).tolist())
             remember_logprobs("old", asked, groups, prompts, make_layout(recipe, 5, share=True))
     for group, rows, wide in zip(groups, alone, truth, strict=True):
         assert group.old is not None

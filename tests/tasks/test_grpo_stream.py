@@ -68,19 +68,21 @@ def steps(folder: Path, judge: Any = None, **settings: Any) -> GrpoSteps:
                     flat_has_gradient=False)  # fmt: skip
     folder.mkdir(exist_ok=True)
 
-    def logprobs(batch: train.TreeBatch) -> Tensor:
-        return torch.arange(len(batch.row_K), dtype=torch.float32) / 7
+    class Policy:
+        def logprobs(self, batch: train.TreeBatch) -> Tensor:
+            return torch.arange(len(batch.row_K), dtype=torch.float32) / 7
 
     return GrpoSteps(
         recipe,
         data.PreparedPrompts(PROMPTS, PROMPTS[:4], report=None, fingerprint=""),  # type: ignore[arg-type]
         writer=Dice(),
-        judge=judge or Lengths(),
-        policy=logprobs,
+        score=judge or Lengths(),
+        policy=Policy(),
         reference=None,
         layout=layout,
         warm=None,
         log=CompletionLog(train.RunDirectory(folder), Letters(), 2),  # type: ignore[arg-type]
+        device=torch.device("cpu"),
     )
 
 

@@ -13,7 +13,7 @@ from streamtune import data
 from streamtune.tasks.grpo.objective import Metrics, PolicyBatch
 from streamtune.tasks.preference import tree_batch
 
-__all__ = ["BatchLayout", "Group", "group_metrics", "micro_batches", "remember_logprobs"]
+__all__ = ["BatchLayout", "Group", "any_gradient", "group_metrics", "micro_batches", "remember_logprobs"]
 
 Row = tuple[int, int]
 """A completion: the number of its group, and its own in the group."""
@@ -75,6 +75,11 @@ class BatchLayout:
         return not self.counts(group, index) or (group.advantages[index] == 0 and not self.flat_has_gradient)
 
 
+def any_gradient(groups: Sequence[Group], layout: BatchLayout) -> bool:
+    """Return True if a completion of a step has a gradient."""
+    return not all(layout.silent(group, index) for group in groups for index in range(len(group.completions)))
+
+
 def micro_batches(groups: Sequence[Group], prompts: Sequence[data.Prompt], layout: BatchLayout) -> list[PolicyBatch]:
     """Return the micro-batches of one optimizer step; none if no completion has a gradient.
 
@@ -83,9 +88,9 @@ def micro_batches(groups: Sequence[Group], prompts: Sequence[data.Prompt], layou
         prompts: All that are trained on.
         layout: The layout of micro-batches.
     """
-    rows, kept = _rows(groups, layout)
-    if all(layout.silent(groups[place], index) for place, index in rows):
+    if not any_gradient(groups, layout):
         return []
+    rows, kept = _rows(groups, layout)
     parts = _parts(groups, kept, layout)
     computed = {row for part in parts for row in part}
     left_out = [row for row in rows if row not in computed]

@@ -15,12 +15,12 @@ from streamtune.errors import ArgumentError
 from streamtune.recipe.grpo import GrpoRecipe
 from streamtune.rewards import RewardScores
 from streamtune.tasks.grpo.objective import PolicyBatch
+from streamtune.tasks.grpo.rewards import ScoreCompletions
 from streamtune.tasks.steps import accumulation
 
-__all__ = ["Judged", "SharedJudge", "SharedScorer", "SharedWriter", "check_sharded", "of_all_ranks"]
+__all__ = ["SharedLogprobs", "SharedRewards", "SharedWriter", "check_sharded", "of_all_ranks"]
 
 T = TypeVar("T")
-Judged = Callable[[Sequence[data.Prompt], Sequence[list[int]]], RewardScores]
 
 
 def of_all_ranks(recipe: GrpoRecipe, world: train.World) -> GrpoRecipe:
@@ -109,19 +109,19 @@ class SharedWriter:
         return written
 
 
-class SharedJudge:
+class SharedRewards:
     """Scores completions, each on one rank: a reward that is random is computed once and is the same on all ranks."""
 
-    def __init__(self, judge: Judged, world: train.World) -> None:
-        self.judge, self.world = judge, world
+    def __init__(self, score: ScoreCompletions, world: train.World) -> None:
+        self.score, self.world = score, world
 
     def __call__(self, prompts: Sequence[data.Prompt], completions: Sequence[list[int]]) -> RewardScores:
         """Score completions, each for the prompt of the same index."""
         if self.world.size == 1:
-            return self.judge(prompts, completions)
+            return self.score(prompts, completions)
 
         def score(mine: list[int]) -> list[tuple[float | None, dict[str, float | None]]]:
-            scores = self.judge([prompts[i] for i in mine], [completions[i] for i in mine])
+            scores = self.score([prompts[i] for i in mine], [completions[i] for i in mine])
             return [
                 (total, {name: values[place] for name, values in scores.by_function.items()})
                 for place, total in enumerate(scores.total)
@@ -135,7 +135,7 @@ class SharedJudge:
         )
 
 
-class SharedScorer:
+class SharedLogprobs:
     """Computes the log-probs of micro-batches, each on one rank."""
 
     def __init__(self, world: train.World) -> None:

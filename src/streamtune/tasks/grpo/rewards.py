@@ -14,10 +14,13 @@ from streamtune.recipe.grpo import GrpoRecipe
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-__all__ = ["RewardJudge", "load_functions"]
+__all__ = ["RewardScorer", "ScoreCompletions", "load_functions"]
+
+ScoreCompletions = Callable[[Sequence[data.Prompt], Sequence[list[int]]], rewards.RewardScores]
+"""Scores completions, each for the prompt of the same index."""
 
 
-class RewardJudge:
+class RewardScorer:
     """Calls the reward functions on completions, as text, or as messages where the prompt is messages."""
 
     def __init__(self, functions: rewards.Rewards, tokenizer: PreTrainedTokenizerBase) -> None:

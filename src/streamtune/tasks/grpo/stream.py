@@ -16,7 +16,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -25,33 +25,25 @@ from streamtune import data, rollout, train
 from streamtune.errors import OutOfMemoryError, RunError
 from streamtune.objectives import POLICY_LOSSES, group_advantages, reward_with_kl
 from streamtune.recipe.grpo import GrpoRecipe
-from streamtune.rewards import RewardScores
-from streamtune.tasks.grpo.groups import BatchLayout, Group, group_metrics, micro_batches, remember_logprobs
+from streamtune.tasks.grpo.groups import (
+    BatchLayout,
+    Group,
+    any_gradient,
+    group_metrics,
+    micro_batches,
+    remember_logprobs,
+)
 from streamtune.tasks.grpo.log import CompletionLog
 from streamtune.tasks.grpo.objective import MeasuredBatch
-from streamtune.tasks.grpo.ranks import SharedScorer
+from streamtune.tasks.grpo.ranks import SharedLogprobs
+from streamtune.tasks.grpo.rewards import ScoreCompletions
 from streamtune.tasks.steps import share_out
+from streamtune.train.objective import autocast
 
-__all__ = ["GrpoSteps", "Judge", "Scorer"]
+__all__ = ["GrpoSteps"]
 
 OF_GROUPS = ("reward_std", "frac_reward_zero_std")
 """Metrics of several completions of a prompt, which one completion does not have."""
-
-
-class Judge(Protocol):
-    """Scores completions by the reward functions of a recipe."""
-
-    def __call__(self, prompts: Sequence[data.Prompt], completions: Sequence[list[int]]) -> RewardScores:
-        """Score completions, each for the prompt of the same index."""
-        ...
-
-
-class Scorer(Protocol):
-    """Computes the log-probs of the targets of a batch."""
-
-    def __call__(self, batch: train.TreeBatch) -> Tensor:
-        """Return ``[K]`` fp32 without gradient."""
-        ...
 
 
 @dataclass
@@ -72,12 +64,13 @@ class GrpoSteps:
         recipe: The recipe, with the micro-batches of all ranks together.
         prompts: The prompts to train on, and the held-out ones.
         writer: Completes prompts.
-        judge: Scores completions.
-        policy: Computes log-probs under the current policy.
-        reference: Computes log-probs under the reference; None where the loss has no KL.
+        score: Scores completions.
+        policy: The current policy.
+        reference: The reference; None where the loss has no KL.
         layout: The layout of micro-batches.
         warm: The supervised steps before; None where there are none.
         log: Writes samples of the completions.
+        device: The device of the policy and the reference.
         world: The ranks; each calls this with the same arguments and gets its share of every step.
         activity: Called with what is being done.
     """
@@ -88,19 +81,20 @@ class GrpoSteps:
         prompts: data.PreparedPrompts,
         *,
         writer: rollout.Writer,
-        judge: Judge,
-        policy: Scorer,
-        reference: Scorer | None,
+        score: ScoreCompletions,
+        policy: train.Reference,
+        reference: train.Reference | None,
         layout: BatchLayout,
         warm: train.StepStream | None,
         log: CompletionLog,
+        device: torch.device,
         world: train.World = train.World(),  # noqa: B008 (frozen)
         activity: Callable[[str], None] = lambda text: None,
     ) -> None:
         self.recipe, self.prompts = recipe, prompts
-        self.writer, self.judge, self.policy, self.reference = writer, judge, policy, reference
-        self.world, self.shared = world, SharedScorer(world)
-        self.layout, self.warm, self.log, self.activity = layout, warm, log, activity
+        self.writer, self.score, self.policy, self.reference = writer, score, policy, reference
+        self.world, self.shared = world, SharedLogprobs(world)
+        self.layout, self.warm, self.log, self.activity, self.device = layout, warm, log, activity, device
         self.picker = rollout.PromptPicker(len(prompts.train), choice=recipe.prompts, seed=recipe.seed)
         self.kl_in_reward = recipe.beta > 0 and POLICY_LOSSES[recipe.loss_type].kl_in_reward
         self.taken = 0
@@ -156,7 +150,7 @@ class GrpoSteps:
         for start in range(0, len(prompts), size):
             part = [prompts[index] for index in range(start, min(start + size, len(prompts)))]
             written = self._greedy(part)
-            scores = self.judge(part, [completion.token_ids for completion in written])
+            scores = self.score(part, [completion.token_ids for completion in written])
             whole = Group(
                 prompt=-1,
                 completions=[completion.token_ids for completion in written],
@@ -178,8 +172,7 @@ class GrpoSteps:
     def _next_rollout(self) -> _Rollout:
         for skipped in range(self.recipe.skip_limit):
             groups = self._write_and_score()
-            batches = [micro_batches(part, self.prompts.train, self.layout) for part in self._parts(groups)]
-            if any(batches):
+            if any(any_gradient(part, self.layout) for part in self._parts(groups)):
                 self._remember_logprobs(groups)
                 return _Rollout(groups, skipped=skipped)
             self.log.skipped(self.taken + 1)
@@ -203,7 +196,7 @@ class GrpoSteps:
         written = self._write(prompts, count, self.sampling)
         self.activity("scoring completions")
         asked = [prompt for prompt in prompts for _ in range(count)]
-        scores = self.judge(asked, [completion.token_ids for group in written for completion in group])
+        scores = self.score(asked, [completion.token_ids for group in written for completion in group])
         groups = []
         for place, (number, completions) in enumerate(zip(numbers, written, strict=True)):
             own = slice(place * count, (place + 1) * count)
@@ -231,7 +224,7 @@ class GrpoSteps:
         greedy_N = None
         if recipe.loss_type == "remax":
             written = self._greedy(prompts)
-            scores = self.judge(prompts, [completion.token_ids for completion in written])
+            scores = self.score(prompts, [completion.token_ids for completion in written])
             greedy_N = _numbers(scores.total).repeat_interleave(count)
         found = group_advantages(
             recipe.loss_type, rewards_N, group_N, scale_rewards=recipe.scale_rewards, greedy_N=greedy_N
@@ -257,17 +250,22 @@ class GrpoSteps:
 
     def _remember_logprobs(self, groups: list[Group]) -> None:
         """Put the log-probs that the loss reads into the groups: those of the current policy, and the reference's."""
-        wanted: dict[str, Scorer | None] = {
+        wanted: dict[str, train.Reference | None] = {
             "old": self.policy if self.recipe.needs_old_logprobs or self.kl_in_reward else None,
             "ref": self.reference,
         }
-        for name, scorer in wanted.items():
-            if scorer is None or all(getattr(group, name) is not None for group in groups):
+        for name, model in wanted.items():
+            if model is None or all(getattr(group, name) is not None for group in groups):
                 continue
             self.activity(f"{'reference' if name == 'ref' else 'old'} log-probs")
             for part in self._parts(groups):
-                asked = partial(self.shared, partial(_listed, scorer))
+                asked = partial(self.shared, partial(self._logprobs, model))
                 remember_logprobs(name, asked, part, self.prompts.train, self.layout)
+
+    def _logprobs(self, model: train.Reference, batch: train.TreeBatch) -> list[float]:
+        with autocast(self.device, self.recipe.bf16):
+            found: list[float] = model.logprobs(batch.to(self.device)).tolist()
+        return found
 
     def _greedy(self, prompts: Sequence[data.Prompt]) -> list[rollout.Completion]:
         """Return the likeliest completion of each prompt."""
@@ -323,11 +321,6 @@ class GrpoSteps:
             self.current = _Rollout(groups, int(current["next_part"]), int(current["skipped"]))
         if self.warm is not None:
             self.warm.load_state_dict(state["warm"])
-
-
-def _listed(scorer: Scorer, batch: train.TreeBatch) -> list[float]:
-    found: list[float] = scorer(batch).tolist()
-    return found
 
 
 def _numbers(values: Sequence[float | None]) -> Tensor:

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from streamtune import data, models, optim, rollout, train
 from streamtune.objectives import POLICY_LOSSES, check_policy, group_advantages
@@ -27,9 +27,9 @@ from streamtune.tasks.compared import random_completions
 from streamtune.tasks.grpo.groups import BatchLayout
 from streamtune.tasks.grpo.log import CompletionLog
 from streamtune.tasks.grpo.objective import PolicyBatch, PolicyObjective
-from streamtune.tasks.grpo.ranks import SharedJudge, SharedWriter, check_sharded, of_all_ranks
-from streamtune.tasks.grpo.rewards import RewardJudge, load_functions
-from streamtune.tasks.grpo.stream import GrpoSteps, Scorer
+from streamtune.tasks.grpo.ranks import SharedRewards, SharedWriter, check_sharded, of_all_ranks
+from streamtune.tasks.grpo.rewards import RewardScorer, load_functions
+from streamtune.tasks.grpo.stream import GrpoSteps
 from streamtune.tasks.grpo.warm import WarmSteps
 from streamtune.tasks.preference import tree_batch
 from streamtune.tasks.random_batches import RandomTokens
@@ -159,7 +159,7 @@ class Grpo(Task[GrpoRecipe]):
             )
         if self.functions is None:
             return GrpoData(prompts, None)
-        RewardJudge(self.functions, tokenizer).check(prompts.train[:16])
+        RewardScorer(self.functions, tokenizer).check(prompts.train[:16])
         return GrpoData(prompts, WarmSteps(recipe, prompts.train, tokenizer) if recipe.sft_steps else None)
 
     def longest(self, prepared: PreparedRows) -> int:
@@ -253,12 +253,13 @@ class Grpo(Task[GrpoRecipe]):
             recipe,
             built.prepared.prompts,
             writer=writer if world.size == 1 else SharedWriter(writer, world),
-            judge=SharedJudge(RewardJudge(self.functions, built.tokenizer), world),
-            policy=_scorer(policy, recipe, device),
-            reference=None if built.reference is None else _scorer(built.reference, recipe, device),
+            score=SharedRewards(RewardScorer(self.functions, built.tokenizer), world),
+            policy=policy,
+            reference=built.reference,
             layout=self._layout(built.tokenizer, built.share),
             warm=built.prepared.warm,
             log=log,
+            device=device,
             world=world,
         )
 
@@ -404,14 +405,6 @@ def _learning_rate(recipe: GrpoRecipe, plan: StepPlan) -> Callable[[int], float]
         warmup_steps=plan.warmup_steps,
     )
     return lambda step: before(step) if step < recipe.sft_steps else after(step - recipe.sft_steps)
-
-
-def _scorer(reference: train.Reference, recipe: GrpoRecipe, device: torch.device) -> Scorer:
-    def logprobs(batch: train.TreeBatch) -> Tensor:
-        with autocast(device, recipe.bf16):
-            return reference.logprobs(batch.to(device))
-
-    return logprobs
 
 
 def _make_writer(recipe: GrpoRecipe, built: Built) -> rollout.Writer:
