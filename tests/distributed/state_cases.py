@@ -25,10 +25,10 @@ from torch import Tensor, distributed
 from torch.distributed.tensor import DTensor
 
 from streamtune import models, train
-from streamtune.distributed.ddp_backend import DdpBackend
-from streamtune.distributed.deepspeed_backend import share_module
+from streamtune.distributed.backends.ddp import DdpBackend
+from streamtune.distributed.backends.deepspeed import share_module
+from streamtune.distributed.backends.fsdp import share_layer
 from streamtune.distributed.deepspeed_config import resolve_config
-from streamtune.distributed.fsdp_backend import share_layer
 from streamtune.engine import decoder_layers
 from streamtune.errors import ArgumentError, CheckpointError
 from streamtune.models import save_gathered
@@ -167,8 +167,7 @@ def failure(case: dict[str, Any]) -> dict[str, Any]:
     for parameter in model.parameters():
         parameter.grad = torch.ones_like(parameter)
     optimizer.step()
-    local = train.LocalBackend(model, optimizer)
-    backend = DdpBackend(model, optimizer, local, train.share_out_whole)
+    backend = DdpBackend(model, optimizer)
     before = resource.getrlimit(resource.RLIMIT_FSIZE)
     if world.rank == 1:
         signal.signal(signal.SIGXFSZ, signal.SIG_IGN)

@@ -9,10 +9,18 @@ from pathlib import Path
 
 import pytest
 
-from streamtune.distributed.failure import RankEnd, first_failure
-from streamtune.distributed.judge import Beat, Peer, Stragglers, WatchLimits, find_culprit, find_deadlock, this_process
-from streamtune.distributed.ranks import LocalRanks
-from streamtune.distributed.vitals import computes
+from streamtune.distributed.launch.ranks import LocalRanks
+from streamtune.distributed.watch.failure import RankEnd, first_failure
+from streamtune.distributed.watch.verdict import (
+    Beat,
+    Peer,
+    Stragglers,
+    WatchLimits,
+    find_culprit,
+    find_deadlock,
+    this_process,
+)
+from streamtune.distributed.watch.vitals import computes
 from tests.distributed.ranks_kit import start, wait
 
 CASES = {

@@ -13,7 +13,7 @@ from streamtune.cli.app import app
 from streamtune.cli.console import is_needed, need_output
 from streamtune.cli.machine import check_directory, error_of_machine
 from streamtune.cli.ranks import note_failure, remember_arguments, tell_failure
-from streamtune.distributed.ranks import die_with_launcher
+from streamtune.distributed.launch.ranks import die_with_launcher
 from streamtune.errors import RunError, StreamTuneError
 from streamtune.network import go_offline, is_offline, keep_private
 from streamtune.quiet import hush_imports

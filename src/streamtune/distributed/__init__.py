@@ -12,11 +12,11 @@ from __future__ import annotations
 
 from streamtune.distributed.agree import agree
 from streamtune.distributed.environment import RankEnvironment, read_environment
-from streamtune.distributed.failure import Failure, write_failure
-from streamtune.distributed.launch import launch
-from streamtune.distributed.logs import keep_log, leave_terminal
-from streamtune.distributed.ranks import die_with_launcher
-from streamtune.distributed.watchdog import Watchdog
+from streamtune.distributed.launch.launch import launch
+from streamtune.distributed.launch.logs import keep_log, leave_terminal
+from streamtune.distributed.launch.ranks import die_with_launcher
+from streamtune.distributed.watch.failure import Failure, write_failure
+from streamtune.distributed.watch.watchdog import Watchdog
 
 __all__ = [
     "Failure",

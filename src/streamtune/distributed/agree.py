@@ -23,12 +23,12 @@ from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
 from streamtune import __version__
+from streamtune.distributed.watch.failure import Failure
 from streamtune.errors import DistributedError
 from streamtune.network import among_ranks
 
 from .admission import Admission
 from .environment import RankEnvironment, read_environment
-from .failure import Failure
 from .ports import listen_at
 from .wire import Line, dial, listen
 

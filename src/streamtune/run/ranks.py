@@ -130,7 +130,7 @@ def make_backend(
     """
     layers = list(layers)
     if recipe.deepspeed is not None:
-        from streamtune.distributed.deepspeed_backend import DeepSpeedBackend, check_deepspeed, share_module
+        from streamtune.distributed.backends.deepspeed import DeepSpeedBackend, check_deepspeed, share_module
         from streamtune.distributed.deepspeed_config import resolve_config
 
         check_deepspeed()
@@ -138,16 +138,15 @@ def make_backend(
         fill_model(model, layers, world, device, lambda module: share_module(module, config))
         return DeepSpeedBackend(model, make_optimizer(recipe, model), config, layers)
     if recipe.fsdp:
-        from streamtune.distributed.fsdp_backend import FsdpBackend, share_layer
+        from streamtune.distributed.backends.fsdp import FsdpBackend, share_layer
 
         fill_model(model, layers, world, device, lambda module: share_layer(module, layers))
         return FsdpBackend(model, lambda sharded: make_optimizer(recipe, sharded), layers)
-    local = train.LocalBackend(model, make_optimizer(recipe, model))
     if world.size == 1:
-        return local
-    from streamtune.distributed.ddp_backend import DdpBackend
+        return train.LocalBackend(model, make_optimizer(recipe, model))
+    from streamtune.distributed.backends.ddp import DdpBackend
 
-    return DdpBackend(model, local.optimizer, local, train.share_out_whole)
+    return DdpBackend(model, make_optimizer(recipe, model))
 
 
 def fill_model(
@@ -196,12 +195,12 @@ def share_reference(
     if recipe.deepspeed is None:
         from torch.distributed.fsdp import fully_shard
 
-        from streamtune.distributed.fsdp_backend import share_layer
+        from streamtune.distributed.backends.fsdp import share_layer
 
         fill_model(model, layers, world, device, lambda module: share_layer(module, layers))
         fully_shard(model)
         return None
-    from streamtune.distributed.deepspeed_backend import share_frozen, share_module
+    from streamtune.distributed.backends.deepspeed import share_frozen, share_module
     from streamtune.distributed.deepspeed_config import resolve_config
 
     config = resolve_config(recipe.deepspeed, config_values(recipe, model, world))
@@ -212,10 +211,10 @@ def share_reference(
 def whole_weights(recipe: Recipe, model: Any) -> Iterator[tuple[str, Tensor | None]]:
     """Iterate over the parameters of a sharded model, each whole on rank 0 until the next one. Called by all ranks."""
     if recipe.fsdp:
-        from streamtune.distributed import fsdp_backend
+        from streamtune.distributed.backends import fsdp as fsdp_backend
 
         return fsdp_backend.whole_weights(model)
-    from streamtune.distributed import deepspeed_backend
+    from streamtune.distributed.backends import deepspeed as deepspeed_backend
 
     return deepspeed_backend.whole_weights(model)
 

@@ -7,10 +7,11 @@ up to the gradient (``streamtune.distributed`` has the backends of several ranks
 from __future__ import annotations
 
 import math
+from abc import ABC, abstractmethod
 from collections.abc import Collection, Iterator, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from types import MappingProxyType
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -18,85 +19,90 @@ from torch import Tensor, nn
 from streamtune.train.optimizer_state import load_optimizer_tensors, optimizer_tensors
 from streamtune.train.slices import MASTER, SliceReader, share_out_whole
 
-__all__ = ["Backend", "LocalBackend"]
+__all__ = ["Backend", "LocalBackend", "SliceTuple"]
+
+SliceTuple = tuple[str, str, tuple[int, ...], int, Tensor]
+"""The fields of :class:`streamtune.train.slices.Slice`."""
 
 
-class Backend(Protocol):
-    """Weights, gradients and optimizer, wherever they are."""
+class Backend(ABC):
+    """Weights, gradients and optimizer, wherever they are.
+
+    Args:
+        module: The model; streamed already.
+        config: The configuration of the library behind it, every value in force; empty where there is none.
+    """
+
+    def __init__(self, module: nn.Module, config: Mapping[str, Any] = MappingProxyType({})) -> None:
+        self.module, self.config = module, config
 
     @property
     def model(self) -> Any:
         """The module that is called for a loss that goes backward."""
-        ...
-
-    @property
-    def config(self) -> Mapping[str, Any]:
-        """The configuration of the library behind it, every value in force; empty where there is none."""
-        ...
+        return self.module
 
     def micro_step(self, *, last: bool) -> AbstractContextManager[Any]:
         """Return a context for the model's call and the backward of one micro-batch, the step's ``last`` or not."""
-        ...
+        return nullcontext()
 
+    @abstractmethod
     def backward(self, loss: Tensor) -> None:
         """Add the gradient of ``loss``, a scalar with graph, to that of the step; the shares of all ranks add up."""
-        ...
 
+    @abstractmethod
     def clip_gradients(self, max_norm: float) -> float:
         """Bound the gradient to ``max_norm`` (0: leave it) at the latest in :meth:`step`; return the norm it has."""
-        ...
 
+    @abstractmethod
     def step(self, learning_rate: float) -> None:
         """Take the optimizer step and free the gradients."""
-        ...
 
+    @abstractmethod
     def drop_gradients(self) -> None:
         """Drop the gradients that were added since the last step."""
-        ...
 
+    @abstractmethod
     def reset_optimizer(self) -> None:
         """Reset the optimizer's state."""
-        ...
 
-    def slices(self) -> Iterator[tuple[str, str, tuple[int, ...], int, Tensor]]:
+    @abstractmethod
+    def slices(self) -> Iterator[SliceTuple]:
         """Return the state that this rank writes, see ``slices.Slice``: all ranks together have each value once."""
-        ...
 
+    @abstractmethod
     def load_slices(self, saved: SliceReader) -> None:
         """Load this rank's part of a state, whichever ranks wrote it.
 
         Raises:
             CheckpointError: It belongs to a model with other parameters, or lacks values.
         """
-        ...
 
+    @abstractmethod
     def weights(self, names: Collection[str] | None = None) -> Iterator[tuple[str, Tensor | None]]:
         """Iterate over the parameters (those of ``names`` alone), each whole on rank 0 until the next one.
 
         Called by all ranks, each of which has to iterate to the end. Ranks other than 0 get None.
         """
-        ...
 
     def called_directly(self) -> AbstractContextManager[Any]:
         """Return a context to call parts of the model (to write text), by all ranks in step; without gradients."""
-        ...
-
-    def close(self) -> None:
-        """Free threads and buffers; nothing is called after it."""
-        ...
-
-
-class LocalBackend:
-    """One device: the model itself and a torch optimizer over its parameters."""
-
-    config: Mapping[str, Any] = MappingProxyType({})
-
-    def __init__(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
-        self.model, self.optimizer = model, optimizer
-
-    def micro_step(self, *, last: bool) -> AbstractContextManager[Any]:
-        """See :class:`Backend`."""
         return nullcontext()
+
+    def close(self) -> None:  # noqa: B027 (most have nothing to free)
+        """Free threads and buffers; nothing is called after it."""
+
+
+class LocalBackend(Backend):
+    """One device: the model itself and a torch optimizer over its parameters.
+
+    Args:
+        module: The model.
+        optimizer: Over its parameters.
+    """
+
+    def __init__(self, module: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+        super().__init__(module)
+        self.optimizer = optimizer
 
     def backward(self, loss: Tensor) -> None:
         """See :class:`Backend`."""
@@ -104,12 +110,15 @@ class LocalBackend:
 
     def clip_gradients(self, max_norm: float) -> float:
         """See :class:`Backend`."""
-        trained = [parameter for parameter in self.model.parameters() if parameter.grad is not None]
+        trained = [parameter for parameter in self.module.parameters() if parameter.grad is not None]
         norm = torch.nn.utils.get_total_norm([parameter.grad for parameter in trained if parameter.grad is not None])
-        value = norm.item()
+        value = self._number(norm)
         if max_norm > 0 and math.isfinite(value):
             torch.nn.utils.clip_grads_with_norm_(trained, max_norm, norm)
         return value
+
+    def _number(self, norm: Tensor) -> float:
+        return norm.item()
 
     def step(self, learning_rate: float) -> None:
         """See :class:`Backend`."""
@@ -128,27 +137,20 @@ class LocalBackend:
 
     def optimizer_tensors(self) -> Mapping[str, Tensor]:
         """Return the optimizer's state by ``PARAMETER/KEY``; nothing is copied."""
-        return optimizer_tensors(self.optimizer, self.model)
+        return optimizer_tensors(self.optimizer, self.module)
 
-    def slices(self) -> Iterator[tuple[str, str, tuple[int, ...], int, Tensor]]:
+    def slices(self) -> Iterator[SliceTuple]:
         """See :class:`Backend`."""
         return share_out_whole(self.optimizer_tensors(), 0, 1)
 
     def load_slices(self, saved: SliceReader) -> None:
         """See :class:`Backend`."""
-        trained = [name for name, parameter in self.model.named_parameters() if parameter.requires_grad]
+        trained = [name for name, parameter in self.module.named_parameters() if parameter.requires_grad]
         saved.check_parameters(trained)
         keys = {name: [key for key in saved.keys(name) if key != MASTER] for name in trained}
         found = {f"{name}/{key}": saved.whole(name, key) for name in trained for key in keys[name]}
-        load_optimizer_tensors(self.optimizer, self.model, found)
+        load_optimizer_tensors(self.optimizer, self.module, found)
 
     def weights(self, names: Collection[str] | None = None) -> Iterator[tuple[str, Tensor | None]]:
         """See :class:`Backend`."""
-        return ((name, x.detach()) for name, x in self.model.named_parameters() if names is None or name in names)
-
-    def called_directly(self) -> AbstractContextManager[Any]:
-        """See :class:`Backend`."""
-        return nullcontext()
-
-    def close(self) -> None:
-        """See :class:`Backend`."""
+        return ((name, x.detach()) for name, x in self.module.named_parameters() if names is None or name in names)

@@ -18,14 +18,14 @@ import torch
 from torch import Tensor, distributed, nn
 
 from streamtune.errors import ArgumentError
+from streamtune.train.backend import Backend, SliceTuple
+from streamtune.train.slices import MASTER, SliceReader
 
 __all__ = ["DeepSpeedBackend", "check_deepspeed", "share_frozen", "share_module", "whole_weights"]
 
 
 NO_MICRO_STEP = -1
 """DeepSpeed's count before the first backward of a step."""
-MASTER = "master"
-"""Key of the float32 weights in slices, for weights of fewer bits."""
 
 
 class _OptimizerPart(NamedTuple):
@@ -63,11 +63,11 @@ def _prepare() -> None:
     deepspeed.init_distributed(dist_init_required=False)
 
 
-class DeepSpeedBackend:
+class DeepSpeedBackend(Backend):
     """Weights, gradients and optimizer shared by ZeRO.
 
     Args:
-        model: Streamed already; on this rank's device, offloaded weights on the host.
+        module: Streamed already; on this rank's device, offloaded weights on the host.
         optimizer: Over its parameters.
         config: From :func:`streamtune.distributed.deepspeed_config.resolve_config`.
         layers: The decoder layers, each gathered whole.
@@ -77,24 +77,27 @@ class DeepSpeedBackend:
     """
 
     def __init__(
-        self, model: nn.Module, optimizer: torch.optim.Optimizer, config: Mapping[str, Any], layers: Iterable[nn.Module]
+        self,
+        module: nn.Module,
+        optimizer: torch.optim.Optimizer,
+        config: Mapping[str, Any],
+        layers: Iterable[nn.Module],
     ) -> None:
         check_deepspeed()
         import deepspeed
 
         _prepare()
-        self.config = config
+        super().__init__(module, config)
         self.stage = int(config["zero_optimization"]["stage"])
         if self.stage == 3:
-            deepspeed.utils.set_z3_leaf_modules(model, list({type(layer) for layer in layers}))
-        self.module = model
+            deepspeed.utils.set_z3_leaf_modules(module, list({type(layer) for layer in layers}))
         try:
             self.engine, *_ = deepspeed.initialize(
-                model=model, optimizer=optimizer, config=dict(config), dist_init_required=False
+                model=module, optimizer=optimizer, config=dict(config), dist_init_required=False
             )
         except (ValueError, AssertionError, deepspeed.runtime.config.DeepSpeedConfigError) as error:
             raise ArgumentError(f"DeepSpeed refuses the configuration: {error}", where="deepspeed") from error
-        embedding: Any = model.get_input_embeddings()  # type: ignore[operator]
+        embedding: Any = module.get_input_embeddings()  # type: ignore[operator]
         if self.stage == 3 and not any(parameter.requires_grad for parameter in embedding.parameters()):
             # The hooks of a leaf hang on its first input: without a gradient there its weights are not gathered. After
             # DeepSpeed's own hook, which would gather the embedding for a backward that it does not have.
@@ -161,7 +164,7 @@ class DeepSpeedBackend:
                 if isinstance(value, Tensor):
                     value.zero_()
 
-    def slices(self) -> Iterator[tuple[str, str, tuple[int, ...], int, Tensor]]:
+    def slices(self) -> Iterator[SliceTuple]:
         """See :class:`streamtune.train.Backend`."""
         for name, parameter in self._trained():
             found = self._held(parameter)
@@ -176,7 +179,7 @@ class DeepSpeedBackend:
                 elif found.offset == 0:  # a count of steps: one for all, written with the first value
                     yield name, key, (), 0, torch.as_tensor(value, dtype=torch.float32).reshape(1)
 
-    def load_slices(self, saved: Any) -> None:
+    def load_slices(self, saved: SliceReader) -> None:
         """See :class:`streamtune.train.Backend`."""
         trained = self._trained()
         saved.check_parameters([name for name, _ in trained])
@@ -241,10 +244,6 @@ class DeepSpeedBackend:
     def weights(self, names: Collection[str] | None = None) -> Iterator[tuple[str, Tensor | None]]:
         """See :class:`streamtune.train.Backend`."""
         return whole_weights(self.module, names)
-
-    def called_directly(self) -> AbstractContextManager[Any]:
-        """See :class:`streamtune.train.Backend`."""
-        return nullcontext()
 
     def close(self) -> None:
         """Free DeepSpeed's threads and buffers."""

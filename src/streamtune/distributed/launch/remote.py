@@ -16,11 +16,10 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+from streamtune.distributed.launch.agent import PING_SECONDS
+from streamtune.distributed.launch.hostfile import Host
+from streamtune.distributed.watch.failure import Failure, RankEnd
 from streamtune.errors import DistributedError
-
-from .agent import PING_SECONDS
-from .failure import Failure, RankEnd
-from .hostfile import Host
 
 __all__ = ["RemoteRanks", "passed_on"]
 
@@ -31,7 +30,7 @@ SSH = (
 """After its last word comes the host, whatever it looks like."""
 SSH_VARIABLE = "STREAMTUNE_SSH"
 """Another command than that; it is given the host and a line for its shell."""
-AGENT = "streamtune.distributed.agent"
+AGENT = "streamtune.distributed.launch.agent"
 HELLO_SECONDS = 25.0
 NEEDED = ("PATH", "PYTHONPATH", "LD_LIBRARY_PATH", "VIRTUAL_ENV")
 """Needed to start Python at all, so written into the command; everything else goes through the connection."""

@@ -12,9 +12,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from .agree import describe_ranks
-from .failure import Failure
-from .vitals import computes
+from streamtune.distributed.agree import describe_ranks
+from streamtune.distributed.watch.failure import Failure
+from streamtune.distributed.watch.vitals import computes
 
 LOOK_SECONDS = 0.5
 RAN_SECONDS = 5.0

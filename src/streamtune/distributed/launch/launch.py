@@ -19,17 +19,16 @@ from types import FrameType, TracebackType
 from typing import Any, Protocol
 
 from streamtune import interrupts
+from streamtune.distributed.environment import read_environment
+from streamtune.distributed.hostname import check_host
+from streamtune.distributed.launch.hostfile import MOST_SLOTS, Host, read_hostfile
+from streamtune.distributed.launch.ranks import LocalRanks, count_devices
+from streamtune.distributed.launch.remote import HELLO_SECONDS, RemoteRanks, passed_on
+from streamtune.distributed.ports import free_port, is_free
+from streamtune.distributed.watch.failure import RankEnd, first_failure
 from streamtune.errors import ArgumentError
 from streamtune.network import among_ranks
 from streamtune.streams import reader_is_gone
-
-from .environment import read_environment
-from .failure import RankEnd, first_failure
-from .hostfile import MOST_SLOTS, Host, read_hostfile
-from .hostname import check_host
-from .ports import free_port, is_free
-from .ranks import LocalRanks, count_devices
-from .remote import HELLO_SECONDS, RemoteRanks, passed_on
 
 __all__ = ["launch", "without_launch_options"]
 

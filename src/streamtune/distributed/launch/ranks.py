@@ -17,11 +17,10 @@ from contextlib import suppress
 from pathlib import Path
 from typing import IO
 
+from streamtune.distributed.environment import usable_cpus
+from streamtune.distributed.watch.failure import ERROR_FILE_VARIABLE, RankEnd, log_tail, read_failure
 from streamtune.errors import ArgumentError
 from streamtune.interrupts import blocked, remove_too
-
-from .environment import usable_cpus
-from .failure import ERROR_FILE_VARIABLE, RankEnd, log_tail, read_failure
 
 __all__ = ["LOG_FILE_VARIABLE", "LocalRanks", "count_devices", "die_with_launcher"]
 

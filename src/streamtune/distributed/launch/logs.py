@@ -10,9 +10,9 @@ import tempfile
 from contextlib import suppress
 from pathlib import Path
 
-from .environment import RankEnvironment
-from .failure import ERROR_FILE_VARIABLE
-from .ranks import LOG_FILE_VARIABLE
+from streamtune.distributed.environment import RankEnvironment
+from streamtune.distributed.launch.ranks import LOG_FILE_VARIABLE
+from streamtune.distributed.watch.failure import ERROR_FILE_VARIABLE
 
 __all__ = ["keep_log", "leave_terminal", "log_path"]
 

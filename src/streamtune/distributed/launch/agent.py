@@ -23,11 +23,10 @@ from dataclasses import asdict
 from typing import IO, Any
 
 from streamtune import __version__
+from streamtune.distributed.launch.ranks import LocalRanks, count_devices
+from streamtune.distributed.ports import free_port
+from streamtune.distributed.watch.failure import Failure
 from streamtune.errors import StreamTuneError
-
-from .failure import Failure
-from .ports import free_port
-from .ranks import LocalRanks, count_devices
 
 __all__ = ["PING_SECONDS", "SILENCE_SECONDS", "main"]
 

@@ -14,9 +14,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from streamtune.distributed.hostname import LOOPBACK, check_host
 from streamtune.errors import ArgumentError
-
-from .hostname import LOOPBACK, check_host
 
 __all__ = ["MOST_SLOTS", "Host", "read_hostfile"]
 

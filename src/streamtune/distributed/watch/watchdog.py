@@ -23,14 +23,22 @@ from dataclasses import asdict, replace
 from types import TracebackType
 from typing import Any
 
+from streamtune.distributed.admission import Admission
+from streamtune.distributed.environment import RankEnvironment
+from streamtune.distributed.watch.failure import Failure, write_failure
+from streamtune.distributed.watch.verdict import (
+    Beat,
+    Peer,
+    Stragglers,
+    WatchLimits,
+    end_stopped,
+    find_culprit,
+    find_deadlock,
+    this_process,
+)
+from streamtune.distributed.watch.vitals import Vitals
+from streamtune.distributed.wire import Line, dial, listen
 from streamtune.errors import StreamTuneError
-
-from .admission import Admission
-from .environment import RankEnvironment
-from .failure import Failure, write_failure
-from .judge import Beat, Peer, Stragglers, WatchLimits, end_stopped, find_culprit, find_deadlock, this_process
-from .vitals import Vitals
-from .wire import Line, dial, listen
 
 __all__ = ["Watchdog"]
 

@@ -1,0 +1,1 @@
+"""Backends of several ranks: DDP, FSDP2, DeepSpeed ZeRO."""

@@ -1,0 +1,1 @@
+"""Start the ranks of a run, here or on other machines, and end them together."""
