@@ -21,10 +21,9 @@ import numpy as np
 import torch
 
 from streamtune import data, models, train
-from streamtune.engine import RouterLoss, balance_coefficient, balances_itself, check_packing
+from streamtune.engine import RouterLoss, balance_coefficient, balances_itself
 from streamtune.errors import ArgumentError, DataError, OutOfMemoryError, RunError
 from streamtune.recipe.loader import LoadedRecipe
-from streamtune.recipe.schema import Recipe
 from streamtune.run.data import make_sources, make_tokenizer
 from streamtune.run.device import blame_recipe, choose_device, quiet_libraries
 from streamtune.run.model import make_model
@@ -64,29 +63,36 @@ PROBE = 256
 """Tokens of the forward that memory is measured on."""
 
 
-@dataclass(frozen=True)
-class VerifySubject:
+@dataclass(frozen=True, kw_only=True)
+class _Chosen:
+    """The batch of a verification, chosen by the memory that plain autograd has."""
+
+    windows: tuple[Window, ...]
+    """The rows; none where completions are scored."""
+    batch: train.MicroBatch
+    alone: train.MicroBatch
+    """The same rows one by one; the batch itself where it is not packed"""
+    length_limit: str
+    """The reason for the length of the batch, if a row was cut."""
+    room: Room
+    router_loss: RouterLoss | None = None
+    """The loss that the recipe adds for routers; of it only the balance loss is compared."""
+    losses: TreeLosses | None = None
+    """The loss of completions, where these are scored."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class VerifySubject(_Chosen):
     """The subject of a verification: a model, a batch, and the schedules to stream it with."""
 
     loaded: LoadedRecipe
     model: Any
     parameters: models.ParameterCount
     device: torch.device
-    windows: tuple[Window, ...]
-    batch: train.MicroBatch
-    alone: train.MicroBatch
-    """The same rows one by one; the batch itself where it is not packed"""
-    length_limit: str
-    """The reason for the length of the batch, if a row was cut."""
     schedules: list[Schedule]
     dtype: torch.dtype | None
     """Widen the weights to it first."""
     bf16: bool
-    room: Room
-    router_loss: RouterLoss | None
-    """The loss that the recipe adds for routers; of it only the balance loss is compared."""
-    losses: TreeLosses | None = None
-    """The loss of completions, where these are scored; there are no windows then."""
 
     @property
     def length(self) -> int:
@@ -120,105 +126,93 @@ def build_verify(
         raise ArgumentError(f"--dtype does not know {dtype!r}", mend=f"choose from {', '.join(DTYPES)}")
     recipe = loaded.recipe
     task = task_of(recipe)
-    if task.scores:
-        return _build_trees(loaded, task, length, dtype, notify, doing)
     with blame_recipe(loaded):
         device = choose_device(recipe.device)
         quiet_libraries(device)
-        sources = make_sources(loaded)
         with doing("making the tokenizer"):
+            sources = make_sources(loaded)
             tokenizer = make_tokenizer(recipe, sources, None, notify)
-        examples = _first_rows(task, sources, tokenizer, notify)
+        rows = _first_rows(task, sources, tokenizer, notify)
         with doing("loading the model"):
             model = make_model(recipe, tokenizer, None, device)
         with stream_model(recipe, model) as handle:  # what is refused is refused at once
-            if recipe.packing:
-                check_packing(handle)
-        router_loss = make_router_loss(recipe, model)
-        bf16, widened = _precision(recipe, dtype)
-        with doing("measuring how long a row plain autograd has room for"):
-            room = _measure(model, examples, tokenizer, device, bf16, router_loss)
-        limit, why = (length, "--length") if length is not None else _fitting_length(room, device, widened)
-        windows = choose_rows(examples, limit, PACKED_ROWS if recipe.packing else 1)
-        alone = _collate(windows, tokenizer).to(device)
-        batch = _collate(windows, tokenizer, packed=True).to(device) if recipe.packing else alone
-        if (note := models.check_positions(model, alone.input_ids.shape[1])) is not None:
+            task.check_model(handle)
+        bf16 = recipe.bf16 if dtype is None else dtype == "bfloat16"
+        widened: torch.dtype | None = getattr(torch, dtype) if dtype in ("float32", "float64") else None
+        choose = _choose_trees if task.scores else _choose_rows
+        chosen = choose(task, model, tokenizer, rows, length, widened, bf16=bf16, notify=notify, doing=doing)
+        if (note := models.check_positions(model, chosen.alone.input_ids.shape[1])) is not None:
             notify(note)
-        schedules = verify_schedules(batch.input_ids.shape[1], make_schedule(recipe.engine))
+        schedules = verify_schedules(chosen.batch.input_ids.shape[1], make_schedule(recipe.engine))
     return VerifySubject(
+        **vars(chosen),
         loaded=loaded,
         model=model,
         parameters=models.count_parameters(model),
         device=device,
-        windows=tuple(windows),
-        batch=batch,
-        alone=alone,
-        length_limit=why if any(window.length < window.row_length for window in windows) else "",
         schedules=schedules,
         dtype=widened,
         bf16=bf16,
+    )
+
+
+def _choose_rows(
+    task: Task[Any],
+    model: Any,
+    tokenizer: PreTrainedTokenizerBase,
+    rows: Sequence[data.Example],
+    length: int | None,
+    widened: torch.dtype | None,
+    *,
+    bf16: bool,
+    notify: Callable[[str], None],
+    doing: Callable[[str], AbstractContextManager[Any]],
+) -> _Chosen:
+    """Choose rows of next tokens, as long as memory allows."""
+    recipe, device = task.recipe, next(model.parameters()).device
+    router_loss = make_router_loss(recipe, model)
+    with doing("measuring how long a row plain autograd has room for"):
+        room = _measure(model, rows, tokenizer, device, bf16, router_loss)
+    limit, why = (length, "--length") if length is not None else _fitting_length(room, device, widened)
+    windows = choose_rows(rows, limit, PACKED_ROWS if recipe.packing else 1)
+    alone = _collate(windows, tokenizer).to(device)
+    return _Chosen(
+        windows=tuple(windows),
+        batch=_collate(windows, tokenizer, packed=True).to(device) if recipe.packing else alone,
+        alone=alone,
+        length_limit=why if any(window.length < window.row_length for window in windows) else "",
         room=room,
         router_loss=router_loss,
     )
 
 
-def _precision(recipe: Recipe, dtype: str | None) -> tuple[bool, torch.dtype | None]:
-    """Return True if autocast is used, and the dtype that weights are widened to first, or None."""
-    bf16 = recipe.bf16 if dtype is None else dtype == "bfloat16"
-    return bf16, getattr(torch, dtype) if dtype in ("float32", "float64") else None
-
-
-def _build_trees(
-    loaded: LoadedRecipe,
+def _choose_trees(
     task: Task[Any],
+    model: Any,
+    tokenizer: PreTrainedTokenizerBase,
+    rows: Sequence[Any],
     length: int | None,
-    dtype: str | None,
+    widened: torch.dtype | None,
+    *,
+    bf16: bool,
     notify: Callable[[str], None],
     doing: Callable[[str], AbstractContextManager[Any]],
-) -> VerifySubject:
-    """Do what :func:`build_verify` does, where completions are scored."""
-    recipe = task.recipe
-    with blame_recipe(loaded):
-        device = choose_device(recipe.device)
-        quiet_libraries(device)
-        sources = make_sources(loaded)
-        with doing("making the tokenizer"):
-            tokenizer = make_tokenizer(recipe, sources, None, notify)
-        few = [replace(sources[0], max_rows=min(sources[0].max_rows or FIRST_ROWS, FIRST_ROWS))]
-        rows = task.prepare(few, tokenizer, notify, val_size=0.0).train
-        with doing("loading the model"):
-            model = make_model(recipe, tokenizer, None, device)
-        stream_model(recipe, model).remove()  # what is refused is refused at once
-        with doing("checking that prompts can be shared"):
-            share = task.can_share(model, notify)
-        with doing("loading the reference"):
-            held = load_reference(task, model, tokenizer, device) if task.compares else None
-        bf16, widened = _precision(recipe, dtype)
-        with doing("measuring how long a row plain autograd has room for"):
-            room = _measure_scored(model, device, bf16)
-        limit, why = (length, "--length") if length is not None else _fitting_length(room, device, widened)
-        trees, cut = task.compared_trees(rows, limit, len(tokenizer))
-        plain = PlainScores(model)
-        shared, apart = task.compared_batches(trees, model, plain, pad_token_id=tokenizer.pad_token_id, share=share)
-        losses = TreeLosses(task, held, shared.to(device), apart.to(device))
-        if (note := models.check_positions(model, losses.apart.input_ids.shape[1])) is not None:
-            notify(note)
-        schedules = verify_schedules(losses.shared.input_ids.shape[1], make_schedule(recipe.engine))
-    return VerifySubject(
-        loaded=loaded,
-        model=model,
-        parameters=models.count_parameters(model),
-        device=device,
-        windows=(),
-        batch=losses.shared,
-        alone=losses.apart,
-        length_limit=why if cut else "",
-        schedules=schedules,
-        dtype=widened,
-        bf16=bf16,
-        room=room,
-        router_loss=None,
-        losses=losses,
+) -> _Chosen:
+    """Choose completions, as long as memory allows, with their loss in both layouts."""
+    device = next(model.parameters()).device
+    with doing("checking that prompts can be shared"):
+        share = task.can_share(model, notify)
+    with doing("loading the reference"):
+        held = load_reference(task, model, tokenizer, device) if task.compares else None
+    with doing("measuring how long a row plain autograd has room for"):
+        room = _measure_scored(model, device, bf16)
+    limit, why = (length, "--length") if length is not None else _fitting_length(room, device, widened)
+    trees, cut = task.compared_trees(rows, limit, len(tokenizer))
+    plain, pad = PlainScores(model), tokenizer.pad_token_id
+    shared, apart = task.compared_batches(trees, model, plain, pad_token_id=pad, share=share)
+    losses = TreeLosses(task, held, shared.to(device), apart.to(device))
+    return _Chosen(
+        windows=(), batch=losses.shared, alone=losses.apart, length_limit=why if cut else "", room=room, losses=losses
     )
 
 
@@ -262,7 +256,7 @@ def _first_rows(
     sources: Sequence[data.Source],
     tokenizer: PreTrainedTokenizerBase,
     notify: Callable[[str], None],
-) -> Sequence[data.Example]:
+) -> Sequence[Any]:
     """Return the first rows of the first source, held-out ones too; all rows of all sources if none is usable."""
     few = [replace(source, max_rows=min(source.max_rows or FIRST_ROWS, FIRST_ROWS)) for source in sources]
     try:
