@@ -151,7 +151,7 @@ def test_so_it_is_in_bf16(mode: Mode) -> None:
     assert simulate(workload(make, mode), BASE).peak_bytes == pytest.approx(measured(make, mode, BASE), rel=0.03)
 
 
-@pytest.mark.quick("stream")
+@pytest.mark.quick("stream-qwen3")
 @pytest.mark.parametrize("family", ["qwen3", "llama"])
 @pytest.mark.parametrize("mode", ["plain", "checkpoint", "stream"])
 def test_so_it_is_under_autocast(family: str, mode: Mode) -> None:
