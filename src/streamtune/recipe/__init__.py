@@ -1,16 +1,12 @@
 """Recipes: the types, the strict reader, the names other trainers use, and the way back to YAML.
 
-Importing this package loads neither torch nor transformers; ``recipe.build``, which makes the objects of a run, does
-and is imported by name.
+Importing this package loads neither torch nor transformers.
 """
 
-from streamtune.recipe.code import code_of
 from streamtune.recipe.dpo import DpoRecipe
-from streamtune.recipe.dump import dump_recipe
 from streamtune.recipe.grpo import GrpoRecipe
-from streamtune.recipe.jsonschema import json_schema
-from streamtune.recipe.kinds import RECIPES
-from streamtune.recipe.loader import LoadedRecipe, load_recipe, names_a_hub
+from streamtune.recipe.kinds import RECIPES, json_schema
+from streamtune.recipe.loader import LoadedRecipe, code_of, load_recipe, names_a_hub
 from streamtune.recipe.schema import (
     DatasetSpec,
     EngineSpec,
@@ -28,6 +24,7 @@ from streamtune.recipe.shipped import (
     shipped_recipes,
     with_schema,
 )
+from streamtune.recipe.yaml import dump_recipe
 
 __all__ = [
     "RECIPES",

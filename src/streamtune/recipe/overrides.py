@@ -12,10 +12,10 @@ from collections.abc import Sequence
 from typing import Any
 
 from streamtune.errors import RecipeError, did_you_mean
+from streamtune.recipe.mistakes import leaf_paths
 from streamtune.recipe.yaml import KeyPath, Marks, read_yaml, show_path
 
 from .aliases import ALIASES, INSTEAD, LATER, SWITCHES
-from .fields import leaf_paths
 from .kinds import objectives_with
 from .mistakes import unknown_key
 from .schema import Recipe

@@ -1,4 +1,4 @@
-"""Read YAML text as plain values, with the line of every key.
+"""Read YAML text as plain values, with the line of every key, and write a recipe as YAML that reads back.
 
 A recipe is read by stricter rules than YAML 1.1's, so that what a user sees is what the run gets:
 
@@ -20,7 +20,9 @@ import yaml
 
 from streamtune.errors import RecipeError
 
-__all__ = ["KeyPath", "Marks", "Mistake", "parse_scalar", "read_yaml", "show_path"]
+from .schema import Recipe
+
+__all__ = ["KeyPath", "Marks", "Mistake", "dump_recipe", "parse_scalar", "read_yaml", "show_path"]
 
 KeyPath = tuple[str | int, ...]
 """Path of a value: ``("datasets", 0, "path")``."""
@@ -269,3 +271,40 @@ def _not_yaml(error: yaml.MarkedYAMLError, file: str) -> RecipeError:
     if (error.context or "").startswith("while parsing a flow"):
         return RecipeError("a bracket or brace opened here is not closed", where=opened, mend="close it")
     return RecipeError(f"not YAML: {problem}", where=where, mend="put the value in quotes, or see `streamtune recipes`")
+
+
+def dump_recipe(recipe: Recipe, *, comment: str = "") -> str:
+    """Return the recipe as YAML, with every default written out.
+
+    Args:
+        recipe: What to write; keys without a value are left out.
+        comment: Lines to put above it.
+
+    Returns:
+        YAML that ``load_recipe`` reads back to an equal recipe.
+    """
+    head = "".join(f"# {line}".rstrip() + "\n" for line in comment.splitlines())
+    # mode="json" turns tuples into lists.
+    values = recipe.model_dump(mode="json", exclude_none=True)
+    return head + yaml.dump(values, Dumper=_Dumper, sort_keys=False, allow_unicode=True, width=100)
+
+
+class _Dumper(yaml.SafeDumper):
+    """A dumper that quotes text which our reader would take for something else."""
+
+    def ignore_aliases(self, data: Any) -> bool:
+        return True
+
+
+def _text(dumper: yaml.SafeDumper, text: str) -> yaml.ScalarNode:
+    style = None
+    if any(character in text for character in "\r\x85\u2028\u2029"):  # line breaks a reader would fold
+        style = '"'
+    elif "\n" in text:
+        style = "|"
+    elif parse_scalar(text) != text:
+        style = "'"
+    return dumper.represent_scalar("tag:yaml.org,2002:str", text, style=style)
+
+
+_Dumper.add_representer(str, _text)

@@ -17,8 +17,8 @@ from typing import TYPE_CHECKING, Any
 from streamtune import models, train
 from streamtune.distributed import RankEnvironment, Watchdog, keep_log, read_environment
 from streamtune.errors import ArgumentError, NonFiniteError
-from streamtune.recipe.dump import dump_recipe
 from streamtune.recipe.schema import Recipe
+from streamtune.recipe.yaml import dump_recipe
 from streamtune.run.engine import Streamed
 from streamtune.schedule import Schedule
 from streamtune.streams import lost_output

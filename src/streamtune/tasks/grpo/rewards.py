@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, Any
 
 from streamtune import data, rewards
 from streamtune.errors import ArgumentError
-from streamtune.recipe.code import own_rewards
 from streamtune.recipe.grpo import GrpoRecipe
+from streamtune.recipe.loader import own_rewards
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
