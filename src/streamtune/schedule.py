@@ -1,16 +1,20 @@
-"""The schedule of a streamed step, a frozen dataclass: how the step is cut, and the tensors it keeps."""
+"""The schedule of a streamed step, a frozen dataclass: how the step is cut, and the tensors it keeps.
+
+Its fields, choices, defaults and contradictions are listed here alone: the recipe's ``engine:`` group, the planner and
+the engine take them from here.
+"""
 
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, fields
 from importlib import import_module
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple, get_args
 
 from streamtune.errors import ArgumentError
 
-__all__ = ["Kept", "Schedule", "Tier"]
+__all__ = ["DEFAULTS", "GradDtype", "Kept", "Schedule", "Tier", "contradictions", "kept"]
 
 
 Tier = Literal["device", "host", "disk"]
@@ -18,6 +22,11 @@ Tier = Literal["device", "host", "disk"]
 
 Kept = Literal["no", "device", "host"]
 """The memory that keeps a tensor which the backward could compute again, or ``no``."""
+
+Levels = Literal[1, 2]
+
+GradDtype = Literal["float32", "param"]
+"""The dtype of sums over chunks: float32, or that of the tensor itself."""
 
 
 @dataclass(frozen=True)
@@ -56,17 +65,16 @@ class Schedule:
     offload: Tier = "device"
     offload_dir: str | None = None
     device_layers: int = 0
-    levels: Literal[1, 2] = 1
+    levels: Levels = 1
     segment_size: int | None = None
     keep_kv: Kept | bool = "no"
     keep_attention: Kept = "no"
     keep_layers: int = 0
     stream_grads: bool = False
-    grad_dtype: Literal["float32", "param"] = "float32"
+    grad_dtype: GradDtype = "float32"
 
     def __post_init__(self) -> None:
-        if isinstance(self.keep_kv, bool):
-            object.__setattr__(self, "keep_kv", "device" if self.keep_kv else "no")
+        object.__setattr__(self, "keep_kv", kept(self.keep_kv))
         for name in ("chunk_size", "head_chunk_size", "segment_size"):
             value = getattr(self, name)
             if (value is not None or name != "segment_size") and not _is_count(value, least=1):
@@ -78,18 +86,9 @@ class Schedule:
             if getattr(self, name) not in words:
                 known = ", ".join(map(repr, words[:-1])) + f" or {words[-1]!r}"
                 raise ArgumentError(f"{name} must be {known}, not {getattr(self, name)!r}")
-        if self.offload == "disk" and self.offload_dir is None:
-            raise ArgumentError(
-                "offload='disk' needs offload_dir, the directory of its file",
-                mend="name a directory on a fast local disk with room for the layer inputs",
-            )
-        if self.device_layers and self.offload == "device":
-            raise ArgumentError(
-                "device_layers says which layer inputs are not offloaded, but offload is 'device'",
-                mend="set offload to 'host' or 'disk', or leave device_layers out",
-            )
-        if self.segment_size is not None and self.levels == 1:
-            raise ArgumentError("segment_size needs levels=2", mend="set levels to 2, or leave segment_size out")
+        for field, what, (other, value) in contradictions(vars(self), _in_python):
+            way_out = "" if field == "offload" else f", or leave {field} out"
+            raise ArgumentError(what, mend=f"set {other} to {value}{way_out}")
 
     @classmethod
     def plan(cls, model: Any, *, max_length: int, device_memory: int | str | None = None, **more: Any) -> Schedule:
@@ -184,13 +183,54 @@ class Schedule:
 
 
 CHOICES: dict[str, tuple[object, ...]] = {
-    "offload": ("device", "host", "disk"),
-    "levels": (1, 2),
-    "keep_kv": ("no", "device", "host"),
-    "keep_attention": ("no", "device", "host"),
+    "offload": get_args(Tier),
+    "levels": get_args(Levels),
+    "keep_kv": get_args(Kept),
+    "keep_attention": get_args(Kept),
     "stream_grads": (False, True),
-    "grad_dtype": ("float32", "param"),
+    "grad_dtype": get_args(GradDtype),
 }
+
+DEFAULTS: dict[str, Any] = {field.name: field.default for field in fields(Schedule)}
+"""The fields of a schedule, in order, with the value that each has if none is given."""
+
+
+def kept(choice: Kept | bool) -> Kept:
+    """Return what ``keep_kv`` stands for: ``True`` is ``device``, ``False`` is ``no``."""
+    return ("device" if choice else "no") if isinstance(choice, bool) else choice
+
+
+class Contradiction(NamedTuple):
+    """Choices of a schedule that exclude each other; ``field`` may stay if another field has the value ``instead``."""
+
+    field: str
+    what: str
+    instead: tuple[str, str]
+
+
+def contradictions(choices: Mapping[str, Any], shown: Callable[..., str]) -> Iterator[Contradiction]:
+    """Yield the choices that exclude each other.
+
+    Args:
+        choices: Field -> value; None where it is still open.
+        shown: Returns a field, or a field with its value, in the words of the user's recipe or program.
+    """
+    offload, levels = choices["offload"], choices["levels"]
+    if choices["device_layers"] and offload == "device":
+        what = f"{shown('device_layers')} says which layer inputs are not offloaded, and {shown('offload')} is device"
+        yield Contradiction("device_layers", what, ("offload", "host"))
+    if choices["segment_size"] is not None and levels == 1:
+        what = f"{shown('segment_size')} needs two levels, and {shown('levels')} is 1"
+        yield Contradiction("segment_size", what, ("levels", "2"))
+    if offload == "disk" and choices["offload_dir"] is None:
+        what = f"{shown('offload', 'disk')} needs the directory of its file"
+        yield Contradiction(
+            "offload", what, ("offload_dir", "a directory on a fast local disk with room for the layer inputs")
+        )
+
+
+def _in_python(field: str, value: str | None = None) -> str:
+    return field if value is None else f"{field}={value!r}"
 
 
 def _is_count(value: object, least: int) -> bool:

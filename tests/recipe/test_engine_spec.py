@@ -2,20 +2,58 @@
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
 import pytest
 from pydantic import ValidationError
 
+from streamtune.errors import ArgumentError
 from streamtune.recipe import EngineSpec, dump_recipe, load_recipe
-from streamtune.recipe.engine import SCHEDULE_KEYS
 from streamtune.run.streaming import make_schedule
-from streamtune.schedule import Schedule
+from streamtune.schedule import CHOICES, DEFAULTS, Schedule
 
 
 def test_every_choice_of_a_schedule_is_a_key():
-    assert set(SCHEDULE_KEYS) == set(Schedule.__dataclass_fields__)
-    assert set(SCHEDULE_KEYS) <= set(EngineSpec.model_fields)
+    assert set(DEFAULTS) == set(Schedule.__dataclass_fields__)
+    assert set(DEFAULTS) <= set(EngineSpec.model_fields)
+
+
+def test_what_the_keys_say_of_their_defaults_is_so():
+    words = {"None": "the size that stores fewest", "False": "false"}
+    for name, default in DEFAULTS.items():
+        described = re.search(r"Without planner: (.+)\.$", EngineSpec.model_fields[name].description or "", re.DOTALL)
+        if described is None:
+            assert EngineSpec.model_fields[name].default == default
+        else:
+            assert described[1] == words.get(str(default), str(default)), name
+
+
+@pytest.mark.parametrize("name", CHOICES)
+def test_a_key_takes_what_the_schedule_takes(name: str):
+    more = {"offload_dir": "x"} if name == "offload" else {}
+    for word in CHOICES[name]:
+        made = EngineSpec(**{name: word}, **(more if word == "disk" else {})).written()
+        assert made[name] == getattr(Schedule(**{name: word}, **more), name)
+
+
+@pytest.mark.parametrize(
+    ("wrong", "what", "mend"),
+    [
+        ({"device_layers": 1}, "device_layers says which layer inputs are not offloaded, and offload is device",
+         "set offload to host, or leave device_layers out"),
+        ({"segment_size": 2}, "segment_size needs two levels, and levels is 1",
+         "set levels to 2, or leave segment_size out"),
+        ({"offload": "disk"}, "offload='disk' needs the directory of its file",
+         "set offload_dir to a directory on a fast local disk with room for the layer inputs"),
+    ],
+)  # fmt: skip
+def test_contradictions_in_a_program(wrong: dict[str, Any], what: str, mend: str):
+    with pytest.raises(ArgumentError) as caught:
+        Schedule(**wrong)
+    assert (caught.value.what, caught.value.mend) == (what, mend)
+    with pytest.raises(ValidationError, match="engine"):
+        EngineSpec(schedule="fixed", **wrong)
 
 
 def test_what_is_not_written_is_the_schedules_own_default():

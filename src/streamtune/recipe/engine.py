@@ -6,12 +6,13 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field, model_validator
 
+from streamtune.schedule import DEFAULTS, GradDtype, Kept, Tier, contradictions, kept
+
 from .spec import Count, Size, Spec, Steps, Text, mistake
 
-__all__ = ["SCHEDULE_KEYS", "EngineSpec"]
+__all__ = ["EngineSpec"]
 
 Auto = Literal["auto"]
-Kept = Literal["no", "device", "host"]
 
 
 class EngineSpec(Spec):
@@ -27,7 +28,7 @@ class EngineSpec(Spec):
     head_chunk_size: Count | Auto = "auto"
     """Most tokens whose logits exist at once in the loss. Without planner: 1024."""
 
-    offload: Literal["auto", "device", "host", "disk"] = "auto"
+    offload: Literal[Auto, Tier] = "auto"
     """Place of the layers' inputs until the backward. The planner takes `disk` only where `offload_dir` names a
     directory. Without planner: device."""
 
@@ -45,11 +46,11 @@ class EngineSpec(Spec):
     segment_size: Count | Auto = "auto"
     """Layers of a segment at two levels. Without planner: the size that stores fewest."""
 
-    keep_kv: bool | Literal["auto", "no", "device", "host"] = "auto"
+    keep_kv: bool | Literal[Auto, Kept] = "auto"
     """Keep every layer's keys and values from forward to backward instead of projecting them again; `true` is
     `device`. Without planner: no."""
 
-    keep_attention: Literal["auto", "no", "device", "host"] = "auto"
+    keep_attention: Literal[Auto, Kept] = "auto"
     """Keep the output of every attention, so that the backward does not run its forward again. Without planner: no."""
 
     keep_layers: Steps | Auto = "auto"
@@ -59,7 +60,7 @@ class EngineSpec(Spec):
     """The gradient of a layer's input takes the place of that of its output chunk by chunk, where the layer inputs
     are. Without planner: false."""
 
-    grad_dtype: Literal["float32", "param"] = "float32"
+    grad_dtype: GradDtype = "float32"
     """Dtype in which the sum over chunks is accumulated: float32, or that of the parameter. The planner never changes
     it: it decides the rounding."""
 
@@ -78,27 +79,12 @@ class EngineSpec(Spec):
     @model_validator(mode="after")
     def _choices_agree(self) -> EngineSpec:
         """Refuse choices that exclude each other under any plan; with ``fixed`` a choice not made takes its default."""
-        offload, levels = self.offload, self.levels
-        if self.schedule == "fixed":
-            offload, levels = ("device" if offload == "auto" else offload), (1 if levels == "auto" else levels)
-        if isinstance(self.device_layers, int) and self.device_layers and offload == "device":
-            raise mistake(
-                "'engine.device_layers' says which layer inputs are not offloaded, and 'engine.offload' is device",
-                key="engine.device_layers",
-                mend="write offload: host, or delete the line",
-            )
-        if self.segment_size != "auto" and levels == 1:
-            raise mistake(
-                "'engine.segment_size' needs two levels, and 'engine.levels' is 1",
-                key="engine.segment_size",
-                mend="write levels: 2, or delete the line",
-            )
-        if offload == "disk" and self.offload_dir is None:
-            raise mistake(
-                "'engine.offload: disk' needs the directory of its file",
-                key="engine.offload",
-                mend="add offload_dir: a directory on a fast local disk with room for the layer inputs",
-            )
+        open_choices = DEFAULTS if self.schedule == "fixed" else dict.fromkeys(DEFAULTS)
+        choices = {**open_choices, **self._choices()}
+        for field, what, (other, value) in contradictions(choices, _in_a_recipe):
+            mend = f"add {other}: {value}" if field == "offload" else f"write {other}: {value}, or delete the line"
+            raise mistake(what, key=f"engine.{field}", mend=mend)
+        offload = choices["offload"]
         if self.offload_dir is not None and offload in ("device", "host"):
             raise mistake(
                 f"'engine.offload_dir' is where 'offload: disk' writes, and 'engine.offload' is {offload}",
@@ -113,16 +99,16 @@ class EngineSpec(Spec):
         ``segment_size`` stands for two levels, and ``keep_kv: true`` for ``device``. ``offload`` is not derived from
         ``device_layers``: that is left to the caller.
         """
-        made = {name: getattr(self, name) for name in SCHEDULE_KEYS if getattr(self, name) not in ("auto", None)}
-        if isinstance(made.get("keep_kv"), bool):
-            made["keep_kv"] = "device" if made["keep_kv"] else "no"
+        made = self._choices()
+        if "keep_kv" in made:
+            made["keep_kv"] = kept(made["keep_kv"])
         if "segment_size" in made:
             made["levels"] = 2
         return made
 
+    def _choices(self) -> dict[str, Any]:
+        return {name: value for name in DEFAULTS if (value := getattr(self, name)) not in ("auto", None)}
 
-SCHEDULE_KEYS = (
-    "chunk_size", "head_chunk_size", "offload", "offload_dir", "device_layers", "levels", "segment_size", "keep_kv",
-    "keep_attention", "keep_layers", "stream_grads", "grad_dtype",
-)  # fmt: skip
-"""Keys of the group that are fields of the engine's ``Schedule`` as well."""
+
+def _in_a_recipe(field: str, value: str | None = None) -> str:
+    return f"'engine.{field}'" if value is None else f"'engine.{field}: {value}'"
