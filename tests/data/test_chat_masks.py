@@ -13,9 +13,10 @@ from tokenizers import Tokenizer
 from trained_tokenizers import read_template, train_bpe, wrap
 from transformers import PreTrainedTokenizerFast
 
-from streamtune.data.render import IGNORE_INDEX, Rendered, RowRenderer
+from streamtune.data.render import Rendered, RowRenderer
 from streamtune.data.rows import Conversation
 from streamtune.errors import DataError
+from streamtune.labels import IGNORE_INDEX
 
 MakeTokenizer = Callable[..., PreTrainedTokenizerFast]
 Message = dict[str, Any]

@@ -9,7 +9,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from streamtune.data import IGNORE_INDEX, NO_ROW, CollatedTrees, Tree, collate_trees
+from streamtune.data import NO_ROW, CollatedTrees, Tree, collate_trees
+from streamtune.labels import IGNORE_INDEX
 
 TREES = [
     Tree([1, 2, 3], [[4, 5], [6, 7, 8]], [[True, False], [True, False, True]], origin="a:1"),

@@ -19,6 +19,7 @@ from torch.nn.functional import cross_entropy, pad
 from streamtune.engine import StreamHandle, decoder_layers, stream
 from streamtune.engine.memory.placement import Tiers
 from streamtune.errors import UnsupportedModelError
+from streamtune.labels import IGNORE_INDEX
 from streamtune.schedule import Schedule
 from streamtune.simulate.checkpointing import checkpointing, recompute
 from streamtune.simulate.workload import Mode
@@ -45,10 +46,6 @@ class Ready:
 
     loss: Callable[[Batch], Tensor]
     tiers: Tiers | None = None
-
-
-IGNORED = -100
-"""The label of a token that does not count."""
 
 
 @dataclass(frozen=True)
@@ -213,10 +210,10 @@ def _tiled_loss(model: Any, batch: Batch, tile: int) -> Tensor:
     from deepspeed.runtime.sequence_parallel.ulysses_sp import TiledFusedLogitsLoss
 
     hidden, labels = last_hidden_state(model, batch), _next_tokens(batch)
-    head, count = model.get_output_embeddings(), (labels != IGNORED).sum()
+    head, count = model.get_output_embeddings(), (labels != IGNORE_INDEX).sum()
 
     def of_tile(head: nn.Module, x_NC: Tensor, labels_N: Tensor) -> Tensor:
-        return cross_entropy(head(x_NC).float(), labels_N, ignore_index=IGNORED, reduction="sum") / count
+        return cross_entropy(head(x_NC).float(), labels_N, ignore_index=IGNORE_INDEX, reduction="sum") / count
 
     tiles = math.ceil(labels.numel() / tile)
     loss: Tensor = TiledFusedLogitsLoss.apply(
@@ -230,7 +227,7 @@ def _liger_loss(model: Any, batch: Batch) -> Tensor:
 
     hidden, labels = last_hidden_state(model, batch), _next_tokens(batch)
     head = model.get_output_embeddings()
-    loss: Tensor = LigerFusedLinearCrossEntropyLoss(ignore_index=IGNORED)(
+    loss: Tensor = LigerFusedLinearCrossEntropyLoss(ignore_index=IGNORE_INDEX)(
         head.weight, hidden.flatten(0, 1), labels.flatten(), head.bias
     )
     return loss
@@ -238,4 +235,4 @@ def _liger_loss(model: Any, batch: Batch) -> Tensor:
 
 def _next_tokens(batch: Batch) -> Tensor:
     """Return the label of every position, [batch, length]."""
-    return pad(batch["input_ids"][:, 1:], (0, 1), value=IGNORED)
+    return pad(batch["input_ids"][:, 1:], (0, 1), value=IGNORE_INDEX)

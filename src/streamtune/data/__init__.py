@@ -26,7 +26,7 @@ from streamtune.data.prepare_completions import (
     prepare_unpaired,
 )
 from streamtune.data.records import Example, Prompt, Tree, gather_columns
-from streamtune.data.render import IGNORE_INDEX, TRAIN_ON
+from streamtune.data.render import TRAIN_ON
 from streamtune.data.report import CompletionReport as CompletionReport
 from streamtune.data.report import DataReport
 from streamtune.data.rows import ROW_TYPES
@@ -38,7 +38,6 @@ __all__ = [
     "ARITHMETIC_PATH",
     "COMPLETION_OVERLENGTH",
     "IDENTICAL_PAIRS",
-    "IGNORE_INDEX",
     "NO_ROW",
     "OVERLENGTH",
     "PREFERENCES_PATH",

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from streamtune.data.records import Example, Tree
-from streamtune.data.render import IGNORE_INDEX
+from streamtune.labels import IGNORE_INDEX
 
 __all__ = ["NO_ROW", "Batch", "CollatedTrees", "PackedBatch", "collate", "collate_packed", "collate_trees"]
 

@@ -21,9 +21,10 @@ import pyarrow as pa  # type: ignore[import-untyped]
 
 from streamtune.data.packing import Packs
 from streamtune.data.records import Example, Prompt, Record, Stored, TableWriter, Tree
-from streamtune.data.render import IGNORE_INDEX, Rendered
+from streamtune.data.render import Rendered
 from streamtune.data.report import CompletionReport, DataReport, length_percentiles
 from streamtune.errors import ArgumentError, DataError
+from streamtune.labels import IGNORE_INDEX
 
 __all__ = [
     "COMPLETION_OVERLENGTH",

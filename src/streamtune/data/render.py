@@ -15,13 +15,13 @@ from typing import TYPE_CHECKING, Any
 from streamtune.data.chat import ChatRenderer, ChatTurn
 from streamtune.data.rows import Content, Conversation, Document, PromptCompletion
 from streamtune.errors import ArgumentError, DataError
+from streamtune.labels import IGNORE_INDEX
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-__all__ = ["IGNORE_INDEX", "TRAIN_ON", "Rendered", "RowRenderer"]
+__all__ = ["TRAIN_ON", "Rendered", "RowRenderer"]
 
-IGNORE_INDEX = -100
 """Label of a token that is not trained on; the value PyTorch's and Hugging Face's losses skip."""
 
 TRAIN_ON = ("assistant", "completion", "all")

@@ -20,8 +20,9 @@ from typing import TYPE_CHECKING, Any
 
 from streamtune.data.preferences import Answers
 from streamtune.data.records import Tree
-from streamtune.data.render import IGNORE_INDEX, RowRenderer
+from streamtune.data.render import RowRenderer
 from streamtune.errors import DataError
+from streamtune.labels import IGNORE_INDEX
 from streamtune.templates import TemplateRefusalError, render_chat
 
 if TYPE_CHECKING:

@@ -24,6 +24,7 @@ from streamtune.engine.module_hooks import refuse_hooks
 from streamtune.engine.sequence.shards import SequenceShards
 from streamtune.engine.sharded import is_sharded
 from streamtune.errors import UnsupportedModelError
+from streamtune.labels import IGNORE_INDEX
 from streamtune.ops import linear_cross_entropy, project_cross_entropy, project_scores, token_scores
 from streamtune.ops.exchange import summed
 from streamtune.schedule import Schedule
@@ -155,7 +156,7 @@ class StreamedHead:
         labels: Tensor | None = None,
         vocab_size: int | None = None,
         num_items_in_batch: Tensor | float | None = None,
-        ignore_index: int = -100,
+        ignore_index: int = IGNORE_INDEX,
         shift_labels: Tensor | None = None,
         **kwargs: Any,
     ) -> Tensor:

@@ -19,6 +19,8 @@ from typing import Protocol
 
 import torch
 
+from streamtune.labels import IGNORE_INDEX
+
 __all__ = ["LazyLogits", "ScoreRequest"]
 
 
@@ -201,7 +203,7 @@ def _cross_entropy(
     target: Any,
     weight: Tensor | None = None,
     size_average: bool | None = None,
-    ignore_index: int = -100,
+    ignore_index: int = IGNORE_INDEX,
     reduce: bool | None = None,
     reduction: str = "mean",
     label_smoothing: float = 0.0,
@@ -256,7 +258,7 @@ class ScoreRequest:
             UnsupportedModelError: It has no lazy logits of all tokens.
         """
         logits = output[0] if isinstance(output, tuple) else getattr(output, "logits", None)
-        targets = self.targets if self.shards is None else self.shards.cut(self.targets, 1, -100)
+        targets = self.targets if self.shards is None else self.shards.cut(self.targets, 1, IGNORE_INDEX)
         if not isinstance(logits, LazyLogits) or logits.hidden.shape[:-1] != targets.shape:
             raise UnsupportedModelError(
                 f"{type(model).__name__} does not return the logits of all its tokens, so they cannot be scored"

@@ -21,6 +21,7 @@ from torch.utils._python_dispatch import is_in_torch_dispatch_mode
 from streamtune.engine.inspect_model import HUB_KERNELS
 from streamtune.engine.rows import PackedRows, tells_of_rows
 from streamtune.errors import ArgumentError, UnsupportedModelError
+from streamtune.labels import IGNORE_INDEX
 
 __all__ = ["ModelCall", "mark_read", "refuse_surroundings"]
 
@@ -121,10 +122,10 @@ class ModelCall:
             seen = mask.cumsum(1) > 0  # what is behind a token of the cache sees that
             mask = seen[:, seen.shape[1] - self.size[1] :]
         if targets is None and labels is not None:
-            targets = nn.functional.pad(labels, (0, 1), value=-100)[..., 1:]
+            targets = nn.functional.pad(labels, (0, 1), value=IGNORE_INDEX)[..., 1:]
         if targets is None or not isinstance(mask, Tensor) or mask.shape != targets.shape:
             return False
-        return bool(((mask == 0) & (targets != -100)).any())
+        return bool(((mask == 0) & (targets != IGNORE_INDEX)).any())
 
 
 def mark_read(call: ModelCall) -> None:

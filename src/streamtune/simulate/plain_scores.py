@@ -11,10 +11,9 @@ from torch import Tensor, nn
 
 from streamtune.engine import Branches, TokenScores
 from streamtune.errors import ArgumentError
+from streamtune.labels import IGNORE_INDEX
 
 __all__ = ["PlainScores"]
-
-IGNORED = -100
 
 
 class PlainScores:
@@ -59,12 +58,12 @@ class PlainScores:
         if temperature != 1.0:
             wide = wide / temperature
         flat = nn.functional.cross_entropy(
-            wide.flatten(0, 1), targets.flatten(), reduction="none", ignore_index=IGNORED
+            wide.flatten(0, 1), targets.flatten(), reduction="none", ignore_index=IGNORE_INDEX
         )
         entropies = None
         if entropy:
             with torch.no_grad():  # it is shown, and no loss reads it
-                entropies = torch.where(targets == IGNORED, 0.0, _entropy(wide))
+                entropies = torch.where(targets == IGNORE_INDEX, 0.0, _entropy(wide))
         return TokenScores(-flat.view(targets.shape), entropies, None)
 
 

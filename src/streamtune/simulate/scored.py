@@ -18,6 +18,7 @@ from torch import Tensor
 
 from streamtune.engine import Branches
 from streamtune.errors import ArgumentError
+from streamtune.labels import IGNORE_INDEX
 
 __all__ = ["Completions", "Scored", "Trees"]
 
@@ -25,8 +26,6 @@ Trees = tuple[tuple[int, tuple[int, ...]], ...]
 """For each prompt the tokens of its trunk and of its branches, as ``Branches.of`` takes them.
 
 The last token of a prompt is the first of every branch, which scores the others."""
-
-IGNORED = -100
 
 
 @dataclass(frozen=True)
@@ -118,7 +117,7 @@ class Scored:
                     place += trunk
                 ids[row, place : place + branch] = torch.cat([prompt[-1:], tokens(branch - 1)])
                 row, place = (row, place + branch) if self.share else (row + 1, 0)
-        targets = torch.where(self.targets() == IGNORED, IGNORED, ids.roll(-1, 1))
+        targets = torch.where(self.targets() == IGNORE_INDEX, IGNORE_INDEX, ids.roll(-1, 1))
         tree = {"branches": Branches.of(self.trees)} if self.shares else {}
         return {"input_ids": ids.to(device), "targets": targets.to(device), "count": self.num_targets, **tree}
 
@@ -126,11 +125,11 @@ class Scored:
         """Return ``[B, T]`` int64: 0 where a token is scored, -100 elsewhere."""
         parts = [(trunk, branch) for trunk, branches in self.trees for branch in branches]
         if not self.share:
-            targets = torch.full((self.rows, self.length), IGNORED)
+            targets = torch.full((self.rows, self.length), IGNORE_INDEX)
             for row, (trunk, branch) in enumerate(parts):
                 targets[row, trunk : trunk + branch - 1] = 0
             return targets
-        targets = torch.full((1, self.length), IGNORED)
+        targets = torch.full((1, self.length), IGNORE_INDEX)
         place = 0
         for trunk, branches in self.trees:
             place += trunk

@@ -15,6 +15,7 @@ from torch.utils.checkpoint import checkpoint
 
 from streamtune.engine import Branches, StreamHandle, decoder_layers
 from streamtune.engine.passes import placeholder
+from streamtune.labels import IGNORE_INDEX
 from streamtune.ops.simulated import simulating
 from streamtune.schedule import Schedule
 from streamtune.simulate.autocast import MetaAutocast
@@ -29,7 +30,6 @@ from streamtune.simulate.workload import Mode
 
 __all__ = ["Step", "fewer_layers", "shortened", "walk"]
 
-IGNORED = -100
 FLASH = 1
 """The number of flash attention in torch's ``SDPBackend``."""
 
@@ -107,7 +107,7 @@ def _targets(step: Step) -> Tensor:
         return step.scored.targets()
     targets = torch.zeros(step.batch_size, step.length, dtype=torch.long)
     if step.targets is not None:
-        targets[:, step.targets :] = IGNORED
+        targets[:, step.targets :] = IGNORE_INDEX
     return targets
 
 

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 
 from streamtune import data, objectives, train
+from streamtune.labels import IGNORE_INDEX
 from streamtune.recipe.dpo import DpoRecipe
 from streamtune.recipe.grpo import GrpoRecipe
 from streamtune.recipe.schema import Recipe
@@ -46,7 +47,7 @@ class RandomTokens:
             positions = torch.cat(halves).expand(rows, length)
         ids = torch.randint(0, self._vocabulary, (rows, length), generator=self._generator)
         labels = ids.roll(-1, dims=1)
-        labels[:, -1] = train.IGNORE_INDEX
+        labels[:, -1] = IGNORE_INDEX
         return train.MicroBatch(ids, torch.ones_like(ids), labels, (ORIGIN,) * rows, positions)
 
     def preferences(self, recipe: DpoRecipe, scored: Scored) -> PreferenceBatch:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from streamtune.train.backend import Backend, LocalBackend
-from streamtune.train.batch import IGNORE_INDEX, MicroBatch, StepStream, TreeBatch, counted
+from streamtune.train.batch import MicroBatch, StepStream, TreeBatch, counted
 from streamtune.train.checkpoint import Checkpoint, ModelWriter, checkpoint_path, supersede, write_final
 from streamtune.train.guard import skipped_most
 from streamtune.train.hold import DirectoryHold
@@ -26,7 +26,6 @@ from streamtune.train.world import World
 __all__ = [
     "FILES",
     "GIB",
-    "IGNORE_INDEX",
     "Backend",
     "Checkpoint",
     "DirectoryHold",

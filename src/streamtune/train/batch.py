@@ -9,14 +9,15 @@ from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 import torch
 from torch import Tensor
 
+from streamtune.labels import IGNORE_INDEX
+
 if TYPE_CHECKING:
     from streamtune.engine import Branches
 
-__all__ = ["IGNORE_INDEX", "MicroBatch", "StepStream", "TreeBatch", "counted"]
+__all__ = ["MicroBatch", "StepStream", "TreeBatch", "counted"]
 
 Batch = TypeVar("Batch", bound="MicroBatch")
 
-IGNORE_INDEX = -100
 """The label of a position that is not trained on."""
 
 

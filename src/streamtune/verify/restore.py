@@ -10,6 +10,8 @@ import torch
 from torch import Tensor, nn
 from transformers.loss.loss_utils import ForCausalLMLoss, fixed_cross_entropy
 
+from streamtune.labels import IGNORE_INDEX
+
 __all__ = ["attending", "borrowed", "cast", "quantised_as", "routes", "wide_loss"]
 
 FILLED = 1e-2
@@ -125,7 +127,7 @@ def _causal_loss(
     labels: Tensor | None,
     vocab_size: int,
     num_items_in_batch: Tensor | int | None = None,
-    ignore_index: int = -100,
+    ignore_index: int = IGNORE_INDEX,
     shift_labels: Tensor | None = None,
     **more: Any,
 ) -> Tensor:

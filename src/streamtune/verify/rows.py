@@ -7,8 +7,9 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from streamtune import data, train
+from streamtune import data
 from streamtune.errors import DataError
+from streamtune.labels import IGNORE_INDEX
 
 __all__ = ["Window", "choose_rows"]
 
@@ -60,12 +61,12 @@ def choose_rows(examples: Sequence[data.Example], length: int, at_least: int = 1
 def _window(example: data.Example, length: int) -> Window | None:
     """Cut a row to ``length`` tokens, half of them prompt if the prompt is long; return None if none is trained on."""
     ids, labels = np.asarray(example.input_ids), np.asarray(example.labels)
-    trained = np.flatnonzero(labels[1:] != train.IGNORE_INDEX) + 1
+    trained = np.flatnonzero(labels[1:] != IGNORE_INDEX) + 1
     if not len(trained):
         return None
     start = 0
     if len(ids) > length and trained[0] >= length // 2:
         start = int(min(trained[0] - length // 2, len(ids) - length))
     kept = labels[start : start + length].copy()
-    kept[0] = train.IGNORE_INDEX  # nothing before it is there to predict it from
+    kept[0] = IGNORE_INDEX  # nothing before it is there to predict it from
     return Window(data.Example(ids[start : start + length], kept, example.origin), start, len(ids))

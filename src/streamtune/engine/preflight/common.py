@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from streamtune.engine.observe import RandomState
 from streamtune.engine.streamed_model import StreamedModel
+from streamtune.labels import IGNORE_INDEX
 from streamtune.schedule import Schedule
 
 __all__ = [
@@ -146,7 +147,11 @@ def trial_batch(model: Any) -> dict[str, Any]:
     ids = ordinary_tokens(model, ROWS, LENGTH)
     mask = torch.ones_like(ids)
     mask[-1, -PADDED:] = 0
-    inputs: dict[str, Any] = {"input_ids": ids, "attention_mask": mask, "labels": ids.masked_fill(mask == 0, -100)}
+    inputs: dict[str, Any] = {
+        "input_ids": ids,
+        "attention_mask": mask,
+        "labels": ids.masked_fill(mask == 0, IGNORE_INDEX),
+    }
     if head is None:  # what its labels would be is not known: a number is made of what it returns
         del inputs["labels"]
     parameters = inspect.signature(type(model).forward).parameters

@@ -27,6 +27,7 @@ from streamtune.engine.scan import code_names
 from streamtune.engine.sequence.shards import SequenceParallel, SequenceShards
 from streamtune.engine.streamed_model import StreamedModel
 from streamtune.errors import ArgumentError, UnsupportedModelError
+from streamtune.labels import IGNORE_INDEX
 
 __all__ = ["Sharing", "drawn_apart", "form_for"]
 
@@ -125,7 +126,7 @@ class Sharing:
         given.pop("shift_labels", None)
         for name, dim in (TOKENS | dict.fromkeys(TYPES, 1)).items():
             if isinstance(value := given.get(name), Tensor):
-                given[name] = shards.cut(value, dim, -100 if name == "labels" else None)
+                given[name] = shards.cut(value, dim, IGNORE_INDEX if name == "labels" else None)
         if branches is not None and shards.total > length:  # what is behind the rows is a row of its own
             branches = branches.followed_by(shards.total - length)
         handle.context.rows = branches
@@ -163,7 +164,7 @@ def _targets(kwargs: dict[str, Any]) -> Tensor | None:
     labels: Tensor | None = kwargs.get("labels")
     if shifted is not None or labels is None:
         return shifted
-    return nn.functional.pad(labels, (0, 1), value=-100)[..., 1:]
+    return nn.functional.pad(labels, (0, 1), value=IGNORE_INDEX)[..., 1:]
 
 
 def _placed(handle: StreamedModel, shards: SequenceShards, tokens: Tensor, kwargs: dict[str, Any]) -> dict[str, Any]:

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from streamtune.errors import ArgumentError
+from streamtune.labels import IGNORE_INDEX
 from streamtune.ops.first_order import first_order, graph_is_kept
 from streamtune.ops.head.kernels import Chunk, HeadShape, head_kernel, run_head
 from streamtune.ops.head.rows import TargetRows, autocast_dtype, cast, scaled
@@ -31,7 +32,7 @@ def linear_cross_entropy(
     *,
     bias_V: Tensor | None = None,
     transform: Project | None = None,
-    ignore_index: int = -100,
+    ignore_index: int = IGNORE_INDEX,
     chunk_size: int = 1024,
     num_items: Tensor | float | None = None,
     accumulate_dtype: torch.dtype = torch.float32,
@@ -69,7 +70,7 @@ def project_cross_entropy(
     parameters: Sequence[Tensor],
     targets_BT: Tensor,
     *,
-    ignore_index: int = -100,
+    ignore_index: int = IGNORE_INDEX,
     chunk_size: int = 1024,
     num_items: Tensor | float | None = None,
 ) -> Tensor:
@@ -83,7 +84,12 @@ def project_cross_entropy(
 
 
 def linear_cross_entropy_reference(
-    hidden_BTC: Tensor, weight_VC: Tensor, targets_BT: Tensor, *, bias_V: Tensor | None = None, ignore_index: int = -100
+    hidden_BTC: Tensor,
+    weight_VC: Tensor,
+    targets_BT: Tensor,
+    *,
+    bias_V: Tensor | None = None,
+    ignore_index: int = IGNORE_INDEX,
 ) -> Tensor:
     """Compute the slow, obvious form: all logits at once, mean over the targets."""
     logits = torch.nn.functional.linear(hidden_BTC, weight_VC, bias_V)

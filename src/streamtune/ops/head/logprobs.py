@@ -18,6 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from streamtune.labels import IGNORE_INDEX
 from streamtune.ops.first_order import first_order
 from streamtune.ops.head.rows import TargetRows, autocast_dtype, cast, scaled
 from streamtune.ops.head.sweep import HeadGradients, Project, loss_and_grad
@@ -35,7 +36,7 @@ def token_logprobs(
     *,
     lm_head_bias: Tensor | None = None,
     chunk_size: int = 1024,
-    ignore_index: int = -100,
+    ignore_index: int = IGNORE_INDEX,
 ) -> Tensor:
     """Return the log-probability of each target, differentiable; the backward computes a chunk's logits again.
 
@@ -67,7 +68,7 @@ def token_scores(
     bias_V: Tensor | None = None,
     transform: Project | None = None,
     entropy: bool = False,
-    ignore_index: int = -100,
+    ignore_index: int = IGNORE_INDEX,
     chunk_size: int = 1024,
     accumulate_dtype: torch.dtype = torch.float32,
 ) -> tuple[Tensor, Tensor | None]:
@@ -100,7 +101,7 @@ def project_scores(
     targets_BT: Tensor,
     *,
     entropy: bool = False,
-    ignore_index: int = -100,
+    ignore_index: int = IGNORE_INDEX,
     chunk_size: int = 1024,
 ) -> tuple[Tensor, Tensor | None]:
     """Compute :func:`token_scores` for a head that is any module; autograd differentiates each chunk.

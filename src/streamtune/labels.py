@@ -1,0 +1,10 @@
+"""The label of a token that is not trained on; torch's and transformers' losses leave the same one out.
+
+This module is a leaf: it imports nothing.
+"""
+
+from __future__ import annotations
+
+__all__ = ["IGNORE_INDEX"]
+
+IGNORE_INDEX = -100
