@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from torch.autograd.graph import save_on_cpu, saved_tensors_hooks
 from torch.nn.functional import cross_entropy, pad
 
+from streamtune.adapters import base_of
 from streamtune.engine import StreamHandle, decoder_layers, stream
 from streamtune.engine.memory.placement import Tiers
 from streamtune.errors import UnsupportedModelError
@@ -145,8 +146,7 @@ WAYS: dict[Mode, Way] = {
 
 def last_hidden_state(model: Any, batch: Batch) -> Tensor:
     """Return the output of the decoder, which is the input of the head, [batch, length, width]."""
-    inner = getattr(model, "get_base_model", lambda: model)()  # out of peft's wrapper
-    hidden: Tensor = inner.base_model(**batch, use_cache=False).last_hidden_state
+    hidden: Tensor = base_of(model).base_model(**batch, use_cache=False).last_hidden_state
     return hidden
 
 

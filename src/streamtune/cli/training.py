@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 from rich.text import Text
 
+from streamtune.adapters import base_of
 from streamtune.recipe import code_of
 
 from .console import err, need_output, out, plain, print_rows
@@ -142,7 +143,7 @@ def _print_banner(run: Run) -> None:
 def _describe_model(run: Run) -> str:
     total, trainable = run.parameters.total, run.parameters.trainable
     trained = "all trained" if trainable == total else f"{trainable:,} ({trainable / total:.2%}) trained"
-    base = run.model.get_base_model() if hasattr(run.model, "get_base_model") else run.model
+    base = base_of(run.model)
     dtype = str(base.dtype).removeprefix("torch.")
     if run.start.quantization is not None:
         dtype += f", linear layers in {run.start.quantization}"

@@ -9,6 +9,8 @@ import typer
 from rich.table import Table
 from rich.text import Text
 
+from streamtune.adapters import base_of
+
 from .console import err, out, print_json, print_note, print_rows
 from .options import JsonOption, RecipeArgument, SetOption
 from .reading import read_recipe
@@ -77,7 +79,7 @@ def _facts(subject: VerifySubject) -> dict[str, object]:
 
 def _base_name(subject: VerifySubject) -> str:
     model = subject.model
-    return type(model.get_base_model() if hasattr(model, "get_base_model") else model).__name__
+    return type(base_of(model)).__name__
 
 
 # --- the screen -------------------------------------------------------------------------------------------------------
@@ -104,7 +106,7 @@ def _print_banner(subject: VerifySubject) -> None:
 def _describe_model(subject: VerifySubject) -> str:
     total, trainable = subject.parameters.total, subject.parameters.trainable
     trained = "all trained" if trainable == total else f"{trainable:,} trained"
-    base = subject.model.get_base_model() if hasattr(subject.model, "get_base_model") else subject.model
+    base = base_of(subject.model)
     dtype = str(base.dtype).removeprefix("torch.")
     computed = ", computed in bfloat16" if subject.bf16 else ""
     computed = f", computed in {str(subject.dtype).removeprefix('torch.')}" if subject.dtype else computed

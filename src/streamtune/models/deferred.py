@@ -19,6 +19,7 @@ import torch
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
+from streamtune.adapters import base_of
 from streamtune.models.blueprint import read_plain_config
 from streamtune.models.checkpoint_files import CheckpointFiles
 from streamtune.models.load import (
@@ -143,7 +144,7 @@ class Deferred:
 
 def deferred_of(model: Any) -> Deferred | None:
     """Return the deferred weights of ``model``; None if it has all its values."""
-    base = model.get_base_model() if hasattr(model, "get_base_model") else model
+    base = base_of(model)
     found: Deferred | None = getattr(base, ATTRIBUTE, None)
     return found if found is not None and found._awaited else None
 

@@ -10,6 +10,8 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel
 
+from streamtune.adapters import base_of
+
 __all__ = ["small_like"]
 
 
@@ -21,7 +23,7 @@ def small_like(model: Any, layers: Sequence[nn.Module], *, seed: int) -> PreTrai
         layers: Its decoder layers.
         seed: Of the weights. The caller's random state is left as it was.
     """
-    base = model.get_base_model() if hasattr(model, "get_base_model") else model
+    base = base_of(model)
     config = copy.deepcopy(base.config)
     text = config.get_text_config(decoder=True)
     count = _until_all_kinds(text, layers)

@@ -22,6 +22,7 @@ from torch import Tensor, nn
 from transformers import DynamicCache, GenerationConfig, PreTrainedModel, StoppingCriteria, StoppingCriteriaList
 from transformers.cache_utils import LinearAttentionCacheLayerMixin
 
+from streamtune.adapters import base_of
 from streamtune.rollout.writer import Completion, Sampling, WritingStopped, ended
 
 __all__ = ["TransformersWriter"]
@@ -55,8 +56,7 @@ class TransformersWriter:
         stop: Callable[[], bool] = lambda: False,
         longest: Callable[[int], int] | None = None,
     ) -> None:
-        unwrap: Any = getattr(model, "get_base_model", None)
-        self.model: PreTrainedModel = model if unwrap is None else unwrap()
+        self.model: PreTrainedModel = base_of(model)
         self.end_token_ids = frozenset(end_token_ids)
         self.pad_token_id = pad_token_id
         self.prefill_chunk_size = prefill_chunk_size

@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from streamtune.adapters import base_of
 from streamtune.errors import ArgumentError
 from streamtune.rollout.writer import Completion, Sampling, ended
 
@@ -96,8 +97,7 @@ def policy_weights(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
 
     Merging in place and taking it back would leave the frozen weights rounded.
     """
-    unwrap: Any = getattr(model, "get_base_model", None)
-    base: nn.Module = model if unwrap is None else unwrap()
+    base: nn.Module = base_of(model)
     adapted = {name: module for name, module in base.named_modules() if hasattr(module, "get_delta_weight")}
     for name, parameter in base.named_parameters():
         inside = next((prefix for prefix in adapted if name.startswith(f"{prefix}.")), None)

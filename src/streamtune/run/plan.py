@@ -16,6 +16,7 @@ import torch
 from torch import nn
 
 from streamtune import models
+from streamtune.adapters import base_of
 from streamtune.engine import decoder_layers
 from streamtune.engine.memory.host import usable_host_bytes
 from streamtune.errors import ArgumentError, UnsupportedModelError
@@ -152,7 +153,7 @@ def plan_recipe(
         else:
             chosen = choose(workload, limits, rates, fixed=recipe.engine.written())
         wider = tuple(wider_of(recipe, workload, limits, notify)) if cluster.sequence_size == 1 else ()
-    base = model.get_base_model() if hasattr(model, "get_base_model") else model
+    base = base_of(model)
     return RecipePlan(
         loaded=loaded,
         model_name=type(base).__name__,
@@ -396,7 +397,7 @@ def _size(option: str | None, key: str, name: str) -> int | None:
 
 
 def _rates_here(recipe: Recipe, model: Any, device: torch.device, notify: Callable[[str], None]) -> Rates:
-    base = model.get_base_model() if hasattr(model, "get_base_model") else model
+    base = base_of(model)
     rates = load_rates(device, torch.bfloat16 if recipe.bf16 else base.dtype, notify=notify)
     directory = recipe.engine.offload_dir
     if directory is not None and Path(directory).is_dir():

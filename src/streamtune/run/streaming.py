@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+from streamtune.adapters import base_of
 from streamtune.engine import RouterLoss, SequenceParallel, StreamHandle, balance_coefficient, balances_itself, stream
 from streamtune.errors import ArgumentError, UnsupportedModelError
 from streamtune.recipe.schema import EngineSpec, Recipe
@@ -36,7 +37,7 @@ def make_router_loss(recipe: Recipe, model: Any) -> RouterLoss | None:
         ArgumentError: ``moe_balance`` is chosen, and there is nothing to balance.
         UnsupportedModelError: The model asks for a balance loss and has no coefficient for it.
     """
-    base = model.get_base_model() if hasattr(model, "get_base_model") else model
+    base = base_of(model)
     balance, z = recipe.router_aux_loss_coef, recipe.router_z_loss_coef
     own = balances_itself(base)
     if balance is None:

@@ -21,6 +21,7 @@ import numpy as np
 import torch
 
 from streamtune import data, models, train
+from streamtune.adapters import base_of
 from streamtune.engine import RouterLoss, balance_coefficient, balances_itself
 from streamtune.errors import ArgumentError, DataError, OutOfMemoryError, RunError
 from streamtune.recipe.loader import LoadedRecipe
@@ -275,7 +276,7 @@ def _collate(windows: Sequence[Window], tokenizer: PreTrainedTokenizerBase, pack
 
 def _loss(batch: train.MicroBatch, router_loss: RouterLoss | None, model: torch.nn.Module, bf16: bool) -> torch.Tensor:
     """Return the loss of ``sft`` without a router z-loss; the model itself adds the balance loss, streamed or not."""
-    base = _base(model)
+    base = base_of(model)
     if router_loss is None or not (router_loss.balance or balances_itself(base)):
         return loss_of(model, batch, num_targets=batch.num_targets, bf16=bf16)
     # The mask says which tokens count, so it is given where there is padding; packed rows must be told without one.
@@ -286,10 +287,6 @@ def _loss(batch: train.MicroBatch, router_loss: RouterLoss | None, model: torch.
         output = output_of(model, batch, num_targets=batch.num_targets, **asked)
     loss: torch.Tensor = output.loss + (router_loss.balance - balance_coefficient(base)) * output.aux_loss
     return loss
-
-
-def _base(model: Any) -> Any:
-    return model.get_base_model() if hasattr(model, "get_base_model") else model
 
 
 # --- memory -----------------------------------------------------------------------------------------------------------
@@ -304,7 +301,7 @@ def _measure(
     router_loss: RouterLoss | None,
 ) -> Room:
     """Measure the memory that plain autograd holds for a number of tokens."""
-    base = _base(model)
+    base = base_of(model)
     [window] = choose_rows(examples, PROBE)[:1]
     repeats = -(-PROBE // window.length)  # the tokens do not matter here, only their number
 
@@ -320,7 +317,7 @@ def _measure(
 
 def _measure_scored(model: Any, device: torch.device, bf16: bool) -> Room:
     """Measure the memory that plain autograd holds for a number of tokens that it scores."""
-    base = _base(model)
+    base = base_of(model)
 
     def forward(tokens: int) -> torch.Tensor:
         ids = torch.zeros(1, tokens, dtype=torch.long, device=device)

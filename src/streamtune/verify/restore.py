@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 from transformers.loss.loss_utils import ForCausalLMLoss, fixed_cross_entropy
 
+from streamtune.adapters import base_of
 from streamtune.labels import IGNORE_INDEX
 
 __all__ = ["attending", "borrowed", "cast", "quantised_as", "routes", "wide_loss"]
@@ -88,7 +89,7 @@ def cast(model: nn.Module, dtype: torch.dtype | None) -> Iterator[None]:
 
 @contextmanager
 def _experts(model: nn.Module, dtype: torch.dtype) -> Iterator[None]:
-    inner = _transformers_model(model)
+    inner = base_of(model)
     before = getattr(inner.config, "_experts_implementation", None)
     if dtype != torch.float64 or not isinstance(before, str) or before == "eager" or not routes(model):
         yield
@@ -107,7 +108,7 @@ def wide_loss(model: nn.Module) -> Iterator[None]:
     ``ForCausalLMLoss`` of transformers begins with ``logits.float()``. In float64 that rounds every logit, and softmax
     minus one, the gradient at a target that is predicted almost surely, keeps few of its digits.
     """
-    inner = _transformers_model(model)
+    inner = base_of(model)
     if inner.loss_function is not ForCausalLMLoss:  # the user's own, or a family's
         yield
         return
@@ -144,7 +145,7 @@ def _causal_loss(
 @contextmanager
 def attending(model: nn.Module, name: str | None) -> Iterator[str]:
     """Set the named attention while inside, or keep the model's own; yields the name."""
-    inner = _transformers_model(model)
+    inner = base_of(model)
     own = str(inner.config._attn_implementation)
     if name is None or name == own:
         yield own
@@ -167,8 +168,3 @@ def quantised_as(model: nn.Module) -> str:
 def routes(model: nn.Module) -> bool:
     """Return True if the model sends tokens to experts, by the names of its parameters."""
     return any(part in name for name, _ in model.named_parameters() for part in ("expert", "router", "moe"))
-
-
-def _transformers_model(model: nn.Module) -> Any:
-    unwrap: Any = getattr(model, "get_base_model", None)
-    return model if unwrap is None else unwrap()

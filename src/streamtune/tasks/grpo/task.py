@@ -18,6 +18,7 @@ import torch
 from torch import nn
 
 from streamtune import data, models, optim, rollout, train
+from streamtune.adapters import base_of
 from streamtune.objectives import POLICY_LOSSES, check_policy, group_advantages
 from streamtune.recipe.grpo import GrpoRecipe
 from streamtune.rewards import Rewards
@@ -439,7 +440,7 @@ def _make_writer(recipe: GrpoRecipe, built: Built) -> rollout.Writer:
 
 def _end_tokens(model: Any, tokenizer: PreTrainedTokenizerBase) -> list[int]:
     """Return the tokenizer's end token, and those at which the model's generation config ends."""
-    base = model.get_base_model() if hasattr(model, "get_base_model") else model
+    base = base_of(model)
     configured = getattr(base.generation_config, "eos_token_id", None)
     listed = configured if isinstance(configured, list) else [configured]
     return sorted({token for token in (*listed, tokenizer.eos_token_id) if token is not None})
