@@ -1,16 +1,23 @@
-"""Check names that come from files (a manifest, an index of shards): each must be of a file inside its folder.
+"""The folder of this program's caches, and a check of names that come from files (a manifest, an index of shards).
 
 This module is a leaf: it imports nothing heavy.
 """
 
 from __future__ import annotations
 
+import os
 import re
-from pathlib import PurePosixPath
+from pathlib import Path, PurePosixPath
 
-__all__ = ["escape_of"]
+__all__ = ["cache_folder", "escape_of"]
 
 _DRIVE = re.compile(r"[A-Za-z]:|[A-Za-z][A-Za-z0-9+.-]*://")
+
+
+def cache_folder() -> Path:
+    """Return the folder of all caches, which may not exist yet, by the convention of the XDG base directories."""
+    home = os.environ.get("XDG_CACHE_HOME", "")
+    return (Path(home) if home.startswith("/") else Path.home() / ".cache") / "streamtune"
 
 
 def escape_of(name: object) -> str | None:

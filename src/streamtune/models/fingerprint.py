@@ -19,7 +19,7 @@ from pathlib import Path
 from transformers.utils.hub import cached_file, extract_commit_hash
 
 from streamtune.errors import ArgumentError
-from streamtune.paths import escape_of
+from streamtune.paths import cache_folder, escape_of
 
 __all__ = ["adapter_base", "fingerprint_files", "fingerprint_model", "fingerprint_tokenizer", "is_folder"]
 
@@ -155,7 +155,5 @@ def _hash_of(path: Path) -> str:
 
 def _remembered(path: Path, state: os.stat_result) -> Path:
     """Return where the hash of a file in this state is kept."""
-    home = os.environ.get("XDG_CACHE_HOME", "")
-    cache = Path(home) if home.startswith("/") else Path("~/.cache").expanduser()
     facts = (str(path.resolve()), state.st_dev, state.st_ino, state.st_size, state.st_mtime_ns, state.st_ctime_ns)
-    return cache / "streamtune" / "files" / hashlib.sha256(repr(facts).encode("utf-8", "surrogateescape")).hexdigest()
+    return cache_folder() / "files" / hashlib.sha256(repr(facts).encode("utf-8", "surrogateescape")).hexdigest()

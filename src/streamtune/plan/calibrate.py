@@ -20,6 +20,7 @@ from typing import Any
 import torch
 from torch.nn import functional
 
+from streamtune.paths import cache_folder
 from streamtune.plan.rates import DISK_BANDWIDTH, Rates
 
 __all__ = ["cache_file", "load_rates", "measure_disk", "measure_rates"]
@@ -93,9 +94,8 @@ def measure_disk(directory: Path, size: int = 64 << 20) -> float:
 
 
 def cache_file() -> Path:
-    """Return the path of the file of saved rates, by the convention of the XDG base directories."""
-    home = os.environ.get("XDG_CACHE_HOME", "")
-    return (Path(home) if home.startswith("/") else Path.home() / ".cache") / "streamtune" / "rates.json"
+    """Return the path of the file of saved rates."""
+    return cache_folder() / "rates.json"
 
 
 def _read(path: Path) -> dict[str, Any]:

@@ -15,6 +15,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from streamtune import data, train
+from streamtune.paths import cache_folder
 from streamtune.sizes import show_size
 
 if TYPE_CHECKING:
@@ -68,9 +69,8 @@ def _add_tensor(update: Callable[[bytes], None], x: Any) -> None:
 
 
 def cache_directory() -> Path:
-    """Return the directory in which log-probs are kept, by the convention of the XDG base directories."""
-    home = os.environ.get("XDG_CACHE_HOME", "")
-    return (Path(home) if home.startswith("/") else Path.home() / ".cache") / "streamtune" / "reference"
+    """Return the directory in which log-probs are kept."""
+    return cache_folder() / "reference"
 
 
 def read_logps(key: str) -> KeptLogps | None:
