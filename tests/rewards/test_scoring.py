@@ -242,8 +242,14 @@ def test_a_column_that_is_missing_is_found_before_the_run(folder: Path) -> None:
         error.value.where
         == f"{folder}/own.py:{FUNCTIONS.splitlines().index('def matches(completions, answer, scale=1.0):') + 1}"
     )
-    with pytest.raises(ArgumentError, match="'exact_match' reads the column 'target'"):
-        load_rewards(["exact_match(column='target')"]).check_columns(["answer"])
+    of_another_column = load_rewards(["exact_match(column='target')"])
+    for columns, mend in {
+        ("answer", "completion_ids"): "the rows have: answer",
+        ("completion_ids",): "the rows have: no other columns",
+    }.items():
+        with pytest.raises(ArgumentError, match="'exact_match' reads the column 'target'") as error:
+            of_another_column.check_columns(columns)
+        assert error.value.mend == mend
 
 
 @pytest.mark.parametrize(

@@ -22,6 +22,8 @@ from streamtune.rewards.spec import RewardFunction, load_reward
 
 __all__ = ["RewardScores", "Rewards", "load_rewards"]
 
+COMPLETION_IDS = "completion_ids"
+"""The column of token ids, which functions get besides the rows' own."""
 MEND = "mend the function; where it has nothing to say of a completion, let it return None"
 
 
@@ -93,12 +95,13 @@ class Rewards:
         Raises:
             ArgumentError: A function needs a column that there is not.
         """
+        in_rows = ", ".join(column for column in columns if column != COMPLETION_IDS) or "no other columns"
         for name, function in self.functions.items():
             for column in sorted(function.needs - set(columns)):
                 raise ArgumentError(
                     f"the reward function '{name}' reads the column '{column}', and the rows have none",
                     where=function.where or "reward_funcs",
-                    mend=did_you_mean(column, columns) or f"the rows have: {', '.join(columns) or 'no other columns'}",
+                    mend=did_you_mean(column, columns) or f"the rows have: {in_rows}",
                 )
 
     def __call__(
