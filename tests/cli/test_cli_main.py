@@ -36,6 +36,15 @@ def test_help_lists_the_commands():
         assert f" {command} " in done.stdout
 
 
+@pytest.mark.parametrize("command", [[], ["sft"], ["verify"], ["recipes"], ["recipes", "ls"]], ids=" ".join)
+def test_help_shows_no_type_of_a_flag(command, capsys):
+    with pytest.raises(SystemExit):
+        main([*command, "--help"])
+    shown = capsys.readouterr().out
+    assert "--help" in shown
+    assert "bool" not in shown
+
+
 def test_version(capsys):
     with pytest.raises(SystemExit) as caught:
         main(["--version"])

@@ -10,6 +10,7 @@ from streamtune import __version__
 
 from .bench import bench
 from .env import env
+from .options import HelpCommand, HelpGroup
 from .plan import plan
 from .probe_max_len import probe_max_len
 from .recipes import recipes
@@ -22,6 +23,7 @@ __all__ = ["app"]
 
 app = typer.Typer(
     name="streamtune",
+    cls=HelpGroup,
     no_args_is_help=True,
     pretty_exceptions_enable=False,
     rich_markup_mode="markdown",
@@ -56,14 +58,14 @@ def streamtune(
     """Fine-tune language models on very long sequences, with the exact gradient."""
 
 
-app.command("sft", rich_help_panel="Training")(sft)
-app.command("dpo", rich_help_panel="Training")(dpo)
-app.command("grpo", rich_help_panel="Training")(grpo)
-app.command("plan", rich_help_panel="Measuring")(plan)
-app.command("bench", rich_help_panel="Measuring")(bench)
-app.command("probe-max-len", rich_help_panel="Measuring")(probe_max_len)
-app.command("verify", rich_help_panel="Measuring")(verify)
-app.command("validate", rich_help_panel="Recipes")(validate)
+app.command("sft", cls=HelpCommand, rich_help_panel="Training")(sft)
+app.command("dpo", cls=HelpCommand, rich_help_panel="Training")(dpo)
+app.command("grpo", cls=HelpCommand, rich_help_panel="Training")(grpo)
+app.command("plan", cls=HelpCommand, rich_help_panel="Measuring")(plan)
+app.command("bench", cls=HelpCommand, rich_help_panel="Measuring")(bench)
+app.command("probe-max-len", cls=HelpCommand, rich_help_panel="Measuring")(probe_max_len)
+app.command("verify", cls=HelpCommand, rich_help_panel="Measuring")(verify)
+app.command("validate", cls=HelpCommand, rich_help_panel="Recipes")(validate)
 app.add_typer(recipes, name="recipes", rich_help_panel="Recipes")
-app.command("schema", rich_help_panel="Recipes")(schema)
-app.command("env", rich_help_panel="This machine")(env)
+app.command("schema", cls=HelpCommand, rich_help_panel="Recipes")(schema)
+app.command("env", cls=HelpCommand, rich_help_panel="This machine")(env)

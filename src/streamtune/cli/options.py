@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
+from typer.core import TyperCommand, TyperGroup
 
-__all__ = ["HostfileOption", "JsonOption", "NprocOption", "RecipeArgument", "SetOption"]
+__all__ = ["HelpCommand", "HelpGroup", "HostfileOption", "JsonOption", "NprocOption", "RecipeArgument", "SetOption"]
 
 RecipeArgument = Annotated[Path, typer.Argument(metavar="RECIPE", help="A recipe (YAML).", show_default=False)]
 SetOption = Annotated[
@@ -38,3 +39,26 @@ HostfileOption = Annotated[
     ),
 ]
 JsonOption = Annotated[bool, typer.Option("--json", help="Print one JSON document on stdout.", show_default=False)]
+
+
+class HelpCommand(TyperCommand):
+    """A command whose help shows no type for a flag, which takes no value."""
+
+    def get_params(self, ctx: Any) -> list[Any]:
+        """Return the parameters, flags with an empty type."""
+        return _without_flag_types(super().get_params(ctx))
+
+
+class HelpGroup(TyperGroup):
+    """A group of commands whose help shows no type for a flag."""
+
+    def get_params(self, ctx: Any) -> list[Any]:
+        """Return the parameters, flags with an empty type."""
+        return _without_flag_types(super().get_params(ctx))
+
+
+def _without_flag_types(params: list[Any]) -> list[Any]:
+    for param in params:
+        if getattr(param, "is_flag", False) and param.metavar is None:
+            param.metavar = ""
+    return params

@@ -13,16 +13,18 @@ from streamtune.errors import ArgumentError
 from streamtune.recipe import read_shipped, shipped_recipes, with_schema
 
 from .console import err, out, print_json, print_rows
-from .options import JsonOption
+from .options import HelpCommand, HelpGroup, JsonOption
 
 __all__ = ["recipes"]
 
-recipes = typer.Typer(help="List, show and copy the recipes that come with StreamTune.", no_args_is_help=True)
+recipes = typer.Typer(
+    cls=HelpGroup, help="List, show and copy the recipes that come with StreamTune.", no_args_is_help=True
+)
 
 NameArgument = Annotated[str, typer.Argument(metavar="NAME", help="A name that `ls` lists.", show_default=False)]
 
 
-@recipes.command("ls")
+@recipes.command("ls", cls=HelpCommand)
 def list_recipes(json: JsonOption = False) -> None:
     """List the shipped recipes."""
     shipped = shipped_recipes()
@@ -32,7 +34,7 @@ def list_recipes(json: JsonOption = False) -> None:
     print_rows(((recipe.name, recipe.summary) for recipe in shipped), name_style="bold", indent="")
 
 
-@recipes.command("show")
+@recipes.command("show", cls=HelpCommand)
 def show_recipe(name: NameArgument) -> None:
     """Print a shipped recipe."""
     text = read_shipped(name).text
@@ -42,7 +44,7 @@ def show_recipe(name: NameArgument) -> None:
         print(text, end="")
 
 
-@recipes.command("copy")
+@recipes.command("copy", cls=HelpCommand)
 def copy_recipe(
     name: NameArgument,
     dest: Annotated[
