@@ -102,11 +102,14 @@ def _replaced(name: str, descriptor: int) -> _Descriptor | None:
                 return None
     raw = _Descriptor(descriptor, "wb", closefd=False)
     unbuffered = bool(getattr(stream, "write_through", False))
+    encoding = getattr(stream, "encoding", None) or "utf-8"
     errors = getattr(stream, "errors", None)
+    if errors in (None, "strict") or (errors == "surrogateescape" and not encoding.lower().startswith("utf")):
+        errors = "backslashreplace"  # a sign it cannot show is no failure
     wrapped = io.TextIOWrapper(
         raw if unbuffered else io.BufferedWriter(raw),
-        encoding=getattr(stream, "encoding", None) or "utf-8",
-        errors="backslashreplace" if errors in (None, "strict") else errors,  # a sign it cannot show is no failure
+        encoding=encoding,
+        errors=errors,
         line_buffering=bool(getattr(stream, "line_buffering", name == "stderr")),
         write_through=unbuffered,
     )

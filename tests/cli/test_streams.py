@@ -61,6 +61,7 @@ def is_sound(done: subprocess.CompletedProcess[str]) -> bool:
         ("$S --help | true", 0, ""),
         ("PYTHONUNBUFFERED=1 $S schema | true", 0, ""),
         ("PYTHONIOENCODING=ascii $S validate tiny.yaml --json", 0, '"ok": true'),
+        ("LC_ALL=C PYTHONUTF8=0 $S validate tiny.yaml --set output_dir=ö", 2, "in this locale: set PYTHONUTF8=1"),
         ("COLUMNS=10 $S --help", 0, "Usage"),
         ("COLUMNS=0 $S validate tiny.yaml", 0, "OK tiny.yaml"),
         ("COLUMNS=10 $S validate nowhere.yaml", 2, "there is no such file"),
@@ -76,6 +77,12 @@ def test_a_command_that_prints(tmp_path: Path, line: str, code: int, said: str) 
     assert said in done.stdout + done.stderr
     if not said:
         assert done.stdout + done.stderr == ""
+
+
+def test_a_sign_that_the_locale_has_not_is_shown_by_its_number(tmp_path: Path) -> None:
+    program = "from streamtune.streams import keep_streams; keep_streams(); print(chr(0x258f))"
+    done = shell(tmp_path, f"LC_ALL=C PYTHONUTF8=0 {sys.executable} -c '{program}'")
+    assert (done.returncode, done.stdout) == (0, "\\u258f\n"), done.stderr
 
 
 def in_terminal(folder: Path, columns: int, *arguments: str) -> tuple[int, str]:

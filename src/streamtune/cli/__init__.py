@@ -11,7 +11,7 @@ from streamtune import interrupts
 from streamtune.cli.allocator import grow_segments
 from streamtune.cli.app import app
 from streamtune.cli.console import is_needed, need_output
-from streamtune.cli.machine import check_directory, error_of_machine
+from streamtune.cli.machine import check_directory, error_of_machine, name_locale
 from streamtune.cli.ranks import note_failure, remember_arguments, tell_failure
 from streamtune.distributed.launch.ranks import die_with_launcher
 from streamtune.errors import RunError, StreamTuneError
@@ -60,6 +60,7 @@ def _run(given: list[str]) -> None:
             raise
     except Exception as error:
         known = error if isinstance(error, StreamTuneError) else _unexpected(error)
+        name_locale(known)
         if debug:
             note_failure(known)
             raise

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import errno
 import os
+import sys
 from collections.abc import Iterator
 
 from streamtune.errors import ArgumentError, OutOfMemoryError, RunError, StreamTuneError
 
-__all__ = ["check_directory", "error_of_machine"]
+__all__ = ["check_directory", "error_of_machine", "name_locale"]
 
 MEMORY = ("cannot allocate memory", "can't allocate memory", "out of memory", "bad_alloc",
           "failed to map segment")  # fmt: skip
@@ -66,6 +67,14 @@ def error_of_machine(error: BaseException) -> StreamTuneError | None:
                 mend="use another path",
             )
     return None
+
+
+def name_locale(error: StreamTuneError) -> None:
+    """Add the locale to an error about names beyond ASCII, where it is not UTF-8: names and texts then differ."""
+    encoding = sys.getfilesystemencoding()
+    if encoding != "utf-8" and not f"{error.what}{error.where}".isascii():
+        mend = f"file names and arguments are read as {encoding} in this locale: set PYTHONUTF8=1, or LC_ALL=C.UTF-8"
+        error.mend = f"{error.mend}; {mend}" if error.mend else mend
 
 
 FULL = {
