@@ -1,4 +1,4 @@
-"""The folder of this program's caches, and a check of names that come from files (a manifest, an index of shards).
+"""The folder of caches, an opener for files of users, and a check of names that come from files (an index of shards).
 
 This module is a leaf: it imports nothing heavy.
 """
@@ -9,7 +9,7 @@ import os
 import re
 from pathlib import Path, PurePosixPath
 
-__all__ = ["cache_folder", "escape_of"]
+__all__ = ["cache_folder", "escape_of", "open_at_once"]
 
 _DRIVE = re.compile(r"[A-Za-z]:|[A-Za-z][A-Za-z0-9+.-]*://")
 
@@ -38,3 +38,8 @@ def escape_of(name: object) -> str | None:
     if any(part != part.rstrip(" .") for part in parts):
         return "ends with a dot or a blank"
     return "is too long" if len(name) > 1024 else None
+
+
+def open_at_once(path: str, flags: int) -> int:
+    """Open a file without waiting, as the opener of ``open``: a pipe that no process writes to would block for ever."""
+    return os.open(path, flags | getattr(os, "O_NONBLOCK", 0))

@@ -19,7 +19,7 @@ from streamtune.bench import BenchReport, draw_bench, run_bench
 from streamtune.bench.subject import _laid_out
 from streamtune.cli.app import app
 from streamtune.errors import ArgumentError, RunError
-from streamtune.quiet import LOUD, hush_imports
+from streamtune.quiet import LOGGERS, quiet_imports
 from tests.exactness.families import build
 
 RECIPE = """
@@ -157,9 +157,9 @@ def test_the_command_with_packed_rows(tmp_path: Path) -> None:
 
 @pytest.mark.full
 def test_its_processes_are_as_quiet_as_it_is(capfd: pytest.CaptureFixture[str]) -> None:
-    levels = {name: logging.getLogger(name).level for name in LOUD}
+    levels = {name: logging.getLogger(name).level for name in LOGGERS}
     try:
-        hush_imports()
+        quiet_imports()
         run_bench(partial(build, "llama"), lengths=[16], modes=["stream"], schedule=Schedule(chunk_size=8), repeats=1)
     finally:
         for name, level in levels.items():

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from streamtune.quiet import hush_imports
+from streamtune.quiet import quiet_imports
 
 PROPERTY = "conformance"
 
@@ -28,7 +28,7 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: p
     ]
     if not findings:
         return
-    hush_imports()  # with several workers, torchao and bitsandbytes are first imported here, outside pytest's capture
+    quiet_imports()  # with several workers, torchao and bitsandbytes are first imported here, outside pytest's capture
     from tests.conformance.survey import FAULTS, Category  # imports torch, so not before it is needed
     from tests.conformance.table import summary
 

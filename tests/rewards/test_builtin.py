@@ -192,9 +192,9 @@ def test_words_of_a_schema(schema: Any, document: str, expected: float) -> None:
     [
         ({"$ref": "#/x"}, "the schema uses '\\$ref', which is not read"),
         ({"properties": {"a": {"if": True}}}, "the schema.properties.a uses 'if'"),
-        ({"anyOf": [{"type": "text"}]}, "the schema.anyOf.0 says type: 'text'"),
-        ({"minLength": -1}, "says minLength: -1"),
-        ({"pattern": "("}, "says pattern"),
+        ({"anyOf": [{"type": "text"}]}, "the schema.anyOf.0: type cannot be 'text'"),
+        ({"minLength": -1}, "minLength cannot be -1"),
+        ({"pattern": "("}, "pattern cannot be"),
         ({"items": 3}, "the schema.items is neither"),
         ({"properties": []}, "the schema.properties is no object"),
         ("{", "the schema is no JSON"),

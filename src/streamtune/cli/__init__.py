@@ -12,11 +12,11 @@ from streamtune.cli.allocator import grow_segments
 from streamtune.cli.app import app
 from streamtune.cli.console import is_needed, need_output
 from streamtune.cli.machine import check_directory, error_of_machine, name_locale
-from streamtune.cli.ranks import note_failure, remember_arguments, tell_failure
+from streamtune.cli.ranks import note_failure, remember_arguments, report_failure
 from streamtune.distributed.launch.ranks import die_with_launcher
 from streamtune.errors import RunError, StreamTuneError
 from streamtune.network import go_offline, is_offline, keep_private
-from streamtune.quiet import hush_imports
+from streamtune.quiet import quiet_imports
 from streamtune.streams import keep_streams, lost_output, reader_is_gone
 
 __all__ = ["app", "main"]
@@ -42,7 +42,7 @@ def _run(given: list[str]) -> None:
     keep_private()
     debug = "--debug" in given
     if not debug:
-        hush_imports()
+        quiet_imports()
     remember_arguments(given)
     need_output(True)
     if "--offline" in given or is_offline():
@@ -65,7 +65,7 @@ def _run(given: list[str]) -> None:
             note_failure(known)
             raise
         try:
-            tell_failure(known)
+            report_failure(known)
         except MemoryError:  # what shows an error nicely takes memory too
             os.write(2, f"error: {known.what}\nmend: {known.mend}\n".encode(errors="replace"))
         sys.exit(known.exit_code)

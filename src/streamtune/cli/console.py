@@ -15,6 +15,7 @@ from rich.table import Table
 from rich.text import Text
 
 from streamtune.errors import RecipeError, StreamTuneError, UserError
+from streamtune.paths import open_at_once
 from streamtune.secrets import plain, redact_values
 
 __all__ = [
@@ -149,18 +150,13 @@ def _commands(text: str) -> Text:
     return shown
 
 
-def _open_at_once(path: str, flags: int) -> int:
-    """Open without blocking: the path may have become a pipe since the recipe was read."""
-    return os.open(path, flags | getattr(os, "O_NONBLOCK", 0))
-
-
 def _source_line(where: str) -> str:
     """Return the line of a recipe that ``file:line`` points to, or an empty string."""
     file, _, number = where.rpartition(":")
     if not (number.isdecimal() and file.endswith((".yaml", ".yml"))):
         return ""
     try:
-        with open(file, encoding="utf-8-sig", opener=_open_at_once) as lines:
+        with open(file, encoding="utf-8-sig", opener=open_at_once) as lines:
             return lines.read(SHOWN_BYTES).splitlines()[int(number) - 1].strip()
     except (OSError, ValueError, IndexError):
         return ""

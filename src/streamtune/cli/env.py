@@ -70,7 +70,6 @@ def environment() -> dict[str, Any]:
 
 
 def _package_version(name: str) -> str | None:
-    """Return the installed version of a package, without importing it; ``None`` if it is not installed."""
     try:
         return metadata.version(name)
     except metadata.PackageNotFoundError:

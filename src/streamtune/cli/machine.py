@@ -27,7 +27,6 @@ def check_directory() -> None:
 
 
 def _no_directory() -> ArgumentError:
-    """Return the error of a process whose current directory is gone."""
     return ArgumentError("the directory that the command was started in is gone", mend="cd to one that exists")
 
 

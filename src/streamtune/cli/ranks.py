@@ -24,7 +24,7 @@ from streamtune.errors import StreamTuneError
 
 from .console import err, print_error
 
-__all__ = ["enter_rank", "launch_ranks", "note_failure", "remember_arguments", "shown", "tell_failure", "watch"]
+__all__ = ["enter_rank", "launch_ranks", "note_failure", "remember_arguments", "report_failure", "shown", "watch"]
 
 Doing = Callable[[str], AbstractContextManager[Any]]
 
@@ -65,11 +65,11 @@ def watch(environment: RankEnvironment) -> Watchdog:
 def shown(doing: Doing, watchdog: Watchdog) -> Doing:
     """Return ``doing`` so that each call also reports its text to the watchdog, and so to the other ranks."""
 
-    def told(text: str) -> AbstractContextManager[Any]:
+    def reported(text: str) -> AbstractContextManager[Any]:
         watchdog.at(0, text, patient=True)
         return doing(text)
 
-    return told
+    return reported
 
 
 def note_failure(error: StreamTuneError) -> bool:
@@ -81,7 +81,7 @@ def note_failure(error: StreamTuneError) -> bool:
     return write_failure(Failure.of(error, environment.rank, environment.host))
 
 
-def tell_failure(error: StreamTuneError) -> None:
+def report_failure(error: StreamTuneError) -> None:
     """Show the error unless a launcher does; a rank that left the terminal also prints it there, after a delay."""
     if note_failure(error):
         return

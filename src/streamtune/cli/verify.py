@@ -114,7 +114,6 @@ def _describe_model(subject: VerifySubject) -> str:
 
 
 def _describe_routers(loss: RouterLoss) -> str:
-    """Describe the part of the routers' losses that is compared."""
     balance = f"{loss.balance:g} times the balance loss that transformers computes"
     return f"{balance}; no z-loss, which it does not know" if loss.z else balance
 

@@ -125,7 +125,7 @@ def apply_aliases(tree: dict[str, Any], marks: Marks) -> tuple[list[str], list[M
 
     Returns:
         Notes on the names taken, and the mistakes: a key under two names, a key with no equal here, a key of a later
-        release. A key that is a mistake is removed, so that it is told once.
+        release. A key that is a mistake is removed, so that it is reported once.
     """
     notes: list[str] = []
     mistakes: list[Mistake] = []

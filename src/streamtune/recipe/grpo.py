@@ -147,7 +147,7 @@ class GrpoRecipe(Recipe):
     num_completions_to_print: Steps = 4
     """Completions of each batch to keep, with their rewards, in `completions.jsonl`."""
 
-    # --- what one key alone cannot tell ------------------------------------------------------------------------
+    # --- rules about several keys -----------------------------------------------------------------------------
 
     @model_validator(mode="before")
     @classmethod

@@ -12,6 +12,7 @@ from typing import Any
 from pydantic import ValidationError
 
 from streamtune.errors import RecipeError, did_you_mean
+from streamtune.paths import open_at_once
 from streamtune.recipe.yaml import MAX_BYTES, KeyPath, Marks, parse_scalar, read_yaml, show_path
 from streamtune.secrets import find_secret, redact
 
@@ -97,22 +98,22 @@ def load_recipe(path: str | Path, overrides: Sequence[str] = (), objective: str 
 
 def _kind(tree: dict[str, Any], overrides: Sequence[str], objective: str | None) -> type[Recipe]:
     """Return the recipe's type. It is found first of all, because it decides which keys there are."""
-    said = tree.get("objective")
+    named = tree.get("objective")
     for override in overrides:
         name, _, value = override.partition("=")
         if ALIASES.get(name.strip(), name.strip()) == "objective":
-            said = parse_scalar(value.strip())
-    return RECIPES.get(str(said)) or RECIPES[objective or "sft"]
+            named = parse_scalar(value.strip())
+    return RECIPES.get(str(named)) or RECIPES[objective or "sft"]
 
 
 def _check_objective(tree: dict[str, Any], marks: Marks, objective: str | None) -> None:
     """Refuse a recipe of another objective than the command's."""
-    said = tree.setdefault("objective", objective) if objective is not None else tree.get("objective")
-    if objective is not None and said != objective and said in RECIPES:
+    named = tree.setdefault("objective", objective) if objective is not None else tree.get("objective")
+    if objective is not None and named != objective and named in RECIPES:
         raise RecipeError(
-            f"this is a recipe of {said}, and the command trains {objective}",
+            f"this is a recipe of {named}, and the command trains {objective}",
             where=marks.where("objective"),
-            mend=f"run `streamtune {said} {marks.file}`",
+            mend=f"run `streamtune {named} {marks.file}`",
         )
 
 
@@ -142,7 +143,7 @@ def _secret(kind: str, what: str, where: str) -> RecipeError:
 def _read_text(path: Path) -> str:
     """Return the text of a recipe file, in UTF-8 with or without a byte-order mark."""
     try:
-        with open(path, "rb", opener=_open_at_once) as file:
+        with open(path, "rb", opener=open_at_once) as file:
             if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
                 raise RecipeError(
                     "this is a pipe or a device, not a file", where=str(path), mend="write the recipe to a file"
@@ -165,11 +166,6 @@ def _read_text(path: Path) -> str:
     except UnicodeDecodeError as error:
         line = data.count(b"\n", 0, error.start) + 1
         raise RecipeError("this is not UTF-8 text", where=f"{path}:{line}", mend="save the file as UTF-8") from None
-
-
-def _open_at_once(path: str, flags: int) -> int:
-    """Open without waiting: a pipe that nobody writes to would block for ever."""
-    return os.open(path, flags | getattr(os, "O_NONBLOCK", 0))
 
 
 def _nearest_file(path: Path) -> str:
@@ -222,7 +218,6 @@ def _find_files(recipe: Recipe, folder: Path, marks: Marks) -> Recipe:
 
 
 def _expand(path: str, where: str) -> Path:
-    """Return a path with ``~`` and ``~user`` replaced by the folder they stand for."""
     try:
         return Path(path).expanduser()
     except RuntimeError:

@@ -24,7 +24,7 @@ from .spec import TOO_LARGE
 
 __all__ = ["expected", "explain", "field_at", "leaf_paths", "options", "properties", "to_error", "unknown_key"]
 
-MOST_TOLD = 20
+MOST_SHOWN = 20
 
 
 def to_error(mistakes: Sequence[Mistake], marks: Marks) -> RecipeError:
@@ -34,11 +34,11 @@ def to_error(mistakes: Sequence[Mistake], marks: Marks) -> RecipeError:
     if not others:
         return RecipeError(first.what, where=_where(first, marks), mend=first.mend)
     lines = [f"{len(mistakes)} mistakes"]
-    for mistake in mistakes[:MOST_TOLD]:
+    for mistake in mistakes[:MOST_SHOWN]:
         where = _where(mistake, marks).removeprefix(f"{marks.file}:")
         where = f"line {where}" if where.isdecimal() else where
         lines.append(f"- {where}: {mistake.what}" + (f"; {mistake.mend}" if mistake.mend else ""))
-    if (left := len(mistakes) - MOST_TOLD) > 0:
+    if (left := len(mistakes) - MOST_SHOWN) > 0:
         lines.append(f"- and {left} more")
     return RecipeError("\n".join(lines), where=_where(first, marks))
 
@@ -86,7 +86,6 @@ def unknown_key(path: KeyPath, kind: type[Recipe]) -> Mistake:
 
 
 def _key_of_another_objective(path: KeyPath, objectives: Sequence[str]) -> Mistake:
-    """Return the mistake of a key that only recipes of other objectives have."""
     names = " and ".join(objectives)
     how = " or ".join(f"add objective: {name}, or run `streamtune {name}`" for name in objectives)
     return Mistake(path, f"'{path[0]}' is a key of {names} recipes", how)

@@ -321,7 +321,7 @@ class Recipe(Spec):
     sample: SampleSpec | None = None
     """A prompt to try at the end of the run."""
 
-    # --- what one key alone cannot tell ------------------------------------------------------------------------
+    # --- rules about several keys -----------------------------------------------------------------------------
 
     @field_validator("report_to")
     @classmethod
@@ -374,10 +374,10 @@ class Recipe(Spec):
                 key="quantization",
                 mend="write finetuning_type: qlora, or delete the line",
             )
-        judged = self.metric_for_best_model
-        if judged is not None and judged.startswith("eval_") and self.val_size == 0:
+        metric = self.metric_for_best_model
+        if metric is not None and metric.startswith("eval_") and self.val_size == 0:
             raise mistake(
-                f"'metric_for_best_model: {judged}' needs rows to evaluate on",
+                f"'metric_for_best_model: {metric}' needs rows to evaluate on",
                 key="metric_for_best_model",
                 mend="set val_size, such as val_size: 0.02",
             )

@@ -114,37 +114,37 @@ def check_schema(schema: Any, path: str = "the schema") -> None:
         return
     if not isinstance(schema, dict):
         raise ValueError(f"{path} is neither an object nor true or false")
-    for word, said in schema.items():
+    for word, value in schema.items():
         if word in ("items", "not", "additionalProperties"):
-            check_schema(said, f"{path}.{word}")
+            check_schema(value, f"{path}.{word}")
         elif word in LISTS or word == "properties":
-            _check_schemas(word, said, f"{path}.{word}")
+            _check_schemas(word, value, f"{path}.{word}")
         elif word in CHECKS or word == "required":
-            _check_word(word, said, path)
+            _check_word(word, value, path)
         elif word not in DESCRIBES:
             raise ValueError(f"{path} uses '{word}', which is not read")
 
 
-def _check_schemas(word: str, said: Any, path: str) -> None:
-    if not isinstance(said, dict if word == "properties" else list):
+def _check_schemas(word: str, value: Any, path: str) -> None:
+    if not isinstance(value, dict if word == "properties" else list):
         raise ValueError(f"{path} is no {'object' if word == 'properties' else 'list'}")
-    for key, one in said.items() if isinstance(said, dict) else enumerate(said):
+    for key, one in value.items() if isinstance(value, dict) else enumerate(value):
         check_schema(one, f"{path}.{key}")
 
 
-def _check_word(word: str, said: Any, path: str) -> None:
-    names = [said] if isinstance(said, str) else said
+def _check_word(word: str, value: Any, path: str) -> None:
+    names = [value] if isinstance(value, str) else value
     well_formed = {
         "type": lambda: isinstance(names, list) and all(isinstance(n, str) and n in TYPES for n in names),
-        "enum": lambda: isinstance(said, list),
-        "required": lambda: isinstance(said, list) and all(isinstance(key, str) for key in said),
-        "uniqueItems": lambda: isinstance(said, bool),
-        "pattern": lambda: isinstance(said, str) and _compiles(said),
-        **{bound: lambda: _is_number(said) and (word != "multipleOf" or said > 0) for bound in BOUNDS},
-        **{count: lambda: isinstance(said, int) and not isinstance(said, bool) and said >= 0 for count in COUNTS},
+        "enum": lambda: isinstance(value, list),
+        "required": lambda: isinstance(value, list) and all(isinstance(key, str) for key in value),
+        "uniqueItems": lambda: isinstance(value, bool),
+        "pattern": lambda: isinstance(value, str) and _compiles(value),
+        **{bound: lambda: _is_number(value) and (word != "multipleOf" or value > 0) for bound in BOUNDS},
+        **{count: lambda: isinstance(value, int) and not isinstance(value, bool) and value >= 0 for count in COUNTS},
     }
     if not well_formed.get(word, lambda: True)():
-        raise ValueError(f"{path} says {word}: {said!r}, which it cannot")
+        raise ValueError(f"{path}: {word} cannot be {value!r}")
 
 
 def _compiles(pattern: str) -> bool:

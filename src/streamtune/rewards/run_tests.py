@@ -44,11 +44,11 @@ def main() -> None:
     with contextlib.suppress(OSError):  # both do it, so that it is done whichever goes on first
         os.setpgid(child, child)
     os.close(writing)
-    said = _read(reading, deadline, child)
+    message = _read(reading, deadline, child)
     with contextlib.suppress(ProcessLookupError):
         os.killpg(child, signal.SIGKILL)  # all at once, or processes that fork would run ahead of the loop below
     _kill_descendants()
-    mark, passed = said[: len(secret)], said[len(secret) :]
+    mark, passed = message[: len(secret)], message[len(secret) :]
     print(json.dumps({"passed": int(passed) if mark == secret.encode() else 0}))
 
 
@@ -107,8 +107,8 @@ def _limit(seconds: float, memory_bytes: int, file_bytes: int) -> None:
 
 def _read(reading: int, deadline: float, child: int) -> bytes:
     """Return the child's message; empty if it ends without one, has too many processes, or the deadline comes first."""
-    said = b""
-    while len(said) < MESSAGE:  # not until the pipe is closed: a process that the code left behind may hold it
+    message = b""
+    while len(message) < MESSAGE:  # not until the pipe is closed: a process that the code left behind may hold it
         left = deadline - time.monotonic()
         if left <= 0:
             return b""
@@ -116,11 +116,11 @@ def _read(reading: int, deadline: float, child: int) -> bytes:
             if (_has_ended(child) and not _readable(reading, 0)) or len(_descendants()) > MOST_PROCESSES:
                 return b""
             continue
-        part = os.read(reading, MESSAGE - len(said))
+        part = os.read(reading, MESSAGE - len(message))
         if not part:
             return b""
-        said += part
-    return said
+        message += part
+    return message
 
 
 def _readable(descriptor: int, seconds: float) -> bool:

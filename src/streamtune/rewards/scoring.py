@@ -233,7 +233,6 @@ def _call(function: RewardFunction, batch: _Batch) -> Any:
 
 
 def _named(error: BaseException) -> str:
-    """Return the class of an error and its message."""
     return f"{type(error).__name__}: {error}" if str(error) else type(error).__name__
 
 

@@ -76,6 +76,5 @@ def _is_own(file: Path, root: Path) -> bool:
 
 
 def _file_of(module: ModuleType | None) -> Path | None:
-    """Return the source file of a module; None where it has none."""
     name = getattr(module, "__file__", None)
     return Path(name).resolve() if isinstance(name, str) and name.endswith(".py") else None
