@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from streamtune.errors import ArgumentError, did_you_mean
+from streamtune.names import look_up
 from streamtune.objectives.ragged import sum_by_row
 
 __all__ = ["ADVANTAGES", "Advantages", "group_advantages", "reward_with_kl"]
@@ -168,13 +169,7 @@ def group_advantages(
 
 
 def _kind(name: str, scale: str | None) -> _Kind:
-    if name not in ADVANTAGES:
-        raise ArgumentError(
-            f"no policy loss is called '{name}'",
-            where="loss_type",
-            mend=did_you_mean(name, ADVANTAGES) or f"choose one of: {', '.join(ADVANTAGES)}",
-        )
-    kind = ADVANTAGES[name]
+    kind = look_up(name, ADVANTAGES, "policy loss", where="loss_type")
     if scale is not None and scale not in SCALES:
         raise ArgumentError(
             f"scale_rewards is '{scale}'",

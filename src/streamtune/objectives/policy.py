@@ -20,6 +20,7 @@ import torch
 from torch import Tensor
 
 from streamtune.errors import ArgumentError, did_you_mean
+from streamtune.names import look_up
 from streamtune.objectives.ragged import counts, mean_by_row, sum_by_row
 
 __all__ = ["POLICY_LOSSES", "PolicyLoss", "PolicyTerms", "StepTotals", "check_policy", "kl_estimate", "policy_loss"]
@@ -231,13 +232,7 @@ def check_policy(
     Raises:
         ArgumentError: A value is not allowed; ``where`` names its key.
     """
-    if name not in POLICY_LOSSES:
-        raise ArgumentError(
-            f"no policy loss is called '{name}'",
-            where="loss_type",
-            mend=did_you_mean(name, POLICY_LOSSES) or f"choose one of: {', '.join(POLICY_LOSSES)}",
-        )
-    loss = POLICY_LOSSES[name]
+    loss = look_up(name, POLICY_LOSSES, "policy loss", where="loss_type")
     if not 0 < epsilon_low <= 1:
         raise ArgumentError(f"epsilon is {epsilon_low}: it must be in (0, 1]", where="epsilon", mend="0.2 is usual")
     if not (epsilon_high > 0 and math.isfinite(epsilon_high)):

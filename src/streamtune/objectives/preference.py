@@ -16,7 +16,8 @@ from dataclasses import dataclass, fields
 import torch
 from torch import Tensor
 
-from streamtune.errors import ArgumentError, did_you_mean
+from streamtune.errors import ArgumentError
+from streamtune.names import look_up
 from streamtune.objectives.pairs import PREFERENCE_LOSSES, Knobs, PreferenceLoss
 from streamtune.objectives.ragged import counts, sum_by_row
 
@@ -207,13 +208,7 @@ def check_preference(
     Raises:
         ArgumentError: A value is not allowed; ``where`` names its key.
     """
-    if name not in PREFERENCE_LOSSES:
-        raise ArgumentError(
-            f"no loss of preference pairs is called '{name}'",
-            where="loss_type",
-            mend=did_you_mean(name, PREFERENCE_LOSSES) or f"choose one of: {', '.join(PREFERENCE_LOSSES)}",
-        )
-    loss = PREFERENCE_LOSSES[name]
+    loss = look_up(name, PREFERENCE_LOSSES, "loss of preference pairs", where="loss_type")
     knobs = Knobs(
         beta, label_smoothing, simpo_gamma, cpo_alpha, dpop_lambda, rpo_alpha, length_normalization, reference_free
     )

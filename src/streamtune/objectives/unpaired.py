@@ -18,7 +18,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from streamtune.errors import ArgumentError, did_you_mean
+from streamtune.errors import ArgumentError
+from streamtune.names import look_up
 from streamtune.objectives.ragged import counts, sum_by_row
 
 __all__ = [
@@ -176,14 +177,9 @@ def check_unpaired(
     Raises:
         ArgumentError: A value is not allowed; ``where`` names its key.
     """
-    if name not in UNPAIRED_LOSSES:
-        raise ArgumentError(
-            f"no loss of unpaired rows is called '{name}'",
-            where="loss_type",
-            mend=did_you_mean(name, UNPAIRED_LOSSES) or f"choose one of: {', '.join(UNPAIRED_LOSSES)}",
-        )
+    loss = look_up(name, UNPAIRED_LOSSES, "loss of unpaired rows", where="loss_type")
     values = {"beta": beta, "desirable_weight": desirable_weight, "undesirable_weight": undesirable_weight}
     for key, value in values.items():
         if not (math.isfinite(value) and value > 0):
             raise ArgumentError(f"{key} is {value}: it must be positive and finite", where=key)
-    return UNPAIRED_LOSSES[name]
+    return loss

@@ -7,7 +7,8 @@ from collections.abc import Callable, Iterable
 import torch
 from torch import nn
 
-from streamtune.errors import ArgumentError, did_you_mean
+from streamtune.errors import ArgumentError
+from streamtune.names import look_up
 
 __all__ = ["OPTIMIZERS", "build_optimizer"]
 
@@ -50,12 +51,7 @@ def build_optimizer(
     Raises:
         ArgumentError: No optimizer has this name, or no parameter requires a gradient.
     """
-    if name not in OPTIMIZERS:
-        raise ArgumentError(
-            f"no optimizer is called '{name}'",
-            where="optim",
-            mend=did_you_mean(name, OPTIMIZERS) or f"choose one of: {', '.join(OPTIMIZERS)}",
-        )
+    make = look_up(name, OPTIMIZERS, "optimizer", where="optim")
     trainable = [parameter for _, parameter in named_parameters if parameter.requires_grad]
     if not trainable:
         raise ArgumentError("no parameter of the model requires a gradient: there is nothing to train")
@@ -63,4 +59,4 @@ def build_optimizer(
         {"params": [p for p in trainable if p.ndim >= 2], "weight_decay": weight_decay},
         {"params": [p for p in trainable if p.ndim < 2], "weight_decay": 0.0},
     ]
-    return OPTIMIZERS[name]([g for g in groups if g["params"]], learning_rate=learning_rate, betas=betas, eps=eps)
+    return make([g for g in groups if g["params"]], learning_rate=learning_rate, betas=betas, eps=eps)

@@ -16,7 +16,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 
-from streamtune.errors import ArgumentError, did_you_mean
+from streamtune.names import look_up
 
 __all__ = ["SCHEDULES", "LearningRateSchedule", "build_schedule"]
 
@@ -52,13 +52,7 @@ def build_schedule(name: str, *, learning_rate: float, total_steps: int, warmup_
     Raises:
         ArgumentError: No schedule has this name.
     """
-    if name not in SCHEDULES:
-        raise ArgumentError(
-            f"no learning-rate schedule is called '{name}'",
-            where="lr_scheduler_type",
-            mend=did_you_mean(name, SCHEDULES) or f"choose one of: {', '.join(SCHEDULES)}",
-        )
-    decay = SCHEDULES[name]
+    decay = look_up(name, SCHEDULES, "learning-rate schedule", where="lr_scheduler_type")
     decay_steps = max(1, total_steps - warmup_steps)
 
     def learning_rate_at(step: int) -> float:
