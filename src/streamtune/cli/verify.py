@@ -64,7 +64,7 @@ def _facts(subject: VerifySubject) -> dict[str, object]:
     """Return the model, rows and sizes of the comparison for ``--json``."""
     batch = subject.batch
     return {
-        "model": _base_name(subject),
+        "model": type(base_of(subject.model)).__name__,
         "device": str(subject.device),
         "objective": subject.loaded.recipe.objective,
         "rows": list(batch.origins),
@@ -75,11 +75,6 @@ def _facts(subject: VerifySubject) -> dict[str, object]:
         "trained_tokens": batch.num_targets,
         "router_aux_loss_coef": subject.router_loss.balance if subject.router_loss else None,
     }
-
-
-def _base_name(subject: VerifySubject) -> str:
-    model = subject.model
-    return type(base_of(model)).__name__
 
 
 # --- the screen -------------------------------------------------------------------------------------------------------

@@ -54,7 +54,8 @@ def explain(error: ValidationError, tree: dict[str, Any], kind: type[Recipe]) ->
         elif detail["type"] == "extra_forbidden":
             mistake = unknown_key(loc, kind)
         elif detail["type"] == "missing":
-            mistake = Mistake(loc, f"'{show_path(loc)}' is missing", _how_to_add(loc))
+            mend = "add datasets: [{path: data/train.jsonl}]" if loc == ("datasets",) else f"add {loc[-1]}: ..."
+            mistake = Mistake(loc, f"'{show_path(loc)}' is missing", mend)
         elif detail["type"] == TOO_LARGE:
             # The other branches of a union say that they do not take the number either; this one says why.
             mistake = _too_large(loc, tree, kind, context["limit"])
@@ -72,7 +73,8 @@ def unknown_key(path: KeyPath, kind: type[Recipe]) -> Mistake:
     parent, name = path[:-1], str(path[-1])
     known = properties(parent, kind) + ([*ALIASES, *SWITCHES] if not parent else [])
     if not parent and (others := objectives_with(name)):
-        return _key_of_another_objective(path, others)
+        how = " or ".join(f"add objective: {other}, or run `streamtune {other}`" for other in others)
+        return Mistake(path, f"'{name}' is a key of {' and '.join(others)} recipes", how)
     mend = did_you_mean(name, known)
     if elsewhere := [place for place in leaf_paths(kind).get(name, []) if place != path]:
         place = elsewhere[0]
@@ -85,18 +87,8 @@ def unknown_key(path: KeyPath, kind: type[Recipe]) -> Mistake:
     return Mistake(path, f"unknown key '{name}'{shown}", mend or "`streamtune schema` lists every key")
 
 
-def _key_of_another_objective(path: KeyPath, objectives: Sequence[str]) -> Mistake:
-    names = " and ".join(objectives)
-    how = " or ".join(f"add objective: {name}, or run `streamtune {name}`" for name in objectives)
-    return Mistake(path, f"'{path[0]}' is a key of {names} recipes", how)
-
-
 def _where(mistake: Mistake, marks: Marks) -> str:
     return f"{marks.file}:{mistake.line}" if mistake.line else marks.where(*mistake.path)
-
-
-def _how_to_add(path: KeyPath) -> str:
-    return "add datasets: [{path: data/train.jsonl}]" if path == ("datasets",) else f"add {path[-1]}: ..."
 
 
 def _wrong_value(loc: KeyPath, tree: dict[str, Any], kind: type[Recipe]) -> Mistake:

@@ -76,7 +76,8 @@ def _find(name: str, tree: dict[str, Any], setting: str, kind: type[Recipe]) -> 
         return parts
     if name in {str(paths[0][0]) for paths in leaves.values()}:  # 'engine', 'tokenizer': whole groups
         return parts
-    places = leaves.get(name, []) + _configuration_keys(tree, name)
+    configuration = _configuration(tree)
+    places = leaves.get(name, []) + ([("model", "init", name)] if name in configuration else [])
     if len(places) == 1:
         return places[0]
     if places:
@@ -96,7 +97,6 @@ def _find(name: str, tree: dict[str, Any], setting: str, kind: type[Recipe]) -> 
     if objectives_with(name):
         mistake = unknown_key((name,), kind)
         raise RecipeError(mistake.what, where=setting, mend=mistake.mend)
-    configuration = list(_configuration(tree))
     mend = did_you_mean(name, [*leaves, *ALIASES, *SWITCHES, *configuration])
     raise RecipeError(f"unknown key '{name}'", where=setting, mend=mend or "`streamtune schema` lists every key")
 
@@ -105,10 +105,6 @@ def _configuration(tree: dict[str, Any]) -> dict[str, Any]:
     model = tree.get("model")
     init = model.get("init") if isinstance(model, dict) else None
     return init if isinstance(init, dict) else {}
-
-
-def _configuration_keys(tree: dict[str, Any], name: str) -> list[KeyPath]:
-    return [("model", "init", name)] if name in _configuration(tree) else []
 
 
 def _write(tree: dict[str, Any], path: KeyPath, value: Any, marks: Marks, setting: str) -> None:
