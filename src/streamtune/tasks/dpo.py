@@ -30,7 +30,7 @@ from streamtune.tasks.preference import (
     unpaired_knobs,
 )
 from streamtune.tasks.random_batches import RandomTokens
-from streamtune.tasks.task import Notify, PreparedRows, RandomStep, Task, TrialStep, held_back
+from streamtune.tasks.task import Notify, PreparedRows, RandomStep, ScoringTask, TrialStep, held_back
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -38,11 +38,8 @@ if TYPE_CHECKING:
 __all__ = ["Dpo", "in_proportion"]
 
 
-class Dpo(Task[DpoRecipe]):
+class Dpo(ScoringTask[DpoRecipe]):
     """The task of ``objective: dpo``, with paired and unpaired losses."""
-
-    shortest = 4
-    scores = True
 
     @classmethod
     def of_run(cls, recipe: DpoRecipe, folder: Path, notify: Notify) -> Self:
@@ -102,21 +99,8 @@ class Dpo(Task[DpoRecipe]):
         """See :class:`Task`."""
         return self.compares and self.recipe.precompute_ref_log_probs
 
-    @property
-    def reference_name(self) -> str | None:
-        """See :class:`Task`."""
-        return self.recipe.ref_model_name_or_path
-
-    @property
-    def share_prefix(self) -> str:
-        """See :class:`Task`."""
-        return self.recipe.share_prefix
-
-    def completions(self, *, share: bool = True) -> Completions:
-        """See :meth:`Task.completions`."""
-        return partial(self._scored, share and self.may_share)
-
-    def _scored(self, share: bool, length: int, batch_size: int) -> Scored:
+    def scored(self, share: bool, length: int, batch_size: int) -> Scored:
+        """See :meth:`ScoringTask.scored`."""
         prompt = self.recipe.max_prompt_length or length // 2
         if prompt > length - 2:
             prompt = length // 2
@@ -171,7 +155,7 @@ class Dpo(Task[DpoRecipe]):
     def random_step(self, trial: TrialStep) -> RandomStep:
         """See :meth:`Task.random_step`."""
         draw = RandomTokens(self.recipe, trial.model)
-        scored = self._scored(trial.share, trial.length, trial.batch_size)
+        scored = self.scored(trial.share, trial.length, trial.batch_size)
         batches = [draw.preferences(self.recipe, scored) for _ in self._micro_batches()]
         return self.objective(trial.scorer, trial.reference, trial.device), lambda: batches
 

@@ -16,6 +16,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Generic, Protocol, Self, TypeVar
 
@@ -25,16 +26,30 @@ from torch import nn
 from streamtune import data, optim, train
 from streamtune.engine import StreamHandle, check_branches, stream
 from streamtune.errors import UnsupportedModelError
+from streamtune.recipe.dpo import DpoRecipe
+from streamtune.recipe.grpo import GrpoRecipe
 from streamtune.recipe.schema import Recipe
-from streamtune.simulate.scored import Completions
+from streamtune.simulate.scored import Completions, Scored
 from streamtune.tasks.steps import StepPlan, Steps, Trainable
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-__all__ = ["Begin", "Built", "Notify", "PreparedRows", "RandomStep", "Task", "Training", "TrialStep", "held_back"]
+__all__ = [
+    "Begin",
+    "Built",
+    "Notify",
+    "PreparedRows",
+    "RandomStep",
+    "ScoringTask",
+    "Task",
+    "Training",
+    "TrialStep",
+    "held_back",
+]
 
 R_co = TypeVar("R_co", bound=Recipe, covariant=True)
+ScoringR_co = TypeVar("ScoringR_co", bound=DpoRecipe | GrpoRecipe, covariant=True)
 
 Notify = Callable[[str], None]
 """Called with messages for the user, a sentence at a time."""
@@ -355,14 +370,50 @@ class Task(ABC, Generic[R_co]):
         there during the second, and that is all that more of them would add.
         """
 
+    def _micro_batches(self) -> range:
+        """Return the micro-batches of a trial's step; see :meth:`random_step`."""
+        return range(min(self.recipe.gradient_accumulation_steps, 2))
+
+
+class ScoringTask(Task[ScoringR_co]):
+    """An objective on completions, which are scored token by token."""
+
+    shortest = 4
+    scores = True
+
+    @property
+    def reference_name(self) -> str | None:
+        """See :class:`Task`."""
+        return self.recipe.ref_model_name_or_path
+
+    @property
+    def share_prefix(self) -> str:
+        """See :class:`Task`."""
+        return self.recipe.share_prefix
+
+    def completions(self, *, share: bool = True) -> Completions:
+        """See :meth:`Task.completions`."""
+        return partial(self.scored, share and self.may_share)
+
+    @abstractmethod
+    def scored(self, share: bool, length: int, batch_size: int) -> Scored:
+        """Return the completions of a micro-batch in the shape that the recipe's keys give it.
+
+        Args:
+            share: True if prompts are shared.
+            length: Tokens of the longest prompt with its completion.
+            batch_size: The number that ``per_device_train_batch_size`` stands for.
+        """
+
+    @abstractmethod
     def compared_trees(self, rows: Sequence[Any], length: int, vocabulary: int) -> tuple[list[data.Tree], bool]:
         """Return a few trees for a verification, of about ``length`` tokens in all rows; and if they were cut.
 
         Raises:
             DataError: Prompts have to differ, and all are the same.
         """
-        raise NotImplementedError(f"{type(self).__name__} scores no completions")
 
+    @abstractmethod
     def compared_batches(
         self, trees: Sequence[data.Tree], model: nn.Module, plain: Any, *, pad_token_id: int, share: bool
     ) -> tuple[train.TreeBatch, train.TreeBatch]:
@@ -375,15 +426,10 @@ class Task(ABC, Generic[R_co]):
             pad_token_id: For rows apart.
             share: True if prompts are shared in the first.
         """
-        raise NotImplementedError(f"{type(self).__name__} scores no completions")
 
     def with_reference(self, batch: train.TreeBatch, reference: train.Reference) -> train.TreeBatch:
         """Return a batch with the reference's log-probs, where the objective reads them from the batch."""
         return batch
-
-    def _micro_batches(self) -> range:
-        """Return the micro-batches of a trial's step; see :meth:`random_step`."""
-        return range(min(self.recipe.gradient_accumulation_steps, 2))
 
 
 @contextmanager

@@ -33,6 +33,7 @@ from streamtune.run.streaming import make_router_loss, make_schedule, stream_mod
 from streamtune.schedule import Schedule
 from streamtune.simulate.plain_scores import PlainScores
 from streamtune.tasks import Task, task_of
+from streamtune.tasks.task import ScoringTask
 from streamtune.train.objective import autocast, loss_of, output_of
 from streamtune.verify.report import VerifyReport
 from streamtune.verify.room import Room, measure_room
@@ -140,7 +141,7 @@ def build_verify(
             task.check_model(handle)
         bf16 = recipe.bf16 if dtype is None else dtype == "bfloat16"
         widened: torch.dtype | None = getattr(torch, dtype) if dtype in ("float32", "float64") else None
-        choose = _choose_trees if task.scores else _choose_rows
+        choose: Any = _choose_trees if isinstance(task, ScoringTask) else _choose_rows
         chosen = choose(task, model, tokenizer, rows, length, widened, bf16=bf16, notify=notify, doing=doing)
         if (note := models.check_positions(model, chosen.alone.input_ids.shape[1])) is not None:
             notify(note)
@@ -188,7 +189,7 @@ def _choose_rows(
 
 
 def _choose_trees(
-    task: Task[Any],
+    task: ScoringTask[Any],
     model: Any,
     tokenizer: PreTrainedTokenizerBase,
     rows: Sequence[Any],

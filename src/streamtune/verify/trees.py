@@ -21,7 +21,7 @@ from streamtune import train
 from streamtune.engine import StreamHandle
 from streamtune.run.reference import streamed
 from streamtune.simulate.plain_scores import PlainScores
-from streamtune.tasks import Task, task_of
+from streamtune.tasks.task import ScoringTask
 from streamtune.train.objective import autocast
 from streamtune.verify.restore import cast
 
@@ -32,7 +32,7 @@ __all__ = ["TreeLosses"]
 class TreeLosses:
     """The recipe's loss on the same completions in two layouts."""
 
-    task: Task[Any]
+    task: ScoringTask[Any]
     held: Any | None
     """The reference that is held; None where the model is its own, or there is none."""
     shared: train.TreeBatch
@@ -65,7 +65,7 @@ class TreeLosses:
         self, scorer: Any, reference: train.Reference, batch: train.TreeBatch, model: nn.Module, bf16: bool
     ) -> Tensor:
         """Return the loss of a step of this batch alone; without ``bf16`` a held reference is in the model's dtype."""
-        task = task_of(self.task.recipe.model_copy(update={"bf16": bf16}))
+        task = type(self.task)(self.task.recipe.model_copy(update={"bf16": bf16}))
         device = batch.input_ids.device
         dtype = next(p.dtype for p in model.parameters() if p.is_floating_point())
         wide = dtype if self.held is not None and not bf16 else None

@@ -10,7 +10,6 @@ import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self
 
@@ -23,7 +22,7 @@ from streamtune.objectives import POLICY_LOSSES, check_policy, group_advantages
 from streamtune.recipe.grpo import GrpoRecipe
 from streamtune.rewards import Rewards
 from streamtune.schedule import Schedule
-from streamtune.simulate.scored import Completions, Scored
+from streamtune.simulate.scored import Scored
 from streamtune.tasks.compared import random_completions
 from streamtune.tasks.grpo.groups import BatchLayout
 from streamtune.tasks.grpo.log import CompletionLog
@@ -35,7 +34,7 @@ from streamtune.tasks.grpo.warm import WarmSteps
 from streamtune.tasks.preference import tree_batch
 from streamtune.tasks.random_batches import RandomTokens
 from streamtune.tasks.steps import StepPlan, Trainable
-from streamtune.tasks.task import Built, Notify, PreparedRows, RandomStep, Task, Training, TrialStep, held_back
+from streamtune.tasks.task import Built, Notify, PreparedRows, RandomStep, ScoringTask, Training, TrialStep, held_back
 from streamtune.train.objective import autocast
 
 if TYPE_CHECKING:
@@ -99,16 +98,13 @@ class _Prompts:
         raise NotImplementedError("prompts alone are no micro-batch")
 
 
-class Grpo(Task[GrpoRecipe]):
+class Grpo(ScoringTask[GrpoRecipe]):
     """The task of ``objective: grpo``.
 
     Args:
         recipe: The recipe.
         functions: The reward functions of a run; None where nothing is scored.
     """
-
-    shortest = 4
-    scores = True
 
     def __init__(self, recipe: GrpoRecipe, functions: Rewards | None = None) -> None:
         super().__init__(recipe)
@@ -181,16 +177,6 @@ class Grpo(Task[GrpoRecipe]):
         return self.recipe.temperature
 
     @property
-    def reference_name(self) -> str | None:
-        """See :class:`Task`."""
-        return self.recipe.ref_model_name_or_path
-
-    @property
-    def share_prefix(self) -> str:
-        """See :class:`Task`."""
-        return self.recipe.share_prefix
-
-    @property
     def reward_funcs(self) -> Sequence[str]:
         """See :class:`Task`."""
         return self.recipe.reward_funcs
@@ -200,11 +186,8 @@ class Grpo(Task[GrpoRecipe]):
         """See :class:`Task`."""
         return super().may_share and min(self.recipe.per_device_train_batch_size, self.recipe.num_generations) > 1
 
-    def completions(self, *, share: bool = True) -> Completions:
-        """See :meth:`Task.completions`."""
-        return partial(self._scored, share and self.may_share)
-
-    def _scored(self, share: bool, length: int, batch_size: int) -> Scored:
+    def scored(self, share: bool, length: int, batch_size: int) -> Scored:
+        """See :meth:`ScoringTask.scored`."""
         recipe = self.recipe
         completion = recipe.max_completion_length
         if completion > length - 2:
@@ -302,7 +285,7 @@ class Grpo(Task[GrpoRecipe]):
         """
         recipe, device = self.recipe, trial.device
         draw = RandomTokens(recipe, trial.model)
-        scored = self._scored(trial.share, trial.length, trial.batch_size)
+        scored = self.scored(trial.share, trial.length, trial.batch_size)
         drawn = [draw.completions(recipe, scored) for _ in self._micro_batches()]
         policy = train.ModelReference(trial.model, trial.scorer, temperature=recipe.temperature, adapters=True)
         references = {"old_K": policy if recipe.needs_old_logprobs else None, "ref_K": trial.reference}
