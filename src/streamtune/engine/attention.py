@@ -24,7 +24,7 @@ from streamtune.engine.sequence.shards import ChunkExchange, chunk_exchange
 from streamtune.errors import UnsupportedModelError
 from streamtune.ops import LazyMask, MaskView, prefix_attention
 from streamtune.ops.attention.ring import ring_attention
-from streamtune.ops.attention.view import ForeignAttentionError
+from streamtune.ops.attention.rules import ForeignAttentionError
 from streamtune.ops.simulated import autocast_kind
 
 __all__ = ["NAME", "BiasError", "KeptAttention", "SavedOutputs", "dense_mask", "lazy_mask", "remembered"]
@@ -144,12 +144,11 @@ def _shared(
         query, key, value = turn.heads(query, key, value, name)
         how["sinks_H"] = turn.own_heads(how["sinks_H"])
         return turn.attended(prefix_attention(query, key, value, _view(mask, query, key, causal), **how))
-    if isinstance(mask, MaskView):
-        mask = mask.mask
-    if mask is None:
+    rules = mask.mask if isinstance(mask, MaskView) else mask
+    if rules is None:
         length = turn.shards.total
-        mask = LazyMask(query.shape[0], length, length, device=query.device)
-    return ring_attention(query, key, value, mask, turn.ring, **how)
+        rules = LazyMask(query.shape[0], length, length, device=query.device)
+    return ring_attention(query, key, value, rules, turn.ring, **how)
 
 
 class BiasError(ForeignAttentionError):
@@ -198,7 +197,7 @@ def lazy_mask(
 ) -> LazyMask:
     """Return a lazy mask, with the signature of ``transformers``' ``AttentionMaskInterface``.
 
-    The dense mask is not built. Parts of the mask function that are recognised (``engine.recognise``) become fields of
+    The dense mask is not built. Parts of the mask function that are recognised (``engine.masks``) become fields of
     the lazy mask; the others stay a function of positions.
     """
     if isinstance(attention_mask, LazyMask):  # a mask made by the model around this one, to be used as it is

@@ -33,7 +33,7 @@ from streamtune.engine.vjp import streamed_vjp
 from streamtune.engine.weights import Weights
 from streamtune.errors import ArgumentError, StreamTuneError, UnsupportedModelError
 from streamtune.ops import first_order, graph_is_kept
-from streamtune.ops.attention.view import ForeignAttentionError
+from streamtune.ops.attention.rules import ForeignAttentionError
 from streamtune.schedule import Schedule
 
 __all__ = ["StreamedForward", "strange_leaves"]

@@ -20,7 +20,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from streamtune.ops.attention.attention import Memory, Piece, Prefix, seen, sinks_gradient
-from streamtune.ops.attention.mask import LazyMask
+from streamtune.ops.attention.rules import MaskRules
 from streamtune.ops.attention.view import MaskView, Segment
 from streamtune.ops.exchange import passed_on
 from streamtune.ops.first_order import first_order
@@ -56,7 +56,7 @@ def ring_attention(
     q_BHTD: Tensor,
     k_BGND: Tensor,
     v_BGND: Tensor,
-    mask: LazyMask,
+    mask: MaskRules,
     ring: Ring,
     *,
     scale: float,
@@ -89,7 +89,7 @@ def ring_attention(
 
 @dataclass
 class _RingSettings:
-    mask: LazyMask
+    mask: MaskRules
     ring: Ring
     scale: float
     softcap: float | None
@@ -104,7 +104,7 @@ class _RingSettings:
                 yield Piece(view, segment, self.scale, self.softcap, self.dropout, seed), q_at, k_at
 
 
-def _visible(mask: LazyMask, q: slice, shards: Sequence[Strip]) -> Iterator[tuple[slice, MaskView, Segment]]:
+def _visible(mask: MaskRules, q: slice, shards: Sequence[Strip]) -> Iterator[tuple[slice, MaskView, Segment]]:
     """Yield the segments of a block that queries ``q`` see; adjacent shards that they see as a whole are one."""
     run: tuple[slice, MaskView, Segment] | None = None
     for k_at, k in shards:
