@@ -3,8 +3,9 @@
 While a call with ``labels`` runs, the head returns :class:`LazyLogits` instead of ``[B, T, V]``. The model may scale or
 squash them (softcap) or cut off a padded end of the vocabulary; these steps are recorded and applied to each chunk. It
 may also leave out tokens and lay the others in a row (``view(-1, V)``); that is applied to the hidden states. The loss
-is computed from hidden states and weight in one pass over the chunks (``ops.cross_entropy``), both if the model calls
-its ``loss_function``, which is ours during the call, and if it calls ``torch.nn.functional.cross_entropy`` itself.
+is computed from hidden states and weight in one pass over the chunks (``ops.head.cross_entropy``), both if the model
+calls its ``loss_function``, which is ours during the call, and if it calls ``torch.nn.functional.cross_entropy``
+itself.
 
 Shape suffixes: B batch, T tokens, N = B * T or those of them that are left, C hidden size, V vocabulary.
 """

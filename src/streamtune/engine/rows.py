@@ -1,7 +1,7 @@
 """The rows of a packed batch: where one begins, a layer that carries a state starts anew.
 
-Attention layers find the rows in their mask (``ops.mask``). A recurrence has no mask: its chunks are cut where any row
-begins, and the state is zero for the sequences that begin one.
+Attention layers find the rows in their mask (``ops.attention.rules``). A recurrence has no mask: its chunks are cut
+where any row begins, and the state is zero for the sequences that begin one.
 
 Shape suffixes: B batch, T tokens.
 """

@@ -1,4 +1,4 @@
-"""Kernels that attend a whole chunk in one call, where the segments of ``ops.view`` would take several.
+"""Kernels that attend a whole chunk in one call, where the segments of ``ops.attention.view`` would take several.
 
 ``BandView``: a causal chunk over its prefix, with a sliding window or without, is one call of flash attention, whose
 triangle ends at the last query and the last key. ``FlexView``: softcap, packed rows, padding, blocks and arbitrary mask

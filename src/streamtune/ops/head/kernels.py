@@ -1,8 +1,8 @@
 """Fused cross entropies of a linear head, and the choice of one in place of the streamed sweep on CUDA.
 
-The streamed sweep of ``ops.cross_entropy`` is the reference. On a full chunk of the first step, every candidate that is
-installed, sums as exactly and needs no more memory is compared to it (loss and both gradients, within the rounding of
-their dtype), and the fastest of those that agree is used from then on. A head with a bias, a softcap or any other map
+The streamed sweep of ``ops.head.cross_entropy`` is the reference. On a full chunk of the first step, every candidate
+that is installed, sums as exactly and needs no more memory is compared to it (loss and both gradients, within the
+rounding of their dtype), and the fastest of those that agree is used from then on. A head with a bias, a softcap or any other map
 of the logits uses the reference, and so does every head on CPU.
 
 Candidates: ``torch.nn.functional.linear_cross_entropy`` (torch 2.13; it returns its loss in the dtype of the hidden

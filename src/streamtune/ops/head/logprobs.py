@@ -7,7 +7,7 @@ target:
     log p_y         = z_y - logsumexp(z)            d/dz_j = [j = y] - p_j
     H = -sum p log p = logsumexp(z) - sum p_j z_j   d/dz_j = -p_j (log p_j + H)
 
-Shape suffixes as in ``ops.cross_entropy``, n the tokens of a chunk.
+Shape suffixes as in ``ops.head.cross_entropy``, n the tokens of a chunk.
 """
 
 from __future__ import annotations
