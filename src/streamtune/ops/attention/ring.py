@@ -19,7 +19,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from streamtune.ops.attention.attention import Memory, Piece, Prefix, seen, sinks_gradient
+from streamtune.ops.attention.attention import Memory, Piece, Prefix, seen, sinks_gradient, without_autocast
 from streamtune.ops.attention.rules import MaskRules
 from streamtune.ops.attention.view import MaskView, Segment
 from streamtune.ops.exchange import passed_on
@@ -152,18 +152,12 @@ class _RingAttention(torch.autograd.Function):
 
     @staticmethod
     @first_order
+    @without_autocast
     def backward(ctx: Any, grad_o: Tensor) -> tuple[Tensor | None, ...]:
-        with torch.autocast(autocast_kind(grad_o.device), enabled=False):
-            return _RingAttention._backward(ctx, grad_o)
-
-    @staticmethod
-    def _backward(ctx: Any, grad_o: Tensor) -> tuple[Tensor | None, ...]:
         q, k, v, sinks, o, lse = ctx.saved_tensors
         prefix: Prefix | None = ctx.prefix
         grad_q, grad_k, grad_v = _backward(grad_o, q, k, v, o, lse, ctx.how)
-        grad_sinks = None
-        if sinks is not None and ctx.needs_input_grad[3]:
-            grad_sinks = sinks_gradient(grad_o, sinks, o, lse)
+        grad_sinks = sinks_gradient(grad_o, sinks, o, lse) if ctx.needs_input_grad[3] else None
         nothing = (None,) * 3
         if prefix is None:
             return grad_q, grad_k.to(k.dtype), grad_v.to(v.dtype), grad_sinks, None, None, *nothing

@@ -11,11 +11,9 @@ the view).
 from __future__ import annotations
 
 import logging
-import time
 import warnings
 from dataclasses import dataclass
 from functools import lru_cache
-from statistics import median
 from typing import Any, Protocol
 
 import torch
@@ -23,10 +21,11 @@ from torch import Tensor
 
 from streamtune.ops.attention.flex import FlexView, flex_is_right
 from streamtune.ops.attention.kernel_blocks import merged
-from streamtune.ops.attention.kernel_trial import Grads, Scores, TrialHeads
+from streamtune.ops.attention.kernel_trial import RUNS, Grads, Scores, TrialHeads
 from streamtune.ops.attention.kernels import flash_kernel
 from streamtune.ops.attention.view import MaskView
 from streamtune.ops.indexing import MAX_ELEMENTS
+from streamtune.ops.timing import median_time
 
 __all__ = ["BandView", "ViewKernel", "attend_whole", "backward_whole", "band_is_right", "band_of", "fused_view_kernel"]
 
@@ -262,20 +261,9 @@ def _band_is_faster(device: torch.device, dtype: torch.dtype, heads: TrialHeads)
             for s, causal in parts:
                 kernel.backward(grad, q, k[:, :, s], v[:, :, s], o.to(dtype), lse, Scores(scale, causal))
 
-        return _seconds(whole, device) < _seconds(segments, device)
+        return median_time(whole, device, RUNS) < median_time(segments, device, RUNS)
     except RuntimeError:  # no room to compare
         return True
-
-
-def _seconds(run: Any, device: torch.device) -> float:
-    times = []
-    for _ in range(5):
-        torch.cuda.synchronize(device)
-        start = time.perf_counter()
-        run()
-        torch.cuda.synchronize(device)
-        times.append(time.perf_counter() - start)
-    return median(times)
 
 
 def _tokens_first(x: Tensor) -> Tensor:

@@ -13,6 +13,7 @@ Shape suffixes as in ``ops.head.cross_entropy``, n the tokens of a chunk.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -112,18 +113,14 @@ def project_scores(
     return _shaped(scores, targets_BT, entropy)
 
 
+@dataclass(frozen=True)
 class _ScoreSettings:
     """The map of the logits, the scores that are wanted, and the dtypes of the head and its gradient sums."""
 
-    def __init__(
-        self,
-        transform: Project | None,
-        entropy: bool,
-        compute_dtype: torch.dtype | None,
-        accumulate_dtype: torch.dtype,
-    ) -> None:
-        self.transform, self.entropy = transform, entropy
-        self.compute_dtype, self.accumulate_dtype = compute_dtype, accumulate_dtype
+    transform: Project | None
+    entropy: bool
+    compute_dtype: torch.dtype | None
+    accumulate_dtype: torch.dtype
 
 
 class _TokenScores(torch.autograd.Function):
