@@ -2,22 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
+import torch
 from torch import Tensor, nn
 
 from streamtune.engine.branches import Branches
 from streamtune.engine.sequence.shards import SequenceShards
 from streamtune.errors import UnsupportedModelError
-
-if TYPE_CHECKING:
-    pass
-
-from collections.abc import Callable, Sequence
-from typing import Protocol
-
-import torch
 
 __all__ = ["LazyLogits", "ScoreRequest"]
 
@@ -249,7 +243,7 @@ class ScoreRequest:
     shards: SequenceShards | None = None
     """Of which tokens this rank has logits, where ranks share the sequence"""
 
-    def redeem(self, model: nn.Module, output: Any) -> dict[str, Tensor]:
+    def compute(self, model: nn.Module, output: Any) -> dict[str, Tensor]:
         """Compute the scores of a call that returned ``output``: ``logprobs``, and ``entropy``, ``router_loss`` if any.
 
         Raises:

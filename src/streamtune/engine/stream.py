@@ -466,7 +466,7 @@ class StreamHandle:
             balance, scored.router_loss = self.routers.losses(sums)
             share = self.routers.share * balance.detach()
             self.routers.terms = RouterTerms(torch.zeros_like(share), share)
-        return None if output is None else scored.redeem(self.model, output)
+        return None if output is None else scored.compute(self.model, output)
 
     def _with_router_loss(self, output: Any) -> Any:
         sums = self.routers.close() if self.routers.active else None
@@ -487,8 +487,8 @@ class StreamHandle:
         assert self.head is not None
         if isinstance(output, tuple):
             return tuple(self.head.evaluated(x) if isinstance(x, LazyLogits) else x for x in output)
-        if isinstance(promise := getattr(output, "logits", None), LazyLogits):
-            output.logits = self.head.evaluated(promise)
+        if isinstance(lazy := getattr(output, "logits", None), LazyLogits):
+            output.logits = self.head.evaluated(lazy)
         return output
 
     def _without_lazy_logits(self, output: Any) -> Any:
