@@ -232,11 +232,11 @@ class LayerStream:
         self.must_recompute_kv = for_backward and not again and not self.owner.place.ends and self.repeatable
         wanted = for_backward and not self.must_recompute_kv
         if not (for_backward and shared) and not (wanted and self.schedule.keep_kv != "no"):
-            self.kv.release()
+            self.kv.free_kv()
         elif self.schedule.keep_kv == "host" and not shared:
             self.kv.offload(self._tier("host"))
         if not wanted:
-            self.states.release()
+            self.states.free()
 
     # The backward.
 
@@ -364,20 +364,20 @@ class LayerStream:
         stack.enter_context(self.modes.again())
         return stack
 
-    def release(self, again: bool = False) -> None:
+    def free(self, again: bool = False) -> None:
         """Free the tensors that the backward used.
 
         Args:
             again: Another backward may follow: keep the input and the states, which it cannot compute again.
         """
-        self.kv.forget()
+        self.kv.free_all()
         if again:
             self.kept = None  # the next one computes its attention again
             self.states.grads.clear()
             return
-        self.states.release()
+        self.states.free()
         if isinstance(self.z_in, StoredTensor):
-            self.z_in.release()
+            self.z_in.free()
         self.z_in = self.maker = self.grad_target = self.kept = None
 
 
