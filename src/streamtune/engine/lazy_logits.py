@@ -207,7 +207,7 @@ def _cross_entropy(
         raise _refuse("cross_entropy with weights, smoothing, another reduction or targets that are no token numbers")
     if input.owner.shards is not None:
         raise UnsupportedModelError(
-            f"{type(input.owner.model).__name__} computes its loss by its own hand, so it would shift labels in shards",
+            f"{type(input.owner.model).__name__} computes its loss by its own hand, so it would shift labels in strips",
             mend="score its tokens by handle.logprobs, or set sequence_parallel_size: 1",
         )
     return input.owner.cross_entropy(input, target, None if reduction == "mean" else 1.0, ignore_index)

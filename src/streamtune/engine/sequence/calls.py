@@ -100,7 +100,7 @@ class Sharing:
             return self.share(kwargs)
         if torch.is_grad_enabled() and any(p.requires_grad for p in model.parameters()):
             raise UnsupportedModelError(
-                "ranks share this model's sequences, and logits would be those of a shard",
+                "ranks share this model's sequences, and logits would be those of a strip",
                 mend="pass labels, ask handle.logprobs, or call it under torch.no_grad(), where ranks do not share",
             )
         return kwargs

@@ -202,7 +202,7 @@ class ChunkExchange:
         """
         if len(self.lengths) > 1:
             raise UnsupportedModelError(
-                "a layer counts its positions from the length of its cache, which several shards at once do not have",
+                "a layer counts its positions from the length of its cache, which several strips at once do not have",
                 mend="set keep_layers: 0",
             )
         return self.shards.shard(self.part).start
