@@ -90,7 +90,7 @@ def attention(
         query, key, value = query.to(dtype), key.to(dtype), value.to(dtype)
     causal = is_causal if is_causal is not None else getattr(module, "is_causal", True)
     chunk = ChunkContext.now()
-    how: dict[str, Any] = {
+    options: dict[str, Any] = {
         "scale": query.shape[-1] ** -0.5 if scaling is None else scaling,
         "softcap": softcap,
         "sinks_H": s_aux,
@@ -99,11 +99,11 @@ def attention(
         "prefix": prefix_of(key, value),
     }
     if chunk.exchange is None:
-        out = prefix_attention(query, key, value, _view(attention_mask, query, key, bool(causal)), **how)
+        out = prefix_attention(query, key, value, _view(attention_mask, query, key, bool(causal)), **options)
         if isinstance(attention_mask, Tensor) and attention_mask.dtype != torch.bool:
             out = _mean_where_all_is_hidden(out, value, attention_mask)
     else:
-        out = _shared(chunk.exchange, module, query, key, value, attention_mask, bool(causal), how)
+        out = _shared(chunk.exchange, module, query, key, value, attention_mask, bool(causal), options)
     return out.transpose(1, 2).contiguous(), None  # as sdpa's: some layers take a view of it
 
 
@@ -133,7 +133,7 @@ def _shared(
     value: Tensor,
     mask: MaskView | LazyMask | Tensor | None,
     causal: bool,
-    how: dict[str, Any],
+    options: dict[str, Any],
 ) -> Tensor:
     """Return the attention ``[B, H, T, D]`` of this rank's tokens, where ranks share the sequence."""
     name = type(module).__name__
@@ -141,13 +141,13 @@ def _shared(
         raise UnsupportedModelError(f"{name} has a mask of its own, which ranks cannot share", where=name)
     if not exchange.in_ring:
         query, key, value = exchange.heads(query, key, value, name)
-        how["sinks_H"] = exchange.own_heads(how["sinks_H"])
-        return exchange.attended(prefix_attention(query, key, value, _view(mask, query, key, causal), **how))
+        options["sinks_H"] = exchange.own_heads(options["sinks_H"])
+        return exchange.attended(prefix_attention(query, key, value, _view(mask, query, key, causal), **options))
     rules = mask.mask if isinstance(mask, MaskView) else mask
     if rules is None:
         length = exchange.shards.total
         rules = LazyMask(query.shape[0], length, length, device=query.device)
-    return ring_attention(query, key, value, rules, exchange.ring, **how)
+    return ring_attention(query, key, value, rules, exchange.ring, **options)
 
 
 class BiasError(ForeignAttentionError):

@@ -147,7 +147,7 @@ class StreamHandle:
         self.scored: ScoreRequest | None = None
         self.routers = RouterWatch(self.model, self.layers, router_loss)
         self._checkpointing: set[Any] = set()
-        self._told, self._length = False, 0
+        self._warned, self._length = False, 0
         self.attention = [
             (config, config._attn_implementation_internal) for config in attention_configs(self.model, self.layers)
         ]
@@ -422,8 +422,8 @@ class StreamHandle:
                 "shares a sequence has",
                 mend="give the first token of each row the label -100, or pad on the right",
             )
-        if not self._told:
-            self._told = True
+        if not self._warned:
+            self._warned = True
             warnings.warn(
                 "a label follows left padding, and eager attention lets padding see every token: such a call is "
                 "computed in one chunk, as without streaming. Give the first token of each row the label -100, pad on "

@@ -63,7 +63,7 @@ class BandView:
 
     name = "cuda-flash, whole chunk"
 
-    def _how(self) -> dict[str, Any]:
+    def _options(self) -> dict[str, Any]:
         if self.window is None:
             return {"scale": self.scale}
         return {"scale": self.scale, "window_size_left": self.window - 1, "window_size_right": 0}
@@ -73,7 +73,7 @@ class BandView:
         k, v = k[:, :, self.first : self.stop], v[:, :, self.first : self.stop]
         q, k, v = (_tokens_first(x) for x in (q, k, v))
         o, lse, *_ = torch.ops.aten._flash_attention_forward(
-            q, k, v, None, None, q.shape[1], k.shape[1], 0.0, True, False, **self._how()
+            q, k, v, None, None, q.shape[1], k.shape[1], 0.0, True, False, **self._options()
         )
         return o.transpose(1, 2), lse
 
@@ -84,7 +84,7 @@ class BandView:
         unused = torch.empty(2, dtype=torch.uint64, device=q.device)  # the random state of a dropout of zero
         grads = torch.ops.aten._flash_attention_backward(
             grad_o, q, k_seen, v_seen, o, lse.contiguous(), None, None, q.shape[1], k_seen.shape[1], 0.0, True, unused,
-            unused, **self._how(),
+            unused, **self._options(),
         )  # fmt: skip
         grad_q, grad_k, grad_v = (x.transpose(1, 2) for x in grads)
         return grad_q, self._placed(grad_k, k), self._placed(grad_v, v)
