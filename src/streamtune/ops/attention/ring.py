@@ -28,7 +28,7 @@ from streamtune.ops.simulated import autocast_kind
 
 __all__ = ["Ring", "ring_attention"]
 
-Strip = tuple[slice, slice]
+ShardPlaces = tuple[slice, slice]
 """The slice of a shard in a tensor of shards end to end, and its slice in the sequence."""
 
 
@@ -43,8 +43,8 @@ class Ring:
     """
 
     group: Any
-    queries: Sequence[Strip]
-    keys: Callable[[int], Sequence[Strip]]
+    queries: Sequence[ShardPlaces]
+    keys: Callable[[int], Sequence[ShardPlaces]]
 
     def sources(self) -> list[int]:
         """Return, for each step, the rank whose block this rank holds: its own first."""
@@ -104,7 +104,7 @@ class _RingSettings:
                 yield Piece(view, segment, self.scale, self.softcap, self.dropout, seed), q_at, k_at
 
 
-def _visible(mask: MaskRules, q: slice, shards: Sequence[Strip]) -> Iterator[tuple[slice, MaskView, Segment]]:
+def _visible(mask: MaskRules, q: slice, shards: Sequence[ShardPlaces]) -> Iterator[tuple[slice, MaskView, Segment]]:
     """Yield the segments of a block that queries ``q`` see; adjacent shards that they see as a whole are one."""
     run: tuple[slice, MaskView, Segment] | None = None
     for k_at, k in shards:
