@@ -288,7 +288,7 @@ def test_stored_is_read_in_other_chunks_than_it_was_written_in(name: str, along:
         for chunk in chunks[::-1]:
             want = x.narrow(along, chunk.start, chunk.stop - chunk.start)
             assert torch.equal(stored.cut(chunk), want), (chunks, chunk)
-    stored.release()
+    stored.free()
     assert not stored.blocks
 
 

@@ -19,7 +19,7 @@ from streamtune.engine import Branches
 from streamtune.engine.attention import NAME, dense_mask
 from streamtune.errors import UnsupportedModelError
 from streamtune.ops import LazyMask, MaskView
-from streamtune.ops.attention import mask as mask_module
+from streamtune.ops.attention import rules as rules_module
 from streamtune.ops.attention import view as view_module
 from tests.exactness.families import SMALL
 
@@ -110,11 +110,11 @@ def test_equals_the_dense_mask_of_transformers(maker: str, pad: str) -> None:
     assert lazy.function is None, "every mask of this list is recognised"
 
 
-@pytest.mark.parametrize("block", [5, 16, mask_module.KEY_BLOCK])
+@pytest.mark.parametrize("block", [5, 16, rules_module.KEY_BLOCK])
 @pytest.mark.parametrize("pad", ["none", "right", "left", "both", "inside"])
 @pytest.mark.parametrize("maker", MAKERS)
 def test_segments_of_every_chunk(maker: str, pad: str, block: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(mask_module, "KEY_BLOCK", block)
+    monkeypatch.setattr(rules_module, "KEY_BLOCK", block)
     lazy, dense = both(maker, attention_mask=padding(pad), past_key_values=None)
     for size in (1, 8, 13, LENGTH):
         for start in range(0, LENGTH, size):
@@ -148,7 +148,7 @@ def test_a_decoding_step_sees_its_cache(pad: str) -> None:
 @pytest.mark.parametrize("row", ["first", "last"])
 def test_sees_future(row: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """One allowed place above the diagonal is found, wherever it is; the diagonal itself is not the future."""
-    monkeypatch.setattr(mask_module, "KEY_BLOCK", 16)
+    monkeypatch.setattr(rules_module, "KEY_BLOCK", 16)
     allowed = torch.ones(ROWS, 1, LENGTH, LENGTH, dtype=torch.bool).tril()
     assert not dense_mask(allowed).sees_future
     q, k = (0, LENGTH - 1) if row == "first" else (LENGTH - 2, LENGTH - 1)
@@ -158,7 +158,7 @@ def test_sees_future(row: str, monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.parametrize("kind", ["boolean", "additive", "finite"])
 def test_a_dense_mask_of_the_callers_own(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(mask_module, "KEY_BLOCK", 16)
+    monkeypatch.setattr(rules_module, "KEY_BLOCK", 16)
     generator = torch.Generator().manual_seed(0)
     allowed = (torch.rand(ROWS, 1, LENGTH, LENGTH, generator=generator) < 0.3).tril()
     allowed[:, :, :, :16] = torch.ones(LENGTH, 16, dtype=torch.bool).tril()  # a block that is all allowed further down
@@ -174,7 +174,7 @@ def test_a_dense_mask_of_the_callers_own(kind: str, monkeypatch: pytest.MonkeyPa
 
 def test_blocks_that_are_all_or_nothing_are_not_masked(monkeypatch: pytest.MonkeyPatch) -> None:
     """The fused kernel is kept wherever it can be, also for a mask function nobody recognises."""
-    monkeypatch.setattr(mask_module, "KEY_BLOCK", 16)
+    monkeypatch.setattr(rules_module, "KEY_BLOCK", 16)
 
     def function(b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
         return (k <= q) & ((k < 32) | (k >= 48))

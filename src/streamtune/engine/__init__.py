@@ -5,7 +5,7 @@ forward, recompute, project, replay), ``kv`` and ``cache`` (what a chunk sees of
 ``stream``, which puts them into a model. Besides:
 
     call, call_parts                bind a layer's call, run it on a chunk, join its outputs
-    context                         per-call state that layers need and are not passed
+    context                         state of a call and of a chunk that layers and attentions need and are not passed
     attention, masks, own_attention the attention and the mask a model asks for by name, or keeps
     rows, scan, past                packed rows; Mamba-1's state; a prefix or a cache before the call
     branches, lazy_logits, scores   rows that share their beginning; per-token log-probabilities for any objective
@@ -16,6 +16,8 @@ forward, recompute, project, replay), ``kv`` and ``cache`` (what a chunk sees of
     observe, weights, module_hooks  the state of a forward restored in its backward; observers; hooks
     inspect_model, sharded          the parts of a model; weights that ranks share
     evaluated                       logits of an evaluation, computed when they are read
+    model_call, state_argument      arguments of the model's call; a layer that is handed its state as an argument
+    streamed_model                  the handle's attributes, as scores, checks and calls of several ranks see them
     preflight/                      is this very model streamed exactly? asked before training
 """
 

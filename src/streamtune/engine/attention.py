@@ -5,9 +5,7 @@ Registered once under :data:`NAME` when the engine is imported; a model uses the
 
 from __future__ import annotations
 
-import threading
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from itertools import pairwise
 from typing import Any
 
@@ -17,17 +15,18 @@ from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.masking_utils import causal_mask_function
 
 from streamtune.engine.cache import prefix_of
+from streamtune.engine.context import ChunkContext
 from streamtune.engine.masks import recognise
 from streamtune.engine.memory.tiers import Block, Tier
 from streamtune.engine.observe import notify_tensors
-from streamtune.engine.sequence.shards import ChunkExchange, chunk_exchange
+from streamtune.engine.sequence.shards import ChunkExchange
 from streamtune.errors import UnsupportedModelError
 from streamtune.ops import LazyMask, MaskView, prefix_attention
 from streamtune.ops.attention.ring import ring_attention
-from streamtune.ops.attention.view import ForeignAttentionError
+from streamtune.ops.attention.rules import ForeignAttentionError
 from streamtune.ops.simulated import autocast_kind
 
-__all__ = ["NAME", "BiasError", "KeptAttention", "SavedOutputs", "dense_mask", "lazy_mask", "remembered"]
+__all__ = ["NAME", "BiasError", "KeptAttention", "SavedOutputs", "dense_mask", "lazy_mask"]
 
 NAME = "streamtune"
 """The attention implementation's name in a model's config."""
@@ -90,21 +89,21 @@ def attention(
         dtype = torch.get_autocast_dtype(kind)
         query, key, value = query.to(dtype), key.to(dtype), value.to(dtype)
     causal = is_causal if is_causal is not None else getattr(module, "is_causal", True)
-    how: dict[str, Any] = {
+    chunk = ChunkContext.now()
+    options: dict[str, Any] = {
         "scale": query.shape[-1] ** -0.5 if scaling is None else scaling,
         "softcap": softcap,
         "sinks_H": s_aux,
         "dropout": dropout,
-        "memory": remembered(),
+        "memory": chunk.outputs,
         "prefix": prefix_of(key, value),
     }
-    turn = chunk_exchange()
-    if turn is None:
-        out = prefix_attention(query, key, value, _view(attention_mask, query, key, bool(causal)), **how)
+    if chunk.exchange is None:
+        out = prefix_attention(query, key, value, _view(attention_mask, query, key, bool(causal)), **options)
         if isinstance(attention_mask, Tensor) and attention_mask.dtype != torch.bool:
             out = _mean_where_all_is_hidden(out, value, attention_mask)
     else:
-        out = _shared(turn, module, query, key, value, attention_mask, bool(causal), how)
+        out = _shared(chunk.exchange, module, query, key, value, attention_mask, bool(causal), options)
     return out.transpose(1, 2).contiguous(), None  # as sdpa's: some layers take a view of it
 
 
@@ -127,29 +126,28 @@ def _mean_where_all_is_hidden(out: Tensor, value: Tensor, mask: Tensor) -> Tenso
 
 
 def _shared(
-    turn: ChunkExchange,
+    exchange: ChunkExchange,
     module: nn.Module,
     query: Tensor,
     key: Tensor,
     value: Tensor,
     mask: MaskView | LazyMask | Tensor | None,
     causal: bool,
-    how: dict[str, Any],
+    options: dict[str, Any],
 ) -> Tensor:
     """Return the attention ``[B, H, T, D]`` of this rank's tokens, where ranks share the sequence."""
     name = type(module).__name__
     if isinstance(mask, Tensor) or not causal:
         raise UnsupportedModelError(f"{name} has a mask of its own, which ranks cannot share", where=name)
-    if not turn.in_ring:
-        query, key, value = turn.heads(query, key, value, name)
-        how["sinks_H"] = turn.own_heads(how["sinks_H"])
-        return turn.attended(prefix_attention(query, key, value, _view(mask, query, key, causal), **how))
-    if isinstance(mask, MaskView):
-        mask = mask.mask
-    if mask is None:
-        length = turn.shards.total
-        mask = LazyMask(query.shape[0], length, length, device=query.device)
-    return ring_attention(query, key, value, mask, turn.ring, **how)
+    if not exchange.in_ring:
+        query, key, value = exchange.heads(query, key, value, name)
+        options["sinks_H"] = exchange.own_heads(options["sinks_H"])
+        return exchange.attended(prefix_attention(query, key, value, _view(mask, query, key, causal), **options))
+    rules = mask.mask if isinstance(mask, MaskView) else mask
+    if rules is None:
+        length = exchange.shards.total
+        rules = LazyMask(query.shape[0], length, length, device=query.device)
+    return ring_attention(query, key, value, rules, exchange.ring, **options)
 
 
 class BiasError(ForeignAttentionError):
@@ -198,7 +196,7 @@ def lazy_mask(
 ) -> LazyMask:
     """Return a lazy mask, with the signature of ``transformers``' ``AttentionMaskInterface``.
 
-    The dense mask is not built. Parts of the mask function that are recognised (``engine.recognise``) become fields of
+    The dense mask is not built. Parts of the mask function that are recognised (``engine.masks``) become fields of
     the lazy mask; the others stay a function of positions.
     """
     if isinstance(attention_mask, LazyMask):  # a mask made by the model around this one, to be used as it is
@@ -234,9 +232,6 @@ AttentionInterface.register(NAME, attention)
 AttentionMaskInterface.register(NAME, lazy_mask)
 
 
-_local = threading.local()
-
-
 class KeptAttention:
     """o and lse of each attention of one layer call, for each chunk.
 
@@ -254,18 +249,15 @@ class KeptAttention:
         starts = [chunk.start for chunk in chunks]
         self._next = dict(pairwise(starts))
 
-    @contextmanager
-    def chunk(self, start: int, last: bool) -> Iterator[None]:
-        """Assign attentions inside the context to the chunk from ``start`` on; ``last`` frees outputs once recalled."""
-        before, _local.turn = getattr(_local, "turn", None), SavedOutputs(self, start, last)
-        try:
-            yield
-        finally:
-            _local.turn = before
-
 
 class SavedOutputs:
-    """One run of a layer on a chunk; its attentions are identified by their order."""
+    """Outputs of the attentions in one run of a layer on a chunk, which are identified by their order.
+
+    Args:
+        kept: Those of the layer call.
+        start: The chunk's first token.
+        last: Free outputs once they are recalled.
+    """
 
     def __init__(self, kept: KeptAttention, start: int, last: bool) -> None:
         self.kept, self.start, self.last, self.index = kept, start, last, -1
@@ -288,9 +280,3 @@ class SavedOutputs:
         """Keep o and lse of the attention for which :meth:`recall` returned None."""
         notify_tensors("attention output", o, lse)
         self.kept.blocks[self.start, self.index] = self.kept.tier.put(o), self.kept.tier.put(lse)
-
-
-def remembered() -> SavedOutputs | None:
-    """Return the object through which an attention that runs now recalls or keeps its outputs; None if none does."""
-    turn: SavedOutputs | None = getattr(_local, "turn", None)
-    return turn

@@ -51,7 +51,7 @@ class ChunkCache(Cache):
         chunk: The chunk's positions.
         first_key: The first position the chunk can see (later than 0 under a sliding window).
         pass_name: The pass in which the layer runs; ``whole`` is one over the whole sequence.
-        turn: The exchange between the ranks that share the sequence, if they do.
+        exchange: The exchange between the ranks that share the sequence, if they do.
     """
 
     def __init__(
@@ -61,10 +61,10 @@ class ChunkCache(Cache):
         chunk: slice,
         first_key: int,
         pass_name: Pass,
-        turn: ChunkExchange | None = None,
+        exchange: ChunkExchange | None = None,
     ) -> None:
         super().__init__(layers=[])
-        self.turn = turn
+        self.exchange = exchange
         self.kv, self.states, self.chunk, self.pass_name = kv, states, chunk, pass_name
         self.first_key = min(first_key, chunk.start)
         self.layers = _LayerViews(proxy(self))  # a cycle would keep the chunk until the next garbage collection
@@ -117,8 +117,8 @@ class ChunkCache(Cache):
         if self.kv.past is not None and layer_idx != self.kv.past.layer_idx:
             refuse_past(f"layer {self.kv.past.layer_idx} keeps its keys under number {layer_idx}", "past_key_values")
         key_states, value_states = _attended_dtype(key_states), _attended_dtype(value_states)
-        if self.turn is not None:
-            key_states, value_states = self.turn.keys_and_values(key_states, value_states)
+        if self.exchange is not None:
+            key_states, value_states = self.exchange.keys_and_values(key_states, value_states)
         if self.pass_name in ("store", "project"):
             self.kv.write(index, self.chunk, key_states, value_states)
             if self.pass_name == "project" and self.updates == self.kv.updates:
@@ -142,13 +142,13 @@ class ChunkCache(Cache):
         return tuple(joined)
 
     def _handed(self, pair: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
-        if self.turn is not None:
-            self.turn.kept = pair
+        if self.exchange is not None:
+            self.exchange.kept = pair
         return pair
 
     def update_indexer(self, indexer_key_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any) -> Tensor:
         """Update with the keys ``[B, S, D]`` by which a layer chooses the tokens it attends to: one head, no values."""
-        if self.turn is not None:
+        if self.exchange is not None:
             raise UnsupportedModelError(
                 "a layer chooses whom it attends to by an indexer, which ranks that share a sequence do not have",
                 mend="set sequence_parallel_size: 1",
@@ -159,7 +159,7 @@ class ChunkCache(Cache):
 
     def get_seq_length(self, layer_idx: int = 0) -> int:
         """Return the number of tokens before the chunk; where ranks share the sequence, before this rank's shard."""
-        return self.chunk.start if self.turn is None else self.turn.position
+        return self.chunk.start if self.exchange is None else self.exchange.position
 
     def get_mask_sizes(self, query_length: int, layer_idx: int) -> tuple[int, int]:
         """Return ``(kv_length, kv_offset)`` of the keys that the chunk attends to."""
@@ -230,7 +230,7 @@ class ChunkCache(Cache):
         self.met_states = True
         if self.kv.past is not None:
             refuse_past("a layer carries a state from token to token", "past_key_values")
-        if self.turn is not None:
+        if self.exchange is not None:
             raise UnsupportedModelError(
                 "a layer carries a state from token to token; ranks cannot share the sequence of a recurrence",
                 mend="set sequence_parallel_size: 1",

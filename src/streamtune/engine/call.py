@@ -13,7 +13,7 @@ follows the sequence, and passed whole otherwise:
     a dense square ([B, H, T, T])                         its rows, and its columns to prefix and chunk
     the cache, keys and values shared between layers      replaced by the chunk's own
 
-A layer that computes its attention itself (``tiles``) gets its masks as tensors.
+A layer that computes its attention itself (``own_attention``) gets its masks as tensors.
 
 Shape suffixes: B batch, T tokens of the sequence, C channels, H heads, N streams.
 """

@@ -1,14 +1,18 @@
-"""The context of a call of the model, which its layers need and are not passed."""
+"""State that layers and attentions need and are not passed: of a call of the model, and of a run on a chunk."""
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
 from dataclasses import dataclass
 
 from streamtune.engine.rows import PackedRows
-from streamtune.engine.sequence.shards import SequenceShards
+from streamtune.engine.sequence.shards import ChunkExchange, SequenceShards
+from streamtune.ops.attention.attention import Memory
 from streamtune.schedule import Schedule
 
-__all__ = ["CallContext"]
+__all__ = ["CallContext", "ChunkContext"]
 
 
 @dataclass
@@ -21,3 +25,31 @@ class CallContext:
     """The schedule of this call's layers; None is the one they were given."""
     whole: bool = False
     """The layers run on all tokens at once, by the model's eager attention."""
+
+
+@dataclass(frozen=True)
+class ChunkContext:
+    """State of one run of a layer on a chunk, which the attentions inside it need but are not passed."""
+
+    exchange: ChunkExchange | None
+    """The exchange with the ranks that share the sequence; None where there are none."""
+    outputs: Memory | None
+    """The outputs of attentions that ran on the chunk before; None where they are not kept."""
+
+    @contextmanager
+    def entered(self) -> Iterator[None]:
+        """Make this the state that :meth:`now` returns inside the context."""
+        token = _chunk.set(self)
+        try:
+            yield
+        finally:
+            _chunk.reset(token)
+
+    @staticmethod
+    def now() -> ChunkContext:
+        """Return the state of the chunk that runs now; an empty one outside of all."""
+        return _chunk.get()
+
+
+OUTSIDE = ChunkContext(None, None)
+_chunk: ContextVar[ChunkContext] = ContextVar("the chunk that a layer runs on", default=OUTSIDE)

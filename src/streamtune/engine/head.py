@@ -3,8 +3,9 @@
 While a call with ``labels`` runs, the head returns :class:`LazyLogits` instead of ``[B, T, V]``. The model may scale or
 squash them (softcap) or cut off a padded end of the vocabulary; these steps are recorded and applied to each chunk. It
 may also leave out tokens and lay the others in a row (``view(-1, V)``); that is applied to the hidden states. The loss
-is computed from hidden states and weight in one pass over the chunks (``ops.cross_entropy``), both if the model calls
-its ``loss_function``, which is ours during the call, and if it calls ``torch.nn.functional.cross_entropy`` itself.
+is computed from hidden states and weight in one pass over the chunks (``ops.head.cross_entropy``), both if the model
+calls its ``loss_function``, which is ours during the call, and if it calls ``torch.nn.functional.cross_entropy``
+itself.
 
 Shape suffixes: B batch, T tokens, N = B * T or those of them that are left, C hidden size, V vocabulary.
 """
@@ -52,7 +53,7 @@ class StreamedHead:
         self.model, self.schedule = model, schedule
         self.active = self.sharded = False
         self.shards: SequenceShards | None = None
-        """Whose tokens the promises are of, where ranks share the sequence."""
+        """The ranks' tokens, of which lazy logits are this rank's; None where ranks do not share the sequence."""
         if isinstance(heads := model.get_output_embeddings(), nn.ModuleList):
             raise UnsupportedModelError(
                 f"{type(model).__name__} keeps a list of heads ({len(heads)}), one for each stream of tokens, and a "
@@ -99,7 +100,9 @@ class StreamedHead:
         self.loss_before = self.model.__dict__.get("_loss_function")
         head.forward = lambda hidden: LazyLogits(self, hidden)
         self.sharded = is_sharded(head)
-        if self.sharded:  # a promise needs no weight: it is gathered when the promise is redeemed, and not before
+        if (
+            self.sharded
+        ):  # lazy logits need no weight: it is gathered when a loss or scores are computed from them, not before
             head._call_impl = head.forward  # type: ignore[method-assign]
         self.model._loss_function = self.loss
         self.active = True
@@ -130,14 +133,14 @@ class StreamedHead:
         else:
             self.module.forward = self.shadowed
 
-    def _redeem(self, logits: LazyLogits, compute: Callable[[LazyLogits], Any]) -> Any:
+    def _with_weight(self, logits: LazyLogits, compute: Callable[[LazyLogits], Any]) -> Any:
         """Return ``compute(logits)``, computed inside a call of the head if its weight is whole only there.
 
         Hooks around that call gather it, once for the forward and once for the backward, and reduce its gradient.
         """
         if not self.sharded:
             return compute(logits)
-        promising, head = self.module.__dict__.pop("_call_impl", None), self.module
+        returns_lazy, head = self.module.__dict__.pop("_call_impl", None), self.module
         before = head.__dict__.get("forward")
         head.forward = lambda hidden: compute(logits.of(hidden))
         try:
@@ -147,8 +150,8 @@ class StreamedHead:
                 del head.forward
             else:
                 head.forward = before
-            if promising is not None:
-                head._call_impl = promising  # type: ignore[method-assign]
+            if returns_lazy is not None:
+                head._call_impl = returns_lazy  # type: ignore[method-assign]
 
     def loss(
         self,
@@ -207,49 +210,41 @@ class StreamedHead:
             num_items: The divisor.
             ignore_index: The target that does not count.
         """
-        sizes: dict[str, Any] = {
-            "chunk_size": self.schedule.head_chunk_size,
-            "num_items": num_items,
-            "ignore_index": ignore_index,
-        }
-        return self._redeem(logits, lambda logits: self._cross_entropy(logits, targets, sizes))
-
-    def _cross_entropy(self, logits: LazyLogits, targets: Tensor, sizes: dict[str, Any]) -> Tensor:
-        head: Any = self.module
-        if self._is_plain:
-            return linear_cross_entropy(
-                logits.hidden,
-                head.weight,
-                targets,
-                bias_V=head.bias,
-                transform=logits.transform if logits.steps else None,
-                accumulate_dtype=torch.float32 if self.schedule.grad_dtype == "float32" else head.weight.dtype,
-                **sizes,
-            )
-        return project_cross_entropy(
-            logits.hidden, self._project(logits), [p for p in head.parameters() if p.requires_grad], targets, **sizes
-        )
+        options = {"num_items": num_items, "ignore_index": ignore_index}
+        return self._compute(logits, targets, linear_cross_entropy, project_cross_entropy, options)
 
     def scores(self, logits: LazyLogits, targets: Tensor, *, entropy: bool) -> tuple[Tensor, Tensor | None]:
         """Return log-probabilities ``[...]`` of targets ``[...]`` (-100: none), and their entropies if ``entropy``."""
-        return self._redeem(logits, lambda logits: self._scores(logits, targets, entropy))
+        return self._compute(logits, targets, token_scores, project_scores, {"entropy": entropy})
 
-    def _scores(self, logits: LazyLogits, targets: Tensor, entropy: bool) -> tuple[Tensor, Tensor | None]:
-        size = self.schedule.head_chunk_size
-        head: Any = self.module
-        if self._is_plain:
-            return token_scores(
+    def _compute(
+        self,
+        logits: LazyLogits,
+        targets: Tensor,
+        linear: Callable[..., Any],
+        project: Callable[..., Any],
+        options: dict[str, Any],
+    ) -> Any:
+        """Return the result of ``linear`` for a head that is one plain ``nn.Linear``, that of ``project`` otherwise."""
+
+        def compute(logits: LazyLogits) -> Any:
+            head: Any = self.module
+            if not self._is_plain:
+                wanted = [p for p in head.parameters() if p.requires_grad]
+                return project(logits.hidden, self._project(logits), wanted, targets, **options)
+            wide = self.schedule.grad_dtype == "float32"
+            return linear(
                 logits.hidden,
                 head.weight,
                 targets,
                 bias_V=head.bias,
                 transform=logits.transform if logits.steps else None,
-                entropy=entropy,
-                chunk_size=size,
-                accumulate_dtype=torch.float32 if self.schedule.grad_dtype == "float32" else head.weight.dtype,
+                accumulate_dtype=torch.float32 if wide else head.weight.dtype,
+                **options,
             )
-        wanted = [p for p in head.parameters() if p.requires_grad]
-        return project_scores(logits.hidden, self._project(logits), wanted, targets, entropy=entropy, chunk_size=size)
+
+        options = {"chunk_size": self.schedule.head_chunk_size, **options}
+        return self._with_weight(logits, compute)
 
     @property
     def _is_plain(self) -> bool:

@@ -67,7 +67,7 @@ class KeysAndValues:
         dtype = torch.promote_types(tensor.dtype, torch.float32) if self.widen else tensor.dtype
         return torch.zeros_like(tensor, dtype=dtype)
 
-    def release(self) -> None:
+    def free_kv(self) -> None:
         """Free the buffers; a ``project`` pass fills them again."""
         self.pairs.clear()
 
@@ -75,7 +75,7 @@ class KeysAndValues:
         """Replace the buffers by copies: chunks write to them, and other layers hold the old ones."""
         self.pairs = [(k.clone(), v.clone()) for k, v in self.pairs]
 
-    def forget(self) -> None:
+    def free_all(self) -> None:
         """Free buffers and gradients: the backward is done."""
         self.pairs.clear()
         self.away.clear()
@@ -156,7 +156,7 @@ class States:
         states = [state for kept in self.after.values() for state in kept.values() if state.is_floating_point()]
         return any(state.dtype.itemsize < dtype.itemsize for state in states)
 
-    def release(self) -> None:
+    def free(self) -> None:
         """Free the states and their gradients."""
         self.after.clear()
         self.grads.clear()

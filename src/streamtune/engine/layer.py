@@ -33,7 +33,7 @@ from streamtune.engine.vjp import streamed_vjp
 from streamtune.engine.weights import Weights
 from streamtune.errors import ArgumentError, StreamTuneError, UnsupportedModelError
 from streamtune.ops import first_order, graph_is_kept
-from streamtune.ops.attention.view import ForeignAttentionError
+from streamtune.ops.attention.rules import ForeignAttentionError
 from streamtune.schedule import Schedule
 
 __all__ = ["StreamedForward", "strange_leaves"]
@@ -120,7 +120,7 @@ class StreamedForward:
         if isinstance(self.context.rows, Branches):
             call.branch(self.context.rows)
         if call.cache is not None:
-            if not torch.is_grad_enabled():  # generation: the model's own cache, the model's own walk
+            if not torch.is_grad_enabled():  # generation: the model's own cache and passes
                 return self._generate(call)
             if self._seen_before(call) > 0:
                 if self.context.rows is not None:
@@ -306,8 +306,8 @@ class _StreamedLayer(torch.autograd.Function):
             if isinstance(name, tuple) and name[0] == PAST:
                 grad_inputs[position] = stream.kv.past_grads()[name[2]]
         if isinstance(grad_z, StoredTensor):
-            grad_z.release()
-        stream.release(again)
+            grad_z.free()
+        stream.free(again)
         if not again:
             ctx.stream = ctx.parameters = ctx.weights = None
         return (None, None, *grad_inputs, *grad_parameters)

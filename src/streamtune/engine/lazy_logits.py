@@ -2,23 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
+import torch
 from torch import Tensor, nn
 
 from streamtune.engine.branches import Branches
 from streamtune.engine.sequence.shards import SequenceShards
 from streamtune.errors import UnsupportedModelError
-
-if TYPE_CHECKING:
-    pass
-
-from collections.abc import Callable, Sequence
-from typing import Protocol
-
-import torch
-
 from streamtune.labels import IGNORE_INDEX
 
 __all__ = ["LazyLogits", "ScoreRequest"]
@@ -215,7 +208,7 @@ def _cross_entropy(
         raise _refuse("cross_entropy with weights, smoothing, another reduction or targets that are no token numbers")
     if input.owner.shards is not None:
         raise UnsupportedModelError(
-            f"{type(input.owner.model).__name__} computes its loss by its own hand, so it would shift labels in shards",
+            f"{type(input.owner.model).__name__} computes its loss by its own hand, so it would shift labels in strips",
             mend="score its tokens by handle.logprobs, or set sequence_parallel_size: 1",
         )
     return input.owner.cross_entropy(input, target, None if reduction == "mean" else 1.0, ignore_index)
@@ -251,7 +244,7 @@ class ScoreRequest:
     shards: SequenceShards | None = None
     """Of which tokens this rank has logits, where ranks share the sequence"""
 
-    def redeem(self, model: nn.Module, output: Any) -> dict[str, Tensor]:
+    def compute(self, model: nn.Module, output: Any) -> dict[str, Tensor]:
         """Compute the scores of a call that returned ``output``: ``logprobs``, and ``entropy``, ``router_loss`` if any.
 
         Raises:

@@ -19,7 +19,7 @@ from torch.nn.utils import parametrize
 from torch.utils._python_dispatch import is_in_torch_dispatch_mode
 
 from streamtune.engine.inspect_model import HUB_KERNELS
-from streamtune.engine.rows import PackedRows, tells_of_rows
+from streamtune.engine.rows import PackedRows, names_several_rows
 from streamtune.errors import ArgumentError, UnsupportedModelError
 from streamtune.labels import IGNORE_INDEX
 
@@ -79,7 +79,7 @@ class ModelCall:
             rows = PackedRows.of(self.get("position_ids"))
             if rows is not None:
                 return rows
-        if tells_of_rows(self.kwargs):
+        if names_several_rows(self.kwargs):
             raise UnsupportedModelError(
                 "cu_seq_lens or seq_idx tell of packed rows, but position_ids do not restart",
                 mend="pass position_ids that restart at each row, and no attention_mask",
@@ -97,7 +97,7 @@ class ModelCall:
             cached: True if the configuration asks for a cache, and nothing overrules it.
         """
         asked = self.get("use_cache")
-        by_positions = tells_of_rows(self.kwargs) or any(str(name).startswith(BY_POSITIONS) for name in attentions)
+        by_positions = names_several_rows(self.kwargs) or any(str(name).startswith(BY_POSITIONS) for name in attentions)
         if by_positions or not (cached if asked is None else asked):
             return
         if self.get("attention_mask") is None and self.takes("attention_mask") and all(self.size):

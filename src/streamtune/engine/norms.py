@@ -148,7 +148,7 @@ class _StreamedNorm(torch.autograd.Function):
         )
         if not graph_is_kept():
             if isinstance(source, StoredTensor):
-                source.release()
+                source.free()
             ctx.stored = ctx.norm = ctx.parameters = ctx.grad_target = ctx.weights = None
         return None, None, placeholder(source) if grad_target is not None else grad_inputs[0], *grad_parameters
 

@@ -26,7 +26,8 @@ from torch import Tensor
 from transformers import AttentionMaskInterface
 
 from streamtune.engine.attention import NAME, lazy_mask
-from streamtune.ops.attention.mask import LazyMask, MaskView
+from streamtune.ops.attention.mask import LazyMask
+from streamtune.ops.attention.view import MaskView
 
 __all__ = ["FORMS", "FormedMask", "OwnAttention", "is_ours", "over", "sees_future", "tile"]
 

@@ -19,11 +19,11 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, nn
 
-from streamtune.engine.attention import KeptAttention
+from streamtune.engine.attention import KeptAttention, SavedOutputs
 from streamtune.engine.cache import ChunkCache, Pass, ProjectionDone
 from streamtune.engine.call import LayerCall
 from streamtune.engine.call_parts import LayerOutputs
-from streamtune.engine.context import CallContext
+from streamtune.engine.context import CallContext, ChunkContext
 from streamtune.engine.kv import KeysAndValues, States
 from streamtune.engine.memory.placement import Placement, Tiers
 from streamtune.engine.memory.tiers import Source, StoredTensor, Tier
@@ -117,16 +117,15 @@ class LayerStream:
     def run(self, chunk: slice, pass_name: Pass, x_i: list[Tensor]) -> tuple[list[Tensor], ChunkCache]:
         """Run the layer on one chunk; return its outputs ``z(i)``, the first ``[B, T_i, C]``, and the cache it used."""
         notify_chunk(self.call.layer, chunk, pass_name)
-        turn = None if self.shards is None else ChunkExchange(self.shards, chunk)
-        seen = self.call.keys(chunk) if turn is None else turn.keys
-        cache = ChunkCache(self.kv, self.states, seen, self.call.first_key(chunk), pass_name, turn)
-        sharing: AbstractContextManager[None] = nullcontext()
-        if turn is not None:
-            turn.first_key, sharing = cache.first_key, turn.taken()
+        exchange = None if self.shards is None else ChunkExchange(self.shards, chunk)
+        seen = self.call.keys(chunk) if exchange is None else exchange.keys
+        cache = ChunkCache(self.kv, self.states, seen, self.call.first_key(chunk), pass_name, exchange)
+        if exchange is not None:
+            exchange.first_key = cache.first_key
         given = dict(zip(self.call.inputs, x_i, strict=True))
         listening: AbstractContextManager[list[Tensor]] = self.watch.listening() if self.watch else nullcontext([])
-        remembering = self.kept.chunk(chunk.start, last=pass_name == "replay") if self.kept else nullcontext()
-        with carried_scan(self.bare_scans, cache), remembering, sharing, listening as heard:
+        outputs = SavedOutputs(self.kept, chunk.start, last=pass_name == "replay") if self.kept else None
+        with carried_scan(self.bare_scans, cache), ChunkContext(exchange, outputs).entered(), listening as heard:
             out, filled = self.call.run(chunk, cache, given)
         self.filled |= filled
         sums = self.watch.sums(heard, None if self.tokens is None else self.tokens[:, chunk]) if self.watch else []
@@ -233,11 +232,11 @@ class LayerStream:
         self.must_recompute_kv = for_backward and not again and not self.owner.place.ends and self.repeatable
         wanted = for_backward and not self.must_recompute_kv
         if not (for_backward and shared) and not (wanted and self.schedule.keep_kv != "no"):
-            self.kv.release()
+            self.kv.free_kv()
         elif self.schedule.keep_kv == "host" and not shared:
             self.kv.offload(self._tier("host"))
         if not wanted:
-            self.states.release()
+            self.states.free()
 
     # The backward.
 
@@ -365,20 +364,20 @@ class LayerStream:
         stack.enter_context(self.modes.again())
         return stack
 
-    def release(self, again: bool = False) -> None:
+    def free(self, again: bool = False) -> None:
         """Free the tensors that the backward used.
 
         Args:
             again: Another backward may follow: keep the input and the states, which it cannot compute again.
         """
-        self.kv.forget()
+        self.kv.free_all()
         if again:
             self.kept = None  # the next one computes its attention again
             self.states.grads.clear()
             return
-        self.states.release()
+        self.states.free()
         if isinstance(self.z_in, StoredTensor):
-            self.z_in.release()
+            self.z_in.free()
         self.z_in = self.maker = self.grad_target = self.kept = None
 
 

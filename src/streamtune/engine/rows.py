@@ -1,7 +1,7 @@
 """The rows of a packed batch: where one begins, a layer that carries a state starts anew.
 
-Attention layers find the rows in their mask (``ops.mask``). A recurrence has no mask: its chunks are cut where any row
-begins, and the state is zero for the sequences that begin one.
+Attention layers find the rows in their mask (``ops.attention.rules``). A recurrence has no mask: its chunks are cut
+where any row begins, and the state is zero for the sequences that begin one.
 
 Shape suffixes: B batch, T tokens.
 """
@@ -20,13 +20,13 @@ from streamtune.errors import UnsupportedModelError
 from streamtune.ops import row_starts
 from streamtune.schedule import Schedule
 
-__all__ = ["OTHER_WORDS", "PackedRows", "tells_of_rows"]
+__all__ = ["OTHER_WORDS", "PackedRows", "names_several_rows"]
 
 OTHER_WORDS = ("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k", "seq_idx")
 """Arguments that name packed rows to kernels. They count from the start of the sequence, so no chunk is given them."""
 
 
-def tells_of_rows(arguments: dict[str, Any]) -> bool:
+def names_several_rows(arguments: dict[str, Any]) -> bool:
     """Return True if the arguments that are meant for kernels name more than one row."""
     ends, ids = arguments.get("cu_seq_lens_q"), arguments.get("seq_idx")
     several = isinstance(ends, Tensor) and ends.numel() > 2

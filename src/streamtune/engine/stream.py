@@ -147,7 +147,7 @@ class StreamHandle:
         self.scored: ScoreRequest | None = None
         self.routers = RouterWatch(self.model, self.layers, router_loss)
         self._checkpointing: set[Any] = set()
-        self._told, self._length = False, 0
+        self._warned, self._length = False, 0
         self.attention = [
             (config, config._attn_implementation_internal) for config in attention_configs(self.model, self.layers)
         ]
@@ -422,8 +422,8 @@ class StreamHandle:
                 "shares a sequence has",
                 mend="give the first token of each row the label -100, or pad on the right",
             )
-        if not self._told:
-            self._told = True
+        if not self._warned:
+            self._warned = True
             warnings.warn(
                 "a label follows left padding, and eager attention lets padding see every token: such a call is "
                 "computed in one chunk, as without streaming. Give the first token of each row the label -100, pad on "
@@ -466,7 +466,7 @@ class StreamHandle:
             balance, scored.router_loss = self.routers.losses(sums)
             share = self.routers.share * balance.detach()
             self.routers.terms = RouterTerms(torch.zeros_like(share), share)
-        return None if output is None else scored.redeem(self.model, output)
+        return None if output is None else scored.compute(self.model, output)
 
     def _with_router_loss(self, output: Any) -> Any:
         sums = self.routers.close() if self.routers.active else None
@@ -487,8 +487,8 @@ class StreamHandle:
         assert self.head is not None
         if isinstance(output, tuple):
             return tuple(self.head.evaluated(x) if isinstance(x, LazyLogits) else x for x in output)
-        if isinstance(promise := getattr(output, "logits", None), LazyLogits):
-            output.logits = self.head.evaluated(promise)
+        if isinstance(lazy := getattr(output, "logits", None), LazyLogits):
+            output.logits = self.head.evaluated(lazy)
         return output
 
     def _without_lazy_logits(self, output: Any) -> Any:

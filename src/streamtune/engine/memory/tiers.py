@@ -216,7 +216,7 @@ class StoredTensor:
                 parts.append(block.get().narrow(self.along, first - start, last - first))
         return torch.cat(parts, self.along)
 
-    def release(self) -> None:
+    def free(self) -> None:
         """Free all pieces."""
         for block in self.blocks.values():
             block.free()

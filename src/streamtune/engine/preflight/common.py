@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 import math
 from collections import UserDict
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -22,10 +22,12 @@ __all__ = [
     "LENGTH",
     "ROWS",
     "SCHEDULE",
+    "LayerStep",
     "aliased",
     "borrowed",
     "compared_dtype",
     "distance",
+    "first_of",
     "norm_of",
     "ordinary_tokens",
     "ratio",
@@ -83,6 +85,22 @@ def aliased(layer: nn.Module) -> Iterator[dict[str, Tensor]]:
     finally:
         for module, name, parameter in before:
             module._parameters[name] = parameter
+
+
+class LayerStep:
+    """Replaces a layer's ``forward`` in a forward of the model by ``step(index, args, kwargs)``."""
+
+    def __init__(self, index: int, step: Callable[..., Any]) -> None:
+        self.index, self.step = index, step
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Return what ``step`` returns."""
+        return self.step(self.index, args, kwargs)
+
+
+def first_of(out: Any) -> Tensor:
+    """Return the hidden states among what a layer returns."""
+    return out[0] if isinstance(out, tuple | list) else out
 
 
 BOUND = {torch.float64: 1e-5, torch.float32: 1e-4, torch.float16: 1e-2, torch.bfloat16: 3e-2}

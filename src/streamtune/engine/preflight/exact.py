@@ -1,8 +1,8 @@
 """A numerical preflight: is this very model, with these very weights, streamed exactly? Asked before it is trained.
 
-A short random batch goes through the model twice. The plain walk records every decoder layer's call; the streamed walk
-is handed the recorded input of each layer, so that what it gives is compared layer by layer and the first layer that
-differs can be named. Then one layer of each kind is differentiated both ways (``judge``).
+A short random batch goes through the model twice. The plain forward records every decoder layer's call; the streamed
+one is given the recorded input of each layer, so that outputs are compared layer by layer and the first layer that
+differs can be named. Then one layer of each kind is differentiated both ways (``layer``).
 """
 
 from __future__ import annotations
@@ -19,8 +19,17 @@ from streamtune.engine.head import StreamedHead
 from streamtune.engine.layer import StreamedForward, strange_leaves
 from streamtune.engine.observe import attention_as
 from streamtune.engine.own_attention import OwnAttention
-from streamtune.engine.preflight.common import LENGTH, ROWS, SCHEDULE, borrowed, distance, trial_batch
-from streamtune.engine.preflight.layer import MEND, DiffersError, LayerJudge, without_self
+from streamtune.engine.preflight.common import (
+    LENGTH,
+    ROWS,
+    SCHEDULE,
+    LayerStep,
+    borrowed,
+    distance,
+    first_of,
+    trial_batch,
+)
+from streamtune.engine.preflight.layer import MEND, DiffersError, LayerCheck, without_self
 from streamtune.engine.preflight.recorded import (
     Arguments,
     RecordedCall,
@@ -76,7 +85,7 @@ def check_exact(handle: StreamedModel) -> None:
 
 
 class _Preflight:
-    """Both walks of one model and their comparison, with the plain one under the given attention implementations."""
+    """Both forwards of a model and their comparison, the plain one under the given attention implementations."""
 
     def __init__(self, handle: StreamedModel, reference: list[Any]) -> None:
         self.model, self.layers = handle.model, handle.layers
@@ -98,8 +107,8 @@ class _Preflight:
             self.inputs = trial_batch(self.model)
             attentions = list(zip(self.configs, self.reference, self.ours, strict=True))
             valid = self.inputs["attention_mask"].bool()
-            self.judge = LayerJudge(self.model, self.layers, attentions, self.own, valid)
-            loss_ref, grad_ref = self._walk(self._record)
+            self.layer_check = LayerCheck(self.model, self.layers, attentions, self.own, valid)
+            loss_ref, grad_ref = self._forward(self._record)
             self._refuse_nan(loss_ref)
         except (StreamTuneError, torch.OutOfMemoryError):
             raise
@@ -113,37 +122,38 @@ class _Preflight:
         if not self.calls:
             raise UnsupportedModelError(f"{self._name} never calls its decoder layers, so there is nothing to stream")
         try:
-            loss, grad = self._walk(self._compare)
+            loss, grad = self._forward(self._compare)
             if len(self.streamed) != len(self.calls):
                 raise DiffersError(f"{self._name} calls its layers {len(self.streamed)} times, not {len(self.calls)}")
             self._same_head(loss, loss_ref, grad, grad_ref)
             for call, streamed in self._kinds():
                 self.at = call.index
-                self.judge.same_gradients(call, streamed)
+                self.layer_check.same_gradients(call, streamed)
         except torch.OutOfMemoryError:
             raise
         except UnsupportedModelError as error:
             if self._name not in error.what:
-                error.what, error.where = f"{self._name}: {error.what}", self.judge.where(self.at)
+                error.what, error.where = f"{self._name}: {error.what}", self.layer_check.where(self.at)
             raise
         except Exception as error:
             raise UnsupportedModelError(
                 f"{self._name} does not run in chunks ({type(error).__name__}: {error})",
-                where=self.judge.where(self.at),
+                where=self.layer_check.where(self.at),
                 mend=MEND,
             ) from error
 
-    def _walk(self, step: Callable[..., Any]) -> tuple[Tensor, Tensor | None]:
-        """One forward with ``step(index, args, kwargs)`` in each layer's place: the loss and its last z_out's gradient.
+    def _forward(self, step: Callable[..., Any]) -> tuple[Tensor, Tensor | None]:
+        """Run a forward with ``step(index, args, kwargs)`` in each layer's place.
 
-        The gradient of the head's own weight is not asked for: it is as large as the head.
+        Return the loss and the gradient of its last z_out. That of the head's own weight is not asked for: it is as
+        large as the head.
         """
         streamed = step == self._compare
         self.last = None
         with ExitStack() as stack:
             stack.enter_context(attention_as(self.configs, self.ours if streamed else self.reference))
             for index, layer in enumerate(self.layers):
-                layer.forward = _Step(index, step)
+                layer.forward = LayerStep(index, step)
             if streamed and self.head is not None:
                 self.head.open()
                 stack.callback(self.head.close)
@@ -181,24 +191,25 @@ class _Preflight:
         self.at, layer = index, self.layers[index]
         LayerCall.bind(layer, args, kwargs, OwnAttention(self.own) if self.own else None)  # refuses by name
         arguments = bind(layer, args, kwargs)
-        bound_input = self.judge.bound(index, call.z_in)
+        bound_input = self.layer_check.bound(index, call.z_in)
         for name, x in inputs_of(arguments).items():
             reference = call.inputs.get(name)
             if reference is None:
                 continue
-            error = distance(x, reference, self.judge.valid_tokens(reference) if x.shape == call.z_in.shape else None)
+            valid = self.layer_check.valid_tokens(reference) if x.shape == call.z_in.shape else None
+            error = distance(x, reference, valid)
             if not error <= bound_input:
-                raise self.judge.differs(index, "input", error, bound_input)
+                raise self.layer_check.differs(index, "input", error, bound_input)
         used = replaced(arguments, {name: _leaf(call.inputs[name]) for name in call.wanted})
         out, outputs = outputs_of(without_self(StreamedForward(layer, SCHEDULE, self.own)), used)
         self.streamed.append(replaced(arguments, {}))  # a shared dictionary as it was before the call
-        self.judge.same_output(outputs, call, self.streamed[-1])
+        self.layer_check.same_output(outputs, call, self.streamed[-1])
         self.at = None
         return self._handed_on(arguments, used, out, call)
 
     def _handed_on(self, arguments: Arguments, used: Arguments, out: Any, call: RecordedCall) -> Any:
         result = hand_on(arguments, used, out, call)
-        self.last = _first(result)
+        self.last = first_of(result)
         return result
 
     def _refuse_nan(self, loss: Tensor) -> None:
@@ -209,7 +220,7 @@ class _Preflight:
         raise _PlainError(
             f"{self._name} computes a loss of {loss.item()} from text, without streaming: its weights, or numbers in "
             "its configuration (epsilons, rope_theta, scales), overflow",
-            where="the head" if bad is None else self.judge.where(bad),
+            where="the head" if bad is None else self.layer_check.where(bad),
             mend="use another copy of the checkpoint, or mend its config.json; for float16, dtype: bfloat16",
         )
 
@@ -223,12 +234,12 @@ class _Preflight:
                 f"{self._name} is not streamed exactly: {type(self.layers[index]).__name__} uses a tensor with a "
                 f"gradient (shape {tuple(leaf.shape)} at its root) that is neither its argument nor its "
                 "parameter, such as keys and values shared between layers",
-                where=self.judge.where(index),
+                where=self.layer_check.where(index),
                 mend="train this model without streaming",
             )
 
     def _same_head(self, loss: Tensor, loss_ref: Tensor, grad: Tensor | None, grad_ref: Tensor | None) -> None:
-        bound = self.judge.bound(self.calls[-1].index, self.calls[-1].outputs[0])
+        bound = self.layer_check.bound(self.calls[-1].index, self.calls[-1].outputs[0])
         pairs = [("loss", loss, loss_ref)]
         if grad_ref is not None:
             given = torch.zeros_like(grad_ref) if grad is None else grad
@@ -256,19 +267,5 @@ class _Preflight:
         return type(self.model).__name__
 
 
-class _Step:
-    """Stands in a layer's ``forward`` for one walk."""
-
-    def __init__(self, index: int, step: Callable[..., Any]) -> None:
-        self.index, self.step = index, step
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        return self.step(self.index, args, kwargs)
-
-
 def _leaf(tensor: Tensor) -> Tensor:
     return tensor.detach().clone().requires_grad_(torch.is_grad_enabled() and tensor.is_floating_point())
-
-
-def _first(out: Any) -> Tensor:
-    return out[0] if isinstance(out, tuple | list) else out

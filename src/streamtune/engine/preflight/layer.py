@@ -33,7 +33,7 @@ from streamtune.engine.preflight.common import (
 from streamtune.engine.preflight.recorded import Arguments, RecordedCall, outputs_of, replaced
 from streamtune.errors import StreamTuneError, UnsupportedModelError
 
-__all__ = ["MEND", "DiffersError", "LayerJudge", "without_self"]
+__all__ = ["MEND", "DiffersError", "LayerCheck", "without_self"]
 
 UNSETTLED = 0.3
 """The same where no wider copy of a layer can be made (a quantised one): what a few flipped routes explain."""
@@ -48,7 +48,7 @@ class DiffersError(UnsupportedModelError):
     """The plain and the streamed computation differ."""
 
 
-class LayerJudge:
+class LayerCheck:
     """Compares recorded calls of a model's layers, plain and streamed.
 
     Args:
@@ -164,7 +164,7 @@ class LayerJudge:
                 errors[name] = value
         except StreamTuneError:
             raise
-        except Exception:  # no wider copy (quantised weights, memory, kernels without the dtype): judge what there is
+        except Exception:  # no wider copy (quantised weights, memory, kernels without the dtype)
             if error <= (UNSETTLED if wider is torch.float32 else bound):
                 return
             raise self.differs(call.index, what, error, bound) from None

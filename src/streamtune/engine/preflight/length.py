@@ -13,7 +13,6 @@ does not count.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -21,7 +20,7 @@ from torch import Tensor
 
 from streamtune.engine.layer import StreamedForward
 from streamtune.engine.observe import attention_as
-from streamtune.engine.preflight.common import BOUND, borrowed, compared_dtype, ordinary_tokens
+from streamtune.engine.preflight.common import BOUND, LayerStep, borrowed, compared_dtype, first_of, ordinary_tokens
 from streamtune.engine.preflight.recorded import bind, kind_of
 from streamtune.engine.routers import not_balanced
 from streamtune.engine.streamed_model import StreamedModel
@@ -59,10 +58,10 @@ def check_length(handle: StreamedModel, length: int) -> None:
     first: UnsupportedModelError | None = None
     for reference in (own, ["eager"] * len(own)):  # as for the few tokens: some have no form for what a layer asks
         with borrowed(handle), torch.no_grad():
-            walk = _Walk(handle, reference)
-            walk.run(length, plain=True)
+            forwards = _Forwards(handle, reference)
+            forwards.run(length, plain=True)
             try:
-                walk.run(length, plain=False)
+                forwards.run(length, plain=False)
             except UnsupportedModelError as error:
                 first = first or error
             else:
@@ -71,7 +70,7 @@ def check_length(handle: StreamedModel, length: int) -> None:
     raise first
 
 
-class _Walk:
+class _Forwards:
     """Two forwards of a decoder: the first records inputs and outputs of layers, the second compares with them."""
 
     def __init__(self, handle: StreamedModel, plainly: list[Any]) -> None:
@@ -86,7 +85,7 @@ class _Walk:
     def run(self, length: int, plain: bool) -> None:
         step = self._note if plain else self._compare
         for index, layer in enumerate(self.layers):
-            layer.forward = _LongStep(index, step)
+            layer.forward = LayerStep(index, step)
         decoder: Any = getattr(self.model, self.model.base_model_prefix, self.model)
         ids = ordinary_tokens(self.model, 1, length)
         given: dict[str, Any] = {"input_ids": ids, "attention_mask": torch.ones_like(ids), **not_balanced(self.model)}
@@ -102,7 +101,7 @@ class _Walk:
         if kind not in self.kinds:
             self.kinds.add(kind)
             z_in = list(bind(layer, args, kwargs).arguments.values())[1]
-            self.noted[index] = z_in.clone(), _first(out).clone()
+            self.noted[index] = z_in.clone(), first_of(out).clone()
         return out
 
     def _compare(self, index: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -114,10 +113,10 @@ class _Walk:
             arguments.arguments[list(arguments.arguments)[1]] = noted[0]
         out = forward(*arguments.args[1:], **arguments.kwargs)
         if noted is not None:
-            self._judge(index, _first(out), *noted)
+            self._check(index, first_of(out), *noted)
         return out
 
-    def _judge(self, index: int, z: Tensor, z_in: Tensor, z_ref: Tensor) -> None:
+    def _check(self, index: int, z: Tensor, z_in: Tensor, z_ref: Tensor) -> None:
         layer = self.layers[index]
         dtype = compared_dtype(z_ref, layer)
         error, added, whole = ((x.double().norm(dim=-1)) for x in (z - z_ref, z_ref - z_in, z_ref))
@@ -134,22 +133,8 @@ class _Walk:
                 )
 
 
-class _LongStep:
-    """Replaces a layer's ``forward`` in one of these forwards."""
-
-    def __init__(self, index: int, step: Callable[..., Any]) -> None:
-        self.index, self.step = index, step
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        return self.step(self.index, args, kwargs)
-
-
 def _longest(handle: StreamedModel) -> int | None:
     """Return the longest row the model takes: some have one vector a position, or choose keys above a length."""
     config = handle.model.config.get_text_config(decoder=True)
     limits = [getattr(config, name, None) for name in ("max_position_embeddings", "n_positions", "keep_window_size")]
     return min((limit for limit in limits if isinstance(limit, int) and limit > 0), default=None)
-
-
-def _first(out: Any) -> Tensor:
-    return out[0] if isinstance(out, tuple | list) else out

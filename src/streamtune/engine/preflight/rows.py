@@ -28,7 +28,7 @@ from torch import Tensor, nn
 from streamtune.engine.branches import Branches
 from streamtune.engine.context import CallContext
 from streamtune.engine.layer import StreamedForward
-from streamtune.engine.preflight.common import BOUND, SCHEDULE, borrowed, compared_dtype, norm_of, trial_batch
+from streamtune.engine.preflight.common import BOUND, SCHEDULE, borrowed, compared_dtype, first_of, norm_of, trial_batch
 from streamtune.engine.routers import not_balanced
 from streamtune.engine.rows import PackedRows
 from streamtune.engine.streamed_model import StreamedModel
@@ -135,15 +135,15 @@ class _Trial:
         layout, device = self.layout, self.ids.device
         positions = layout.rows.positions_BT
         arguments = {name: value.to(device) for name, value in layout.arguments.items()}
-        packed = self._walk(self._record, self.ids, layout.rows, arguments)
+        packed = self._forward(self._record, self.ids, layout.rows, arguments)
         for places, begin in zip(layout.places, layout.begins, strict=True):
             self.calls, self.row, self.begin = 0, places.to(device), begin
             own = {"position_ids": positions[:, places].to(device)}
-            alone = self._walk(self._compare, self.ids[:, self.row], None, own)
+            alone = self._forward(self._compare, self.ids[:, self.row], None, own)
             self._note(len(self.layers), "logits", packed[:, self.row], alone, torch.zeros_like(alone))
-        self._judge()
+        self._check_errors()
 
-    def _walk(
+    def _forward(
         self, step: Callable[..., Any], ids: Tensor, rows: PackedRows | None, arguments: dict[str, Tensor]
     ) -> Tensor:
         """Run one forward with ``step`` in each layer's place; return the logits."""
@@ -168,7 +168,7 @@ class _Trial:
         out = StreamedForward(self.layers[index], SCHEDULE, self.own, context=self.context)(
             *bound.args[1:], **bound.kwargs
         )
-        self.seen.append(_Seen(index, bound.arguments[_hidden_name(bound)], _first(out)))
+        self.seen.append(_Seen(index, bound.arguments[_hidden_name(bound)], first_of(out)))
         return out
 
     def _compare(self, index: int, bound: inspect.BoundArguments) -> Any:
@@ -185,7 +185,7 @@ class _Trial:
             *bound.args[1:], **bound.kwargs
         )
         z_out = call.z_out[:, self.row]
-        self._note(index, "output", z_out, _first(out), z_in)
+        self._note(index, "output", z_out, first_of(out), z_in)
         return type(out)([z_out, *out[1:]]) if isinstance(out, tuple | list) else z_out
 
     def _note(self, index: int, what: str, packed: Tensor, alone: Tensor, z_in: Tensor) -> None:
@@ -198,7 +198,7 @@ class _Trial:
         error = norm_of(packed, alone)
         self.errors.setdefault((index, what), []).append(error / explained if explained > 0 else float(error > 0))
 
-    def _judge(self) -> None:
+    def _check_errors(self) -> None:
         for (index, what), errors in self.errors.items():
             behind = errors[1:]  # the first row has none before it
             narrow = torch.finfo(self._dtype(index, self.seen[0].z_out)).bits < 32
@@ -235,7 +235,3 @@ class _RowsStep:
 
 def _hidden_name(bound: inspect.BoundArguments) -> str:
     return list(bound.arguments)[1]
-
-
-def _first(out: Any) -> Tensor:
-    return out[0] if isinstance(out, tuple | list) else out

@@ -101,7 +101,7 @@ class Sharing:
             return self.share(kwargs)
         if torch.is_grad_enabled() and any(p.requires_grad for p in model.parameters()):
             raise UnsupportedModelError(
-                "ranks share this model's sequences, and logits would be those of a shard",
+                "ranks share this model's sequences, and logits would be those of a strip",
                 mend="pass labels, ask handle.logprobs, or call it under torch.no_grad(), where ranks do not share",
             )
         return kwargs
@@ -112,7 +112,7 @@ class Sharing:
         ranks, rows = handle.sequence_parallel, handle.context.rows
         if ranks is None:
             return kwargs
-        self._tell(None)
+        self._set_shards(None)
         tokens = next((kwargs[name] for name in ("input_ids", "inputs_embeds") if kwargs.get(name) is not None), None)
         if tokens is None:
             raise ArgumentError("a call that ranks share needs input_ids or inputs_embeds")
@@ -130,14 +130,14 @@ class Sharing:
         if branches is not None and shards.total > length:  # what is behind the rows is a row of its own
             branches = branches.followed_by(shards.total - length)
         handle.context.rows = branches
-        self._tell(shards)
+        self._set_shards(shards)
         if handle.model.training:
             self._drawing.enter_context(drawn_apart(ranks, next(handle.model.parameters()).device))
         return given
 
     def end(self) -> None:
         """End the call: reset its shards and its rows."""
-        self._tell(None)
+        self._set_shards(None)
         self._handle.context.rows = None
 
     def open_routers(self, attention_mask: Any) -> None:
@@ -148,7 +148,7 @@ class Sharing:
             attention_mask = torch.ones(shards.batch, shards.given, device=device)
         self._handle.routers.open(attention_mask)
 
-    def _tell(self, shards: SequenceShards | None) -> None:
+    def _set_shards(self, shards: SequenceShards | None) -> None:
         self._drawing.close()
         handle = self._handle
         handle.context.shards = handle.routers.shards = shards

@@ -17,9 +17,6 @@ Shape suffixes: B batch, T tokens of the sequence, L of this rank, H query heads
 from __future__ import annotations
 
 import math
-import threading
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from itertools import accumulate
@@ -37,9 +34,7 @@ from streamtune.ops.attention.runs import run_starts
 from streamtune.ops.exchange import collected, to_heads, to_shards
 from streamtune.schedule import Schedule
 
-__all__ = ["FORMS", "ChunkExchange", "SequenceParallel", "SequenceShards", "chunk_exchange"]
-
-_local = threading.local()
+__all__ = ["FORMS", "ChunkExchange", "SequenceParallel", "SequenceShards"]
 
 
 @dataclass(eq=False)
@@ -207,7 +202,7 @@ class ChunkExchange:
         """
         if len(self.lengths) > 1:
             raise UnsupportedModelError(
-                "a layer counts its positions from the length of its cache, which several shards at once do not have",
+                "a layer counts its positions from the length of its cache, which several strips at once do not have",
                 mend="set keep_layers: 0",
             )
         return self.shards.shard(self.part).start
@@ -285,15 +280,6 @@ class ChunkExchange:
 
         return Ring(shards.group, queries, keys)
 
-    @contextmanager
-    def taken(self) -> Iterator[None]:
-        """Make this the chunk to which attentions inside the context belong."""
-        before, _local.turn = chunk_exchange(), self
-        try:
-            yield
-        finally:
-            _local.turn = before
-
 
 def _alone(block_start: Tensor | None) -> bool:
     """Return True if no two tokens are of one block, as in the mask of a vision model that is given no images."""
@@ -308,12 +294,6 @@ def _same(x: Tensor, kept: Tensor) -> bool:
     A layer may have repeated heads in between, and which query heads the copies are for is then unknown.
     """
     return x is kept or (x.shape == kept.shape and torch.equal(x, kept.to(x.dtype)))
-
-
-def chunk_exchange() -> ChunkExchange | None:
-    """Return the exchange of the chunk that runs now; None where ranks do not share the sequence."""
-    turn: ChunkExchange | None = getattr(_local, "turn", None)
-    return turn
 
 
 FORMS = ("auto", "ulysses", "ring")

@@ -13,10 +13,11 @@ Shape suffixes: B batch, H query heads, G key/value heads (G divides H), T queri
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import functools
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from itertools import groupby
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar
 
 import torch
 from torch import Tensor
@@ -36,7 +37,10 @@ __all__ = [
     "prefix_attention_reference",
     "seen",
     "sinks_gradient",
+    "without_autocast",
 ]
+
+R = TypeVar("R")
 
 KEY_BLOCK = 1024
 """Keys whose gradient a backward computes at once, as long as it has no more queries: a prefix is as long as the
@@ -120,6 +124,17 @@ class Prefix(Protocol):
         """Add to their gradient at a place in ``[B, G, length, D]``."""
 
 
+def without_autocast(backward: Callable[[Any, Tensor], R]) -> Callable[[Any, Tensor], R]:
+    """Wrap the ``backward`` of an attention: its matmuls are in the dtypes it chooses, as those of its forward are."""
+
+    @functools.wraps(backward)
+    def wrapped(ctx: Any, grad_o: Tensor) -> R:
+        with torch.autocast(autocast_kind(grad_o.device), enabled=False):
+            return backward(ctx, grad_o)
+
+    return wrapped
+
+
 class _PrefixAttention(torch.autograd.Function):
     @staticmethod
     def forward(
@@ -161,12 +176,8 @@ class _PrefixAttention(torch.autograd.Function):
 
     @staticmethod
     @first_order
+    @without_autocast
     def backward(ctx: Any, grad_o: Tensor) -> tuple[Tensor | None, ...]:
-        with torch.autocast(autocast_kind(grad_o.device), enabled=False):
-            return _PrefixAttention._backward(ctx, grad_o)
-
-    @staticmethod
-    def _backward(ctx: Any, grad_o: Tensor) -> tuple[Tensor | None, ...]:
         q, k, v, sinks, o, lse = ctx.saved_tensors
         prefix: Prefix | None = ctx.prefix
         pieces: list[tuple[Piece, float]] = [block for piece in ctx.pieces for block in piece.key_blocks(q.device)]
@@ -192,9 +203,7 @@ class _PrefixAttention(torch.autograd.Function):
                     sums.add(piece.keys, grad_k_s, grad_v_s)
                     del grad_q_s, grad_k_s, grad_v_s  # before the next are made
             grad_q, grad_k, grad_v = grad_q.to(q.dtype), sums.k.to(k.dtype), sums.v.to(v.dtype)
-        grad_sinks = None
-        if sinks is not None and ctx.needs_input_grad[3]:
-            grad_sinks = sinks_gradient(grad_o, sinks, o, lse)
+        grad_sinks = sinks_gradient(grad_o, sinks, o, lse) if ctx.needs_input_grad[3] else None
         nothing = (None,) * 7
         if prefix is not None:
             return grad_q, None, None, grad_sinks, grad_k, grad_v, *nothing

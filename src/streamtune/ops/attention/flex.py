@@ -20,6 +20,7 @@ from torch.nn.attention.flex_attention import AuxRequest, BlockMask, flex_attent
 
 from streamtune.ops.attention.kernel_trial import Grads, TrialHeads
 from streamtune.ops.attention.mask import LazyMask
+from streamtune.ops.attention.rules import MaskRules
 from streamtune.ops.attention.view import MaskView
 
 __all__ = ["FlexView", "flex_is_right"]
@@ -103,7 +104,7 @@ def _score_mod(softcap: float | None, device: torch.device) -> Callable[..., Ten
     return capped
 
 
-_masks: WeakKeyDictionary[LazyMask, dict[tuple[int, int, int, int], BlockMask]] = WeakKeyDictionary()
+_masks: WeakKeyDictionary[MaskRules, dict[tuple[int, int, int, int], BlockMask]] = WeakKeyDictionary()
 """Layers share a mask, and the backward asks again."""
 
 

@@ -6,13 +6,13 @@ another log-sum-exp is not used. Shape suffixes as in ``ops.attention``.
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from statistics import median
 
 import torch
 from torch import Tensor
+
+from streamtune.ops.timing import median_time
 
 __all__ = ["Grads", "Kernel", "Scores", "TrialHeads", "agrees_with_formula", "fastest", "median_seconds"]
 
@@ -205,16 +205,6 @@ def median_seconds(
             q, grad = draw(heads.queries, queries), draw(heads.queries, queries)
             k, v = draw(heads.groups, keys), draw(heads.groups, keys)
             run()
-            return median(_timed(run, device) for _ in range(RUNS))
+            return median_time(run, device, RUNS)
         except RuntimeError:
             return None
-
-
-def _timed(run: Callable[[], None], device: torch.device) -> float:
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
-    start = time.perf_counter()
-    run()
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
-    return time.perf_counter() - start

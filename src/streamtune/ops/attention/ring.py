@@ -19,8 +19,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from streamtune.ops.attention.attention import Memory, Piece, Prefix, seen, sinks_gradient
-from streamtune.ops.attention.mask import LazyMask
+from streamtune.ops.attention.attention import Memory, Piece, Prefix, seen, sinks_gradient, without_autocast
+from streamtune.ops.attention.rules import MaskRules
 from streamtune.ops.attention.view import MaskView, Segment
 from streamtune.ops.exchange import passed_on
 from streamtune.ops.first_order import first_order
@@ -28,7 +28,7 @@ from streamtune.ops.simulated import autocast_kind
 
 __all__ = ["Ring", "ring_attention"]
 
-Strip = tuple[slice, slice]
+ShardPlaces = tuple[slice, slice]
 """The slice of a shard in a tensor of shards end to end, and its slice in the sequence."""
 
 
@@ -43,8 +43,8 @@ class Ring:
     """
 
     group: Any
-    queries: Sequence[Strip]
-    keys: Callable[[int], Sequence[Strip]]
+    queries: Sequence[ShardPlaces]
+    keys: Callable[[int], Sequence[ShardPlaces]]
 
     def sources(self) -> list[int]:
         """Return, for each step, the rank whose block this rank holds: its own first."""
@@ -56,7 +56,7 @@ def ring_attention(
     q_BHTD: Tensor,
     k_BGND: Tensor,
     v_BGND: Tensor,
-    mask: LazyMask,
+    mask: MaskRules,
     ring: Ring,
     *,
     scale: float,
@@ -82,14 +82,14 @@ def ring_attention(
         own: tuple[Tensor | None, Tensor | None] = (None, None)
         if prefix is not None:
             own, k_BGND, v_BGND = prefix.own, k_BGND.detach(), v_BGND.detach()
-        how = _RingSettings(mask, ring, scale, softcap, dropout)
-        out: Tensor = _RingAttention.apply(q_BHTD, k_BGND, v_BGND, sinks_H, *own, prefix, how, memory)
+        settings = _RingSettings(mask, ring, scale, softcap, dropout)
+        out: Tensor = _RingAttention.apply(q_BHTD, k_BGND, v_BGND, sinks_H, *own, prefix, settings, memory)
         return out
 
 
 @dataclass
 class _RingSettings:
-    mask: LazyMask
+    mask: MaskRules
     ring: Ring
     scale: float
     softcap: float | None
@@ -104,7 +104,7 @@ class _RingSettings:
                 yield Piece(view, segment, self.scale, self.softcap, self.dropout, seed), q_at, k_at
 
 
-def _visible(mask: LazyMask, q: slice, shards: Sequence[Strip]) -> Iterator[tuple[slice, MaskView, Segment]]:
+def _visible(mask: MaskRules, q: slice, shards: Sequence[ShardPlaces]) -> Iterator[tuple[slice, MaskView, Segment]]:
     """Yield the segments of a block that queries ``q`` see; adjacent shards that they see as a whole are one."""
     run: tuple[slice, MaskView, Segment] | None = None
     for k_at, k in shards:
@@ -138,32 +138,26 @@ class _RingAttention(torch.autograd.Function):
         own_k: Tensor | None,
         own_v: Tensor | None,
         prefix: Prefix | None,
-        how: _RingSettings,
+        settings: _RingSettings,
         memory: Memory | None,
     ) -> Tensor:
-        how.seed = int(torch.randint(1 << 62, ())) if how.dropout else 0
+        settings.seed = int(torch.randint(1 << 62, ())) if settings.dropout else 0
         known = None if memory is None else memory.recall()
-        o, lse = _attended(q, k, v, sinks, how) if known is None else known
+        o, lse = _attended(q, k, v, sinks, settings) if known is None else known
         if known is None and memory is not None:
             memory.keep(o, lse)
         ctx.save_for_backward(q, k, v, sinks, o, lse)
-        ctx.how, ctx.prefix = how, prefix
+        ctx.settings, ctx.prefix = settings, prefix
         return o.detach() if o.dtype == q.dtype else o.to(q.dtype)
 
     @staticmethod
     @first_order
+    @without_autocast
     def backward(ctx: Any, grad_o: Tensor) -> tuple[Tensor | None, ...]:
-        with torch.autocast(autocast_kind(grad_o.device), enabled=False):
-            return _RingAttention._backward(ctx, grad_o)
-
-    @staticmethod
-    def _backward(ctx: Any, grad_o: Tensor) -> tuple[Tensor | None, ...]:
         q, k, v, sinks, o, lse = ctx.saved_tensors
         prefix: Prefix | None = ctx.prefix
-        grad_q, grad_k, grad_v = _backward(grad_o, q, k, v, o, lse, ctx.how)
-        grad_sinks = None
-        if sinks is not None and ctx.needs_input_grad[3]:
-            grad_sinks = sinks_gradient(grad_o, sinks, o, lse)
+        grad_q, grad_k, grad_v = _backward(grad_o, q, k, v, o, lse, ctx.settings)
+        grad_sinks = sinks_gradient(grad_o, sinks, o, lse) if ctx.needs_input_grad[3] else None
         nothing = (None,) * 3
         if prefix is None:
             return grad_q, grad_k.to(k.dtype), grad_v.to(v.dtype), grad_sinks, None, None, *nothing
@@ -174,15 +168,15 @@ class _RingAttention(torch.autograd.Function):
         return grad_q, None, None, grad_sinks, *own, *nothing
 
 
-def _attended(q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, how: _RingSettings) -> tuple[Tensor, Tensor]:
+def _attended(q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, settings: _RingSettings) -> tuple[Tensor, Tensor]:
     """Compute output and log-sum-exp of all queries over the blocks of all ranks."""
     wide = torch.promote_types(q.dtype, torch.float32)
     o = torch.zeros(*q.shape[:3], v.shape[-1], dtype=wide, device=q.device)
     lse = torch.full(q.shape[:3], -torch.inf, dtype=wide, device=q.device)
-    fused, block, sources = False, [k, v], how.ring.sources()
+    fused, block, sources = False, [k, v], settings.ring.sources()
     for source in sources:
-        arriving, waiting = passed_on(block, how.ring.group) if source != sources[-1] else (block, [])
-        for piece, q_at, k_at in how.pieces(source):
+        arriving, waiting = passed_on(block, settings.ring.group) if source != sources[-1] else (block, [])
+        for piece, q_at, k_at in settings.pieces(source):
             seen_k, seen_v = block[0][:, :, k_at], block[1][:, :, k_at]
             fused = fused or not piece.by_formula(q[:, :, q_at], seen_k, seen_v)
             o_s, lse_s = piece.forward(q[:, :, q_at], seen_k, seen_v)
@@ -202,17 +196,17 @@ def _merge(o: Tensor, lse: Tensor, o_s: Tensor, lse_s: Tensor) -> None:
 
 
 def _backward(
-    grad_o: Tensor, q: Tensor, k: Tensor, v: Tensor, o: Tensor, lse: Tensor, how: _RingSettings
+    grad_o: Tensor, q: Tensor, k: Tensor, v: Tensor, o: Tensor, lse: Tensor, settings: _RingSettings
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Compute the gradients of q and of this rank's k, v, the latter in fp32 or wider, as every rank adds to them."""
     wide = torch.promote_types(q.dtype, torch.float32)
     grad_q = torch.zeros_like(q, dtype=wide)
     grads, block = [torch.zeros_like(x, dtype=wide) for x in (k, v)], [k, v]
-    sources = how.ring.sources()
+    sources = settings.ring.sources()
     for source in sources:
         last = source == sources[-1]
-        arriving, waiting = (block, []) if last else passed_on(block, how.ring.group)
-        for whole, q_at, k_at in how.pieces(source):
+        arriving, waiting = (block, []) if last else passed_on(block, settings.ring.group)
+        for whole, q_at, k_at in settings.pieces(source):
             of = [x[:, :, q_at] for x in (q, o, lse, grad_o)]
             for piece, _ in whole.key_blocks(q.device):
                 parts = piece.backward(of[3], of[0], block[0][:, :, k_at], block[1][:, :, k_at], of[1], of[2])
@@ -221,7 +215,7 @@ def _backward(
                     total[:, :, k_at][piece.keys] += part
         for work in waiting:
             work.wait()
-        grads, waiting = passed_on(grads, how.ring.group)
+        grads, waiting = passed_on(grads, settings.ring.group)
         for work in waiting:
             work.wait()
         block = arriving

@@ -6,61 +6,19 @@ Shape suffixes: B batch, T queries, S keys. Positions are absolute unless stated
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
 from torch import Tensor
 
-from streamtune.errors import UnsupportedModelError
+from streamtune.ops.attention.branching import Branch, BranchTable
+from streamtune.ops.attention.rules import MaskRules, NoTensor
 from streamtune.ops.attention.runs import Stretch, clipped
 
-if TYPE_CHECKING:
-    from streamtune.ops.attention.branching import Branch, BranchTable
-    from streamtune.ops.attention.mask import LazyMask
-
-__all__ = ["ForeignAttentionError", "MaskView", "NoTensor", "Segment", "masked_score"]
+__all__ = ["MaskView", "Segment", "masked_score"]
 
 
 MASKED_KEYS = 2048
 """Keys of a branch's segment whose mask is built."""
-
-
-class ForeignAttentionError(UnsupportedModelError):
-    """Raised for an attention that the engine cannot compute: the layer must do it, with a mask that is a tensor."""
-
-
-class _MaskIsNoTensorError(ForeignAttentionError, AttributeError):
-    """The error of :class:`NoTensor`; also an AttributeError, so that ``hasattr`` returns False and does not raise."""
-
-
-class NoTensor:
-    """A placeholder for a mask tensor: an attention function can pass it on; computing with it raises an error."""
-
-    def __getattr__(self, name: str) -> Any:
-        if name.startswith("_"):
-            raise AttributeError(name)
-        raise self._refuse(name)
-
-    def __getitem__(self, key: Any) -> Any:
-        raise self._refuse("indexing")
-
-    def __eq__(self, other: object) -> Any:
-        if isinstance(other, int | float | Tensor):  # Python would answer False, and the layer go on with that
-            raise self._refuse("==")
-        return self is other
-
-    __hash__ = object.__hash__
-
-    @classmethod
-    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> NoReturn:
-        raise cls._refuse(getattr(func, "__name__", str(func)))
-
-    @staticmethod
-    def _refuse(operation: str) -> _MaskIsNoTensorError:
-        return _MaskIsNoTensorError(
-            f"a layer of this model computes with its attention mask ({operation}); a streamed mask is never a tensor",
-            mend="train this model without streaming",
-        )
 
 
 @dataclass(frozen=True)
@@ -94,7 +52,7 @@ class Segment:
 class MaskView(NoTensor):
     """Queries ``[q_start, q_stop)`` and keys ``[k_start, k_stop)`` of a :class:`LazyMask` (absolute positions)."""
 
-    mask: LazyMask
+    mask: MaskRules
     q_start: int
     q_stop: int
     k_start: int

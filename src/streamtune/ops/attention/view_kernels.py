@@ -1,4 +1,4 @@
-"""Kernels that attend a whole chunk in one call, where the segments of ``ops.view`` would take several.
+"""Kernels that attend a whole chunk in one call, where the segments of ``ops.attention.view`` would take several.
 
 ``BandView``: a causal chunk over its prefix, with a sliding window or without, is one call of flash attention, whose
 triangle ends at the last query and the last key. ``FlexView``: softcap, packed rows, padding, blocks and arbitrary mask
@@ -11,11 +11,9 @@ the view).
 from __future__ import annotations
 
 import logging
-import time
 import warnings
 from dataclasses import dataclass
 from functools import lru_cache
-from statistics import median
 from typing import Any, Protocol
 
 import torch
@@ -23,10 +21,11 @@ from torch import Tensor
 
 from streamtune.ops.attention.flex import FlexView, flex_is_right
 from streamtune.ops.attention.kernel_blocks import merged
-from streamtune.ops.attention.kernel_trial import Grads, Scores, TrialHeads
+from streamtune.ops.attention.kernel_trial import RUNS, Grads, Scores, TrialHeads
 from streamtune.ops.attention.kernels import flash_kernel
 from streamtune.ops.attention.view import MaskView
 from streamtune.ops.indexing import MAX_ELEMENTS
+from streamtune.ops.timing import median_time
 
 __all__ = ["BandView", "ViewKernel", "attend_whole", "backward_whole", "band_is_right", "band_of", "fused_view_kernel"]
 
@@ -64,7 +63,7 @@ class BandView:
 
     name = "cuda-flash, whole chunk"
 
-    def _how(self) -> dict[str, Any]:
+    def _options(self) -> dict[str, Any]:
         if self.window is None:
             return {"scale": self.scale}
         return {"scale": self.scale, "window_size_left": self.window - 1, "window_size_right": 0}
@@ -74,7 +73,7 @@ class BandView:
         k, v = k[:, :, self.first : self.stop], v[:, :, self.first : self.stop]
         q, k, v = (_tokens_first(x) for x in (q, k, v))
         o, lse, *_ = torch.ops.aten._flash_attention_forward(
-            q, k, v, None, None, q.shape[1], k.shape[1], 0.0, True, False, **self._how()
+            q, k, v, None, None, q.shape[1], k.shape[1], 0.0, True, False, **self._options()
         )
         return o.transpose(1, 2), lse
 
@@ -85,7 +84,7 @@ class BandView:
         unused = torch.empty(2, dtype=torch.uint64, device=q.device)  # the random state of a dropout of zero
         grads = torch.ops.aten._flash_attention_backward(
             grad_o, q, k_seen, v_seen, o, lse.contiguous(), None, None, q.shape[1], k_seen.shape[1], 0.0, True, unused,
-            unused, **self._how(),
+            unused, **self._options(),
         )  # fmt: skip
         grad_q, grad_k, grad_v = (x.transpose(1, 2) for x in grads)
         return grad_q, self._placed(grad_k, k), self._placed(grad_v, v)
@@ -262,20 +261,9 @@ def _band_is_faster(device: torch.device, dtype: torch.dtype, heads: TrialHeads)
             for s, causal in parts:
                 kernel.backward(grad, q, k[:, :, s], v[:, :, s], o.to(dtype), lse, Scores(scale, causal))
 
-        return _seconds(whole, device) < _seconds(segments, device)
+        return median_time(whole, device, RUNS) < median_time(segments, device, RUNS)
     except RuntimeError:  # no room to compare
         return True
-
-
-def _seconds(run: Any, device: torch.device) -> float:
-    times = []
-    for _ in range(5):
-        torch.cuda.synchronize(device)
-        start = time.perf_counter()
-        run()
-        torch.cuda.synchronize(device)
-        times.append(time.perf_counter() - start)
-    return median(times)
 
 
 def _tokens_first(x: Tensor) -> Tensor:

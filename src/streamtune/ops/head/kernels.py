@@ -1,9 +1,9 @@
 """Fused cross entropies of a linear head, and the choice of one in place of the streamed sweep on CUDA.
 
-The streamed sweep of ``ops.cross_entropy`` is the reference. On a full chunk of the first step, every candidate that is
-installed, sums as exactly and needs no more memory is compared to it (loss and both gradients, within the rounding of
-their dtype), and the fastest of those that agree is used from then on. A head with a bias, a softcap or any other map
-of the logits uses the reference, and so does every head on CPU.
+The streamed sweep of ``ops.head.cross_entropy`` is the reference. On a full chunk of the first step, every candidate
+that is installed, sums as exactly and needs no more memory is compared to it (loss and both gradients, within the
+rounding of their dtype), and the fastest of those that agree is used from then on. A head with a bias, a softcap or any
+other map of the logits uses the reference, and so does every head on CPU.
 
 Candidates: ``torch.nn.functional.linear_cross_entropy`` (torch 2.13; it returns its loss in the dtype of the hidden
 states, so that it is a candidate for fp32 alone), cut-cross-entropy (Wijmans et al., arXiv 2411.09009; without its
@@ -17,15 +17,15 @@ from __future__ import annotations
 import importlib
 import inspect
 import logging
-import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache, partial
-from statistics import median
 from typing import Any
 
 import torch
 from torch import Tensor
+
+from streamtune.ops.timing import median_time
 
 __all__ = ["Chunk", "HeadKernel", "HeadShape", "agrees_with_sweep", "head_candidates", "head_kernel", "run_head"]
 
@@ -116,11 +116,11 @@ def _fastest(
     """Return the fastest of the candidates that fit and agree, None if it is not faster than the sweep."""
     best: HeadKernel | None = None
     try:
-        least = _seconds(sweep, hidden_nC.device)
+        least = median_time(sweep, hidden_nC.device, RUNS)
         for kernel in candidates:
             if kernel.fits(shape) and agrees_with_sweep(kernel, hidden_nC, weight_VC, targets_n, shape.wanted, sweep):
                 run = partial(run_head, kernel, hidden_nC, weight_VC, targets_n, shape.wanted)
-                needed = _seconds(run, hidden_nC.device)
+                needed = median_time(run, hidden_nC.device, RUNS)
                 if needed < least:
                     best, least = kernel, needed
     except torch.OutOfMemoryError:  # the comparison holds both gradients of the weight: no room, no choice
@@ -168,17 +168,6 @@ def _near(got: Tensor | None, want: Tensor | None, bound: float) -> bool:
         return got is want
     wide = torch.promote_types(want.dtype, torch.float32)
     return got.shape == want.shape and bool((got - want).norm(dtype=wide) <= bound * want.norm(dtype=wide))
-
-
-def _seconds(run: Callable[[], Any], device: torch.device) -> float:
-    times = []
-    for _ in range(RUNS):
-        torch.cuda.synchronize(device)
-        start = time.perf_counter()
-        run()
-        torch.cuda.synchronize(device)
-        times.append(time.perf_counter() - start)
-    return median(times)
 
 
 def _sweep_workspace(shape: HeadShape) -> int:

@@ -7,12 +7,13 @@ target:
     log p_y         = z_y - logsumexp(z)            d/dz_j = [j = y] - p_j
     H = -sum p log p = logsumexp(z) - sum p_j z_j   d/dz_j = -p_j (log p_j + H)
 
-Shape suffixes as in ``ops.cross_entropy``, n the tokens of a chunk.
+Shape suffixes as in ``ops.head.cross_entropy``, n the tokens of a chunk.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -88,9 +89,9 @@ def token_scores(
         Both in fp32 (fp64 for fp64 inputs); None in place of entropies that are not wanted.
     """
     rows = TargetRows(targets_BT, ignore_index, chunk_size)
-    how = _ScoreSettings(transform, entropy, autocast_dtype(hidden_BTC), accumulate_dtype)
+    settings = _ScoreSettings(transform, entropy, autocast_dtype(hidden_BTC), accumulate_dtype)
     with torch.autocast(autocast_kind(hidden_BTC.device), enabled=False):
-        scores = _TokenScores.apply(hidden_BTC.flatten(0, -2), weight_VC, bias_V, rows, how)
+        scores = _TokenScores.apply(hidden_BTC.flatten(0, -2), weight_VC, bias_V, rows, settings)
     return _shaped(scores, targets_BT, entropy)
 
 
@@ -113,51 +114,49 @@ def project_scores(
     return _shaped(scores, targets_BT, entropy)
 
 
+@dataclass(frozen=True)
 class _ScoreSettings:
     """The map of the logits, the scores that are wanted, and the dtypes of the head and its gradient sums."""
 
-    def __init__(
-        self,
-        transform: Project | None,
-        entropy: bool,
-        compute_dtype: torch.dtype | None,
-        accumulate_dtype: torch.dtype,
-    ) -> None:
-        self.transform, self.entropy = transform, entropy
-        self.compute_dtype, self.accumulate_dtype = compute_dtype, accumulate_dtype
+    transform: Project | None
+    entropy: bool
+    compute_dtype: torch.dtype | None
+    accumulate_dtype: torch.dtype
 
 
 class _TokenScores(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, hidden: Tensor, weight: Tensor, bias: Tensor | None, rows: TargetRows, how: _ScoreSettings
+        ctx: Any, hidden: Tensor, weight: Tensor, bias: Tensor | None, rows: TargetRows, settings: _ScoreSettings
     ) -> tuple[Tensor, Tensor]:
         ctx.inputs = (hidden.dtype, weight.dtype, None if bias is None else bias.dtype)
         ctx.save_for_backward(hidden, weight, bias)
-        ctx.rows, ctx.how = rows, how
+        ctx.rows, ctx.settings = rows, settings
         ctx.set_materialize_grads(False)
-        weight, bias = cast(how.compute_dtype, weight, bias)
-        scores = _room(hidden, rows, how.entropy)
+        weight, bias = cast(settings.compute_dtype, weight, bias)
+        scores = _room(hidden, rows, settings.entropy)
         for chunk in rows.chunks():
-            (h,) = cast(how.compute_dtype, hidden[chunk])
+            (h,) = cast(settings.compute_dtype, hidden[chunk])
             logits = torch.nn.functional.linear(h, weight, bias)
-            _put(scores, chunk, logits if how.transform is None else how.transform(logits), rows.targets[chunk])
+            _put(
+                scores, chunk, logits if settings.transform is None else settings.transform(logits), rows.targets[chunk]
+            )
         return scores
 
     @staticmethod
     @first_order
     def backward(ctx: Any, grad_logprobs: Tensor | None, grad_entropy: Tensor | None) -> tuple[Tensor | None, ...]:
-        rows, how = ctx.rows, ctx.how
+        rows, settings = ctx.rows, ctx.settings
         hidden, weight, bias = ctx.saved_tensors
-        weight, bias = cast(how.compute_dtype, weight, bias)
+        weight, bias = cast(settings.compute_dtype, weight, bias)
         wanted = ctx.needs_input_grad[:3]
         room = rows.gradient(hidden) if wanted[0] else None
-        sums = HeadGradients(room, weight, bias, wanted, how.accumulate_dtype)
+        sums = HeadGradients(room, weight, bias, wanted, settings.accumulate_dtype)
         for chunk in rows.chunks():
-            (h,) = cast(how.compute_dtype, hidden[chunk])
+            (h,) = cast(settings.compute_dtype, hidden[chunk])
             logits = torch.nn.functional.linear(h, weight, bias)
             given = [None if grad is None else grad[chunk] for grad in (grad_logprobs, grad_entropy)]
-            sums.add(chunk, h, weight, _through(logits, rows.targets[chunk], how.transform, *given))
+            sums.add(chunk, h, weight, _through(logits, rows.targets[chunk], settings.transform, *given))
         one = torch.ones((), device=hidden.device)
         return (*scaled(sums.all(), ctx.inputs, one), None, None)
 

@@ -1,6 +1,6 @@
 """The positions of a batch that predict something, and the dtypes a head computes and sums in.
 
-Shape suffixes as in ``ops.cross_entropy``.
+Shape suffixes as in ``ops.head.cross_entropy``.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """One chunk of the head: loss and gradient of its logits, and its terms of the gradients of the head.
 
-Shape suffixes as in ``ops.cross_entropy``, n the tokens of a chunk.
+Shape suffixes as in ``ops.head.cross_entropy``, n the tokens of a chunk.
 """
 
 from __future__ import annotations

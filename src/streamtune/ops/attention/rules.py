@@ -1,0 +1,285 @@
+"""The rules of a mask as a function of positions: tiles of it exist only while a kernel reads them.
+
+Shape suffixes: B batch, T queries of the tile, S keys of the tile. Positions are absolute: query ``q`` and key ``k``
+count tokens from the start of the sequence, whatever part of it the caller holds.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import Any, NoReturn
+
+import torch
+from torch import Tensor
+
+# Private in torch as in name; transformers' own mask functions and torch's flex_attention are mapped through it.
+from torch._dynamo._trace_wrapped_higher_order_op import TransformGetItemToIndex
+
+from streamtune.errors import UnsupportedModelError
+from streamtune.ops.attention.branching import Branch, BranchTable
+from streamtune.ops.attention.runs import Stretch, clipped, stretches
+
+__all__ = ["ForeignAttentionError", "MaskFunction", "MaskRules", "NoTensor"]
+
+MaskFunction = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
+"""``(batch, head, query, key) -> bool``: index tensors that broadcast together, True where the query sees the key."""
+
+KEY_BLOCK = 2048
+"""Keys a tile of an unrecognised mask function spans when it is examined (bytes: rows x KEY_BLOCK per batch row)."""
+
+
+class ForeignAttentionError(UnsupportedModelError):
+    """Raised for an attention that the engine cannot compute: the layer must do it, with a mask that is a tensor."""
+
+
+class _MaskIsNoTensorError(ForeignAttentionError, AttributeError):
+    """The error of :class:`NoTensor`; also an AttributeError, so that ``hasattr`` returns False and does not raise."""
+
+
+class NoTensor:
+    """A placeholder for a mask tensor: an attention function can pass it on; computing with it raises an error."""
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("_"):
+            raise AttributeError(name)
+        raise self._refuse(name)
+
+    def __getitem__(self, key: Any) -> Any:
+        raise self._refuse("indexing")
+
+    def __eq__(self, other: object) -> Any:
+        if isinstance(other, int | float | Tensor):  # Python would answer False, and the layer go on with that
+            raise self._refuse("==")
+        return self is other
+
+    __hash__ = object.__hash__
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> NoReturn:
+        raise cls._refuse(getattr(func, "__name__", str(func)))
+
+    @staticmethod
+    def _refuse(operation: str) -> _MaskIsNoTensorError:
+        return _MaskIsNoTensorError(
+            f"a layer of this model computes with its attention mask ({operation}); a streamed mask is never a tensor",
+            mend="train this model without streaming",
+        )
+
+
+@dataclass(eq=False)
+class MaskRules(NoTensor):
+    """The rules of an attention mask over ``q_length`` queries and ``kv_length`` keys, and any tile of it.
+
+    Equal to the dense ``[B, 1, q_length, kv_length]`` boolean mask::
+
+        seen = (k <= q if causal) & (q - k < window if window) & (same row) & (same span) & function(b, h, q, k)
+        (seen | same block) & padding[b, k]
+
+    Args:
+        batch_size: Rows B.
+        q_length, kv_length: Tokens on either side.
+        q_offset, kv_offset: Absolute position of the first query and the first key.
+        causal: No query sees a later key, but for those of its block.
+        window: Keys a query sees, itself included (sliding window); None is unlimited.
+        function: The part of the mask that the other fields do not express; None if they express all of it.
+        padding: Boolean ``[B, >= kv_offset + kv_length]``, False at padding; None where there is none.
+        vectorize: ``function`` takes scalars only and is mapped over the tile with ``torch.vmap``.
+        row_start: ``[B or 1, kv_offset + kv_length]`` start of the packed row of each position; needs ``causal``.
+        span_start: The same for spans of chunked attention (Llama 4).
+        block_start: The same for blocks whose tokens all see each other (an image); a token in none is its own.
+        window_cuts_blocks: The window also hides tokens of the query's own block.
+        branches: The tokens are rows that share their beginnings. All other fields then refer to positions in a row,
+            and a query sees keys of its own row only (:meth:`LazyMask.branched`).
+    """
+
+    batch_size: int
+    q_length: int
+    kv_length: int
+    q_offset: int = 0
+    kv_offset: int = 0
+    causal: bool = True
+    window: int | None = None
+    function: MaskFunction | None = None
+    padding: Tensor | None = None
+    vectorize: bool = False
+    device: torch.device = field(default_factory=lambda: torch.device("cpu"))
+    row_start: Tensor | None = None
+    span_start: Tensor | None = None
+    block_start: Tensor | None = None
+    window_cuts_blocks: bool = False
+    branches: BranchTable | None = None
+
+    def __post_init__(self) -> None:
+        # The segments of views, kept here because layers share a mask, and forward and backward ask twice.
+        self._segments: dict[tuple[int, int, int, int], list[Any]] = {}
+        if self.padding is not None and bool(self.padding.all()):
+            self.padding = None
+        assert self.causal or (self.row_start is self.span_start is self.block_start is None)
+
+    @cached_property
+    def unpadded(self) -> tuple[int, int]:
+        """The longest run of keys ``[start, stop)`` that is padding in no row (empty unless padding is at the ends)."""
+        runs = self._unpadded_rows
+        return max(start for start, _ in runs), min(stop for _, stop in runs)
+
+    @cached_property
+    def _unpadded_rows(self) -> list[tuple[int, int]]:
+        if self.padding is None:
+            return [(0, self.kv_offset + self.kv_length)]
+        valid = self.padding.int()
+        starts, lengths = valid.argmax(dim=1), valid.sum(dim=1)
+        positions = torch.arange(valid.shape[1], device=valid.device)
+        one_run = (positions >= starts[:, None]) & (positions < (starts + lengths)[:, None])
+        if not torch.equal(one_run, self.padding):
+            return [(0, 0)] * valid.shape[0]
+        return list(zip(starts.tolist(), (starts + lengths).tolist(), strict=True))
+
+    def is_padded(self, row: int | None, k_start: int, k_stop: int) -> bool:
+        """Return True if any of these keys may be padding, in one batch row or (None) in any."""
+        if self.padding is None:
+            return False
+        start, stop = self.unpadded if row is None else self._unpadded_rows[row]
+        return not (start <= k_start and k_stop <= stop)
+
+    @property
+    def sees_future(self) -> bool:
+        """True if any query sees a later key. Known from the fields of a recognised mask; others are examined, once."""
+        return self.cuts is not None and len(self.cuts) <= self.q_length
+
+    @cached_property
+    def cuts(self) -> list[int] | None:
+        """Positions at which the sequence may be cut into chunks; None if it may be cut anywhere.
+
+        A cut at b is allowed if no query before b sees a key from b on. Sorted positions from 0 to ``q_length``,
+        counted from the first query; ``q_length`` is missing where a query sees keys behind the last query.
+        """
+        if self.block_start is None and self.causal:
+            return None
+        last = self._last_key_by_block() if self.block_start is not None else self._last_key_by_looking()
+        furthest = last.cummax(dim=0).values - self.q_offset
+        allowed = furthest < torch.arange(1, self.q_length + 1, device=furthest.device)
+        return [0, *(allowed.nonzero().flatten() + 1).tolist()]
+
+    def _last_key_by_block(self) -> Tensor:
+        """Return ``[q_length]``: the last key any batch row's query sees, itself where it sees no later one."""
+        assert self.block_start is not None
+        length = self.block_start.shape[1]
+        own = torch.arange(length, device=self.device).expand_as(self.block_start)
+        ends = torch.zeros_like(self.block_start).scatter_reduce(1, self.block_start, own, "amax")
+        last = ends.gather(1, self.block_start).amax(dim=0)
+        return last[self.q_offset : self.q_offset + self.q_length]
+
+    def _last_key_by_looking(self) -> Tensor:
+        last = torch.arange(self.q_offset, self.q_offset + self.q_length, device=self.device)
+        end = self.kv_offset + self.kv_length
+        for start in range(self.q_offset, self.q_offset + self.q_length, KEY_BLOCK):
+            stop = min(start + KEY_BLOCK, self.q_offset + self.q_length)
+            rows = slice(start - self.q_offset, stop - self.q_offset)
+            for k_start in range(start, end, KEY_BLOCK):
+                k_stop = min(k_start + KEY_BLOCK, end)
+                k = torch.arange(k_start, k_stop, device=self.device)
+                seen = self.tile(start, stop, k_start, k_stop).flatten(0, 1).any(0)
+                last[rows] = torch.maximum(last[rows], k.masked_fill(~seen, -1).amax(dim=1))
+        return last
+
+    @cached_property
+    def row_starts(self) -> list[int]:
+        """Sorted positions at which a packed row starts in any of the batch's sequences; ``[0]`` without packing."""
+        return [0] if self.row_start is None else [int(start) for start in self.row_start.unique().tolist()]
+
+    @cached_property
+    def first_seen(self) -> Tensor | None:
+        """``[B or 1, T]``: the first key that row and span of each position allow; None where that is always 0."""
+        starts = [start for start in (self.row_start, self.span_start) if start is not None]
+        return None if not starts else starts[0] if len(starts) == 1 else torch.maximum(*starts)
+
+    @cached_property
+    def stretches(self) -> list[list[Stretch]]:
+        """The positions, cut where the first visible key or the block changes: a list for each row, or one for all."""
+        length = self.kv_offset + self.kv_length
+        if self.first_seen is None and self.block_start is None:
+            return [[Stretch(0, max(length, self.q_offset + self.q_length), 0, mutual=False)]]
+        first = self.first_seen
+        if first is None:
+            first = torch.zeros(1, length, dtype=torch.long, device=self.device)
+        blocks = self.block_start
+        rows = max(first.shape[0], 1 if blocks is None else blocks.shape[0])
+        return stretches(first.expand(rows, -1), None if blocks is None else blocks.expand(rows, -1))
+
+    def first_key(self, q_start: int) -> int:
+        """Return the first key any query from ``q_start`` on can see."""
+        if self.branches is not None:
+            return self._first_key_of_branch(self.branches.at(q_start), q_start)
+        first = self.kv_offset
+        if self.first_seen is not None:
+            found = [clipped(row, q_start, q_start + 1) for row in self.stretches]
+            first = max(first, min((row[0][2].first for row in found if row), default=first))
+        return first if self.window is None else max(first, q_start - self.window + 1)
+
+    def _first_key_of_branch(self, part: Branch, q_start: int) -> int:
+        """Return the first key for a query in a part; a later branch of its trunk may see what the trunk's end sees."""
+        if self.window is None:
+            return part.trunk_start
+        position = min(q_start - part.shift, part.trunk_stop - part.trunk_start)
+        if part.trunk_start == part.trunk_stop:  # a trunk itself: its branches begin behind it
+            position = q_start - part.shift
+        return part.trunk_start + max(0, position - self.window + 1)
+
+    @cached_property
+    def branch_places(self) -> tuple[Tensor, Tensor]:
+        """``[T]``: the position of each place in its row, and ``[3, T]``: the bounds of its part and trunk."""
+        assert self.branches is not None
+        return self.branches.positions.to(self.device), self.branches.bounds.to(self.device)
+
+    def tile(self, q_start: int, q_stop: int, k_start: int, k_stop: int, row: int | None = None) -> Tensor:
+        """Build the boolean tile ``[B or 1, 1, T, S]``, True where attention is allowed; of one batch row if given."""
+        q = torch.arange(q_start, q_stop, device=self.device)[None, None, :, None]
+        k = torch.arange(k_start, k_stop, device=self.device)[None, None, None, :]
+        batch = slice(None) if row is None else slice(row, row + 1)
+        allowed = torch.ones(1, 1, q_stop - q_start, k_stop - k_start, dtype=torch.bool, device=self.device)
+        if self.branches is not None:
+            positions, (part, trunk, trunk_stop) = self.branch_places
+            q_part, q_trunk, q_trunk_stop = part[q], trunk[q], trunk_stop[q]
+            allowed = ((k >= q_part) & (k <= q)) | ((k >= q_trunk) & (k < q_trunk_stop))
+            q, k = positions[q], positions[k]
+        if self.causal:
+            allowed = allowed & (k <= q)
+        near = None if self.window is None else q - k < self.window
+        if near is not None:
+            allowed = allowed & near
+        if self.first_seen is not None:
+            allowed = allowed & (k >= _of_row(self.first_seen, batch)[:, None, q.flatten(), None])
+        if self.function is not None:
+            evaluated = self._evaluate(q.flatten(), k.flatten())
+            allowed = allowed & (evaluated[batch] if evaluated.shape[0] > 1 else evaluated)
+        if self.block_start is not None:
+            block = _of_row(self.block_start, batch)[:, None]
+            mutual = block[..., q_start:q_stop, None] == block[..., None, k_start:k_stop]
+            allowed = allowed | (mutual & near if near is not None and self.window_cuts_blocks else mutual)
+        if self.padding is not None:
+            allowed = allowed & self.padding[batch, None, None, k_start:k_stop]
+        return allowed
+
+    def _evaluate(self, q_T: Tensor, k_S: Tensor) -> Tensor:
+        assert self.function is not None
+        b, h = torch.arange(self.batch_size, device=self.device), torch.zeros(1, dtype=torch.long, device=self.device)
+        if not self.vectorize:
+            return self.function(b[:, None, None, None], h[:, None, None], q_T[:, None], k_S)
+        mapped = self.function
+        for dims in ((None, None, None, 0), (None, None, 0, None), (None, 0, None, None), (0, None, None, None)):
+            mapped = torch.vmap(mapped, in_dims=dims, out_dims=0)
+        with TransformGetItemToIndex():  # without it, vmap cannot index a tensor (of blocks, say) by a mapped scalar
+            return mapped(b, h, q_T, k_S)
+
+    def examined(self, q_start: int, q_stop: int, k_start: int, k_stop: int) -> Iterator[tuple[int, int, bool | None]]:
+        """Yield the keys in blocks ``(start, stop, uniform)``: True if all is allowed, False if none, None if mixed."""
+        for start in range(k_start, k_stop, KEY_BLOCK):
+            stop = min(start + KEY_BLOCK, k_stop)
+            tile = self.tile(q_start, q_stop, start, stop)
+            yield start, stop, True if bool(tile.all()) else (None if bool(tile.any()) else False)
+
+
+def _of_row(starts_BT: Tensor, batch: slice) -> Tensor:
+    return starts_BT if starts_BT.shape[0] == 1 else starts_BT[batch]
