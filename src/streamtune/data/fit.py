@@ -1,6 +1,6 @@
 """Fit rows, trees and prompts to the length: keep, cut or leave out each, write what is kept, and count.
 
-:class:`LengthFit` counts and hashes; what a cut is, and what is said of it, is a row's, a tree's and a prompt's own.
+:class:`LengthFit` counts and hashes; the cut, and the text of its error, differ for rows, trees and prompts.
 """
 
 from __future__ import annotations
