@@ -132,7 +132,7 @@ def prepare_unpaired(
     if len(found) == 1:
         raise DataError(
             f"all completions are labelled {found[0]}: there is nothing to tell them from",
-            where=sources[0].where or sources[0].path,
+            where=sources[0].place,
             mend="add rows with the other label",
         )
     return prepared
