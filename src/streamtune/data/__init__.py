@@ -1,9 +1,9 @@
 """Data: from files, the hub or the standard library to token ids, labels and batches.
 
-    sources -> readers -> rows, messages -> chat, render -> store, report                          (prepare)
-    sources -> readers -> rows_preference -> render_tree -> tree, fit_trees, report_trees    (prepare_trees)
-    sources -> readers -> render_prompt -> prompt, report_trees                            (prepare_prompts)
-    sampler -> collate, collate_trees                                                           (every step)
+    sources -> readers -> rows -> chat, render -> fit -> records, report                              (prepare)
+    sources -> readers -> preferences, rows -> render_completions -> fit -> records, report
+                                                                                          (prepare_completions)
+    sampler -> collate                                                                             (every step)
 
 Import order is that of the arrows, right to left; nothing here knows a model or a recipe.
 """
@@ -16,9 +16,8 @@ from streamtune.data.fit import COMPLETION_OVERLENGTH as COMPLETION_OVERLENGTH
 from streamtune.data.fit import IDENTICAL_PAIRS, OVERLENGTH
 from streamtune.data.packing import Packs, pack_rows
 from streamtune.data.preferences import PREFERENCE_TYPES
-from streamtune.data.prepare import PreparedData, prepare
+from streamtune.data.prepare import PreparedData, iter_texts, prepare
 from streamtune.data.prepare_completions import (
-    PROMPT_TYPES,
     PreparedPrompts,
     PreparedTrees,
     prepare_preferences,
@@ -29,10 +28,9 @@ from streamtune.data.records import Example, Prompt, Tree, gather_columns
 from streamtune.data.render import TRAIN_ON
 from streamtune.data.report import CompletionReport as CompletionReport
 from streamtune.data.report import DataReport
-from streamtune.data.rows import ROW_TYPES
+from streamtune.data.rows import PROMPT_TYPES, ROW_TYPES
 from streamtune.data.sampler import ResumableSampler, assign_rows
 from streamtune.data.sources import Source
-from streamtune.data.texts import iter_texts
 
 __all__ = [
     "ARITHMETIC_PATH",

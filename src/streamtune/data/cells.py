@@ -11,7 +11,7 @@ from streamtune.data.messages import check_message, from_sharegpt, text_field
 from streamtune.errors import DataError
 
 __all__ = [
-    "Said",
+    "TextOrMessages",
     "check_order",
     "column_names",
     "has_roles",
@@ -19,7 +19,7 @@ __all__ = [
     "parsed_cell",
     "parsed_messages",
     "prompt_digest",
-    "said",
+    "text_or_messages",
     "texts_of",
     "tools_of",
 ]
@@ -72,11 +72,11 @@ def tools_of(value: Any, origin: str) -> list[dict[str, Any]] | None:
     return value
 
 
-Said = str | list[dict[str, Any]]
+TextOrMessages = str | list[dict[str, Any]]
 """Text, or checked messages."""
 
 
-def said(columns: Mapping[str, Any], name: str, origin: str) -> Said:
+def text_or_messages(columns: Mapping[str, Any], name: str, origin: str) -> TextOrMessages:
     """Return the content of a column: its text, or its messages, checked. A single message needs no list around it.
 
     Args:
@@ -133,13 +133,13 @@ def check_order(messages: Sequence[Mapping[str, Any]], name: str, origin: str) -
         after = role
 
 
-def texts_of(value: Said) -> list[str]:
+def texts_of(value: TextOrMessages) -> list[str]:
     """Return the text of a prompt or an answer, message by message."""
     if isinstance(value, str):
         return [value]
     return [message["content"] for message in value if message.get("content")]
 
 
-def prompt_digest(prompt: Said, tools: Any) -> bytes:
+def prompt_digest(prompt: TextOrMessages, tools: Any) -> bytes:
     """Return a hash of a prompt: rows with the same one are held out together."""
     return blake2b(json.dumps([prompt, tools], sort_keys=True, default=repr).encode(), digest_size=16).digest()

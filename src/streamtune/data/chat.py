@@ -81,16 +81,16 @@ class ChatRenderer:
             turns = self._changed_turns(chat, trained)
         texts = [chat.text[turn.start : turn.end] for turn in turns]
         for index in trained:
-            self._check_said(chat, index, texts)
+            self._check_printed(chat, index, texts)
         return RenderedChat(chat.text, turns, ends=all(map(self._ends_with_special, texts)))
 
-    def _check_said(self, chat: Renderings, index: int, turns: Sequence[str]) -> None:
+    def _check_printed(self, chat: Renderings, index: int, turns: Sequence[str]) -> None:
         """Raise unless an answer is in one of the turns: some templates leave out fields that they do not know."""
         message = chat.messages[index]
         # Reasoning is what templates leave out for good reason; the answer proper follows it.
-        said = [message.get("content", "").rpartition("</think>")[2].strip()]
-        said += [call.get("function", call)["name"] for call in message.get("tool_calls", [])]
-        for text in said:
+        words = [message.get("content", "").rpartition("</think>")[2].strip()]
+        words += [call.get("function", call)["name"] for call in message.get("tool_calls", [])]
+        for text in words:
             if not any(text in turn for turn in turns):
                 raise chat.refusal(index, f"leaves out {text[:60]!r}")
 

@@ -1,6 +1,6 @@
 """Fit rows, trees and prompts to the length: keep, cut or leave out each, write what is kept, and count.
 
-:class:`LengthFit` counts and hashes; what a cut is, and what is said of it, is a row's, a tree's and a prompt's own.
+:class:`LengthFit` counts and hashes; the cut, and the text of its error, differ for rows, trees and prompts.
 """
 
 from __future__ import annotations
@@ -11,9 +11,9 @@ import random
 from abc import ABC, abstractmethod
 from array import array
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import Generic, TypeVar
+from typing import Any, Generic, TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -84,13 +84,16 @@ class LengthFit(ABC, Generic[RecordT, ReportT]):
     Args:
         writer: Gets the records.
         overlength: What to do with a row over the length, one of :data:`OVERLENGTH`.
+        limit: The limit that the longest row is over, for an error.
+        over: The limit, for a note.
     """
 
     record: type[RecordT]
+    report_type: type[ReportT]
     noun = "row"
 
-    def __init__(self, writer: TableWriter, overlength: str) -> None:
-        self.writer, self.overlength = writer, overlength
+    def __init__(self, writer: TableWriter, overlength: str, *, limit: str, over: str) -> None:
+        self.writer, self.overlength, self.limit, self.over = writer, overlength, limit, over
         self.counts: Counter[str] = Counter()
         self.lengths: array[int] = array("q")
         """of every row as rendered"""
@@ -167,23 +170,28 @@ class LengthFit(ABC, Generic[RecordT, ReportT]):
         named = {"truncated": self.counts["truncated"], "split": self.counts["split"], "dropped": dropped}
         return ", ".join(f"{count:,} {how}" for how, count in named.items() if count)
 
-    @property
-    @abstractmethod
-    def limit(self) -> str:
-        """The limit that the longest row is over, for an error."""
-
-    @property
-    @abstractmethod
-    def over(self) -> str:
-        """The limit, for a note."""
-
     @abstractmethod
     def too_long(self) -> DataError:
         """Return the error for rows over the length."""
 
-    @abstractmethod
     def report(self, train_examples: int, validation_examples: int) -> ReportT:
         """Return the counts and lengths of the rows."""
+        return self.report_type(
+            rows=len(self.lengths) + self.counts["identical"],
+            kept=len(self.groups),
+            truncated=self.counts["truncated"],
+            dropped=self.counts["dropped"],
+            train_examples=train_examples,
+            validation_examples=validation_examples,
+            tokens=self.counts["tokens"],
+            supervised_tokens=self.counts["supervised_tokens"],
+            length_percentiles=length_percentiles(self.lengths),
+            **self.own_counts(),
+        )
+
+    @abstractmethod
+    def own_counts(self) -> dict[str, Any]:
+        """Return the fields of the report that other kinds of rows do not have, or have otherwise."""
 
 
 def _choose_held_out(groups: Sequence[bytes], val_size: float, seed: int) -> npt.NDArray[np.bool_]:
@@ -220,10 +228,6 @@ def _have(number: int, noun: str) -> str:
     return f"1 {noun} has" if number == 1 else f"{number:,} {noun}s have"
 
 
-def _percentiles(lengths: Iterable[int]) -> dict[str, int]:
-    return length_percentiles(np.array(lengths, dtype=np.int64))
-
-
 # --- rows -------------------------------------------------------------------------------------------------------------
 
 
@@ -237,9 +241,10 @@ class RowFit(LengthFit[Example, DataReport]):
     """
 
     record = Example
+    report_type = DataReport
 
     def __init__(self, writer: TableWriter, overlength: str, max_length: int) -> None:
-        super().__init__(writer, overlength)
+        super().__init__(writer, overlength, limit=f"max_length is {max_length:,}", over=f"{max_length:,} tokens")
         self.max_length = max_length
 
     def add(self, rendered: Rendered, origin: str) -> None:
@@ -276,16 +281,6 @@ class RowFit(LengthFit[Example, DataReport]):
             self.write(Example(ids, labels, origin), digest)
         self.groups.append(row_digest.digest())
 
-    @property
-    def limit(self) -> str:
-        """See :class:`LengthFit`."""
-        return f"max_length is {self.max_length:,}"
-
-    @property
-    def over(self) -> str:
-        """See :class:`LengthFit`."""
-        return f"{self.max_length:,} tokens"
-
     def too_long(self) -> DataError:
         """See :class:`LengthFit`."""
         size, origin = self.longest
@@ -296,21 +291,9 @@ class RowFit(LengthFit[Example, DataReport]):
             mend=f"set max_length to {size} or more, or say what to do with them: overlength: truncate, drop or split",
         )
 
-    def report(self, train_examples: int, validation_examples: int) -> DataReport:
+    def own_counts(self) -> dict[str, Any]:
         """See :class:`LengthFit`."""
-        return DataReport(
-            rows=len(self.lengths),
-            kept=len(self.groups),
-            truncated=self.counts["truncated"],
-            dropped=self.counts["dropped"],
-            split=self.counts["split"],
-            pieces_dropped=self.counts["pieces_dropped"],
-            train_examples=train_examples,
-            validation_examples=validation_examples,
-            tokens=self.counts["tokens"],
-            supervised_tokens=self.counts["supervised_tokens"],
-            length_percentiles=_percentiles(self.lengths),
-        )
+        return {name: self.counts[name] for name in ("split", "pieces_dropped")}
 
 
 def _piece(rendered: Rendered, start: int, size: int) -> Rendered:
@@ -385,9 +368,10 @@ class TreeFit(LengthFit[Tree, CompletionReport]):
     """
 
     record = Tree
+    report_type = CompletionReport
 
     def __init__(self, writer: TableWriter, policy: LengthPolicy, identical_pairs: str, kinds: tuple[str, str]) -> None:
-        super().__init__(writer, policy.overlength)
+        super().__init__(writer, policy.overlength, limit=f"max_length is {policy.max_length:,}", over="the length")
         self.policy, self.identical_pairs, self.kinds = policy, identical_pairs, kinds
         self.prompt_lengths: array[int] = array("q")
         self.completion_lengths: dict[str, array[int]] = {}
@@ -459,16 +443,6 @@ class TreeFit(LengthFit[Tree, CompletionReport]):
         if self.counts["negative_margins"]:
             notify(f"{_have(self.counts['negative_margins'], 'pair')} a chosen answer with the lower score")
 
-    @property
-    def limit(self) -> str:
-        """See :class:`LengthFit`."""
-        return f"max_length is {self.policy.max_length:,}"
-
-    @property
-    def over(self) -> str:
-        """See :class:`LengthFit`."""
-        return "the length"
-
     def too_long(self) -> DataError:
         """See :class:`LengthFit`: it names the prompts or the rows."""
         policy = self.policy
@@ -496,27 +470,16 @@ class TreeFit(LengthFit[Tree, CompletionReport]):
             mend=f"set max_length to {size} or more, or say what to do with them: overlength: truncate or drop",
         )
 
-    def report(self, train_examples: int, validation_examples: int) -> CompletionReport:
+    def own_counts(self) -> dict[str, Any]:
         """See :class:`LengthFit`."""
-        counts, lengths = self.counts, self.completion_lengths
-        return CompletionReport(
-            rows=len(self.lengths) + counts["identical"],
-            kept=len(self.groups),
-            truncated=counts["truncated"],
-            dropped=counts["dropped"],
-            identical=counts["identical"],
-            train_examples=train_examples,
-            validation_examples=validation_examples,
-            completions=counts["completions"],
-            tokens=counts["tokens"],
-            tree_tokens=sum(self.tree_lengths),
-            supervised_tokens=counts["supervised_tokens"],
-            length_percentiles=_percentiles(self.lengths),
-            prompt_lengths=_percentiles(self.prompt_lengths),
-            completion_lengths={kind: _percentiles(lengths[kind]) for kind in self.kinds if kind in lengths},
-            tree_lengths=_percentiles(self.tree_lengths),
-            negative_margins=counts["negative_margins"],
-        )
+        lengths = self.completion_lengths
+        return {
+            **{name: self.counts[name] for name in ("identical", "completions", "negative_margins")},
+            "tree_tokens": sum(self.tree_lengths),
+            "prompt_lengths": length_percentiles(self.prompt_lengths),
+            "completion_lengths": {kind: length_percentiles(lengths[kind]) for kind in self.kinds if kind in lengths},
+            "tree_lengths": length_percentiles(self.tree_lengths),
+        }
 
 
 def _identical(tree: Tree) -> bool:
@@ -552,10 +515,12 @@ class PromptFit(LengthFit[Prompt, CompletionReport]):
     """
 
     record = Prompt
+    report_type = CompletionReport
     noun = "prompt"
 
     def __init__(self, writer: TableWriter, overlength: str, max_prompt_length: int) -> None:
-        super().__init__(writer, overlength)
+        limit = f"{max_prompt_length:,}"
+        super().__init__(writer, overlength, limit=f"max_prompt_length = {limit}", over=f"{limit} tokens")
         self.max_prompt_length = max_prompt_length
 
     def add(self, prompt: Prompt, group: bytes) -> None:
@@ -572,16 +537,6 @@ class PromptFit(LengthFit[Prompt, CompletionReport]):
         self.groups.append(group)
         self.counts["tokens"] += prompt.num_tokens
 
-    @property
-    def limit(self) -> str:
-        """See :class:`LengthFit`."""
-        return f"max_prompt_length = {self.max_prompt_length:,}"
-
-    @property
-    def over(self) -> str:
-        """See :class:`LengthFit`."""
-        return f"{self.max_prompt_length:,} tokens"
-
     def changes(self) -> str:
         """See :class:`LengthFit`: all of them are changed alike."""
         return "truncated" if self.counts["truncated"] else "dropped"
@@ -596,26 +551,9 @@ class PromptFit(LengthFit[Prompt, CompletionReport]):
             "(keeps the end) or drop",
         )
 
-    def report(self, train_examples: int, validation_examples: int) -> CompletionReport:
+    def own_counts(self) -> dict[str, Any]:
         """See :class:`LengthFit`."""
-        lengths = _percentiles(self.lengths)
-        return CompletionReport(
-            rows=len(self.lengths),
-            kept=len(self.groups),
-            truncated=self.counts["truncated"],
-            dropped=self.counts["dropped"],
-            identical=0,
-            train_examples=train_examples,
-            validation_examples=validation_examples,
-            completions=0,
-            tokens=self.counts["tokens"],
-            tree_tokens=self.counts["tokens"],
-            supervised_tokens=0,
-            length_percentiles=lengths,
-            prompt_lengths=lengths,
-            completion_lengths={},
-            tree_lengths={},
-        )
+        return {"tree_tokens": self.counts["tokens"], "prompt_lengths": length_percentiles(self.lengths)}
 
 
 def _prompt_digest(prompt: Prompt) -> bytes:

@@ -20,7 +20,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from streamtune.data.cells import Said, check_order, column_names, said, texts_of, tools_of
+from streamtune.data.cells import TextOrMessages, check_order, column_names, text_or_messages, texts_of, tools_of
 from streamtune.data.readers import Row
 from streamtune.data.renderings import common_prefix
 from streamtune.data.rows import Conversation, PromptCompletion
@@ -49,7 +49,7 @@ _PROMPT_LIKE = ("question", "instruction", "input", "query", "context", "problem
 class Answers:
     """One prompt and its answers, each with the prompt before it, in the normal form of training text."""
 
-    prompt: Said
+    prompt: TextOrMessages
     contents: Sequence[PromptCompletion | Conversation]
     """``(chosen, rejected)``, or the one that is judged"""
     labels: tuple[bool, ...] | None = None
@@ -108,7 +108,7 @@ def normalise_preference(row: Row, row_type: str) -> Answers:
 
 
 def _pair(row: Row) -> Answers:
-    chosen, rejected = (said(row.columns, name, row.origin) for name in ("chosen", "rejected"))
+    chosen, rejected = (text_or_messages(row.columns, name, row.origin) for name in ("chosen", "rejected"))
     if isinstance(chosen, str) != isinstance(rejected, str):
         kinds = {True: "text", False: "a list of messages"}
         raise DataError(
@@ -120,9 +120,9 @@ def _pair(row: Row) -> Answers:
     margin, tools = _margin(row), tools_of(row.columns.get("tools"), row.origin)
     if identical:
         return Answers(chosen, (), margin=margin, identical=True, tools=tools)
-    prompt: Said
+    prompt: TextOrMessages
     if row.columns.get("prompt") is not None:
-        prompt = said(row.columns, "prompt", row.origin)
+        prompt = text_or_messages(row.columns, "prompt", row.origin)
         prompt, (chosen, rejected) = _agree(row, prompt, {"chosen": chosen, "rejected": rejected})
     else:
         _refuse_other_prompt(row)
@@ -148,7 +148,9 @@ def _refuse_other_prompt(row: Row) -> None:
         )
 
 
-def _split(row: Row, chosen: Said, rejected: Said, start: int) -> tuple[Said, Said, Said]:
+def _split(
+    row: Row, chosen: TextOrMessages, rejected: TextOrMessages, start: int
+) -> tuple[TextOrMessages, TextOrMessages, TextOrMessages]:
     """Return the common beginning of both answers, and the rest of each."""
     if start == 0:
         raise DataError(
@@ -181,13 +183,15 @@ def _in_word(character: str) -> bool:
     return character.isalnum() or character == "_"
 
 
-def _agree(row: Row, prompt: Said, answers: dict[str, Said]) -> tuple[Said, list[Said]]:
+def _agree(
+    row: Row, prompt: TextOrMessages, answers: dict[str, TextOrMessages]
+) -> tuple[TextOrMessages, list[TextOrMessages]]:
     """Return a prompt and its answers, all text or all messages; answers lose the messages of the prompt."""
     if isinstance(prompt, str) and all(isinstance(answer, str) for answer in answers.values()):
         return prompt, list(answers.values())
     if isinstance(prompt, str):
         prompt = _prompt_messages(row, prompt, answers)
-    agreed: list[Said] = []
+    agreed: list[TextOrMessages] = []
     for name, answer in answers.items():
         turns = [{"role": "assistant", "content": answer}] if isinstance(answer, str) else answer
         if turns[0]["role"] != "assistant":
@@ -202,7 +206,7 @@ def _agree(row: Row, prompt: Said, answers: dict[str, Said]) -> tuple[Said, list
     return prompt, agreed
 
 
-def _prompt_messages(row: Row, prompt: str, answers: dict[str, Said]) -> list[dict[str, Any]]:
+def _prompt_messages(row: Row, prompt: str, answers: dict[str, TextOrMessages]) -> list[dict[str, Any]]:
     """Return a text prompt as messages: one of the user, or those before the answer where an answer holds them."""
     first = next(answer for answer in answers.values() if not isinstance(answer, str))
     start = next((index for index, message in enumerate(first) if message["role"] == "assistant"), len(first))
@@ -256,14 +260,14 @@ def _unpaired(row: Row) -> Answers:
             where=row.origin,
             mend="write true or false",
         )
-    prompt = said(row.columns, "prompt", row.origin)
-    prompt, (answer,) = _agree(row, prompt, {"completion": said(row.columns, "completion", row.origin)})
+    prompt = text_or_messages(row.columns, "prompt", row.origin)
+    prompt, (answer,) = _agree(row, prompt, {"completion": text_or_messages(row.columns, "completion", row.origin)})
     tools = tools_of(row.columns.get("tools"), row.origin)
     return Answers(prompt, (_content(row, prompt, answer, "completion", tools),), labels=(label,), tools=tools)
 
 
 def _content(
-    row: Row, prompt: Said, answer: Said, name: str, tools: list[dict[str, Any]] | None
+    row: Row, prompt: TextOrMessages, answer: TextOrMessages, name: str, tools: list[dict[str, Any]] | None
 ) -> PromptCompletion | Conversation:
     """Return an answer with its prompt before it, in the normal form of training text."""
     if isinstance(prompt, str) or isinstance(answer, str):
@@ -290,11 +294,11 @@ def _content(
 
 def _says_something(message: Mapping[str, Any]) -> bool:
     return message["role"] == "assistant" and any(
-        value.strip() if isinstance(value, str) else value for key, value in message.items() if key not in _SILENT
+        value.strip() if isinstance(value, str) else value for key, value in message.items() if key not in _NOT_WORDS
     )
 
 
-_SILENT = ("role", "name", "weight")
+_NOT_WORDS = ("role", "name", "weight")
 """Fields of a message that are no words."""
 
 _NORMALISERS: dict[str, Callable[[Row], Answers]] = {"preference": _pair, "unpaired": _unpaired}

@@ -10,18 +10,31 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
+from streamtune.data.cells import texts_of
 from streamtune.data.fit import OVERLENGTH, Prepared, RowFit, check_choice
 from streamtune.data.packing import pack_rows
+from streamtune.data.preferences import PREFERENCE_TYPES, normalise_preference
+from streamtune.data.readers import Row
 from streamtune.data.records import Example, spill
 from streamtune.data.render import RowRenderer
 from streamtune.data.report import DataReport
-from streamtune.data.rows import ROW_TYPES, Content, detect_type, normalise
+from streamtune.data.rows import (
+    PROMPT_TYPES,
+    ROW_TYPES,
+    Content,
+    Conversation,
+    PromptCompletion,
+    detect_type,
+    looks_like,
+    normalise,
+    prompt_of,
+)
 from streamtune.data.sources import Source, typed_rows, with_progress
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-__all__ = ["PreparedData", "prepare"]
+__all__ = ["PreparedData", "iter_texts", "prepare"]
 
 PreparedData = Prepared[Example, DataReport]
 """Examples, split into a training and a held-out part, with their packs where rows are packed."""
@@ -89,3 +102,39 @@ def _contents(sources: Sequence[Source], notify: Callable[[str], None]) -> Itera
     """Yield the normal form of every row of every source, with its origin."""
     for row, row_type in typed_rows(sources, ROW_TYPES, detect_type, notify):
         yield normalise(row, row_type), row.origin
+
+
+# --- texts alone, for training a tokenizer ----------------------------------------------------------------------------
+
+_KNOWN = tuple(dict.fromkeys((*ROW_TYPES, *PREFERENCE_TYPES, *PROMPT_TYPES)))
+
+
+def iter_texts(sources: Sequence[Source], *, notify: Callable[[str], None] = lambda message: None) -> Iterator[str]:
+    """Yield the texts of all rows: contents of messages, prompts, completions, documents; without a chat template.
+
+    Raises:
+        DataError: A file is missing, or a row is malformed.
+    """
+    for row, row_type in typed_rows(sources, _KNOWN, _detect, notify):
+        yield from _texts(row, row_type)
+
+
+def _detect(row: Row) -> str:
+    """Return the type a row looks like, among those of all commands: its texts do not depend on the command."""
+    if looks_like(row.columns) is None:
+        if {"chosen", "rejected"} <= row.columns.keys():
+            return "preference"
+        if "prompt" in row.columns:
+            return "prompts"
+    return detect_type(row)
+
+
+def _texts(row: Row, row_type: str) -> list[str]:
+    if row_type in PREFERENCE_TYPES:
+        return normalise_preference(row, row_type).texts()
+    if row_type == "prompts":
+        return texts_of(prompt_of(row, row_type))
+    content = normalise(row, row_type)
+    if isinstance(content, Conversation):
+        return texts_of(content.messages)
+    return [content.prompt + content.completion] if isinstance(content, PromptCompletion) else [content.text]

@@ -1,9 +1,7 @@
 """From sources to prompts with completions, or to prompts that completions are yet to be written for.
 
-    preference    prompt, chosen, rejected                   a tree: the prompt with both answers
-    unpaired      prompt, completion, label                  a tree: the prompt with one answer
-    prompts       prompt: a string or a list of messages     the prompt as it stands
-    messages      messages: [{role, content, ...}]           the conversation without its last answer
+A row of type ``preference`` becomes a tree of its prompt with both answers, one of type ``unpaired`` a tree with one
+answer; a row of type ``prompts`` or ``messages`` becomes a prompt.
 
 Everything is read and checked before these functions return. Rows with the same prompt are held out together, so that
 no held-out prompt is trained on.
@@ -18,7 +16,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from streamtune.data.cells import Said, check_order, column_names, prompt_digest, said, tools_of
+from streamtune.data.cells import TextOrMessages, prompt_digest, tools_of
 from streamtune.data.fit import (
     COMPLETION_OVERLENGTH,
     IDENTICAL_PAIRS,
@@ -33,6 +31,7 @@ from streamtune.data.readers import Row
 from streamtune.data.records import Prompt, Tree, spill
 from streamtune.data.render_completions import PromptRenderer, TreeRenderer
 from streamtune.data.report import CompletionReport
+from streamtune.data.rows import PROMPT_TYPES, detect_prompt_type, prompt_of
 from streamtune.data.sources import Source, typed_rows, with_progress
 from streamtune.errors import DataError
 
@@ -40,14 +39,11 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 __all__ = [
-    "PROMPT_TYPES",
     "PreparedPrompts",
     "PreparedTrees",
-    "iter_prompts",
     "prepare_preferences",
     "prepare_prompts",
     "prepare_unpaired",
-    "prompt_of",
 ]
 
 PreparedTrees = Prepared[Tree, CompletionReport]
@@ -59,10 +55,6 @@ PreparedPrompts = Prepared[Prompt, CompletionReport]
 Rows = Iterator[tuple[Answers, str]]
 """Normal forms with their origins."""
 
-PROMPT_TYPES = ("prompts", "messages")
-"""Names a recipe's ``type`` may have, besides ``auto``, for prompts."""
-
-_COLUMN = {"prompts": "prompt", "messages": "messages"}
 
 _TAKEN = ("prompts", "completions", "completion_ids")
 """Arguments of a reward function that a column cannot be."""
@@ -140,7 +132,7 @@ def prepare_unpaired(
     if len(found) == 1:
         raise DataError(
             f"all completions are labelled {found[0]}: there is nothing to tell them from",
-            where=sources[0].where or sources[0].path,
+            where=sources[0].place,
             mend="add rows with the other label",
         )
     return prepared
@@ -214,7 +206,7 @@ def prepare_prompts(
     render = PromptRenderer(tokenizer)
     with spill(Prompt) as (writer, tables):
         fit = PromptFit(writer, overlength, max_prompt_length)
-        for row, prompt in with_progress(iter_prompts(sources, notify)):
+        for row, prompt in with_progress(_prompts(sources, notify)):
             tools = tools_of(row.columns.get("tools"), row.origin)
             columns = {name: value for name, value in row.columns.items() if name != "prompt"}
             ids = render(prompt, tools, row.origin)
@@ -223,12 +215,8 @@ def prepare_prompts(
     return fit.prepared(tables[0], val_size, seed)
 
 
-def iter_prompts(sources: Sequence[Source], notify: Callable[[str], None]) -> Iterator[tuple[Row, Said]]:
-    """Yield every row of every source with its prompt, checked.
-
-    Raises:
-        DataError: A row is malformed.
-    """
+def _prompts(sources: Sequence[Source], notify: Callable[[str], None]) -> Iterator[tuple[Row, TextOrMessages]]:
+    """Yield every row of every source with its prompt, checked."""
     for row, row_type in typed_rows(sources, PROMPT_TYPES, detect_prompt_type, notify):
         taken = next((name for name in _TAKEN if name in row.columns), None)
         if taken is not None:
@@ -238,46 +226,3 @@ def iter_prompts(sources: Sequence[Source], notify: Callable[[str], None]) -> It
                 mend="rename the column",
             )
         yield row, prompt_of(row, row_type)
-
-
-def detect_prompt_type(row: Row) -> str:
-    """Return the type of prompts a row looks like.
-
-    Raises:
-        DataError: It looks like none.
-    """
-    for row_type, column in _COLUMN.items():
-        if column in row.columns:
-            return row_type
-    raise DataError(
-        f"there is no prompt in the columns {column_names(row.columns)}",
-        where=row.origin,
-        mend="a row needs 'prompt' or 'messages'; rename the column",
-    )
-
-
-def prompt_of(row: Row, row_type: str) -> Said:
-    """Return the prompt of a row.
-
-    Raises:
-        DataError: There is none, it is malformed, or it ends with an assistant message.
-    """
-    column = _COLUMN[row_type]
-    if row.columns.get(column) is None:
-        raise DataError(
-            f"the prompt is missing: a '{row_type}' row needs the column '{column}', this one has "
-            f"{column_names(row.columns)}",
-            where=row.origin,
-        )
-    prompt = said(row.columns, column, row.origin)
-    if isinstance(prompt, str):
-        if row_type == "messages":
-            raise DataError("'messages' must be a list of messages, it is a string", where=row.origin)
-        return prompt
-    check_order(prompt, column, row.origin)
-    if row_type == "messages" and prompt[-1]["role"] == "assistant":
-        prompt = prompt[:-1]
-    if not prompt or prompt[-1]["role"] == "assistant":
-        mend = "type: messages takes the last answer off" if row_type == "prompts" else "remove the row"
-        raise DataError(f"'{column}' asks nothing: it ends with what the assistant says", where=row.origin, mend=mend)
-    return prompt

@@ -17,6 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from streamtune.data.cells import kind_of
 from streamtune.errors import DataError
 
 __all__ = ["READERS", "Row", "format_of", "read_file", "without_nulls"]
@@ -138,16 +139,11 @@ def _object(value: Any, origin: str) -> Row:
     """Return a JSON value as a row; raise unless it is an object."""
     if not isinstance(value, dict):
         raise DataError(
-            f"a row must be a JSON object, this one is {_json_kind(value)}",
+            f"a row must be a JSON object, this one is {kind_of(value)}",
             where=origin,
             mend='write one object per row, like {"messages": [...]} or {"text": "..."}',
         )
     return Row(origin, value)
-
-
-def _json_kind(value: Any) -> str:
-    kinds = {list: "a list", str: "a string", bool: "a boolean", int: "a number", float: "a number"}
-    return kinds.get(type(value), "null")
 
 
 class _DuplicateKeyError(ValueError):
@@ -165,21 +161,22 @@ def _unique_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 _DECODER = json.JSONDecoder(object_pairs_hook=_unique_keys)
 
 
-def _duplicate_key(error: _DuplicateKeyError, origin: str) -> DataError:
-    return DataError(f"the key '{error}' appears twice in one object", where=origin, mend="keep one of the two")
+def _json_fault(error: ValueError | RecursionError, origin: str, place: str) -> DataError:
+    """Return the error for JSON that the decoder refuses.
 
-
-def _malformed(error: json.JSONDecodeError, origin: str, column: int) -> DataError:
-    return DataError(f"malformed JSON: {error.msg} (column {column})", where=origin, mend="mend the row or remove it")
-
-
-def _too_deep(origin: str) -> DataError:
-    return DataError("the JSON is nested too deeply", where=origin, mend="mend the row or remove it")
-
-
-def _unreadable(error: ValueError, origin: str) -> DataError:
-    """Return the error for a number of more digits than Python converts."""
-    return DataError(f"malformed JSON: {error}", where=origin, mend="mend the row or remove it")
+    Args:
+        error: What the decoder raised.
+        origin: Where the object begins.
+        place: Where the decoder stopped, for malformed JSON.
+    """
+    if isinstance(error, _DuplicateKeyError):
+        return DataError(f"the key '{error}' appears twice in one object", where=origin, mend="keep one of the two")
+    mend = "mend the row or remove it"
+    if isinstance(error, RecursionError):
+        return DataError("the JSON is nested too deeply", where=origin, mend=mend)
+    if isinstance(error, json.JSONDecodeError):
+        return DataError(f"malformed JSON: {error.msg} (column {error.colno})", where=place, mend=mend)
+    return DataError(f"malformed JSON: {error}", where=origin, mend=mend)  # more digits than Python converts
 
 
 def _read_jsonl(path: Path, shown: str) -> Iterator[Row]:
@@ -189,16 +186,9 @@ def _read_jsonl(path: Path, shown: str) -> Iterator[Row]:
             continue
         origin = f"{shown}:{number}"
         try:
-            # strip first: the decoder's raw form takes no leading blanks, and CRLF must not count as trailing data
-            value = _DECODER.decode(line)
-        except _DuplicateKeyError as error:
-            raise _duplicate_key(error, origin) from error
-        except json.JSONDecodeError as error:
-            raise _malformed(error, origin, error.colno) from error
-        except RecursionError as error:
-            raise _too_deep(origin) from error
-        except ValueError as error:
-            raise _unreadable(error, origin) from error
+            value = _DECODER.decode(line)  # unlike raw_decode, it takes blanks before the object and CRLF behind it
+        except (ValueError, RecursionError) as error:
+            raise _json_fault(error, origin, origin) from error
         yield _object(value, origin)
 
 
@@ -221,14 +211,9 @@ def _read_json(path: Path, shown: str) -> Iterator[Row]:
             return
         try:
             value, position = _DECODER.raw_decode(text, position)
-        except _DuplicateKeyError as error:
-            raise _duplicate_key(error, origin) from error
-        except json.JSONDecodeError as error:
-            raise _malformed(error, f"{shown}:{error.lineno}", error.colno) from error
-        except RecursionError as error:
-            raise _too_deep(origin) from error
-        except ValueError as error:
-            raise _unreadable(error, origin) from error
+        except (ValueError, RecursionError) as error:
+            line_of_fault = error.lineno if isinstance(error, json.JSONDecodeError) else line
+            raise _json_fault(error, origin, f"{shown}:{line_of_fault}") from error
         yield _object(value, origin)
         position = _skip_blank(text, position)
         if in_list:

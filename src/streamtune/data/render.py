@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from streamtune.data.chat import ChatRenderer, ChatTurn
+from streamtune.data.renderings import require_template
 from streamtune.data.rows import Content, Conversation, Document, PromptCompletion
 from streamtune.errors import ArgumentError, DataError
 from streamtune.labels import IGNORE_INDEX
@@ -21,8 +22,6 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 __all__ = ["TRAIN_ON", "Rendered", "RowRenderer"]
-
-"""Label of a token that is not trained on; the value PyTorch's and Hugging Face's losses skip."""
 
 TRAIN_ON = ("assistant", "completion", "all")
 """``assistant``: every assistant turn; ``completion``: the last one; ``all``: every token of a row."""
@@ -57,7 +56,7 @@ class RowRenderer:
         self._tokenizer = tokenizer
         self._train_on = train_on
         self._notify = notify
-        self._told: set[str] = set()
+        self._noted: set[str] = set()
         self._chat = ChatRenderer(tokenizer)
 
     def __call__(self, content: Content, origin: str) -> Rendered:
@@ -81,18 +80,13 @@ class RowRenderer:
         return rendered
 
     def _conversation(self, content: Conversation, origin: str) -> Rendered:
-        if not self._tokenizer.chat_template:
-            raise DataError(
-                "the row is a conversation and the tokenizer has no chat template",
-                where=origin,
-                mend="set chat_template in the recipe: chatml, the path of a Jinja file, or the template itself",
-            )
+        require_template(self._tokenizer, "row", origin)
         trained = self._trained_messages(content)
         if self._train_on != "all" and not trained:
             raise DataError("no assistant message of the row is trained on", where=origin, mend="remove the row")
         chat = self._chat.render(content.messages, content.tools, trained, origin)
         if not chat.ends:
-            self._tell("the chat template ends answers without a special token: the model does not learn where to stop")
+            self._note("the chat template ends answers without a special token: the model does not learn where to stop")
         # As apply_chat_template does: the template has written the special tokens already.
         encoding = self._tokenizer(chat.text, add_special_tokens=False, **self._tokenizer_options())
         ids, turns = list(encoding["input_ids"]), chat.turns
@@ -132,7 +126,7 @@ class RowRenderer:
         """Return the tokens with labels, the end token behind them and trained on."""
         end = self._tokenizer.eos_token_id
         if end is None:
-            self._tell("the tokenizer has no end token: rows end without one and the model does not learn to stop")
+            self._note("the tokenizer has no end token: rows end without one and the model does not learn to stop")
         elif ids and ids[-1] == end:
             trained = [*trained[:-1], True]  # the tokenizer puts its own
         else:
@@ -184,9 +178,9 @@ class RowRenderer:
             trained[borders[0] : borders[1]] = [True] * (borders[1] - borders[0])
         return trained
 
-    def _tell(self, message: str) -> None:
-        if message not in self._told:
-            self._told.add(message)
+    def _note(self, message: str) -> None:
+        if message not in self._noted:
+            self._noted.add(message)
             self._notify(message)
 
 

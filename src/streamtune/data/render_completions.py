@@ -21,9 +21,9 @@ from typing import TYPE_CHECKING, Any
 from streamtune.data.preferences import Answers
 from streamtune.data.records import Tree
 from streamtune.data.render import RowRenderer
+from streamtune.data.renderings import check_unicode, render_messages, require_template
 from streamtune.errors import DataError
 from streamtune.labels import IGNORE_INDEX
-from streamtune.templates import TemplateRefusalError, render_chat
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -107,24 +107,6 @@ class PromptRenderer:
         return ids
 
     def _messages(self, messages: list[dict[str, Any]], tools: Any, origin: str) -> list[int]:
-        if not self._tokenizer.chat_template:
-            raise DataError(
-                "the prompt is a conversation and the tokenizer has no chat template",
-                where=origin,
-                mend="set chat_template in the recipe: chatml, the path of a Jinja file, or the template itself",
-            )
-        try:
-            text = render_chat(self._tokenizer, messages, tools=tools, add_generation_prompt=True)
-        except TemplateRefusalError as error:
-            raise DataError(
-                f"the chat template refuses the conversation: {error.what}",
-                where=origin,
-                mend="mend the row, or set chat_template to a template that takes it",
-            ) from error
-        try:
-            text.encode()
-        except UnicodeEncodeError as error:
-            raise DataError(
-                "the conversation holds half a surrogate pair, which is no character", where=origin
-            ) from error
+        require_template(self._tokenizer, "prompt", origin)
+        text = check_unicode(render_messages(self._tokenizer, messages, tools, origin, generation=True), origin)
         return list(self._tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"])

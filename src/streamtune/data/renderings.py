@@ -12,7 +12,15 @@ from streamtune.templates import TemplateRefusalError, render_chat
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-__all__ = ["Message", "Renderings", "common_prefix", "opened_reasoning"]
+__all__ = [
+    "Message",
+    "Renderings",
+    "check_unicode",
+    "common_prefix",
+    "opened_reasoning",
+    "render_messages",
+    "require_template",
+]
 
 Message = dict[str, Any]
 
@@ -22,6 +30,50 @@ _END_GENERATION = re.compile(r"\{%([-+]?)\s*endgeneration\s*([-+]?)%\}")
 
 _KEPT_RENDERINGS = 4
 """A turn needs its prompt, its history, itself and the prompt behind the whole chat."""
+
+
+def require_template(tokenizer: PreTrainedTokenizerBase, noun: str, origin: str) -> None:
+    """Raise unless the tokenizer has a chat template for a conversation, which ``noun`` names: a row or a prompt."""
+    if not tokenizer.chat_template:
+        raise DataError(
+            f"the {noun} is a conversation and the tokenizer has no chat template",
+            where=origin,
+            mend="set chat_template in the recipe: chatml, the path of a Jinja file, or the template itself",
+        )
+
+
+def render_messages(
+    tokenizer: PreTrainedTokenizerBase,
+    messages: list[Message],
+    tools: Any,
+    origin: str,
+    *,
+    generation: bool,
+    template: str | None = None,
+) -> str:
+    """Render a conversation by the chat template, or by another one.
+
+    Raises:
+        DataError: The template refuses the conversation.
+        TemplateLimitError: The template takes too much time or memory.
+    """
+    try:
+        return render_chat(tokenizer, messages, tools=tools, template=template, add_generation_prompt=generation)
+    except TemplateRefusalError as error:
+        raise DataError(
+            f"the chat template refuses the conversation: {error.what}",
+            where=origin,
+            mend="mend the row, or set chat_template to a template that takes it",
+        ) from error
+
+
+def check_unicode(text: str, origin: str) -> str:
+    """Return the text of a rendered conversation; raise if it is no valid Unicode."""
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        raise DataError("the conversation holds half a surrogate pair, which is no character", where=origin) from error
+    return text
 
 
 class Renderings:
@@ -44,29 +96,16 @@ class Renderings:
         self._tools = tools
         self._origin = origin
         self._cache: dict[tuple[int, bool], str | None] = {}
-        self.text = self._render(messages)
-        try:
-            self.text.encode()
-        except UnicodeEncodeError as error:
-            raise DataError(
-                "the conversation holds half a surrogate pair, which is no character", where=origin
-            ) from error
+        self.text = check_unicode(self._render(messages), origin)
 
     def answers(self) -> list[int]:
         """Return the indices of the assistant messages."""
         return [index for index, message in enumerate(self.messages) if message["role"] == "assistant"]
 
     def _render(self, messages: list[Message], *, generation: bool = False, template: str | None = None) -> str:
-        try:
-            return render_chat(
-                self._tokenizer, messages, tools=self._tools, template=template, add_generation_prompt=generation
-            )
-        except TemplateRefusalError as error:
-            raise DataError(
-                f"the chat template refuses the conversation: {error.what}",
-                where=self._origin,
-                mend="mend the row, or set chat_template to a template that takes it",
-            ) from error
+        return render_messages(
+            self._tokenizer, messages, self._tools, self._origin, generation=generation, template=template
+        )
 
     def try_render(self, messages: list[Message], *, generation: bool = False) -> str | None:
         """Render a part or a variation of the conversation; None if the template refuses it."""

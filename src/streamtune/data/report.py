@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from array import array
+from collections.abc import Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 
 __all__ = ["CompletionReport", "DataReport", "length_percentiles"]
 
@@ -48,16 +49,7 @@ class DataReport:
 
     def describe(self) -> str:
         """Return the report in one line, without counts of zero."""
-        parts = [f"{self.rows:,} rows"]
-        if self.kept != self.rows:
-            parts.append(f"{self.kept:,} kept")
-        named = {"dropped": self.dropped, "truncated": self.truncated, "split": self.split}
-        parts += [f"{count:,} {name}" for name, count in named.items() if count]
-        if self.pieces_dropped:
-            parts.append(f"{self.pieces_dropped:,} pieces without trained tokens dropped")
-        parts.append(f"{self.train_examples:,} to train on")
-        if self.validation_examples:
-            parts.append(f"{self.validation_examples:,} held out")
+        parts = _describe_rows(self, pieces_dropped=self.pieces_dropped)
         if self.packs:
             parts.append(f"packed into {self.packs:,} sequences, {self.pack_fill:.1%} full")
         parts.append(f"{self.tokens:,} tokens, {self.supervised_tokens:,} of them trained")
@@ -65,7 +57,7 @@ class DataReport:
         return "; ".join(parts)
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class CompletionReport:
     """Counts of rows, trees and tokens. ``rows = kept + dropped``; of every kept row one tree or prompt is made."""
 
@@ -77,13 +69,13 @@ class CompletionReport:
     """kept rows that lost the beginning of their prompt or the end of a completion (``overlength: truncate``)"""
     dropped: int
     """rows left out, for whatever reason"""
-    identical: int
+    identical: int = 0
     """those of them whose answers are the same (``identical_pairs: drop``, or nothing else was left after a cut)"""
     train_examples: int
     """trees or prompts to train on"""
     validation_examples: int
     """those held out"""
-    completions: int
+    completions: int = 0
     """completions of all trees; 0 of prompts"""
     tokens: int
     """tokens of all trees, each completion with its own copy of the prompt; of prompts their tokens"""
@@ -95,10 +87,10 @@ class CompletionReport:
     """prompt and longest completion of every row as rendered: what ``max_length`` is compared with"""
     prompt_lengths: dict[str, int]
     """tokens of the prompts as rendered, before anything was cut"""
-    completion_lengths: dict[str, dict[str, int]]
+    completion_lengths: dict[str, dict[str, int]] = field(default_factory=dict)
     """tokens of the completions as rendered, by what they are: ``chosen`` and ``rejected``, or ``desirable`` and
     ``undesirable``"""
-    tree_lengths: dict[str, int]
+    tree_lengths: dict[str, int] = field(default_factory=dict)
     """positions of a kept tree with a shared prompt; empty of prompts"""
     negative_margins: int = 0
     """pairs whose chosen answer has the lower score"""
@@ -111,14 +103,7 @@ class CompletionReport:
 
     def describe(self) -> str:
         """Return the report in one line, without counts of zero."""
-        parts = [f"{self.rows:,} rows"]
-        if self.kept != self.rows:
-            parts.append(f"{self.kept:,} kept")
-        named = {"dropped": self.dropped, "truncated": self.truncated}
-        parts += [f"{count:,} {name}" for name, count in named.items() if count]
-        parts.append(f"{self.train_examples:,} to train on")
-        if self.validation_examples:
-            parts.append(f"{self.validation_examples:,} held out")
+        parts = _describe_rows(self)
         parts.append(f"prompts {_range(self.prompt_lengths)}")
         parts += [f"{name} {_range(lengths)}" for name, lengths in self.completion_lengths.items()]
         if self.completions:
@@ -130,12 +115,28 @@ class CompletionReport:
         return "; ".join(parts)
 
 
+def _describe_rows(report: DataReport | CompletionReport, pieces_dropped: int = 0) -> list[str]:
+    """Return the counts of rows, phrase by phrase, without counts of zero."""
+    counts = {
+        "kept": 0 if report.kept == report.rows else report.kept,
+        "dropped": report.dropped,
+        "truncated": report.truncated,
+        "split": report.split,
+        "pieces without trained tokens dropped": pieces_dropped,
+    }
+    parts = [f"{report.rows:,} rows", *(f"{count:,} {name}" for name, count in counts.items() if count)]
+    parts.append(f"{report.train_examples:,} to train on")
+    if report.validation_examples:
+        parts.append(f"{report.validation_examples:,} held out")
+    return parts
+
+
 def _range(lengths: dict[str, int]) -> str:
     return f"{lengths['min']:,} to {lengths['max']:,}, median {lengths['p50']:,}"
 
 
-def length_percentiles(lengths: npt.NDArray[np.int64]) -> dict[str, int]:
+def length_percentiles(lengths: Sequence[int] | array[int]) -> dict[str, int]:
     """Return the shortest, median, upper percentiles and longest of row lengths in tokens, each of an actual row."""
     points = {"min": 0, "p50": 50, "p90": 90, "p95": 95, "p99": 99, "max": 100}
-    values = np.percentile(lengths, list(points.values()), method="higher")
+    values = np.percentile(np.array(lengths, dtype=np.int64), list(points.values()), method="higher")
     return {name: int(value) for name, value in zip(points, values, strict=True)}

@@ -6,6 +6,11 @@
     prompt_completion   prompt, completion: two strings, or two lists of messages  -> Completion or Conversation
     text                text                                                       -> Document
 
+Of prompts that completions are yet to be written for, the normal form is text or a list of messages:
+
+    prompts             prompt: a string or a list of messages                     the prompt as it stands
+    messages            messages: [{role, content, ...}]                           without its last answer
+
 A row that does not fit is a ``DataError`` that names the row, what is missing and what is there.
 """
 
@@ -15,20 +20,33 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from streamtune.data.cells import column_names, has_roles, kind_of, parsed_cell, parsed_messages, tools_of
+from streamtune.data.cells import (
+    TextOrMessages,
+    check_order,
+    column_names,
+    has_roles,
+    kind_of,
+    parsed_cell,
+    parsed_messages,
+    text_or_messages,
+    tools_of,
+)
 from streamtune.data.messages import check_message, from_sharegpt, text_field
 from streamtune.data.readers import Row
 from streamtune.errors import DataError, did_you_mean
 
 __all__ = [
+    "PROMPT_TYPES",
     "ROW_TYPES",
     "Content",
     "Conversation",
     "Document",
     "PromptCompletion",
+    "detect_prompt_type",
     "detect_type",
     "looks_like",
     "normalise",
+    "prompt_of",
 ]
 
 
@@ -72,6 +90,9 @@ REQUIRED_COLUMNS: dict[str, tuple[tuple[str, ...], ...]] = {
 
 ROW_TYPES = tuple(REQUIRED_COLUMNS)
 """Names a recipe's ``type`` may have, besides ``auto``."""
+
+PROMPT_TYPES = ("prompts", "messages")
+"""The same of prompts that completions are yet to be written for."""
 
 
 def detect_type(row: Row) -> str:
@@ -211,3 +232,51 @@ _NORMALISERS: dict[str, Callable[[Row], Content]] = {
     "alpaca": _alpaca,
     "text": _text,
 }
+
+
+# --- prompts ----------------------------------------------------------------------------------------------------------
+
+_COLUMN = {"prompts": "prompt", "messages": "messages"}
+
+
+def detect_prompt_type(row: Row) -> str:
+    """Return the type of prompts a row looks like.
+
+    Raises:
+        DataError: It looks like none.
+    """
+    for row_type, column in _COLUMN.items():
+        if column in row.columns:
+            return row_type
+    raise DataError(
+        f"there is no prompt in the columns {column_names(row.columns)}",
+        where=row.origin,
+        mend="a row needs 'prompt' or 'messages'; rename the column",
+    )
+
+
+def prompt_of(row: Row, row_type: str) -> TextOrMessages:
+    """Return the prompt of a row.
+
+    Raises:
+        DataError: There is none, it is malformed, or it ends with an assistant message.
+    """
+    column = _COLUMN[row_type]
+    if row.columns.get(column) is None:
+        raise DataError(
+            f"the prompt is missing: a '{row_type}' row needs the column '{column}', this one has "
+            f"{column_names(row.columns)}",
+            where=row.origin,
+        )
+    prompt = text_or_messages(row.columns, column, row.origin)
+    if isinstance(prompt, str):
+        if row_type == "messages":
+            raise DataError("'messages' must be a list of messages, it is a string", where=row.origin)
+        return prompt
+    check_order(prompt, column, row.origin)
+    if row_type == "messages" and prompt[-1]["role"] == "assistant":
+        prompt = prompt[:-1]
+    if not prompt or prompt[-1]["role"] == "assistant":
+        mend = "type: messages takes the last answer off" if row_type == "prompts" else "remove the row"
+        raise DataError(f"'{column}' asks nothing: it ends with what the assistant says", where=row.origin, mend=mend)
+    return prompt

@@ -53,6 +53,11 @@ class Source:
     where: str = ""
     """place of this entry in the recipe, ``file:line``; named when the path is wrong"""
 
+    @property
+    def place(self) -> str:
+        """Return the place that an error names: ``where``, or the path of a source that no recipe names."""
+        return self.where or self.path
+
 
 def read_rows(source: Source) -> Iterator[Row]:
     """Read the rows of a source, ``max_rows`` of them at most.
@@ -65,7 +70,7 @@ def read_rows(source: Source) -> Iterator[Row]:
         empty = False
         yield row
     if empty:
-        raise DataError(f"'{source.path}' has no rows", where=source.where or source.path)
+        raise DataError(f"'{source.path}' has no rows", where=source.place)
 
 
 def typed_rows(
@@ -91,7 +96,7 @@ def typed_rows(
             reader = READ_BY.get(row_type)
             raise DataError(
                 f"rows of type '{row_type}' are read by {reader}" if reader else f"unknown row type '{row_type}'",
-                where=source.where or source.path,
+                where=source.place,
                 mend=f"{'here ' if reader else ''}use {', '.join(('auto', *known))}",
             )
         for row in read_rows(source):
@@ -110,9 +115,7 @@ def _all_rows(source: Source) -> Iterator[Row]:
     try:
         files = _local_files(source)
     except OSError as error:
-        raise DataError(
-            f"cannot look at '{source.path}': {error.strerror or error}", where=source.where or source.path
-        ) from error
+        raise DataError(f"cannot look at '{source.path}': {error.strerror or error}", where=source.place) from error
     if files is None:
         yield from _hub_rows(source)
     else:
@@ -126,16 +129,15 @@ def _check_choices(source: Source, names: Sequence[str]) -> None:
     Raises:
         DataError: It has no such split or no such part.
     """
-    where = source.where or source.path
     if source.split != "train":
         raise DataError(
             f"'{source.path}' is built in and has no split '{source.split}'",
-            where=where,
+            where=source.place,
             mend="leave out 'split'; hold rows out with val_size",
         )
     if source.name is not None and source.name not in names:
         mend = did_you_mean(source.name, names) or (f"use {', '.join(names)}" if names else "leave out 'name'")
-        raise DataError(f"'{source.path}' is built in and has no part '{source.name}'", where=where, mend=mend)
+        raise DataError(f"'{source.path}' is built in and has no part '{source.name}'", where=source.place, mend=mend)
 
 
 def _local_files(source: Source) -> list[tuple[Path, str]] | None:
@@ -153,21 +155,21 @@ def _local_files(source: Source) -> list[tuple[Path, str]] | None:
         if not files:
             raise DataError(
                 f"the folder '{source.path}' holds no data file",
-                where=source.where or source.path,
+                where=source.place,
                 mend=f"it may hold {', '.join(READERS)}",
             )
     elif re.search(r"[*?\[]", source.path):
         files = [(file, str(file)) for file in sorted(_glob(path)) if file.is_file()]
         if not files:
-            raise DataError(f"no file matches '{source.path}'", where=source.where or source.path)
+            raise DataError(f"no file matches '{source.path}'", where=source.place)
     elif _looks_like_hub_name(source.path):
         return None
     else:
-        raise DataError(f"there is no file '{source.path}'", where=source.where or source.path, mend=_nearest(path))
+        raise DataError(f"there is no file '{source.path}'", where=source.place, mend=_nearest(path))
     if source.split != "train" or source.name is not None:
         raise DataError(
             f"'{source.path}' is local: a local file has no split and no configuration",
-            where=source.where or source.path,
+            where=source.place,
             mend="leave out 'split' and 'name'; hold rows out with val_size",
         )
     return files
@@ -210,7 +212,7 @@ def _hub_rows(source: Source) -> Iterator[Row]:
         except Exception as error:  # the library raises its own, the network's and the builder script's errors
             raise DataError(
                 f"cannot load the dataset '{source.path}': {_first_line(error)}",
-                where=source.where or source.path,
+                where=source.place,
                 mend="it is no local file; for the hub, check its name, 'name' and 'split', access and the network",
             ) from error
     shown = f"{source.path}[{source.split}]"
@@ -225,7 +227,7 @@ def _refuse_formats(source: Source) -> None:
     if source.path in _PACKAGED_DATASETS_MODULES or "::" in source.path:
         raise DataError(
             f"'{source.path}' is a file format of the datasets library, not a dataset",
-            where=source.where or source.path,
+            where=source.place,
             mend="name the file itself",
         )
 
