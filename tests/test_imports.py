@@ -21,7 +21,7 @@ PACKAGE = Path(streamtune.__file__).parent
 FILES = sorted(PACKAGE.rglob("*.py"))
 
 ORDER = (
-    "__version__ errors interrupts paths quiet secrets streams palette sizes network schedule | templates ops | recipe "
+    "__version__ errors interrupts paths quiet child secrets streams palette sizes network schedule | templates ops | recipe "
     "| engine | objectives rewards rollout | data models | optim train | simulate | plan | distributed | tasks | run "
     "| probe | verify | bench | cli | __init__ __main__"
 )
