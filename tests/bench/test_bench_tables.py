@@ -16,8 +16,8 @@ from typer.testing import CliRunner
 
 from streamtune import Schedule
 from streamtune.bench import Job, TableReport, draw_table, longest, markdown, run_table
-from streamtune.bench.ablation import ablation_entries
-from streamtune.bench.longest import Budget, length_entries, longest_by
+from streamtune.bench.entries import ablation_entries, length_entries
+from streamtune.bench.longest import Budget, longest_by
 from streamtune.bench.modes import WAYS
 from streamtune.bench.sharing import SHARING
 from streamtune.bench.subject import Case, Subject

@@ -11,8 +11,7 @@ import pytest
 
 from streamtune import Schedule
 from streamtune.bench import BenchReport, BenchRow, TableReport, markdown
-from streamtune.bench.ablation import ablation_entries
-from streamtune.bench.longest import length_entries
+from streamtune.bench.entries import ablation_entries, length_entries
 from streamtune.bench.sharing import SHARING
 from streamtune.bench.tables import Entry, TableName, TableRow
 from streamtune.cli.bench_screens import bench_screen, describe_bench, table_screen
@@ -99,6 +98,18 @@ def test_a_table(table: TableName, capsys: pytest.CaptureFixture[str]) -> None:
         check_golden(GOLDEN / f"{table}-{width}.txt", screen(width, lambda: table_screen(report), capsys))
     check_golden(GOLDEN / f"{table}.md", markdown(report))
     check_golden(GOLDEN / f"{table}.json", json.dumps(report.to_json(), indent=1) + "\n")
+
+
+@pytest.mark.parametrize("table", get_args(TableName))
+def test_a_table_of_rows_that_all_failed(table: TableName, capsys: pytest.CaptureFixture[str]) -> None:
+    report = report_of(table)
+    report.rows = [
+        TableRow(row.mode, row.length, row.label, row.section, error=f"out of memory {place}")
+        for place, row in enumerate(report.rows)
+    ]
+    shown = screen(200, lambda: table_screen(report), capsys)
+    for text in (shown, markdown(report)):
+        assert all(text.count(f"out of memory {place}") >= 1 for place in range(len(report.rows)))
 
 
 def test_the_entries_of_the_tables_that_compare_schedules() -> None:

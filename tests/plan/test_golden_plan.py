@@ -33,14 +33,12 @@ RECIPE: dict[str, Any] = {
 }
 PAIRS = {**RECIPE, "objective": "dpo", "max_length": 8192, "datasets": [{"path": "rows.jsonl", "type": "preference"}]}
 DEVICE = ["--device", "rtx-4090", "--host-memory", "8GiB"]
+SHARDED = ["--set", "deepspeed=zero3", "--set", "sequence_parallel_size=2"]
 CASES: dict[str, tuple[dict[str, Any], list[str]]] = {
     "chosen": (RECIPE, [*DEVICE, "--set", "engine.device_memory=6GiB"]),
     "fixed": (RECIPE, [*DEVICE, "--set", "engine.chunk_size=2048", "--set", "engine.offload=host"]),
     "pairs": (PAIRS, DEVICE),
-    "ranks": (
-        RECIPE,
-        [*DEVICE, "--ranks", "4", "--nodes", "2", "--set", "deepspeed=zero3", "--set", "sequence_parallel_size=2"],
-    ),
+    "ranks": (RECIPE, [*DEVICE, "--ranks", "4", "--nodes", "2", *SHARDED]),
 }
 
 

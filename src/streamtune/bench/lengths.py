@@ -11,7 +11,8 @@ from typing import Any
 import torch
 
 from streamtune import interrupts
-from streamtune.bench.longest import Budget, TryLength, length_entries, longest_by
+from streamtune.bench.entries import length_entries
+from streamtune.bench.longest import Budget, TryLength, longest_by
 from streamtune.bench.subject import Job, env_of
 from streamtune.bench.tables import Entry, TableReport
 from streamtune.bench.tabulate import fill

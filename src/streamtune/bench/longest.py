@@ -1,20 +1,16 @@
-"""The rows of a table of longest sequences, and the search for each."""
+"""Search for the longest sequence of each row of a table."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
-from typing import Any
 
-from streamtune.bench.subject import Case
-from streamtune.bench.tables import DEFAULT, Entry, TableRow
+from streamtune.bench.tables import Entry, TableRow
 from streamtune.bench.tabulate import MeasureGroup
 from streamtune.plan.search import Attempt, Range, search_largest
 from streamtune.probe.trial import Outcome
-from streamtune.schedule import Schedule
-from streamtune.simulate.workload import LABELS
 
-__all__ = ["Budget", "TryLength", "length_entries", "longest_by"]
+__all__ = ["Budget", "TryLength", "longest_by"]
 
 WITHIN = Range(first=2048, least=256, most=1 << 27, step=256, grain=64)
 """Tokens: where to begin, where to stop; a multiple of the grain."""
@@ -52,31 +48,6 @@ def _rounded(size: int) -> str:
         if size >= unit:
             return f"{size / unit:.4g} {name}"
     return f"{size:,} B"
-
-
-def length_entries(schedule: Schedule, folder: str) -> list[Entry]:
-    """Return entries of plain autograd, gradient checkpointing, and streaming by several schedules.
-
-    Args:
-        schedule: The schedule that the others differ from in the fields that their labels name.
-        folder: Directory for the file of a schedule that offloads to disk.
-    """
-    host, disk = {"offload": "host"}, {"offload": "disk", "offload_dir": folder}
-    least = {"levels": 2, "stream_grads": True}
-    changes: dict[str, dict[str, Any]] = {
-        DEFAULT: {},
-        "attention outputs kept": {"keep_attention": "device"},
-        "two levels": {"levels": 2},
-        "layer inputs on host": host,
-        "layer inputs and gradients on host": {**host, "stream_grads": True},
-        "two levels, on host": {**host, **least},
-        "layer inputs and gradients on disk": {**disk, "stream_grads": True},
-        "two levels, on disk": {**disk, **least},
-    }
-    entries = [Entry(Case(mode, 0, schedule), LABELS[mode]) for mode in ("plain", "checkpoint")]
-    for label, changed in changes.items():
-        entries.append(Entry(Case("stream", 0, replace(schedule, **changed)), label))
-    return entries
 
 
 def longest_by(attempt: TryLength, budget: Budget, notify: Callable[[str], None]) -> MeasureGroup:

@@ -1,15 +1,25 @@
-"""Readable tables: the columns of each, as cells for a screen, and the page that is written next to the figures."""
+"""The tables by name: rows, columns, notes and plot of each, for a screen, a page and a picture."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
 
+from streamtune.bench import plots
+from streamtune.bench.entries import ablation_entries, mode_entries, sharing_entries
+from streamtune.bench.modes import WAYS
 from streamtune.bench.sharing import COMPLETIONS, SHARING
-from streamtune.bench.tables import TABLES, TableName, TableReport, TableRow
-from streamtune.simulate.workload import LABELS, MODES
+from streamtune.bench.tables import Entry, TableName, TableReport, TableRow
+from streamtune.palette import save
+from streamtune.schedule import Schedule
+from streamtune.simulate.workload import LABELS, MODES, Mode
 
-__all__ = ["Column", "cells", "columns", "describe", "markdown", "notes"]
+__all__ = ["TABLES", "Column", "Table", "Wanted", "cells", "columns", "draw_table", "markdown", "notes"]
+
+TURNS = 4
+"""Schedules of an ablation that take turns with what they are compared with."""
 
 HEADS = {
     "activations": "activ.",
@@ -39,21 +49,74 @@ class Column:
     page: bool = False
 
 
+@dataclass(frozen=True)
+class Wanted:
+    """The request for a table's rows.
+
+    Attributes:
+        lengths: Tokens of a row, or of a prompt that is shared.
+        modes: Modes that can run here.
+        schedule: The recipe's schedule.
+        layers: Decoder layers of the model.
+        folder: Directory for files of schedules that offload to disk.
+    """
+
+    lengths: Sequence[int]
+    modes: Sequence[Mode]
+    schedule: Schedule
+    layers: int
+    folder: str
+
+
+@dataclass(frozen=True)
+class Table:
+    """The declaration of a table.
+
+    Attributes:
+        title: Its heading.
+        columns: Returns the columns of its figures; those of names and errors are the same in all tables.
+        note: Returns the meaning of the columns.
+        draw: Draws it into a figure of matplotlib.
+        groups: Returns the rows to measure, in groups whose steps alternate; None if they are not measured by steps.
+        rows: Heading of the column of names: ``mode``, or that of the labels.
+        lengths: Heading of the column of lengths; empty if it is left out where there is only one length.
+        compares_modes: True if its rows are modes, of which some may not run here; peers are explained then.
+        timed: True if steps are timed.
+        memory: True if the memory of a step is measured.
+    """
+
+    title: str
+    columns: Callable[[TableReport], list[Column]]
+    note: Callable[[TableReport], str]
+    draw: Callable[[TableReport, Any], None]
+    groups: Callable[[Wanted], list[list[Entry]]] | None = None
+    rows: str = "schedule"
+    lengths: str = ""
+    compares_modes: bool = False
+    timed: bool = True
+    memory: bool = True
+
+    def absent(self, modes: Sequence[Mode], device_type: str) -> dict[str, str]:
+        """Return the modes that cannot run on such a device, with the reason."""
+        lacks = {mode: WAYS[mode].lacks(device_type) for mode in modes} if self.compares_modes else {}
+        return {mode: why for mode, why in lacks.items() if why}
+
+
 def columns(report: TableReport) -> list[Column]:
     """Return the columns of a table, those that would be empty left out."""
-    lengths = {row.length for row in report.rows}
-    found = [Column("mode", lambda row: row.mode, right=False)]
-    if report.table in ("ablation", "max-length", "prefix-sharing"):
-        name = "rows" if report.table == "prefix-sharing" else "schedule"
-        found = [Column(name, lambda row: row.label, right=False)]
-    if report.table in ("bp-time", "memory", "prefix-sharing") or len(lengths) > 1:
-        found.insert(
-            0, Column("prompt" if report.table == "prefix-sharing" else "tokens", lambda row: f"{row.length:,}")
-        )
-    found += _COLUMNS[report.table](report)
-    found += [Column("loss", lambda row: _error(report, row, "loss"))]
-    found += [Column("grad", lambda row: _error(report, row, "gradient norm"), page=report.table == "memory")]
-    return [column for column in found if any(column.cell(row) for row in report.rows)]
+    table, lengths = TABLES[report.table], {row.length for row in report.rows}
+    names = [Column(table.rows, lambda row: row.mode if table.compares_modes else row.label, right=False)]
+    if table.lengths or len(lengths) > 1:
+        names.insert(0, Column(table.lengths or "tokens", lambda row: f"{row.length:,}"))
+    figures = [
+        *table.columns(report),
+        Column("loss", lambda row: _error(report, row, "loss")),
+        Column("grad", lambda row: _error(report, row, "gradient norm"), page=report.table == "memory"),
+    ]
+    shown = [column for column in figures if any(column.cell(row) for row in report.rows)]
+    if report.rows and not any(not column.page for column in shown):  # a place for the errors of rows that all failed
+        shown.append(Column("error", lambda row: row.error, right=False))
+    return [column for column in names if any(column.cell(row) for row in report.rows)] + shown
 
 
 def _time(report: TableReport) -> list[Column]:
@@ -126,15 +189,6 @@ def _sharing(report: TableReport) -> list[Column]:
     ]
 
 
-_COLUMNS: dict[TableName, Callable[[TableReport], list[Column]]] = {
-    "bp-time": _time,
-    "memory": _memory,
-    "ablation": _ablation,
-    "max-length": _longest,
-    "prefix-sharing": _sharing,
-}
-
-
 def _times(report: TableReport, row: TableRow) -> str:
     """Return how many times as long a sequence fits as with gradient checkpointing."""
     base = next((r.max_length for r in report.rows if r.mode == "checkpoint"), None)
@@ -149,48 +203,57 @@ def _elsewhere(report: TableReport) -> list[Column]:
     ]
 
 
-def describe(report: TableReport) -> str:
-    """Return one line on the model and the machine."""
-    env = report.env
-    million = env["parameters"] / 1e6
-    size = f"{million / 1000:.1f}B" if million >= 1000 else f"{million:.1f}M"
-    model = f"{size} parameters, {env['layers']} layers, {env['dtype']}"
-    machine = (
-        f"{env['device']}, {env['threads']} thread{'s' * (env['threads'] > 1)}"
-        if env["device_type"] == "cpu"
-        else env["device"]
-    )
-    return f"{model}, batch {env['batch_size']}; {machine}, torch {env['torch']}"
-
-
 def notes(report: TableReport) -> list[str]:
     """Return the meaning of the columns, the peers that are compared with, and those that are not in the table."""
-    unit, _ = report.unit
-    said = {
-        "bp-time": "Seconds are medians; time is to gradient checkpointing, the median over steps that took turns.",
-        "memory": f"{unit}. The parts are those of the peak; most activ. is what activations come to at their own peak "
-        "(beyond weights, gradients and layer inputs), no head the same of a step without the head.",
-        "ablation": "Times are to gradient checkpointing and to the recipe's schedule, medians over steps that took "
-        f"turns. Peak, activations (beyond weights, gradients and layer inputs), host and disk in {unit}.",
-        "max-length": ("Simulated, 5% of the budget left free. " if report.env["device_type"] == "meta" else "")
-        + f"Tokens of the longest sequence whose step fits {report.asked.get('budget')}, within 1% or 256 "
-        f"tokens. Peak, host and disk in {unit}.",
-        "prefix-sharing": f"{COMPLETIONS} completions, each a fourth as long as the prompt; the loss is over their "
-        f"tokens. Time and memory (peak, in {unit}) are to {SHARING['batch']}; times are medians over steps that took "
-        "turns.",
-    }[report.table]
-    exact = "Loss and grad are how far the loss and the norm of the gradient are from plain autograd's, relative."
-    lines = [said, exact] if any(report.errors_of(row) for row in report.rows) else [said]
-    if report.table in ("bp-time", "memory"):
+    table = TABLES[report.table]
+    lines = [table.note(report)]
+    if any(report.errors_of(row) for row in report.rows):
+        lines.append(
+            "Loss and grad are how far the loss and the norm of the gradient are from plain autograd's, relative."
+        )
+    if table.compares_modes:
         peers = dict.fromkeys(row.mode for row in report.rows if row.mode not in MODES)
         lines += [f"{mode}: {LABELS[mode]}." for mode in peers]
     return lines + [f"{mode}: {why}." for mode, why in report.absent.items()]
 
 
+def _time_note(report: TableReport) -> str:
+    return "Seconds are medians; time is to gradient checkpointing, the median over steps that took turns."
+
+
+def _memory_note(report: TableReport) -> str:
+    return (
+        f"{report.unit[0]}. The parts are those of the peak; most activ. is what activations come to at their own peak "
+        "(beyond weights, gradients and layer inputs), no head the same of a step without the head."
+    )
+
+
+def _ablation_note(report: TableReport) -> str:
+    return (
+        "Times are to gradient checkpointing and to the recipe's schedule, medians over steps that took turns. Peak, "
+        f"activations (beyond weights, gradients and layer inputs), host and disk in {report.unit[0]}."
+    )
+
+
+def _longest_note(report: TableReport) -> str:
+    simulated = "Simulated, 5% of the budget left free. " if report.env["device_type"] == "meta" else ""
+    return (
+        f"{simulated}Tokens of the longest sequence whose step fits {report.asked.get('budget')}, within 1% or 256 "
+        f"tokens. Peak, host and disk in {report.unit[0]}."
+    )
+
+
+def _sharing_note(report: TableReport) -> str:
+    return (
+        f"{COMPLETIONS} completions, each a fourth as long as the prompt; the loss is over their tokens. Time and "
+        f"memory (peak, in {report.unit[0]}) are to {SHARING['batch']}; times are medians over steps that took turns."
+    )
+
+
 def markdown(report: TableReport) -> str:
     """Return the page of a table: command, model and machine, the table, its meaning, the plot."""
     env, shown = report.env, columns(report)
-    lines = [f"# {TABLES[report.table]}", "", "```", report.command, "```", "", f"{describe(report)}."]
+    lines = [f"# {TABLES[report.table].title}", "", "```", report.command, "```", "", f"{report.describe()}."]
     lines += [f"transformers {env['transformers']}, Python {env['python']}."]
     lines += [f"The recipe's schedule: {report.asked['schedule_in_words']}.", ""]
     lines += ["| " + " | ".join(column.name for column in shown) + " |"]
@@ -208,7 +271,7 @@ def markdown(report: TableReport) -> str:
         f"Figures: [{report.stem}.json]({report.stem}.json).",
         "",
     ]
-    lines += [f"![{TABLES[report.table]}]({report.stem}.png)", ""]
+    lines += [f"![{TABLES[report.table].title}]({report.stem}.png)", ""]
     return "\n".join(lines)
 
 
@@ -241,3 +304,78 @@ def _shown(report: TableReport) -> Callable[[int | None], str]:
         return "" if value is None else f"{value / unit:,.0f}" if value >= 100 * unit else f"{value / unit:.1f}"
 
     return show
+
+
+# --- all tables -------------------------------------------------------------------------------------------------------
+
+
+def _mode_groups(wanted: Wanted) -> list[list[Entry]]:
+    return [mode_entries(wanted.modes, length, wanted.schedule) for length in wanted.lengths]
+
+
+def _ablation_groups(wanted: Wanted) -> list[list[Entry]]:
+    rows = [ablation_entries(wanted.schedule, length, wanted.layers, wanted.folder) for length in wanted.lengths]
+    return [part[start : start + TURNS] for part in rows for start in range(0, len(part), TURNS)]
+
+
+def _sharing_groups(wanted: Wanted) -> list[list[Entry]]:
+    return [sharing_entries(length, wanted.schedule) for length in wanted.lengths]
+
+
+TABLES: dict[TableName, Table] = {
+    "bp-time": Table(
+        "Forward and backward time by length",
+        _time,
+        _time_note,
+        plots.draw_time,
+        _mode_groups,
+        rows="mode",
+        lengths="tokens",
+        compares_modes=True,
+        memory=False,
+    ),
+    "max-length": Table("Longest sequence in a given memory", _longest, _longest_note, plots.draw_longest),
+    "memory": Table(
+        "Memory of a step by what it is",
+        _memory,
+        _memory_note,
+        plots.draw_memory,
+        _mode_groups,
+        rows="mode",
+        lengths="tokens",
+        compares_modes=True,
+        timed=False,
+    ),
+    "ablation": Table(
+        "What each choice of a schedule costs and saves",
+        _ablation,
+        _ablation_note,
+        plots.draw_ablation,
+        _ablation_groups,
+    ),
+    "prefix-sharing": Table(
+        "A prompt with several completions, streamed once or once for each",
+        _sharing,
+        _sharing_note,
+        plots.draw_sharing,
+        _sharing_groups,
+        rows="rows",
+        lengths="prompt",
+    ),
+}
+
+
+def draw_table(report: TableReport, path: Path) -> None:
+    """Draw a table.
+
+    Args:
+        report: The table.
+        path: The PNG; its folder exists.
+    """
+    from matplotlib.figure import Figure  # slow to import, and only needed here
+
+    table = TABLES[report.table]
+    figure = Figure(figsize=(11, 5.2), dpi=150, layout="constrained")
+    table.draw(report, figure)
+    figure.supxlabel(report.describe(), x=0.01, ha="left", color="#5d6470", fontsize=8)
+    save(figure, path, table.title)
