@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from streamtune.bench.subject import Job, Subject
+from streamtune.bench.subject import Job, MeasuredModel
 from streamtune.child import Child
 from streamtune.errors import RunError, StreamTuneError
 
@@ -17,7 +17,7 @@ __all__ = ["Worker"]
 
 
 class Worker:
-    """A process with a :class:`Subject`, whose methods it calls on request.
+    """A process with a :class:`MeasuredModel`, whose methods it calls on request.
 
     Attributes:
         failed: The reason why the last request has no answer; empty if it has one.
@@ -64,7 +64,7 @@ class Worker:
 
 def _serve(connection: Connection, job: Job) -> None:
     """Build the model once, then measure on request until the other end closes; this is the body of the process."""
-    subject: Subject | None = None
+    subject: MeasuredModel | None = None
     answer: dict[str, Any]
     while True:
         try:
@@ -72,7 +72,7 @@ def _serve(connection: Connection, job: Job) -> None:
         except EOFError:
             return
         try:
-            subject = subject or Subject(job)
+            subject = subject or MeasuredModel(job)
             answer = getattr(subject, request)(*args)
         except Exception as error:
             answer = _refusal(error)

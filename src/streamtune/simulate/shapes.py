@@ -11,12 +11,12 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-__all__ = ["Form", "Shapes", "form_of"]
+__all__ = ["ResultKind", "Shapes", "result_kind_of"]
 
 MOVES = {"resize_", "set_", "t_", "transpose_", "squeeze_", "unsqueeze_", "as_strided_", "swapaxes_", "detach_"}
 """Operators in place that leave their tensor in another form."""
 
-Form = Literal["in place", "new", "grouped", "other"]
+ResultKind = Literal["in place", "new", "grouped", "other"]
 """The result of an operator: its first argument, a tensor of its own, that of a grouped product, or something else."""
 
 
@@ -26,8 +26,8 @@ class Shapes:
     def __init__(self) -> None:
         self._known: dict[Any, tuple[torch.Size, tuple[int, ...], torch.dtype]] = {}
 
-    def call(self, func: Any, kind: Form, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Return ``func(*args, **kwargs)``, from the cache if it is there; ``kind`` is the :func:`form_of` ``func``."""
+    def call(self, func: Any, kind: ResultKind, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Return ``func(*args, **kwargs)``, from the cache if it is there; ``kind`` is :func:`result_kind_of` it."""
         if kind == "other":
             return func(*args, **kwargs)
         if kind == "in place":
@@ -48,7 +48,7 @@ class Shapes:
         return out
 
 
-def form_of(func: Any) -> Form:
+def result_kind_of(func: Any) -> ResultKind:
     """Return the way in which the form of an operator's result is found."""
     if func is torch.ops.aten._grouped_mm.default:
         return "grouped"

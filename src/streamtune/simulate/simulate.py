@@ -26,8 +26,8 @@ from streamtune.simulate.layout import kinds_of_layers, layout_of
 from streamtune.simulate.memory import ACTIVATION, ATTENTION, GRADIENT, HEAD, INPUT, KEYS, OPTIMIZER
 from streamtune.simulate.partition import Holdings
 from streamtune.simulate.scored import Scored
-from streamtune.simulate.shard import Strip, narrower, strip_of
-from streamtune.simulate.step import Step, fewer_layers, shortened, walk
+from streamtune.simulate.shard import RankShard, narrower, shard_of
+from streamtune.simulate.step import Step, fewer_layers, shortened, trace_step
 from streamtune.simulate.trace import COLUMNS, WORK
 from streamtune.simulate.workload import Workload
 
@@ -116,28 +116,28 @@ def simulate(workload: Workload, schedule: Schedule, *, full: bool = False) -> S
         UnsupportedModelError: The model cannot be streamed, or its step depends on values other than integers.
     """
     model: Any = workload.make_model().train()
-    fixed, strip = Holdings.of(model, workload), strip_of(model, workload.cluster)
+    fixed, shard = Holdings.of(model, workload), shard_of(model, workload.cluster)
     attempts = [(False, False)] if full else [(True, True), (True, False), (False, True), (False, False)]
     for layers, chunks in attempts:
         try:
-            with narrower(model, strip.size):
-                step = _walked(model, workload, strip, schedule, layers=layers, chunks=chunks)
+            with narrower(model, shard.size):
+                step = _walked(model, workload, shard, schedule, layers=layers, chunks=chunks)
             break
         except UnlikeError:  # steps of other lengths or depths run other operators
             continue
     size = (workload.tokens, workload.rows)
-    passing = {phase: strip.passing_bytes(model, *size, backward=phase == "backward") for phase in fixed.gathered}
-    return _told(step, fixed, strip, workload, passing, strip.keys_on_host(model, schedule, *size))
+    passing = {phase: shard.passing_bytes(model, *size, backward=phase == "backward") for phase in fixed.gathered}
+    return _told(step, fixed, shard, workload, passing, shard.keys_on_host(model, schedule, *size))
 
 
 def _walked(
-    model: Any, workload: Workload, strip: Strip, schedule: Schedule, *, layers: bool, chunks: bool
+    model: Any, workload: Workload, shard: RankShard, schedule: Schedule, *, layers: bool, chunks: bool
 ) -> Combined:
     """Simulate forward and backward of one micro-batch, the last, on one rank."""
     streamed = workload.mode == "stream"
-    scored, tokens = workload.scored, strip.tokens(workload.tokens)
+    scored, tokens = workload.scored, shard.tokens(workload.tokens)
     many = streamed and len(schedule.chunks(tokens)) > FEW
-    alike = scored is not None and strip.size == 1 and not (chunks and many)
+    alike = scored is not None and shard.size == 1 and not (chunks and many)
     layout = layout_of(model, schedule, tokens, streamed=streamed, layers=layers, chunks=chunks and not alike)
     kinds = kinds_of_layers(model, schedule if streamed else None)
     whole = Step(
@@ -149,7 +149,7 @@ def _walked(
         workload.device_type,
         scored=scored,
         alike=alike,
-        strip=strip,
+        shard=shard,
     )
     parts = []
     for shorter in layout.steps(schedule, kinds):
@@ -157,8 +157,8 @@ def _walked(
         if shorter.length != tokens:
             step = shortened(whole, shorter.length, shorter.schedule.head_chunk_size)
         with fewer_layers(model, shorter.layers):
-            tape = walk(model, shorter.schedule, step)
-        parts.append(Part(tape, shorter.longer, shorter.chunks, shorter.share))
+            trace = trace_step(model, shorter.schedule, step)
+        parts.append(Part(trace, shorter.longer, shorter.chunks, shorter.share))
     found = combined(parts, layout.layers, layout.chunks)
     return found if scored is None else replace(found, work=_work_of(scored, found, alike))
 
@@ -179,7 +179,7 @@ def _work_of(scored: Scored, step: Combined, alike: bool) -> dict[tuple[str, boo
 
 
 def _told(
-    step: Combined, fixed: Holdings, strip: Strip, workload: Workload, passing: dict[str, int], host: int
+    step: Combined, fixed: Holdings, shard: RankShard, workload: Workload, passing: dict[str, int], host: int
 ) -> Simulation:
     """Return the peaks of all phases, the terms at the largest, and the work. Bytes of ``passing``, by phase, and of
     ``host`` are added to those of the step that was run."""
@@ -188,13 +188,13 @@ def _told(
     beside = {"weights": fixed.weights, MASTER: fixed.master, OPTIMIZER: fixed.state}
     beside |= {"reference": workload.reference_bytes}
     beside[GRADIENT] = fixed.buckets + (fixed.gradients if fixed.divided else 0)
-    rows = strip.row_bytes(workload.tokens, workload.rows)
+    rows = shard.row_bytes(workload.tokens, workload.rows)
     for place, moments in step.cells:
         held = moments[:, : COLUMNS.index("host")].clone()
         if fixed.divided:
             held[:, COLUMNS.index(GRADIENT)] = 0
         keys = COLUMNS.index(KEYS)
-        held[:, keys] = (held[:, keys] * strip.copies).to(held.dtype)
+        held[:, keys] = (held[:, keys] * shard.copies).to(held.dtype)
         totals = held.sum(1)
         at = int(totals.argmax())
         constant = {**beside, "gathered": fixed.gathered[place.phase], ACTIVATION: rows}
