@@ -17,7 +17,7 @@ from typer.testing import CliRunner
 from streamtune import Schedule
 from streamtune.bench import Job, TableReport, draw_table, longest, markdown, run_table
 from streamtune.bench.entries import ablation_entries, length_entries
-from streamtune.bench.longest import Budget, longest_by
+from streamtune.bench.longest import longest_by
 from streamtune.bench.modes import WAYS
 from streamtune.bench.sharing import SHARING
 from streamtune.bench.subject import Case, MeasuredModel
@@ -25,6 +25,7 @@ from streamtune.bench.tables import DEFAULT, Entry, TableRow
 from streamtune.bench.tabulate import fill
 from streamtune.cli.app import app
 from streamtune.errors import ArgumentError
+from streamtune.plan.budget import Budget
 from streamtune.plan.search import Range
 from streamtune.probe.trial import Outcome
 from streamtune.simulate import ALL_MODES

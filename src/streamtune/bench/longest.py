@@ -3,51 +3,21 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, replace
 
 from streamtune.bench.tables import Entry, TableRow
 from streamtune.bench.tabulate import MeasureGroup
+from streamtune.plan.budget import Budget
 from streamtune.plan.search import Attempt, Range, search_largest
 from streamtune.probe.trial import Outcome
 
-__all__ = ["Budget", "TryLength", "longest_by"]
+__all__ = ["TryLength", "longest_by"]
 
 WITHIN = Range(first=2048, least=256, most=1 << 27, step=256, grain=64)
 """Tokens: where to begin, where to stop; a multiple of the grain."""
 
 TryLength = Callable[[Entry, int], Outcome]
 """A step of so many tokens, real or simulated."""
-
-
-@dataclass(frozen=True)
-class Budget:
-    """Bytes a step may take; None is all there is, or no limit if the step is simulated."""
-
-    device_bytes: int | None
-    host_bytes: int | None = None
-    disk_bytes: int | None = None
-
-    def __str__(self) -> str:
-        sizes = {"": self.device_bytes, " of the host": self.host_bytes, " of disk": self.disk_bytes}
-        words = [f"{_rounded(size)}{name}" for name, size in sizes.items() if size is not None]
-        return " and ".join(words) or "the device"
-
-    def filled(self, outcome: Outcome) -> float | None:
-        """Return the largest part of the budget that a step took, of any tier; None where that is not known."""
-        pairs = (
-            (outcome.peak_bytes, self.device_bytes),
-            (outcome.host_bytes, self.host_bytes),
-            (outcome.disk_bytes, self.disk_bytes),
-        )
-        return max((used / limit for used, limit in pairs if used is not None and limit), default=None)
-
-
-def _rounded(size: int) -> str:
-    """Return a size as text, in at most four digits of GiB or MiB."""
-    for unit, name in ((1 << 30, "GiB"), (1 << 20, "MiB")):
-        if size >= unit:
-            return f"{size / unit:.4g} {name}"
-    return f"{size:,} B"
 
 
 def longest_by(attempt: TryLength, budget: Budget, notify: Callable[[str], None]) -> MeasureGroup:
@@ -74,7 +44,7 @@ def _longest(entry: Entry, attempt: TryLength, budget: Budget, notify: Callable[
         notify(f"{entry.label}: {length:,} tokens")
         outcome = attempt(entry, length)
         (fitted if outcome.fits else failed)[length] = outcome
-        return Attempt(outcome.fits, budget.filled(outcome))
+        return Attempt(outcome.fits, budget.share_of(outcome.peak_bytes, outcome.host_bytes, outcome.disk_bytes))
 
     found = search_largest(tried, WITHIN).fits
     schedule = {**asdict(entry.case.schedule), "offload_dir": None} if entry.case.mode == "stream" else None

@@ -18,7 +18,8 @@ from typing import Any
 from torch import Tensor
 
 from streamtune.engine import decoder_layers
-from streamtune.plan.choices import Candidate, Limits, Space, candidates
+from streamtune.plan.budget import Limits
+from streamtune.plan.choices import Candidate, Space, candidates
 from streamtune.plan.estimate import Estimator, Figures, Simulate
 from streamtune.plan.rates import Rates
 from streamtune.plan.refusal import nothing_fits

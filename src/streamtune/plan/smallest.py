@@ -11,7 +11,8 @@ from typing import Any
 
 from streamtune.engine import decoder_layers
 from streamtune.errors import ArgumentError
-from streamtune.plan.choices import CHUNKS, HEAD_CHUNKS, Limits
+from streamtune.plan.budget import Limits
+from streamtune.plan.choices import CHUNKS, HEAD_CHUNKS
 from streamtune.plan.estimate import Simulate
 from streamtune.plan.search import Attempt, Range, search_largest
 from streamtune.schedule import Schedule

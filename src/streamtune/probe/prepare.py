@@ -14,7 +14,8 @@ import torch
 from streamtune import train
 from streamtune.engine import StreamHandle
 from streamtune.errors import ArgumentError
-from streamtune.probe.steps import BudgetExceededError, Shape, StepBudget, TrainingStep
+from streamtune.plan.budget import Budget
+from streamtune.probe.steps import BudgetExceededError, Shape, TrainingStep
 from streamtune.recipe.schema import Recipe
 from streamtune.run.device import quiet_libraries
 from streamtune.run.model import make_model_alone, make_optimizer, make_reference_alone
@@ -34,7 +35,7 @@ from streamtune.train.step import accumulate_gradients, explain_out_of_memory
 __all__ = ["make_reference", "prepare_step"]
 
 
-def prepare_step(recipe: Recipe, device_name: str, budget: StepBudget, shape: Shape) -> TrainingStep:
+def prepare_step(recipe: Recipe, device_name: str, budget: Budget, shape: Shape) -> TrainingStep:
     """Make the model, the optimizer and the step of a trial, in its process.
 
     Raises:
@@ -91,7 +92,7 @@ def make_reference(
 
 
 def _planned(
-    task: Task[Any], model: Any, shape: Shape, budget: StepBudget, share: bool, reference_bytes: int
+    task: Task[Any], model: Any, shape: Shape, budget: Budget, share: bool, reference_bytes: int
 ) -> Schedule | None:
     """Return the planner's schedule for a run of batches like these; None if the recipe fixes the schedule."""
     recipe = task.recipe

@@ -11,8 +11,7 @@ from typing import Any
 
 import torch
 
-from streamtune.plan.budget import device_name
-from streamtune.plan.choices import Limits
+from streamtune.plan.budget import Limits, device_name
 from streamtune.plan.devices import Device
 from streamtune.plan.planner import choose
 from streamtune.plan.rates import Rates

@@ -20,7 +20,8 @@ import psutil
 from streamtune import interrupts
 from streamtune.child import Child
 from streamtune.engine.memory.host import reserved_host_bytes, usable_host_bytes
-from streamtune.probe.steps import PrepareStep, Shape, StepBudget, serve
+from streamtune.plan.budget import Budget
+from streamtune.probe.steps import PrepareStep, Shape, serve
 from streamtune.schedule import Schedule
 from streamtune.sizes import show_size
 
@@ -72,7 +73,7 @@ class Outcome:
 def run_trial(
     prepare: PrepareStep,
     shape: Shape,
-    budget: StepBudget,
+    budget: Budget,
     *,
     seconds: float,
     tell: Callable[[str], None] = lambda phase: None,

@@ -17,7 +17,7 @@ from torch import nn
 from streamtune import train
 from streamtune.distributed.deepspeed_config import resolve_config, stage_of
 from streamtune.errors import ArgumentError
-from streamtune.plan.choices import Limits
+from streamtune.plan.budget import Limits
 from streamtune.plan.devices import Device, nearest_device
 from streamtune.plan.rates import links_of
 from streamtune.plan.smallest import longest_of

@@ -19,9 +19,8 @@ from streamtune import models
 from streamtune.engine import decoder_layers
 from streamtune.engine.memory.host import usable_host_bytes
 from streamtune.errors import ArgumentError, UnsupportedModelError
-from streamtune.plan.budget import device_name, free_device_bytes, free_disk_bytes
+from streamtune.plan.budget import Limits, device_name, free_device_bytes, free_disk_bytes
 from streamtune.plan.calibrate import load_rates, measure_disk
-from streamtune.plan.choices import Limits
 from streamtune.plan.devices import Device, find_device, nearest_device
 from streamtune.plan.planner import Plan, as_fixed, choose, evaluate_schedule
 from streamtune.plan.rates import Rates, sheet_rates
