@@ -20,7 +20,8 @@ from streamtune.engine import StreamHandle, decoder_layers, stream
 from streamtune.engine.memory.placement import Tiers
 from streamtune.errors import UnsupportedModelError
 from streamtune.schedule import Schedule
-from streamtune.simulate.checkpointing import checkpointing, recompute
+from streamtune.simulate.baselines import checkpointing, recompute
+from streamtune.simulate.scored import IGNORED
 from streamtune.simulate.workload import Mode
 
 __all__ = ["WAYS", "Batch", "Ready", "Way", "last_hidden_state"]
@@ -45,10 +46,6 @@ class Ready:
 
     loss: Callable[[Batch], Tensor]
     tiers: Tiers | None = None
-
-
-IGNORED = -100
-"""The label of a token that does not count."""
 
 
 @dataclass(frozen=True)

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from streamtune.engine import Branches
+from streamtune.simulate.scored import IGNORED
 
 __all__ = ["COMPLETIONS", "SHARING", "completion_length", "sharing_batches", "sharing_tokens"]
 
@@ -50,16 +51,16 @@ def sharing_batches(ids_T: Tensor, prompt: int, layout: str) -> list[dict[str, A
     shared, last = ids_T[: prompt - 1], ids_T[prompt - 1 : prompt]
     branches = [torch.cat([last, part]) for part in ids_T[prompt:].split(completion_length(prompt))]
     count = sum(len(branch) - 1 for branch in branches)
-    nothing = ids_T.new_full((1,), -100)
+    nothing = ids_T.new_full((1,), IGNORED)
     if layout == "shared":
-        targets = [shared.new_full(shared.shape, -100)]
+        targets = [shared.new_full(shared.shape, IGNORED)]
         targets += [torch.cat([branch[1:], nothing]) for branch in branches]
         tree = Branches.of([(prompt - 1, [len(branch) for branch in branches])])
         ids = torch.cat([shared, *branches])
         return [{"input_ids": ids[None], "targets": torch.cat(targets)[None], "count": count, "branches": tree}]
     rows = torch.stack([torch.cat([shared, branch]) for branch in branches])
     targets_BT = torch.cat([rows[:, 1:], nothing.expand(len(rows), 1)], 1)
-    targets_BT[:, : prompt - 1] = -100
+    targets_BT[:, : prompt - 1] = IGNORED
     if layout == "batch":
         return [{"input_ids": rows, "targets": targets_BT, "count": count}]
     return [

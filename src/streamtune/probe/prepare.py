@@ -23,9 +23,8 @@ from streamtune.run.plan import plan_model
 from streamtune.run.reference import streamed
 from streamtune.run.streaming import stream_model
 from streamtune.schedule import Schedule
-from streamtune.simulate.checkpointing import use_checkpointing
+from streamtune.simulate.baselines import PlainScores, use_checkpointing
 from streamtune.simulate.memory import held_bytes
-from streamtune.simulate.plain_scores import PlainScores
 from streamtune.tasks import Task, task_of
 from streamtune.tasks.preference import GivenReference
 from streamtune.tasks.task import RandomStep, Trial

@@ -19,7 +19,7 @@ from torch import Tensor
 from streamtune.engine import Branches
 from streamtune.errors import ArgumentError
 
-__all__ = ["Completions", "Scored", "Trees"]
+__all__ = ["IGNORED", "Completions", "Scored", "Trees"]
 
 Trees = tuple[tuple[int, tuple[int, ...]], ...]
 """For each prompt the tokens of its trunk and of its branches, as ``Branches.of`` takes them.

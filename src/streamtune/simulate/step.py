@@ -18,18 +18,16 @@ from streamtune.engine.passes import placeholder
 from streamtune.ops.simulated import simulating
 from streamtune.schedule import Schedule
 from streamtune.simulate.autocast import MetaAutocast
-from streamtune.simulate.checkpointing import checkpointing
-from streamtune.simulate.integers import with_value
+from streamtune.simulate.baselines import PlainScores, checkpointing
 from streamtune.simulate.memory import GRADIENT
-from streamtune.simulate.plain_scores import PlainScores
-from streamtune.simulate.scored import Scored
+from streamtune.simulate.meta_operators import with_value
+from streamtune.simulate.scored import IGNORED, Scored
 from streamtune.simulate.shard import WHOLE, RankShard
 from streamtune.simulate.trace import Trace
 from streamtune.simulate.workload import Mode
 
 __all__ = ["Step", "fewer_layers", "shortened", "trace_step"]
 
-IGNORED = -100
 FLASH = 1
 """The number of flash attention in torch's ``SDPBackend``."""
 

@@ -26,9 +26,8 @@ from streamtune.simulate.costs import (
     scratch_bytes,
     touched_bytes,
 )
-from streamtune.simulate.integers import IntegerValues, asks
 from streamtune.simulate.memory import ACTIVATION, HEAD, KINDS, LiveBytes
-from streamtune.simulate.shapes import ResultKind, Shapes, result_kind_of
+from streamtune.simulate.meta_operators import IntegerValues, ResultKind, Shapes, asks, result_kind_of
 from streamtune.simulate.shard import WHOLE, RankShard
 
 __all__ = ["COLUMNS", "WORK", "Cell", "CellPlace", "Trace"]
