@@ -119,7 +119,7 @@ def columns(report: TableReport) -> list[Column]:
     return [column for column in names if any(column.cell(row) for row in report.rows)] + shown
 
 
-def _time(report: TableReport) -> list[Column]:
+def _time_columns(report: TableReport) -> list[Column]:
     rows_of_batch = report.env["batch_size"]
     return [
         Column("fwd s", lambda row: _seconds(row.forward_s)),
@@ -129,7 +129,7 @@ def _time(report: TableReport) -> list[Column]:
     ]
 
 
-def _memory(report: TableReport) -> list[Column]:
+def _memory_columns(report: TableReport) -> list[Column]:
     show = _shown(report)
 
     def term(name: str) -> Callable[[TableRow], str]:
@@ -145,7 +145,7 @@ def _memory(report: TableReport) -> list[Column]:
     ]
 
 
-def _ablation(report: TableReport) -> list[Column]:
+def _ablation_columns(report: TableReport) -> list[Column]:
     show = _shown(report)
     return [
         Column("time", lambda row: _ratio(row.to_checkpoint)),
@@ -156,7 +156,7 @@ def _ablation(report: TableReport) -> list[Column]:
     ]
 
 
-def _longest(report: TableReport) -> list[Column]:
+def _longest_columns(report: TableReport) -> list[Column]:
     show = _shown(report)
     return [
         Column("tokens", lambda row: "" if row.max_length is None else f"{row.max_length:,}"),
@@ -166,7 +166,7 @@ def _longest(report: TableReport) -> list[Column]:
     ]
 
 
-def _sharing(report: TableReport) -> list[Column]:
+def _sharing_columns(report: TableReport) -> list[Column]:
     show = _shown(report)
 
     def to_batch(figure: Callable[[TableRow], int | None]) -> Callable[[TableRow], str]:
@@ -325,7 +325,7 @@ def _sharing_groups(wanted: Wanted) -> list[list[Entry]]:
 TABLES: dict[TableName, Table] = {
     "bp-time": Table(
         "Forward and backward time by length",
-        _time,
+        _time_columns,
         _time_note,
         plots.draw_time,
         _mode_groups,
@@ -334,10 +334,10 @@ TABLES: dict[TableName, Table] = {
         compares_modes=True,
         memory=False,
     ),
-    "max-length": Table("Longest sequence in a given memory", _longest, _longest_note, plots.draw_longest),
+    "max-length": Table("Longest sequence in a given memory", _longest_columns, _longest_note, plots.draw_longest),
     "memory": Table(
         "Memory of a step by what it is",
-        _memory,
+        _memory_columns,
         _memory_note,
         plots.draw_memory,
         _mode_groups,
@@ -348,14 +348,14 @@ TABLES: dict[TableName, Table] = {
     ),
     "ablation": Table(
         "What each choice of a schedule costs and saves",
-        _ablation,
+        _ablation_columns,
         _ablation_note,
         plots.draw_ablation,
         _ablation_groups,
     ),
     "prefix-sharing": Table(
         "A prompt with several completions, streamed once or once for each",
-        _sharing,
+        _sharing_columns,
         _sharing_note,
         plots.draw_sharing,
         _sharing_groups,

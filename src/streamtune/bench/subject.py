@@ -27,7 +27,7 @@ __all__ = ["Case", "Job", "Layout", "MakeModel", "MeasuredModel", "env_of"]
 
 Layout = Literal["row", "packed", "separate", "shared", "batch", "turns"]
 """The tokens as one row, as several rows in one sequence, or as the same rows one after another; or as a prompt with
-completions (``plan.sharing``)."""
+completions (``sharing``)."""
 
 MakeModel = Callable[[], nn.Module]
 """Builds the model in a fresh process; must be picklable (``functools.partial`` of a module's function)."""

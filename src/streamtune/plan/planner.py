@@ -1,7 +1,7 @@
 """Choose the fastest exact schedule that fits the available memory.
 
 1. A few simulations give what every choice adds to the memory and to the work of a step (``estimate``).
-2. All combinations are sized to the available memory (``choices``) and sorted by predicted time (``cost``).
+2. All combinations are sized to the available memory (``choices``) and sorted by predicted time (``rates``).
 3. The first that is estimated to fit is simulated itself, at its real length. If it does not fit, the memory to plan
    with is reduced by what the estimate left out, and step 2 is repeated.
 
@@ -33,7 +33,7 @@ from streamtune.sizes import show_size
 __all__ = ["Alternative", "Limits", "Plan", "as_fixed", "choose", "evaluate_schedule"]
 
 MOST_TRIED = 6
-"""Whole simulations of candidates before the thriftiest is the last."""
+"""Whole simulations of candidates before the one of least memory is the last."""
 
 WORTH = 0.003
 """Part of a step that a departure from the default schedule must save. A prediction says no more than that."""

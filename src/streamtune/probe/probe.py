@@ -206,11 +206,11 @@ def _search(
     def attempt(number: int) -> Attempt:
         shape = task.shape(mode, number)
         known = report.limits[mode]
-        say = _Sayer(
+        progress = _Progress(
             f"{mode}, {_amount(shape)}", known.fits, "tokens" if task.scaled == "length" else f"{task.unit}s", notify
         )
-        say("")
-        outcome = run(shape, say)
+        progress("")
+        outcome = run(shape, progress)
         interrupts.check()
         report.env = report.env or outcome.env
         trial = Trial(shape, outcome)
@@ -251,7 +251,7 @@ def _amount(shape: Shape) -> str:
 
 
 @dataclass(frozen=True)
-class _Sayer:
+class _Progress:
     """The progress that is shown while a trial runs: what is tried, its phase, what is known to fit."""
 
     trying: str

@@ -114,54 +114,56 @@ def serve(connection: Connection, prepare: PrepareStep, shape: Shape, budget: Bu
     """Run a trial in its process: build and step. Phases are sent as text, the outcome as a dictionary."""
     _be_killed_first()
     _end_with_parent()
-    said: dict[str, Any] = {}
+    result: dict[str, Any] = {}
     try:
         connection.send("building the model")
         step = prepare(shape)
-        said["schedule"] = step.handle.schedule if step.handle is not None else None
+        result["schedule"] = step.handle.schedule if step.handle is not None else None
         device = next(step.model.parameters()).device
         measure = _step_on_accelerator if device.type == "cuda" else _step_on_cpu
-        measure(step, budget, connection.send, said)
-        connection.send({"fits": True, **said})
+        measure(step, budget, connection.send, result)
+        connection.send({"fits": True, **result})
     except BaseException as error:
         with suppress(ConnectionError):  # whoever asked is gone, as after Ctrl-C
-            connection.send({"fits": False, **said, **_explain(error)})
+            connection.send({"fits": False, **result, **_explain(error)})
 
 
-def _step_on_cpu(step: TrainingStep, budget: Budget, tell: Callable[[str], None], said: dict[str, Any]) -> None:
-    """Run the steps and count every storage; results go into ``said``, also those of steps that fail."""
-    said["env"] = _env("cpu", budget.device_bytes)
+def _step_on_cpu(step: TrainingStep, budget: Budget, tell: Callable[[str], None], result: dict[str, Any]) -> None:
+    """Run the steps and count every storage; results go into ``result``, also those of steps that fail."""
+    result["env"] = _env("cpu", budget.device_bytes)
     watch = _Budgeted(step, budget)
     try:
         with watch:
-            said["step_seconds"] = _run(step, tell, lambda: None)
+            result["step_seconds"] = _run(step, tell, lambda: None)
     finally:
-        said["peak_bytes"], said["terms"] = watch.weights + watch.peak, watch.terms()
-        said.update(_tier_peaks(step, budget))
+        result["peak_bytes"], result["terms"] = watch.weights + watch.peak, watch.terms()
+        result.update(_tier_peaks(step, budget))
 
 
-def _step_on_accelerator(step: TrainingStep, budget: Budget, tell: Callable[[str], None], said: dict[str, Any]) -> None:
-    """Run the steps within the allocator's limit; results go into ``said`` likewise."""
+def _step_on_accelerator(
+    step: TrainingStep, budget: Budget, tell: Callable[[str], None], result: dict[str, Any]
+) -> None:
+    """Run the steps within the allocator's limit; results go into ``result`` likewise."""
     device = next(step.model.parameters()).device
     total = torch.cuda.get_device_properties(device).total_memory
     limit = int((1 - budget.margin) * total) if budget.device_bytes is None else budget.device_bytes
-    said["env"] = _env(torch.cuda.get_device_name(device), limit)
+    result["env"] = _env(torch.cuda.get_device_name(device), limit)
     fixed = step.fixed_terms
     weights = sum(fixed.values())
-    said["terms"], said["peak_bytes"] = fixed, weights
+    result["terms"], result["peak_bytes"] = fixed, weights
     if weights > limit:
         raise BudgetExceededError("device", f"device memory: the weights alone take more than {show_size(limit)}")
     torch.cuda.empty_cache()  # what loading left behind would count
     torch.cuda.set_per_process_memory_fraction(min(1.0, limit / total), device)
     torch.cuda.reset_peak_memory_stats(device)
     try:
-        said["step_seconds"] = _run(step, tell, lambda: torch.cuda.synchronize(device))
+        result["step_seconds"] = _run(step, tell, lambda: torch.cuda.synchronize(device))
     finally:
         state = _optimizer_bytes(step.optimizer)
         peak = torch.cuda.max_memory_allocated(device)
-        said["peak_bytes"] = peak
-        said["terms"] = {**fixed, "optimizer": state, "gradients and activations": peak - weights - state}
-        said.update(_tier_peaks(step, budget))
+        result["peak_bytes"] = peak
+        result["terms"] = {**fixed, "optimizer": state, "gradients and activations": peak - weights - state}
+        result.update(_tier_peaks(step, budget))
     for name, tally, most in _tiers(step.handle, budget):
         if most is not None and tally.peak_bytes > most:
             raise BudgetExceededError(name, f"{name} memory: the step takes more than {show_size(most)}")

@@ -6,7 +6,7 @@ are one group of ZeRO, FSDP or DDP. Here that is a frozen value. For one rank it
     sequence   T / SP tokens of everything but attention; attention of all T on heads / SP
     batch      1 / DP of the rows of a step
     weights, gradients, optimizer state
-               whole, or 1 / W, by the engine (``plan.partition``)
+               whole, or 1 / W, by the engine (``simulate.partition``)
     host       1 / ranks_per_node of its node's memory
 """
 

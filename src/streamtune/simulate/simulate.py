@@ -4,7 +4,7 @@ There is no second formula: the step that is simulated is the step that is train
 lifetime and no values. The memory that kernels take for themselves, which a dispatch mode cannot see, is added where it
 is known (``plan.work``).
 
-Of layers that are alike and chunks that are alike a few are run, and the rest follows (``plan.extrapolate``);
+Of layers that are alike and chunks that are alike a few are run, and the rest follows (``extrapolate``);
 ``full=True`` runs them all.
 
 Chunks of completions that share their prompts are not alike. If they are few, each is run; if they are many, one
@@ -37,7 +37,7 @@ __all__ = ["Simulation", "Work", "simulate"]
 MASTER = "master"
 
 FEW = 24
-"""Chunks of completions that are walked one by one."""
+"""Chunks of completions that are run one by one."""
 
 TERMS = {
     "weights": "weights",
@@ -121,7 +121,7 @@ def simulate(workload: Workload, schedule: Schedule, *, full: bool = False) -> S
     for layers, chunks in attempts:
         try:
             with narrower(model, shard.size):
-                step = _walked(model, workload, shard, schedule, layers=layers, chunks=chunks)
+                step = _traced(model, workload, shard, schedule, layers=layers, chunks=chunks)
             break
         except UnlikeError:  # steps of other lengths or depths run other operators
             continue
@@ -130,7 +130,7 @@ def simulate(workload: Workload, schedule: Schedule, *, full: bool = False) -> S
     return _told(step, fixed, shard, workload, passing, shard.keys_on_host(model, schedule, *size))
 
 
-def _walked(
+def _traced(
     model: Any, workload: Workload, shard: RankShard, schedule: Schedule, *, layers: bool, chunks: bool
 ) -> Combined:
     """Simulate forward and backward of one micro-batch, the last, on one rank."""
@@ -184,7 +184,7 @@ def _told(
     """Return the peaks of all phases, the terms at the largest, and the work. Bytes of ``passing``, by phase, and of
     ``host`` are added to those of the step that was run."""
     peaks: dict[str, tuple[int, dict[str, int]]] = {}
-    disk, walked = 0, 0
+    disk, traced = 0, 0
     beside = {"weights": fixed.weights, MASTER: fixed.master, OPTIMIZER: fixed.state}
     beside |= {"reference": workload.reference_bytes}
     beside[GRADIENT] = fixed.buckets + (fixed.gradients if fixed.divided else 0)
@@ -202,7 +202,7 @@ def _told(
         total = int(totals[at]) + sum(constant.values())
         if total > peaks.get(place.phase, (-1, {}))[0]:
             peaks[place.phase] = (total, _terms(held[at], constant))
-        walked = max(walked, int(moments[:, COLUMNS.index("host")].max()))
+        traced = max(traced, int(moments[:, COLUMNS.index("host")].max()))
         disk = max(disk, int(moments[:, COLUMNS.index("disk")].max()))
     if workload.make_optimizer is not None:
         constant = {**beside, GRADIENT: fixed.buckets + fixed.gradients, ACTIVATION: fixed.temporary}
@@ -213,7 +213,7 @@ def _told(
     work = dict(zip(WORK, (round(each * workload.micro_batches) for each in sums), strict=True))
     work["touched_bytes"] += fixed.touched
     work["moved_bytes"] += fixed.host_moved
-    host += walked
+    host += traced
     elsewhere = {"layer inputs": host, **fixed.host} if host or fixed.host else {}
     return Simulation(
         peak_bytes=total,
