@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import asdict, replace
+from dataclasses import replace
 
 from streamtune.bench.tables import Entry, TableRow
 from streamtune.bench.tabulate import MeasureGroup
@@ -47,8 +47,7 @@ def _longest(entry: Entry, attempt: TryLength, budget: Budget, notify: Callable[
         return Attempt(outcome.fits, budget.share_of(outcome.peak_bytes, outcome.host_bytes, outcome.disk_bytes))
 
     found = search_largest(tried, WITHIN).fits
-    schedule = {**asdict(entry.case.schedule), "offload_dir": None} if entry.case.mode == "stream" else None
-    row = TableRow(entry.case.mode, 0, entry.label, entry.section, schedule, max_length=found)
+    row = replace(entry.new_row(), max_length=found)
     if not found:
         return replace(row, error=f"not even {min(failed):,} tokens: {failed[min(failed)].reason}")
     best = fitted[found]

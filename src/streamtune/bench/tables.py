@@ -35,6 +35,12 @@ class Entry:
     to_checkpoint: bool = False
     to_default: bool = False
 
+    def new_row(self) -> TableRow:
+        """Return its row, without figures."""
+        case = self.case
+        schedule = {**asdict(case.schedule), "offload_dir": None} if case.mode.startswith("stream") else None
+        return TableRow(case.mode, case.length, self.label, self.section, schedule)
+
 
 @dataclass(frozen=True)
 class TableRow:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import statistics
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import asdict, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -109,7 +109,7 @@ def _measured(
     """
 
     def measure(todo: Sequence[Entry], references: Sequence[Entry]) -> Iterator[TableRow]:
-        rows = {entry: _new_row(entry) for entry in todo}
+        rows = {entry: entry.new_row() for entry in todo}
         steps: dict[Entry, list[tuple[float, float]]] = {}
         failed: dict[Entry, str] = {}
 
@@ -134,17 +134,11 @@ def _measured(
                     rows[entry] = replace(rows[entry], loss=answer["loss"], grad_norm=answer["grad_norm"])
         for entry, row in rows.items():
             if entry in failed:
-                yield replace(_new_row(entry), error=failed[entry])
+                yield replace(entry.new_row(), error=failed[entry])
             else:
                 yield _with_times(row, steps[entry], references, steps) if entry in steps else row
 
     return measure
-
-
-def _new_row(entry: Entry) -> TableRow:
-    case = entry.case
-    schedule = {**asdict(case.schedule), "offload_dir": None} if case.mode.startswith("stream") else None
-    return TableRow(case.mode, case.length, entry.label, entry.section, schedule)
 
 
 def _with_times(
