@@ -16,15 +16,16 @@ from typer.testing import CliRunner
 
 from streamtune import Schedule
 from streamtune.bench import Job, TableReport, draw_table, longest, markdown, run_table
-from streamtune.bench.ablation import ablation_entries
-from streamtune.bench.longest import Budget, length_entries, longest_by
+from streamtune.bench.entries import ablation_entries, length_entries
+from streamtune.bench.longest import longest_by
 from streamtune.bench.modes import WAYS
 from streamtune.bench.sharing import SHARING
-from streamtune.bench.subject import Case, Subject
+from streamtune.bench.subject import Case, MeasuredModel
 from streamtune.bench.tables import DEFAULT, Entry, TableRow
 from streamtune.bench.tabulate import fill
 from streamtune.cli.app import app
 from streamtune.errors import ArgumentError
+from streamtune.plan.budget import Budget
 from streamtune.plan.search import Range
 from streamtune.probe.trial import Outcome
 from streamtune.simulate import ALL_MODES
@@ -51,12 +52,12 @@ HERE = [mode for mode in ALL_MODES if not WAYS[mode].lacks("cpu")]
 
 
 @pytest.fixture(scope="module")
-def subject() -> Subject:
-    return Subject(Job(partial(build, "llama", max_position_embeddings=512)))
+def subject() -> MeasuredModel:
+    return MeasuredModel(Job(partial(build, "llama", max_position_embeddings=512)))
 
 
 @pytest.fixture(scope="module")
-def steps(subject: Subject) -> dict[str, dict[str, Any]]:
+def steps(subject: MeasuredModel) -> dict[str, dict[str, Any]]:
     """A step of every mode that runs here, one after the other on one model."""
     return {mode: subject.time(Case(mode, 64, SCHEDULE)) for mode in [*HERE, *HERE]}
 
@@ -67,7 +68,7 @@ def test_every_mode_computes_the_same_loss_and_gradient(mode: str, steps: dict[s
         assert steps[mode][name] == pytest.approx(steps["plain"][name], rel=1e-5)
 
 
-def test_a_model_is_put_back_as_it_was_built(subject: Subject) -> None:
+def test_a_model_is_put_back_as_it_was_built(subject: MeasuredModel) -> None:
     def found() -> dict[str, set[str]]:
         theirs = {"_gradient_checkpointing_func", "gradient_checkpointing"}  # transformers leaves them
         return {name: set(vars(module)) - theirs for name, module in subject.model.named_modules()}
@@ -82,7 +83,7 @@ def test_a_model_is_put_back_as_it_was_built(subject: Subject) -> None:
     assert all(parameter.grad is None for parameter in subject.model.parameters())
 
 
-def test_what_peers_save_is_seen(subject: Subject) -> None:
+def test_what_peers_save_is_seen(subject: MeasuredModel) -> None:
     memory = {mode: subject.memory(Case(mode, 256, SCHEDULE)) for mode in HERE}
     inputs = 2 * 256 * subject.model.config.hidden_size * 4
     assert memory["checkpoint-offload"]["host_bytes"] == inputs

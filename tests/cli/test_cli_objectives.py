@@ -16,8 +16,9 @@ from torch import Tensor
 from streamtune import data
 from streamtune.cli import main
 from streamtune.engine import Branches
+from streamtune.plan.budget import Budget
 from streamtune.probe.prepare import prepare_step
-from streamtune.probe.steps import Shape, StepBudget, _step_on_cpu
+from streamtune.probe.steps import Shape, _step_on_cpu
 from streamtune.recipe import load_recipe
 from streamtune.run.model import make_blueprint
 from streamtune.run.plan import make_workload, reference_bytes
@@ -183,8 +184,8 @@ def test_a_real_step_holds_what_a_simulated_one_does(
     recipe = load_recipe(f"{name}.yaml", settings).recipe
     length, size = 384, recipe.per_device_train_batch_size
     said: dict[str, Any] = {}
-    step = prepare_step(recipe, "cpu", StepBudget(), Shape(mode, length, size))
-    _step_on_cpu(step, StepBudget(), lambda phase: None, said)
+    step = prepare_step(recipe, "cpu", Budget(), Shape(mode, length, size))
+    _step_on_cpu(step, Budget(), lambda phase: None, said)
     device = torch.device("cpu")
     workload = make_workload(
         recipe,

@@ -14,11 +14,10 @@ from torch import nn
 from streamtune import Schedule
 from streamtune.errors import ArgumentError
 from streamtune.models import blueprint
-from streamtune.plan import Limits, Rates, as_fixed, choose, judge
+from streamtune.plan import Limits, Rates, as_fixed, choose, evaluate_schedule
 from streamtune.plan.choices import Space, candidates
 from streamtune.plan.estimate import Estimator, Figures
-from streamtune.plan.furthest import longest_below
-from streamtune.plan.smallest import excess_of, furthest, thriftiest
+from streamtune.plan.smallest import excess_of, longest_below, smallest_schedule, smallest_step
 from streamtune.simulate import Simulation, Workload, simulate
 from streamtune.simulate.cluster import Cluster
 from streamtune.simulate.memory import held_bytes
@@ -133,7 +132,7 @@ def test_what_is_chosen_fits_and_nothing_that_fits_is_faster(workload: Workload,
         Schedule(1024, 256, keep_layers=1),
         Schedule(1024, 256, levels=2),
     ):
-        step = judge(workload, other, limits, RATES, simulate=known)
+        step = evaluate_schedule(workload, other, limits, RATES, simulate=known)
         assert not step.fits or step.step_seconds >= 0.98 * plan.step_seconds, other.describe()
 
 
@@ -226,11 +225,11 @@ def test_what_finds_no_room_on_the_host_may_be_on_the_device(workload: Workload,
     """Where estimates find nothing that fits, what reaches furthest is asked itself."""
     thrifty = known(workload, Schedule(1024, 256, levels=2, stream_grads=True, offload="host"))
     limits = Limits(2 * thrifty.peak_bytes, thrifty.host_bytes)  # 5% of it stay free
-    schedule, step = furthest(workload, limits, {}, known)
+    schedule, step = smallest_step(workload, limits, {}, known)
     assert schedule.device_layers > 0
     assert excess_of(step, limits) <= 0
     none = replace(limits, host_bytes=thrifty.host_bytes // 8, device_bytes=thrifty.peak_bytes // 2)
-    assert furthest(workload, none, {}, known)[0].device_layers == 0, "it does not fit so either"
+    assert smallest_step(workload, none, {}, known)[0].device_layers == 0, "it does not fit so either"
 
 
 @pytest.mark.parametrize("shared", [False, True], ids=["accelerator", "cpu"])
@@ -251,11 +250,11 @@ def test_the_thriftiest_keeps_what_is_written(written: dict[str, Any], shared: b
     cluster = Cluster() if runs_layers_again else Cluster(ranks=2, engine="zero3")
     assert cluster.runs_layers_again == runs_layers_again
     for host_bytes in (0, 1 << 40):
-        schedule = thriftiest(Limits(1 << 30, host_bytes, shared=shared), written, cluster)
+        schedule = smallest_schedule(Limits(1 << 30, host_bytes, shared=shared), written, cluster)
         kept = {name: getattr(schedule, name) for name in written if name != "offload_dir"}
         assert kept == {name: value for name, value in written.items() if name != "offload_dir"}
     with pytest.raises(ArgumentError, match="segment_size"):
-        thriftiest(Limits(1 << 30, 0), {"segment_size": 2, "levels": 1}, cluster)
+        smallest_schedule(Limits(1 << 30, 0), {"segment_size": 2, "levels": 1}, cluster)
 
 
 def test_weights_that_do_not_fit_are_named(workload: Workload, known: Any):

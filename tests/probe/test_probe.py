@@ -17,12 +17,13 @@ from PIL import Image
 
 from streamtune import Schedule, stream
 from streamtune.errors import OutOfMemoryError
+from streamtune.plan.budget import Budget
 from streamtune.plan.search import Range
 from streamtune.probe import ProbeReport, ProbeTask, draw_probe, run_probe, steps
 from streamtune.probe import trial as trial_module
-from streamtune.probe.steps import Shape, StepBudget, TrainingStep, _explain
+from streamtune.probe.steps import Shape, TrainingStep, _explain
 from streamtune.probe.trial import Outcome, run_trial
-from streamtune.simulate.checkpointing import use_checkpointing
+from streamtune.simulate.baselines import use_checkpointing
 from streamtune.sizes import show_size
 from tests.exactness.families import build
 
@@ -80,7 +81,7 @@ def ended() -> dict[str, Outcome]:
     }
     with ThreadPoolExecutor(2) as pool:
         futures = {
-            name: pool.submit(run_trial, function, SHAPE, StepBudget(64 * MIB), seconds=seconds)
+            name: pool.submit(run_trial, function, SHAPE, Budget(64 * MIB), seconds=seconds)
             for name, (function, seconds) in trials.items()
         }
         return {name: future.result() for name, future in futures.items()}
@@ -93,7 +94,7 @@ def serve(monkeypatch: pytest.MonkeyPatch) -> Callable[..., Outcome]:
 
     def run(function: Callable[[Shape], TrainingStep], shape: Shape = SHAPE, **budget: int) -> Outcome:
         ours, theirs = multiprocessing.Pipe(duplex=False)
-        steps.serve(theirs, function, shape, StepBudget(**budget))
+        steps.serve(theirs, function, shape, Budget(**budget))
         while isinstance(message := ours.recv(), str):
             pass
         return Outcome(**message)
@@ -181,7 +182,7 @@ def test_the_machine_is_not_driven_out_of_memory(ended: dict[str, Outcome], monk
     most = whole + 200 * MIB
     monkeypatch.setattr(trial_module, "usable_host_bytes", lambda: most)
     phases: list[str] = []
-    outcome = run_trial(prepare_greedy, SHAPE, StepBudget(), seconds=120, tell=phases.append)
+    outcome = run_trial(prepare_greedy, SHAPE, Budget(), seconds=120, tell=phases.append)
     assert outcome.cause == "host memory"
     assert outcome.reason.startswith("host memory: the process took ")
     assert outcome.reason.endswith(f" of the {show_size(most)} there are")

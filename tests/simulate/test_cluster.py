@@ -24,7 +24,7 @@ from streamtune.recipe import Recipe
 from streamtune.run.cluster import RanksAsked, cluster_of
 from streamtune.schedule import Schedule
 from streamtune.simulate import Simulation, Workload, simulate
-from streamtune.simulate.cluster import ENGINES, Buckets, Cluster, Engine, Heads, Links, form_of
+from streamtune.simulate.cluster import ENGINES, Buckets, Cluster, Engine, HeadCounts, Links, form_of
 from tests.distributed.rank_group import run_ranks
 from tests.simulate.cluster_kit import CONFIG
 
@@ -221,7 +221,7 @@ def test_what_no_cluster_is(values: dict[str, Any], said: str) -> None:
 
 
 def test_which_form() -> None:
-    heads = Heads(8, 2, 16, 16)
+    heads = HeadCounts(8, 2, 16, 16)
     assert [form_of("auto", size, heads) for size in (2, 4, 8, 3, 16)] == [*["ulysses"] * 3, *["ring"] * 2]
     assert form_of("ring", 4, heads) == "ring"
     with pytest.raises(ArgumentError, match="8 attention heads cannot be shared out to 16 ranks") as caught:

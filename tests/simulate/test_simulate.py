@@ -23,8 +23,8 @@ from streamtune.schedule import Schedule
 from streamtune.simulate import LiveBytes, Mode, Simulation, Workload, simulate
 from streamtune.simulate.autocast import RULES, MetaAutocast
 from streamtune.simulate.memory import held_tensors
-from streamtune.simulate.step import _Functions, walk
-from streamtune.simulate.trace import Tape
+from streamtune.simulate.step import _Functions, trace_step
+from streamtune.simulate.trace import Trace
 from tests.conformance.reducer import tiny_config
 
 LENGTH = 384
@@ -269,11 +269,11 @@ def test_adapted_layers_are_told_from_fewer(name: str, tmp_path: Any, monkeypatc
     """The lowest layer hands no gradient on: what is made ready for it belongs to no other layer."""
     walked: list[int] = []
 
-    def noted(model: Any, *args: Any) -> Tape:
+    def noted(model: Any, *args: Any) -> Trace:
         walked.append(len(decoder_layers(model)))
-        return walk(model, *args)
+        return trace_step(model, *args)
 
-    monkeypatch.setattr(sys.modules["streamtune.simulate.simulate"], "walk", noted)
+    monkeypatch.setattr(sys.modules["streamtune.simulate.simulate"], "trace_step", noted)
     long = Workload(partial(build_adapted, "meta", num_hidden_layers=9), 64 * 9)
     schedule = schedule_of(name, tmp_path)
     told = simulate(long, schedule)

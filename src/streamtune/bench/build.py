@@ -13,11 +13,11 @@ import torch
 from streamtune import __version__
 from streamtune.bench.bench import BenchReport, run_bench
 from streamtune.bench.lengths import lengths_report
-from streamtune.bench.longest import Budget
 from streamtune.bench.subject import Job
 from streamtune.bench.tables import TableName, TableReport
 from streamtune.bench.tabulate import run_table
 from streamtune.errors import ArgumentError
+from streamtune.plan.budget import Budget
 from streamtune.recipe.loader import LoadedRecipe
 from streamtune.recipe.schema import Recipe
 from streamtune.run.device import blame_recipe, choose_device, quiet_libraries
@@ -161,10 +161,11 @@ def table_recipe(
     if options.method not in ("measure", "simulate"):
         raise ArgumentError(f"--method is measure or simulate, not {options.method!r}")
     if table == "max-length":
+        device_bytes, host_bytes, disk_bytes = options.sizes
         return lengths_report(
             recipe,
             job,
-            Budget(*options.sizes),
+            Budget(device_bytes, host_bytes, disk_bytes),
             options.method,
             modes=options.modes,
             folder=options.folder,

@@ -11,14 +11,16 @@ from typing import Any
 import torch
 
 from streamtune import interrupts
-from streamtune.bench.longest import Budget, TryLength, length_entries, longest_by
+from streamtune.bench.entries import length_entries
+from streamtune.bench.longest import TryLength, longest_by
 from streamtune.bench.subject import Job, env_of
 from streamtune.bench.tables import Entry, TableReport
 from streamtune.bench.tabulate import fill
 from streamtune.bench.worker import Worker
 from streamtune.errors import ArgumentError, RunError
+from streamtune.plan.budget import Budget
 from streamtune.probe.prepare import prepare_step
-from streamtune.probe.steps import Shape, StepBudget
+from streamtune.probe.steps import Shape
 from streamtune.probe.trial import Outcome, run_trial
 from streamtune.recipe.schema import Recipe
 from streamtune.run.device import choose_device, quiet_libraries
@@ -88,13 +90,12 @@ def _measured(recipe: Recipe, job: Job, budget: Budget) -> tuple[dict[str, Any],
             raise RunError(f"the model cannot be built: {worker.failed}")
     finally:
         worker.close()
-    limits = StepBudget(budget.device_bytes, budget.host_bytes, budget.disk_bytes)
 
     def attempt(entry: Entry, length: int) -> Outcome:
         engine = recipe.engine.model_copy(update={**asdict(entry.case.schedule), "schedule": "fixed"})
         changed = recipe.model_copy(update={"engine": engine})
-        prepare = partial(prepare_step, changed, str(choose_device(recipe.device)), limits)
-        return run_trial(prepare, Shape(entry.case.mode, length, job.batch_size), limits, seconds=TRIAL_SECONDS)
+        prepare = partial(prepare_step, changed, str(choose_device(recipe.device)), budget)
+        return run_trial(prepare, Shape(entry.case.mode, length, job.batch_size), budget, seconds=TRIAL_SECONDS)
 
     return env, attempt
 
@@ -110,7 +111,7 @@ def _simulated(recipe: Recipe, job: Job, budget: Budget) -> tuple[dict[str, Any]
         workload = replace(whole, length=length, mode=entry.case.mode)
         found = simulate(workload, entry.case.schedule)
         outcome = Outcome(True, "", "", "", found.peak_bytes, found.host_bytes, found.disk_bytes, terms=found.terms)
-        filled = (1 + MARGIN) * (budget.filled(outcome) or 0)
+        filled = (1 + MARGIN) * (budget.share_of(found.peak_bytes, found.host_bytes, found.disk_bytes) or 0)
         reason = f"a step takes {show_size(found.peak_bytes)} of the device"
         return outcome if filled <= 1 else replace(outcome, fits=False, reason=reason)
 

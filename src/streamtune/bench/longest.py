@@ -1,82 +1,23 @@
-"""The rows of a table of longest sequences, and the search for each."""
+"""Search for the longest sequence of each row of a table."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import asdict, dataclass, replace
-from typing import Any
+from dataclasses import replace
 
-from streamtune.bench.subject import Case
-from streamtune.bench.tables import DEFAULT, Entry, TableRow
+from streamtune.bench.tables import Entry, TableRow
 from streamtune.bench.tabulate import MeasureGroup
+from streamtune.plan.budget import Budget
 from streamtune.plan.search import Attempt, Range, search_largest
 from streamtune.probe.trial import Outcome
-from streamtune.schedule import Schedule
-from streamtune.simulate.workload import LABELS
 
-__all__ = ["Budget", "TryLength", "length_entries", "longest_by"]
+__all__ = ["TryLength", "longest_by"]
 
 WITHIN = Range(first=2048, least=256, most=1 << 27, step=256, grain=64)
 """Tokens: where to begin, where to stop; a multiple of the grain."""
 
 TryLength = Callable[[Entry, int], Outcome]
 """A step of so many tokens, real or simulated."""
-
-
-@dataclass(frozen=True)
-class Budget:
-    """Bytes a step may take; None is all there is, or no limit if the step is simulated."""
-
-    device_bytes: int | None
-    host_bytes: int | None = None
-    disk_bytes: int | None = None
-
-    def __str__(self) -> str:
-        sizes = {"": self.device_bytes, " of the host": self.host_bytes, " of disk": self.disk_bytes}
-        words = [f"{_rounded(size)}{name}" for name, size in sizes.items() if size is not None]
-        return " and ".join(words) or "the device"
-
-    def filled(self, outcome: Outcome) -> float | None:
-        """Return the largest part of the budget that a step took, of any tier; None where that is not known."""
-        pairs = (
-            (outcome.peak_bytes, self.device_bytes),
-            (outcome.host_bytes, self.host_bytes),
-            (outcome.disk_bytes, self.disk_bytes),
-        )
-        return max((used / limit for used, limit in pairs if used is not None and limit), default=None)
-
-
-def _rounded(size: int) -> str:
-    """Return a size as text, in at most four digits of GiB or MiB."""
-    for unit, name in ((1 << 30, "GiB"), (1 << 20, "MiB")):
-        if size >= unit:
-            return f"{size / unit:.4g} {name}"
-    return f"{size:,} B"
-
-
-def length_entries(schedule: Schedule, folder: str) -> list[Entry]:
-    """Return entries of plain autograd, gradient checkpointing, and streaming by several schedules.
-
-    Args:
-        schedule: The schedule that the others differ from in the fields that their labels name.
-        folder: Directory for the file of a schedule that offloads to disk.
-    """
-    host, disk = {"offload": "host"}, {"offload": "disk", "offload_dir": folder}
-    least = {"levels": 2, "stream_grads": True}
-    changes: dict[str, dict[str, Any]] = {
-        DEFAULT: {},
-        "attention outputs kept": {"keep_attention": "device"},
-        "two levels": {"levels": 2},
-        "layer inputs on host": host,
-        "layer inputs and gradients on host": {**host, "stream_grads": True},
-        "two levels, on host": {**host, **least},
-        "layer inputs and gradients on disk": {**disk, "stream_grads": True},
-        "two levels, on disk": {**disk, **least},
-    }
-    entries = [Entry(Case(mode, 0, schedule), LABELS[mode]) for mode in ("plain", "checkpoint")]
-    for label, changed in changes.items():
-        entries.append(Entry(Case("stream", 0, replace(schedule, **changed)), label))
-    return entries
 
 
 def longest_by(attempt: TryLength, budget: Budget, notify: Callable[[str], None]) -> MeasureGroup:
@@ -103,11 +44,10 @@ def _longest(entry: Entry, attempt: TryLength, budget: Budget, notify: Callable[
         notify(f"{entry.label}: {length:,} tokens")
         outcome = attempt(entry, length)
         (fitted if outcome.fits else failed)[length] = outcome
-        return Attempt(outcome.fits, budget.filled(outcome))
+        return Attempt(outcome.fits, budget.share_of(outcome.peak_bytes, outcome.host_bytes, outcome.disk_bytes))
 
     found = search_largest(tried, WITHIN).fits
-    schedule = {**asdict(entry.case.schedule), "offload_dir": None} if entry.case.mode == "stream" else None
-    row = TableRow(entry.case.mode, 0, entry.label, entry.section, schedule, max_length=found)
+    row = replace(entry.new_row(), max_length=found)
     if not found:
         return replace(row, error=f"not even {min(failed):,} tokens: {failed[min(failed)].reason}")
     best = fitted[found]

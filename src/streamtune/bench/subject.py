@@ -23,11 +23,11 @@ from streamtune.simulate.memory import LiveBytes, held_bytes
 from streamtune.simulate.scored import Completions
 from streamtune.simulate.workload import Mode
 
-__all__ = ["Case", "Job", "Layout", "MakeModel", "Subject", "env_of"]
+__all__ = ["Case", "Job", "Layout", "MakeModel", "MeasuredModel", "env_of"]
 
 Layout = Literal["row", "packed", "separate", "shared", "batch", "turns"]
 """The tokens as one row, as several rows in one sequence, or as the same rows one after another; or as a prompt with
-completions (``plan.sharing``)."""
+completions (``sharing``)."""
 
 MakeModel = Callable[[], nn.Module]
 """Builds the model in a fresh process; must be picklable (``functools.partial`` of a module's function)."""
@@ -72,7 +72,7 @@ class Case:
     packed_rows: int = 0
 
 
-class Subject:
+class MeasuredModel:
     """One model, prepared for one mode at a time, and the batches it is measured on."""
 
     def __init__(self, job: Job) -> None:

@@ -11,17 +11,9 @@ from typing import Any, Literal
 from streamtune.bench.subject import Case
 from streamtune.simulate.workload import Mode
 
-__all__ = ["DEFAULT", "TABLES", "Entry", "TableName", "TableReport", "TableRow"]
+__all__ = ["DEFAULT", "Entry", "TableName", "TableReport", "TableRow"]
 
 TableName = Literal["bp-time", "max-length", "memory", "ablation", "prefix-sharing"]
-
-TABLES: dict[TableName, str] = {
-    "bp-time": "Forward and backward time by length",
-    "max-length": "Longest sequence in a given memory",
-    "memory": "Memory of a step by what it is",
-    "ablation": "What each choice of a schedule costs and saves",
-    "prefix-sharing": "A prompt with several completions, streamed once or once for each",
-}
 
 DEFAULT = "the recipe's schedule"
 """Label of the row that the others of an ablation are compared with."""
@@ -42,6 +34,12 @@ class Entry:
     section: str = ""
     to_checkpoint: bool = False
     to_default: bool = False
+
+    def new_row(self) -> TableRow:
+        """Return its row, without figures."""
+        case = self.case
+        schedule = {**asdict(case.schedule), "offload_dir": None} if case.mode.startswith("stream") else None
+        return TableRow(case.mode, case.length, self.label, self.section, schedule)
 
 
 @dataclass(frozen=True)
@@ -120,6 +118,19 @@ class TableReport:
         """The unit its bytes are shown in, and the bytes of that unit: GiB if a peak is 16 GiB or more, else MiB."""
         largest = max((row.peak_bytes or 0 for row in self.rows), default=0)
         return ("GiB", 1 << 30) if largest >= 16 << 30 else ("MiB", 1 << 20)
+
+    def describe(self) -> str:
+        """Return one line on the model and the machine."""
+        env = self.env
+        million = env["parameters"] / 1e6
+        size = f"{million / 1000:.1f}B" if million >= 1000 else f"{million:.1f}M"
+        model = f"{size} parameters, {env['layers']} layers, {env['dtype']}"
+        machine = (
+            f"{env['device']}, {env['threads']} thread{'s' * (env['threads'] > 1)}"
+            if env["device_type"] == "cpu"
+            else env["device"]
+        )
+        return f"{model}, batch {env['batch_size']}; {machine}, torch {env['torch']}"
 
     def row(self, entry: Entry) -> TableRow | None:
         """Return the row of an entry; None if there is none yet."""

@@ -8,29 +8,24 @@ from __future__ import annotations
 
 import statistics
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import asdict, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from streamtune import interrupts
-from streamtune.bench.ablation import ablation_entries
 from streamtune.bench.bench import paired
-from streamtune.bench.modes import WAYS
-from streamtune.bench.sharing import SHARING
-from streamtune.bench.subject import Case, Job, Layout
+from streamtune.bench.named_tables import TABLES, Wanted
+from streamtune.bench.subject import Job
 from streamtune.bench.tables import Entry, TableName, TableReport, TableRow
 from streamtune.bench.worker import Worker
 from streamtune.errors import RunError
 from streamtune.schedule import Schedule
-from streamtune.simulate.workload import LABELS, Mode
+from streamtune.simulate.workload import Mode
 
 __all__ = ["MeasureGroup", "fill", "run_table"]
 
 MeasureGroup = Callable[[Sequence[Entry], Sequence[Entry]], Iterator[TableRow]]
 """Measures the first entries; the second are what they are compared with. Gives a row as soon as it is known."""
-
-TURNS = 4
-"""Schedules of an ablation that take turns with what they are compared with."""
 
 
 def run_table(
@@ -60,7 +55,7 @@ def run_table(
         asked: Settings that the figures depend on, as JSON values.
         notify: Called with what is being measured.
     """
-    worker = Worker(job)
+    declared, worker = TABLES[table], Worker(job)
     try:
         notify("building the model")
         env = worker.ask("env")
@@ -68,46 +63,15 @@ def run_table(
             raise RunError(f"the model cannot be built: {worker.failed}")
         report = TableReport(table, command, asked, env)
         with interrupts.temporary_directory(dir=folder, prefix=".offload-") as scratch:
-            if table == "ablation":
-                rows = [ablation_entries(schedule, length, env["layers"], scratch) for length in lengths]
-                groups = [part[start : start + TURNS] for part in rows for start in range(0, len(part), TURNS)]
-            elif table == "prefix-sharing":
-                groups = [_layouts(length, schedule) for length in lengths]
-            else:
-                lacks = {mode: WAYS[mode].lacks(env["device_type"]) for mode in modes}
-                report.absent = {mode: why for mode, why in lacks.items() if why}
-                here = [mode for mode in modes if not lacks[mode]]
-                groups = [_compared(here, length, schedule) for length in lengths]
-            turns = 0 if table == "memory" else repeats
-            measure = _measured(worker, repeats=turns, memory=table != "bp-time", notify=notify)
+            report.absent = declared.absent(modes, env["device_type"])
+            here = [mode for mode in modes if mode not in report.absent]
+            assert declared.groups is not None
+            groups = declared.groups(Wanted(lengths, here, schedule, env["layers"], scratch))
+            measure = _measured(worker, repeats=repeats if declared.timed else 0, memory=declared.memory, notify=notify)
             fill(report, groups, measure, folder=folder)
     finally:
         worker.close()
     return report
-
-
-def _compared(modes: Sequence[Mode], length: int, schedule: Schedule) -> list[Entry]:
-    """Return an entry for each mode at a length."""
-    return [
-        Entry(
-            Case(mode, length, schedule),
-            LABELS[mode],
-            to_checkpoint=mode == "checkpoint",
-            to_default=mode == "stream",
-        )
-        for mode in modes
-    ]
-
-
-def _layouts(prompt: int, schedule: Schedule) -> list[Entry]:
-    """Return the entries of a shared prompt: each layout streamed, and checkpointing of the rows one after another."""
-    layouts: tuple[Layout, ...] = ("batch", "turns", "shared")
-    rows = [
-        Entry(Case("stream", prompt, schedule, layout), SHARING[layout], "StreamTune", to_default=layout == "batch")
-        for layout in layouts
-    ]
-    last = Case("checkpoint", prompt, layout="turns")
-    return [*rows, Entry(last, SHARING["turns"], LABELS["checkpoint"], to_checkpoint=True)]
 
 
 def fill(report: TableReport, groups: Sequence[Sequence[Entry]], measure: MeasureGroup, *, folder: Path) -> None:
@@ -145,7 +109,7 @@ def _measured(
     """
 
     def measure(todo: Sequence[Entry], references: Sequence[Entry]) -> Iterator[TableRow]:
-        rows = {entry: _new_row(entry) for entry in todo}
+        rows = {entry: entry.new_row() for entry in todo}
         steps: dict[Entry, list[tuple[float, float]]] = {}
         failed: dict[Entry, str] = {}
 
@@ -170,17 +134,11 @@ def _measured(
                     rows[entry] = replace(rows[entry], loss=answer["loss"], grad_norm=answer["grad_norm"])
         for entry, row in rows.items():
             if entry in failed:
-                yield replace(_new_row(entry), error=failed[entry])
+                yield replace(entry.new_row(), error=failed[entry])
             else:
                 yield _with_times(row, steps[entry], references, steps) if entry in steps else row
 
     return measure
-
-
-def _new_row(entry: Entry) -> TableRow:
-    case = entry.case
-    schedule = {**asdict(case.schedule), "offload_dir": None} if case.mode.startswith("stream") else None
-    return TableRow(case.mode, case.length, entry.label, entry.section, schedule)
 
 
 def _with_times(

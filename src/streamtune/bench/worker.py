@@ -3,26 +3,21 @@
 from __future__ import annotations
 
 import gc
-import multiprocessing
-import signal
-import threading
 import traceback
-from collections.abc import Iterator
-from contextlib import contextmanager
 from multiprocessing.connection import Connection
 from typing import Any
 
 import torch
 
-from streamtune.bench.subject import Job, Subject
+from streamtune.bench.subject import Job, MeasuredModel
+from streamtune.child import Child
 from streamtune.errors import RunError, StreamTuneError
-from streamtune.quiet import packed_call, run_packed
 
 __all__ = ["Worker"]
 
 
 class Worker:
-    """A process with a :class:`Subject`, whose methods it calls on request.
+    """A process with a :class:`MeasuredModel`, whose methods it calls on request.
 
     Attributes:
         failed: The reason why the last request has no answer; empty if it has one.
@@ -33,12 +28,7 @@ class Worker:
         self._start()
 
     def _start(self) -> None:
-        context = multiprocessing.get_context("spawn")
-        self.connection, theirs = context.Pipe()
-        self.process = context.Process(target=run_packed, args=(theirs, *packed_call(_serve, self.job)), daemon=True)
-        with _interrupts_ignored():  # by the process, from its first import on: what Ctrl-C means is decided here
-            self.process.start()
-        theirs.close()
+        self._child = Child(_serve, self.job)
         self._busy = False
 
     def ask(self, request: str, *args: Any) -> dict[str, Any]:
@@ -49,17 +39,18 @@ class Worker:
         Raises:
             RunError: The request failed because of a defect, and not because of a limit of the machine.
         """
-        if not self.process.is_alive():
+        if not self._child.process.is_alive():
             self.close()
             self._start()
+        process, connection = self._child.process, self._child.connection
         self.failed, self._busy = "", True
         try:
-            self.connection.send((request, args))
-            answer: dict[str, Any] = self.connection.recv()
+            connection.send((request, args))
+            answer: dict[str, Any] = connection.recv()
             self._busy = False
         except (EOFError, OSError):  # the process is gone: on the CPU that is what running out of memory looks like
-            self.process.join()
-            self.failed = f"the process ended with exit code {self.process.exitcode} (out of memory?)"
+            process.join()
+            self.failed = f"the process ended with exit code {process.exitcode} (out of memory?)"
             return {}
         if "fault" in answer:  # it must not pass for a limit
             raise RunError("the benchmark failed", mend=answer["fault"])
@@ -68,28 +59,12 @@ class Worker:
 
     def close(self) -> None:
         """End the process, without waiting for a step that is running."""
-        self.connection.close()
-        self.process.join(timeout=0 if self._busy else 10)
-        if self.process.is_alive():
-            self.process.kill()
-            self.process.join()
-
-
-@contextmanager
-def _interrupts_ignored() -> Iterator[None]:
-    if threading.current_thread() is not threading.main_thread():  # only that one may say so
-        yield
-        return
-    before = signal.signal(signal.SIGINT, signal.SIG_IGN)
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGINT, before)
+        self._child.close(seconds=0 if self._busy else 10)
 
 
 def _serve(connection: Connection, job: Job) -> None:
     """Build the model once, then measure on request until the other end closes; this is the body of the process."""
-    subject: Subject | None = None
+    subject: MeasuredModel | None = None
     answer: dict[str, Any]
     while True:
         try:
@@ -97,10 +72,10 @@ def _serve(connection: Connection, job: Job) -> None:
         except EOFError:
             return
         try:
-            subject = subject or Subject(job)
+            subject = subject or MeasuredModel(job)
             answer = getattr(subject, request)(*args)
         except Exception as error:
-            answer = _told(error)
+            answer = _refusal(error)
         if subject is not None and "error" in answer:  # out of the handler: its frames no longer hold tensors
             subject.leave()
             gc.collect()
@@ -110,7 +85,7 @@ def _serve(connection: Connection, job: Job) -> None:
             return
 
 
-def _told(error: Exception) -> dict[str, Any]:
+def _refusal(error: Exception) -> dict[str, Any]:
     text = str(error)
     if isinstance(error, StreamTuneError):  # this model in this mode refused, a disk that is full
         return {"error": error.what}

@@ -16,7 +16,7 @@ __all__ = ["bench_screen", "describe_bench", "table_screen"]
 
 def table_screen(report: TableReport) -> None:
     """Print a named table with a description and notes on its columns."""
-    from streamtune.bench.tables_report import cells, columns, describe, notes
+    from streamtune.bench.named_tables import cells, columns, notes
 
     shown = [column for column in columns(report) if not column.page]
     table = Table(box=None, header_style="bold", pad_edge=False, collapse_padding=True)
@@ -31,7 +31,7 @@ def table_screen(report: TableReport) -> None:
             table.add_row(row.section, style="dim")
         before = (row.length, row.section)
         table.add_row(*cells(shown, row), style="bold" if row.to_default == 1 else None)
-    out.print(describe(report), style="bold")
+    out.print(report.describe(), style="bold")
     out.print(table)
     out.print("\n".join(notes(report)), style="dim")
 

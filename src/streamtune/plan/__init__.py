@@ -1,7 +1,7 @@
 """Choose the schedule of a step, by simulated memory and predicted time."""
 
-from streamtune.plan.choices import Limits
-from streamtune.plan.planner import Plan, as_fixed, choose, judge
+from streamtune.plan.budget import Limits
+from streamtune.plan.planner import Plan, as_fixed, choose, evaluate_schedule
 from streamtune.plan.rates import Rates
 
-__all__ = ["Limits", "Plan", "Rates", "as_fixed", "choose", "judge"]
+__all__ = ["Limits", "Plan", "Rates", "as_fixed", "choose", "evaluate_schedule"]

@@ -8,65 +8,16 @@ from dataclasses import dataclass, replace
 from itertools import product
 from typing import Any
 
+from streamtune.plan.budget import Limits
 from streamtune.plan.estimate import Estimator, Figures
 from streamtune.schedule import Schedule
 
-__all__ = ["Candidate", "Limits", "Space", "candidates"]
+__all__ = ["Candidate", "Space", "candidates"]
 
 CHUNKS = (1024, 2048, 4096, 8192, 16384)
 HEAD_CHUNKS = (256, 1024)
 FEWEST_FOR_SEGMENTS = 4
 """Layers below which storing every second input saves nothing worth a forward."""
-
-
-@dataclass(frozen=True)
-class Limits:
-    """Memory to plan with, in bytes, and the part of it that stays free.
-
-    Attributes:
-        device_bytes: Bytes that the step may hold on the device in all, weights included.
-        host_bytes: Bytes of the machine's memory for offloading.
-        disk_bytes: Bytes of the directory for offloading.
-        margin: Part of each that is not planned with.
-        shared: True if the device's memory is the machine's: a step on the CPU.
-    """
-
-    device_bytes: int
-    host_bytes: int
-    disk_bytes: int = 0
-    margin: float = 0.05
-    shared: bool = False
-
-    @property
-    def device(self) -> int:
-        """Bytes of the device that are planned with."""
-        return int((1 - self.margin) * self.device_bytes)
-
-    @property
-    def host(self) -> int:
-        """Bytes of the machine that are planned with."""
-        return int((1 - self.margin) * self.host_bytes)
-
-    @property
-    def disk(self) -> int:
-        """Bytes of the disk that are planned with."""
-        return int((1 - self.margin) * self.disk_bytes)
-
-    def excess(self, device: float, host: float, disk: float) -> float:
-        """Return by how many bytes a step exceeds its memory, in the worst tier; negative is what is left."""
-        if self.shared:
-            return max(device + host - self.device, disk - self.disk)
-        return max(device - self.device, host - self.host, disk - self.disk)
-
-    def filled(self, device: float, host: float, disk: float) -> float | None:
-        """Return the part that a step takes of the tier it fills most; None if it needs a tier without memory.
-
-        Tiers that the step does not use are left out. In :meth:`excess` a tier without memory has nothing left, so that
-        the excess of every step that fits is 0.
-        """
-        pairs = [(device + host, self.device)] if self.shared else [(device, self.device), (host, self.host)]
-        wanted = [(used, limit) for used, limit in [*pairs, (disk, self.disk)] if used > 0]
-        return None if any(limit == 0 for _, limit in wanted) else max((u / limit for u, limit in wanted), default=0.0)
 
 
 @dataclass(frozen=True)

@@ -2,7 +2,7 @@
 
 Memory is the size that a program finds (the driver keeps some of the nominal size), rates are of dense bfloat16 without
 sparsity, bandwidths are peaks; ``host_bandwidth`` is one direction of the link (PCIe 4 and 5 x16). A real step gets
-less than these rates: ``cost.SHEET_EFFICIENCY`` has the parts that are assumed.
+less than these rates: ``rates.SHEET_EFFICIENCY`` has the parts that are assumed.
 
 Links between devices, one direction of one device: NVLink 3, 4 and 5 are 600, 900 and 1,800 GB/s both ways (data sheets
 of A100, H100 and B200), the seven links of an MI300X 64 GB/s each way; where there is none, or a bridge that joins two

@@ -109,7 +109,7 @@ class Estimator:
         head_chunk: int,
         grad_dtype: Literal["float32", "param"] = "float32",
     ) -> None:
-        self.layers, self.rows, self.length = layers, workload.rows, workload.strip_tokens
+        self.layers, self.rows, self.length = layers, workload.rows, workload.shard_tokens
         self.chunk, self.wide = chunks[min(1, len(chunks) - 1)], chunks[min(3, len(chunks) - 1)]
         self.head_chunk = head_chunk
         plain = Schedule(self.chunk, head_chunk, grad_dtype=grad_dtype)

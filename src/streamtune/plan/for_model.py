@@ -10,9 +10,8 @@ from torch import nn
 
 from streamtune.engine.memory.host import usable_host_bytes
 from streamtune.errors import ArgumentError
-from streamtune.plan.budget import free_device_bytes, free_disk_bytes
+from streamtune.plan.budget import Limits, free_device_bytes, free_disk_bytes
 from streamtune.plan.calibrate import load_rates
-from streamtune.plan.choices import Limits
 from streamtune.plan.devices import nearest_device
 from streamtune.plan.planner import choose
 from streamtune.plan.rates import sheet_rates

@@ -1,7 +1,7 @@
 """Choose the fastest exact schedule that fits the available memory.
 
 1. A few simulations give what every choice adds to the memory and to the work of a step (``estimate``).
-2. All combinations are sized to the available memory (``choices``) and sorted by predicted time (``cost``).
+2. All combinations are sized to the available memory (``choices``) and sorted by predicted time (``rates``).
 3. The first that is estimated to fit is simulated itself, at its real length. If it does not fit, the memory to plan
    with is reduced by what the estimate left out, and step 2 is repeated.
 
@@ -18,21 +18,22 @@ from typing import Any
 from torch import Tensor
 
 from streamtune.engine import decoder_layers
-from streamtune.plan.choices import Candidate, Limits, Space, candidates
+from streamtune.plan.budget import Limits
+from streamtune.plan.choices import Candidate, Space, candidates
 from streamtune.plan.estimate import Estimator, Figures, Simulate
 from streamtune.plan.rates import Rates
 from streamtune.plan.refusal import nothing_fits
-from streamtune.plan.smallest import excess_of, furthest
+from streamtune.plan.smallest import excess_of, smallest_step
 from streamtune.plan.traffic import Pace, Traffic
 from streamtune.schedule import Schedule
 from streamtune.simulate.simulate import Simulation, simulate
 from streamtune.simulate.workload import Workload
 from streamtune.sizes import show_size
 
-__all__ = ["Alternative", "Limits", "Plan", "as_fixed", "choose", "judge"]
+__all__ = ["Alternative", "Limits", "Plan", "as_fixed", "choose", "evaluate_schedule"]
 
 MOST_TRIED = 6
-"""Whole simulations of candidates before the thriftiest is the last."""
+"""Whole simulations of candidates before the one of least memory is the last."""
 
 WORTH = 0.003
 """Part of a step that a departure from the default schedule must save. A prediction says no more than that."""
@@ -134,7 +135,7 @@ def choose(
     model: Any = workload.make_model()
     layers = decoder_layers(model)
     cluster = workload.cluster
-    space = Space(len(layers), workload.strip_tokens, limits, fixed or {}, two_levels=cluster.runs_layers_again)
+    space = Space(len(layers), workload.shard_tokens, limits, fixed or {}, two_levels=cluster.runs_layers_again)
     if _may_hold_all(space, workload, model.get_input_embeddings().weight) and (
         easy := _nothing_recomputed(space, workload, simulate)
     ):
@@ -161,9 +162,9 @@ def choose(
             room = _less(room, best, simulation)
     if found is None:
         ranked = _ranked(space, estimator, limits, pace)
-        found = _thriftiest(ranked, limits, workload, simulate, tried)
+        found = _least_excess(ranked, limits, workload, simulate, tried)
     if found is None:  # estimates err: what reaches furthest is asked itself
-        schedule, simulation = furthest(workload, limits, space.fixed, simulate)
+        schedule, simulation = smallest_step(workload, limits, space.fixed, simulate)
         tried[schedule] = simulation
         if excess_of(simulation, limits) > 0:
             raise nothing_fits(workload, space, tried, limits, simulate)
@@ -196,7 +197,7 @@ def _plan(
     )
 
 
-def judge(
+def evaluate_schedule(
     workload: Workload, schedule: Schedule, limits: Limits, rates: Rates, *, simulate: Simulate = simulate
 ) -> Plan:
     """Return the plan of a given schedule, its simulated memory and predicted time, whether it fits or not."""
@@ -225,7 +226,7 @@ def _may_hold_all(space: Space, workload: Workload, embedding: Tensor) -> bool:
     if not set(space.fixed) <= SIZES:
         return False
     token_bytes = embedding.shape[-1] * (2 if workload.autocast else embedding.element_size())
-    tokens = workload.strip_tokens * workload.rows
+    tokens = workload.shard_tokens * workload.rows
     return LEAST_OF_A_LAYER * token_bytes * tokens * space.layers <= space.limits.device
 
 
@@ -276,7 +277,7 @@ def _less(room: Limits, candidate: Candidate, simulation: Simulation) -> Limits:
     )
 
 
-def _thriftiest(
+def _least_excess(
     ranked: list[Candidate],
     limits: Limits,
     workload: Workload,

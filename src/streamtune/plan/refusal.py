@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from streamtune.errors import ArgumentError
-from streamtune.plan.choices import Limits, Space
+from streamtune.plan.budget import Limits
+from streamtune.plan.choices import Space
 from streamtune.plan.estimate import Simulate
-from streamtune.plan.furthest import longest_below
-from streamtune.plan.smallest import excess_of
+from streamtune.plan.smallest import excess_of, longest_below
 from streamtune.schedule import Schedule
 from streamtune.simulate.simulate import Simulation
 from streamtune.simulate.workload import Workload

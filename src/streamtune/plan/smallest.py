@@ -1,9 +1,9 @@
-"""Find the schedule that holds fewest bytes on the device: for the longest sequence, and where nothing else fits."""
+"""The schedule of least memory, its step, and the longest sequence it fits, regardless of the time of a step."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import replace
 from itertools import product
@@ -11,13 +11,26 @@ from typing import Any
 
 from streamtune.engine import decoder_layers
 from streamtune.errors import ArgumentError
-from streamtune.plan.choices import CHUNKS, HEAD_CHUNKS, Limits
+from streamtune.plan.budget import Limits
+from streamtune.plan.choices import CHUNKS, HEAD_CHUNKS
+from streamtune.plan.estimate import Simulate
+from streamtune.plan.search import Attempt, Range, search_largest
 from streamtune.schedule import Schedule
 from streamtune.simulate.cluster import Cluster
-from streamtune.simulate.simulate import Simulation
+from streamtune.simulate.simulate import Simulation, simulate
 from streamtune.simulate.workload import Workload
 
-__all__ = ["excess_of", "furthest", "thriftiest"]
+__all__ = ["excess_of", "longest_below", "longest_of", "smallest_schedule", "smallest_step"]
+
+
+MOST = 1 << 30
+"""Tokens beyond which nothing is looked for."""
+
+COARSE = 0.05
+"""Part of a length to which it is told what another number of ranks would allow."""
+
+SHORTEST, GRAIN = 64, 64
+"""Tokens: the shortest length that is offered, and what lengths are rounded down to."""
 
 
 def excess_of(simulation: Simulation, limits: Limits) -> float:
@@ -25,7 +38,7 @@ def excess_of(simulation: Simulation, limits: Limits) -> float:
     return limits.excess(simulation.peak_bytes, simulation.host_bytes, simulation.disk_bytes)
 
 
-def thriftiest(limits: Limits, written: Mapping[str, Any], cluster: Cluster) -> Schedule:
+def smallest_schedule(limits: Limits, written: Mapping[str, Any], cluster: Cluster) -> Schedule:
     """Return the schedule with the smallest chunks and nothing kept.
 
     Layer inputs are on the furthest tier that has memory: disk, then host, then device. It has two levels if the
@@ -55,13 +68,13 @@ def thriftiest(limits: Limits, written: Mapping[str, Any], cluster: Cluster) -> 
     return Schedule(**written)
 
 
-def furthest(
+def smallest_step(
     workload: Workload,
     limits: Limits,
     written: Mapping[str, Any],
-    simulate: Callable[[Workload, Schedule], Simulation],
+    simulate: Simulate,
 ) -> tuple[Schedule, Simulation]:
-    """Return the schedule of :func:`thriftiest` and its simulated step.
+    """Return the schedule of :func:`smallest_schedule` and its simulated step.
 
     If host or disk has no room for all layer inputs, the rest stay on the device, provided that the step fits so.
 
@@ -71,7 +84,7 @@ def furthest(
         written: Fields of the schedule that are given.
         simulate: Simulates a step.
     """
-    schedule = thriftiest(limits, written, workload.cluster)
+    schedule = smallest_schedule(limits, written, workload.cluster)
     found = simulate(workload, schedule)
     usable, held = (limits.disk, found.disk_bytes) if schedule.offload == "disk" else (limits.host, found.host_bytes)
     if limits.shared or schedule.offload == "device" or "device_layers" in written or held <= usable:
@@ -82,3 +95,38 @@ def furthest(
     mixed = replace(schedule, device_layers=count)
     step = simulate(workload, mixed)
     return (mixed, step) if excess_of(step, limits) <= 0 else (schedule, found)
+
+
+def longest_of(workload: Workload, limits: Limits, written: Mapping[str, Any]) -> int:
+    """Return the most tokens of a row that some schedule fits, within 5%; 0 if the workload's own length does not fit.
+
+    Args:
+        workload: The step; the search begins at its length.
+        limits: The memory of a rank.
+        written: Fields of the schedule that are given.
+    """
+    least = workload.length
+    within = Range(first=least, least=least, most=MOST, step=1, share=COARSE, grain=1024)
+    return _search(workload, limits, written, simulate, within)
+
+
+def longest_below(workload: Workload, limits: Limits, written: Mapping[str, Any], simulate: Simulate) -> int:
+    """Return the most tokens of a row, below the workload's, that some schedule fits, within about 1%; 0 if none does.
+
+    Args:
+        workload: The step, which does not fit at its length.
+        limits: The memory of a rank.
+        written: Fields of the schedule that are given.
+        simulate: Simulates a step.
+    """
+    within = Range(first=workload.length, least=SHORTEST, most=workload.length, step=GRAIN, grain=GRAIN)
+    return _search(workload, limits, written, simulate, within)
+
+
+def _search(workload: Workload, limits: Limits, written: Mapping[str, Any], simulate: Simulate, within: Range) -> int:
+    def attempt(length: int) -> Attempt:
+        _, step = smallest_step(replace(workload, length=length), limits, written, simulate)
+        filled = limits.filled(step.peak_bytes, step.host_bytes, step.disk_bytes)
+        return Attempt(excess_of(step, limits) <= 0, filled)
+
+    return search_largest(attempt, within).fits

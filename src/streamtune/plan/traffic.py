@@ -27,10 +27,10 @@ from streamtune.engine import decoder_layers
 from streamtune.engine.memory.placement import place_layers
 from streamtune.plan.rates import Rates, predict_seconds
 from streamtune.schedule import Schedule
-from streamtune.simulate.cluster import Heads
+from streamtune.simulate.cluster import HeadCounts
 from streamtune.simulate.memory import held_bytes
 from streamtune.simulate.partition import outside_bytes, trained_bytes
-from streamtune.simulate.shard import heads_of, strip_of
+from streamtune.simulate.shard import heads_of, shard_of
 
 if TYPE_CHECKING:
     from streamtune.simulate.simulate import Work
@@ -109,7 +109,7 @@ class Pace:
 
     def __init__(self, workload: Workload, rates: Rates) -> None:
         self.rates, self.workload, self.cluster = rates, workload, workload.cluster
-        self._exchange = None if self.cluster.ranks == 1 else _Exchange(workload)
+        self._exchange = None if self.cluster.ranks == 1 else _Messages(workload)
 
     def seconds(self, work: Work, schedule: Schedule) -> float:
         """Return the seconds of a step that does ``work`` on each rank."""
@@ -122,7 +122,7 @@ class Pace:
         return Traffic(flows, links.node_name, links.network_name)
 
 
-class _Exchange:
+class _Messages:
     """The sizes of the messages, computed once from a model."""
 
     def __init__(self, workload: Workload) -> None:
@@ -135,8 +135,8 @@ class _Exchange:
         self.elements = sum(p.numel() for p in model.parameters() if p.requires_grad)
         embedding = model.get_input_embeddings().weight.element_size()
         self.element = 2 if workload.autocast else embedding
-        self.heads: Heads = heads_of(model)
-        self.copies = strip_of(model, workload.cluster).copies
+        self.heads: HeadCounts = heads_of(model)
+        self.copies = shard_of(model, workload.cluster).copies
         scored = workload.scored
         self.forwards = 0.0 if scored is None else scored.forwards
 
@@ -192,8 +192,8 @@ class _Exchange:
         if cluster.sequence_size == 1:
             return
         workload, heads = self.workload, self.heads
-        tokens = workload.rows * workload.strip_tokens * workload.micro_batches
-        chunks = len(schedule.chunks(workload.strip_tokens)) * workload.micro_batches
+        tokens = workload.rows * workload.shard_tokens * workload.micro_batches
+        chunks = len(schedule.chunks(workload.shard_tokens)) * workload.micro_batches
         width = heads.keys * (heads.key_dim + heads.value_dim)
         keys = tokens * width * self.element
         queries = tokens * heads.queries * (heads.key_dim + heads.value_dim) * self.element  # and outputs

@@ -14,7 +14,7 @@ import torch
 
 from streamtune.engine.memory.host import usable_host_bytes
 from streamtune.errors import ArgumentError, RunError, did_you_mean
-from streamtune.plan.budget import free_disk_bytes
+from streamtune.plan.budget import Budget, free_disk_bytes
 from streamtune.plan.calibrate import load_rates
 from streamtune.plan.devices import Device
 from streamtune.plan.rates import sheet_rates
@@ -22,7 +22,6 @@ from streamtune.plan.search import Range
 from streamtune.probe.prepare import prepare_step
 from streamtune.probe.probe import ProbeReport, ProbeTask, RunTrial, Trial, measured, run_probe
 from streamtune.probe.simulated import SimulatedTrials, simulated
-from streamtune.probe.steps import StepBudget
 from streamtune.probe.trial import Outcome
 from streamtune.recipe.loader import LoadedRecipe
 from streamtune.recipe.schema import Recipe
@@ -212,8 +211,8 @@ def _make_task(recipe: Recipe, options: ProbeOptions, target: Device | None, her
     )
 
 
-def _budget(task: ProbeTask) -> StepBudget:
-    return StepBudget(task.device_bytes, task.host_bytes, task.disk_bytes, task.margin)
+def _budget(task: ProbeTask) -> Budget:
+    return Budget(task.device_bytes, task.host_bytes, task.disk_bytes, task.margin)
 
 
 def _range(options: ProbeOptions) -> Range:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from streamtune.palette import COLOURS, INK
+from streamtune.palette import COLOURS, INK, save
 from streamtune.probe.probe import ProbeReport, Trial
 from streamtune.simulate.workload import LABELS
 
@@ -23,15 +23,13 @@ def draw_probe(report: ProbeReport, path: Path, *, title: str) -> None:
         title: The title of the plot.
     """
     # Slow to import, and only needed here. Figures made without pyplot need no display.
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(11, 4.8), dpi=150, layout="constrained")
     bars, bytes_ = figure.subplots(1, 2)
     _draw_bars(bars, report)
     _draw_trials(bytes_, report)
-    figure.suptitle(title, x=0.01, ha="left", color=INK, fontsize=12, fontweight="bold")
-    FigureCanvasAgg(figure).print_png(str(path))
+    save(figure, path, title)
 
 
 def _draw_bars(axes: Any, report: ProbeReport) -> None:
@@ -45,8 +43,6 @@ def _draw_bars(axes: Any, report: ProbeReport) -> None:
     axes.set_xlim(0, 1.25 * max((limit.fits for limit in limits), default=1) or 1)
     axes.set_title(f"Largest that fits ({_unit(report)})", loc="left", color=INK, fontsize=11)
     _undress(axes)
-    axes.xaxis.set_major_formatter(lambda value, position: f"{value:,.0f}")
-    axes.xaxis.set_major_locator(_few_ticks())
 
 
 def _draw_trials(axes: Any, report: ProbeReport) -> None:
@@ -91,16 +87,8 @@ def _draw_trials(axes: Any, report: ProbeReport) -> None:
     axes.set_ylim(0, 1.12 * largest / unit if largest else 1)
     axes.set_xlim(left=0)
     _undress(axes)
-    axes.xaxis.set_major_formatter(lambda value, position: f"{value:,.0f}")
-    axes.xaxis.set_major_locator(_few_ticks())
     if axes.get_legend_handles_labels()[1]:
         axes.legend(frameon=False, labelcolor=INK, loc="lower right")
-
-
-def _few_ticks() -> Any:
-    from matplotlib.ticker import MaxNLocator
-
-    return MaxNLocator(nbins=5, integer=True)
 
 
 def _number(report: ProbeReport, trial: Trial) -> int:
@@ -117,6 +105,10 @@ def _unit(report: ProbeReport) -> str:
 
 
 def _undress(axes: Any) -> None:
+    from matplotlib.ticker import MaxNLocator
+
     axes.grid(alpha=0.25, axis="x")
+    axes.xaxis.set_major_formatter(lambda value, position: f"{value:,.0f}")
+    axes.xaxis.set_major_locator(MaxNLocator(nbins=5, integer=True))
     for side in ("top", "right"):
         axes.spines[side].set_visible(False)

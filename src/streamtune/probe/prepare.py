@@ -14,7 +14,8 @@ import torch
 from streamtune import train
 from streamtune.engine import StreamHandle
 from streamtune.errors import ArgumentError
-from streamtune.probe.steps import BudgetExceededError, Shape, StepBudget, TrainingStep
+from streamtune.plan.budget import Budget
+from streamtune.probe.steps import BudgetExceededError, Shape, TrainingStep
 from streamtune.recipe.schema import Recipe
 from streamtune.run.device import quiet_libraries
 from streamtune.run.model import make_model_alone, make_optimizer, make_reference_alone
@@ -22,9 +23,8 @@ from streamtune.run.plan import plan_model
 from streamtune.run.reference import streamed
 from streamtune.run.streaming import stream_model
 from streamtune.schedule import Schedule
-from streamtune.simulate.checkpointing import use_checkpointing
+from streamtune.simulate.baselines import PlainScores, use_checkpointing
 from streamtune.simulate.memory import held_bytes
-from streamtune.simulate.plain_scores import PlainScores
 from streamtune.tasks import Task, task_of
 from streamtune.tasks.preference import GivenReference
 from streamtune.tasks.task import RandomStep, TrialStep
@@ -34,7 +34,7 @@ from streamtune.train.step import accumulate_gradients, explain_out_of_memory
 __all__ = ["make_reference", "prepare_step"]
 
 
-def prepare_step(recipe: Recipe, device_name: str, budget: StepBudget, shape: Shape) -> TrainingStep:
+def prepare_step(recipe: Recipe, device_name: str, budget: Budget, shape: Shape) -> TrainingStep:
     """Make the model, the optimizer and the step of a trial, in its process.
 
     Raises:
@@ -91,7 +91,7 @@ def make_reference(
 
 
 def _planned(
-    task: Task[Any], model: Any, shape: Shape, budget: StepBudget, share: bool, reference_bytes: int
+    task: Task[Any], model: Any, shape: Shape, budget: Budget, share: bool, reference_bytes: int
 ) -> Schedule | None:
     """Return the planner's schedule for a run of batches like these; None if the recipe fixes the schedule."""
     recipe = task.recipe

@@ -11,8 +11,9 @@ from dataclasses import asdict, dataclass, field, replace
 from typing import Any, Literal
 
 from streamtune import interrupts
+from streamtune.plan.budget import Budget
 from streamtune.plan.search import Attempt, Range, search_largest
-from streamtune.probe.steps import PrepareStep, Shape, StepBudget
+from streamtune.probe.steps import PrepareStep, Shape
 from streamtune.probe.trial import Outcome, run_trial
 from streamtune.schedule import Schedule
 from streamtune.simulate.workload import Mode
@@ -155,7 +156,7 @@ class ProbeReport:
         }
 
 
-def measured(prepare: PrepareStep, budget: StepBudget, *, seconds: float) -> RunTrial:
+def measured(prepare: PrepareStep, budget: Budget, *, seconds: float) -> RunTrial:
     """Return a function that makes trials by whole training steps on the device.
 
     Args:
@@ -205,11 +206,11 @@ def _search(
     def attempt(number: int) -> Attempt:
         shape = task.shape(mode, number)
         known = report.limits[mode]
-        say = _Sayer(
+        progress = _Progress(
             f"{mode}, {_amount(shape)}", known.fits, "tokens" if task.scaled == "length" else f"{task.unit}s", notify
         )
-        say("")
-        outcome = run(shape, say)
+        progress("")
+        outcome = run(shape, progress)
         interrupts.check()
         report.env = report.env or outcome.env
         trial = Trial(shape, outcome)
@@ -239,14 +240,9 @@ def _filled(outcome: Outcome, report: ProbeReport) -> float | None:
     task = report.task
     if task.method == "measure" and (task.schedule is None or not outcome.fits):
         return None
-    pairs = [
-        (outcome.peak_bytes, report.device_bytes),
-        (outcome.host_bytes, task.host_bytes),
-        (outcome.disk_bytes, task.disk_bytes),
-    ]
+    budget = Budget(report.device_bytes, task.host_bytes, task.disk_bytes)
     usable = 1.0 if task.method == "measure" else 1 - task.margin
-    parts = [used / (usable * limit) for used, limit in pairs if used is not None and limit]
-    return max(parts, default=None)
+    return budget.share_of(outcome.peak_bytes, outcome.host_bytes, outcome.disk_bytes, usable=usable)
 
 
 def _amount(shape: Shape) -> str:
@@ -255,7 +251,7 @@ def _amount(shape: Shape) -> str:
 
 
 @dataclass(frozen=True)
-class _Sayer:
+class _Progress:
     """The progress that is shown while a trial runs: what is tried, its phase, what is known to fit."""
 
     trying: str

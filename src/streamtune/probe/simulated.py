@@ -11,12 +11,11 @@ from typing import Any
 
 import torch
 
-from streamtune.plan.budget import device_name
-from streamtune.plan.choices import Limits
+from streamtune.plan.budget import Limits, device_name
 from streamtune.plan.devices import Device
 from streamtune.plan.planner import choose
 from streamtune.plan.rates import Rates
-from streamtune.plan.smallest import furthest
+from streamtune.plan.smallest import smallest_step
 from streamtune.plan.traffic import Pace
 from streamtune.probe.probe import ProbeTask, Trial
 from streamtune.probe.steps import Shape
@@ -92,7 +91,7 @@ class SimulatedTrials:
         step = self._step(shape)
         if shape.mode != "stream" or self.schedule is not None:
             return self._tried(step, self.schedule or Schedule())  # a baseline reads nothing of it
-        schedule, found = furthest(step, self.limits, self.written, simulate)
+        schedule, found = smallest_step(step, self.limits, self.written, simulate)
         return self._judged(step, found, schedule)
 
     def planned(self, trial: Trial) -> Trial:

@@ -25,12 +25,13 @@ from torch import Tensor, nn
 from streamtune.engine import StreamHandle, decoder_layers
 from streamtune.engine.memory.host import Tally
 from streamtune.errors import OutOfMemoryError, StorageError
+from streamtune.plan.budget import Budget
 from streamtune.simulate.memory import ACTIVATION, OPTIMIZER, LiveBytes, distinct_bytes, held_bytes
 from streamtune.simulate.simulate import TERMS
 from streamtune.simulate.workload import Mode
 from streamtune.sizes import show_size
 
-__all__ = ["BudgetExceededError", "PrepareStep", "Shape", "StepBudget", "TrainingStep", "serve"]
+__all__ = ["BudgetExceededError", "PrepareStep", "Shape", "TrainingStep", "serve"]
 
 STEPS = 2
 """The first makes the optimizer's state, which is there during the second."""
@@ -43,22 +44,6 @@ class Shape:
     mode: Mode
     length: int
     batch_size: int
-
-
-@dataclass(frozen=True)
-class StepBudget:
-    """Bytes that a trial may take; None is all there is.
-
-    Attributes:
-        device_bytes: Bytes on the device.
-        host_bytes, disk_bytes: Bytes that the engine keeps there.
-        margin: Part of an accelerator's memory that is left alone where ``device_bytes`` is None.
-    """
-
-    device_bytes: int | None = None
-    host_bytes: int | None = None
-    disk_bytes: int | None = None
-    margin: float = 0.05
 
 
 @dataclass(frozen=True)
@@ -96,7 +81,7 @@ class BudgetExceededError(MemoryError):
 class _Budgeted(LiveBytes):
     """Counts live bytes and stops the step where they, or what the engine keeps elsewhere, exceed a budget."""
 
-    def __init__(self, step: TrainingStep, budget: StepBudget) -> None:
+    def __init__(self, step: TrainingStep, budget: Budget) -> None:
         super().__init__(step.model, decoder_layers(step.model), beside=step.beside)
         self.fixed = step.fixed_terms
         self.weights = sum(self.fixed.values())
@@ -125,60 +110,60 @@ class _Budgeted(LiveBytes):
         return {TERMS[name]: size for name in TERMS if (size := held.get(name, 0))}
 
 
-def serve(connection: Connection, prepare: PrepareStep, shape: Shape, budget: StepBudget) -> None:
+def serve(connection: Connection, prepare: PrepareStep, shape: Shape, budget: Budget) -> None:
     """Run a trial in its process: build and step. Phases are sent as text, the outcome as a dictionary."""
     _be_killed_first()
     _end_with_parent()
-    said: dict[str, Any] = {}
+    result: dict[str, Any] = {}
     try:
         connection.send("building the model")
         step = prepare(shape)
-        said["schedule"] = step.handle.schedule if step.handle is not None else None
+        result["schedule"] = step.handle.schedule if step.handle is not None else None
         device = next(step.model.parameters()).device
         measure = _step_on_accelerator if device.type == "cuda" else _step_on_cpu
-        measure(step, budget, connection.send, said)
-        connection.send({"fits": True, **said})
+        measure(step, budget, connection.send, result)
+        connection.send({"fits": True, **result})
     except BaseException as error:
         with suppress(ConnectionError):  # whoever asked is gone, as after Ctrl-C
-            connection.send({"fits": False, **said, **_explain(error)})
+            connection.send({"fits": False, **result, **_explain(error)})
 
 
-def _step_on_cpu(step: TrainingStep, budget: StepBudget, tell: Callable[[str], None], said: dict[str, Any]) -> None:
-    """Run the steps and count every storage; results go into ``said``, also those of steps that fail."""
-    said["env"] = _env("cpu", budget.device_bytes)
+def _step_on_cpu(step: TrainingStep, budget: Budget, tell: Callable[[str], None], result: dict[str, Any]) -> None:
+    """Run the steps and count every storage; results go into ``result``, also those of steps that fail."""
+    result["env"] = _env("cpu", budget.device_bytes)
     watch = _Budgeted(step, budget)
     try:
         with watch:
-            said["step_seconds"] = _run(step, tell, lambda: None)
+            result["step_seconds"] = _run(step, tell, lambda: None)
     finally:
-        said["peak_bytes"], said["terms"] = watch.weights + watch.peak, watch.terms()
-        said.update(_tier_peaks(step, budget))
+        result["peak_bytes"], result["terms"] = watch.weights + watch.peak, watch.terms()
+        result.update(_tier_peaks(step, budget))
 
 
 def _step_on_accelerator(
-    step: TrainingStep, budget: StepBudget, tell: Callable[[str], None], said: dict[str, Any]
+    step: TrainingStep, budget: Budget, tell: Callable[[str], None], result: dict[str, Any]
 ) -> None:
-    """Run the steps within the allocator's limit; results go into ``said`` likewise."""
+    """Run the steps within the allocator's limit; results go into ``result`` likewise."""
     device = next(step.model.parameters()).device
     total = torch.cuda.get_device_properties(device).total_memory
     limit = int((1 - budget.margin) * total) if budget.device_bytes is None else budget.device_bytes
-    said["env"] = _env(torch.cuda.get_device_name(device), limit)
+    result["env"] = _env(torch.cuda.get_device_name(device), limit)
     fixed = step.fixed_terms
     weights = sum(fixed.values())
-    said["terms"], said["peak_bytes"] = fixed, weights
+    result["terms"], result["peak_bytes"] = fixed, weights
     if weights > limit:
         raise BudgetExceededError("device", f"device memory: the weights alone take more than {show_size(limit)}")
     torch.cuda.empty_cache()  # what loading left behind would count
     torch.cuda.set_per_process_memory_fraction(min(1.0, limit / total), device)
     torch.cuda.reset_peak_memory_stats(device)
     try:
-        said["step_seconds"] = _run(step, tell, lambda: torch.cuda.synchronize(device))
+        result["step_seconds"] = _run(step, tell, lambda: torch.cuda.synchronize(device))
     finally:
         state = _optimizer_bytes(step.optimizer)
         peak = torch.cuda.max_memory_allocated(device)
-        said["peak_bytes"] = peak
-        said["terms"] = {**fixed, "optimizer": state, "gradients and activations": peak - weights - state}
-        said.update(_tier_peaks(step, budget))
+        result["peak_bytes"] = peak
+        result["terms"] = {**fixed, "optimizer": state, "gradients and activations": peak - weights - state}
+        result.update(_tier_peaks(step, budget))
     for name, tally, most in _tiers(step.handle, budget):
         if most is not None and tally.peak_bytes > most:
             raise BudgetExceededError(name, f"{name} memory: the step takes more than {show_size(most)}")
@@ -196,7 +181,7 @@ def _run(step: TrainingStep, tell: Callable[[str], None], synchronize: Callable[
     return time.perf_counter() - started
 
 
-def _tiers(handle: StreamHandle | None, budget: StepBudget) -> list[tuple[str, Tally, int | None]]:
+def _tiers(handle: StreamHandle | None, budget: Budget) -> list[tuple[str, Tally, int | None]]:
     """Return the name, the bytes and the budget of each tier that is not the device."""
     if handle is None:
         return []
@@ -204,7 +189,7 @@ def _tiers(handle: StreamHandle | None, budget: StepBudget) -> list[tuple[str, T
     return [("host", tiers.host, budget.host_bytes), ("disk", tiers.disk, budget.disk_bytes)]
 
 
-def _tier_peaks(step: TrainingStep, budget: StepBudget) -> dict[str, int]:
+def _tier_peaks(step: TrainingStep, budget: Budget) -> dict[str, int]:
     return {f"{name}_bytes": tally.peak_bytes for name, tally, _ in _tiers(step.handle, budget)}
 
 

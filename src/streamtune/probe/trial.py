@@ -7,23 +7,21 @@ memory than is free, or more time than it is given, is killed. The prober goes o
 
 from __future__ import annotations
 
-import multiprocessing
 import signal
-import threading
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
-from multiprocessing.connection import Connection
 from multiprocessing.context import SpawnProcess
 from typing import Any, Literal
 
 import psutil
 
 from streamtune import interrupts
+from streamtune.child import Child
 from streamtune.engine.memory.host import reserved_host_bytes, usable_host_bytes
-from streamtune.probe.steps import PrepareStep, Shape, StepBudget, serve
-from streamtune.quiet import packed_call, run_packed
+from streamtune.plan.budget import Budget
+from streamtune.probe.steps import PrepareStep, Shape, serve
 from streamtune.schedule import Schedule
 from streamtune.sizes import show_size
 
@@ -75,7 +73,7 @@ class Outcome:
 def run_trial(
     prepare: PrepareStep,
     shape: Shape,
-    budget: StepBudget,
+    budget: Budget,
     *,
     seconds: float,
     tell: Callable[[str], None] = lambda phase: None,
@@ -89,41 +87,30 @@ def run_trial(
         seconds: Time it may take, loading libraries and building the model included.
         tell: Called with what it is doing.
     """
-    context = multiprocessing.get_context("spawn")
-    ours, theirs = context.Pipe(duplex=False)
-    process = context.Process(
-        target=run_packed, args=(theirs, *packed_call(serve, prepare, shape, budget)), daemon=True
-    )
-    with _deaf_to_interrupts():
-        process.start()
-    theirs.close()
-    watch = _Watch(process, seconds)
+    child = Child(serve, prepare, shape, budget)
+    watch = _Watch(child.process, seconds)
     patience = 0
     try:
-        outcome = _listen(ours, process, watch, tell)
+        outcome = _listen(child, watch, tell)
         patience = 0 if watch.killed else 5  # none where Ctrl-C broke it off
         return outcome
     finally:
-        ours.close()
-        process.join(timeout=patience)
-        if process.is_alive():
-            process.kill()
-            process.join()
+        child.close(seconds=patience)
 
 
-def _listen(connection: Connection, process: SpawnProcess, watch: _Watch, tell: Callable[[str], None]) -> Outcome:
+def _listen(child: Child, watch: _Watch, tell: Callable[[str], None]) -> Outcome:
     """Wait until the process sends its outcome or ends, and pass its messages to ``tell``."""
     while True:
         interrupts.check()
         try:
-            if connection.poll(POLL_SECONDS):
-                message = connection.recv()
+            if child.connection.poll(POLL_SECONDS):
+                message = child.connection.recv()
                 if not isinstance(message, str):
                     return replace(Outcome(**message), rss_bytes=watch.rss)
                 tell(message)
         except (EOFError, OSError):
-            process.join()
-            failed = watch.killed or Outcome(False, "crash", _died(process.exitcode))
+            child.process.join()
+            failed = watch.killed or Outcome(False, "crash", _died(child.process.exitcode))
             return replace(failed, rss_bytes=watch.rss)
         watch.look()
 
@@ -169,16 +156,3 @@ def _died(exit_code: int | None) -> str:
         name = f"signal {-exit_code}"
     hint = " (the system does that where memory runs out)" if name == "SIGKILL" else ""
     return f"the process was ended by {name}{hint}"
-
-
-@contextmanager
-def _deaf_to_interrupts() -> Iterator[None]:
-    """Let processes that are started inside ignore Ctrl-C, which a terminal sends to all: the prober ends them."""
-    if threading.current_thread() is not threading.main_thread():  # Python takes no handlers there
-        yield
-        return
-    before = signal.signal(signal.SIGINT, signal.SIG_IGN)
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGINT, before)

@@ -20,11 +20,10 @@ from streamtune.adapters import base_of
 from streamtune.engine import decoder_layers
 from streamtune.engine.memory.host import usable_host_bytes
 from streamtune.errors import ArgumentError, UnsupportedModelError
-from streamtune.plan.budget import device_name, free_device_bytes, free_disk_bytes
+from streamtune.plan.budget import Limits, device_name, free_device_bytes, free_disk_bytes
 from streamtune.plan.calibrate import load_rates, measure_disk
-from streamtune.plan.choices import Limits
 from streamtune.plan.devices import Device, find_device, nearest_device
-from streamtune.plan.planner import Plan, as_fixed, choose, judge
+from streamtune.plan.planner import Plan, as_fixed, choose, evaluate_schedule
 from streamtune.plan.rates import Rates, sheet_rates
 from streamtune.recipe.engine import EngineSpec
 from streamtune.recipe.loader import LoadedRecipe
@@ -149,7 +148,7 @@ def plan_recipe(
         rates = replace(rates, host_bandwidth=rates.host_bandwidth / cluster.ranks_per_node)
         notify("planning")
         if recipe.engine.schedule == "fixed":
-            chosen = judge(workload, make_schedule(recipe.engine), limits, rates)
+            chosen = evaluate_schedule(workload, make_schedule(recipe.engine), limits, rates)
         else:
             chosen = choose(workload, limits, rates, fixed=recipe.engine.written())
         wider = tuple(wider_of(recipe, workload, limits, notify)) if cluster.sequence_size == 1 else ()
@@ -219,9 +218,9 @@ def plan_model(
     if below is not None:
         return _smaller(workload, below, limits, rates, written)
     if recipe.engine.schedule == "fixed":
-        return judge(workload, make_schedule(recipe.engine), limits, rates)
+        return evaluate_schedule(workload, make_schedule(recipe.engine), limits, rates)
     if keep is not None and {**as_fixed(keep), **written} == as_fixed(keep):
-        kept = judge(workload, keep, limits, rates)
+        kept = evaluate_schedule(workload, keep, limits, rates)
         if kept.fits:
             return kept
         notify("the schedule this run was started with does not fit any more; another gives the same gradient")
@@ -230,7 +229,7 @@ def plan_model(
 
 def _smaller(workload: Workload, failed: Schedule, limits: Limits, rates: Rates, written: dict[str, Any]) -> Plan:
     """Return the fastest schedule that holds less than one that ran out of memory: much less if there is one."""
-    simulation = judge(workload, failed, limits, rates).simulation
+    simulation = evaluate_schedule(workload, failed, limits, rates).simulation
     stays = sum(simulation.terms.get(name, 0) for name in ("weights", "gradients", "optimizer"))
     given = {name: value for name, value in written.items() if name in ("offload_dir", "grad_dtype")}
     for part in LESS:

@@ -6,7 +6,7 @@ are one group of ZeRO, FSDP or DDP. Here that is a frozen value. For one rank it
     sequence   T / SP tokens of everything but attention; attention of all T on heads / SP
     batch      1 / DP of the rows of a step
     weights, gradients, optimizer state
-               whole, or 1 / W, by the engine (``plan.partition``)
+               whole, or 1 / W, by the engine (``simulate.partition``)
     host       1 / ranks_per_node of its node's memory
 """
 
@@ -18,7 +18,7 @@ from typing import Literal, get_args
 
 from streamtune.errors import ArgumentError
 
-__all__ = ["ENGINES", "Buckets", "Cluster", "Engine", "Form", "Heads", "Links", "form_of"]
+__all__ = ["ENGINES", "Buckets", "Cluster", "Engine", "Form", "HeadCounts", "Links", "form_of"]
 
 Engine = Literal["none", "ddp", "zero1", "zero2", "zero3", "zero3_offload", "fsdp"]
 Form = Literal["ulysses", "ring"]
@@ -182,7 +182,7 @@ class Cluster:
 
 
 @dataclass(frozen=True)
-class Heads:
+class HeadCounts:
     """The attention heads of a model: query heads, key/value heads, and their sizes.
 
     Attributes:
@@ -204,7 +204,7 @@ class Heads:
         return math.lcm(self.keys, size) / self.keys
 
 
-def form_of(asked: str, size: int, heads: Heads) -> Form:
+def form_of(asked: str, size: int, heads: HeadCounts) -> Form:
     """Return the form in which ``size`` ranks share a sequence.
 
     Args:

@@ -21,7 +21,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from streamtune.simulate.trace import WORK, Cell, Place, Tape
+from streamtune.simulate.trace import WORK, Cell, CellPlace, Trace
 
 __all__ = ["Axis", "Combined", "Part", "UnlikeError", "Zone", "combined", "zones"]
 
@@ -120,13 +120,13 @@ class Part:
     """A shorter step that was run, and its share in the whole one.
 
     Attributes:
-        tape: The record of it.
+        trace: The record of it.
         longer: The zone that has a period more than in the shortest step, by number; None if none has.
         chunks: Number of its chunks.
         share: The factor of its figures.
     """
 
-    tape: Tape
+    trace: Trace
     longer: int | None
     chunks: int
     share: int
@@ -137,7 +137,7 @@ class Combined:
     """The largest cells of the whole step, with their moments ``[n, COLUMNS]``, and the work of all cells: a sum for
     each of ``WORK``, by phase and a flag that is True for the layers."""
 
-    cells: list[tuple[Place, Tensor]]
+    cells: list[tuple[CellPlace, Tensor]]
     work: dict[tuple[str, bool], list[float]]
 
 
@@ -148,7 +148,7 @@ def combined(parts: list[Part], layers: list[Zone], chunks: Axis) -> Combined:
         UnlikeError: They did not run the same operators.
     """
     named = [_named(part, layers, chunks) for part in parts]
-    cells: list[tuple[Place, Tensor]] = []
+    cells: list[tuple[CellPlace, Tensor]] = []
     work: dict[tuple[str, bool], list[float]] = {}
     if any(cells_of.keys() != named[0].keys() for cells_of in named):
         raise UnlikeError
@@ -162,7 +162,7 @@ def combined(parts: list[Part], layers: list[Zone], chunks: Axis) -> Combined:
         cells.append((place, total))
         sums = work.setdefault((place.phase, place.layer is not None), [0.0] * len(WORK))
         for kind in range(len(WORK)):
-            factors = squares if place.walk == "whole" and WORK[kind] == "attention_flops" else shares
+            factors = squares if place.pass_name == "whole" and WORK[kind] == "attention_flops" else shares
             sums[kind] += weight * sum(share * cell.work[kind] for share, cell in zip(factors, alike, strict=True))
     return Combined(cells, work)
 
@@ -174,15 +174,15 @@ def _square(part: Part, chunks: Axis) -> float:
     return chunks.count / part.chunks
 
 
-def _named(part: Part, layers: list[Zone], chunks: Axis) -> dict[Coordinates, tuple[Place, Cell, float]]:
+def _named(part: Part, layers: list[Zone], chunks: Axis) -> dict[Coordinates, tuple[CellPlace, Cell, float]]:
     """Return the cells of a part by names that mean the same in all parts, each with the number of cells it is for."""
-    found: dict[Coordinates, tuple[Place, Cell, float]] = {}
+    found: dict[Coordinates, tuple[CellPlace, Cell, float]] = {}
     where = [
         (number, zone, index)
         for number, zone in enumerate(layers)
         for index in range(len(zone.layers(number == part.longer)))
     ]
-    for place, cell in part.tape.cells.items():
+    for place, cell in part.trace.cells.items():
         layer_names: list[tuple[Coordinates, float]] = [((), 1.0)]
         if place.layer is not None:
             number, zone, index = where[place.layer]
@@ -196,7 +196,7 @@ def _named(part: Part, layers: list[Zone], chunks: Axis) -> dict[Coordinates, tu
             chunk_names = [(name, chunks.weight(name)) for name in chunks.names(place.chunk, part.chunks)]
         for layer, layer_weight in layer_names:
             for chunk, chunk_weight in chunk_names:
-                name = (place.phase, place.walk, place.turn, layer, chunk)
+                name = (place.phase, place.pass_name, place.turn, layer, chunk)
                 found[name] = (place, cell, layer_weight * chunk_weight)
     return found
 

@@ -16,7 +16,7 @@ from streamtune.schedule import Schedule
 from streamtune.simulate.extrapolate import Axis, UnlikeError, Zone, zones
 from streamtune.simulate.shard import SPANS, WINDOWS
 
-__all__ = ["Layout", "Shorter", "kinds_of_layers", "layout_of"]
+__all__ = ["Shorter", "StepLayout", "kinds_of_layers", "layout_of"]
 
 LAYER_NUMBERS = ("layer_idx", "layer_id", "layer_number", "block_idx")
 
@@ -43,7 +43,7 @@ class Shorter:
 
 
 @dataclass(frozen=True)
-class Layout:
+class StepLayout:
     """Zones of layers, and chunks of ``size`` tokens."""
 
     layers: list[Zone]
@@ -65,7 +65,7 @@ class Layout:
                 yield Shorter(kept, length, shorter, longer, count, share * factor)
 
 
-def layout_of(model: Any, schedule: Schedule, length: int, *, streamed: bool, layers: bool, chunks: bool) -> Layout:
+def layout_of(model: Any, schedule: Schedule, length: int, *, streamed: bool, layers: bool, chunks: bool) -> StepLayout:
     """Return the layout by which a step of ``length`` tokens may be shortened.
 
     Args:
@@ -85,12 +85,12 @@ def layout_of(model: Any, schedule: Schedule, length: int, *, streamed: bool, la
     if streamed and chunks and alone is not None:
         head = -(-3 * schedule.head_chunk_size // size) - 3  # at least three chunks of the head
         away = "host" in (schedule.keep_kv, schedule.keep_attention) or schedule.offload != "device"
-        # While a chunk is worked on, the next one may be fetched: of the last two of a walk one has none, one is none.
+        # While a chunk is worked on, the next one may be fetched: of the last two of a pass one has none, one is none.
         # The backward begins at the end, and its second chunk makes room for the sums.
         # On the way to a file a few chunks are held.
         alone += away + (IN_FLIGHT if schedule.offload == "disk" else 0)
         axis = Axis.of(count, max(alone, head), tail=2)
-    return Layout(found, axis, size, length)
+    return StepLayout(found, axis, size, length)
 
 
 def kinds_of_layers(model: nn.Module, schedule: Schedule | None) -> list[Hashable]:

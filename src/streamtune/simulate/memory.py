@@ -117,7 +117,7 @@ class LiveBytes(TorchDispatchMode):
                 self.live[kind] += size
                 self._known[address] = (kind, size, reference)
 
-    def on_chunk(self, layer: nn.Module, chunk: slice, walk: str) -> None:
+    def on_chunk(self, layer: nn.Module, chunk: slice, pass_name: str) -> None:
         """Do nothing: bytes are counted in the same way on every chunk."""
 
     def on_hold(self, kind: str, tensors: Iterable[Tensor]) -> None:

@@ -1,4 +1,4 @@
-"""The shape of a model that exists: a copy on ``meta``, which takes no memory and can be walked in its place."""
+"""The shape of a model that exists: a copy on ``meta``, which takes no memory and can be run in its place."""
 
 from __future__ import annotations
 

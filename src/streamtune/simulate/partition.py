@@ -26,7 +26,7 @@ from streamtune.engine import decoder_layers
 from streamtune.simulate.cluster import Cluster
 from streamtune.simulate.memory import held_bytes
 from streamtune.simulate.meta import meta_copy
-from streamtune.simulate.trace import WORK, Place, Tape
+from streamtune.simulate.trace import WORK, CellPlace, Trace
 
 if TYPE_CHECKING:
     from streamtune.simulate.workload import Workload
@@ -165,9 +165,9 @@ def _optimizer_step(model: nn.Module, workload: Workload) -> tuple[int, int, int
     """Return the bytes of state, of temporaries, and bytes touched, of a second step, when the state is there."""
     if workload.make_optimizer is None:
         return 0, 0, 0
-    tape = Tape(model, decoder_layers(model), device=workload.device_type, tiers=lambda: (0, 0, 0, 0))
+    trace = Trace(model, decoder_layers(model), device=workload.device_type, tiers=lambda: (0, 0, 0, 0))
     optimizer: Any = workload.make_optimizer(model)
-    with tape:
+    with trace:
         for parameter in model.parameters():
             if parameter.requires_grad:
                 parameter.grad = torch.empty_like(parameter)
@@ -180,10 +180,10 @@ def _optimizer_step(model: nn.Module, workload: Workload) -> tuple[int, int, int
             on_device = foreach is None and not fused and workload.device_type == "cuda"
             group.update({"foreach": on_device or foreach} if "foreach" in group else {})
             group.update({"fused": fused} if "fused" in group else {})
-        before = tape.total
-        tape.enter("optimizer")
+        before = trace.total
+        trace.enter("optimizer")
         optimizer.step()
-    cell = tape.cells[Place("optimizer")]
+    cell = trace.cells[CellPlace("optimizer")]
     peak = max(sum(moment) for moment in cell.moments)
     gradients = trained_bytes(model)
     for parameter in model.parameters():

@@ -1,12 +1,12 @@
 """A rank's part of a step whose sequences several ranks share, as a step that the engine can run on one rank.
 
 The schedule cuts a rank's own T / SP tokens into chunks; those of all ranks together are a chunk of the sequence, of
-which the part of each rank is called its strip. Everything but attention is computed by the rank that has the token;
+which the part of each rank is called its shard. Everything but attention is computed by the rank that has the token;
 for attention a rank has all tokens on heads / SP (ulysses), or receives the keys of all of them one part after another
 (ring). In bytes and operations that is the step of a sequence SP times shorter, with windows SP times narrower, except
 for this:
 
-- Attention does SP times the work: a strip's H heads of T / SP queries over T / SP keys replace H / SP heads of T
+- Attention does SP times the work: a shard's H heads of T / SP queries over T / SP keys replace H / SP heads of T
   queries over T keys (ulysses), or H heads of T / SP queries over T keys (ring). The inputs of a kernel have the
   same number of bytes.
 - Where ranks do not divide the key/value heads, several hold the same: keys and values are held lcm(G, SP) / G times.
@@ -26,9 +26,9 @@ from torch import Tensor, nn
 
 from streamtune.engine import decoder_layers
 from streamtune.schedule import Schedule
-from streamtune.simulate.cluster import Cluster, Form, Heads
+from streamtune.simulate.cluster import Cluster, Form, HeadCounts
 
-__all__ = ["SPANS", "WHOLE", "WINDOWS", "Strip", "heads_of", "narrower", "strip_of"]
+__all__ = ["SPANS", "WHOLE", "WINDOWS", "RankShard", "heads_of", "narrower", "shard_of"]
 
 WINDOWS = ("sliding_window", "local_attention", "attention_window", "window_size")
 SPANS = ("attention_chunk_size",)
@@ -38,11 +38,11 @@ ID_BYTES, FP32 = 8, 4
 
 
 @dataclass(frozen=True)
-class Strip:
-    """The differences between a strip and a row of as many tokens.
+class RankShard:
+    """The differences between a shard and a row of as many tokens.
 
     Attributes:
-        size: Ranks that share the sequence; 1 is no strip.
+        size: Ranks that share the sequence; 1 is no shard.
         form: The way they share it.
         copies: Number of times that keys and values are held, by all of them together.
     """
@@ -72,7 +72,7 @@ class Strip:
         return int(2 * each * (element + (FP32 if backward else 0)))
 
     def keys_on_host(self, model: Any, schedule: Schedule, length: int, rows: int) -> int:
-        """Return the bytes of the copies of keys and values on the host in addition to those of the strip."""
+        """Return the bytes of the copies of keys and values on the host in addition to those of the shard."""
         if schedule.keep_kv != "host" or self.copies == 1:
             return 0
         heads, layers = heads_of(model), len(decoder_layers(model)) - schedule.keep_layers
@@ -81,22 +81,22 @@ class Strip:
         return int((self.copies - 1) * each * max(0, layers))
 
     def row_bytes(self, length: int, rows: int) -> int:
-        """Return the bytes of ids, labels, positions and row starts that every rank holds for other ranks' strips."""
+        """Return the bytes of ids, labels, positions and row starts that every rank holds for other ranks' shards."""
         return 4 * ID_BYTES * rows * (length - self.tokens(length)) if self.size > 1 else 0
 
 
-WHOLE = Strip()
+WHOLE = RankShard()
 """A row as it is."""
 
 
-def strip_of(model: nn.Module, cluster: Cluster) -> Strip:
-    """Return the strip of a rank of ``cluster``."""
+def shard_of(model: nn.Module, cluster: Cluster) -> RankShard:
+    """Return the shard of a rank of ``cluster``."""
     if cluster.sequence_size == 1:
-        return Strip()
-    return Strip(cluster.sequence_size, cluster.form, heads_of(model).copies(cluster))
+        return RankShard()
+    return RankShard(cluster.sequence_size, cluster.form, heads_of(model).copies(cluster))
 
 
-def heads_of(model: Any) -> Heads:
+def heads_of(model: Any) -> HeadCounts:
     """Return the heads of a model, by the first of its configurations that has a number of attention heads."""
     configs = [m.config for m in model.modules() if hasattr(m, "config")]
     config = next((c for c in configs if getattr(c, "num_attention_heads", None)), configs[0])
@@ -107,7 +107,7 @@ def heads_of(model: Any) -> Heads:
 
     queries = asked("num_attention_heads", "n_head") or 1
     dim = asked("head_dim") or asked("hidden_size", "n_embd") // queries
-    return Heads(
+    return HeadCounts(
         queries, asked("num_key_value_heads") or queries, asked("qk_head_dim") or dim, asked("v_head_dim") or dim
     )
 

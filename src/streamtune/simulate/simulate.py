@@ -4,7 +4,7 @@ There is no second formula: the step that is simulated is the step that is train
 lifetime and no values. The memory that kernels take for themselves, which a dispatch mode cannot see, is added where it
 is known (``plan.work``).
 
-Of layers that are alike and chunks that are alike a few are run, and the rest follows (``plan.extrapolate``);
+Of layers that are alike and chunks that are alike a few are run, and the rest follows (``extrapolate``);
 ``full=True`` runs them all.
 
 Chunks of completions that share their prompts are not alike. If they are few, each is run; if they are many, one
@@ -26,8 +26,8 @@ from streamtune.simulate.layout import kinds_of_layers, layout_of
 from streamtune.simulate.memory import ACTIVATION, ATTENTION, GRADIENT, HEAD, INPUT, KEYS, OPTIMIZER
 from streamtune.simulate.partition import Holdings
 from streamtune.simulate.scored import Scored
-from streamtune.simulate.shard import Strip, narrower, strip_of
-from streamtune.simulate.step import Step, fewer_layers, shortened, walk
+from streamtune.simulate.shard import RankShard, narrower, shard_of
+from streamtune.simulate.step import Step, fewer_layers, shortened, trace_step
 from streamtune.simulate.trace import COLUMNS, WORK
 from streamtune.simulate.workload import Workload
 
@@ -37,7 +37,7 @@ __all__ = ["Simulation", "Work", "simulate"]
 MASTER = "master"
 
 FEW = 24
-"""Chunks of completions that are walked one by one."""
+"""Chunks of completions that are run one by one."""
 
 TERMS = {
     "weights": "weights",
@@ -116,28 +116,28 @@ def simulate(workload: Workload, schedule: Schedule, *, full: bool = False) -> S
         UnsupportedModelError: The model cannot be streamed, or its step depends on values other than integers.
     """
     model: Any = workload.make_model().train()
-    fixed, strip = Holdings.of(model, workload), strip_of(model, workload.cluster)
+    fixed, shard = Holdings.of(model, workload), shard_of(model, workload.cluster)
     attempts = [(False, False)] if full else [(True, True), (True, False), (False, True), (False, False)]
     for layers, chunks in attempts:
         try:
-            with narrower(model, strip.size):
-                step = _walked(model, workload, strip, schedule, layers=layers, chunks=chunks)
+            with narrower(model, shard.size):
+                step = _traced(model, workload, shard, schedule, layers=layers, chunks=chunks)
             break
         except UnlikeError:  # steps of other lengths or depths run other operators
             continue
     size = (workload.tokens, workload.rows)
-    passing = {phase: strip.passing_bytes(model, *size, backward=phase == "backward") for phase in fixed.gathered}
-    return _told(step, fixed, strip, workload, passing, strip.keys_on_host(model, schedule, *size))
+    passing = {phase: shard.passing_bytes(model, *size, backward=phase == "backward") for phase in fixed.gathered}
+    return _told(step, fixed, shard, workload, passing, shard.keys_on_host(model, schedule, *size))
 
 
-def _walked(
-    model: Any, workload: Workload, strip: Strip, schedule: Schedule, *, layers: bool, chunks: bool
+def _traced(
+    model: Any, workload: Workload, shard: RankShard, schedule: Schedule, *, layers: bool, chunks: bool
 ) -> Combined:
     """Simulate forward and backward of one micro-batch, the last, on one rank."""
     streamed = workload.mode == "stream"
-    scored, tokens = workload.scored, strip.tokens(workload.tokens)
+    scored, tokens = workload.scored, shard.tokens(workload.tokens)
     many = streamed and len(schedule.chunks(tokens)) > FEW
-    alike = scored is not None and strip.size == 1 and not (chunks and many)
+    alike = scored is not None and shard.size == 1 and not (chunks and many)
     layout = layout_of(model, schedule, tokens, streamed=streamed, layers=layers, chunks=chunks and not alike)
     kinds = kinds_of_layers(model, schedule if streamed else None)
     whole = Step(
@@ -149,7 +149,7 @@ def _walked(
         workload.device_type,
         scored=scored,
         alike=alike,
-        strip=strip,
+        shard=shard,
     )
     parts = []
     for shorter in layout.steps(schedule, kinds):
@@ -157,8 +157,8 @@ def _walked(
         if shorter.length != tokens:
             step = shortened(whole, shorter.length, shorter.schedule.head_chunk_size)
         with fewer_layers(model, shorter.layers):
-            tape = walk(model, shorter.schedule, step)
-        parts.append(Part(tape, shorter.longer, shorter.chunks, shorter.share))
+            trace = trace_step(model, shorter.schedule, step)
+        parts.append(Part(trace, shorter.longer, shorter.chunks, shorter.share))
     found = combined(parts, layout.layers, layout.chunks)
     return found if scored is None else replace(found, work=_work_of(scored, found, alike))
 
@@ -179,22 +179,22 @@ def _work_of(scored: Scored, step: Combined, alike: bool) -> dict[tuple[str, boo
 
 
 def _told(
-    step: Combined, fixed: Holdings, strip: Strip, workload: Workload, passing: dict[str, int], host: int
+    step: Combined, fixed: Holdings, shard: RankShard, workload: Workload, passing: dict[str, int], host: int
 ) -> Simulation:
     """Return the peaks of all phases, the terms at the largest, and the work. Bytes of ``passing``, by phase, and of
     ``host`` are added to those of the step that was run."""
     peaks: dict[str, tuple[int, dict[str, int]]] = {}
-    disk, walked = 0, 0
+    disk, traced = 0, 0
     beside = {"weights": fixed.weights, MASTER: fixed.master, OPTIMIZER: fixed.state}
     beside |= {"reference": workload.reference_bytes}
     beside[GRADIENT] = fixed.buckets + (fixed.gradients if fixed.divided else 0)
-    rows = strip.row_bytes(workload.tokens, workload.rows)
+    rows = shard.row_bytes(workload.tokens, workload.rows)
     for place, moments in step.cells:
         held = moments[:, : COLUMNS.index("host")].clone()
         if fixed.divided:
             held[:, COLUMNS.index(GRADIENT)] = 0
         keys = COLUMNS.index(KEYS)
-        held[:, keys] = (held[:, keys] * strip.copies).to(held.dtype)
+        held[:, keys] = (held[:, keys] * shard.copies).to(held.dtype)
         totals = held.sum(1)
         at = int(totals.argmax())
         constant = {**beside, "gathered": fixed.gathered[place.phase], ACTIVATION: rows}
@@ -202,7 +202,7 @@ def _told(
         total = int(totals[at]) + sum(constant.values())
         if total > peaks.get(place.phase, (-1, {}))[0]:
             peaks[place.phase] = (total, _terms(held[at], constant))
-        walked = max(walked, int(moments[:, COLUMNS.index("host")].max()))
+        traced = max(traced, int(moments[:, COLUMNS.index("host")].max()))
         disk = max(disk, int(moments[:, COLUMNS.index("disk")].max()))
     if workload.make_optimizer is not None:
         constant = {**beside, GRADIENT: fixed.buckets + fixed.gradients, ACTIVATION: fixed.temporary}
@@ -213,7 +213,7 @@ def _told(
     work = dict(zip(WORK, (round(each * workload.micro_batches) for each in sums), strict=True))
     work["touched_bytes"] += fixed.touched
     work["moved_bytes"] += fixed.host_moved
-    host += walked
+    host += traced
     elsewhere = {"layer inputs": host, **fixed.host} if host or fixed.host else {}
     return Simulation(
         peak_bytes=total,

@@ -19,16 +19,15 @@ from streamtune.labels import IGNORE_INDEX
 from streamtune.ops.simulated import simulating
 from streamtune.schedule import Schedule
 from streamtune.simulate.autocast import MetaAutocast
-from streamtune.simulate.checkpointing import checkpointing
-from streamtune.simulate.integers import with_value
+from streamtune.simulate.baselines import PlainScores, checkpointing
 from streamtune.simulate.memory import GRADIENT
-from streamtune.simulate.plain_scores import PlainScores
+from streamtune.simulate.meta_operators import with_value
 from streamtune.simulate.scored import Scored
-from streamtune.simulate.shard import WHOLE, Strip
-from streamtune.simulate.trace import Tape
+from streamtune.simulate.shard import WHOLE, RankShard
+from streamtune.simulate.trace import Trace
 from streamtune.simulate.workload import Mode
 
-__all__ = ["Step", "fewer_layers", "shortened", "walk"]
+__all__ = ["Step", "fewer_layers", "shortened", "trace_step"]
 
 FLASH = 1
 """The number of flash attention in torch's ``SDPBackend``."""
@@ -48,7 +47,7 @@ class Step:
         targets: Tokens that have a target, of each row; None is all of them.
         scored: Completions are scored, instead of a loss on next tokens.
         alike: The tokens lie as ``scored`` has them. Else they are ordinary rows in which every one is scored.
-        strip: A rank's part of each row, where ranks share the rows; by default rows are whole.
+        shard: A rank's part of each row, where ranks share the rows; by default rows are whole.
     """
 
     mode: Mode
@@ -60,10 +59,10 @@ class Step:
     targets: int | None = None
     scored: Scored | None = None
     alike: bool = False
-    strip: Strip = WHOLE
+    shard: RankShard = WHOLE
 
 
-def walk(model: Any, schedule: Schedule, step: Step) -> Tape:
+def trace_step(model: Any, schedule: Schedule, step: Step) -> Trace:
     """Record forward and backward of a model on ``meta``; it is left as it was, without gradients."""
     with ExitStack() as stack:
         autocast = MetaAutocast(step.device)
@@ -76,29 +75,29 @@ def walk(model: Any, schedule: Schedule, step: Step) -> Tape:
                 placeholder(torch.empty((), dtype=dtype, device="meta"))
         if step.mode != "stream" or step.autocast:
             stack.enter_context(_Functions(step.device, autocast))
-        written = Tape(model, decoder_layers(model), device=step.device, tiers=tiers, strip=step.strip)
-        tape = stack.enter_context(written)
+        written = Trace(model, decoder_layers(model), device=step.device, tiers=tiers, shard=step.shard)
+        trace = stack.enter_context(written)
         stack.callback(model.zero_grad, set_to_none=True)
         if step.again:
             for parameter in model.parameters():
                 if parameter.requires_grad:
                     parameter.grad = torch.empty_like(parameter)
-                    tape.file(GRADIENT, parameter.grad)
+                    trace.file(GRADIENT, parameter.grad)
         bf16 = torch.autocast(autocast.switch, dtype=torch.bfloat16, enabled=step.autocast, cache_enabled=False)
         if step.scored is not None and step.scored.forwards:
-            tape.enter("reference")
+            trace.enter("reference")
             with autocast.region(), bf16, _as_reference(model):
                 _logprobs(scorer, step, ids, labels)
-            tape.enter("forward")
+            trace.enter("forward")
         with autocast.region(), bf16:
             if step.scored is None:
                 loss = model(input_ids=ids, labels=labels, use_cache=False).loss
             else:
                 loss = _logprobs(scorer, step, ids, labels).sum()
-                tape.enter("head")  # its second loop over the chunks, to tell it from the first
+                trace.enter("head")  # its second loop over the chunks, to tell it from the first
         _backward(loss)
-        tape.finish()
-    return tape
+        trace.finish()
+    return trace
 
 
 def _targets(step: Step) -> Tensor:

@@ -1,8 +1,9 @@
 """Record a step on ``meta`` tensors: the bytes alive at each moment, by what the engine was doing.
 
-The record, a :class:`Tape`, is divided into *cells*: a layer on a chunk in one of its passes over the chunks, a layer's
-own backward, the head, and what lies between. A cell holds a *moment* for each operator that made bytes, so that the
-same moments of steps of different lengths and depths can be compared one by one (``plan.extrapolate``).
+The record, a :class:`Trace`, is divided into *cells*: a layer on a chunk in one of its passes over the chunks, a
+layer's own backward, the head, and what lies between. A cell holds a *moment* for each operator that made
+bytes, so that the same moments of steps of different lengths and depths can be compared one by one
+(``simulate.extrapolate``).
 """
 
 from __future__ import annotations
@@ -25,12 +26,11 @@ from streamtune.simulate.costs import (
     scratch_bytes,
     touched_bytes,
 )
-from streamtune.simulate.integers import IntegerValues, asks
 from streamtune.simulate.memory import ACTIVATION, HEAD, KINDS, LiveBytes
-from streamtune.simulate.shapes import Form, Shapes, form_of
-from streamtune.simulate.shard import WHOLE, Strip
+from streamtune.simulate.meta_operators import IntegerValues, ResultKind, Shapes, asks, result_kind_of
+from streamtune.simulate.shard import WHOLE, RankShard
 
-__all__ = ["COLUMNS", "WORK", "Cell", "Place", "Tape"]
+__all__ = ["COLUMNS", "WORK", "Cell", "CellPlace", "Trace"]
 
 COLUMNS = (*KINDS, "scratch", "host", "disk")
 """Of a moment: bytes on the device by kind, inside of the operator, on the host and on disk."""
@@ -47,14 +47,14 @@ class _Rule:
         func: The operator.
         cost: The kind of its cost.
         asks: True if it may need the values of its arguments.
-        form: The way in which the form of its result is found.
+        result: The way in which the form of its result is found.
         reach: The part of its arguments that it touches.
     """
 
     func: Any
     cost: Cost
     asks: bool
-    form: Form
+    result: ResultKind
     reach: Reach
 
 
@@ -63,24 +63,24 @@ _RULES: dict[int, _Rule] = {}
 
 
 def _rule_of(func: Any) -> _Rule:
-    rule = _RULES[id(func)] = _Rule(func, cost_of(func), asks(func), form_of(func), reach_of(func))
+    rule = _RULES[id(func)] = _Rule(func, cost_of(func), asks(func), result_kind_of(func), reach_of(func))
     return rule
 
 
 @dataclass(frozen=True)
-class Place:
+class CellPlace:
     """The place of a cell in a step.
 
     Attributes:
         phase: ``reference`` (forward without gradient, head included), ``forward``, ``head`` or ``backward``.
-        walk: The pass of the layer's cache, such as ``store`` or ``replay``; empty outside of a chunk.
+        pass_name: The pass of the layer's cache, such as ``store`` or ``replay``; empty outside of a chunk.
         layer: Its index; None outside of the layers (a norm has chunks there as well).
         chunk: Index of the chunk; None outside of one.
         turn: Number of earlier cells at the same place.
     """
 
     phase: str
-    walk: str = ""
+    pass_name: str = ""
     layer: int | None = None
     chunk: int | None = None
     turn: int = 0
@@ -101,7 +101,7 @@ class Cell:
     work: list[float] = field(default_factory=lambda: [0.0] * len(WORK))
 
 
-class Tape(LiveBytes):
+class Trace(LiveBytes):
     """A dispatch mode that records a step.
 
     Args:
@@ -109,7 +109,7 @@ class Tape(LiveBytes):
         layers: Its decoder layers.
         device: The kind of device that is simulated.
         tiers: ``() -> (host bytes, disk bytes, bytes moved to and from the host, to and from the disk)``.
-        strip: A rank's part of each row, where ranks share the rows; by default rows are whole.
+        shard: A rank's part of each row, where ranks share the rows; by default rows are whole.
     """
 
     def __init__(
@@ -119,12 +119,12 @@ class Tape(LiveBytes):
         *,
         device: str,
         tiers: Callable[[], tuple[int, int, int, int]],
-        strip: Strip = WHOLE,
+        shard: RankShard = WHOLE,
     ) -> None:
         super().__init__(model, layers, count_cpu=device == "cpu")
-        self.device, self.tiers, self.strip = device, tiers, strip
+        self.device, self.tiers, self.shard = device, tiers, shard
         self.integers, self.shapes = IntegerValues(), Shapes()
-        self.cells: dict[Place, Cell] = {}
+        self.cells: dict[CellPlace, Cell] = {}
         self._index = {id(layer): index for index, layer in enumerate(self._layers)}
         self._owners = {id(p): index for index, layer in enumerate(self._layers) for p in layer.parameters()}
         self._starts: dict[int, int] = {}
@@ -133,16 +133,16 @@ class Tape(LiveBytes):
         self._cell = Cell()
         self.enter("forward")
 
-    def __enter__(self) -> Tape:
+    def __enter__(self) -> Trace:
         super().__enter__()
         self._hook(self._layers[-1].register_forward_hook(self._on_last_layer))
         return self
 
-    def enter(self, phase: str, walk: str = "", layer: int | None = None, chunk: int | None = None) -> None:
+    def enter(self, phase: str, pass_name: str = "", layer: int | None = None, chunk: int | None = None) -> None:
         """Begin a cell; the operators that follow are recorded in it."""
         self._count_moved()
         turn = 0
-        while (place := Place(phase, walk, layer, chunk, turn)) in self.cells:
+        while (place := CellPlace(phase, pass_name, layer, chunk, turn)) in self.cells:
             turn += 1
         self._phase, self._cell = phase, Cell()
         self._place = place
@@ -160,13 +160,13 @@ class Tape(LiveBytes):
             self._cell.work[MOVED + place] += now - before
         self._moved = (moved[0], moved[1])
 
-    def on_chunk(self, layer: nn.Module, chunk: slice, walk: str) -> None:
+    def on_chunk(self, layer: nn.Module, chunk: slice, pass_name: str) -> None:
         """Begin the cell of a layer on a chunk."""
         layer_index, phase = self._index.get(id(layer)), self._phase
         if phase == "head" and layer_index is not None:
             phase = "backward"
         index = self._starts.setdefault(chunk.start, len(self._starts))
-        self.enter(phase, walk, layer_index, index)
+        self.enter(phase, pass_name, layer_index, index)
 
     def _on_layer_input(self, layer: nn.Module, args: tuple[Any, ...]) -> None:
         if self._phase in ("forward", "reference"):
@@ -198,7 +198,7 @@ class Tape(LiveBytes):
         cost = rule.cost
         answered, out = self.integers.asked(func, args, given) if rule.asks else (False, None)
         if not answered:
-            out = self.shapes.call(func, rule.form, args, given)
+            out = self.shapes.call(func, rule.result, args, given)
             if not (isinstance(out, Tensor) and out.dtype.is_floating_point):
                 self.integers.follow(func, args, given, out)
             elif cost == "view":
@@ -208,9 +208,9 @@ class Tape(LiveBytes):
         if cost == "product":
             self._cell.work[0] += times * product_flops(func, args, given, out)
         elif cost == "attention":
-            self._cell.work[1] += times * self.strip.size * attention_flops(func, args)
+            self._cell.work[1] += times * self.shard.size * attention_flops(func, args)
             q, k = queries_and_keys(func, args)
-            scratch = scratch_bytes(func, args, self.device) + self.strip.exchange_bytes(q, k)
+            scratch = scratch_bytes(func, args, self.device) + self.shard.exchange_bytes(q, k)
         elif cost == "other":
             self._cell.work[2] += times * touched_bytes(rule.reach, args, out)
         self._cell.work[5] += times * (cost != "view")

@@ -13,7 +13,7 @@ from torch import nn
 from streamtune.errors import ArgumentError
 from streamtune.simulate.cluster import Cluster
 from streamtune.simulate.scored import Completions, Scored
-from streamtune.simulate.shard import Strip
+from streamtune.simulate.shard import RankShard
 
 __all__ = ["ALL_MODES", "DEVICES", "LABELS", "MODES", "Mode", "Workload"]
 
@@ -108,6 +108,6 @@ class Workload:
         return self.length if self.scored is None else self.scored.length
 
     @property
-    def strip_tokens(self) -> int:
+    def shard_tokens(self) -> int:
         """Number of a rank's own tokens of a sequence."""
-        return Strip(self.cluster.sequence_size).tokens(self.tokens)
+        return RankShard(self.cluster.sequence_size).tokens(self.tokens)

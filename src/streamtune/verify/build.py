@@ -31,7 +31,7 @@ from streamtune.run.model import make_model
 from streamtune.run.reference import load_reference
 from streamtune.run.streaming import make_router_loss, make_schedule, stream_model
 from streamtune.schedule import Schedule
-from streamtune.simulate.plain_scores import PlainScores
+from streamtune.simulate.baselines import PlainScores
 from streamtune.tasks import Task, task_of
 from streamtune.tasks.task import ScoringTask
 from streamtune.train.objective import autocast, loss_of, output_of

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from streamtune import train
 from streamtune.engine import StreamHandle
 from streamtune.run.reference import streamed
-from streamtune.simulate.plain_scores import PlainScores
+from streamtune.simulate.baselines import PlainScores
 from streamtune.tasks.task import ScoringTask
 from streamtune.train.objective import autocast
 from streamtune.verify.restore import cast

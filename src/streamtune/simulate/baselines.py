@@ -1,19 +1,23 @@
-"""Log-probabilities by a model's ordinary logits: what streamed ones are compared with, in memory and in value."""
+"""Training without streaming: checkpointing of every layer, and log-probabilities by a model's ordinary logits.
+
+Streamed steps are compared with these, in memory and in value.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 from streamtune.engine import Branches, TokenScores
 from streamtune.errors import ArgumentError
 from streamtune.labels import IGNORE_INDEX
 
-__all__ = ["PlainScores"]
+__all__ = ["PlainScores", "checkpointing", "recompute", "use_checkpointing"]
 
 
 class PlainScores:
@@ -75,3 +79,23 @@ def _entropy(logits_BTV: Tensor) -> Tensor:
 def _entropy_of(logits_TV: Tensor) -> Tensor:
     logprobs = logits_TV.log_softmax(-1)
     return -(logprobs.exp() * logprobs).nan_to_num(nan=0.0).sum(-1)
+
+
+def recompute(function: Callable[..., Any], *args: Any) -> Any:
+    """Run a layer, keep its inputs only, and run it again in the backward."""
+    return checkpoint(function, *args, use_reentrant=False)
+
+
+def use_checkpointing(model: Any, function: Callable[..., Any] = recompute) -> None:
+    """Make every layer of a model run through ``function``."""
+    model._set_gradient_checkpointing(enable=True, gradient_checkpointing_func=function)
+
+
+@contextmanager
+def checkpointing(model: Any, function: Callable[..., Any] = recompute) -> Iterator[None]:
+    """Make every layer of a model run through ``function`` while inside."""
+    use_checkpointing(model, function)
+    try:
+        yield
+    finally:
+        model._set_gradient_checkpointing(enable=False, gradient_checkpointing_func=function)

@@ -1,22 +1,25 @@
-"""The rows of an ablation: schedules that differ from one in a single choice, and a few that combine them."""
+"""The rows of each table: what is measured, by which name, and what it is compared with."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from typing import Any
 
-from streamtune.bench.subject import Case
+from streamtune.bench.sharing import SHARING
+from streamtune.bench.subject import Case, Layout
 from streamtune.bench.tables import DEFAULT, Entry
 from streamtune.engine.memory.placement import best_segment_size
 from streamtune.schedule import Schedule
-from streamtune.simulate.workload import LABELS
+from streamtune.simulate.workload import LABELS, Mode
 
-__all__ = ["ablation_entries"]
+__all__ = ["ablation_entries", "length_entries", "mode_entries", "sharing_entries"]
 
 
 def ablation_entries(schedule: Schedule, length: int, layers: int, folder: str) -> list[Entry]:
-    """Return the baselines, an entry for each choice on its own, the ends of its range included, and combinations.
+    """Return the entries of an ablation: schedules that differ in a single choice, and a few that combine them.
+
+    The baselines come first. Each choice is there on its own, the ends of its range included.
 
     Args:
         schedule: The schedule that all are compared with.
@@ -73,3 +76,52 @@ def _changes(schedule: Schedule, length: int, layers: int, folder: str) -> Itera
 def _around(size: int, length: int) -> list[int]:
     """Return a quarter, a half, twice and four times a size, within the sequence."""
     return sorted({min(length, max(1, s)) for s in (size // 4, size // 2, 2 * size, 4 * size)} - {size})
+
+
+def length_entries(schedule: Schedule, folder: str) -> list[Entry]:
+    """Return entries of plain autograd, gradient checkpointing, and streaming by several schedules.
+
+    Args:
+        schedule: The schedule that the others differ from in the fields that their labels name.
+        folder: Directory for the file of a schedule that offloads to disk.
+    """
+    host, disk = {"offload": "host"}, {"offload": "disk", "offload_dir": folder}
+    least = {"levels": 2, "stream_grads": True}
+    changes: dict[str, dict[str, Any]] = {
+        DEFAULT: {},
+        "attention outputs kept": {"keep_attention": "device"},
+        "two levels": {"levels": 2},
+        "layer inputs on host": host,
+        "layer inputs and gradients on host": {**host, "stream_grads": True},
+        "two levels, on host": {**host, **least},
+        "layer inputs and gradients on disk": {**disk, "stream_grads": True},
+        "two levels, on disk": {**disk, **least},
+    }
+    entries = [Entry(Case(mode, 0, schedule), LABELS[mode]) for mode in ("plain", "checkpoint")]
+    for label, changed in changes.items():
+        entries.append(Entry(Case("stream", 0, replace(schedule, **changed)), label))
+    return entries
+
+
+def mode_entries(modes: Sequence[Mode], length: int, schedule: Schedule) -> list[Entry]:
+    """Return an entry for each mode at a length."""
+    return [
+        Entry(
+            Case(mode, length, schedule),
+            LABELS[mode],
+            to_checkpoint=mode == "checkpoint",
+            to_default=mode == "stream",
+        )
+        for mode in modes
+    ]
+
+
+def sharing_entries(prompt: int, schedule: Schedule) -> list[Entry]:
+    """Return the entries of a shared prompt: each layout streamed, and checkpointing of the rows one after another."""
+    layouts: tuple[Layout, ...] = ("batch", "turns", "shared")
+    rows = [
+        Entry(Case("stream", prompt, schedule, layout), SHARING[layout], "StreamTune", to_default=layout == "batch")
+        for layout in layouts
+    ]
+    last = Case("checkpoint", prompt, layout="turns")
+    return [*rows, Entry(last, SHARING["turns"], LABELS["checkpoint"], to_checkpoint=True)]

@@ -1,4 +1,4 @@
-"""The plots of the tables."""
+"""Plots of the benchmark: of a comparison over length, and of each table."""
 
 from __future__ import annotations
 
@@ -8,11 +8,13 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from streamtune.bench.tables import TABLES, TableReport, TableRow
-from streamtune.bench.tables_report import describe
+from streamtune.bench.bench import BenchReport, BenchRow
+from streamtune.bench.subject import Layout
+from streamtune.bench.tables import TableReport, TableRow
 from streamtune.palette import COLOURS, INK, dress, line, save
+from streamtune.simulate.workload import LABELS
 
-__all__ = ["draw_table"]
+__all__ = ["draw_ablation", "draw_bench", "draw_longest", "draw_memory", "draw_sharing", "draw_time"]
 
 TERMS = {
     "weights": "#c3c8d1",
@@ -29,29 +31,47 @@ TERMS = {
 ELSEWHERE = {"on host": "#7fb4ff", "on disk": "#b9a3e3"}
 
 
-def draw_table(report: TableReport, path: Path) -> None:
-    """Draw a table.
+MARKS: dict[Layout, dict[str, Any]] = {
+    "row": {"marker": "o", "linestyle": "-"},
+    "packed": {"marker": "s", "linestyle": "--", "markersize": 10, "markerfacecolor": "none", "markeredgewidth": 2},
+    "separate": {"marker": "x", "linestyle": ":", "markersize": 8, "markeredgewidth": 2},
+}
+"""Packed rows cost about what the same rows cost apart: both marks are to be seen where they lie on each other."""
+
+
+def draw_bench(report: BenchReport, path: Path, *, title: str) -> None:
+    """Draw activation memory and step time against length.
 
     Args:
-        report: The table.
+        report: The measurements.
         path: The PNG; its folder exists.
+        title: What was measured.
     """
-    from matplotlib.figure import Figure  # slow to import, and only needed here
+    # Slow to import, and only needed here. Figures made without pyplot need no display.
+    from matplotlib.figure import Figure
 
-    draw = {
-        "bp-time": _time,
-        "memory": _memory,
-        "ablation": _ablation,
-        "max-length": _longest,
-        "prefix-sharing": _sharing,
-    }[report.table]
-    figure = Figure(figsize=(11, 5.2), dpi=150, layout="constrained")
-    draw(report, figure)
-    figure.supxlabel(describe(report), x=0.01, ha="left", color="#5d6470", fontsize=8)
-    save(figure, path, TABLES[report.table])
+    figure = Figure(figsize=(11, 4.8), dpi=150, layout="constrained")
+    memory, seconds = figure.subplots(1, 2)
+    for mode, layout in dict.fromkeys((row.mode, row.layout) for row in report.rows):
+        rows = [row for row in report.rows if (row.mode, row.layout) == (mode, layout)]
+        style = {"color": COLOURS[mode], "linewidth": 2.2, "label": LABELS[mode], **MARKS[layout]}
+        if report.packed_rows:
+            tokens = {"row": "one row", "packed": "packed rows", "separate": "rows apart"}[layout]
+            style["label"] += f", {tokens if layout == 'row' else f'{report.packed_rows} {tokens}'}"
+        line(memory, [(row.length, row.activation_bytes and row.activation_bytes / 2**20) for row in rows], style)
+        line(seconds, [(row.length, _step_seconds(row)) for row in rows], style)
+    dress(memory, "Activation memory of a step (MiB)")
+    dress(seconds, "Forward and backward of a step (s)")
+    memory.legend(frameon=False, labelcolor=INK, loc="best")
+    save(figure, path, title)
 
 
-def _time(report: TableReport, figure: Any) -> None:
+def _step_seconds(row: BenchRow) -> float | None:
+    return None if row.forward_s is None or row.backward_s is None else row.forward_s + row.backward_s
+
+
+def draw_time(report: TableReport, figure: Any) -> None:
+    """Draw seconds, and the ratio to gradient checkpointing, against length."""
     from matplotlib.ticker import MaxNLocator
 
     seconds, ratio = figure.subplots(1, 2)
@@ -68,7 +88,8 @@ def _time(report: TableReport, figure: Any) -> None:
     seconds.legend(frameon=False, labelcolor=INK, fontsize=8)
 
 
-def _memory(report: TableReport, figure: Any) -> None:
+def draw_memory(report: TableReport, figure: Any) -> None:
+    """Draw the peak against length, and its terms at the longest."""
     over, parts = figure.subplots(1, 2)
     name, unit = report.unit
     for rows, style in _lines(report):
@@ -81,11 +102,11 @@ def _memory(report: TableReport, figure: Any) -> None:
     parts.legend(frameon=False, labelcolor=INK, fontsize=8, loc="lower right")
 
 
-def _ablation(report: TableReport, figure: Any) -> None:
+def draw_ablation(report: TableReport, figure: Any) -> None:
+    """Draw the time of each schedule as a distance from checkpointing's, and its memory by what it is."""
     rows = report.rows
     figure.set_size_inches(11, 1.6 + 0.27 * (len(rows) + len({row.section for row in rows})))
-    time, memory = figure.subplots(1, 2, sharey=True)
-    places = _stack(memory, rows, report.unit[1], time)
+    time, places = _time_and_memory(report, rows, figure)
     for place, row in zip(places, rows, strict=True):
         _ratio(time, place, row)
     for row in rows:
@@ -95,11 +116,6 @@ def _ablation(report: TableReport, figure: Any) -> None:
     lengths = ", ".join(f"{length:,}" for length in sorted({row.length for row in rows}))
     time.set_title(f"Time of a step of {lengths} tokens", loc="left", color=INK, fontsize=11)
     time.set_xlabel("gradient checkpointing = 1", color=INK, fontsize=9)
-    memory.set_title("Memory at its peak", loc="left", color=INK, fontsize=11)
-    memory.set_xlabel(report.unit[0], color=INK, fontsize=9)
-    shown = memory.get_legend_handles_labels()
-    figure.legend(*shown, loc="outside lower right", ncols=4, frameon=False, labelcolor=INK, fontsize=8)
-    _bare(time)
 
 
 def _ratio(axes: Any, place: float, row: TableRow) -> None:
@@ -115,7 +131,8 @@ def _ratio(axes: Any, place: float, row: TableRow) -> None:
     axes.annotate(f"{ratio:.2f}", (ratio, place), (-7 if left else 7, 0), ha="right" if left else "left", **style)
 
 
-def _longest(report: TableReport, figure: Any) -> None:
+def draw_longest(report: TableReport, figure: Any) -> None:
+    """Draw a bar for each schedule."""
     rows = [row for row in report.rows if row.max_length]
     axes = figure.subplots()
     bars = axes.barh(range(len(rows)), [row.max_length for row in rows], color=[COLOURS[row.mode] for row in rows])
@@ -128,7 +145,7 @@ def _longest(report: TableReport, figure: Any) -> None:
     _bare(axes)
 
 
-def _sharing(report: TableReport, figure: Any) -> None:
+def draw_sharing(report: TableReport, figure: Any) -> None:
     """Draw time relative to the rows in a batch, and memory by what it is, for each layout and length of a prompt."""
     rows = [
         replace(
@@ -139,8 +156,7 @@ def _sharing(report: TableReport, figure: Any) -> None:
         for row in report.rows
     ]
     figure.set_size_inches(11, 1.8 + 0.4 * (len(rows) + len({row.section for row in rows})))
-    time, memory = figure.subplots(1, 2, sharey=True)
-    places = _stack(memory, rows, report.unit[1], time)
+    time, places = _time_and_memory(report, rows, figure)
     for place, row in zip(places, rows, strict=True):
         if row.to_default is not None:
             time.barh(place, row.to_default, color=COLOURS[row.mode], height=0.6)
@@ -156,11 +172,18 @@ def _sharing(report: TableReport, figure: Any) -> None:
     time.margins(x=0.12)
     time.set_title("Time of a step", loc="left", color=INK, fontsize=11)
     time.set_xlabel("rows in a batch = 1", color=INK, fontsize=9)
+
+
+def _time_and_memory(report: TableReport, rows: Sequence[TableRow], figure: Any) -> tuple[Any, list[float]]:
+    """Draw the memory of rows on the right; return the axes for their times, on the left, and the place of each."""
+    time, memory = figure.subplots(1, 2, sharey=True)
+    places = _stack(memory, rows, report.unit[1], time)
     memory.set_title("Memory at its peak", loc="left", color=INK, fontsize=11)
     memory.set_xlabel(report.unit[0], color=INK, fontsize=9)
     shown = memory.get_legend_handles_labels()
     figure.legend(*shown, loc="outside lower right", ncols=4, frameon=False, labelcolor=INK, fontsize=8)
     _bare(time)
+    return time, places
 
 
 def _lines(report: TableReport) -> list[tuple[list[TableRow], dict[str, Any]]]:
