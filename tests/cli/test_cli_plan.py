@@ -64,6 +64,7 @@ def test_the_document(recipe: Path, capfd: pytest.CaptureFixture[str]):
     assert found["limits"]["host_bytes"] == 8 << 30
 
 
+@pytest.mark.full
 def test_the_screen(recipe: Path, capfd: pytest.CaptureFixture[str]):
     assert plan("--device-memory", "60MiB", "--host-memory", "1GiB", "--length", "8192") == 0
     out = capfd.readouterr().out

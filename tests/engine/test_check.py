@@ -19,6 +19,7 @@ from tests.conformance.reducer import build as build_any
 from tests.exactness.families import FAMILIES, batch, build, gradients, reference
 
 
+@pytest.mark.quick("llama", "gemma2", "gpt2", "mixtral", "gpt_oss")
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("family", FAMILIES)
 def test_tested_families_pass(family: str, dtype: torch.dtype) -> None:

@@ -38,6 +38,7 @@ def test_exact(kind: str, image: bool) -> None:
             want.check(gradients(model, inputs), chunk_size)
 
 
+@pytest.mark.quick("gemma3", "llava", "qwen3_vl")
 @pytest.mark.parametrize("kind", EXACT)
 def test_padded_on_the_right(kind: str) -> None:
     model, inputs = build(kind), batch(kind, image=True)
@@ -49,6 +50,7 @@ def test_padded_on_the_right(kind: str) -> None:
         want.check(gradients(model, inputs))
 
 
+@pytest.mark.quick("paligemma", "llama4", "qwen2_vl")
 @pytest.mark.parametrize("kind", EXACT)
 def test_the_preflight_agrees(kind: str) -> None:
     with streamtune.stream(build(kind), chunk_size=8) as handle:

@@ -112,6 +112,7 @@ def forget_files(run: Path) -> None:
         open_checkpoint(folder)
 
 
+@pytest.mark.full
 def test_a_run_of_all_weights_does_not_read_its_base_again(zygotes: Zygotes, base: Path, tmp_path: Path) -> None:
     """The weights are the checkpoint's: another base, or none, is no reason to stop. Its tokenizer's is a note."""
     write_sft(tmp_path)
@@ -150,6 +151,7 @@ def test_a_reference_is_the_one_it_was(zygotes: Zygotes, base: Path, tmp_path: P
     refused_then_allowed(zygotes, tmp_path, "base", command="dpo")
 
 
+@pytest.mark.full
 def test_rewards_are_those_they_were(zygotes: Zygotes, tmp_path: Path) -> None:
     """The file of a function, or one it imports from beside it."""
     from tests.faults.test_resume import write_grpo

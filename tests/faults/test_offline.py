@@ -63,6 +63,7 @@ def run(folder: Path, *arguments: str, prefix: tuple[str, ...] = (), **more: str
     )
 
 
+@pytest.mark.full
 def test_a_run_that_names_nothing_on_a_hub_connects_to_nothing(folder: Path) -> None:
     """From recipe to trained model without ``--offline``, in a network namespace without interfaces if there is one."""
     prefix: tuple[str, ...] = ()

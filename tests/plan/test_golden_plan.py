@@ -48,6 +48,7 @@ def run(*arguments: str) -> None:
         main(list(arguments))
 
 
+@pytest.mark.quick("fixed")
 @pytest.mark.parametrize("case", CASES)
 def test_a_plan(case: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     monkeypatch.chdir(tmp_path)

@@ -22,6 +22,7 @@ CASES = {
 }
 
 
+@pytest.mark.quick("planned")
 @pytest.mark.parametrize("case", CASES)
 def test_a_simulated_probe(
     case: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]

@@ -197,6 +197,7 @@ def test_without_the_keys_the_models_configuration_decides(folder: Path) -> None
     assert loss.balance == 0
 
 
+@pytest.mark.full
 def test_trains_and_resumes_to_the_same_curve(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Jitter in the routers: counting must draw what training draws, after a resume as before it."""
     init = {**MIXTRAL, "router_jitter_noise": 0.2, "attention_dropout": 0.1}

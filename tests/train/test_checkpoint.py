@@ -23,6 +23,7 @@ from streamtune.train import (
     preserve_rng,
     supersede,
 )
+from streamtune.train.backend import LocalBackend
 from streamtune.train.checkpoint import ModelWriter, newest_checkpoint, open_checkpoint, save_checkpoint
 from streamtune.train.rng import capture_rng, restore_rng, seed_everything
 from streamtune.train.saver import Keep, rotate
@@ -317,3 +318,12 @@ def test_every_changed_key_is_named_where_the_change_may_be_allowed() -> None:
     with pytest.raises(RecipeError) as caught:
         check_same_run(before, now, where=Path("runs/x"), fixed={"max_steps"})
     assert "--allow-change" not in caught.value.mend
+
+
+def test_only_one_device_writes_whole_tensors() -> None:
+    """The loop tells by the class: a rank of several that passed for one device would write over the others' files."""
+    from streamtune.distributed.backends.ddp import DdpBackend
+    from streamtune.distributed.backends.deepspeed import DeepSpeedBackend
+    from streamtune.distributed.backends.fsdp import FsdpBackend
+
+    assert not any(issubclass(kind, LocalBackend) for kind in (DdpBackend, DeepSpeedBackend, FsdpBackend))

@@ -55,6 +55,7 @@ def test_the_length_that_is_trained_on_can_be_asked_for() -> None:
         handle.check(length=1000)
 
 
+@pytest.mark.quick("qwen3", "mamba2", "gemma2", "gpt2")
 @pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_layers_that_do_not_switch_pass(family: str, dtype: torch.dtype) -> None:

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from streamtune.train.optimizer_state import load_optimizer_tensors, optimizer_tensors
 from streamtune.train.slices import MASTER, SliceReader, share_out_whole
 
-__all__ = ["Backend", "LocalBackend", "SliceTuple"]
+__all__ = ["Backend", "LocalBackend", "SliceTuple", "TorchBackend"]
 
 SliceTuple = tuple[str, str, tuple[int, ...], int, Tensor]
 """The fields of :class:`streamtune.train.slices.Slice`."""
@@ -92,8 +92,8 @@ class Backend(ABC):
         """Free threads and buffers; nothing is called after it."""
 
 
-class LocalBackend(Backend):
-    """One device: the model itself and a torch optimizer over its parameters.
+class TorchBackend(Backend):
+    """A torch optimizer over the parameters of the model: one device, or several that share gradients (DDP, FSDP2).
 
     Args:
         module: The model.
@@ -154,3 +154,7 @@ class LocalBackend(Backend):
     def weights(self, names: Collection[str] | None = None) -> Iterator[tuple[str, Tensor | None]]:
         """See :class:`Backend`."""
         return ((name, x.detach()) for name, x in self.module.named_parameters() if names is None or name in names)
+
+
+class LocalBackend(TorchBackend):
+    """One device, which holds all there is: its checkpoints have whole tensors."""

@@ -10,13 +10,13 @@ import torch
 from torch import Tensor, distributed, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from streamtune.train.backend import LocalBackend, SliceTuple
+from streamtune.train.backend import SliceTuple, TorchBackend
 from streamtune.train.slices import share_out_whole
 
 __all__ = ["DdpBackend"]
 
 
-class DdpBackend(LocalBackend):
+class DdpBackend(TorchBackend):
     """PyTorch's ``DistributedDataParallel``.
 
     Args:

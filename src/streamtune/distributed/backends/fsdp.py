@@ -17,7 +17,7 @@ from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
-from streamtune.train.backend import LocalBackend, SliceTuple
+from streamtune.train.backend import SliceTuple, TorchBackend
 from streamtune.train.slices import MASTER, SliceReader
 
 __all__ = ["FsdpBackend", "share_layer", "whole_weights"]
@@ -61,7 +61,7 @@ def whole_weights(model: Any, names: Collection[str] | None = None) -> Iterator[
             yield name, whole.cpu() if distributed.get_rank() == 0 else None
 
 
-class FsdpBackend(LocalBackend):
+class FsdpBackend(TorchBackend):
     """FSDP2 over all ranks.
 
     Args:
