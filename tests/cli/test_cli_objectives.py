@@ -213,6 +213,7 @@ def test_the_longest_with_its_rollout(run: Callable[..., int], capsys: pytest.Ca
     assert document["trials"][0]["terms"]["reference"] > 0
 
 
+@pytest.mark.full
 def test_the_largest_batch_simulated(run: Callable[..., int], capsys: pytest.CaptureFixture[str]) -> None:
     options = ("--method", "simulate", "--batch-size", "--length", "256", "--from", "2", "--to", "2", "--baseline")
     assert run("probe-max-len", "dpo.yaml", *options, "--device-memory", "1GiB", "--output-dir", "out") == 0

@@ -95,6 +95,7 @@ def test_a_setting_changes_the_model(recipe: Path, capfd: pytest.CaptureFixture[
     assert "gradients" not in adapters["terms"] or adapters["terms"]["gradients"] < adapters["terms"]["weights"]
 
 
+@pytest.mark.full
 def test_a_fixed_schedule_is_shown_whether_it_fits_or_not(recipe: Path, capfd: pytest.CaptureFixture[str]):
     fixed = ("--set", "engine.schedule=fixed", "--set", "chunk_size=512", "--json")
     assert plan("--device", "l4", *fixed) == 0

@@ -302,6 +302,7 @@ def verify_mixture(verify: Callable[..., int], *arguments: str, **more: Any) -> 
     return verify(*arguments)
 
 
+@pytest.mark.full
 def test_the_balance_loss_is_part_of_the_proof(verify: Callable[..., int], capsys: pytest.CaptureFixture[str]) -> None:
     write_rows((10, 20), (5, 12))  # both fit: the second is padded, and its padding is not to count
     assert verify_mixture(verify, "--length", "256", router_z_loss_coef=0.1) == 0
@@ -340,6 +341,7 @@ def packed(verify: Callable[..., int]) -> Callable[..., int]:
     return lambda *arguments: verify("--set", "packing=true", "--set", "engine.chunk_size=30", *arguments)
 
 
+@pytest.mark.full
 def test_packed_rows_are_compared_with_each_alone(verify: Callable[..., int], capsys) -> None:
     assert packed(verify)("--json") == 0
     document = json.loads(capsys.readouterr().out)

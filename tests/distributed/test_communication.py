@@ -13,7 +13,7 @@ def rows_of(rows: list[Row], engine: str, mode: str) -> list[Row]:
 
 @pytest.mark.parametrize(
     "engines",
-    [["fsdp"], pytest.param([engine for engine in ENGINES if engine != "fsdp"], marks=pytest.mark.full)],
+    [["ddp"], pytest.param([engine for engine in ENGINES if engine != "ddp"], marks=pytest.mark.full)],
     ids=" ".join,
 )
 def test_streaming_sends_what_ordinary_training_sends(engines: list[str]) -> None:

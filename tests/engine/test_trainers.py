@@ -218,6 +218,7 @@ def test_hugging_face_trainer_under_bf16_autocast(
     assert all(p.dtype == torch.float32 for p in model.parameters())
 
 
+@pytest.mark.full
 @pytest.mark.usefixtures("fp64")
 def test_evaluation_in_the_hugging_face_trainer(tokenizer: PreTrainedTokenizerFast, tmp_path: Path) -> None:
     """Evaluated between the steps and afterwards, the last batch smaller than the others."""
@@ -331,7 +332,7 @@ def test_sft_trainer_under_bf16_autocast(tokenizer: PreTrainedTokenizerFast, tmp
     assert_same_run(streamed, exact, before, loss=2e-3, update=2e-2)
 
 
-@pytest.mark.quick("before wrapping")
+@pytest.mark.quick("before wrapping-True")
 @pytest.mark.usefixtures("fp64")
 @pytest.mark.parametrize("checkpointing", [False, True])
 @pytest.mark.parametrize("order", ["before wrapping", "after wrapping"])

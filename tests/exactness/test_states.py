@@ -69,7 +69,7 @@ def inputs_of(family: str, kind: str) -> dict[str, Any]:
     return inputs
 
 
-@pytest.mark.quick("mamba2", "lfm2", "rwkv")
+@pytest.mark.quick("mamba2", "lfm2")
 @pytest.mark.parametrize("family", STATES)
 def test_states_are_carried_and_their_gradients_handed_back(
     family: str, error_table: dict[str, dict[str, float]]

@@ -130,6 +130,7 @@ def test_a_run_of_all_weights_does_not_read_its_base_again(zygotes: Zygotes, bas
     assert json.loads((tmp_path / "runs/tiny/run.json").read_text())["files"] == before
 
 
+@pytest.mark.full
 def test_a_reference_is_the_one_it_was(zygotes: Zygotes, base: Path, tmp_path: Path) -> None:
     rows = [{"prompt": f"Add {n}.", "chosen": f"{n}+1", "rejected": f"{n}-1"} for n in range(8)]
     (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))

@@ -171,6 +171,7 @@ def rates_of(runs: Path) -> list[Any]:
     return [json.loads(line).get("lr") for line in (runs / "tiny/metrics.jsonl").read_text().splitlines()]
 
 
+@pytest.mark.full
 def test_other_data_is_refused_and_goes_on_where_it_is_allowed(zygotes: Zygotes, tmp_path: Path) -> None:
     write_sft(tmp_path, max_steps=4, save_steps=2)
     assert zygotes.run(tmp_path).status == 0

@@ -100,6 +100,7 @@ def test_a_run_goes_on_where_its_output_is_full(zygotes: Zygotes, whole: Whole, 
     assert differences(state_of(tmp_path / "runs/tiny"), whole[1]) == []
 
 
+@pytest.mark.full
 def test_a_run_whose_reader_has_gone_saves_and_leaves(zygotes: Zygotes, whole: Whole, tmp_path: Path) -> None:
     write_sft(tmp_path)
     done = zygotes.run(tmp_path, hook="reader_goes")
@@ -113,6 +114,7 @@ def test_a_run_whose_reader_has_gone_saves_and_leaves(zygotes: Zygotes, whole: W
     assert differences(state_of(tmp_path / "runs/tiny"), whole[1]) == []
 
 
+@pytest.mark.full
 def test_a_run_whose_steps_were_mostly_skipped_has_failed(zygotes: Zygotes, tmp_path: Path) -> None:
     write_sft(tmp_path, on_nan="skip", max_skips=100)
     done = zygotes.run(tmp_path, hook="not_finite_but_the_first")

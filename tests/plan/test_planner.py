@@ -113,6 +113,7 @@ def budgets(workload: Workload, known: Any) -> list[int]:
     return [int(least * 1.15 + part * (most - least)) for part in (0.02, 0.15, 0.4, 0.8)]
 
 
+@pytest.mark.full
 @pytest.mark.quick("host-2")
 @pytest.mark.parametrize("index", [0, 2])
 @pytest.mark.parametrize("host", [0, 1 << 30], ids=["no host", "host"])
@@ -168,6 +169,7 @@ def test_what_is_given_stays(workload: Workload, known: Any, fixed: dict[str, An
     assert {name: getattr(plan.schedule, name) for name in fixed} == fixed
 
 
+@pytest.mark.full
 def test_on_the_cpu_nothing_is_moved_to_the_memory_it_is_in(workload: Workload, known: Any):
     cpu = replace(workload, device_type="cpu")
     size = budgets(workload, known)[1]
@@ -221,6 +223,7 @@ def test_the_longest_that_fits_is_found_to_a_percent(workload: Workload, known: 
     assert excess_of(known(replace(far, length=longest), schedule), limits) <= 0
 
 
+@pytest.mark.full
 def test_what_finds_no_room_on_the_host_may_be_on_the_device(workload: Workload, known: Any):
     """Where estimates find nothing that fits, what reaches furthest is asked itself."""
     thrifty = known(workload, Schedule(1024, 256, levels=2, stream_grads=True, offload="host"))
@@ -257,6 +260,7 @@ def test_the_thriftiest_keeps_what_is_written(written: dict[str, Any], shared: b
         smallest_schedule(Limits(1 << 30, 0), {"segment_size": 2, "levels": 1}, cluster)
 
 
+@pytest.mark.full
 def test_weights_that_do_not_fit_are_named(workload: Workload, known: Any):
     with pytest.raises(ArgumentError) as caught:
         choose(workload, Limits(MIB // 2, 1 << 30), RATES, simulate=known)

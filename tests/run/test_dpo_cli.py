@@ -113,6 +113,7 @@ def test_trains_from_pairs_to_a_model_that_prefers(dpo: Callable[..., int], caps
     assert "held out 1.000" in shown
 
 
+@pytest.mark.full
 def test_the_command_implies_the_objective_and_the_resolved_recipe_says_it(dpo: Callable[..., int]) -> None:
     assert dpo("--output-dir", "first", objective=None, max_steps=1) == 0
     shutil.copy("first/recipe.yaml", "again.yaml")
@@ -122,6 +123,7 @@ def test_the_command_implies_the_objective_and_the_resolved_recipe_says_it(dpo: 
     assert records("first") == records("second")
 
 
+@pytest.mark.full
 def test_a_dry_run_says_what_would_run_and_writes_nothing(
     dpo: Callable[..., int], folder: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -185,6 +187,7 @@ def test_every_kind_of_reference_says_the_same(dpo: Callable[..., int], capsys: 
     assert len(list(Path("cache/streamtune/reference").iterdir())) == 2, "other rows, another key"
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     "keys", [{}, {"loss_type": "kto", "datasets": [{"path": "pairs.jsonl"}], "val_size": 0, "eval_steps": 0}], ids=str
 )

@@ -148,6 +148,7 @@ def test_trains_from_a_recipe_to_a_model_that_transformers_loads(
     assert "reward" in shown
 
 
+@pytest.mark.full
 def test_ctrl_c_in_a_rollout_saves_and_the_same_command_goes_on(grpo: Grpo, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("CALLS", "10")
     assert grpo("--output-dir", "whole", reward_funcs=["rewards.py:interrupting"], max_steps=4) == 0
@@ -230,6 +231,7 @@ def test_adapters_are_their_own_reference(grpo: Grpo) -> None:
     assert records[2]["kl"] > 1e-6
 
 
+@pytest.mark.full
 def test_shared_and_separate_prompts_take_the_same_steps(grpo: Grpo) -> None:
     for share in ("always", "never"):
         assert grpo("--output-dir", share, share_prefix=share, reward_funcs=["exact_match", "rewards.py:even"]) == 0

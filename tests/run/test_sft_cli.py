@@ -93,6 +93,7 @@ def test_trains_from_a_recipe_to_a_model_that_transformers_loads(
     assert "\x1b" not in shown
 
 
+@pytest.mark.full
 def test_the_resolved_recipe_replays_the_run(sft: Callable[..., int], recipe: Path) -> None:
     assert sft("--set", "max_steps=2", "--output-dir", "first") == 0
     shutil.copy("first/recipe.yaml", "tiny.yaml")
@@ -141,6 +142,7 @@ def test_ctrl_c_saves_and_the_same_command_goes_on_to_the_same_curve(sft: Callab
     assert same_model("split", "whole")
 
 
+@pytest.mark.full
 def test_a_finished_run_is_not_trained_again(sft: Callable[..., int], capsys: pytest.CaptureFixture[str]) -> None:
     assert sft("--set", "max_steps=2") == 0
     before = records("runs/tiny", timings=True)
@@ -261,6 +263,7 @@ def test_another_run_in_the_same_place_is_refused_or_moved_aside(
     assert records("runs/tiny")[0]["lr"] == 0.02
 
 
+@pytest.mark.full
 def test_chunks_may_change_on_resume_for_they_change_no_gradient(sft: Callable[..., int]) -> None:
     """Without dropout: what is dropped is drawn chunk by chunk."""
     settings = ("--set", "save_steps=2", "--set", "max_steps=4", "--set", "model.init.attention_dropout=0.0")

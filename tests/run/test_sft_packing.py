@@ -105,6 +105,7 @@ def test_every_epoch_visits_every_row_once(folder: Path) -> None:
     assert epochs[0] != epochs[1]
 
 
+@pytest.mark.full
 def test_trains_and_resumes_to_the_same_curve(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     recipe(folder)
     assert run("--output-dir", "whole") == 0

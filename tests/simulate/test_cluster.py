@@ -61,6 +61,7 @@ def flows(cluster: Cluster, schedule: Schedule = CHUNKS, **changes: Any) -> dict
 # --- what a rank computes and holds -----------------------------------------------------------------------------------
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("form", ["ulysses", "ring"])
 def test_the_work_of_all_strips_is_that_of_the_whole(form: Any) -> None:
     # Four ranks run chunks of 1,024 of their own tokens; one runs the same chunks, of 4,096.

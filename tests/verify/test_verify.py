@@ -86,6 +86,7 @@ def test_a_model_that_has_learnt_its_rows_is_as_exact(adapters: bool) -> None:
     assert "_loss_function" not in model.__dict__
 
 
+@pytest.mark.full
 def test_layers_that_compute_their_states_in_fp32_are_held_to_its_bound() -> None:
     report = check(build_any("qwen3_next"))
     assert report.exact, report.worst
@@ -243,6 +244,7 @@ def test_a_wrong_engine_is_caught_and_named(
         assert wrong == ["mlp.up_proj"]
 
 
+@pytest.mark.full
 def test_a_thousandth_is_caught_in_a_model_of_experts_and_in_adapters(monkeypatch: pytest.MonkeyPatch) -> None:
     for model, name in ((build("mixtral"), "self_attn.o_proj.weight"), (lora(build("qwen3")), "lora_A.default.weight")):
         parameter = next(p for full, p in model.named_parameters() if full.endswith(name))
