@@ -99,13 +99,20 @@ ELSEWHERE = ("--device-memory", "200MiB", "--host-memory", "1GiB", "--set", "dev
             "1 pair of 2 x 512 tokens, prompt shared: 769 tokens; adamw",
             "tokens/s, forward passes without gradient included",
         ),
-        (
+        pytest.param(
             "dpo",
             ("share_prefix=never", "per_device_train_batch_size=2", "gradient_accumulation_steps=3", "loss_type=simpo"),
             "2 pairs of 2 x 512 tokens: 2,048 tokens, 3 times; adamw",
             "tokens/s",
+            marks=pytest.mark.full,
         ),
-        ("dpo", ("loss_type=kto",), "1 row of 512 tokens: 512 tokens; adamw", "without gradient included"),
+        pytest.param(
+            "dpo",
+            ("loss_type=kto",),
+            "1 row of 512 tokens: 512 tokens; adamw",
+            "without gradient included",
+            marks=pytest.mark.full,
+        ),
         (
             "grpo",
             (),
@@ -237,7 +244,7 @@ def test_a_length_that_leaves_no_completion(run: Callable[..., int], capsys: pyt
     ("name", "settings"),
     [
         pytest.param("dpo", (), marks=pytest.mark.full),
-        ("dpo", ("finetuning_type=lora", "lora_dropout=0.1", "loss_type=ipo")),
+        pytest.param("dpo", ("finetuning_type=lora", "lora_dropout=0.1", "loss_type=ipo"), marks=pytest.mark.full),
         pytest.param("dpo", ("loss_type=kto",), marks=pytest.mark.full),
         pytest.param("dpo", ("share_prefix=never", "loss_type=orpo"), marks=pytest.mark.full),
         pytest.param("grpo", (), marks=pytest.mark.full),
@@ -255,6 +262,7 @@ def test_the_streamed_loss_is_plain_autograds(
     assert 0 < document["trained_tokens"] < document["tokens"]
 
 
+@pytest.mark.full
 def test_the_screen_says_what_was_scored(run: Callable[..., int], capsys: pytest.CaptureFixture[str]) -> None:
     assert run("verify", "dpo.yaml", "--length", "120", "--set", "bf16=true") == 0
     shown = capsys.readouterr().out

@@ -37,7 +37,7 @@ def judged(found: Found, size: int, slow: bool) -> None:
     assert not wrong, "\n".join(f"{name}: {what}" for name, what in wrong.items())
 
 
-@pytest.mark.quick("2")
+@pytest.mark.full
 @pytest.mark.parametrize("size", [2, 4])
 def test_gradients_of_the_ranks_add_up_to_the_gradient(size: int, tmp_path: Path) -> None:
     judged(run(size, False, tmp_path), size, False)

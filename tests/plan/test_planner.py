@@ -268,6 +268,7 @@ def test_weights_that_do_not_fit_are_named(workload: Workload, known: Any):
     assert "finetuning_type: lora" in caught.value.mend
 
 
+@pytest.mark.full
 def test_a_given_choice_in_the_way_is_named(workload: Workload, known: Any):
     size = budgets(workload, known)[0]
     with pytest.raises(ArgumentError, match="no schedule fits") as caught:

@@ -151,6 +151,7 @@ def test_byte_order_mark_and_windows_line_ends(tmp_path):
         ("val_size: 1.5\n", 4, "a fraction below 1 or a whole number of rows; found 1.5", ""),
         ("eval_steps: 5\n", 4, "'eval_steps' needs rows to evaluate on", "set val_size, such as val_size: 0.02"),
         ("warmup_ratio: 0.1\nwarmup_steps: 5\n", 5, "exclude each other", "keep one of them"),
+        ("deepspeed: zero2\nfsdp: true\n", 5, "'deepspeed' and 'fsdp' exclude each other", "keep one of them"),
         ("model: {init: {model_type: qwen3}}\n", 4, "'model_name_or_path' and 'model' exclude", "keep one of them"),
         ("tokenizer: {}\n", 4, "'tokenizer' needs one of 'path' and 'train'", "write {path: NAME}"),
         ("seed: 99999999999999999999\n", 4, "'seed' takes a whole number of at least 0", ""),

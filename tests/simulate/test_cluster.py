@@ -240,7 +240,6 @@ def test_which_form() -> None:
         ({"sequence_parallel_size": 3}, RanksAsked(8), "8 ranks cannot be cut into groups"),
         ({"train_batch_size": 6}, RanksAsked(4), "train_batch_size is 6"),
         ({"deepspeed": "zero9"}, RanksAsked(4), "no DeepSpeed configuration zero9"),
-        ({"deepspeed": "zero2", "fsdp": True}, RanksAsked(4), "exclude each other"),
     ],
 )
 def test_what_no_recipe_trains_on(keys: dict[str, Any], asked: RanksAsked, said: str) -> None:

@@ -151,7 +151,7 @@ def test_so_it_is_in_bf16(mode: Mode) -> None:
     assert simulate(workload(make, mode), BASE).peak_bytes == pytest.approx(measured(make, mode, BASE), rel=0.03)
 
 
-@pytest.mark.quick("stream-qwen3")
+@pytest.mark.full
 @pytest.mark.parametrize("family", ["qwen3", "llama"])
 @pytest.mark.parametrize("mode", ["plain", "checkpoint", "stream"])
 def test_so_it_is_under_autocast(family: str, mode: Mode) -> None:
@@ -227,7 +227,7 @@ def test_what_autocast_makes_on_an_accelerator(rule: str, call: Callable[[torch.
             assert (x @ x).dtype == torch.float32
 
 
-@pytest.mark.quick("form0")
+@pytest.mark.full
 @pytest.mark.parametrize("form", [{"fused": True}, {"foreach": True}, {}])
 def test_so_it_is_with_an_optimizer(form: dict[str, bool]) -> None:
     make = partial(build, "qwen3", vocab_size=9973)

@@ -363,6 +363,8 @@ class Recipe(Spec):
 
     @model_validator(mode="after")
     def _keys_agree(self) -> Recipe:
+        if self.deepspeed is not None and self.fsdp:
+            raise mistake("'deepspeed' and 'fsdp' exclude each other", key="fsdp", mend="keep one of them")
         if self.warmup_ratio > 0 and self.warmup_steps > 0:
             raise mistake(
                 "'warmup_ratio' and 'warmup_steps' exclude each other", key="warmup_steps", mend="keep one of them"

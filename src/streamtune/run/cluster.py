@@ -76,8 +76,6 @@ def cluster_of(recipe: Recipe, model: nn.Module, asked: RanksAsked, links: Links
     for name, number in (("--ranks", asked.ranks), ("--nodes", asked.nodes)):
         if number is not None and number < 1:
             raise ArgumentError(f"{name} takes a number from 1 up, not {number}", where=name)
-    if recipe.deepspeed is not None and recipe.fsdp:
-        raise ArgumentError("'deepspeed' and 'fsdp' exclude each other", where="fsdp", mend="keep one of them")
     ranks = size if asked.ranks is None else asked.ranks
     nodes = asked.nodes or (ranks // NODE if ranks % NODE == 0 and ranks > NODE else 1)
     Cluster(ranks, nodes, sequence_size=size)  # what cannot be divided is refused first

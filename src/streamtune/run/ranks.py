@@ -69,8 +69,6 @@ def make_world(recipe: Recipe, device: torch.device, *, shares_weights: bool) ->
             where="sequence_parallel_size",
             mend="start a multiple of that many, with --nproc, or share each sequence between fewer",
         )
-    if recipe.deepspeed is not None and recipe.fsdp:
-        raise ArgumentError("'deepspeed' and 'fsdp' exclude each other", where="fsdp", mend="keep one of them")
     if recipe.finetuning_type == "qlora" and shares_weights:
         raise ArgumentError(
             "quantised weights cannot be shared between ranks",
