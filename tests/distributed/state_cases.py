@@ -39,7 +39,6 @@ from streamtune.run.ranks import fill_model, make_backend
 from streamtune.run.train import Run, train_run
 from streamtune.train.rng import capture_rng
 from streamtune.train.saver import CheckpointSaver, Keep
-from streamtune.train.sharded_checkpoint import save_sharded
 from streamtune.train.slices import Slice, SliceReader
 
 
@@ -175,9 +174,8 @@ def failure(case: dict[str, Any]) -> dict[str, Any]:
     said, went_on = "", False
     try:
         writer = train.ModelWriter(Path.mkdir, 0, lambda: Path.mkdir)
-        saver = CheckpointSaver(folder, writer, Keep(1), asynchronous=case["asynchronous"])
-        saving = world.apart()
-        save_sharded(saver, world=saving, backend=backend, state={"step": 1}, rng=capture_rng(), metric=None)
+        saver = CheckpointSaver(folder, writer, Keep(1), world=world.apart(), asynchronous=case["asynchronous"])
+        saver.save(backend, state={"step": 1}, rng=capture_rng())
         went_on = world.sums([1.0]) == [world.size]  # over the group of the training thread
         saver.wait()
     except CheckpointError as error:

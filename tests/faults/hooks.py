@@ -77,7 +77,8 @@ def _fork_main(job: dict[str, Any]) -> int:
 def sigterm_while(job: dict[str, Any]) -> None:
     """A real SIGTERM from the middle of ``job["phase"]``, the second time it is reached (loading: the first)."""
     import streamtune.run.build as build
-    from streamtune.train import LocalBackend, loop, saver, sharded_checkpoint
+    from streamtune import train
+    from streamtune.train import LocalBackend, loop, saver
     from streamtune.train.objective import SupervisedObjective
 
     phases: dict[str, tuple[Any, str]] = {
@@ -86,7 +87,7 @@ def sigterm_while(job: dict[str, Any]) -> None:
         "optimizer": (LocalBackend, "step"),
         "evaluating": (loop, "evaluate"),
         "saving": (saver, "save_checkpoint"),
-        "final": (sharded_checkpoint, "write_final"),
+        "final": (train, "write_final"),
     }
     owner, name = phases[job["phase"]]
     once = job["phase"] in ("loading", "evaluating", "final")

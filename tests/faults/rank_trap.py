@@ -26,15 +26,15 @@ PHASES: dict[str, tuple[str, str, int]] = {
     "backward": ("streamtune.distributed.backends.ddp", "DdpBackend.backward", 3),
     "optimizer": ("streamtune.distributed.backends.ddp", "DdpBackend.step", 3),
     "evaluating": ("streamtune.train.loop", "evaluate", 1),
-    "saving": ("streamtune.train.sharded_checkpoint", "_write_own", 1),
+    "saving": ("streamtune.train.saver", "_write_own", 1),
 }
 SAVE: dict[str, tuple[str, str, int]] = {
     # within the second save, which is written beside the training
-    "before it": ("streamtune.train.sharded_checkpoint", "commit_directory", 2),
-    "its own part": ("streamtune.train.sharded_checkpoint", "_write_own", 2),
-    "the index": ("streamtune.train.sharded_checkpoint", "write_index", 2),
-    "the manifest": ("streamtune.train.sharded_checkpoint", "write_manifest", 2),
-    "reading it back": ("streamtune.train.saver", "CheckpointSaver.committed", 2),
+    "before it": ("streamtune.train.saver", "commit_directory", 2),
+    "its own part": ("streamtune.train.saver", "_write_own", 2),
+    "the index": ("streamtune.train.saver", "write_index", 2),
+    "the manifest": ("streamtune.train.saver", "write_manifest", 2),
+    "reading it back": ("streamtune.train.saver", "CheckpointSaver._committed", 2),
 }
 
 

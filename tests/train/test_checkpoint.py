@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from train_kit import save_tensors
 
 from streamtune.errors import ArgumentError, CheckpointError, RecipeError
 from streamtune.train import (
@@ -24,9 +25,9 @@ from streamtune.train import (
     supersede,
 )
 from streamtune.train.backend import LocalBackend
-from streamtune.train.checkpoint import ModelWriter, newest_checkpoint, open_checkpoint, save_checkpoint
+from streamtune.train.checkpoint import newest_checkpoint, open_checkpoint
 from streamtune.train.rng import capture_rng, restore_rng, seed_everything
-from streamtune.train.saver import Keep, rotate
+from streamtune.train.saver import Keep, ModelWriter, rotate
 
 
 def write_model(folder: Path) -> None:
@@ -35,14 +36,8 @@ def write_model(folder: Path) -> None:
 
 
 def save(folder: Path, step: int, tensors: dict[str, torch.Tensor] | None = None) -> Path:
-    return save_checkpoint(
-        folder,
-        state={"step": step, "identity": {}},
-        rng=capture_rng(),
-        optimizer_tensors=tensors
-        or {"w/exp_avg": torch.arange(6.0).reshape(2, 3), "w/step": torch.tensor(float(step))},
-        writer=ModelWriter(write_model, 2),
-    ).path
+    tensors = tensors or {"w/exp_avg": torch.arange(6.0).reshape(2, 3), "w/step": torch.tensor(float(step))}
+    return save_tensors(folder, tensors, ModelWriter(write_model, 2), {"step": step, "identity": {}})
 
 
 def test_a_checkpoint_comes_back_as_it_was(tmp_path: Path) -> None:
@@ -58,7 +53,7 @@ def test_a_checkpoint_comes_back_as_it_was(tmp_path: Path) -> None:
 
 
 def test_large_state_is_written_in_shards(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("streamtune.train.checkpoint.SHARD_BYTES", 100)
+    monkeypatch.setattr("streamtune.train.slices.FILE_BYTES", 100)
     tensors = {f"p{index}/exp_avg": torch.full((10,), float(index)) for index in range(7)}
     path = save(tmp_path, 1, tensors)
     assert len(list(path.glob("optimizer-*.safetensors"))) == 4
@@ -68,9 +63,7 @@ def test_large_state_is_written_in_shards(tmp_path: Path, monkeypatch: pytest.Mo
 
 
 def test_an_optimizer_without_state_has_a_checkpoint_too(tmp_path: Path) -> None:
-    path = save_checkpoint(
-        tmp_path, state={"step": 0}, rng=capture_rng(), optimizer_tensors={}, writer=ModelWriter(write_model, 2)
-    ).path
+    path = save_tensors(tmp_path, {}, ModelWriter(write_model, 2), {"step": 0})
     assert open_checkpoint(path).optimizer_tensors() == {}
 
 
@@ -133,22 +126,14 @@ def test_a_failure_half_way_leaves_the_checkpoints_before_it(tmp_path: Path) -> 
         raise OSError("the disk is on fire")
 
     with pytest.raises(CheckpointError, match="the disk is on fire") as caught:
-        save_checkpoint(
-            tmp_path, state={"step": 2}, rng=capture_rng(), optimizer_tensors={}, writer=ModelWriter(fail, 2)
-        )
+        save_tensors(tmp_path, {}, ModelWriter(fail, 2), {"step": 2})
     assert str(good) in caught.value.mend
     assert [path.name for path in tmp_path.iterdir()] == ["step-000001"]
 
 
 def test_a_checkpoint_larger_than_the_disk_is_refused_before_it_is_written(tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match=r"it takes 1,024 TiB and .* are free"):
-        save_checkpoint(
-            tmp_path,
-            state={"step": 2},
-            rng=capture_rng(),
-            optimizer_tensors={},
-            writer=ModelWriter(write_model, 1 << 50),
-        )
+        save_tensors(tmp_path, {}, ModelWriter(write_model, 1 << 50), {"step": 2})
     assert list(tmp_path.iterdir()) == []
 
 
@@ -167,14 +152,13 @@ def test_a_file_the_system_cuts_off_is_reported_with_what_is_needed(tmp_path: Pa
         import resource, sys, torch
         from pathlib import Path
         from streamtune.errors import CheckpointError
-        from streamtune.train.checkpoint import ModelWriter, save_checkpoint
-        from streamtune.train.rng import capture_rng
-        rng = capture_rng()
+        from streamtune.train.saver import ModelWriter
+        from tests.train.train_kit import save_tensors
         resource.setrlimit(resource.RLIMIT_FSIZE, (65536, 65536))
         tensors = {"w/exp_avg": torch.zeros(100_000)}
         writer = ModelWriter(lambda folder: folder.mkdir(), 0)
         try:
-            save_checkpoint(Path(sys.argv[1]), state={"step": 2}, rng=rng, optimizer_tensors=tensors, writer=writer)
+            save_tensors(Path(sys.argv[1]), tensors, writer, {"step": 2})
         except CheckpointError as error:
             print(error)
         """,
@@ -321,9 +305,9 @@ def test_every_changed_key_is_named_where_the_change_may_be_allowed() -> None:
 
 
 def test_only_one_device_writes_whole_tensors() -> None:
-    """The loop tells by the class: a rank of several that passed for one device would write over the others' files."""
+    """A rank of several that passed for one device would write over the others' files."""
     from streamtune.distributed.backends.ddp import DdpBackend
     from streamtune.distributed.backends.deepspeed import DeepSpeedBackend
     from streamtune.distributed.backends.fsdp import FsdpBackend
 
-    assert not any(issubclass(kind, LocalBackend) for kind in (DdpBackend, DeepSpeedBackend, FsdpBackend))
+    assert [kind.whole for kind in (LocalBackend, DdpBackend, DeepSpeedBackend, FsdpBackend)] == [True, *[False] * 3]

@@ -10,14 +10,14 @@ from typing import Any
 
 import pytest
 import torch
-from train_kit import RowStream, Trainer, make_batch, make_model
+from train_kit import RowStream, State, Trainer, make_batch, make_model
 
 from streamtune.errors import CheckpointError
 from streamtune.models import load_model
 from streamtune.train import read_records
-from streamtune.train.checkpoint import ModelWriter, open_checkpoint
+from streamtune.train.checkpoint import open_checkpoint
 from streamtune.train.rng import capture_rng
-from streamtune.train.saver import CheckpointSaver, Keep, rotate
+from streamtune.train.saver import CheckpointSaver, Keep, ModelWriter, rotate
 
 
 def write_model(folder: Path) -> None:
@@ -31,7 +31,7 @@ def saver(folder: Path, keep: Keep = Keep(0), *, run: str = "mine", write: Any =
 
 def save(made: CheckpointSaver, step: int, metric: float | None = None) -> None:
     tensors = {"w/exp_avg": torch.full((4,), float(step))}
-    made.save(state={"step": step, "identity": {}}, rng=capture_rng(), optimizer_tensors=tensors, metric=metric)
+    made.save(State(tensors), state={"step": step, "identity": {}}, rng=capture_rng(), metric=metric)
 
 
 def steps(folder: Path) -> list[int]:
@@ -70,7 +70,7 @@ def test_a_save_is_written_while_training_goes_on_and_holds_what_was_there(tmp_p
         assert go_on.wait(30)
 
     with saver(tmp_path, write=write) as made:
-        made.save(state={"step": 1}, rng=capture_rng(), optimizer_tensors={"w/exp_avg": weights})
+        made.save(State({"w/exp_avg": weights}), state={"step": 1}, rng=capture_rng())
         assert going.wait(30)
         weights += 1
         assert made.finished() == []
@@ -111,7 +111,7 @@ def test_what_goes_wrong_off_the_thread_is_raised_at_the_next_boundary(tmp_path:
 
 def test_the_loop_ends_where_a_save_failed(trainer: Trainer, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(
-        "streamtune.train.saver.save_checkpoint", lambda *_, **__: (_ for _ in ()).throw(OSError(28, "full"))
+        "streamtune.train.saver.write_slices", lambda *_, **__: (_ for _ in ()).throw(OSError(28, "full"))
     )
     with pytest.raises(CheckpointError, match="step-000002"):
         trainer(make_model(), steps=6, save_steps=2)
@@ -130,7 +130,7 @@ def test_without_the_memory_for_a_copy_training_waits(tmp_path: Path, monkeypatc
 def test_a_disk_too_small_for_a_checkpoint_is_told_after_the_first_step(
     trainer: Trainer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("streamtune.train.checkpoint.free_bytes", lambda path: 1000)
+    monkeypatch.setattr("streamtune.train.saver.free_bytes", lambda path: 1000)
     with pytest.raises(CheckpointError, match="it takes"):
         trainer(make_model(), steps=6, save_steps=5)
     assert read_records(trainer.folder / "metrics.jsonl") == []

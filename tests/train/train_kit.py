@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import io
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -27,6 +27,9 @@ from streamtune.train import (
     TrainSettings,
     train,
 )
+from streamtune.train.rng import capture_rng
+from streamtune.train.saver import save_checkpoint
+from streamtune.train.slices import Slice, share_out_whole
 
 VOCABULARY = 64
 
@@ -126,3 +129,36 @@ class Trainer:
                 progress=progress,
                 stop=stop or StopRequest(),
             )
+
+
+class State:
+    """The optimizer's state of a backend that has whole tensors, or slices of them; by ``PARAMETER/KEY``."""
+
+    def __init__(self, tensors: Mapping[str, torch.Tensor], *, whole: bool = True) -> None:
+        self.tensors, self.whole = tensors, whole
+
+    def slices(self) -> Iterator[Slice]:
+        return share_out_whole(self.tensors, 0, 1)
+
+
+def save_tensors(
+    folder: Path,
+    tensors: Mapping[str, torch.Tensor],
+    writer: ModelWriter,
+    state: dict[str, Any],
+    *,
+    whole: bool = True,
+    **more: Any,
+) -> Path:
+    """Write a checkpoint of these tensors, by one rank."""
+    needed = writer.num_bytes + sum(tensor.nbytes for tensor in tensors.values())
+    slices = share_out_whole(tensors, 0, 1)
+    return save_checkpoint(
+        folder,
+        **{"rng": capture_rng(), **more},
+        state=state,
+        slices=slices,
+        whole=whole,
+        writer=writer,
+        needed=needed,
+    )

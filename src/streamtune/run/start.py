@@ -295,8 +295,8 @@ def start_run(
         start._tell_tokenizer(tokenizer_files)
         last = list(continued.values())[-1] if continued else start.identity
         start._tell(train.tell_changes(last, start.identity))
-        if checkpoint is not None and train.ranks_of(checkpoint) != world.size:
-            ranks = train.ranks_of(checkpoint)
+        if checkpoint is not None and checkpoint.ranks != world.size:
+            ranks = checkpoint.ranks
             notify(
                 f"the checkpoint is of {ranks} rank{'' if ranks == 1 else 's'} and goes on with {world.size}: dropout "
                 "and other draws of the ranks are seeded anew, by the step and the rank"

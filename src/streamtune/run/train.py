@@ -223,7 +223,7 @@ def _tell(watchdog: Watchdog) -> Callable[[int, str], None]:
 def _finish(run: Run, writer: train.ModelWriter) -> str | None:
     """Write ``final/`` and return the model's completion of the sample prompt, if there is one."""
     world, backend = run.world, run.backend
-    train.write_final_together(run.directory.final, writer, world)
+    train.write_final(run.directory.final, writer, world)
     sample = run.recipe.sample
     if sample is None:
         return None

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from streamtune.train.backend import Backend, LocalBackend
 from streamtune.train.batch import MicroBatch, StepStream, TreeBatch, counted
-from streamtune.train.checkpoint import Checkpoint, ModelWriter, checkpoint_path, supersede, write_final
+from streamtune.train.checkpoint import Checkpoint, checkpoint_path, supersede
 from streamtune.train.guard import skipped_most
 from streamtune.train.hold import DirectoryHold
 from streamtune.train.loop import Progressed, train
@@ -15,8 +15,15 @@ from streamtune.train.progress import Progress, format_duration, format_rate
 from streamtune.train.records import append_event, check_records, read_records, record_failure
 from streamtune.train.reference import ModelReference, Reference, evaluating
 from streamtune.train.rng import preserve_rng, seed_everything, use_deterministic_kernels
-from streamtune.train.rundir import FILES, RunDirectory, check_same_run, find_checkpoint, tell_changes
-from streamtune.train.sharded_checkpoint import check_shared_folder, ranks_of, write_final_together
+from streamtune.train.rundir import (
+    FILES,
+    RunDirectory,
+    check_same_run,
+    check_shared_folder,
+    find_checkpoint,
+    tell_changes,
+)
+from streamtune.train.saver import ModelWriter, write_final
 from streamtune.train.signals import StopRequest
 from streamtune.train.slices import SliceReader, share_out_whole
 from streamtune.train.staging import commit_directory
@@ -62,7 +69,6 @@ __all__ = [
     "is_out_of_memory",
     "peak_memory_bytes",
     "preserve_rng",
-    "ranks_of",
     "read_records",
     "record_failure",
     "seed_everything",
@@ -73,5 +79,4 @@ __all__ = [
     "train",
     "use_deterministic_kernels",
     "write_final",
-    "write_final_together",
 ]

@@ -17,12 +17,9 @@ import torch
 from torch import Tensor, nn
 
 from streamtune.train.optimizer_state import load_optimizer_tensors, optimizer_tensors
-from streamtune.train.slices import MASTER, SliceReader, share_out_whole
+from streamtune.train.slices import MASTER, Slice, SliceReader, share_out_whole
 
-__all__ = ["Backend", "LocalBackend", "SliceTuple", "TorchBackend"]
-
-SliceTuple = tuple[str, str, tuple[int, ...], int, Tensor]
-"""The fields of :class:`streamtune.train.slices.Slice`."""
+__all__ = ["Backend", "LocalBackend", "TorchBackend"]
 
 
 class Backend(ABC):
@@ -32,6 +29,9 @@ class Backend(ABC):
         module: The model; streamed already.
         config: The configuration of the library behind it, every value in force; empty where there is none.
     """
+
+    whole = False
+    """True if this rank alone holds all there is: its slices are whole tensors, and a checkpoint has them as such."""
 
     def __init__(self, module: nn.Module, config: Mapping[str, Any] = MappingProxyType({})) -> None:
         self.module, self.config = module, config
@@ -66,7 +66,7 @@ class Backend(ABC):
         """Reset the optimizer's state."""
 
     @abstractmethod
-    def slices(self) -> Iterator[SliceTuple]:
+    def slices(self) -> Iterator[Slice]:
         """Return the state that this rank writes, see ``slices.Slice``: all ranks together have each value once."""
 
     @abstractmethod
@@ -139,7 +139,7 @@ class TorchBackend(Backend):
         """Return the optimizer's state by ``PARAMETER/KEY``; nothing is copied."""
         return optimizer_tensors(self.optimizer, self.module)
 
-    def slices(self) -> Iterator[SliceTuple]:
+    def slices(self) -> Iterator[Slice]:
         """See :class:`Backend`."""
         return share_out_whole(self.optimizer_tensors(), 0, 1)
 
@@ -157,4 +157,6 @@ class TorchBackend(Backend):
 
 
 class LocalBackend(TorchBackend):
-    """One device, which holds all there is: its checkpoints have whole tensors."""
+    """One device, which holds all there is."""
+
+    whole = True

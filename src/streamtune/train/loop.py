@@ -13,9 +13,9 @@ from typing import Any
 
 from streamtune.engine import StreamHandle
 from streamtune.errors import did_you_mean
-from streamtune.train.backend import Backend, LocalBackend
+from streamtune.train.backend import Backend
 from streamtune.train.batch import MicroBatch, StepStream, counted
-from streamtune.train.checkpoint import Checkpoint, ModelWriter, check_room, supersede
+from streamtune.train.checkpoint import Checkpoint, supersede
 from streamtune.train.guard import NextSchedule, StepGuard
 from streamtune.train.memory import GIB, peak_memory_bytes
 from streamtune.train.objective import Objective
@@ -25,8 +25,7 @@ from streamtune.train.records import append_event, append_record, cut_after_step
 from streamtune.train.rng import RngState, capture_rng, restore_rng, seed_everything
 from streamtune.train.routers import StepRouters
 from streamtune.train.rundir import RunDirectory
-from streamtune.train.saver import CheckpointSaver, Keep
-from streamtune.train.sharded_checkpoint import ranks_of, rng_of_rank, save_sharded
+from streamtune.train.saver import CheckpointSaver, Keep, ModelWriter
 from streamtune.train.signals import StopRequest
 from streamtune.train.slices import SliceReader
 from streamtune.train.step import (
@@ -129,11 +128,11 @@ def train(
     latest: dict[str, Any] = {}
     plot = LossPlot(run)
     guard = StepGuard(settings, run, device_of(model), next_schedule=next_schedule, world=world)
-    saving = world.apart() if settings.save_async else world
     saver = CheckpointSaver(
         run.checkpoints,
         writer,
         Keep(settings.save_total_limit, settings.save_best_limit, settings.greater_is_better),
+        world=world.apart() if settings.save_async else world,
         run=str(identity.get("run", "")),
         asynchronous=settings.save_async,
         before=run.sync,
@@ -170,7 +169,7 @@ def train(
             if (state.step, state.eval_due) != saved and (over or is_due(state.step, settings.save_steps)):
                 progress.activity("saving")
                 metric = latest.get(settings.metric_for_best_model or "")
-                save(saver, backend, state, position, identity, saving, metric)
+                save(saver, backend, state, position, identity, metric)
                 saved = state.step, state.eval_due
             committed = saver.wait() if over else saver.finished()
             if world.is_main:
@@ -214,10 +213,8 @@ def train(
                 doing = f"the optimizer at step {state.step + 1}"
                 with explain_out_of_memory(doing, micro_batches, settings.out_of_memory_mend):
                     backend.step(learning_rate)
-            if not latest and isinstance(
-                backend, LocalBackend
-            ):  # now the optimizer has its state: what a checkpoint takes is known
-                check_room(run.checkpoints, writer, backend.optimizer_tensors())
+            if not latest:  # now the optimizer has its state: what a checkpoint takes is known
+                saver.check_room(backend)
 
             # 3. What the step was.
             mine = counted(micro_batches)
@@ -292,7 +289,6 @@ def save(
     state: Progressed,
     position: Position,
     identity: Mapping[str, Any],
-    world: World,
     metric: float | None,
 ) -> None:
     """Begin a checkpoint of ``state``, from which the next step starts at ``position``. Called by all ranks."""
@@ -302,11 +298,7 @@ def save(
         "stream": position.stream,
         "identity": dict(identity),
     }
-    if isinstance(backend, LocalBackend):
-        tensors = backend.optimizer_tensors()
-        saver.save(state=values, rng=position.rng, optimizer_tensors=tensors, metric=metric)
-    else:
-        save_sharded(saver, world=world, backend=backend, state=values, rng=position.rng, metric=metric)
+    saver.save(backend, state=values, rng=position.rng, metric=metric)
 
 
 def resume(checkpoint: Checkpoint, backend: Backend, steps: StepStream, seed: int, world: World) -> Progressed:
@@ -318,8 +310,8 @@ def resume(checkpoint: Checkpoint, backend: Backend, steps: StepStream, seed: in
     world.together(lambda: backend.load_slices(SliceReader(checkpoint.path)))
     if checkpoint.state["stream"] is not None:  # None: the data may be another, and is begun anew
         steps.load_state_dict(checkpoint.state["stream"])
-    if ranks_of(checkpoint) == world.size:
-        restore_rng(rng_of_rank(checkpoint, world.rank))
+    if checkpoint.ranks == world.size:
+        restore_rng(checkpoint.rng(world.rank))
     else:
         seed_everything(seed, world.rank, checkpoint.step)
     return Progressed(**checkpoint.state["progressed"])

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import json
 import os
+import secrets
 from collections.abc import Callable, Container, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
@@ -24,8 +25,9 @@ from streamtune.train.checkpoint import Checkpoint, newest_checkpoint, open_chec
 from streamtune.train.hold import IDENTITY, LOCK, DirectoryHold
 from streamtune.train.records import read_records
 from streamtune.train.staging import fsync_path, write_durably, write_error
+from streamtune.train.world import World
 
-__all__ = ["FILES", "RunDirectory", "check_same_run", "find_checkpoint", "tell_changes"]
+__all__ = ["FILES", "RunDirectory", "check_same_run", "check_shared_folder", "find_checkpoint", "tell_changes"]
 
 FILES = {
     "base": "the files of the model that training started from",
@@ -331,3 +333,41 @@ def _changes(old: Mapping[str, Any], new: Mapping[str, Any]) -> dict[str, str]:
         for key in sorted({*old, *new})
         if old.get(key) != new.get(key)
     }
+
+
+def check_shared_folder(folder: Path, world: World) -> None:
+    """Refuse a directory that is not one and the same for all ranks: their checkpoints would be in pieces.
+
+    Raises:
+        ArgumentError: Some ranks see another directory of this name, or none.
+    """
+    probe = folder / f".probe-{world.main(lambda: secrets.token_hex(8))}"
+
+    def make() -> None:
+        folder.mkdir(parents=True, exist_ok=True)
+        probe.touch(exist_ok=False)
+
+    try:
+        world.main(make)
+    except OSError as error:
+        raise CheckpointError(f"cannot write to {folder}: {error}") from error
+    try:
+        blind = [rank for rank, sees in enumerate(world.collect(_sees(probe))) if not sees]
+    finally:
+        if world.is_main:
+            probe.unlink(missing_ok=True)
+    if blind:
+        named = ", ".join(map(str, blind[:8])) + (" ..." if len(blind) > 8 else "")
+        raise ArgumentError(
+            f"{folder} is not the same directory on all nodes: rank 0 wrote to it and rank {named} cannot see it",
+            where="output_dir",
+            mend="give a directory on a file system that all nodes share",
+        )
+
+
+def _sees(probe: Path) -> bool:
+    try:
+        list(probe.parent.iterdir())  # a network file system looks again at a directory that is listed
+        return probe.exists()
+    except OSError:
+        return False

@@ -3,41 +3,73 @@
     training thread    copy to the host     step   step   step            wait at the end
     worker                        write, hash, fsync, rename, read back, delete old ones
 
-With several ranks each has such a worker, and these talk to each other over a group of their own.
-
 At most one save is in flight. Its copy is what training changes (trained weights, buffers) and the optimizer's tensors,
 once; a second save waits for the first. Where that copy would take more than half of the host memory that is free, or
 the model cannot be copied, the save is made in the training thread and nothing is copied but shards of 2 GiB.
+
+With several ranks each writes what it holds, from a worker of its own, into one staged directory that all must see; the
+workers talk to each other over a group of their own. Rank 0 writes the model, the index of the parts and the manifest.
+An error on any rank is raised on all, with its message, and the directory is discarded.
 
 What goes wrong in the worker is raised at the next boundary between steps.
 """
 
 from __future__ import annotations
 
+import errno
+import json
+import socket
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import ContextDecorator, ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
 from typing import Any
 
 import psutil
-from torch import Tensor
+from safetensors import SafetensorError
+from safetensors.torch import save_file
 
 from streamtune.errors import CheckpointError
-from streamtune.train.checkpoint import (
-    ModelWriter,
-    checkpoint_path,
-    explained,
-    open_checkpoint,
-    save_checkpoint,
-    step_directories,
-)
-from streamtune.train.manifest import Manifest, read_manifest
+from streamtune.train.backend import Backend
+from streamtune.train.checkpoint import STATE, checkpoint_path, open_checkpoint, rng_name, step_directories
+from streamtune.train.manifest import Manifest, read_manifest, write_manifest
 from streamtune.train.rng import RngState
-from streamtune.train.staging import remove_directory
+from streamtune.train.slices import Entry, Slice, write_index, write_slices
+from streamtune.train.staging import (
+    commit_directory,
+    free_bytes,
+    fsync_path,
+    make_directory,
+    refuse_link,
+    remove_directory,
+    write_error,
+)
+from streamtune.train.world import World
 
-__all__ = ["CheckpointSaver", "Keep", "rotate"]
+__all__ = ["CheckpointSaver", "Keep", "ModelWriter", "rotate", "save_checkpoint", "write_final"]
+
+
+@dataclass(frozen=True)
+class ModelWriter:
+    """A way to write a model in Hugging Face format, and about how many bytes that takes."""
+
+    write: Callable[[Path], None]
+    """Writes into the folder it is given."""
+    num_bytes: int
+    snapshot: Callable[[], Callable[[Path], None]] | None = None
+    """Copies to the host what training changes, and returns what writes the copy from any thread. None: there is no
+    such copy, and the model is written as it stands."""
+    together: bool = False
+    """True if no rank has the whole model: all of them call ``write`` or ``snapshot`` then, and fail together or not at
+    all. Rank 0 has the snapshot, and writes it alone."""
+
+    def copied(self, world: World) -> ModelWriter:
+        """Return a writer of the model as it is now, for any thread of rank 0. Called by all ranks."""
+        if self.snapshot is None or not (self.together or world.is_main):
+            return self
+        return ModelWriter(self.snapshot(), self.num_bytes)
 
 
 @dataclass(frozen=True)
@@ -83,6 +115,7 @@ class CheckpointSaver:
         folder: Where the checkpoints go.
         writer: Writes the model.
         keep: The checkpoints that stay when a new one is verified.
+        world: The ranks; where ``asynchronous`` is set, over a group that nothing else uses.
         run: Which run this is.
         asynchronous: Write off the training thread.
         before: Called in the writing thread before anything is committed: writes all else that must be on disk by then.
@@ -94,11 +127,12 @@ class CheckpointSaver:
         writer: ModelWriter,
         keep: Keep,
         *,
+        world: World = World(),  # noqa: B008 (frozen)
         run: str = "",
         asynchronous: bool = True,
         before: Callable[[], None] = lambda: None,
     ) -> None:
-        self.folder, self.writer, self.keep, self.run = folder, writer, keep, run
+        self.folder, self.writer, self.keep, self.world, self.run = folder, writer, keep, world, run
         self.asynchronous, self.before = asynchronous, before
         self._worker: threading.Thread | None = None
         self._saved: list[Path] = []
@@ -112,58 +146,68 @@ class CheckpointSaver:
     ) -> None:
         self._join()
 
-    def save(
-        self,
-        *,
-        state: Mapping[str, Any],
-        rng: RngState,
-        optimizer_tensors: Mapping[str, Tensor],
-        metric: float | None = None,
-    ) -> None:
-        """Save the run as it is now; returns when training may change it.
+    def save(self, backend: Backend, *, state: Mapping[str, Any], rng: RngState, metric: float | None = None) -> None:
+        """Save the run as it is now; returns when training may change it. Called by all ranks.
 
         Args:
-            state: JSON values, ``step`` among them; none of them may change later.
-            rng: The random state the next step starts from.
-            optimizer_tensors: By name.
+            backend: The optimizer's state.
+            state: JSON values, the same on every rank, ``step`` among them; none of them may change later.
+            rng: This rank's random state, which the next step starts from.
             metric: See :class:`Keep`.
 
         Raises:
-            CheckpointError: This save, or the one before, failed. Earlier checkpoints are as they were.
+            CheckpointError: This save failed, on this rank or another, or the one before did. Earlier checkpoints are
+                as they were.
         """
         self.wait_for_last()
-        needed = self.writer.num_bytes + sum(tensor.nbytes for tensor in optimizer_tensors.values())
-        writer = self.writer
-        copied = self.asynchronous and writer.snapshot is not None and 2 * needed < psutil.virtual_memory().available
+        writer, world = self.writer, self.world
+        held = _size_of(backend)
+        needed = writer.num_bytes + sum(world.collect(held))
+        slices = backend.slices()
+        copied = self.asynchronous and writer.snapshot is not None
+        copied = copied and _has_room(world, held + writer.num_bytes * world.is_main)
         if copied:
-            assert writer.snapshot is not None
-            writer = ModelWriter(writer.snapshot(), writer.num_bytes)
-            optimizer_tensors = {name: x.detach().to("cpu", copy=True) for name, x in optimizer_tensors.items()}
+            slices = iter([each._replace(values=each.values.detach().to("cpu", copy=True)) for each in slices])
+            writer = writer.copied(world)
 
         def write() -> None:
-            with explained(checkpoint_path(self.folder, int(state["step"])), needed, step_directories(self.folder)):
-                self.before()
-                saved = save_checkpoint(
-                    self.folder,
-                    state=state,
-                    rng=rng,
-                    optimizer_tensors=optimizer_tensors,
-                    writer=writer,
-                    run=self.run,
-                    metric=None if metric is None else float(metric),
-                )
-                self.committed(saved.path)
+            path = save_checkpoint(
+                self.folder,
+                state=state,
+                rng=rng,
+                slices=slices,
+                whole=backend.whole,
+                writer=writer,
+                needed=needed,
+                world=world,
+                run=self.run,
+                metric=None if metric is None else float(metric),
+                before=self.before,
+                after=self._committed,
+            )
+            self._saved.append(path)
 
-        self.begin(write, off_thread=copied)
-
-    def begin(self, write: Callable[[], None], *, off_thread: bool) -> None:
-        """Call ``write``: here, or in the worker if ``off_thread``. The last save is over by now."""
-        if not off_thread:
+        if not copied:
             write()
             return
         worker = threading.Thread(target=self._guarded, args=(write,), name="checkpoint")
         worker.start()
         self._worker = worker  # only one that has started can be waited for
+
+    def check_room(self, backend: Backend) -> None:
+        """Raise unless there is room for a checkpoint of what is trained. Called by all ranks.
+
+        Raises:
+            CheckpointError: A checkpoint takes more bytes than are free; with both figures.
+        """
+        needed = self.writer.num_bytes + sum(self.world.collect(_size_of(backend)))
+        explained = _explained(self.folder, needed, step_directories(self.folder))
+        self.world.main(explained(lambda: _refuse_if_full(self.folder, needed)))
+
+    def _committed(self, path: Path) -> None:
+        """Read back what was committed, then delete the checkpoints that need not stay."""
+        open_checkpoint(path)  # only now is there one more than before
+        rotate(self.folder, self.keep, run=self.run)
 
     def wait_for_last(self) -> None:
         """Wait for the save in flight.
@@ -175,12 +219,6 @@ class CheckpointSaver:
         error, self._error = self._error, None
         if error is not None:
             raise error
-
-    def committed(self, path: Path) -> None:
-        """Record a checkpoint that was committed: read it back, then delete those that need not stay."""
-        open_checkpoint(path)  # only now is there one more than before
-        rotate(self.folder, self.keep, run=self.run)
-        self._saved.append(path)
 
     @property
     def failed(self) -> bool:
@@ -211,3 +249,141 @@ class CheckpointSaver:
         if self._worker is not None:
             self._worker.join()
             self._worker = None
+
+
+def save_checkpoint(
+    folder: Path,
+    *,
+    state: Mapping[str, Any],
+    rng: RngState,
+    slices: Iterable[Slice],
+    whole: bool,
+    writer: ModelWriter,
+    needed: int,
+    world: World = World(),  # noqa: B008 (frozen)
+    run: str = "",
+    metric: float | None = None,
+    before: Callable[[], None] = lambda: None,
+    after: Callable[[Path], None] = lambda path: None,
+) -> Path:
+    """Write ``folder/step-N``, commit it at once, and return its path. Called by all ranks.
+
+    Args:
+        folder: Where the checkpoints of the run are.
+        state: JSON values; ``step`` among them.
+        rng: The random state of this rank the next step starts from.
+        slices: The optimizer's state that this rank holds; copied to the host in shards.
+        whole: True if they are whole tensors, and this rank has all of them.
+        writer: Writes the model.
+        needed: About how many bytes all of it takes.
+        world: The ranks that write it.
+        run: Which run this is: only its own checkpoints are deleted by it.
+        metric: The value to rank it by, where the best checkpoints are kept.
+        before: Called on rank 0 before anything is written.
+        after: Called on rank 0 with the path, after it was committed.
+
+    Raises:
+        CheckpointError: It cannot be written. Earlier checkpoints are as they were.
+    """
+    step = int(state["step"])
+    target = checkpoint_path(folder, step)
+    explained = _explained(target, needed, step_directories(folder))
+    ranks = {} if whole else {"ranks": world.size}
+
+    def begin() -> Path:
+        before()
+        refuse_link(folder)
+        make_directory(folder)
+        _refuse_if_full(folder, needed)
+        return staging.enter_context(commit_directory(target))
+
+    def commit() -> None:
+        if not whole:
+            write_index(staged, every)
+        _write_json(staged / STATE, {**state, **ranks, "rng": rng.plain})
+        # Last: a directory with a manifest has everything the manifest lists.
+        write_manifest(staged, run=run, step=step, metric=metric)
+        staging.pop_all().close()
+        after(target)
+
+    with ExitStack() as staging:
+        staged = world.main(explained(begin))
+        entries = world.together(explained(lambda: _write_own(staged, world, slices, rng, whole)))
+        every = [entry for found in world.collect(entries) for entry in found]
+        _write_model(writer, staged / "model", world, explained)
+        world.main(explained(commit))
+    return target
+
+
+def write_final(target: Path, writer: ModelWriter, world: World = World()) -> None:  # noqa: B008 (frozen)
+    """Write the trained model to ``target``, whole or not at all; what was there is replaced. Called by all ranks.
+
+    Raises:
+        CheckpointError: It cannot be written.
+    """
+    explained = _explained(target, writer.num_bytes, step_directories(target.parent / "checkpoints"))
+    with ExitStack() as staging:
+        staged = world.main(explained(lambda: staging.enter_context(commit_directory(target))))
+        _write_model(writer, staged, world, explained)
+        world.main(explained(lambda: staging.pop_all().close()))
+
+
+def _write_model(writer: ModelWriter, folder: Path, world: World, explained: ContextDecorator) -> None:
+    """Write the model: by rank 0 where it has all of it, by all ranks where none has."""
+    (world.together if writer.together else world.main)(explained(lambda: writer.write(folder)))
+
+
+def _write_own(staged: Path, world: World, slices: Iterable[Slice], rng: RngState, whole: bool) -> list[Entry]:
+    """Write the state that this rank holds to disk, and return its entries of the index."""
+    entries = write_slices(staged, slices, world.rank, whole=whole)
+    name = rng_name(world.rank)
+    save_file(rng.tensors, staged / f"{name}.safetensors")
+    if world.rank:
+        _write_json(staged / f"{name}.json", rng.plain)
+    if world.size > 1:  # its own files: on a network file system another machine has nothing to flush of them
+        for path in {staged / entry[-1] for entry in entries} | set(staged.glob(f"{name}.*")):
+            fsync_path(path)
+    return entries
+
+
+def _write_json(path: Path, value: Mapping[str, Any]) -> None:
+    path.write_text(json.dumps(value, indent=1) + "\n", encoding="utf-8")
+
+
+def _size_of(backend: Backend) -> int:
+    """Return the bytes of the optimizer's state that this rank writes."""
+    return sum(each.values.nbytes for each in backend.slices())
+
+
+def _has_room(world: World, size: int) -> bool:
+    """Return True if on every host the copies of its ranks take less than half of the free memory.
+
+    ``size`` is the bytes of this rank's copy.
+    """
+    host = socket.gethostname()
+    needed = sum(size for other, size in world.collect((host, size)) if other == host)
+    return not world.any(2 * needed > psutil.virtual_memory().available)
+
+
+def _refuse_if_full(folder: Path, needed: int) -> None:
+    if needed > free_bytes(folder):
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+
+@contextmanager
+def _explained(target: Path, needed: int, previous: Sequence[Path]) -> Iterator[None]:
+    """Turn errors while a checkpoint is written into a message with figures.
+
+    Args:
+        target: What is written.
+        needed: Bytes it takes.
+        previous: The checkpoints that are there already, and stay.
+    """
+    safe = f"{previous[-1]} is intact" if previous else "there was no checkpoint before this one"
+    try:
+        yield
+    except Exception as error:
+        # Tokenizers raise Exception itself where the system fails them; anything more specific is a mistake of ours.
+        if not isinstance(error, (OSError, SafetensorError)) and type(error) is not Exception:
+            raise
+        raise write_error(error, target, needed=needed, safe=safe) from error

@@ -27,7 +27,7 @@ from torch import Tensor
 
 from streamtune.errors import CheckpointError
 
-__all__ = ["INDEX", "MASTER", "Slice", "SliceReader", "share_out_whole", "write_index", "write_slices"]
+__all__ = ["INDEX", "MASTER", "Entry", "Slice", "SliceReader", "share_out_whole", "write_index", "write_slices"]
 
 INDEX = "slices.json"
 MASTER = "master"
@@ -37,7 +37,7 @@ FILE_BYTES = 2 << 30
 
 
 class Slice(NamedTuple):
-    """A range of one tensor of the state, as this rank holds it; backends give plain tuples of the same."""
+    """A range of one tensor of the state, as this rank holds it."""
 
     parameter: str
     key: str
@@ -59,10 +59,14 @@ Entry = tuple[str, tuple[int, ...], int, int, str]
 """Name, shape, offset, number of values, file."""
 
 
-def write_slices(
-    folder: Path, slices: Iterable[tuple[str, str, tuple[int, ...], int, Tensor]], rank: int
-) -> list[Entry]:
+def write_slices(folder: Path, slices: Iterable[Slice], rank: int, *, whole: bool = False) -> list[Entry]:
     """Write what this rank holds into ``folder``, in files of bounded size, and return the entries of the index.
+
+    Args:
+        folder: The directory, staged.
+        slices: What this rank holds.
+        rank: This rank; it is in the names of its files.
+        whole: Each slice is a tensor: it is written in its shape and under its name, and needs no index.
 
     Raises:
         OSError: It cannot be written.
@@ -78,12 +82,15 @@ def write_slices(
         save_file(held, folder / _file_name(rank, number))
         held = {}
 
-    for each in (Slice(*found) for found in slices):
-        if not each.values.numel():
+    for each in slices:
+        if not (whole or each.values.numel()):
             continue
         if held and sum(tensor.nbytes for tensor in held.values()) + each.values.nbytes > FILE_BYTES:
             flush()
-        held[f"{each.name}@{each.offset}"] = each.values.detach().to("cpu", copy=True).contiguous().flatten()
+        if whole:
+            held[each.name] = each.values.detach().cpu().contiguous().reshape(each.shape)
+        else:  # slices of one tensor share its memory, which a file cannot
+            held[f"{each.name}@{each.offset}"] = each.values.detach().to("cpu", copy=True).contiguous().flatten()
         entries.append((each.name, each.shape, each.offset, each.values.numel(), _file_name(rank, number + 1)))
     if held or rank == 0:  # a checkpoint has a first file, whatever is in it
         flush()

@@ -16,8 +16,9 @@ __all__ = ["act"]
 def _moments() -> dict[str, tuple[Any, str]]:
     """Name the owner and the function that begins each moment of a run of sft."""
     import streamtune.run.build as build
+    from streamtune import train
     from streamtune.tasks.sft import Sft
-    from streamtune.train import LocalBackend, loop, saver, sharded_checkpoint
+    from streamtune.train import LocalBackend, loop, saver
     from streamtune.train.objective import SupervisedObjective
 
     return {
@@ -29,7 +30,7 @@ def _moments() -> dict[str, tuple[Any, str]]:
         "step": (LocalBackend, "step"),
         "evaluation": (loop, "evaluate"),
         "save": (saver, "save_checkpoint"),
-        "final": (sharded_checkpoint, "write_final"),
+        "final": (train, "write_final"),
     }
 
 

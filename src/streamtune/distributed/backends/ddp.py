@@ -10,8 +10,8 @@ import torch
 from torch import Tensor, distributed, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from streamtune.train.backend import SliceTuple, TorchBackend
-from streamtune.train.slices import share_out_whole
+from streamtune.train.backend import TorchBackend
+from streamtune.train.slices import Slice, share_out_whole
 
 __all__ = ["DdpBackend"]
 
@@ -45,6 +45,6 @@ class DdpBackend(TorchBackend):
         """See :class:`streamtune.train.Backend`."""
         (loss * self.size).backward()
 
-    def slices(self) -> Iterator[SliceTuple]:
+    def slices(self) -> Iterator[Slice]:
         """See :class:`streamtune.train.Backend`. Every rank has all of it; parameters are shared out for writing."""
         return share_out_whole(self.optimizer_tensors(), distributed.get_rank(), self.size)

@@ -18,8 +18,8 @@ import torch
 from torch import Tensor, distributed, nn
 
 from streamtune.errors import ArgumentError
-from streamtune.train.backend import Backend, SliceTuple
-from streamtune.train.slices import MASTER, SliceReader
+from streamtune.train.backend import Backend
+from streamtune.train.slices import MASTER, Slice, SliceReader
 
 __all__ = ["DeepSpeedBackend", "check_deepspeed", "share_frozen", "share_module", "whole_weights"]
 
@@ -164,7 +164,7 @@ class DeepSpeedBackend(Backend):
                 if isinstance(value, Tensor):
                     value.zero_()
 
-    def slices(self) -> Iterator[SliceTuple]:
+    def slices(self) -> Iterator[Slice]:
         """See :class:`streamtune.train.Backend`."""
         for name, parameter in self._trained():
             found = self._held(parameter)
@@ -172,12 +172,12 @@ class DeepSpeedBackend(Backend):
                 continue
             shape, held = self._shape(parameter), slice(found.start, found.start + found.length)
             if found.flat.dtype != parameter.dtype:
-                yield name, MASTER, shape, found.offset, found.flat.detach()[held]
+                yield Slice(name, MASTER, shape, found.offset, found.flat.detach()[held])
             for key, value in self._state(found.flat).items():
                 if isinstance(value, Tensor) and value.shape == found.flat.shape:
-                    yield name, key, shape, found.offset, value[held]
+                    yield Slice(name, key, shape, found.offset, value[held])
                 elif found.offset == 0:  # a count of steps: one for all, written with the first value
-                    yield name, key, (), 0, torch.as_tensor(value, dtype=torch.float32).reshape(1)
+                    yield Slice(name, key, (), 0, torch.as_tensor(value, dtype=torch.float32).reshape(1))
 
     def load_slices(self, saved: SliceReader) -> None:
         """See :class:`streamtune.train.Backend`."""

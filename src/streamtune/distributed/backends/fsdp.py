@@ -17,8 +17,8 @@ from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
-from streamtune.train.backend import SliceTuple, TorchBackend
-from streamtune.train.slices import MASTER, SliceReader
+from streamtune.train.backend import TorchBackend
+from streamtune.train.slices import MASTER, Slice, SliceReader
 
 __all__ = ["FsdpBackend", "share_layer", "whole_weights"]
 
@@ -89,15 +89,15 @@ class FsdpBackend(TorchBackend):
     def _number(self, norm: Tensor) -> float:
         return float((norm.full_tensor() if isinstance(norm, DTensor) else norm).item())
 
-    def slices(self) -> Iterator[SliceTuple]:
+    def slices(self) -> Iterator[Slice]:
         """See :class:`streamtune.train.Backend`."""
         self.module.reshard()  # what a forward without backward leaves gathered: parameters are the optimizer's again
         for name, parameter in self.module.named_parameters():
             for key, value in self.optimizer.state.get(parameter, {}).items():
                 if isinstance(value, DTensor):
-                    yield name, key, tuple(value.shape), _offset(parameter), value.to_local().reshape(-1)
+                    yield Slice(name, key, tuple(value.shape), _offset(parameter), value.to_local().reshape(-1))
                 elif distributed.get_rank() == 0:  # a count of steps
-                    yield name, key, (), 0, value.reshape(1)
+                    yield Slice(name, key, (), 0, value.reshape(1))
 
     def load_slices(self, saved: SliceReader) -> None:
         """See :class:`streamtune.train.Backend`."""
