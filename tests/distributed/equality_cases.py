@@ -25,8 +25,7 @@ from streamtune.distributed.deepspeed_config import PRESETS
 from streamtune.recipe import DpoRecipe, Recipe
 from streamtune.run.ranks import make_backend, sequence_ranks
 from streamtune.tasks.preference import PairObjective, PreferenceBatch, tree_batch
-from streamtune.train.routers import StepRouters
-from streamtune.train.step import accumulate_gradients
+from streamtune.train.step import StepRouters, accumulate_gradients
 from tests.exactness.families import VOCAB, build
 from tests.precision_kit import Errors, Float64, in_float64
 

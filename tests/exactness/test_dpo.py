@@ -23,8 +23,7 @@ from streamtune.data import Tree
 from streamtune.engine import StreamHandle
 from streamtune.recipe import DpoRecipe
 from streamtune.tasks.preference import PairObjective, PreferenceBatch, UnpairedObjective, mismatched, tree_batch
-from streamtune.train.routers import StepRouters
-from streamtune.train.step import StepScore, TrainSettings, accumulate_gradients
+from streamtune.train.step import StepRouters, StepScore, TrainSettings, accumulate_gradients
 from tests.precision_kit import EXACT, ROUNDING, Float64, Reference, assert_as_precise, in_float64, total_error
 
 from .families import VOCAB, build

@@ -11,8 +11,7 @@ import pytest
 import yaml
 from safetensors.torch import load_file, save_file
 
-from streamtune.train.checkpoint import open_checkpoint
-from streamtune.train.manifest import read_manifest, write_manifest
+from streamtune.train.checkpoint import open_checkpoint, read_manifest, write_manifest
 from tests.faults.kit import SFT, Zygotes, write_sft
 from tests.faults.test_starts import tree
 

@@ -14,8 +14,7 @@ from safetensors.torch import save_file
 from streamtune.errors import ArgumentError, CheckpointError, StreamTuneError
 from streamtune.models import init_model, load_model
 from streamtune.paths import escape_of
-from streamtune.train.checkpoint import open_checkpoint, supersede
-from streamtune.train.manifest import MANIFEST, NEEDED, Manifest, _text, write_manifest
+from streamtune.train.checkpoint import MANIFEST, NEEDED, Manifest, _text, open_checkpoint, supersede, write_manifest
 from streamtune.train.rundir import RunDirectory
 from streamtune.train.saver import Keep, rotate
 from tests.faults.figures import tell

@@ -18,8 +18,7 @@ from streamtune.run.train import Run, train_settings
 from streamtune.tasks.sft import Batches
 from streamtune.tasks.steps import Steps
 from streamtune.train import MicroBatch, StopRequest, SupervisedObjective
-from streamtune.train.routers import StepRouters
-from streamtune.train.step import accumulate_gradients
+from streamtune.train.step import StepRouters, accumulate_gradients
 from tests.exactness.families import BOUND, worst
 from tests.precision_kit import Float64, Reference, in_float64
 from tests.sft_kit import FIXED, RECIPE, run, write_recipe, write_rows

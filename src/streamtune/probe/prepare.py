@@ -28,8 +28,7 @@ from streamtune.simulate.memory import held_bytes
 from streamtune.tasks import Task, task_of
 from streamtune.tasks.preference import GivenReference
 from streamtune.tasks.task import RandomStep, TrialStep
-from streamtune.train.routers import StepRouters
-from streamtune.train.step import accumulate_gradients, explain_out_of_memory
+from streamtune.train.step import StepRouters, accumulate_gradients, explain_out_of_memory
 
 __all__ = ["make_reference", "prepare_step"]
 

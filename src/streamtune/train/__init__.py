@@ -9,11 +9,18 @@ from streamtune.train.guard import skipped_most
 from streamtune.train.hold import DirectoryHold
 from streamtune.train.loop import Progressed, train
 from streamtune.train.memory import GIB, is_out_of_memory, peak_memory_bytes
-from streamtune.train.objective import Objective, Score, SupervisedObjective, autocast
+from streamtune.train.objective import (
+    ModelReference,
+    Objective,
+    Reference,
+    Score,
+    SupervisedObjective,
+    autocast,
+    evaluating,
+)
 from streamtune.train.plot import draw_loss
 from streamtune.train.progress import Progress, format_duration, format_rate
 from streamtune.train.records import append_event, check_records, read_records, record_failure
-from streamtune.train.reference import ModelReference, Reference, evaluating
 from streamtune.train.rng import preserve_rng, seed_everything, use_deterministic_kernels
 from streamtune.train.rundir import (
     FILES,

@@ -23,12 +23,12 @@ from streamtune.train.plot import LossPlot
 from streamtune.train.progress import Progress
 from streamtune.train.records import append_event, append_record, cut_after_step, cut_events
 from streamtune.train.rng import RngState, capture_rng, restore_rng, seed_everything
-from streamtune.train.routers import StepRouters
 from streamtune.train.rundir import RunDirectory
 from streamtune.train.saver import CheckpointSaver, Keep, ModelWriter
 from streamtune.train.signals import StopRequest
 from streamtune.train.slices import SliceReader
 from streamtune.train.step import (
+    StepRouters,
     StepScore,
     TrainSettings,
     accumulate_gradients,

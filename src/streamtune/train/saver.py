@@ -33,8 +33,16 @@ from safetensors.torch import save_file
 
 from streamtune.errors import CheckpointError
 from streamtune.train.backend import Backend
-from streamtune.train.checkpoint import STATE, checkpoint_path, open_checkpoint, rng_name, step_directories
-from streamtune.train.manifest import Manifest, read_manifest, write_manifest
+from streamtune.train.checkpoint import (
+    STATE,
+    Manifest,
+    checkpoint_path,
+    open_checkpoint,
+    read_manifest,
+    rng_name,
+    step_directories,
+    write_manifest,
+)
 from streamtune.train.rng import RngState
 from streamtune.train.slices import Entry, Slice, write_index, write_slices
 from streamtune.train.staging import (

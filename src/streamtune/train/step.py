@@ -8,7 +8,7 @@ fine-tuning it is
 Each micro-batch contributes its sum, divided once by N, and its gradient is added to the ones before. So a step split
 differently, or shorter at the end of an epoch, still weighs every token the same. Other objectives have other divisors
 (``objective``). Several ranks split a step further: N is of all of them, and the shares of all add up. What a mixture's
-routers add is in ``routers``; the loss that is shown and recorded is without it.
+routers add (:class:`StepRouters`) is in the gradient; the loss that is shown and recorded is without it.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 from torch import nn
@@ -25,15 +25,15 @@ from torch import nn
 from streamtune.engine import StreamHandle
 from streamtune.errors import NonFiniteError, OutOfMemoryError
 from streamtune.train.backend import Backend
-from streamtune.train.batch import MicroBatch
+from streamtune.train.batch import MicroBatch, counted
 from streamtune.train.memory import is_out_of_memory, reset_peak_memory
 from streamtune.train.objective import Objective, SumAndCount, autocast
 from streamtune.train.rng import preserve_rng
-from streamtune.train.routers import StepRouters
 from streamtune.train.signals import StopRequest
 from streamtune.train.world import World
 
 __all__ = [
+    "StepRouters",
     "StepScore",
     "TrainSettings",
     "accumulate_gradients",
@@ -252,3 +252,75 @@ def name_rows(micro_batches: Sequence[MicroBatch], most: int = 4) -> str:
     origins = [origin for batch in micro_batches for origin in batch.origins]
     rest = f" and {len(origins) - most} more" if len(origins) > most else ""
     return ", ".join(origins[:most]) + rest
+
+
+class StepRouters:
+    """Sets the totals and weight of a streamed model's routers for each micro-batch of a step, and adds up their loss.
+
+    The loss of a step on its routers (``streamtune.engine.routers``) is one number however the step is split, n_g
+    tokens of n in micro-batch g:
+
+        micro     sum_g  n_g / n  (coefficient * balance_g + z_coefficient * z_g)      each balanced in itself
+        global    coefficient * balance + z_coefficient * z                            of all n tokens together
+
+    A token weighs the same in every micro-batch, as it does in the cross entropy; padding weighs nothing. With one
+    micro-batch the two are equal, and are what ``transformers`` adds. With several, ``global`` costs one more forward
+    of each, without gradient: how often an expert is chosen in the whole step must be known before the first backward.
+
+    Args:
+        handle: What streams the model; None, or one without a loss on its routers: nothing is done here.
+        batches: The micro-batches of the step.
+        world: The ranks that share the step.
+    """
+
+    def __init__(
+        self,
+        handle: StreamHandle | None,
+        batches: Sequence[MicroBatch],
+        world: World = World(),  # noqa: B008 (frozen)
+    ) -> None:
+        self._watch = handle.routers if handle is not None and handle.routers.loss is not None else None
+        self._handle, self._batches = handle, batches
+        self._world = world
+        self._tokens = sum(batch.num_tokens for batch in counted(batches))
+        if self._watch is not None:
+            self._tokens = world.count(self._tokens)
+        self._totals: torch.Tensor | None = None
+        self.aux_loss: float | None = None if self._watch is None else 0.0
+        """The step's balance loss so far, not multiplied with its coefficient."""
+
+    @property
+    def need_counting(self) -> bool:
+        """True if the step is balanced as a whole and has several parts."""
+        loss = None if self._watch is None else self._watch.loss
+        return loss is not None and loss.scope == "global" and len(self._batches) * self._world.size > 1
+
+    def count(self, device: torch.device) -> None:
+        """Count how often each expert is chosen in the whole step. The random state is left as it was."""
+        assert self._handle is not None
+        self._totals = self._handle.count_routes(self._calls(device))
+
+    @contextmanager
+    def micro_batch(self, batch: MicroBatch) -> Iterator[None]:
+        """Set up the routers around the call and the backward of one micro-batch, which is on its device already."""
+        if self._watch is None:
+            yield
+            return
+        watch = self._watch
+        watch.totals, watch.weight = self._totals, 0.0 if batch.filler else batch.num_tokens / self._tokens
+        try:
+            with watch.counting(batch.attention_mask):
+                yield
+        finally:
+            watch.totals, watch.weight = None, 1.0
+        assert watch.terms is not None, "a call with labels has said what its loss was made of"
+        if not batch.filler:
+            self.aux_loss = (self.aux_loss or 0.0) + watch.terms.balance.item()
+
+    def _calls(self, device: torch.device) -> Iterator[dict[str, Any]]:
+        """Yield the arguments of each micro-batch's call; while they are used, its padding does not count."""
+        assert self._watch is not None
+        for batch in self._batches:
+            moved = batch.to(device)
+            with self._watch.counting(moved.attention_mask):
+                yield moved.arguments
