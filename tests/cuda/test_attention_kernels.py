@@ -13,8 +13,7 @@ from streamtune.ops.attention import attention
 from streamtune.ops.attention.flex import FlexView, flex_is_right
 from streamtune.ops.attention.kernel_blocks import in_blocks
 from streamtune.ops.attention.kernel_trial import Kernel, TrialHeads, agrees_with_formula, median_seconds
-from streamtune.ops.attention.kernels import Scores, flash_kernel, kernel_names
-from streamtune.ops.attention.kernels_cuda import CUDNN, EFFICIENT, FLASH
+from streamtune.ops.attention.kernels import CUDNN, EFFICIENT, FLASH, Scores, flash_kernel, kernel_names
 from streamtune.ops.attention.view_kernels import band_is_right, band_of
 from tests.precision_kit import assert_as_precise
 

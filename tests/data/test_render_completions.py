@@ -11,7 +11,7 @@ from transformers import PreTrainedTokenizerFast
 from streamtune.data.preferences import detect_preference_type, normalise_preference
 from streamtune.data.readers import Row
 from streamtune.data.records import Tree
-from streamtune.data.render_completions import TreeRenderer
+from streamtune.data.render import TreeRenderer
 from streamtune.errors import DataError
 
 MakeTokenizer = Callable[..., PreTrainedTokenizerFast]

@@ -10,11 +10,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from streamtune.ops.attention.kernel_padding import padded
+from streamtune.ops.attention.kernel_blocks import padded
 from streamtune.ops.attention.kernel_trial import Kernel
 from streamtune.ops.attention.kernel_trial import agrees_with_formula as _agrees_with_formula
-from streamtune.ops.attention.kernels import CPU, Scores, flash_kernel, kernel_names
-from streamtune.ops.attention.kernels_cuda import CUDNN, EFFICIENT, FLASH
+from streamtune.ops.attention.kernels import CPU, CUDNN, EFFICIENT, FLASH, Scores, flash_kernel, kernel_names
 from tests.precision_kit import assert_as_precise, relative
 
 HERE = torch.device("cpu")

@@ -15,8 +15,7 @@ from torch import Tensor
 
 from streamtune.ops.attention import kernels
 from streamtune.ops.attention.kernel_trial import Kernel, TrialHeads, agrees_with_formula, fastest
-from streamtune.ops.attention.kernels import CPU, Scores
-from streamtune.ops.attention.kernels_cuda import CUDNN, EFFICIENT, FLASH
+from streamtune.ops.attention.kernels import CPU, CUDNN, EFFICIENT, FLASH, Scores
 from tests.ops.cuda_operators import cuda_operators
 
 __all__ = ["cuda_operators"]

@@ -14,8 +14,7 @@ from streamtune import __version__
 from streamtune.bench.bench import BenchReport, run_bench
 from streamtune.bench.lengths import lengths_report
 from streamtune.bench.subject import Job
-from streamtune.bench.tables import TableName, TableReport
-from streamtune.bench.tabulate import run_table
+from streamtune.bench.tables import TableName, TableReport, run_table
 from streamtune.errors import ArgumentError
 from streamtune.plan.budget import Budget
 from streamtune.recipe.loader import LoadedRecipe

@@ -7,6 +7,8 @@ from typing import Annotated
 import typer
 
 from streamtune import __version__
+from streamtune.cli.recipes import schema
+from streamtune.cli.training import dpo, grpo, sft
 
 from .bench import bench
 from .env import env
@@ -14,8 +16,6 @@ from .options import HelpCommand, HelpGroup
 from .plan import plan
 from .probe_max_len import probe_max_len
 from .recipes import recipes
-from .schema import schema
-from .train import dpo, grpo, sft
 from .validate import validate
 from .verify import verify
 

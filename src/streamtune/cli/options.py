@@ -2,13 +2,26 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 from typer.core import TyperCommand, TyperGroup
 
-__all__ = ["HelpCommand", "HelpGroup", "HostfileOption", "JsonOption", "NprocOption", "RecipeArgument", "SetOption"]
+from streamtune.network import stay_off_the_hub
+from streamtune.recipe import LoadedRecipe, load_recipe, names_a_hub
+
+__all__ = [
+    "HelpCommand",
+    "HelpGroup",
+    "HostfileOption",
+    "JsonOption",
+    "NprocOption",
+    "RecipeArgument",
+    "SetOption",
+    "read_recipe",
+]
 
 RecipeArgument = Annotated[Path, typer.Argument(metavar="RECIPE", help="A recipe (YAML).", show_default=False)]
 SetOption = Annotated[
@@ -62,3 +75,20 @@ def _without_flag_types(params: list[Any]) -> list[Any]:
         if getattr(param, "is_flag", False) and param.metavar is None:
             param.metavar = ""
     return params
+
+
+def read_recipe(path: Path, settings: Sequence[str], objective: str | None = None) -> LoadedRecipe:
+    """Read a recipe; called before the libraries are imported, which look at their environment then.
+
+    Args:
+        path: The file.
+        settings: ``key=value``.
+        objective: What the command trains for.
+
+    Raises:
+        RecipeError: Anything wrong with the file or the settings.
+    """
+    loaded = load_recipe(path, settings, objective)
+    if not names_a_hub(loaded.recipe):
+        stay_off_the_hub()
+    return loaded

@@ -11,12 +11,12 @@ import typer
 from rich.table import Table
 from rich.text import Text
 
+from streamtune.cli.options import read_recipe
+from streamtune.cli.screens import NodesOption, RanksOption, traffic_table
 from streamtune.sizes import parse_size, show_size
 
-from .cluster_screens import NodesOption, RanksOption, traffic_table
 from .console import err, out, print_json, print_note, print_rows
 from .options import JsonOption, RecipeArgument, SetOption
-from .reading import read_recipe
 
 if TYPE_CHECKING:
     from streamtune.probe import Limit, ProbeReport, Trial

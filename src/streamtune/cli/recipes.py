@@ -1,4 +1,4 @@
-"""``streamtune recipes``: the recipes that come with StreamTune."""
+"""``streamtune recipes`` and ``streamtune schema``: the recipes that come with StreamTune, and the JSON schema of all."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ from rich.syntax import Syntax
 from rich.text import Text
 
 from streamtune.errors import ArgumentError
-from streamtune.recipe import read_shipped, shipped_recipes, with_schema
+from streamtune.recipe import json_schema, read_shipped, shipped_recipes, with_schema
 
 from .console import err, out, print_json, print_rows
 from .options import HelpCommand, HelpGroup, JsonOption
 
-__all__ = ["recipes"]
+__all__ = ["recipes", "schema"]
 
 recipes = typer.Typer(
     cls=HelpGroup, help="List, show and copy the recipes that come with StreamTune.", no_args_is_help=True
@@ -69,3 +69,8 @@ def copy_recipe(
         mend = f"make the folder first: `mkdir -p {dest.parent}`" if not dest.parent.is_dir() else ""
         raise ArgumentError(f"cannot be written: {error.strerror}", where=str(dest), mend=mend) from None
     err.print(Text.assemble("wrote ", (str(dest), "bold"), f"; train with `streamtune sft {dest}`"), soft_wrap=True)
+
+
+def schema() -> None:
+    """Print the JSON schema of recipes: every key, its type, its default, what it does."""
+    print_json(json_schema())

@@ -1,4 +1,4 @@
-"""Code shared by all training commands: from a recipe to a trained model, with the output before and after."""
+"""``streamtune sft``, ``dpo`` and ``grpo``: from a recipe to a trained model."""
 
 from __future__ import annotations
 
@@ -14,17 +14,20 @@ import typer
 from rich.text import Text
 
 from streamtune.adapters import base_of
+from streamtune.cli.options import read_recipe
 from streamtune.recipe import code_of
 
 from .console import err, need_output, out, plain, print_rows
 from .plan import describe_plan
 from .ranks import enter_rank, launch_ranks, shown, watch
-from .reading import read_recipe
 
 if TYPE_CHECKING:
     from streamtune.run.train import Run, RunOutcome
 
-__all__ = ["AllowChangeOption", "DryRunOption", "OutputDirOption", "ResumeOption", "train_recipe"]
+
+from .options import HostfileOption, NprocOption, RecipeArgument, SetOption
+
+__all__ = ["AllowChangeOption", "DryRunOption", "OutputDirOption", "ResumeOption", "dpo", "grpo", "sft", "train_recipe"]
 
 DryRunOption = Annotated[
     bool, typer.Option("--dry-run", help="Load everything, say what would run, and stop.", show_default=False)
@@ -282,3 +285,57 @@ def _short(count: int) -> str:
         if count >= size:
             return f"{count / size:.3g}{unit}"
     return str(count)
+
+
+AllowCodeOption = Annotated[
+    bool,
+    typer.Option(
+        "--allow-code",
+        help="Let rewards run code: functions of your own, and what the model writes (`unit_tests`).",
+        show_default=False,
+    ),
+]
+
+
+def sft(
+    recipe: RecipeArgument,
+    set_: SetOption = None,
+    dry_run: DryRunOption = False,
+    resume: ResumeOption = "auto",
+    output_dir: OutputDirOption = None,
+    allow_change: AllowChangeOption = None,
+    nproc: NprocOption = None,
+    hostfile: HostfileOption = None,
+) -> None:
+    """Fine-tune a model on the rows of a recipe."""
+    train_recipe("sft", recipe, set_, dry_run, resume, output_dir, allow_change, nproc, hostfile)
+
+
+def dpo(
+    recipe: RecipeArgument,
+    set_: SetOption = None,
+    dry_run: DryRunOption = False,
+    resume: ResumeOption = "auto",
+    output_dir: OutputDirOption = None,
+    allow_change: AllowChangeOption = None,
+    nproc: NprocOption = None,
+    hostfile: HostfileOption = None,
+) -> None:
+    """Train a model to prefer some completions to others."""
+    train_recipe("dpo", recipe, set_, dry_run, resume, output_dir, allow_change, nproc, hostfile)
+
+
+def grpo(
+    recipe: RecipeArgument,
+    set_: SetOption = None,
+    dry_run: DryRunOption = False,
+    resume: ResumeOption = "auto",
+    output_dir: OutputDirOption = None,
+    allow_change: AllowChangeOption = None,
+    nproc: NprocOption = None,
+    hostfile: HostfileOption = None,
+    allow_code: AllowCodeOption = False,
+) -> None:
+    """Train a model on rewards of what it writes itself."""
+    settings = [*(set_ or []), *(["allow_code=true"] if allow_code else [])]
+    train_recipe("grpo", recipe, settings, dry_run, resume, output_dir, allow_change, nproc, hostfile)

@@ -10,10 +10,10 @@ from rich.table import Table
 from rich.text import Text
 
 from streamtune.adapters import base_of
+from streamtune.cli.options import read_recipe
 
 from .console import err, out, print_json, print_note, print_rows
 from .options import JsonOption, RecipeArgument, SetOption
-from .reading import read_recipe
 
 if TYPE_CHECKING:
     from streamtune.engine import RouterLoss

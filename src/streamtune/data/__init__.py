@@ -16,10 +16,12 @@ from streamtune.data.fit import COMPLETION_OVERLENGTH as COMPLETION_OVERLENGTH
 from streamtune.data.fit import IDENTICAL_PAIRS, OVERLENGTH
 from streamtune.data.packing import Packs, pack_rows
 from streamtune.data.preferences import PREFERENCE_TYPES
-from streamtune.data.prepare import PreparedData, iter_texts, prepare
-from streamtune.data.prepare_completions import (
+from streamtune.data.prepare import (
+    PreparedData,
     PreparedPrompts,
     PreparedTrees,
+    iter_texts,
+    prepare,
     prepare_preferences,
     prepare_prompts,
     prepare_unpaired,

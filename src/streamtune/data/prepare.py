@@ -1,7 +1,4 @@
-"""From sources to examples ready to train on: read, normalise, render, fit to the length, hold out, pack.
-
-Everything is read and checked before this returns, so that a malformed last row costs seconds and not a night.
-"""
+"""From sources to examples ready to train on: read, normalise, render, fit to the length, hold out, pack."""
 
 from __future__ import annotations
 
@@ -33,8 +30,36 @@ from streamtune.data.sources import Source, typed_rows, with_progress
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
+from typing import TYPE_CHECKING
 
-__all__ = ["PreparedData", "iter_texts", "prepare"]
+from streamtune.data.cells import TextOrMessages, prompt_digest, tools_of
+from streamtune.data.fit import (
+    COMPLETION_OVERLENGTH,
+    IDENTICAL_PAIRS,
+    LengthPolicy,
+    PromptFit,
+    TreeFit,
+)
+from streamtune.data.preferences import Answers, detect_preference_type
+from streamtune.data.records import Prompt, Tree
+from streamtune.data.render import PromptRenderer, TreeRenderer
+from streamtune.data.report import CompletionReport
+from streamtune.data.rows import detect_prompt_type
+from streamtune.errors import DataError
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+__all__ = [
+    "PreparedData",
+    "PreparedPrompts",
+    "PreparedTrees",
+    "iter_texts",
+    "prepare",
+    "prepare_preferences",
+    "prepare_prompts",
+    "prepare_unpaired",
+]
 
 PreparedData = Prepared[Example, DataReport]
 """Examples, split into a training and a held-out part, with their packs where rows are packed."""
@@ -138,3 +163,185 @@ def _texts(row: Row, row_type: str) -> list[str]:
     if isinstance(content, Conversation):
         return texts_of(content.messages)
     return [content.prompt + content.completion] if isinstance(content, PromptCompletion) else [content.text]
+
+
+PreparedTrees = Prepared[Tree, CompletionReport]
+"""Trees, split into a training and a held-out part; no prompt is in both."""
+
+PreparedPrompts = Prepared[Prompt, CompletionReport]
+"""Prompts, split into a training and a held-out part; none is in both."""
+
+Rows = Iterator[tuple[Answers, str]]
+"""Normal forms with their origins."""
+
+
+_TAKEN = ("prompts", "completions", "completion_ids")
+"""Arguments of a reward function that a column cannot be."""
+
+
+def prepare_preferences(
+    sources: Sequence[Source],
+    tokenizer: PreTrainedTokenizerBase,
+    *,
+    max_length: int,
+    max_prompt_length: int | None = None,
+    overlength: str = "error",
+    identical_pairs: str = "error",
+    val_size: float = 0.0,
+    seed: int = 42,
+    notify: Callable[[str], None] = lambda message: None,
+) -> PreparedTrees:
+    """Read every source and make one tree of each pair: its completions are ``[chosen, rejected]``.
+
+    Args:
+        sources: Where the rows come from, in order; of type ``preference``.
+        tokenizer: The model's tokenizer, with its chat template.
+        max_length: Tokens that the prompt and the longest completion have together at most.
+        max_prompt_length: Tokens a prompt has at most; no limit of its own unless given.
+        overlength: What to do with a row over either length: refuse them all (``error``), leave it out (``drop``), or
+            cut it (``truncate``): the prompt keeps its last ``max_prompt_length`` tokens, then the completions their
+            first ones. A row with nothing left to prefer after that is left out, as is one whose prompt fills
+            ``max_length`` by itself.
+        identical_pairs: What to do with a pair whose answers are the same: refuse it (``error``) or leave it out
+            (``drop``), counted.
+        val_size: Rows to hold out: a fraction below 1, or a count.
+        seed: Seed of the choice of held-out rows.
+        notify: Called with each thing the user should know, as a line of text.
+
+    Raises:
+        DataError: A file is missing, a row is malformed, identical, too long or empty, or nothing is left.
+        ArgumentError: ``overlength`` or ``identical_pairs`` is none of the known ones, or the lengths leave no room.
+    """
+    rows = _answers(sources, ("preference",), notify)
+    policy = LengthPolicy(max_length, max_prompt_length, overlength)
+    return _prepare_trees(
+        rows, tokenizer, policy, identical_pairs, ("chosen", "rejected"), val_size=val_size, seed=seed, notify=notify
+    )
+
+
+def prepare_unpaired(
+    sources: Sequence[Source],
+    tokenizer: PreTrainedTokenizerBase,
+    *,
+    max_length: int,
+    max_prompt_length: int | None = None,
+    overlength: str = "error",
+    identical_pairs: str = "error",
+    val_size: float = 0.0,
+    seed: int = 42,
+    notify: Callable[[str], None] = lambda message: None,
+) -> PreparedTrees:
+    """Read every source and make one tree of each row, its completions labelled desirable or not.
+
+    A row of type ``unpaired`` has one completion. A pair is read as two: ``chosen`` is desirable, ``rejected`` is not,
+    and both stay in one tree, where they share their prompt.
+
+    Args and raises as :func:`prepare_preferences`; in addition a ``DataError`` if all labels are the same.
+    """
+    labelled = (
+        (answers if answers.labels else replace(answers, labels=(True, False)), origin)
+        for answers, origin in _answers(sources, PREFERENCE_TYPES, notify)
+    )
+    kinds = ("desirable", "undesirable")
+    policy = LengthPolicy(max_length, max_prompt_length, overlength)
+    prepared = _prepare_trees(
+        labelled, tokenizer, policy, identical_pairs, kinds, val_size=val_size, seed=seed, notify=notify
+    )
+    found = list(prepared.report.completion_lengths)
+    if len(found) == 1:
+        raise DataError(
+            f"all completions are labelled {found[0]}: there is nothing to tell them from",
+            where=sources[0].place,
+            mend="add rows with the other label",
+        )
+    return prepared
+
+
+def _prepare_trees(
+    rows: Rows,
+    tokenizer: PreTrainedTokenizerBase,
+    policy: LengthPolicy,
+    identical_pairs: str,
+    kinds: tuple[str, str],
+    *,
+    val_size: float,
+    seed: int,
+    notify: Callable[[str], None],
+) -> PreparedTrees:
+    """Render, fit and split every row."""
+    check_choice("identical_pairs", identical_pairs, IDENTICAL_PAIRS)
+    with spill(Tree) as (writer, tables):
+        fit = TreeFit(writer, policy, identical_pairs, kinds)
+        render = TreeRenderer(tokenizer, notify=notify)
+        for answers, origin in with_progress(rows):
+            if answers.identical:
+                fit.skip_identical(origin)
+            else:
+                fit.add(render(answers, origin), prompt_digest(answers.prompt, answers.tools))
+        fit.check(notify)
+    return fit.prepared(tables[0], val_size, seed)
+
+
+def _answers(sources: Sequence[Source], wanted: Sequence[str], notify: Callable[[str], None]) -> Rows:
+    """Yield the normal form of every row, with its origin."""
+    for row, row_type in typed_rows(sources, PREFERENCE_TYPES, detect_preference_type, notify):
+        if row_type not in wanted:
+            raise DataError(
+                f"the rows are of type '{row_type}', and pairs of 'chosen' and 'rejected' are compared here",
+                where=row.origin,
+                mend="set loss_type: kto, which judges answers one by one",
+            )
+        yield normalise_preference(row, row_type), row.origin
+
+
+def prepare_prompts(
+    sources: Sequence[Source],
+    tokenizer: PreTrainedTokenizerBase,
+    *,
+    max_prompt_length: int,
+    overlength: str = "error",
+    val_size: float = 0.0,
+    seed: int = 42,
+    notify: Callable[[str], None] = lambda message: None,
+) -> PreparedPrompts:
+    """Read every source and render its prompts.
+
+    Args:
+        sources: Where the rows come from, in order; of one of :data:`PROMPT_TYPES`.
+        tokenizer: The model's tokenizer, with its chat template.
+        max_prompt_length: Tokens a prompt has at most.
+        overlength: What to do with a longer prompt: refuse them all (``error``), keep its last tokens (``truncate``),
+            or leave it out (``drop``).
+        val_size: Rows to hold out: a fraction below 1, or a count. Rows with the same prompt stay together.
+        seed: Seed of the choice of held-out rows.
+        notify: Called with each thing the user should know, as a line of text.
+
+    Raises:
+        DataError: A file is missing, a row is malformed or too long, or nothing is left.
+        ArgumentError: ``overlength`` is none of the known ones.
+    """
+    split = "a prompt cannot be split; use " if overlength == "split" else "use "
+    check_choice("overlength", overlength, COMPLETION_OVERLENGTH, mend=split + ", ".join(COMPLETION_OVERLENGTH))
+    render = PromptRenderer(tokenizer)
+    with spill(Prompt) as (writer, tables):
+        fit = PromptFit(writer, overlength, max_prompt_length)
+        for row, prompt in with_progress(_prompts(sources, notify)):
+            tools = tools_of(row.columns.get("tools"), row.origin)
+            columns = {name: value for name, value in row.columns.items() if name != "prompt"}
+            ids = render(prompt, tools, row.origin)
+            fit.add(Prompt(ids, prompt, columns, row.origin), prompt_digest(prompt, tools))
+        fit.check(notify)
+    return fit.prepared(tables[0], val_size, seed)
+
+
+def _prompts(sources: Sequence[Source], notify: Callable[[str], None]) -> Iterator[tuple[Row, TextOrMessages]]:
+    """Yield every row of every source with its prompt, checked."""
+    for row, row_type in typed_rows(sources, PROMPT_TYPES, detect_prompt_type, notify):
+        taken = next((name for name in _TAKEN if name in row.columns), None)
+        if taken is not None:
+            raise DataError(
+                f"a column cannot be called '{taken}': reward functions take an argument of that name",
+                where=row.origin,
+                mend="rename the column",
+            )
+        yield row, prompt_of(row, row_type)

@@ -13,8 +13,7 @@ from __future__ import annotations
 from streamtune.distributed.agree import agree
 from streamtune.distributed.environment import RankEnvironment, read_environment
 from streamtune.distributed.launch.launch import launch
-from streamtune.distributed.launch.logs import keep_log, leave_terminal
-from streamtune.distributed.launch.ranks import die_with_launcher
+from streamtune.distributed.launch.ranks import die_with_launcher, keep_log, leave_terminal
 from streamtune.distributed.watch.failure import Failure, write_failure
 from streamtune.distributed.watch.watchdog import Watchdog
 

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import errno
+import re
 import secrets
 import socket
 from contextlib import suppress
 
+from streamtune.errors import ArgumentError
 from streamtune.network import among_ranks
 
-__all__ = ["free_port", "is_free", "listen_at", "side_ports"]
+__all__ = ["LOOPBACK", "check_host", "free_port", "is_free", "listen_at", "side_ports"]
 
 SIDE_PORTS = 8
 
@@ -76,3 +78,35 @@ def side_ports(master_port: int) -> list[int]:
     """
     first = master_port * SIDE_PORTS % 10000
     return [15000 + (first + index) % 10000 for index in range(SIDE_PORTS)]
+
+
+LOOPBACK = ("localhost", "127.0.0.1", "::1")
+NAME = r"[A-Za-z0-9_][A-Za-z0-9._-]{0,252}"
+ADDRESS_6 = r"[0-9A-Fa-f:.]*:[0-9A-Fa-f:.]*(?:%[A-Za-z0-9_][A-Za-z0-9._-]{0,30})?"
+HOST = re.compile(f"{NAME}|{ADDRESS_6}")
+USER = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._+-]{0,63}")
+SHOWN_LENGTH = 80
+
+
+def check_host(name: str, where: str, *, user: bool = False) -> None:
+    """Refuse what is no name of a host, and what ssh would read as an option (``-oProxyCommand=...``).
+
+    Args:
+        name: A host name or address.
+        where: Of the error: ``file:line`` or a variable.
+        user: Users may stand before it: ``user@host``.
+
+    Raises:
+        ArgumentError: It is none.
+    """
+    *users, host = name.split("@") if user else [name]
+    if HOST.fullmatch(host) and all(USER.fullmatch(part) for part in users):
+        return
+    shown = ascii(name if len(name) <= SHOWN_LENGTH else f"{name[:SHOWN_LENGTH]}...")
+    raise ArgumentError(
+        f"{shown} is no name of a host",
+        where=where,
+        mend="a name has letters, digits, dots, dashes and underscores, and does not begin with a dash; "
+        + ("USER@ may stand before it; " if user else "")
+        + "give other options of ssh in ~/.ssh/config",
+    )

@@ -16,10 +16,10 @@ import torch
 from torch import distributed
 from torch.distributed import HashStore, PrefixStore, Store, TCPStore  # type: ignore[attr-defined]
 
+from streamtune.distributed.ports import LOOPBACK
 from streamtune.errors import DistributedError
 
 from .environment import RankEnvironment, read_environment
-from .hostname import LOOPBACK
 from .ports import listen_at
 
 __all__ = ["join", "leave", "sequence_group"]

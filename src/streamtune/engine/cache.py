@@ -27,8 +27,7 @@ import torch
 from torch import Tensor, nn
 from transformers.cache_utils import Cache
 
-from streamtune.engine.kv import KeysAndValues, StateKey, States
-from streamtune.engine.past import refuse_past
+from streamtune.engine.kv import KeysAndValues, StateKey, States, refuse_past
 from streamtune.engine.sequence.shards import ChunkExchange
 from streamtune.errors import UnsupportedModelError
 from streamtune.ops.simulated import autocast_kind

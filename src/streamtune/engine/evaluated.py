@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_map
 
 from streamtune.engine.observe import Autocast
-from streamtune.engine.weights import Weights
+from streamtune.engine.sharded import Weights
 
 __all__ = ["EvaluatedLogits"]
 

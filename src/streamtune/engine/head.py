@@ -21,7 +21,7 @@ from transformers.loss.loss_utils import LOSS_MAPPING, ForCausalLMLoss
 
 from streamtune.engine.evaluated import EvaluatedLogits
 from streamtune.engine.lazy_logits import LazyLogits, Step
-from streamtune.engine.module_hooks import refuse_hooks
+from streamtune.engine.observe import refuse_hooks
 from streamtune.engine.sequence.shards import SequenceShards
 from streamtune.engine.sharded import is_sharded
 from streamtune.errors import UnsupportedModelError

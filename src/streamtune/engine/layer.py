@@ -14,23 +14,21 @@ import torch
 from torch import Tensor, nn
 
 from streamtune.engine.attention import BiasError
-from streamtune.engine.branches import Branches
 from streamtune.engine.cache import ChunkCache
 from streamtune.engine.call import PAST, LayerCall
 from streamtune.engine.context import CallContext
+from streamtune.engine.kv import Past, refuse_past
 from streamtune.engine.memory.placement import Placement, Tiers
 from streamtune.engine.memory.tiers import StoredTensor
-from streamtune.engine.module_hooks import may_bring_leaves, refuse_hooks
-from streamtune.engine.observe import RandomState
+from streamtune.engine.observe import RandomState, may_bring_leaves, refuse_hooks
 from streamtune.engine.own_attention import OwnAttention, is_ours
 from streamtune.engine.passes import LastLayerCall, LayerStream, placeholder
-from streamtune.engine.past import Past, refuse_past
 from streamtune.engine.routers import RouterWatch
+from streamtune.engine.rows import Branches
 from streamtune.engine.scan import mixers_with_a_bare_scan
-from streamtune.engine.sharded import FlatParametersError
+from streamtune.engine.sharded import FlatParametersError, Weights
 from streamtune.engine.state_argument import STATE
 from streamtune.engine.vjp import streamed_vjp
-from streamtune.engine.weights import Weights
 from streamtune.errors import ArgumentError, StreamTuneError, UnsupportedModelError
 from streamtune.ops import first_order, graph_is_kept
 from streamtune.ops.attention.rules import ForeignAttentionError

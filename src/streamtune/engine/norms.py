@@ -18,8 +18,8 @@ from streamtune.engine.memory.placement import Tiers
 from streamtune.engine.memory.tiers import StoredTensor
 from streamtune.engine.observe import Autocast, notify_chunk
 from streamtune.engine.passes import LastLayerCall, LayerStream, placeholder
+from streamtune.engine.sharded import Weights
 from streamtune.engine.vjp import streamed_vjp
-from streamtune.engine.weights import Weights
 from streamtune.errors import ArgumentError
 from streamtune.ops import first_order, graph_is_kept
 from streamtune.schedule import Schedule

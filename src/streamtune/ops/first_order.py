@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any, ParamSpec, TypeVar
 
 import torch
+from torch import Tensor
 
 from streamtune.errors import UnsupportedModelError
 
-__all__ = ["first_order", "graph_is_kept"]
+__all__ = ["first_order", "graph_is_kept", "hooks_held_back"]
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -50,3 +52,20 @@ def first_order(backward: Callable[P, R]) -> Callable[P, R]:
         return backward(*args, **kwargs)
 
     return wrapped
+
+
+@contextmanager
+def hooks_held_back(tensors: Sequence[Tensor]) -> Iterator[None]:
+    """Run no hook of these tensors within (``Tensor.register_hook``).
+
+    Hooks are taken out of the tensors' own tables, which autograd reads when it runs, and put back in their order.
+    """
+    tables = [table for tensor in tensors if (table := tensor._backward_hooks)]
+    held = [(table, list(table.items())) for table in tables]
+    for table in tables:
+        table.clear()
+    try:
+        yield
+    finally:
+        for table, hooks in held:
+            table.update(hooks)

@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from streamtune.distributed.hostname import LOOPBACK, check_host
+from streamtune.distributed.ports import LOOPBACK, check_host
 from streamtune.errors import ArgumentError
 
 __all__ = ["MOST_SLOTS", "Host", "read_hostfile"]

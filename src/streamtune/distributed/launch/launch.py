@@ -20,11 +20,10 @@ from typing import Any, Protocol
 
 from streamtune import interrupts
 from streamtune.distributed.environment import read_environment
-from streamtune.distributed.hostname import check_host
 from streamtune.distributed.launch.hostfile import MOST_SLOTS, Host, read_hostfile
 from streamtune.distributed.launch.ranks import LocalRanks, count_devices
 from streamtune.distributed.launch.remote import HELLO_SECONDS, RemoteRanks, passed_on
-from streamtune.distributed.ports import free_port, is_free
+from streamtune.distributed.ports import check_host, free_port, is_free
 from streamtune.distributed.watch.failure import RankEnd, first_failure
 from streamtune.errors import ArgumentError
 from streamtune.network import among_ranks

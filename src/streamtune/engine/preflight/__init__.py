@@ -6,8 +6,7 @@ compares ranks that share a sequence with one alone.
 """
 
 from streamtune.engine.preflight.exact import check_exact
-from streamtune.engine.preflight.length import check_length, lengths_to_check
-from streamtune.engine.preflight.ranks import check_shared
-from streamtune.engine.preflight.rows import check_branches, check_packing
+from streamtune.engine.preflight.layer import check_shared
+from streamtune.engine.preflight.rows import check_branches, check_length, check_packing, lengths_to_check
 
 __all__ = ["check_branches", "check_exact", "check_length", "check_packing", "check_shared", "lengths_to_check"]

@@ -23,23 +23,21 @@ from streamtune.engine.preflight.common import (
     LENGTH,
     ROWS,
     SCHEDULE,
+    Arguments,
     LayerStep,
+    RecordedCall,
+    bind,
     borrowed,
     distance,
     first_of,
-    trial_batch,
-)
-from streamtune.engine.preflight.layer import MEND, DiffersError, LayerCheck, without_self
-from streamtune.engine.preflight.recorded import (
-    Arguments,
-    RecordedCall,
-    bind,
     hand_on,
     inputs_of,
     kind_of,
     outputs_of,
     replaced,
+    trial_batch,
 )
+from streamtune.engine.preflight.layer import MEND, DiffersError, LayerCheck, without_self
 from streamtune.engine.routers import not_balanced
 from streamtune.engine.streamed_model import StreamedModel
 from streamtune.errors import ArgumentError, StreamTuneError, UnsupportedModelError

@@ -12,28 +12,38 @@ from __future__ import annotations
 import copy
 import inspect
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
 from streamtune.engine.layer import StreamedForward
+from streamtune.engine.memory.placement import Placement
 from streamtune.engine.observe import attention_as
 from streamtune.engine.preflight.common import (
     BOUND,
     SCHEDULE,
+    Arguments,
+    RecordedCall,
     aliased,
+    borrowed,
     compared_dtype,
     distance,
     norm_of,
+    outputs_of,
     ratio,
+    replaced,
+    trial_batch,
     widened,
 )
-from streamtune.engine.preflight.recorded import Arguments, RecordedCall, outputs_of, replaced
+from streamtune.engine.streamed_model import StreamedModel
 from streamtune.errors import StreamTuneError, UnsupportedModelError
+from streamtune.schedule import Schedule
 
-__all__ = ["MEND", "DiffersError", "LayerCheck", "without_self"]
+__all__ = ["MEND", "DiffersError", "LayerCheck", "check_shared", "without_self"]
 
 UNSETTLED = 0.3
 """The same where no wider copy of a layer can be made (a quantised one): what a few flipped routes explain."""
@@ -206,3 +216,69 @@ def _widened_call(arguments: Arguments, layer: nn.Module, dtype: torch.dtype) ->
     new = inspect.BoundArguments(arguments.signature, widened(dict(arguments.arguments), dtype))
     new.arguments[next(iter(new.arguments))] = layer
     return new
+
+
+SHORT = Schedule(chunk_size=3, head_chunk_size=5)
+
+
+def check_shared(handle: StreamedModel) -> None:
+    """Compare a loss, and the gradient of the first layer that is trained, with those of this rank alone.
+
+    All ranks of the group call it together.
+
+    Args:
+        handle: What ``stream(model, sequence_parallel=...)`` returned.
+
+    Raises:
+        UnsupportedModelError: They differ; the model is left as it was.
+    """
+    ranks = handle.sequence_parallel
+    assert ranks is not None
+    layer = next((layer for layer in handle.layers if any(p.requires_grad for p in layer.parameters())), None)
+    wanted = [] if layer is None else [p for p in layer.parameters() if p.requires_grad]
+    with borrowed(handle), _short_chunks(handle), handle.routers.silenced():
+        found = _loss_and_gradient(handle, wanted)
+        for tensor in found[1:]:
+            dist.all_reduce(tensor, group=ranks.group)
+        try:
+            handle.sequence_parallel = None
+            alone = _loss_and_gradient(handle, wanted)
+        finally:
+            handle.sequence_parallel = ranks
+    bound = max(BOUND[compared_dtype(tensor, handle.layers[-1])] for tensor in alone)
+    whole = torch.cat([tensor.flatten() for tensor in found[1:]]) if wanted else torch.zeros(0)
+    pairs = [("loss", found[0], alone[0])]
+    if wanted:
+        pairs.append((f"gradient of {type(layer).__name__}", whole, torch.cat([x.flatten() for x in alone[1:]])))
+    for what, value, reference in pairs:
+        if not (error := distance(value, reference, None)) <= bound:
+            raise UnsupportedModelError(
+                f"{type(handle.model).__name__} is another model when {ranks.size} ranks share its sequence: the "
+                f"{what} differs by {error:.1e} (rounding explains {bound:.0e})",
+                mend="set sequence_parallel_size: 1",
+            )
+
+
+def _loss_and_gradient(handle: StreamedModel, wanted: Sequence[Tensor]) -> list[Tensor]:
+    loss = handle.model(**trial_batch(handle.model)).loss
+    grads = torch.autograd.grad(loss, wanted, allow_unused=True) if wanted else ()
+    return [
+        loss.detach(),
+        *(torch.zeros_like(p) if grad is None else grad.contiguous() for p, grad in zip(wanted, grads, strict=True)),
+    ]
+
+
+@contextmanager
+def _short_chunks(handle: StreamedModel) -> Iterator[None]:
+    """Chunks so short that the trial has several, and nothing kept."""
+    forwards = [forward for layer in handle.layers if isinstance(forward := layer.forward, StreamedForward)]
+    schedule, before = handle.schedule, [(forward.schedule, forward.place) for forward in forwards]
+    try:
+        handle.schedule = SHORT
+        for forward in forwards:
+            forward.schedule, forward.place = SHORT, Placement()
+        yield
+    finally:
+        handle.schedule = schedule
+        for forward, (its, place) in zip(forwards, before, strict=True):
+            forward.schedule, forward.place = its, place

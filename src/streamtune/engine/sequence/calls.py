@@ -19,10 +19,9 @@ from weakref import proxy
 import torch
 from torch import Tensor, nn
 
-from streamtune.engine.branches import Branches
 from streamtune.engine.inspect_model import own_attention
 from streamtune.engine.observe import RandomState
-from streamtune.engine.rows import OTHER_WORDS
+from streamtune.engine.rows import OTHER_WORDS, Branches
 from streamtune.engine.scan import code_names
 from streamtune.engine.sequence.shards import SequenceParallel, SequenceShards
 from streamtune.engine.streamed_model import StreamedModel

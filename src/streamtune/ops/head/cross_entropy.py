@@ -15,11 +15,9 @@ from torch import Tensor
 
 from streamtune.errors import ArgumentError
 from streamtune.labels import IGNORE_INDEX
-from streamtune.ops.first_order import first_order, graph_is_kept
+from streamtune.ops.first_order import first_order, graph_is_kept, hooks_held_back
 from streamtune.ops.head.kernels import Chunk, HeadShape, head_kernel, run_head
-from streamtune.ops.head.rows import TargetRows, autocast_dtype, cast, scaled
-from streamtune.ops.head.sweep import HeadGradients, Project, loss_and_grad
-from streamtune.ops.leaf_hooks import hooks_held_back
+from streamtune.ops.head.sweep import HeadGradients, Project, TargetRows, autocast_dtype, cast, loss_and_grad, scaled
 from streamtune.ops.simulated import autocast_kind
 
 __all__ = ["linear_cross_entropy", "linear_cross_entropy_reference", "project_cross_entropy"]

@@ -20,11 +20,9 @@ import torch
 from torch import Tensor
 
 from streamtune.labels import IGNORE_INDEX
-from streamtune.ops.first_order import first_order
-from streamtune.ops.head.rows import TargetRows, autocast_dtype, cast, scaled
-from streamtune.ops.head.sweep import HeadGradients, Project, loss_and_grad
+from streamtune.ops.first_order import first_order, hooks_held_back
+from streamtune.ops.head.sweep import HeadGradients, Project, TargetRows, autocast_dtype, cast, loss_and_grad, scaled
 from streamtune.ops.indexing import MAX_ELEMENTS, blocks
-from streamtune.ops.leaf_hooks import hooks_held_back
 from streamtune.ops.simulated import autocast_kind
 
 __all__ = ["project_scores", "token_logprobs", "token_scores"]
