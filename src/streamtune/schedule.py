@@ -111,7 +111,7 @@ class Schedule:
             >>> streamtune.stream(model, schedule=schedule)
         """
         # By name, as an entry point is: the planner runs the engine, so the engine cannot import it.
-        schedule: Schedule = import_module("streamtune.plan.for_model").plan_schedule(
+        schedule: Schedule = import_module("streamtune.plan.planner").plan_schedule(
             model, max_length=max_length, device_memory=device_memory, **more
         )
         return schedule

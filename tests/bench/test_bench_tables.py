@@ -17,11 +17,13 @@ from typer.testing import CliRunner
 from streamtune import Schedule
 from streamtune.bench import Job, TableReport, draw_table, markdown, run_table
 from streamtune.bench import lengths as longest
-from streamtune.bench.entries import SHARING, ablation_entries, length_entries
+from streamtune.bench.entries import ablation_entries, length_entries
 from streamtune.bench.lengths import longest_by
 from streamtune.bench.modes import WAYS
+from streamtune.bench.sharing import SHARING
 from streamtune.bench.subject import Case, MeasuredModel
-from streamtune.bench.tables import DEFAULT, Entry, TableRow, fill
+from streamtune.bench.tables import DEFAULT, Entry, TableRow
+from streamtune.bench.tabulate import fill
 from streamtune.cli.app import app
 from streamtune.errors import ArgumentError
 from streamtune.plan.budget import Budget

@@ -20,12 +20,12 @@ from streamtune.plan.budget import Budget
 from streamtune.probe.prepare import prepare_step
 from streamtune.probe.steps import Shape, _step_on_cpu
 from streamtune.recipe import load_recipe
+from streamtune.run.device import make_schedule
 from streamtune.run.model import make_blueprint
 from streamtune.run.plan import make_workload, reference_bytes
-from streamtune.run.streaming import make_schedule
 from streamtune.simulate.simulate import simulate
 from streamtune.tasks import task_of
-from streamtune.tasks.compared import choose_trees
+from streamtune.tasks.random_batches import choose_trees
 
 COMMON: dict[str, Any] = {
     "model": {

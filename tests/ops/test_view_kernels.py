@@ -17,7 +17,7 @@ from streamtune.ops import LazyMask, MaskView, prefix_attention, prefix_attentio
 from streamtune.ops.attention import attention, flex, view_kernels
 from streamtune.ops.attention.flex import FlexView, flex_is_right
 from streamtune.ops.attention.kernel_trial import TrialHeads
-from streamtune.ops.attention.mask import run_starts
+from streamtune.ops.attention.runs import run_starts
 from streamtune.ops.attention.view_kernels import band_is_right, band_of, fused_view_kernel
 from tests.ops.cuda_operators import cuda_operators
 from tests.precision_kit import assert_as_precise

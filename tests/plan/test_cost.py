@@ -6,8 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from streamtune.plan.devices import find_device
-from streamtune.plan.rates import SHEET_EFFICIENCY, Rates, predict_seconds, sheet_rates
+from streamtune.plan.rates import SHEET_EFFICIENCY, Rates, find_device, predict_seconds, sheet_rates
 from streamtune.simulate.simulate import Work
 
 NOTHING = Work(0, 0, 0, 0, 0)

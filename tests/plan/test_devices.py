@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from streamtune.errors import ArgumentError
-from streamtune.plan.devices import DEVICES, find_device, nearest_device
+from streamtune.plan.rates import DEVICES, find_device, nearest_device
 
 GIB = 1 << 30
 

@@ -17,11 +17,11 @@ from streamtune.models import blueprint
 from streamtune.plan import Limits, Rates, as_fixed, choose, evaluate_schedule
 from streamtune.plan.choices import Space, candidates
 from streamtune.plan.estimate import Estimator, Figures
-from streamtune.plan.smallest import excess_of, longest_below, smallest_schedule, smallest_step
+from streamtune.plan.refusal import excess_of, longest_below, smallest_schedule, smallest_step
 from streamtune.simulate import Simulation, Workload, simulate
 from streamtune.simulate.cluster import Cluster
 from streamtune.simulate.memory import held_bytes
-from streamtune.simulate.meta import meta_copy
+from streamtune.simulate.meta_operators import meta_copy
 
 MIB = 1 << 20
 LAYERS, LENGTH = 6, 4096

@@ -23,7 +23,7 @@ from streamtune.probe import ProbeReport, ProbeTask, draw_probe, run_probe, step
 from streamtune.probe import trial as trial_module
 from streamtune.probe.steps import Shape, TrainingStep, _explain
 from streamtune.probe.trial import Outcome, run_trial
-from streamtune.simulate.baselines import use_checkpointing
+from streamtune.simulate.scored import use_checkpointing
 from streamtune.sizes import show_size
 from tests.exactness.families import build
 

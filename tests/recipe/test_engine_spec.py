@@ -10,7 +10,7 @@ from pydantic import ValidationError
 
 from streamtune.errors import ArgumentError
 from streamtune.recipe import EngineSpec, dump_recipe, load_recipe
-from streamtune.run.streaming import make_schedule
+from streamtune.run.device import make_schedule
 from streamtune.schedule import CHOICES, DEFAULTS, Schedule
 
 

@@ -10,7 +10,7 @@ import pytest
 
 from streamtune.errors import RunError
 from streamtune.rewards import load_rewards
-from streamtune.rewards.unit_tests import CodeLimits, count_passed
+from streamtune.rewards.builtin import CodeLimits, count_passed
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="processes are looked up in /proc")
 

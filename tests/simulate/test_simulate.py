@@ -21,8 +21,8 @@ from streamtune.models.quantize import PACKAGES, quantize
 from streamtune.ops.attention.attention import KEY_BLOCK
 from streamtune.schedule import Schedule
 from streamtune.simulate import LiveBytes, Mode, Simulation, Workload, simulate
-from streamtune.simulate.autocast import RULES, MetaAutocast
 from streamtune.simulate.memory import held_tensors
+from streamtune.simulate.meta_operators import RULES, MetaAutocast
 from streamtune.simulate.step import _Functions, trace_step
 from streamtune.simulate.trace import Trace
 from tests.conformance.reducer import tiny_config

@@ -17,9 +17,8 @@ from streamtune.engine import decoder_layers, stream
 from streamtune.errors import ArgumentError
 from streamtune.schedule import Schedule
 from streamtune.simulate import LiveBytes, Mode, Workload, simulate
-from streamtune.simulate.baselines import PlainScores, use_checkpointing
 from streamtune.simulate.memory import held_bytes
-from streamtune.simulate.scored import Scored, Trees
+from streamtune.simulate.scored import PlainScores, Scored, Trees, use_checkpointing
 from tests.precision_kit import EXACT, Float64, in_float64
 from tests.simulate.test_simulate import BASE, build, build_adapted, schedule_of
 

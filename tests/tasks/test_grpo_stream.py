@@ -17,9 +17,8 @@ from streamtune.recipe.grpo import GrpoRecipe
 from streamtune.rewards import RewardScores
 from streamtune.rollout import Completion, Sampling
 from streamtune.tasks.grpo.groups import BatchLayout, Group, group_metrics
-from streamtune.tasks.grpo.log import CompletionLog
 from streamtune.tasks.grpo.objective import PolicyBatch
-from streamtune.tasks.grpo.stream import GrpoSteps
+from streamtune.tasks.grpo.stream import CompletionLog, GrpoSteps
 
 PROMPTS = [data.Prompt([10 + number, 9], f"prompt {number}", {}, f"rows:{number}") for number in range(6)]
 

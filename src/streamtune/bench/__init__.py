@@ -4,7 +4,8 @@ from streamtune.bench.bench import BenchReport, BenchRow, run_bench
 from streamtune.bench.named_tables import draw_table, markdown
 from streamtune.bench.plots import draw_bench
 from streamtune.bench.subject import Job
-from streamtune.bench.tables import TableReport, run_table
+from streamtune.bench.tables import TableReport
+from streamtune.bench.tabulate import run_table
 
 __all__ = [
     "BenchReport",

@@ -14,15 +14,15 @@ from streamtune import __version__
 from streamtune.bench.bench import BenchReport, run_bench
 from streamtune.bench.lengths import lengths_report
 from streamtune.bench.subject import Job
-from streamtune.bench.tables import TableName, TableReport, run_table
+from streamtune.bench.tables import TableName, TableReport
+from streamtune.bench.tabulate import run_table
 from streamtune.errors import ArgumentError
 from streamtune.plan.budget import Budget
 from streamtune.recipe.loader import LoadedRecipe
 from streamtune.recipe.schema import Recipe
-from streamtune.run.device import blame_recipe, choose_device, quiet_libraries
+from streamtune.run.device import blame_recipe, choose_device, make_schedule, quiet_libraries
 from streamtune.run.model import make_blueprint, make_model_alone
 from streamtune.run.plan import shares_prompts
-from streamtune.run.streaming import make_schedule
 from streamtune.simulate.workload import ALL_MODES, Mode
 from streamtune.tasks import task_of
 

@@ -6,28 +6,14 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from typing import Any
 
-import torch
-from torch import Tensor
-
+from streamtune.bench.sharing import SHARING
 from streamtune.bench.subject import Case, Layout
 from streamtune.bench.tables import DEFAULT, Entry
-from streamtune.engine import Branches
 from streamtune.engine.memory.placement import best_segment_size
-from streamtune.labels import IGNORE_INDEX
 from streamtune.schedule import Schedule
 from streamtune.simulate.workload import LABELS, Mode
 
-__all__ = [
-    "COMPLETIONS",
-    "SHARING",
-    "ablation_entries",
-    "completion_length",
-    "length_entries",
-    "mode_entries",
-    "sharing_batches",
-    "sharing_entries",
-    "sharing_tokens",
-]
+__all__ = ["ablation_entries", "length_entries", "mode_entries", "sharing_entries"]
 
 
 def ablation_entries(schedule: Schedule, length: int, layers: int, folder: str) -> list[Entry]:
@@ -139,53 +125,3 @@ def sharing_entries(prompt: int, schedule: Schedule) -> list[Entry]:
     ]
     last = Case("checkpoint", prompt, layout="turns")
     return [*rows, Entry(last, SHARING["turns"], LABELS["checkpoint"], to_checkpoint=True)]
-
-
-COMPLETIONS = 8
-"""Completions of a prompt."""
-
-SHARING = {
-    "batch": f"{COMPLETIONS} rows, one batch",
-    "turns": f"{COMPLETIONS} rows in turn",
-    "shared": "prompt shared",
-}
-"""The layouts, for people."""
-
-
-def completion_length(prompt: int) -> int:
-    """Return the tokens of a completion: a fourth of its prompt's."""
-    return max(2, prompt // 4)
-
-
-def sharing_tokens(prompt: int) -> int:
-    """Return the number of random tokens that are needed: a prompt, and the completions."""
-    return prompt + COMPLETIONS * completion_length(prompt)
-
-
-def sharing_batches(ids_T: Tensor, prompt: int, layout: str) -> list[dict[str, Any]]:
-    """Return the batches of a step.
-
-    Args:
-        ids_T: ``[sharing_tokens(prompt)]``, the prompt and then the completions.
-        prompt: Tokens of the prompt.
-        layout: ``shared``, ``batch`` or ``turns``.
-    """
-    shared, last = ids_T[: prompt - 1], ids_T[prompt - 1 : prompt]
-    branches = [torch.cat([last, part]) for part in ids_T[prompt:].split(completion_length(prompt))]
-    count = sum(len(branch) - 1 for branch in branches)
-    nothing = ids_T.new_full((1,), IGNORE_INDEX)
-    if layout == "shared":
-        targets = [shared.new_full(shared.shape, IGNORE_INDEX)]
-        targets += [torch.cat([branch[1:], nothing]) for branch in branches]
-        tree = Branches.of([(prompt - 1, [len(branch) for branch in branches])])
-        ids = torch.cat([shared, *branches])
-        return [{"input_ids": ids[None], "targets": torch.cat(targets)[None], "count": count, "branches": tree}]
-    rows = torch.stack([torch.cat([shared, branch]) for branch in branches])
-    targets_BT = torch.cat([rows[:, 1:], nothing.expand(len(rows), 1)], 1)
-    targets_BT[:, : prompt - 1] = IGNORE_INDEX
-    if layout == "batch":
-        return [{"input_ids": rows, "targets": targets_BT, "count": count}]
-    return [
-        {"input_ids": row[None], "targets": target[None], "count": count}
-        for row, target in zip(rows, targets_BT, strict=True)
-    ]

@@ -13,7 +13,8 @@ import torch
 from streamtune import interrupts
 from streamtune.bench.entries import length_entries
 from streamtune.bench.subject import Job, env_of
-from streamtune.bench.tables import Entry, MeasureGroup, TableReport, TableRow, fill
+from streamtune.bench.tables import Entry, TableReport, TableRow
+from streamtune.bench.tabulate import MeasureGroup, fill
 from streamtune.bench.worker import Worker
 from streamtune.errors import ArgumentError, RunError
 from streamtune.plan.budget import Budget
@@ -22,10 +23,9 @@ from streamtune.probe.prepare import prepare_step
 from streamtune.probe.steps import Shape
 from streamtune.probe.trial import Outcome, run_trial
 from streamtune.recipe.schema import Recipe
-from streamtune.run.device import choose_device, quiet_libraries
+from streamtune.run.device import choose_device, make_schedule, quiet_libraries
 from streamtune.run.model import make_blueprint
 from streamtune.run.plan import recipe_workload
-from streamtune.run.streaming import make_schedule
 from streamtune.simulate.simulate import simulate
 from streamtune.simulate.workload import Mode
 from streamtune.sizes import show_size

@@ -22,7 +22,7 @@ from streamtune.engine.memory.placement import Tiers
 from streamtune.errors import UnsupportedModelError
 from streamtune.labels import IGNORE_INDEX
 from streamtune.schedule import Schedule
-from streamtune.simulate.baselines import checkpointing, recompute
+from streamtune.simulate.scored import checkpointing, recompute
 from streamtune.simulate.workload import Mode
 
 __all__ = ["WAYS", "Batch", "Ready", "Way", "last_hidden_state"]

@@ -14,8 +14,8 @@ import torch
 import transformers
 from torch import Tensor, nn
 
-from streamtune.bench.entries import SHARING, sharing_batches, sharing_tokens
 from streamtune.bench.modes import WAYS, Batch, Ready, last_hidden_state
+from streamtune.bench.sharing import SHARING, sharing_batches, sharing_tokens
 from streamtune.engine import decoder_layers
 from streamtune.errors import UnsupportedModelError
 from streamtune.schedule import Schedule

@@ -1,4 +1,4 @@
-"""``streamtune recipes`` and ``streamtune schema``: the recipes that come with StreamTune, and the JSON schema of all."""
+"""``streamtune recipes`` and ``streamtune schema``: the recipes that come with StreamTune, and the schema of all."""
 
 from __future__ import annotations
 

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from streamtune.engine import RouterLoss
     from streamtune.verify import VerifyReport
     from streamtune.verify.build import VerifySubject
-    from streamtune.verify.rows import Window
+    from streamtune.verify.trees import Window
 
 __all__ = ["verify"]
 

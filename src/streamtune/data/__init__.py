@@ -14,7 +14,6 @@ from streamtune.data.builtin import ARITHMETIC_PATH, PREFERENCES_PATH, STDLIB_PA
 from streamtune.data.collate import NO_ROW, Batch, CollatedTrees, PackedBatch, collate, collate_packed, collate_trees
 from streamtune.data.fit import COMPLETION_OVERLENGTH as COMPLETION_OVERLENGTH
 from streamtune.data.fit import IDENTICAL_PAIRS, OVERLENGTH
-from streamtune.data.packing import Packs, pack_rows
 from streamtune.data.preferences import PREFERENCE_TYPES
 from streamtune.data.prepare import (
     PreparedData,
@@ -31,7 +30,7 @@ from streamtune.data.render import TRAIN_ON
 from streamtune.data.report import CompletionReport as CompletionReport
 from streamtune.data.report import DataReport
 from streamtune.data.rows import PROMPT_TYPES, ROW_TYPES
-from streamtune.data.sampler import ResumableSampler, assign_rows
+from streamtune.data.sampler import Packs, ResumableSampler, assign_rows, pack_rows
 from streamtune.data.sources import Source
 
 __all__ = [

@@ -19,10 +19,10 @@ import numpy as np
 import numpy.typing as npt
 import pyarrow as pa  # type: ignore[import-untyped]
 
-from streamtune.data.packing import Packs
 from streamtune.data.records import Example, Prompt, Record, Stored, TableWriter, Tree
 from streamtune.data.render import Rendered
 from streamtune.data.report import CompletionReport, DataReport, length_percentiles
+from streamtune.data.sampler import Packs
 from streamtune.errors import ArgumentError, DataError
 from streamtune.labels import IGNORE_INDEX
 

@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING
 
 from streamtune.data.cells import texts_of
 from streamtune.data.fit import OVERLENGTH, Prepared, RowFit, check_choice
-from streamtune.data.packing import pack_rows
 from streamtune.data.preferences import PREFERENCE_TYPES, normalise_preference
 from streamtune.data.readers import Row
 from streamtune.data.records import Example, spill
@@ -26,6 +25,7 @@ from streamtune.data.rows import (
     normalise,
     prompt_of,
 )
+from streamtune.data.sampler import pack_rows
 from streamtune.data.sources import Source, typed_rows, with_progress
 
 if TYPE_CHECKING:

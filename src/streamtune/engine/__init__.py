@@ -22,11 +22,11 @@ forward, recompute, project, replay), ``kv`` and ``cache`` (what a chunk sees of
 """
 
 from streamtune.engine.inspect_model import decoder_layers
-from streamtune.engine.lazy_logits import TokenScores
 from streamtune.engine.observe import chunkwise
 from streamtune.engine.preflight import check_branches, check_packing
 from streamtune.engine.routers import RouterLoss, balance_coefficient, balances_itself
 from streamtune.engine.rows import Branches
+from streamtune.engine.scores import TokenScores
 from streamtune.engine.sequence.shards import SequenceParallel
 from streamtune.engine.stream import StreamHandle, stream
 from streamtune.schedule import Schedule

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 from transformers.masking_utils import causal_mask_function
 
-from streamtune.ops.attention.mask import contiguous, run_starts
+from streamtune.ops.attention.runs import contiguous, run_starts
 
 __all__ = ["Facts", "recognise"]
 

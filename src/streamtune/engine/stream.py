@@ -28,7 +28,7 @@ from streamtune.engine.inspect_model import (
     owners,
 )
 from streamtune.engine.layer import StreamedForward
-from streamtune.engine.lazy_logits import LazyLogits, ScoreRequest, TokenScores, token_scores_of
+from streamtune.engine.lazy_logits import LazyLogits, ScoreRequest
 from streamtune.engine.memory.placement import Tiers, place_layers
 from streamtune.engine.model_call import ModelCall, mark_read, refuse_surroundings
 from streamtune.engine.norms import StreamedNorm, norms_outside
@@ -38,6 +38,7 @@ from streamtune.engine.passes import LastLayerCall
 from streamtune.engine.preflight import check_exact, check_length, check_shared, lengths_to_check
 from streamtune.engine.routers import RouterLoss, RouterTerms, RouterWatch, balances_itself, not_balanced, reduced
 from streamtune.engine.rows import Branches
+from streamtune.engine.scores import TokenScores, token_scores_of
 from streamtune.engine.sequence.calls import Sharing, form_for
 from streamtune.engine.sequence.shards import SequenceParallel
 from streamtune.engine.sharded import gather_whole, need_gradient, ungather_whole

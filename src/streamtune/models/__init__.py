@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-from streamtune.models.adapters import add_lora, load_lora
-from streamtune.models.blueprint import blueprint
-from streamtune.models.deferred import Deferred, defer_init, defer_load, deferred_of, phantom_weights
-from streamtune.models.export import SavedTokenizer, copy_weights, save_pretrained
-from streamtune.models.fingerprint import (
+from streamtune.models.blueprint import blueprint, small_like
+from streamtune.models.checkpoint_files import (
     adapter_base,
     fingerprint_files,
     fingerprint_model,
     fingerprint_tokenizer,
     is_folder,
 )
+from streamtune.models.deferred import Deferred, defer_init, defer_load, deferred_of, phantom_weights
+from streamtune.models.export import SavedTokenizer, copy_weights, save_pretrained
 from streamtune.models.gathered import copy_gathered, save_copied, save_gathered
 from streamtune.models.load import (
     ParameterCount,
@@ -23,9 +22,8 @@ from streamtune.models.load import (
     left_out,
     load_model,
 )
-from streamtune.models.quantize import choose_quantization, quantization
+from streamtune.models.quantize import add_lora, choose_quantization, load_lora, quantization
 from streamtune.models.sample import sample_text
-from streamtune.models.small import small_like
 from streamtune.models.tokenizer import (
     CHATML_TEMPLATE,
     load_tokenizer,

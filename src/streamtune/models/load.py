@@ -15,10 +15,18 @@ from transformers import CONFIG_MAPPING, AutoConfig, AutoModelForCausalLM, PreTr
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from streamtune.errors import ArgumentError, StreamTuneError, did_you_mean
-from streamtune.models.config_check import check_config, check_count, key_place, place_in_init
 from streamtune.models.quantize import logical_size, quantize
 from streamtune.models.recorded import NotRecordedError
-from streamtune.models.safety import check_folder, check_kernels, pickles_in, without_hub_kernels
+from streamtune.models.safety import (
+    check_config,
+    check_count,
+    check_folder,
+    check_kernels,
+    key_place,
+    pickles_in,
+    place_in_init,
+    without_hub_kernels,
+)
 from streamtune.models.weights_check import DRAFT_LAYERS, check_dtypes, check_finite, check_quantised, check_report
 from streamtune.network import is_offline
 

@@ -10,13 +10,26 @@
 from __future__ import annotations
 
 import json
+import math
+import re
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
 from streamtune.errors import ArgumentError
 from streamtune.paths import escape_of
 
-__all__ = ["check_folder", "check_kernels", "pickles_in", "without_hub_kernels"]
+__all__ = [
+    "check_config",
+    "check_count",
+    "check_folder",
+    "check_kernels",
+    "key_place",
+    "keys_of_size",
+    "pickles_in",
+    "place_in_init",
+    "without_hub_kernels",
+]
 
 SAFE = ("model.safetensors", "model.safetensors.index.json")
 PICKLES = ("*.bin", "*.pt", "*.pth", "*.pkl", "*.pickle", "*.ckpt")
@@ -171,3 +184,158 @@ def _read(path: Path) -> dict[str, Any]:
     if not isinstance(found, dict):
         raise ArgumentError(f"{path} holds no JSON object", where=WHERE, mend="use a whole copy of the checkpoint")
     return found
+
+
+SIZES = (
+    "hidden_size", "intermediate_size", "moe_intermediate_size", "num_hidden_layers", "num_attention_heads",
+    "num_key_value_heads", "head_dim", "vocab_size",
+)  # fmt: skip
+"""Keys that count something a model has at least one of. Configurations with other names for them map them to these."""
+EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts")
+LARGEST = {"num_hidden_layers": 10_000}
+"""More layers than this would be built one by one until the memory is full."""
+LAYERS = ("num_hidden_layers", "num_layers", "n_layer", "n_layers")
+LARGEST_SIZE = 2**31 - 1
+DROPOUT = re.compile(r"(dropout(_p|_prob|_rate)?|pdrop|layerdrop)$")
+
+Where = Callable[[str], str]
+"""The place of a key, for an error."""
+
+
+def check_config(config: Any, given: Mapping[str, Any], where: Where) -> None:
+    """Refuse sizes, heads, experts, dropouts and numbers that no model can have.
+
+    Args:
+        config: A configuration of transformers; of a model with several parts the one of the text is checked.
+        given: The keys as the user or the file has them; other keys of ``config`` were derived or are defaults.
+        where: Returns the place at which a key is written.
+
+    Raises:
+        ArgumentError: A key is wrong; the message names the first such key and its place.
+    """
+    text = config.get_text_config(decoder=True)
+    names: Mapping[str, str] = getattr(text, "attribute_map", None) or {}
+    flat = given.get("text_config") if isinstance(given.get("text_config"), Mapping) else given
+    assert isinstance(flat, Mapping)
+
+    def refuse(key: str, what: str, mend: str) -> ArgumentError:
+        written = names.get(key, key) if key not in flat else key
+        return ArgumentError(f"'{written}: {_show(_value(text, key))}' {what}", where=where(written), mend=mend)
+
+    for key in SIZES:
+        value = _value(text, key)
+        for size in value if isinstance(value, list | tuple) else () if value is None else (value,):
+            if isinstance(size, bool) or not isinstance(size, int) or size < (0 if isinstance(value, list) else 1):
+                raise refuse(key, "is no size of a model: it takes a whole number of at least 1", "mend the number")
+            if size > LARGEST.get(key, LARGEST_SIZE):
+                most = LARGEST.get(key, LARGEST_SIZE)
+                raise refuse(key, f"is more than any model has: at most {most:,}", "mend the number")
+    _check_heads(text, flat, names, refuse)
+    chosen = _count(text, "num_experts_per_tok")
+    if chosen is not None and chosen < 1 and any(_count(text, key) for key in EXPERTS):
+        raise refuse("num_experts_per_tok", "leaves every token without an expert", "use at least 1")
+    for key, value in _numbers(text):
+        if math.isnan(value):
+            raise refuse(key, "is not a number", "mend the number")
+        if DROPOUT.search(key) and not 0 <= value < 1:
+            raise refuse(key, "is no probability: it takes a number of at least 0 and below 1", "mend the number")
+
+
+def check_count(given: Mapping[str, Any], where: Where) -> None:
+    """Refuse a number of layers that no model has, before a configuration makes a list of as many entries.
+
+    Args:
+        given: The keys as the user or the file has them.
+        where: Returns the place at which a key is written.
+
+    Raises:
+        ArgumentError: The number is too large; the message names its place.
+    """
+    text = given.get("text_config")
+    for keys in (given, text if isinstance(text, Mapping) else {}):
+        for key in LAYERS:
+            count = keys.get(key)
+            if isinstance(count, int) and count > LARGEST["num_hidden_layers"]:
+                raise ArgumentError(
+                    f"'{key}: {_show(count)}' is more than any model has: at most {LARGEST['num_hidden_layers']:,}",
+                    where=where(key),
+                    mend="mend the number",
+                )
+
+
+def _check_heads(
+    text: Any, given: Mapping[str, Any], names: Mapping[str, str], refuse: Callable[[str, str, str], ArgumentError]
+) -> None:
+    """Refuse key heads that do not divide the query heads, and query heads that do not divide the hidden size."""
+    heads, shared, width = (_count(text, key) for key in ("num_attention_heads", "num_key_value_heads", "hidden_size"))
+    if heads and shared and heads % shared:
+        raise refuse("num_key_value_heads", f"does not divide the {heads} attention heads",
+                     f"use a divisor of {heads}")  # fmt: skip
+    each = _count(text, "head_dim")
+    derived = "head_dim" not in given and names.get("head_dim", "head_dim") not in given
+    by_layer = isinstance(_value(text, "head_dim"), list)
+    if heads and width and width % heads and derived and not by_layer and each in (None, width // heads):
+        name = names.get("hidden_size", "hidden_size")
+        raise refuse("num_attention_heads", f"does not divide '{name}: {width}'",
+                     f"use a divisor of {width}, or give head_dim where the model has one")  # fmt: skip
+
+
+def _value(text: Any, key: str) -> Any:
+    """Return a value of a configuration: None where it has none, and a list where each layer has its own."""
+    try:
+        return getattr(text, key, None)
+    except Exception:  # of transformers, where layers differ and nothing was said of all of them
+        return [_value(layer, key) for layer in getattr(text, "per_layer_config", None) or ()]
+
+
+def _count(text: Any, key: str) -> int | None:
+    value = _value(text, key)
+    return value if isinstance(value, int) else None
+
+
+def _numbers(text: Any) -> Iterable[tuple[str, float]]:
+    """Yield each number of the configuration with its key."""
+    for key, value in vars(text).items():
+        if isinstance(value, int | float) and not isinstance(value, bool):
+            yield key, value if isinstance(value, float) or abs(value) < 2**63 else math.inf
+
+
+def _show(value: Any) -> str:
+    text = str(value)
+    return text if len(text) <= 60 else f"{text[:57]}..."
+
+
+def place_in_init(key: str) -> str:
+    """Return the place of a key in a recipe's own configuration."""
+    return f"model.init.{key}"
+
+
+def key_place(name_or_path: str) -> tuple[dict[str, Any], Where]:
+    """Return the keys of a folder's ``config.json``, and a function that gives file and line of each.
+
+    Args:
+        name_or_path: A folder. For a model on a hub the keys are empty and each place is ``model_name_or_path``.
+    """
+    path = Path(name_or_path).expanduser() / "config.json"
+    try:
+        text = path.read_text(encoding="utf-8")
+        keys = json.loads(text)
+    except (OSError, ValueError, RecursionError):
+        text, keys = "", {}
+    if not isinstance(keys, dict):
+        text, keys = "", {}
+
+    def where(key: str) -> str:
+        found = re.search(rf'"{re.escape(key)}"\s*:', text)
+        if not text:
+            return "model_name_or_path"
+        return f"{path}:{text.count(chr(10), 0, found.start()) + 1}" if found else str(path)
+
+    return keys, where
+
+
+def keys_of_size(config: Any, size: int) -> list[str]:
+    """Return the keys of a configuration that have this value, among those that determine sizes of weights."""
+    text = config.get_text_config(decoder=True)
+    names: Mapping[str, str] = getattr(text, "attribute_map", None) or {}
+    return [names.get(key, key) for key in SIZES if _count(text, key) == size]

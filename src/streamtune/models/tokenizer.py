@@ -9,8 +9,8 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import AutoTokenizer, PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
 from streamtune.errors import ArgumentError
-from streamtune.models.config_check import check_count, key_place
 from streamtune.models.load import check_exists, loading_error
+from streamtune.models.safety import check_count, key_place
 
 __all__ = ["CHATML_TEMPLATE", "load_tokenizer", "read_trained_tokenizer", "set_chat_template", "train_tokenizer"]
 

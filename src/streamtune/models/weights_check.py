@@ -12,7 +12,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from streamtune.errors import ArgumentError
-from streamtune.models.config_check import key_place, keys_of_size
+from streamtune.models.safety import key_place, keys_of_size
 
 __all__ = [
     "DRAFT_LAYERS",

@@ -2,17 +2,26 @@
 
 from __future__ import annotations
 
+import math
+from collections.abc import Mapping
+from contextlib import suppress
+from dataclasses import replace
+from itertools import product
+from typing import Any
+
+from streamtune.engine import decoder_layers
 from streamtune.errors import ArgumentError
 from streamtune.plan.budget import Limits
-from streamtune.plan.choices import Space
+from streamtune.plan.choices import CHUNKS, HEAD_CHUNKS, Space
 from streamtune.plan.estimate import Simulate
-from streamtune.plan.smallest import excess_of, longest_below
+from streamtune.plan.search import Attempt, Range, search_largest
 from streamtune.schedule import Schedule
-from streamtune.simulate.simulate import Simulation
+from streamtune.simulate.cluster import Cluster
+from streamtune.simulate.simulate import Simulation, simulate
 from streamtune.simulate.workload import Workload
 from streamtune.sizes import show_size
 
-__all__ = ["nothing_fits"]
+__all__ = ["excess_of", "longest_below", "longest_of", "nothing_fits", "smallest_schedule", "smallest_step"]
 
 FIXED_TERMS = ("weights", "gathered weights", "fp32 weights", "reference", "gradients", "optimizer")
 """The terms that do not grow with the sequence."""
@@ -87,3 +96,112 @@ def _needs(simulation: Simulation, limits: Limits) -> str:
 def _largest_terms(simulation: Simulation, count: int = 3) -> str:
     largest = sorted(simulation.terms.items(), key=lambda item: -item[1])[:count]
     return ", ".join(f"{name} {show_size(size)}" for name, size in largest)
+
+
+MOST = 1 << 30
+"""Tokens beyond which nothing is looked for."""
+
+COARSE = 0.05
+"""Part of a length to which it is told what another number of ranks would allow."""
+
+SHORTEST, GRAIN = 64, 64
+"""Tokens: the shortest length that is offered, and what lengths are rounded down to."""
+
+
+def excess_of(simulation: Simulation, limits: Limits) -> float:
+    """Return by how many bytes a simulated step exceeds its memory, in the worst tier; negative is what is left."""
+    return limits.excess(simulation.peak_bytes, simulation.host_bytes, simulation.disk_bytes)
+
+
+def smallest_schedule(limits: Limits, written: Mapping[str, Any], cluster: Cluster) -> Schedule:
+    """Return the schedule with the smallest chunks and nothing kept.
+
+    Layer inputs are on the furthest tier that has memory: disk, then host, then device. It has two levels if the
+    cluster may run layers again.
+
+    Args:
+        limits: The memory.
+        written: Fields of the schedule that are given, and stay; but for ``offload_dir`` where nothing goes to disk.
+        cluster: The ranks that run it.
+
+    Raises:
+        ArgumentError: The given fields contradict each other.
+    """
+    tiers = ["device"]
+    if limits.host_bytes and not limits.shared:
+        tiers.insert(0, "host")
+    if limits.disk_bytes and "offload_dir" in written:
+        tiers.insert(0, "disk")
+    tiers += [tier for tier in ("host", "disk") if tier not in tiers and (tier == "host" or "offload_dir" in written)]
+    sizes = {"chunk_size": CHUNKS[0], "head_chunk_size": HEAD_CHUNKS[0], "stream_grads": True}
+    for offload, levels in product(tiers, (2, 1) if cluster.runs_layers_again else (1,)):
+        chosen: dict[str, Any] = {**sizes, "offload": offload, "levels": levels, **written}
+        if chosen["offload"] != "disk":
+            chosen.pop("offload_dir", None)
+        with suppress(ArgumentError):  # what is written goes with other tiers
+            return Schedule(**chosen)
+    return Schedule(**written)
+
+
+def smallest_step(
+    workload: Workload,
+    limits: Limits,
+    written: Mapping[str, Any],
+    simulate: Simulate,
+) -> tuple[Schedule, Simulation]:
+    """Return the schedule of :func:`smallest_schedule` and its simulated step.
+
+    If host or disk has no room for all layer inputs, the rest stay on the device, provided that the step fits so.
+
+    Args:
+        workload: What is trained.
+        limits: The memory.
+        written: Fields of the schedule that are given.
+        simulate: Simulates a step.
+    """
+    schedule = smallest_schedule(limits, written, workload.cluster)
+    found = simulate(workload, schedule)
+    usable, held = (limits.disk, found.disk_bytes) if schedule.offload == "disk" else (limits.host, found.host_bytes)
+    if limits.shared or schedule.offload == "device" or "device_layers" in written or held <= usable:
+        return schedule, found
+    moving = found.host_terms.get("layer inputs", held) if schedule.offload == "host" else held
+    layers = len(decoder_layers(workload.make_model()))
+    count = min(layers, math.ceil((held - usable) / moving * layers)) if moving else layers
+    mixed = replace(schedule, device_layers=count)
+    step = simulate(workload, mixed)
+    return (mixed, step) if excess_of(step, limits) <= 0 else (schedule, found)
+
+
+def longest_of(workload: Workload, limits: Limits, written: Mapping[str, Any]) -> int:
+    """Return the most tokens of a row that some schedule fits, within 5%; 0 if the workload's own length does not fit.
+
+    Args:
+        workload: The step; the search begins at its length.
+        limits: The memory of a rank.
+        written: Fields of the schedule that are given.
+    """
+    least = workload.length
+    within = Range(first=least, least=least, most=MOST, step=1, share=COARSE, grain=1024)
+    return _search(workload, limits, written, simulate, within)
+
+
+def longest_below(workload: Workload, limits: Limits, written: Mapping[str, Any], simulate: Simulate) -> int:
+    """Return the most tokens of a row, below the workload's, that some schedule fits, within about 1%; 0 if none does.
+
+    Args:
+        workload: The step, which does not fit at its length.
+        limits: The memory of a rank.
+        written: Fields of the schedule that are given.
+        simulate: Simulates a step.
+    """
+    within = Range(first=workload.length, least=SHORTEST, most=workload.length, step=GRAIN, grain=GRAIN)
+    return _search(workload, limits, written, simulate, within)
+
+
+def _search(workload: Workload, limits: Limits, written: Mapping[str, Any], simulate: Simulate, within: Range) -> int:
+    def attempt(length: int) -> Attempt:
+        _, step = smallest_step(replace(workload, length=length), limits, written, simulate)
+        filled = limits.filled(step.peak_bytes, step.host_bytes, step.disk_bytes)
+        return Attempt(excess_of(step, limits) <= 0, filled)
+
+    return search_largest(attempt, within).fits

@@ -16,8 +16,7 @@ from streamtune.engine.memory.host import usable_host_bytes
 from streamtune.errors import ArgumentError, RunError, did_you_mean
 from streamtune.plan.budget import Budget, free_disk_bytes
 from streamtune.plan.calibrate import load_rates
-from streamtune.plan.devices import Device
-from streamtune.plan.rates import sheet_rates
+from streamtune.plan.rates import Device, sheet_rates
 from streamtune.plan.search import Range
 from streamtune.probe.prepare import prepare_step
 from streamtune.probe.probe import ProbeReport, ProbeTask, RunTrial, Trial, measured, run_probe
@@ -26,10 +25,9 @@ from streamtune.probe.trial import Outcome
 from streamtune.recipe.loader import LoadedRecipe
 from streamtune.recipe.schema import Recipe
 from streamtune.run.cluster import RanksAsked
-from streamtune.run.device import blame_recipe, choose_device, quiet_libraries
+from streamtune.run.device import blame_recipe, choose_device, make_schedule, quiet_libraries
 from streamtune.run.model import choose_quantization
 from streamtune.run.plan import device_elsewhere, memory_of
-from streamtune.run.streaming import make_schedule
 from streamtune.simulate.workload import Mode
 from streamtune.sizes import parse_size, show_size
 from streamtune.tasks import task_of

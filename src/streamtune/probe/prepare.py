@@ -17,14 +17,13 @@ from streamtune.errors import ArgumentError
 from streamtune.plan.budget import Budget
 from streamtune.probe.steps import BudgetExceededError, Shape, TrainingStep
 from streamtune.recipe.schema import Recipe
-from streamtune.run.device import quiet_libraries
+from streamtune.run.device import quiet_libraries, stream_model
 from streamtune.run.model import make_model_alone, make_optimizer, make_reference_alone
 from streamtune.run.plan import plan_model
 from streamtune.run.reference import streamed
-from streamtune.run.streaming import stream_model
 from streamtune.schedule import Schedule
-from streamtune.simulate.baselines import PlainScores, use_checkpointing
 from streamtune.simulate.memory import held_bytes
+from streamtune.simulate.scored import PlainScores, use_checkpointing
 from streamtune.tasks import Task, task_of
 from streamtune.tasks.preference import GivenReference
 from streamtune.tasks.task import RandomStep, TrialStep

@@ -12,10 +12,9 @@ from typing import Any
 import torch
 
 from streamtune.plan.budget import Limits, device_name
-from streamtune.plan.devices import Device
 from streamtune.plan.planner import choose
-from streamtune.plan.rates import Rates
-from streamtune.plan.smallest import smallest_step
+from streamtune.plan.rates import Device, Rates
+from streamtune.plan.refusal import smallest_step
 from streamtune.plan.traffic import Pace
 from streamtune.probe.probe import ProbeTask, Trial
 from streamtune.probe.steps import Shape

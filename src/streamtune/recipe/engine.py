@@ -6,9 +6,8 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field, model_validator
 
+from streamtune.recipe.spec import Count, Size, Spec, Steps, Text, mistake
 from streamtune.schedule import DEFAULTS, GradDtype, Kept, Tier, contradictions, kept
-
-from .spec import Count, Size, Spec, Steps, Text, mistake
 
 __all__ = ["EngineSpec"]
 

@@ -13,8 +13,9 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field, field_validator, model_validator
 
+from streamtune.recipe.spec import Count, Fraction, Rows, Spec, Steps, Text, at_most, mistake
+
 from .engine import EngineSpec
-from .spec import Count, Fraction, Rows, Spec, Steps, Text, at_most, mistake
 
 __all__ = ["DatasetSpec", "EngineSpec", "ModelInit", "Recipe", "SampleSpec", "TokenizerSpec", "TokenizerTrain"]
 

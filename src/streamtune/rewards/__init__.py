@@ -11,7 +11,6 @@ from __future__ import annotations
 
 from streamtune.rewards.builtin import BUILTINS
 from streamtune.rewards.scoring import Rewards, RewardScores, load_rewards
-from streamtune.rewards.sources import reward_sources
-from streamtune.rewards.spec import RewardFunction, load_reward
+from streamtune.rewards.spec import RewardFunction, load_reward, reward_sources
 
 __all__ = ["BUILTINS", "RewardFunction", "RewardScores", "Rewards", "load_reward", "load_rewards", "reward_sources"]

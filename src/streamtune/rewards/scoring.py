@@ -17,8 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from streamtune.errors import ArgumentError, RunError, did_you_mean
-from streamtune.rewards.shield import shielded
-from streamtune.rewards.spec import RewardFunction, load_reward
+from streamtune.rewards.spec import RewardFunction, load_reward, shielded
 
 __all__ = ["RewardScores", "Rewards", "load_rewards"]
 

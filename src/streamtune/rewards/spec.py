@@ -20,9 +20,11 @@ import ast
 import importlib
 import importlib.util
 import inspect
+import os
 import re
 import sys
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType
@@ -30,9 +32,8 @@ from typing import Any
 
 from streamtune.errors import ArgumentError, did_you_mean
 from streamtune.rewards.builtin import BUILTINS, bind
-from streamtune.rewards.shield import shielded
 
-__all__ = ["OWN", "RewardFunction", "import_target", "load_reward"]
+__all__ = ["OWN", "RewardFunction", "import_target", "load_reward", "reward_sources", "shielded"]
 
 Call = Callable[[Sequence[Any], Sequence[Any], Mapping[str, Sequence[Any]]], Any]
 
@@ -242,3 +243,116 @@ def _bound(name: str, function: Callable[..., Any], options: dict[str, Any]) -> 
 def _line_of(function: Callable[..., Any]) -> str:
     code = getattr(inspect.unwrap(function), "__code__", None)
     return f"{code.co_filename}:{code.co_firstlineno}" if code else ""
+
+
+PACKAGE = Path(__file__).resolve().parents[1]
+INSTALLED = ("site-packages", "dist-packages")
+
+
+def reward_sources(specs: list[str], directory: Path) -> dict[str, Path]:
+    """Return the files that functions of the user's own are written in, and those these import from beside them.
+
+    What is installed is not followed, nor is what a function imports only when it is called, or reads.
+
+    Args:
+        specs: What the recipe writes in ``reward_funcs``; built-in functions have no file.
+        directory: Where relative paths start and modules may lie.
+
+    Returns:
+        Names that do not change where the folder is moved, and where each file is.
+    """
+    found: dict[str, Path] = {}
+    for spec in specs:
+        match = OWN.fullmatch(spec.strip())
+        if match is None:
+            continue
+        module = import_target(match["target"], directory)
+        file = _file_of(module)
+        if file is None:
+            continue
+        package = sys.modules.get(module.__name__.partition(".")[0])
+        top = _file_of(package) if package is not None and "." in module.__name__ else None
+        above = directory.resolve()
+        root = above if file.is_relative_to(above) else (top or file).parent
+        for path in _reached(module, root):
+            name = path.relative_to(root).as_posix() if path.is_relative_to(root) else path.name
+            found[f"{match['target'].rpartition('/')[2]}: {name}"] = path
+    return found
+
+
+def _reached(module: ModuleType, root: Path) -> Iterator[Path]:
+    """Yield the file of a module, and of the modules below ``root`` that its names come from."""
+    seen, waiting = set[str](), [module]
+    while waiting:
+        each = waiting.pop()
+        file = _file_of(each)
+        if file is None or each.__name__ in seen:
+            continue
+        seen.add(each.__name__)
+        if each is not module and not _is_own(file, root):
+            continue
+        yield file
+        for value in list(vars(each).values()):
+            if isinstance(value, ModuleType):
+                waiting.append(value)
+                continue
+            with suppress(Exception):  # an object may answer to a name as it likes
+                name = value.__module__
+                if isinstance(name, str) and name in sys.modules:
+                    waiting.append(sys.modules[name])
+
+
+def _is_own(file: Path, root: Path) -> bool:
+    if not file.is_relative_to(root) or file.is_relative_to(PACKAGE):
+        return False
+    return not any(part in INSTALLED for part in (*root.parts, *file.relative_to(root).parts))
+
+
+def _file_of(module: ModuleType | None) -> Path | None:
+    name = getattr(module, "__file__", None)
+    return Path(name).resolve() if isinstance(name, str) and name.endswith(".py") else None
+
+
+@contextmanager
+def shielded() -> Iterator[None]:
+    """Put back torch's generators, grad mode and default dtype, the working directory and the standard streams.
+
+    A function that calls ``torch.manual_seed`` to be repeatable itself would have every rollout draw the same numbers.
+    Within, torch's generators start from a number that is drawn of the state outside: what a function draws is another
+    stream than what the rollouts draw, and the same in a run that was resumed. The generators of ``random`` and numpy
+    are the functions' own: no step of training draws from them while it rolls out.
+    """
+    streams, folder = (sys.stdout, sys.stderr), _working_directory()
+    with _own_generators():
+        try:
+            yield
+        finally:
+            sys.stdout, sys.stderr = streams
+            if folder is not None and _working_directory() != folder:
+                with suppress(OSError):
+                    os.chdir(folder)
+
+
+@contextmanager
+def _own_generators() -> Iterator[None]:
+    """Keep torch as it is; nothing is to be kept where it is not imported yet."""
+    torch: Any = sys.modules.get("torch")
+    if torch is None:
+        yield
+        return
+    devices = list(range(torch.cuda.device_count())) if torch.cuda.is_initialized() else []
+    grad, dtype = torch.is_grad_enabled(), torch.get_default_dtype()
+    with torch.random.fork_rng(devices):
+        torch.manual_seed(int(torch.randint(2**31, ())))
+        try:
+            yield
+        finally:
+            torch.set_grad_enabled(grad)
+            torch.set_default_dtype(dtype)
+
+
+def _working_directory() -> str | None:
+    try:
+        return os.getcwd()  # noqa: PTH109 - a string is what is compared
+    except OSError:
+        return None

@@ -18,9 +18,8 @@ from streamtune import train
 from streamtune.distributed.deepspeed_config import resolve_config, stage_of
 from streamtune.errors import ArgumentError
 from streamtune.plan.budget import Limits
-from streamtune.plan.devices import Device, nearest_device
-from streamtune.plan.rates import links_of
-from streamtune.plan.smallest import longest_of
+from streamtune.plan.rates import Device, links_of, nearest_device
+from streamtune.plan.refusal import longest_of
 from streamtune.recipe.schema import Recipe
 from streamtune.run.ranks import config_values
 from streamtune.simulate.cluster import Buckets, Cluster, Engine, Form, Links, form_of

@@ -11,8 +11,20 @@ from streamtune.recipe.schema import Recipe
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
+from contextlib import suppress
+from pathlib import Path
 
-__all__ = ["make_sources", "make_tokenizer", "make_tokenizer_together"]
+from streamtune import rewards
+from streamtune.tasks import Task
+
+__all__ = [
+    "fingerprint_inputs",
+    "fingerprint_tokenizer_files",
+    "make_sources",
+    "make_tokenizer",
+    "make_tokenizer_together",
+    "reads_base",
+]
 
 
 def make_sources(loaded: LoadedRecipe) -> list[data.Source]:
@@ -85,3 +97,52 @@ def make_tokenizer_together(
         return tokenizer
 
     return world.together(read)
+
+
+def fingerprint_inputs(task: Task[Any], folder: Path, *, resumed: bool, hubs: bool) -> dict[str, str]:
+    """Return the fingerprints by the keys of :data:`streamtune.train.FILES`, without those of what is not read.
+
+    Args:
+        task: The task.
+        folder: Where it is.
+        resumed: True if the run goes on from a checkpoint.
+        hubs: Ask for the commits of models on a hub: once they are loaded, the answer is at hand.
+
+    Raises:
+        ArgumentError: A file cannot be read.
+    """
+    found: dict[str, str | None] = {}
+    recipe = task.recipe
+    name, reference = recipe.model_name_or_path, task.reference_name
+    if name is not None and reads_base(task, resumed=resumed) and _is_at_hand(name, hubs):
+        found["base"] = models.fingerprint_model(name, code=recipe.trust_remote_code)
+        if (base := models.adapter_base(name)) is not None:
+            found["adapter"] = models.fingerprint_model(base, code=recipe.trust_remote_code)
+    if reference is not None and _is_at_hand(reference, hubs):
+        found["reference"] = models.fingerprint_model(reference, code=recipe.trust_remote_code)
+    if sources := rewards.reward_sources(list(task.reward_funcs), folder):
+        found["rewards"] = models.fingerprint_files(sources.items())
+    return {key: value for key, value in found.items() if value is not None}
+
+
+def fingerprint_tokenizer_files(recipe: Recipe) -> str | None:
+    """Return the fingerprint of the tokenizer's files in a folder, and of a chat template in a file; None without."""
+    name = recipe.tokenizer.path if recipe.tokenizer is not None else recipe.model_name_or_path
+    parts = [models.fingerprint_tokenizer(name)] if name is not None else []
+    template = recipe.chat_template
+    if template is not None and "{" not in template:
+        with suppress(OSError, RuntimeError):  # no name of a file, which reading it says
+            if (path := Path(template).expanduser()).is_file():
+                parts.append(models.fingerprint_files([("chat_template", path)]))
+    return " ".join(part for part in parts if part is not None) or None
+
+
+def reads_base(task: Task[Any], *, resumed: bool) -> bool:
+    """Return True if a start reads the base: under adapters, as the reference, or because nothing is trained yet."""
+    if not resumed or task.recipe.finetuning_type != "full":
+        return True
+    return task.reference_name is None and task.compares
+
+
+def _is_at_hand(name: str, hubs: bool) -> bool:
+    return hubs or models.is_folder(name)

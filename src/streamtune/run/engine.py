@@ -12,11 +12,11 @@ from streamtune.engine import StreamHandle
 from streamtune.errors import ArgumentError
 from streamtune.plan.planner import Plan
 from streamtune.run.cluster import cluster_here
+from streamtune.run.device import stream_model
 from streamtune.run.model import make_trial_model
 from streamtune.run.plan import plan_model
 from streamtune.run.ranks import make_backend, sequence_ranks
 from streamtune.run.start import Doing, Start
-from streamtune.run.streaming import stream_model
 from streamtune.schedule import Schedule
 from streamtune.simulate.scored import Completions
 from streamtune.tasks.task import Notify

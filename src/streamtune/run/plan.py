@@ -22,20 +22,18 @@ from streamtune.engine.memory.host import usable_host_bytes
 from streamtune.errors import ArgumentError, UnsupportedModelError
 from streamtune.plan.budget import Limits, device_name, free_device_bytes, free_disk_bytes
 from streamtune.plan.calibrate import load_rates, measure_disk
-from streamtune.plan.devices import Device, find_device, nearest_device
 from streamtune.plan.planner import Plan, as_fixed, choose, evaluate_schedule
-from streamtune.plan.rates import Rates, sheet_rates
+from streamtune.plan.rates import Device, Rates, find_device, nearest_device, sheet_rates
 from streamtune.recipe.engine import EngineSpec
 from streamtune.recipe.loader import LoadedRecipe
 from streamtune.recipe.schema import Recipe
 from streamtune.run.cluster import RanksAsked, Wider, accumulation_of, cluster_of, links_for, wider_of
-from streamtune.run.device import blame_recipe, choose_device, quiet_libraries
+from streamtune.run.device import blame_recipe, choose_device, make_schedule, quiet_libraries
 from streamtune.run.model import make_blueprint, make_optimizer, make_reference_blueprint
-from streamtune.run.streaming import make_schedule
 from streamtune.schedule import Schedule
 from streamtune.simulate.cluster import Cluster
 from streamtune.simulate.memory import held_bytes
-from streamtune.simulate.meta import meta_copy
+from streamtune.simulate.meta_operators import meta_copy
 from streamtune.simulate.scored import Completions, Scored
 from streamtune.simulate.simulate import simulate
 from streamtune.simulate.workload import Workload

@@ -21,7 +21,7 @@ from streamtune import __version__, models, train
 from streamtune.distributed import agree
 from streamtune.errors import ArgumentError, RecipeError, did_you_mean
 from streamtune.recipe.loader import LoadedRecipe
-from streamtune.run.fingerprints import fingerprint_inputs, fingerprint_tokenizer_files
+from streamtune.run.data import fingerprint_inputs, fingerprint_tokenizer_files
 from streamtune.run.setup import Setup, resolve
 from streamtune.tasks import Task
 from streamtune.tasks.task import Notify

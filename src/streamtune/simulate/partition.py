@@ -25,7 +25,7 @@ from torch import nn
 from streamtune.engine import decoder_layers
 from streamtune.simulate.cluster import Cluster
 from streamtune.simulate.memory import held_bytes
-from streamtune.simulate.meta import meta_copy
+from streamtune.simulate.meta_operators import meta_copy
 from streamtune.simulate.trace import WORK, CellPlace, Trace
 
 if TYPE_CHECKING:

@@ -21,8 +21,7 @@ from typing import Any
 from torch import Tensor
 
 from streamtune.schedule import Schedule
-from streamtune.simulate.extrapolate import Combined, Part, UnlikeError, combined
-from streamtune.simulate.layout import kinds_of_layers, layout_of
+from streamtune.simulate.extrapolate import Combined, Part, UnlikeError, combined, kinds_of_layers, layout_of
 from streamtune.simulate.memory import ACTIVATION, ATTENTION, GRADIENT, HEAD, INPUT, KEYS, OPTIMIZER
 from streamtune.simulate.partition import Holdings
 from streamtune.simulate.scored import Scored

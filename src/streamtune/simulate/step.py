@@ -18,11 +18,9 @@ from streamtune.engine.passes import placeholder
 from streamtune.labels import IGNORE_INDEX
 from streamtune.ops.simulated import simulating
 from streamtune.schedule import Schedule
-from streamtune.simulate.autocast import MetaAutocast
-from streamtune.simulate.baselines import PlainScores, checkpointing
 from streamtune.simulate.memory import GRADIENT
-from streamtune.simulate.meta_operators import with_value
-from streamtune.simulate.scored import Scored
+from streamtune.simulate.meta_operators import MetaAutocast, with_value
+from streamtune.simulate.scored import PlainScores, Scored, checkpointing
 from streamtune.simulate.shard import WHOLE, RankShard
 from streamtune.simulate.trace import Trace
 from streamtune.simulate.workload import Mode

@@ -18,7 +18,6 @@ from streamtune import data, objectives, train
 from streamtune.errors import DataError
 from streamtune.recipe.dpo import DpoRecipe
 from streamtune.simulate.scored import Completions, Scored, Trees
-from streamtune.tasks.compared import choose_trees
 from streamtune.tasks.preference import (
     PairObjective,
     PreferenceBatch,
@@ -29,7 +28,7 @@ from streamtune.tasks.preference import (
     tree_batch,
     unpaired_knobs,
 )
-from streamtune.tasks.random_batches import RandomTokens
+from streamtune.tasks.random_batches import RandomTokens, choose_trees
 from streamtune.tasks.task import Notify, PreparedRows, RandomStep, ScoringTask, TrialStep, held_back
 
 if TYPE_CHECKING:

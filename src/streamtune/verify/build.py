@@ -26,19 +26,24 @@ from streamtune.engine import RouterLoss, balance_coefficient, balances_itself
 from streamtune.errors import ArgumentError, DataError, OutOfMemoryError, RunError
 from streamtune.recipe.loader import LoadedRecipe
 from streamtune.run.data import make_sources, make_tokenizer
-from streamtune.run.device import blame_recipe, choose_device, quiet_libraries
+from streamtune.run.device import (
+    blame_recipe,
+    choose_device,
+    make_router_loss,
+    make_schedule,
+    quiet_libraries,
+    stream_model,
+)
 from streamtune.run.model import make_model
 from streamtune.run.reference import load_reference
-from streamtune.run.streaming import make_router_loss, make_schedule, stream_model
 from streamtune.schedule import Schedule
-from streamtune.simulate.baselines import PlainScores
+from streamtune.simulate.scored import PlainScores
 from streamtune.tasks import Task, task_of
 from streamtune.tasks.task import ScoringTask
 from streamtune.train.objective import autocast, loss_of, output_of
 from streamtune.verify.report import VerifyReport
 from streamtune.verify.room import Room, measure_room
-from streamtune.verify.rows import Window, choose_rows
-from streamtune.verify.trees import TreeLosses
+from streamtune.verify.trees import TreeLosses, Window, choose_rows
 from streamtune.verify.verify import compare_gradients, verify_schedules
 
 if TYPE_CHECKING:

@@ -29,8 +29,8 @@ from torch import Tensor
 from streamtune.engine.rows import PackedRows
 from streamtune.errors import ArgumentError, UnsupportedModelError
 from streamtune.ops import LazyMask
-from streamtune.ops.attention.mask import run_starts
 from streamtune.ops.attention.ring import Ring
+from streamtune.ops.attention.runs import run_starts
 from streamtune.ops.exchange import collected, to_heads, to_shards
 from streamtune.schedule import Schedule
 

@@ -18,7 +18,7 @@ from torch import Tensor
 from torch._dynamo._trace_wrapped_higher_order_op import TransformGetItemToIndex
 
 from streamtune.errors import UnsupportedModelError
-from streamtune.ops.attention.mask import Branch, BranchTable, Stretch, clipped, stretches
+from streamtune.ops.attention.runs import Branch, BranchTable, Stretch, clipped, stretches
 
 __all__ = ["ForeignAttentionError", "MaskFunction", "MaskRules", "NoTensor"]
 

@@ -10,8 +10,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from streamtune.ops.attention.mask import Branch, BranchTable, Stretch, clipped
 from streamtune.ops.attention.rules import MaskRules, NoTensor
+from streamtune.ops.attention.runs import Branch, BranchTable, Stretch, clipped
 
 __all__ = ["MaskView", "Segment", "masked_score"]
 

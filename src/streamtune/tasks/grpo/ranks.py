@@ -14,8 +14,8 @@ from streamtune import data, rollout, train
 from streamtune.errors import ArgumentError
 from streamtune.recipe.grpo import GrpoRecipe
 from streamtune.rewards import RewardScores
+from streamtune.tasks.grpo.groups import ScoreCompletions
 from streamtune.tasks.grpo.objective import PolicyBatch
-from streamtune.tasks.grpo.rewards import ScoreCompletions
 from streamtune.tasks.steps import accumulation
 
 __all__ = ["SharedLogprobs", "SharedRewards", "SharedWriter", "check_sharded", "of_all_ranks"]

@@ -16,7 +16,8 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -28,19 +29,34 @@ from streamtune.recipe.grpo import GrpoRecipe
 from streamtune.tasks.grpo.groups import (
     BatchLayout,
     Group,
+    ScoreCompletions,
     any_gradient,
     group_metrics,
     micro_batches,
     remember_logprobs,
 )
-from streamtune.tasks.grpo.log import CompletionLog
 from streamtune.tasks.grpo.objective import MeasuredBatch
 from streamtune.tasks.grpo.ranks import SharedLogprobs
-from streamtune.tasks.grpo.rewards import ScoreCompletions
 from streamtune.tasks.steps import share_out
 from streamtune.train.objective import autocast
+from streamtune.train.records import append_record, cut_after_step
 
-__all__ = ["GrpoSteps"]
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+from itertools import islice
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from streamtune.data.readers import Row
+from streamtune.data.render import RowRenderer
+from streamtune.data.rows import detect_type, normalise
+from streamtune.errors import DataError
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+__all__ = ["CompletionLog", "GrpoSteps", "WarmSteps"]
 
 OF_GROUPS = ("reward_std", "frac_reward_zero_std")
 """Metrics of several completions of a prompt, which one completion does not have."""
@@ -326,3 +342,109 @@ class GrpoSteps:
 def _numbers(values: Sequence[float | None]) -> Tensor:
     """Return the values in fp32, NaN where there is none."""
     return torch.tensor([float("nan") if value is None else value for value in values], dtype=torch.float32)
+
+
+@dataclass(frozen=True)
+class CompletionLog:
+    """Writes a few completions of each rollout, with what they were given for."""
+
+    run: train.RunDirectory
+    tokenizer: PreTrainedTokenizerBase
+    count: int
+    """Completions of a rollout to keep."""
+    writes: bool = True
+    """Whether this rank writes files."""
+
+    @property
+    def path(self) -> Path:
+        """One JSON object a line."""
+        return self.run.path / "completions.jsonl"
+
+    def wrote(self, step: int, groups: Sequence[Group], prompts: Sequence[data.Prompt]) -> None:
+        """Keep some completions of a rollout that is for ``step``: one of each prompt before a second of any."""
+        if not self.writes:
+            return
+        rows = [(place, index) for index in range(len(groups[0].completions)) for place in range(len(groups))]
+        for place, index in rows[: self.count]:
+            append_record(self.path, self._record(step, groups[place], prompts[place], index))
+
+    def skipped(self, step: int) -> None:
+        """Note that a rollout taught nothing and is drawn anew."""
+        if self.writes:
+            train.append_event(
+                self.run.events, "skip", step=step, why="all completions of a prompt have the same reward"
+            )
+
+    def cut(self, step: int) -> None:
+        """Forget what was kept after ``step``: those steps are taken again."""
+        if self.writes:
+            cut_after_step(self.path, step)
+
+    def _record(self, step: int, group: Group, prompt: data.Prompt, index: int) -> dict[str, Any]:
+        return {
+            "step": step,
+            "prompt": self.tokenizer.decode(prompt.input_ids),
+            "completion": self.tokenizer.decode(group.completions[index]),
+            "reward": group.rewards[index],
+            "rewards": {name: values[index] for name, values in group.scores.items()},
+            "advantage": group.advantages[index],
+            "truncated": group.truncated[index],
+            "origin": prompt.origin,
+        }
+
+
+class WarmSteps:
+    """Shuffled demonstrations, ``sft_batch_size`` to a step, in micro-batches. A :class:`streamtune.train.StepStream`.
+
+    Raises:
+        DataError: A row has no answer, or is longer than a prompt and its completion may be.
+    """
+
+    def __init__(self, recipe: GrpoRecipe, prompts: Sequence[data.Prompt], tokenizer: PreTrainedTokenizerBase) -> None:
+        render = RowRenderer(tokenizer, train_on="completion", notify=lambda text: None)
+        self.examples = [_demonstration(prompt, render, recipe.max_length) for prompt in prompts]
+        self.pad_token_id = tokenizer.pad_token_id
+        self.step_size, self.batch_size = recipe.sft_batch_size, recipe.per_device_train_batch_size
+        self.sampler = data.ResumableSampler(len(self.examples), seed=recipe.seed)
+
+    def next_step(self) -> Sequence[train.MicroBatch]:
+        """Return the micro-batches of the next demonstrations; fewer at the end of an epoch."""
+        while not (step := list(islice(self.sampler.batches(self.step_size), 1))):
+            pass  # The epoch was over; asking has moved the sampler on to the next one.
+        rows = [self.examples[row] for row in step[0]]
+        parts = [rows[start : start + self.batch_size] for start in range(0, len(rows), self.batch_size)]
+        return [self._batch(part) for part in parts]
+
+    def _batch(self, examples: Sequence[data.Example]) -> train.MicroBatch:
+        batch = data.collate(examples, pad_token_id=self.pad_token_id)
+        return train.MicroBatch(**batch, origins=tuple(example.origin for example in examples))
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the position of the sampler."""
+        return self.sampler.state_dict()
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Go to the position of another stream over the same prompts."""
+        self.sampler.load_state_dict(state)
+
+
+def _demonstration(prompt: data.Prompt, render: RowRenderer, max_length: int) -> data.Example:
+    """Return the row of a prompt as an example of supervised training."""
+    row = Row(prompt.origin, {"prompt": prompt.prompt, **prompt.columns})
+    if "completion" not in row.columns and "messages" not in row.columns:
+        raise DataError(
+            "'sft_steps' trains on the rows' own answers, and this row has none",
+            where=prompt.origin,
+            mend="give the rows a column 'completion', or delete sft_steps",
+        )
+    row_type = "prompt_completion" if "completion" in row.columns else detect_type(row)
+    rendered = render(normalise(row, row_type), row.origin)
+    if len(rendered.input_ids) > max_length:
+        raise DataError(
+            f"the row has {len(rendered.input_ids):,} tokens with its answer, more than max_prompt_length and "
+            f"max_completion_length together: {max_length:,}",
+            where=prompt.origin,
+            mend="raise max_completion_length",
+        )
+    ids, labels = np.array(rendered.input_ids, dtype=np.int32), np.array(rendered.labels, dtype=np.int32)
+    return data.Example(ids, labels, prompt.origin)

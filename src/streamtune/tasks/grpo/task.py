@@ -23,16 +23,12 @@ from streamtune.recipe.grpo import GrpoRecipe
 from streamtune.rewards import Rewards
 from streamtune.schedule import Schedule
 from streamtune.simulate.scored import Scored
-from streamtune.tasks.compared import random_completions
-from streamtune.tasks.grpo.groups import BatchLayout
-from streamtune.tasks.grpo.log import CompletionLog
+from streamtune.tasks.grpo.groups import BatchLayout, RewardScorer, load_functions
 from streamtune.tasks.grpo.objective import PolicyBatch, PolicyObjective
 from streamtune.tasks.grpo.ranks import SharedRewards, SharedWriter, check_sharded, of_all_ranks
-from streamtune.tasks.grpo.rewards import RewardScorer, load_functions
-from streamtune.tasks.grpo.stream import GrpoSteps
-from streamtune.tasks.grpo.warm import WarmSteps
+from streamtune.tasks.grpo.stream import CompletionLog, GrpoSteps, WarmSteps
 from streamtune.tasks.preference import tree_batch
-from streamtune.tasks.random_batches import RandomTokens
+from streamtune.tasks.random_batches import RandomTokens, random_completions
 from streamtune.tasks.steps import StepPlan, Trainable
 from streamtune.tasks.task import Built, Notify, PreparedRows, RandomStep, ScoringTask, Training, TrialStep, held_back
 from streamtune.train.objective import autocast

@@ -1,0 +1,166 @@
+"""Runs of positions a mask is made of: packed rows, attention spans, blocks that see each other.
+
+All of them are contiguous, so each is given by one number for each position: the start of its run. Shape suffixes: B
+batch, T positions.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import cached_property
+
+import torch
+from torch import Tensor
+
+__all__ = ["Branch", "BranchTable", "Stretch", "clipped", "contiguous", "row_starts", "run_starts", "stretches"]
+
+
+def row_starts(position_ids: Tensor) -> list[int]:
+    """Return the starts of packed rows: 0, and every place where a position is not its predecessor's plus one.
+
+    The rule of ``transformers.masking_utils.find_packed_sequence_indices``.
+
+    Args:
+        position_ids: ``[..., T]``, integers.
+
+    Returns:
+        Sorted positions at which a row starts in any of the sequences.
+
+    Example:
+        >>> row_starts(torch.tensor([0, 1, 2, 0, 1, 0]))
+        [0, 3, 5]
+    """
+    restarts = (torch.atleast_2d(position_ids).diff(dim=-1) != 1).flatten(0, -2).any(0)
+    return [0, *(int(place) + 1 for place in restarts.nonzero().flatten().tolist())]
+
+
+def run_starts(ids_BT: Tensor) -> Tensor:
+    """Return ``[B, T]`` int64: for every position the first one of its run of equal ids."""
+    positions = torch.arange(ids_BT.shape[1], device=ids_BT.device).expand_as(ids_BT)
+    begins = torch.ones_like(ids_BT, dtype=torch.bool)
+    begins[:, 1:] = ids_BT[:, 1:] != ids_BT[:, :-1]
+    return positions.masked_fill(~begins, 0).cummax(dim=1).values
+
+
+def contiguous(ids_BT: Tensor) -> bool:
+    """Return True if no id of 0 or more occurs in two runs of one batch row; negative ids are ignored."""
+    starts = run_starts(ids_BT)
+    positions = torch.arange(ids_BT.shape[1], device=ids_BT.device)
+    heads = (starts == positions) & (ids_BT >= 0)
+    for ids, head in zip(ids_BT, heads, strict=True):
+        found = ids[head]
+        if found.unique().numel() != found.numel():
+            return False
+    return True
+
+
+@dataclass(frozen=True)
+class Stretch:
+    """Queries ``[start, stop)`` with the same first visible key, ``first``.
+
+    They are causal among themselves, or ``mutual``: each sees all of them, later ones included.
+    """
+
+    start: int
+    stop: int
+    first: int
+    mutual: bool
+
+
+def stretches(first_BT: Tensor, block_start_BT: Tensor | None) -> list[list[Stretch]]:
+    """Cut every batch row into stretches; one list for all of them where they are alike.
+
+    Args:
+        first_BT: For each position the first key its run allows.
+        block_start_BT: For each position the start of its mutual block (itself where it is in none).
+    """
+    first, length = first_BT, first_BT.shape[1]
+    block = torch.full_like(first, -1)
+    if block_start_BT is not None:
+        positions = torch.arange(length, device=first.device)
+        inside = block_start_BT != positions
+        inside[:, :-1] |= block_start_BT[:, 1:] == positions[:-1]
+        block = torch.where(inside, block_start_BT, -1)
+    if bool((first == first[:1]).all()) and bool((block == block[:1]).all()):
+        first, block = first[:1], block[:1]
+    begins = torch.ones_like(first, dtype=torch.bool)
+    begins[:, 1:] = (first[:, 1:] != first[:, :-1]) | (block[:, 1:] != block[:, :-1])
+    out = []
+    for row in range(first.shape[0]):
+        places = begins[row].nonzero().flatten()
+        starts = places.tolist()
+        sees, mutual = first[row, places].tolist(), (block[row, places] >= 0).tolist()
+        stops = [*starts[1:], length]
+        out.append([Stretch(*each) for each in zip(starts, stops, sees, mutual, strict=True)])
+    return out
+
+
+def clipped(found: list[Stretch], start: int, stop: int) -> list[tuple[int, int, Stretch]]:
+    """Return the stretches that overlap queries ``[start, stop)``: start and stop of the overlap, and the stretch."""
+    out = []
+    index = max(0, bisect_right(found, start, key=lambda stretch: stretch.start) - 1)
+    while index < len(found) and found[index].start < stop:
+        stretch = found[index]
+        out.append((max(start, stretch.start), min(stop, stretch.stop), stretch))
+        index += 1
+    return out
+
+
+@dataclass(frozen=True)
+class Branch:
+    """Places ``[start, stop)``, which also see all of ``[trunk_start, trunk_stop)``; for a trunk itself that is empty.
+
+    Its row begins at ``trunk_start``; its first position in the row is the length of its trunk.
+    """
+
+    start: int
+    stop: int
+    trunk_start: int
+    trunk_stop: int
+
+    @property
+    def shift(self) -> int:
+        """The difference between a place in it and the position of that place in the row."""
+        return self.start - (self.trunk_stop - self.trunk_start)
+
+
+@dataclass(frozen=True)
+class BranchTable:
+    """All parts of a sequence, in order, without a gap."""
+
+    parts: tuple[Branch, ...]
+
+    @property
+    def length(self) -> int:
+        """Number of places T."""
+        return self.parts[-1].stop
+
+    @cached_property
+    def positions(self) -> Tensor:
+        """``[T]`` int64: the position of each place in its row."""
+        return torch.cat([torch.arange(part.start - part.shift, part.stop - part.shift) for part in self.parts])
+
+    @cached_property
+    def bounds(self) -> Tensor:
+        """``[3, T]`` int64: start of each place's part, start of its trunk, stop of its trunk."""
+        lengths = torch.tensor([part.stop - part.start for part in self.parts])
+        facts = torch.tensor([[part.start, part.trunk_start, part.trunk_stop] for part in self.parts])
+        return facts.repeat_interleave(lengths, 0).T.contiguous()
+
+    def at(self, place: int) -> Branch:
+        """Return the part that contains a place."""
+        return self.parts[bisect_right(self._starts, place) - 1]
+
+    def clipped(self, start: int, stop: int) -> Iterator[tuple[int, int, Branch]]:
+        """Yield each part that overlaps places ``[start, stop)``: start and stop of the overlap, and the part."""
+        index = bisect_right(self._starts, start) - 1
+        while index < len(self.parts) and self.parts[index].start < stop:
+            part = self.parts[index]
+            yield max(start, part.start), min(stop, part.stop), part
+            index += 1
+
+    @cached_property
+    def _starts(self) -> list[int]:
+        return [part.start for part in self.parts]
