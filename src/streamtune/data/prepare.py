@@ -1,4 +1,17 @@
-"""From sources to examples ready to train on: read, normalise, render, fit to the length, hold out, pack."""
+"""From sources to rows ready to train on: read, normalise, render, fit to the length, hold out, pack.
+
+:func:`prepare_dataset` makes rows of next tokens; the others make prompts with completions, or prompts that completions
+are yet to be written for.
+
+A row of type ``preference`` becomes a tree of its prompt with both answers, one of type ``unpaired`` a tree with one
+answer; a row of type ``prompts`` or ``messages`` becomes a prompt.
+
+Everything is read and checked before these functions return. Rows with the same prompt are held out together, so that
+no held-out prompt is trained on.
+
+Every column beside a prompt is kept and goes to the reward functions as a list under its name, as does ``messages``
+itself, which holds the answer that was taken off. ``tools`` goes to the chat template too.
+"""
 
 from __future__ import annotations
 

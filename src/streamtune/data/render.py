@@ -1,9 +1,22 @@
-"""From a row to token ids and labels.
+"""From a row, or a prompt with its answers, to token ids and labels.
 
 The text of a row is tokenised **once**, whole; its ids are what is trained on. What is trained is known as characters
 of that text (see :mod:`streamtune.data.chat`) and carried over to tokens by the tokenizer's character offsets: a token
 is trained if it holds a trained character. Tokenising pieces and gluing ids would be simpler and wrong: byte-pair
 merges cross the borders of pieces.
+
+A prompt with its answers becomes one trunk and the tokens of each answer that count. Every answer is tokenised **with
+its prompt before it**, whole, as supervised training does: a conversation by the chat template, text as the plain joint
+of both with the end token behind it. The tree's prompt is then the longest beginning that all of these have in common
+and in which no token counts. So ``prompt + completion`` is, token for token, what the whole conversation renders to,
+for any template and tokenizer, also at the border:
+
+- A token that holds the end of the prompt and the start of an answer belongs to the answer and counts there.
+- Where that token differs from answer to answer, or a template writes a prompt differently before different answers,
+  the tokens that differ and do not count go with the completion, masked.
+
+A token counts if it holds a character of an assistant's turn behind the prompt, its terminator included; the end token
+behind a text counts. Messages of users and tools in an answer of several turns do not.
 """
 
 from __future__ import annotations

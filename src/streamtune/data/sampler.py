@@ -1,10 +1,18 @@
-"""The order in which rows are visited: a function of seed and epoch, so that it can be resumed anywhere.
+"""The packing of rows, the order in which they are visited, and their assignment to ranks.
+
+The order is a function of seed and epoch, so that it can be resumed anywhere.
 
 The assignment of an optimizer step's rows to ranks, so that no rank waits long for another.
 
 Ranks go through their micro-batches in lockstep: where weights are shared they wait for each other in every layer, so
 a micro-step takes as long as its longest batch. Batches are therefore made of rows of like length, and the batches
 that are computed at the same time are of like length too. A step trains on the same rows for any number of ranks.
+
+The packing of rows into sequences: best fit, longest first, a function of the lengths and the seed.
+
+Packs are made once, when the data is prepared, and are what the sampler shuffles: a run resumes at a pack as it would
+at a row, and each epoch visits the same packs in another order. The rows of a pack never attend to one another, so
+packing changes which rows make up a step and nothing else.
 """
 
 from __future__ import annotations

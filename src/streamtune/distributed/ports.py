@@ -1,4 +1,8 @@
-"""Free ports, and those on which the ranks of a run find each other besides the process group's own."""
+"""Names of hosts, free ports, and the ports on which ranks find each other besides the process group's own.
+
+Names of hosts are safe to hand to ssh and to look up: letters, digits, dots, dashes, and nothing that leads
+another program to take them for something else.
+"""
 
 from __future__ import annotations
 

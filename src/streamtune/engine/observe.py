@@ -1,4 +1,17 @@
-"""The state of a forward besides its arguments: random numbers, autocast, training modes, attention; and observers."""
+"""The state of a forward besides its arguments, observers of a forward, and hooks of modules that run on chunks.
+
+The state is random numbers, autocast, training modes and attention.
+
+Hooks of modules that run on chunks: they would be called for each chunk, in the forward and again in the backward.
+
+A hook on the model, an embedding, a decoder layer or the norm behind them is called once, with whole tensors. Inside of
+a decoder layer a module is given one chunk after the other; the head is given none, its loss is one sweep of its
+weight. A hook there that counts, averages or normalises would see something else than in the ordinary call. So it is
+refused by name, unless it says that it treats every token by itself (:func:`chunkwise`).
+
+Hooks of libraries that take part in the computation (gathering of ZeRO and FSDP2, weight norm) belong there and are
+called as they are.
+"""
 
 from __future__ import annotations
 

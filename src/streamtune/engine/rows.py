@@ -1,9 +1,27 @@
-"""The rows of a packed batch: where one begins, a layer that carries a state starts anew.
+"""The rows in a sequence: packed rows, and rows that share their beginning.
+
+Where a packed row begins, a layer that carries a state starts anew.
 
 Attention layers find the rows in their mask (``ops.attention.rules``). A recurrence has no mask: its chunks are cut
 where any row begins, and the state is zero for the sequences that begin one.
 
 Shape suffixes: B batch, T tokens.
+
+Rows that begin alike, streamed with their common beginning once: a tree laid out as one sequence.
+
+A trunk is the common beginning of several rows; a branch is the rest of one of them. A tree is its trunk and then its
+branches, end to end, and a sequence is any number of trees:
+
+    place       0 1 2 3   4 5 6   7 8 9 10   11 ...
+                trunk     branch  branch     the next tree
+    position    0 1 2 3   4 5 6   4 5 6 7    0 ...
+
+A token sees its trunk and its own branch, and counts its position through both, so every row is computed as it would be
+alone, to rounding: its trunk's keys, values and states are those of every row, and their gradient is the sum over
+all branches. A layer with a recurrent state begins each branch with the trunk's last state.
+
+Preference pairs (arXiv 2305.18290) and groups of completions (arXiv 2402.03300) are such rows. The last token of a
+prompt belongs to the branches, for there it predicts another token in each.
 """
 
 from __future__ import annotations

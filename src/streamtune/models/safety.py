@@ -1,10 +1,15 @@
-"""Checks of a folder with a model, before transformers and peft read it.
+"""Checks of a folder with a model and of its configuration, before transformers and peft read them.
 
 - Weights are safetensors. A pickle is a program; it is refused unless the recipe says ``allow_pickle``, and is then
   read by torch's restricted unpickler.
 - Names of files in an index are of files in that folder.
 - An attention kernel of the hub, which is code, is not taken from a configuration.
 - Adapters do not choose their base among the models of a hub.
+
+Numbers in a model's configuration that no model can have, found before one is made.
+
+Transformers builds a model of them all the same: one of width 0 trains to its end and learns nothing, a dropout of
+1.5 is never applied, and the rest fails later with an error about tensors.
 """
 
 from __future__ import annotations

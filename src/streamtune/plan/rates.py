@@ -1,4 +1,6 @@
-"""Predict the time of a step: the work that a simulation counted, over rates measured or taken from a data sheet.
+"""Predict the time of a step, and the devices whose rates are known.
+
+The time is the work that a simulation counted, over rates measured or taken from a data sheet.
 
     device = matmul / r_m + attention / r_a + touched / r_t
 
@@ -6,6 +8,18 @@ Operators are taken to compute one after another: matrix products and attention 
 the bytes it reads and writes. On an accelerator the launch of operators and copies overlap with the computation, so a
 step takes the longest of four times: the device's work, ``operators * t_o``, ``moved / r_c`` and ``disk / r_d``. On the
 CPU, where the same cores do all of it, it takes their sum.
+
+Devices by name, for a plan on one that is not there: public figures, each from its maker's data sheet.
+
+Memory is the size that a program finds (the driver keeps some of the nominal size), rates are of dense bfloat16 without
+sparsity, bandwidths are peaks; ``host_bandwidth`` is one direction of the link (PCIe 4 and 5 x16). A real step gets
+less than these rates: ``SHEET_EFFICIENCY`` has the parts that are assumed.
+
+Links between devices, one direction of one device: NVLink 3, 4 and 5 are 600, 900 and 1,800 GB/s both ways (data sheets
+of A100, H100 and B200), the seven links of an MI300X 64 GB/s each way; where there is none, or a bridge that joins two
+devices only, PCIe. The network is what the maker's own machine has for each device: eight ports of 200 Gb/s (DGX A100)
+or 400 Gb/s (DGX H100, H200 and B200; eight as well in platforms of MI300X). For the others there is no such machine:
+100 Gb/s for the server cards and 10 Gb/s for those of workstations are assumed.
 """
 
 from __future__ import annotations

@@ -1,4 +1,11 @@
-"""Load a recipe file as a ``Recipe``: read, rename, override, check, and report each mistake with its line."""
+"""Load a recipe file as a ``Recipe``: read, rename, override, check, and report each mistake with its line.
+
+``--set key=value``: one way to change any key of a recipe from the command line.
+
+A key is written in full (``engine.chunk_size=4096``, ``datasets.0.path=other.jsonl``) or by its last name where that
+name is unique (``chunk_size=4096``, ``num_hidden_layers=8`` for a model made from a configuration). A value is read as
+it would be in the file.
+"""
 
 from __future__ import annotations
 

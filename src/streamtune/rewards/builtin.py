@@ -3,6 +3,19 @@
 A completion is text, or a list of messages, of which the last one's content counts. A value of None means that the row
 has nothing to compare with: the score is None. A value that cannot be used raises a ``ValueError`` without the
 row's name, which the caller adds.
+
+The reward ``unit_tests`` runs code that a model wrote, with tests, in a subprocess.
+
+    trainer --spec on stdin--> supervisor (run_tests.py) --fork--> code and tests
+            <--which passed--             kills what is left of them, at the latest after the timeout
+
+Limits: time of the clock and of the processor, address space, size of files, open files, core dumps, and 64 processes
+at a time. The process works in a temporary directory that is removed, with an environment of its
+own (no tokens or keys of the trainer's), and a session of its own; whatever it started is killed with it.
+
+It is no sandbox. The code runs as the same user: it can read that user's files and use the network. Someone who trains
+on prompts he does not trust runs the whole trainer in a container. Nor is it proof against code that forges the result
+on purpose: the test program is the same process as the code.
 """
 
 from __future__ import annotations

@@ -1,4 +1,15 @@
-"""Make the sources of the rows and the tokenizer of a recipe."""
+"""Make the sources of the rows and the tokenizer of a recipe, and fingerprint what a run reads besides its data.
+
+A fingerprint is taken of what a run reads again each time it is started.
+
+    base        model_name_or_path: configuration and weights of a folder, the commit of a model on a hub
+    adapter     the base that adapters in that folder name
+    reference   ref_model_name_or_path
+    rewards     the source of the user's own reward functions
+
+A model that is made from ``model.init`` is decided by that key and ``seed``, and what ``tokenizer.train`` makes by the
+data: these are compared as such. A run goes on with the tokenizer of its checkpoint, so a change there is only noted.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Operators on ``meta`` tensors: the values of integers, and results that are cached by the form of the arguments.
+"""Models and operators on ``meta`` tensors: values of integers, cached results, the casts of autocast.
 
 Tensors on ``meta`` have no values, but models and the engine need some of them: do positions restart, does a mask hide
 anything, which tokens have a target. All of that is computed from integers and booleans, which are small compared with
@@ -8,7 +8,10 @@ router are not known; it is taken to spread tokens evenly over experts.
 Shape functions of many operators are written in Python and take longer than their kernels; a step calls them with the
 same forms for every chunk and layer, so each is called once for each form of its arguments. (The same idea as torch's
 cache of fake tensors.)
-"""
+
+For autocast torch has nothing on ``meta``: the casts of an operator's arguments on a device are made here. The
+operators are those of torch's own lists (``aten/src/ATen/autocast_mode.h``), the casts those of its ``cached_cast``: a
+trainable weight in fp32 is cast once and kept until the outermost region ends, anything else is cast for each use."""
 
 from __future__ import annotations
 

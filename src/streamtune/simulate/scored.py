@@ -5,6 +5,9 @@ twice, final hidden states are kept until the loss is known, and a reference may
 on the layout of prompts and completions in the sequence, and hardly on the objective.
 
 Shape suffixes: B rows, T tokens.
+
+Training without streaming is here as well: checkpointing of every layer, and log-probabilities by a model's ordinary
+logits. Streamed steps are compared with these, in memory and in value.
 """
 
 from __future__ import annotations

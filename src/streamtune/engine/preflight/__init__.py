@@ -1,8 +1,8 @@
 """Asked before training: is this very model, with these very weights, streamed exactly, and are packed rows kept apart?
 
-``exact`` compares a forward of the model, and ``layer`` the gradients of one layer, with those of the plain model;
-``length`` does so on a row longer than a chunk, ``rows`` compares packed rows with the same rows alone, and ``ranks``
-compares ranks that share a sequence with one alone.
+``exact`` compares a forward of the model, and ``layer`` the gradients of one layer, with those of the plain model, and
+ranks that share a sequence with one alone; ``rows`` compares packed rows, and rows that share their beginning, with the
+same rows alone, and a row longer than a chunk with its chunks.
 """
 
 from streamtune.engine.preflight.exact import check_exact

@@ -1,4 +1,9 @@
-"""The tools of the checks: a model borrowed for a comparison, differences of tensors, trial batches."""
+"""The tools of the checks: a model borrowed for a comparison, differences of tensors, trial batches, recorded calls.
+
+A decoder layer's call is recorded as a function of tensors, so that the preflight can repeat it, plain or in chunks.
+Inputs are the tensor arguments that need a gradient, hidden states first, and the entries of a dictionary of keys and
+values the model shares between its layers. Outputs are the tensors the layer returns, and the entries it fills there.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""A numerical preflight for packing: packed rows must not affect each other, and shared beginnings must be exact.
+"""Numerical preflights with rows: packed ones, rows that share their beginning, rows longer than a chunk.
+
+Packed rows must not affect each other, and shared beginnings must be exact.
 
 A model is given packed rows as positions that restart, and in no other way. Its signature does not show if it follows
 them: one that adds a bias by distance (ALiBi), carries a state past a row's end or numbers positions itself takes the
@@ -11,6 +13,15 @@ In a narrow dtype a router may choose another expert because of rounding alone, 
 lets rows see each other differs at the first token of every row: there the median over the rows decides.
 
 Rows that share their beginning (``branches``) are checked in the same way: a row alone is its trunk and its branch.
+
+Some layers compute in another way above a number of tokens. The other preflights use a few tokens, fewer than every
+chunk has. Here one layer of each kind runs forward on a row that is longer than the schedule's chunk c, plainly and in
+its chunks, from the same hidden states. The chunks of a row are about equally long: c/2 at least, which a row of c + 1
+tokens has. A layer that changes its computation below c/2 is exact, one that does so between c/2 and c differs there,
+and one that does so above c differs in a row that is as long as that.
+
+Within a chunk the median over its tokens is compared, so that a router that sends a token elsewhere because of rounding
+does not count.
 """
 
 from __future__ import annotations

@@ -1,7 +1,11 @@
-"""Runs of positions a mask is made of: packed rows, attention spans, blocks that see each other.
+"""Runs of positions a mask is made of: packed rows, attention spans, blocks that see each other, trees of rows.
 
 All of them are contiguous, so each is given by one number for each position: the start of its run. Shape suffixes: B
 batch, T positions.
+
+The layout in a sequence of a tree of rows: trunks, and the branches that continue them.
+
+Positions count within a row, through trunk and branch; places count from the start of the sequence.
 """
 
 from __future__ import annotations

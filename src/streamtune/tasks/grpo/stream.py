@@ -9,6 +9,11 @@
 A rollout from which nothing is to be learnt is counted and drawn anew. Everything is in :meth:`GrpoSteps.state_dict`,
 the completions of the current rollout with their log-probs included, so that a run can be resumed in the middle of its
 inner epochs.
+
+The supervised steps before the first rollout: on the rows of the training prompts, with their own answers.
+
+A policy learns from completions that are better than others, so some of them must be good: a model that never solves a
+task cannot learn it from rewards. Held-out prompts are not used.
 """
 
 from __future__ import annotations
