@@ -17,7 +17,7 @@ from streamtune.errors import ArgumentError, did_you_mean
 from streamtune.sizes import parse_size
 
 from .console import err, out, print_json
-from .options import JsonOption, RecipeArgument, SetOption
+from .options import JsonOption, RecipeArgument, SetOption, option
 
 if TYPE_CHECKING:
     from streamtune.recipe import LoadedRecipe
@@ -44,28 +44,17 @@ def bench(
     recipe: RecipeArgument,
     table: Annotated[
         str,
-        typer.Option(
-            metavar="NAME",
-            help="Measure a table: bp-time, max-length, memory, ablation or prefix-sharing. "
+        option(
+            "NAME",
+            "Measure a table: bp-time, max-length, memory, ablation or prefix-sharing. "
             "One that was stopped is gone on with.",
-            show_default=False,
         ),
     ] = "",
     lengths: Annotated[
-        str,
-        typer.Option(
-            metavar="N,N,...",
-            help=f"Tokens of a row, one measurement each.  [default: {LENGTHS['']}]",
-            show_default=False,
-        ),
+        str, option("N,N,...", f"Tokens of a row, one measurement each.  [default: {LENGTHS['']}]")
     ] = "",
     modes: Annotated[
-        str,
-        typer.Option(
-            metavar="MODE,...",
-            help=f"What to compare.  [default: {THREE}; for a table the peers as well]",
-            show_default=False,
-        ),
+        str, option("MODE,...", f"What to compare.  [default: {THREE}; for a table the peers as well]")
     ] = "",
     packed_rows: Annotated[
         int, typer.Option(metavar="N", help="Also as N rows packed in one sequence, and as N rows one after another.")
@@ -73,25 +62,12 @@ def bench(
     repeats: Annotated[int, typer.Option(metavar="N", help="Timed steps of each, taken in turns.")] = 3,
     method: Annotated[
         str,
-        typer.Option(
-            metavar="measure|simulate",
-            help="max-length: train on the device, or simulate one of --device-memory.",
-            show_default=False,
-        ),
+        option("measure|simulate", "max-length: train on the device, or simulate one of --device-memory."),
     ] = "",
-    device_memory: Annotated[
-        str, typer.Option(metavar="80GiB", help="max-length: the budget on the device.", show_default=False)
-    ] = "",
-    host_memory: Annotated[
-        str, typer.Option(metavar="128GiB", help="max-length: for what is kept on the host.", show_default=False)
-    ] = "",
-    disk_memory: Annotated[
-        str, typer.Option(metavar="2TiB", help="max-length: for what is kept on disk.", show_default=False)
-    ] = "",
-    output_dir: Annotated[
-        Path | None,
-        typer.Option(metavar="DIR", help="Where the figures, the picture and the page go.", show_default=False),
-    ] = None,
+    device_memory: Annotated[str, option("80GiB", "max-length: the budget on the device.")] = "",
+    host_memory: Annotated[str, option("128GiB", "max-length: for what is kept on the host.")] = "",
+    disk_memory: Annotated[str, option("2TiB", "max-length: for what is kept on disk.")] = "",
+    output_dir: Annotated[Path | None, option("DIR", "Where the figures, the picture and the page go.")] = None,
     set_: SetOption = None,
     as_json: JsonOption = False,
 ) -> None:

@@ -20,38 +20,29 @@ __all__ = [
     "NprocOption",
     "RecipeArgument",
     "SetOption",
+    "option",
     "read_recipe",
 ]
+
+
+def option(metavar: str | None, help: str, *names: str, least: int | None = None) -> Any:
+    """Return an option whose default is not in the help; without ``names`` it is named as its parameter."""
+    return typer.Option(*names, metavar=metavar, help=help, min=least, show_default=False)
+
 
 RecipeArgument = Annotated[Path, typer.Argument(metavar="RECIPE", help="A recipe (YAML).", show_default=False)]
 SetOption = Annotated[
     list[str] | None,
-    typer.Option(
-        "--set",
-        metavar="KEY=VALUE",
-        help="Change a key of the recipe: `--set max_length=4096`. May be given several times.",
-        show_default=False,
-    ),
+    option("KEY=VALUE", "Change a key of the recipe: `--set max_length=4096`. May be given several times.", "--set"),
 ]
 NprocOption = Annotated[
-    int | None,
-    typer.Option(
-        "--nproc",
-        metavar="N",
-        help="Train in N ranks on this machine (or on each host of the hostfile).",
-        show_default=False,
-    ),
+    int | None, option("N", "Train in N ranks on this machine (or on each host of the hostfile).", "--nproc")
 ]
 HostfileOption = Annotated[
     Path | None,
-    typer.Option(
-        "--hostfile",
-        metavar="FILE",
-        help="Train on these machines, reached over ssh: a line `HOST slots=N` for each.",
-        show_default=False,
-    ),
+    option("FILE", "Train on these machines, reached over ssh: a line `HOST slots=N` for each.", "--hostfile"),
 ]
-JsonOption = Annotated[bool, typer.Option("--json", help="Print one JSON document on stdout.", show_default=False)]
+JsonOption = Annotated[bool, option(None, "Print one JSON document on stdout.", "--json")]
 
 
 class HelpCommand(TyperCommand):

@@ -6,7 +6,6 @@ import os
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Annotated
 
-import typer
 from rich.table import Table
 from rich.text import Text
 
@@ -15,7 +14,7 @@ from streamtune.cli.screens import NodesOption, RanksOption, cluster_document, c
 from streamtune.sizes import show_size
 
 from .console import err, out, print_json, print_note, print_rows
-from .options import JsonOption, RecipeArgument, SetOption
+from .options import JsonOption, RecipeArgument, SetOption, option
 
 if TYPE_CHECKING:
     from streamtune.plan import Plan
@@ -32,23 +31,11 @@ FIXED = ("weights", "gathered weights", "fp32 weights", "reference", "gradients"
 
 def plan(
     recipe: RecipeArgument,
-    device: Annotated[
-        str | None,
-        typer.Option(metavar="NAME", help="Plan for a device that is not here, such as h100-80gb.", show_default=False),
-    ] = None,
-    device_memory: Annotated[
-        str | None, typer.Option(metavar="SIZE", help="Its memory, such as 80GiB.", show_default=False)
-    ] = None,
-    host_memory: Annotated[
-        str | None, typer.Option(metavar="SIZE", help="Memory of the machine to plan with.", show_default=False)
-    ] = None,
-    disk_memory: Annotated[
-        str | None, typer.Option(metavar="SIZE", help="Space in engine.offload_dir.", show_default=False)
-    ] = None,
-    length: Annotated[
-        int | None,
-        typer.Option(metavar="N", min=2, help="Tokens of a row; by default max_length.", show_default=False),
-    ] = None,
+    device: Annotated[str | None, option("NAME", "Plan for a device that is not here, such as h100-80gb.")] = None,
+    device_memory: Annotated[str | None, option("SIZE", "Its memory, such as 80GiB.")] = None,
+    host_memory: Annotated[str | None, option("SIZE", "Memory of the machine to plan with.")] = None,
+    disk_memory: Annotated[str | None, option("SIZE", "Space in engine.offload_dir.")] = None,
+    length: Annotated[int | None, option("N", "Tokens of a row; by default max_length.", least=2)] = None,
     ranks: RanksOption = None,
     nodes: NodesOption = None,
     set_: SetOption = None,

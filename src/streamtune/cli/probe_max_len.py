@@ -16,7 +16,7 @@ from streamtune.cli.screens import NodesOption, RanksOption, traffic_table
 from streamtune.sizes import parse_size, show_size
 
 from .console import err, out, print_json, print_note, print_rows
-from .options import JsonOption, RecipeArgument, SetOption
+from .options import JsonOption, RecipeArgument, SetOption, option
 
 if TYPE_CHECKING:
     from streamtune.probe import Limit, ProbeReport, Trial
@@ -31,41 +31,18 @@ def probe_max_len(
     method: Annotated[
         str, typer.Option(metavar="measure|simulate", help="Train on the device, or simulate one that is not there.")
     ] = "measure",
-    device_memory: Annotated[
-        str | None, typer.Option(metavar="80GiB", help="Budget on the device; else what it has.", show_default=False)
-    ] = None,
-    host_memory: Annotated[
-        str | None, typer.Option(metavar="128GiB", help="For what the schedule keeps on the host.", show_default=False)
-    ] = None,
-    disk_memory: Annotated[
-        str | None, typer.Option(metavar="2TiB", help="For what the schedule keeps on disk.", show_default=False)
-    ] = None,
-    device: Annotated[
-        str | None, typer.Option(metavar="NAME", help="A device by name, with `simulate`.", show_default=False)
-    ] = None,
-    baseline: Annotated[
-        bool, typer.Option("--baseline", help="Also without streaming: checkpointing, plain.", show_default=False)
-    ] = False,
-    batch_size: Annotated[
-        bool, typer.Option("--batch-size", help="Look for the largest batch, at one length.", show_default=False)
-    ] = False,
-    length: Annotated[
-        int | None, typer.Option(metavar="N", help="That length; else the recipe's max_length.", show_default=False)
-    ] = None,
-    least: Annotated[
-        int | None, typer.Option("--from", metavar="N", help="Try nothing smaller.", show_default=False)
-    ] = None,
-    most: Annotated[
-        int | None, typer.Option("--to", metavar="N", help="Try nothing larger.", show_default=False)
-    ] = None,
+    device_memory: Annotated[str | None, option("80GiB", "Budget on the device; else what it has.")] = None,
+    host_memory: Annotated[str | None, option("128GiB", "For what the schedule keeps on the host.")] = None,
+    disk_memory: Annotated[str | None, option("2TiB", "For what the schedule keeps on disk.")] = None,
+    device: Annotated[str | None, option("NAME", "A device by name, with `simulate`.")] = None,
+    baseline: Annotated[bool, option(None, "Also without streaming: checkpointing, plain.", "--baseline")] = False,
+    batch_size: Annotated[bool, option(None, "Look for the largest batch, at one length.", "--batch-size")] = False,
+    length: Annotated[int | None, option("N", "That length; else the recipe's max_length.")] = None,
+    least: Annotated[int | None, option("N", "Try nothing smaller.", "--from")] = None,
+    most: Annotated[int | None, option("N", "Try nothing larger.", "--to")] = None,
     trial_timeout: Annotated[float, typer.Option(metavar="SECONDS", help="A trial that takes longer fails.")] = 1800,
-    margin: Annotated[
-        float | None,
-        typer.Option(metavar="PART", help="Part of a budget left free; else engine.margin.", show_default=False),
-    ] = None,
-    output_dir: Annotated[
-        Path | None, typer.Option(metavar="DIR", help="Where probe.json and probe.png go.", show_default=False)
-    ] = None,
+    margin: Annotated[float | None, option("PART", "Part of a budget left free; else engine.margin.")] = None,
+    output_dir: Annotated[Path | None, option("DIR", "Where probe.json and probe.png go.")] = None,
     ranks: RanksOption = None,
     nodes: NodesOption = None,
     set_: SetOption = None,

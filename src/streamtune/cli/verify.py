@@ -13,7 +13,7 @@ from streamtune.adapters import base_of
 from streamtune.cli.options import read_recipe
 
 from .console import err, out, print_json, print_note, print_rows
-from .options import JsonOption, RecipeArgument, SetOption
+from .options import JsonOption, RecipeArgument, SetOption, option
 
 if TYPE_CHECKING:
     from streamtune.engine import RouterLoss
@@ -29,14 +29,8 @@ COARSE = 1e-3
 
 def verify(
     recipe: RecipeArgument,
-    length: Annotated[
-        int | None,
-        typer.Option(metavar="N", help="Tokens to compare on; by default what memory allows.", show_default=False),
-    ] = None,
-    dtype: Annotated[
-        str | None,
-        typer.Option(metavar="float32|bfloat16|float64", help="Compute in this instead.", show_default=False),
-    ] = None,
+    length: Annotated[int | None, option("N", "Tokens to compare on; by default what memory allows.")] = None,
+    dtype: Annotated[str | None, option("float32|bfloat16|float64", "Compute in this instead.")] = None,
     set_: SetOption = None,
     as_json: JsonOption = False,
 ) -> None:

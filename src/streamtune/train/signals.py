@@ -7,7 +7,7 @@ import signal
 import threading
 from collections.abc import Callable
 from contextlib import ExitStack, suppress
-from types import FrameType, TracebackType
+from types import FrameType
 from typing import Any
 
 from streamtune import interrupts
@@ -64,9 +64,7 @@ class StopRequest:
                     self._previous[signum] = signal.signal(signum, self._handle)
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         for signum, handler in self._previous.items():
             signal.signal(signum, handler)
         self._previous.clear()
