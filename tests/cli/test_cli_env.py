@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from streamtune.cli import main
-from streamtune.cli.allocator import NAMES, allocator_setting, grow_segments
+from streamtune.cli.allocator import VARIABLES, allocator_setting, grow_segments
 
 
 def test_env_json(capsys):
@@ -53,7 +53,7 @@ def test_env_for_people(capsys):
 @pytest.fixture
 def environment(monkeypatch):
     """The variables of the allocator, as a user has them who sets none; what a command sets is taken back."""
-    for name in NAMES:
+    for name in VARIABLES:
         monkeypatch.setenv(name, "")
         monkeypatch.delenv(name)
     return monkeypatch
@@ -64,16 +64,16 @@ def test_segments_grow_unless_the_user_says_otherwise(environment, capsys):
     with pytest.raises(SystemExit):
         main(["env", "--json"])
     assert json.loads(capsys.readouterr().out)["allocator"] == "expandable_segments:True"
-    assert [os.environ[name] for name in NAMES] == ["expandable_segments:True"] * 2
+    assert [os.environ[name] for name in VARIABLES] == ["expandable_segments:True"] * 2
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", VARIABLES)
 def test_the_users_own_setting_stays(environment, capsys, name):
     environment.setenv(name, "max_split_size_mb:128")
     with pytest.raises(SystemExit):
         main(["env", "--json"])
     assert json.loads(capsys.readouterr().out)["allocator"] == "max_split_size_mb:128"
-    assert [other in os.environ for other in NAMES] == [other == name for other in NAMES]
+    assert [other in os.environ for other in VARIABLES] == [other == name for other in NAMES]
 
 
 def test_an_empty_setting_is_the_users_too():
