@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from streamtune.cli import main
-from streamtune.cli.allocator import VARIABLES, allocator_setting, grow_segments
+from streamtune.cli.machine import VARIABLES, allocator_setting, grow_segments
 
 
 def test_env_json(capsys):

@@ -8,10 +8,9 @@ from collections.abc import Sequence
 from contextlib import ExitStack
 
 from streamtune import interrupts
-from streamtune.cli.allocator import grow_segments
 from streamtune.cli.app import app
 from streamtune.cli.console import is_needed, need_output
-from streamtune.cli.machine import check_directory, error_of_machine, name_locale
+from streamtune.cli.machine import check_directory, error_of_machine, grow_segments, name_locale
 from streamtune.cli.ranks import note_failure, remember_arguments, report_failure
 from streamtune.distributed.launch.ranks import die_with_launcher
 from streamtune.errors import RunError, StreamTuneError

@@ -10,8 +10,8 @@ from typing import Any
 from rich.text import Text
 
 from streamtune import __version__
+from streamtune.cli.machine import allocator_setting
 
-from .allocator import allocator_setting
 from .console import out, print_json, print_rows
 from .options import JsonOption
 

@@ -5,11 +5,11 @@ from __future__ import annotations
 import errno
 import os
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, MutableMapping
 
 from streamtune.errors import ArgumentError, OutOfMemoryError, RunError, StreamTuneError
 
-__all__ = ["check_directory", "error_of_machine", "name_locale"]
+__all__ = ["VARIABLES", "allocator_setting", "check_directory", "error_of_machine", "grow_segments", "name_locale"]
 
 MEMORY = ("cannot allocate memory", "can't allocate memory", "out of memory", "bad_alloc",
           "failed to map segment")  # fmt: skip
@@ -121,3 +121,19 @@ def _has_no_directory() -> bool:
 
 def _temporary() -> str:
     return next((os.environ[name] for name in TEMPORARY if os.environ.get(name)), "/tmp")
+
+
+VARIABLES = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
+"""The variable's name and its older one; some versions of torch follow only one of them."""
+SETTING = "expandable_segments:True"
+
+
+def grow_segments(environment: MutableMapping[str, str] = os.environ) -> None:
+    """Set expandable segments for this process and its children unless the user set the allocator; Linux only."""
+    if sys.platform == "linux" and not any(name in environment for name in VARIABLES):
+        environment.update(dict.fromkeys(VARIABLES, SETTING))
+
+
+def allocator_setting(environment: MutableMapping[str, str] = os.environ) -> str:
+    """Return the allocator's setting from the environment; an empty string if there is none."""
+    return next((environment[name] for name in VARIABLES if environment.get(name)), "")
