@@ -7,7 +7,7 @@ from typing import Annotated
 import typer
 
 from streamtune import __version__
-from streamtune.cli.recipes import schema
+from streamtune.cli.recipes import schema, validate
 from streamtune.cli.training import dpo, grpo, sft
 
 from .bench import bench
@@ -16,7 +16,6 @@ from .options import HelpCommand, HelpGroup
 from .plan import plan
 from .probe_max_len import probe_max_len
 from .recipes import recipes
-from .validate import validate
 from .verify import verify
 
 __all__ = ["app"]
