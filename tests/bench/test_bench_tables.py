@@ -20,8 +20,7 @@ from streamtune.bench import lengths as longest
 from streamtune.bench.entries import ablation_entries, length_entries
 from streamtune.bench.lengths import longest_by
 from streamtune.bench.modes import WAYS
-from streamtune.bench.sharing import SHARING
-from streamtune.bench.subject import Case, MeasuredModel
+from streamtune.bench.subject import SHARING, Case, MeasuredModel
 from streamtune.bench.tables import DEFAULT, Entry, TableRow
 from streamtune.bench.tabulate import fill
 from streamtune.cli.app import app

@@ -12,7 +12,7 @@ import pytest
 from streamtune import Schedule
 from streamtune.bench import BenchReport, BenchRow, TableReport, markdown
 from streamtune.bench.entries import ablation_entries, length_entries
-from streamtune.bench.sharing import SHARING
+from streamtune.bench.subject import SHARING
 from streamtune.bench.tables import Entry, TableName, TableRow
 from streamtune.cli.console import out
 from streamtune.cli.screens import bench_screen, describe_bench, table_screen

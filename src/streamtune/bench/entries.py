@@ -6,8 +6,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from typing import Any
 
-from streamtune.bench.sharing import SHARING
-from streamtune.bench.subject import Case, Layout
+from streamtune.bench.subject import SHARING, Case, Layout
 from streamtune.bench.tables import DEFAULT, Entry
 from streamtune.engine.memory.placement import best_segment_size
 from streamtune.schedule import Schedule

@@ -10,7 +10,7 @@ from typing import Any
 from streamtune.bench import plots
 from streamtune.bench.entries import ablation_entries, mode_entries, sharing_entries
 from streamtune.bench.modes import WAYS
-from streamtune.bench.sharing import COMPLETIONS, SHARING
+from streamtune.bench.subject import COMPLETIONS, SHARING
 from streamtune.bench.tables import Entry, TableName, TableReport, TableRow
 from streamtune.palette import save
 from streamtune.schedule import Schedule
