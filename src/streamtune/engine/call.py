@@ -32,14 +32,13 @@ import torch
 from torch import Tensor, nn
 
 from streamtune.engine.attention import dense_mask
-from streamtune.engine.cache import ChunkCache
+from streamtune.engine.cache import STATE, ChunkCache, state_after, state_before
 from streamtune.engine.call_parts import ChunkSharing, SharedKey
 from streamtune.engine.kv import Past, refuse_past
 from streamtune.engine.observe import attention_as
 from streamtune.engine.own_attention import OwnAttention, sees_future, tile
 from streamtune.engine.rows import OTHER_WORDS, Branches
 from streamtune.engine.sequence.shards import SequenceShards
-from streamtune.engine.state_argument import STATE, state_after, state_before
 from streamtune.engine.vjp import Along, cut
 from streamtune.errors import UnsupportedModelError
 from streamtune.ops.attention.mask import LazyMask

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from streamtune.engine.attention import BiasError
-from streamtune.engine.cache import ChunkCache
+from streamtune.engine.cache import STATE, ChunkCache
 from streamtune.engine.call import PAST, LayerCall
 from streamtune.engine.context import CallContext
 from streamtune.engine.kv import Past, refuse_past
@@ -27,7 +27,6 @@ from streamtune.engine.routers import RouterWatch
 from streamtune.engine.rows import Branches
 from streamtune.engine.scan import mixers_with_a_bare_scan
 from streamtune.engine.sharded import FlatParametersError, Weights
-from streamtune.engine.state_argument import STATE
 from streamtune.engine.vjp import streamed_vjp
 from streamtune.errors import ArgumentError, StreamTuneError, UnsupportedModelError
 from streamtune.ops import first_order, graph_is_kept
