@@ -11,8 +11,14 @@ from streamtune.models.checkpoint_files import (
     is_folder,
 )
 from streamtune.models.deferred import Deferred, defer_init, defer_load, deferred_of, phantom_weights
-from streamtune.models.export import SavedTokenizer, copy_weights, save_pretrained
-from streamtune.models.gathered import copy_gathered, save_copied, save_gathered
+from streamtune.models.export import (
+    SavedTokenizer,
+    copy_gathered,
+    copy_weights,
+    save_copied,
+    save_gathered,
+    save_pretrained,
+)
 from streamtune.models.load import (
     ParameterCount,
     check_positions,

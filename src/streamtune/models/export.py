@@ -13,8 +13,20 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 if TYPE_CHECKING:
     from peft import PeftModel
+import json
+import re
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
 
-__all__ = ["SavedTokenizer", "copy_weights", "save_pretrained"]
+from safetensors.torch import save_file
+from torch import Tensor
+from transformers import PreTrainedTokenizerBase
+from transformers.core_model_loading import revert_weight_conversion
+from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME
+
+__all__ = ["SavedTokenizer", "copy_gathered", "copy_weights", "save_copied", "save_gathered", "save_pretrained"]
 
 
 class SavedTokenizer:
@@ -83,3 +95,193 @@ def save_pretrained(
     """
     model.save_pretrained(folder, **({} if weights is None else {"state_dict": weights}))
     tokenizer.save_pretrained(folder)
+
+
+SHARD_BYTES = 2 << 30
+"""Most bytes that rank 0 collects before it writes a file."""
+
+Weights = Callable[[Collection[str] | None], Iterator[tuple[str, Tensor | None]]]
+"""Goes through some parameters, or all: their names, and on rank 0 their values."""
+
+
+def copy_gathered(model: Any, weights: Weights, *, is_main: bool) -> dict[str, Tensor]:
+    """Copy the tensors that a save of ``model`` writes to the host of rank 0. Called by all ranks.
+
+    Called from the training thread, as :func:`save_gathered` is: all ranks take part, and no second thread may gather
+    parameters while the model trains.
+    """
+    with _passing(weights(_saved_names(model))) as found:
+        saved = _with_buffers(model, found) if is_main else ()
+        return {name: x.detach().to("cpu", copy=True) for name, x in saved}
+
+
+def save_copied(
+    model: Any,
+    tokenizer: PreTrainedTokenizerBase | SavedTokenizer,
+    folder: Path,
+    copies: Mapping[str, Tensor],
+    *,
+    shard_bytes: int = SHARD_BYTES,
+) -> None:
+    """Write the result of :func:`copy_gathered`, and tokenizer, into ``folder``. Rank 0 calls it, from any thread."""
+    _write(model, tokenizer, folder, iter(copies.items()), shard_bytes)
+
+
+def save_gathered(
+    model: Any,
+    tokenizer: PreTrainedTokenizerBase | SavedTokenizer,
+    folder: Path,
+    weights: Weights,
+    *,
+    is_main: bool,
+    shard_bytes: int = SHARD_BYTES,
+) -> None:
+    """Write model and tokenizer into ``folder``. Called by all ranks.
+
+    A failure to write is raised at the end: until then the other ranks wait for rank 0 at every parameter.
+
+    Args:
+        model: With or without adapters.
+        tokenizer: Its tokenizer.
+        folder: The folder to write.
+        weights: See :data:`Weights`.
+        is_main: True on rank 0.
+        shard_bytes: Most bytes of a file; a single larger tensor is a file of its own.
+    """
+    with _passing(weights(_saved_names(model))) as found:
+        if is_main:
+            _write(model, tokenizer, folder, _with_buffers(model, found), shard_bytes)
+
+
+@contextmanager
+def _passing(
+    found: Iterator[tuple[str, Tensor | None]],
+) -> Iterator[Iterator[tuple[str, Tensor | None]]]:
+    """Exhaust ``found`` on exit, also after an error on rank 0: the other ranks wait for it at every parameter."""
+    try:
+        yield found
+    finally:
+        for _ in found:
+            pass
+
+
+def _write(
+    model: Any,
+    tokenizer: PreTrainedTokenizerBase | SavedTokenizer,
+    folder: Path,
+    saved: Iterator[tuple[str, Tensor]],
+    shard_bytes: int,
+) -> None:
+    """Write weights, configuration and tokenizer into ``folder``."""
+    folder.mkdir(parents=True, exist_ok=True)
+    if hasattr(model, "peft_config"):
+        model.save_pretrained(folder, state_dict={name: x.contiguous() for name, x in saved})
+    else:
+        _write_shards(model, saved, folder, shard_bytes)
+        _write_configuration(model, folder)
+    tokenizer.save_pretrained(folder)
+
+
+def _saved_names(model: Any) -> Collection[str] | None:
+    """Return the names of trained parameters in a model with adapters; None, which stands for all, in any other."""
+    adapters = hasattr(model, "peft_config")
+    return {name for name, x in model.named_parameters() if x.requires_grad} if adapters else None
+
+
+def _whole(found: Iterator[tuple[str, Tensor | None]]) -> Iterator[tuple[str, Tensor]]:
+    for name, values in found:
+        assert values is not None, "rank 0 has it"
+        yield name, values
+
+
+def _write_shards(model: Any, saved: Iterator[tuple[str, Tensor]], folder: Path, shard_bytes: int) -> None:
+    """Write the weights in safetensors, with an index if there are several files."""
+    held: dict[str, Tensor] = {}
+    written: list[list[str]] = []
+    total = 0
+
+    def flush() -> None:
+        nonlocal held
+        save_file(held, folder / f"part-{len(written):05d}.safetensors", metadata={"format": "pt"})
+        written.append(list(held))
+        held = {}
+
+    for group in _layers(saved):
+        for name, values in _as_saved(model, group).items():
+            if held and sum(x.nbytes for x in held.values()) + values.nbytes > shard_bytes:
+                flush()
+            held[name] = values.contiguous()
+            total += values.nbytes
+    flush()
+    if len(written) == 1:
+        (folder / "part-00000.safetensors").rename(folder / SAFE_WEIGHTS_NAME)
+        return
+    places: dict[str, str] = {}
+    for number, names in enumerate(written):
+        name = SAFE_WEIGHTS_NAME.replace(".", f"-{number + 1:05d}-of-{len(written):05d}.")
+        (folder / f"part-{number:05d}.safetensors").rename(folder / name)
+        places |= dict.fromkeys(names, name)
+    index = {"metadata": {"total_size": total}, "weight_map": dict(sorted(places.items()))}
+    (folder / SAFE_WEIGHTS_INDEX_NAME).write_text(json.dumps(index, indent=2) + "\n", encoding="utf-8")
+
+
+def _with_buffers(model: Any, found: Iterator[tuple[str, Tensor | None]]) -> Iterator[tuple[str, Tensor]]:
+    """Yield the parameters and the buffers that are saved: buffers before their layer's parameters, or at the end.
+
+    Of a model with adapters no buffers are saved.
+    """
+    if hasattr(model, "peft_config"):
+        yield from _whole(found)
+        return
+    parameters = {name for name, _ in model.named_parameters(remove_duplicate=False)}
+    buffers = {name: x for name, x in model.state_dict(keep_vars=True).items() if name not in parameters}
+    layer = ""
+    for name, values in _whole(found):
+        if _layer(name) != layer:
+            layer = _layer(name)
+            for buffer in [each for each in buffers if _layer(each) == layer]:
+                yield buffer, buffers.pop(buffer).detach().cpu()
+        yield name, values
+    for buffer, values in buffers.items():
+        yield buffer, values.detach().cpu()
+
+
+def _layers(found: Iterable[tuple[str, Tensor]]) -> Iterator[dict[str, Tensor]]:
+    """Yield groups of tensors to convert together: all of a layer, and each of the others by itself."""
+    held: dict[str, Tensor] = {}
+    layer = ""
+    for name, values in found:
+        if held and _layer(name) != layer:
+            yield held
+            held = {}
+        layer = _layer(name)
+        held[name] = values
+    if held:
+        yield held
+
+
+def _layer(name: str) -> str:
+    """Return the prefix ``model.layers.3`` for any name below it; the name itself if no number is in it."""
+    match = re.match(r"^(?:.*?\.)?\d+(?=\.)", name)
+    return match[0] if match else name
+
+
+def _as_saved(model: Any, group: dict[str, Tensor]) -> dict[str, Tensor]:
+    """Return tensors with names and shapes as ``save_pretrained`` writes them; of tied weights, only one."""
+    tied = getattr(model, "all_tied_weights_keys", None) or {}
+    ignored = set(model._keys_to_ignore_on_save or ())
+    kept = {tied.get(name, name): values for name, values in group.items() if name not in ignored}
+    converted: dict[str, Tensor] = revert_weight_conversion(model, kept)
+    return converted
+
+
+def _write_configuration(model: Any, folder: Path) -> None:
+    """Write the files of ``save_pretrained`` other than the weights."""
+    written = {path.name for path in folder.iterdir()}
+    model.save_pretrained(folder / "configuration", state_dict={})
+    for path in (folder / "configuration").iterdir():
+        if path.name not in written and not path.name.startswith(SAFE_WEIGHTS_NAME.split(".")[0] + "."):
+            path.rename(folder / path.name)
+        else:
+            path.unlink()
+    (folder / "configuration").rmdir()
