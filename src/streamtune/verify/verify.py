@@ -30,9 +30,19 @@ from torch import Tensor, nn
 from streamtune.engine import StreamHandle, stream
 from streamtune.errors import ArgumentError, NonFiniteError, StreamTuneError, UnsupportedModelError
 from streamtune.schedule import Schedule
-from streamtune.verify.report import Loss, ModuleRow, VerifyReport, VerifyRun, module_of
+from streamtune.verify.report import (
+    SAME,
+    Loss,
+    ModuleRow,
+    VerifyReport,
+    VerifyRun,
+    judge,
+    judge_loss,
+    module_of,
+    norm_of,
+    ratio,
+)
 from streamtune.verify.restore import attending, borrowed, cast, quantised_as, routes, wide_loss
-from streamtune.verify.rule import SAME, judge, judge_loss, norm_of, ratio
 
 __all__ = ["compare_gradients", "verify_schedules"]
 
