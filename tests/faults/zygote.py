@@ -24,7 +24,7 @@ def warm_up() -> None:
     """Import what a run imports, by running one; nothing that is left of it is a thread, which a fork would lose."""
     from streamtune.cli import main
     from streamtune.run import build  # noqa: F401
-    from streamtune.train import plot
+    from streamtune.train import progress as plot
     from tests.faults.kit import write_sft
 
     plot.draw_loss = lambda *rest, **more: None  # half of the time of such a run, and no part of what is tested

@@ -10,7 +10,7 @@ import pytest
 from rich.console import Console
 
 from streamtune.train import Progress, draw_loss, format_duration, format_rate, read_records
-from streamtune.train.plot import smooth
+from streamtune.train.progress import smooth
 from streamtune.train.records import append_record, cut_after_step
 
 RECORD: dict[str, Any] = {

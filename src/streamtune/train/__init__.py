@@ -18,8 +18,7 @@ from streamtune.train.objective import (
     autocast,
     evaluating,
 )
-from streamtune.train.plot import draw_loss
-from streamtune.train.progress import Progress, format_duration, format_rate
+from streamtune.train.progress import Progress, draw_loss, format_duration, format_rate
 from streamtune.train.records import append_event, check_records, read_records, record_failure
 from streamtune.train.rng import preserve_rng, seed_everything, use_deterministic_kernels
 from streamtune.train.rundir import (

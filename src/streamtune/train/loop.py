@@ -19,8 +19,7 @@ from streamtune.train.checkpoint import Checkpoint, supersede
 from streamtune.train.guard import NextSchedule, StepGuard
 from streamtune.train.memory import GIB, peak_memory_bytes
 from streamtune.train.objective import Objective
-from streamtune.train.plot import LossPlot
-from streamtune.train.progress import Progress
+from streamtune.train.progress import LossPlot, Progress
 from streamtune.train.records import append_event, append_record, cut_after_step, cut_events
 from streamtune.train.rng import RngState, capture_rng, restore_rng, seed_everything
 from streamtune.train.rundir import RunDirectory
