@@ -22,7 +22,7 @@ from streamtune.distributed import agree
 from streamtune.errors import ArgumentError, RecipeError, did_you_mean
 from streamtune.recipe.loader import LoadedRecipe
 from streamtune.run.data import fingerprint_inputs, fingerprint_tokenizer_files
-from streamtune.run.setup import Setup, resolve
+from streamtune.run.ranks import Setup, resolve
 from streamtune.tasks import Task
 from streamtune.tasks.task import Notify
 
