@@ -17,8 +17,7 @@ from streamtune.cli import main
 from streamtune.data import Example
 from streamtune.engine import cache, head, vjp
 from streamtune.engine.routers import RouterSums
-from streamtune.verify.room import Room
-from streamtune.verify.trees import choose_rows
+from streamtune.verify.trees import Room, choose_rows
 
 RECIPE: dict[str, Any] = {
     "model": {

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from streamtune.engine import decoder_layers
 from streamtune.simulate import LiveBytes
-from streamtune.verify.room import MARGIN, Room, measure_room
+from streamtune.verify.trees import MARGIN, Room, measure_room
 from tests.exactness.families import batch, build
 
 

@@ -42,8 +42,7 @@ from streamtune.tasks import Task, task_of
 from streamtune.tasks.task import ScoringTask
 from streamtune.train.objective import autocast, loss_of, output_of
 from streamtune.verify.report import VerifyReport
-from streamtune.verify.room import Room, measure_room
-from streamtune.verify.trees import TreeLosses, Window, choose_rows
+from streamtune.verify.trees import Room, TreeLosses, Window, choose_rows, measure_room
 from streamtune.verify.verify import compare_gradients, verify_schedules
 
 if TYPE_CHECKING:
