@@ -19,14 +19,13 @@ from typing import Any
 import psutil
 import pytest
 
-from streamtune.distributed.admission import MOST_WAITING, Admission
 from streamtune.distributed.agree import agree
 from streamtune.distributed.environment import RankEnvironment, read_environment
 from streamtune.distributed.launch.hostfile import read_hostfile
 from streamtune.distributed.launch.launch import launch
 from streamtune.distributed.launch.remote import SSH
 from streamtune.distributed.ports import free_port, listen_at, side_ports
-from streamtune.distributed.wire import Line, dial, listen, prove
+from streamtune.distributed.wire import MOST_WAITING, Admission, Line, dial, listen, prove
 from streamtune.errors import ArgumentError, DistributedError
 from tests.distributed.ranks_kit import SRC
 from tests.distributed.running import Running, command

@@ -24,10 +24,10 @@ from typing import Any
 
 from streamtune import __version__
 from streamtune.distributed.watch.failure import Failure
+from streamtune.distributed.wire import Admission
 from streamtune.errors import DistributedError
 from streamtune.network import among_ranks
 
-from .admission import Admission
 from .environment import RankEnvironment, read_environment
 from .ports import listen_at
 from .wire import Line, dial, listen

@@ -23,7 +23,6 @@ from dataclasses import asdict, replace
 from types import TracebackType
 from typing import Any
 
-from streamtune.distributed.admission import Admission
 from streamtune.distributed.environment import RankEnvironment
 from streamtune.distributed.watch.failure import Failure, write_failure
 from streamtune.distributed.watch.verdict import (
@@ -37,7 +36,7 @@ from streamtune.distributed.watch.verdict import (
     this_process,
 )
 from streamtune.distributed.watch.vitals import Vitals
-from streamtune.distributed.wire import Line, dial, listen
+from streamtune.distributed.wire import Admission, Line, dial, listen
 from streamtune.errors import StreamTuneError
 
 __all__ = ["Watchdog"]
