@@ -1,14 +1,14 @@
-"""Limits of 32-bit indices: kernels that count elements in an int get at most ``MAX_ELEMENTS`` of them at a time.
-
-Many device kernels (torch's own, cuDNN's, Triton's) multiply a row number by a row length in 32 bits. Past 2^31
-elements that wraps to another address: at best a crash, at worst other numbers.
-"""
+"""Limits and times of kernels: the elements that they can count, and the seconds by which one of several is chosen."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import time
+from collections.abc import Callable, Iterator
+from statistics import median
 
-__all__ = ["MAX_ELEMENTS", "blocks"]
+import torch
+
+__all__ = ["MAX_ELEMENTS", "blocks", "median_time"]
 
 MAX_ELEMENTS = (1 << 31) - 1
 """The largest int of 32 bits."""
@@ -19,3 +19,20 @@ def blocks(length: int, size: int) -> Iterator[slice]:
     size = max(1, size)
     for start in range(0, length, size):
         yield slice(start, min(start + size, length))
+
+
+def median_time(run: Callable[[], object], device: torch.device, runs: int) -> float:
+    """Return the median of the seconds that ``runs`` calls take on a device, each waited for."""
+    times = []
+    for _ in range(runs):
+        _wait_for(device)
+        start = time.perf_counter()
+        run()
+        _wait_for(device)
+        times.append(time.perf_counter() - start)
+    return median(times)
+
+
+def _wait_for(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
