@@ -22,16 +22,18 @@ from typing import Any
 
 from streamtune.data.cells import (
     TextOrMessages,
+    check_message,
     check_order,
     column_names,
+    from_sharegpt,
     has_roles,
     kind_of,
     parsed_cell,
     parsed_messages,
+    text_field,
     text_or_messages,
     tools_of,
 )
-from streamtune.data.messages import check_message, from_sharegpt, text_field
 from streamtune.data.readers import Row
 from streamtune.errors import DataError, did_you_mean
 
