@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from streamtune.ops.attention.kernel_trial import Grads, Kernel, Scores
-from streamtune.ops.indexing import MAX_ELEMENTS, blocks
+from streamtune.ops.launching import MAX_ELEMENTS, blocks
 
 __all__ = ["in_blocks", "merged", "padded"]
 

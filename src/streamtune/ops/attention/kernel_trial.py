@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from streamtune.ops.indexing import median_time
+from streamtune.ops.launching import median_time
 
 __all__ = ["Grads", "Kernel", "Scores", "TrialHeads", "agrees_with_formula", "fastest", "median_seconds"]
 

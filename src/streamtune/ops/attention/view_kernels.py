@@ -24,7 +24,7 @@ from streamtune.ops.attention.kernel_blocks import merged
 from streamtune.ops.attention.kernel_trial import RUNS, Grads, Scores, TrialHeads
 from streamtune.ops.attention.kernels import flash_kernel
 from streamtune.ops.attention.view import MaskView
-from streamtune.ops.indexing import MAX_ELEMENTS, median_time
+from streamtune.ops.launching import MAX_ELEMENTS, median_time
 
 __all__ = ["BandView", "ViewKernel", "attend_whole", "backward_whole", "band_is_right", "band_of", "fused_view_kernel"]
 

@@ -25,7 +25,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from streamtune.ops.indexing import median_time
+from streamtune.ops.launching import median_time
 
 __all__ = ["Chunk", "HeadKernel", "HeadShape", "agrees_with_sweep", "head_candidates", "head_kernel", "run_head"]
 

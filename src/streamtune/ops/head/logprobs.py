@@ -22,7 +22,7 @@ from torch import Tensor
 from streamtune.labels import IGNORE_INDEX
 from streamtune.ops.first_order import first_order, hooks_held_back
 from streamtune.ops.head.sweep import HeadGradients, Project, TargetRows, autocast_dtype, cast, loss_and_grad, scaled
-from streamtune.ops.indexing import MAX_ELEMENTS, blocks
+from streamtune.ops.launching import MAX_ELEMENTS, blocks
 from streamtune.ops.simulated import autocast_kind
 
 __all__ = ["project_scores", "token_logprobs", "token_scores"]

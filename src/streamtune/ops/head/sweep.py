@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from streamtune.ops.indexing import MAX_ELEMENTS, blocks
+from streamtune.ops.launching import MAX_ELEMENTS, blocks
 from streamtune.ops.simulated import autocast_kind
 
 __all__ = ["HeadGradients", "Project", "TargetRows", "autocast_dtype", "cast", "loss_and_grad", "scaled"]
