@@ -1,4 +1,13 @@
-"""The measurements of a process of the benchmark: a model, and the cases that are measured one at a time."""
+"""The measurements of a process of the benchmark: a model, and the cases that are measured one at a time.
+
+One prompt with several completions, as in a preference pair or a group, is measured in each layout there is:
+
+    shared   the prompt once, all completions behind it (``engine.rows``)
+    batch    each completion behind a prompt of its own, as the rows of one batch
+    turns    the same rows, one forward and backward after the other
+
+The loss is the same number in all of them: the mean over all tokens of the completions.
+"""
 
 from __future__ import annotations
 

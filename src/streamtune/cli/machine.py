@@ -1,4 +1,9 @@
-"""Errors of the machine that can occur anywhere: memory, limits, temporary files, file names."""
+"""Errors of the machine that can occur anywhere (memory, limits, temporary files, file names), and its allocator.
+
+The device allocator is set to expandable segments, so that ever longer sequences do not fragment memory. Without them,
+memory a longer sequence cannot use again stays reserved, and a run ends out of memory with gigabytes free. torch reads
+the setting once, when it first touches the device.
+"""
 
 from __future__ import annotations
 

@@ -1,6 +1,16 @@
 """Connections between rank 0 and the other ranks, apart from the process group's: JSON documents, one a line.
 
 The process group's connections give no reason when they stand still, and those of a store block the thread that waits.
+
+Rank 0 lets in those that prove to be ranks of its run (:class:`Admission`). Whoever else connects holds nobody up.
+
+    caller                                   rank 0
+    {"nonce": a}                    ->
+                                    <-       {"nonce": b, "proof": HMAC(run's id, "rank 0", a, b)}
+    {"proof": HMAC(..., "caller", a, b), "rank": 3, ...}  ->
+                                    <-       {"welcome": true, ...}
+
+The run's id itself never travels, so a program that has taken a port before rank 0 learns nothing it could use there.
 """
 
 from __future__ import annotations

@@ -14,6 +14,13 @@ Keys and values are computed again in the backward, because they are as long as 
 kept from the forward, one of a fixed size for each chunk.
 
 Shape suffixes: B batch, G key/value heads, S tokens of prefix and chunk, D head dimension.
+
+Two families are handed their state as an argument and give it back, not through a cache:
+
+    xLSTM   ``x, (c, n, m) = layer(x, state=(c, n, m))``
+    RWKV    ``state[i][:, :, layer_id]`` is read and written for i = 0..4, tensors of all layers
+
+Both are what the tokens before leave: the states of :class:`~streamtune.engine.cache.ChunkCache`.
 """
 
 from __future__ import annotations

@@ -6,7 +6,8 @@ are those of ``from_pretrained``: its own renamings and converters are used.
 Fingerprints are by content, so that a folder may move and may not change. A folder of 16 GB is read once, by several
 threads, at the speed of its disk; its pages are in memory then for the loading that follows. What was read is
 remembered below the user's cache directory by each file's place, size and times, of which the system sets one itself
-(``ctime``): the next start on the same machine reads nothing again."""
+(``ctime``): the next start on the same machine reads nothing again.
+"""
 
 from __future__ import annotations
 

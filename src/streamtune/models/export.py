@@ -1,4 +1,10 @@
-"""Write a model the way every other tool reads it: Hugging Face layout, safetensors only."""
+"""Write a model the way every other tool reads it: Hugging Face layout, safetensors only.
+
+A model of which no rank has more than a part is written one parameter after another, in files of bounded size. Ranks go
+through the parameters together; each parameter is gathered on rank 0, which writes it, before the next one. The files
+are those of ``save_pretrained``: the same names (experts unstacked, fused projections split as the checkpoint had
+them), tied weights once, adapters in peft's format.
+"""
 
 from __future__ import annotations
 
@@ -15,14 +21,11 @@ if TYPE_CHECKING:
     from peft import PeftModel
 import json
 import re
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator
 from contextlib import contextmanager
-from pathlib import Path
-from typing import Any
 
 from safetensors.torch import save_file
 from torch import Tensor
-from transformers import PreTrainedTokenizerBase
 from transformers.core_model_loading import revert_weight_conversion
 from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME
 

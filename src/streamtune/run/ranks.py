@@ -1,4 +1,4 @@
-"""Make from a recipe the ranks that train together, and the backend that shares gradients and weights between them.
+"""Resolve a recipe for the ranks at hand, and make those ranks and the backend that shares gradients and weights.
 
 make_world     which rank this process is; the process group is joined
 accumulation   rows of an optimizer step -> rows of a micro-batch x micro-batches x ranks

@@ -11,7 +11,8 @@ cache of fake tensors.)
 
 For autocast torch has nothing on ``meta``: the casts of an operator's arguments on a device are made here. The
 operators are those of torch's own lists (``aten/src/ATen/autocast_mode.h``), the casts those of its ``cached_cast``: a
-trainable weight in fp32 is cast once and kept until the outermost region ends, anything else is cast for each use."""
+trainable weight in fp32 is cast once and kept until the outermost region ends, anything else is cast for each use.
+"""
 
 from __future__ import annotations
 

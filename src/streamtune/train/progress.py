@@ -1,4 +1,4 @@
-"""The output of a run while it trains: one live line on a terminal, ``key=value`` lines everywhere else."""
+"""The output of a run while it trains: one live line on a terminal, ``key=value`` lines elsewhere, and ``loss.png``."""
 
 from __future__ import annotations
 

@@ -1,4 +1,26 @@
-"""The results of a verification, and the JSON document of them."""
+"""The rule and the results of a verification, and the JSON document of them.
+
+By the rule a streamed gradient counts as plain autograd's. For the gradient g of one parameter and G of all of them
+together, against the truth,
+
+    e = ||g - g_truth|| / max(||g_truth||, 1e-3 ||G_truth||)            E = root mean square of e over the parameters
+
+    exact     streamed in the truth's dtype         e <= SAME[dtype]
+    precise   streamed in the dtype of training     e <= 1.5  e(plain) + NOISE[dtype]
+                                                    E <= 1.25 E(plain) + NOISE[dtype] / 16
+
+The first tests that it is the same sum: in float64 and float32, rounding is too small to hide a mistake. The second
+tests that it is rounded as well as plain autograd is in the dtype that is trained in. A loss is treated as a parameter
+is, with a quarter of either bound, because it averages the errors of all tokens.
+
+Without a truth the plain run takes its place, and only the first rule applies, with that dtype's bound.
+
+A layer that passes on a state in float32 for an input of any dtype (delta rule, Mamba-2) computes it in float32 too:
+there float64 is held to float32's bound.
+
+A model that sends tokens to experts may send one elsewhere because of rounding alone: a jump, not noise. Where its
+gradients are compared with those of another dtype, or in a narrow one, only E is tested, with the bounds ROUTED.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""The losses that ``verify`` compares where completions are scored: the recipe's own, computed in two ways.
+"""The rows and losses that ``verify`` compares, as long as plain autograd has memory for.
+
+Where completions are scored the loss is the recipe's own, computed in two ways:
 
     streamed   the recipe's layout, prompts shared where the model can; log-probabilities by the engine
     plain      a row for each completion behind its own copy of the prompt; log-probabilities by ordinary logits

@@ -4,7 +4,8 @@ On CPU there is one, torch's. On CUDA those that agree with the formula are time
 backward of each takes the log-sum-exp of a softmax over more keys than it sees; so prefix attention is exact.
 
 Those for CUDA are operators of torch's own, below ``scaled_dot_product_attention``: that one returns no log-sum-exp and
-takes none. Keys and values stay at their G heads; none of these copies them to all query heads."""
+takes none. Keys and values stay at their G heads; none of these copies them to all query heads.
+"""
 
 from __future__ import annotations
 
