@@ -257,6 +257,20 @@ def test_so_it_is_where_keys_come_in_blocks(chunks: int) -> None:
     assert simulate(long, BASE) == simulate(long, BASE, full=True)
 
 
+@pytest.mark.quick("host")
+@pytest.mark.parametrize(
+    "settings",
+    [{"offload": "host"}, {"offload": "host", "keep_kv": "host"}, {"keep_attention": "host"}, {"levels": 2}],
+    ids=lambda settings: "-".join(map(str, settings.values())),
+)
+def test_so_it_is_where_chunks_fill_regions_of_host_memory(settings: dict[str, Any]) -> None:
+    """A region is mapped every few chunks, and in every step at others: that is no work of any chunk."""
+    wide = {"hidden_size": 4096, "num_attention_heads": 32, "head_dim": 128, "num_key_value_heads": 8}
+    long = Workload(partial(build, "qwen3", "meta", num_hidden_layers=6, **wide), 1024 * 10)
+    schedule = Schedule(chunk_size=1024, head_chunk_size=1024, **settings)
+    assert simulate(long, schedule) == simulate(long, schedule, full=True)
+
+
 @pytest.mark.full
 def test_so_it_is_of_steps_under_autocast() -> None:
     long = Workload(partial(build, "qwen3", "meta", num_hidden_layers=9), 64 * 9, autocast=True)

@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from streamtune.errors import OutOfMemoryError
+from streamtune.ops.simulated import repeated
 
 __all__ = [
     "PAGE",
@@ -138,7 +139,8 @@ class _Region:
         if device.type == "meta":
             storage = torch.UntypedStorage(size, device="meta")
             _host_storages.add(storage._cdata)  # before a tensor of it is seen
-            self.bytes = torch.empty(0, dtype=torch.uint8, device="meta").set_(storage)
+            with repeated(0):  # regions are mapped in the first step, and cost the others nothing
+                self.bytes = torch.empty(0, dtype=torch.uint8, device="meta").set_(storage)
         else:
             self.map = mmap.mmap(-1, size)
             self.bytes = torch.frombuffer(self.map, dtype=torch.uint8)
