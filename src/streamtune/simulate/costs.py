@@ -67,7 +67,9 @@ def cost_of(func: Any) -> Cost:
 
 def product_flops(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> int:
     """Return the multiplications and additions of a matrix product or convolution."""
-    return int(_product(func)(*args, **kwargs, out_val=out))
+    known = [each for each in args if not isinstance(each, torch.dtype)]  # of the result, which formulas do not take
+    given = {name: value for name, value in kwargs.items() if name not in ("out_dtype", "out")}
+    return int(_product(func)(*known, **given, out_val=out))
 
 
 def _product(func: Any) -> Any:

@@ -13,9 +13,13 @@ import torch
 from torch import Tensor
 
 from streamtune.ops.launching import MAX_ELEMENTS, blocks
-from streamtune.ops.simulated import autocast_kind
+from streamtune.ops.simulated import autocast_kind, kernel_device
 
 __all__ = ["HeadGradients", "Project", "TargetRows", "autocast_dtype", "cast", "loss_and_grad", "scaled"]
+
+WIDENED = 1 << 24
+"""Logits of a narrow dtype that are computed with in fp32 at once (64 MiB): a wide copy of a whole chunk would be the
+largest tensor of a step, and parts of this size stay in the cache between one operator and the next."""
 
 Project = Callable[[Tensor], Tensor]
 """Hidden states ``[n, C]`` to logits ``[n, V]``; autograd differentiates it."""
@@ -65,7 +69,7 @@ def loss_and_grad(
     with_grad: bool,
     reuse: bool = False,
     factor_n: Tensor | None = None,
-    most: int = MAX_ELEMENTS,
+    most: int | None = None,
 ) -> tuple[Tensor, Tensor | None]:
     """Compute the summed cross entropy of a chunk, and its gradient ``[n, V]`` for the logits before ``transform``.
 
@@ -76,12 +80,15 @@ def loss_and_grad(
         with_grad: Compute the gradient; None in its place otherwise.
         reuse: The gradient may take the memory of the logits; only right where no graph has saved them.
         factor_n: Multiplies each row of the gradient before it is rounded to the dtype of the logits.
-        most: Elements the kernels of this function can count; a larger chunk is computed in several parts.
+        most: Elements that are computed at once; a larger chunk is computed in several parts. By default those the
+            kernels can count, or :data:`WIDENED` where the logits are narrower than what is computed in.
     """
+    if most is None:
+        most = MAX_ELEMENTS if logits_nV.dtype in (torch.float32, torch.float64) else WIDENED
     parts = list(blocks(len(logits_nV), most // logits_nV.shape[1]))
     if len(parts) <= 1:
         return _loss_and_grad(logits_nV, targets_n, transform, with_grad, reuse, factor_n)
-    grad = torch.empty_like(logits_nV) if with_grad else None
+    grad = None if not with_grad else logits_nV if reuse else torch.empty_like(logits_nV)
     losses = []
     for part in parts:
         factor = None if factor_n is None else factor_n[part]
@@ -119,12 +126,10 @@ def _loss_and_grad(
 
 def _loss_and_softmax(logits_nV: Tensor, targets_n: Tensor, reuse: bool) -> tuple[Tensor, Tensor]:
     """Return the summed loss and the probabilities in fp32 or wider, without further memory of their size."""
-    dtype = torch.promote_types(logits_nV.dtype, torch.float32)
-    if logits_nV.is_cuda and logits_nV.dtype != dtype:
-        # There it is one kernel, which widens what it reads; elsewhere torch would make a wide copy first.
-        logprobs = torch.log_softmax(logits_nV, -1, dtype=dtype)
+    scores = logits_nV.to(torch.promote_types(logits_nV.dtype, torch.float32))
+    if kernel_device(logits_nV.device) == "cuda" and scores.dtype != logits_nV.dtype:
+        logprobs = torch.log_softmax(scores, -1)  # there one kernel in place of five
         return -logprobs.gather(-1, targets_n[:, None]).sum(), logprobs.exp_()
-    scores = logits_nV.to(dtype)
     peak = scores.amax(-1, keepdim=True)
     picked = scores.gather(-1, targets_n[:, None])
     owned = reuse or scores.dtype != logits_nV.dtype
@@ -137,7 +142,7 @@ def _add_outer(acc_VC: Tensor, grad_nV: Tensor, hidden_nC: Tensor) -> None:
     """Compute ``acc += grad.T @ hidden``, in one matmul where it can be, by blocks of the vocabulary elsewhere."""
     if acc_VC.dtype == grad_nV.dtype:
         acc_VC.addmm_(grad_nV.mT, hidden_nC)
-    elif acc_VC.is_cuda and _adds_wide(acc_VC.device, acc_VC.dtype, grad_nV.dtype):
+    elif kernel_device(acc_VC.device) == "cuda" and _adds_wide(acc_VC.device, acc_VC.dtype, grad_nV.dtype):
         torch.addmm(acc_VC, grad_nV.mT, hidden_nC, out_dtype=acc_VC.dtype, out=acc_VC)
     else:
         block = max(1, (1 << 24) // acc_VC.shape[1])
@@ -149,8 +154,10 @@ def _add_outer(acc_VC: Tensor, grad_nV: Tensor, hidden_nC: Tensor) -> None:
 def _adds_wide(device: torch.device, wide: torch.dtype, narrow: torch.dtype) -> bool:
     """Return True if a matmul of narrow matrices can add to a wide one on this device; the CPU and some others cannot.
 
-    Such a matmul rounds only the sum; a separate one would round each chunk's term.
+    Such a matmul rounds only the sum; a separate one would round each chunk's term. A simulated device is taken to.
     """
+    if device.type == "meta":
+        return True
     generator = torch.Generator(device).manual_seed(0)
     a, b = (torch.randn(24, 40, generator=generator, device=device, dtype=narrow) for _ in range(2))
     acc = torch.ones(40, 40, device=device, dtype=wide)

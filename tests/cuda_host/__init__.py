@@ -1,0 +1,1 @@
+"""CUDA without a device: torch's real host code over a runtime that counts kernels and runs none (``stub``)."""

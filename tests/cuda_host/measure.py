@@ -1,0 +1,131 @@
+"""The program that runs over the runtime without a device: ``python -m tests.cuda_host.measure``, cases on stdin.
+
+Values are garbage there, so the few choices that look at values are made beforehand: which attention kernel agrees with
+the formula, which tokens have a target. Prints one JSON document: for each case what was counted in its second step.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import gc
+import json
+import os
+import sys
+import tempfile
+import warnings
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers.masking_utils
+from transformers import AutoConfig, AutoModelForCausalLM
+
+import streamtune
+from streamtune import Schedule
+from streamtune.engine import norms
+from streamtune.ops.attention import kernels, view_kernels
+from streamtune.ops.head import cross_entropy, sweep
+from streamtune.simulate import Workload, simulate
+
+COUNTERS = ("launches", "syncs", "d2h", "h2d", "mallocs", "frees", "used", "peak", "operations", "not_ready")
+QWEN3_8B = {
+    "vocab_size": 151936,
+    "hidden_size": 4096,
+    "intermediate_size": 12288,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 8,
+    "head_dim": 128,
+}
+COMMON = {
+    "max_position_embeddings": 1 << 20,
+    "tie_word_embeddings": False,
+    "pad_token_id": 0,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+}
+
+
+class Counts:
+    """The counters of the runtime."""
+
+    def __init__(self) -> None:
+        self.library = ctypes.CDLL(os.environ["STUB"] + "/libstubrt.so")
+        self.library.stub_get.restype = ctypes.c_long
+
+    def reset(self) -> None:
+        self.library.stub_reset()
+
+    def get(self, name: str) -> int:
+        return int(self.library.stub_get(COUNTERS.index(name)))
+
+    def by_name(self) -> dict[str, int]:
+        with tempfile.NamedTemporaryFile() as file:
+            self.library.stub_dump(file.name.encode())
+            rows = [line.split("\t", 1) for line in Path(file.name).read_text().splitlines()]
+        return {name: int(count) for count, name in rows}
+
+
+class AllTargets(sweep.TargetRows):
+    """Rows that all have a target; the real one looks for them on the device."""
+
+    def __init__(self, targets: torch.Tensor, ignore_index: int, chunk_size: int) -> None:
+        self.targets, self.chunk_size = targets.flatten(), chunk_size
+        self.positions = torch.arange(len(self.targets))
+        self.every = True
+
+
+def decide_without_values() -> None:
+    """Make the choices for which values on the device would be read."""
+    kernels._tried = lambda candidates, *_: candidates[0]  # type: ignore[assignment]
+    sweep._adds_wide = lambda *_: True  # type: ignore[assignment]
+    view_kernels.band_is_right = lambda *_: True  # type: ignore[assignment]
+    view_kernels._band_is_faster = lambda *_: True  # type: ignore[assignment]
+    cross_entropy.TargetRows = AllTargets  # type: ignore[misc]
+    cross_entropy.head_kernel = lambda *_, **__: None
+    norms.StreamedNorm._is_pointwise = lambda *_: True  # type: ignore[method-assign,assignment]
+    transformers.masking_utils.find_packed_sequence_indices = lambda position_ids: None
+
+
+def make(case: dict[str, Any], device: str) -> Any:
+    """Return the model of a case, in bf16 unless it says otherwise."""
+    settings = {**COMMON, **QWEN3_8B, "num_hidden_layers": case["layers"], **case.get("config", {})}
+    config = AutoConfig.for_model(case.get("family", "qwen3"), **settings)
+    with torch.device(device):
+        return AutoModelForCausalLM.from_config(config, dtype=getattr(torch, case.get("dtype", "bfloat16"))).train()
+
+
+def measure(case: dict[str, Any], counts: Counts) -> dict[str, Any]:
+    """Run two steps of a case and return what the second one took, beside the simulated bytes."""
+    model, schedule = make(case, "cuda"), Schedule(**case["schedule"])
+    ids = torch.zeros(1, case["length"], dtype=torch.long, device="cuda")
+    bf16 = torch.autocast("cuda", torch.bfloat16, enabled=case.get("autocast", False))
+    with streamtune.stream(model, schedule=schedule):
+        for _ in range(2):
+            model.zero_grad(set_to_none=True)
+            gc.collect()
+            torch.cuda.reset_peak_memory_stats()
+            counts.reset()
+            with bf16:
+                loss = model(input_ids=ids, labels=ids).loss
+            forward = counts.get("launches")
+            loss.backward()
+    found = {
+        "forward": forward,
+        "backward": counts.get("launches") - forward,
+        "syncs": counts.get("syncs"),
+        "unpinned": sum(count for name, count in counts.by_name().items() if "UNPINNED" in name),
+        "peak_bytes": torch.cuda.max_memory_allocated(),
+    }
+    del model, loss
+    gc.collect()
+    torch.cuda.empty_cache()
+    if case.get("simulated", False):
+        workload = Workload(lambda: make(case, "meta"), case["length"], autocast=case.get("autocast", False))
+        found["simulated_bytes"] = simulate(workload, schedule).peak_bytes
+    return found
+
+
+if __name__ == "__main__":
+    warnings.simplefilter("ignore")
+    decide_without_values()
+    json.dump([measure(case, Counts()) for case in json.load(sys.stdin)], sys.stdout)
