@@ -13,7 +13,7 @@ export TOKENIZERS_PARALLELISM ?= false
 # The tests start hundreds of processes; without bytecode each would compile the sources anew.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: help setup quickstart fmt check test test-all test-versions test-distributed faults conformance bench bench-comm docs clean
+.PHONY: help setup quickstart fmt check test test-all test-versions test-distributed faults conformance bench bench-comm cuda-host docs clean
 
 help:  ## list the targets
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-16s %s\n", $$1, $$2}'
@@ -56,6 +56,9 @@ test-distributed: $(STAMP)  ## everything of several ranks, slow ones too; write
 	rm -f build/distributed/equality.jsonl
 	STREAMTUNE_EQUALITY=1 $(BIN)/python -m pytest -m '' tests/distributed
 	$(BIN)/python -m tests.distributed.equality_page
+
+cuda-host: $(STAMP)  ## launches, waits and bytes on CUDA, by torch's CUDA wheel without a device
+	$(BIN)/python -m pytest -m "" tests/cuda_host
 
 docs: $(STAMP)  ## regenerate what is made from the code: the recipe's JSON schema
 	$(BIN)/streamtune schema > docs/recipe.schema.json
