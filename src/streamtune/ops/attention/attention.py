@@ -22,10 +22,12 @@ from typing import Any, Protocol, TypeVar
 import torch
 from torch import Tensor
 
+from streamtune.ops.attention.kernel_blocks import merged
 from streamtune.ops.attention.kernels import Kernel, Scores, flash_kernel
 from streamtune.ops.attention.view import MaskView, Segment, masked_score
 from streamtune.ops.attention.view_kernels import attend_whole, backward_whole, fused_view_kernel
 from streamtune.ops.first_order import first_order
+from streamtune.ops.launching import blocks
 from streamtune.ops.simulated import autocast_kind, repeated
 
 __all__ = [
@@ -273,11 +275,11 @@ def _merged(pieces: list[Piece], q: Tensor, k: Tensor, v: Tensor) -> tuple[Tenso
     """Return output and log-sum-exp of all queries: pieces of the same queries merged, of others side by side."""
     regions = [list(group) for _, group in groupby(pieces, key=lambda piece: piece.segment.queries)]
     if len(regions) == 1:
-        return _merged_region(regions[0], q, k, v)
+        return merged(piece.forward(q, k, v) for piece in pieces)
     out: Tensor | None = None
     lse: Tensor | None = None
     for region in regions:
-        o_r, lse_r = _merged_region(region, q, k, v)
+        o_r, lse_r = merged(piece.forward(q, k, v) for piece in region)
         if out is None or lse is None:
             lse = lse_r.new_empty(q.shape[:3])
             out = lse_r.new_empty((*q.shape[:3], v.shape[-1]))
@@ -286,20 +288,6 @@ def _merged(pieces: list[Piece], q: Tensor, k: Tensor, v: Tensor) -> tuple[Tenso
     assert out is not None
     assert lse is not None
     return out, lse
-
-
-def _merged_region(region: list[Piece], q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-    """Merge output and log-sum-exp of pieces that all have the same queries."""
-    o, lse = region[0].forward(q, k, v)
-    if len(region) > 1:
-        o = o.to(lse.dtype)  # rounded once, after the merge
-    for piece in region[1:]:
-        o_s, lse_s = piece.forward(q, k, v)
-        total = torch.logaddexp(lse, lse_s)
-        o = o * (lse - total).exp()[..., None]
-        o += o_s * (lse_s - total).exp()[..., None]
-        lse = total
-    return o, lse
 
 
 class Piece:
@@ -376,9 +364,7 @@ class Piece:
         return self.view.bias(self.segment, dtype)
 
     def _row_tiles(self, q: Tensor, k: Tensor) -> Iterator[slice]:
-        rows = max(1, TILE_ELEMENTS // (q.shape[0] * q.shape[1] * max(1, k.shape[2])))
-        for start in range(0, q.shape[2], rows):
-            yield slice(start, min(start + rows, q.shape[2]))
+        return blocks(q.shape[2], TILE_ELEMENTS // (q.shape[0] * q.shape[1] * max(1, k.shape[2])))
 
     def _scores(self, q_BGRTD: Tensor, k: Tensor, rows: slice) -> tuple[Tensor, Tensor | None]:
         """Return scores ``[B, G, R, T, S]`` after softcap and mask, and d score / d raw score if there is a softcap.
