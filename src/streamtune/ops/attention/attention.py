@@ -22,7 +22,6 @@ from typing import Any, Protocol, TypeVar
 import torch
 from torch import Tensor
 
-from streamtune.ops.attention.kernel_blocks import merged
 from streamtune.ops.attention.kernels import Kernel, Scores, flash_kernel
 from streamtune.ops.attention.view import MaskView, Segment, masked_score
 from streamtune.ops.attention.view_kernels import attend_whole, backward_whole, fused_view_kernel
@@ -164,7 +163,9 @@ class _PrefixAttention(torch.autograd.Function):
         if known is None:
             own = None if whole is None else attend_whole(whole, q, k, v, for_backward)
             whole = None if own is None else whole
-            o, lse = _softmax_times_v(pieces, q, k, v, sinks, own)
+            o, lse = _merged(pieces, q, k, v) if own is None else own
+            masked = own is not None or any(piece.segment.masked for piece in pieces)
+            o, lse = seen(o, lse, sinks, q.dtype, masked)
             # The formula takes delta from o as it was before rounding; a fused kernel wants o in the dtype of q.
             o = o if whole is None and all(piece.by_formula(q, k, v) for piece in pieces) else o.to(q.dtype)
             if memory is not None:
@@ -241,22 +242,6 @@ class _KeyGradients:
             self.v[at] += grad_v[:, :, before:]
 
 
-def _softmax_times_v(
-    pieces: list[Piece],
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    sinks: Tensor | None,
-    own: tuple[Tensor, Tensor] | None,
-) -> tuple[Tensor, Tensor]:
-    """Return output and log-sum-exp of all queries, with sinks, and zeros for queries that see no key.
-
-    ``own`` is output and log-sum-exp without sinks, if one kernel has computed them for all queries.
-    """
-    o, lse = _merged(pieces, q, k, v) if own is None else own
-    return seen(o, lse, sinks, q.dtype, own is not None or any(piece.segment.masked for piece in pieces))
-
-
 def seen(o: Tensor, lse: Tensor, sinks: Tensor | None, dtype: torch.dtype, masked: bool) -> tuple[Tensor, Tensor]:
     """Add the sinks to merged output and log-sum-exp, and give zeros to queries that see no key.
 
@@ -275,11 +260,11 @@ def _merged(pieces: list[Piece], q: Tensor, k: Tensor, v: Tensor) -> tuple[Tenso
     """Return output and log-sum-exp of all queries: pieces of the same queries merged, of others side by side."""
     regions = [list(group) for _, group in groupby(pieces, key=lambda piece: piece.segment.queries)]
     if len(regions) == 1:
-        return merged(piece.forward(q, k, v) for piece in pieces)
+        return _merged_region(regions[0], q, k, v)
     out: Tensor | None = None
     lse: Tensor | None = None
     for region in regions:
-        o_r, lse_r = merged(piece.forward(q, k, v) for piece in region)
+        o_r, lse_r = _merged_region(region, q, k, v)
         if out is None or lse is None:
             lse = lse_r.new_empty(q.shape[:3])
             out = lse_r.new_empty((*q.shape[:3], v.shape[-1]))
@@ -288,6 +273,20 @@ def _merged(pieces: list[Piece], q: Tensor, k: Tensor, v: Tensor) -> tuple[Tenso
     assert out is not None
     assert lse is not None
     return out, lse
+
+
+def _merged_region(region: list[Piece], q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+    """Merge output and log-sum-exp of pieces that all have the same queries."""
+    o, lse = region[0].forward(q, k, v)
+    if len(region) > 1:
+        o = o.to(lse.dtype)  # rounded once, after the merge
+    for piece in region[1:]:
+        o_s, lse_s = piece.forward(q, k, v)
+        total = torch.logaddexp(lse, lse_s)
+        o = o * (lse - total).exp()[..., None]
+        o += o_s * (lse_s - total).exp()[..., None]
+        lse = total
+    return o, lse
 
 
 class Piece:

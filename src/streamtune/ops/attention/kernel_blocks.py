@@ -92,7 +92,7 @@ class _InBlocks:
 def merged(parts: Iterator[tuple[Tensor, Tensor]]) -> tuple[Tensor, Tensor]:
     """Merge output and log-sum-exp of several parts, each computed over its own keys alone.
 
-    Of several parts the output stays in the dtype of the log-sum-exp: it is rounded once, after the merge.
+    The output stays in the dtype of the log-sum-exp if there is more than one part.
     """
     o, lse = next(parts)
     for o_s, lse_s in parts:
