@@ -20,6 +20,7 @@ from torch import Tensor
 from streamtune.errors import OutOfMemoryError
 
 __all__ = [
+    "GIB",
     "PAGE",
     "Arena",
     "Span",
