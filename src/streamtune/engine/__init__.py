@@ -7,16 +7,16 @@ forward, recompute, project, replay), ``kv`` and ``cache`` (what a chunk sees of
     call, call_parts                bind a layer's call, run it on a chunk, join its outputs
     context                         state of a call and of a chunk that layers and attentions need and are not passed
     attention, masks, own_attention the attention and the mask a model asks for by name, or keeps
-    rows, scan, past                packed rows; Mamba-1's state; a prefix or a cache before the call
-    branches, lazy_logits, scores   rows that share their beginning; per-token log-probabilities for any objective
+    rows, scan                      packed rows and rows that share their beginning; Mamba-1's state
+    lazy_logits, scores             logits that are not computed; per-token log-probabilities for any objective
     routers                         the losses of a mixture's routers
     norms                           the norms outside the layers
     memory/                         placement of layer inputs: device, host, disk
     sequence/                       ranks that share a sequence: their tokens, and calls of the model
-    observe, weights, module_hooks  the state of a forward restored in its backward; observers; hooks
-    inspect_model, sharded          the parts of a model; weights that ranks share
+    observe                         the state of a forward restored in its backward; observers; hooks of modules
+    inspect_model, sharded          the parts of a model; its weights at one moment, and those that ranks share
     evaluated                       logits of an evaluation, computed when they are read
-    model_call, state_argument      arguments of the model's call; a layer that is handed its state as an argument
+    model_call                      arguments of the model's call
     streamed_model                  the handle's attributes, as scores, checks and calls of several ranks see them
     preflight/                      is this very model streamed exactly? asked before training
 """

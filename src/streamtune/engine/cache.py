@@ -13,14 +13,12 @@ layer asks for the state after the prefix (``get_recurrent_state``, ``get_conv_s
 Keys and values are computed again in the backward, because they are as long as the sequence. States are not: they are
 kept from the forward, one of a fixed size for each chunk.
 
-Shape suffixes: B batch, G key/value heads, S tokens of prefix and chunk, D head dimension.
-
-Two families are handed their state as an argument and give it back, not through a cache:
+Two families are handed their state as an argument and return it; the cache keeps it like other states:
 
     xLSTM   ``x, (c, n, m) = layer(x, state=(c, n, m))``
     RWKV    ``state[i][:, :, layer_id]`` is read and written for i = 0..4, tensors of all layers
 
-Both are what the tokens before leave: the states of :class:`~streamtune.engine.cache.ChunkCache`.
+Shape suffixes: B batch, G key/value heads, S tokens of prefix and chunk, D head dimension.
 """
 
 from __future__ import annotations

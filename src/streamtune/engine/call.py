@@ -198,7 +198,6 @@ class LayerCall:
 
     def branch(self, branches: Branches) -> None:
         """Replace the masks of rows that stand alone by those of rows that share their beginnings."""
-
         self._with_masks(branches.masked)
 
     def share(self, shards: SequenceShards) -> None:

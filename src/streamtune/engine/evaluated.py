@@ -88,42 +88,12 @@ class EvaluatedLogits(Tensor):
             self._kept.append(self._whole(self.device))
         return self._kept[0]
 
-    # What reads the memory of a tensor without an operation.
-
     def cpu(self, *args: Any, **kwargs: Any) -> Tensor:
         """Return the logits on the host, computed a chunk at a time."""
         return self.computed().cpu() if self._kept else self._whole(torch.device("cpu"))
 
-    def numpy(self, *args: Any, **kwargs: Any) -> Any:
-        """Return ``computed().numpy()``."""
-        return self.computed().numpy(*args, **kwargs)
-
-    def tolist(self) -> Any:
-        """Return ``computed().tolist()``."""
-        return self.computed().tolist()
-
-    def data_ptr(self) -> int:
-        """Return ``computed().data_ptr()``."""
-        return self.computed().data_ptr()
-
-    def untyped_storage(self) -> torch.UntypedStorage:
-        """Return ``computed().untyped_storage()``."""
-        return self.computed().untyped_storage()
-
-    def __dlpack__(self, *args: Any, **kwargs: Any) -> Any:
-        return self.computed().__dlpack__(*args, **kwargs)
-
-    def __dlpack_device__(self) -> Any:
-        return self.computed().__dlpack_device__()
-
-    def __array__(self, *args: Any, **kwargs: Any) -> Any:
-        return self.computed().__array__(*args, **kwargs)
-
     def __deepcopy__(self, memo: dict[int, Any]) -> Tensor:
         return self.computed().clone()
-
-    def __reduce_ex__(self, protocol: Any) -> Any:
-        return self.computed().__reduce_ex__(protocol)
 
     def _chunks(self) -> Iterator[Tensor]:
         for logits in self._source.chunks():
@@ -143,6 +113,17 @@ class EvaluatedLogits(Tensor):
     def _reduced(self, func: Any, args: Any, kwargs: Any) -> Tensor:
         keeps = (len(args) > 1 and args[1]) or kwargs.get("keepdim", False)
         return torch.cat([func(logits, *args, **kwargs) for logits in self._chunks()], dim=-2 if keeps else -1)
+
+
+def _of_computed(name: str) -> Any:
+    """Return the method of this name of the computed logits."""
+    return lambda logits, *args, **kwargs: getattr(logits.computed(), name)(*args, **kwargs)
+
+
+READERS = ("numpy", "tolist", "data_ptr", "untyped_storage")
+"""Methods that read the memory of a tensor without an operation."""
+for _name in (*READERS, "__array__", "__dlpack__", "__dlpack_device__", "__reduce_ex__"):
+    setattr(EvaluatedLogits, _name, _of_computed(_name))
 
 
 class _Source:

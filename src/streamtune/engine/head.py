@@ -21,7 +21,7 @@ from transformers.loss.loss_utils import LOSS_MAPPING, ForCausalLMLoss
 
 from streamtune.engine.evaluated import EvaluatedLogits
 from streamtune.engine.lazy_logits import LazyLogits, Step
-from streamtune.engine.observe import refuse_hooks
+from streamtune.engine.observe import refuse_hooks, restore_forward
 from streamtune.engine.sequence.shards import SequenceShards
 from streamtune.engine.sharded import is_sharded
 from streamtune.errors import UnsupportedModelError
@@ -100,9 +100,7 @@ class StreamedHead:
         self.loss_before = self.model.__dict__.get("_loss_function")
         head.forward = lambda hidden: LazyLogits(self, hidden)
         self.sharded = is_sharded(head)
-        if (
-            self.sharded
-        ):  # lazy logits need no weight: it is gathered when a loss or scores are computed from them, not before
+        if self.sharded:  # lazy logits need no weight: it is gathered when a loss or scores are computed, not before
             head._call_impl = head.forward  # type: ignore[method-assign]
         self.model._loss_function = self.loss
         self.active = True
@@ -112,7 +110,7 @@ class StreamedHead:
         if not self.active:
             return
         self.active = False
-        self._restore_forward()
+        restore_forward(self.module, self.shadowed)
         self.module.__dict__.pop("_call_impl", None)
         if self.had_loss:
             self.model._loss_function = self.loss_before
@@ -127,12 +125,6 @@ class StreamedHead:
             return logits.transform(self.module(logits.hidden))
         return EvaluatedLogits(self.module, logits.hidden, logits.transform, self.schedule.head_chunk_size)
 
-    def _restore_forward(self) -> None:
-        if self.shadowed is None:
-            del self.module.forward
-        else:
-            self.module.forward = self.shadowed
-
     def _with_weight(self, logits: LazyLogits, compute: Callable[[LazyLogits], Any]) -> Any:
         """Return ``compute(logits)``, computed inside a call of the head if its weight is whole only there.
 
@@ -146,10 +138,7 @@ class StreamedHead:
         try:
             return head(logits.hidden)
         finally:
-            if before is None:
-                del head.forward
-            else:
-                head.forward = before
+            restore_forward(head, before)
             if returns_lazy is not None:
                 head._call_impl = returns_lazy  # type: ignore[method-assign]
 

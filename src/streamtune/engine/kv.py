@@ -1,7 +1,6 @@
 """The tensors that chunks leave to later ones: keys and values, and the states of recurrent layers.
 
 There may be tokens before a call: keys and values of a cache that was filled earlier, or that an adapter computes.
-
 Prefix tuning (Li and Liang, arXiv 2101.00190) trains such keys and values; a prompt that was read under
 ``torch.no_grad()`` leaves them without a gradient. Either way they are the beginning of every chunk's prefix: the
 layer's keys are ``[past | sequence]``, and the sum over chunks of dK, dV of the past is its gradient.

@@ -21,16 +21,9 @@ Step = Callable[[Tensor], Tensor]
 
 
 ELEMENTWISE = {
-    torch.Tensor.mul: torch.mul,
-    torch.Tensor.div: torch.div,
-    torch.Tensor.add: torch.add,
-    torch.Tensor.sub: torch.sub,
-    torch.Tensor.tanh: torch.tanh,
-    torch.mul: torch.mul,
-    torch.div: torch.div,
-    torch.add: torch.add,
-    torch.sub: torch.sub,
-    torch.tanh: torch.tanh,
+    getattr(owner, name): getattr(torch, name)
+    for owner in (Tensor, torch)
+    for name in ("mul", "div", "add", "sub", "tanh")
 }
 """Operations a model may apply to its logits before the loss, with a scalar: each maps a chunk on its own."""
 

@@ -14,6 +14,8 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import reduce
+from operator import and_
 from typing import Any
 
 import torch
@@ -44,7 +46,7 @@ class Facts:
         """The part that the other fields do not express, or None."""
         if len(self.rest) < 2:
             return self.rest[0] if self.rest else None
-        return lambda b, h, q, k: _all(part(b, h, q, k) for part in self.rest)
+        return lambda b, h, q, k: reduce(and_, (part(b, h, q, k) for part in self.rest))
 
 
 class _UnknownError(Exception):
@@ -202,13 +204,6 @@ def _closed(function: Function, name: str) -> Any:
     if code is None or not cells or name not in code.co_freevars:
         return None
     return cells[code.co_freevars.index(name)].cell_contents
-
-
-def _all(terms: Any) -> Any:
-    result: Any = None
-    for term in terms:
-        result = term if result is None else result & term
-    return result
 
 
 _READERS: dict[str, Callable[[Function, Tensor], Facts | None]] = {

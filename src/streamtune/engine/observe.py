@@ -1,13 +1,10 @@
 """The state of a forward besides its arguments, observers of a forward, and hooks of modules that run on chunks.
 
-The state is random numbers, autocast, training modes and attention.
-
-Hooks of modules that run on chunks: they would be called for each chunk, in the forward and again in the backward.
-
-A hook on the model, an embedding, a decoder layer or the norm behind them is called once, with whole tensors. Inside of
-a decoder layer a module is given one chunk after the other; the head is given none, its loss is one sweep of its
-weight. A hook there that counts, averages or normalises would see something else than in the ordinary call. So it is
-refused by name, unless it says that it treats every token by itself (:func:`chunkwise`).
+The state is random numbers, autocast, training modes and attention; the backward restores it. A hook on the model, an
+embedding, a decoder layer or the norm behind them is called once, with whole tensors. Inside of a decoder layer a
+module is given one chunk after the other; the head is given none, its loss is one sweep of its weight. A hook there
+that counts, averages or normalises would see something else than in the ordinary call. So it is refused by name, unless
+it says that it treats every token by itself (:func:`chunkwise`).
 
 Hooks of libraries that take part in the computation (gathering of ZeRO and FSDP2, weight norm) belong there and are
 called as they are.
@@ -39,6 +36,7 @@ __all__ = [
     "notify_tensors",
     "observed",
     "refuse_hooks",
+    "restore_forward",
 ]
 
 
@@ -127,6 +125,14 @@ def attention_as(configs: list[Any], names: list[Any]) -> Iterator[None]:
     finally:
         for config, name in zip(configs, before, strict=True):
             config._attn_implementation_internal = name
+
+
+def restore_forward(module: nn.Module, before: Any) -> None:
+    """Restore the ``forward`` that an instance had before it was given another one; None is that of its class."""
+    if before is None:
+        del module.forward
+    else:
+        module.forward = before
 
 
 class Observer(Protocol):

@@ -11,8 +11,8 @@ whole     no pass over chunks: the whole sequence with its graph, as autograd wo
 from __future__ import annotations
 
 import weakref
-from collections.abc import Sequence
-from contextlib import AbstractContextManager, ExitStack, nullcontext
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import lru_cache
 from typing import Any, Protocol
 
@@ -151,10 +151,11 @@ class LayerStream:
             if isinstance(self.z_in, StoredTensor):
                 self.z_in.put(chunk, x_i[0])
             z_i, cache = self.run(chunk, "store", x_i)
-            if (
-                begin is not None and cache.met_states and not self.owner.carries_states
-            ):  # known from its first chunk on
-                return self._anew(inputs, for_backward, begin)
+            # Known from the first chunk on: a layer with states runs again, in chunks that end where packed rows do.
+            if begin is not None and cache.met_states and not self.owner.carries_states:
+                begin.restore()
+                self._end_with_rows()
+                return self.forward(inputs, for_backward)
             if not z:
                 z = [_room(piece, along, self.length) for piece, along in zip(z_i, self.along, strict=True)]
             for whole, piece, along in zip(z, z_i, self.along, strict=True):
@@ -166,12 +167,6 @@ class LayerStream:
         shared = [buffer for index in self.filled.values() for buffer in self.kv.pairs[index]]
         self._keep_rest(for_backward, again=False, shared=bool(shared))
         return z + shared
-
-    def _anew(self, inputs: Sequence[Tensor], for_backward: bool, begin: RandomState) -> list[Tensor]:
-        """Run the forward again from its start, in chunks that end where packed rows do."""
-        begin.restore()
-        self._end_with_rows()
-        return self.forward(inputs, for_backward)
 
     def _end_with_rows(self) -> None:
         """Let this layer's chunks end where packed rows do, from now on; nothing was kept yet."""
@@ -356,13 +351,11 @@ class LayerStream:
         with self._as_before(chunk):
             return self.run(chunk, "replay", x_i)
 
-    def _as_before(self, chunk: slice) -> ExitStack:
-        """Return a context with the random numbers, autocast and modes of the forward."""
-        stack = ExitStack()
-        stack.enter_context(self.random[chunk.start].replayed())
-        stack.enter_context(self.autocast.again())
-        stack.enter_context(self.modes.again())
-        return stack
+    @contextmanager
+    def _as_before(self, chunk: slice) -> Iterator[None]:
+        """Set the random numbers, autocast and modes of the forward inside the context."""
+        with self.random[chunk.start].replayed(), self.autocast.again(), self.modes.again():
+            yield
 
     def free(self, again: bool = False) -> None:
         """Free the tensors that the backward used.

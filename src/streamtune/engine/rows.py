@@ -5,12 +5,9 @@ Where a packed row begins, a layer that carries a state starts anew.
 Attention layers find the rows in their mask (``ops.attention.rules``). A recurrence has no mask: its chunks are cut
 where any row begins, and the state is zero for the sequences that begin one.
 
-Shape suffixes: B batch, T tokens.
-
-Rows that begin alike, streamed with their common beginning once: a tree laid out as one sequence.
-
-A trunk is the common beginning of several rows; a branch is the rest of one of them. A tree is its trunk and then its
-branches, end to end, and a sequence is any number of trees:
+Rows that begin alike are streamed with their common beginning once, as a tree laid out in one sequence. A trunk is the
+common beginning of several rows; a branch is the rest of one of them. A tree is its trunk and then its branches, end to
+end, and a sequence is any number of trees:
 
     place       0 1 2 3   4 5 6   7 8 9 10   11 ...
                 trunk     branch  branch     the next tree
@@ -22,6 +19,8 @@ all branches. A layer with a recurrent state begins each branch with the trunk's
 
 Preference pairs (arXiv 2305.18290) and groups of completions (arXiv 2402.03300) are such rows. The last token of a
 prompt belongs to the branches, for there it predicts another token in each.
+
+Shape suffixes: B batch, T tokens.
 """
 
 from __future__ import annotations

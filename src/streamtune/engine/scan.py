@@ -24,6 +24,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from streamtune.engine.cache import ChunkCache
+from streamtune.engine.observe import restore_forward
 
 __all__ = ["carried_scan", "code_names", "mixers_with_a_bare_scan", "scan_from"]
 
@@ -64,10 +65,7 @@ def carried_scan(mixers: list[nn.Module], cache: ChunkCache) -> Iterator[None]:
         yield
     finally:
         for mixer, forward in zip(mixers, before, strict=True):
-            if forward is None:
-                del mixer.forward
-            else:
-                mixer.forward = forward
+            restore_forward(mixer, forward)
 
 
 class _Carried:

@@ -14,10 +14,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from torch import Tensor, nn
+from torch import Tensor
 
 from streamtune.engine.lazy_logits import ScoreRequest
-from streamtune.engine.rows import Branches
 from streamtune.engine.streamed_model import StreamedModel
 from streamtune.errors import ArgumentError
 
@@ -37,29 +36,19 @@ class TokenScores:
 
 
 def token_scores_of(
-    handle: StreamedModel,
-    input_ids: Tensor,
-    targets: Tensor,
-    *,
-    branches: Branches | None,
-    entropy: bool,
-    temperature: float,
-    model: nn.Module | None,
-    arguments: dict[str, Any],
+    handle: StreamedModel, request: ScoreRequest, called: Any, input_ids: Tensor, arguments: dict[str, Any]
 ) -> TokenScores:
-    """Compute the scores of :meth:`StreamHandle.logprobs`."""
-    _check(handle, input_ids, targets, branches, temperature)
-    if branches is not None:
-        arguments = {**arguments, **branches.arguments(input_ids)}
-    called: Any = handle.model if model is None else model
-    with handle.scoring(ScoreRequest(targets, branches, temperature, entropy)):
+    """Compute the scores of :meth:`StreamHandle.logprobs` by a call of ``called``, the model or a wrapper of it."""
+    _check(handle, request, input_ids)
+    if request.branches is not None:
+        arguments = {**arguments, **request.branches.arguments(input_ids)}
+    with handle.scoring(request):
         found = called(input_ids=input_ids, **arguments)
     return TokenScores(found["logprobs"], found.get("entropy"), found.get("router_loss"))
 
 
-def _check(
-    handle: StreamedModel, input_ids: Tensor, targets: Tensor, branches: Branches | None, temperature: float
-) -> None:
+def _check(handle: StreamedModel, request: ScoreRequest, input_ids: Tensor) -> None:
+    targets, branches, temperature = request.targets, request.branches, request.temperature
     if not handle.layers:
         raise ArgumentError("the model is not streamed any more", mend="ask for log-probabilities before .remove()")
     if not handle.streams_head:

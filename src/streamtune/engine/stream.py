@@ -101,14 +101,7 @@ def stream(
     short = SHORT if schedule is None and chunk_size is None and sequence_parallel is None else None
     if schedule is None:
         schedule = Schedule() if chunk_size is None else Schedule(chunk_size=chunk_size)
-    return StreamHandle(
-        model,
-        schedule,
-        head,
-        router_loss,
-        sequence_parallel,
-        short=short,
-    )
+    return StreamHandle(model, schedule, head, router_loss, sequence_parallel, short=short)
 
 
 class StreamHandle:
@@ -204,16 +197,8 @@ class StreamHandle:
             ArgumentError: A shape is wrong, or the head is not streamed.
             UnsupportedModelError: The model does not return logits of all tokens, or its rows cannot share beginnings.
         """
-        return token_scores_of(
-            self,
-            input_ids,
-            targets,
-            branches=branches,
-            entropy=entropy,
-            temperature=temperature,
-            model=model,
-            arguments=arguments,
-        )
+        request = ScoreRequest(targets, branches, temperature, entropy)
+        return token_scores_of(self, request, self.model if model is None else model, input_ids, arguments)
 
     @property
     def streams_head(self) -> bool:

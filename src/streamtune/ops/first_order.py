@@ -1,7 +1,5 @@
 """Backwards that are computed and not recorded: a second derivative is refused, a second backward is not.
 
-Gradients of parameters are taken part by part, without the hooks that are for the whole gradient.
-
 ``torch.autograd.grad`` runs the hooks of the tensors it is asked about (``Tensor.register_hook``). A gradient that is a
 sum over chunks is asked for once a chunk; the sum then arrives at the parameter, where those hooks run again, as they
 should. Hooks of the accumulating node and post-accumulate hooks run there only, whatever is done here.

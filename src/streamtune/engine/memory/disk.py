@@ -13,6 +13,7 @@ import shutil
 import tempfile
 import weakref
 from collections import deque
+from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from copy import copy
 from pathlib import Path
@@ -20,7 +21,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from streamtune.engine.memory.host import Arena, Span, Stack, Tally, pages
+from streamtune.engine.memory.host import GIB, Arena, Span, Stack, Tally, pages
 from streamtune.engine.memory.tiers import Block, Copies
 from streamtune.errors import StorageError
 
@@ -31,8 +32,6 @@ THREADS = 4
 
 IN_FLIGHT = 4
 """Writes that may be under way, each with its block in host memory."""
-
-GIB = 1 << 30
 
 
 class DiskTier:
@@ -189,19 +188,17 @@ class _File:
         """Write a block to the file, in a thread, once it has been copied from the device."""
         if copied is not None:
             copied.synchronize()
-        data, done = span.memory(), 0
-        try:
-            while done < len(data):
-                done += os.pwrite(self.number, data[done:], offset + done)
-        except OSError as error:
-            raise self.failed(error, self.length) from error
+        self._move(span, offset, os.pwrite)
 
     def read(self, span: Span, offset: int) -> None:
         """Read a block from the file, in a thread."""
+        self._move(span, offset, lambda number, data, at: os.preadv(number, [data], at))
+
+    def _move(self, span: Span, offset: int, move: Callable[[int, memoryview, int], int]) -> None:
         data, done = span.memory(), 0
         try:
             while done < len(data):
-                count = os.preadv(self.number, [data[done:]], offset + done)
+                count = move(self.number, data[done:], offset + done)
                 if count == 0:
                     raise OSError(errno.EIO, "the file is shorter than what was written to it")
                 done += count

@@ -21,6 +21,7 @@ from streamtune.errors import OutOfMemoryError
 from streamtune.ops.simulated import repeated
 
 __all__ = [
+    "GIB",
     "PAGE",
     "Arena",
     "Span",

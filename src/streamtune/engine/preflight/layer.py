@@ -46,7 +46,7 @@ from streamtune.schedule import Schedule
 __all__ = ["MEND", "DiffersError", "LayerCheck", "check_shared", "without_self"]
 
 UNSETTLED = 0.3
-"""The same where no wider copy of a layer can be made (a quantised one): what a few flipped routes explain."""
+"""Relative difference that a few flipped routes explain, where no wider copy of a layer can be made (quantised)."""
 WIDER = {torch.bfloat16: torch.float32, torch.float16: torch.float32, torch.float32: torch.float64}
 MEND = (
     "its layers let tokens meet outside the attention's key/value cache; train this model without streaming, or choose "

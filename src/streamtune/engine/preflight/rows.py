@@ -34,7 +34,7 @@ from itertools import pairwise
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from streamtune.engine.context import CallContext
 from streamtune.engine.layer import StreamedForward
@@ -42,6 +42,7 @@ from streamtune.engine.observe import attention_as
 from streamtune.engine.preflight.common import (
     BOUND,
     SCHEDULE,
+    Arguments,
     LayerStep,
     bind,
     borrowed,
@@ -172,7 +173,7 @@ class _Trial:
     ) -> Tensor:
         """Run one forward with ``step`` in each layer's place; return the logits."""
         for index, layer in enumerate(self.layers):
-            layer.forward = _RowsStep(index, layer, step)
+            layer.forward = LayerStep(index, step)
         self.context.rows = rows
         taken = inspect.signature(type(self.model).forward).parameters
         given = {name: value for name, value in arguments.items() if name in taken}  # the rest is in the context
@@ -188,14 +189,18 @@ class _Trial:
         logits: Tensor = out[0] if isinstance(out, tuple) else out.logits
         return logits
 
-    def _record(self, index: int, bound: inspect.BoundArguments) -> Any:
-        out = StreamedForward(self.layers[index], SCHEDULE, self.own, context=self.context)(
-            *bound.args[1:], **bound.kwargs
-        )
+    def _streamed(self, index: int, bound: Arguments) -> Any:
+        forward = StreamedForward(self.layers[index], SCHEDULE, self.own, context=self.context)
+        return forward(*bound.args[1:], **bound.kwargs)
+
+    def _record(self, index: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        bound = bind(self.layers[index], args, kwargs)
+        out = self._streamed(index, bound)
         self.seen.append(_Seen(index, bound.arguments[_hidden_name(bound)], first_of(out)))
         return out
 
-    def _compare(self, index: int, bound: inspect.BoundArguments) -> Any:
+    def _compare(self, index: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        bound = bind(self.layers[index], args, kwargs)
         call = self.seen[self.calls] if self.calls < len(self.seen) else None
         if call is None or call.index != index:
             raise UnsupportedModelError(f"{self._name} calls other layers when rows are packed", mend=self.layout.mend)
@@ -205,10 +210,7 @@ class _Trial:
             given = bound.arguments[name]
             self._note(index, "input", z_in, given, torch.zeros_like(given))
         bound.arguments[name] = z_in
-        out = StreamedForward(self.layers[index], SCHEDULE, self.own, context=self.context)(
-            *bound.args[1:], **bound.kwargs
-        )
-        z_out = call.z_out[:, self.row]
+        out, z_out = self._streamed(index, bound), call.z_out[:, self.row]
         self._note(index, "output", z_out, first_of(out), z_in)
         return type(out)([z_out, *out[1:]]) if isinstance(out, tuple | list) else z_out
 
@@ -246,18 +248,7 @@ class _Trial:
         return type(self.model).__name__
 
 
-class _RowsStep:
-    """Replaces a layer's ``forward`` in one forward of the model."""
-
-    def __init__(self, index: int, layer: nn.Module, step: Callable[..., Any]) -> None:
-        self.index, self.layer, self.step = index, layer, step
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        signature = inspect.signature(type(self.layer).forward)
-        return self.step(self.index, signature.bind(self.layer, *args, **kwargs))
-
-
-def _hidden_name(bound: inspect.BoundArguments) -> str:
+def _hidden_name(bound: Arguments) -> str:
     return list(bound.arguments)[1]
 
 
@@ -342,7 +333,7 @@ class _Forwards:
         noted = self.noted.get(index)
         arguments = bind(layer, args, kwargs)
         if noted is not None:
-            arguments.arguments[list(arguments.arguments)[1]] = noted[0]
+            arguments.arguments[_hidden_name(arguments)] = noted[0]
         out = forward(*arguments.args[1:], **arguments.kwargs)
         if noted is not None:
             self._check(index, first_of(out), *noted)

@@ -26,6 +26,7 @@ from streamtune.ops.attention.kernels import Kernel, Scores, flash_kernel
 from streamtune.ops.attention.view import MaskView, Segment, masked_score
 from streamtune.ops.attention.view_kernels import attend_whole, backward_whole, fused_view_kernel
 from streamtune.ops.first_order import first_order
+from streamtune.ops.launching import blocks
 from streamtune.ops.simulated import autocast_kind, repeated
 
 __all__ = [
@@ -162,7 +163,9 @@ class _PrefixAttention(torch.autograd.Function):
         if known is None:
             own = None if whole is None else attend_whole(whole, q, k, v, for_backward)
             whole = None if own is None else whole
-            o, lse = _softmax_times_v(pieces, q, k, v, sinks, own)
+            o, lse = _merged(pieces, q, k, v) if own is None else own
+            masked = own is not None or any(piece.segment.masked for piece in pieces)
+            o, lse = seen(o, lse, sinks, q.dtype, masked)
             # The formula takes delta from o as it was before rounding; a fused kernel wants o in the dtype of q.
             o = o if whole is None and all(piece.by_formula(q, k, v) for piece in pieces) else o.to(q.dtype)
             if memory is not None:
@@ -237,22 +240,6 @@ class _KeyGradients:
             at = (rows, heads, slice(keys.start + before - self.first, keys.stop - self.first))
             self.k[at] += grad_k[:, :, before:]
             self.v[at] += grad_v[:, :, before:]
-
-
-def _softmax_times_v(
-    pieces: list[Piece],
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    sinks: Tensor | None,
-    own: tuple[Tensor, Tensor] | None,
-) -> tuple[Tensor, Tensor]:
-    """Return output and log-sum-exp of all queries, with sinks, and zeros for queries that see no key.
-
-    ``own`` is output and log-sum-exp without sinks, if one kernel has computed them for all queries.
-    """
-    o, lse = _merged(pieces, q, k, v) if own is None else own
-    return seen(o, lse, sinks, q.dtype, own is not None or any(piece.segment.masked for piece in pieces))
 
 
 def seen(o: Tensor, lse: Tensor, sinks: Tensor | None, dtype: torch.dtype, masked: bool) -> tuple[Tensor, Tensor]:
@@ -376,9 +363,7 @@ class Piece:
         return self.view.bias(self.segment, dtype)
 
     def _row_tiles(self, q: Tensor, k: Tensor) -> Iterator[slice]:
-        rows = max(1, TILE_ELEMENTS // (q.shape[0] * q.shape[1] * max(1, k.shape[2])))
-        for start in range(0, q.shape[2], rows):
-            yield slice(start, min(start + rows, q.shape[2]))
+        return blocks(q.shape[2], TILE_ELEMENTS // (q.shape[0] * q.shape[1] * max(1, k.shape[2])))
 
     def _scores(self, q_BGRTD: Tensor, k: Tensor, rows: slice) -> tuple[Tensor, Tensor | None]:
         """Return scores ``[B, G, R, T, S]`` after softcap and mask, and d score / d raw score if there is a softcap.

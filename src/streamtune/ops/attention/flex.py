@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 from torch.nn.attention.flex_attention import AuxRequest, BlockMask, flex_attention
 
-from streamtune.ops.attention.kernel_trial import Grads, TrialHeads
+from streamtune.ops.attention.kernel_trial import Grads, TrialHeads, drawn, whole_agrees
 from streamtune.ops.attention.mask import LazyMask
 from streamtune.ops.attention.rules import MaskRules
 from streamtune.ops.attention.view import MaskView
@@ -196,28 +196,10 @@ def _agrees(
     device: torch.device, dtype: torch.dtype, heads: TrialHeads, softcapped: bool, queries: int, keys: int
 ) -> bool:
     generator = torch.Generator(device).manual_seed(0)
-
-    def draw(count: int, length: int) -> Tensor:
-        shape = (2, length, count, heads.size)
-        return torch.randn(shape, generator=generator, device=device, dtype=dtype).transpose(1, 2)
-
-    q, k, v, grad = (draw(heads.queries, queries), draw(heads.groups, keys), draw(heads.groups, keys),
-                     draw(heads.queries, queries))  # fmt: skip
+    shapes = ((heads.queries, queries), (heads.groups, keys), (heads.groups, keys), (heads.queries, queries))
+    q, k, v, grad = (drawn(generator, dtype, 2, *shape, heads.size) for shape in shapes)
     offset, softcap, scale = keys - queries, 5.0 if softcapped else None, heads.size**-0.5
     starts = torch.arange(keys, device=device) // 90 * 90
     mask = LazyMask(2, queries, keys, q_offset=offset, window=70, row_start=starts[None], device=device)
-    view = mask.rows(0, queries)
-    exact = [x.double().requires_grad_() for x in (q, k, v)]
-    wide_k, wide_v = (x.repeat_interleave(heads.queries // heads.groups, dim=1) for x in exact[1:])
-    s = exact[0] @ wide_k.mT * scale
-    s = s if softcap is None else softcap * (s / softcap).tanh()
-    s = s.masked_fill(~mask.tile(offset, keys, 0, keys), -torch.inf)
-    lse = torch.logaddexp(s.logsumexp(-1), torch.zeros((), dtype=torch.float64, device=device))  # a sink of zero
-    o = (s - lse[..., None]).exp() @ wide_v
-    want = torch.autograd.grad(o, exact, grad.double())
-    flex = FlexView(view, scale, softcap)
-    own_o, own_lse = flex.forward(q, k, v, for_backward=True)
-    got = flex.backward(grad, q, k, v, o.detach().to(dtype), lse.detach().to(own_lse.dtype))
-    pairs = [(own_o, s.softmax(-1) @ wide_v), (own_lse, s.logsumexp(-1)), *zip(got, want, strict=True)]
-    bound = 1e-4 if dtype in (torch.float32, torch.float64) else 3e-2
-    return all(bool((g.double() - w).norm() <= bound * w.norm()) for g, w in pairs)
+    flex = FlexView(mask.rows(0, queries), scale, softcap)
+    return whole_agrees(flex, q, k, v, grad, mask.tile(offset, keys, 0, keys), scale, softcap)

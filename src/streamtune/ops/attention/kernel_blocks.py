@@ -1,12 +1,10 @@
 """Kernels beyond their limits: in several calls for many elements, with zeros behind heads of other sizes.
 
-A kernel is called in blocks where one call would have more elements than it can count.
+A kernel is called in blocks where one call would have more elements than it can count. The blocks of keys are merged
+as segments are in ``ops.attention``, and their backward is exact for the same reason.
 
-The blocks of keys are merged as segments are in ``ops.attention``, and their backward is exact for the same reason.
-
-Heads a kernel has no size for: zeros behind them change no score and no output.
-
-Latent attention (DeepSeek) has values shorter than its queries and keys; kernels on CUDA want multiples of 8.
+Heads of a size that a kernel does not have are padded: zeros behind them change no score and no output. Latent
+attention (DeepSeek) has values shorter than its queries and keys; kernels on CUDA want multiples of 8.
 """
 
 from __future__ import annotations

@@ -8,13 +8,25 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Protocol
 
 import torch
 from torch import Tensor
 
 from streamtune.ops.launching import median_time
 
-__all__ = ["Grads", "Kernel", "Scores", "TrialHeads", "agrees_with_formula", "fastest", "median_seconds"]
+__all__ = [
+    "Grads",
+    "Kernel",
+    "Scores",
+    "TrialHeads",
+    "ViewKernel",
+    "agrees_with_formula",
+    "drawn",
+    "fastest",
+    "median_seconds",
+    "whole_agrees",
+]
 
 RUNS = 5
 """Timed runs of a kernel, of which the median counts; one more before them is not counted."""
@@ -72,6 +84,20 @@ class TrialHeads:
     size: int
 
 
+class ViewKernel(Protocol):
+    """Attention of all queries of a view over all its keys."""
+
+    @property
+    def name(self) -> str:
+        """The name as it is printed."""
+
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, for_backward: bool) -> tuple[Tensor, Tensor]:
+        """Return the output ``[B, H, T, D]`` and log-sum-exp ``[B, H, T]``; -inf for a query that sees no key."""
+
+    def backward(self, grad_o: Tensor, q: Tensor, k: Tensor, v: Tensor, o: Tensor, lse: Tensor) -> Grads:
+        """Return the gradients of q, k, v for any output and log-sum-exp; with +inf a query contributes none."""
+
+
 def agrees_with_formula(
     kernel: Kernel, device: torch.device, dtype: torch.dtype, head_dim: int, biased: bool = False
 ) -> bool:
@@ -111,9 +137,13 @@ class _Problem:
         self.k, self.v = self._draw(groups, keys, head_dim, together=True), self._draw(groups, keys, head_dim)
 
     def _draw(self, heads: int, length: int, size: int, together: bool = False) -> Tensor:
-        shape = (2, length + 8, heads, size) if together else (2, heads, length + 8, size)
-        drawn = torch.randn(shape, generator=self.generator, device=self.device, dtype=self.dtype)
-        return (drawn.transpose(1, 2) if together else drawn)[:, :, 3 : 3 + length]
+        if together:
+            x = drawn(self.generator, self.dtype, 2, heads, length + 8, size)
+        else:
+            x = torch.randn(
+                (2, heads, length + 8, size), generator=self.generator, device=self.device, dtype=self.dtype
+            )
+        return x[:, :, 3 : 3 + length]
 
     def _bias(self) -> Tensor:
         """Return a mask that hides a third of the places, and all of the last query's."""
@@ -142,8 +172,7 @@ class _Problem:
         seen = ~blind
         pairs = [(got_o[seen], (s.softmax(-1) @ self._repeated(self.v))[seen]), (got_lse[seen], own_lse[seen])]
         pairs += list(zip(got, want, strict=True))
-        bound = 1e-4 if self.dtype in (torch.float32, torch.float64) else 3e-2
-        return all(g.shape == w.shape and _near(g, w, bound) for g, w in pairs)
+        return all(g.shape == w.shape and near(g, w, self.dtype) for g, w in pairs)
 
     def _repeated(self, x_BGSD: Tensor) -> Tensor:
         return x_BGSD.double().repeat_interleave(self.q.shape[1] // x_BGSD.shape[1], dim=1)
@@ -164,8 +193,38 @@ class _Problem:
         return o, (ds @ self._repeated(self.k), dk, dv)
 
 
-def _near(got: Tensor, want: Tensor, bound: float) -> bool:
+def near(got: Tensor, want: Tensor, dtype: torch.dtype) -> bool:
+    """Return True if the relative difference is what the rounding of ``dtype`` explains; ``want`` is in fp64."""
+    bound = 1e-4 if dtype in (torch.float32, torch.float64) else 3e-2
     return bool((got.double() - want).norm() <= bound * want.norm())
+
+
+def drawn(generator: torch.Generator, dtype: torch.dtype, *shape: int) -> Tensor:
+    """Return random ``[B, H, T, D]`` of this shape, the heads of a token together, as a projection leaves them."""
+    batch, heads, length, size = shape
+    x = torch.randn((batch, length, heads, size), generator=generator, device=generator.device, dtype=dtype)
+    return x.transpose(1, 2)
+
+
+def whole_agrees(
+    kernel: ViewKernel, q: Tensor, k: Tensor, v: Tensor, grad: Tensor, seen: Tensor, scale: float, softcap: float | None
+) -> bool:
+    """Return True if a kernel over all keys agrees with the formula in fp64, with a sink in the log-sum-exp.
+
+    ``seen`` is True where a query sees a key; it broadcasts to ``[B, H, T, S]``.
+    """
+    exact = [x.double().requires_grad_() for x in (q, k, v)]
+    wide_k, wide_v = (x.repeat_interleave(q.shape[1] // k.shape[1], dim=1) for x in exact[1:])
+    s = exact[0] @ wide_k.mT * scale
+    s = s if softcap is None else softcap * (s / softcap).tanh()
+    s = s.masked_fill(~seen, -torch.inf)
+    lse = torch.logaddexp(s.logsumexp(-1), torch.zeros((), dtype=torch.float64, device=q.device))  # a sink of zero
+    o = (s - lse[..., None]).exp() @ wide_v
+    want = torch.autograd.grad(o, exact, grad.double())
+    own_o, own_lse = kernel.forward(q, k, v, for_backward=True)
+    got = kernel.backward(grad, q, k, v, o.detach().to(q.dtype), lse.detach().to(own_lse.dtype))
+    pairs = [(own_o, s.softmax(-1) @ wide_v), (own_lse, s.logsumexp(-1)), *zip(got, want, strict=True)]
+    return all(near(g, w, q.dtype) for g, w in pairs)
 
 
 def fastest(kernels: Sequence[Kernel], seconds: Callable[[Kernel], float | None]) -> Kernel | None:
@@ -192,18 +251,14 @@ def median_seconds(
     """
     generator, scores = torch.Generator(device).manual_seed(0), Scores(heads.size**-0.5)
 
-    def draw(count: int, length: int) -> Tensor:
-        shape = (1, length, count, heads.size)
-        return torch.randn(shape, generator=generator, device=device, dtype=dtype).transpose(1, 2)
-
     def run() -> None:
         o, lse = kernel.forward(q, k, v, scores)
         kernel.backward(grad, q, k, v, o, lse, scores)
 
     with torch.no_grad():
         try:
-            q, grad = draw(heads.queries, queries), draw(heads.queries, queries)
-            k, v = draw(heads.groups, keys), draw(heads.groups, keys)
+            q, grad = (drawn(generator, dtype, 1, heads.queries, queries, heads.size) for _ in range(2))
+            k, v = (drawn(generator, dtype, 1, heads.groups, keys, heads.size) for _ in range(2))
             run()
             return median_time(run, device, RUNS)
         except RuntimeError:

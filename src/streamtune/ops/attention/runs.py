@@ -1,19 +1,17 @@
 """Runs of positions a mask is made of: packed rows, attention spans, blocks that see each other, trees of rows.
 
-All of them are contiguous, so each is given by one number for each position: the start of its run. Shape suffixes: B
-batch, T positions.
-
-The layout in a sequence of a tree of rows: trunks, and the branches that continue them.
-
-Positions count within a row, through trunk and branch; places count from the start of the sequence.
+All of them are contiguous, so each is given by one number for each position: the start of its run. A tree of rows is a
+trunk and the branches that continue it; its positions count within a row, through trunk and branch, and its places from
+the start of the sequence. Shape suffixes: B batch, T positions.
 """
 
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Iterator
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from typing import TypeVar
 
 import torch
 from torch import Tensor
@@ -101,17 +99,6 @@ def stretches(first_BT: Tensor, block_start_BT: Tensor | None) -> list[list[Stre
     return out
 
 
-def clipped(found: list[Stretch], start: int, stop: int) -> list[tuple[int, int, Stretch]]:
-    """Return the stretches that overlap queries ``[start, stop)``: start and stop of the overlap, and the stretch."""
-    out = []
-    index = max(0, bisect_right(found, start, key=lambda stretch: stretch.start) - 1)
-    while index < len(found) and found[index].start < stop:
-        stretch = found[index]
-        out.append((max(start, stretch.start), min(stop, stretch.stop), stretch))
-        index += 1
-    return out
-
-
 @dataclass(frozen=True)
 class Branch:
     """Places ``[start, stop)``, which also see all of ``[trunk_start, trunk_stop)``; for a trunk itself that is empty.
@@ -155,16 +142,22 @@ class BranchTable:
 
     def at(self, place: int) -> Branch:
         """Return the part that contains a place."""
-        return self.parts[bisect_right(self._starts, place) - 1]
+        return self.parts[bisect_right(self.parts, place, key=_start) - 1]
 
-    def clipped(self, start: int, stop: int) -> Iterator[tuple[int, int, Branch]]:
-        """Yield each part that overlaps places ``[start, stop)``: start and stop of the overlap, and the part."""
-        index = bisect_right(self._starts, start) - 1
-        while index < len(self.parts) and self.parts[index].start < stop:
-            part = self.parts[index]
-            yield max(start, part.start), min(stop, part.stop), part
-            index += 1
 
-    @cached_property
-    def _starts(self) -> list[int]:
-        return [part.start for part in self.parts]
+Run = TypeVar("Run", Stretch, Branch)
+
+
+def clipped(found: Sequence[Run], start: int, stop: int) -> list[tuple[int, int, Run]]:
+    """Return the runs that overlap places ``[start, stop)``: start and stop of the overlap, and the run."""
+    out = []
+    index = max(0, bisect_right(found, start, key=_start) - 1)
+    while index < len(found) and found[index].start < stop:
+        run = found[index]
+        out.append((max(start, run.start), min(stop, run.stop), run))
+        index += 1
+    return out
+
+
+def _start(run: Stretch | Branch) -> int:
+    return run.start

@@ -121,7 +121,7 @@ class MaskView(NoTensor):
         mask = self.mask
         plain = mask.function is None and mask.causal and mask.first_seen is None
         of_part = self._of_branch if plain else self._of_masked_branch
-        return [piece for found in table.clipped(self.q_start, self.q_stop) for piece in of_part(*found)]
+        return [piece for found in clipped(table.parts, self.q_start, self.q_stop) for piece in of_part(*found)]
 
     def _of_branch(self, start: int, stop: int, part: Branch) -> list[Segment]:
         """Return the segments of queries ``[start, stop)`` in one part: its trunk within the window, and its own."""

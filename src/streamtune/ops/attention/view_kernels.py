@@ -12,37 +12,25 @@ from __future__ import annotations
 
 import logging
 import warnings
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import Any, Protocol
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
 
 from streamtune.ops.attention.flex import FlexView, flex_is_right
 from streamtune.ops.attention.kernel_blocks import merged
-from streamtune.ops.attention.kernel_trial import RUNS, Grads, Scores, TrialHeads
+from streamtune.ops.attention.kernel_trial import RUNS, Grads, Scores, TrialHeads, ViewKernel, drawn, whole_agrees
 from streamtune.ops.attention.kernels import flash_kernel
 from streamtune.ops.attention.view import MaskView
 from streamtune.ops.launching import MAX_ELEMENTS, median_time
 
-__all__ = ["BandView", "ViewKernel", "attend_whole", "backward_whole", "band_is_right", "band_of", "fused_view_kernel"]
+__all__ = ["BandView", "attend_whole", "backward_whole", "band_is_right", "band_of", "fused_view_kernel"]
 
 log = logging.getLogger(__name__)
-
-
-class ViewKernel(Protocol):
-    """Attention of all queries of a view over all its keys."""
-
-    @property
-    def name(self) -> str:
-        """The name as it is printed."""
-
-    def forward(self, q: Tensor, k: Tensor, v: Tensor, for_backward: bool) -> tuple[Tensor, Tensor]:
-        """Return the output ``[B, H, T, D]`` and log-sum-exp ``[B, H, T]``; -inf for a query that sees no key."""
-
-    def backward(self, grad_o: Tensor, q: Tensor, k: Tensor, v: Tensor, o: Tensor, lse: Tensor) -> Grads:
-        """Return the gradients of q, k, v for any output and log-sum-exp; with +inf a query contributes none."""
+R = TypeVar("R")
 
 
 @dataclass(frozen=True)
@@ -122,38 +110,32 @@ def attend_whole(
     kernel: ViewKernel, q: Tensor, k: Tensor, v: Tensor, for_backward: bool
 ) -> tuple[Tensor, Tensor] | None:
     """Return the result of ``kernel.forward``, or None if it fails now or failed before: attend the segments then."""
-    if kernel.name in _given_up:
-        return None
-    try:
-        return kernel.forward(q, k, v, for_backward)
-    except Exception as error:
-        _give_up(kernel, error)
-        return None
+    return _attempt(kernel, lambda: kernel.forward(q, k, v, for_backward))
 
 
 def backward_whole(
     kernel: ViewKernel, grad_o: Tensor, q: Tensor, k: Tensor, v: Tensor, o: Tensor, lse: Tensor
 ) -> Grads | None:
     """Return the result of ``kernel.backward``, or None likewise: segments take the kernel's output and log-sum-exp."""
-    if kernel.name in _given_up:
-        return None
-    try:
-        return kernel.backward(grad_o, q, k, v, o, lse)
-    except Exception as error:
-        _give_up(kernel, error)
-        return None
+    return _attempt(kernel, lambda: kernel.backward(grad_o, q, k, v, o, lse))
 
 
 _given_up: set[str] = set()
 
 
-def _give_up(kernel: ViewKernel, error: Exception) -> None:
-    """Give up a kernel that failed, as one compiled for each new shape may; raise errors of memory and the device."""
-    if isinstance(error, torch.OutOfMemoryError | torch.AcceleratorError):
-        raise error
-    _given_up.add(kernel.name)
-    what = f"{type(error).__name__}: {error}".splitlines()[0]
-    warnings.warn(f"attention by {kernel.name} failed and is not used again ({what})", stacklevel=3)
+def _attempt(kernel: ViewKernel, run: Callable[[], R]) -> R | None:
+    """Give up a kernel that fails, as one compiled for each new shape may; raise errors of memory and the device."""
+    if kernel.name in _given_up:
+        return None
+    try:
+        return run()
+    except (torch.OutOfMemoryError, torch.AcceleratorError):
+        raise
+    except Exception as error:
+        _given_up.add(kernel.name)
+        what = f"{type(error).__name__}: {error}".splitlines()[0]
+        warnings.warn(f"attention by {kernel.name} failed and is not used again ({what})", stacklevel=3)
+        return None
 
 
 FEW = 4
@@ -207,46 +189,28 @@ def _band_is_chosen(index: int, dtype: torch.dtype, heads: TrialHeads, windowed:
 def band_is_right(device: torch.device, dtype: torch.dtype, head_dim: int, windowed: bool) -> bool:
     """Return True if the band agrees with the formula in fp64 on a small problem, with a log-sum-exp not its own."""
     generator = torch.Generator(device).manual_seed(0)
-
-    def draw(heads: int, length: int) -> Tensor:
-        shape = (2, length, heads, head_dim)
-        return torch.randn(shape, generator=generator, device=device, dtype=dtype).transpose(1, 2)
-
     queries, keys, first, window = 136, 200, 11, 50 if windowed else None
-    q, k, v, grad = draw(4, queries), draw(2, keys), draw(2, keys), draw(4, queries)
+    shapes = ((4, queries), (2, keys), (2, keys), (4, queries))
+    q, k, v, grad = (drawn(generator, dtype, 2, *shape, head_dim) for shape in shapes)
     band = BandView(first, keys, window, head_dim**-0.5)
     behind = torch.arange(queries, device=device)[:, None] + keys - queries - torch.arange(keys, device=device)
     seen = (behind >= 0) & (torch.arange(keys, device=device) >= first)
     seen &= behind < (window or keys)
-    exact = [x.double().requires_grad_() for x in (q, k, v)]
-    wide_k, wide_v = (x.repeat_interleave(2, dim=1) for x in exact[1:])
-    s = (exact[0] @ wide_k.mT * band.scale).masked_fill(~seen, -torch.inf)
-    lse = torch.logaddexp(s.logsumexp(-1), torch.zeros((), dtype=torch.float64, device=device))  # a sink of zero
-    o = (s - lse[..., None]).exp() @ wide_v
-    want = torch.autograd.grad(o, exact, grad.double())
     try:
-        own_o, own_lse = band.forward(q, k, v, for_backward=False)
-        got = band.backward(grad, q, k, v, o.detach().to(dtype), lse.detach().float())
+        return whole_agrees(band, q, k, v, grad, seen, band.scale, None)
     except (RuntimeError, NotImplementedError, TypeError):
         return False
-    pairs = [(own_o, s.softmax(-1) @ wide_v), (own_lse, s.logsumexp(-1)), *zip(got, want, strict=True)]
-    return all(bool((g.double() - w).norm() <= 3e-2 * w.norm()) for g, w in pairs)
 
 
 def _band_is_faster(device: torch.device, dtype: torch.dtype, heads: TrialHeads) -> bool:
     """Return True if a chunk over its prefix is faster in one call than as rectangle and square, or cannot be timed."""
     queries, keys = 2048, 16384
     generator = torch.Generator(device).manual_seed(0)
-
-    def draw(count: int, length: int) -> Tensor:
-        shape = (1, length, count, heads.size)
-        return torch.randn(shape, generator=generator, device=device, dtype=dtype).transpose(1, 2)
-
     scale = heads.size**-0.5
     band = BandView(0, keys, None, scale)
     try:
-        q, grad = draw(heads.queries, queries), draw(heads.queries, queries)
-        k, v = draw(heads.groups, keys), draw(heads.groups, keys)
+        q, grad = (drawn(generator, dtype, 1, heads.queries, queries, heads.size) for _ in range(2))
+        k, v = (drawn(generator, dtype, 1, heads.groups, keys, heads.size) for _ in range(2))
         kernel = flash_kernel(q, k, v, biased=False)
         if kernel is None:
             return True
