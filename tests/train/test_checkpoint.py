@@ -306,8 +306,7 @@ def test_every_changed_key_is_named_where_the_change_may_be_allowed() -> None:
 
 def test_only_one_device_writes_whole_tensors() -> None:
     """A rank of several that passed for one device would write over the others' files."""
-    from streamtune.distributed.backends.ddp import DdpBackend
     from streamtune.distributed.backends.deepspeed import DeepSpeedBackend
-    from streamtune.distributed.backends.fsdp import FsdpBackend
+    from streamtune.distributed.backends.pytorch import DdpBackend, FsdpBackend
 
     assert [kind.whole for kind in (LocalBackend, DdpBackend, DeepSpeedBackend, FsdpBackend)] == [True, *[False] * 3]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from streamtune.optim.optimizers import OPTIMIZERS, build_optimizer
-from streamtune.optim.schedules import SCHEDULES, LearningRateSchedule, build_schedule
+from streamtune.optim.optimizers import OPTIMIZERS, SCHEDULES, LearningRateSchedule, build_optimizer, build_schedule
 
 __all__ = ["OPTIMIZERS", "SCHEDULES", "LearningRateSchedule", "build_optimizer", "build_schedule"]

@@ -1,7 +1,20 @@
-"""Optimizers by name. A dict literal, not a registry: to add one, write a function and a line."""
+"""Optimizers and learning-rate schedules by name: dict literals; to add one, write a function and a line.
+
+Schedules are pure functions of the step, so there is no state to save or to restore. Each is a factor in [0, 1] times
+the peak learning rate: a linear warm-up, then a decay.
+
+    factor  1 |      /‾‾\\__            warm-up over steps 0 .. W-1, the peak at step W,
+              |    /       \\__         then the decay, which reaches 0 one step after the last
+            0 |__/____________\\__
+              0    W           total
+
+Steps count from 0. Unlike a factor of ``step / W`` the warm-up starts above zero: a first step at a learning rate of
+exactly 0 would compute a gradient and throw it away.
+"""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable
 
 import torch
@@ -10,7 +23,7 @@ from torch import nn
 from streamtune.errors import ArgumentError
 from streamtune.names import look_up
 
-__all__ = ["OPTIMIZERS", "build_optimizer"]
+__all__ = ["OPTIMIZERS", "SCHEDULES", "LearningRateSchedule", "build_optimizer", "build_schedule"]
 
 ParamGroups = list[dict[str, object]]
 
@@ -60,3 +73,46 @@ def build_optimizer(
         {"params": [p for p in trainable if p.ndim < 2], "weight_decay": 0.0},
     ]
     return make([g for g in groups if g["params"]], learning_rate=learning_rate, betas=betas, eps=eps)
+
+
+LearningRateSchedule = Callable[[int], float]
+"""Maps a step, counted from 0, to the learning rate of that step."""
+
+
+def _constant(progress: float) -> float:
+    return 1.0
+
+
+def _linear(progress: float) -> float:
+    return 1.0 - progress
+
+
+def _cosine(progress: float) -> float:
+    return 0.5 * (1.0 + math.cos(math.pi * progress))
+
+
+SCHEDULES: dict[str, Callable[[float], float]] = {"constant": _constant, "cosine": _cosine, "linear": _linear}
+"""Name -> the decay after the warm-up, a function of progress in [0, 1)."""
+
+
+def build_schedule(name: str, *, learning_rate: float, total_steps: int, warmup_steps: int = 0) -> LearningRateSchedule:
+    """Return the learning rate as a function of the step.
+
+    Args:
+        name: A key of :data:`SCHEDULES`.
+        learning_rate: The peak.
+        total_steps: Optimizer steps of the whole run.
+        warmup_steps: Steps of the linear warm-up; more than ``total_steps`` never reaches the peak.
+
+    Raises:
+        ArgumentError: No schedule has this name.
+    """
+    decay = look_up(name, SCHEDULES, "learning-rate schedule", where="lr_scheduler_type")
+    decay_steps = max(1, total_steps - warmup_steps)
+
+    def learning_rate_at(step: int) -> float:
+        if step < warmup_steps:
+            return learning_rate * (step + 1) / (warmup_steps + 1)
+        return learning_rate * decay(min(1.0, (step - warmup_steps) / decay_steps))
+
+    return learning_rate_at

@@ -145,13 +145,13 @@ def make_backend(
         fill_model(model, layers, world, device, lambda module: share_module(module, config))
         return DeepSpeedBackend(model, make_optimizer(recipe, model), config, layers)
     if recipe.fsdp:
-        from streamtune.distributed.backends.fsdp import FsdpBackend, share_layer
+        from streamtune.distributed.backends.pytorch import FsdpBackend, share_layer
 
         fill_model(model, layers, world, device, lambda module: share_layer(module, layers))
         return FsdpBackend(model, lambda sharded: make_optimizer(recipe, sharded), layers)
     if world.size == 1:
         return train.LocalBackend(model, make_optimizer(recipe, model))
-    from streamtune.distributed.backends.ddp import DdpBackend
+    from streamtune.distributed.backends.pytorch import DdpBackend
 
     return DdpBackend(model, make_optimizer(recipe, model))
 
@@ -202,7 +202,7 @@ def share_reference(
     if recipe.deepspeed is None:
         from torch.distributed.fsdp import fully_shard
 
-        from streamtune.distributed.backends.fsdp import share_layer
+        from streamtune.distributed.backends.pytorch import share_layer
 
         fill_model(model, layers, world, device, lambda module: share_layer(module, layers))
         fully_shard(model)
@@ -218,9 +218,9 @@ def share_reference(
 def whole_weights(recipe: Recipe, model: Any) -> Iterator[tuple[str, Tensor | None]]:
     """Iterate over the parameters of a sharded model, each whole on rank 0 until the next one. Called by all ranks."""
     if recipe.fsdp:
-        from streamtune.distributed.backends import fsdp as fsdp_backend
+        from streamtune.distributed.backends import pytorch
 
-        return fsdp_backend.whole_weights(model)
+        return pytorch.whole_weights(model)
     from streamtune.distributed.backends import deepspeed as deepspeed_backend
 
     return deepspeed_backend.whole_weights(model)

@@ -1,14 +1,16 @@
-"""PyTorch's FSDP2 as backend: weights, gradients and optimizer are shared, a decoder layer at a time.
+"""PyTorch's own engines for several ranks: ``DistributedDataParallel`` and FSDP2.
 
-``fully_shard`` puts hooks around a decoder layer's call, and the engine's node runs inside that call: a layer is
-gathered once for the forward and once for the backward, and its gradient is reduced once, on any number of chunks.
+DDP keeps a whole model and optimizer on every rank and averages gradients once a step. FSDP2 shards weights, gradients
+and optimizer, a decoder layer at a time: ``fully_shard`` puts hooks around a decoder layer's call, and the engine's
+autograd node runs inside that call. So a layer is gathered once for the forward and once for the backward, and its
+gradient is reduced once, on any number of chunks.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable, Collection, Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -16,11 +18,46 @@ from torch import Tensor, distributed, nn
 from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+from torch.nn.parallel import DistributedDataParallel
 
 from streamtune.train.backend import TorchBackend
-from streamtune.train.slices import MASTER, Slice, SliceReader
+from streamtune.train.slices import MASTER, Slice, SliceReader, share_out_whole
 
-__all__ = ["FsdpBackend", "share_layer", "whole_weights"]
+__all__ = ["DdpBackend", "FsdpBackend", "share_layer", "whole_weights"]
+
+
+class DdpBackend(TorchBackend):
+    """PyTorch's ``DistributedDataParallel``.
+
+    Args:
+        module: Streamed already, the same on every rank.
+        optimizer: Over its parameters.
+    """
+
+    def __init__(self, module: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+        super().__init__(module, optimizer)
+        device = next(module.parameters()).device
+        self.engine = DistributedDataParallel(
+            module, device_ids=[device] if device.type == "cuda" else None, gradient_as_bucket_view=True
+        )
+        self.size = distributed.get_world_size()
+
+    @property
+    def model(self) -> Any:
+        """See :class:`streamtune.train.Backend`."""
+        return self.engine
+
+    def micro_step(self, *, last: bool) -> AbstractContextManager[Any]:
+        """See :class:`streamtune.train.Backend`. Gradients cross the wire with the last micro-batch."""
+        return nullcontext() if last else self.engine.no_sync()
+
+    def backward(self, loss: Tensor) -> None:
+        """See :class:`streamtune.train.Backend`."""
+        (loss * self.size).backward()
+
+    def slices(self) -> Iterator[Slice]:
+        """See :class:`streamtune.train.Backend`. Every rank has all of it; parameters are shared out for writing."""
+        return share_out_whole(self.optimizer_tensors(), distributed.get_rank(), self.size)
 
 
 def _offset(parameter: Tensor) -> int:
