@@ -14,7 +14,7 @@ from typing import Any, Literal, NamedTuple, get_args
 
 from streamtune.errors import ArgumentError
 
-__all__ = ["DEFAULTS", "GradDtype", "Kept", "Schedule", "Tier", "contradictions", "kept"]
+__all__ = ["DEFAULTS", "ROUNDING", "Fuse", "GradDtype", "Kept", "Schedule", "Tier", "contradictions", "kept"]
 
 
 Tier = Literal["device", "host", "disk"]
@@ -24,6 +24,9 @@ Kept = Literal["no", "device", "host"]
 """The memory that keeps a tensor which the backward could compute again, or ``no``."""
 
 Levels = Literal[1, 2]
+
+Fuse = Literal["auto", "none"]
+"""Norms and rotary embeddings by fused kernels where the device gains by it, or as the model writes them."""
 
 GradDtype = Literal["float32", "param"]
 """The dtype of sums over chunks: float32, or that of the tensor itself."""
@@ -55,6 +58,8 @@ class Schedule:
             where the layer inputs do. Hooks on hidden states between two layers then see zeros.
         grad_dtype: Dtype in which parameter terms and dK, dV are summed over chunks: ``float32``, or ``param`` for the
             dtype of the tensor itself.
+        fuse: ``auto`` computes norms and rotary embeddings by fused kernels on CUDA, ``none`` as the model writes them.
+            Both are the same function, but for rounding.
 
     Raises:
         ArgumentError: A value is out of range, or two contradict each other.
@@ -72,6 +77,7 @@ class Schedule:
     keep_layers: int = 0
     stream_grads: bool = False
     grad_dtype: GradDtype = "float32"
+    fuse: Fuse = "auto"
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "keep_kv", kept(self.keep_kv))
@@ -189,7 +195,11 @@ CHOICES: dict[str, tuple[object, ...]] = {
     "keep_attention": get_args(Kept),
     "stream_grads": (False, True),
     "grad_dtype": get_args(GradDtype),
+    "fuse": get_args(Fuse),
 }
+
+ROUNDING = ("grad_dtype", "fuse")
+"""Fields that change how the gradient is rounded. The planner leaves them as they are."""
 
 DEFAULTS: dict[str, Any] = {field.name: field.default for field in fields(Schedule)}
 """The fields of a schedule, in order, with the value that each has if none is given."""

@@ -227,14 +227,14 @@ def test_a_dropped_prefix_gradient(
 def test_the_lost_terms_of_one_chunk(
     verify: Callable[..., int], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    right = vjp._Sum.add
+    right = vjp.GradientSum.add
 
     def wrong(self: Any, part: Tensor | None) -> None:
         self.parts = getattr(self, "parts", 0) + 1
         if self.parts != 2:
             right(self, part)
 
-    monkeypatch.setattr(vjp._Sum, "add", wrong)
+    monkeypatch.setattr(vjp.GradientSum, "add", wrong)
     assert verify("--length", "128", "--set", "bf16=true") == 1
     shown = capsys.readouterr().out
     assert "NOT exact: worst parameter model.layers." in shown
@@ -244,15 +244,15 @@ def test_the_lost_terms_of_one_chunk(
 def test_a_thousandth_in_one_parameter(
     verify: Callable[..., int], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    right = vjp._Sum.__init__, vjp._Sum.result
+    right = vjp.GradientSum.__init__, vjp.GradientSum.result
     down_proj = (32, 64)  # the one matrix of this shape in a layer
 
     def init(self: Any, owner: Tensor, widen: bool) -> None:
         right[0](self, owner, widen)
         self.factor = 1.001 if tuple(owner.shape) == down_proj else 1.0
 
-    monkeypatch.setattr(vjp._Sum, "__init__", init)
-    monkeypatch.setattr(vjp._Sum, "result", lambda self: right[1](self) * self.factor)
+    monkeypatch.setattr(vjp.GradientSum, "__init__", init)
+    monkeypatch.setattr(vjp.GradientSum, "result", lambda self: right[1](self) * self.factor)
     for settings in ((), ("--set", "bf16=true")):
         assert verify("--length", "128", *settings) == 1
         verdict = capsys.readouterr().out.splitlines()[-1]

@@ -10,9 +10,10 @@ from torch import Tensor
 from torch.nn.functional import cross_entropy, embedding, linear
 
 from streamtune.ops import linear_cross_entropy
+from streamtune.ops.fused import _adds_wide
 from streamtune.ops.head import cross_entropy as module
 from streamtune.ops.head.kernels import agrees_with_sweep, head_candidates
-from streamtune.ops.head.sweep import _adds_wide, loss_and_grad
+from streamtune.ops.head.sweep import loss_and_grad
 from tests.precision_kit import assert_as_precise, relative
 
 from .conftest import needs

@@ -22,7 +22,9 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 import streamtune
 from streamtune import Schedule
+from streamtune.engine import fused as engine_fused
 from streamtune.engine import norms
+from streamtune.ops import fused
 from streamtune.ops.attention import kernels, view_kernels
 from streamtune.ops.head import cross_entropy, sweep
 from streamtune.simulate import Workload, simulate
@@ -77,7 +79,8 @@ class AllTargets(sweep.TargetRows):
 def decide_without_values() -> None:
     """Make the choices for which values on the device would be read."""
     kernels._tried = lambda candidates, *_: candidates[0]  # type: ignore[assignment]
-    sweep._adds_wide = lambda *_: True  # type: ignore[assignment]
+    engine_fused.norm_is_right = lambda *_: True  # type: ignore[assignment]
+    fused._adds_wide = lambda *_: True  # type: ignore[assignment]
     view_kernels.band_is_right = lambda *_: True  # type: ignore[assignment]
     view_kernels._band_is_faster = lambda *_: True  # type: ignore[assignment]
     cross_entropy.TargetRows = AllTargets  # type: ignore[misc]

@@ -47,15 +47,20 @@ def test_fp64_leaves_no_doubt(family: str) -> None:
     assert worst(got, want) <= EXACT
 
 
+@pytest.mark.parametrize("part", ["add", "add_outer"])
 @pytest.mark.parametrize("size", [1e-3, 3e-5])
-def test_a_small_mistake_is_found(size: float, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_small_mistake_is_found(size: float, part: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Of one chunk's term of each sum a part is left out; a bare bound of 2e-5 let 3e-5 of a term pass."""
-    model, inputs, add = build("llama"), batch("plain"), vjp._Sum.add
+    model, inputs = build("llama"), batch("plain")
+    add, add_outer = vjp.GradientSum.add, vjp.GradientSum.add_outer
 
-    def less(total: Any, part: Tensor | None) -> None:
-        add(total, part if part is None or total.total is not None else part * (1 - size))
+    def less(total: Any, term: Tensor | None) -> None:
+        add(total, term if term is None or total.total is not None else term * (1 - size))
+
+    def less_outer(total: Any, grad: Tensor, hidden: Tensor) -> None:
+        add_outer(total, grad if total.total is not None else grad * (1 - size), hidden)
 
     want = reference(model, inputs)
-    monkeypatch.setattr(vjp._Sum, "add", less)
+    monkeypatch.setattr(vjp.GradientSum, part, less if part == "add" else less_outer)
     with streamtune.stream(model, chunk_size=8), pytest.raises(AssertionError, match="off by"):
         want.check(gradients(model, inputs))

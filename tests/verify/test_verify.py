@@ -187,19 +187,19 @@ def prefix_gradient_dropped(monkeypatch: pytest.MonkeyPatch, model: nn.Module) -
 
 
 def terms_of_one_chunk_lost(monkeypatch: pytest.MonkeyPatch, model: nn.Module) -> None:
-    right = vjp._Sum.add
+    right = vjp.GradientSum.add
 
     def wrong(self: Any, part: Tensor | None) -> None:
         self.parts = getattr(self, "parts", 0) + 1
         if self.parts != 2:
             right(self, part)
 
-    monkeypatch.setattr(vjp._Sum, "add", wrong)
+    monkeypatch.setattr(vjp.GradientSum, "add", wrong)
 
 
 def a_thousandth_in_one_parameter(monkeypatch: pytest.MonkeyPatch, model: nn.Module) -> None:
     parameter = dict(model.named_parameters())["model.layers.1.mlp.up_proj.weight"]
-    first, right = vjp._Sum.__init__, vjp._Sum.result
+    first, right = vjp.GradientSum.__init__, vjp.GradientSum.result
 
     def init(self: Any, owner: Tensor, widen: bool) -> None:
         first(self, owner, widen)
@@ -209,8 +209,8 @@ def a_thousandth_in_one_parameter(monkeypatch: pytest.MonkeyPatch, model: nn.Mod
         total = right(self)
         return None if total is None else total * self.factor
 
-    monkeypatch.setattr(vjp._Sum, "__init__", init)
-    monkeypatch.setattr(vjp._Sum, "result", wrong)
+    monkeypatch.setattr(vjp.GradientSum, "__init__", init)
+    monkeypatch.setattr(vjp.GradientSum, "result", wrong)
 
 
 PLANTED: dict[str, tuple[Plant, tuple[str, ...], bool]] = {
@@ -248,10 +248,10 @@ def test_a_wrong_engine_is_caught_and_named(
 def test_a_thousandth_is_caught_in_a_model_of_experts_and_in_adapters(monkeypatch: pytest.MonkeyPatch) -> None:
     for model, name in ((build("mixtral"), "self_attn.o_proj.weight"), (lora(build("qwen3")), "lora_A.default.weight")):
         parameter = next(p for full, p in model.named_parameters() if full.endswith(name))
-        right = vjp._Sum.result
+        right = vjp.GradientSum.result
         with monkeypatch.context() as patch:
-            patch.setattr(vjp._Sum, "__init__", _marking(vjp._Sum.__init__, parameter))
-            patch.setattr(vjp._Sum, "result", lambda self, right=right: _scaled(right(self), self.marked))
+            patch.setattr(vjp.GradientSum, "__init__", _marking(vjp.GradientSum.__init__, parameter))
+            patch.setattr(vjp.GradientSum, "result", lambda self, right=right: _scaled(right(self), self.marked))
             report = check(model, bf16=True)
             assert not report.exact
             assert report.worst.parameter.endswith(name)
@@ -277,9 +277,9 @@ def test_an_engine_that_is_exact_but_rounds_worse_than_torch_is_caught(
     monkeypatch: pytest.MonkeyPatch, family: str, factor: float, overall: bool
 ) -> None:
     """Wrong in the narrow dtype alone: the truth's dtype cannot see it."""
-    right = vjp._Sum.result
+    right = vjp.GradientSum.result
     monkeypatch.setattr(
-        vjp._Sum, "result", lambda self: right(self) * (factor if self.dtype == torch.bfloat16 else 1.0)
+        vjp.GradientSum, "result", lambda self: right(self) * (factor if self.dtype == torch.bfloat16 else 1.0)
     )
     report = check(build(family, dtype=torch.bfloat16))
     assert not report.exact
@@ -289,7 +289,7 @@ def test_an_engine_that_is_exact_but_rounds_worse_than_torch_is_caught(
 
 
 def test_a_gradient_that_never_comes_is_wholly_off(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(vjp._Sum, "result", lambda self: None)
+    monkeypatch.setattr(vjp.GradientSum, "result", lambda self: None)
     report = check(build("llama"))
     assert not report.exact
     assert report.worst.error == pytest.approx(1.0)

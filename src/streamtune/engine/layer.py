@@ -17,17 +17,18 @@ from streamtune.engine.attention import BiasError
 from streamtune.engine.cache import STATE, ChunkCache
 from streamtune.engine.call import PAST, LayerCall
 from streamtune.engine.context import CallContext
+from streamtune.engine.fused import FusedParts
 from streamtune.engine.kv import Past, refuse_past
 from streamtune.engine.memory.placement import Placement, Tiers
 from streamtune.engine.memory.tiers import StoredTensor
-from streamtune.engine.observe import RandomState, may_bring_leaves, refuse_hooks
+from streamtune.engine.observe import RandomState, may_bring_leaves, notify_chunk, refuse_hooks
 from streamtune.engine.own_attention import OwnAttention, is_ours
 from streamtune.engine.passes import LastLayerCall, LayerStream, placeholder
 from streamtune.engine.routers import RouterWatch
 from streamtune.engine.rows import Branches
 from streamtune.engine.scan import mixers_with_a_bare_scan
 from streamtune.engine.sharded import FlatParametersError, Weights
-from streamtune.engine.vjp import streamed_vjp
+from streamtune.engine.vjp import GradientSum, streamed_vjp
 from streamtune.errors import ArgumentError, StreamTuneError, UnsupportedModelError
 from streamtune.ops import first_order, graph_is_kept
 from streamtune.ops.attention.rules import ForeignAttentionError
@@ -70,6 +71,7 @@ class StreamedForward:
         self.carries_states = False
         self.watch = watch
         self.bare_scans = mixers_with_a_bare_scan(layer)
+        self.fused = FusedParts(layer) if schedule.fuse == "auto" else None
         self.schedule = schedule
         self.leaves_checked = self.attention_known = self.removed = False
         self.narrow_states = False
@@ -129,7 +131,8 @@ class StreamedForward:
         inputs = [*call.tensors(), *parameters]
         if not (torch.is_grad_enabled() and any(x.requires_grad for x in inputs)):
             stream = LayerStream(call, self)
-            return stream.restore(stream.forward(call.tensors()), call.sharing)
+            with stream.walk():
+                return stream.restore(stream.forward(call.tensors()), call.sharing)
         before = self.last_call.maker(call.hidden)
         again = before is not None and before.repeatable and not self.place.begins
         stream = LayerStream(call, self, before if again else None)
@@ -246,7 +249,8 @@ class _StreamedLayer(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, stream: LayerStream, owner: StreamedForward, *inputs: Tensor) -> tuple[Tensor, ...]:
         count = len(stream.call.inputs)
-        outputs = stream.forward(inputs[:count], for_backward=True)
+        with stream.walk():
+            outputs = stream.forward(inputs[:count], for_backward=True)
         ctx.save_for_backward(*inputs[1:count])  # the first waits where the schedule says
         ctx.set_materialize_grads(False)
         ctx.stream, ctx.owner = stream, owner
@@ -268,35 +272,37 @@ class _StreamedLayer(torch.autograd.Function):
         inputs, again = [stream.source(), *ctx.saved_tensors], graph_is_kept()
         count = len(stream.along)
 
-        def run_chunk(chunk: slice, x_i: list[Tensor]) -> tuple[list[Tensor], ChunkCache]:
-            with ctx.weights.again():
-                z_i, cache = stream.replay(chunk, x_i)
-            if not ctx.owner.leaves_checked or may_bring_leaves(stream.call.layer):
-                _check_leaves(stream.call.layer, z_i[0], [*x_i, *cache.leaves, *ctx.parameters])
-                ctx.owner.leaves_checked = True
-            return z_i, cache
+        notify_chunk(stream.call.layer, slice(0, 0), "prepare")
+        sums = [GradientSum(p, stream.widen) for p in ctx.parameters]
+        with ctx.weights.again(), stream.walk(sums):
 
-        with ctx.weights.again():
+            def run_chunk(chunk: slice, x_i: list[Tensor]) -> tuple[list[Tensor], ChunkCache]:
+                z_i, cache = stream.replay(chunk, x_i)
+                if not ctx.owner.leaves_checked or may_bring_leaves(stream.call.layer):
+                    _check_leaves(stream.call.layer, z_i[0], [*x_i, *cache.leaves, *ctx.parameters])
+                    ctx.owner.leaves_checked = True
+                return z_i, cache
+
             stream.prepare(inputs, again)
-        for place, index in enumerate(stream.filled.values()):
-            stream.kv.add_grads(index, grad_outputs[count + 2 * place : count + 2 * place + 2])
-        with ctx.weights.again():
+            for place, index in enumerate(stream.filled.values()):
+                stream.kv.add_grads(index, grad_outputs[count + 2 * place : count + 2 * place + 2])
             grad_z = stream.grad_out(grad_outputs[0])
-        if isinstance(grad_z, StoredTensor):
-            grad_z.expect(stream.chunks[::-1])
-        own, grad_target = grad_z is not grad_outputs[0], stream.grad_target
-        grad_inputs, grad_parameters = streamed_vjp(
-            run_chunk,
-            stream.chunks,
-            inputs,
-            list(stream.call.inputs.values()),
-            ctx.parameters,
-            [grad_z, *grad_outputs[1:count]],
-            stream.along,
-            needs_grad=ctx.needs_input_grad[2 : 2 + len(inputs)],
-            widen=stream.widen,
-            into=None if grad_target is None else grad_target.room_for_grad(inputs[0], grad_z if own else None),
-        )
+            if isinstance(grad_z, StoredTensor):
+                grad_z.expect(stream.chunks[::-1])
+            own, grad_target = grad_z is not grad_outputs[0], stream.grad_target
+            grad_inputs, grad_parameters = streamed_vjp(
+                run_chunk,
+                stream.chunks,
+                inputs,
+                list(stream.call.inputs.values()),
+                ctx.parameters,
+                [grad_z, *grad_outputs[1:count]],
+                stream.along,
+                needs_grad=ctx.needs_input_grad[2 : 2 + len(inputs)],
+                widen=stream.widen,
+                into=None if grad_target is None else grad_target.room_for_grad(inputs[0], grad_z if own else None),
+                sums=sums,
+            )
         if grad_target is not None:
             grad_inputs[0] = placeholder(inputs[0])
         for position, name in enumerate(stream.call.inputs):

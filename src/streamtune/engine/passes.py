@@ -24,6 +24,7 @@ from streamtune.engine.cache import ChunkCache, Pass, ProjectionDone
 from streamtune.engine.call import LayerCall
 from streamtune.engine.call_parts import LayerOutputs
 from streamtune.engine.context import CallContext, ChunkContext
+from streamtune.engine.fused import FusedParts, Linears
 from streamtune.engine.kv import KeysAndValues, States
 from streamtune.engine.memory.placement import Placement, Tiers
 from streamtune.engine.memory.tiers import Source, StoredTensor, Tier
@@ -31,7 +32,7 @@ from streamtune.engine.observe import Autocast, Modes, RandomState, notify_chunk
 from streamtune.engine.routers import RouterWatch
 from streamtune.engine.scan import carried_scan
 from streamtune.engine.sequence.shards import ChunkExchange
-from streamtune.engine.vjp import Along, cut, part
+from streamtune.engine.vjp import Along, GradientSum, cut, part
 from streamtune.errors import ArgumentError
 from streamtune.schedule import Schedule
 from streamtune.schedule import Tier as TierName
@@ -49,6 +50,7 @@ class LayerOwner(Protocol):
     tiers: Tiers
     watch: RouterWatch | None
     bare_scans: list[nn.Module]
+    fused: FusedParts | None
     carries_states: bool
     """True if its chunks end where packed rows do: states must not pass from one to the next."""
     narrow_states: bool
@@ -76,6 +78,7 @@ class LayerStream:
         self.kv = KeysAndValues(self._keys_length, self.widen, call.past)
         self.states = States(self.rows)
         self.kept: KeptAttention | None = None
+        self.linears: Linears | None = None
         self.maker = maker
         self.z_in: Tensor | StoredTensor | None = None
         """The layer's input, wherever it waits; None as long as it is to be computed again."""
@@ -125,12 +128,35 @@ class LayerStream:
         given = dict(zip(self.call.inputs, x_i, strict=True))
         listening: AbstractContextManager[list[Tensor]] = self.watch.listening() if self.watch else nullcontext([])
         outputs = SavedOutputs(self.kept, chunk.start, last=pass_name == "replay") if self.kept else None
-        with carried_scan(self.bare_scans, cache), ChunkContext(exchange, outputs).entered(), listening as heard:
+        linears = nullcontext() if self.linears is None else self.linears.used()
+        fused = nullcontext() if self.owner.fused is None else self.owner.fused.used(self.device)
+        with (
+            linears,
+            fused,
+            carried_scan(self.bare_scans, cache),
+            ChunkContext(exchange, outputs).entered(),
+            listening as heard,
+        ):
             out, filled = self.call.run(chunk, cache, given)
         self.filled |= filled
         sums = self.watch.sums(heard, None if self.tokens is None else self.tokens[:, chunk]) if self.watch else []
         self.sums = len(sums)
         return [*self.outputs.take(out, chunk, keep=pass_name in ("store", "whole")), *sums], cache
+
+    @contextmanager
+    def walk(self, sums: Sequence[GradientSum] = ()) -> Iterator[None]:
+        """Do once, for the passes over several chunks inside, what does not depend on the chunk.
+
+        Args:
+            sums: The sums of the parameters' gradients, in a backward.
+        """
+        outer = self.linears
+        if outer is None and len(self.chunks) > 1:
+            self.linears = Linears(self.call.layer, self.autocast, sums)
+        try:
+            yield
+        finally:
+            self.linears = outer
 
     # The forward.
 
@@ -250,7 +276,8 @@ class LayerStream:
         for later in reversed(todo):
             source = stream._stored_input()
             later.z_in = later._store(later.owner.place.tier, source)
-            stream.again(source, later.z_in)
+            with stream.walk():
+                stream.again(source, later.z_in)
             later.maker = None
             stream = later
         return self._stored_input()
@@ -303,7 +330,6 @@ class LayerStream:
             again: Another backward may follow. Shared keys and values are then copied, so that this backward does not
                 overwrite those that other layers read in the next one.
         """
-        notify_chunk(self.call.layer, slice(0, 0), "prepare")
         self.kv.grads.clear()  # of a backward that was interrupted
         self.states.grads.clear()
         if self.must_recompute_kv and (self.states.met or self.schedule.keep_kv != "no"):

@@ -26,8 +26,9 @@ from torch import Tensor
 
 from streamtune.engine.memory.tiers import Source, StoredTensor
 from streamtune.ops import hooks_held_back
+from streamtune.ops.fused import add_outer, outer
 
-__all__ = ["Along", "Boundary", "RunChunk", "cut", "part", "streamed_vjp", "sum_dtype"]
+__all__ = ["Along", "Boundary", "GradientSum", "RunChunk", "cut", "part", "streamed_vjp", "sum_dtype"]
 
 Along = int | None
 """The dimension along which a tensor follows the sequence; None for a tensor of the whole sequence."""
@@ -63,6 +64,7 @@ def streamed_vjp(
     needs_grad: Sequence[bool],
     widen: bool = True,
     into: Source | None = None,
+    sums: Sequence[GradientSum] | None = None,
 ) -> tuple[list[Tensor | None], list[Tensor | None]]:
     """Return the vector-Jacobian product of a layer, computed one chunk at a time.
 
@@ -80,6 +82,7 @@ def streamed_vjp(
         widen: Sum over chunks in fp32 where the tensors are narrower.
         into: Memory for the gradient of the first input, written chunk by chunk. It may be that of the first output's
             gradient. None makes a tensor for it.
+        sums: Those of the parameters' gradients, to which the chunks add products themselves.
 
     Returns:
         Gradients of ``inputs`` and of ``parameters``, each once; None where there is none, and for the first input
@@ -92,7 +95,8 @@ def streamed_vjp(
         )
     ]
     wholes[0] = wholes[0] if into is None else into
-    input_sums, sums = [_Sum(x, widen) for x in inputs], [_Sum(p, widen) for p in parameters]
+    input_sums = [GradientSum(x, widen) for x in inputs]
+    sums = [GradientSum(p, widen) for p in parameters] if sums is None else sums
     for chunk in reversed(chunks):
         with torch.enable_grad():
             x_i = [
@@ -148,16 +152,22 @@ def _put(whole: Source, along: Along, chunk: slice, x: Tensor) -> None:
         cut(whole, along, chunk).copy_(x)
 
 
-class _Sum:
-    """A sum over chunks, cast once at the end. The first term is kept as it is: one chunk costs no extra memory."""
+class GradientSum:
+    """A sum over chunks, cast once at the end. The first term is kept as it is: one chunk costs no extra memory.
+
+    Args:
+        owner: The tensor whose gradient it is.
+        widen: Sum in fp32 where the tensor is narrower.
+    """
 
     def __init__(self, owner: Source, widen: bool) -> None:
-        self.dtype = owner.dtype
+        self.owner, self.dtype = owner, owner.dtype
         self.sum_dtype = sum_dtype(owner.dtype, widen)
         self.total: Tensor | None = None
         self.owned = False  # autograd may hand out one tensor twice: add in place only to what was made here
 
     def add(self, part: Tensor | None) -> None:
+        """Add a chunk's term."""
         if part is None:
             return
         if self.total is None:
@@ -167,7 +177,17 @@ class _Sum:
         else:
             self.total, self.owned = self.total.to(self.sum_dtype).add(part), True
 
+    def add_outer(self, grad_nV: Tensor, hidden_nC: Tensor) -> None:
+        """Add ``grad.T @ hidden``, a chunk's term of the gradient ``[V, C]`` of a linear map's weight."""
+        if self.total is None:
+            self.total, self.owned = outer(grad_nV, hidden_nC, self.sum_dtype), True
+            return
+        if not self.owned:
+            self.total, self.owned = self.total.to(self.sum_dtype, copy=True), True
+        add_outer(self.total, grad_nV, hidden_nC)
+
     def result(self) -> Tensor | None:
+        """Return the sum in the owner's dtype; None if nothing was added."""
         return None if self.total is None else self.total.to(self.dtype)
 
 

@@ -10,7 +10,7 @@ from typing import Any
 
 from streamtune.plan.budget import Limits
 from streamtune.plan.estimate import Estimator, Figures
-from streamtune.schedule import Schedule
+from streamtune.schedule import DEFAULTS, ROUNDING, Schedule
 
 __all__ = ["Candidate", "Space", "candidates"]
 
@@ -84,12 +84,17 @@ class Space:
                 return (False, True)
         raise KeyError(name)
 
+    @property
+    def rounding(self) -> dict[str, Any]:
+        """The fields that the planner does not choose, since they decide the rounding."""
+        return {name: self.fixed.get(name, DEFAULTS[name]) for name in ROUNDING}
+
     def combinations(self) -> Iterator[Schedule]:
         """Yield every allowed combination, without layers whose inputs stay on the device or that are kept whole."""
         names = ("chunk_size", "head_chunk_size", "offload", "levels", "keep_kv", "keep_attention", "stream_grads")
         for values in product(*(self.options(name) for name in names)):
             chosen = dict(zip(names, values, strict=True))
-            chosen["grad_dtype"] = self.fixed.get("grad_dtype", "float32")
+            chosen |= self.rounding
             if chosen["offload"] == "disk":
                 chosen["offload_dir"] = self.fixed["offload_dir"]
             if chosen["levels"] == 2:

@@ -11,9 +11,9 @@ Estimates serve to choose. The chosen schedule itself is simulated (``planner``)
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
-from typing import Any, Literal
+from typing import Any
 
 from torch import Tensor
 
@@ -96,7 +96,7 @@ class Estimator:
         simulate: Simulates a step.
         chunks: Chunk sizes that will be estimated.
         head_chunk: Head chunk size of the steps that are simulated; the largest that will be estimated.
-        grad_dtype: The ``grad_dtype`` of the schedules.
+        rounding: The fields of the schedules that decide the rounding.
     """
 
     def __init__(
@@ -107,12 +107,12 @@ class Estimator:
         *,
         chunks: Sequence[int],
         head_chunk: int,
-        grad_dtype: Literal["float32", "param"] = "float32",
+        rounding: Mapping[str, Any] | None = None,
     ) -> None:
         self.layers, self.rows, self.length = layers, workload.rows, workload.shard_tokens
         self.chunk, self.wide = chunks[min(1, len(chunks) - 1)], chunks[min(3, len(chunks) - 1)]
         self.head_chunk = head_chunk
-        plain = Schedule(self.chunk, head_chunk, grad_dtype=grad_dtype)
+        plain = Schedule(self.chunk, head_chunk, **(rounding or {}))
         self.plainest = Figures.of(simulate(workload, plain))
         self.simulations = 1
 

@@ -28,7 +28,7 @@ from streamtune.plan.estimate import Estimator, Figures, Simulate
 from streamtune.plan.rates import Rates, nearest_device, sheet_rates
 from streamtune.plan.refusal import excess_of, nothing_fits, smallest_step
 from streamtune.plan.traffic import Pace, Traffic
-from streamtune.schedule import Schedule
+from streamtune.schedule import ROUNDING, Schedule
 from streamtune.simulate.memory import held_bytes
 from streamtune.simulate.meta_operators import meta_copy
 from streamtune.simulate.simulate import Simulation, simulate
@@ -151,7 +151,7 @@ def choose(
         simulate,
         chunks=space.options("chunk_size"),
         head_chunk=space.options("head_chunk_size")[-1],
-        grad_dtype=space.fixed.get("grad_dtype", "float32"),
+        rounding=space.rounding,
     )
     tried: dict[Schedule, Simulation] = {}
     room, found = limits, None
@@ -219,7 +219,7 @@ def as_fixed(schedule: Schedule) -> dict[str, Any]:
 # --- the short way ---------------------------------------------------------------------------------------------------
 
 
-SIZES = {"chunk_size", "head_chunk_size", "grad_dtype", "offload_dir"}
+SIZES = {"chunk_size", "head_chunk_size", "offload_dir", *ROUNDING}
 """Fields that may be given and leave it open what is kept."""
 
 LEAST_OF_A_LAYER = 8

@@ -7,7 +7,7 @@ from typing import Annotated, Any, Literal
 from pydantic import Field, model_validator
 
 from streamtune.recipe.spec import Count, Size, Spec, Steps, Text, mistake
-from streamtune.schedule import DEFAULTS, GradDtype, Kept, Tier, contradictions, kept
+from streamtune.schedule import DEFAULTS, Fuse, GradDtype, Kept, Tier, contradictions, kept
 
 __all__ = ["EngineSpec"]
 
@@ -62,6 +62,10 @@ class EngineSpec(Spec):
     grad_dtype: GradDtype = "float32"
     """Dtype in which the sum over chunks is accumulated: float32, or that of the parameter. The planner never changes
     it: it decides the rounding."""
+
+    fuse: Fuse = "auto"
+    """`auto`: on CUDA, norms and rotary embeddings are computed by fused kernels. `none`: as the model writes them.
+    They differ by rounding only."""
 
     device_memory: Size | Auto = "auto"
     """Memory of the device to plan with, such as `80GiB`; `auto` is what is free when the run starts."""

@@ -30,7 +30,7 @@ from streamtune.recipe.schema import Recipe
 from streamtune.run.cluster import RanksAsked, Wider, accumulation_of, cluster_of, links_for, wider_of
 from streamtune.run.device import blame_recipe, choose_device, make_schedule, quiet_libraries
 from streamtune.run.model import make_blueprint, make_optimizer, make_reference_blueprint
-from streamtune.schedule import Schedule
+from streamtune.schedule import ROUNDING, Schedule
 from streamtune.simulate.cluster import Cluster
 from streamtune.simulate.memory import held_bytes
 from streamtune.simulate.meta_operators import meta_copy
@@ -229,7 +229,7 @@ def _smaller(workload: Workload, failed: Schedule, limits: Limits, rates: Rates,
     """Return the fastest schedule that holds less than one that ran out of memory: much less if there is one."""
     simulation = evaluate_schedule(workload, failed, limits, rates).simulation
     stays = sum(simulation.terms.get(name, 0) for name in ("weights", "gradients", "optimizer"))
-    given = {name: value for name, value in written.items() if name in ("offload_dir", "grad_dtype")}
+    given = {name: value for name, value in written.items() if name in ("offload_dir", *ROUNDING)}
     for part in LESS:
         room = int((stays + part * (simulation.peak_bytes - stays)) / (1 - limits.margin))
         smaller = replace(limits, device_bytes=min(limits.device_bytes, room))

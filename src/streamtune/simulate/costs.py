@@ -58,11 +58,15 @@ def cost_of(func: Any) -> Cost:
         return "product"
     returns = func._schema.returns
     aliases = [item.alias_info for item in returns]
-    if not returns:
-        return "other" if func._schema.is_mutable else "view"
+    if name == "_unsafe_view" or (not func._schema.is_mutable and not any(_is_tensor(item.type) for item in returns)):
+        return "view"
     if any(alias is not None and not alias.is_write for alias in aliases):
         return "view"
     return "room" if name in ROOM else "other"
+
+
+def _is_tensor(kind: Any) -> bool:
+    return "Tensor" in str(kind)
 
 
 def product_flops(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> int:

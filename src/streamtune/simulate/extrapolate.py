@@ -24,7 +24,7 @@ from torch import Tensor, nn
 from streamtune.engine import decoder_layers
 from streamtune.engine.memory.disk import IN_FLIGHT
 from streamtune.engine.memory.placement import best_segment_size, place_layers
-from streamtune.ops.attention.attention import KEY_BLOCK
+from streamtune.ops.attention.attention import key_block
 from streamtune.schedule import Schedule
 from streamtune.simulate.shard import SPANS, WINDOWS
 from streamtune.simulate.trace import WORK, Cell, CellPlace, Trace
@@ -363,7 +363,7 @@ def _alone(model: nn.Module, size: int, length: int) -> int | None:
 
     if found(SPANS):
         return None
-    blocks = -(-KEY_BLOCK // size)  # until there is a whole block of keys before a chunk
+    blocks = -(-key_block(size, torch.device("meta")) // size)  # until there is a whole block of keys before a chunk
     return max((-(-window // size) + 1 for window in found(WINDOWS)), default=blocks)
 
 

@@ -20,6 +20,7 @@ from typing import Any
 
 from torch import Tensor
 
+from streamtune.ops.simulated import simulating
 from streamtune.schedule import Schedule
 from streamtune.simulate.extrapolate import Combined, Part, UnlikeError, combined, kinds_of_layers, layout_of
 from streamtune.simulate.memory import ACTIVATION, ATTENTION, GRADIENT, HEAD, INPUT, KEYS, OPTIMIZER
@@ -137,7 +138,8 @@ def _traced(
     scored, tokens = workload.scored, shard.tokens(workload.tokens)
     many = streamed and len(schedule.chunks(tokens)) > FEW
     alike = scored is not None and shard.size == 1 and not (chunks and many)
-    layout = layout_of(model, schedule, tokens, streamed=streamed, layers=layers, chunks=chunks and not alike)
+    with simulating(workload.device_type):
+        layout = layout_of(model, schedule, tokens, streamed=streamed, layers=layers, chunks=chunks and not alike)
     kinds = kinds_of_layers(model, schedule if streamed else None)
     whole = Step(
         workload.mode,

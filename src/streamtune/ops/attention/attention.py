@@ -26,6 +26,7 @@ from streamtune.ops.attention.kernels import Kernel, Scores, flash_kernel
 from streamtune.ops.attention.view import MaskView, Segment, masked_score
 from streamtune.ops.attention.view_kernels import attend_whole, backward_whole, fused_view_kernel
 from streamtune.ops.first_order import first_order
+from streamtune.ops.fused import gains
 from streamtune.ops.launching import blocks
 from streamtune.ops.simulated import autocast_kind, repeated
 
@@ -34,6 +35,7 @@ __all__ = [
     "Piece",
     "Place",
     "Prefix",
+    "key_block",
     "prefix_attention",
     "prefix_attention_reference",
     "seen",
@@ -47,8 +49,16 @@ KEY_BLOCK = 1024
 """Keys whose gradient a backward computes at once, as long as it has no more queries: a prefix is as long as the
 sequence, what a kernel needs for dK and dV of a block of it is not."""
 
+MORE_KEYS = 2
+"""Times as many keys as queries in a block, where every call is launches of its own and a pass over dQ."""
+
 TILE_ELEMENTS = 1 << 22
 """Scores the tiled formula holds at once (16 MiB in fp32), whatever the lengths are."""
+
+
+def key_block(queries: int, device: torch.device) -> int:
+    """Return the number of keys whose gradient the backward of so many queries computes at once."""
+    return max(KEY_BLOCK, queries * (MORE_KEYS if gains(device) else 1))
 
 
 def prefix_attention(
@@ -312,7 +322,7 @@ class Piece:
         linearly with the keys.
         """
         segment = self.segment
-        size = max(KEY_BLOCK, segment.q_stop - segment.q_start)
+        size = key_block(segment.q_stop - segment.q_start, device)
         if segment.causal or self.dropout or segment.stop - segment.start <= size:
             yield self, 1
             return

@@ -6,12 +6,12 @@ Shape suffixes as in ``ops.head.cross_entropy``, n the tokens of a chunk.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from functools import lru_cache
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from streamtune.ops.fused import add_outer
 from streamtune.ops.launching import MAX_ELEMENTS, blocks
 from streamtune.ops.simulated import autocast_kind, kernel_device
 
@@ -46,7 +46,7 @@ class HeadGradients:
         if self.hidden is not None:
             self.hidden[chunk] = (grad_nV @ weight_VC).to(self.hidden.dtype)
         if self.weight is not None:
-            _add_outer(self.weight, grad_nV, h_nC)
+            add_outer(self.weight, grad_nV, h_nC)
         if self.bias is not None:
             self.bias += grad_nV.sum(0, dtype=self.bias.dtype)
 
@@ -136,37 +136,6 @@ def _loss_and_softmax(logits_nV: Tensor, targets_n: Tensor, reuse: bool) -> tupl
     p = (scores.sub_(peak) if owned else scores - peak).exp_()
     total = p.sum(-1, keepdim=True)
     return (total.log() + peak - picked).sum(), p.div_(total)
-
-
-def _add_outer(acc_VC: Tensor, grad_nV: Tensor, hidden_nC: Tensor) -> None:
-    """Compute ``acc += grad.T @ hidden``, in one matmul where it can be, by blocks of the vocabulary elsewhere."""
-    if acc_VC.dtype == grad_nV.dtype:
-        acc_VC.addmm_(grad_nV.mT, hidden_nC)
-    elif kernel_device(acc_VC.device) == "cuda" and _adds_wide(acc_VC.device, acc_VC.dtype, grad_nV.dtype):
-        torch.addmm(acc_VC, grad_nV.mT, hidden_nC, out_dtype=acc_VC.dtype, out=acc_VC)
-    else:
-        block = max(1, (1 << 24) // acc_VC.shape[1])
-        for part in blocks(len(acc_VC), block):
-            acc_VC[part] += grad_nV[:, part].mT @ hidden_nC
-
-
-@lru_cache(maxsize=16)
-def _adds_wide(device: torch.device, wide: torch.dtype, narrow: torch.dtype) -> bool:
-    """Return True if a matmul of narrow matrices can add to a wide one on this device; the CPU and some others cannot.
-
-    Such a matmul rounds only the sum; a separate one would round each chunk's term. A simulated device is taken to.
-    """
-    if device.type == "meta":
-        return True
-    generator = torch.Generator(device).manual_seed(0)
-    a, b = (torch.randn(24, 40, generator=generator, device=device, dtype=narrow) for _ in range(2))
-    acc = torch.ones(40, 40, device=device, dtype=wide)
-    try:
-        torch.addmm(acc, a.mT, b, out_dtype=wide, out=acc)
-    except (RuntimeError, TypeError):
-        return False
-    want = 1 + a.double().mT @ b.double()
-    return bool((acc.double() - want).norm() <= 1e-5 * want.norm())
 
 
 class TargetRows:

@@ -1,0 +1,175 @@
+"""Operators of a layer in fewer kernels than their formulas written out, each equal to its formula but for rounding.
+
+outer, add_outer    gradient of a linear map's weight ``[V, C]``, summed over chunks by the matrix product itself
+rms_norm            root mean square norm (Zhang and Sennrich, arXiv 1910.07467, eq. 4), by torch's own kernel
+rotary              rotary position embedding (Su et al., arXiv 2104.09864, eq. 34), halves as in ``transformers``
+"""
+
+from __future__ import annotations
+
+from functools import lru_cache
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from streamtune.ops.launching import blocks
+from streamtune.ops.simulated import kernel_device
+
+GAINING = {"cuda"}
+"""Kinds of devices on which each operator of a formula is a kernel of its own, which reads and writes memory."""
+
+__all__ = ["add_outer", "gains", "norm_is_right", "outer", "rms_norm", "rotary"]
+
+
+def gains(device: torch.device) -> bool:
+    """Return True if fewer operators are faster on a device."""
+    return kernel_device(device) in GAINING
+
+
+def outer(grad_nV: Tensor, hidden_nC: Tensor, dtype: torch.dtype) -> Tensor:
+    """Return ``grad.T @ hidden`` ``[V, C]`` in ``dtype``, rounded once where the device has such a product."""
+    if dtype != grad_nV.dtype and _widens(grad_nV, dtype):
+        return torch.mm(grad_nV.mT, hidden_nC, out_dtype=dtype)
+    return (grad_nV.mT @ hidden_nC).to(dtype)
+
+
+def add_outer(acc_VC: Tensor, grad_nV: Tensor, hidden_nC: Tensor) -> None:
+    """Compute ``acc += grad.T @ hidden``, in one matmul where it can be, by blocks of rows elsewhere."""
+    if acc_VC.dtype == grad_nV.dtype:
+        acc_VC.addmm_(grad_nV.mT, hidden_nC)
+    elif _widens(grad_nV, acc_VC.dtype):
+        torch.addmm(acc_VC, grad_nV.mT, hidden_nC, out_dtype=acc_VC.dtype, out=acc_VC)
+    else:
+        block = max(1, (1 << 24) // acc_VC.shape[1])
+        for part in blocks(len(acc_VC), block):
+            acc_VC[part] += grad_nV[:, part].mT @ hidden_nC
+
+
+def _widens(grad: Tensor, wide: torch.dtype) -> bool:
+    return grad.numel() > 0 and kernel_device(grad.device) == "cuda" and _adds_wide(grad.device, wide, grad.dtype)
+
+
+@lru_cache(maxsize=16)
+def _adds_wide(device: torch.device, wide: torch.dtype, narrow: torch.dtype) -> bool:
+    """Return True if a matmul of narrow matrices can add to a wide one on this device; the CPU and some others cannot.
+
+    Such a matmul rounds only the sum; a separate one would round each chunk's term. A simulated device is taken to.
+    """
+    if device.type == "meta":
+        return True
+    generator = torch.Generator(device).manual_seed(0)
+    a, b = (torch.randn(24, 40, generator=generator, device=device, dtype=narrow) for _ in range(2))
+    acc = torch.ones(40, 40, device=device, dtype=wide)
+    try:
+        torch.addmm(acc, a.mT, b, out_dtype=wide, out=acc)
+        product = torch.mm(a.mT, b, out_dtype=wide)
+    except (RuntimeError, TypeError):
+        return False
+    want = a.double().mT @ b.double()
+    errors = [(acc.double() - 1 - want).norm(), (product.double() - want).norm()]
+    return bool(torch.stack(errors).max() <= 1e-5 * want.norm())
+
+
+# The norm.
+
+
+def rms_norm(x: Tensor, weight: Tensor | None, eps: float) -> Tensor:
+    """Return ``x / sqrt(mean(x^2) + eps) * weight`` over the last dimension, computed in fp32 and rounded once.
+
+    Args:
+        x: ``[..., C]``.
+        weight: ``[C]``, of the dtype of ``x``; None for ones.
+        eps: Added to the mean of the squares.
+    """
+    if x.device.type == "meta":
+        y: Tensor = _SimulatedNorm.apply(x, weight)
+        return y
+    return torch.ops.aten._fused_rms_norm(x, [x.shape[-1]], weight, eps)[0]
+
+
+class _SimulatedNorm(torch.autograd.Function):
+    """The tensors that the kernel makes and keeps, as on a device; torch has no form of it for ``meta``."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor | None) -> Tensor:
+        y, rstd = torch.ops.streamtune.rms_norm(x, weight)
+        ctx.save_for_backward(x, weight, rstd)
+        return y
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor | None]:
+        grad_x, grad_weight = torch.ops.streamtune.rms_norm_backward(grad, *ctx.saved_tensors)
+        return grad_x, grad_weight if ctx.needs_input_grad[1] else None
+
+
+def _rms_norm_shapes(x: Tensor, weight: Tensor | None) -> tuple[Tensor, Tensor]:
+    return torch.empty_like(x), x.new_empty((*x.shape[:-1], 1), dtype=torch.promote_types(x.dtype, torch.float32))
+
+
+def _rms_norm_backward_shapes(grad: Tensor, x: Tensor, weight: Tensor | None, rstd: Tensor) -> tuple[Tensor, Tensor]:
+    return torch.empty_like(x), x.new_empty(0) if weight is None else torch.empty_like(weight)
+
+
+_LIBRARY = torch.library.Library("streamtune", "FRAGMENT")
+_LIBRARY.define("rms_norm(Tensor x, Tensor? weight) -> (Tensor, Tensor)")
+_LIBRARY.define("rms_norm_backward(Tensor grad, Tensor x, Tensor? weight, Tensor rstd) -> (Tensor, Tensor)")
+_LIBRARY.impl("rms_norm", _rms_norm_shapes, "Meta")
+_LIBRARY.impl("rms_norm_backward", _rms_norm_backward_shapes, "Meta")
+
+
+@lru_cache(maxsize=16)
+def norm_is_right(device: torch.device, dtype: torch.dtype) -> bool:
+    """Return True if the kernel of a device agrees with the formula, in value and gradient; a simulated one does."""
+    if device.type == "meta":
+        return True
+    generator = torch.Generator(device).manual_seed(0)
+    x, weight, grad = (torch.randn(n, 64, generator=generator, device=device) for n in (48, 1, 48))
+
+    def both(norm: Any, dtype: torch.dtype) -> list[Tensor]:
+        with torch.enable_grad(), torch.autocast(device.type, enabled=False):
+            given = [t.to(dtype).requires_grad_() for t in (x, weight[0])]
+            y = norm(*given)
+            return [y.detach(), *torch.autograd.grad(y, given, grad.to(dtype))]
+
+    try:
+        got = both(lambda x, weight: rms_norm(x, weight, 1e-5), dtype)
+    except (RuntimeError, AttributeError):
+        return False
+    want = both(lambda x, w: x * torch.rsqrt(x.square().mean(-1, keepdim=True) + 1e-5) * w, torch.float64)
+    bound = 16 * torch.finfo(dtype).eps
+    return all((a.double() - b).norm() <= bound * b.norm() for a, b in zip(got, want, strict=True))
+
+
+# The rotary embedding.
+
+
+def rotary(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """Return ``x cos + rotate_half(x) sin``, where ``rotate_half([a, b]) = [-b, a]``, in three kernels each way.
+
+    Args:
+        x: ``[B, H, T, D]``; the result has its strides.
+        cos: ``[B, 1, T, D]``, of the same dtype, without gradient; ``sin`` likewise.
+    """
+    y: Tensor = _Rotary.apply(x, cos, sin)
+    return y
+
+
+class _Rotary(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+        ctx.save_for_backward(cos, sin)
+        (a, b), (sin_a, sin_b), y = x.chunk(2, -1), sin.chunk(2, -1), x * cos
+        y_a, y_b = y.chunk(2, -1)
+        y_a.addcmul_(b, sin_a, value=-1)
+        y_b.addcmul_(a, sin_b)
+        return y
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
+        cos, sin = ctx.saved_tensors
+        (a, b), (sin_a, sin_b), grad_x = grad.chunk(2, -1), sin.chunk(2, -1), grad * cos
+        grad_a, grad_b = grad_x.chunk(2, -1)
+        grad_a.addcmul_(b, sin_b)
+        grad_b.addcmul_(a, sin_a, value=-1)
+        return grad_x, None, None
