@@ -11,6 +11,7 @@ forward, recompute, project, replay), ``kv`` and ``cache`` (what a chunk sees of
     lazy_logits, scores             logits that are not computed; per-token log-probabilities for any objective
     routers                         the losses of a mixture's routers
     norms                           the norms outside the layers
+    fused                           linear modules, norms and rotary embeddings of a layer in fewer kernels
     memory/                         placement of layer inputs: device, host, disk
     sequence/                       ranks that share a sequence: their tokens, and calls of the model
     observe                         the state of a forward restored in its backward; observers; hooks of modules
