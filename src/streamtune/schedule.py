@@ -25,8 +25,8 @@ Kept = Literal["no", "device", "host"]
 
 Levels = Literal[1, 2]
 
-Fuse = Literal["auto", "none"]
-"""Norms and rotary embeddings by fused kernels where the device gains by it, or as the model writes them."""
+Fuse = Literal["torch", "none"]
+"""Norms and rotary embeddings by few operators of torch's where the device gains by it, or as the model writes them."""
 
 GradDtype = Literal["float32", "param"]
 """The dtype of sums over chunks: float32, or that of the tensor itself."""
@@ -58,8 +58,8 @@ class Schedule:
             where the layer inputs do. Hooks on hidden states between two layers then see zeros.
         grad_dtype: Dtype in which parameter terms and dK, dV are summed over chunks: ``float32``, or ``param`` for the
             dtype of the tensor itself.
-        fuse: ``auto`` computes norms and rotary embeddings by fused kernels on CUDA, ``none`` as the model writes them.
-            Both are the same function, but for rounding.
+        fuse: ``torch`` computes norms and rotary embeddings by few operators of torch's on CUDA, ``none`` as the model
+            writes them. Both are the same function, but for rounding.
 
     Raises:
         ArgumentError: A value is out of range, or two contradict each other.
@@ -77,7 +77,7 @@ class Schedule:
     keep_layers: int = 0
     stream_grads: bool = False
     grad_dtype: GradDtype = "float32"
-    fuse: Fuse = "auto"
+    fuse: Fuse = "torch"
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "keep_kv", kept(self.keep_kv))

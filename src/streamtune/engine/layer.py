@@ -71,7 +71,7 @@ class StreamedForward:
         self.carries_states = False
         self.watch = watch
         self.bare_scans = mixers_with_a_bare_scan(layer)
-        self.fused = FusedParts(layer) if schedule.fuse == "auto" else None
+        self.fused = FusedParts(layer) if schedule.fuse == "torch" else None
         self.schedule = schedule
         self.leaves_checked = self.attention_known = self.removed = False
         self.narrow_states = False

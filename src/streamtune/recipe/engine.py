@@ -63,9 +63,9 @@ class EngineSpec(Spec):
     """Dtype in which the sum over chunks is accumulated: float32, or that of the parameter. The planner never changes
     it: it decides the rounding."""
 
-    fuse: Fuse = "auto"
-    """`auto`: on CUDA, norms and rotary embeddings are computed by fused kernels. `none`: as the model writes them.
-    They differ by rounding only."""
+    fuse: Literal[Auto, Fuse] = "auto"
+    """Norms and rotary embeddings on CUDA: `torch`, by few operators of torch's; `none`, as the model writes them. They
+    differ by rounding only. The planner never changes it. Without planner: torch."""
 
     device_memory: Size | Auto = "auto"
     """Memory of the device to plan with, such as `80GiB`; `auto` is what is free when the run starts."""
