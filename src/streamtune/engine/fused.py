@@ -37,7 +37,7 @@ from streamtune.ops.simulated import autocast_kind
 __all__ = ["FusedParts", "Linears"]
 
 KINDS = (Tensor, nn.Parameter)
-"""Types of weights that are replaced. Quantised ones and those that ranks share have types of their own."""
+"""Types of tensors that are computed with here. Quantised ones and those that ranks share have types of their own."""
 
 
 class Linears:
@@ -112,7 +112,7 @@ class _Call:
         bias: Tensor | None = self.module.bias
         if self.weight is not None and now == self.autocast and x.is_floating_point() and x.dtype != torch.float64:
             x, weight, bias = x.to(self.weight.dtype), self.weight, self.bias
-        as_given = type(x) is Tensor and x.dtype == weight.dtype and (not now.enabled or now.dtype == x.dtype)
+        as_given = type(x) in KINDS and x.dtype == weight.dtype and (not now.enabled or now.dtype == x.dtype)
         wanted = torch.is_grad_enabled() and any(p.requires_grad for p in own)
         summed = all(total is not None or not p.requires_grad for p, total in zip(own, self.sums, strict=False))
         if not as_given or (wanted and not summed):
@@ -240,7 +240,7 @@ class _Norm:
 
     def __call__(self, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
         form, weight = self.form, self.module._parameters.get("weight")
-        plain = type(x) is Tensor and x.is_floating_point() and (weight is None or type(weight) in KINDS)
+        plain = type(x) in KINDS and x.is_floating_point() and (weight is None or type(weight) in KINDS)
         if args or kwargs or not plain or not norm_is_right(x.device, x.dtype):  # such as the gate of a gated norm
             return type(self.module).forward(self.module, x, *args, **kwargs)
         if weight is None or (weight.dtype == x.dtype and not form.offset):
@@ -304,7 +304,7 @@ class _Rotary:
 
 def _fit(q: Any, k: Any, cos: Any, sin: Any) -> bool:
     """Return True for tensors ``[B, H, T, D]``, ``[B, T, D]`` of one floating dtype, the second without gradient."""
-    if not all(type(x) is Tensor for x in (q, k, cos, sin)) or (q.dim(), k.dim(), cos.dim(), sin.dim()) != (4, 4, 3, 3):
+    if not all(type(x) in KINDS for x in (q, k, cos, sin)) or (q.dim(), k.dim(), cos.dim(), sin.dim()) != (4, 4, 3, 3):
         return False
     width, dtype = q.shape[-1], q.dtype
     same = all(x.shape[-1] == width and x.dtype == dtype and x.device == q.device for x in (k, cos, sin))
