@@ -1,6 +1,8 @@
-"""Build the runtime without a device, with the headers that come with torch's CUDA wheel.
+"""Build the two stand-ins for a device.
 
-``python -m tests.cuda_host.build_stub`` prints the environment of a process that uses it.
+``python -m tests.cuda_host.build_stub`` prints the environment of a process that uses the runtime without a device. It
+needs the headers that come with torch's CUDA wheel. ``... build_stub claimed`` prints that of a process on the claimed
+device, which needs a torch without CUDA.
 """
 
 from __future__ import annotations
@@ -9,6 +11,7 @@ import hashlib
 import json
 import os
 import subprocess
+import sys
 import sysconfig
 from pathlib import Path
 
@@ -24,19 +27,14 @@ def headers() -> list[Path]:
     return [folder for folder in found if folder.is_dir()]
 
 
-def build() -> Path:
-    """Return the folder of the two libraries, which are made unless they are there.
+def compiled(sources: list[Path], commands: dict[str, list[str]]) -> Path:
+    """Return the folder of the libraries that ``commands`` make of ``sources``; they are made unless they are there.
 
     Raises:
         subprocess.CalledProcessError: The compiler failed; it has printed why.
     """
-    runtime, driver = SOURCES / "runtime.cpp", SOURCES / "driver.c"
-    folder = BUILD / hashlib.sha256(runtime.read_bytes() + driver.read_bytes()).hexdigest()[:12]
-    includes = [f"-I{found}" for found in headers()]
-    commands = {
-        "libcuda.so.1": ["gcc", "-O1", "-fPIC", "-shared", "-w", str(driver)],
-        "libstubrt.so": ["g++", "-O1", "-fPIC", "-shared", "-std=c++17", "-w", *includes, str(runtime)],
-    }
+    made_of = b"".join(source.read_bytes() for source in sources) + repr(commands).encode()
+    folder = BUILD / hashlib.sha256(made_of).hexdigest()[:12]
     folder.mkdir(parents=True, exist_ok=True)
     for name, command in commands.items():
         if not (folder / name).exists():
@@ -46,15 +44,27 @@ def build() -> Path:
     return folder
 
 
-def environment(folder: Path) -> dict[str, str]:
-    """Return the environment of a process that uses the libraries in ``folder``."""
-    return {
-        **os.environ,
-        "STUB": str(folder),
-        "LD_LIBRARY_PATH": str(folder),
-        "LD_PRELOAD": str(folder / "libstubrt.so"),
+def runtime() -> dict[str, str]:
+    """Return the environment of a process that uses the runtime without a device."""
+    sources = [SOURCES / "runtime.cpp", SOURCES / "driver.c"]
+    includes = [f"-I{found}" for found in headers()]
+    commands = {
+        "libcuda.so.1": ["gcc", "-O1", "-fPIC", "-shared", "-w", str(sources[1])],
+        "libstubrt.so": ["g++", "-O1", "-fPIC", "-shared", "-std=c++17", "-w", *includes, str(sources[0])],
     }
+    folder = str(compiled(sources, commands))
+    return {**os.environ, "STUB": folder, "LD_LIBRARY_PATH": folder, "LD_PRELOAD": f"{folder}/libstubrt.so"}
+
+
+def claimed() -> dict[str, str]:
+    """Return the environment of a process on the claimed device."""
+    source, torch = SOURCES / "claimed.cpp", Path(sysconfig.get_paths()["purelib"]) / "torch"
+    options = ["-shared", "-fPIC", "-O1", "-std=c++20"]
+    includes = [f"-I{torch}/include", f"-I{torch}/include/torch/csrc/api/include"]
+    libraries = [f"-L{torch}/lib", "-lc10", "-ltorch_cpu"]
+    folder = compiled([source], {"libclaimed.so": ["g++", *options, *includes, str(source), *libraries]})
+    return {**os.environ, "LD_LIBRARY_PATH": f"{torch}/lib", "LD_PRELOAD": f"{folder}/libclaimed.so"}
 
 
 if __name__ == "__main__":
-    print(json.dumps(environment(build())))
+    print(json.dumps(claimed() if "claimed" in sys.argv[1:] else runtime()))

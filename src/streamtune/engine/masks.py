@@ -14,17 +14,21 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from functools import reduce
+from functools import reduce, wraps
 from operator import and_
 from typing import Any
 
 import torch
 from torch import Tensor
+from transformers import masking_utils
 from transformers.masking_utils import causal_mask_function
 
 from streamtune.ops.attention.runs import contiguous, run_starts
+from streamtune.ops.host_copies import host_copy, known_host_copy, with_host_copy
 
 __all__ = ["Facts", "recognise"]
+
+_find_packed_sequence_indices = masking_utils.find_packed_sequence_indices
 
 Function = Callable[..., Any]
 
@@ -59,22 +63,27 @@ def recognise(function: Function, length: int, device: torch.device) -> Facts:
     Args:
         function: ``(batch, head, query, key) -> bool``.
         length: Length of tensors that follow the sequence.
-        device: The device of such tensors.
+        device: The device of the starts; each has a copy on the host.
     """
     whole = Facts(rest=(function,))
     try:
-        facts = _facts(function, torch.arange(length, device=device)[None])
+        facts = _facts(function, torch.arange(length)[None])
     except _UnknownError:
         return whole
     if not facts.causal:
         return whole  # a window or a span alone also limits how far ahead one sees: leave it to the function
     if facts.block_start is not None and (facts.rest or _splits_blocks(facts)):
         return whole
-    return facts
+    found = (facts.row_start, facts.span_start, facts.block_start)
+    rows, spans, blocks = (None if x is None else with_host_copy(x, device) for x in found)
+    return replace(facts, row_start=rows, span_start=spans, block_start=blocks)
 
 
 def _facts(function: Function, position_BT: Tensor) -> Facts:
-    """Return the facts of a part that is given the positions ``position_BT`` (restarting inside a remap)."""
+    """Return the facts of a part that is given the positions ``position_BT`` (restarting inside a remap).
+
+    All of it is computed on the host.
+    """
     if function is causal_mask_function:
         return Facts(causal=True)
     read = _READERS.get(getattr(function, "__qualname__", ""))
@@ -89,7 +98,7 @@ def _window(function: Function, position_BT: Tensor) -> Facts | None:
 
 def _packed(function: Function, position_BT: Tensor) -> Facts | None:
     ids = _closed(function, "packed_sequence_mask")
-    return Facts(row_start=run_starts(ids)) if _are_runs(ids, position_BT) else None
+    return Facts(row_start=run_starts(host_copy(ids))) if _are_runs(ids, position_BT) else None
 
 
 def _span(function: Function, position_BT: Tensor) -> Facts | None:
@@ -97,7 +106,7 @@ def _span(function: Function, position_BT: Tensor) -> Facts | None:
     if not isinstance(size, int) or not isinstance(left, Tensor):
         return None
     rows = max(left.shape[0], position_BT.shape[0])
-    ids = (position_BT.expand(rows, -1) - left[:, None].to(position_BT.device)).div(size, rounding_mode="floor")
+    ids = (position_BT.expand(rows, -1) - host_copy(left)[:, None]).div(size, rounding_mode="floor")
     return Facts(span_start=run_starts(ids))
 
 
@@ -106,7 +115,8 @@ def _block(function: Function, position_BT: Tensor) -> Facts | None:
     ids = _closed(function, "block_sequence_ids")
     if not _are_runs(ids, position_BT):
         return None
-    positions = torch.arange(ids.shape[1], device=ids.device)
+    ids = host_copy(ids)
+    positions = torch.arange(ids.shape[1])
     return Facts(block_start=torch.where(ids >= 0, run_starts(ids), positions))
 
 
@@ -142,7 +152,8 @@ def _remapped(function: Function, row_start: Tensor | None) -> Facts:
     opaque = Facts(rest=(function,))
     if row_start is None or not isinstance(positions, Tensor) or positions.shape[1] != row_start.shape[1]:
         return opaque
-    places = torch.arange(positions.shape[1], device=positions.device)
+    positions = host_copy(positions)
+    places = torch.arange(positions.shape[1])
     restarts = (positions.diff(dim=1) != 1) & (row_start[:, 1:] != places[1:])
     if bool(restarts.any()):
         return opaque
@@ -190,8 +201,8 @@ def _are_runs(ids: Any, position_BT: Tensor) -> bool:
     """Return True if these are ids of the places ``position_BT`` counts, and each but the negative ones is one run."""
     if not isinstance(ids, Tensor) or ids.dim() != 2 or ids.shape[1] != position_BT.shape[1]:
         return False
-    places = torch.arange(ids.shape[1], device=position_BT.device)
-    return bool((position_BT == places).all()) and contiguous(ids)
+    places = torch.arange(ids.shape[1])
+    return bool((position_BT == places).all()) and contiguous(host_copy(ids))
 
 
 def _is_remap(function: Function) -> bool:
@@ -214,3 +225,19 @@ _READERS: dict[str, Callable[[Function, Tensor], Facts | None]] = {
     "packed_sequence_mask_function.<locals>.inner_mask": _packed,
 }
 """By the qualified name of the closure: these are local functions of ``transformers.masking_utils``."""
+
+
+@wraps(_find_packed_sequence_indices)
+def _found_on_the_host(position_ids: Tensor) -> Tensor | None:
+    """Return what ``transformers`` finds, by the copy of the positions that a streamed call has made of them.
+
+    It reads a tensor of the device, and so would :func:`recognise`. Without a copy nothing is changed.
+    """
+    copy = None if torch.compiler.is_compiling() else known_host_copy(position_ids)
+    if copy is None:
+        return _find_packed_sequence_indices(position_ids)
+    ids = _find_packed_sequence_indices(copy)
+    return None if ids is None else with_host_copy(ids, position_ids.device)
+
+
+masking_utils.find_packed_sequence_indices = _found_on_the_host

@@ -36,6 +36,7 @@ from torch import Tensor
 
 from streamtune.errors import ArgumentError, UnsupportedModelError
 from streamtune.ops import Branch, BranchTable, LazyMask, row_starts
+from streamtune.ops.host_copies import host_copy
 from streamtune.schedule import Schedule
 
 __all__ = ["OTHER_WORDS", "Branches", "PackedRows", "names_several_rows"]
@@ -80,7 +81,7 @@ class PackedRows:
     @cached_property
     def clean_starts(self) -> frozenset[int]:
         """Positions at which a row begins in every sequence."""
-        return frozenset(int(place) for place in self.begins.all(0).nonzero().flatten().tolist())
+        return frozenset(int(place) for place in host_copy(self.begins).all(0).nonzero().flatten().tolist())
 
     def chunks(self, schedule: Schedule) -> list[slice]:
         """Return the chunks of the schedule, cut wherever a row begins.

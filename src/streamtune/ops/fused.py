@@ -151,11 +151,11 @@ def rotary(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
         x: ``[B, H, T, D]``; the result has its strides.
         cos: ``[B, 1, T, D]``, of the same dtype, without gradient; ``sin`` likewise.
     """
-    y: Tensor = _Rotary.apply(x, cos, sin)
+    y: Tensor = _Rotation.apply(x, cos, sin)
     return y
 
 
-class _Rotary(torch.autograd.Function):
+class _Rotation(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
         ctx.save_for_backward(cos, sin)

@@ -19,6 +19,7 @@ from torch._dynamo._trace_wrapped_higher_order_op import TransformGetItemToIndex
 
 from streamtune.errors import UnsupportedModelError
 from streamtune.ops.attention.runs import Branch, BranchTable, Stretch, clipped, stretches
+from streamtune.ops.host_copies import host_copy, with_host_copy
 
 __all__ = ["ForeignAttentionError", "MaskFunction", "MaskRules", "NoTensor"]
 
@@ -113,7 +114,7 @@ class MaskRules(NoTensor):
     def __post_init__(self) -> None:
         # The segments of views, kept here because layers share a mask, and forward and backward ask twice.
         self._segments: dict[tuple[int, int, int, int], list[Any]] = {}
-        if self.padding is not None and bool(self.padding.all()):
+        if self.padding is not None and bool(host_copy(self.padding).all()):
             self.padding = None
         assert self.causal or (self.row_start is self.span_start is self.block_start is None)
 
@@ -127,11 +128,12 @@ class MaskRules(NoTensor):
     def _unpadded_rows(self) -> list[tuple[int, int]]:
         if self.padding is None:
             return [(0, self.kv_offset + self.kv_length)]
-        valid = self.padding.int()
+        padding = host_copy(self.padding)
+        valid = padding.int()
         starts, lengths = valid.argmax(dim=1), valid.sum(dim=1)
         positions = torch.arange(valid.shape[1], device=valid.device)
         one_run = (positions >= starts[:, None]) & (positions < (starts + lengths)[:, None])
-        if not torch.equal(one_run, self.padding):
+        if not torch.equal(one_run, padding):
             return [(0, 0)] * valid.shape[0]
         return list(zip(starts.tolist(), (starts + lengths).tolist(), strict=True))
 
@@ -186,13 +188,15 @@ class MaskRules(NoTensor):
     @cached_property
     def row_starts(self) -> list[int]:
         """Sorted positions at which a packed row starts in any of the batch's sequences; ``[0]`` without packing."""
-        return [0] if self.row_start is None else [int(start) for start in self.row_start.unique().tolist()]
+        return [0] if self.row_start is None else [int(start) for start in host_copy(self.row_start).unique().tolist()]
 
     @cached_property
     def first_seen(self) -> Tensor | None:
         """``[B or 1, T]``: the first key that row and span of each position allow; None where that is always 0."""
         starts = [start for start in (self.row_start, self.span_start) if start is not None]
-        return None if not starts else starts[0] if len(starts) == 1 else torch.maximum(*starts)
+        if len(starts) < 2:
+            return starts[0] if starts else None
+        return with_host_copy(torch.maximum(*map(host_copy, starts)), self.device)
 
     @cached_property
     def stretches(self) -> list[list[Stretch]]:
@@ -200,10 +204,9 @@ class MaskRules(NoTensor):
         length = self.kv_offset + self.kv_length
         if self.first_seen is None and self.block_start is None:
             return [[Stretch(0, max(length, self.q_offset + self.q_length), 0, mutual=False)]]
-        first = self.first_seen
-        if first is None:
-            first = torch.zeros(1, length, dtype=torch.long, device=self.device)
-        blocks = self.block_start
+        seen, block_start = self.first_seen, self.block_start
+        first = torch.zeros(1, length, dtype=torch.long) if seen is None else host_copy(seen)
+        blocks = None if block_start is None else host_copy(block_start)
         rows = max(first.shape[0], 1 if blocks is None else blocks.shape[0])
         return stretches(first.expand(rows, -1), None if blocks is None else blocks.expand(rows, -1))
 

@@ -16,6 +16,8 @@ from typing import TypeVar
 import torch
 from torch import Tensor
 
+from streamtune.ops.host_copies import host_copy
+
 __all__ = ["Branch", "BranchTable", "Stretch", "clipped", "contiguous", "row_starts", "run_starts", "stretches"]
 
 
@@ -34,7 +36,7 @@ def row_starts(position_ids: Tensor) -> list[int]:
         >>> row_starts(torch.tensor([0, 1, 2, 0, 1, 0]))
         [0, 3, 5]
     """
-    restarts = (torch.atleast_2d(position_ids).diff(dim=-1) != 1).flatten(0, -2).any(0)
+    restarts = (torch.atleast_2d(host_copy(position_ids)).diff(dim=-1) != 1).flatten(0, -2).any(0)
     return [0, *(int(place) + 1 for place in restarts.nonzero().flatten().tolist())]
 
 
@@ -75,8 +77,8 @@ def stretches(first_BT: Tensor, block_start_BT: Tensor | None) -> list[list[Stre
     """Cut every batch row into stretches; one list for all of them where they are alike.
 
     Args:
-        first_BT: For each position the first key its run allows.
-        block_start_BT: For each position the start of its mutual block (itself where it is in none).
+        first_BT: For each position the first key its run allows; on the host.
+        block_start_BT: For each position the start of its mutual block (itself where it is in none); on the host.
     """
     first, length = first_BT, first_BT.shape[1]
     block = torch.full_like(first, -1)

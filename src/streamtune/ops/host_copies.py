@@ -1,0 +1,52 @@
+"""Copies on the host of small tensors that decide what runs: positions, masks, starts of rows.
+
+Reading a tensor of a device waits for all work before it. Each is copied once, however often it is read.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+from torch.utils.weak import WeakTensorKeyDictionary
+
+__all__ = ["host_copy", "known_host_copy", "with_host_copy"]
+
+_copies: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
+"""For a tensor of a device, its version when it was copied, and the copy."""
+
+
+def host_copy(x: Tensor) -> Tensor:
+    """Return ``x`` on the host: itself, or one copy until it is written to. Not to be written to."""
+    if x.device.type == "cpu":
+        return x
+    known = known_host_copy(x)
+    if known is None:
+        known = x.detach().to("cpu")
+        _remember(x, known)
+    return known
+
+
+def known_host_copy(x: Tensor) -> Tensor | None:
+    """Return the copy of ``x`` on the host if there is one, without waiting for the device."""
+    version, copy = _copies.get(_source(x), (-1, None))
+    return copy if copy is not None and version == x._version else None
+
+
+def with_host_copy(copy: Tensor, device: torch.device) -> Tensor:
+    """Return ``copy`` on a device, where it can be read without waiting for the device."""
+    x = copy.to(device, non_blocking=True)
+    if x is not copy:
+        _remember(x, copy)
+    return x
+
+
+def _remember(x: Tensor, copy: Tensor) -> None:
+    if not x.is_inference():  # such a tensor has no version
+        _copies[_source(x)] = (x._version, copy)
+
+
+def _source(x: Tensor) -> Tensor:
+    """Return the tensor of which ``x`` is a view with the same numbers at the same places, or ``x``."""
+    base = x._base
+    same = base is not None and (base.shape, base.stride(), base.data_ptr()) == (x.shape, x.stride(), x.data_ptr())
+    return base if base is not None and same else x

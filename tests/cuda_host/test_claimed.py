@@ -1,0 +1,136 @@
+"""Gradients on the claimed device: the paths that the engine takes on CUDA, with numbers that are right.
+
+Needs a C++ compiler and a torch without CUDA.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+import subprocess
+import sys
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tests.cuda_host import build_stub, claimed
+
+ROOT = Path(__file__).parents[2]
+FAMILIES: dict[str, dict[str, Any]] = {
+    "qwen3": {},
+    "llama": {},
+    "mistral": {"sliding_window": 7},
+    "gemma2": {},
+    "gemma3_text": {},
+    "gpt2": {"pad_token_id": None},
+    "mixtral": {},
+    "phi3": {},
+    "olmo2": {},
+    "gpt_neox": {},
+}
+BASE = {"chunk_size": 8, "head_chunk_size": 16}
+SCHEDULES: dict[str, dict[str, Any]] = {
+    "plain chunks": BASE,
+    "attention kept": {**BASE, "keep_attention": "device", "keep_kv": "device"},
+    "host": {**BASE, "offload": "host", "stream_grads": True},
+    "attention on the host": {**BASE, "offload": "host", "keep_attention": "host", "keep_kv": "host"},
+    "two levels": {**BASE, "levels": 2},
+    "a layer kept": {**BASE, "keep_layers": 1},
+    "formulas": {**BASE, "fuse": "none"},
+}
+BATCHES = {"qwen3": ("multiturn", "left", "packed"), "gemma2": ("multiturn", "left", "packed")}
+ONE = ("multiturn",)
+DTYPES = ("float32", "bfloat16")
+
+
+@cache
+def computed(family: str) -> dict[tuple[str, str], dict[str, Any]]:
+    """All cases of a family, by one process."""
+    if torch.version.cuda is not None:
+        pytest.skip("this torch has CUDA")
+    if shutil.which("g++") is None:
+        pytest.skip("there is no C++ compiler")
+    keys = [(dtype, kind) for dtype in DTYPES for kind in BATCHES.get(family, ONE)]
+    cases = [
+        {"family": family, "config": FAMILIES[family], "dtype": dtype, "batch": kind, "schedules": SCHEDULES}
+        for dtype, kind in keys
+    ]
+    command = [sys.executable, "-m", "tests.cuda_host.claimed_steps"]
+    done = subprocess.run(
+        command, input=json.dumps(cases), capture_output=True, text=True, cwd=ROOT, env=build_stub.claimed()
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    return dict(zip(keys, json.loads(done.stdout), strict=True))
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(("family", "kind"), [(name, kind) for name in FAMILIES for kind in BATCHES.get(name, ONE)])
+def test_gradients_are_as_precise_as_plain_autograds(family: str, dtype: str, kind: str) -> None:
+    found = computed(family)[dtype, kind]
+    assert found.keys() == SCHEDULES.keys()
+    assert {name: case["wrong"] for name, case in found.items() if case["wrong"]} == {}
+
+
+@pytest.mark.full
+@pytest.mark.parametrize(("family", "kind"), [("qwen3", kind) for kind in BATCHES["qwen3"]] + [("llama", *ONE)])
+def test_kernels_of_the_device_ran(family: str, kind: str) -> None:
+    for dtype, name in (("float32", "efficient"), ("bfloat16", "flash")):
+        for schedule, case in computed(family)[dtype, kind].items():
+            attention = {operator for operator in case["called"] if "attention" in operator}
+            wanted = "efficient" if kind == "left" else name  # the only one that takes a mask
+            assert any(wanted in operator for operator in attention), (dtype, schedule, attention)
+    assert {"addmm.dtype_out", "mm.dtype"} <= computed(family)["bfloat16", kind]["plain chunks"]["called"].keys()
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(("kind", "most"), [("multiturn", 2), ("packed", 2), ("left", 2)])
+def test_waits_of_a_step(dtype: str, kind: str, most: int) -> None:
+    for schedule, case in computed("qwen3")[dtype, kind].items():
+        assert sum(case["waited"].values()) <= most, (schedule, case["waited"])
+
+
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("kernel", ["flash", "efficient", "cudnn"])
+def test_formulas_of_the_device_are_attention(kernel: str, causal: bool) -> None:
+    dtype = torch.float32 if kernel == "efficient" else torch.bfloat16
+    q, k, v, grad = (torch.randn(2, 2, length, 16).to(dtype) for length in (12, 20, 20, 12))
+    if causal:
+        k, v = k[:, :, :12], v[:, :, :12]
+    options = {"flash": (0.0, causal), "efficient": (None, True, 0.0, causal), "cudnn": (None, True, 0.0, causal)}
+    o, lse, *_ = getattr(claimed, kernel)(q, k, v, *options[kernel], scale=0.25)
+    given = [x.double().requires_grad_() for x in (q, k, v)]
+    want = torch.nn.functional.scaled_dot_product_attention(*given, is_causal=causal, scale=0.25)
+    scores = torch.where(
+        torch.ones(12, k.shape[2]).tril().bool() | (not causal), given[0] @ given[1].mT / 4, -torch.inf
+    )
+    eps = torch.finfo(dtype).eps
+    torch.testing.assert_close(o.double(), want, atol=4 * eps, rtol=0)
+    torch.testing.assert_close(lse.flatten(2)[:, :, :12].double(), scores.logsumexp(-1), atol=1e-6, rtol=1e-6)
+    rest = {
+        "flash": (None, None, 12, k.shape[2], 0.0, causal, None, None),
+        "efficient": (None, None, 0.0, [True, True, True, False], causal),
+        "cudnn": (None, None, None, None, None, 12, k.shape[2], 0.0, causal),
+    }
+    backward = getattr(claimed, f"{kernel}_backward")
+    if kernel == "efficient":
+        found = backward(grad, q, k, v, None, o, lse, *rest[kernel], scale=0.25)
+    else:
+        found = backward(grad, q, k, v, o, lse, *rest[kernel], scale=0.25)
+    expected = torch.autograd.grad(want, given, grad.double())
+    for ours, truth in zip(found[:3], expected, strict=True):
+        torch.testing.assert_close(ours.double(), truth, atol=16 * eps, rtol=4 * eps)
+
+
+def test_the_device_refuses_what_kernels_refuse() -> None:
+    q = torch.zeros(1, 2, 8, 12)
+    with pytest.raises(RuntimeError, match="dtype"):
+        claimed.flash(q, q, q, scale=1.0)
+    with pytest.raises(RuntimeError, match="head size"):
+        claimed.flash(*[q.bfloat16()] * 3, scale=1.0)
+    with pytest.raises(RuntimeError, match="stride of a bias"):
+        claimed.efficient(q, q, q, torch.zeros(1, 2, 8, 8), True, scale=1.0)

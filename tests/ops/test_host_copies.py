@@ -1,0 +1,51 @@
+"""Copies on the host: one for a tensor until it is written to, none where nobody asked."""
+
+from __future__ import annotations
+
+import gc
+
+import torch
+from transformers import masking_utils
+
+from streamtune.engine import masks
+from streamtune.ops.host_copies import _copies, host_copy, known_host_copy, with_host_copy
+
+
+def test_a_tensor_of_the_host_is_its_own_copy() -> None:
+    x = torch.arange(4)
+    assert host_copy(x) is x
+    assert with_host_copy(x, x.device) is x
+    assert known_host_copy(x) is None
+
+
+def test_a_copy_is_kept_until_the_tensor_is_written_to() -> None:
+    copy = torch.arange(6)[None]
+    x = with_host_copy(copy, torch.device("meta"))  # its numbers can be read in no other way
+    assert known_host_copy(x) is copy
+    assert host_copy(x.expand(1, -1)) is copy, "the same numbers at the same places"
+    assert known_host_copy(x[:, 1:]) is None
+    assert known_host_copy(x.expand(3, -1)) is None
+    x[0, 0] = 7
+    assert known_host_copy(x) is None
+
+
+def test_a_copy_goes_with_its_tensor() -> None:
+    gc.collect()
+    before = len(_copies)
+    x = with_host_copy(torch.arange(6), torch.device("meta"))
+    assert len(_copies) == before + 1
+    del x
+    gc.collect()
+    assert len(_copies) == before
+
+
+def test_transformers_finds_packed_rows_as_before() -> None:
+    assert masking_utils.find_packed_sequence_indices is masks._found_on_the_host
+    positions = torch.tensor([[0, 1, 2, 0, 1], [0, 1, 2, 3, 4]])
+    want = torch.tensor([[0, 0, 0, 1, 1], [0, 0, 0, 0, 0]])
+    assert torch.equal(masking_utils.find_packed_sequence_indices(positions), want)
+    assert masking_utils.find_packed_sequence_indices(positions[1:]) is None
+    x = with_host_copy(positions, torch.device("meta"))
+    found = masking_utils.find_packed_sequence_indices(x)
+    assert found.device.type == "meta"
+    assert torch.equal(host_copy(found), want)
