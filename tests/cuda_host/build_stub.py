@@ -53,7 +53,10 @@ def runtime() -> dict[str, str]:
         "libstubrt.so": ["g++", "-O1", "-fPIC", "-shared", "-std=c++17", "-w", *includes, str(sources[0])],
     }
     folder = str(compiled(sources, commands))
-    return {**os.environ, "STUB": folder, "LD_LIBRARY_PATH": folder, "LD_PRELOAD": f"{folder}/libstubrt.so"}
+    libraries = {"STUB": folder, "LD_LIBRARY_PATH": folder, "LD_PRELOAD": f"{folder}/libstubrt.so"}
+    # What triton compiles here is for this runtime only.
+    caches = {"TRITON_CACHE_DIR": f"{folder}/triton", "TORCHINDUCTOR_CACHE_DIR": f"{folder}/inductor"}
+    return {**os.environ, **libraries, **caches}
 
 
 def claimed() -> dict[str, str]:

@@ -17,8 +17,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import transformers.masking_utils
-from transformers import AutoConfig, AutoModelForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM, masking_utils
 
 import streamtune
 from streamtune import Schedule
@@ -38,6 +37,19 @@ QWEN3_8B = {
     "num_key_value_heads": 8,
     "head_dim": 128,
 }
+GEMMA2_9B = {
+    "vocab_size": 256000,
+    "hidden_size": 3584,
+    "intermediate_size": 14336,
+    "num_attention_heads": 16,
+    "num_key_value_heads": 8,
+    "head_dim": 256,
+    "sliding_window": 4096,
+    "query_pre_attn_scalar": 256,
+    "attn_logit_softcapping": 50.0,
+    "final_logit_softcapping": 30.0,
+}
+SHAPES = {"qwen3": QWEN3_8B, "gemma2": GEMMA2_9B}
 COMMON = {
     "max_position_embeddings": 1 << 20,
     "tie_word_embeddings": False,
@@ -82,17 +94,19 @@ def decide_without_values() -> None:
     engine_fused.norm_is_right = lambda *_: True  # type: ignore[assignment]
     fused._adds_wide = lambda *_: True  # type: ignore[assignment]
     view_kernels.band_is_right = lambda *_: True  # type: ignore[assignment]
+    view_kernels.flex_is_right = lambda *_: True  # type: ignore[assignment]
     view_kernels._band_is_faster = lambda *_: True  # type: ignore[assignment]
     cross_entropy.TargetRows = AllTargets  # type: ignore[misc]
     cross_entropy.head_kernel = lambda *_, **__: None
     norms.StreamedNorm._is_pointwise = lambda *_: True  # type: ignore[method-assign,assignment]
-    transformers.masking_utils.find_packed_sequence_indices = lambda position_ids: None
+    masking_utils.find_packed_sequence_indices = lambda position_ids: None
 
 
 def make(case: dict[str, Any], device: str) -> Any:
     """Return the model of a case, in bf16 unless it says otherwise."""
-    settings = {**COMMON, **QWEN3_8B, "num_hidden_layers": case["layers"], **case.get("config", {})}
-    config = AutoConfig.for_model(case.get("family", "qwen3"), **settings)
+    family = case.get("family", "qwen3")
+    settings = {**COMMON, **SHAPES[family], "num_hidden_layers": case["layers"], **case.get("config", {})}
+    config = AutoConfig.for_model(family, **settings)
     with torch.device(device):
         return AutoModelForCausalLM.from_config(config, dtype=getattr(torch, case.get("dtype", "bfloat16"))).train()
 

@@ -16,6 +16,7 @@ __all__ = [
     "Reach",
     "attention_flops",
     "cost_of",
+    "has_scratch",
     "product_flops",
     "queries_and_keys",
     "reach_of",
@@ -111,19 +112,37 @@ def queries_and_keys(func: Any, args: tuple[Any, ...]) -> tuple[Tensor, Tensor]:
     return q, k
 
 
+FLASH_BACKWARD = "aten::_scaled_dot_product_flash_attention_backward"
+EMBEDDING_BACKWARD = "aten::embedding_dense_backward"
+UNSORTED = 3072
+"""Tokens up to which an embedding's gradient is summed where it lies; more are sorted first."""
+
+
+def has_scratch(func: Any) -> bool:
+    """Return True if a kernel of some device allocates memory for itself."""
+    return func._schema.name in (PACKED_PRODUCT, FLASH_BACKWARD, EMBEDDING_BACKWARD)
+
+
 def scratch_bytes(func: Any, args: tuple[Any, ...], device: str) -> int:
     """Return the bytes that a kernel allocates for itself and frees before it returns.
 
     FlashAttention-2's backward sums dQ in fp32 over rows padded to 128 and heads padded to 32, keeps one more fp32
     number for each row, and where query heads share keys writes dK, dV for each query head before it sums them.
+    The gradient of an embedding is summed in fp32 for each ten tokens and each distinct one, at most, in rows padded to
+    32 (``embedding_backward_cuda_kernel`` in torch's ``EmbeddingBackwardKernel.cu``).
     bitsandbytes writes a 4-bit weight out and the scales of its blocks with it (but for few rows, where some devices
     have a kernel that does not).
     """
-    if device == "cuda" and func._schema.name == PACKED_PRODUCT:
+    if device != "cuda" or not has_scratch(func):
+        return 0
+    if func._schema.name == EMBEDDING_BACKWARD:
+        grad, indices, rows = args[:3]
+        tokens = indices.numel()
+        parts = 0 if tokens <= UNSORTED else tokens // 10 + min(tokens, rows)
+        return int(4 * parts * -(-grad.shape[-1] // 32) * 32)
+    if func._schema.name == PACKED_PRODUCT:
         x, blocks = args[0], -(-math.prod(args[2]) // args[4])
         return int(math.prod(args[2]) * x.element_size() + 4 * blocks)
-    if device != "cuda" or not func._schema.name.endswith("_scaled_dot_product_flash_attention_backward"):
-        return 0
     q, k = args[1], args[2]
     batch, heads, queries, dim = q.shape
     rows, wide = -(-queries // 128) * 128, -(-dim // 32) * 32

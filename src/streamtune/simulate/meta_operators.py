@@ -24,6 +24,7 @@ from typing import Any, Literal, TypeVar
 
 import torch
 from torch import Tensor, nn
+from torch._ops import OpOverloadPacket
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from streamtune.errors import ArgumentError, UnsupportedModelError
@@ -343,6 +344,8 @@ SPELLINGS = {"__matmul__": "matmul", "__rmatmul__": "matmul", "__pow__": "pow", 
 @lru_cache(maxsize=4096)
 def rule_of(func: Any, device: str) -> Rule | None:
     """Return the rule for a function of torch, by its name; None where autocast leaves it alone."""
+    if isinstance(func, OpOverloadPacket) and not func._qualified_op_name.startswith("aten::"):
+        return None
     name = getattr(func, "__name__", "")
     name = SPELLINGS.get(name, name)
     return next((rule for rule, names in RULES[device].items() if name in names), None)

@@ -20,6 +20,7 @@ from streamtune.simulate.costs import (
     Reach,
     attention_flops,
     cost_of,
+    has_scratch,
     product_flops,
     queries_and_keys,
     reach_of,
@@ -49,6 +50,7 @@ class _Rule:
         asks: True if it may need the values of its arguments.
         result: The way in which the form of its result is found.
         reach: The part of its arguments that it touches.
+        scratch: True if its kernel allocates memory for itself.
     """
 
     func: Any
@@ -56,6 +58,7 @@ class _Rule:
     asks: bool
     result: ResultKind
     reach: Reach
+    scratch: bool
 
 
 _RULES: dict[int, _Rule] = {}
@@ -63,7 +66,9 @@ _RULES: dict[int, _Rule] = {}
 
 
 def _rule_of(func: Any) -> _Rule:
-    rule = _RULES[id(func)] = _Rule(func, cost_of(func), asks(func), result_kind_of(func), reach_of(func))
+    rule = _RULES[id(func)] = _Rule(
+        func, cost_of(func), asks(func), result_kind_of(func), reach_of(func), has_scratch(func)
+    )
     return rule
 
 
@@ -203,14 +208,15 @@ class Trace(LiveBytes):
                 self.integers.follow(func, args, given, out)
             elif cost == "view":
                 return out
-        before, scratch, times = self.total, 0, repetitions()
+        before, times = self.total, repetitions()
+        scratch = scratch_bytes(func, args, self.device) if rule.scratch else 0
         self._see(out)
         if cost == "product":
             self._cell.work[0] += times * product_flops(func, args, given, out)
         elif cost == "attention":
             self._cell.work[1] += times * self.shard.size * attention_flops(func, args)
             q, k = queries_and_keys(func, args)
-            scratch = scratch_bytes(func, args, self.device) + self.shard.exchange_bytes(q, k)
+            scratch += self.shard.exchange_bytes(q, k)
         elif cost == "other":
             self._cell.work[2] += times * touched_bytes(rule.reach, args, out)
         self._cell.work[5] += times * (cost != "view")

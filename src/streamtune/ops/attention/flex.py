@@ -15,7 +15,9 @@ from typing import Any
 from weakref import WeakKeyDictionary
 
 import torch
+import torch._dynamo
 from torch import Tensor
+from torch.fx.experimental import _config as shapes
 from torch.nn.attention.flex_attention import AuxRequest, BlockMask, flex_attention
 
 from streamtune.ops.attention.kernel_trial import Grads, TrialHeads, drawn, whole_agrees
@@ -29,6 +31,8 @@ log = logging.getLogger(__name__)
 
 BLOCK = 128
 """Queries and keys of a block that is skipped, computed, or computed with its mask."""
+
+NO_WINDOW = 1 << 62
 
 Modifier = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
 
@@ -50,8 +54,8 @@ class FlexView:
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, for_backward: bool) -> tuple[Tensor, Tensor]:
         """Compute ``ViewKernel.forward``. With ``for_backward`` the graph is kept, and :meth:`backward` uses it."""
-        with torch.set_grad_enabled(for_backward):
-            leaves = [x.detach().requires_grad_(for_backward) for x in (q, k, v)]
+        with torch.enable_grad():  # always, so that there is one compiled function and not two
+            leaves = [x.detach().requires_grad_() for x in (q, k, v)]
             o, lse = self._run(*leaves)
         if for_backward:
             self._kept = (*leaves, o, lse)
@@ -77,7 +81,7 @@ class FlexView:
         return grad_q, grad_k, grad_v
 
     def _run(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-        run = _compiled() if q.is_cuda else flex_attention
+        run = _compiled if q.is_cuda else flex_attention
         o, aux = run(
             q, k, v, score_mod=_score_mod(self.softcap, q.device), block_mask=_block_mask(self.view), scale=self.scale,
             enable_gqa=True, return_aux=AuxRequest(lse=True),
@@ -85,18 +89,30 @@ class FlexView:
         return o, aux.lse
 
 
+LAYOUTS = 64
+"""Compiled functions at most: one for each way in which queries, keys and values lie in memory."""
+
+
 @lru_cache(maxsize=1)
-def _compiled() -> Any:
+def _compiler() -> Any:
     return torch.compile(flex_attention, dynamic=True, fullgraph=True)  # a graph in pieces would run uncompiled ones
+
+
+def _compiled(*args: Any, **kwargs: Any) -> Any:
+    """Call flex attention, compiled for tensors of any size."""
+    # Equal sizes, such as those of a first chunk's queries and keys, are not compiled as one size.
+    limits = torch._dynamo.config.patch(recompile_limit=LAYOUTS), shapes.patch(use_duck_shape=False)
+    # The state of autocast is compiled in; the kernel takes all as it is given.
+    with limits[0], limits[1], torch.autocast("cuda", enabled=False, cache_enabled=True):
+        return _compiler()(*args, **kwargs)
 
 
 @lru_cache(maxsize=8)
 def _score_mod(softcap: float | None, device: torch.device) -> Callable[..., Tensor] | None:
     if softcap is None:
         return None
-    cap = torch.tensor(
-        softcap, device=device
-    )  # a float of a closure is a symbol to `dynamic=True`, and fails to compile
+    # a float of a closure is a symbol to `dynamic=True`, and fails to compile
+    cap = torch.tensor(softcap, device=device)
 
     def capped(score: Tensor, b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
         return cap * torch.tanh(score / cap)
@@ -144,8 +160,9 @@ def _listed(rows: list[Tensor]) -> tuple[Tensor, Tensor]:
 def _mask_mod(view: MaskView) -> Modifier:
     """Return the mask as a function of batch row, head and the places of query and key in the view."""
     mask = view.mask
-    q_start, k_start = (torch.tensor(start, device=mask.device) for start in (view.q_start, view.k_start))
-    window = None if mask.window is None else torch.tensor(mask.window, device=mask.device)
+    q_start, k_start = (_filled(start, mask.device) for start in (view.q_start, view.k_start))
+    # A mask without a window has one that nothing lies outside of: it is compiled like one that has.
+    window = _filled(NO_WINDOW if mask.window is None else mask.window, mask.device)
     first, block, padding = mask.first_seen, mask.block_start, mask.padding
 
     rows = None if mask.branches is None else mask.branch_places
@@ -157,21 +174,24 @@ def _mask_mod(view: MaskView) -> Modifier:
             positions, (part, trunk, trunk_stop) = rows
             own = ((k >= part[q]) & (k <= q)) | ((k >= trunk[q]) & (k < trunk_stop[q]))
             q, k = positions[q], positions[k]
-        near = None if window is None else q - k < window
+        near = q - k < window
         seen = k <= q if mask.causal else q == q
-        seen = seen if own is None else seen & own
-        if near is not None:
-            seen = seen & near
+        seen = (seen if own is None else seen & own) & near
         if first is not None:
             seen = seen & (k >= _read(first, b, q))
         if mask.function is not None:
             seen = seen & mask.function(b, h, q, k)
         if block is not None:
             mutual = _read(block, b, q) == _read(block, b, k)
-            seen = seen | (mutual & near if near is not None and mask.window_cuts_blocks else mutual)
+            seen = seen | (mutual & near if mask.window_cuts_blocks else mutual)
         return seen if padding is None else seen & _read(padding, b, k)
 
     return allowed
+
+
+def _filled(number: int, device: torch.device) -> Tensor:
+    """Return a number as a tensor, made on the device: a copy of it would wait."""
+    return torch.full((), number, device=device)
 
 
 def _read(x_BL: Tensor, b: Tensor, place: Tensor) -> Tensor:
