@@ -13,7 +13,7 @@ export TOKENIZERS_PARALLELISM ?= false
 # The tests start hundreds of processes; without bytecode each would compile the sources anew.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: help setup quickstart fmt check test test-all test-versions test-distributed faults conformance bench bench-comm cuda-host docs clean
+.PHONY: help setup quickstart fmt check test test-all test-versions test-distributed faults conformance bench bench-comm cuda-host gpu docs clean
 
 help:  ## list the targets
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-16s %s\n", $$1, $$2}'
@@ -59,6 +59,9 @@ test-distributed: $(STAMP)  ## everything of several ranks, slow ones too; write
 
 cuda-host: $(STAMP)  ## launches, waits and bytes on CUDA, by torch's CUDA wheel without a device
 	$(BIN)/python -m pytest -m "" tests/cuda_host
+
+gpu: $(STAMP)  ## all that one GPU can tell in 25 minutes, in pieces; writes docs/benchmarks/gpu.md
+	$(BIN)/python -m benchmarks.gpu
 
 docs: $(STAMP)  ## regenerate what is made from the code: the recipe's JSON schema
 	$(BIN)/streamtune schema > docs/recipe.schema.json

@@ -81,7 +81,7 @@ class FlexView:
         return grad_q, grad_k, grad_v
 
     def _run(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-        run = _compiled if q.is_cuda else flex_attention
+        run: Callable[..., Any] = _compiled if q.is_cuda else flex_attention
         o, aux = run(
             q, k, v, score_mod=_score_mod(self.softcap, q.device), block_mask=_block_mask(self.view), scale=self.scale,
             enable_gqa=True, return_aux=AuxRequest(lse=True),
@@ -101,9 +101,10 @@ def _compiler() -> Any:
 def _compiled(*args: Any, **kwargs: Any) -> Any:
     """Call flex attention, compiled for tensors of any size."""
     # Equal sizes, such as those of a first chunk's queries and keys, are not compiled as one size.
-    limits = torch._dynamo.config.patch(recompile_limit=LAYOUTS), shapes.patch(use_duck_shape=False)
+    distinct: Any = shapes.patch(use_duck_shape=False)  # type: ignore[attr-defined]
+    limit = torch._dynamo.config.patch(recompile_limit=LAYOUTS)
     # The state of autocast is compiled in; the kernel takes all as it is given.
-    with limits[0], limits[1], torch.autocast("cuda", enabled=False, cache_enabled=True):
+    with distinct, limit, torch.autocast("cuda", enabled=False, cache_enabled=True):
         return _compiler()(*args, **kwargs)
 
 
