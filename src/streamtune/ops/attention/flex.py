@@ -81,7 +81,7 @@ class FlexView:
         return grad_q, grad_k, grad_v
 
     def _run(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-        run: Callable[..., Any] = _compiled if q.is_cuda else flex_attention
+        run: Any = _compiled if q.is_cuda else flex_attention
         o, aux = run(
             q, k, v, score_mod=_score_mod(self.softcap, q.device), block_mask=_block_mask(self.view), scale=self.scale,
             enable_gqa=True, return_aux=AuxRequest(lse=True),
