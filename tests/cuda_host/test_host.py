@@ -1,4 +1,4 @@
-"""Launches, waits and allocated bytes of streamed steps on CUDA, counted without a device.
+"""Launches, waits, allocated bytes and races of streamed steps on CUDA, found without a device.
 
 Needs torch's CUDA wheel and a C++ compiler. ``STREAMTUNE_CUDA_PYTHON`` names the interpreter of another environment
 that has the wheel.
@@ -64,14 +64,20 @@ def run(*arguments: str, given: str = "", environment: dict[str, str] | None = N
 
 
 @pytest.fixture(scope="module")
-def measured() -> dict[str, dict[str, Any]]:
-    """The steps of all cases, by one process."""
+def runtime() -> dict[str, str]:
+    """The environment of a process that uses the runtime without a device."""
     found = run("-c", "import torch; print(torch.version.cuda or '')")
     if not found.strip():
         pytest.skip("this torch is built without CUDA")
     if shutil.which("g++") is None:
         pytest.skip("there is no C++ compiler")
-    built = json.loads(run("-m", "tests.cuda_host.build_stub"))
+    built: dict[str, str] = json.loads(run("-m", "tests.cuda_host.build_stub"))
+    return built
+
+
+@pytest.fixture(scope="module")
+def measured(runtime: dict[str, str]) -> dict[str, dict[str, Any]]:
+    """The steps of all cases, by one process."""
     base = {"chunk_size": 2048, "head_chunk_size": 1024}
     cases = {
         name: {"layers": 4 if "levels" in more else 3, "length": 32768, "schedule": {**base, **more}, "simulated": True}
@@ -91,7 +97,7 @@ def measured() -> dict[str, dict[str, Any]]:
     triton = run("-c", has_triton) == "True\n"
     if not triton:
         cases = {name: case for name, case in cases.items() if "family" not in case}
-    said = run("-m", "tests.cuda_host.measure", given=json.dumps(list(cases.values())), environment=built)
+    said = run("-m", "tests.cuda_host.measure", given=json.dumps(list(cases.values())), environment=runtime)
     return {**dict(zip(cases, json.loads(said), strict=True)), "triton": {"found": triton}}
 
 
@@ -120,3 +126,37 @@ def test_launches_of_a_layer_and_chunk(measured: dict[str, Any], name: str) -> N
     for phase, budget in zip(("forward", "backward"), most, strict=True):
         launches = (measured[f"{name}, 2"][phase] - measured[f"{name}, 1"][phase]) / layers_and_chunks
         assert 0 < launches <= budget, (phase, launches)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("capability", [80, 86, 89, 90, 100, 120])
+def test_a_step_runs_on_every_generation_of_devices(runtime: dict[str, str], capability: int) -> None:
+    small = {"num_hidden_layers": 2, "hidden_size": 512, "intermediate_size": 512, "vocab_size": 512}
+    cases = [
+        {"layers": 2, "length": 4096, "schedule": {"chunk_size": 1024, **more}, "config": small, "autocast": autocast}
+        for more in SCHEDULES.values()
+        if "levels" not in more
+        for autocast in (False, True)
+    ]
+    environment = {**runtime, "STUB_CC": str(capability)}
+    for case, found in zip(
+        cases,
+        json.loads(run("-m", "tests.cuda_host.measure", given=json.dumps(cases), environment=environment)),
+        strict=True,
+    ):
+        assert found["backward"] > found["forward"] > 0, case
+        assert found["syncs"] == 0, case
+
+
+@pytest.mark.full
+def test_no_memory_is_used_by_two_streams_at_once(runtime: dict[str, str]) -> None:
+    races = json.loads(run("-m", "tests.cuda_host.races", environment=runtime))
+    assert set(races.values()) == {None}, races
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("mutant", ["get", "settle", "to_host"])
+def test_a_missing_wait_is_found(runtime: dict[str, str], mutant: str) -> None:
+    races = json.loads(run("-m", "tests.cuda_host.races", mutant, environment=runtime))
+    assert races["plain chunks"] is None
+    assert all(race is not None for name, race in races.items() if name not in ("plain chunks", "disk"))
