@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import os
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -202,6 +204,29 @@ def test_the_ranks_of_a_host_that_is_gone_are_named_together() -> None:
     assert found.what.startswith("ranks 2-3 on h2 have said nothing for 15 s: stopped, or out of reach, in step 4")
     peers[2].done = peers[3].done = True
     assert find_culprit(peers, 100.0, WatchLimits()) is None
+
+
+def test_a_rank_that_was_seen_stopped_is_so_while_it_dies() -> None:
+    """One that another rank ends runs for a moment before it is gone; one that goes on is heard of."""
+    process = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"])
+    silent = Peer(0, "here", 0.0, (this_process()[0], process.pid))
+    limits = WatchLimits(silence=6.0)
+    try:
+        os.kill(process.pid, signal.SIGSTOP)
+        os.waitpid(process.pid, os.WUNTRACED)
+        assert find_culprit([silent], 3.0, limits) is None
+        os.kill(process.pid, signal.SIGCONT)
+        found = find_culprit([silent], 10.0, limits)
+        assert found is not None
+        assert "stopped by a signal" in found.what
+        silent.heard = 10.0
+        assert find_culprit([silent], 10.5, limits) is None
+        found = find_culprit([silent], 20.0, limits)
+        assert found is not None
+        assert "stopped, or out of reach" in found.what
+    finally:
+        process.kill()
+        process.wait()
 
 
 def test_a_silent_rank_that_another_ended_meanwhile_was_stopped() -> None:

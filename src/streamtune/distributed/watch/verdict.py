@@ -98,7 +98,7 @@ class Peer:
     ran: float = float("-inf")
     """Time at which it was last seen to compute."""
     was_stopped: bool = False
-    """A signal had stopped it when it was last looked at; another rank may have ended it since."""
+    """A signal had stopped it at a look since it was last heard of; another rank may have ended it since."""
 
 
 def this_process() -> tuple[str, int]:
@@ -122,6 +122,8 @@ def find_culprit(peers: Iterable[Peer], now: float, limits: WatchLimits) -> Fail
     for peer in peers:
         if now - peer.heard > limits.silence / 3:
             _watch_from_outside(peer, now)
+        else:
+            peer.was_stopped = False
     silent = [peer for peer in peers if now - peer.heard > limits.silence and now - peer.ran > RAN_SECONDS]
     if not silent:
         return None
@@ -146,8 +148,8 @@ def find_culprit(peers: Iterable[Peer], now: float, limits: WatchLimits) -> Fail
 def _watch_from_outside(peer: Peer, now: float) -> None:
     """Record in ``peer`` if a silent rank on this machine still computes: a library may hold the interpreter long."""
     state, (ran, waited) = _state(peer), _cpu_seconds(peer)
-    if state not in ("", "Z", "X"):  # those of a process that another rank has ended meanwhile
-        peer.was_stopped = state in ("T", "t")
+    # Another rank may end it meanwhile: then it runs for a moment, until it is gone. One that goes on is heard of.
+    peer.was_stopped = peer.was_stopped or state in ("T", "t")
     if now - peer.looked >= LOOK_SECONDS:
         # Its watchdog alone takes a percent or two, which it also does where only the network is gone.
         if computes(ran - peer.seconds[0], waited - peer.seconds[1], now - peer.looked):
