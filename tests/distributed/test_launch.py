@@ -266,7 +266,7 @@ def test_the_rank_that_failed_first_is_named() -> None:
             "broken",
         ),
         # One without a word, but with a log.
-        ([RankEnd(1, "b", 3, None, ("Segfault ahead",), "rank-0001.log")], 3, "exit code 3\nits last words:\nSegfault"),
+        ([RankEnd(1, "b", 3, None, ("Segfault ahead",), "rank-0001.log")], 3, "exit code 3\nits last lines:\nSegfault"),
     ]
     for ends, code, said in cases:
         found = first_failure(ends)

@@ -18,8 +18,8 @@ from streamtune.distributed.watch.verdict import (
     Peer,
     Stragglers,
     WatchLimits,
-    find_culprit,
     find_deadlock,
+    find_failure,
     this_process,
 )
 from streamtune.distributed.watch.vitals import computes
@@ -199,11 +199,11 @@ def test_what_is_computing_on_a_machine_that_is_busy() -> None:
 def test_the_ranks_of_a_host_that_is_gone_are_named_together() -> None:
     peers = [peer(0), peer(1), peer(2, 80.0), peer(3, 80.0)]
     peers[3].host = peers[2].host
-    found = find_culprit(peers, 100.0, WatchLimits())
+    found = find_failure(peers, 100.0, WatchLimits())
     assert found is not None
     assert found.what.startswith("ranks 2-3 on h2 have said nothing for 15 s: stopped, or out of reach, in step 4")
     peers[2].done = peers[3].done = True
-    assert find_culprit(peers, 100.0, WatchLimits()) is None
+    assert find_failure(peers, 100.0, WatchLimits()) is None
 
 
 def test_a_rank_that_was_seen_stopped_is_so_while_it_dies() -> None:
@@ -214,14 +214,14 @@ def test_a_rank_that_was_seen_stopped_is_so_while_it_dies() -> None:
     try:
         os.kill(process.pid, signal.SIGSTOP)
         os.waitpid(process.pid, os.WUNTRACED)
-        assert find_culprit([silent], 3.0, limits) is None
+        assert find_failure([silent], 3.0, limits) is None
         os.kill(process.pid, signal.SIGCONT)
-        found = find_culprit([silent], 10.0, limits)
+        found = find_failure([silent], 10.0, limits)
         assert found is not None
         assert "stopped by a signal" in found.what
-        silent.heard = 10.0
-        assert find_culprit([silent], 10.5, limits) is None
-        found = find_culprit([silent], 20.0, limits)
+        silent.last_heard = 10.0
+        assert find_failure([silent], 10.5, limits) is None
+        found = find_failure([silent], 20.0, limits)
         assert found is not None
         assert "stopped, or out of reach" in found.what
     finally:
@@ -234,10 +234,10 @@ def test_a_silent_rank_that_another_ended_meanwhile_was_stopped() -> None:
     ended = subprocess.Popen([sys.executable, "-c", ""])
     ended.wait()
     machine, _ = this_process()
-    found = find_culprit([Peer(0, "here", 90.0, (machine, ended.pid))], 100.0, WatchLimits(silence=6.0))
+    found = find_failure([Peer(0, "here", 90.0, (machine, ended.pid))], 100.0, WatchLimits(silence=6.0))
     assert found is not None
     assert "stopped by a signal" in found.what
-    elsewhere = find_culprit([Peer(0, "there", 90.0, ("another machine", ended.pid))], 100.0, WatchLimits(silence=6.0))
+    elsewhere = find_failure([Peer(0, "there", 90.0, ("another machine", ended.pid))], 100.0, WatchLimits(silence=6.0))
     assert elsewhere is not None
     assert "stopped, or out of reach" in elsewhere.what
 

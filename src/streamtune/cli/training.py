@@ -175,8 +175,8 @@ def _describe_deepspeed(run: Run) -> str:
 
     assert run.recipe.deepspeed is not None
     values = filled(run.recipe.deepspeed, run.backend.config)
-    told = ", ".join(f"{key.removeprefix('zero_optimization.')} {json.dumps(value)}" for key, value in values.items())
-    return f"{told or 'as written'}; all of it in {run.directory.deepspeed.name}"
+    shown = ", ".join(f"{key.removeprefix('zero_optimization.')} {json.dumps(value)}" for key, value in values.items())
+    return f"{shown or 'as written'}; all of it in {run.directory.deepspeed.name}"
 
 
 def _describe_steps(run: Run) -> str:

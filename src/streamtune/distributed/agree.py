@@ -75,8 +75,8 @@ def agree(
     env = read_environment() if environment is None else environment
     if env.world_size == 1:
         return
-    told: dict[str, Any] = {"facts": {**versions(), **facts}, "leads": env.local_rank == 0}
-    outcome = _gather(env, told, seconds) if env.is_main else _ask(env, told, seconds)
+    message: dict[str, Any] = {"facts": {**versions(), **facts}, "leads": env.local_rank == 0}
+    outcome = _gather(env, message, seconds) if env.is_main else _ask(env, message, seconds)
     if outcome is not None:
         raise Failure.from_dict(outcome).error(named=False)
 
@@ -114,13 +114,13 @@ class _Answering:
                 caller.close()
 
 
-def _ask(env: RankEnvironment, told: dict[str, Any], seconds: float) -> dict[str, Any] | None:
+def _ask(env: RankEnvironment, message: dict[str, Any], seconds: float) -> dict[str, Any] | None:
     """Send this rank's facts to rank 0 and return the outcome; for ranks other than 0."""
     line = dial(env, PURPOSE, {}, seconds)
     try:
         own = line.connection.getsockname()[0]
         with _Answering(env, own) as answering:
-            line.send({**told, "address": own, "port": answering.port})
+            line.send({**message, "address": own, "port": answering.port})
             answer = line.receive(seconds + REACH_SECONDS)
             if answer["outcome"] is None:
                 line.send({"unreached": _try(answer["leaders"], env.rank)})
@@ -136,17 +136,17 @@ def _ask(env: RankEnvironment, told: dict[str, Any], seconds: float) -> dict[str
         line.close()
 
 
-def _gather(env: RankEnvironment, told: dict[str, Any], seconds: float) -> dict[str, Any] | None:
+def _gather(env: RankEnvironment, message: dict[str, Any], seconds: float) -> dict[str, Any] | None:
     """Collect the facts of all ranks on rank 0, send the outcome to the ranks that came, and return it."""
     callers: dict[int, tuple[Line, dict[str, Any]]] = {}
     hosts = {0: env.host}
     try:
         with _Answering(env, env.master_addr) as answering:
             outcome = _come(env, callers, hosts, seconds)
-            everyone = {0: told, **{rank: said for rank, (_, said) in callers.items()}}
+            everyone = {0: message, **{rank: said for rank, (_, said) in callers.items()}}
             if outcome is None:
                 outcome = compare_facts({rank: said["facts"] for rank, said in everyone.items()}, hosts)
-            own = {**told, "address": env.master_addr, "port": answering.port}
+            own = {**message, "address": env.master_addr, "port": answering.port}
             leaders = [
                 {"rank": rank, "host": hosts[rank], "address": said["address"], "port": said["port"]}
                 for rank, said in sorted({**everyone, 0: own}.items())

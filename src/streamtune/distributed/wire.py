@@ -100,7 +100,7 @@ class Line:
         try:
             return [dict(json.loads(line)) for line in lines]
         except (ValueError, TypeError, RecursionError):
-            raise ConnectionError("a stranger speaks") from None
+            raise ConnectionError("the other side is no rank of this run") from None
 
     def _read(self) -> None:
         data = self.connection.recv(65536)
@@ -108,7 +108,7 @@ class Line:
             raise ConnectionError("the connection was closed")
         self._pending += data
         if len(self._pending) > self._most:
-            raise ConnectionError("a stranger speaks")
+            raise ConnectionError("the other side is no rank of this run")
 
     def close(self) -> None:
         """Close the connection; harmless when called twice."""
@@ -243,13 +243,13 @@ class Admission:
 
     @property
     def descriptors(self) -> Iterator[int]:
-        """Of all its sockets."""
+        """File descriptors of all its sockets."""
         if self.is_open:
             yield self._server.fileno()
         yield from (connection.fileno() for connection in self._callers)
 
     def take(self, ready: Any) -> tuple[Line, dict[str, Any]] | None:
-        """Do what there is to do about a socket that has become readable.
+        """Accept or read from a socket that has become readable.
 
         Returns:
             The line to a rank that has been let in and what it says of itself, ``rank`` and ``host`` checked.

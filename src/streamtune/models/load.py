@@ -382,7 +382,7 @@ def loading_error(kind: str, name_or_path: str, error: Exception) -> ArgumentErr
     """Return an error that gives the cause of a loader's failure in one sentence, and what to do about it."""
     first_line, where = first_words(error), "model_name_or_path"
     mend = "check the name or folder; a gated model needs `hf auth login`; offline, give a local folder"
-    if isinstance(error, UnpicklingError):  # torch's words advise to run it
+    if isinstance(error, UnpicklingError):  # torch advises to run it
         first_line = "its pickle holds more than tensors, which is code"
         mend = "use a copy with safetensors"
     elif "trust_remote_code" in str(error):

@@ -1,4 +1,4 @@
-"""Let a trained model write something, to see with one's own eyes what it has learnt."""
+"""Text that a trained model writes, to look at what it has learnt."""
 
 from __future__ import annotations
 

@@ -115,10 +115,10 @@ class Start(Setup):
             DistributedError: It is not the data of the other ranks.
             RecipeError: It is not the data of the run that is gone on with.
         """
-        told = self._check()
+        before = self._check()
         agree({"data": fingerprint})
         self.identity["data"] = fingerprint
-        changed = [text for text in self._check() if text not in told]
+        changed = [text for text in self._check() if text not in before]
         self._tell(changed)
         if changed and self.checkpoint is not None and "epoch" in self.checkpoint.state["stream"]:
             self.checkpoint.state["stream"] = None
@@ -134,7 +134,7 @@ class Start(Setup):
             ArgumentError: They changed while they were read, or cannot be read.
             RecipeError: They are not those of the run that is gone on with.
         """
-        told = self._check()
+        before = self._check()
         before = self.identity.get("files", {})
         found = self.world.main(lambda: self.fingerprint(hubs))
         for key, value in before.items():
@@ -144,7 +144,7 @@ class Start(Setup):
                     mend="wait until they are written, and start again",
                 )
         self.identity["files"] = found
-        self._tell(text for text in self._check() if text not in told)
+        self._tell(text for text in self._check() if text not in before)
 
     def _tell_tokenizer(self, files: str | None) -> None:
         """Notify the user if the tokenizer's files have changed: the run goes on with that of its checkpoint."""

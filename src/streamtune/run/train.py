@@ -173,8 +173,8 @@ def _train(
     world = run.world
     if world.is_main:
         train.append_event(directory.events, "resume" if run.checkpoint else "start", step=first_step)
-    told = _tell(run.watchdog)
-    with train.Progress(console, plan.total_steps, first_step, recipe.logging_steps, told) as progress:
+    on_activity = _tell(run.watchdog)
+    with train.Progress(console, plan.total_steps, first_step, recipe.logging_steps, on_activity) as progress:
         training.begin(run.backend, progress, stop)
         return train.train(
             run.backend,

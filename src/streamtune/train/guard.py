@@ -112,8 +112,8 @@ class StepGuard:
         """
         if not self.world.any(wrong is not None):
             return False
-        told = self.world.gather(None if wrong is None else (wrong.what, wrong.where, wrong.mend))
-        what, where, mend = next((each for each in told if each is not None), (f"step {step} is not finite", "", ""))
+        reports = self.world.gather(None if wrong is None else (wrong.what, wrong.where, wrong.mend))
+        what, where, mend = next((each for each in reports if each is not None), (f"step {step} is not finite", "", ""))
         wrong = NonFiniteError(what, where=where, mend=mend)
         if self.settings.on_nan == "stop":
             wrong.mend += "; or write on_nan: skip to go on without such steps"

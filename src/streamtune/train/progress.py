@@ -36,14 +36,14 @@ class Progress:
         total_steps: Optimizer steps of the whole run.
         first_step: Steps taken before, where a run is resumed: the time left is estimated from this session alone.
         logging_steps: Without a terminal, one line every so many steps.
-        told: Called with the number of the current step, from 1, and the current activity in it.
+        on_activity: Called with the number of the current step, from 1, and the current activity in it.
     """
 
     console: Console
     total_steps: int
     first_step: int = 0
     logging_steps: int = 1
-    told: Callable[[int, str], None] = lambda step, doing: None
+    on_activity: Callable[[int, str], None] = lambda step, doing: None
 
     def __post_init__(self) -> None:
         self._record: dict[str, Any] = {"step": self.first_step}
@@ -85,7 +85,7 @@ class Progress:
     def activity(self, text: str) -> None:
         """Show the current activity within a step, at the end of the live line until the step is done."""
         self._activity = text
-        self.told(self._record["step"] + 1, text or "training")
+        self.on_activity(self._record["step"] + 1, text or "training")
 
     def evaluated(self, step: int, found: Mapping[str, float]) -> None:
         """Report the results of an evaluation after ``step`` steps: ``eval_loss`` and ``eval_`` metrics."""

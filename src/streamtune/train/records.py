@@ -42,8 +42,8 @@ def append_record(path: Path, record: dict[str, Any]) -> None:
 
 def append_event(path: Path, event: str, **details: Any) -> None:
     """Add one line with an event, its details and its time (UTC)."""
-    told = redact_values(details)  # an error's text may quote anything
-    append_record(path, {"time": datetime.now(UTC).isoformat(timespec="seconds"), "event": event, **told})
+    redacted = redact_values(details)  # an error's text may quote anything
+    append_record(path, {"time": datetime.now(UTC).isoformat(timespec="seconds"), "event": event, **redacted})
 
 
 def read_records(path: Path) -> list[dict[str, Any]]:
@@ -151,6 +151,6 @@ def record_failure(path: Path) -> Iterator[None]:
     try:
         yield
     except Exception as error:
-        with suppress(CheckpointError):  # where the disk is what failed, it is the first failure that is told
+        with suppress(CheckpointError):  # where the disk is what failed, it is the first failure that is reported
             append_event(path, "failure", error=type(error).__name__, what=str(error))
         raise

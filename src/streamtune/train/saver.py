@@ -98,9 +98,9 @@ def rotate(folder: Path, keep: Keep, *, run: str = "") -> list[Path]:
     if keep.newest <= 0:
         return []
     own = [(path, manifest) for path in step_directories(folder) if (manifest := _manifest_of(path, run)) is not None]
-    judged = [(manifest.metric, path) for path, manifest in own if manifest.metric is not None]
-    judged.sort(key=lambda found: found[0] if keep.greater_is_better else -found[0])  # of equals the newer stays
-    stay = {path for path, _ in own[-keep.newest :]} | {path for _, path in judged[-keep.best :] if keep.best}
+    measured = [(manifest.metric, path) for path, manifest in own if manifest.metric is not None]
+    measured.sort(key=lambda found: found[0] if keep.greater_is_better else -found[0])  # of equals the newer stays
+    stay = {path for path, _ in own[-keep.newest :]} | {path for _, path in measured[-keep.best :] if keep.best}
     surplus = [path for path, _ in own if path not in stay]
     for path in surplus:
         remove_directory(path)

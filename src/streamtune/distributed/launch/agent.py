@@ -1,6 +1,6 @@
 """``python -m streamtune.distributed.agent``: starts the ranks of its machine for a launcher on another one.
 
-Started over ssh, it speaks JSON, a document a line. It reads
+Started over ssh, it exchanges JSON documents, one a line. It reads
 
     {"start": {...}}  {"signal": 2}  {"kill": true}  {"ping": true}
 
@@ -32,30 +32,30 @@ __all__ = ["PING_SECONDS", "SILENCE_SECONDS", "main"]
 
 PING_SECONDS = 2.0
 SILENCE_SECONDS = 20.0
-"""Without a word from the launcher for so long, the ranks are ended."""
+"""Without a message from the launcher for so long, the ranks are ended."""
 
 
 def main() -> None:
-    """Do as the launcher says until all ranks have ended."""
+    """Serve the launcher until all ranks have ended."""
     for signum in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(signum, lambda number, frame: sys.exit(128 + number))
-    words: queue.Queue[dict[str, Any] | None] = queue.Queue()
-    threading.Thread(target=_listen, args=(words,), daemon=True).start()
+    messages: queue.Queue[dict[str, Any] | None] = queue.Queue()
+    threading.Thread(target=_listen, args=(messages,), daemon=True).start()
     agent = _Agent()
     agent.say({"hello": {"version": __version__, "devices": count_devices(), "port": free_port()}})
     try:
-        agent.serve(words)
+        agent.serve(messages)
     finally:
         agent.close()
 
 
-def _listen(words: queue.Queue[dict[str, Any] | None]) -> None:
+def _listen(messages: queue.Queue[dict[str, Any] | None]) -> None:
     pending = b""
     while data := os.read(0, 65536):
         *lines, pending = (pending + data).split(b"\n")
         for line in lines:
-            words.put(json.loads(line))
-    words.put(None)
+            messages.put(json.loads(line))
+    messages.put(None)
 
 
 class _Agent:
@@ -66,7 +66,7 @@ class _Agent:
         self._readers: list[threading.Thread] = []
 
     def say(self, document: dict[str, Any]) -> None:
-        """Tell the launcher, if it is still there."""
+        """Send the launcher a document, if it is still there."""
         with self._speaking:
             try:
                 sys.stdout.buffer.write(json.dumps(document).encode() + b"\n")
@@ -74,41 +74,41 @@ class _Agent:
             except OSError:
                 self._alone = True
 
-    def serve(self, words: queue.Queue[dict[str, Any] | None]) -> None:
-        """Until all ranks have ended, or the launcher is gone."""
-        heard = time.monotonic()
+    def serve(self, messages: queue.Queue[dict[str, Any] | None]) -> None:
+        """Serve until all ranks have ended, or the launcher is gone."""
+        last_heard = time.monotonic()
         while True:
             try:
-                word = words.get(timeout=0.05)
+                message = messages.get(timeout=0.05)
             except queue.Empty:
                 pass
             else:
-                if word is None:
+                if message is None:
                     return
-                heard = time.monotonic()
-                self._obey(word)
-            if self._alone or time.monotonic() - heard > SILENCE_SECONDS:
+                last_heard = time.monotonic()
+                self._obey(message)
+            if self._alone or time.monotonic() - last_heard > SILENCE_SECONDS:
                 return
             if self._ranks is not None and self._tell_ends():
                 return
 
     def _tell_ends(self) -> bool:
-        """Tell of the ranks that have ended; whether all have."""
+        """Report the ranks that have ended; return True if all have."""
         assert self._ranks is not None
         ends = self._ranks.poll()
         if any(end.rank == 0 for end in ends):
-            for reader in self._readers:  # its last words before its end
+            for reader in self._readers:  # its last lines before its end
                 reader.join(timeout=2)
         for end in ends:
             self.say({"end": asdict(end)})
         return not self._ranks.running
 
-    def _obey(self, word: dict[str, Any]) -> None:
-        if "start" in word:
-            self._start(word["start"])
-        elif self._ranks is not None and "signal" in word:
-            self._ranks.send(int(word["signal"]))
-        elif self._ranks is not None and "kill" in word:
+    def _obey(self, message: dict[str, Any]) -> None:
+        if "start" in message:
+            self._start(message["start"])
+        elif self._ranks is not None and "signal" in message:
+            self._ranks.send(int(message["signal"]))
+        elif self._ranks is not None and "kill" in message:
             self._ranks.kill()
 
     def _start(self, asked: dict[str, Any]) -> None:
@@ -138,7 +138,7 @@ class _Agent:
             self.say({"out": data.decode("utf-8", errors="replace"), "to": to})
 
     def close(self) -> None:
-        """End what still runs, and tell of it where somebody listens."""
+        """End what still runs, and report it if the launcher still listens."""
         if self._ranks is not None:
             for end in self._ranks.close():
                 self.say({"end": asdict(end)})

@@ -236,7 +236,7 @@ def keep_log(directory: Path, environment: RankEnvironment) -> None:
             shutil.copyfileobj(written, kept)
         _write_to(handle)
         source.unlink()
-        if os.environ.get(ERROR_FILE_VARIABLE):  # its launcher looks there for the last words
+        if os.environ.get(ERROR_FILE_VARIABLE):  # its launcher looks there for the last lines
             source.symlink_to(target.resolve())
 
 

@@ -27,7 +27,7 @@ SSH = (
     "ssh -T -o BatchMode=yes -o ConnectTimeout=15 -o ServerAliveInterval=5 -o ServerAliveCountMax=3 "
     "-o LogLevel=ERROR --"
 )
-"""After its last word comes the host, whatever it looks like."""
+"""The host comes behind it, whatever it begins with."""
 SSH_VARIABLE = "STREAMTUNE_SSH"
 """Another command than that; it is given the host and a line for its shell."""
 AGENT = "streamtune.distributed.launch.agent"
@@ -61,7 +61,7 @@ class RemoteRanks:
 
     def __init__(self, host: Host) -> None:
         self.host = host.address
-        self._words: queue.Queue[dict[str, Any] | None] = queue.Queue()
+        self._messages: queue.Queue[dict[str, Any] | None] = queue.Queue()
         self._complaints: list[str] = []
         self._running: set[int] = set()
         self._sent: list[int] = []
@@ -93,14 +93,14 @@ class RemoteRanks:
             DistributedError: The host cannot be reached, or StreamTune cannot run there.
         """
         try:
-            word = self._words.get(timeout=max(0.1, until - time.monotonic()))
+            message = self._messages.get(timeout=max(0.1, until - time.monotonic()))
         except queue.Empty:
             raise self._unreachable(f"no answer within {HELLO_SECONDS:.0f} seconds") from None
-        if word is None or "hello" not in word:
+        if message is None or "hello" not in message:
             with suppress(subprocess.TimeoutExpired):
                 self._process.wait(2)
             raise self._unreachable("the connection was closed")
-        return dict(word["hello"])
+        return dict(message["hello"])
 
     def _unreachable(self, otherwise: str) -> DistributedError:
         said = "\n".join(self._last_complaints(4)) or otherwise
@@ -142,28 +142,28 @@ class RemoteRanks:
         ends: list[RankEnd] = []
         while True:
             try:
-                word = self._words.get_nowait()
+                message = self._messages.get_nowait()
             except queue.Empty:
                 return ends
-            if word is None:
+            if message is None:
                 ends += self._lost()
-            elif "end" in word:
-                ends.append(self._ended(word["end"]))
-            elif "refused" in word:
-                failure = Failure.from_dict(word["refused"])
+            elif "end" in message:
+                ends.append(self._ended(message["end"]))
+            elif "refused" in message:
+                failure = Failure.from_dict(message["refused"])
                 ends += [RankEnd(rank, self.host, failure.exit_code, failure) for rank in self.running]
                 self._running.clear()
-            elif "out" in word:
-                stream = sys.stdout if word["to"] == 1 else sys.stderr
-                stream.write(word["out"])
+            elif "out" in message:
+                stream = sys.stdout if message["to"] == 1 else sys.stderr
+                stream.write(message["out"])
                 stream.flush()
 
-    def _ended(self, told: dict[str, Any]) -> RankEnd:
-        self._running.discard(told["rank"])
-        failure = Failure.from_dict(told["failure"]) if told["failure"] else None
-        tail, sent = tuple(told["tail"]), tuple(told["sent"])
-        log = f"{self.host}:{told['log']}" if told["log"] else ""
-        return RankEnd(told["rank"], self.host, told["code"], failure, tail, log, sent=sent)
+    def _ended(self, message: dict[str, Any]) -> RankEnd:
+        self._running.discard(message["rank"])
+        failure = Failure.from_dict(message["failure"]) if message["failure"] else None
+        tail, sent = tuple(message["tail"]), tuple(message["sent"])
+        log = f"{self.host}:{message['log']}" if message["log"] else ""
+        return RankEnd(message["rank"], self.host, message["code"], failure, tail, log, sent=sent)
 
     def _lost(self) -> list[RankEnd]:
         """Return the ends of all remaining ranks, after the connection was lost."""
@@ -205,20 +205,20 @@ class RemoteRanks:
                 stream.close()
         return self.poll()
 
-    def _say(self, word: dict[str, Any]) -> None:
+    def _say(self, message: dict[str, Any]) -> None:
         with suppress(OSError, ValueError), self._speaking:
             assert self._process.stdin is not None
-            self._process.stdin.write(json.dumps(word).encode() + b"\n")
+            self._process.stdin.write(json.dumps(message).encode() + b"\n")
             self._process.stdin.flush()
 
     def _listen(self) -> None:
         assert self._process.stdout is not None
         for line in self._process.stdout:
             try:
-                self._words.put(json.loads(line))
+                self._messages.put(json.loads(line))
             except ValueError:  # what a login prints
                 self._complaints.append(line.decode("utf-8", errors="replace").strip())
-        self._words.put(None)
+        self._messages.put(None)
 
     def _listen_to_errors(self) -> None:
         assert self._process.stderr is not None

@@ -31,8 +31,8 @@ ENDED_FROM_OUTSIDE = (signal.SIGKILL, signal.SIGTERM, signal.SIGINT, signal.SIGH
 """The log of a rank that ends so knows nothing of it."""
 MENDS = {
     "SIGKILL": "the system kills what takes the host's last memory: see `dmesg`, and try fewer ranks on this host",
-    "SIGSEGV": "a library crashed: its last words are in the log",
-    "SIGABRT": "a library gave up: its last words are in the log",
+    "SIGSEGV": "a library crashed: its last lines are in the log",
+    "SIGABRT": "a library gave up: its last lines are in the log",
     "SIGBUS": "shared memory or a disk is full: see `df -h /dev/shm /tmp`",
 }
 
@@ -139,7 +139,7 @@ class RankEnd:
 def first_failure(ends: Sequence[RankEnd]) -> tuple[StreamTuneError, int] | None:
     """Return the error to show for the ranks that ended, and the exit code; None if none failed."""
     failed = sorted((end for end in ends if end.code != 0 and not end.stopped), key=lambda end: end.at)
-    # Where the way between two is cut each accuses the other: the side of rank 0 is heard first.
+    # Where the way between two is cut each accuses the other: that of rank 0 is taken first.
     in_order = sorted(ends, key=lambda end: end.rank)
     accused = [end.failure for end in in_order if end.failure is not None and not end.failure.own]
     if not failed:
@@ -151,9 +151,9 @@ def first_failure(ends: Sequence[RankEnd]) -> tuple[StreamTuneError, int] | None
     if not culprits:
         return accused[0].error(), failed[0].exit_code
     first = culprits[0]
-    told = [failure for failure in accused if failure.rank == first.rank]
-    told.sort(key=lambda failure: failure.seen == "died")  # as do those that are ended for another reason
-    seen = told[0] if told else None
+    of_it = [failure for failure in accused if failure.rank == first.rank]
+    of_it.sort(key=lambda failure: failure.seen == "died")  # as do those that are ended for another reason
+    seen = of_it[0] if of_it else None
     if first.failure is None and seen is not None and seen.seen != "died":
         return seen.error(), 1
     if first.failure is None:
@@ -175,7 +175,7 @@ def _silent_end(end: RankEnd, seen: Failure | None) -> StreamTuneError:
     if seen is not None and (doing := re.search(r", (in step .*)", seen.what.splitlines()[0])):
         what += f", {doing[1]}"
     if end.tail and -end.code not in ENDED_FROM_OUTSIDE:
-        what += "\nits last words:\n" + "\n".join(end.tail)
+        what += "\nits last lines:\n" + "\n".join(end.tail)
     return DistributedError(what, where=end.log, mend=mend)
 
 

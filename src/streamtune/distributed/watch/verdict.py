@@ -21,7 +21,7 @@ RAN_SECONDS = 5.0
 """A process that computed within so long is not gone, even if all cores are taken by others."""
 CLOCK_TICKS = os.sysconf("SC_CLK_TCK") if hasattr(os, "sysconf") else 100
 
-__all__ = ["Beat", "Peer", "Stragglers", "WatchLimits", "end_stopped", "find_culprit", "find_deadlock", "this_process"]
+__all__ = ["Beat", "Peer", "Stragglers", "WatchLimits", "end_stopped", "find_deadlock", "find_failure", "this_process"]
 
 
 @dataclass(frozen=True)
@@ -29,7 +29,7 @@ class WatchLimits:
     """Limits in seconds, beyond which ranks are at fault."""
 
     silence: float = 15.0
-    """Without a word from a rank: it is stopped, or its machine cannot be reached."""
+    """Without a message from a rank: it is stopped, or its machine cannot be reached."""
     stillness: float = 16.0
     """All ranks stand still for so long (and the window of ``vitals``, 4 s): none of them waits for work to be done."""
     place: float = 1800.0
@@ -82,13 +82,13 @@ class Peer:
 
     rank: int
     host: str
-    heard: float
+    last_heard: float
     """Time of its last message."""
     process: tuple[str, int] = ("", 0)
     """:func:`this_process` there."""
     beat: Beat = field(default_factory=Beat)
     done: bool = False
-    """It has left in peace."""
+    """It has said that it is done."""
     gone: bool = False
     """Its connection is closed, and it has not said why."""
     seconds: tuple[float, float] = (0.0, 0.0)
@@ -112,7 +112,7 @@ def this_process() -> tuple[str, int]:
         return "", os.getpid()
 
 
-def find_culprit(peers: Iterable[Peer], now: float, limits: WatchLimits) -> Failure | None:
+def find_failure(peers: Iterable[Peer], now: float, limits: WatchLimits) -> Failure | None:
     """Return the failure of a rank that is gone, stopped or out of reach; None if all are well."""
     peers = [peer for peer in peers if not peer.done]
     for peer in peers:
@@ -120,11 +120,11 @@ def find_culprit(peers: Iterable[Peer], now: float, limits: WatchLimits) -> Fail
             what = f"rank {peer.rank} on {peer.host} died without a word, {peer.beat.doing}"
             return Failure(peer.rank, peer.host, what, mend="see its log", own=False, seen="died")
     for peer in peers:
-        if now - peer.heard > limits.silence / 3:
+        if now - peer.last_heard > limits.silence / 3:
             _watch_from_outside(peer, now)
         else:
             peer.was_stopped = False
-    silent = [peer for peer in peers if now - peer.heard > limits.silence and now - peer.ran > RAN_SECONDS]
+    silent = [peer for peer in peers if now - peer.last_heard > limits.silence and now - peer.ran > RAN_SECONDS]
     if not silent:
         return None
     first = silent[0]
@@ -190,8 +190,8 @@ def _cpu_seconds(peer: Peer) -> tuple[float, float]:
         return 0.0, 0.0
     try:
         tasks = list(Path(f"/proc/{peer.process[1]}/task").iterdir())
-        told = [(task / "schedstat").read_text(encoding="ascii").split() for task in tasks]
-        return sum(int(ran) for ran, *_ in told) * 1e-9, sum(int(waited) for _, waited, _ in told) * 1e-9
+        times = [(task / "schedstat").read_text(encoding="ascii").split() for task in tasks]
+        return sum(int(ran) for ran, *_ in times) * 1e-9, sum(int(waited) for _, waited, _ in times) * 1e-9
     except (OSError, ValueError):
         return (int(fields[11]) + int(fields[12])) / CLOCK_TICKS, 0.0
 

@@ -112,7 +112,7 @@ class _Sample:
 
 
 class Vitals:
-    """The activity of this process: one thread calls :meth:`glance` some times a second, :meth:`look` about once.
+    """The activity of this process: one thread calls :meth:`sample` some times a second, :meth:`look` about once.
 
     Args:
         ours: Descriptors of connections that do not count: those over which samples are sent.
@@ -133,7 +133,7 @@ class Vitals:
         self._net = 0
         self._child_seconds = 0.0
 
-    def glance(self) -> None:
+    def sample(self) -> None:
         """Sample the place of the main thread, and the time it did not wait for other ranks."""
         now, cpu, place = time.monotonic(), self._main_seconds(), place_of_main()
         passed = now - self._glanced
@@ -231,9 +231,9 @@ class Vitals:
 def _carried(descriptor: int) -> tuple[int, str]:
     """Return the bytes of a TCP connection, and its other end if that does not answer; OSError for other sockets."""
     with socket.socket(socket.AF_INET, socket.SOCK_STREAM, 0, fileno=os.dup(descriptor)) as copy:
-        told = copy.getsockopt(socket.IPPROTO_TCP, TCP_INFO, 192)
-        answers = told[RETRANSMITS] < SENT_AGAIN
-        carried = sum(int.from_bytes(told[at : at + 8], sys.byteorder) for at in (BYTES_ACKED, BYTES_RECEIVED))
+        info = copy.getsockopt(socket.IPPROTO_TCP, TCP_INFO, 192)
+        answers = info[RETRANSMITS] < SENT_AGAIN
+        carried = sum(int.from_bytes(info[at : at + 8], sys.byteorder) for at in (BYTES_ACKED, BYTES_RECEIVED))
         return carried, "" if answers else _other_end(descriptor)
 
 

@@ -1,9 +1,9 @@
 """End all ranks when one is gone, stopped, out of reach or stands still, and name that rank.
 
 Once a second a thread of each rank reports to rank 0, over a connection of its own, its step and whether it computes.
-Rank 0 decides from the reports whether a rank has failed (``judge``), and sends what it finds to all others. Each rank
-then ends its process at once, because a thread that waits in a collective cannot be woken. A rank that receives nothing
-from rank 0 takes rank 0 for the failed one.
+Rank 0 decides from the reports whether a rank has failed (:mod:`.verdict`), and sends what it finds to all others. Each
+rank then ends its process at once, because a thread that waits in a collective cannot be woken. A rank that receives
+nothing from rank 0 takes rank 0 for the failed one.
 
     with Watchdog(environment) as watchdog:
         watchdog.at(step, "batch 1/2")     # an assignment, nothing more
@@ -31,8 +31,8 @@ from streamtune.distributed.watch.verdict import (
     Stragglers,
     WatchLimits,
     end_stopped,
-    find_culprit,
     find_deadlock,
+    find_failure,
     this_process,
 )
 from streamtune.distributed.watch.vitals import Vitals
@@ -42,7 +42,7 @@ from streamtune.errors import StreamTuneError
 __all__ = ["Watchdog"]
 
 PURPOSE = "watch"
-GLANCE_SECONDS = 0.1
+SAMPLE_SECONDS = 0.1
 BEAT_SECONDS = 1.0
 MOVE_SECONDS = 0.2
 """A rank that comes to another step or phase says so after this long."""
@@ -160,23 +160,23 @@ class Watchdog:
     def _watch(self, post: _Hub | _Client) -> Failure | None:
         """Return the failure of a rank as soon as one is found, or None when this rank leaves."""
         vitals = Vitals(post.descriptors)
-        told, turn = self._at, time.monotonic()
+        sent, turn = self._at, time.monotonic()
         look_at = beat_at = turn
         try:
             while not self._leaving.is_set():
-                post.wait(GLANCE_SECONDS)
+                post.wait(SAMPLE_SECONDS)
                 now = time.monotonic()
                 if now - turn > SUSPENDED_SECONDS:
                     vitals.forget()
                     post.forget(now)
                 turn = now
-                vitals.glance()
+                vitals.sample()
                 if now >= look_at:
                     look_at = now + BEAT_SECONDS
                     vitals.ours = post.descriptors
                     vitals.look()
-                if now >= beat_at or (self._at is not told and now >= beat_at - BEAT_SECONDS + MOVE_SECONDS):
-                    beat_at, told = now + BEAT_SECONDS, self._at
+                if now >= beat_at or (self._at is not sent and now >= beat_at - BEAT_SECONDS + MOVE_SECONDS):
+                    beat_at, sent = now + BEAT_SECONDS, self._at
                     post.beat(self._beat(vitals), now)
                 self._verdict = post.verdict(now)
                 if self._verdict is not None:
@@ -207,9 +207,9 @@ class Watchdog:
         if self._leaving.wait(1.0):
             return
         shown_elsewhere = write_failure(replace(verdict, own=False))
-        speaks = env.is_main or (verdict.rank == 0 and env.local_rank == (1 if verdict.host == env.host else 0))
+        shows = env.is_main or (verdict.rank == 0 and env.local_rank == (1 if verdict.host == env.host else 0))
         self._note(verdict)
-        if speaks and not shown_elsewhere:
+        if shows and not shown_elsewhere:
             with suppress(Exception):
                 self._show(verdict.error())
         with suppress(Exception):
@@ -249,7 +249,7 @@ class _Hub:
         self._spoken: set[int] = set()
         """Ranks that know they have been let in."""
         self._peers: dict[int, Peer] = {0: Peer(0, environment.host, self._started)}
-        self._told: Failure | None = None
+        self._received: Failure | None = None
         self._stragglers = Stragglers(limits.course)
 
     @property
@@ -285,25 +285,25 @@ class _Hub:
     def _hear(self, rank: int) -> None:
         peer = self._peers[rank]
         try:
-            words = self._lines[rank].drain()
+            messages = self._lines[rank].drain()
         except OSError:
             self._selector.unregister(self._lines[rank].connection)
-            words = self._lines[rank].arrived()
+            messages = self._lines[rank].arrived()
             peer.gone = True
-        for word in words:
-            peer.heard = time.monotonic()
+        for message in messages:
+            peer.last_heard = time.monotonic()
             self._spoken.add(rank)
-            if "beat" in word:
-                peer.beat = Beat.from_dict(word["beat"])
-                self._stragglers.add(rank, peer.beat.step, peer.beat.busy, peer.heard)
-            elif "bye" in word:
+            if "beat" in message:
+                peer.beat = Beat.from_dict(message["beat"])
+                self._stragglers.add(rank, peer.beat.step, peer.beat.busy, peer.last_heard)
+            elif "bye" in message:
                 peer.done = True
-            elif "failed" in word and self._told is None:
-                self._told = Failure.from_dict(word["failed"])
+            elif "failed" in message and self._received is None:
+                self._received = Failure.from_dict(message["failed"])
 
     def beat(self, beat: Beat, now: float) -> None:
         """Record rank 0's own report, send it to the others as a sign of life, and log stragglers."""
-        self._peers[0].beat, self._peers[0].heard = beat, now
+        self._peers[0].beat, self._peers[0].last_heard = beat, now
         self._stragglers.add(0, beat.step, beat.busy, now)
         for rank, line in self._lines.items():
             if not self._peers[rank].gone:
@@ -316,30 +316,30 @@ class _Hub:
     def forget(self, now: float) -> None:
         """Count the silence of all ranks from now on: this process was suspended and received nothing."""
         for peer in self._peers.values():
-            peer.heard = now
+            peer.last_heard = now
 
     def verdict(self, now: float) -> Failure | None:
         """Return the failure of the rank to blame, or None."""
-        if self._told is not None:
-            return self._told
+        if self._received is not None:
+            return self._received
         missing = [rank for rank in range(self._env.world_size) if rank not in self._peers]
         if missing:
             if now - self._started < self._limits.start:
-                return find_culprit(self._peers.values(), now, self._limits)
+                return find_failure(self._peers.values(), now, self._limits)
             what = f"rank {missing[0]} has not come to train within {self._limits.start:.0f} s"
             return Failure(missing[0], "?", what, mend="see its log", own=False, seen="missing")
-        return find_culprit(self._peers.values(), now, self._limits) or find_deadlock(
+        return find_failure(self._peers.values(), now, self._limits) or find_deadlock(
             self._peers.values(), self._limits
         )
 
     def close(self, own: Failure | None, verdict: Failure | None) -> None:
         """Send the failure, or a goodbye, to all others; give them up to 1 s to receive a failure."""
         failure = own or verdict
-        word = {"verdict": asdict(failure)} if failure is not None else {"bye": True}
+        message = {"verdict": asdict(failure)} if failure is not None else {"bye": True}
         for rank, line in self._lines.items():
             if not self._peers[rank].gone:
                 with suppress(OSError):
-                    line.send(word, seconds=0.2)
+                    line.send(message, seconds=0.2)
                     line.connection.shutdown(socket.SHUT_WR)
         until = time.monotonic() + 1.0
         for rank, line in self._lines.items():
@@ -363,7 +363,7 @@ class _Client:
         said = self._line.greeting
         machine, pid = said["process"]
         self._main = Peer(0, said["host"], time.monotonic(), (machine, pid))
-        self._told: Failure | None = None
+        self._received: Failure | None = None
 
     @property
     def descriptors(self) -> frozenset[int]:
@@ -374,23 +374,23 @@ class _Client:
         if self._main.gone or self._main.done:
             time.sleep(seconds)
             return
-        words = []
+        messages = []
         try:
-            words.append(self._line.receive(seconds))
-            words += self._line.drain()
+            messages.append(self._line.receive(seconds))
+            messages += self._line.drain()
         except TimeoutError:
             return
         except OSError:
-            words += self._line.arrived()
+            messages += self._line.arrived()
             self._main.gone = True
-        for word in words:
-            self._main.heard = time.monotonic()
-            if "beat" in word:
-                self._main.beat = Beat.from_dict(word["beat"])
-            elif "bye" in word:
+        for message in messages:
+            self._main.last_heard = time.monotonic()
+            if "beat" in message:
+                self._main.beat = Beat.from_dict(message["beat"])
+            elif "bye" in message:
                 self._main.done = True
-            elif "verdict" in word:
-                self._told = Failure.from_dict(word["verdict"])
+            elif "verdict" in message:
+                self._received = Failure.from_dict(message["verdict"])
 
     def beat(self, beat: Beat, now: float) -> None:
         """Send this rank's report to rank 0."""
@@ -399,11 +399,11 @@ class _Client:
 
     def forget(self, now: float) -> None:
         """Count the silence of rank 0 from now on: this process was suspended and received nothing."""
-        self._main.heard = now
+        self._main.last_heard = now
 
     def verdict(self, now: float) -> Failure | None:
         """Return the failure that rank 0 has sent, or that of rank 0 if it is gone or silent, or None."""
-        return self._told or find_culprit([self._main], now, self._limits)
+        return self._received or find_failure([self._main], now, self._limits)
 
     def close(self, own: Failure | None, verdict: Failure | None) -> None:
         """Send rank 0 this rank's own error, or a goodbye."""
