@@ -8,7 +8,7 @@ import torch
 from transformers import masking_utils
 
 from streamtune.engine import masks
-from streamtune.ops.host_copies import _copies, host_copy, known_host_copy, with_host_copy
+from streamtune.ops.launching import _copies, host_copy, known_host_copy, with_host_copy
 
 
 def test_a_tensor_of_the_host_is_its_own_copy() -> None:

@@ -24,7 +24,7 @@ from transformers import masking_utils
 from transformers.masking_utils import causal_mask_function
 
 from streamtune.ops.attention.runs import contiguous, run_starts
-from streamtune.ops.host_copies import host_copy, known_host_copy, with_host_copy
+from streamtune.ops.launching import host_copy, known_host_copy, with_host_copy
 
 __all__ = ["Facts", "recognise"]
 

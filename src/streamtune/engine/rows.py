@@ -36,7 +36,7 @@ from torch import Tensor
 
 from streamtune.errors import ArgumentError, UnsupportedModelError
 from streamtune.ops import Branch, BranchTable, LazyMask, row_starts
-from streamtune.ops.host_copies import host_copy
+from streamtune.ops.launching import host_copy
 from streamtune.schedule import Schedule
 
 __all__ = ["OTHER_WORDS", "Branches", "PackedRows", "names_several_rows"]

@@ -1,4 +1,10 @@
-"""Limits and times of kernels: the elements that they can count, and the seconds by which one of several is chosen."""
+"""Limits and times of kernels, and what the host reads of a device.
+
+Limits are the elements that a kernel can count; times are the seconds by which one of several is chosen.
+
+Reading a tensor of a device waits for all work before it. Small tensors that decide what runs (positions, masks, starts
+of rows) are copied to the host once, however often they are read.
+"""
 
 from __future__ import annotations
 
@@ -7,8 +13,10 @@ from collections.abc import Callable, Iterator
 from statistics import median
 
 import torch
+from torch import Tensor
+from torch.utils.weak import WeakTensorKeyDictionary
 
-__all__ = ["MAX_ELEMENTS", "blocks", "median_time"]
+__all__ = ["MAX_ELEMENTS", "blocks", "host_copy", "known_host_copy", "median_time", "with_host_copy"]
 
 MAX_ELEMENTS = (1 << 31) - 1
 """The largest int of 32 bits."""
@@ -36,3 +44,44 @@ def median_time(run: Callable[[], object], device: torch.device, runs: int) -> f
 def _wait_for(device: torch.device) -> None:
     if device.type == "cuda":
         torch.cuda.synchronize(device)
+
+
+_copies: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
+"""For a tensor of a device, its version when it was copied, and the copy."""
+
+
+def host_copy(x: Tensor) -> Tensor:
+    """Return ``x`` on the host: itself, or one copy until it is written to. Not to be written to."""
+    if x.device.type == "cpu":
+        return x
+    known = known_host_copy(x)
+    if known is None:
+        known = x.detach().to("cpu")
+        _remember(x, known)
+    return known
+
+
+def known_host_copy(x: Tensor) -> Tensor | None:
+    """Return the copy of ``x`` on the host if there is one, without waiting for the device."""
+    version, copy = _copies.get(_source(x), (-1, None))
+    return copy if copy is not None and version == x._version else None
+
+
+def with_host_copy(copy: Tensor, device: torch.device) -> Tensor:
+    """Return ``copy`` on a device, where it can be read without waiting for the device."""
+    x = copy.to(device, non_blocking=True)
+    if x is not copy:
+        _remember(x, copy)
+    return x
+
+
+def _remember(x: Tensor, copy: Tensor) -> None:
+    if not x.is_inference():  # such a tensor has no version
+        _copies[_source(x)] = (x._version, copy)
+
+
+def _source(x: Tensor) -> Tensor:
+    """Return the tensor of which ``x`` is a view with the same numbers at the same places, or ``x``."""
+    base = x._base
+    same = base is not None and (base.shape, base.stride(), base.data_ptr()) == (x.shape, x.stride(), x.data_ptr())
+    return base if base is not None and same else x

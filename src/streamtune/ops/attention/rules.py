@@ -19,7 +19,7 @@ from torch._dynamo._trace_wrapped_higher_order_op import TransformGetItemToIndex
 
 from streamtune.errors import UnsupportedModelError
 from streamtune.ops.attention.runs import Branch, BranchTable, Stretch, clipped, stretches
-from streamtune.ops.host_copies import host_copy, with_host_copy
+from streamtune.ops.launching import host_copy, with_host_copy
 
 __all__ = ["ForeignAttentionError", "MaskFunction", "MaskRules", "NoTensor"]
 

@@ -16,7 +16,7 @@ from typing import TypeVar
 import torch
 from torch import Tensor
 
-from streamtune.ops.host_copies import host_copy
+from streamtune.ops.launching import host_copy
 
 __all__ = ["Branch", "BranchTable", "Stretch", "clipped", "contiguous", "row_starts", "run_starts", "stretches"]
 
