@@ -7,8 +7,10 @@ import gc
 import torch
 from transformers import masking_utils
 
+import streamtune
 from streamtune.engine import masks
 from streamtune.ops.launching import _copies, host_copy, known_host_copy, with_host_copy
+from tests.exactness.families import batch, build
 
 
 def test_a_tensor_of_the_host_is_its_own_copy() -> None:
@@ -26,6 +28,17 @@ def test_a_copy_is_kept_until_the_tensor_is_written_to() -> None:
     assert known_host_copy(x[:, 1:]) is None
     assert known_host_copy(x.expand(3, -1)) is None
     x[0, 0] = 7
+    assert known_host_copy(x) is None
+
+
+def test_a_call_of_a_model_reads_anew_what_was_written_past_autograd() -> None:
+    x = with_host_copy(torch.arange(6)[None], torch.device("meta"))
+    x.data.zero_()
+    assert known_host_copy(x) is not None, "such a write has no version"
+    torch.manual_seed(0)
+    model = build("llama")
+    with streamtune.stream(model):
+        model(**batch("plain"))
     assert known_host_copy(x) is None
 
 

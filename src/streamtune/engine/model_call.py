@@ -22,6 +22,7 @@ from streamtune.engine.inspect_model import HUB_KERNELS
 from streamtune.engine.rows import PackedRows, names_several_rows
 from streamtune.errors import ArgumentError, UnsupportedModelError
 from streamtune.labels import IGNORE_INDEX
+from streamtune.ops.launching import forget_host_copies
 
 __all__ = ["ModelCall", "mark_read", "refuse_surroundings"]
 
@@ -44,6 +45,9 @@ class ModelCall:
     model: nn.Module
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
+
+    def __post_init__(self) -> None:
+        forget_host_copies()  # of earlier calls
 
     def get(self, name: str) -> Any:
         """Return the argument, None where it was not passed."""

@@ -16,7 +16,15 @@ import torch
 from torch import Tensor
 from torch.utils.weak import WeakTensorKeyDictionary
 
-__all__ = ["MAX_ELEMENTS", "blocks", "host_copy", "known_host_copy", "median_time", "with_host_copy"]
+__all__ = [
+    "MAX_ELEMENTS",
+    "blocks",
+    "forget_host_copies",
+    "host_copy",
+    "known_host_copy",
+    "median_time",
+    "with_host_copy",
+]
 
 MAX_ELEMENTS = (1 << 31) - 1
 """The largest int of 32 bits."""
@@ -73,6 +81,11 @@ def with_host_copy(copy: Tensor, device: torch.device) -> Tensor:
     if x is not copy:
         _remember(x, copy)
     return x
+
+
+def forget_host_copies() -> None:
+    """Forget all copies, as each call of a model does first: ``x.data`` can be written to without a new version."""
+    _copies.clear()
 
 
 def _remember(x: Tensor, copy: Tensor) -> None:
