@@ -6,8 +6,10 @@ On a CPU nothing is gained by fused norms; here they run there all the same.
 from __future__ import annotations
 
 import copy
+import sys
 from collections import Counter
 from collections.abc import Iterator
+from types import MethodType
 from typing import Any
 
 import pytest
@@ -50,6 +52,37 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> Iterator[Counter[str]]:
     for name in ("rms_norm", "rotary"):
         monkeypatch.setattr(fused, name, counted(name))
     return found
+
+
+@pytest.mark.parametrize("replaced", ["a module's forward", "a class's forward", "the function"])
+def test_what_is_replaced_after_streaming_is_called_and_left(
+    replaced: str, calls: Counter[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As libraries do that bring kernels of their own."""
+    model, inputs = build("llama"), batch("plain")
+    norm = decoder_layers(model)[0].input_layernorm
+    names, seen = sys.modules[type(model).__module__].__dict__, []
+
+    with streamtune.stream(model, schedule=SCHEDULE):
+        own: Any = names[fused.ROTARY] if replaced == "the function" else type(norm).forward
+
+        def mine(*args: Any) -> Any:
+            seen.append(None)
+            out = own(*args)
+            return (2 * out[0], out[1]) if isinstance(out, tuple) else 2 * out
+
+        if replaced == "the function":
+            monkeypatch.setitem(names, fused.ROTARY, mine)
+        elif replaced == "a class's forward":
+            monkeypatch.setattr(type(norm), "forward", mine)
+        else:
+            norm.forward = MethodType(mine, norm)
+        _, ours = gradients(model, inputs)
+        assert seen
+        assert (names[fused.ROTARY] is mine) == (replaced == "the function")
+        assert ("forward" in norm.__dict__) == (replaced == "a module's forward")
+    _, want = gradients(model, inputs)  # plain, and still replaced
+    assert worst(ours, want) < 1e-5
 
 
 @pytest.mark.parametrize("family", NORMS)

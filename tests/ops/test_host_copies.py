@@ -5,12 +5,14 @@ from __future__ import annotations
 import gc
 
 import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
 from transformers import masking_utils
 
 import streamtune
 from streamtune.engine import masks
 from streamtune.ops.launching import _copies, host_copy, known_host_copy, with_host_copy
 from tests.exactness.families import batch, build
+from tests.exactness.test_packing import packed, rows
 
 
 def test_a_tensor_of_the_host_is_its_own_copy() -> None:
@@ -62,3 +64,26 @@ def test_transformers_finds_packed_rows_as_before() -> None:
     found = masking_utils.find_packed_sequence_indices(x)
     assert found.device.type == "meta"
     assert torch.equal(host_copy(found), want)
+
+
+def test_plain_models_run_as_before_on_tensors_without_memory() -> None:
+    """``transformers``' own function is replaced for them too, and some tensors have no address or no version."""
+    model, inputs = build("qwen3"), {"input_ids": batch("plain")["input_ids"][:1]}
+    inputs["position_ids"] = torch.arange(inputs["input_ids"].shape[1])[None]
+    x = with_host_copy(torch.arange(4), torch.device("meta"))  # some copy is known
+    with torch.no_grad():
+        want = model(**inputs).logits
+    with torch.inference_mode():
+        assert torch.equal(model(**{name: each.clone() for name, each in inputs.items()}).logits, want)
+    with FakeTensorMode(allow_non_fake_inputs=True) as mode, torch.no_grad():
+        fake = model(**{name: mode.from_tensor(each) for name, each in inputs.items()}).logits
+    assert fake.shape == want.shape
+    assert known_host_copy(x) is not None
+
+
+def test_another_default_device_changes_nothing() -> None:
+    model, inputs = build("mistral", sliding_window=6), packed(rows())
+    with streamtune.stream(model, schedule=streamtune.Schedule(chunk_size=8)):
+        want = model(**inputs).loss
+        with torch.device("meta"):
+            assert torch.equal(model(**inputs).loss, want)

@@ -176,7 +176,7 @@ class FusedParts:
     def __init__(self, layer: nn.Module) -> None:
         self.layer = layer
         self._norms: list[_Norm] = []
-        self._rotary: list[tuple[dict[str, Any], Callable[..., Any], Callable[..., Any]]] = []
+        self._rotary: list[tuple[dict[str, Any], _Rotary]] = []
         self._find()
 
     def __getstate__(self) -> dict[str, Any]:
@@ -189,31 +189,36 @@ class FusedParts:
         seen: set[int] = set()
         for module in self.layer.modules():
             if "forward" not in module.__dict__ and (form := _norm_form(module)) is not None:
-                self._norms.append(_Norm(module, form))
+                self._norms.append(_Norm(module, form, type(module).forward))
             names = getattr(inspect.unwrap(type(module).forward), "__globals__", {})
             function = names.get(ROTARY)
             if id(names) not in seen and callable(function) and _is_rotary(function):
-                self._rotary.append((names, function, _Rotary(function)))
+                self._rotary.append((names, _Rotary(function)))
             seen.add(id(names))
 
     @contextmanager
     def used(self, device: torch.device) -> Iterator[None]:
-        """Compute them by the fused operators inside, if ``device`` gains by it."""
+        """Compute them by the fused operators inside, if ``device`` gains by it.
+
+        A norm or a function that somebody has replaced since is called as it is now.
+        """
         if not gains(device):
             yield
             return
         if "_norms" not in self.__dict__:
             self._find()
-        for norm in self._norms:
+        norms = [norm for norm in self._norms if norm.is_as_written()]
+        rotary = [(names, fused) for names, fused in self._rotary if names.get(ROTARY) is fused.own]
+        for norm in norms:
             norm.module.forward = norm
-        for names, _, fused in self._rotary:
+        for names, fused in rotary:
             names[ROTARY] = fused
         try:
             yield
         finally:
-            for names, function, _ in self._rotary:
-                names[ROTARY] = function
-            for norm in self._norms:
+            for names, fused in rotary:
+                names[ROTARY] = fused.own
+            for norm in norms:
                 restore_forward(norm.module, None)
 
 
@@ -237,12 +242,18 @@ class _Norm:
 
     module: nn.Module
     form: _Form
+    own: Callable[..., Any]
+    """The ``forward`` of its class when it was compared with the formula."""
+
+    def is_as_written(self) -> bool:
+        """Return True if neither the module nor its class was given another ``forward`` since."""
+        return "forward" not in self.module.__dict__ and type(self.module).forward is self.own
 
     def __call__(self, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
         form, weight = self.form, self.module._parameters.get("weight")
         plain = type(x) in KINDS and x.is_floating_point() and (weight is None or type(weight) in KINDS)
         if args or kwargs or not plain or not norm_is_right(x.device, x.dtype):  # such as the gate of a gated norm
-            return type(self.module).forward(self.module, x, *args, **kwargs)
+            return self.own(self.module, x, *args, **kwargs)
         if weight is None or (weight.dtype == x.dtype and not form.offset):
             return rms_norm(x, weight, form.eps)
         result = torch.promote_types(x.dtype, weight.dtype) if form.widens else x.dtype

@@ -32,6 +32,9 @@ _find_packed_sequence_indices = masking_utils.find_packed_sequence_indices
 
 Function = Callable[..., Any]
 
+HOST = "cpu"
+"""Said wherever a tensor is made: a user may have set another default device."""
+
 
 @dataclass(frozen=True)
 class Facts:
@@ -67,7 +70,7 @@ def recognise(function: Function, length: int, device: torch.device) -> Facts:
     """
     whole = Facts(rest=(function,))
     try:
-        facts = _facts(function, torch.arange(length)[None])
+        facts = _facts(function, torch.arange(length, device=HOST)[None])
     except _UnknownError:
         return whole
     if not facts.causal:
@@ -116,7 +119,7 @@ def _block(function: Function, position_BT: Tensor) -> Facts | None:
     if not _are_runs(ids, position_BT):
         return None
     ids = host_copy(ids)
-    positions = torch.arange(ids.shape[1])
+    positions = torch.arange(ids.shape[1], device=HOST)
     return Facts(block_start=torch.where(ids >= 0, run_starts(ids), positions))
 
 
@@ -153,7 +156,7 @@ def _remapped(function: Function, row_start: Tensor | None) -> Facts:
     if row_start is None or not isinstance(positions, Tensor) or positions.shape[1] != row_start.shape[1]:
         return opaque
     positions = host_copy(positions)
-    places = torch.arange(positions.shape[1])
+    places = torch.arange(positions.shape[1], device=HOST)
     restarts = (positions.diff(dim=1) != 1) & (row_start[:, 1:] != places[1:])
     if bool(restarts.any()):
         return opaque
@@ -201,7 +204,7 @@ def _are_runs(ids: Any, position_BT: Tensor) -> bool:
     """Return True if these are ids of the places ``position_BT`` counts, and each but the negative ones is one run."""
     if not isinstance(ids, Tensor) or ids.dim() != 2 or ids.shape[1] != position_BT.shape[1]:
         return False
-    places = torch.arange(ids.shape[1])
+    places = torch.arange(ids.shape[1], device=HOST)
     return bool((position_BT == places).all()) and contiguous(host_copy(ids))
 
 

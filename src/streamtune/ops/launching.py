@@ -71,6 +71,8 @@ def host_copy(x: Tensor) -> Tensor:
 
 def known_host_copy(x: Tensor) -> Tensor | None:
     """Return the copy of ``x`` on the host if there is one, without waiting for the device."""
+    if not _copies:
+        return None
     version, copy = _copies.get(_source(x), (-1, None))
     return copy if copy is not None and version == x._version else None
 
@@ -96,5 +98,6 @@ def _remember(x: Tensor, copy: Tensor) -> None:
 def _source(x: Tensor) -> Tensor:
     """Return the tensor of which ``x`` is a view with the same numbers at the same places, or ``x``."""
     base = x._base
-    same = base is not None and (base.shape, base.stride(), base.data_ptr()) == (x.shape, x.stride(), x.data_ptr())
-    return base if base is not None and same else x
+    if base is None or (base.shape, base.dtype) != (x.shape, x.dtype):
+        return x
+    return base if (base.stride(), base.storage_offset()) == (x.stride(), x.storage_offset()) else x

@@ -54,8 +54,10 @@ class FlexView:
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, for_backward: bool) -> tuple[Tensor, Tensor]:
         """Compute ``ViewKernel.forward``. With ``for_backward`` the graph is kept, and :meth:`backward` uses it."""
-        with torch.enable_grad():  # always, so that there is one compiled function and not two
-            leaves = [x.detach().requires_grad_() for x in (q, k, v)]
+        # With a graph whenever there can be one, so that there is one compiled function and not two.
+        graph = for_backward or not any(x.is_inference() for x in (q, k, v))
+        with torch.set_grad_enabled(graph):
+            leaves = [x.detach().requires_grad_(graph) for x in (q, k, v)]
             o, lse = self._run(*leaves)
         if for_backward:
             self._kept = (*leaves, o, lse)

@@ -205,7 +205,7 @@ class MaskRules(NoTensor):
         if self.first_seen is None and self.block_start is None:
             return [[Stretch(0, max(length, self.q_offset + self.q_length), 0, mutual=False)]]
         seen, block_start = self.first_seen, self.block_start
-        first = torch.zeros(1, length, dtype=torch.long) if seen is None else host_copy(seen)
+        first = torch.zeros(1, length, dtype=torch.long, device="cpu") if seen is None else host_copy(seen)
         blocks = None if block_start is None else host_copy(block_start)
         rows = max(first.shape[0], 1 if blocks is None else blocks.shape[0])
         return stretches(first.expand(rows, -1), None if blocks is None else blocks.expand(rows, -1))
