@@ -10,6 +10,7 @@ from bisect import bisect_right
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields
 from importlib import import_module
+from itertools import pairwise
 from typing import Any, Literal, NamedTuple, get_args
 
 from streamtune.errors import ArgumentError
@@ -154,10 +155,12 @@ class Schedule:
         return "; ".join(words)
 
     def chunks(self, length: int, cuts: Sequence[int] | None = None) -> list[slice]:
-        """Cut ``length`` tokens into the fewest chunks of at most ``chunk_size``, as equal as they can be.
+        """Cut ``length`` tokens into the fewest chunks: all of ``chunk_size`` but the last two, which share the rest.
 
-        Equal chunks leave no ragged tail. No chunk is a single token unless the sequence is: that would send some
-        layers down their decoding path, which writes states in place.
+        Rows of any length so have the same chunks up to their ends: some kernels prepare themselves for each new shape.
+        The last two differ by a token at most and have more than half of ``chunk_size`` where there are two or more. No
+        chunk is a single token unless the sequence is: that would send some layers down their decoding path, which
+        writes states in place.
 
         Args:
             length: Tokens of the sequence.
@@ -166,8 +169,12 @@ class Schedule:
                 where the next allowed cut is further away than that.
         """
         if cuts is None:
-            count = min(-(-length // self.chunk_size), length // 2)
-            return list(_equal_slices(length, max(1, count)))
+            size = max(2, self.chunk_size)
+            count = min(-(-length // size), length // 2)
+            bounds = [size * index for index in range(count - 1)] or [0]
+            if count > 1:
+                bounds.append(length - (length - bounds[-1]) // 2)
+            return [slice(*each) for each in pairwise([*bounds, length])]
         chunks: list[slice] = []
         start = 0
         while start < length or not chunks:
@@ -249,12 +256,3 @@ def _is_count(value: object, least: int) -> bool:
 
 def _unit(name: str) -> str:
     return "layers" if name == "segment_size" else "tokens"
-
-
-def _equal_slices(length: int, count: int) -> Iterator[slice]:
-    size, longer = divmod(length, count)
-    start = 0
-    for index in range(count):
-        stop = start + size + (index < longer)
-        yield slice(start, stop)
-        start = stop

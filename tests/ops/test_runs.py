@@ -281,6 +281,26 @@ def test_unrecognised_keys_behind_the_last_query_allow_no_end() -> None:
 # --- cutting --------------------------------------------------------------------------------------------------------
 
 
+def test_chunks_are_of_one_length_but_for_the_last_two() -> None:
+    schedule = Schedule(chunk_size=10)
+    assert [c.stop for c in schedule.chunks(41)] == [10, 20, 30, 36, 41]
+    assert [c.stop for c in schedule.chunks(40)] == [10, 20, 30, 40]
+    assert [c.stop for c in schedule.chunks(11)] == [6, 11]
+    assert schedule.chunks(0) == [slice(0, 0)]
+
+
+@pytest.mark.parametrize("size", [1, 2, 3, 10, 16])
+def test_no_chunk_is_longer_than_it_may_be_or_a_single_token(size: int) -> None:
+    for length in range(2, 70):
+        lengths = [c.stop - c.start for c in Schedule(chunk_size=size).chunks(length)]
+        assert sum(lengths) == length
+        assert min(lengths) >= 2
+        assert max(lengths) <= max(size, 2) + (size <= 2)  # three tokens where two would leave one alone
+        assert all(2 * each >= size for each in lengths) or len(lengths) == 1
+        assert abs(lengths[-1] - lengths[-2 % len(lengths)]) <= 1
+        assert len(set(lengths[:-2])) <= 1
+
+
 def test_chunks_at_allowed_cuts() -> None:
     schedule = Schedule(chunk_size=10)
     anywhere = list(range(41))

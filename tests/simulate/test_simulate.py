@@ -248,6 +248,16 @@ def test_a_step_told_from_shorter_ones_is_the_whole_step(name: str, tmp_path: An
     assert simulate(long, schedule) == simulate(long, schedule, full=True)
 
 
+@pytest.mark.quick("host but for two-609", "plain chunks-577")
+@pytest.mark.parametrize("tokens", [64 * 9 + 1, 64 * 9 + 33, 64 * 10 - 1])
+@pytest.mark.parametrize("name", list(SCHEDULES))
+def test_so_it_is_for_a_row_of_any_length(name: str, tokens: int, tmp_path: Any) -> None:
+    """The last two chunks share what the others leave."""
+    long = Workload(partial(build, "qwen3", "meta", num_hidden_layers=9), tokens, device_type="cuda")
+    schedule = schedule_of(name, tmp_path)
+    assert simulate(long, schedule) == simulate(long, schedule, full=True)
+
+
 @pytest.mark.full
 @pytest.mark.parametrize("chunks", [33, pytest.param(40, marks=pytest.mark.slow)])
 def test_so_it_is_where_keys_come_in_blocks(chunks: int) -> None:

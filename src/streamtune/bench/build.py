@@ -20,7 +20,7 @@ from streamtune.errors import ArgumentError
 from streamtune.plan.budget import Budget
 from streamtune.recipe.loader import LoadedRecipe
 from streamtune.recipe.schema import Recipe
-from streamtune.run.device import blame_recipe, choose_device, make_schedule, quiet_libraries
+from streamtune.run.device import blame_recipe, choose_device, make_schedule, prepare_libraries
 from streamtune.run.model import make_blueprint, make_model_alone
 from streamtune.run.plan import shares_prompts
 from streamtune.simulate.workload import ALL_MODES, Mode
@@ -82,7 +82,7 @@ def bench_recipe(
                 mend=f"choose from {', '.join(SCORING)}",
             )
         device = choose_device(recipe.device)
-        quiet_libraries(device)
+        prepare_libraries(device)
         with blame_recipe(loaded):
             completions = task_of(recipe).completions(
                 share=shares_prompts(task, make_blueprint(recipe, device), device)
@@ -209,5 +209,5 @@ def _job(recipe: Recipe) -> Job:
 
 def _make_model(recipe: Recipe, device: str) -> Any:
     """Make the recipe's model; called in a process of its own."""
-    quiet_libraries(torch.device(device))
+    prepare_libraries(torch.device(device))
     return make_model_alone(recipe, torch.device(device))

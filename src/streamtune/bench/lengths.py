@@ -23,7 +23,7 @@ from streamtune.probe.prepare import prepare_step
 from streamtune.probe.steps import Shape
 from streamtune.probe.trial import Outcome, run_trial
 from streamtune.recipe.schema import Recipe
-from streamtune.run.device import choose_device, make_schedule, quiet_libraries
+from streamtune.run.device import choose_device, make_schedule, prepare_libraries
 from streamtune.run.model import make_blueprint
 from streamtune.run.plan import recipe_workload
 from streamtune.simulate.simulate import simulate
@@ -101,7 +101,7 @@ def _measured(recipe: Recipe, job: Job, budget: Budget) -> tuple[dict[str, Any],
 
 def _simulated(recipe: Recipe, job: Job, budget: Budget) -> tuple[dict[str, Any], TryLength]:
     kernels = torch.device("cpu" if recipe.device == "cpu" else "cuda")
-    quiet_libraries(kernels)
+    prepare_libraries(kernels)
     model = make_blueprint(recipe, kernels)
     env = env_of(model, job, torch.device("meta"))
     whole = recipe_workload(recipe, model, task_of(recipe).shortest, kernels)

@@ -116,8 +116,9 @@ def _cpu_model() -> str:
 def _kernels(device: Any) -> dict[str, dict[str, str]]:
     import torch
 
-    from streamtune.ops.attention.kernels import kernel_names
+    from streamtune.ops.attention.kernels import kernel_names, use_installed_flash
 
+    use_installed_flash(device)
     return {str(dtype).removeprefix("torch."): kernel_names(device, dtype) for dtype in (torch.float32, torch.bfloat16)}
 
 

@@ -25,7 +25,7 @@ from streamtune.probe.trial import Outcome
 from streamtune.recipe.loader import LoadedRecipe
 from streamtune.recipe.schema import Recipe
 from streamtune.run.cluster import RanksAsked
-from streamtune.run.device import blame_recipe, choose_device, make_schedule, quiet_libraries
+from streamtune.run.device import blame_recipe, choose_device, make_schedule, prepare_libraries
 from streamtune.run.model import choose_quantization
 from streamtune.run.plan import device_elsewhere, memory_of
 from streamtune.simulate.workload import Mode
@@ -98,7 +98,7 @@ def probe_recipe(
         here = torch.device("cpu") if options.device else choose_device(recipe.device)
         simulates = options.method == "simulate"
         target = device_elsewhere(recipe, options.device, options.device_bytes, here) if simulates else None
-        quiet_libraries(here)
+        prepare_libraries(here)
         task = _make_task(recipe, options, target, here)
         run: RunTrial
         unlimited: RunTrial

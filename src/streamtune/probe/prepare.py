@@ -17,7 +17,7 @@ from streamtune.errors import ArgumentError
 from streamtune.plan.budget import Budget
 from streamtune.probe.steps import BudgetExceededError, Shape, TrainingStep
 from streamtune.recipe.schema import Recipe
-from streamtune.run.device import quiet_libraries, stream_model
+from streamtune.run.device import prepare_libraries, stream_model
 from streamtune.run.model import make_model_alone, make_optimizer, make_reference_alone
 from streamtune.run.plan import plan_model
 from streamtune.run.reference import streamed
@@ -39,7 +39,7 @@ def prepare_step(recipe: Recipe, device_name: str, budget: Budget, shape: Shape)
         BudgetExceededError: The planner finds no schedule for this shape.
     """
     device = torch.device(device_name)
-    quiet_libraries(device)
+    prepare_libraries(device)
     task = task_of(recipe)
     model = make_model_alone(recipe, device)
     held = make_reference_alone(recipe, device, task.reference_name) if task.holds_reference else None

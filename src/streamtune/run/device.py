@@ -10,28 +10,19 @@ import os
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import TYPE_CHECKING
+from typing import Any
 
 import torch
 
 from streamtune import train
-from streamtune.errors import ArgumentError, OutOfMemoryError, UserError
-from streamtune.recipe.loader import LoadedRecipe
-
-if TYPE_CHECKING:
-    pass
-from typing import TYPE_CHECKING, Any
-
 from streamtune.adapters import base_of
 from streamtune.engine import RouterLoss, SequenceParallel, StreamHandle, balance_coefficient, balances_itself, stream
-from streamtune.errors import UnsupportedModelError
+from streamtune.errors import ArgumentError, OutOfMemoryError, UnsupportedModelError, UserError
+from streamtune.recipe.loader import LoadedRecipe
 from streamtune.recipe.schema import EngineSpec, Recipe
 from streamtune.schedule import Schedule
 
-if TYPE_CHECKING:
-    pass
-
-__all__ = ["blame_recipe", "choose_device", "make_router_loss", "make_schedule", "quiet_libraries", "stream_model"]
+__all__ = ["blame_recipe", "choose_device", "make_router_loss", "make_schedule", "prepare_libraries", "stream_model"]
 
 
 def choose_device(name: str) -> torch.device:
@@ -67,11 +58,18 @@ def blame_recipe(loaded: LoadedRecipe) -> Iterator[None]:
         ) from error
 
 
-def quiet_libraries(device: torch.device) -> None:
-    """Turn off the progress bars and warnings of libraries, which would be drawn over our own line of progress."""
+def prepare_libraries(device: torch.device) -> None:
+    """Prepare the libraries of a process that is our own.
+
+    Their progress bars and warnings, which would be drawn over our own line of progress, are turned off, and torch's
+    flash attention is the fastest implementation that is installed.
+    """
     import datasets
     import transformers
 
+    from streamtune.ops.attention.kernels import use_installed_flash
+
+    use_installed_flash(device)
     transformers.utils.logging.set_verbosity_error()
     transformers.utils.logging.disable_progress_bar()
     datasets.disable_progress_bars()

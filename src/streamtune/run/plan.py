@@ -28,7 +28,7 @@ from streamtune.recipe.engine import EngineSpec
 from streamtune.recipe.loader import LoadedRecipe
 from streamtune.recipe.schema import Recipe
 from streamtune.run.cluster import RanksAsked, Wider, accumulation_of, cluster_of, links_for, wider_of
-from streamtune.run.device import blame_recipe, choose_device, make_schedule, quiet_libraries
+from streamtune.run.device import blame_recipe, choose_device, make_schedule, prepare_libraries
 from streamtune.run.model import make_blueprint, make_optimizer, make_reference_blueprint
 from streamtune.schedule import ROUNDING, Schedule
 from streamtune.simulate.cluster import Cluster
@@ -130,7 +130,7 @@ def plan_recipe(
     recipe = loaded.recipe
     with blame_recipe(loaded):
         target, here = _target(recipe, options)
-        quiet_libraries(here)
+        prepare_libraries(here)
         device = here if target is None else torch.device("cuda")
         model = make_blueprint(recipe, device)
         length = options.length or recipe.max_length

@@ -23,7 +23,7 @@ from streamtune.engine import SequenceParallel
 from streamtune.errors import ArgumentError
 from streamtune.recipe.loader import LoadedRecipe
 from streamtune.recipe.schema import Recipe
-from streamtune.run.device import choose_device, quiet_libraries
+from streamtune.run.device import choose_device, prepare_libraries
 from streamtune.run.model import choose_quantization, make_optimizer
 from streamtune.tasks import TASKS, Task
 from streamtune.tasks.steps import accumulation
@@ -299,7 +299,7 @@ def resolve(loaded: LoadedRecipe, notify: Notify) -> Setup:
     if recipe.deterministic:
         train.use_deterministic_kernels()
     quantization = choose_quantization(recipe, device)
-    quiet_libraries(device)
+    prepare_libraries(device)
     agree(_facts(recipe))
     shares = shares_weights(recipe)
     world = make_world(recipe, device, shares_weights=shares)

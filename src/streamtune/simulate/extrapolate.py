@@ -141,12 +141,14 @@ class Part:
         trace: The record of it.
         longer: The zone that has a period more than in the shortest step, by number; None if none has.
         chunks: Number of its chunks.
+        length: Its tokens.
         share: The factor of its figures.
     """
 
     trace: Trace
     longer: int | None
     chunks: int
+    length: int
     share: int
 
 
@@ -159,8 +161,8 @@ class Combined:
     work: dict[tuple[str, bool], list[float]]
 
 
-def combined(parts: list[Part], layers: list[Zone], chunks: Axis) -> Combined:
-    """Combine the parts into the whole step; the first is the shortest.
+def combined(parts: list[Part], layers: list[Zone], chunks: Axis, length: int) -> Combined:
+    """Combine the parts into the whole step of ``length`` tokens; the first is the shortest.
 
     Raises:
         UnlikeError: They did not run the same operators.
@@ -171,7 +173,7 @@ def combined(parts: list[Part], layers: list[Zone], chunks: Axis) -> Combined:
     if any(cells_of.keys() != named[0].keys() for cells_of in named):
         raise UnlikeError
     shares = [part.share for part in parts]
-    squares = [part.share * _square(part, chunks) for part in parts]
+    squares = [part.share * length / part.length for part in parts]  # for figures that grow as the square of it
     for name, (place, _, weight) in named[0].items():
         alike = [cells_of[name][1] for cells_of in named]
         moments = _aligned(alike, loops=place.layer is None)
@@ -183,13 +185,6 @@ def combined(parts: list[Part], layers: list[Zone], chunks: Axis) -> Combined:
             factors = squares if place.pass_name == "whole" and WORK[kind] == "attention_flops" else shares
             sums[kind] += weight * sum(share * cell.work[kind] for share, cell in zip(factors, alike, strict=True))
     return Combined(cells, work)
-
-
-def _square(part: Part, chunks: Axis) -> float:
-    """Return the factor of a part's share for a figure that is proportional to the square of the number of chunks."""
-    if chunks.base is None:
-        return 1.0
-    return chunks.count / part.chunks
 
 
 def _named(part: Part, layers: list[Zone], chunks: Axis) -> dict[Coordinates, tuple[CellPlace, Cell, float]]:
@@ -277,7 +272,7 @@ class Shorter:
 
 @dataclass(frozen=True)
 class StepLayout:
-    """Zones of layers, and chunks of ``size`` tokens."""
+    """Zones of layers, and chunks of ``size`` tokens but for the last two, which share what is left of ``length``."""
 
     layers: list[Zone]
     chunks: Axis
@@ -291,10 +286,10 @@ class StepLayout:
         rows = [(None, whole), *beyond.items()]
         for chunks, factor in ((self.chunks.base, 1 - more), (self.chunks.base, more)) if more else ((None, 1),):
             count = self.chunks.count if chunks is None else chunks + (factor == more)
-            length = self.length if chunks is None else count * self.size
+            length = self.length - (self.chunks.count - count) * self.size
             for longer, share in rows:
                 kept = [i for number, zone in enumerate(self.layers) for i in zone.layers(number == longer)]
-                shorter = _schedule(schedule, self.size if more else schedule.chunk_size, kinds, kept)
+                shorter = _schedule(schedule, kinds, kept)
                 yield Shorter(kept, length, shorter, longer, count, share * factor)
 
 
@@ -309,20 +304,20 @@ def layout_of(model: Any, schedule: Schedule, length: int, *, streamed: bool, la
         layers: True if layers may be left out.
         chunks: True if chunks may be left out.
     """
-    count = len(schedule.chunks(length)) if streamed else 1
-    size = -(-length // count)
+    chunks_of = schedule.chunks(length) if streamed else [slice(0, length)]
+    count, size = len(chunks_of), chunks_of[0].stop
     kinds = kinds_of_layers(model, schedule if streamed else None)
     found = zones(kinds) if layers else [Zone(0, len(kinds), Axis(1))]
     axis = Axis(count)
     alone = _alone(model, size, length)
     if streamed and chunks and alone is not None:
-        head = -(-3 * schedule.head_chunk_size // size) - 3  # at least three chunks of the head
+        head = -(-3 * schedule.head_chunk_size // size) - 2  # at least three chunks of the head
         away = "host" in (schedule.keep_kv, schedule.keep_attention) or schedule.offload != "device"
         # While a chunk is worked on, the next one may be fetched: of the last two of a pass one has none, one is none.
         # The backward begins at the end, and its second chunk makes room for the sums.
-        # On the way to a file a few chunks are held.
+        # On the way to a file a few chunks are held. A copy of a chunk may last until the next is done.
         alone += away + (IN_FLIGHT if schedule.offload == "disk" else 0)
-        axis = Axis.of(count, max(alone, head), tail=2)
+        axis = Axis.of(count, max(alone, head), tail=2 + away)
     return StepLayout(found, axis, size, length)
 
 
@@ -367,7 +362,7 @@ def _alone(model: nn.Module, size: int, length: int) -> int | None:
     return max((-(-window // size) + 1 for window in found(WINDOWS)), default=blocks)
 
 
-def _schedule(schedule: Schedule, size: int, kinds: list[Hashable], kept: list[int]) -> Schedule:
+def _schedule(schedule: Schedule, kinds: list[Hashable], kept: list[int]) -> Schedule:
     """Return the schedule that places the layers kept as the whole schedule places the same layers.
 
     Raises:
@@ -376,7 +371,7 @@ def _schedule(schedule: Schedule, size: int, kinds: list[Hashable], kept: list[i
     before = place_layers(schedule, len(kinds))
     wanted = [before[index] for index in kept]
     whole = sum(place.whole for place in wanted)
-    changes: dict[str, Any] = {"chunk_size": size, "keep_layers": whole}
+    changes: dict[str, Any] = {"keep_layers": whole}
     if schedule.levels == 2:
         streamed = sum(not place.whole for place in before)
         changes["segment_size"] = schedule.segment_size or best_segment_size(max(1, streamed))

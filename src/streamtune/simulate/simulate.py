@@ -109,8 +109,7 @@ def simulate(workload: Workload, schedule: Schedule, *, full: bool = False) -> S
     Args:
         workload: The step.
         schedule: The schedule by which it is streamed, unless it is a baseline.
-        full: Run all layers and chunks, even where fewer give the same result. Where chunks are left out, a length that
-            is no multiple of their number counts as the next one that is.
+        full: Run all layers and chunks, even where fewer give the same result.
 
     Raises:
         UnsupportedModelError: The model cannot be streamed, or its step depends on values other than integers.
@@ -159,8 +158,8 @@ def _traced(
             step = shortened(whole, shorter.length, shorter.schedule.head_chunk_size)
         with fewer_layers(model, shorter.layers):
             trace = trace_step(model, shorter.schedule, step)
-        parts.append(Part(trace, shorter.longer, shorter.chunks, shorter.share))
-    found = combined(parts, layout.layers, layout.chunks)
+        parts.append(Part(trace, shorter.longer, shorter.chunks, shorter.length, shorter.share))
+    found = combined(parts, layout.layers, layout.chunks, tokens)
     return found if scored is None else replace(found, work=_work_of(scored, found, alike))
 
 

@@ -31,7 +31,7 @@ from streamtune.run.device import (
     choose_device,
     make_router_loss,
     make_schedule,
-    quiet_libraries,
+    prepare_libraries,
     stream_model,
 )
 from streamtune.run.model import make_model
@@ -134,7 +134,7 @@ def build_verify(
     task = task_of(recipe)
     with blame_recipe(loaded):
         device = choose_device(recipe.device)
-        quiet_libraries(device)
+        prepare_libraries(device)
         with doing("making the tokenizer"):
             sources = make_sources(loaded)
             tokenizer = make_tokenizer(recipe, sources, None, notify)

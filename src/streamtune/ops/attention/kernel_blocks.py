@@ -32,7 +32,8 @@ def in_blocks(kernel: Kernel, q_BHTD: Tensor, k_BGSD: Tensor, most: int = MAX_EL
     """
     batch, heads, queries, size = q_BHTD.shape
     longest = min(kernel.longest, max(1, most // max(1, batch * heads * size)))
-    longest = longest // ROUND * ROUND or longest
+    rounded = max(ROUND, kernel.grain)
+    longest = longest // rounded * rounded or longest
     if max(queries, k_BGSD.shape[2]) <= longest:
         return kernel
     split = _InBlocks(kernel, longest)

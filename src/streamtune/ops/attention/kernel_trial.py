@@ -32,6 +32,10 @@ RUNS = 5
 """Timed runs of a kernel, of which the median counts; one more before them is not counted."""
 MARGIN = 0.95
 """A kernel takes the place of one before it in the list only where it needs less than this share of its time."""
+TIMED = ((2048, 16384), (2048, 6144))
+"""Queries and keys of the problems that are timed: a chunk over prefixes of two lengths."""
+USES = 1000
+"""Calls of a shape in a run, over which what its first call takes longer is spread: tens of layers, in many rows."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -65,7 +69,8 @@ class Kernel:
     for fp64 inputs). The backward takes any o and lse, so also those of a softmax that spans more keys than k and v
     hold.
 
-    ``longest`` is the largest number of queries and of keys the kernel is given in one call.
+    ``longest`` is the largest number of queries and of keys the kernel is given in one call. They are multiples of
+    ``grain``: a kernel that prepares itself for each new shape is given few.
     """
 
     name: str
@@ -73,6 +78,11 @@ class Kernel:
     backward: Backward
     takes_bias: bool
     longest: int = 1 << 30
+    grain: int = 1
+
+    def fits(self, queries: int, keys: int) -> bool:
+        """Return True if it may be given a problem of this shape."""
+        return queries % self.grain == 0 and keys % self.grain == 0
 
 
 @dataclass(frozen=True)
@@ -107,6 +117,8 @@ def agrees_with_formula(
     with ``biased``, tensors laid out as a projection leaves them and as parts of a longer sequence.
     """
     problems = [(2, 2, 40, 72, False), (2, 2, 40, 40, True), (4, 2, 136, 200, False), (4, 1, 136, 136, True)]
+    if (grain := kernel.grain) > 1:  # one is of whole heads, one of grouped ones; each shape is prepared for
+        problems = [(2, 2, grain, 2 * grain, False), (4, 1, grain, grain, True)]
     with torch.no_grad():
         try:
             return all(_Problem(device, dtype, head_dim, *problem).passes(kernel, biased) for problem in problems)
@@ -243,13 +255,19 @@ def fastest(kernels: Sequence[Kernel], seconds: Callable[[Kernel], float | None]
 
 
 def median_seconds(
-    kernel: Kernel, device: torch.device, dtype: torch.dtype, heads: TrialHeads, queries: int = 2048, keys: int = 16384
+    kernel: Kernel,
+    device: torch.device,
+    dtype: torch.dtype,
+    heads: TrialHeads,
+    shapes: Sequence[tuple[int, int]] = TIMED,
 ) -> float | None:
-    """Return the seconds of one forward and backward of a chunk's queries over its prefix, the median of a few runs.
+    """Return the seconds of forward and backward of a chunk's queries over its prefix, summed over ``shapes``.
 
-    Return None if the device has too little memory for it.
+    For each it is the median of a few runs, and the share of the first one that a call bears: see :data:`USES`. Return
+    None if the device has too little memory for them.
     """
     generator, scores = torch.Generator(device).manual_seed(0), Scores(heads.size**-0.5)
+    total = 0.0
 
     def run() -> None:
         o, lse = kernel.forward(q, k, v, scores)
@@ -257,9 +275,11 @@ def median_seconds(
 
     with torch.no_grad():
         try:
-            q, grad = (drawn(generator, dtype, 1, heads.queries, queries, heads.size) for _ in range(2))
-            k, v = (drawn(generator, dtype, 1, heads.groups, keys, heads.size) for _ in range(2))
-            run()
-            return median_time(run, device, RUNS)
+            for queries, keys in shapes:
+                q, grad = (drawn(generator, dtype, 1, heads.queries, queries, heads.size) for _ in range(2))
+                k, v = (drawn(generator, dtype, 1, heads.groups, keys, heads.size) for _ in range(2))
+                first = median_time(run, device, runs=1)
+                total += median_time(run, device, RUNS) + first / USES
         except RuntimeError:
             return None
+    return total

@@ -17,6 +17,7 @@ from functools import lru_cache
 import torch
 from torch import Tensor
 
+from streamtune.ops.attention.flash_version import active_flash, use_fastest_flash
 from streamtune.ops.attention.kernel_blocks import in_blocks, padded
 from streamtune.ops.attention.kernel_trial import (
     Grads,
@@ -29,7 +30,16 @@ from streamtune.ops.attention.kernel_trial import (
 )
 from streamtune.ops.simulated import kernel_device
 
-__all__ = ["CUDNN", "EFFICIENT", "FLASH", "Kernel", "Scores", "flash_kernel", "kernel_names"]
+__all__ = [
+    "CUDNN",
+    "EFFICIENT",
+    "FLASH",
+    "Kernel",
+    "Scores",
+    "flash_kernel",
+    "kernel_names",
+    "use_installed_flash",
+]
 
 log = logging.getLogger(__name__)
 
@@ -65,7 +75,10 @@ def flash_kernel(q: Tensor, k: Tensor, v: Tensor, biased: bool) -> Kernel | None
     if q.device.type == "meta":
         kernel = _assumed(kind, q.dtype, heads, biased)
     else:
-        kernel = _choose(kind, q.device.index or 0, q.dtype, heads, biased)
+        index, name = q.device.index or 0, active_flash()
+        kernel = _choose(kind, index, q.dtype, heads, biased, name)
+        if kernel is not None and not kernel.fits(q.shape[2], k.shape[2]):
+            kernel = _choose(kind, index, q.dtype, heads, biased, name, any_shape=True)
     if kernel is None:
         return None
     kernel = in_blocks(kernel, q, k)
@@ -81,10 +94,17 @@ def _assumed(kind: str, dtype: torch.dtype, heads: TrialHeads, biased: bool) -> 
 
 
 @lru_cache(maxsize=256)
-def _choose(device: str, index: int, dtype: torch.dtype, heads: TrialHeads, biased: bool) -> Kernel | None:
+def _choose(
+    device: str, index: int, dtype: torch.dtype, heads: TrialHeads, biased: bool, flash: str, any_shape: bool = False
+) -> Kernel | None:
+    """Return the kernel for a problem, of those that take any shape if that is asked for.
+
+    ``flash`` is the implementation of flash attention that torch has active, for the cache.
+    """
     if device == "cpu":
         return CPU if dtype.is_floating_point else None
     candidates = _candidates(dtype, heads, biased) if device == "cuda" else []
+    candidates = [kernel for kernel in candidates if not (any_shape and kernel.grain > 1)]
     return _tried(candidates, index, dtype, heads, biased) if candidates else None
 
 
@@ -123,10 +143,16 @@ def kernel_names(device: torch.device, dtype: torch.dtype, head_dim: int = 128) 
     """Return the names of the kernels that run without and with a mask, for ``streamtune env``."""
     heads = TrialHeads(USUAL_HEADS.queries, USUAL_HEADS.groups, head_dim)
     chosen = {
-        label: _choose(device.type, device.index or 0, dtype, heads, biased)
+        label: _choose(device.type, device.index or 0, dtype, heads, biased, active_flash())
         for label, biased in (("unmasked", False), ("masked", True))
     }
-    return {label: kernel.name if kernel else "tiled" for label, kernel in chosen.items()}
+    names = {label: kernel.name if kernel else "tiled" for label, kernel in chosen.items()}
+    return {label: f"{name} ({active_flash()})" if name == FLASH.name else name for label, name in names.items()}
+
+
+def use_installed_flash(device: torch.device) -> None:
+    """Let torch's flash attention be the fastest implementation that is installed, for the whole process."""
+    use_fastest_flash(device, FLASH, USUAL_HEADS)
 
 
 def _flash_forward(q: Tensor, k: Tensor, v: Tensor, scores: Scores) -> tuple[Tensor, Tensor]:
@@ -239,6 +265,7 @@ def _last_together(x: Tensor) -> Tensor:
 
 
 FLASH = Kernel("cuda-flash", _flash_forward, _flash_backward, takes_bias=False)
-CUDNN = Kernel("cudnn", _cudnn_forward, _cudnn_backward, takes_bias=False)
+# It builds a plan for each shape, of some tenths of a second. Chunks of one length over blocks of keys are few shapes.
+CUDNN = Kernel("cudnn", _cudnn_forward, _cudnn_backward, takes_bias=False, longest=1 << 15, grain=1 << 10)
 # With a mask, or causal, this one is wrong past 2^16 queries or keys: it is never given more than half of that.
 EFFICIENT = Kernel("cuda-efficient", _efficient_forward, _efficient_backward, takes_bias=True, longest=1 << 15)

@@ -20,6 +20,7 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
+from streamtune.ops.attention.flash_version import active_flash
 from streamtune.ops.attention.flex import FlexView, flex_is_right
 from streamtune.ops.attention.kernel_blocks import merged
 from streamtune.ops.attention.kernel_trial import RUNS, Grads, Scores, TrialHeads, ViewKernel, drawn, whole_agrees
@@ -98,7 +99,8 @@ def fused_view_kernel(
     heads = TrialHeads(q.shape[1], k.shape[1], q.shape[-1])
     band = None if softcap is not None else band_of(view, scale)
     if band is not None:
-        return band if _band_is_chosen(q.device.index or 0, q.dtype, heads, band.window is not None) else None
+        problem = (q.device.index or 0, q.dtype, heads, band.window is not None)
+        return band if _band_is_chosen(*problem, active_flash()) else None
     segments = view.segments()
     if softcap is None and len(segments) <= FEW and not any(segment.masked for segment in segments):
         return None
@@ -174,8 +176,11 @@ def _extent(q: Tensor, *others: Tensor) -> int:
 
 
 @lru_cache(maxsize=64)
-def _band_is_chosen(index: int, dtype: torch.dtype, heads: TrialHeads, windowed: bool) -> bool:
-    """Return True if the band is right on this device and, where the segments need no mask, faster than they are."""
+def _band_is_chosen(index: int, dtype: torch.dtype, heads: TrialHeads, windowed: bool, flash: str) -> bool:
+    """Return True if the band is right on this device and, where the segments need no mask, faster than they are.
+
+    ``flash`` is the implementation of flash attention that torch has active, for the cache.
+    """
     device = torch.device("cuda", index)
     if dtype not in (torch.float16, torch.bfloat16) or heads.size > 256:
         return False
