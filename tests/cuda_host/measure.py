@@ -8,10 +8,12 @@ from __future__ import annotations
 
 import ctypes
 import gc
+import itertools
 import json
 import os
 import sys
 import tempfile
+import threading
 import warnings
 from pathlib import Path
 from typing import Any
@@ -102,6 +104,18 @@ def decide_without_values() -> None:
     masking_utils.find_packed_sequence_indices = lambda position_ids: None
 
 
+_waits_of_threads = itertools.count()
+
+
+class _Event(torch.cuda.Event):
+    """An event that counts the waits of threads: those do not hold up the step."""
+
+    def synchronize(self) -> None:
+        if threading.current_thread() is not threading.main_thread():
+            next(_waits_of_threads)
+        super().synchronize()
+
+
 def make(case: dict[str, Any], device: str) -> Any:
     """Return the model of a case, in bf16 unless it says otherwise."""
     family = case.get("family", "qwen3")
@@ -113,7 +127,9 @@ def make(case: dict[str, Any], device: str) -> Any:
 
 def measure(case: dict[str, Any], counts: Counts) -> dict[str, Any]:
     """Run two steps of a case and return what the second one took, beside the simulated bytes."""
-    model, schedule = make(case, "cuda"), Schedule(**case["schedule"])
+    folder = tempfile.TemporaryDirectory()
+    more = {"offload_dir": folder.name} if case["schedule"].get("offload") == "disk" else {}
+    model, schedule = make(case, "cuda"), Schedule(**case["schedule"], **more)
     ids = torch.zeros(1, case["length"], dtype=torch.long, device="cuda")
     bf16 = torch.autocast("cuda", torch.bfloat16, enabled=case.get("autocast", False))
     with streamtune.stream(model, schedule=schedule):
@@ -122,20 +138,23 @@ def measure(case: dict[str, Any], counts: Counts) -> dict[str, Any]:
             gc.collect()
             torch.cuda.reset_peak_memory_stats()
             counts.reset()
+            before = next(_waits_of_threads)
             with bf16:
                 loss = model(input_ids=ids, labels=ids).loss
             forward = counts.get("launches")
             loss.backward()
+            elsewhere = next(_waits_of_threads) - before - 1
     found = {
         "forward": forward,
         "backward": counts.get("launches") - forward,
-        "syncs": counts.get("syncs"),
+        "syncs": counts.get("syncs") - elsewhere,
         "unpinned": sum(count for name, count in counts.by_name().items() if "UNPINNED" in name),
         "peak_bytes": torch.cuda.max_memory_allocated(),
     }
     del model, loss
     gc.collect()
     torch.cuda.empty_cache()
+    folder.cleanup()
     if case.get("simulated", False):
         workload = Workload(lambda: make(case, "meta"), case["length"], autocast=case.get("autocast", False))
         found["simulated_bytes"] = simulate(workload, schedule).peak_bytes
@@ -145,4 +164,5 @@ def measure(case: dict[str, Any], counts: Counts) -> dict[str, Any]:
 if __name__ == "__main__":
     warnings.simplefilter("ignore")
     decide_without_values()
+    torch.cuda.Event = torch.cuda.streams.Event = _Event  # type: ignore[misc]
     json.dump([measure(case, Counts()) for case in json.load(sys.stdin)], sys.stdout)

@@ -17,7 +17,7 @@ import torch.cuda._sanitizer
 
 import streamtune
 from streamtune import Schedule
-from streamtune.engine.memory import tiers
+from streamtune.engine.memory import disk, tiers
 from tests.cuda_host.measure import decide_without_values, make
 
 BASE = {"chunk_size": 256, "head_chunk_size": 512}
@@ -58,9 +58,9 @@ def copy_without_waiting(self: Any, x: torch.Tensor, host: torch.Tensor) -> Any:
 
 
 MUTANTS = {
-    "get": (tiers._OnHost, "get", get_without_waiting),
-    "settle": (tiers.Copies, "settle", settle_without_waiting),
-    "to_host": (tiers.Copies, "to_host", copy_without_waiting),
+    "get": ((tiers._OnHost, "get", get_without_waiting), (disk._OnDisk, "get", get_without_waiting)),
+    "settle": ((tiers.Copies, "settle", settle_without_waiting),),
+    "to_host": ((tiers.Copies, "to_host", copy_without_waiting),),
 }
 
 
@@ -84,8 +84,8 @@ def main(mutants: list[str]) -> None:
     warnings.simplefilter("ignore")
     decide_without_values()
     for mutant in mutants:
-        owner, name, function = MUTANTS[mutant]
-        setattr(owner, name, function)
+        for owner, name, function in MUTANTS[mutant]:
+            setattr(owner, name, function)
     torch.cuda._sanitizer.enable_cuda_sanitizer()
     model = make({"layers": 4, "config": SMALL}, "cuda")
     found = {}

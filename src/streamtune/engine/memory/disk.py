@@ -33,6 +33,9 @@ THREADS = 4
 IN_FLIGHT = 4
 """Writes that may be under way, each with its block in host memory."""
 
+RETURNING = 2
+"""Copies to the device that may be under way, each with its block in host memory."""
+
 
 class DiskTier:
     """A tier in a file in ``directory``.
@@ -52,6 +55,7 @@ class DiskTier:
         self.device, self.arena, self.tally = device, arena, tally
         self.copies, self.space = Copies(device), Stack()
         self.writing: deque[tuple[Span, Future[None] | None]] = deque()
+        self.copied: deque[tuple[Span, torch.cuda.Event]] = deque()
         self.file: _File | None = None  # where tensors are simulated
         if device.type != "meta":
             self.file = _File(directory)
@@ -82,12 +86,24 @@ class DiskTier:
             self.arena.free(oldest)
         return job
 
+    def give_back(self, span: Span, copied: torch.cuda.Event | None) -> None:
+        """Free a block of host memory once it is copied to the device; the program goes on meanwhile."""
+        if copied is None:
+            self.arena.free(span)
+            return
+        self.copied.append((span, copied))
+        if len(self.copied) > RETURNING:
+            self.copied[0][1].synchronize()
+        while self.copied and self.copied[0][1].query():
+            self.arena.free(self.copied.popleft()[0])
+
 
 class _OnDisk:
     def __init__(self, tier: DiskTier, x: Tensor) -> None:
         self.tier, self.shape, self.dtype, self.nbytes = tier, x.shape, x.dtype, x.nbytes
         self.reading: tuple[Span, Future[None] | None] | None = None
         self.written: Future[None] | None = None
+        self.fetched: tuple[Tensor, torch.cuda.Event | None] | None = None
         self.offset, self.freed = tier.space.take(self.nbytes), False
         tier.tally.take(self.nbytes)
         tier.tally.moved_bytes += self.nbytes
@@ -97,8 +113,8 @@ class _OnDisk:
         copied = tier.copies.to_host(x, span.tensor(self.shape, self.dtype))
         self.written = tier.begin_write(span, self.offset, copied)
 
-    def prefetch(self) -> None:
-        if self.reading is not None:
+    def read_ahead(self) -> None:
+        if self.reading is not None or self.fetched is not None:
             return
         tier = self.tier
         if self.written is not None:
@@ -108,18 +124,27 @@ class _OnDisk:
         job = None if tier.file is None else tier.threads.submit(tier.file.read, span, self.offset)
         self.reading = span, job
 
-    def get(self) -> Tensor:
-        self.prefetch()
+    def prefetch(self) -> None:
+        self.read_ahead()
+        if self.fetched is not None:
+            return
         assert self.reading is not None
         (span, job), self.reading = self.reading, None
+        copied = None
         try:
             if job is not None:
                 _wait(job)
-            x, event = self.tier.copies.to_device(span.tensor(self.shape, self.dtype), self.tier.device)
-            if event is not None:
-                event.synchronize()  # the block is reused at once
+            self.fetched = self.tier.copies.to_device(span.tensor(self.shape, self.dtype), self.tier.device)
+            copied = self.fetched[1]
         finally:
-            self.tier.arena.free(span)
+            self.tier.give_back(span, copied)
+
+    def get(self) -> Tensor:
+        self.prefetch()
+        assert self.fetched is not None
+        (x, event), self.fetched = self.fetched, None
+        if event is not None:
+            torch.cuda.current_stream(x.device).wait_event(event)
         return x
 
     def free(self) -> None:

@@ -3,8 +3,9 @@
 A *tier* takes a tensor and gives a *block*; the block gives the tensor back. :class:`StoredTensor` is a tensor that
 follows the sequence, in one block for each chunk, so that the backward holds only the chunks it works on. On an
 accelerator copies run on a stream of their own, a few in flight: the computation waits for the oldest copy when more
-than ``IN_FLIGHT`` are under way, and the backward prefetches its next chunk. A caller may drop a tensor that it has
-given to a tier: it is held until its copy is done.
+than ``IN_FLIGHT`` are under way. The backward copies its next chunk to the device while it works on one, and reads the
+chunk after that from its file. A caller may drop a tensor that it has given to a tier: it is held until its copy is
+done.
 """
 
 from __future__ import annotations
@@ -29,8 +30,11 @@ IN_FLIGHT = 2
 class Block(Protocol):
     """One tensor in a tier."""
 
+    def read_ahead(self) -> None:
+        """Begin what comes before the copy to the device: a tier may have to read it from a file."""
+
     def prefetch(self) -> None:
-        """Begin to bring the tensor back."""
+        """Begin to bring the tensor back to its device."""
 
     def get(self) -> Tensor:
         """Return the tensor, on its device."""
@@ -63,6 +67,9 @@ class DeviceTier:
 class _HeldTensor:
     def __init__(self, x: Tensor) -> None:
         self.x: Tensor | None = x
+
+    def read_ahead(self) -> None:
+        pass
 
     def prefetch(self) -> None:
         pass
@@ -149,6 +156,9 @@ class _OnHost:
         tier.copies.to_host(x, self.host)
         tier.arena.tally.moved_bytes += self.nbytes
 
+    def read_ahead(self) -> None:
+        pass
+
     def prefetch(self) -> None:
         if self.fetched is None:
             assert self.host is not None, "freed"
@@ -194,7 +204,7 @@ class StoredTensor:
         self.blocks[chunk.start, chunk.stop] = self.tier.put(x)
 
     def expect(self, chunks: Sequence[slice]) -> None:
-        """Set the order in which chunks will be read: while one is worked on, the next is fetched."""
+        """Set the order in which chunks will be read: while one is worked on, the next two are on their way."""
         places = [(chunk.start, chunk.stop) for chunk in chunks]
         self._next = dict(pairwise(places))
 
@@ -204,7 +214,11 @@ class StoredTensor:
         if place not in self.blocks:  # stored by a layer that cuts the sequence elsewhere
             return self._assembled(chunk)
         x = self.blocks[place].get()
-        if (following := self._next.get(place)) in self.blocks:
+        following = self._next.get(place)
+        after = None if following is None else self._next.get(following)
+        if after in self.blocks:  # first: the other may wait for its own
+            self.blocks[after].read_ahead()
+        if following in self.blocks:
             self.blocks[following].prefetch()
         return x
 
