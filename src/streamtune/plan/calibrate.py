@@ -18,10 +18,17 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch import nn
 from torch.nn import functional
+from transformers import LlamaConfig, LlamaForCausalLM
 
+from streamtune.engine import stream
+from streamtune.ops.attention.attention import prefix_attention
+from streamtune.ops.attention.mask import LazyMask
 from streamtune.paths import cache_folder
 from streamtune.plan.rates import DISK_BANDWIDTH, Rates
+from streamtune.schedule import Schedule
+from streamtune.simulate import Workload, simulate
 
 __all__ = ["cache_file", "load_rates", "measure_disk", "measure_rates"]
 
@@ -29,6 +36,9 @@ LONG_ENOUGH = 8e-3
 """Seconds of one run from which the clock and the launch no longer count."""
 
 HEAD_DIM = 128
+
+FORM = "rates of a chunk"
+"""What is measured. Another name where that changes, so that figures saved before are not taken for it."""
 
 
 def load_rates(device: torch.device, dtype: torch.dtype, *, notify: Callable[[str], None] = lambda text: None) -> Rates:
@@ -113,7 +123,7 @@ def _name(device: torch.device) -> str:
 
 
 def _key(device: torch.device, dtype: torch.dtype) -> str:
-    return " | ".join([_name(device), platform.node(), f"torch {torch.__version__}", str(dtype)])
+    return " | ".join([_name(device), platform.node(), f"torch {torch.__version__}", str(dtype), FORM])
 
 
 # --- one rate each --------------------------------------------------------------------------------------------------
@@ -157,16 +167,18 @@ def _matmul(clock: _Clock, dtype: torch.dtype) -> float:
 
 
 def _attention(clock: _Clock, dtype: torch.dtype) -> tuple[float, float]:
-    """Return the FLOP/s of causal attention, forward and backward: 4 D and 10 D for each query and key that it sees."""
-    heads = 4 if clock.device.type == "cpu" else 16
-    for length in (512, 1024, 2048, 4096, 8192, 16384):
-        q, k, v = (
-            torch.randn(1, heads, length, HEAD_DIM, device=clock.device).to(dtype).requires_grad_() for _ in "qkv"
-        )
+    """Return the FLOP/s of a chunk's attention, as the engine computes it, over its prefix and itself.
 
-        def forward(q: Any = q, k: Any = k, v: Any = v) -> torch.Tensor:
-            return functional.scaled_dot_product_attention(q, k, v, is_causal=True)
-
+    Forward and backward, 4 D and 10 D for each query and key that it sees.
+    """
+    heads, queries = ((4, 4), 512) if clock.device.type == "cpu" else ((32, 8), 2048)
+    for keys in (512, 1024, 2048, 4096, 8192, 16384):
+        if keys < queries:
+            continue
+        shapes = ((heads[0], queries), (heads[1], keys), (heads[1], keys))
+        q, k, v = (torch.randn(1, *shape, HEAD_DIM, device=clock.device).to(dtype).requires_grad_() for shape in shapes)
+        mask = LazyMask(1, queries, keys, q_offset=keys - queries, device=clock.device)
+        forward = partial(prefix_attention, q, k, v, mask.rows(0, queries), scale=HEAD_DIM**-0.5)
         with torch.no_grad():
             seconds = clock.best(forward)
         if seconds > LONG_ENOUGH:
@@ -174,7 +186,7 @@ def _attention(clock: _Clock, dtype: torch.dtype) -> tuple[float, float]:
     out = forward()
     grad = torch.ones_like(out)
     back = clock.best(lambda: torch.autograd.grad(out, (q, k, v), grad, retain_graph=True))
-    pairs = heads * length * (length + 1) / 2
+    pairs = heads[0] * queries * (keys - queries + (queries + 1) / 2)
     return 4 * HEAD_DIM * pairs / seconds, 10 * HEAD_DIM * pairs / back
 
 
@@ -198,14 +210,22 @@ def _copy(clock: _Clock) -> float:
 
 
 def _launch(clock: _Clock) -> float:
-    """Return the seconds of an operator's overhead besides its work, autograd's part included."""
-    x = torch.zeros(16, device=clock.device, requires_grad=True)
-    count = 200
+    """Return the seconds that the engine takes for an operator besides the operator's work.
 
-    def chain() -> None:
-        y = x
-        for _ in range(count):
-            y = y + x
-        y.sum().backward()
+    They are those of a step of a model so small that it takes nothing else, for each operator that is counted in it.
+    """
+    sizes = {"hidden_size": 16, "intermediate_size": 32, "vocab_size": 32, "num_hidden_layers": 2}
+    config = LlamaConfig(**sizes, num_attention_heads=1, num_key_value_heads=1, head_dim=16)
+    schedule = Schedule(chunk_size=16, head_chunk_size=128)
 
-    return clock.best(chain) / (2 * count)
+    def make(device: torch.device | str) -> nn.Module:
+        with torch.device(device):
+            return LlamaForCausalLM(config).train()
+
+    workload = Workload(partial(make, "meta"), 128, device_type=clock.device.type)
+    operators = simulate(workload, schedule).work.operators
+    model: Any = make(clock.device)
+    ids = torch.zeros(1, workload.length, dtype=torch.long, device=clock.device)
+    with stream(model, schedule=schedule):
+        seconds = clock.best(lambda: model(input_ids=ids, labels=ids).loss.backward())
+    return seconds / operators

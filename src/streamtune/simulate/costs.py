@@ -22,6 +22,7 @@ __all__ = [
     "reach_of",
     "scratch_bytes",
     "touched_bytes",
+    "waiting_bytes",
 ]
 
 Cost = Literal["view", "room", "product", "attention", "other"]
@@ -91,6 +92,22 @@ def _product(func: Any) -> Any:
 def _packed_flops(x: Tensor, packed: Tensor, shape: Sequence[int], *rest: Any, **other: Any) -> int:
     """Return the operations of ``x`` [..., k] times a packed weight of ``shape`` [n, k]."""
     return 2 * x.numel() * shape[0]
+
+
+MATRIX_PRODUCTS = ("mm", "addmm", "addmm_")
+BALANCE = {"cuda": 200, "cpu": 5}
+"""Operations of a product that a device computes while it reads or writes a byte: about its rate over its bandwidth."""
+
+
+def waiting_bytes(func: Any, flops: int, args: tuple[Any, ...], out: Any, device: str) -> int:
+    """Return the bytes of a product of two matrices that are still to be moved when its operations are done.
+
+    A product of few rows takes as long as its weight, or its sum, takes to be read and written (Williams et al.,
+    Roofline, Communications of the ACM 52(4), 2009).
+    """
+    if func._schema.name.removeprefix("aten::") not in MATRIX_PRODUCTS:
+        return 0
+    return max(0, touched_bytes("all", args, out) - flops // BALANCE[device])
 
 
 def attention_flops(func: Any, args: tuple[Any, ...]) -> int:

@@ -65,7 +65,7 @@ class Work:
         attention_flops: The same of fused attention.
         moved_bytes: Bytes copied to the host and back.
         disk_moved_bytes: Bytes written to disk and read.
-        touched_bytes: Bytes read and written on the device by everything else.
+        touched_bytes: Bytes read and written on the device by everything else, and by products that wait for them.
         operators: Number of operators that compute.
         host_touched_bytes: Bytes read and written by an optimizer in the machine's memory.
     """

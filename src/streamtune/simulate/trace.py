@@ -26,6 +26,7 @@ from streamtune.simulate.costs import (
     reach_of,
     scratch_bytes,
     touched_bytes,
+    waiting_bytes,
 )
 from streamtune.simulate.memory import ACTIVATION, HEAD, KINDS, LiveBytes
 from streamtune.simulate.meta_operators import IntegerValues, ResultKind, Shapes, asks, result_kind_of
@@ -212,7 +213,9 @@ class Trace(LiveBytes):
         scratch = scratch_bytes(func, args, self.device) if rule.scratch else 0
         self._see(out)
         if cost == "product":
-            self._cell.work[0] += times * product_flops(func, args, given, out)
+            flops = product_flops(func, args, given, out)
+            self._cell.work[0] += times * flops
+            self._cell.work[2] += times * waiting_bytes(func, flops, args, out, self.device)
         elif cost == "attention":
             self._cell.work[1] += times * self.shard.size * attention_flops(func, args)
             q, k = queries_and_keys(func, args)
