@@ -11,8 +11,9 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from itertools import pairwise
 from types import SimpleNamespace
 from typing import Any
 
@@ -152,9 +153,20 @@ def flash_backward(
     return attended_backward(scored(q, k, scale, rest[5]), grad, q, k, v, o, lse, scale)
 
 
+def of_rows(bounds: Sequence[Tensor]) -> list[tuple[slice, slice]]:
+    """Return the queries and keys of each row."""
+    need(all(each.dtype == torch.int32 for each in bounds), "bounds of rows")
+    return list(zip(*([slice(*pair) for pair in pairwise(each.tolist())] for each in bounds), strict=True))
+
+
 def flash_window(
     q: Tensor, k: Tensor, v: Tensor, *rest: Any, scale: float, window_size_left: int = -1, window_size_right: int = -1
 ) -> tuple[Any, ...]:
+    if rest[0] is not None:
+        more = {"scale": scale, "window_size_left": window_size_left, "window_size_right": window_size_right}
+        rows = of_rows(rest[:2])
+        done = [flash_window(q[None, i], k[None, j], v[None, j], None, *rest[1:], **more) for i, j in rows]
+        return torch.cat([x[0][0] for x in done]), torch.cat([x[1][0] for x in done], 1), *done[0][2:]
     need_flash(q, k, v)
     q, k, v = heads_first(q, k, v)
     o, lse = attended(scored(q, k, scale, rest[5] or window_size_right == 0, None, window_size_left), v, q.dtype)
@@ -165,6 +177,13 @@ def flash_window_backward(
     grad: Tensor, q: Tensor, k: Tensor, v: Tensor, o: Tensor, lse: Tensor, *rest: Any,
     scale: float, window_size_left: int = -1, window_size_right: int = -1,
 ) -> tuple[Tensor, ...]:  # fmt: skip
+    if rest[0] is not None:
+        more = {"scale": scale, "window_size_left": window_size_left, "window_size_right": window_size_right}
+        done = []
+        for i, j in of_rows(rest[:2]):
+            parts = (x[None, each] for x, each in ((grad, i), (q, i), (k, j), (v, j), (o, i)))
+            done.append(flash_window_backward(*parts, lse[None, :, i], None, *rest[1:], **more))
+        return tuple(torch.cat([x[0] for x in each]) for each in zip(*done, strict=True))
     need_flash(grad, q, k, v, o)
     grad, q, k, v, o = heads_first(grad, q, k, v, o)
     scores = scored(q, k, scale, rest[5] or window_size_right == 0, None, window_size_left)

@@ -7,6 +7,7 @@ the real operators do what is written here is for the self-check, and for ``test
 from __future__ import annotations
 
 import math
+from itertools import pairwise
 from typing import Any
 
 import pytest
@@ -55,8 +56,18 @@ def flash_forward(
     q: Tensor, k: Tensor, v: Tensor, cum_q: Any, cum_k: Any, max_q: int, max_k: int, dropout: float, causal: bool,
     debug: bool, *, scale: float, window_size_left: int | None = None, window_size_right: int | None = None,
 ) -> tuple[Any, ...]:  # fmt: skip
-    assert (max_q, max_k, dropout, debug, cum_q, cum_k) == (q.shape[1], k.shape[1], 0.0, False, None, None)
     assert all(x.stride(-1) == 1 for x in (q, k, v))
+    if cum_q is not None:
+        rows = row_slices(cum_q, cum_k, max_q, max_k, q, k)
+        done = [
+            flash_forward(
+                q[None, i], k[None, j], v[None, j], None, None, i.stop - i.start, j.stop - j.start, dropout, causal,
+                debug, scale=scale, window_size_left=window_size_left, window_size_right=window_size_right,
+            )
+            for i, j in rows
+        ]  # fmt: skip
+        return torch.cat([o[0] for o, *_ in done]), torch.cat([lse[0] for _, lse, *_ in done], 1), None, None, None
+    assert (max_q, max_k, dropout, debug, cum_k) == (q.shape[1], k.shape[1], 0.0, False, None)
     q, k, v = heads_first(q, k, v)
     assert window_size_right in (None, 0)
     s = softmax_parts(q, k, causal or window_size_right == 0, None, scale, window_size_left)
@@ -69,11 +80,31 @@ def flash_backward(
     max_k: int, dropout: float, causal: bool, seed: Tensor, unused: Tensor, *, scale: float,
     window_size_left: int | None = None, window_size_right: int | None = None,
 ) -> tuple[Tensor, ...]:  # fmt: skip
-    assert (max_q, max_k, dropout) == (q.shape[1], k.shape[1], 0.0)
     assert lse.is_contiguous()
+    if cum_q is not None:
+        done = []
+        for i, j in row_slices(cum_q, cum_k, max_q, max_k, q, k):
+            parts = [x[None, each] for x, each in ((grad, i), (q, i), (k, j), (v, j), (o, i))]
+            sizes = (i.stop - i.start, j.stop - j.start)
+            row = flash_backward(
+                *parts, lse[None, :, i].contiguous(), None, None, *sizes, dropout, causal, seed, unused, scale=scale,
+                window_size_left=window_size_left, window_size_right=window_size_right,
+            )  # fmt: skip
+            done.append(row)
+        return tuple(torch.cat([x[0] for x in each]) for each in zip(*done, strict=True))
+    assert (max_q, max_k, dropout) == (q.shape[1], k.shape[1], 0.0)
     grad, q, k, v, o = heads_first(grad, q, k, v, o)
     s = softmax_parts(q, k, causal or window_size_right == 0, None, scale, window_size_left)
     return tuple(heads_first(*backward(s, grad, q, k, v, o, lse, scale)))
+
+
+def row_slices(cum_q: Tensor, cum_k: Tensor, max_q: int, max_k: int, q: Tensor, k: Tensor) -> list[tuple[slice, slice]]:
+    """Queries and keys of each row."""
+    assert cum_q.dtype == cum_k.dtype == torch.int32
+    rows = [[slice(*pair) for pair in pairwise(bounds.tolist())] for bounds in (cum_q, cum_k)]
+    assert [max(row.stop - row.start for row in each) for each in rows] == [max_q, max_k]
+    assert [each[-1].stop for each in rows] == [len(q), len(k)]
+    return list(zip(*rows, strict=True))
 
 
 def sdpa_flash_forward(

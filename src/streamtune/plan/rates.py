@@ -5,9 +5,10 @@ The time is the work that a simulation counted, over rates measured or taken fro
     device = matmul / r_m + attention / r_a + touched / r_t
 
 Operators are taken to compute one after another: matrix products and attention by their operations, everything else by
-the bytes it reads and writes, as the part of a product of few rows that waits for its matrices. On an accelerator the launch of operators and copies overlap with the computation, so a
-step takes the longest of four times: the device's work, ``operators * t_o``, ``moved / r_c`` and ``disk / r_d``. On the
-CPU, where the same cores do all of it, it takes their sum.
+the bytes it reads and writes, as the part of a product of few rows that waits for its matrices. On an accelerator the
+launch of operators and copies overlap with the computation, so a step takes the longest of four times: the device's
+work, ``operators * t_o``, ``moved / r_c`` and ``disk / r_d``. On the CPU, where the same cores do all of it, it takes
+their sum.
 
 Devices by name, for a plan on one that is not there: public figures, each from its maker's data sheet.
 

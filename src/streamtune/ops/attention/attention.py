@@ -166,9 +166,8 @@ class _PrefixAttention(torch.autograd.Function):
     ) -> Tensor:
         seed = int(torch.randint(1 << 62, ())) if dropout else 0
         pieces = [Piece(view, segment, scale, softcap, dropout, seed) for segment in view.segments()]
-        whole = None
-        if any(piece.by_formula(q, k, v) for piece in pieces):  # else segments hold fewer bytes and are as fast
-            whole = fused_view_kernel(view, q, k, v, scale, softcap, dropout)
+        by_formula = any(piece.by_formula(q, k, v) for piece in pieces)
+        whole = fused_view_kernel(view, q, k, v, scale, softcap, dropout, by_formula)
         known = None if memory is None else memory.recall()
         if known is None:
             own = None if whole is None else attend_whole(whole, q, k, v, for_backward)

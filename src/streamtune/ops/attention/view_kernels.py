@@ -1,8 +1,9 @@
 """Kernels that attend a whole chunk in one call, where the segments of ``ops.attention.view`` would take several.
 
 ``BandView``: a causal chunk over its prefix, with a sliding window or without, is one call of flash attention, whose
-triangle ends at the last query and the last key. ``FlexView``: softcap, packed rows, padding, blocks and arbitrary mask
-functions are one call of ``flex_attention``, compiled, which skips the blocks of keys that no query sees.
+triangle ends at the last query and the last key. ``RowsView``: packed rows are one such call with rows of different
+lengths. ``FlexView``: softcap, padding, blocks and arbitrary mask functions are one call of ``flex_attention``,
+compiled, which skips the blocks of keys that no query sees.
 
 The forward returns the log-sum-exp of the view; the backward takes another one as well (sinks add a key that is not in
 the view).
@@ -25,6 +26,7 @@ from streamtune.ops.attention.flex import FlexView, flex_is_right
 from streamtune.ops.attention.kernel_blocks import merged
 from streamtune.ops.attention.kernel_trial import RUNS, Grads, Scores, TrialHeads, ViewKernel, drawn, whole_agrees
 from streamtune.ops.attention.kernels import flash_kernel
+from streamtune.ops.attention.packed_rows import rows_are_right, rows_of
 from streamtune.ops.attention.view import MaskView
 from streamtune.ops.launching import MAX_ELEMENTS, median_time
 
@@ -87,22 +89,38 @@ class BandView:
 
 
 def fused_view_kernel(
-    view: MaskView, q: Tensor, k: Tensor, v: Tensor, scale: float, softcap: float | None, dropout: float
+    view: MaskView,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    scale: float,
+    softcap: float | None,
+    dropout: float,
+    by_formula: bool = True,
 ) -> ViewKernel | None:
     """Return the kernel for all of ``view`` at once, or None where its segments are to be attended one by one.
 
     None on CPU, with dropout, for tensors that differ in dtype or head size or whose addresses do not fit in 32 bits,
     where the kernel does not agree with the formula on this device, and where the segments are taken to be as fast.
+
+    Args:
+        view, q, k, v, scale, softcap, dropout: As for ``prefix_attention``.
+        by_formula: No kernel takes one of the segments. Where one takes each, the segments hold fewer bytes (of the
+            gradient of a prefix), and are as fast but in a window, which needs a mask there, and for many short rows.
     """
     if not q.is_cuda or dropout > 0 or not _alike(q, k, v) or _extent(q, k, v) > MAX_ELEMENTS:
         return None
     heads = TrialHeads(q.shape[1], k.shape[1], q.shape[-1])
-    band = None if softcap is not None else band_of(view, scale)
-    if band is not None:
-        problem = (q.device.index or 0, q.dtype, heads, band.window is not None)
+    windowed, segments = view.mask.window is not None, view.segments()
+    if softcap is None and (by_formula or windowed) and (band := band_of(view, scale)) is not None:
+        problem = (q.device.index or 0, q.dtype, heads, windowed)
         return band if _band_is_chosen(*problem, active_flash()) else None
-    segments = view.segments()
-    if softcap is None and len(segments) <= FEW and not any(segment.masked for segment in segments):
+    many = len(segments) > FEW
+    if softcap is None and (by_formula or windowed or many) and (rows := rows_of(view, scale)) is not None:
+        near = windowed or rows.stop - rows.first <= NEAR * q.shape[2]
+        if near and rows_are_right(q.device, q.dtype, heads.size, windowed, active_flash()):
+            return rows
+    if not by_formula or (softcap is None and not many and not any(segment.masked for segment in segments)):
         return None
     flex = FlexView(view, scale, softcap)
     return flex if flex_is_right(q.device, q.dtype, heads, softcap is not None) else None
@@ -141,7 +159,9 @@ def _attempt(kernel: ViewKernel, run: Callable[[], R]) -> R | None:
 
 
 FEW = 4
-"""Segments that are attended one by one before one flex call is preferred: two packed rows."""
+"""Segments that are attended one by one before one call is preferred: two packed rows."""
+NEAR = 2
+"""Times as many keys as queries whose gradients one call of packed rows may compute."""
 
 
 def band_of(view: MaskView, scale: float) -> BandView | None:
