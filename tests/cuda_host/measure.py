@@ -24,10 +24,11 @@ from transformers import AutoConfig, AutoModelForCausalLM, masking_utils
 import streamtune
 from streamtune import Schedule
 from streamtune.engine import fused as engine_fused
-from streamtune.engine import norms
+from streamtune.engine import model_call, norms
 from streamtune.ops import fused
 from streamtune.ops.attention import kernels, view_kernels
 from streamtune.ops.head import cross_entropy, sweep
+from streamtune.ops.launching import known_host_copy, with_host_copy
 from streamtune.simulate import Workload, simulate
 
 COUNTERS = ("launches", "syncs", "d2h", "h2d", "mallocs", "frees", "used", "peak", "operations", "not_ready")
@@ -51,7 +52,8 @@ GEMMA2_9B = {
     "attn_logit_softcapping": 50.0,
     "final_logit_softcapping": 30.0,
 }
-SHAPES = {"qwen3": QWEN3_8B, "gemma2": GEMMA2_9B}
+MISTRAL_7B = {**QWEN3_8B, "vocab_size": 32768, "intermediate_size": 14336, "sliding_window": 1024}
+SHAPES = {"qwen3": QWEN3_8B, "gemma2": GEMMA2_9B, "mistral": MISTRAL_7B}
 COMMON = {
     "max_position_embeddings": 1 << 20,
     "tie_word_embeddings": False,
@@ -96,12 +98,15 @@ def decide_without_values() -> None:
     engine_fused.norm_is_right = lambda *_: True  # type: ignore[assignment]
     fused._adds_wide = lambda *_: True  # type: ignore[assignment]
     view_kernels.band_is_right = lambda *_: True  # type: ignore[assignment]
+    view_kernels.rows_are_right = lambda *_: True  # type: ignore[assignment]
     view_kernels.flex_is_right = lambda *_: True  # type: ignore[assignment]
     view_kernels._band_is_faster = lambda *_: True  # type: ignore[assignment]
     cross_entropy.TargetRows = AllTargets  # type: ignore[misc]
     cross_entropy.head_kernel = lambda *_, **__: None
     norms.StreamedNorm._is_pointwise = lambda *_: True  # type: ignore[method-assign,assignment]
-    masking_utils.find_packed_sequence_indices = lambda position_ids: None
+    model_call.forget_host_copies = lambda: None  # what they are copies of cannot be read
+    found = masking_utils.find_packed_sequence_indices
+    masking_utils.find_packed_sequence_indices = lambda ids: None if known_host_copy(ids) is None else found(ids)
 
 
 _waits_of_threads = itertools.count()
@@ -131,6 +136,10 @@ def measure(case: dict[str, Any], counts: Counts) -> dict[str, Any]:
     more = {"offload_dir": folder.name} if case["schedule"].get("offload") == "disk" else {}
     model, schedule = make(case, "cuda"), Schedule(**case["schedule"], **more)
     ids = torch.zeros(1, case["length"], dtype=torch.long, device="cuda")
+    rows: dict[str, Any] = {}
+    if "row" in case:
+        positions = torch.arange(case["length"])[None] % case["row"]
+        rows = {"position_ids": with_host_copy(positions, torch.device("cuda")), "use_cache": False}
     bf16 = torch.autocast("cuda", torch.bfloat16, enabled=case.get("autocast", False))
     with streamtune.stream(model, schedule=schedule):
         for _ in range(2):
@@ -140,7 +149,7 @@ def measure(case: dict[str, Any], counts: Counts) -> dict[str, Any]:
             counts.reset()
             before = next(_waits_of_threads)
             with bf16:
-                loss = model(input_ids=ids, labels=ids).loss
+                loss = model(input_ids=ids, labels=ids, **rows).loss
             forward = counts.get("launches")
             loss.backward()
             elsewhere = next(_waits_of_threads) - before - 1

@@ -49,7 +49,9 @@ def test_each_row_has_its_own_bounds() -> None:
     rows = rows_of(mask(33, 140, 141, 280).chunk(100, 250, 0), SCALE)
     assert rows is not None
     assert (rows.queries, rows.keys, rows.first, rows.stop) == ((0, 40, 41, 150), (0, 107, 108, 217), 33, 250)
-    assert rows._rows(HERE)[2:] == (109, 109)
+    bounds = rows._rows(HERE)
+    assert [tuple(each.tolist()) for each in bounds[:2]] == [rows.queries, rows.keys]
+    assert bounds[2:] == (109, 109)
 
 
 def test_what_are_no_such_rows() -> None:

@@ -7,6 +7,7 @@ the chunk, and the others have as many keys as queries.
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from dataclasses import dataclass
 from functools import lru_cache
 from itertools import pairwise
@@ -25,8 +26,9 @@ __all__ = ["RowsView", "rows_are_right", "rows_of"]
 
 Bounds = tuple[int, ...]
 
-_on_device: WeakKeyDictionary[MaskRules, dict[Bounds, Tensor]] = WeakKeyDictionary()
-"""Layers share a mask, and the backward asks again."""
+_on_device: WeakKeyDictionary[MaskRules, dict[tuple[int, ...], Tensor]] = WeakKeyDictionary()
+"""Where all rows of a mask begin, by the key ``()``, and the bounds made of that: layers share a mask, and the backward
+asks again."""
 
 
 @dataclass(frozen=True)
@@ -37,6 +39,8 @@ class RowsView:
         queries: Where each row begins among the queries, and T.
         keys: Where each row begins among those keys, and their number.
         first, stop: These keys, counted from the view's first.
+        origins: The positions of the first query and the first of these keys.
+        row: Which of the mask's rows is the first.
         window: Keys a query sees, itself included; None is all of its row.
         scale: Factor on the scores.
         mask: The mask it is a view of.
@@ -46,6 +50,8 @@ class RowsView:
     keys: Bounds
     first: int
     stop: int
+    origins: tuple[int, int]
+    row: int
     window: int | None
     scale: float
     mask: MaskRules
@@ -55,13 +61,22 @@ class RowsView:
     def _rows(self, device: torch.device) -> tuple[Tensor, Tensor, int, int]:
         """Return the bounds of queries and keys as the kernel reads them, and the longest row of each."""
         longest = [max(stop - start for start, stop in pairwise(bounds)) for bounds in (self.queries, self.keys)]
-        return self._placed_bounds(self.queries, device), self._placed_bounds(self.keys, device), longest[0], longest[1]
+        made = [
+            self._made(bounds, at, device) for bounds, at in zip((self.queries, self.keys), self.origins, strict=True)
+        ]
+        return made[0], made[1], longest[0], longest[1]
 
-    def _placed_bounds(self, bounds: Bounds, device: torch.device) -> Tensor:
+    def _made(self, bounds: Bounds, origin: int, device: torch.device) -> Tensor:
+        """Return bounds on the device, counted from a position: made there, since a copy for each chunk may wait."""
         known = _on_device.setdefault(self.mask, {})
-        if bounds not in known:
-            known[bounds] = torch.tensor(bounds, dtype=torch.int32).to(device, non_blocking=True)
-        return known[bounds]
+        if () not in known:
+            stretches = self.mask.stretches[0]
+            starts = torch.tensor([*(row.start for row in stretches), stretches[-1].stop], dtype=torch.int32)
+            known[()] = starts.to(device, non_blocking=True)
+        key = (self.row, len(bounds), origin, bounds[-1])
+        if key not in known:
+            known[key] = (known[()][self.row : self.row + len(bounds)] - origin).clamp_(0, bounds[-1])
+        return known[key]
 
     def _options(self) -> dict[str, Any]:
         if self.window is None:
@@ -116,9 +131,11 @@ def rows_of(view: MaskView, scale: float) -> RowsView | None:
     if first > view.q_start or mask.is_padded(None, first, view.q_stop):
         return None
     starts = [start for start, *_ in found[1:]]
+    row = bisect_right(mask.stretches[0], view.q_start, key=lambda each: each.start) - 1
     queries = (0, *(start - view.q_start for start in starts), view.q_stop - view.q_start)
     keys = (0, *(start - first for start in starts), view.q_stop - first)
-    return RowsView(queries, keys, first - view.k_start, view.q_stop - view.k_start, mask.window, scale, mask)
+    seen, origins = (first - view.k_start, view.q_stop - view.k_start), (view.q_start, first)
+    return RowsView(queries, keys, *seen, origins, row, mask.window, scale, mask)
 
 
 @lru_cache(maxsize=64)
