@@ -15,6 +15,7 @@ __all__ = [
     "Cost",
     "Reach",
     "attention_flops",
+    "copies_itself",
     "cost_of",
     "has_scratch",
     "product_flops",
@@ -92,6 +93,16 @@ def _product(func: Any) -> Any:
 def _packed_flops(x: Tensor, packed: Tensor, shape: Sequence[int], *rest: Any, **other: Any) -> int:
     """Return the operations of ``x`` [..., k] times a packed weight of ``shape`` [n, k]."""
     return 2 * x.numel() * shape[0]
+
+
+def copies_itself(func: Any, args: tuple[Any, ...]) -> bool:
+    """Return True for a copy of memory to itself, as Python ends ``a[i] += b``; torch returns at once."""
+    if func is not torch.ops.aten.copy_.default:
+        return False
+    to, source = args[:2]
+    alike = (to.shape, to.stride(), to.storage_offset(), to.dtype)
+    same = alike == (source.shape, source.stride(), source.storage_offset(), source.dtype)
+    return same and to.untyped_storage()._cdata == source.untyped_storage()._cdata
 
 
 MATRIX_PRODUCTS = ("mm", "addmm", "addmm_")

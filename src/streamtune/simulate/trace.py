@@ -19,6 +19,7 @@ from streamtune.simulate.costs import (
     Cost,
     Reach,
     attention_flops,
+    copies_itself,
     cost_of,
     has_scratch,
     product_flops,
@@ -207,7 +208,7 @@ class Trace(LiveBytes):
             out = self.shapes.call(func, rule.result, args, given)
             if not (isinstance(out, Tensor) and out.dtype.is_floating_point):
                 self.integers.follow(func, args, given, out)
-            elif cost == "view":
+            elif cost == "view" or copies_itself(func, args):
                 return out
         before, times = self.total, repetitions()
         scratch = scratch_bytes(func, args, self.device) if rule.scratch else 0
