@@ -43,10 +43,10 @@ check: $(STAMP)  ## ruff and mypy --strict
 test: $(STAMP)  ## the quick tests: a case of every feature (tests/conftest.py); about 5 minutes on 2 cores
 	$(PYTEST) -m 'not slow and not full'
 
-test-all: test  ## `make test`, then the rest: all cases and long tests; about 25 minutes on 2 cores
-	$(PYTEST) -m 'full and not slow'
+test-all: test  ## `make test`, then all cases and long tests; about 25 minutes on 2 cores; STREAMTUNE_CUDA=1 as cuda-host
+	STREAMTUNE_CUDA_PYTHON=$$($(BIN)/python -m tests.cuda_host.interpreter --if-made) $(PYTEST) -m 'full and not slow'
 
-test-versions:  ## `make test` with pinned, newest and oldest dependencies in build/versions; VERSIONS=oldest for one
+test-versions:  ## `make test` with pinned, newest and oldest dependencies in build/versions; VERSIONS=oldest for one, or cuda
 	$(PYTHON) -m tests.versions $(VERSIONS)
 
 faults: $(STAMP)  ## kill, starve and corrupt runs; writes docs/reliability.md
@@ -57,8 +57,9 @@ test-distributed: $(STAMP)  ## everything of several ranks, slow ones too; write
 	STREAMTUNE_EQUALITY=1 $(BIN)/python -m pytest -m '' tests/distributed
 	$(BIN)/python -m tests.distributed.equality_page
 
-cuda-host: $(STAMP)  ## launches, waits and bytes on CUDA, by torch's CUDA wheel without a device
-	$(BIN)/python -m pytest -m "" tests/cuda_host
+cuda-host: $(STAMP)  ## launches, waits and bytes on CUDA without a device; installs torch for CUDA in build/versions (6 GB)
+	python=$$($(BIN)/python -m tests.cuda_host.interpreter) && \
+		STREAMTUNE_CUDA_PYTHON=$$python $(BIN)/python -m pytest -m "" tests/cuda_host
 
 gpu: $(STAMP)  ## all that one GPU can tell in 25 minutes, in pieces; writes docs/benchmarks/gpu.md
 	$(BIN)/python -m benchmarks.gpu

@@ -3,9 +3,10 @@
     python -m benchmarks.gpu [--only PIECE,...] [--again] [--page docs/benchmarks/gpu.md]
 
 The pieces run one by one, the most telling first: exactness, then seconds and memory of a step beside checkpointing,
-then the longest row. Each ends in 8 minutes, or is ended. What a piece found is kept in ``build/gpu``: a second start
-goes on behind the last whole one. Nothing needs a network. The page and one JSON document beside it are written after
-each.
+what the planner takes the device for, the tables beside peers, and the longest rows. Each has its seconds, and those
+that the pieces before it left over, 8 minutes at most; then it is ended. What a piece found is kept in ``build/gpu``: a
+second start goes on behind the last whole one. Nothing needs a network. The page and one JSON document beside it are
+written after each.
 """
 
 from __future__ import annotations
@@ -13,19 +14,27 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import signal
 import subprocess
 import sys
 import time
 import xml.etree.ElementTree as ElementTree
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
+
+from streamtune.bench import TableReport
+from streamtune.bench.modes import WAYS, absent
+from streamtune.bench.named_tables import TABLES, cells, columns, notes
+from streamtune.bench.tables import TableRow
 
 ROOT = Path(__file__).parents[1]
 KEPT = ROOT / "build" / "gpu"
 LIMIT = 480
-"""Seconds of a piece."""
+"""Seconds that a piece may take at most."""
+TOTAL = 1500
+"""Seconds that all pieces may take together."""
 GIB = 1024**3
 FAMILIES = ("qwen3", "llama", "gemma2")
 LAYERS = 8
@@ -42,6 +51,19 @@ LARGE = {
 """Qwen3-8B with fewer layers."""
 TRIED = 262_144
 """Tokens of the longest row that is tried: steps of more take too long for a piece."""
+LENGTHS = (16384, 65536)
+"""Tokens of the steps that are measured one by one."""
+STARTING = 40
+"""Seconds that a process is given to begin: libraries, and weights."""
+RATES = (
+    "matmul_flops",
+    "attention_flops",
+    "attention_backward_flops",
+    "touch_bandwidth",
+    "copy_bandwidth",
+    "launch_seconds",
+)
+"""The rates that are measured on the device."""
 STREAMTUNE = [sys.executable, "-m", "streamtune"]
 
 Document = dict[str, Any]
@@ -49,25 +71,40 @@ Document = dict[str, Any]
 
 @dataclass(frozen=True)
 class Piece:
-    """A measurement: what it finds out, in words, and how."""
+    """A measurement: what it finds out, in words, and how.
+
+    Attributes:
+        seconds: Its part of the time of all.
+        measure: Measures until a time of ``time.monotonic``.
+        render: Returns the lines of the page.
+    """
 
     title: str
-    measure: Callable[[], Document]
+    seconds: int
+    measure: Callable[[float], Document]
     render: Callable[[Document], list[str]]
 
 
-def run(*command: str) -> str:
-    """Run a command of this environment in the time of a piece; return what it prints on stdout.
+def run(until: float, *command: str) -> str:
+    """Run a command of this environment until a time at most; return what it prints on stdout.
 
     Raises:
-        RuntimeError: It failed; its last words are in the message.
+        RuntimeError: It failed, or the time was over; its last words are in the message.
     """
     path = os.pathsep.join([str(ROOT), str(ROOT / "src"), os.environ.get("PYTHONPATH", "")])
     environment = {**os.environ, "PYTHONPATH": path, "HF_HUB_OFFLINE": "1"}
-    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=LIMIT)
-    if done.returncode:
-        raise RuntimeError(f"{' '.join(command)} ended with {done.returncode}: {(done.stdout + done.stderr)[-2000:]}")
-    return done.stdout
+    pipe, group = subprocess.PIPE, {"cwd": ROOT, "env": environment, "start_new_session": True}
+    with subprocess.Popen(command, stdout=pipe, stderr=pipe, text=True, **group) as child:  # type: ignore[call-overload]
+        try:
+            out, err = child.communicate(timeout=max(1.0, until - time.monotonic()))
+        except subprocess.TimeoutExpired:
+            raise RuntimeError(f"its time was over: {' '.join(command)}") from None
+        finally:
+            if child.poll() is None:  # with the processes that it started, which hold the device
+                os.killpg(child.pid, signal.SIGKILL)
+    if child.returncode:
+        raise RuntimeError(f"{' '.join(command)} ended with {child.returncode}: {(out + err)[-2000:]}")
+    return str(out)
 
 
 def settings(values: Document) -> list[str]:
@@ -75,19 +112,19 @@ def settings(values: Document) -> list[str]:
     return [word for key, value in values.items() for word in ("--set", f"model.init.{key}={value}")]
 
 
-def environment() -> Document:
+def environment(until: float) -> Document:
     """Return versions, devices and kernels."""
-    found: Document = json.loads(run(*STREAMTUNE, "env", "--json"))
+    found: Document = json.loads(run(until, *STREAMTUNE, "env", "--json"))
     return found
 
 
-def tests() -> Document:
+def tests(until: float) -> Document:
     """Run the tests of the device."""
     report = KEPT / "tests.xml"
     report.unlink(missing_ok=True)
     command = [sys.executable, "-m", "pytest", "tests/cuda", "-q", "-p", "no:cacheprovider", f"--junitxml={report}"]
     try:
-        run(*command)
+        run(until, *command)
     except RuntimeError:
         if not report.exists():
             raise
@@ -100,35 +137,96 @@ def tests() -> Document:
     }
 
 
-def verified() -> Document:
+def verified(until: float) -> Document:
     """Run ``streamtune verify`` on a small model of each family."""
     found = {}
     for family in FAMILIES:
         model = settings({"model_type": family, "num_hidden_layers": 2})
         try:
-            said = json.loads(run(*STREAMTUNE, "verify", "recipes/bench.yaml", *model, "--length", "4096", "--json"))
+            command = [*STREAMTUNE, "verify", "recipes/bench.yaml", *model, "--length", "4096", "--json"]
+            said = json.loads(run(until, *command))
             found[family] = {"exact": said["exact"], "worst": said["worst"]}
         except RuntimeError as error:
             found[family] = {"exact": False, "error": str(error)}
     return found
 
 
-def steps(length: int, *options: str) -> Document:
-    """Measure a step of every mode at a length."""
-    path = KEPT / f"steps-{length}.json"
-    command = ["-m", "benchmarks.gpu_step", "--layers", str(LAYERS), "--lengths", str(length), "--json", str(path)]
-    run(sys.executable, *command, *options)
+def written(until: float, path: Path, module: str, *options: str) -> Document:
+    """Run a module of the benchmarks and return the figures that it writes to a file, also where it was ended."""
+    path.unlink(missing_ok=True)
+    try:
+        run(until, sys.executable, "-m", f"benchmarks.{module}", *options, "--json", str(path))
+    except RuntimeError as error:
+        if not path.exists():
+            raise
+        return {**json.loads(path.read_text(encoding="utf-8")), "ended": str(error)}
     found: Document = json.loads(path.read_text(encoding="utf-8"))
     return found
 
 
-def longest() -> Document:
+def steps(until: float, length: int, *options: str) -> Document:
+    """Measure a step of every schedule at a length."""
+    path = KEPT / f"steps-{length}.json"
+    return written(until, path, "gpu_step", "--layers", str(LAYERS), "--lengths", str(length), *options)
+
+
+def calibration(until: float) -> Document:
+    """Measure the rates of the device, and predict the steps that were measured before."""
+    measured = [str(path) for length in LENGTHS if (path := KEPT / f"steps-{length}.json").exists()]
+    return written(until, KEPT / "calibration.json", "gpu_calibration", *measured)
+
+
+def table(until: float, name: str, *options: str) -> Document:
+    """Measure a table of ``streamtune bench`` beside the peers; one that changes its process for good has its own.
+
+    A table that was ended has the rows that were measured.
+    """
+    model = settings({"model_type": "qwen3", **LARGE})
+    schedule = json.dumps({"chunk_size": 8192, "head_chunk_size": 2048})
+    model += ["--set", "dtype=bfloat16", "--set", f"engine={schedule}"]
+    together = [mode for mode, way in WAYS.items() if not way.alone]
+    compares = TABLES[name].compares_modes
+    alone = [mode for mode, way in WAYS.items() if compares and way.alone and not way.lacks("cuda")]
+    found: Document = {"tables": []}
+    for number, modes in enumerate([together, *(["plain", "checkpoint", mode] for mode in alone)]):
+        folder = KEPT / f"{name}-{number}"
+        folder.mkdir(parents=True, exist_ok=True)
+        command = ["bench", "recipes/bench.yaml", "--table", name, "--modes", ",".join(modes), *options, *model]
+        try:
+            run(until, *STREAMTUNE, *command, "--output-dir", str(folder))
+        except RuntimeError as error:
+            if not any(folder.glob("*.json")):
+                raise
+            found["ended"] = str(error)
+        [path] = folder.glob("*.json")
+        found["tables"].append(json.loads(path.read_text(encoding="utf-8")))
+    missing = absent([*WAYS], "cuda") if compares else {}
+    found["absent"] = {mode: why for mode, why in missing.items() if mode not in alone}
+    return found
+
+
+def peers(until: float) -> Document:
+    """Find the longest row of each mode and peer, forward and backward."""
+    seconds = str(max(10.0, until - time.monotonic() - STARTING))
+    return written(until, KEPT / "peers.json", "gpu_longest", "--layers", str(LAYERS), "--seconds", seconds)
+
+
+def simulated(until: float) -> Document:
+    """Simulate the longest rows of plain autograd, checkpointing and streaming in the memory of the device."""
+    import torch
+
+    size = torch.cuda.get_device_properties(0).total_memory
+    return table(until, "max-length", "--device-memory", f"{size}B", "--method", "simulate")
+
+
+def longest(until: float) -> Document:
     """Find the longest row that trains with and without streaming: AdamW on all weights in bf16."""
     model = settings({"model_type": "qwen3", **LARGE})
     bounds = ["--from", "16384", "--to", str(TRIED), "--trial-timeout", "90"]
     options = ["--set", "dtype=bfloat16", "--set", "engine={schedule: auto}", "--baseline", *bounds]
     folder = str(KEPT / "longest")
-    said = run(*STREAMTUNE, "probe-max-len", "recipes/bench.yaml", *model, *options, "--output-dir", folder, "--json")
+    command = ["probe-max-len", "recipes/bench.yaml", *model, *options, "--output-dir", folder, "--json"]
+    said = run(until, *STREAMTUNE, *command)
     found: Document = json.loads(said)
     return found
 
@@ -158,7 +256,8 @@ def render_verified(found: Document) -> list[str]:
 
 def render_steps(found: Document) -> list[str]:
     """Return a row for each mode, and the kernels that take most."""
-    lines = ["| tokens | mode | step | | peak |", "|---:|---|---:|---:|---:|"]
+    lines = [f"**Ended before it was whole**: {found['ended'][:200]}", ""] if "ended" in found else []
+    lines += ["| tokens | mode | step | | peak |", "|---:|---|---:|---:|---:|"]
     base = next((row.get("seconds") for row in found["rows"] if row["mode"] == "checkpoint"), None)
     for row in found["rows"]:
         if "error" in row:
@@ -177,6 +276,56 @@ def render_steps(found: Document) -> list[str]:
     return lines
 
 
+def render_calibration(found: Document) -> list[str]:
+    """Return the rates beside those of the data sheet, and the steps beside their prediction."""
+    measured, sheet = found["rates"]["measured"], found["rates"]["data sheet"]
+    lines = [f"Measured: {measured['source']}. Planned with: {sheet['source']}.", ""]
+    lines += ["| rate | measured | data sheet | |", "|---|---:|---:|---:|"]
+    for name in RATES:
+        ours, theirs = measured[name], sheet[name]
+        lines.append(f"| {name} | {ours:.3g} | {theirs:.3g} | {ours / theirs:.2f}x |")
+    lines += ["", "| tokens | mode | step | by measured rates | by the data sheet | peak | simulated | |"]
+    lines += ["|---:|---|---:|---:|---:|---:|---:|---:|"]
+    for row in found["rows"]:
+        seconds, peak, share = row.get("error", ""), "", ""
+        if "error" not in row:
+            seconds, peak = f"{row['seconds']:.3f} s", f"{row['peak_bytes'] / GIB:.2f} GiB"
+            share = f"{row['simulated_bytes'] / row['peak_bytes']:.3f}x"
+        predicted = [f"{row['predicted_seconds'][name]:.3f} s" for name in found["rates"]]
+        memory = [peak, f"{row['simulated_bytes'] / GIB:.2f} GiB", share]
+        lines.append("| " + " | ".join([f"{row['length']:,}", row["mode"], seconds, *predicted, *memory]) + " |")
+    return lines
+
+
+def render_table(found: Document) -> list[str]:
+    """Return the tables of ``streamtune bench``, and the peers that are not in them."""
+    lines = [f"**Ended before it was whole**: {found['ended'][:200]}", ""] if "ended" in found else []
+    for document in found["tables"]:
+        names = {field.name for field in fields(TableRow)}
+        rows = [TableRow(**{key: value for key, value in row.items() if key in names}) for row in document["rows"]]
+        report = TableReport(**{**document, "rows": rows, "absent": {}})
+        shown = columns(report)
+        lines += ["```", report.command, "```", ""]
+        lines += ["| " + " | ".join(column.name for column in shown) + " |"]
+        lines += ["|" + "|".join("---:" if column.right else "---" for column in shown) + "|"]
+        lines += ["| " + " | ".join(cells(shown, row)) + " |" for row in rows]
+        lines += ["", *(f"- {note}" for note in notes(report))]
+    return [*lines, *(f"- {mode}: {why}." for mode, why in found["absent"].items())]
+
+
+def render_peers(found: Document) -> list[str]:
+    """Return the longest row of each mode."""
+    lines = [
+        "One step of forward and backward, without an optimizer; rows of powers of two, and of three quarters of one."
+    ]
+    lines += [f"**Ended before it was whole**: {found['ended'][:200]}"] if "ended" in found else []
+    lines += ["", "| mode | longest row | peak | |", "|---|---:|---:|---|"]
+    for row in found["rows"]:
+        peak = "" if row["peak_bytes"] is None else f"{row['peak_bytes'] / GIB:.1f} GiB"
+        lines.append(f"| {row['mode']} | {row['fits']:,} | {peak} | {row['stopped']} |")
+    return [*lines, "", *(f"- {mode}: {why}." for mode, why in found["absent"].items())]
+
+
 def render_longest(found: Document) -> list[str]:
     """Return the longest rows."""
     without = [f"{name} {tokens:,}" for name, tokens in (found.get("baseline") or {}).items()]
@@ -184,12 +333,27 @@ def render_longest(found: Document) -> list[str]:
 
 
 PIECES = {
-    "environment": Piece("Environment", environment, render_environment),
-    "tests": Piece("Exactness on the device", tests, render_tests),
-    "verify": Piece("Exactness of a model's every parameter", verified, render_verified),
-    "steps-16k": Piece("A step of 16,384 tokens", lambda: steps(16384, "--profile"), render_steps),
-    "steps-64k": Piece("A step of 65,536 tokens", lambda: steps(65536), render_steps),
-    "longest": Piece("The longest row", longest, render_longest),
+    "environment": Piece("Environment", 60, environment, render_environment),
+    "tests": Piece("Exactness on the device", 240, tests, render_tests),
+    "verify": Piece("Exactness of a model's every parameter", 120, verified, render_verified),
+    "steps-16k": Piece("A step of 16,384 tokens", 120, lambda until: steps(until, 16384, "--profile"), render_steps),
+    "steps-64k": Piece("A step of 65,536 tokens", 150, lambda until: steps(until, 65536), render_steps),
+    "calibration": Piece("What is predicted and what is measured", 120, calibration, render_calibration),
+    "bp-time": Piece(
+        "Time of a step beside the peers",
+        150,
+        lambda until: table(until, "bp-time", "--lengths", "16384", "--repeats", "2"),
+        render_table,
+    ),
+    "memory": Piece(
+        "Memory of a step beside the peers",
+        90,
+        lambda until: table(until, "memory", "--lengths", "16384"),
+        render_table,
+    ),
+    "peers": Piece("The longest row beside the peers", 180, peers, render_peers),
+    "longest": Piece("The longest row of a training step", 200, longest, render_longest),
+    "max-length": Piece("The longest rows, simulated", 70, simulated, render_table),
 }
 
 
@@ -203,6 +367,7 @@ def write_page(found: Document, page: Path) -> None:
     """Write the page, and the figures beside it."""
     lines = ["# One GPU", "", "```", "make gpu", "```", ""]
     lines += [f"A model is Qwen3-8B's shape with {LAYERS} layers and random weights in bf16, unless it says otherwise."]
+    lines += ["", f"All pieces took {sum(figures['seconds'] for figures in found.values()):.0f} s."]
     for name, piece in PIECES.items():
         if name not in found:
             continue
@@ -233,22 +398,25 @@ def main(arguments: list[str] | None = None) -> int:
     KEPT.mkdir(parents=True, exist_ok=True)
     kept = KEPT / "found.json"
     found: Document = json.loads(kept.read_text(encoding="utf-8")) if kept.exists() else {}
-    failed = False
+    failed, spare = False, 0.0
     for name in names:
         if name in found and "error" not in found[name] and not options.again:
             print(f"{name}: found before", flush=True)
             continue
-        print(f"{name} ...", flush=True)
+        limit = min(LIMIT, PIECES[name].seconds + spare)
+        print(f"{name}: {limit:.0f} s at most ...", flush=True)
         start = time.monotonic()
         figures: Document = {"commit": commit()}
         try:
-            figures["found"] = PIECES[name].measure()
-        except (RuntimeError, subprocess.TimeoutExpired) as error:
+            figures["found"] = PIECES[name].measure(start + limit)
+        except (RuntimeError, OSError, ValueError, KeyError) as error:
             figures["error"], failed = str(error), True
         found[name] = {**figures, "seconds": time.monotonic() - start}
+        spare = max(0.0, spare + PIECES[name].seconds - found[name]["seconds"])
         kept.write_text(json.dumps(found, indent=1), encoding="utf-8")
         write_page(found, options.page)
         print(f"{name}: {'failed' if 'error' in figures else 'done'} in {found[name]['seconds']:.0f} s", flush=True)
+    print(f"all pieces took {sum(figures['seconds'] for figures in found.values()):.0f} s", flush=True)
     return int(failed)
 
 

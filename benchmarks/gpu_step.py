@@ -58,6 +58,12 @@ def make_model(layers: int) -> PreTrainedModel:
     return model
 
 
+def complete_gradients(model: PreTrainedModel) -> None:
+    """Make a gradient of zeros where there is none: a backward that ended early may have left none."""
+    for parameter in model.parameters():
+        parameter.grad = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
+
+
 def take_step(model: PreTrainedModel, ids: torch.Tensor) -> float:
     """Run forward and backward; return the loss once the device is done."""
     loss = model(input_ids=ids, labels=ids, use_cache=False).loss
@@ -141,16 +147,15 @@ def main() -> None:
                     if options.profile and length == lengths[0] and "host" not in name:
                         found["profile"] = profile_step(model, ids)
             document["rows"].append({"mode": name, "length": length, **found})
+            if options.json:  # after each row: what was measured is there if the rest is ended
+                options.json.write_text(json.dumps(document, indent=1) + "\n")
             if "error" in found:
                 print(f"{length:>8,}  {name:<42} {found['error']}", flush=True)
-                for parameter in model.parameters():  # a backward that ended early may have left none
-                    parameter.grad = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
+                complete_gradients(model)
                 continue
             ratio = f"{found['seconds'] / base:.2f}x" if base else ""
             peak = found["peak_bytes"] / GIB
             print(f"{length:>8,}  {name:<42} {found['seconds']:7.3f} s {ratio:>6} {peak:7.2f} GiB", flush=True)
-    if options.json:
-        options.json.write_text(json.dumps(document, indent=1) + "\n")
 
 
 if __name__ == "__main__":

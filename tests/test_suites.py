@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from tests.conftest import sample, values_of
-from tests.versions import QUICK, VERSIONS, lower_bounds
+from tests.versions import QUICK, USUAL, VERSIONS, lower_bounds, pinned_torch
 
 ROOT = Path(__file__).resolve().parents[1]
 
@@ -69,7 +69,13 @@ def test_every_file_has_a_quick_test() -> None:
 
 
 def test_versions_are_known() -> None:
-    assert {"pinned", "newest", "oldest"} <= VERSIONS.keys()
+    assert set(USUAL) | {"cuda"} == VERSIONS.keys()
+
+
+def test_the_pinned_torch_is_asked_for_without_a_local_label() -> None:
+    assert pinned_torch("tokenizers==0.23\ntorch==2.13.0\ntorchao==0.18.0\n") == "torch===2.13.0"
+    with pytest.raises(ValueError, match="does not name a version of torch"):
+        pinned_torch("torchao==0.18.0\n")
 
 
 def test_the_oldest_versions_are_the_lower_bounds() -> None:

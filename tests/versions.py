@@ -4,6 +4,7 @@ python -m tests.versions                              # make test-versions: all 
 python -m tests.versions oldest                       # one
 python -m tests.versions newest --tests tests/engine  # a part of the tests
 python -m tests.versions oldest --install             # make the environment, run nothing
+python -m tests.versions cuda                         # the pinned versions, with torch's build for CUDA
 
 An environment is made once, and brought up to date each time it is used. Needs the standard library only, since it
 runs before anything is installed.
@@ -24,13 +25,18 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[1]
 LOWER_BOUNDS = "LOWER BOUNDS"
 """Stands for a file of constraints made of the lower bounds in pyproject.toml."""
+PINNED_TORCH = "PINNED TORCH"
+"""Stands for the pinned torch without a local label, as PyPI has it: on Linux, built for CUDA."""
 
 VERSIONS: dict[str, list[str]] = {
     # name of the environment: what pip is given besides the package; a new release of torch is one line
     "pinned": ["-c", "constraints.txt"],  # the tested versions; where the index gives torch for CUDA, that one
     "newest": ["--upgrade", "--upgrade-strategy", "eager"],  # what `pip install streamtune` takes today
     "oldest": ["-c", LOWER_BOUNDS],
+    "cuda": ["-c", "constraints.txt", PINNED_TORCH],  # also where the index or a folder has a wheel for the CPU only
 }
+USUAL = ("pinned", "newest", "oldest")
+"""What runs unless a name is given; the tests that need torch's build for CUDA are those of `make cuda-host`."""
 
 QUICK = "not slow and not full"
 """Marks of `make test`."""
@@ -42,7 +48,9 @@ SHOWN = ("torch", "transformers", "deepspeed", "triton")
 def main() -> int:
     """Make the environments and run the tests in each. Returns 1 if they failed in any, else 0."""
     parser = argparse.ArgumentParser(prog="python -m tests.versions", description=(__doc__ or "").partition("\n")[0])
-    parser.add_argument("names", nargs="*", metavar="NAME", help=f"of {', '.join(VERSIONS)}; without one, all")
+    parser.add_argument(
+        "names", nargs="*", metavar="NAME", help=f"of {', '.join(VERSIONS)}; without one, {', '.join(USUAL)}"
+    )
     parser.add_argument("--folder", type=Path, default=ROOT / "build/versions", help="holds the environments")
     parser.add_argument("--tests", nargs="+", default=[], metavar="ARG", help="tests to run")
     parser.add_argument("--install", action="store_true", help="make the environments, run nothing")
@@ -51,10 +59,13 @@ def main() -> int:
         parser.error(f"no environment is called {unknown[0]}; there are {', '.join(VERSIONS)}")
 
     lines, failed = [], False
-    for name in options.names or VERSIONS:
+    for name in options.names or USUAL:
         started = time.monotonic()
         folder = options.folder.resolve() / name
-        python = install(folder, VERSIONS[name])
+        python, command = prepare(folder, VERSIONS[name])
+        print("$", *command, flush=True)
+        if code := subprocess.run(command, cwd=ROOT).returncode:
+            return code  # for instance because no set of versions agrees; pip has printed why
         code = 0 if options.install else run_tests(python, options.tests)
         failed = failed or code != 0
         outcome = "installed" if options.install else "passed" if code == 0 else f"failed (pytest exited {code})"
@@ -63,24 +74,22 @@ def main() -> int:
     return int(failed)
 
 
-def install(folder: Path, arguments: list[str]) -> Path:
-    """Install the package and what its tests need, in a virtual environment in ``folder``; returns its python.
+def prepare(folder: Path, arguments: list[str]) -> tuple[Path, list[str]]:
+    """Make a virtual environment in ``folder`` unless it is there.
 
-    Raises:
-        SystemExit: pip failed, for instance because no set of versions agrees; pip has printed why.
+    Returns:
+        Its python, and the command that installs the package and what its tests need; to be run in ``ROOT``.
     """
     python = folder / "bin" / "python"
     if not python.exists():
         venv.create(folder, with_pip=True)
     bounds = folder / "lower-bounds.txt"
     bounds.write_text(lower_bounds((ROOT / "pyproject.toml").read_text(encoding="utf-8")), encoding="utf-8")
-    given = [str(bounds) if argument == LOWER_BOUNDS else argument for argument in arguments]
+    pinned = pinned_torch((ROOT / "constraints.txt").read_text(encoding="utf-8"))
+    meant = {LOWER_BOUNDS: str(bounds), PINNED_TORCH: pinned}
+    given = [meant.get(argument, argument) for argument in arguments]
     options = ["--quiet", "--disable-pip-version-check", "--use-pep517"]
-    command = [str(python), "-m", "pip", "install", *options, *given, "-e", ".[dev]", *PEERS]
-    print("$", *command, flush=True)
-    if code := subprocess.run(command, cwd=ROOT).returncode:
-        sys.exit(code)
-    return python
+    return python, [str(python), "-m", "pip", "install", *options, *given, "-e", ".[dev]", *PEERS]
 
 
 def run_tests(python: Path, arguments: list[str]) -> int:
@@ -102,6 +111,14 @@ def lower_bounds(pyproject: str) -> str:
         name, version = found.groups()
         lines.append(f"{name}=={version if '.' in version else f'{version}.0'}.*\n")
     return "".join(lines)
+
+
+def pinned_torch(constraints: str) -> str:
+    """Return the requirement of exactly the pinned torch: ``===`` does not take ``2.13.0+cpu`` for ``2.13.0``."""
+    found = re.search(r"^torch==([0-9.]+)", constraints, re.MULTILINE)
+    if not found:
+        raise ValueError("constraints.txt does not name a version of torch")
+    return f"torch==={found[1]}"
 
 
 def describe(python: Path) -> str:

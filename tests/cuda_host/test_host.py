@@ -1,7 +1,7 @@
 """Launches, waits, allocated bytes and races of streamed steps on CUDA, found without a device.
 
 Needs torch's CUDA wheel and a C++ compiler. ``STREAMTUNE_CUDA_PYTHON`` names the interpreter of another environment
-that has the wheel.
+that has the wheel; ``make cuda-host`` makes one.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ import pytest
 from tests.cuda_host.measure import COUNTERS
 
 ROOT = Path(__file__).parents[2]
-PYTHON = os.environ.get("STREAMTUNE_CUDA_PYTHON", sys.executable)
+PYTHON = os.environ.get("STREAMTUNE_CUDA_PYTHON") or sys.executable
 WORKSPACE = 36 << 20
 """Bytes that cuBLAS keeps on the device beside the tensors of a step."""
 SCHEDULES: dict[str, dict[str, Any]] = {
@@ -71,7 +71,7 @@ def runtime() -> dict[str, str]:
     """The environment of a process that uses the runtime without a device."""
     found = run("-c", "import torch; print(torch.version.cuda or '')")
     if not found.strip():
-        pytest.skip("this torch is built without CUDA")
+        pytest.skip("this torch is built without CUDA (make cuda-host installs another)")
     if shutil.which("g++") is None:
         pytest.skip("there is no C++ compiler")
     built: dict[str, str] = json.loads(run("-m", "tests.cuda_host.build_stub"))

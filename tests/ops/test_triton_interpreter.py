@@ -9,6 +9,7 @@ import sys
 from importlib.metadata import version
 from importlib.util import find_spec
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -17,8 +18,9 @@ from streamtune.ops.head.kernels import head_candidates
 ROOT = Path(__file__).resolve().parents[2]
 
 
-@pytest.mark.full
-def test_a_head_in_triton_agrees_with_the_sweep() -> None:
+@pytest.fixture(scope="module")
+def computed() -> dict[str, Any]:
+    """What the kernels compute, by one process."""
     if missing := [package for package in ("triton", "liger_kernel") if find_spec(package) is None]:
         pytest.skip(f"{missing[0]} is not installed (make test-versions installs it)")
     if tuple(map(int, version("triton").split(".")[:2])) < (3, 7):
@@ -31,9 +33,23 @@ def test_a_head_in_triton_agrees_with_the_sweep() -> None:
         text=True,
     )
     assert done.returncode == 0, done.stderr
-    found = json.loads(done.stdout.splitlines()[-1])
-    assert len(found) == 4
-    assert all(agrees and not wrong for agrees, wrong in found.values()), found
+    found: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
+    return found
+
+
+@pytest.mark.full
+def test_a_head_in_triton_agrees_with_the_sweep(computed: dict[str, Any]) -> None:
+    assert len(computed["head"]) == 4
+    assert all(agrees and not wrong for agrees, wrong in computed["head"].values()), computed
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("kernel", ["norm", "rotation", "gate"])
+def test_a_kernel_of_a_layer_agrees_with_the_formula(computed: dict[str, Any], kernel: str) -> None:
+    """Its values and gradients: a peer that is compared with computes the same."""
+    distances = computed["layers"][kernel]
+    assert len(distances) >= 3
+    assert max(distances) < 1e-6, distances
 
 
 def test_it_is_a_candidate_where_it_is_installed() -> None:

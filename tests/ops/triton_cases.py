@@ -1,4 +1,6 @@
-"""Heads written in Triton against the streamed sweep, on the CPU: Triton's interpreter runs their kernels as Python.
+"""Liger's kernels on the CPU: its head against the streamed sweep, its norm, rotation and gate against our formulas.
+
+Triton's interpreter runs them as Python.
 
 Run as a module with TRITON_INTERPRET=1, which Triton reads when a kernel is defined. Prints a JSON document.
 """
@@ -7,13 +9,19 @@ from __future__ import annotations
 
 import json
 from functools import partial
+from typing import Any
 
 import torch
+from torch import Tensor
+from torch.nn.functional import silu
 
+from streamtune.ops import fused
 from streamtune.ops.head import cross_entropy as module
 from streamtune.ops.head.kernels import agrees_with_sweep, head_candidates
+from tests import triton_kit
 
 TOKENS, VOCAB, HIDDEN = 24, 71, 16
+EPS = 1e-5
 
 
 def main() -> None:
@@ -31,7 +39,48 @@ def main() -> None:
                 agrees_with_sweep(liger, h, w, targets, wanted, sweep),
                 agrees_with_sweep(liger, h, 1.05 * w, targets, wanted, sweep),
             ]
-    print(json.dumps(found))
+    print(json.dumps({"head": found, "layers": layers(generator)}))
+
+
+def layers(generator: torch.Generator) -> dict[str, list[float]]:
+    """The distances of values and gradients of Liger's kernels to those of the formulas, relative."""
+    triton_kit.complete()
+    from liger_kernel.ops import LigerRMSNormFunction, LigerSiLUMulFunction
+    from liger_kernel.transformers.rope import liger_rotary_pos_emb
+
+    def normal(*shape: int) -> Tensor:
+        return torch.randn(*shape, generator=generator)
+
+    x_NC, weight_C = normal(5, 48), normal(48)
+    gate_NC, up_NC = normal(5, 40), normal(5, 40)
+    q_BHTD, k_BHTD, angles = normal(2, 4, 6, 16), normal(2, 2, 6, 16), normal(1, 6, 8)
+    cos, sin = (torch.cat([part, part], -1) for part in (angles.cos(), angles.sin()))
+
+    def rotated(q: Tensor, k: Tensor) -> tuple[Tensor, ...]:
+        return tuple(fused.rotary(x, cos[:, None], sin[:, None]) for x in (q, k))
+
+    def norm(x: Tensor, w: Tensor) -> tuple[Tensor]:
+        return (LigerRMSNormFunction.apply(x, w, EPS, 0.0, "llama", True),)
+
+    return {
+        "norm": distances(norm, lambda x, w: (fused.rms_norm(x, w, EPS),), x_NC, weight_C),
+        "rotation": distances(lambda q, k: liger_rotary_pos_emb(q, k, cos, sin), rotated, q_BHTD, k_BHTD),
+        "gate": distances(
+            lambda g, u: (LigerSiLUMulFunction.apply(g, u, 1.0, 1.0),), lambda g, u: (silu(g) * u,), gate_NC, up_NC
+        ),
+    }
+
+
+def distances(theirs: Any, ours: Any, *given: Tensor) -> list[float]:
+    """The relative distance of every output, and of the gradient of every input."""
+    found = []
+    for function in (theirs, ours):
+        inputs = [tensor.clone().requires_grad_() for tensor in given]
+        outputs = function(*(tensor * 1 for tensor in inputs))
+        total = sum((out * torch.linspace(-1, 2, out.numel()).view(out.shape)).sum() for out in outputs)
+        values = [out.detach().clone() for out in outputs]
+        found.append([*values, *torch.autograd.grad(total, inputs)])
+    return [float(torch.dist(a, b) / b.norm()) for a, b in zip(*found, strict=True)]
 
 
 if __name__ == "__main__":

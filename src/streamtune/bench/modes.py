@@ -6,7 +6,7 @@ Peers run as their own documentation sets them up, on the same model of ``transf
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, replace
 from importlib.util import find_spec
@@ -17,6 +17,7 @@ from torch.autograd.graph import save_on_cpu, saved_tensors_hooks
 from torch.nn.functional import cross_entropy, pad
 
 from streamtune.adapters import base_of
+from streamtune.bench import peers
 from streamtune.engine import StreamHandle, decoder_layers, stream
 from streamtune.engine.memory.placement import Tiers
 from streamtune.errors import UnsupportedModelError
@@ -25,7 +26,7 @@ from streamtune.schedule import Schedule
 from streamtune.simulate.scored import checkpointing, recompute
 from streamtune.simulate.workload import Mode
 
-__all__ = ["WAYS", "Batch", "Ready", "Way", "last_hidden_state"]
+__all__ = ["WAYS", "Batch", "Ready", "Way", "absent", "last_hidden_state"]
 
 
 Batch = dict[str, Any]
@@ -49,19 +50,25 @@ class Ready:
     tiers: Tiers | None = None
 
 
+Entered = Callable[[Any, Schedule], AbstractContextManager[Ready]]
+"""Prepares a model in place and restores it on leaving; yields what is measured."""
+
+
 @dataclass(frozen=True)
 class Way:
     """A way to compute the gradient.
 
     Attributes:
-        entered: Prepares a model (in place) and restores it on leaving; yields what is measured.
+        entered: Prepares a model.
         package: The package that must be installed; empty if none.
         accelerator: The reason why it needs an accelerator; empty if it needs none.
+        alone: The reason why it is measured in a process without other peers and streaming; empty if it need not be.
     """
 
-    entered: Callable[[Any, Schedule], AbstractContextManager[Ready]]
+    entered: Entered
     package: str = ""
     accelerator: str = ""
+    alone: str = ""
 
     def lacks(self, device_type: str) -> str:
         """Return the reason why it cannot run on such a device; empty if it can."""
@@ -115,9 +122,21 @@ def _tiled(model: Any, schedule: Schedule) -> Iterator[Ready]:
 
 
 @contextmanager
-def _liger(model: Any, schedule: Schedule) -> Iterator[Ready]:
+def _liger_head(model: Any, schedule: Schedule) -> Iterator[Ready]:
     with checkpointing(model):
-        yield Ready(lambda batch: _liger_loss(model, batch))
+        head = model.get_output_embeddings()
+        yield Ready(lambda batch: peers.liger_loss(head, last_hidden_state(model, batch), _next_tokens(batch)))
+
+
+def _peer(prepared: Callable[[Any], AbstractContextManager[peers.Loss]]) -> Entered:
+    """Return the preparation of a peer that has no schedule."""
+
+    @contextmanager
+    def entered(model: Any, schedule: Schedule) -> Iterator[Ready]:
+        with prepared(model) as loss:
+            yield Ready(loss)
+
+    return entered
 
 
 @contextmanager
@@ -133,15 +152,30 @@ def _keeping_attention(model: Any, schedule: Schedule) -> AbstractContextManager
     return _streamed(model, replace(schedule, keep_attention="device"))
 
 
+UNSLOTH_ALONE = "it changes transformers in its process; --modes plain,checkpoint,unsloth measures it"
+
 WAYS: dict[Mode, Way] = {
     "plain": Way(_plain),
     "checkpoint": Way(_checkpointed),
     "checkpoint-offload": Way(_offloaded),
     "deepspeed-tiled": Way(_tiled, package="deepspeed"),
-    "liger-loss": Way(_liger, "liger_kernel", "Liger's kernels need an accelerator"),
+    "liger-loss": Way(_liger_head, "liger_kernel", "Liger's kernels need an accelerator"),
+    "liger": Way(_peer(peers.liger), "liger_kernel", "Liger's kernels need an accelerator"),
+    "trl": Way(_peer(peers.trl), "trl", "TRL's offloading needs an accelerator"),
+    "unsloth": Way(_peer(peers.unsloth), "unsloth", "Unsloth's offloading needs an accelerator", UNSLOTH_ALONE),
     "stream": Way(_streamed),
     "stream-keep-attention": Way(_keeping_attention),
 }
+
+
+def absent(modes: Sequence[Mode], device_type: str) -> dict[str, str]:
+    """Return those of the modes that cannot run together on such a device, with the reason."""
+    lacks = {mode: WAYS[mode].lacks(device_type) for mode in modes}
+    others = {mode for mode in modes if not lacks[mode]} - {"plain", "checkpoint"}
+    for mode in others:
+        if WAYS[mode].alone and len(others) > 1:
+            lacks[mode] = f"not run here: {WAYS[mode].alone}"
+    return {mode: why for mode, why in lacks.items() if why}
 
 
 def last_hidden_state(model: Any, batch: Batch) -> Tensor:
@@ -218,17 +252,6 @@ def _tiled_loss(model: Any, batch: Batch, tile: int) -> Tensor:
     tiles = math.ceil(labels.numel() / tile)
     loss: Tensor = TiledFusedLogitsLoss.apply(
         of_tile, head, hidden, labels, None, tiles, list(head.parameters()), "sum"
-    )
-    return loss
-
-
-def _liger_loss(model: Any, batch: Batch) -> Tensor:
-    from liger_kernel.transformers import LigerFusedLinearCrossEntropyLoss
-
-    hidden, labels = last_hidden_state(model, batch), _next_tokens(batch)
-    head = model.get_output_embeddings()
-    loss: Tensor = LigerFusedLinearCrossEntropyLoss(ignore_index=IGNORE_INDEX)(
-        head.weight, hidden.flatten(0, 1), labels.flatten(), head.bias
     )
     return loss
 

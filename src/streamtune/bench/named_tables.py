@@ -9,7 +9,7 @@ from typing import Any
 
 from streamtune.bench import plots
 from streamtune.bench.entries import ablation_entries, mode_entries, sharing_entries
-from streamtune.bench.modes import WAYS
+from streamtune.bench.modes import absent
 from streamtune.bench.subject import COMPLETIONS, SHARING
 from streamtune.bench.tables import Entry, TableName, TableReport, TableRow
 from streamtune.palette import save
@@ -98,8 +98,7 @@ class Table:
 
     def absent(self, modes: Sequence[Mode], device_type: str) -> dict[str, str]:
         """Return the modes that cannot run on such a device, with the reason."""
-        lacks = {mode: WAYS[mode].lacks(device_type) for mode in modes} if self.compares_modes else {}
-        return {mode: why for mode, why in lacks.items() if why}
+        return absent(modes, device_type) if self.compares_modes else {}
 
 
 def columns(report: TableReport) -> list[Column]:

@@ -9,7 +9,8 @@ from typing import Any
 
 import torch
 
-from streamtune.bench.subject import Job, MeasuredModel
+from streamtune.bench.modes import WAYS
+from streamtune.bench.subject import Case, Job, MeasuredModel
 from streamtune.child import Child
 from streamtune.errors import RunError, StreamTuneError
 
@@ -75,7 +76,7 @@ def _serve(connection: Connection, job: Job) -> None:
             subject = subject or MeasuredModel(job)
             answer = getattr(subject, request)(*args)
         except Exception as error:
-            answer = _refusal(error)
+            answer = _refusal(error, any(isinstance(arg, Case) and WAYS[arg.mode].package for arg in args))
         if subject is not None and "error" in answer:  # out of the handler: its frames no longer hold tensors
             subject.leave()
             gc.collect()
@@ -85,10 +86,13 @@ def _serve(connection: Connection, job: Job) -> None:
             return
 
 
-def _refusal(error: Exception) -> dict[str, Any]:
+def _refusal(error: Exception, of_peer: bool) -> dict[str, Any]:
+    """Return the reason of a failure; as a fault if it is a defect, and not that of a peer."""
     text = str(error)
     if isinstance(error, StreamTuneError):  # this model in this mode refused, a disk that is full
         return {"error": error.what}
     if isinstance(error, torch.OutOfMemoryError | MemoryError) or "can't allocate memory" in text:
         return {"error": "out of memory"}
+    if of_peer:
+        return {"error": f"failed: {type(error).__name__}: {text.strip().partition(chr(10))[0][:120]}"}
     return {"fault": traceback.format_exc()}

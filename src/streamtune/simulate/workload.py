@@ -19,7 +19,16 @@ __all__ = ["ALL_MODES", "DEVICES", "LABELS", "MODES", "Mode", "Workload"]
 
 
 Mode = Literal[
-    "plain", "checkpoint", "checkpoint-offload", "deepspeed-tiled", "liger-loss", "stream", "stream-keep-attention"
+    "plain",
+    "checkpoint",
+    "checkpoint-offload",
+    "deepspeed-tiled",
+    "liger-loss",
+    "liger",
+    "trl",
+    "unsloth",
+    "stream",
+    "stream-keep-attention",
 ]
 
 
@@ -35,6 +44,9 @@ LABELS: dict[Mode, str] = {
     "checkpoint-offload": "checkpointing, inputs on host (save_on_cpu)",
     "deepspeed-tiled": "checkpointing, tiled MLP and loss (ALST)",
     "liger-loss": "checkpointing, fused loss (Liger)",
+    "liger": "checkpointing, all kernels (Liger)",
+    "trl": "checkpointing, offloading, fused loss (TRL)",
+    "unsloth": "checkpointing, offloading, chunked loss (Unsloth)",
     "stream": "StreamTune",
     "stream-keep-attention": "StreamTune, attention kept",
 }
