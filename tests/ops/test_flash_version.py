@@ -31,6 +31,7 @@ def fails() -> Handle:
 def trial(monkeypatch: pytest.MonkeyPatch) -> Iterator[dict[str, float | None]]:
     """Seconds by implementation, None for one that is wrong; both are installed, and FA4 does not load."""
     seconds: dict[str, float | None] = {"FA2": 2.0, "FA3": 1.0}
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(flash_version, "_installed", lambda device: ["FA3", "FA4"])
     monkeypatch.setattr(flash_version, "agrees_with_formula", lambda *_: seconds[active_flash()] is not None)
     monkeypatch.setattr(flash_version, "median_seconds", lambda *_: seconds[active_flash()])
@@ -60,8 +61,12 @@ def test_what_the_user_activated_stays(trial: dict[str, float | None]) -> None:
     assert active_flash() == "FA3"
 
 
-def test_a_device_without_flash_attention_is_left_alone(trial: dict[str, float | None]) -> None:
+def test_a_device_without_flash_attention_is_left_alone(
+    trial: dict[str, float | None], monkeypatch: pytest.MonkeyPatch
+) -> None:
     assert use_fastest_flash(torch.device("cpu"), CPU, HEADS) == "FA2"
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    assert use_fastest_flash(torch.device("cuda"), CPU, HEADS) == "FA2", "a device that is simulated"
 
 
 def test_packages_are_looked_for_by_the_device(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -41,11 +41,11 @@ def use_fastest_flash(device: torch.device, kernel: Kernel, heads: TrialHeads) -
     One that the user activated stays.
 
     Args:
-        device: The device whose process this is.
+        device: The device whose process this is; one that is only simulated has no implementation.
         kernel: Flash attention by torch's operators.
         heads: The heads that are tried, in bfloat16.
     """
-    if device.type != "cuda" or active_flash() != DEFAULT:
+    if device.type != "cuda" or not torch.cuda.is_available() or active_flash() != DEFAULT:
         return active_flash()
     best, least = DEFAULT, median_seconds(kernel, device, torch.bfloat16, heads) if _installed(device) else None
     for name in _installed(device):
