@@ -49,7 +49,7 @@ def test_the_length_that_is_trained_on_can_be_asked_for() -> None:
     model = switching(above=900, max_position_embeddings=2048)
     with streamtune.stream(model, chunk_size=300) as handle:
         handle.check()  # 301 tokens: nothing switches yet
-        with pytest.raises(UnsupportedModelError, match="tokens 0 to 250 differ"):
+        with pytest.raises(UnsupportedModelError, match="tokens 0 to 300 differ"):
             handle.check(length=1000)
         model.model.layers[1].mlp = model.model.layers[1].mlp.own
         handle.check(length=1000)
