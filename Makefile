@@ -59,7 +59,8 @@ test-distributed: $(STAMP)  ## everything of several ranks, slow ones too; write
 
 cuda-host: $(STAMP)  ## launches, waits and bytes on CUDA without a device; installs torch for CUDA in build/versions (6 GB)
 	python=$$($(BIN)/python -m tests.cuda_host.interpreter) && \
-		STREAMTUNE_CUDA_PYTHON=$$python $(BIN)/python -m pytest -m "" tests/cuda_host
+		STREAMTUNE_CUDA_PYTHON=$$python $(BIN)/python -m pytest -m "" tests/cuda_host && \
+		$$python -m pytest -m "" tests/ops/test_triton_interpreter.py
 
 gpu: $(STAMP)  ## all that one GPU can tell in 25 minutes, in pieces; writes docs/benchmarks/gpu.md
 	$(BIN)/python -m benchmarks.gpu
