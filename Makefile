@@ -32,12 +32,12 @@ quickstart: $(STAMP)  ## install, then train a small model end to end
 	$(BIN)/streamtune sft recipes/quickstart.yaml
 
 fmt: $(STAMP)  ## format and sort imports
-	$(BIN)/ruff format src tests benchmarks
-	$(BIN)/ruff check --fix src tests benchmarks
+	$(BIN)/ruff format src tests benchmarks tools
+	$(BIN)/ruff check --fix src tests benchmarks tools
 
 check: $(STAMP)  ## ruff and mypy --strict
-	$(BIN)/ruff format --check src tests benchmarks
-	$(BIN)/ruff check src tests benchmarks
+	$(BIN)/ruff format --check src tests benchmarks tools
+	$(BIN)/ruff check src tests benchmarks tools
 	$(BIN)/mypy
 
 test: $(STAMP)  ## the quick tests: a case of every feature (tests/conftest.py); about 5 minutes on 2 cores
@@ -65,8 +65,10 @@ cuda-host: $(STAMP)  ## launches, waits and bytes on CUDA without a device; inst
 gpu: $(STAMP)  ## all that one GPU can tell in 25 minutes, in pieces; writes docs/benchmarks/gpu.md
 	$(BIN)/python -m benchmarks.gpu
 
-docs: $(STAMP)  ## regenerate what is made from the code: the recipe's JSON schema
+docs: $(STAMP)  ## regenerate what is made from the code, and build the pages in build/site, links checked
 	$(BIN)/streamtune schema > docs/recipe.schema.json
+	$(BIN)/python -m tools.reference_pages
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --quiet --strict
 
 conformance: $(STAMP)  ## exactness: tested families, then every causal LM of transformers; writes docs/families.md
 	$(BIN)/python -m pytest -m '' tests/exactness tests/engine
