@@ -16,6 +16,7 @@ from .options import HelpCommand, HelpGroup
 from .plan import plan
 from .probe_max_len import probe_max_len
 from .recipes import recipes
+from .report import report
 from .verify import verify
 
 __all__ = ["app"]
@@ -64,6 +65,7 @@ app.command("plan", cls=HelpCommand, rich_help_panel="Measuring")(plan)
 app.command("bench", cls=HelpCommand, rich_help_panel="Measuring")(bench)
 app.command("probe-max-len", cls=HelpCommand, rich_help_panel="Measuring")(probe_max_len)
 app.command("verify", cls=HelpCommand, rich_help_panel="Measuring")(verify)
+app.command("report", cls=HelpCommand, rich_help_panel="Afterwards")(report)
 app.command("validate", cls=HelpCommand, rich_help_panel="Recipes")(validate)
 app.add_typer(recipes, name="recipes", rich_help_panel="Recipes")
 app.command("schema", cls=HelpCommand, rich_help_panel="Recipes")(schema)

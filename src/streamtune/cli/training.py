@@ -20,6 +20,7 @@ from streamtune.recipe import code_of
 from .console import err, need_output, out, plain, print_rows
 from .plan import describe_plan
 from .ranks import enter_rank, launch_ranks, shown, watch
+from .report import write_report
 
 if TYPE_CHECKING:
     from streamtune.run.train import Run, RunOutcome
@@ -105,7 +106,11 @@ def train_recipe(
             )
             run.watchdog = watchdog
             _print_banner(run)
-            outcome = None if dry_run else train_run(run, out)
+            try:
+                outcome = None if dry_run else train_run(run, out)
+            finally:
+                if not dry_run and run.world.is_main:
+                    write_report(run.directory.path)
             leave_ranks()  # while the watchdog still looks: a rank that does not come is named
     except KeyboardInterrupt:
         err.print("Stopped.")
@@ -220,7 +225,7 @@ def _print_outcome(run: Run, outcome: RunOutcome) -> None:
         rows.append(("speed", f"{outcome.tokens:,} tokens in {outcome.seconds:.0f} s, {rate}"))
     if outcome.moved_aside is not None:
         rows.append(("before", f"the run that was here is now in {outcome.moved_aside}"))
-    rows.append(("curves", f"{folder / 'loss.png'} and metrics.jsonl"))
+    rows.append(("curves", f"{folder / 'report.html'}, loss.png and metrics.jsonl"))
     if outcome.finished:
         rows.append(("model", str(run.directory.final)))
         rows.append(("load it", f"{_loader(run)}.from_pretrained({_load_arguments(run)})"))

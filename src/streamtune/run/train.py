@@ -157,11 +157,21 @@ def _claimed(run: Run) -> Iterator[Path | None]:
         moved_aside = world.main(start.move_aside)
         text = dump_recipe(run.recipe, comment=f"resolved from {run.start.loaded.path}")
         world.main(
-            lambda: held.enter_context(run.directory.claim(start.identity, text, run.backend.config, start.hold))
+            lambda: held.enter_context(
+                run.directory.claim(start.identity, text, run.backend.config, start.hold, _documents(run))
+            )
         )
         if world.size > 1:
             train.check_shared_folder(run.directory.path, world)
         yield moved_aside
+
+
+def _documents(run: Run) -> dict[Path, Mapping[str, Any]]:
+    """Return what the run directory keeps of the plan and of the data."""
+    documents = {run.directory.data: run.prepared.report.to_json()}
+    if run.streamed.memory is not None:
+        documents[run.directory.plan] = run.streamed.memory.to_json()
+    return documents
 
 
 def _train(

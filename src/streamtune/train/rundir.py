@@ -4,6 +4,8 @@ output_dir/
   run.json        what run this is     recipe.yaml     resolved, replayable
   metrics.jsonl   one line a step      events.jsonl    what happened, and when
   loss.png        checkpoints/         final/          the trained model, in Hugging Face format
+  plan.json       what was predicted   data.json       counts and lengths of the rows
+  report.html     all of that on a page, written at the end
   deepspeed.json  its configuration with every value in force, where DeepSpeed trains
   .lock           held by the process that trains, see ``hold``
 """
@@ -75,6 +77,21 @@ class RunDirectory:
         return self.path / "loss.png"
 
     @property
+    def plan(self) -> Path:
+        """The planner's schedule and its prediction, as ``streamtune plan --json`` prints it."""
+        return self.path / "plan.json"
+
+    @property
+    def data(self) -> Path:
+        """Counts of rows and tokens, and the lengths of the rows."""
+        return self.path / "data.json"
+
+    @property
+    def report(self) -> Path:
+        """The page about the run."""
+        return self.path / "report.html"
+
+    @property
     def checkpoints(self) -> Path:
         """The folder of ``step-000100`` ..."""
         return self.path / "checkpoints"
@@ -132,7 +149,7 @@ class RunDirectory:
             ArgumentError: One of its files or folders is a symbolic link, or something else than a file or folder.
         """
         texts = [self.identity, self.recipe, self.deepspeed, self.metrics, self.events, self.loss_plot]
-        texts += [self.path / LOCK, self.path / "completions.jsonl"]
+        texts += [self.plan, self.data, self.report, self.path / LOCK, self.path / "completions.jsonl"]
         folders = [self.checkpoints, self.final, self.path / "logs", self.path / "vllm"]
         files = (*texts, *folders)
         steps = self.checkpoints.iterdir() if self.checkpoints.is_dir() and not self.checkpoints.is_symlink() else ()
@@ -171,6 +188,7 @@ class RunDirectory:
         recipe_yaml: str,
         deepspeed: Mapping[str, Any] = MappingProxyType({}),
         hold: DirectoryHold | None = None,
+        documents: Mapping[Path, Mapping[str, Any]] = MappingProxyType({}),
     ) -> Iterator[None]:
         """Write the identity and recipe of the run, and keep other processes from training in the directory.
 
@@ -179,12 +197,14 @@ class RunDirectory:
             recipe_yaml: The recipe, with every default filled in.
             deepspeed: The configuration of DeepSpeed; empty where it does not train.
             hold: That of this process; without one the directory is held here.
+            documents: Others to write, by their path: what was planned, what the data is.
 
         Raises:
             ArgumentError: Another process is training in it.
             CheckpointError: It cannot be written to.
         """
         texts = {self.identity: json.dumps(identity, indent=1) + "\n", self.recipe: recipe_yaml}
+        texts |= {path: json.dumps(document, indent=1) + "\n" for path, document in documents.items()}
         if deepspeed:
             texts[self.deepspeed] = json.dumps(deepspeed, indent=2) + "\n"
         with nullcontext(hold) if hold is not None else self.hold():

@@ -1,0 +1,86 @@
+"""``streamtune report``: one page about one run or several."""
+
+from __future__ import annotations
+
+import webbrowser
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from streamtune.errors import ArgumentError
+
+from .console import out, print_note
+from .options import option
+
+if TYPE_CHECKING:
+    from streamtune.report import RunRecords
+
+__all__ = ["report", "write_report"]
+
+PAGE = "report.html"
+
+
+def report(
+    runs: Annotated[
+        list[Path],
+        typer.Argument(metavar="RUN...", help="Directories of runs; several are compared.", show_default=False),
+    ],
+    output: Annotated[
+        Path | None, option("FILE", "The page to write; without it, report.html in the run, or here for several runs.")
+    ] = None,
+    open_: Annotated[bool, option(None, "Show the page in the browser.", "--open")] = False,
+) -> None:
+    """Write report.html: curves, memory, speed, samples, events and recipe of runs, in one file without network."""
+    from streamtune.report import read_run
+
+    found = [read_run(run) for run in runs]
+    page = output or (runs[0] / PAGE if len(runs) == 1 else Path(PAGE))
+    write_page(found, page)
+    out.print(f"{page}  {page.stat().st_size / 1024:,.0f} KiB", soft_wrap=True, markup=False)
+    if open_:
+        webbrowser.open(page.resolve().as_uri())
+
+
+def write_page(runs: list[RunRecords], page: Path) -> None:
+    """Write the page about ``runs``; an earlier page is replaced at once, any other file is left alone.
+
+    Raises:
+        ArgumentError: It cannot be written, or there is a file that is no such page.
+    """
+    from streamtune.report import render_page
+    from streamtune.train.staging import replace_file
+
+    text = render_page(runs)
+    try:
+        if page.is_symlink() or (page.exists() and not _is_page(page)):
+            raise ArgumentError(
+                f"{page} is there, and is no page of this command", where="--output", mend="give another --output"
+            )
+        replace_file(page, text.encode("utf-8"), durably=False)
+    except OSError as error:
+        raise ArgumentError(
+            f"{page} cannot be written: {error.strerror or error}", where="--output", mend="give another --output"
+        ) from error
+
+
+def _is_page(page: Path) -> bool:
+    """Return True if a file is a page of this command, or empty."""
+    if not page.is_file():
+        return False
+    with page.open("rb") as file:
+        start = file.read(4096)
+    return not start or (start.startswith(b"<!doctype html>") and b"- StreamTune</title>" in start)
+
+
+def write_report(run: Path) -> Path | None:
+    """Write the page of a run at its end; a failure is a note, for the run is what counts."""
+    from streamtune.report import read_run
+
+    page = run / PAGE
+    try:
+        write_page([read_run(run)], page)
+    except Exception as error:  # whatever is in its files: a page is never the reason why a run fails
+        print_note(f"{page} was not written: {getattr(error, 'what', error)}")
+        return None
+    return page

@@ -1,0 +1,191 @@
+"""Charts as SVG: curves over steps, and bytes by what they are for. Readable in print, without colour, without scripts.
+
+A curve of many points is drawn by the first, lowest, highest and last point of equal parts of its range, so no spike is
+lost.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from html import escape
+
+__all__ = ["STYLES", "Curve", "line_chart", "memory_chart", "thin"]
+
+WIDTH, HEIGHT = 560, 250
+LEFT, RIGHT, TOP, BOTTOM = 62, 14, 12, 40
+PARTS = 220
+"""Parts of a curve, of each of which at most four points are drawn."""
+STYLES = 6
+"""Styles of curves, ``s0`` to ``s5``, which differ in dashes as well as in colour."""
+GIB = 1024**3
+
+Points = Sequence[tuple[float, float]]
+
+
+@dataclass(frozen=True)
+class Curve:
+    """A named curve."""
+
+    name: str
+    points: Points
+    """``(step, value)``, steps ascending."""
+    style: int
+    """The number of its style; the same run has the same one in every chart."""
+    marked: bool = False
+    """True if its points are marked: there are few, as of evaluations."""
+
+
+def thin(points: Points, parts: int = PARTS) -> list[tuple[float, float]]:
+    """Return at most ``4 * parts`` points of a curve: the first, lowest, highest and last of each part."""
+    if len(points) <= 4 * parts:
+        return list(points)
+    kept: list[tuple[float, float]] = []
+    for part in range(parts):
+        some = range(len(points) * part // parts, len(points) * (part + 1) // parts)
+        low = min(some, key=lambda index: points[index][1])
+        high = max(some, key=lambda index: points[index][1])
+        kept += [points[index] for index in sorted({some[0], low, high, some[-1]})]
+    return kept
+
+
+def line_chart(title: str, curves: Sequence[Curve], *, unit: str = "", from_zero: bool = False) -> str:
+    """Return a figure of curves over steps; empty text where no curve has a point.
+
+    Args:
+        title: What is drawn.
+        curves: The curves.
+        unit: Of the values, shown with the title.
+        from_zero: Begin the axis of the values at 0.
+    """
+    curves = [Curve(curve.name, thin(curve.points), curve.style, curve.marked) for curve in curves if curve.points]
+    if not curves:
+        return ""
+    steps = [x for curve in curves for x, _ in curve.points]
+    values = [y for curve in curves for _, y in curve.points]
+    x_ticks = ticks(min(steps), max(steps), 6, whole=True)
+    y_ticks = ticks(min(0.0, *values) if from_zero else min(values), max(values), 5)
+    x_low, x_high = min(steps), max(max(steps), min(steps) + 1)
+    y_low, y_high = y_ticks[0], y_ticks[-1]
+
+    def at_x(x: float) -> float:
+        return LEFT + (x - x_low) / (x_high - x_low) * (WIDTH - LEFT - RIGHT)
+
+    def at_y(y: float) -> float:
+        return HEIGHT - BOTTOM - (y - y_low) / (y_high - y_low) * (HEIGHT - TOP - BOTTOM)
+
+    parts = []
+    for tick in y_ticks:
+        y = at_y(tick)
+        parts.append(f'<line class="grid" x1="{LEFT}" x2="{WIDTH - RIGHT}" y1="{y:.1f}" y2="{y:.1f}"/>')
+        parts.append(f'<text class="tick" x="{LEFT - 8}" y="{y + 4:.1f}" text-anchor="end">{number(tick)}</text>')
+    for tick in x_ticks:
+        if x_low <= tick <= x_high:
+            x = at_x(tick)
+            parts.append(f'<text class="tick" x="{x:.1f}" y="{HEIGHT - 20}" text-anchor="middle">{number(tick)}</text>')
+    parts.append(f'<text class="tick" x="{WIDTH - RIGHT}" y="{HEIGHT - 4}" text-anchor="end">step</text>')
+    for curve in curves:
+        path = " ".join(f"{at_x(x):.1f},{at_y(y):.1f}" for x, y in curve.points)
+        style = f"s{curve.style % STYLES}"
+        if len(curve.points) > 1:
+            parts.append(f'<polyline class="curve {style}" points="{path}"/>')
+        if curve.marked or len(curve.points) == 1:
+            parts += [
+                f'<circle class="mark {style}" cx="{at_x(x):.1f}" cy="{at_y(y):.1f}" r="3.2"/>' for x, y in curve.points
+            ]
+    data = {
+        "box": [LEFT, WIDTH - RIGHT, TOP, HEIGHT - BOTTOM, x_low, x_high, y_low, y_high],
+        "curves": [{"name": curve.name, "points": [[short(x), short(y)] for x, y in curve.points]} for curve in curves],
+    }
+    label = escape(
+        f"{title}: {', '.join(f'{c.name} from {number(c.points[0][1])} to {number(c.points[-1][1])}' for c in curves)}"
+    )
+    drawing = f'<svg viewBox="0 0 {WIDTH} {HEIGHT}" role="img" aria-label="{label}">{"".join(parts)}</svg>'
+    legend = "".join(
+        f'<li><svg class="key" viewBox="0 0 26 10"><line class="curve s{c.style % STYLES}" x1="1" x2="25" y1="5" '
+        f'y2="5"/></svg>{escape(c.name)} <b>{number(c.points[-1][1])}</b></li>'
+        for c in curves
+    )
+    units = f" <small>{escape(unit)}</small>" if unit else ""
+    return (
+        f"<figure data-chart='{escape(json.dumps(data, separators=(',', ':')))}'>"
+        f"<figcaption>{escape(title)}{units}</figcaption>{drawing}<ul class=legend>{legend}</ul></figure>"
+    )
+
+
+def memory_chart(
+    terms: Mapping[str, float], measured: float | None, available: float | None, *, of_process: bool = False
+) -> str:
+    """Return a figure of the predicted bytes by what they are for, above the measured peak.
+
+    Args:
+        terms: Predicted bytes at the peak of a step.
+        measured: The highest measured peak, in bytes; None where nothing was measured.
+        available: Bytes of the device; None where they are not known.
+        of_process: True where the measured peak is that of the whole process, libraries included: on a CPU.
+    """
+    shown = sorted(((name, size) for name, size in terms.items() if size > 0), key=lambda item: -item[1])
+    predicted = sum(size for _, size in shown)
+    longest = max(predicted, measured or 0.0)
+    if longest <= 0:
+        return ""
+    scale = (WIDTH - 8) / longest
+    parts, x = [], 4.0
+    for index, (name, size) in enumerate(shown):
+        wide = size * scale
+        text = escape(f"{name}: {gib(size)}")
+        parts.append(
+            f'<rect class="block b{index % STYLES}" x="{x:.1f}" y="22" width="{max(wide, 0.5):.1f}" height="30">'
+            f"<title>{text}</title></rect>"
+        )
+        if wide > 7.2 * len(name) + 8:
+            parts.append(
+                f'<text class="inside" x="{x + wide / 2:.1f}" y="41" text-anchor="middle">{escape(name)}</text>'
+            )
+        x += wide
+    parts.append(f'<text class="tick" x="4" y="15">predicted, {gib(predicted)}</text>')
+    if measured:
+        what = "measured peak of the process, libraries included" if of_process else "measured peak"
+        parts.append(f'<text class="tick" x="4" y="74">{what}, {gib(measured)}</text>')
+        parts.append(f'<rect class="block measured" x="4" y="80" width="{measured * scale:.1f}" height="18"/>')
+    of = f" <small>of {gib(available)} of the device</small>" if available else ""
+    rows = "".join(f"<tr><td>{escape(name)}</td><td class=n>{gib(size)}</td></tr>" for name, size in shown)
+    return (
+        f"<figure><figcaption>Memory at the peak of a step{of}</figcaption>"
+        f'<svg viewBox="0 0 {WIDTH} {106 if measured else 60}" role="img" aria-label="predicted {gib(predicted)}">'
+        f"{''.join(parts)}</svg><table>{rows}</table></figure>"
+    )
+
+
+def ticks(low: float, high: float, count: int, *, whole: bool = False) -> list[float]:
+    """Return about ``count`` round numbers, the first at or below ``low``, the last at or above ``high``."""
+    if high <= low:
+        high = low + (abs(low) or 1.0)
+    rough = (high - low) / count
+    power = 10.0 ** math.floor(math.log10(rough))
+    step = next(factor * power for factor in (1, 2, 2.5, 5, 10) if factor * power >= rough * 0.999)
+    if whole:
+        step = max(1.0, math.ceil(step))
+    first, last = math.floor(low / step + 1e-9), math.ceil(high / step - 1e-9)
+    return [index * step for index in range(first, max(last, first + 1) + 1)]
+
+
+def number(value: float) -> str:
+    """Format a number for an axis or a legend: at most four digits, thousands separated."""
+    if value == 0:
+        return "0"
+    if abs(value) >= 1e7 or abs(value) < 1e-3:
+        return f"{value:.3g}"
+    return f"{value:,.0f}" if abs(value) >= 1000 else f"{value:.4g}"
+
+
+def short(value: float) -> float:
+    """Return a number with six digits, to keep the page small."""
+    return float(f"{value:.6g}")
+
+
+def gib(size: float) -> str:
+    """Format bytes."""
+    return f"{size / GIB:,.2f} GiB" if size >= GIB else f"{size / 2**20:,.1f} MiB"
