@@ -48,7 +48,7 @@ def test_validate_says_what_a_recipe_does(tmp_path, capsys):
         "  training   LoRA of rank 16 on all-linear; weights in bfloat16",
         "  data       a (1,000 rows at most), b",
         "  length     131,072 tokens; a longer row is refused",
-        "  loss on    the assistant's turns",
+        "  loss on    the assistant's turns, all of a row of text",
         "  batch      8 rows a step (1 at a time)",
         "  optimizer  adamw, learning rate 0.0001, cosine, 10 steps warm-up",
         "  duration   1,500 steps",

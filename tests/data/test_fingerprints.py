@@ -92,11 +92,11 @@ EXPECTED: dict[str, tuple[str, str]] = {
     ),
     "pairs, truncated": (
         "5c14e88e1334acf598d77ed1c5b5b52e5b55bbfd43009ecbf6ca8959d805563c",
-        "8 rows; 3 truncated; 8 to train on; 172 tokens, 68 of them trained; lengths 16 to 30, median 24",
+        "8 rows; 3 truncated; 8 to train on; 172 tokens, 68 of them trained; lengths 16 to 30, median 24 before they were cut",
     ),
     "texts, split": (
         "017ef6e007460dc5e9846013d5ee6f3e3da3930df4810ead9ecffaf6bb7b5cf7",
-        "9 rows; 7 split; 16 to train on; 5 held out; 324 tokens, 303 of them trained; lengths 8 to 64, median 36",
+        "9 rows; 7 split; 16 to train on; 5 held out; 324 tokens, 303 of them trained; lengths 8 to 64, median 36 before they were cut",
     ),
     "texts, dropped": (
         "4e2bcd728e08d1485129931293b6e0396a74c190fe5a200165ce6cdf09fdbd66",

@@ -59,13 +59,18 @@ def plan(
         from streamtune.run.plan import PlanOptions, plan_recipe
 
         options = PlanOptions(device, device_memory, host_memory, disk_memory, length, ranks, nodes)
-        planned = plan_recipe(loaded, options, notify=status.update if err.is_terminal else lambda message: None)
+        planned = plan_recipe(loaded, options, notify=status.update if err.is_terminal else _tell)
     if as_json:
         print_json(_document(planned))
         return
     for note in loaded.notes:
         print_note(note)
     _print_plan(planned)
+
+
+def _tell(message: str) -> None:
+    """Print what takes a while next, where no status line is shown."""
+    err.print(message, soft_wrap=True, markup=False)
 
 
 def _document(planned: RecipePlan) -> dict[str, object]:

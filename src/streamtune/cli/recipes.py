@@ -90,7 +90,11 @@ def schema() -> None:
 OVERLENGTH = {"error": "refused", "truncate": "cut at the end", "drop": "left out", "split": "split into several"}
 ADAPTERS = {"lora": "LoRA", "qlora": "QLoRA"}
 OBJECTIVES = {"sft": "supervised fine-tuning", "dpo": "preferences", "grpo": "rewards"}
-TRAIN_ON = {"assistant": "the assistant's turns", "completion": "the completion", "all": "every token"}
+TRAIN_ON = {
+    "assistant": "the assistant's turns, all of a row of text",
+    "completion": "the completion",
+    "all": "every token",
+}
 
 
 def validate(recipe: RecipeArgument, set_: SetOption = None, json: JsonOption = False) -> None:
@@ -175,7 +179,8 @@ def _dataset(path: str, max_rows: int | None) -> str:
 
 def _batch(recipe: Recipe) -> str:
     rows, micro = recipe.per_device_train_batch_size, recipe.gradient_accumulation_steps
-    return f"{rows * micro:,} rows a step ({rows} at a time)" if rows * micro > 1 else "1 row a step"
+    unit = "packed sequence" if recipe.packing else "row"
+    return f"{rows * micro:,} {unit}s a step ({rows} at a time)" if rows * micro > 1 else f"1 {unit} a step"
 
 
 def _optimizer(recipe: Recipe) -> str:

@@ -222,10 +222,12 @@ def _print_outcome(run: Run, outcome: RunOutcome) -> None:
         rows.append(("skipped", f"{state.skipped:,} of {state.step:,} steps, which were not finite: see events.jsonl"))
     if outcome.tokens > 0:
         rate = f"{outcome.tokens / outcome.seconds:,.0f} tokens/s"
-        rows.append(("speed", f"{outcome.tokens:,} tokens in {outcome.seconds:.0f} s, {rate}"))
+        rows.append(("speed", f"{outcome.tokens:,} tokens in {outcome.seconds:.0f} s, {rate}, all of the run included"))
     if outcome.moved_aside is not None:
         rows.append(("before", f"the run that was here is now in {outcome.moved_aside}"))
-    rows.append(("curves", f"{folder / 'report.html'}, loss.png and metrics.jsonl"))
+    names = ("report.html", "loss.png", "metrics.jsonl")
+    if drawn := [name for name in names if (folder / name).is_file()]:
+        rows.append(("curves", f"{folder / drawn[0]}" + "".join(f", {name}" for name in drawn[1:])))
     if outcome.finished:
         rows.append(("model", str(run.directory.final)))
         rows.append(("load it", f"{_loader(run)}.from_pretrained({_load_arguments(run)})"))

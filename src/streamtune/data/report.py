@@ -53,7 +53,8 @@ class DataReport:
         if self.packs:
             parts.append(f"packed into {self.packs:,} sequences, {self.pack_fill:.1%} full")
         parts.append(f"{self.tokens:,} tokens, {self.supervised_tokens:,} of them trained")
-        parts.append(f"lengths {_range(self.length_percentiles)}")
+        cut = " before they were cut" if self.truncated or self.split else ""
+        parts.append(f"lengths {_range(self.length_percentiles)}{cut}")
         return "; ".join(parts)
 
 

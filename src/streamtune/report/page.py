@@ -181,7 +181,7 @@ def _speed(runs: Sequence[RunRecords], names: Sequence[str]) -> list[str]:
         label = "step" if len(runs) == 1 else name
         steps.append(Curve(label, run.seconds(), index))
         rates.append(Curve(label, run.series("tokens_per_s"), index))
-        memory.append(Curve("peak so far" if len(runs) == 1 else name, run.series("peak_mem_gib"), index))
+        memory.append(Curve("peak of a step" if len(runs) == 1 else name, run.series("peak_mem_gib"), index))
         use.append(Curve(label, run.series("mfu"), index))
         planned = run.plan.get("step_seconds")
         if len(runs) == 1 and isinstance(planned, int | float) and run.seconds():
