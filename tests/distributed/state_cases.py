@@ -81,8 +81,7 @@ def _run(folder: Path, case: dict[str, Any]) -> tuple[bool | None, list[str]]:
     built: Any = build_run(loaded, resume=resume, notify=notes.append)
     exact = None if built.checkpoint is None else _is_as_saved(built)
     outcome = train_run(built, Console(file=io.StringIO()))  # type: ignore[operator]
-    if outcome.sample is not None:
-        notes.append(f"sample: {outcome.sample}")
+    notes += [f"sample: {sample['completion']}" for sample in outcome.samples]
     return exact, notes
 
 

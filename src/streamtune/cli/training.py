@@ -15,7 +15,9 @@ from rich.text import Text
 
 from streamtune.adapters import base_of
 from streamtune.cli.options import read_recipe
-from streamtune.recipe import code_of
+from streamtune.errors import ArgumentError
+from streamtune.network import is_offline
+from streamtune.recipe import LoadedRecipe, code_of
 
 from .console import err, need_output, out, plain, print_rows
 from .plan import describe_plan
@@ -24,6 +26,7 @@ from .report import write_report
 
 if TYPE_CHECKING:
     from streamtune.run.train import Run, RunOutcome
+    from streamtune.train.listeners import Listener, Listeners
 
 
 from .options import HostfileOption, NprocOption, RecipeArgument, SetOption
@@ -87,6 +90,7 @@ def train_recipe(
     overrides = [*(settings or []), *([f"output_dir={json.dumps(str(output_dir))}"] if output_dir else [])]
     loaded = read_recipe(recipe, overrides, objective)
     need_output(dry_run)  # what is trained is in files
+    _check_trackers(loaded)
     if nproc is not None or hostfile is not None:
         raise typer.Exit(launch_ranks(nproc, hostfile, loaded.recipe.device))
     environment = enter_rank()
@@ -95,10 +99,13 @@ def train_recipe(
     try:
         with err.status("loading libraries"):
             from streamtune.run.build import build_run
+            from streamtune.run.device import blame_recipe
             from streamtune.run.ranks import leave_ranks
             from streamtune.run.train import train_run
         for note in loaded.notes:
             _note(note)
+        with blame_recipe(loaded):
+            callbacks = _load_callbacks(loaded, environment.is_main)
         with watch(environment) as watchdog:
             doing = shown(err.status, watchdog)
             run = build_run(
@@ -106,8 +113,9 @@ def train_recipe(
             )
             run.watchdog = watchdog
             _print_banner(run)
+            listeners = None if dry_run else _listeners(loaded, callbacks)
             try:
-                outcome = None if dry_run else train_run(run, out)
+                outcome = None if dry_run else train_run(run, out, listeners)
             finally:
                 if not dry_run and run.world.is_main:
                     write_report(run.directory.path)
@@ -120,6 +128,46 @@ def train_recipe(
         if outcome.failure is not None:
             raise outcome.failure
         raise typer.Exit(outcome.exit_code)
+
+
+def _check_trackers(loaded: LoadedRecipe) -> None:
+    """Refuse trackers that are not installed, before anything is loaded.
+
+    Raises:
+        ArgumentError: With the line of the recipe.
+    """
+    if not loaded.recipe.report_to:
+        return
+    from streamtune.trackers import check_installed
+
+    try:
+        check_installed(loaded.recipe.report_to)
+    except ArgumentError as error:
+        error.where = loaded.where("report_to")
+        raise
+
+
+def _load_callbacks(loaded: LoadedRecipe, main: bool) -> list[Listener]:
+    """Return the callbacks of the recipe; on ranks other than 0 they are imported alone."""
+    recipe = loaded.recipe
+    if not recipe.callbacks:
+        return []
+    from streamtune.run.callbacks import load_callbacks
+
+    if recipe.allow_code and main:
+        _note(f"running the code of {', '.join(recipe.callbacks)}")
+    return load_callbacks(
+        recipe.callbacks, allow_code=recipe.allow_code, directory=loaded.path.parent.absolute(), main=main
+    )
+
+
+def _listeners(loaded: LoadedRecipe, callbacks: Sequence[Listener]) -> Listeners:
+    """Return what is told how the run goes on: trackers, then callbacks."""
+    from streamtune.trackers.reporter import make_reporters
+    from streamtune.train.listeners import Listeners
+
+    trackers = make_reporters(loaded.recipe.report_to, offline=is_offline(), notify=_note, doing=err.status)
+    return Listeners([trackers, *callbacks])
 
 
 def _note(text: str) -> None:
@@ -238,8 +286,8 @@ def _print_outcome(run: Run, outcome: RunOutcome) -> None:
         rows.append(("saved", "nothing: no step was done"))
     out.print(_title(run, outcome), soft_wrap=True)
     print_rows(rows)
-    if outcome.sample is not None and run.recipe.sample is not None:
-        for title, text, style in (("asked", run.recipe.sample.prompt, ""), ("wrote", outcome.sample, "green")):
+    for sample in outcome.samples:
+        for title, text, style in (("asked", sample["prompt"], ""), ("wrote", sample["completion"], "green")):
             out.print(Text(f"  {title}", style="dim"))
             out.print(Text(indent(plain(text.strip("\n")) or "(nothing)", "    "), style=style), soft_wrap=True)
 
@@ -298,10 +346,15 @@ AllowCodeOption = Annotated[
     bool,
     typer.Option(
         "--allow-code",
-        help="Let rewards run code: functions of your own, and what the model writes (`unit_tests`).",
+        help="Let code run that the recipe names: callbacks, rewards of your own, and what the model writes "
+        "(`unit_tests`).",
         show_default=False,
     ),
 ]
+
+
+def _with_code(settings: Sequence[str] | None, allow_code: bool) -> list[str]:
+    return [*(settings or []), *(["allow_code=true"] if allow_code else [])]
 
 
 def sft(
@@ -313,9 +366,12 @@ def sft(
     allow_change: AllowChangeOption = None,
     nproc: NprocOption = None,
     hostfile: HostfileOption = None,
+    allow_code: AllowCodeOption = False,
 ) -> None:
     """Fine-tune a model on the rows of a recipe."""
-    train_recipe("sft", recipe, set_, dry_run, resume, output_dir, allow_change, nproc, hostfile)
+    train_recipe(
+        "sft", recipe, _with_code(set_, allow_code), dry_run, resume, output_dir, allow_change, nproc, hostfile
+    )
 
 
 def dpo(
@@ -327,9 +383,12 @@ def dpo(
     allow_change: AllowChangeOption = None,
     nproc: NprocOption = None,
     hostfile: HostfileOption = None,
+    allow_code: AllowCodeOption = False,
 ) -> None:
     """Train a model to prefer some completions to others."""
-    train_recipe("dpo", recipe, set_, dry_run, resume, output_dir, allow_change, nproc, hostfile)
+    train_recipe(
+        "dpo", recipe, _with_code(set_, allow_code), dry_run, resume, output_dir, allow_change, nproc, hostfile
+    )
 
 
 def grpo(
@@ -344,5 +403,6 @@ def grpo(
     allow_code: AllowCodeOption = False,
 ) -> None:
     """Train a model on rewards of what it writes itself."""
-    settings = [*(set_ or []), *(["allow_code=true"] if allow_code else [])]
-    train_recipe("grpo", recipe, settings, dry_run, resume, output_dir, allow_change, nproc, hostfile)
+    train_recipe(
+        "grpo", recipe, _with_code(set_, allow_code), dry_run, resume, output_dir, allow_change, nproc, hostfile
+    )

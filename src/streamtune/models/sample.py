@@ -23,16 +23,18 @@ def sample_text(
     max_new_tokens: int,
     temperature: float = 0.0,
     seed: int = 0,
+    in_step: bool = False,
 ) -> str:
     """Return the model's continuation of ``prompt``, without special tokens.
 
     Args:
-        model: Not streamed; it is put into evaluation mode.
+        model: Streamed or not; it is put into evaluation mode, and left in it.
         tokenizer: Renders the prompt as a user's message where it has a chat template, and takes it as it is otherwise.
         prompt: What to answer or to continue.
         max_new_tokens: Tokens at most; it stops sooner at the tokenizer's end token.
         temperature: 0 takes the likeliest token at each place.
         seed: Of the draw. The caller's random state is left as it was.
+        in_step: Ranks share the weights and compute each token together, a rank that is done too.
     """
     if tokenizer.chat_template:
         message = [{"role": "user", "content": prompt}]
@@ -49,6 +51,7 @@ def sample_text(
             **inputs,
             **draw,
             max_new_tokens=max_new_tokens,
+            synced_gpus=in_step,
             eos_token_id=tokenizer.eos_token_id,
             pad_token_id=tokenizer.pad_token_id,
         )

@@ -33,10 +33,6 @@ class GrpoRecipe(Recipe):
     reward_weights: Annotated[tuple[float, ...], Field(strict=False)] | None = None
     """A weight for each of `reward_funcs`; without it, all weigh 1. The reward is the weighted sum."""
 
-    allow_code: bool = False
-    """Let rewards run code: functions of your own, and what the model has written (`unit_tests`), the latter in a
-    subprocess with limits on time and memory. `--allow-code` is the same."""
-
     # --- completions -------------------------------------------------------------------------------------------
 
     num_generations: Rows = 8

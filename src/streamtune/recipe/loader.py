@@ -221,7 +221,9 @@ def _find_files(recipe: Recipe, folder: Path, marks: Marks) -> Recipe:
         if value := getattr(recipe, key, None):
             changes[key] = find(value, key)
     if rewards := getattr(recipe, "reward_funcs", None):
-        changes["reward_funcs"] = tuple(_find_reward(spec, folder, marks) for spec in rewards)
+        changes["reward_funcs"] = tuple(_find_code(spec, folder, marks, "reward_funcs") for spec in rewards)
+    if recipe.callbacks:
+        changes["callbacks"] = tuple(_find_code(spec, folder, marks, "callbacks") for spec in recipe.callbacks)
     return recipe.model_copy(update=changes)
 
 
@@ -245,10 +247,10 @@ def names_a_hub(recipe: Recipe) -> bool:
     return any(name is not None and not _exists(Path(name).expanduser()) for name in names)
 
 
-def _find_reward(spec: str, folder: Path, marks: Marks) -> str:
-    """Return a reward in a file with the file's absolute path: the run's own copy of the recipe is elsewhere."""
+def _find_code(spec: str, folder: Path, marks: Marks, key: str) -> str:
+    """Return a reward or callback with its file's absolute path: the run's own copy of the recipe is elsewhere."""
     file, suffix, function = spec.partition(".py:")
-    beside = folder / (_expand(f"{file}.py", marks.where("reward_funcs")) if suffix else Path(spec))
+    beside = folder / (_expand(f"{file}.py", marks.where(key)) if suffix else Path(spec))
     return f"{beside.absolute()}:{function}" if suffix and _exists(beside) else spec
 
 
@@ -271,6 +273,8 @@ def code_of(recipe: Recipe) -> list[str]:
         found.append(f"Python that comes with {recipe.model_name_or_path or 'the tokenizer'} (trust_remote_code)")
     if own := own_rewards(recipe):
         found.append(f"{', '.join(own)} (reward_funcs)")
+    if recipe.callbacks:
+        found.append(f"{', '.join(recipe.callbacks)} (callbacks)")
     if any(spec.partition("(")[0].strip() == "unit_tests" for spec in getattr(recipe, "reward_funcs", ())):
         found.append("what the model writes, in a subprocess with limits (unit_tests)")
     if recipe.allow_pickle:

@@ -93,13 +93,18 @@ class DatasetSpec(Spec):
 
 
 class SampleSpec(Spec):
-    """A prompt that the trained model completes at the end of a run."""
+    """Prompts that the model completes at the end of a run and, with `sample_steps`, while it trains."""
 
-    prompt: Text
-    """The user's message (the beginning of the text for a tokenizer without chat template)."""
+    prompt: Annotated[tuple[Text, ...], Field(min_length=1, strict=False)] | Text
+    """The user's message (the beginning of the text for a tokenizer without chat template), or a list of them."""
 
     max_new_tokens: Count = 64
     """Tokens to write at most."""
+
+    @property
+    def prompts(self) -> tuple[str, ...]:
+        """The prompts, one or several."""
+        return (self.prompt,) if isinstance(self.prompt, str) else self.prompt
 
 
 class Recipe(Spec):
@@ -316,24 +321,31 @@ class Recipe(Spec):
     logging_steps: Count = 1
     """Without a terminal, print a line every so many steps; `metrics.jsonl` has every step."""
 
-    report_to: Annotated[tuple[Text, ...], Field(strict=False)] = ()
-    """Experiment trackers. None in this release: metrics.jsonl and loss.png are always written."""
+    report_to: Annotated[tuple[Literal["tensorboard", "wandb", "mlflow", "trackio"], ...], Field(strict=False)] = ()
+    """Experiment trackers that get what `metrics.jsonl` gets, through their own packages (`pip install
+    'streamtune[trackers]'`). With `--offline` they write local files only."""
 
     sample: SampleSpec | None = None
-    """A prompt to try at the end of the run."""
+    """Prompts to try at the end of the run, and while it trains."""
+
+    sample_steps: Steps = 0
+    """Complete the prompts of `sample` every so many steps, into `samples.jsonl`; 0 does it at the end only. Losses and
+    weights stay what they are without."""
+
+    callbacks: Annotated[tuple[Text, ...], Field(strict=False)] = ()
+    """Classes of your own that are called as the run goes on: `file.py:Name` or `module:Name`, with any of the methods
+    `on_start`, `on_step`, `on_evaluate`, `on_end`. Needs `allow_code`."""
+
+    allow_code: bool = False
+    """Let code run that the recipe names: `callbacks` and, in grpo, reward functions of your own and what the model has
+    written (`unit_tests`), the latter in a subprocess with limits on time and memory. `--allow-code` is the same."""
 
     # --- rules about several keys -----------------------------------------------------------------------------
 
     @field_validator("report_to")
     @classmethod
-    def _trackers_are_later(cls, report_to: tuple[str, ...]) -> tuple[str, ...]:
-        if report_to:
-            raise mistake(
-                f"reporting to '{report_to[0]}' is not in this release",
-                key="report_to",
-                mend="write []; every run writes metrics.jsonl and loss.png",
-            )
-        return report_to
+    def _each_tracker_once(cls, report_to: tuple[str, ...]) -> tuple[str, ...]:
+        return tuple(dict.fromkeys(report_to))
 
     @field_validator("val_size")
     @classmethod
@@ -376,6 +388,12 @@ class Recipe(Spec):
                 f"{self.finetuning_type}",
                 key="quantization",
                 mend="write finetuning_type: qlora, or delete the line",
+            )
+        if self.sample_steps > 0 and self.sample is None:
+            raise mistake(
+                "'sample_steps' needs prompts to complete",
+                key="sample_steps",
+                mend="add sample: {prompt: ...}, or a list: sample: {prompt: [..., ...]}",
             )
         metric = self.metric_for_best_model
         if metric is not None and metric.startswith("eval_") and self.val_size == 0:

@@ -34,6 +34,7 @@ FREE_KEYS = frozenset(
     {
         # Where things go and what is shown,
         "output_dir", "save_steps", "save_total_limit", "eval_steps", "logging_steps", "report_to", "sample",
+        "sample_steps", "callbacks",
         "num_completions_to_print", "save_async", "metric_for_best_model", "greater_is_better", "save_best_limit",
         # what is done about what goes wrong,
         "on_nan", "max_skips", "on_oom",
@@ -262,7 +263,8 @@ def start_run(
                 taken.append(hold)
             identity = directory.read_identity()
             if identity is not None and resume != "never":
-                train.check_records((directory.metrics, directory.path / "completions.jsonl"), directory.events)
+                of_steps = (directory.metrics, directory.samples, directory.path / "completions.jsonl")
+                train.check_records(of_steps, directory.events)
             found = train.find_checkpoint(directory, resume, notify)
             files = fingerprint_tokenizer_files(recipe)
             return identity, None if found is None else (found.path, found.state), files
@@ -346,13 +348,16 @@ def _identify(setup: Setup, before: Mapping[str, Any] | None) -> dict[str, Any]:
     compared["gradient_accumulation_steps"] = setup.micro_batches * setup.world.data_size
     if recipe.objective == "sft":  # runs were started before there was another
         del compared["objective"]
+    if recipe.objective != "grpo":  # elsewhere it decides about callbacks alone, which change no result
+        del compared["allow_code"]
+    unset = {key for key in ("sample_steps", "callbacks") if not getattr(recipe, key)}  # runs are older than these
     if setup.quantization is not None:  # what `auto` became: on another device it is another model
         compared["quantization"] = setup.quantization
     return {
         "run": (before or {}).get("run") or secrets.token_hex(8),
         "recipe": compared,
         "world_size": setup.world.size,
-        "free": recipe.model_dump(mode="json", include=set(FREE_KEYS) - {"output_dir", "datasets"}),
+        "free": recipe.model_dump(mode="json", include=set(FREE_KEYS) - {"output_dir", "datasets", *unset}),
         "versions": {"streamtune": __version__, "torch": torch.__version__, "transformers": transformers.__version__},
     }
 

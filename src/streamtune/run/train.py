@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager, nullcontext, suppress
 from dataclasses import asdict, dataclass, field
 from functools import partial
 from pathlib import Path
@@ -20,7 +20,9 @@ from streamtune.errors import ArgumentError, NonFiniteError
 from streamtune.recipe.schema import Recipe
 from streamtune.recipe.yaml import dump_recipe
 from streamtune.run.engine import Streamed
+from streamtune.run.samples import write_samples
 from streamtune.schedule import Schedule
+from streamtune.secrets import redact, redact_values
 from streamtune.streams import lost_output
 from streamtune.tasks.steps import StepPlan, share_out
 from streamtune.tasks.task import Built, Training
@@ -31,11 +33,8 @@ from streamtune.run.start import Start
 
 __all__ = ["Run", "RunOutcome", "train_run", "train_settings"]
 
-PATIENT = ("saving", "scoring")
-"""Activities of a step that may wait for something outside: a disk, a reward function."""
-
-SAMPLE_TEMPERATURE = 0.3
-"""Of the sample at the end. The likeliest token each time would go in circles where little is learnt yet."""
+PATIENT = ("saving", "scoring", "sampling")
+"""Activities of a step that may wait for something outside: a disk, a reward function, a rank that writes alone."""
 
 
 @dataclass(kw_only=True)
@@ -78,7 +77,8 @@ class RunOutcome:
     """The newest checkpoint."""
     moved_aside: Path | None
     """The directory to which the run was moved that was in the run directory before."""
-    sample: str | None
+    samples: Sequence[Mapping[str, Any]]
+    """What the trained model wrote, by ``prompt`` and ``completion``; empty without sample prompts."""
     records: Sequence[Mapping[str, Any]]
     """The lines of ``metrics.jsonl``, those before a resume included."""
     tokens: int
@@ -100,16 +100,33 @@ class RunOutcome:
         return found[-1] if found else {}
 
 
-def train_run(run: Run, console: Console) -> RunOutcome:
+def train_run(run: Run, console: Console, listeners: train.Listeners | None = None) -> RunOutcome:
     """Train; if the run comes to its end, save the model and let it complete the sample prompt.
 
     Args:
         run: Built from its recipe; used once.
         console: The console that shows progress.
+        listeners: Called by rank 0 with what happens; see :mod:`streamtune.train.listeners`.
 
     Raises:
-        RunError: Training failed; the checkpoints saved before are intact.
+        RunError: Training failed, or a listener did; the checkpoints saved before are intact.
     """
+    listeners = train.Listeners() if listeners is None or not run.world.is_main else listeners
+    ended: dict[str, Any] = {"status": "failed", "step": run.first_step}
+    try:
+        return _train_run(run, console, listeners, ended)
+    except Exception as error:
+        ended |= {"status": "failed", "error": f"{type(error).__name__}: {redact(str(error))}"}
+        if ended.pop("told", False):
+            raise
+        with suppress(Exception):
+            listeners.event("failure", {"error": type(error).__name__, "what": redact(str(error))})
+            listeners.finished(ended)
+        raise
+
+
+def _train_run(run: Run, console: Console, listeners: train.Listeners, ended: dict[str, Any]) -> RunOutcome:
+    """Train; ``ended`` is kept as it is to be passed to the listeners, should this raise."""
     training = run.start.task.training(run)
     directory = run.directory
     before = run.checkpoint.state["progressed"]["tokens"] if run.checkpoint else 0
@@ -121,16 +138,24 @@ def train_run(run: Run, console: Console) -> RunOutcome:
         started = time.perf_counter()
         failures = train.record_failure(directory.events) if world.is_main else nullcontext()
         with train.StopRequest() as stop, failures:
-            progressed = _train(run, training, writer, stop, console)
+            progressed = _train(run, training, writer, stop, console, listeners)
+            ended["step"] = progressed.step
+            run.world.main(listeners.raise_error)
         seconds = time.perf_counter() - started
         finished = progressed.step >= run.plan.total_steps
-        sample = _finish(run, writer) if finished else None
+        samples = _finish(run, writer, listeners) if finished else []
         failure = _skipped_most(run, progressed) if finished else None
         if world.is_main:
             why = {} if finished else {"reason": stop.reason}
             if (lost := lost_output()) is not None:
                 why["output"] = f"lost: {lost.strerror}"
             train.append_event(directory.events, "finish" if finished else "stop", step=progressed.step, **why)
+            listeners.event("finish" if finished else "stop", {"step": progressed.step, **why})
+            ended["status"] = "finished" if finished and failure is None else "failed" if finished else "stopped"
+            ended |= {"error": str(failure)} if failure is not None else {}
+            listeners.finished(ended)
+            ended["told"] = True
+        run.world.main(listeners.raise_error)
         run.backend.close()
         run.closing.close()
     newest = train.checkpoint_path(directory.checkpoints, progressed.step)
@@ -140,7 +165,7 @@ def train_run(run: Run, console: Console) -> RunOutcome:
         exit_code=failure.exit_code if failure is not None else 0 if finished else stop.exit_code,
         checkpoint=newest if newest.exists() else None,
         moved_aside=moved_aside,
-        sample=sample,
+        samples=samples,
         records=train.read_records(directory.metrics),
         tokens=progressed.tokens - before,
         seconds=seconds,
@@ -175,7 +200,12 @@ def _documents(run: Run) -> dict[Path, Mapping[str, Any]]:
 
 
 def _train(
-    run: Run, training: Training, writer: train.ModelWriter, stop: train.StopRequest, console: Console
+    run: Run,
+    training: Training,
+    writer: train.ModelWriter,
+    stop: train.StopRequest,
+    console: Console,
+    listeners: train.Listeners,
 ) -> train.Progressed:
     """Run the training loop, with the optimizer the recipe asks for."""
     recipe, plan, directory = run.recipe, run.plan, run.directory
@@ -183,6 +213,9 @@ def _train(
     world = run.world
     if world.is_main:
         train.append_event(directory.events, "resume" if run.checkpoint else "start", step=first_step)
+        listeners.started(_facts(run))
+        if run.checkpoint:
+            listeners.event("resume", {"step": first_step})
     on_activity = _tell(run.watchdog)
     with train.Progress(console, plan.total_steps, first_step, recipe.logging_steps, on_activity) as progress:
         training.begin(run.backend, progress, stop)
@@ -202,7 +235,29 @@ def _train(
             handle=run.handle,
             world=world,
             next_schedule=partial(_next_schedule, run),
+            sample=partial(write_samples, run, recipe) if recipe.sample_steps else None,
+            listeners=listeners,
         )
+
+
+def _facts(run: Run) -> train.RunFacts:
+    """Return what is known before the first step."""
+    memory, directory = run.streamed.memory, run.directory
+    plan: dict[str, Any] = {"schedule": asdict(run.handle.schedule)}
+    if memory is not None:
+        found = memory.simulation
+        plan |= {"peak_bytes": found.peak_bytes, "host_bytes": found.host_bytes, "step_seconds": memory.step_seconds}
+        plan["terms"] = dict(found.terms)
+    return train.RunFacts(
+        run=str(run.start.identity["run"]),
+        name=directory.path.resolve().name,
+        directory=directory.path.resolve(),
+        step=run.first_step,
+        total_steps=run.plan.total_steps,
+        recipe=redact_values(run.recipe.model_dump(mode="json", exclude_none=True)),
+        versions=dict(run.start.identity["versions"]),
+        plan=redact_values(plan),
+    )
 
 
 def _next_schedule(run: Run, install: bool) -> Schedule | None:
@@ -230,29 +285,21 @@ def _tell(watchdog: Watchdog) -> Callable[[int, str], None]:
     return lambda step, doing: watchdog.at(step, doing, patient=doing.startswith(PATIENT))
 
 
-def _finish(run: Run, writer: train.ModelWriter) -> str | None:
-    """Write ``final/`` and return the model's completion of the sample prompt, if there is one."""
-    world, backend = run.world, run.backend
+def _finish(run: Run, writer: train.ModelWriter, listeners: train.Listeners) -> list[dict[str, Any]]:
+    """Write ``final/`` and return the model's completions of the sample prompts, if there are any."""
+    world, backend, step = run.world, run.backend, run.plan.total_steps
     train.write_final(run.directory.final, writer, world)
-    sample = run.recipe.sample
-    if sample is None:
-        return None
-
-    def say() -> str:
-        return models.sample_text(
-            run.model,
-            run.tokenizer,
-            sample.prompt,
-            max_new_tokens=sample.max_new_tokens,
-            temperature=SAMPLE_TEMPERATURE,
-            seed=run.recipe.seed,
-        )
-
+    if run.recipe.sample is None:
+        return []
     run.handle.remove()
-    if not run.shares_weights:
-        return world.main(say)
-    with backend.called_directly():  # all ranks compute each token together, and draw the same
-        return world.together(say)
+    with backend.called_directly() if run.shares_weights else nullcontext():
+        samples = write_samples(run, run.recipe, step)
+    assert samples is not None, "nothing stops it here"
+    if world.is_main:
+        train.cut_after_step(run.directory.samples, step - 1)  # a run that was at its end before writes them again
+        train.append_records(run.directory.samples, samples)
+        listeners.sampled(samples)
+    return samples
 
 
 def _make_writer(run: Run) -> train.ModelWriter:
@@ -309,6 +356,7 @@ def train_settings(recipe: Recipe, plan: StepPlan, schedule: Schedule) -> train.
         metric_for_best_model=recipe.metric_for_best_model,
         greater_is_better=_greater_is_better(recipe),
         save_best_limit=recipe.save_best_limit if recipe.metric_for_best_model is not None else 0,
+        sample_steps=recipe.sample_steps,
     )
 
 

@@ -7,6 +7,7 @@ from streamtune.train.batch import MicroBatch, StepStream, TreeBatch, counted
 from streamtune.train.checkpoint import Checkpoint, checkpoint_path, supersede
 from streamtune.train.guard import skipped_most
 from streamtune.train.hold import DirectoryHold
+from streamtune.train.listeners import Listener, Listeners, RunFacts
 from streamtune.train.loop import Progressed, train
 from streamtune.train.memory import GIB, is_out_of_memory, peak_memory_bytes
 from streamtune.train.objective import (
@@ -19,7 +20,14 @@ from streamtune.train.objective import (
     evaluating,
 )
 from streamtune.train.progress import Progress, draw_loss, format_duration, format_rate
-from streamtune.train.records import append_event, check_records, read_records, record_failure
+from streamtune.train.records import (
+    append_event,
+    append_records,
+    check_records,
+    cut_after_step,
+    read_records,
+    record_failure,
+)
 from streamtune.train.rng import preserve_rng, seed_everything, use_deterministic_kernels
 from streamtune.train.rundir import (
     FILES,
@@ -32,7 +40,7 @@ from streamtune.train.rundir import (
 from streamtune.train.saver import ModelWriter, write_final
 from streamtune.train.signals import StopRequest
 from streamtune.train.slices import SliceReader, share_out_whole
-from streamtune.train.staging import commit_directory
+from streamtune.train.staging import commit_directory, write_durably
 from streamtune.train.step import TrainSettings
 from streamtune.train.world import World
 
@@ -42,6 +50,8 @@ __all__ = [
     "Backend",
     "Checkpoint",
     "DirectoryHold",
+    "Listener",
+    "Listeners",
     "LocalBackend",
     "MicroBatch",
     "ModelReference",
@@ -51,6 +61,7 @@ __all__ = [
     "Progressed",
     "Reference",
     "RunDirectory",
+    "RunFacts",
     "Score",
     "SliceReader",
     "StepStream",
@@ -60,6 +71,7 @@ __all__ = [
     "TreeBatch",
     "World",
     "append_event",
+    "append_records",
     "autocast",
     "check_records",
     "check_same_run",
@@ -67,6 +79,7 @@ __all__ = [
     "checkpoint_path",
     "commit_directory",
     "counted",
+    "cut_after_step",
     "draw_loss",
     "evaluating",
     "find_checkpoint",
@@ -84,5 +97,6 @@ __all__ = [
     "tell_changes",
     "train",
     "use_deterministic_kernels",
+    "write_durably",
     "write_final",
 ]

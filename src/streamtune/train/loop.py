@@ -17,10 +17,11 @@ from streamtune.train.backend import Backend
 from streamtune.train.batch import MicroBatch, StepStream, counted
 from streamtune.train.checkpoint import Checkpoint, supersede
 from streamtune.train.guard import NextSchedule, StepGuard
+from streamtune.train.listeners import Listeners
 from streamtune.train.memory import GIB, peak_memory_bytes
 from streamtune.train.objective import Objective
 from streamtune.train.progress import LossPlot, Progress
-from streamtune.train.records import append_event, append_record, cut_after_step, cut_events
+from streamtune.train.records import append_event, append_record, append_records, cut_after_step, cut_events
 from streamtune.train.rng import RngState, capture_rng, restore_rng, seed_everything
 from streamtune.train.rundir import RunDirectory
 from streamtune.train.saver import CheckpointSaver, Keep, ModelWriter
@@ -55,6 +56,8 @@ class Progressed:
     """The newest held-out loss."""
     eval_due: bool = False
     """An evaluation at this step is still to be done: it was interrupted."""
+    sample_due: bool = False
+    """The sample prompts are still to be completed at this step: that was interrupted."""
     skipped: int = 0
     """Steps without an update, because something was not finite."""
 
@@ -84,6 +87,8 @@ def train(
     handle: StreamHandle | None = None,
     world: World = World(),  # noqa: B008 (frozen)
     next_schedule: NextSchedule = lambda install: None,
+    sample: Callable[[int, StopRequest], list[dict[str, Any]] | None] | None = None,
+    listeners: Listeners | None = None,
 ) -> Progressed:
     """Train the model of ``backend`` until ``settings.total_steps``, or until ``stop`` is requested.
 
@@ -104,6 +109,9 @@ def train(
         handle: What streams the model; its routers' losses, if it has any, are in the gradient and not in ``loss``.
         world: The ranks that train together: each calls this with its share of the rows, rank 0 writes the files.
         next_schedule: Finds another schedule for the model where memory runs out.
+        sample: Completes the sample prompts after ``settings.sample_steps`` steps each, called by all ranks; it leaves
+            model and random state as they were, and returns None where it was stopped.
+        listeners: Called by rank 0 with what happens. One that raises stops the run, as ``stop`` does.
 
     Returns:
         How far it came.
@@ -115,15 +123,17 @@ def train(
         CheckpointError: A checkpoint cannot be written. The ones before are intact.
     """
     model = backend.model
+    listeners = Listeners() if listeners is None else listeners
     seed_everything(settings.seed, world.rank)
     state = Progressed() if resume_from is None else resume(resume_from, backend, steps, settings.seed, world)
     if world.is_main:  # only now: the checkpoint is loaded whole
         if resume_from is not None:
             supersede(run.checkpoints, state.step)
         cut_after_step(run.metrics, state.step, evaluated=not state.eval_due)
+        cut_after_step(run.samples, state.step - state.sample_due)
         cut_events(run.events, state.step)
     position = Position(capture_rng(), steps.state_dict())
-    saved = state.step, state.eval_due
+    saved = state.step, state.eval_due, state.sample_due
     latest: dict[str, Any] = {}
     plot = LossPlot(run)
     guard = StepGuard(settings, run, device_of(model), next_schedule=next_schedule, world=world)
@@ -159,23 +169,39 @@ def train(
                     tell_missing_metric(settings, latest, state.step, progress)
                     if world.is_main:
                         append_record(run.metrics, {"step": state.step, **found})
+                        listeners.evaluated({"step": state.step, **found})
                         plot.draw()
-            stopped, failed = (count > 0 for count in world.sums([stop.requested, saver.failed]))
+            if state.sample_due and sample is not None:
+                progress.activity("sampling")
+                samples = sample(state.step, stop)
+                if samples is not None:
+                    state = replace(state, sample_due=False)
+                    if world.is_main:
+                        append_records(run.samples, samples)
+                        listeners.sampled(samples)
+                    for each in samples:
+                        progress.sampled(state.step, each["prompt"], each["completion"])
+                progress.activity("")
+            stops = world.sums([stop.requested or listeners.error is not None, saver.failed])
+            stopped, failed = (count > 0 for count in stops)
             if failed:
                 saver.wait_for_last()  # where one rank cannot write no rank can commit: all of them raise
             over = stopped or state.step >= settings.total_steps
             # Also where a run that was stopped in an evaluation has now made up for it: its checkpoint says it is due.
-            if (state.step, state.eval_due) != saved and (over or is_due(state.step, settings.save_steps)):
+            if (state.step, state.eval_due, state.sample_due) != saved and (
+                over or is_due(state.step, settings.save_steps)
+            ):
                 progress.activity("saving")
                 metric = latest.get(settings.metric_for_best_model or "")
                 save(saver, backend, state, position, identity, metric)
-                saved = state.step, state.eval_due
+                saved = state.step, state.eval_due, state.sample_due
             committed = saver.wait() if over else saver.finished()
             if world.is_main:
                 for path in committed:
                     step = int(path.name.removeprefix("step-"))
                     append_event(run.events, "checkpoint", step=step, folder=str(path))
                     progress.saved(step, path)
+                    listeners.saved(step, path)
                 if over:
                     plot.draw(last=True)
             if over:
@@ -227,6 +253,10 @@ def train(
                 skipped=state.skipped + skip,
                 eval_due=validation is not None
                 and (state.step + 1 == settings.total_steps or is_due(state.step + 1, settings.eval_steps)),
+                # The last step's are written by the caller, at the end of every run.
+                sample_due=sample is not None
+                and state.step + 1 < settings.total_steps
+                and is_due(state.step + 1, settings.sample_steps),
             )
             position = Position(capture_rng(), steps.state_dict())
             seconds = time.perf_counter() - started
@@ -251,6 +281,7 @@ def train(
             latest = dict(record)
             if world.is_main:
                 append_record(run.metrics, record)
+                listeners.step(record)
             progress.step(record)
 
 

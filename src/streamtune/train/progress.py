@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import time
 import warnings
 from collections.abc import Callable, Mapping, Sequence
@@ -11,7 +12,7 @@ from io import BytesIO
 from pathlib import Path
 from typing import Any
 
-from rich.cells import cell_len
+from rich.cells import cell_len, set_cell_size
 from rich.console import Console
 from rich.live import Live
 from rich.text import Text
@@ -25,6 +26,10 @@ __all__ = ["LossPlot", "Progress", "draw_loss", "format_duration", "format_rate"
 
 SHOWN = {"reward": "reward", "rewards/accuracies": "accuracy", "rewards/margins": "margin", "kl": "kl"}
 """Metrics of an objective that are shown as it trains, and what they are called there; a file has them all."""
+
+
+SAMPLE_PROMPT, SAMPLE_WIDTH = 24, 80
+"""Columns of a sample's prompt on the screen, and of its completion without a terminal."""
 
 
 @dataclass
@@ -100,6 +105,19 @@ class Progress:
         else:
             self._print_pairs(step=f"{step}/{self.total_steps}", **{f"eval_{name}": v for name, v in shown.items()})
 
+    def sampled(self, step: int, prompt: str, completion: str) -> None:
+        """Report a completion of a sample prompt, cut to one line; ``samples.jsonl`` has all of it."""
+        asked, wrote = shorten(prompt, SAMPLE_PROMPT), " ".join(completion.split())
+        if self.console.is_terminal:
+            left = self.console.width - cell_len(asked) - len(str(self.total_steps)) - 20
+            wrote = shorten(wrote, max(left, 20)) or "(nothing)"
+            self._print_event(step, Text.assemble("wrote ", (wrote, "green"), (f"  to: {asked}", "dim")))
+        else:
+            wrote = json.dumps(shorten(wrote, SAMPLE_WIDTH), ensure_ascii=False)
+            self._print_pairs(
+                step=f"{step}/{self.total_steps}", prompt=json.dumps(asked, ensure_ascii=False), sample=wrote
+            )
+
     def saved(self, step: int, path: object) -> None:
         """Report that a checkpoint is committed."""
         self.activity("")
@@ -166,6 +184,12 @@ def _width(fields: list[tuple[Text, int]]) -> int:
 def _bar(done: int, total: int, width: int) -> Text:
     filled = round(width * done / max(total, 1))
     return Text.assemble(("━" * filled, "green"), ("─" * (width - filled), "bright_black"))
+
+
+def shorten(text: str, width: int) -> str:
+    """Return a text on one line of at most ``width`` columns, with dots where it is cut."""
+    text = " ".join(text.split())
+    return text if cell_len(text) <= width else set_cell_size(text, width - 3).rstrip() + "..."
 
 
 def format_duration(seconds: float | None) -> str:

@@ -16,6 +16,7 @@ from streamtune.train.staging import append_to, write_durably, write_error
 __all__ = [
     "append_event",
     "append_record",
+    "append_records",
     "check_records",
     "cut_after_step",
     "cut_events",
@@ -33,11 +34,20 @@ def append_record(path: Path, record: dict[str, Any]) -> None:
     Raises:
         CheckpointError: It cannot be written.
     """
-    line = json.dumps(record) + "\n"
+    append_records(path, [record])
+
+
+def append_records(path: Path, records: Sequence[dict[str, Any]]) -> None:
+    """Add several lines at once: all of them, or after a crash the first ones.
+
+    Raises:
+        CheckpointError: They cannot be written.
+    """
+    lines = "".join(json.dumps(record) + "\n" for record in records)
     try:
-        append_to(path, line.encode("utf-8"))
+        append_to(path, lines.encode("utf-8"))
     except OSError as error:
-        raise write_error(error, path, needed=len(line), safe="checkpoints saved before are intact") from error
+        raise write_error(error, path, needed=len(lines), safe="checkpoints saved before are intact") from error
 
 
 def append_event(path: Path, event: str, **details: Any) -> None:

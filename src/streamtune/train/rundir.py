@@ -3,6 +3,7 @@
 output_dir/
   run.json        what run this is     recipe.yaml     resolved, replayable
   metrics.jsonl   one line a step      events.jsonl    what happened, and when
+  samples.jsonl   completions of the sample prompts    trackers.json   ids of this run at its trackers
   loss.png        checkpoints/         final/          the trained model, in Hugging Face format
   plan.json       what was predicted   data.json       counts and lengths of the rows
   report.html     all of that on a page, written at the end
@@ -70,6 +71,16 @@ class RunDirectory:
     def events(self) -> Path:
         """The events of the run, with their times."""
         return self.path / "events.jsonl"
+
+    @property
+    def samples(self) -> Path:
+        """The completions of the sample prompts, one line each: step, prompt, completion."""
+        return self.path / "samples.jsonl"
+
+    @property
+    def trackers(self) -> Path:
+        """The ids that the run has at its trackers."""
+        return self.path / "trackers.json"
 
     @property
     def loss_plot(self) -> Path:
@@ -149,8 +160,10 @@ class RunDirectory:
             ArgumentError: One of its files or folders is a symbolic link, or something else than a file or folder.
         """
         texts = [self.identity, self.recipe, self.deepspeed, self.metrics, self.events, self.loss_plot]
-        texts += [self.plan, self.data, self.report, self.path / LOCK, self.path / "completions.jsonl"]
+        texts += [self.plan, self.data, self.report, self.samples, self.trackers]
+        texts += [self.path / LOCK, self.path / "completions.jsonl"]
         folders = [self.checkpoints, self.final, self.path / "logs", self.path / "vllm"]
+        folders += [self.path / name for name in ("tensorboard", "wandb", "mlflow", "trackio")]
         files = (*texts, *folders)
         steps = self.checkpoints.iterdir() if self.checkpoints.is_dir() and not self.checkpoints.is_symlink() else ()
         for path in (*files, *(path for path in steps if path.name.startswith("step-"))):

@@ -72,6 +72,8 @@ class TrainSettings:
     """A name of ``metrics.jsonl``."""
     greater_is_better: bool = False
     save_best_limit: int = 0
+    sample_steps: int = 0
+    """Steps between two completions of the sample prompts; 0 is never."""
     """Checkpoints to keep for their metric, besides the newest."""
 
 

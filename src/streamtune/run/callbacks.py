@@ -1,0 +1,163 @@
+"""Callbacks of a recipe: classes of the user's own that are called as the run goes on.
+
+    class Audit:                                # callbacks: [audit.py:Audit]
+        def on_start(self, run): ...            # before the first step
+        def on_step(self, record): ...          # after a step: its line of metrics.jsonl
+        def on_evaluate(self, record): ...      # after an evaluation: its line of metrics.jsonl
+        def on_end(self, outcome): ...          # at the end, however it came
+
+Each method is optional and gets one dictionary, a copy. Random state, grad mode, working directory and standard streams
+are put back after each call.
+"""
+
+from __future__ import annotations
+
+import re
+import traceback
+from collections.abc import Callable, Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from streamtune import train
+from streamtune.errors import ArgumentError, RunError, did_you_mean
+from streamtune.rewards.spec import import_target, shielded
+from streamtune.train.listeners import Listener, RunFacts
+
+__all__ = ["EVENTS", "Callback", "load_callbacks"]
+
+EVENTS = ("on_start", "on_step", "on_evaluate", "on_end")
+SPEC = re.compile(r"(?P<target>.+?):(?P<name>[A-Za-z_]\w*)")
+
+
+class Callback(Listener):
+    """One object of the user's own, as a listener.
+
+    Args:
+        name: As the recipe writes it, for messages.
+        target: An object with some of :data:`EVENTS` as methods.
+    """
+
+    def __init__(self, name: str, target: Any) -> None:
+        self.name, self.target = name, target
+
+    def started(self, facts: RunFacts) -> None:
+        """Call ``on_start`` with the facts of the run."""
+        self._call("on_start", {**asdict(facts), "directory": str(facts.directory)})
+
+    def step(self, record: dict[str, Any]) -> None:
+        """Call ``on_step``."""
+        self._call("on_step", record)
+
+    def evaluated(self, record: dict[str, Any]) -> None:
+        """Call ``on_evaluate``."""
+        self._call("on_evaluate", record)
+
+    def finished(self, outcome: dict[str, Any]) -> None:
+        """Call ``on_end``."""
+        self._call("on_end", outcome)
+
+    def _call(self, event: str, payload: dict[str, Any]) -> None:
+        """Call a method if there is one.
+
+        Raises:
+            RunError: It raised an error, or left by ``sys.exit``; with the line of its file.
+        """
+        method: Callable[[dict[str, Any]], Any] | None = getattr(self.target, event, None)
+        if method is None:
+            return
+        try:
+            with train.preserve_rng(), shielded():
+                method(payload)
+        except (Exception, SystemExit) as error:
+            raise RunError(
+                f"{event} of the callback {self.name} raised {type(error).__name__}: {error}",
+                where=_line_of(error),
+                mend="mend it, or take it out of callbacks, and run the same command again: the run goes on from its "
+                "last checkpoint",
+            ) from error
+
+
+def load_callbacks(specs: Sequence[str], *, allow_code: bool, directory: Path, main: bool) -> list[Listener]:
+    """Import the callbacks of a recipe, and make an object of each class on rank 0.
+
+    Args:
+        specs: Each ``file.py:Name`` or ``module:Name``.
+        allow_code: True if code that the recipe names may run.
+        directory: Where relative paths start and modules may lie.
+        main: True on rank 0; on other ranks the code is imported and not called, so that all fail alike.
+
+    Returns:
+        The listeners; none on ranks other than 0.
+
+    Raises:
+        ArgumentError: There is no such class, it has none of the four methods, or code may not run. ``where`` is
+            ``callbacks.N``.
+    """
+    found: list[Listener] = []
+    for number, spec in enumerate(specs):
+        where = f"callbacks.{number}"
+        if not allow_code:
+            raise ArgumentError(
+                f"the callback '{spec}' is Python code that the recipe names, and it would run here",
+                where=where,
+                mend="read it; if it is yours, or you trust it, run with --allow-code or set allow_code: true",
+            )
+        match = SPEC.fullmatch(spec.strip())
+        if match is None:
+            raise ArgumentError(f"'{spec}' names no callback", where=where, mend="write file.py:Name or module:Name")
+        try:
+            module = import_target(match["target"], directory)
+        except ArgumentError as error:
+            if error.where == "reward_funcs":  # the importer's own word for the recipe's key
+                error.where = where
+            error.mend = error.mend.replace(":function", ":Name")
+            raise
+        target = getattr(module, match["name"], None)
+        if target is None:
+            names = [name for name, value in vars(module).items() if isinstance(value, type)]
+            raise ArgumentError(
+                f"{match['target']} has no class '{match['name']}'",
+                where=where,
+                mend=did_you_mean(match["name"], names) or f"it has: {', '.join(names) or 'none'}",
+            )
+        _check_methods(spec, target, where)
+        if main:
+            found.append(Callback(spec, _made(spec, target, where)))
+    return found
+
+
+def _check_methods(spec: str, target: Any, where: str) -> None:
+    """Refuse what has none of the methods, or one that looks like a slip of the pen.
+
+    Raises:
+        ArgumentError: It names the nearest method.
+    """
+    named = [name for name in dir(target) if name.startswith("on_") and callable(getattr(target, name))]
+    unknown = [name for name in named if name not in EVENTS]
+    if unknown or not named:
+        what = f"has '{unknown[0]}', which is never called" if unknown else "has none of the methods of a callback"
+        mend = did_you_mean(unknown[0], EVENTS) if unknown else ""
+        raise ArgumentError(
+            f"the callback {spec} {what}", where=where, mend=mend or f"define any of {', '.join(EVENTS)}"
+        )
+
+
+def _made(spec: str, target: Any, where: str) -> Any:
+    if not isinstance(target, type):
+        return target  # an object of the module
+    try:
+        with train.preserve_rng(), shielded():
+            return target()
+    except (Exception, SystemExit) as error:
+        raise ArgumentError(
+            f"making the callback {spec} raised {type(error).__name__}: {error}", where=_line_of(error) or where
+        ) from error
+
+
+def _line_of(error: BaseException) -> str:
+    """Return ``file:line`` of the callback's own code: the last place that is neither ours nor a library's."""
+    frames = [frame for frame in traceback.extract_tb(error.__traceback__) if frame.filename != __file__]
+    own = [frame for frame in frames if "site-packages" not in frame.filename and "/lib/python" not in frame.filename]
+    last = (own or frames)[-1:]
+    return f"{last[0].filename}:{last[0].lineno}" if last else ""

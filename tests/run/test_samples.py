@@ -1,0 +1,149 @@
+"""Samples while a run trains: the run is, bit for bit, the one without them."""
+
+from __future__ import annotations
+
+import json
+import signal
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from streamtune.train import StopRequest
+from tests.distributed.rank_group import run_ranks
+from tests.sft_kit import FIXED, QWEN3, RECIPE, run, write_recipe, write_rows
+
+TINY: dict[str, Any] = {
+    **RECIPE,
+    "model": {"init": {**QWEN3, "attention_dropout": 0.1}},
+    "max_length": 256,
+    "val_size": 4,
+    "engine": FIXED,
+    "gradient_accumulation_steps": 3,
+    "max_steps": 6,
+    "save_steps": 2,
+    "save_total_limit": 9,
+    "eval_steps": 3,
+    "sample": {"prompt": ["Add 3 and 4.", "Add 1."], "max_new_tokens": 6},
+}
+TIMINGS = ("tokens_per_s", "peak_mem_gib")
+
+
+@pytest.fixture
+def sft(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., int]:
+    monkeypatch.chdir(tmp_path)
+    write_rows(tmp_path, 20)
+    write_recipe(tmp_path, TINY)
+    return run
+
+
+def lines(folder: str, name: str = "metrics.jsonl") -> list[dict[str, Any]]:
+    found = [json.loads(line) for line in Path(folder, name).read_text().splitlines()]
+    return [{key: value for key, value in record.items() if key not in TIMINGS} for record in found]
+
+
+def states(folder: str) -> list[tuple[str, dict[str, torch.Tensor]]]:
+    """Weights, optimizer and random state of every checkpoint, and the final model."""
+    files = [*sorted(Path(folder).glob("checkpoints/**/*.safetensors")), Path(folder, "final/model.safetensors")]
+    return [(str(path.relative_to(folder)), load_file(path)) for path in files]
+
+
+def same(first: str, second: str) -> None:
+    ours, theirs = states(first), states(second)
+    assert [name for name, _ in ours] == [name for name, _ in theirs]
+    assert any("rng" in name or "rng" in " ".join(tensors) for name, tensors in ours), "the random state is compared"
+    for (name, mine), (_, other) in zip(ours, theirs, strict=True):
+        assert mine.keys() == other.keys()
+        assert all(torch.equal(mine[key], other[key]) for key in mine), name
+
+
+def test_a_run_with_samples_is_bit_for_bit_the_run_without(
+    sft: Callable[..., int], capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert sft("--output-dir", "plain") == 0
+    assert sft("--output-dir", "sampled", "--set", "sample_steps=1") == 0
+    assert lines("sampled") == lines("plain")
+    same("sampled", "plain")
+    written = lines("sampled", "samples.jsonl")
+    assert [(each["step"], each["prompt"]) for each in written] == [
+        (step, prompt) for step in range(1, 7) for prompt in TINY["sample"]["prompt"]
+    ]
+    assert all(each.keys() == {"step", "prompt", "completion"} for each in written)
+    assert lines("plain", "samples.jsonl") == written[-2:], "at the end they are written in any case"
+    shown = capsys.readouterr().out
+    assert 'step=2/6 prompt="Add 1." sample="' in shown
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("kind", ["full", "lora", "bf16"])
+def test_it_is_so_across_a_resumption_too(sft: Callable[..., int], kind: str) -> None:
+    more = {"full": [], "lora": ["finetuning_type=lora", "lora_dropout=0.1", "lora_r=4"], "bf16": ["bf16=true"]}[kind]
+    sets = [part for setting in more for part in ("--set", setting)]
+    assert sft("--output-dir", "plain", *sets) == 0
+    assert sft("--output-dir", "whole", "--set", "sample_steps=2", *sets) == 0
+    assert lines("whole") == lines("plain")
+    if kind != "lora":
+        same("whole", "plain")
+    for step in (2, 4):
+        folder, checkpoint = f"from-{step}", f"whole/checkpoints/step-{step:06d}"
+        assert sft("--output-dir", folder, "--resume", checkpoint, "--set", "sample_steps=2", *sets) == 0
+        assert lines(folder) == [record for record in lines("plain") if record["step"] > step]
+        assert lines(folder, "samples.jsonl") == [s for s in lines("whole", "samples.jsonl") if s["step"] > step]
+
+
+@pytest.mark.full
+def test_samples_after_the_checkpoint_are_cut_and_written_again(
+    sft: Callable[..., int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Stopped while it samples after step 3: the checkpoint says that step 3's samples are due, and they come once."""
+    whole = ("--set", "sample_steps=1", "--set", "max_steps=4", "--set", "save_steps=0")
+    assert sft("--output-dir", "whole", *whole) == 0
+    from streamtune.run import train as run_train
+
+    plain = run_train.write_samples
+
+    def interrupted(built: Any, recipe: Any, step: int, stop: StopRequest | None = None) -> Any:
+        if step == 3:
+            signal.raise_signal(signal.SIGINT)
+        return plain(built, recipe, step, stop)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(run_train, "write_samples", interrupted)
+        assert sft("--output-dir", "split", *whole) == 130
+    assert [each["step"] for each in lines("split", "samples.jsonl")] == [1, 1, 2, 2]
+    with Path("split/samples.jsonl").open("a") as file:  # as if it had been killed after a later step
+        file.write('{"step": 4, "prompt": "?", "completion": "lost"}\n{"step": 5, "pro')
+    assert sft("--output-dir", "split", *whole) == 0
+    assert lines("split", "samples.jsonl") == lines("whole", "samples.jsonl")
+    assert lines("split") == lines("whole")
+
+
+@pytest.mark.full
+def test_ranks_sample_together_and_train_the_same(tmp_path: Path) -> None:
+    """Rank 0 alone where each has the whole model, all of them in step where they share the weights."""
+    write_rows(tmp_path, 24)
+    steps = {"max_steps": 4, "train_batch_size": 4, "gradient_accumulation_steps": 1, "val_size": 0, "eval_steps": 0}
+    model = {"init": {**QWEN3, "attention_dropout": 0.0}}
+    recipe = {key: value for key, value in {**TINY, **steps, "model": model}.items() if key != "sample"}
+    del recipe["gradient_accumulation_steps"]
+    write_recipe(tmp_path, {**recipe, "device": "cpu"})
+    cases = [
+        {"folder": str(tmp_path), "layout": layout, "output": f"{layout}-{name}", "settings": settings}
+        for layout in ("ddp", "fsdp", "zero3")
+        for name, settings in (
+            ("plain", {}),
+            ("sampled", {"sample": {"prompt": ["Add 3.", "Add 40 and 2."], "max_new_tokens": 5}, "sample_steps": 1}),
+        )
+    ]
+    found = {json.loads(case)["output"]: result for case, result in
+             run_ranks(2, "tests.distributed.state_cases", cases).items()}  # fmt: skip
+    for layout in ("ddp", "fsdp", "zero3"):
+        plain, sampled = found[f"{layout}-plain"], found[f"{layout}-sampled"]
+        assert sampled["losses"] == plain["losses"]
+        assert len(sampled["losses"]) == 4
+        assert sampled["final"] == plain["final"]
+        written = lines(str(tmp_path / f"{layout}-sampled"), "samples.jsonl")
+        assert [each["step"] for each in written] == [1, 1, 2, 2, 3, 3, 4, 4]
