@@ -12,6 +12,7 @@ from streamtune.cli.training import dpo, grpo, sft
 
 from .bench import bench
 from .env import env
+from .evaluate import evaluate
 from .options import HelpCommand, HelpGroup
 from .plan import plan
 from .probe_max_len import probe_max_len
@@ -61,6 +62,7 @@ def streamtune(
 app.command("sft", cls=HelpCommand, rich_help_panel="Training")(sft)
 app.command("dpo", cls=HelpCommand, rich_help_panel="Training")(dpo)
 app.command("grpo", cls=HelpCommand, rich_help_panel="Training")(grpo)
+app.command("eval", cls=HelpCommand, rich_help_panel="Measuring")(evaluate)
 app.command("plan", cls=HelpCommand, rich_help_panel="Measuring")(plan)
 app.command("bench", cls=HelpCommand, rich_help_panel="Measuring")(bench)
 app.command("probe-max-len", cls=HelpCommand, rich_help_panel="Measuring")(probe_max_len)

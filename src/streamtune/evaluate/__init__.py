@@ -1,0 +1,1 @@
+"""Evaluate a trained model on a recipe's data, streamed as training streams."""
