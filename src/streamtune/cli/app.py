@@ -13,6 +13,8 @@ from streamtune.cli.training import dpo, grpo, sft
 from .bench import bench
 from .env import env
 from .evaluate import evaluate
+from .export import export
+from .generate import generate
 from .options import HelpCommand, HelpGroup
 from .plan import plan
 from .probe_max_len import probe_max_len
@@ -62,11 +64,13 @@ def streamtune(
 app.command("sft", cls=HelpCommand, rich_help_panel="Training")(sft)
 app.command("dpo", cls=HelpCommand, rich_help_panel="Training")(dpo)
 app.command("grpo", cls=HelpCommand, rich_help_panel="Training")(grpo)
-app.command("eval", cls=HelpCommand, rich_help_panel="Measuring")(evaluate)
 app.command("plan", cls=HelpCommand, rich_help_panel="Measuring")(plan)
 app.command("bench", cls=HelpCommand, rich_help_panel="Measuring")(bench)
 app.command("probe-max-len", cls=HelpCommand, rich_help_panel="Measuring")(probe_max_len)
 app.command("verify", cls=HelpCommand, rich_help_panel="Measuring")(verify)
+app.command("generate", cls=HelpCommand, rich_help_panel="Afterwards")(generate)
+app.command("eval", cls=HelpCommand, rich_help_panel="Afterwards")(evaluate)
+app.command("export", cls=HelpCommand, rich_help_panel="Afterwards")(export)
 app.command("report", cls=HelpCommand, rich_help_panel="Afterwards")(report)
 app.command("validate", cls=HelpCommand, rich_help_panel="Recipes")(validate)
 app.add_typer(recipes, name="recipes", rich_help_panel="Recipes")

@@ -279,6 +279,7 @@ def _print_outcome(run: Run, outcome: RunOutcome) -> None:
     if outcome.finished:
         rows.append(("model", str(run.directory.final)))
         rows.append(("load it", f"{_loader(run)}.from_pretrained({_load_arguments(run)})"))
+        rows.append(("use it", f"streamtune generate {folder}; streamtune export {folder} OUT"))
     elif outcome.checkpoint is not None:
         rows.append(("saved", str(outcome.checkpoint)))
         rows.append(("go on", "run the same command again"))

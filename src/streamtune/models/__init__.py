@@ -18,6 +18,7 @@ from streamtune.models.export import (
     save_copied,
     save_gathered,
     save_pretrained,
+    write_shards,
 )
 from streamtune.models.load import (
     ParameterCount,
@@ -74,4 +75,5 @@ __all__ = [
     "set_chat_template",
     "small_like",
     "train_tokenizer",
+    "write_shards",
 ]

@@ -29,7 +29,15 @@ from torch import Tensor
 from transformers.core_model_loading import revert_weight_conversion
 from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME
 
-__all__ = ["SavedTokenizer", "copy_gathered", "copy_weights", "save_copied", "save_gathered", "save_pretrained"]
+__all__ = [
+    "SavedTokenizer",
+    "copy_gathered",
+    "copy_weights",
+    "save_copied",
+    "save_gathered",
+    "save_pretrained",
+    "write_shards",
+]
 
 
 class SavedTokenizer:
@@ -180,7 +188,7 @@ def _write(
     if hasattr(model, "peft_config"):
         model.save_pretrained(folder, state_dict={name: x.contiguous() for name, x in saved})
     else:
-        _write_shards(model, saved, folder, shard_bytes)
+        write_shards(model, saved, folder, shard_bytes)
         _write_configuration(model, folder)
     tokenizer.save_pretrained(folder)
 
@@ -197,8 +205,18 @@ def _whole(found: Iterator[tuple[str, Tensor | None]]) -> Iterator[tuple[str, Te
         yield name, values
 
 
-def _write_shards(model: Any, saved: Iterator[tuple[str, Tensor]], folder: Path, shard_bytes: int) -> None:
-    """Write the weights in safetensors, with an index if there are several files."""
+def write_shards(
+    model: Any, saved: Iterable[tuple[str, Tensor]], folder: Path, shard_bytes: int, *, untied: bool = False
+) -> None:
+    """Write weights in safetensors, under the names that ``save_pretrained`` gives them; an index if files are several.
+
+    Args:
+        model: The model that the weights belong to, without adapters; its own are not looked at.
+        saved: Names of parameters and buffers with their values, those of a layer next to each other.
+        folder: The folder to write into, which exists.
+        shard_bytes: Most bytes of a file; a single larger tensor is a file of its own.
+        untied: Write both of two weights that the model ties, which differ.
+    """
     held: dict[str, Tensor] = {}
     written: list[list[str]] = []
     total = 0
@@ -210,7 +228,7 @@ def _write_shards(model: Any, saved: Iterator[tuple[str, Tensor]], folder: Path,
         held = {}
 
     for group in _layers(saved):
-        for name, values in _as_saved(model, group).items():
+        for name, values in _as_saved(model, group, untied).items():
             if held and sum(x.nbytes for x in held.values()) + values.nbytes > shard_bytes:
                 flush()
             held[name] = values.contiguous()
@@ -269,9 +287,9 @@ def _layer(name: str) -> str:
     return match[0] if match else name
 
 
-def _as_saved(model: Any, group: dict[str, Tensor]) -> dict[str, Tensor]:
+def _as_saved(model: Any, group: dict[str, Tensor], untied: bool = False) -> dict[str, Tensor]:
     """Return tensors with names and shapes as ``save_pretrained`` writes them; of tied weights, only one."""
-    tied = getattr(model, "all_tied_weights_keys", None) or {}
+    tied = {} if untied else getattr(model, "all_tied_weights_keys", None) or {}
     ignored = set(model._keys_to_ignore_on_save or ())
     kept = {tied.get(name, name): values for name, values in group.items() if name not in ignored}
     converted: dict[str, Tensor] = revert_weight_conversion(model, kept)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from streamtune.rollout.generate import TransformersWriter
+from streamtune.rollout.generate import TransformersWriter, end_tokens
 from streamtune.rollout.select import PROMPT_CHOICES, PassRates, PromptPicker
 from streamtune.rollout.vllm import VllmWriter, check_vllm
 from streamtune.rollout.writer import Completion, Sampling, Writer, WritingStopped
@@ -18,4 +18,5 @@ __all__ = [
     "Writer",
     "WritingStopped",
     "check_vllm",
+    "end_tokens",
 ]

@@ -25,7 +25,7 @@ from transformers.cache_utils import LinearAttentionCacheLayerMixin
 from streamtune.adapters import base_of
 from streamtune.rollout.writer import Completion, Sampling, WritingStopped, ended
 
-__all__ = ["TransformersWriter"]
+__all__ = ["TransformersWriter", "end_tokens"]
 
 
 class TransformersWriter:
@@ -39,6 +39,7 @@ class TransformersWriter:
         max_rows: Completions written at a time: their keys and values are in memory together.
         computing: A context for everything the model computes, such as autocast.
         stop: Called before each token; True stops the writing early, as completions may take minutes.
+        streamer: Gets the tokens of a single row as they are written, as ``generate`` hands them to one.
         longest: Where ranks share the weights and each token is computed by all of them in step: the largest of a
             number over the ranks, called by all together. They have as many prompts each. None where each rank writes
             by itself.
@@ -54,6 +55,7 @@ class TransformersWriter:
         max_rows: int,
         computing: Callable[[], AbstractContextManager[Any]] = nullcontext,
         stop: Callable[[], bool] = lambda: False,
+        streamer: Any = None,
         longest: Callable[[int], int] | None = None,
     ) -> None:
         self.model: PreTrainedModel = base_of(model)
@@ -61,7 +63,7 @@ class TransformersWriter:
         self.pad_token_id = pad_token_id
         self.prefill_chunk_size = prefill_chunk_size
         self.max_rows = max_rows
-        self.computing, self.stop, self.longest = computing, stop, longest
+        self.computing, self.stop, self.longest, self.streamer = computing, stop, longest, streamer
         self.shares_prompts = _keeps_only_keys(self.model)
         """True if a prompt is read once; False if it is repeated for each of its completions."""
 
@@ -84,7 +86,8 @@ class TransformersWriter:
         cache = self._read(ids_PT, mask_PT) if self.shares_prompts and ids_PT.shape[1] > 1 else None
         given: dict[str, Any] = {}
         if cache is not None:
-            cache.batch_repeat_interleave(repeats)
+            if repeats > 1:
+                cache.batch_repeat_interleave(repeats)
             given["past_key_values"] = cache
         ids_NT, mask_NT = ids_PT.repeat_interleave(repeats, dim=0), mask_PT.repeat_interleave(repeats, dim=0)
         output: Any = self.model.generate(
@@ -93,6 +96,7 @@ class TransformersWriter:
             # In step, a rank whose rows are done goes on computing and asks nobody.
             stopping_criteria=StoppingCriteriaList([_WhenAsked(self.stop)] if self.longest is None else []),
             synced_gpus=self.longest is not None,
+            streamer=self.streamer,
             **given,
         )
         if self.stop():
@@ -109,14 +113,27 @@ class TransformersWriter:
         device = self.model.device
         return torch.tensor(ids, device=device), torch.tensor(mask, device=device)
 
-    def _read(self, ids_PT: Tensor, mask_PT: Tensor) -> DynamicCache:
-        """Return a cache with the keys and values of all tokens but the last."""
+    def _read(self, ids_PT: Tensor, mask_PT: Tensor, cache: DynamicCache | None = None, done: int = 0) -> DynamicCache:
+        """Return a cache with the keys and values of all tokens but the last.
+
+        Args:
+            ids_PT: Token ids.
+            mask_PT: 0 where they are padding.
+            cache: A cache that has the first ``done`` of them; None makes one.
+            done: Tokens that need not be read.
+
+        Raises:
+            WritingStopped: A stop was requested between two chunks.
+        """
         decoder: Any = getattr(self.model, self.model.base_model_prefix)
         takes_positions = "position_ids" in inspect.signature(type(decoder).forward).parameters
-        cache = DynamicCache(config=self.model.config)
+        cache = DynamicCache(config=self.model.config) if cache is None else cache
         positions_PT = (mask_PT.cumsum(dim=1) - 1).clamp_min(0)
         last = ids_PT.shape[1] - 1
-        for start in range(0, last, self.prefill_chunk_size):
+        for start in range(done, last, self.prefill_chunk_size):
+            if self.longest is None and self.stop():
+                raise WritingStopped
+            self.on_read(start, last)
             stop = min(start + self.prefill_chunk_size, last)
             given = {"position_ids": positions_PT[:, start:stop]} if takes_positions else {}
             # Where ranks share the weights, those outside of the layers are whole only in a call of the whole model.
@@ -128,7 +145,11 @@ class TransformersWriter:
                 use_cache=True,
                 **given,
             )
+        self.on_read(last, last)
         return cache
+
+    def on_read(self, done: int, total: int) -> None:
+        """Do nothing; called before each chunk of prompts and after the last, with the tokens read so far and all."""
 
     @contextmanager
     def _writing(self, sampling: Sampling) -> Iterator[None]:
@@ -152,6 +173,13 @@ class TransformersWriter:
         finally:
             self.model.generation_config = before
             self.model.train(training)
+
+
+def end_tokens(model: nn.Module, tokenizer: Any) -> list[int]:
+    """Return the tokenizer's end token, and those at which the model's generation config ends."""
+    configured = getattr(base_of(model).generation_config, "eos_token_id", None)
+    listed = configured if isinstance(configured, list) else [configured]
+    return sorted({token for token in (*listed, tokenizer.eos_token_id) if token is not None})
 
 
 class _WhenAsked(StoppingCriteria):

@@ -244,7 +244,7 @@ def _adapted(recipe: Recipe, model: Any) -> Any:
     """Add new adapters to the model, unless all of it is trained.
 
     Raises:
-        ArgumentError: All of it is to be trained, and it came quantised or frozen under adapters.
+        ArgumentError: It came with adapters, or all of it is to be trained and it came quantised.
     """
     if recipe.finetuning_type == "full":
         if kind := models.quantization(model):
@@ -258,10 +258,16 @@ def _adapted(recipe: Recipe, model: Any) -> Any:
             raise ArgumentError(
                 f"{recipe.model_name_or_path} holds adapters over a frozen base, and all weights are to be trained",
                 where="model_name_or_path",
-                mend="merge them into their base (peft: merge_and_unload()) and name that folder, or write "
-                "finetuning_type: lora",
+                mend=f"merge them into their base, `streamtune export {recipe.model_name_or_path} OUT`, and name OUT",
             )
         return model
+    if getattr(model, "_hf_peft_config_loaded", False):
+        raise ArgumentError(
+            f"{recipe.model_name_or_path} holds adapters, and new ones would take their place: what they learnt would "
+            "be lost",
+            where="model_name_or_path",
+            mend=f"merge them into their base, `streamtune export {recipe.model_name_or_path} OUT`, and name OUT",
+        )
     return models.add_lora(
         model,
         r=recipe.lora_r,

@@ -17,7 +17,6 @@ import torch
 from torch import nn
 
 from streamtune import data, models, optim, rollout, train
-from streamtune.adapters import base_of
 from streamtune.objectives import POLICY_LOSSES, check_policy, group_advantages
 from streamtune.recipe.grpo import GrpoRecipe
 from streamtune.rewards import Rewards
@@ -389,7 +388,7 @@ def _learning_rate(recipe: GrpoRecipe, plan: StepPlan) -> Callable[[int], float]
 
 def _make_writer(recipe: GrpoRecipe, built: Built) -> rollout.Writer:
     """Return the object that writes completions: vLLM, or the model itself."""
-    ends = _end_tokens(built.model, built.tokenizer)
+    ends = rollout.end_tokens(built.model, built.tokenizer)
 
     @contextmanager
     def computing() -> Iterator[None]:
@@ -415,11 +414,3 @@ def _make_writer(recipe: GrpoRecipe, built: Built) -> rollout.Writer:
         computing=computing,
         longest=built.world.largest if built.shares_weights else None,
     )
-
-
-def _end_tokens(model: Any, tokenizer: PreTrainedTokenizerBase) -> list[int]:
-    """Return the tokenizer's end token, and those at which the model's generation config ends."""
-    base = base_of(model)
-    configured = getattr(base.generation_config, "eos_token_id", None)
-    listed = configured if isinstance(configured, list) else [configured]
-    return sorted({token for token in (*listed, tokenizer.eos_token_id) if token is not None})

@@ -1,0 +1,236 @@
+"""The weights of a model with its adapters merged, one module after another.
+
+Peft's own rules merge, so every kind of adapter that it can merge is covered: LoRA on linear layers, embeddings,
+convolutions and stacked experts, DoRA, modules saved whole, and adapters on adapters. They are applied to a copy of one
+module's weights at a time, in fp32 and out of any quantisation; the copy is rounded once, to the dtype that is written.
+The model itself is left as it is:
+
+    for name, weight in merged_weights(model):      # "model.layers.0.self_attn.q_proj.weight", [out, in]
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from streamtune.adapters import base_of
+from streamtune.errors import ArgumentError
+
+__all__ = [
+    "adapted_modules",
+    "dequantised",
+    "inner_module",
+    "is_quantised",
+    "merged_parameters",
+    "merged_weights",
+    "must_untie",
+]
+
+QUANTISED = ("Params4bit", "Int8Tensor")
+"""Classes of a quantised weight: of bitsandbytes, and of torchao."""
+
+
+def is_quantised(weight: Any) -> bool:
+    """Return True if a parameter holds packed or scaled integers."""
+    return type(weight).__name__ in QUANTISED
+
+
+def dequantised(weight: Any, dtype: torch.dtype = torch.float32) -> Tensor:
+    """Return the weight that a quantised one stands for, ``[out, in]``, computed in ``dtype`` from its parts."""
+    if type(weight).__name__ == "Params4bit":
+        from bitsandbytes.functional import dequantize_4bit
+
+        state = copy.copy(weight.quant_state)
+        state.dtype = dtype  # else the weight is rounded to the dtype that it was quantised from
+        found: Tensor = dequantize_4bit(weight.data, state).to(dtype)
+        return found
+    values: Tensor = weight.qdata.to(dtype) * weight.scale.to(dtype)
+    return values
+
+
+def merged_weights(model: nn.Module, *, dtype: torch.dtype | None = None) -> Iterator[tuple[str, Tensor]]:
+    """Yield the weights and saved buffers by their names in the base model: adapters merged, nothing quantised.
+
+    Of weights that the model ties, one is yielded; all of them where adapters changed one (:func:`must_untie`).
+
+    Args:
+        model: With or without adapters. It is as before when the iterator is done.
+        dtype: Of the floating-point weights; None keeps the dtype of each, and gives those that were quantised the
+            dtype of the model.
+    """
+    base = base_of(model)
+    tied = {} if must_untie(model) else _tied(base)
+    seen: set[int] = set()
+    for name, value, own in _walk(base, base, "", base.dtype):
+        if name in tied or id(own) in seen:
+            continue
+        if not must_untie(model):
+            seen.add(id(own))
+        yield name, value() if dtype is None or not own.is_floating_point() else value().to(dtype)
+
+
+def _walk(
+    module: Any, original: Any, prefix: str, dtype: torch.dtype
+) -> Iterator[tuple[str, Callable[[], Tensor], Tensor]]:
+    """Yield name, a function that makes the value, and the parameter or buffer of the model that is behind it.
+
+    Args:
+        module: A module, or its wrapper.
+        original: The module that a trained copy stands for, which has the dtype to write; else ``module`` itself.
+        prefix: Of the names.
+        dtype: Of weights that were quantised.
+    """
+    original = getattr(module, "original_module", original)
+    inner, chain = inner_module(module)
+    merged = merged_parameters(module) if chain else {}
+    originals = inner_module(original)[0]
+    for key, x in inner._parameters.items():
+        if x is None:
+            continue
+        like = originals._parameters.get(key)
+        like = x if like is None else like
+        # A quantised weight has no dtype of its own that could be written.
+        yield f"{prefix}{key}", _value(x, merged.get(key), dtype if is_quantised(like) else like.dtype), x
+    for key, buffer in inner._buffers.items():
+        if buffer is not None and key not in inner._non_persistent_buffers_set:
+            yield f"{prefix}{key}", _value(buffer, None, buffer.dtype), buffer
+    for key, child in inner.named_children():
+        yield from _walk(child, originals._modules.get(key, child), f"{prefix}{key}.", dtype)
+
+
+def _value(own: Tensor, merged: Tensor | None, dtype: torch.dtype) -> Callable[[], Tensor]:
+    def make() -> Tensor:
+        if merged is not None:
+            return merged.to(dtype)
+        return (dequantised(own) if is_quantised(own) else own.detach()).to(dtype)
+
+    return make
+
+
+def adapted_modules(model: nn.Module) -> dict[str, nn.Module]:
+    """Return the outermost wrapper of each module that has adapters or was saved whole, by the module's own name.
+
+    Raises:
+        ArgumentError: There is a kind of adapter that has no weights to merge, such as a learnt prompt.
+    """
+    for config in getattr(model, "peft_config", {}).values():
+        if getattr(config, "is_prompt_learning", False):
+            raise ArgumentError(
+                f"adapters of type {config.peft_type.value} are a learnt prompt, which no weight can hold",
+                where="RUN",
+                mend="--no-merge copies them apart",
+            )
+    found: dict[str, nn.Module] = {}
+
+    def visit(module: nn.Module, prefix: str) -> None:
+        inner, chain = inner_module(module)
+        if chain or inner is not module:
+            found[prefix] = module
+        for key, child in inner.named_children():
+            visit(child, f"{prefix}.{key}" if prefix else key)
+
+    visit(base_of(model), "")
+    return found
+
+
+def inner_module(module: Any) -> tuple[nn.Module, list[Any]]:
+    """Return the module inside of the wrappers of adapters, and the wrappers that merge, from the outermost inwards.
+
+    Of a module that was saved whole the trained copy is inside.
+    """
+    from peft.tuners.tuners_utils import BaseTunerLayer
+    from peft.utils.other import ModulesToSaveWrapper, TrainableTokensWrapper
+
+    chain: list[Any] = []
+    while True:
+        if isinstance(module, ModulesToSaveWrapper):
+            active = list(module.active_adapters)
+            module = module.modules_to_save[active[0]] if active else module.original_module
+        elif isinstance(module, TrainableTokensWrapper):
+            module = module.token_adapter
+        elif isinstance(module, BaseTunerLayer):
+            chain.append(module)
+            module = module.base_layer
+        else:
+            return module, chain
+
+
+def merged_parameters(wrapper: nn.Module) -> dict[str, Tensor]:
+    """Return the parameters that a wrapped module itself owns with its adapters merged, in fp32.
+
+    Args:
+        wrapper: The outermost wrapper.
+    """
+    inner, chain = inner_module(wrapper)
+    with _in_float(inner, chain), torch.no_grad():
+        for layer in reversed(chain):  # adapters on adapters: the inner ones first
+            _merge(layer)
+        return {key: x.data for key, x in inner._parameters.items() if x is not None}
+
+
+def _merge(layer: Any) -> None:
+    """Add the active adapters of one wrapper to the plain fp32 weights below it, by peft's rule for them."""
+    from peft.tuners.lora import Linear
+
+    # Those of quantised layers would quantise again what they have merged.
+    rule = Linear.merge if type(layer).__name__ in ("Linear4bit", "TorchaoLoraLinear") else type(layer).merge
+    try:
+        rule(layer)
+    finally:
+        layer.merged_adapters.clear()
+        getattr(layer, "_caches", {}).clear()
+
+
+@contextmanager
+def _in_float(inner: nn.Module, chain: list[Any]) -> Iterator[None]:
+    """Replace the parameters of a module, while inside, by fp32 copies; widen its adapters where they are narrower."""
+    before = dict(inner._parameters)
+    below = {id(x) for x in inner.parameters()}
+    narrow = [x for layer in chain for x in layer.parameters() if id(x) not in below and x.dtype.itemsize == 2]
+    held = [(x, x.data) for x in narrow]
+    for key, x in before.items():
+        if x is not None:
+            plain = dequantised(x) if is_quantised(x) else x.detach().to(torch.float32, copy=True)
+            inner._parameters[key] = nn.Parameter(plain, requires_grad=False)
+    for x, values in held:
+        x.data = values.float()
+    try:
+        yield
+    finally:
+        inner._parameters.update(before)
+        for x, values in held:
+            x.data = values
+
+
+def must_untie(model: nn.Module) -> bool:
+    """Return True if adapters changed one of two weights that the base ties, so that the merged model needs both.
+
+    Raises:
+        ArgumentError: They are not those of the embedding and the head, which alone can be untied.
+    """
+    base = base_of(model)
+    adapted = set(adapted_modules(model)) if hasattr(base, "peft_config") or base is not model else set()
+    touched = {pair for pair in _tied(base).items() if adapted & {name.rpartition(".")[0] for name in pair}}
+    if not touched:
+        return False
+    ends = {id(inner_module(end)[0]) for end in (base.get_input_embeddings(), base.get_output_embeddings())}
+    for name in {name for pair in touched for name in pair}:
+        module = base.get_submodule(name.rpartition(".")[0])
+        if id(inner_module(module)[0]) not in ends:
+            raise ArgumentError(
+                f"the adapters change {name}, which other parts of the model share",
+                where="RUN",
+                mend="--no-merge copies the adapters apart",
+            )
+    return True
+
+
+def _tied(base: nn.Module) -> dict[str, str]:
+    """Return the names of weights that are others of the model, with the names of those."""
+    found: dict[str, str] = getattr(base, "all_tied_weights_keys", None) or {}
+    return dict(found)

@@ -1,0 +1,380 @@
+"""Find a trained model by the name of its run, of a checkpoint or of a folder, and load it as it trained.
+
+    RUN                       run.json, recipe.yaml, final/, checkpoints/
+    RUN/checkpoints/step-100  manifest.json, model/
+    a model or an adapter     config.json or adapter_config.json; in a run the run is found above it
+
+Models are written gathered, in Hugging Face format, whatever shared them while they trained (DDP, ZeRO, FSDP2), so
+one way of reading serves all. Adapters go on the base of their run, quantised as it was while they trained.
+"""
+
+from __future__ import annotations
+
+import json
+import warnings
+from collections.abc import Callable, Mapping
+from contextlib import suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from streamtune import models, train
+from streamtune.errors import ArgumentError, StreamTuneError, did_you_mean
+from streamtune.recipe import LoadedRecipe, load_recipe
+from streamtune.train.checkpoint import newest_checkpoint, open_checkpoint, step_directories
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+__all__ = ["TrainedModel", "find_trained", "load_trained", "resolve_base"]
+
+Notify = Callable[[str], None]
+
+
+@dataclass(frozen=True)
+class TrainedModel:
+    """The folder of a trained model, and what is known of its training."""
+
+    given: str
+    """The name it was found by."""
+    folder: str
+    """A folder in Hugging Face format; or a name on the model hub."""
+    adapters: bool
+    """True if the folder holds adapters, whose base is elsewhere."""
+    run: train.RunDirectory | None = None
+    loaded: LoadedRecipe | None = None
+    """The recipe of the run, if it can be read."""
+    identity: Mapping[str, Any] = field(default_factory=dict)
+    """The content of ``run.json``: settings, fingerprints and versions of the run."""
+    step: int | None = None
+    """Optimizer steps of a checkpoint; None for the model at the end."""
+
+    @property
+    def settings(self) -> Mapping[str, Any]:
+        """The keys of the recipe that decided the result, as the run recorded them; empty without a run."""
+        found: Mapping[str, Any] = self.identity.get("recipe", {})
+        return found
+
+    @property
+    def quantization(self) -> str | None:
+        """The kind that the frozen base was quantised to while the adapters trained, or None."""
+        return self.settings.get("quantization") if self.adapters else None
+
+    @property
+    def trusts_code(self) -> bool:
+        """True if the run was allowed to run Python that comes with the model."""
+        return self.loaded is not None and self.loaded.recipe.trust_remote_code
+
+    @property
+    def base(self) -> str | None:
+        """The name of the base of adapters; None where it was made from a configuration, or is not known."""
+        if not self.adapters:
+            return None
+        if self.settings.get("model") is not None:
+            return None
+        named = self.loaded.recipe.model_name_or_path if self.loaded is not None else None
+        return named or self.settings.get("model_name_or_path") or _named_base(Path(self.folder))
+
+    def describe(self) -> str:
+        """Return the folder in words, with the step of a checkpoint."""
+        return self.folder if self.step is None else f"{self.folder}, after step {self.step:,}"
+
+
+def find_trained(given: str, *, checkpoint: str | None = None, hub: bool = False,
+                 notify: Notify = lambda text: None) -> TrainedModel:  # fmt: skip
+    """Find the model of a run, of a checkpoint or in a folder. Weights are not read, but those of a checkpoint hashed.
+
+    Args:
+        given: A run directory, a checkpoint, a folder with a model or adapters; or a name on the hub.
+        checkpoint: Of a run, the name (``step-000100``) or the step of a checkpoint in place of the final model.
+        hub: Allow a name that is no folder here.
+        notify: Called with messages for the user.
+
+    Raises:
+        ArgumentError: There is no such thing, or no model in it.
+        CheckpointError: The checkpoint is damaged.
+    """
+    path = Path(given).expanduser() if models.is_folder(given) else Path(given)
+    if not models.is_folder(given):
+        if hub and not _looks_local(given):
+            return _refuse_checkpoint(TrainedModel(given, given, adapters=False), checkpoint)
+        raise _missing(path)
+    if (path / "run.json").is_file():
+        return _of_run(given, train.RunDirectory(path), checkpoint, notify)
+    if (path / "manifest.json").is_file():
+        opened = open_checkpoint(path)
+        run = _run_above(path, 2)
+        found = _made(given, opened.model_dir, run, notify, step=opened.step, identity=opened.state.get("identity"))
+        return _refuse_checkpoint(found, checkpoint)
+    if not ((path / "config.json").is_file() or (path / "adapter_config.json").is_file()):
+        raise ArgumentError(
+            f"{path} holds neither a run nor a model: no run.json, config.json or adapter_config.json",
+            where="RUN",
+            mend="give a run's directory (runs/NAME), one of its checkpoints, or a folder with a model",
+        )
+    above = _run_above(path, 3) if path.name == "model" else _run_above(path, 1)
+    return _refuse_checkpoint(_made(given, path, above, notify), checkpoint)
+
+
+def _of_run(given: str, run: train.RunDirectory, checkpoint: str | None, notify: Notify) -> TrainedModel:
+    """Find the final model of a run, the checkpoint that is asked for, or the newest."""
+    if checkpoint is not None:
+        name = f"step-{int(checkpoint):06d}" if checkpoint.isdecimal() else Path(checkpoint).name
+        path = run.checkpoints / name
+        if not path.is_dir():
+            names = [each.name for each in step_directories(run.checkpoints)]
+            raise ArgumentError(
+                f"{run.path} has no checkpoint {name}",
+                where="--checkpoint",
+                mend=did_you_mean(name, names) or (f"it has {', '.join(names)}" if names else "it has none"),
+            )
+        opened = open_checkpoint(path)
+        return _made(given, opened.model_dir, run, notify, step=opened.step, identity=opened.state.get("identity"))
+    if run.final.is_dir():
+        return _made(given, run.final, run, notify)
+    newest = newest_checkpoint(run.checkpoints, notify)
+    if newest is None:
+        raise ArgumentError(
+            f"{run.path} has no model yet: neither final/ nor a checkpoint",
+            where="RUN",
+            mend="train it first: save_steps saves checkpoints on the way",
+        )
+    notify(f"the run is not done, so this is its newest checkpoint, after step {newest.step:,}")
+    return _made(given, newest.model_dir, run, notify, step=newest.step, identity=newest.state.get("identity"))
+
+
+def _made(
+    given: str,
+    folder: Path,
+    run: train.RunDirectory | None,
+    notify: Notify,
+    *,
+    step: int | None = None,
+    identity: Any = None,
+) -> TrainedModel:
+    """Gather what the run directory has of the training; what cannot be read is left out, with a note."""
+    loaded: LoadedRecipe | None = None
+    if run is not None:
+        identity = run.read_identity() or identity
+        if run.recipe.is_file():
+            try:
+                loaded = load_recipe(run.recipe)
+            except StreamTuneError as error:  # of another version, which had other keys
+                notify(f"{run.recipe} cannot be read by this version ({error.what}); only run.json is used")
+    adapters = (folder / "adapter_config.json").is_file() and not (folder / "config.json").is_file()
+    identity = identity if isinstance(identity, dict) else {}
+    return TrainedModel(given, str(folder), adapters, run, loaded, identity, step)
+
+
+def _run_above(path: Path, levels: int) -> train.RunDirectory | None:
+    """Return the run that a folder ``levels`` below it belongs to, if there is one."""
+    above = path.resolve()
+    for _ in range(levels):
+        above = above.parent
+    return train.RunDirectory(above) if (above / "run.json").is_file() else None
+
+
+def _refuse_checkpoint(found: TrainedModel, checkpoint: str | None) -> TrainedModel:
+    if checkpoint is not None:
+        raise ArgumentError(
+            f"{found.given} is no run, so it has no checkpoint {checkpoint}",
+            where="--checkpoint",
+            mend="give the run's directory",
+        )
+    return found
+
+
+def _looks_local(given: str) -> bool:
+    """Return True for a name that a hub cannot have, or whose first part is a folder here."""
+    if given.startswith((".", "/", "~")) or given.count("/") > 1:
+        return True
+    return "/" in given and Path(given).parent.is_dir()
+
+
+def _missing(path: Path) -> ArgumentError:
+    siblings: list[str] = []
+    with suppress(OSError, ValueError):  # no name of a file
+        siblings = [entry.name for entry in path.parent.iterdir() if entry.is_dir()]
+    return ArgumentError(
+        f"there is no folder {path}",
+        where="RUN",
+        mend=did_you_mean(path.name, siblings) or "give a run's directory, such as runs/NAME, or a folder with a model",
+    )
+
+
+def _named_base(folder: Path) -> str | None:
+    """Return the base that an adapter's own configuration names."""
+    try:
+        named = json.loads((folder / "adapter_config.json").read_text(encoding="utf-8"))["base_model_name_or_path"]
+    except (OSError, ValueError, KeyError, TypeError):
+        return None
+    return named if isinstance(named, str) and named else None
+
+
+def load_trained(
+    trained: TrainedModel,
+    *,
+    device: str = "cpu",
+    base: str | None = None,
+    dtype: str | None = None,
+    quantization: str | None = None,
+    trust_remote_code: bool = False,
+    notify: Notify = lambda text: None,
+) -> tuple[Any, PreTrainedTokenizerBase]:
+    """Load the model as it trained, in evaluation mode, and its tokenizer.
+
+    Args:
+        trained: The model.
+        device: Where the weights go.
+        base: Of adapters, in place of the base that the run names.
+        dtype: Of the weights of the base, or of the whole model; None is what they trained in.
+        quantization: ``nf4`` or ``int8`` of the frozen base; None leaves it whole.
+        trust_remote_code: Allow code that comes with the model to run.
+        notify: Called with messages for the user.
+
+    Raises:
+        ArgumentError: The model cannot be loaded, or its base is not there.
+    """
+    recipe = trained.loaded.recipe if trained.loaded is not None else None
+    tokenizer = _load_tokenizer(trained, base, trust_remote_code)
+    if not trained.adapters:
+        model: Any = models.load_model(
+            trained.folder, dtype=dtype or "auto", device=device, trust_remote_code=trust_remote_code
+        )
+        return model.requires_grad_(False).eval(), tokenizer
+    if quantization is not None:
+        models.choose_quantization(quantization, torch.device(device))  # refuses where its package is missing
+    name = resolve_base(trained, base, notify)
+    wanted = dtype or (recipe.dtype if recipe is not None else str(trained.settings.get("dtype") or "auto"))
+    if name is None:
+        made: Any = _made_again(trained, tokenizer, wanted, device, quantization)
+    else:
+        made = models.load_model(
+            name,
+            dtype=wanted,
+            device=device,
+            trust_remote_code=trust_remote_code,
+            quantization=quantization,
+            allow_pickle=recipe is not None and recipe.allow_pickle,
+        )
+    with warnings.catch_warnings():
+        # Peft matches a pattern of its own for stacked experts; whether all adapters found a place is checked below.
+        warnings.filterwarnings("ignore", message=r"The following \w+_pattern keys", category=RuntimeWarning)
+        adapted = models.load_lora(made, Path(trained.folder))
+    _check_all_loaded(adapted, Path(trained.folder))
+    return adapted.requires_grad_(False).eval(), tokenizer
+
+
+def resolve_base(trained: TrainedModel, base: str | None = None, notify: Notify = lambda text: None) -> str | None:
+    """Return the model that adapters are put on; None for one that is made from a configuration again.
+
+    Args:
+        trained: The adapters and their run.
+        base: In place of the base that the run names.
+        notify: Called where adapters stand on adapters.
+
+    Raises:
+        ArgumentError: It is not there, or its files have changed since the run.
+    """
+    name = base or trained.base
+    if name is None or not trained.adapters:
+        return None
+    _check_base(trained, name, named=base is not None)
+    return _below_adapters(trained, name, notify)
+
+
+def _load_tokenizer(trained: TrainedModel, base: str | None, trust_remote_code: bool) -> PreTrainedTokenizerBase:
+    """Load the tokenizer beside the model; that of the base for adapters that peft saved without one."""
+    name = trained.folder
+    if trained.adapters and not any(Path(name).glob("tokenizer*")):
+        name = base or trained.base or name
+    return models.load_tokenizer(name, trust_remote_code=trust_remote_code)
+
+
+def _made_again(trained: TrainedModel, tokenizer: Any, dtype: str, device: str, quantization: str | None) -> Any:
+    """Make the base of adapters again, from the configuration and the seed of their run.
+
+    Raises:
+        ArgumentError: The run says neither how it was made nor where it is.
+    """
+    made = trained.settings.get("model")
+    if not isinstance(made, dict):
+        raise ArgumentError(
+            f"{trained.folder} holds adapters, and nothing says which model they belong to",
+            where="RUN",
+            mend="name it: --base PATH",
+        )
+    return models.init_model(
+        made["init"],
+        vocab_size=len(tokenizer),
+        token_ids={key: getattr(tokenizer, key) for key in ("bos_token_id", "eos_token_id", "pad_token_id")},
+        dtype=dtype,
+        device=device,
+        seed=int(trained.settings["seed"]),
+        quantization=quantization,
+    )
+
+
+def _check_base(trained: TrainedModel, name: str, *, named: bool) -> None:
+    """Refuse a base that is not there, or whose files are not those that the adapters trained on.
+
+    Raises:
+        ArgumentError: It is so; the message says how to name another one.
+    """
+    if _looks_local(name) and not models.is_folder(name):
+        raise ArgumentError(
+            f"the base of the adapters in {trained.folder} is '{name}', which is no folder here",
+            where="--base" if named else "RUN",
+            mend="give another --base" if named else "name the place where it is now: --base PATH",
+        )
+    before = trained.identity.get("files", {}).get("base")
+    if named or before is None or not models.is_folder(name):
+        return
+    if models.fingerprint_model(name, code=trained.trusts_code) != before:
+        raise ArgumentError(
+            f"the files of {name} have changed since the adapters in {trained.folder} were trained on them",
+            where="RUN",
+            mend="name a copy of the model as it was: --base PATH; --base with this very folder takes it as it is",
+        )
+
+
+def _below_adapters(trained: TrainedModel, name: str, notify: Notify) -> str:
+    """Return the base to load: of a base that is a folder of adapters, the base of those.
+
+    Raises:
+        ArgumentError: Adapters were put on adapters by another program: which were trained on which is not known here.
+    """
+    folder = Path(name).expanduser()
+    if not (folder / "adapter_config.json").is_file() or (folder / "config.json").is_file():
+        return name
+    below = models.adapter_base(name)
+    if trained.run is None or below is None:
+        raise ArgumentError(
+            f"the base of the adapters in {trained.folder} is itself a folder of adapters, {name}",
+            where="--base",
+            mend=f"merge those first: `streamtune export {name} OUT`, then --base OUT",
+        )
+    # New adapters had the name of those in the folder, and took their place, until such runs were refused.
+    notify(f"the run put its adapters in the place of those in {name}: they are on {below} alone, and so they trained")
+    return below
+
+
+def _check_all_loaded(model: Any, folder: Path) -> None:
+    """Refuse adapters of which a part found no place in the model.
+
+    Raises:
+        ArgumentError: It names a weight.
+    """
+    from peft import get_peft_model_state_dict
+    from safetensors import safe_open
+
+    with safe_open(folder / "adapter_model.safetensors", framework="pt") as file:
+        there = set(file.keys())
+    if lost := sorted(there ^ set(get_peft_model_state_dict(model, save_embedding_layers=False))):
+        raise ArgumentError(
+            f"the adapters in {folder} are not those of this base: {len(lost)} weights do not match, such as {lost[0]}",
+            where="RUN",
+            mend="name the model they were trained on: --base PATH",
+        )

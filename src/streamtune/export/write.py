@@ -1,0 +1,178 @@
+"""The folder that is written: weights in shards, configuration, tokenizer, model card; whole or not at all.
+
+It is written beside the place where it will be, as ``OUT.partial``, and renamed when the written model has passed its
+check. One that has not stays as ``OUT.failed``.
+"""
+
+from __future__ import annotations
+
+import copy
+import errno
+import json
+import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from streamtune import interrupts, models
+from streamtune.adapters import base_of
+from streamtune.errors import ArgumentError, RunError
+from streamtune.export.merge import is_quantised, merged_weights, must_untie
+from streamtune.models.quantize import logical_size
+from streamtune.sizes import show_size
+from streamtune.train.staging import free_bytes
+
+__all__ = ["check_target", "keep_failed", "staged", "write_adapters", "write_merged", "written_bytes"]
+
+MARK = ".streamtune-export"
+"""A file in a folder that is not done: one without it is not ours to remove."""
+
+
+def check_target(out: Path) -> None:
+    """Refuse a folder that has something in it, and one that cannot be made.
+
+    Raises:
+        ArgumentError: It is not empty, or no folder.
+    """
+    try:
+        is_folder = out.is_dir() and not out.is_symlink()
+        taken = any(out.iterdir()) if is_folder else out.exists() or out.is_symlink()
+    except OSError as error:
+        raise ArgumentError(
+            f"{out} cannot be looked at: {error.strerror}", where="OUT", mend="name a new folder"
+        ) from error
+    if taken:
+        what = "a folder that is not empty" if out.is_dir() else "a file"
+        raise ArgumentError(f"{out} is {what}; nothing is overwritten", where="OUT", mend="name a new folder")
+    partial = _beside(out, "partial")
+    if partial.exists() and not (partial / MARK).is_file():
+        raise ArgumentError(f"{partial} is in the way", where="OUT", mend="move it, or name another folder")
+
+
+@contextmanager
+def staged(out: Path, needed: int) -> Iterator[Path]:
+    """Make ``OUT.partial``, and rename it to ``out`` at the end; on an error it is removed.
+
+    Args:
+        out: The folder that will be there.
+        needed: About how many bytes it takes.
+
+    Raises:
+        RunError: There is no room, or it cannot be written.
+    """
+    partial = _beside(out, "partial")
+    interrupts.remove_too(str(partial))
+    try:
+        free = free_bytes(out)
+        if needed > free:
+            raise OSError(errno.ENOSPC, "No space left on device")
+        if partial.exists():
+            shutil.rmtree(partial)
+        partial.mkdir(parents=True)
+        (partial / MARK).touch()
+        yield partial
+        if partial.exists():  # else it was kept as OUT.failed
+            (partial / MARK).unlink()
+            if out.is_dir():
+                out.rmdir()
+            partial.rename(out)
+    except BaseException as error:
+        with suppress(OSError):
+            shutil.rmtree(partial)
+        if _is_disk_error(error):
+            raise RunError(
+                f"cannot write {out}: {error}; it takes {show_size(needed)} and {show_size(free_bytes(out))} are free",
+                mend="make room, or name a folder on another disk",
+            ) from error
+        raise
+
+
+def keep_failed(partial: Path, out: Path) -> Path:
+    """Rename a folder that did not pass to ``OUT.failed``, or the first free ``OUT.failed-N``; return that."""
+    number, target = 1, _beside(out, "failed")
+    while target.exists():
+        number += 1
+        target = _beside(out, f"failed-{number}")
+    (partial / MARK).unlink(missing_ok=True)
+    partial.rename(target)
+    return target
+
+
+def _beside(out: Path, ending: str) -> Path:
+    return out.absolute().with_name(f"{out.absolute().name}.{ending}")
+
+
+def _is_disk_error(error: BaseException) -> bool:
+    from safetensors import SafetensorError
+
+    return isinstance(error, (OSError, SafetensorError))
+
+
+def write_merged(
+    model: nn.Module, tokenizer: Any, folder: Path, *, dtype: torch.dtype | None, shard_bytes: int
+) -> None:
+    """Write the merged weights of ``model``, its configuration and its tokenizer, one module after another.
+
+    Args:
+        model: With or without adapters; it is left as it is.
+        tokenizer: Its tokenizer, with the chat template.
+        folder: The folder to write into.
+        dtype: Of the weights; None keeps their own.
+        shard_bytes: Most bytes of a file.
+    """
+    base, untied = base_of(model), must_untie(model)
+    names = _names(model, dtype)
+    models.write_shards(base, names, folder, shard_bytes, untied=untied)
+    _write_configuration(base, folder, dtype, untied=untied)
+    tokenizer.save_pretrained(folder)
+
+
+def _names(model: nn.Module, dtype: torch.dtype | None) -> Iterator[tuple[str, Tensor]]:
+    for name, values in merged_weights(model, dtype=dtype):
+        yield name, values.cpu()
+
+
+def _write_configuration(base: Any, folder: Path, dtype: torch.dtype | None, *, untied: bool) -> None:
+    """Write ``config.json`` and ``generation_config.json``: rope and all else as the model has it."""
+    config = copy.deepcopy(base.config)
+    for each in {id(each): each for each in (config, config.get_text_config(decoder=True))}.values():
+        if untied:
+            each.tie_word_embeddings = False
+    if hasattr(config, "quantization_config"):
+        del config.quantization_config
+    config.architectures = [type(base).__name__]
+    config.dtype = dtype or base.dtype
+    config.save_pretrained(folder)
+    if base.generation_config is not None and base.can_generate():
+        with suppress(ValueError):  # a checkpoint's own may contradict itself, and then it is left out
+            base.generation_config.save_pretrained(folder)
+
+
+def written_bytes(model: nn.Module, dtype: torch.dtype | None) -> int:
+    """Return about how many bytes the merged weights take."""
+    base = base_of(model)
+    size = (dtype or base.dtype).itemsize
+    own = [x for name, x in base.named_parameters() if "lora_" not in name]
+    return sum(logical_size(x) * (size if dtype or is_quantised(x) else x.element_size()) for x in own)
+
+
+def write_adapters(source: Path, tokenizer: Any, folder: Path, base: str | None) -> None:
+    """Copy adapters in peft's format with their tokenizer, naming their base.
+
+    Args:
+        source: The folder of the adapters.
+        tokenizer: Their tokenizer.
+        folder: The folder to write into.
+        base: The name of the base to write down; None leaves what is there.
+    """
+    for name in ("adapter_config.json", "adapter_model.safetensors"):
+        shutil.copyfile(source / name, folder / name)
+    if base is not None:
+        settings = json.loads((folder / "adapter_config.json").read_text(encoding="utf-8"))
+        settings["base_model_name_or_path"] = base
+        (folder / "adapter_config.json").write_text(json.dumps(settings, indent=2) + "\n", encoding="utf-8")
+    tokenizer.save_pretrained(folder)

@@ -1,0 +1,101 @@
+"""Prompts from a file: text, or messages in JSON."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from streamtune.errors import DataError
+
+__all__ = ["Asked", "read_prompts"]
+
+Asked = str | list[dict[str, Any]]
+"""A prompt: text, or the messages of a conversation that an answer is to follow."""
+
+MAX_BYTES = 1 << 30
+"""Of a file of prompts: a million tokens are some megabytes."""
+
+
+def read_prompts(path: Path) -> list[Asked]:
+    """Read the prompts of a file.
+
+    A ``.json`` file holds a list of messages, or an object with ``messages`` or ``prompt``; or a list of such objects.
+    A ``.jsonl`` file holds one of them on each line. Any other file is one prompt, as it stands. Of a conversation that
+    ends with an answer that answer is left out.
+
+    Raises:
+        DataError: The file cannot be read, or a prompt is none.
+    """
+    try:
+        if path.stat().st_size > MAX_BYTES:
+            raise DataError(f"{path} has more than 1 GiB, which is no prompt", where="--file")
+        text = path.read_text(encoding="utf-8-sig")
+    except OSError as error:
+        raise DataError(
+            f"cannot read {path}: {error.strerror}", where="--file", mend="name a text or JSON file"
+        ) from error
+    except UnicodeDecodeError as error:
+        raise DataError(f"{path} is not UTF-8 text", where="--file") from error
+    ending = path.suffix.lower()
+    if ending == ".json":
+        found = list(_of_document(_parsed(text, str(path)), str(path)))
+    elif ending == ".jsonl":
+        lines = [(number, line) for number, line in enumerate(text.splitlines(), 1) if line.strip()]
+        found = [_prompt(_parsed(line, f"{path}:{number}"), f"{path}:{number}") for number, line in lines]
+    else:
+        found = [text] if text.strip() else []
+    if not found:
+        raise DataError(f"{path} is empty", where="--file", mend="write a prompt into it")
+    return found
+
+
+def _parsed(text: str, where: str) -> Any:
+    try:
+        return json.loads(text)
+    except (ValueError, RecursionError) as error:
+        raise DataError(
+            f"this is no JSON: {error}", where=where, mend="a prompt in plain text needs a .txt file"
+        ) from error
+
+
+def _of_document(value: Any, where: str) -> Iterator[Asked]:
+    """Yield the prompts of a JSON file: one, or a list of them."""
+    if isinstance(value, list) and value and not _is_message(value[0]):
+        for number, item in enumerate(value):
+            yield _prompt(item, f"{where}[{number}]")
+    else:
+        yield _prompt(value, where)
+
+
+def _prompt(value: Any, where: str) -> Asked:
+    """Return one prompt: a string, a list of messages, or what an object has under ``messages`` or ``prompt``.
+
+    Raises:
+        DataError: It is none.
+    """
+    if isinstance(value, Mapping) and not _is_message(value):
+        for key in ("messages", "prompt", "conversations"):
+            if key in value:
+                return _prompt(value[key], f"{where}: {key}")
+        raise DataError("an object needs 'messages' or 'prompt'", where=where)
+    if isinstance(value, str):
+        if not value:
+            raise DataError("the prompt is empty", where=where)
+        return value
+    messages = [value] if isinstance(value, Mapping) else value
+    if not isinstance(messages, list) or not messages or not all(map(_is_message, messages)):
+        raise DataError(
+            "this is neither text nor a list of messages", where=where, mend='write {"role": "user", "content": "..."}'
+        )
+    asked = [dict(message) for message in messages]
+    if asked[-1]["role"] == "assistant":
+        asked = asked[:-1]
+    if not asked or asked[-1]["role"] == "assistant":
+        raise DataError("this asks nothing: it ends with what the assistant says", where=where)
+    return asked
+
+
+def _is_message(value: Any) -> bool:
+    return isinstance(value, Mapping) and isinstance(value.get("role"), str) and "content" in value
