@@ -328,7 +328,7 @@ def test_a_missing_file_names_the_nearest(tmp_path, monkeypatch):
         "my-rum.yaml": "did you mean 'my-run.yaml'?",
         str(tmp_path / "my-rum.yaml"): f"did you mean '{tmp_path}/my-run.yaml'?",
         "quickstart.yaml": "`streamtune recipes copy quickstart` writes the shipped recipe",
-        "quickstart": "`streamtune recipes copy quickstart` writes the shipped recipe",
+        "quikstart": "did you mean the shipped recipe 'quickstart'?",
         "quikstart.yaml": "did you mean the shipped recipe 'quickstart'?",
         "zzzzzzzz": "`streamtune recipes ls` lists the shipped recipes",
         "no/folder/zzzzzzz.yaml": "`streamtune recipes ls` lists the shipped recipes",
@@ -338,6 +338,16 @@ def test_a_missing_file_names_the_nearest(tmp_path, monkeypatch):
             load_recipe(name)
         assert (caught.value.what, caught.value.where) == ("there is no such file", name)
         assert caught.value.mend == mend
+
+
+def test_a_shipped_recipe_by_name(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    loaded = load_recipe("quickstart", ["max_steps=3"])
+    (shipped,) = [recipe for recipe in shipped_recipes() if recipe.name == "quickstart"]
+    assert loaded.path == shipped.path
+    assert (loaded.recipe.max_steps, loaded.recipe.output_dir) == (3, "runs/quickstart")
+    Path("quickstart").write_text("datasets: [{path: mine.jsonl}]\nmodel_name_or_path: org/name\n")
+    assert load_recipe("quickstart").recipe.model_name_or_path == "org/name"  # a file of that name wins
 
 
 def test_a_folder(tmp_path):

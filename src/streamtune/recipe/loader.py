@@ -29,7 +29,7 @@ from .aliases import ALIASES, INSTEAD, LATER, SWITCHES, apply_aliases
 from .kinds import RECIPES, objectives_with
 from .mistakes import explain, to_error, unknown_key
 from .schema import Recipe
-from .shipped import shipped_names
+from .shipped import read_shipped, shipped_names
 
 __all__ = ["LoadedRecipe", "apply_overrides", "code_of", "load_recipe", "names_a_hub", "own_rewards"]
 
@@ -62,7 +62,7 @@ def load_recipe(path: str | Path, overrides: Sequence[str] = (), objective: str 
     """Read and check a recipe.
 
     Args:
-        path: A YAML file.
+        path: A YAML file; or the name of a shipped recipe, where no file is called that.
         overrides: ``key=value`` settings that win over the file.
         objective: The command's objective: a recipe that names none gets it, and one that names another is refused.
             None takes the one that the recipe names, or sft.
@@ -75,7 +75,7 @@ def load_recipe(path: str | Path, overrides: Sequence[str] = (), objective: str 
     Raises:
         RecipeError: Anything wrong with the file or the settings, with ``file:line`` and every mistake found.
     """
-    path = Path(path)
+    path = _shipped_or_file(Path(path))
     tree, marks, mistakes = read_yaml(_read_text(path), str(path))
     if tree is None:
         raise RecipeError("the recipe is empty", where=str(path), mend="start from one of `streamtune recipes ls`")
@@ -146,6 +146,15 @@ def _secret(kind: str, what: str, where: str) -> RecipeError:
         mend="take it out, and change it if others have seen it; a token for the hub belongs in HF_TOKEN or "
         "`hf auth login`",
     )
+
+
+def _shipped_or_file(path: Path) -> Path:
+    """Return the file of the shipped recipe that a bare name stands for, or the path as it is."""
+    try:
+        is_name = path.parent == Path() and path.name in shipped_names() and not os.path.lexists(path)
+    except (OSError, ValueError):  # no name of a file, which reading it says
+        return path
+    return read_shipped(path.name).path if is_name else path
 
 
 def _read_text(path: Path) -> str:
