@@ -30,7 +30,9 @@ def option(metavar: str | None, help: str, *names: str, least: int | None = None
     return typer.Option(*names, metavar=metavar, help=help, min=least, show_default=False)
 
 
-RecipeArgument = Annotated[Path, typer.Argument(metavar="RECIPE", help="A recipe (YAML), or the name of a shipped one.", show_default=False)]
+RecipeArgument = Annotated[
+    Path, typer.Argument(metavar="RECIPE", help="A recipe (YAML), or the name of a shipped one.", show_default=False)
+]
 SetOption = Annotated[
     list[str] | None,
     option("KEY=VALUE", "Change a key of the recipe: `--set max_length=4096`. May be given several times.", "--set"),

@@ -182,7 +182,9 @@ def _collate(rows: Sequence[data.Example], tokenizer: Any) -> train.MicroBatch:
 
 
 def _set_of(origin: str) -> str:
-    """Return the file or dataset of a row's origin, ``file:row``."""
+    """Return the file or dataset of a row's origin, ``file:row``; the built-in library is one dataset of many files."""
+    if origin.startswith("stdlib:"):
+        return "python-stdlib"
     return origin.rpartition(":")[0] or origin
 
 
