@@ -421,7 +421,7 @@ def test_local_paths_are_taken_from_the_recipes_folder(tmp_path, monkeypatch):
     (tmp_path / "project" / "data").mkdir(parents=True)
     (tmp_path / "project" / "data" / "train.jsonl").write_text("{}")
     (tmp_path / "project" / "template.jinja").write_text("{{ messages }}")
-    built_in = ["python-stdlib", "demo-preferences", "demo-arithmetic"]
+    built_in = ["python-stdlib", "demo-preferences", "demo-arithmetic", "demo-passkey"]
     for name in built_in:
         (tmp_path / "project" / name).mkdir()
     (tmp_path / "project" / "run.yaml").write_text(

@@ -20,6 +20,7 @@ from streamtune.data.builtin import (
     preference_rows,
     stdlib_rows,
 )
+from streamtune.data.passkey import PASSKEY_PATH, passkey_rows
 from streamtune.data.readers import READERS, Row, format_of, read_file, without_nulls
 from streamtune.errors import DataError, did_you_mean
 
@@ -256,6 +257,7 @@ BUILT_IN: dict[str, Callable[[Source], Iterator[Row]]] = {
     STDLIB_PATH: lambda source: stdlib_rows(max_rows=source.max_rows),
     PREFERENCES_PATH: lambda source: preference_rows(max_rows=source.max_rows),
     ARITHMETIC_PATH: lambda source: arithmetic_rows(task=source.name, max_rows=source.max_rows),
+    PASSKEY_PATH: lambda source: passkey_rows(max_rows=source.max_rows),
 }
 """Datasets that every machine has, by the path that names them."""
 

@@ -26,25 +26,29 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn import functional
 from torch.nn.functional import linear
 
-from streamtune.engine.observe import Autocast, restore_forward
+from streamtune.engine.observe import Autocast, function_modes, restore_forward
 from streamtune.engine.sharded import is_sharded
 from streamtune.engine.vjp import GradientSum
 from streamtune.ops.fused import gains, norm_is_right, rms_norm, rotary
 from streamtune.ops.simulated import autocast_kind
 
-__all__ = ["FusedParts", "Linears"]
+__all__ = ["FusedParts", "Linears", "is_linear_original"]
 
 KINDS = (Tensor, nn.Parameter)
 """Types of tensors that are computed with here. Quantised ones and those that ranks share have types of their own."""
+
+LINEAR_FORWARD = nn.Linear.forward
 
 
 class Linears:
     """The linear modules of one layer, for one walk over the chunks of a sequence.
 
-    Modules keep their own forward if their weights have other types, if ranks share the weights of the layer, or if a
-    part of the layer is compiled.
+    Modules keep their own forward if their weights have other types, if ranks share the weights of the layer, if a part
+    of the layer is compiled, or if somebody replaced what a linear module computes. Weights of a layer with hooks are
+    not cast once: a hook may write them before each chunk.
 
     Args:
         layer: The layer.
@@ -56,14 +60,17 @@ class Linears:
         self.autocast = autocast
         self._casts: dict[int, Tensor] = {}
         self._calls: list[_Call] = []
-        if not (sums or autocast.enabled) or any(is_sharded(part) or _is_compiled(part) for part in layer.modules()):
+        parts = list(layer.modules())
+        if not (sums or autocast.enabled) or any(is_sharded(part) or _is_compiled(part) for part in parts):
             return
+        hooked = any(part._forward_pre_hooks or part._forward_hooks for part in parts)
         by_owner = {id(total.owner): total for total in sums}
-        for module in layer.modules():
+        for module in parts:
             if not _is_plain(module):
                 continue
             assert isinstance(module, nn.Linear)
-            weight, bias = self._cast(module.weight), None if module.bias is None else self._cast(module.bias)
+            weight = None if hooked else self._cast(module.weight)
+            bias = None if hooked or module.bias is None else self._cast(module.bias)
             if module.bias is not None and (weight is None) != (bias is None):
                 continue  # autocast would cast one of them
             both = by_owner.get(id(module.weight)), by_owner.get(id(module.bias))
@@ -106,6 +113,8 @@ class _Call:
     """The sums of the gradients of weight and bias; None where none is wanted."""
 
     def __call__(self, input: Tensor) -> Tensor:
+        if _saves_elsewhere() or not is_linear_original():
+            return nn.Linear.forward(self.module, input)
         own = [p for p in (self.module.weight, self.module.bias) if p is not None]
         x, now = input, Autocast.now(input.device)
         weight: Tensor = self.module.weight
@@ -157,6 +166,21 @@ def _is_plain(module: nn.Module) -> bool:
         return False
     weight, bias = module._parameters.get("weight"), module._parameters.get("bias")
     return type(weight) in KINDS and (bias is None or type(bias) in KINDS)
+
+
+def is_linear_original() -> bool:
+    """Return False if linear modules compute something else now: a function was replaced, or a mode intercepts it."""
+    if nn.Linear.forward is not LINEAR_FORWARD or functional.linear is not torch._C._nn.linear:
+        return False
+    return not function_modes()
+
+
+def _saves_elsewhere() -> bool:
+    """Return True inside ``saved_tensors_hooks``, such as of a checkpoint inside a layer.
+
+    The checkpoint calls the module again in the backward, and both calls have to save the same tensors.
+    """
+    return torch._C._autograd._top_saved_tensors_default_hooks(False) is not None
 
 
 def _is_compiled(module: nn.Module) -> bool:

@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from transformers.loss.loss_utils import LOSS_MAPPING, ForCausalLMLoss
 
 from streamtune.engine.evaluated import EvaluatedLogits
+from streamtune.engine.fused import is_linear_original
 from streamtune.engine.lazy_logits import LazyLogits, Step
 from streamtune.engine.observe import refuse_hooks, restore_forward
 from streamtune.engine.sequence.shards import SequenceShards
@@ -241,7 +242,8 @@ class StreamedHead:
         head: Any = self.module
         hooked = bool(head._forward_hooks or head._forward_pre_hooks) and not self.sharded
         return (
-            (type(head) is nn.Linear or (self.sharded and isinstance(head, nn.Linear)))
+            is_linear_original()
+            and (type(head) is nn.Linear or (self.sharded and isinstance(head, nn.Linear)))
             and self.shadowed is None
             and not hooked
         )

@@ -13,7 +13,7 @@ called as they are.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, Protocol, TypeVar
@@ -21,6 +21,8 @@ from typing import Any, Protocol, TypeVar
 import torch
 from torch import Tensor, nn
 from torch.nn.modules import module as torch_module
+from torch.overrides import TorchFunctionMode, _get_current_function_mode_stack
+from torch.utils._device import DeviceContext
 
 from streamtune.errors import UnsupportedModelError
 
@@ -31,6 +33,7 @@ __all__ = [
     "RandomState",
     "attention_as",
     "chunkwise",
+    "function_modes",
     "may_bring_leaves",
     "notify_chunk",
     "notify_tensors",
@@ -92,26 +95,42 @@ class Autocast:
 
 @dataclass(frozen=True)
 class Modes:
-    """The training mode of each module of a layer in its forward; dropout, for one, depends on it."""
+    """The modes of a layer's forward, for its backward, which autograd may run outside of them.
+
+    Attributes:
+        training: That of each module; dropout, for one, depends on it.
+        functions: The modes that intercept torch's functions, outermost first.
+    """
 
     training: tuple[tuple[nn.Module, bool], ...]
+    functions: tuple[TorchFunctionMode, ...]
 
     @classmethod
     def now(cls, layer: nn.Module) -> Modes:
         """Return the modes at this moment."""
-        return cls(tuple((module, module.training) for module in layer.modules()))
+        return cls(tuple((module, module.training) for module in layer.modules()), function_modes())
 
     @contextmanager
     def again(self) -> Iterator[None]:
         """Set these modes inside the context, then restore those that ``train()`` or ``eval()`` has set since."""
+        entered = function_modes()
+        missing = [mode for mode in self.functions if not any(mode is each for each in entered)]
         changed = [module for module, was in self.training if module.training != was]
         for module in changed:
             module.training = not module.training
         try:
-            yield
+            with ExitStack() as stack:
+                for mode in missing:
+                    stack.enter_context(mode)
+                yield
         finally:
             for module in changed:
                 module.training = not module.training
+
+
+def function_modes() -> tuple[TorchFunctionMode, ...]:
+    """Return the modes that intercept torch's functions, without that of a default device."""
+    return tuple(mode for mode in _get_current_function_mode_stack() if not isinstance(mode, DeviceContext))
 
 
 @contextmanager

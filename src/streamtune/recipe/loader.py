@@ -33,7 +33,7 @@ from .shipped import read_shipped, shipped_names
 
 __all__ = ["LoadedRecipe", "apply_overrides", "code_of", "load_recipe", "names_a_hub", "own_rewards"]
 
-BUILT_IN = ("python-stdlib", "demo-preferences", "demo-arithmetic")
+BUILT_IN = ("python-stdlib", "demo-preferences", "demo-arithmetic", "demo-passkey")
 """Datasets that are no files, even where a folder has their name."""
 
 

@@ -73,7 +73,8 @@ class DatasetSpec(Spec):
     path: Text
     """A .jsonl, .json, .parquet, .csv or .txt file (relative to the recipe, then to the working directory), the name
     of a dataset on the hub, or one that every machine has: `python-stdlib` (the corpus built from this interpreter's
-    own library), `demo-preferences` (pairs of answers with a rule), `demo-arithmetic` (tasks on digits)."""
+    own library), `demo-preferences` (pairs of answers with a rule), `demo-arithmetic` (tasks on digits),
+    `demo-passkey` (logs of up to thousands of lines, with a question about one of them)."""
 
     type: Literal[
         "auto", "messages", "prompt_completion", "text", "alpaca", "sharegpt", "preference", "unpaired", "prompts"
