@@ -166,6 +166,7 @@ def test_commands_and_their_flags_exist(page: Path) -> None:
 
 def test_flags_in_tables_of_options_exist() -> None:
     every = {flag for name in command().commands for flag in flags(name)}
+    every |= {flag for name in command("recipes").commands for flag in flags("recipes", name)}
     for page in GUIDE:
         text = FENCE.sub("", page.read_text(encoding="utf-8"))
         found = set(re.findall(r"`(--[a-z][a-z-]*)", text))
@@ -181,4 +182,4 @@ def test_shipped_recipes_that_pages_name_exist() -> None:
 def test_python_names_that_pages_use_exist() -> None:
     for page in GUIDE:
         names = set(re.findall(r"\bstreamtune\.([A-Za-z]\w*)", page.read_text(encoding="utf-8")))
-        assert names - {*streamtune.__all__, "engine"} == set(), name_of(page)
+        assert names - {*streamtune.__all__, "engine", "integrations"} == set(), name_of(page)

@@ -35,6 +35,7 @@ PUBLIC = {
         "decoder_layers",
         "stream",
     },
+    "streamtune.integrations": {"StreamTuneCallback"},
     "streamtune.errors": {
         "ArgumentError",
         "CheckpointError",

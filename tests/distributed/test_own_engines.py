@@ -69,9 +69,12 @@ def compare(asked: list[dict[str, Any]], patience: float, *others: dict[str, Any
 
 
 @pytest.mark.full
-@pytest.mark.parametrize(("stage", "adapters"), [(3, True), (2, False), (3, False)])
+@pytest.mark.parametrize(("stage", "adapters"), [(3, True), (2, False), (3, False), (0, False), (0, True)])
 def test_transformers_trainer(stage: int, adapters: bool) -> None:
-    """The model is streamed before the Trainer hands it to DeepSpeed, which then gathers layers whole."""
+    """The model is streamed before the Trainer hands it to DeepSpeed, which then gathers layers whole.
+
+    Under DDP (stage 0) the callback streams it when training begins.
+    """
     case = {"stage": stage, "adapters": adapters}
     (found,) = run_ranks(2, "tests.distributed.trainer_cases", [case], 200).values()
     assert len(found["plain"]) == STEPS

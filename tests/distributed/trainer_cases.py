@@ -1,4 +1,7 @@
-"""The Trainer of transformers with a DeepSpeed configuration of its own, on a plain and on a streamed model."""
+"""The Trainer of transformers, by DDP or DeepSpeed, on a plain and on a streamed model.
+
+Stage 0 is DDP; there the callback streams the model, once the Trainer has wrapped it.
+"""
 
 from __future__ import annotations
 
@@ -12,6 +15,7 @@ from transformers import Trainer, TrainingArguments
 
 import streamtune
 from streamtune import models
+from streamtune.integrations import StreamTuneCallback
 from tests.exactness.families import build
 
 STEPS = 4
@@ -24,9 +28,10 @@ def run(case: dict[str, Any]) -> dict[str, list[float]]:
         plain = models.add_lora(plain, r=4, alpha=8, dropout=0.0, target="all-linear", seed=0)
     losses = {}
     for name, model in {"plain": plain, "streamed": copy.deepcopy(plain)}.items():
-        if name == "streamed":
+        callbacks = [StreamTuneCallback(chunk_size=8)] if name == "streamed" and case["stage"] == 0 else []
+        if name == "streamed" and not callbacks:
             streamtune.stream(model, chunk_size=8)
-        trainer = Trainer(model, _arguments(case["stage"]), train_dataset=_rows())
+        trainer = Trainer(model, _arguments(case["stage"]), train_dataset=_rows(), callbacks=callbacks)
         trainer.train()
         losses[name] = [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
     return losses
@@ -57,7 +62,8 @@ def _arguments(stage: int) -> TrainingArguments:
         optim="sgd",
         bf16=False,
         use_cpu=True,
-        deepspeed=config,
+        deepspeed=config if stage else None,
+        ddp_backend="gloo",
         report_to=[],
         logging_steps=1,
         save_strategy="no",

@@ -35,7 +35,7 @@ from streamtune.simulate.simulate import Simulation, simulate
 from streamtune.simulate.workload import Workload
 from streamtune.sizes import parse_size, show_size
 
-__all__ = ["Alternative", "Limits", "Plan", "as_fixed", "choose", "evaluate_schedule", "plan_schedule"]
+__all__ = ["Alternative", "Limits", "Plan", "as_fixed", "choose", "evaluate_schedule", "plan_schedule", "plan_step"]
 
 MOST_TRIED = 6
 """Whole simulations of candidates before the one of least memory is the last."""
@@ -361,7 +361,12 @@ def _binds(simulation: Simulation, limits: Limits) -> str:
     return max(simulation.terms, key=lambda name: simulation.terms[name])
 
 
-def plan_schedule(
+def plan_schedule(model: nn.Module, **how: Any) -> Schedule:
+    """See :meth:`streamtune.Schedule.plan`."""
+    return plan_step(model, **how).schedule
+
+
+def plan_step(
     model: nn.Module,
     *,
     max_length: int,
@@ -372,9 +377,17 @@ def plan_schedule(
     optimizer: Callable[[nn.Module], torch.optim.Optimizer] | None = None,
     autocast: bool = False,
     margin: float = 0.05,
+    schedule: Schedule | None = None,
     **fixed: Any,
-) -> Schedule:
-    """See :meth:`streamtune.Schedule.plan`."""
+) -> Plan:
+    """Plan a step of a model, with the simulation of it; see :meth:`streamtune.Schedule.plan`.
+
+    Args:
+        schedule: A schedule that is given: it is simulated, and no other is looked for.
+
+    Raises:
+        ArgumentError: No schedule fits, or the model is streamed already; a given one is not refused.
+    """
     device = next(model.parameters()).device
     if any("forward" in module.__dict__ for module in model.modules()):
         raise ArgumentError("the model is streamed already", mend="plan before stream(model), or .remove() it first")
@@ -407,7 +420,9 @@ def plan_schedule(
         autocast=autocast,
         device_type=planned_for,
     )
-    return choose(workload, limits, rates, fixed=fixed).schedule
+    if schedule is not None:
+        return evaluate_schedule(workload, schedule, limits, rates)
+    return choose(workload, limits, rates, fixed=fixed)
 
 
 def _found(device: torch.device) -> int:

@@ -10,7 +10,7 @@ from typing import Any
 
 from streamtune.recipe.yaml import Marks, Mistake, show_path
 
-__all__ = ["ALIASES", "INSTEAD", "LATER", "SWITCHES", "apply_aliases"]
+__all__ = ["ALIASES", "INSTEAD", "LATER", "SWITCHES", "VALUES", "apply_aliases"]
 
 ALIASES: dict[str, str] = {
     # model

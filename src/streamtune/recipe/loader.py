@@ -31,7 +31,7 @@ from .mistakes import explain, to_error, unknown_key
 from .schema import Recipe
 from .shipped import read_shipped, shipped_names
 
-__all__ = ["LoadedRecipe", "apply_overrides", "code_of", "load_recipe", "names_a_hub", "own_rewards"]
+__all__ = ["LoadedRecipe", "apply_overrides", "code_of", "load_recipe", "names_a_hub", "own_rewards", "read_text"]
 
 BUILT_IN = ("python-stdlib", "demo-preferences", "demo-arithmetic", "demo-passkey")
 """Datasets that are no files, even where a folder has their name."""
@@ -76,7 +76,7 @@ def load_recipe(path: str | Path, overrides: Sequence[str] = (), objective: str 
         RecipeError: Anything wrong with the file or the settings, with ``file:line`` and every mistake found.
     """
     path = _shipped_or_file(Path(path))
-    tree, marks, mistakes = read_yaml(_read_text(path), str(path))
+    tree, marks, mistakes = read_yaml(read_text(path), str(path))
     if tree is None:
         raise RecipeError("the recipe is empty", where=str(path), mend="start from one of `streamtune recipes ls`")
     if not isinstance(tree, dict):
@@ -157,7 +157,7 @@ def _shipped_or_file(path: Path) -> Path:
     return read_shipped(path.name).path if is_name else path
 
 
-def _read_text(path: Path) -> str:
+def read_text(path: Path) -> str:
     """Return the text of a recipe file, in UTF-8 with or without a byte-order mark."""
     try:
         with open(path, "rb", opener=open_at_once) as file:

@@ -22,7 +22,7 @@ from streamtune.errors import RecipeError
 
 from .schema import Recipe
 
-__all__ = ["KeyPath", "Marks", "Mistake", "dump_recipe", "parse_scalar", "read_yaml", "show_path"]
+__all__ = ["KeyPath", "Marks", "Mistake", "dump_recipe", "dump_values", "parse_scalar", "read_yaml", "show_path"]
 
 KeyPath = tuple[str | int, ...]
 """Path of a value: ``("datasets", 0, "path")``."""
@@ -286,7 +286,12 @@ def dump_recipe(recipe: Recipe, *, comment: str = "") -> str:
     head = "".join(f"# {line}".rstrip() + "\n" for line in comment.splitlines())
     # mode="json" turns tuples into lists.
     values = recipe.model_dump(mode="json", exclude_none=True)
-    return head + yaml.dump(values, Dumper=_Dumper, sort_keys=False, allow_unicode=True, width=100)
+    return head + dump_values(values)
+
+
+def dump_values(values: dict[str, Any]) -> str:
+    """Return keys and values as YAML that ``read_yaml`` reads back to equal ones."""
+    return yaml.dump(values, Dumper=_Dumper, sort_keys=False, allow_unicode=True, width=100)
 
 
 class _Dumper(yaml.SafeDumper):

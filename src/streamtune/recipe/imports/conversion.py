@@ -1,0 +1,289 @@
+"""Convert the fields of another trainer: apply its rules, keep account of every field, check each value of ours."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from functools import cache
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, ConfigDict, TypeAdapter, ValidationError
+
+from streamtune.errors import RecipeError, did_you_mean
+from streamtune.recipe.aliases import ALIASES, VALUES
+from streamtune.recipe.kinds import RECIPES, objectives_with
+from streamtune.recipe.mistakes import expected, field_at
+from streamtune.recipe.schema import Recipe
+from streamtune.recipe.yaml import KeyPath, Marks
+from streamtune.secrets import find_secret, redact
+
+from .reading import PeerFile
+from .rules import FieldRule, UnconvertedError
+
+__all__ = ["Conversion", "FieldFinding", "PeerTrainer"]
+
+Kind = Literal["mapped", "default", "not_needed", "lost"]
+
+
+@dataclass(frozen=True)
+class FieldFinding:
+    """The answer to one field.
+
+    Args:
+        kind: ``mapped`` to a key of ours; ``default``, a key that is written because the other trainer's default
+            differs from ours; ``not_needed``; ``lost``, without counterpart.
+        theirs: Their field, with its value where it is short and no secret.
+        where: ``file:line``; empty for a default.
+        ours: Our key and value.
+        note: The reason, or what to look at.
+        trains: True for a lost field without which something else is trained.
+    """
+
+    kind: Kind
+    theirs: str
+    where: str = ""
+    ours: str = ""
+    note: str = ""
+    trains: bool = False
+
+
+@dataclass(frozen=True)
+class PeerTrainer:
+    """A trainer whose recipes can be read.
+
+    Args:
+        name: The name of ``--from``.
+        title: Its name for readers.
+        fields: Its fields and their rules; a group's fields are ``group.field``.
+        signs: Fields that other trainers do not have, by which its recipes are recognised.
+        objective: Returns the objective of a recipe.
+        special: Takes the fields that are converted together, before the rules are applied.
+        defaults: Writes the defaults that differ from ours, after the rules were applied.
+    """
+
+    name: str
+    title: str
+    fields: Mapping[str, FieldRule]
+    signs: frozenset[str]
+    objective: Callable[[Conversion], str]
+    special: Callable[[Conversion], None]
+    defaults: Callable[[Conversion], None]
+
+
+@dataclass
+class Conversion:
+    """A recipe on its way to ours; every field of ``file`` ends as one finding or several."""
+
+    file: PeerFile
+    trainer: PeerTrainer
+    kind: type[Recipe] = Recipe
+    ours: dict[str, Any] = field(default_factory=dict)
+    notes: dict[str, str] = field(default_factory=dict)
+    """our key -> the comment behind it"""
+    findings: list[FieldFinding] = field(default_factory=list)
+    lines: dict[KeyPath, int] = field(default_factory=dict)
+    """our key -> the line of theirs that it comes from"""
+
+    def __post_init__(self) -> None:
+        self.left = dict(self.file.fields)
+        """fields that have no answer yet"""
+
+    @property
+    def objective(self) -> str:
+        """The objective of the recipe that is written."""
+        return next(name for name, kind in RECIPES.items() if kind is self.kind)
+
+    def get(self, name: str, default: Any = None) -> Any:
+        """Return the value of a field, which stays to be answered; None and an empty one are the default."""
+        value = self.file.fields.get(name)
+        return default if value is None or value == "" else value
+
+    def take(self, name: str) -> Any:
+        """Return the value of a field and count it as answered; the caller reports it. None if it is not there."""
+        return self.left.pop(name, None)
+
+    def line(self, *path: str | int) -> int:
+        """Return the line of a field in their file."""
+        return self.file.marks.line(path)
+
+    def where(self, *path: str | int) -> str:
+        """Return ``file:line`` of a field."""
+        return self.file.marks.where(*path)
+
+    def put(self, key: str, value: Any, *path: str | int, note: str = "", trains: bool = True) -> bool:
+        """Write a key of ours that comes from a field of theirs; report the field as lost if we do not take the value.
+
+        Args:
+            key: Our key, at the top level.
+            value: Our value.
+            path: Their field.
+            note: What to say about it.
+            trains: True if what is trained differs where the value is lost.
+
+        Returns:
+            True if it was written.
+        """
+        if key not in self.kind.model_fields and (others := objectives_with(key)):
+            self.unneeded(*path, why=f"read by {' and '.join(others)} only")
+            return False
+        value = _known_value(key, value)
+        if wrong := self._refusal(key, value):
+            self.lose(*path, why=wrong, trains=trains)
+            return False
+        self.ours[key] = value
+        self.lines[(key,)] = self.line(*path)
+        theirs = _name(path)
+        self.notes[key] = "; ".join(part for part in (theirs if theirs != key else "", note) if part)
+        self._add("mapped", path, ours=_short(key, value), note=note)
+        return True
+
+    def convert(
+        self, key: str, convert: Callable[[Any], Any], value: Any, *path: str | int, trains: bool = True
+    ) -> None:
+        """Write a key of ours whose value is converted; report the field as lost if it cannot be."""
+        try:
+            converted = convert(value)
+        except UnconvertedError as error:
+            self.lose(*path, why=str(error), trains=trains)
+        else:
+            self.put(key, converted, *path, trains=trains)
+
+    def default(self, key: str, value: Any, note: str = "") -> None:
+        """Write a default of theirs that differs from ours, if the recipe has no such key yet."""
+        if key in self.ours or self._refusal(key, value):
+            return
+        self.ours[key] = value
+        text = f"default of {self.trainer.title}" + (f"; {note}" if note else "")
+        self.notes[key] = text
+        self.findings.append(FieldFinding("default", "", "", _short(key, value), note))
+
+    def unneeded(self, *path: str | int, why: str) -> None:
+        """Report a field that is not needed here."""
+        self._add("not_needed", path, note=why)
+
+    def lose(self, *path: str | int, why: str = "", trains: bool = True) -> None:
+        """Report a field without counterpart."""
+        self._add("lost", path, note=why, trains=trains)
+
+    def missing(self, theirs: str, why: str, *, trains: bool = True) -> None:
+        """Report something of theirs that no field of the file says."""
+        self.findings.append(FieldFinding("lost", theirs, "", "", why, trains))
+
+    def report(self, theirs: str, where: str, why: str, trains: bool | None) -> None:
+        """Report a field anew: not needed, or lost where ``trains`` says whether training differs."""
+        lost = trains is not None
+        self.findings.append(FieldFinding("lost" if lost else "not_needed", theirs, where, "", why, bool(trains)))
+
+    def refuse(self, *path: str | int, what: str, mend: str = "") -> RecipeError:
+        """Return the error of a recipe that cannot be imported at all."""
+        return RecipeError(what, where=self.where(*path), mend=mend)
+
+    def apply(self) -> None:
+        """Apply the trainer's rules to all fields that are left."""
+        groups = {name.partition(".")[0] for name in self.trainer.fields if "." in name}
+        for name in list(self.left):
+            value = self.left.pop(name)
+            if name in groups and isinstance(value, dict) and name not in self.trainer.fields:
+                for inner, inside in value.items():
+                    self._apply((name, inner), inside)
+            else:
+                self._apply((name,), value)
+
+    def _apply(self, path: tuple[str, ...], value: Any) -> None:
+        name = ".".join(path)
+        rule = self.trainer.fields.get(name)
+        if rule is None and name.startswith("no_") and value is True:  # a switch of a command: --no_bf16
+            rule, value = self.trainer.fields.get(name.removeprefix("no_")), False
+        if rule is None and name in ALIASES:
+            rule = FieldRule(ALIASES[name])
+        if rule is None:
+            hint = did_you_mean(name, self.trainer.fields)
+            self.lose(*path, why=f"no field of {self.trainer.title} that is known here" + (f"; {hint}" if hint else ""))
+        elif rule.ours and value in (None, ""):
+            self.unneeded(*path, why="no value")
+        elif rule.ours:
+            try:
+                converted = rule.convert(value) if rule.convert else value
+            except UnconvertedError as error:
+                self.lose(*path, why=str(error), trains=rule.trains)
+            else:
+                if converted is None:
+                    self.unneeded(*path, why="off, as here")
+                    return
+                note = "" if rule.convert and converted == value else rule.why
+                self.put(rule.ours, converted, *path, note=note, trains=rule.trains)
+        elif not rule.needed:
+            self.unneeded(*path, why=rule.why)
+        elif rule.is_off(value):
+            same = "off, as here" if not value else "as here"
+            self.unneeded(*path, why="no value" if value in (None, "") else same)
+        else:
+            self.lose(*path, why=rule.why, trains=rule.trains)
+
+    def _refusal(self, key: str, value: Any) -> str:
+        """Return the reason that a value is none of our key's, or an empty string."""
+        if key not in self.kind.model_fields:
+            return f"recipes of {self.objective} have no '{key}'"
+        if find_secret(str(value)):
+            return "it holds a token or a password; a token for the hub belongs in HF_TOKEN"
+        try:
+            _adapter(self.kind, key).validate_python(value)
+        except ValidationError:
+            path, fragment = field_at((key,), self.kind)
+            return f"our '{path[0]}' takes {expected(fragment)}"
+        return ""
+
+    def _add(self, kind: Kind, path: KeyPath, ours: str = "", note: str = "", trains: bool = False) -> None:
+        name, value = _name(path), _at(self.file.fields, path)
+        named_secret = any(word in name.lower() for word in ("token", "key", "secret", "password"))
+        theirs = name if named_secret and kind != "mapped" else _short(name, value)
+        self.findings.append(FieldFinding(kind, theirs, self.where(*path), ours, note, trains))
+
+    def marks(self) -> Marks:
+        """Return the marks of our keys: the lines of theirs that they come from."""
+        return Marks(self.file.marks.file, dict(self.lines))
+
+
+@cache
+def _adapter(kind: type[Recipe], key: str) -> TypeAdapter[Any]:
+    """Return what checks a value of one key."""
+    annotation: Any = kind.model_fields[key].annotation
+    for constraint in kind.model_fields[key].metadata:
+        annotation = Annotated[annotation, constraint]
+    has_config = isinstance(annotation, type) and issubclass(annotation, BaseModel)
+    return TypeAdapter(annotation, config=None if has_config else ConfigDict(strict=True, allow_inf_nan=False))
+
+
+def _known_value(key: str, value: Any) -> Any:
+    """Return a value of ours, given one of another trainer that means the same."""
+    known = VALUES.get(key, {})
+    if isinstance(value, list) and len(value) == 1 and str(value[0]) in known:
+        value = value[0]
+    return known[str(value)] if isinstance(value, str | int) and str(value) in known else value
+
+
+def _at(fields: Any, path: KeyPath) -> Any:
+    for part in path:
+        try:
+            fields = fields[part]
+        except (KeyError, IndexError, TypeError):
+            return None
+    return fields
+
+
+def _name(path: KeyPath) -> str:
+    return ".".join(str(part) for part in path if isinstance(part, str))
+
+
+def _short(name: str, value: Any) -> str:
+    """Return ``name: value`` in one line of at most 80 characters of value, without secrets."""
+    if value is None:
+        return name
+    if isinstance(value, list) and any(isinstance(item, dict) for item in value):
+        text = f"{len(value)} {'entry' if len(value) == 1 else 'entries'}"
+    elif isinstance(value, list):
+        text = ", ".join(map(str, value)) or "[]"
+    else:
+        text = str(value).lower() if isinstance(value, bool) else str(value)
+    text = " ".join(redact(text).split())
+    return f"{name}: {text if len(text) <= 80 else text[:77] + '...'}"

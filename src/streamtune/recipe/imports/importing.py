@@ -1,0 +1,161 @@
+"""Import a recipe of another trainer: recognise whose it is, convert it, check it, write it as ours."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from pydantic import ValidationError
+
+from streamtune.errors import ArgumentError, RecipeError
+from streamtune.recipe.kinds import RECIPES
+from streamtune.recipe.mistakes import explain, to_error
+from streamtune.recipe.schema import Recipe
+from streamtune.recipe.yaml import dump_values
+from streamtune.secrets import redact
+
+from .axolotl import AXOLOTL
+from .conversion import Conversion, FieldFinding, PeerTrainer
+from .llamafactory import LLAMAFACTORY
+from .reading import PeerFile, read_peer_file
+from .swift import SWIFT
+from .trainer_arguments import finish
+from .trl import TRL
+
+__all__ = ["TRAINERS", "ImportedRecipe", "import_recipe"]
+
+TRAINERS: dict[str, PeerTrainer] = {trainer.name: trainer for trainer in (AXOLOTL, LLAMAFACTORY, TRL, SWIFT)}
+"""Value of ``--from`` -> the trainer."""
+
+WIDTH = 120
+
+
+@dataclass(frozen=True)
+class ImportedRecipe:
+    """A recipe of another trainer in our keys.
+
+    Args:
+        trainer: Whose it was.
+        guessed: The fields by which that was recognised; empty where it was said.
+        objective: The objective of the recipe.
+        text: The recipe, with comments, as ``load_recipe`` reads it.
+        findings: The answer to every field of theirs.
+        notes: Messages for the user.
+    """
+
+    trainer: PeerTrainer
+    guessed: tuple[str, ...]
+    objective: str
+    text: str
+    findings: tuple[FieldFinding, ...]
+    notes: tuple[str, ...]
+
+    def of_kind(self, kind: str) -> list[FieldFinding]:
+        """Return the findings of one kind: ``mapped``, ``default``, ``not_needed`` or ``lost``."""
+        return [found for found in self.findings if found.kind == kind]
+
+    @property
+    def changes_training(self) -> list[FieldFinding]:
+        """The fields without counterpart that change what is trained."""
+        return [found for found in self.findings if found.kind == "lost" and found.trains]
+
+
+def import_recipe(path: Path, trainer: str | None = None, objective: str | None = None) -> ImportedRecipe:
+    """Read a recipe of another trainer and convert it. Nothing is written.
+
+    Args:
+        path: YAML, JSON or a shell script.
+        trainer: A key of :data:`TRAINERS`; None recognises it by the fields.
+        objective: ``sft``, ``dpo`` or ``grpo``; None is what the file says or its fields show.
+
+    Raises:
+        RecipeError: The file cannot be read; what it trains has no counterpart; or the converted recipe is none of
+            ours, with the file and line of theirs.
+        ArgumentError: Nobody can tell whose recipe it is, or there is no such trainer or objective.
+    """
+    file = read_peer_file(path)
+    guessed: tuple[str, ...] = ()
+    if trainer is None:
+        trainer, guessed = _recognise(file)
+    if trainer not in TRAINERS:
+        raise ArgumentError(f"no recipes of '{trainer}' are read", where="--from", mend=f"use {', '.join(TRAINERS)}")
+    if objective is not None and objective not in RECIPES:
+        raise ArgumentError(f"there is no objective '{objective}'", where="--objective", mend=", ".join(RECIPES))
+    conversion = Conversion(file, TRAINERS[trainer])
+    conversion.kind = RECIPES[objective or conversion.trainer.objective(conversion)]
+    if conversion.objective != "sft":
+        conversion.ours["objective"] = conversion.objective
+    conversion.trainer.special(conversion)
+    conversion.apply()
+    conversion.trainer.defaults(conversion)
+    finish(conversion)
+    _check(conversion)
+    conversion.findings.sort(key=lambda found: int(found.where.rpartition(":")[2] or 10**9))
+    return ImportedRecipe(
+        trainer=conversion.trainer,
+        guessed=guessed,
+        objective=conversion.objective,
+        text=_text(conversion),
+        findings=tuple(conversion.findings),
+        notes=tuple(file.notes),
+    )
+
+
+def _recognise(file: PeerFile) -> tuple[str, tuple[str, ...]]:
+    """Return the trainer of a file, and the fields by which it was recognised."""
+    if file.trainer:
+        return file.trainer, (f"the command {file.trainer}",)
+    names = {name for name, value in file.fields.items() if value is not None}
+    signs = {name: sorted(names & trainer.signs) for name, trainer in TRAINERS.items()}
+    ranked = sorted(signs, key=lambda name: len(signs[name]), reverse=True)
+    if signs[ranked[0]] and len(signs[ranked[0]]) > len(signs[ranked[1]]):
+        return ranked[0], tuple(signs[ranked[0]])
+    if not signs[ranked[0]] and isinstance(file.fields.get("datasets"), list) and names <= set(Recipe.model_fields):
+        raise ArgumentError("this is a recipe of StreamTune already", where=str(file.path))
+    raise ArgumentError(
+        "the fields do not show whose recipe this is", where=str(file.path), mend=f"say it: --from {'|'.join(TRAINERS)}"
+    )
+
+
+def _check(conversion: Conversion) -> None:
+    """Check the converted recipe as the loader does.
+
+    Raises:
+        RecipeError: It is no recipe of ours; the place is that of the field it comes from.
+    """
+    tree: dict[str, Any] = {**conversion.ours}
+    tree.setdefault("output_dir", "runs/imported")
+    marks = conversion.marks()
+    try:
+        conversion.kind.model_validate(tree)
+    except ValidationError as error:
+        found = to_error(explain(error, tree, conversion.kind), marks)
+        raise RecipeError(
+            f"as a recipe of ours it has a mistake: {found.what}", where=found.where, mend=found.mend
+        ) from None
+
+
+def _text(conversion: Conversion) -> str:
+    """Return the recipe as YAML: our keys in the order of the schema, each with where it comes from."""
+    path, title = conversion.file.path, conversion.trainer.title
+    lines = [f"# Imported from {path.name} ({title}) by `streamtune recipes import`.", ""]
+    for key in conversion.kind.model_fields:
+        if key not in conversion.ours:
+            continue
+        text = dump_values({key: conversion.ours[key]}).rstrip("\n")
+        note = redact(" ".join(conversion.notes.get(key, "").split()))
+        if not note:
+            lines.append(text)
+        elif "\n" in text or len(text) + len(note) + 4 > WIDTH:
+            lines += [f"# {note}", text]
+        else:
+            lines.append(f"{text}  # {note}")
+    lost = [found for found in conversion.findings if found.kind == "lost"]
+    if lost:
+        lines += ["", "# Without counterpart; those marked * change what is trained:"]
+        for found in lost:
+            place = f" (line {found.where.rpartition(':')[2]})" if found.where else ""
+            mark = "*" if found.trains else " "
+            lines.append(f"#  {mark} {found.theirs}{place}" + (f" - {found.note}" if found.note else ""))
+    return "\n".join(lines) + "\n"

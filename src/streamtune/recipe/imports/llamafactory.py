@@ -1,0 +1,241 @@
+"""Recipes of LLaMA-Factory."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from .conversion import Conversion, PeerTrainer
+from .dataset_info import take_datasets
+from .rules import FieldRule, by_itself, no_counterpart, one_of, same, split_names, to, without
+from .trainer_arguments import CHECKPOINTING, KERNELS, TRAINER_FIELDS, take_trackers, take_warmup
+
+__all__ = ["LLAMAFACTORY"]
+
+OBJECTIVES = {"pt": "sft", "sft": "sft", "dpo": "dpo", "kto": "dpo"}
+"""``stage`` -> our objective."""
+
+PREPARED = "rows are prepared when the run starts"
+GENERATION = "read when it generates, not when it trains"
+TOKENIZER = "the tokenizer is taken as it is: add tokens to it first"
+GENERIC = ("alpaca", "default", "empty", "vicuna", "fewshot", "original", "aquila")
+"""Templates that belong to no model."""
+
+FIELDS: dict[str, FieldRule] = {
+    **TRAINER_FIELDS,
+    **same("model_name_or_path", "cutoff_len", "val_size", "lora_rank", "lora_alpha", "lora_dropout", "pref_beta"),
+    **same("dpo_label_smoothing", "kto_chosen_weight", "kto_rejected_weight", "simpo_gamma", "ref_model"),
+    **same("moe_aux_loss_coef", "packing"),
+    "finetuning_type": to("finetuning_type", one_of({"lora": "lora", "full": "full"}, "we have full, lora and qlora")),
+    "lora_target": to("lora_target", split_names),
+    "pref_ftx": to("rpo_alpha", lambda value: value or None),
+    "pref_loss": to("loss_type"),
+    "quantization_bit": to("quantization", one_of({4: "nf4", 8: "int8"}, "4 bits (nf4) or 8 (int8)")),
+    "disable_gradient_checkpointing": FieldRule(why=CHECKPOINTING, needed=False),
+    "rope_scaling": no_counterpart("other positions: set rope_scaling in the model's config.json"),
+    # what StreamTune does by itself
+    **by_itself(KERNELS, "flash_attn", "enable_liger_kernel", "use_unsloth", "use_unsloth_gc", "use_v1_kernels"),
+    **by_itself(CHECKPOINTING, "use_reentrant_gc"),
+    **by_itself("the streamed head computes log-probabilities in fp32", "upcast_lmhead_output"),
+    **by_itself("HF_HOME says where downloads are kept", "cache_dir", "offload_folder"),
+    **by_itself(PREPARED, "overwrite_cache", "preprocessing_num_workers", "preprocessing_batch_size", "tokenized_path"),
+    **by_itself(PREPARED, "streaming", "buffer_size", "data_shared_file_system", "media_dir"),
+    **by_itself("padding has the label -100 always", "ignore_pad_token_for_loss"),
+    **by_itself("rows of a packed sequence never see each other", "neat_packing"),
+    **by_itself("loss.png is always drawn", "plot_loss"),
+    **by_itself("metrics.jsonl has every step", "include_effective_tokens_per_second", "compute_accuracy"),
+    **by_itself("the banner of a run says it", "print_param_status"),
+    **by_itself(
+        "models are placed by themselves", "low_cpu_mem_usage", "quantization_device_map", "use_fast_tokenizer"
+    ),
+    **by_itself(
+        GENERATION, "infer_backend", "infer_dtype", "use_kv_cache", "do_sample", "temperature", "top_p", "top_k"
+    ),
+    **by_itself(GENERATION, "num_beams", "max_new_tokens", "max_length", "repetition_penalty", "length_penalty"),
+    **by_itself(GENERATION, "default_system", "skip_special_tokens", "eval_num_beams", "generation_max_length"),
+    **by_itself(GENERATION, "vllm_maxlen", "vllm_gpu_util", "vllm_enforce_eager", "vllm_max_lora_rank", "vllm_config"),
+    **by_itself(
+        "`streamtune export` writes the model", "export_dir", "export_size", "export_device", "export_hub_model_id"
+    ),
+    **by_itself("`streamtune export` writes the model", "export_quantization_bit", "export_quantization_dataset"),
+    **by_itself("`streamtune export` writes the model", "export_quantization_nsamples", "export_quantization_maxlen"),
+    **by_itself("`streamtune export` writes the model", "export_legacy_format"),
+    **by_itself("a token for a hub belongs in its environment variable", "ms_hub_token", "om_hub_token"),
+    **by_itself("images and sounds are not trained on", "image_max_pixels", "image_min_pixels", "video_max_pixels"),
+    **by_itself(
+        "images and sounds are not trained on", "video_min_pixels", "video_fps", "video_maxlen", "crop_to_patches"
+    ),
+    **by_itself("images and sounds are not trained on", "audio_sampling_rate", "use_audio_in_video"),
+    **by_itself("images and sounds are not trained on", "image_do_pan_and_scan", "freeze_multi_modal_projector"),
+    **by_itself("images and sounds are not trained on", "freeze_vision_tower"),
+    **by_itself("double quantisation is on for nf4", "double_quantization"),
+    **by_itself(
+        "read with their switch only", "galore_target", "galore_rank", "galore_update_interval", "galore_scale"
+    ),
+    **by_itself("read with their switch only", "galore_proj_type", "galore_layerwise", "apollo_target", "apollo_rank"),
+    **by_itself(
+        "read with their switch only", "apollo_update_interval", "apollo_scale", "apollo_proj", "apollo_proj_type"
+    ),
+    **by_itself("read with their switch only", "apollo_scale_type", "apollo_layerwise", "apollo_scale_front"),
+    **by_itself(
+        "read with their switch only", "badam_mode", "badam_start_block", "badam_switch_mode", "badam_mask_mode"
+    ),
+    **by_itself("read with their switch only", "badam_switch_interval", "badam_update_ratio", "badam_verbose"),
+    **by_itself("read with their switch only", "pissa_iter", "pissa_convert", "loraplus_lr_embedding", "oft_rank"),
+    **by_itself("read with their switch only", "oft_block_size", "oft_target", "module_dropout", "create_new_adapter"),
+    **by_itself("read with their switch only", "freeze_trainable_layers", "freeze_trainable_modules"),
+    **by_itself("read with their switch only", "freeze_extra_modules", "fp8_backend", "init_special_tokens"),
+    # lost
+    "adapter_name_or_path": no_counterpart("a trained adapter to begin with: merge it first with `streamtune export`"),
+    "adapter_folder": no_counterpart("a trained adapter to begin with: merge it first with `streamtune export`"),
+    "model_revision": no_counterpart("a revision of the model: download it and name its folder", off=("main",)),
+    **without(TOKENIZER, "resize_vocab", "add_tokens", "add_special_tokens", "new_special_tokens_config"),
+    **without("special tokens stay whole", "split_special_tokens"),
+    **without("attention is exact", "shift_attn"),
+    **without("the model keeps its form", "mixture_of_depths", "use_llama_pro"),
+    "train_from_scratch": no_counterpart("write model: {init: ...} for a model with random weights"),
+    "upcast_layernorm": no_counterpart("norms in fp32; write dtype: float32 for all weights"),
+    "quantization_method": no_counterpart("bitsandbytes or torchao quantise", off=("bnb", "bitsandbytes")),
+    "quantization_type": no_counterpart("4 bits are nf4", off=("nf4",)),
+    "fp8": no_counterpart("training in 8 bits floating point"),
+    "fp8_enable_fsdp_float8_all_gather": no_counterpart("training in 8 bits floating point"),
+    "additional_target": no_counterpart("whole modules trained beside the adapters"),
+    "loraplus_lr_ratio": no_counterpart("LoRA+"),
+    "use_rslora": no_counterpart("rank-stabilised LoRA: alpha is divided by the root of the rank"),
+    "use_dora": no_counterpart("DoRA"),
+    "pissa_init": no_counterpart("PiSSA's first values of the adapters"),
+    **without("an optimizer that is not here", "use_galore", "use_apollo", "use_badam", "use_adam_mini", "use_muon"),
+    "use_mca": no_counterpart("Megatron does not train here", trains=False),
+    "use_dft_loss": no_counterpart("the DFT loss"),
+    "use_asft_loss": no_counterpart("the ASFT loss"),
+    "asft_alpha": no_counterpart("the ASFT loss"),
+    "use_eaft_loss": no_counterpart("the EAFT loss"),
+    "freeze_language_model": no_counterpart("training of an image tower only"),
+    "pref_bco_weight": no_counterpart("the BCO part of the loss"),
+    "ld_alpha": no_counterpart("LD-DPO"),
+    "ref_model_adapters": no_counterpart("adapters of the reference: merge them first"),
+    "ref_model_quantization_bit": no_counterpart("the reference keeps its precision"),
+    **without("a reward model", "reward_model", "reward_model_adapters", "reward_model_quantization_bit"),
+    **by_itself(
+        "read by PPO only", "reward_model_type", "ppo_buffer_size", "ppo_epochs", "ppo_score_norm", "ppo_target"
+    ),
+    **by_itself("read by PPO only", "ppo_whiten_rewards"),
+    "disable_shuffling": no_counterpart("rows are always shuffled"),
+    "early_stopping_steps": no_counterpart("a run goes on to its end"),
+    "mix_strategy": no_counterpart("rows of all datasets are shuffled together", off=("concat",)),
+    "interleave_probs": no_counterpart("rows of all datasets are shuffled together"),
+    "tool_format": no_counterpart("tools are rendered by the chat template"),
+    "enable_thinking": no_counterpart("thoughts are rendered by the chat template", off=(True,)),
+    "eval_dataset": no_counterpart("held-out rows are a part of the datasets: val_size", trains=False),
+    "eval_on_each_dataset": no_counterpart(
+        "one loss of all held-out rows; `streamtune eval` has them by set", trains=False
+    ),
+    **without("this tracker is not here", "use_swanlab", trains=False),
+    **by_itself(
+        "read with use_swanlab only", "swanlab_project", "swanlab_workspace", "swanlab_run_name", "swanlab_mode"
+    ),
+    **by_itself("read with use_swanlab only", "swanlab_api_key", "swanlab_logdir", "swanlab_lark_webhook_url"),
+    **by_itself("read with use_swanlab only", "swanlab_lark_secret"),
+    **without("Ray does not start runs", "ray_run_name", "ray_storage_path", "ray_num_workers", trains=False),
+    **without("Ray does not start runs", "resources_per_worker", "placement_strategy", trains=False),
+}
+
+
+def _objective(conversion: Conversion) -> str:
+    stage = str(conversion.get("stage", "sft"))
+    if stage not in OBJECTIVES:
+        known = ", ".join(OBJECTIVES)
+        raise conversion.refuse("stage", what=f"'stage: {stage}' has no counterpart", mend=f"known are {known}")
+    return OBJECTIVES[stage]
+
+
+def _special(conversion: Conversion) -> None:
+    stage = conversion.take("stage")
+    if stage == "kto":
+        conversion.put("loss_type", "kto", "stage")
+    elif stage is not None:
+        conversion.unneeded("stage", why=f"objective: {conversion.objective}")
+    _take_template(conversion)
+    _take_trained(conversion, stage)
+    _take_precision(conversion)
+    if conversion.get("neat_packing"):
+        conversion.take("packing")
+        conversion.put("packing", True, "packing" if "packing" in conversion.file.fields else "neat_packing")
+    elif conversion.get("packing"):
+        conversion.take("packing")
+        conversion.put(
+            "packing", True, "packing", note="rows see each other there without neat_packing, and never here"
+        )
+    if conversion.get("quantization_bit") and conversion.get("finetuning_type", "lora") == "lora":
+        if conversion.take("finetuning_type") is not None:
+            conversion.put("finetuning_type", "qlora", "finetuning_type")
+        else:
+            conversion.ours["finetuning_type"] = "qlora"
+    take_warmup(conversion)
+    take_trackers(conversion, {})
+    take_datasets(conversion)
+
+
+def _take_template(conversion: Conversion) -> None:
+    template = conversion.take("template")
+    if "template" not in conversion.file.fields:
+        return
+    if template in GENERIC:
+        conversion.lose("template", why="the tokenizer's own template is used; write chat_template: FILE.jinja")
+    else:
+        why = "the tokenizer's own template is used: compare it, and write chat_template: FILE.jinja where it differs"
+        conversion.unneeded("template", why=why)
+
+
+def _take_trained(conversion: Conversion, stage: Any) -> None:
+    on_prompt, last_only = conversion.take("train_on_prompt"), conversion.take("mask_history")
+    given = conversion.file.fields
+    if on_prompt:
+        conversion.put("train_on", "all", "train_on_prompt")
+    elif "train_on_prompt" in given:
+        conversion.unneeded("train_on_prompt", why="off, as here")
+    if last_only:
+        conversion.put("train_on", "completion", "mask_history")
+    elif "mask_history" in given:
+        conversion.unneeded("mask_history", why="off, as here")
+    if stage == "pt":
+        conversion.default("train_on", "all", "stage: pt")
+
+
+def _take_precision(conversion: Conversion) -> None:
+    pure = conversion.take("pure_bf16")
+    if pure:
+        conversion.put("dtype", "bfloat16", "pure_bf16")
+    elif "pure_bf16" in conversion.file.fields:
+        conversion.unneeded("pure_bf16", why="off, as here")
+
+
+def _defaults(conversion: Conversion) -> None:
+    conversion.default("finetuning_type", "lora")
+    adapters = conversion.ours.get("finetuning_type") != "full"
+    if adapters:
+        conversion.default("lora_r", 8)
+    conversion.default("learning_rate", 5e-5)
+    conversion.default("lr_scheduler_type", "linear")
+    conversion.default("num_train_epochs", 3.0)
+    conversion.default("per_device_train_batch_size", 8)
+    conversion.default("overlength", "truncate")
+    if "dtype" not in conversion.ours and conversion.get("bf16"):
+        note = "frozen weights are kept in the precision of the computation" if adapters else "weights are kept in fp32"
+        conversion.default("dtype", "bfloat16" if adapters else "float32", note)
+
+
+SIGNS = (
+    "stage cutoff_len template dataset_dir overwrite_cache preprocessing_num_workers plot_loss pref_beta pref_loss "
+    "finetuning_type do_train flash_attn max_samples overwrite_output_dir"
+)
+"""Fields that no other trainer has."""
+
+LLAMAFACTORY = PeerTrainer(
+    name="llamafactory",
+    title="LLaMA-Factory",
+    fields=FIELDS,
+    signs=frozenset(SIGNS.split()),
+    objective=_objective,
+    special=_special,
+    defaults=_defaults,
+)

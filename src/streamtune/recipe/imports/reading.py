@@ -1,0 +1,189 @@
+"""Read the file of another trainer: YAML, JSON, or a shell script with one training command."""
+
+from __future__ import annotations
+
+import re
+import shlex
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from streamtune.errors import RecipeError
+from streamtune.recipe.loader import read_text
+from streamtune.recipe.yaml import Marks, parse_scalar, read_yaml
+
+from .rules import UnconvertedError
+
+__all__ = ["PeerFile", "json_value", "read_peer_file"]
+
+COMMANDS: dict[str, tuple[str, tuple[str, ...]]] = {
+    "swift": ("swift", ("sft", "pt", "rlhf")),
+    "llamafactory-cli": ("llamafactory", ("train",)),
+    "lmf": ("llamafactory", ("train",)),
+    "trl": ("trl", ("sft", "dpo", "grpo", "kto", "rloo", "reward", "orpo", "cpo")),
+    **dict.fromkeys(("sft.py", "rlhf.py", "dpo.py", "grpo.py"), ("", ())),
+}
+"""Program -> its trainer, and its words that train. Of a trainer's own script the path says whose it is."""
+
+_ASSIGNMENT = re.compile(r"(?:export\s+)?([A-Za-z_]\w*)=(.*)", re.DOTALL)
+_VARIABLE = re.compile(r"\$\{(\w+)\}|\$(\w+)")
+
+
+@dataclass
+class PeerFile:
+    """The fields of another trainer's recipe, and the places where they stand.
+
+    Args:
+        fields: Their fields and values.
+        marks: The line of each.
+        path: The file.
+        trainer: The trainer that the file names by a command; empty for a file of keys.
+        command: The command's word: ``sft``, ``dpo``, ``rlhf``; empty for a file of keys.
+        environment: Variables that are set in front of the command, each with its line.
+        notes: Messages for the user.
+    """
+
+    fields: dict[str, Any]
+    marks: Marks
+    path: Path
+    trainer: str = ""
+    command: str = ""
+    environment: dict[str, tuple[str, int]] = field(default_factory=dict)
+    notes: list[str] = field(default_factory=list)
+
+
+def read_peer_file(path: Path) -> PeerFile:
+    """Read a YAML or JSON file of keys, or a shell script.
+
+    Raises:
+        RecipeError: The file cannot be read, is empty, or is neither.
+    """
+    text = read_text(path)
+    named_otherwise = path.suffix not in (".yaml", ".yml", ".json")
+    if path.suffix in (".sh", ".bash") or (named_otherwise and _commands(text)):
+        return _read_script(text, path)
+    if path.suffix == ".json":
+        text = text.replace("\t", "    ")  # YAML has JSON in it, but for tabs
+    fields, marks, mistakes = read_yaml(text, str(path))
+    if not isinstance(fields, dict) or not fields:
+        raise RecipeError(
+            "there are no keys and values in it", where=str(path), mend="name a YAML or JSON recipe, or a shell script"
+        )
+    notes = [f"{path}:{mistake.line}: {mistake.what}" for mistake in mistakes]
+    return PeerFile(fields, marks, path, notes=notes)
+
+
+def _read_script(text: str, path: Path) -> PeerFile:
+    commands, assigned = _commands(text), _assignments(text)
+    if not commands:
+        raise RecipeError(
+            "there is no training command in it",
+            where=str(path),
+            mend="commands that are read: swift sft, swift pt, swift rlhf, llamafactory-cli train, trl sft, dpo, grpo",
+        )
+    words, at = commands[0]
+    trainer, command, options = COMMANDS[Path(words[at][0]).name][0], "", at + 1
+    if trainer:
+        command, options = words[at + 1][0], at + 2
+    else:
+        trainer = next((name for name in ("swift", "trl") if name in words[at][0]), "")
+        command = Path(words[at][0]).stem
+    read = PeerFile({}, Marks(str(path)), path, trainer, command)
+    for word, line in words[:at]:
+        if found := _ASSIGNMENT.fullmatch(word):
+            read.environment[found[1]] = (found[2], line)
+    name = ""
+    for word, line in words[options:]:
+        if word.startswith("--"):
+            name, equals, value = word[2:].partition("=")
+            name = name.replace("-", "_")
+            read.marks.lines[(name,)] = line
+            read.fields[name] = _value(value, assigned) if equals else True
+        elif not name:
+            raise RecipeError(
+                f"the command takes its arguments from '{word}'",
+                where=f"{path}:{line}",
+                mend=f"import that file: `streamtune recipes import {word}`",
+            )
+        else:
+            value, before = _value(word, assigned), read.fields[name]
+            several = [*before, value] if isinstance(before, list) else [before, value]
+            read.fields[name] = value if before is True else several
+    read.notes += [
+        f"{path}:{line}: '${match[1] or match[2]}' is a variable that the script does not set"
+        for word, line in words[options:]
+        for match in _VARIABLE.finditer(word)
+        if (match[1] or match[2]) not in assigned
+    ]
+    if len(commands) > 1:
+        read.notes.append(f"{path}:{commands[1][0][0][1]}: only the first training command is read")
+    return read
+
+
+def _commands(text: str) -> list[tuple[list[tuple[str, int]], int]]:
+    """Return the training commands of a script: words with their lines, and the place of the program among them."""
+    found = []
+    for words in _statements(text):
+        for at, (word, _) in enumerate(words):
+            known = COMMANDS.get(Path(word).name)
+            follows = words[at + 1][0] if at + 1 < len(words) else ""
+            if known and (not known[0] or follows in known[1]):
+                found.append((words, at))
+                break
+    return found
+
+
+def _statements(text: str) -> list[list[tuple[str, int]]]:
+    """Split a script into statements of words, each with its line; continued lines are one statement."""
+    statements: list[list[tuple[str, int]]] = []
+    words: list[tuple[str, int]] = []
+    pending, start = "", 1
+    for number, line in enumerate(text.splitlines(), 1):
+        goes_on = len(line) - len(line.rstrip("\\")) & 1 == 1
+        start = start if pending else number
+        pending += line[:-1] if goes_on else line
+        try:
+            parts = shlex.split(pending, comments=True)
+        except ValueError:  # a quote is open
+            pending += "\n"
+            continue
+        words += [(part, start) for part in parts]
+        pending = ""
+        if not goes_on and words:
+            statements.append(words)
+            words = []
+    if words:
+        statements.append(words)
+    return statements
+
+
+def _assignments(text: str) -> dict[str, str]:
+    """Return the variables that a script sets on lines of their own."""
+    assigned: dict[str, str] = {}
+    for words in _statements(text):
+        for word, _ in words[1:] if words[0][0] == "export" else words:
+            found = _ASSIGNMENT.fullmatch(word)
+            if not found:
+                break
+            assigned[found[1]] = _VARIABLE.sub(lambda name: assigned.get(name[1] or name[2], name[0]), found[2])
+    return assigned
+
+
+def _value(word: str, assigned: dict[str, str]) -> Any:
+    return parse_scalar(_VARIABLE.sub(lambda name: assigned.get(name[1] or name[2], name[0]), word))
+
+
+def json_value(value: Any) -> Any:
+    """Return a value that a command gives as JSON text (``'{"factor": 2.0}'``) as what it means.
+
+    Raises:
+        UnconvertedError: The text is a file's name or no JSON.
+    """
+    if not isinstance(value, str):
+        return value
+    if not value.lstrip().startswith(("{", "[")):
+        raise UnconvertedError("JSON was expected, or a group of keys")
+    try:
+        return read_yaml(value, "JSON")[0]
+    except RecipeError as error:
+        raise UnconvertedError(error.what) from None

@@ -1,0 +1,112 @@
+"""Rules for the fields of another trainer's recipe: what each becomes here, why it is not needed, or what is lost.
+
+The peers' files are dict literals of these: their field -> rule. ``"trl.beta"`` is the field ``beta`` of the group
+``trl``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from streamtune.recipe.aliases import ALIASES
+
+__all__ = [
+    "OFF",
+    "FieldRule",
+    "UnconvertedError",
+    "by_itself",
+    "fraction_or_count",
+    "no_counterpart",
+    "one_of",
+    "same",
+    "split_names",
+    "to",
+    "without",
+]
+
+OFF: tuple[Any, ...] = (None, False, 0, "", [], {}, "none", "None", "false", "no")
+"""Values with which a field does nothing, so that nothing is lost without it."""
+
+
+class UnconvertedError(ValueError):
+    """A value that has no counterpart, with the reason."""
+
+
+@dataclass(frozen=True)
+class FieldRule:
+    """The answer to a field of another trainer.
+
+    Args:
+        ours: Our key; empty where there is none.
+        convert: Turns their value into ours, or raises :class:`UnconvertedError`; None keeps it.
+        why: The reason that it is not needed, or what is lost without it.
+        needed: False where StreamTune does the same by itself.
+        trains: True if what is trained differs without it.
+        off: Values with which the field does nothing, besides :data:`OFF`.
+    """
+
+    ours: str = ""
+    convert: Callable[[Any], Any] | None = None
+    why: str = ""
+    needed: bool = True
+    trains: bool = True
+    off: tuple[Any, ...] = ()
+
+    def is_off(self, value: Any) -> bool:
+        """Return True if the field does nothing with this value."""
+        return any(value == other and isinstance(value, bool) == isinstance(other, bool) for other in OFF + self.off)
+
+
+def to(ours: str, convert: Callable[[Any], Any] | None = None, *, trains: bool = True, why: str = "") -> FieldRule:
+    """Return the rule of a field that is a key of ours."""
+    return FieldRule(ours, convert, why, trains=trains)
+
+
+def same(*names: str, trains: bool = True) -> dict[str, FieldRule]:
+    """Return the rules of fields that have our key's name, or a name that ``recipe.aliases`` knows."""
+    return {name: to(ALIASES.get(name, name), trains=trains) for name in names}
+
+
+def by_itself(why: str, *names: str) -> dict[str, FieldRule]:
+    """Return the rules of fields that mean nothing here, with what takes their place."""
+    return {name: FieldRule(why=why, needed=False) for name in names}
+
+
+def no_counterpart(why: str = "", *, trains: bool = True, off: tuple[Any, ...] = ()) -> FieldRule:
+    """Return the rule of a field without counterpart; with a value in ``off`` it does nothing."""
+    return FieldRule(why=why, trains=trains, off=off)
+
+
+def without(why: str, *names: str, trains: bool = True, off: tuple[Any, ...] = ()) -> dict[str, FieldRule]:
+    """Return the rules of several fields without counterpart."""
+    return dict.fromkeys(names, no_counterpart(why, trains=trains, off=off))
+
+
+def one_of(values: dict[Any, Any], why: str = "") -> Callable[[Any], Any]:
+    """Return a converter by a table of values; another value is lost, for the reason ``why``."""
+
+    def convert(value: Any) -> Any:
+        for theirs, ours in values.items():
+            if value == theirs and isinstance(value, bool) == isinstance(theirs, bool):
+                return ours
+        raise UnconvertedError(why or f"known here: {', '.join(map(str, values))}")
+
+    return convert
+
+
+def split_names(value: Any) -> Any:
+    """Return a list of names, given one or a text with commas; ``all`` and ``all-linear`` are all linear layers."""
+    names = value.split(",") if isinstance(value, str) else value
+    if not isinstance(names, list) or not all(isinstance(name, str) for name in names):
+        raise UnconvertedError("a list of names was expected")
+    names = [name.strip() for name in names if name.strip()]
+    return "all-linear" if names in (["all"], ["all-linear"], ["all_linear"], ["ALL"]) else names
+
+
+def fraction_or_count(value: Any) -> Any:
+    """Return a number of steps; a part of all steps, which some trainers take as well, is lost."""
+    if isinstance(value, int | float) and not isinstance(value, bool) and 0 < value < 1:
+        raise UnconvertedError("a part of all steps; write a number of steps")
+    return int(value) if isinstance(value, float) and value == int(value) else value

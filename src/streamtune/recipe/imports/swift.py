@@ -1,0 +1,351 @@
+"""Recipes of ms-swift: a command of ``swift sft``, ``swift pt`` or ``swift rlhf``, or its arguments in a file."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Any
+
+from .conversion import Conversion, PeerTrainer
+from .datasets import DATA_FILES, put_datasets
+from .rules import FieldRule, by_itself, no_counterpart, one_of, same, split_names, to, without
+from .trainer_arguments import CHECKPOINTING, KERNELS, TRAINER_FIELDS, take_trackers, take_warmup
+from .trl import take_weights_dtype
+
+__all__ = ["SWIFT"]
+
+OBJECTIVES: dict[str, tuple[str, str]] = {
+    "dpo": ("dpo", "sigmoid"),
+    "orpo": ("dpo", "orpo"),
+    "simpo": ("dpo", "simpo"),
+    "kto": ("dpo", "kto"),
+    "cpo": ("dpo", "cpo"),
+    "grpo": ("grpo", "grpo"),
+}
+"""``rlhf_type`` -> our objective and the default of its loss."""
+
+NEAREST = {"accuracy": "numeric_answer", "format": "format_tags"}
+"""Reward functions of swift -> those of ours that come nearest."""
+
+ROWS_PER_STEP = 16
+"""Rows of a step where ``gradient_accumulation_steps`` is not given."""
+
+PREPARED = "rows are prepared when the run starts"
+PLACED = "models are placed by themselves"
+IMAGES = "images, sounds and boxes are not trained on"
+OTHER_TUNERS = "read by another tuner only"
+VLLM = "vLLM runs in the process of the training"
+
+
+def _rewards(value: Any) -> Any:
+    names = value if isinstance(value, list) else [value]
+    return [NEAREST.get(name, f"REWARDS.py:{name}") if isinstance(name, str) else name for name in names]
+
+
+FIELDS: dict[str, FieldRule] = {
+    **TRAINER_FIELDS,
+    **same("lora_rank", "lora_alpha", "lora_dropout", "packing", "sequence_parallel_size", "router_aux_loss_coef"),
+    "sequence_parallel_size": to("sequence_parallel_size", trains=False),
+    "target_modules": to("lora_target", split_names),
+    "train_type": to("finetuning_type", one_of({"lora": "lora", "full": "full"}, "we have full, lora and qlora")),
+    "tuner_type": to("finetuning_type", one_of({"lora": "lora", "full": "full"}, "we have full, lora and qlora")),
+    "sft_type": to("finetuning_type", one_of({"lora": "lora", "full": "full"}, "we have full, lora and qlora")),
+    "split_dataset_ratio": to("val_size"),
+    "truncation_strategy": to(
+        "overlength",
+        one_of({"delete": "drop", "right": "truncate", "split": "split"}, "a row that is too long is cut at its end"),
+    ),
+    "loss_scale": to(
+        "train_on",
+        one_of(
+            {"default": "assistant", "last_round": "completion", "all": "all"},
+            "weights of tokens: train_on takes assistant, completion, all",
+        ),
+    ),
+    # rlhf
+    **same("beta", "label_smoothing", "simpo_gamma", "cpo_alpha", "desirable_weight", "undesirable_weight"),
+    "rpo_alpha": to("rpo_alpha", lambda value: value or None),
+    "ref_model": to("ref_model_name_or_path"),
+    "loss_type": to("loss_type", lambda value: value[0] if isinstance(value, list) and len(value) == 1 else value),
+    "reward_funcs": to("reward_funcs", _rewards),
+    **same("reward_weights", "num_generations", "max_completion_length", "temperature", "top_p", "repetition_penalty"),
+    **same("steps_per_generation", "generation_batch_size", "importance_sampling_level", "epsilon", "epsilon_high"),
+    **same("delta", "num_iterations"),
+    "top_k": to("top_k", lambda value: max(value, 0) if isinstance(value, int) else value),
+    "scale_rewards": to(
+        "scale_rewards", one_of({True: "group", False: "none", "group": "group", "batch": "batch", "none": "none"})
+    ),
+    "overlong_filter": to("mask_truncated_completions"),
+    **same("use_vllm", "vllm_gpu_memory_utilization", trains=False),
+    "chat_template": to("chat_template"),
+    # what StreamTune does by itself
+    **by_itself(KERNELS, "attn_impl", "use_liger", "use_flash_attn", "use_logits_to_keep", "experts_impl"),
+    **by_itself(CHECKPOINTING, "vit_gradient_checkpointing"),
+    **by_itself(
+        "padding takes no part in the loss", "padding_free", "padding_side", "packing_length", "packing_num_proc"
+    ),
+    **by_itself(PREPARED, "load_from_cache_file", "lazy_tokenize", "streaming", "shuffle_buffer_size", "download_mode"),
+    **by_itself(PREPARED, "cached_dataset", "val_dataset_shuffle", "strict", "preprocess_num_proc", "load_data_args"),
+    **by_itself("the model's configuration says it", "model_type", "task_type", "local_repo_path", "load_args"),
+    **by_itself(PLACED, "device_map", "max_memory", "ignore_args_error", "check_model", "create_checkpoint_symlink"),
+    **by_itself("output_dir is the folder itself", "add_version"),
+    **by_itself(
+        "4 bits by bitsandbytes, 8 by torchao",
+        "bnb_4bit_compute_dtype",
+        "bnb_4bit_use_double_quant",
+        "bnb_4bit_quant_storage",
+    ),
+    **by_itself("adapters are trained by peft, in fp32", "tuner_backend", "lora_dtype"),
+    **by_itself("metrics.jsonl has every step", "acc_strategy", "logging_dir"),
+    **by_itself("the code of models and datasets comes from the hub", "model_kwargs"),
+    **by_itself(
+        "read in evaluation only", "max_new_tokens", "num_beams", "stream", "stop_words", "logprobs", "top_logprobs"
+    ),
+    **by_itself("read in evaluation only", "eval_use_evalscope", "eval_dataset", "eval_dataset_args", "eval_limit"),
+    **by_itself("read in evaluation only", "eval_generation_config", "extra_eval_args", "response_prefix"),
+    **by_itself("the model's name in rows of swift/self-cognition only", "model_author", "model_name"),
+    **by_itself(IMAGES, "max_pixels", "norm_bbox", "freeze_vit", "freeze_aligner", "vit_lr", "aligner_lr"),
+    **by_itself(
+        VLLM, "vllm_mode", "vllm_server_host", "vllm_server_port", "vllm_server_timeout", "vllm_tensor_parallel_size"
+    ),
+    **by_itself(VLLM, "vllm_max_model_len", "vllm_enforce_eager", "vllm_enable_prefix_caching", "vllm_max_num_seqs"),
+    **by_itself(
+        VLLM, "vllm_server_base_url", "vllm_limit_mm_per_prompt", "vllm_disable_custom_all_reduce", "sleep_level"
+    ),
+    **by_itself(
+        VLLM, "offload_model", "offload_optimizer", "move_model_batches", "async_generate", "gc_collect_after_offload"
+    ),
+    **by_itself("completions.jsonl has them", "log_completions", "log_entropy"),
+    **by_itself("`streamtune export` writes the model", "merge_lora", "hub_model_id"),
+    **by_itself(OTHER_TUNERS, "galore_rank", "galore_target_modules", "galore_update_proj_gap", "galore_scale"),
+    **by_itself(OTHER_TUNERS, "galore_proj_type", "lisa_step_interval", "adalora_target_r", "adalora_init_r"),
+    **by_itself(OTHER_TUNERS, "llamapro_num_new_blocks", "llamapro_num_groups", "reft_rank", "boft_block_size"),
+    **by_itself(OTHER_TUNERS, "vera_rank", "fourier_n_frequency", "adapter_act", "adapter_length"),
+    **by_itself("the template renders tools", "agent_template", "tools_prompt", "template_backend"),
+    # lost
+    "model_revision": no_counterpart(
+        "a revision of the model: download it and name its folder", off=("master", "main")
+    ),
+    "adapters": no_counterpart("a trained adapter to begin with: merge it first with `streamtune export`"),
+    "ref_adapters": no_counterpart("adapters of the reference: merge them first"),
+    "new_special_tokens": no_counterpart("the tokenizer is taken as it is: add tokens to it first"),
+    "rope_scaling": no_counterpart("other positions: set rope_scaling in the model's config.json"),
+    "max_model_len": no_counterpart("other positions: set rope_scaling in the model's config.json"),
+    "system": no_counterpart("a system message in front of every row: write it into the rows, or into chat_template"),
+    "use_chat_template": no_counterpart("rows of messages are rendered by the chat template", off=(True,)),
+    "init_strategy": no_counterpart("first values of weights that the checkpoint has not"),
+    "custom_register_path": no_counterpart("code that registers models and datasets"),
+    "custom_dataset_info": no_counterpart("datasets that are registered elsewhere"),
+    "external_plugins": no_counterpart("code: name its functions in reward_funcs: FILE.py:NAME"),
+    "columns": no_counterpart("other names of columns: rename them"),
+    "interleave_prob": no_counterpart("rows of all datasets are shuffled together"),
+    "stopping_strategy": no_counterpart("rows of all datasets are shuffled together", trains=False),
+    "dataset_shuffle": no_counterpart("rows are always shuffled", off=(True,)),
+    "train_dataloader_shuffle": no_counterpart("rows are always shuffled", off=(True,)),
+    "val_dataset": no_counterpart("held-out rows are a part of the datasets: val_size", trains=False),
+    "max_epochs": no_counterpart("write num_train_epochs"),
+    "modules_to_save": no_counterpart("whole modules trained beside the adapters"),
+    "target_regex": no_counterpart("a pattern; list the ends of the modules' names in lora_target"),
+    "target_parameters": no_counterpart("adapters on parameters that are no linear layers"),
+    "init_weights": no_counterpart("first values of the adapters", off=(True, "true")),
+    "init_lora_weights": no_counterpart("first values of the adapters", off=(True, "true")),
+    "lora_bias": no_counterpart("trained biases"),
+    "lora_bias_trainable": no_counterpart("trained biases"),
+    "lorap_lr_ratio": no_counterpart("LoRA+"),
+    "lora_lr_ratio": no_counterpart("LoRA+"),
+    "use_rslora": no_counterpart("rank-stabilised LoRA: alpha is divided by the root of the rank"),
+    "use_dora": no_counterpart("DoRA"),
+    **without("an optimizer that is not here", "use_galore", "optimizer", "use_muon"),
+    "lisa_activated_layers": no_counterpart("LISA"),
+    **without(
+        "frozen weights", "freeze_llm", "freeze_parameters", "freeze_parameters_ratio", "freeze_parameters_regex"
+    ),
+    **without(
+        "frozen weights", "trainable_parameters", "trainable_parameters_regex", "additional_trainable_parameters"
+    ),
+    "enable_dft_loss": no_counterpart("the DFT loss"),
+    "enable_channel_loss": no_counterpart("a loss by channel", trains=False),
+    "hqq_axis": no_counterpart("bitsandbytes or torchao quantise", trains=False),
+    "bnb_4bit_quant_type": no_counterpart("4 bits are nf4", off=("nf4",)),
+    "zero_hpz_partition_size": no_counterpart("write a DeepSpeed configuration and name it", trains=False),
+    "deepspeed_autotp_size": no_counterpart("tensors are not shared", trains=False, off=(1,)),
+    "resume_only_model": no_counterpart("a resumed run goes on where it was", trains=False),
+    **without("a classifier or an embedding model", "num_labels", "problem_type"),
+    "ld_alpha": no_counterpart("LD-DPO"),
+    "f_divergence_type": no_counterpart("reverse KL is the divergence", off=("reverse_kl",)),
+    "loss_weights": no_counterpart("a sum of several losses"),
+    **without("a reward model", "reward_model", "reward_adapters", "reward_model_plugin"),
+    **without("GRPO with several turns, tools or filters", "multi_turn_scheduler", "max_turns", "dynamic_sample"),
+    **without(
+        "GRPO with several turns, tools or filters", "max_resample_times", "soft_max_length", "soft_cache_length"
+    ),
+    "sync_ref_model": no_counterpart("the reference stays as it is"),
+    "stop_strategy": no_counterpart("", trains=False),
+    **without("Ray does not start runs", "use_ray", "ray_exp_name", "device_groups", trains=False),
+    **without("this tracker is not here", "swanlab_project", "swanlab_token", "swanlab_mode", trains=False),
+}
+
+
+def _objective(conversion: Conversion) -> str:
+    kind = str(conversion.get("rlhf_type", ""))
+    if not kind:
+        return "dpo" if conversion.file.command == "rlhf" else "sft"
+    if kind not in OBJECTIVES:
+        known = ", ".join(OBJECTIVES)
+        raise conversion.refuse("rlhf_type", what=f"'rlhf_type: {kind}' has no counterpart", mend=f"known are {known}")
+    return OBJECTIVES[kind][0]
+
+
+def _special(conversion: Conversion) -> None:
+    given = conversion.file.fields
+    kind = conversion.take("rlhf_type")
+    if kind == "":
+        conversion.unneeded("rlhf_type", why="no value")
+    elif kind is not None:
+        loss = OBJECTIVES[kind][1]
+        if "loss_type" not in given:
+            conversion.put("loss_type", loss, "rlhf_type")
+        else:
+            conversion.unneeded("rlhf_type", why=f"objective: {conversion.objective}")
+    use_hf = conversion.take("use_hf")
+    if "use_hf" in given:
+        conversion.unneeded("use_hf", why="names are looked up on the Hugging Face hub")
+    _take_model(conversion, use_hf)
+    _take_length(conversion)
+    _take_quantization(conversion)
+    take_weights_dtype(conversion, ("torch_dtype", "dtype"))
+    template = conversion.take("template")
+    if template is not None:
+        why = "the tokenizer's own template is used: compare it, and write chat_template: FILE.jinja where it differs"
+        conversion.unneeded("template", why=why)
+    take_warmup(conversion)
+    take_trackers(conversion, {})
+    _take_datasets(conversion, use_hf)
+    for name, (value, line) in conversion.file.environment.items():
+        if name in ("NPROC_PER_NODE", "CUDA_VISIBLE_DEVICES", "MASTER_PORT", "NNODES"):
+            why = (
+                f"`--nproc {value}` of the command"
+                if name == "NPROC_PER_NODE"
+                else "set it in front of the command here too"
+            )
+            conversion.report(f"{name}={value}", f"{conversion.file.path}:{line}", why, None)
+
+
+def _take_model(conversion: Conversion, use_hf: Any) -> None:
+    for name in ("model", "model_id_or_path"):
+        value = conversion.take(name)
+        if value is not None:
+            local = use_hf or Path(str(value)).expanduser().exists()
+            conversion.put(
+                "model_name_or_path", value, name, note="" if local else "from ModelScope there, here from the hub"
+            )
+
+
+def _take_length(conversion: Conversion) -> None:
+    length = conversion.take("max_length")
+    if length is None:
+        if "max_length" in conversion.file.fields:
+            conversion.unneeded("max_length", why="no value")
+    elif conversion.objective == "grpo":
+        conversion.put("max_prompt_length", length, "max_length", note="in GRPO it is that of the prompt")
+    else:
+        conversion.put("max_length", length, "max_length")
+
+
+def _take_quantization(conversion: Conversion) -> None:
+    method, bits = conversion.take("quant_method"), conversion.take("quant_bits")
+    given = conversion.file.fields
+    if method not in (None, "bnb"):
+        conversion.lose("quant_method", why="bitsandbytes or torchao quantise")
+    elif "quant_method" in given:
+        conversion.unneeded("quant_method", why="see quantization")
+    if bits in (4, 8):
+        conversion.put("quantization", {4: "nf4", 8: "int8"}[bits], "quant_bits")
+        name = next((name for name in ("train_type", "tuner_type", "sft_type") if conversion.get(name) == "lora"), None)
+        if name is not None:
+            conversion.take(name)
+            conversion.put("finetuning_type", "qlora", name)
+        elif not any(conversion.get(name) for name in ("train_type", "tuner_type", "sft_type")):
+            conversion.ours["finetuning_type"] = "qlora"
+    elif bits:
+        conversion.lose("quant_bits", why="4 bits (nf4) or 8 (int8)")
+    elif "quant_bits" in given:
+        conversion.unneeded("quant_bits", why="off, as here")
+
+
+def _take_datasets(conversion: Conversion, use_hf: Any) -> None:
+    names = conversion.take("dataset")
+    found: list[dict[str, Any]] = []
+    noted: dict[str, None] = {}
+    for name in names if isinstance(names, list) else [names] if names else []:
+        text = str(name)
+        hub = re.match(r"(HF|MS)::", text)
+        path, _, count = (text[4:] if hub else text).partition("#")
+        parts: list[str] = []
+        if not path.endswith(DATA_FILES) and ":" in path and not re.match(r"[A-Za-z]:[\\/]", path):
+            path, _, parts_text = path.partition(":")
+            parts = parts_text.split("/")
+        local = path.endswith(DATA_FILES) or Path(path).expanduser().exists()
+        on_hub = use_hf if hub is None else hub[1] == "HF"
+        if not local and not on_hub:
+            noted["from ModelScope there, here from the hub"] = None
+        spec: dict[str, Any] = {"path": path}
+        if count.isdigit():
+            spec["max_rows"] = int(count)
+            noted["the first rows; drawn at random there"] = None
+        found += [{**spec, "name": part} for part in parts] or [spec]
+    put_datasets(conversion, found, "dataset", note="; ".join(noted))
+
+
+def _defaults(conversion: Conversion) -> None:
+    ours, objective = conversion.ours, conversion.objective
+    conversion.default("finetuning_type", "lora")
+    adapters = ours.get("finetuning_type") != "full"
+    if adapters:
+        conversion.default("lora_r", 8)
+        conversion.default("lora_alpha", 32.0)
+        conversion.default("lora_dropout", 0.05)
+    conversion.default("learning_rate", 1e-4 if adapters else 1e-5)
+    conversion.default("weight_decay", 0.1)
+    conversion.default("adam_beta2", 0.95)
+    conversion.default("num_train_epochs", 3.0)
+    if objective != "grpo":
+        if "gradient_accumulation_steps" not in ours:
+            conversion.default("train_batch_size", ROWS_PER_STEP, "over all ranks, where gradients are accumulated")
+        conversion.default("overlength", "drop")
+        if "max_length" not in ours:
+            conversion.missing("max_length", "unset it is the longest row that the model takes; here it is 2048")
+    else:
+        conversion.default("per_device_train_batch_size", 1)
+        conversion.default("beta", 0.04)
+        for key, value in (("temperature", 0.9), ("top_p", 0.9), ("top_k", 50)):
+            conversion.default(key, value)
+    if objective == "dpo" and ours.get("loss_type") == "simpo":
+        conversion.default("beta", 2.0)
+        conversion.default("simpo_gamma", 1.0)
+    if conversion.file.command == "pt":
+        conversion.default("train_on", "all", "swift pt")
+    if conversion.get("bf16") is None and ours.get("dtype") == "bfloat16":
+        conversion.default("bf16", True)
+    unknown = [name for name in ours.get("reward_funcs", []) if name.startswith("REWARDS.py:")]
+    if {"numeric_answer", "format_tags"} & set(ours.get("reward_funcs", [])) or unknown:
+        why = "of our own rewards the nearest is written; compare `docs/rewards.md`"
+        conversion.missing("reward_funcs", why + (f"; write a file with {', '.join(unknown)}" if unknown else ""))
+
+
+SIGNS = (
+    "model train_type tuner_type sft_type rlhf_type split_dataset_ratio truncation_strategy loss_scale attn_impl "
+    "quant_bits quant_method external_plugins target_modules use_hf model_id_or_path model_author custom_register_path "
+    "load_from_cache_file lazy_tokenize"
+)
+"""Fields that no other trainer has."""
+
+SWIFT = PeerTrainer(
+    name="swift",
+    title="ms-swift",
+    fields=FIELDS,
+    signs=frozenset(SIGNS.split()),
+    objective=_objective,
+    special=_special,
+    defaults=_defaults,
+)

@@ -1,0 +1,197 @@
+"""The arguments of the Hugging Face ``Trainer``, which the other trainers hand on, and what holds for all of them."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from .conversion import Conversion
+from .rules import FieldRule, UnconvertedError, by_itself, fraction_or_count, no_counterpart, same, to, without
+
+__all__ = ["CHECKPOINTING", "KERNELS", "TRAINER_FIELDS", "finish", "take_trackers", "take_warmup"]
+
+CHECKPOINTING = "the streamed backward takes the place of checkpointing"
+KERNELS = "kernels are chosen by themselves; `streamtune env` shows them"
+DATA_PIPELINE = "rows are prepared once and read from disk"
+HUB = "a run uploads nothing; `streamtune export` writes the model"
+DDP = "DDP is set up by itself; `--nproc N` starts the ranks"
+EVERY_STEP = "metrics.jsonl has every step"
+
+
+def _best_metric(value: Any) -> Any:
+    if not isinstance(value, str):
+        raise UnconvertedError("a name was expected")
+    return value if value.startswith("eval_") else f"eval_{value}"
+
+
+def _deepspeed(value: Any) -> Any:
+    if isinstance(value, dict):
+        raise UnconvertedError("write the configuration to a JSON file and name it: deepspeed: FILE")
+    if value in ("zero0", "zero2_offload"):
+        raise UnconvertedError(f"'{value}' is none of ours: zero1, zero2, zero3, zero3_offload, or the path of a file")
+    if isinstance(value, str) and value.endswith(".json") and not Path(value).expanduser().exists():
+        for stage in ("3", "2", "1"):
+            if f"zero{stage}" in Path(value).stem.replace("_", "") or f"z{stage}" in Path(value).stem:
+                offload = "offload" in value and stage == "3"
+                return f"zero{stage}_offload" if offload else f"zero{stage}"
+    return value
+
+
+def _trackers(value: Any) -> Any:
+    names = value if isinstance(value, list) else [value]
+    names = [name for name in names if name not in ("none", None, "")]
+    if "all" in names:
+        raise UnconvertedError("name them: tensorboard, wandb, mlflow, trackio")
+    return names
+
+
+def _positive_steps(value: Any) -> Any:
+    return -1 if value in (0, -1) else value
+
+
+TRAINER_FIELDS: dict[str, FieldRule] = {
+    **same("learning_rate", "lr_scheduler_type", "weight_decay", "adam_beta1", "adam_beta2", "adam_epsilon"),
+    **same("max_grad_norm", "num_train_epochs", "per_device_train_batch_size", "gradient_accumulation_steps", "seed"),
+    **same("per_device_eval_batch_size", "output_dir", "greater_is_better", trains=False),
+    **same("dataloader_num_workers", "save_total_limit", trains=False),
+    **same("bf16", "optim", "trust_remote_code"),
+    "deepspeed": to("deepspeed", _deepspeed, trains=False, why="that file is not here; its name says the stage"),
+    "eval_steps": to("eval_steps", fraction_or_count, trains=False),
+    "save_steps": to("save_steps", fraction_or_count, trains=False),
+    "logging_steps": to("logging_steps", fraction_or_count, trains=False),
+    "max_steps": to("max_steps", _positive_steps),
+    "metric_for_best_model": to("metric_for_best_model", _best_metric, trains=False),
+    "full_determinism": to("deterministic", trains=False),
+    "report_to": to("report_to", _trackers, trains=False),
+    "fsdp": to("fsdp", bool, trains=False),
+    **by_itself("FSDP2 shards by itself where fsdp: true", "fsdp_config", "fsdp_transformer_layer_cls_to_wrap"),
+    **by_itself(CHECKPOINTING, "gradient_checkpointing", "gradient_checkpointing_kwargs", "activation_checkpointing"),
+    **by_itself(CHECKPOINTING, "activation_checkpointing_kwargs", "use_cache", "activation_offloading"),
+    **by_itself("the engine stores layer inputs on the host or on disk where they do not fit", "activation_offload"),
+    **by_itself(KERNELS, "tf32", "use_liger_kernel", "liger_kernel_config", "attn_implementation", "torch_compile"),
+    **by_itself(KERNELS, "torch_compile_backend", "torch_compile_mode", "jit_mode_eval", "use_ipex", "half_precision"),
+    **by_itself(DATA_PIPELINE, "dataloader_pin_memory", "dataloader_persistent_workers", "dataloader_prefetch_factor"),
+    **by_itself(DATA_PIPELINE, "remove_unused_columns", "label_names", "length_column_name", "dataset_num_proc"),
+    **by_itself(DATA_PIPELINE, "accelerator_config", "dataloader_in_order", "dataloader_multiprocessing_context"),
+    **by_itself(DDP, "ddp_timeout", "ddp_backend", "ddp_bucket_cap_mb", "ddp_broadcast_buffers", "ddp_static_graph"),
+    **by_itself(DDP, "ddp_find_unused_parameters", "local_rank", "average_tokens_across_devices", "world_size"),
+    **by_itself("the command does: `streamtune sft`, `dpo` or `grpo`", "do_train", "do_eval", "do_predict"),
+    **by_itself("everything that a run writes is in output_dir", "logging_dir", "log_level", "log_level_replica"),
+    **by_itself(EVERY_STEP, "logging_strategy", "logging_first_step", "logging_nan_inf_filter", "log_on_each_node"),
+    **by_itself(EVERY_STEP, "include_num_input_tokens_seen", "include_tokens_per_second", "disable_tqdm"),
+    **by_itself(EVERY_STEP, "skip_memory_metrics", "include_for_metrics", "include_inputs_for_metrics"),
+    **by_itself("output_dir with a run in it is continued; `--resume never` starts anew", "overwrite_output_dir"),
+    **by_itself("the same command goes on; `--resume PATH` names a checkpoint", "resume_from_checkpoint"),
+    **by_itself("a resumed run goes on where it was", "ignore_data_skip", "restore_callback_states_from_checkpoint"),
+    **by_itself("checkpoints are safetensors that every rank can read", "save_safetensors", "save_on_each_node"),
+    **by_itself("final/ has the model; checkpoints have all that resuming needs", "save_only_model"),
+    **by_itself("on_oom: replan takes the next schedule for the same gradient", "auto_find_batch_size"),
+    **by_itself(
+        "evaluation computes losses only", "prediction_loss_only", "eval_accumulation_steps", "eval_do_concat_batches"
+    ),
+    **by_itself(
+        "evaluation computes losses only", "batch_eval_metrics", "eval_use_gather_object", "predict_with_generate"
+    ),
+    **by_itself("evaluation runs in the precision of training", "bf16_full_eval", "fp16_full_eval"),
+    **by_itself("memory is planned; nothing needs to be emptied", "torch_empty_cache_steps"),
+    **by_itself("the launcher saves and resumes", "enable_jit_checkpoint"),
+    **by_itself("device: cpu is for a run without accelerator", "no_cuda", "use_mps_device"),
+    "use_cpu": FieldRule("device", lambda value: "cpu" if value else "auto", trains=False),
+    "fp16": no_counterpart("training in float16 is not here; write bf16: true"),
+    "neftune_noise_alpha": no_counterpart("noise on embeddings"),
+    "label_smoothing_factor": no_counterpart("label smoothing of the cross entropy"),
+    "lr_scheduler_kwargs": no_counterpart("settings of the schedule, such as a lowest learning rate"),
+    "optim_args": no_counterpart("settings of the optimizer"),
+    "optim_target_modules": no_counterpart("modules of a layer-wise or low-rank optimizer"),
+    "debug": no_counterpart("", trains=False),
+    "data_seed": no_counterpart("the order of the rows follows from 'seed'", trains=False),
+    "group_by_length": no_counterpart("rows are shuffled; packing: true saves the padding", trains=False),
+    "train_sampling_strategy": no_counterpart("rows are shuffled", trains=False, off=("random",)),
+    "dataloader_drop_last": no_counterpart("the last batch of an epoch is trained as well"),
+    "load_best_model_at_end": no_counterpart(
+        "metric_for_best_model keeps the best checkpoint; final/ is the last step", trains=False
+    ),
+    "save_strategy": no_counterpart("write save_steps: N", trains=False, off=("steps",)),
+    "eval_strategy": no_counterpart("write eval_steps: N", trains=False, off=("steps",)),
+    "evaluation_strategy": no_counterpart("write eval_steps: N", trains=False, off=("steps",)),
+    "eval_delay": no_counterpart("evaluation begins at the first eval_steps", trains=False),
+    "eval_on_start": no_counterpart("evaluation begins at the first eval_steps", trains=False),
+    "parallelism_config": no_counterpart("write sequence_parallel_size: N", trains=False),
+    **without(HUB, "push_to_hub", "hub_model_id", "hub_strategy", "hub_private_repo", "hub_always_push", trains=False),
+    **without(HUB, "hub_revision", "push_to_hub_model_id", "push_to_hub_organization", trains=False),
+    **by_itself("a token for the hub belongs in HF_TOKEN", "hub_token", "push_to_hub_token", "hf_hub_token"),
+    **without("trackers take the run's folder as its name", "run_name", "project", trains=False),
+    **without(
+        "set by TRACKIO_SPACE_ID", "trackio_space_id", "trackio_bucket_id", "trackio_static_space_id", trains=False
+    ),
+}
+"""Arguments of ``transformers.TrainingArguments``; ``take_warmup`` takes ``warmup_steps`` and ``warmup_ratio``."""
+
+
+def take_warmup(conversion: Conversion, steps_name: str = "warmup_steps", ratio_name: str = "warmup_ratio") -> None:
+    """Convert the warm-up: steps win over a ratio; a number of steps below 1 is a ratio; 'constant' has none."""
+    given_steps, given_ratio = conversion.take(steps_name), conversion.take(ratio_name)
+    schedules = [conversion.get(name) for name in ("lr_scheduler_type", "lr_scheduler")]
+    steps_count = given_steps is not None and given_steps != 0
+    for name, value, key in ((steps_name, given_steps, "warmup_steps"), (ratio_name, given_ratio, "warmup_ratio")):
+        if name not in conversion.file.fields:
+            continue
+        if value in (None, 0, ""):
+            conversion.unneeded(name, why="no warm-up, as here")
+        elif "constant" in schedules:
+            conversion.unneeded(name, why="the schedule 'constant' has no warm-up in transformers")
+        elif key == "warmup_ratio" and steps_count:
+            conversion.unneeded(name, why=f"'{steps_name}' wins")
+        elif key == "warmup_steps" and isinstance(value, float) and 0 < value < 1:
+            conversion.put("warmup_ratio", value, name, note="below 1 it is a part of all steps")
+        else:
+            whole = isinstance(value, float) and key == "warmup_steps" and value.is_integer()
+            conversion.put(key, int(value) if whole else value, name)
+
+
+def take_trackers(conversion: Conversion, settings: dict[str, str]) -> None:
+    """Convert ``report_to``, and add the trackers that are named by settings of their own (``wandb_project``)."""
+    names: list[str] = []
+    if "report_to" in conversion.file.fields:
+        conversion.convert("report_to", _trackers, conversion.take("report_to"), "report_to", trains=False)
+        names = conversion.ours.get("report_to", [])
+    for name, tracker in settings.items():
+        if name in conversion.file.fields:
+            if conversion.take(name) in (None, "", False) or tracker in names:
+                conversion.unneeded(name, why="no value" if tracker not in names else f"'{tracker}' is named already")
+            elif conversion.put("report_to", [*names, tracker], name, trains=False):
+                names = conversion.ours["report_to"]
+
+
+LORA = ("lora_r", "lora_alpha", "lora_dropout", "lora_target")
+
+
+def finish(conversion: Conversion) -> None:
+    """Take back keys of ours that exclude each other or mean nothing together, and report them."""
+    ours = conversion.ours
+
+    def take_back(key: str, why: str, *, trains: bool | None = None) -> None:
+        ours.pop(key)
+        line = conversion.lines.pop((key,), None)
+        conversion.notes.pop(key, None)
+        mine = [
+            found for found in conversion.findings if found.ours.partition(":")[0] == key and found.kind == "mapped"
+        ]
+        for found in mine:
+            conversion.findings.remove(found)
+        where = f"{conversion.file.marks.file}:{line}" if line else ""
+        theirs = mine[0].theirs if mine else key
+        conversion.report(theirs, where, why, trains)
+
+    if not ours.get("val_size"):
+        for key in ("eval_steps", "metric_for_best_model", "greater_is_better"):
+            if key in ours:
+                take_back(key, "no rows are held out; set val_size")
+    if conversion.objective != "sft" and ours.get("packing"):
+        take_back("packing", "rows of preferences and prompts are not packed; shared prompts lie end to end anyway")
+    if ours.get("finetuning_type", "full") == "full":
+        for key in LORA:
+            if key in ours:
+                take_back(key, "finetuning_type: full trains all weights")
+    if ours.get("finetuning_type") != "qlora" and "quantization" in ours:
+        take_back("quantization", "only frozen weights under adapters are quantised", trains=True)

@@ -1,0 +1,310 @@
+"""Recipes of TRL: the configuration of ``trl sft``, ``trl dpo`` and ``trl grpo``, or such a command."""
+
+from __future__ import annotations
+
+import re
+from functools import partial
+from typing import Any
+
+from .conversion import Conversion, PeerTrainer
+from .datasets import put_datasets, rows_of_split
+from .reading import json_value
+from .rules import FieldRule, UnconvertedError, by_itself, no_counterpart, one_of, same, split_names, to, without
+from .trainer_arguments import CHECKPOINTING, KERNELS, TRAINER_FIELDS, take_trackers, take_warmup
+
+__all__ = ["TRL", "take_weights_dtype"]
+
+OF_GRPO = {
+    *("reward_funcs", "num_generations", "max_completion_length", "num_iterations", "reward_weights", "use_vllm"),
+    *("mask_truncated_completions", "scale_rewards", "epsilon", "epsilon_high", "reward_model_name_or_path"),
+}
+"""Fields of GRPO alone."""
+OF_DPO = {
+    *("beta", "label_smoothing", "precompute_ref_log_probs", "ref_model_name_or_path", "rpo_alpha", "ld_alpha"),
+    *("f_divergence_type", "reference_free", "use_weighting", "loss_weights", "discopop_tau"),
+}
+"""Fields of DPO that supervised fine-tuning has not."""
+COMMANDS = {"sft": "sft", "dpo": "dpo", "kto": "dpo", "orpo": "dpo", "cpo": "dpo", "grpo": "grpo"}
+
+VLLM = "vLLM runs in the process of the training"
+PADDING = "chunks need no padding; packing: true saves it"
+
+
+def _functions(value: Any) -> Any:
+    """Return reward functions as ``module:function``; TRL writes ``module.function``, and its own without module."""
+    names = value if isinstance(value, list) else [value]
+    if not all(isinstance(name, str) for name in names):
+        raise UnconvertedError("a list of functions was expected")
+    own = [name for name in names if re.fullmatch(r"\w+", name)]
+    return [f"trl.rewards:{name}" if name in own else re.sub(r"\.(\w+)$", r":\1", name) for name in names]
+
+
+def _one_loss(value: Any) -> Any:
+    if isinstance(value, list) and len(value) != 1:
+        raise UnconvertedError("a sum of several losses")
+    return value[0] if isinstance(value, list) else value
+
+
+def _truncation(value: Any) -> Any:
+    return one_of({"keep_start": "truncate"}, "a row that is too long is cut at its end")(value)
+
+
+FIELDS: dict[str, FieldRule] = {
+    **TRAINER_FIELDS,
+    **same("model_name_or_path", "max_length", "max_seq_length", "packing", "router_aux_loss_coef"),
+    **same("lora_r", "lora_alpha", "lora_dropout"),
+    "lora_target_modules": to("lora_target", split_names),
+    "truncation_mode": to("overlength", _truncation),
+    # dpo
+    **same(
+        "beta", "label_smoothing", "rpo_alpha", "simpo_gamma", "cpo_alpha", "desirable_weight", "undesirable_weight"
+    ),
+    **same("ref_model_name_or_path", "reference_free", "max_prompt_length"),
+    "precompute_ref_log_probs": to("precompute_ref_log_probs", trains=False),
+    # grpo
+    "reward_funcs": to("reward_funcs", _functions, why="code: needs allow_code: true"),
+    **same("reward_weights", "num_generations", "max_completion_length", "temperature", "top_p", "min_p"),
+    **same("repetition_penalty", "steps_per_generation", "generation_batch_size", "importance_sampling_level"),
+    **same("epsilon", "epsilon_high", "delta", "num_iterations", "mask_truncated_completions"),
+    "top_k": to("top_k", lambda value: max(value, 0) if isinstance(value, int) else value),
+    "scale_rewards": to(
+        "scale_rewards",
+        one_of(
+            {
+                True: "group",
+                False: "none",
+                "group": "group",
+                "batch": "batch",
+                "none": "none",
+                "true": "group",
+                "false": "none",
+            }
+        ),
+    ),
+    **same("use_vllm", "vllm_gpu_memory_utilization", "num_completions_to_print", trains=False),
+    # what StreamTune does by itself
+    **by_itself(PADDING, "padding_free", "pad_to_multiple_of", "eval_packing", "pad_token"),
+    **by_itself("packing fills every sequence as far as rows fit", "packing_strategy"),
+    **by_itself(CHECKPOINTING, "use_logits_to_keep", "precompute_ref_batch_size", "use_liger_loss"),
+    **by_itself(KERNELS, "cast_lm_head_to_fp32", "cache_implementation"),
+    **by_itself("read from the columns of the rows", "dataset_text_field", "dataset_kwargs", "is_encoder_decoder"),
+    **by_itself("rows are prepared when the run starts", "dataset_streaming", "streaming", "dataset_batch_size"),
+    **by_itself("completions.jsonl has them", "log_completions", "log_unique_prompts", "log_multimodal"),
+    **by_itself("the task is a causal language model", "lora_task_type", "ignore_bias_buffers"),
+    **by_itself("double quantisation is on for nf4", "use_bnb_nested_quant", "bnb_4bit_quant_storage"),
+    **by_itself("the temperature of the log-probabilities is that of the completions", "ds3_gather_for_generation"),
+    **by_itself(
+        VLLM, "vllm_mode", "vllm_server_base_url", "vllm_server_host", "vllm_server_port", "vllm_server_timeout"
+    ),
+    **by_itself(VLLM, "vllm_group_port", "vllm_tensor_parallel_size", "vllm_enable_sleep_mode", "vllm_model_impl"),
+    **by_itself(VLLM, "vllm_max_model_length", "vllm_device", "vllm_dtype", "vllm_max_model_len"),
+    **by_itself("completions are written by transformers or by vLLM", "use_transformers_paged"),
+    **by_itself("completions are written by transformers or by vLLM", "use_transformers_continuous_batching"),
+    **by_itself("completions are written by transformers or by vLLM", "transformers_continuous_batching_config"),
+    **by_itself("read with their switch only", "ref_model_mixup_alpha", "ref_model_sync_steps", "entropy_coef_delta"),
+    **by_itself("read with their switch only", "entropy_coef_max", "entropy_coef_min", "entropy_target"),
+    **by_itself(
+        "read with loss_type sapo and vespo only", "sapo_temperature_neg", "sapo_temperature_pos", "vespo_k_neg"
+    ),
+    **by_itself("read with loss_type sapo and vespo only", "vespo_k_pos", "vespo_lambda_neg", "vespo_lambda_pos"),
+    # lost
+    "model_revision": no_counterpart("a revision of the model: download it and name its folder", off=("main",)),
+    "model_init_kwargs": no_counterpart("arguments of from_pretrained"),
+    "model_code_revision": no_counterpart("a revision of the model's code", off=("main",)),
+    "lora_modules_to_save": no_counterpart("whole modules trained beside the adapters"),
+    "lora_target_parameters": no_counterpart("adapters on parameters that are no linear layers"),
+    "use_rslora": no_counterpart("rank-stabilised LoRA: alpha is divided by the root of the rank"),
+    "use_dora": no_counterpart("DoRA"),
+    "bnb_4bit_quant_type": no_counterpart("4 bits are nf4", off=("nf4",)),
+    "chat_template_path": to("chat_template", why="a tokenizer's folder is none: name the file of the template"),
+    "chat_template_kwargs": no_counterpart("arguments of the chat template"),
+    "eos_token": no_counterpart("the tokenizer's own end token"),
+    "shuffle_dataset": no_counterpart("rows are always shuffled", trains=False, off=(True,)),
+    "dataset_test_split": no_counterpart(
+        "held-out rows are a part of the datasets: val_size", trains=False, off=("test",)
+    ),
+    "test_split_size": to("val_size", trains=False),
+    "disable_dropout": no_counterpart("dropout of the model's configuration stays on", off=(True,)),
+    "use_weighting": no_counterpart("WPO weighting of pairs"),
+    "loss_weights": no_counterpart("a sum of several losses"),
+    "f_divergence_type": no_counterpart("reverse KL is the divergence", off=("reverse_kl",)),
+    "f_alpha_divergence_coef": no_counterpart("reverse KL is the divergence", trains=False),
+    "discopop_tau": no_counterpart("of the loss discopop", trains=False),
+    "ld_alpha": no_counterpart("LD-DPO"),
+    "sync_ref_model": no_counterpart("the reference stays as it is"),
+    "force_use_ref_model": no_counterpart("the frozen weights under the adapters are the reference", trains=False),
+    "top_entropy_quantile": no_counterpart("a loss on the tokens of highest entropy only", off=(1.0, 1)),
+    **without("a bonus on entropy", "entropy_coef", "use_adaptive_entropy"),
+    "use_bias_correction_kl": no_counterpart("the corrected KL of new and old policy"),
+    "off_policy_mask_threshold": no_counterpart("a mask on tokens far from the policy that wrote them"),
+    "multi_objective_aggregation": no_counterpart("rewards are summed", off=("sum_then_normalize",)),
+    "vllm_importance_sampling_correction": no_counterpart(
+        "log-probabilities of the trained model are taken", trains=False
+    ),
+    "vllm_importance_sampling_mode": no_counterpart("as above", trains=False),
+    "vllm_importance_sampling_cap": no_counterpart("as above", trains=False),
+    "vllm_importance_sampling_clip_max": no_counterpart("as above", trains=False),
+    "vllm_importance_sampling_clip_min": no_counterpart("as above", trains=False),
+    **without("completions have no grammar", "vllm_structured_outputs_regex", "vllm_guided_decoding_regex"),
+    "generation_kwargs": no_counterpart("further settings of generation"),
+    "num_generations_eval": no_counterpart("", trains=False),
+    "max_tool_calling_iterations": no_counterpart("completions call no tools"),
+    "reward_model_name_or_path": no_counterpart("a reward model: write a reward function that calls it"),
+    "log_completions_hub_repo": no_counterpart("a run uploads nothing", trains=False),
+    "data_dir": no_counterpart("a folder of a dataset on the hub"),
+}
+
+
+def _objective(conversion: Conversion) -> str:
+    command = conversion.file.command
+    if command:
+        if command not in COMMANDS:
+            what = f"`trl {command}` has no counterpart"
+            raise conversion.refuse(what=what, mend="sft, dpo, kto, orpo, cpo and grpo have one")
+        return COMMANDS[command]
+    names = set(conversion.file.fields)
+    return "grpo" if names & OF_GRPO else "dpo" if names & OF_DPO else "sft"
+
+
+def _special(conversion: Conversion) -> None:
+    given = conversion.file.fields
+    if "loss_type" in given:
+        _take_loss(conversion)
+    if conversion.file.command in ("kto", "orpo", "cpo") and "loss_type" not in given:
+        conversion.ours["loss_type"] = conversion.file.command
+    _take_adapters(conversion)
+    take_weights_dtype(conversion, ("dtype", "torch_dtype"))
+    assistant, completion = conversion.take("assistant_only_loss"), conversion.take("completion_only_loss")
+    for name, value, ours in (
+        ("assistant_only_loss", assistant, "assistant"),
+        ("completion_only_loss", completion, "completion"),
+    ):
+        if name in given and value:
+            conversion.put("train_on", ours, name)
+        elif name in given:
+            conversion.unneeded(name, why="off: train_on is all")
+    take_warmup(conversion)
+    take_trackers(conversion, {})
+    _take_datasets(conversion)
+
+
+def _take_loss(conversion: Conversion) -> None:
+    value = conversion.take("loss_type")
+    if conversion.objective == "sft":
+        if value in ("nll", "chunked_nll", None):
+            conversion.unneeded("loss_type", why="the cross entropy")
+        else:
+            conversion.lose("loss_type", why="the cross entropy is the loss")
+        return
+    conversion.convert("loss_type", _one_loss, value, "loss_type")
+
+
+def _take_adapters(conversion: Conversion) -> None:
+    given = conversion.file.fields
+    use, four, eight = (conversion.take(name) for name in ("use_peft", "load_in_4bit", "load_in_8bit"))
+    if "use_peft" in given:
+        quantised = "qlora" if four or eight else "lora"
+        conversion.put("finetuning_type", quantised if use else "full", "use_peft")
+    for name, value, bits in (("load_in_4bit", four, "nf4"), ("load_in_8bit", eight, "int8")):
+        if name in given and value:
+            conversion.put("quantization", bits, name)
+        elif name in given:
+            conversion.unneeded(name, why="off, as here")
+
+
+def take_weights_dtype(conversion: Conversion, names: tuple[str, ...]) -> None:
+    """Convert the dtype that weights are loaded in."""
+    for name in names:
+        if name in conversion.file.fields:
+            value = conversion.take(name)
+            if value in ("float16", "fp16", "half"):
+                conversion.lose(name, why="weights in float16; here they keep the checkpoint's dtype")
+            elif value is None:
+                conversion.unneeded(name, why="no value")
+            else:
+                conversion.put("dtype", value, name)
+
+
+def _take_datasets(conversion: Conversion) -> None:
+    given = conversion.file.fields
+    name, part, split = (conversion.take(key) for key in ("dataset_name", "dataset_config", "dataset_train_split"))
+    for key in ("dataset_config", "dataset_train_split"):
+        if key in given:
+            conversion.unneeded(key, why="see datasets")
+    if name is not None:
+        spec: dict[str, Any] = {"path": name}
+        rows_of_split(spec, split or "train", lambda why: conversion.lose("dataset_train_split", why=why))
+        if part:
+            spec["name"] = part
+        put_datasets(conversion, [spec], "dataset_name")
+    try:
+        entries = json_value(conversion.take("datasets"))
+    except UnconvertedError as error:
+        conversion.lose("datasets", why=str(error))
+        return
+    if entries is not None and not isinstance(entries, list):
+        conversion.lose("datasets", why="a list of datasets was expected")
+        return
+    specs = []
+    for index, entry in enumerate(entries or []):
+        if not isinstance(entry, dict) or not isinstance(entry.get("path"), str):
+            conversion.lose("datasets", index, why="an entry without a path")
+            continue
+        spec = {"path": entry["path"], **({"name": entry["name"]} if entry.get("name") else {})}
+        if entry.get("split"):
+            rows_of_split(spec, entry["split"], partial(_lose_split, conversion, index))
+        files = entry.get("data_files")
+        for key in entry.keys() - {"path", "name", "split", "data_files"}:
+            if entry[key] is not None:
+                conversion.lose("datasets", index, key, why="no counterpart in a dataset's entry")
+        local = entry["path"] in ("json", "csv", "parquet", "text")
+        if files and not local:
+            conversion.lose("datasets", index, "data_files", why="files of a dataset on the hub: name them by path")
+        paths = (files if isinstance(files, list) else [files]) if files and local else [entry["path"]]
+        specs += [{**spec, "path": path} for path in paths]
+    put_datasets(conversion, specs, "datasets")
+
+
+def _lose_split(conversion: Conversion, index: int, why: str) -> None:
+    conversion.lose("datasets", index, "split", why=why)
+
+
+def _defaults(conversion: Conversion) -> None:
+    objective, ours = conversion.objective, conversion.ours
+    conversion.default("learning_rate", 2e-5 if objective == "sft" else 1e-6)
+    conversion.default("lr_scheduler_type", "linear")
+    conversion.default("num_train_epochs", 3.0)
+    if objective != "grpo":
+        conversion.default("per_device_train_batch_size", 8)
+        conversion.default("max_length", 1024)
+        conversion.default("overlength", "truncate")
+    if objective == "sft":
+        conversion.default("train_on", "all", "rows of prompt and completion: write completion")
+    if not conversion.get("fp16") and conversion.get("bf16") is None:
+        conversion.default("bf16", True)
+    conversion.default("dtype", "float32", "older releases keep the checkpoint's: auto")
+    if ours.get("finetuning_type") in ("lora", "qlora"):
+        conversion.default("lora_alpha", 32.0)
+        conversion.default("lora_dropout", 0.05)
+        if "lora_target" not in ours:
+            conversion.missing(
+                "lora_target_modules", "unset, peft takes the attention's modules; here it is all-linear"
+            )
+
+
+SIGNS = (
+    "dataset_name dataset_config dataset_train_split use_peft lora_target_modules assistant_only_loss dtype "
+    "completion_only_loss max_completion_length model_revision attn_implementation dataset_text_field "
+    "dataset_test_split eos_token"
+)
+"""Fields that no other trainer has."""
+
+TRL = PeerTrainer(
+    name="trl",
+    title="TRL",
+    fields=FIELDS,
+    signs=frozenset(SIGNS.split()),
+    objective=_objective,
+    special=_special,
+    defaults=_defaults,
+)

@@ -1,0 +1,366 @@
+"""``streamtune recipes import``: recipes of other trainers become ours, and every field is accounted for."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from textwrap import dedent
+from typing import Any
+
+import pytest
+
+from streamtune.cli import main
+from streamtune.errors import ArgumentError, RecipeError
+from streamtune.recipe import load_recipe
+from streamtune.recipe.imports import ImportedRecipe, import_recipe
+
+AXOLOTL = """
+base_model: own/base-1b
+adapter: qlora
+load_in_4bit: true
+load_in_8bit: false
+datasets:
+  - path: rows/talk.jsonl
+    type: chat_template
+    field_messages: conversations
+    message_property_mappings: {role: from, content: value}
+  - {path: own/tasks, type: alpaca, split: "train[:300]"}
+dataset_prepared_path:
+val_set_size: 0.05
+output_dir: out/a
+sequence_len: 4096
+sample_packing: true
+pad_to_sequence_len: true
+lora_r: 32
+lora_alpha: 64
+lora_target_linear: true
+wandb_project: mine
+gradient_accumulation_steps: 4
+micro_batch_size: 2
+num_epochs: 2
+optimizer: adamw_torch_fused
+lr_scheduler: cosine
+learning_rate: 2e-4
+train_on_inputs: true
+bf16: auto
+gradient_checkpointing: true
+flash_attention: true
+warmup_steps: 10
+warmup_ratio: 0.1
+neftune_noise_alpha: 5
+"""
+
+LLAMAFACTORY = """
+model_name_or_path: own/base-8b
+quantization_bit: 8
+stage: dpo
+do_train: true
+finetuning_type: lora
+lora_target: q_proj,v_proj
+pref_beta: 0.2
+pref_loss: simpo
+pref_ftx: 0.0
+dataset: pairs, hub
+dataset_dir: sets
+template: llama3
+cutoff_len: 1024
+max_samples: 100
+output_dir: out/l
+learning_rate: 5.0e-6
+lr_scheduler_type: constant
+warmup_ratio: 0.1
+bf16: true
+deepspeed: configs/ds_z2_config.json
+"""
+DATASET_INFO = {
+    "pairs": {"file_name": "pairs.json", "ranking": True, "formatting": "sharegpt",
+              "columns": {"messages": "conversations", "chosen": "chosen", "rejected": "rejected"}},
+    "hub": {"hf_hub_url": "own/pairs", "ranking": True, "subset": "en", "num_samples": 40,
+            "columns": {"prompt": "question", "chosen": "chosen", "rejected": "rejected"}},
+}  # fmt: skip
+
+TRL = """
+model_name_or_path: own/base-1b
+dataset_name: own/sums
+dataset_config: main
+use_peft: true
+lora_r: 8
+lora_target_modules: [q_proj, k_proj]
+reward_funcs: [rewards.brevity, think_format_reward]
+num_generations: 4
+per_device_train_batch_size: 4
+max_prompt_length: 256
+max_completion_length: 128
+scale_rewards: false
+beta: 0.04
+attn_implementation: flash_attention_2
+learning_rate: 1e-6
+fp16: true
+"""
+
+SWIFT = """\
+#!/bin/bash
+MODEL=own/base-7b
+NPROC_PER_NODE=2 CUDA_VISIBLE_DEVICES=0,1 \\
+swift sft \\
+    --model $MODEL \\
+    --train_type lora --quant_bits 4 --quant_method bnb \\
+    --dataset 'own/talk:en#500' rows.jsonl \\
+    --target_modules all-linear \\
+    --torch_dtype bfloat16 \\
+    --loss_scale last_round \\
+    --attn_impl flash_attn \\
+    --max_length 2048 --truncation_strategy delete \\
+    --split_dataset_ratio=0.01 --eval_steps 50 \\
+    --hub_token hf_abcdefghijklmnopqrstuv \\
+    --use_dora true
+"""
+
+WANTED: dict[str, dict[str, Any]] = {
+    "axolotl": {
+        "model_name_or_path": "own/base-1b", "finetuning_type": "qlora", "quantization": "nf4", "lora_r": 32,
+        "lora_alpha": 64, "lora_target": "all-linear", "val_size": 0.05, "output_dir": "out/a", "max_length": 4096,
+        "packing": True, "per_device_train_batch_size": 2, "gradient_accumulation_steps": 4, "num_train_epochs": 2,
+        "optim": "adamw", "lr_scheduler_type": "cosine", "learning_rate": 2e-4, "train_on": "all", "bf16": True,
+        "warmup_steps": 10, "dtype": "bfloat16", "overlength": "drop", "report_to": ("wandb",),
+    },
+    "llamafactory": {
+        "objective": "dpo", "model_name_or_path": "own/base-8b", "finetuning_type": "qlora", "quantization": "int8",
+        "lora_r": 8, "lora_target": ("q_proj", "v_proj"), "beta": 0.2, "loss_type": "simpo", "max_length": 1024,
+        "output_dir": "out/l", "learning_rate": 5e-6, "lr_scheduler_type": "constant", "bf16": True,
+        "deepspeed": "zero2", "num_train_epochs": 3, "per_device_train_batch_size": 8, "dtype": "bfloat16",
+        "overlength": "truncate",
+    },
+    "trl": {
+        "objective": "grpo", "model_name_or_path": "own/base-1b", "finetuning_type": "lora", "lora_r": 8,
+        "lora_alpha": 32, "lora_dropout": 0.05, "lora_target": ("q_proj", "k_proj"), "num_generations": 4,
+        "reward_funcs": ("rewards:brevity", "trl.rewards:think_format_reward"), "per_device_train_batch_size": 4,
+        "max_prompt_length": 256, "max_completion_length": 128, "max_length": 384, "scale_rewards": "none",
+        "beta": 0.04, "learning_rate": 1e-6, "lr_scheduler_type": "linear", "num_train_epochs": 3, "dtype": "float32",
+    },
+    "swift": {
+        "model_name_or_path": "own/base-7b", "finetuning_type": "qlora", "quantization": "nf4", "lora_r": 8,
+        "lora_alpha": 32, "lora_dropout": 0.05, "lora_target": "all-linear", "dtype": "bfloat16", "bf16": True,
+        "train_on": "completion", "max_length": 2048, "overlength": "drop", "val_size": 0.01, "eval_steps": 50,
+        "learning_rate": 1e-4, "weight_decay": 0.1, "adam_beta2": 0.95, "num_train_epochs": 3, "train_batch_size": 16,
+    },
+}  # fmt: skip
+DATASETS = {
+    "axolotl": [("rows/talk.jsonl", "sharegpt", "train", None, None), ("own/tasks", "alpaca", "train", None, 300)],
+    "llamafactory": [
+        ("sets/pairs.json", "preference", "train", None, 100),
+        ("own/pairs", "preference", "train", "en", 40),
+    ],
+    "trl": [("own/sums", "auto", "train", "main", None)],
+    "swift": [("own/talk", "auto", "train", "en", 500), ("rows.jsonl", "auto", "train", None, None)],
+}
+LOST = {
+    "axolotl": {"datasets.type", "neftune_noise_alpha"},
+    "llamafactory": {"dataset"},
+    "trl": {"fp16"},
+    "swift": {"use_dora"},
+}
+"""Fields that change training and have no counterpart."""
+
+
+@pytest.fixture
+def theirs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str, Path]:
+    """A recipe of each trainer, in a folder that is the working directory."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "sets").mkdir()
+    (tmp_path / "sets" / "dataset_info.json").write_text(json.dumps(DATASET_INFO))
+    files = {"axolotl": ("a.yaml", AXOLOTL), "llamafactory": ("l.yaml", LLAMAFACTORY), "trl": ("t.yaml", TRL)}
+    files["swift"] = ("s.sh", SWIFT)
+    for name, text in files.values():
+        Path(name).write_text(text)
+    return {trainer: Path(name) for trainer, (name, _) in files.items()}
+
+
+def call(*arguments: str) -> int:
+    with pytest.raises(SystemExit) as caught:
+        main(arguments)
+    return int(caught.value.code or 0)
+
+
+def lost(imported: ImportedRecipe) -> set[str]:
+    return {found.theirs.partition(":")[0] for found in imported.changes_training}
+
+
+@pytest.mark.parametrize("trainer", WANTED)
+def test_a_recipe_of_each_trainer(trainer: str, theirs: dict[str, Path], capsys: pytest.CaptureFixture[str]) -> None:
+    assert call("recipes", "import", str(theirs[trainer]), "ours.yaml") == 0
+    assert (
+        f"wrote ours.yaml; train with `streamtune {WANTED[trainer].get('objective', 'sft')} " in capsys.readouterr().err
+    )
+    recipe = load_recipe("ours.yaml").recipe
+    assert {key: getattr(recipe, key) for key in WANTED[trainer]} == WANTED[trainer]
+    assert recipe.model_fields_set - {"datasets", "output_dir"} <= WANTED[trainer].keys()
+    assert [(d.path, d.type, d.split, d.name, d.max_rows) for d in recipe.datasets] == DATASETS[trainer]
+    imported = import_recipe(theirs[trainer])
+    assert imported.trainer.name == trainer
+    assert imported.guessed
+    assert lost(imported) == LOST[trainer]
+    assert call("validate", "ours.yaml") == 0
+
+
+@pytest.mark.parametrize("trainer", WANTED)
+def test_every_field_has_an_answer_with_its_line(trainer: str, theirs: dict[str, Path]) -> None:
+    imported = import_recipe(theirs[trainer])
+    text = theirs[trainer].read_text().splitlines()
+    given = {line.partition(":")[0] for line in text if line[:1].isalpha() and ":" in line}
+    if trainer == "swift":
+        given = {word[2:].partition("=")[0] for line in text for word in line.split() if word.startswith("--")}
+    answered = {found.theirs.partition(":")[0].partition(".")[0] for found in imported.findings if found.where}
+    assert given <= answered
+    for found in imported.findings:
+        if found.where:
+            name = found.theirs.partition(":")[0].partition(".")[-1] or found.theirs.partition(":")[0]
+            file, line = found.where.rsplit(":", 1)
+            assert file == str(theirs[trainer])
+            assert name.partition("=")[0] in text[int(line) - 1], found
+
+
+def test_defaults_that_differ_are_written_with_their_reason(theirs: dict[str, Path]) -> None:
+    imported = import_recipe(theirs["llamafactory"])
+    assert "learning_rate: 5.0e-06" in imported.text
+    assert "per_device_train_batch_size: 8  # default of LLaMA-Factory" in imported.text
+    assert {found.ours for found in imported.of_kind("default")} >= {"num_train_epochs: 3.0", "overlength: truncate"}
+
+
+def test_a_token_goes_nowhere(theirs: dict[str, Path], capsys: pytest.CaptureFixture[str]) -> None:
+    assert call("recipes", "import", str(theirs["swift"]), "ours.yaml") == 0
+    printed = capsys.readouterr()
+    assert "hf_abc" not in printed.out + printed.err + Path("ours.yaml").read_text()
+
+
+def test_strict_writes_nothing_and_names_the_lines(theirs: dict[str, Path], capsys: pytest.CaptureFixture[str]) -> None:
+    assert call("recipes", "import", str(theirs["axolotl"]), "ours.yaml", "--strict") == 2
+    error = capsys.readouterr().err
+    assert "- a.yaml:11: datasets.type: alpaca" in error
+    assert "- a.yaml:34: neftune_noise_alpha: 5" in error
+    assert not Path("ours.yaml").exists()
+
+
+def test_strict_passes_where_nothing_is_lost(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("a.yaml").write_text(
+        "base_model: own/b\nsequence_len: 64\nmicro_batch_size: 1\nlearning_rate: 1e-5\nsaves_per_epoch: 1\n"
+        "datasets: [{path: r.jsonl, type: chat_template}]\n"
+    )
+    assert call("recipes", "import", "a.yaml", "--strict") == 0
+    assert load_recipe("a-streamtune.yaml").recipe.max_length == 64
+
+
+def test_json(theirs: dict[str, Path], capsys: pytest.CaptureFixture[str]) -> None:
+    assert call("recipes", "import", str(theirs["trl"]), "ours.yaml", "--json") == 0
+    document = json.loads(capsys.readouterr().out)
+    assert (document["from"], document["objective"], document["path"]) == ("trl", "grpo", "ours.yaml")
+    assert document["changes_training"] == 1
+    assert document["lost"] == [
+        {"theirs": "fp16: true", "where": "t.yaml:17", "note": "training in float16 is not here; write bf16: true",
+         "changes_training": True}
+    ]  # fmt: skip
+    assert {"theirs": "scale_rewards: false", "where": "t.yaml:13", "ours": "scale_rewards: none"} in document["mapped"]
+
+
+def test_a_file_is_never_overwritten(theirs: dict[str, Path], capsys: pytest.CaptureFixture[str]) -> None:
+    Path("ours.yaml").write_text("mine")
+    assert call("recipes", "import", str(theirs["trl"]), "ours.yaml") == 2
+    assert "the file is there already" in capsys.readouterr().err
+    assert Path("ours.yaml").read_text() == "mine"
+
+
+def convert(folder: Path, text: str, name: str = "r.yaml", **more: Any) -> ImportedRecipe:
+    path = folder / name
+    path.write_text(dedent(text))
+    return import_recipe(path, **more)
+
+
+def test_a_mistake_has_their_file_and_line(tmp_path: Path) -> None:
+    """Six completions at once make no whole groups of four: the loader's finding, in their terms."""
+    text = TRL.replace("per_device_train_batch_size: 4", "per_device_train_batch_size: 6")
+    with pytest.raises(RecipeError, match="no multiple of 'num_generations'") as caught:
+        convert(tmp_path, text)
+    assert caught.value.where == f"{tmp_path / 'r.yaml'}:9"
+
+
+@pytest.mark.parametrize(
+    ("trainer", "text", "what", "line"),
+    [
+        ("llamafactory", "model_name_or_path: a\nstage: ppo\n", "'stage: ppo' has no counterpart", 2),
+        ("axolotl", "base_model: a\nrl: gdpo\n", "'rl: gdpo' has no counterpart", 2),
+        ("axolotl", "base_model: a\nreward_model: true\n", "trains a reward model", 2),
+        ("swift", "model: a\nrlhf_type: ppo\n", "'rlhf_type: ppo' has no counterpart", 2),
+        ("trl", "model_name_or_path: a\n", "'datasets' is missing", 1),
+    ],
+)
+def test_what_cannot_be_imported(trainer: str, text: str, what: str, line: int, tmp_path: Path) -> None:
+    with pytest.raises(RecipeError, match=what) as caught:
+        convert(tmp_path, text, trainer=trainer)
+    assert caught.value.where.endswith(f":{line}")
+
+
+def test_nobody_can_tell_whose_it_is(tmp_path: Path) -> None:
+    with pytest.raises(ArgumentError, match="do not show whose recipe"):
+        convert(tmp_path, "learning_rate: 1e-5\nseed: 3\n")
+    with pytest.raises(ArgumentError, match="of StreamTune already"):
+        convert(tmp_path, "model_name_or_path: a\ndatasets: [{path: b}]\n")
+    with pytest.raises(ArgumentError, match="no recipes of 'nemo'"):
+        convert(tmp_path, "seed: 3\n", trainer="nemo")
+
+
+@pytest.mark.parametrize(
+    ("rl", "loss"), [("dpo", "sigmoid"), ("ipo", "ipo"), ("orpo", "orpo"), ("simpo", "simpo"), ("kto", "kto")]
+)
+def test_preferences_of_axolotl(rl: str, loss: str, tmp_path: Path) -> None:
+    kind = "chat_template.default" if rl != "kto" else "llama3.ultra"
+    text = f"base_model: a\nrl: {rl}\nsequence_len: 64\ndatasets: [{{path: b, type: {kind}}}]\nsample_packing: true\n"
+    imported = convert(tmp_path, text)
+    assert (imported.objective, f"loss_type: {loss}  # rl" in imported.text) == ("dpo", True)
+    assert any(found.theirs == "sample_packing: true" for found in imported.of_kind("not_needed"))
+
+
+def test_yaml_json_and_command_of_swift_are_the_same(tmp_path: Path) -> None:
+    values = {"model": "own/m", "train_type": "full", "dataset": ["r.jsonl"], "max_length": 64, "learning_rate": 1e-5}
+    command = "swift sft " + " ".join(
+        f"--{key} {value[0] if isinstance(value, list) else value}" for key, value in values.items()
+    )
+    texts = {"r.json": json.dumps(values, indent="\t"), "r.sh": command, "commands.txt": command}
+    recipes = [convert(tmp_path, text, name).text.split("\n", 1)[1] for name, text in texts.items()]
+    assert recipes[0] == recipes[1] == recipes[2]
+
+
+def test_commands_of_trl_and_llamafactory(tmp_path: Path) -> None:
+    imported = convert(tmp_path, "trl dpo --model_name_or_path a --dataset_name b --beta=0.3 --bf16\n", "r.sh")
+    assert (imported.trainer.name, imported.objective) == ("trl", "dpo")
+    assert "bf16: true" in imported.text
+    with pytest.raises(RecipeError, match=r"takes its arguments from 'x\.yaml'"):
+        convert(tmp_path, "llamafactory-cli train x.yaml\n", "r.sh")
+    with pytest.raises(RecipeError, match="no training command"):
+        convert(tmp_path, "echo hello\n", "r.sh")
+
+
+def test_a_field_of_another_stage_is_not_lost(tmp_path: Path) -> None:
+    imported = convert(tmp_path, "base_model: a\nsequence_len: 64\nrl_beta: 0.1\ndatasets: [{path: r.jsonl}]\n")
+    assert [(found.theirs, found.note) for found in imported.of_kind("not_needed")] == [
+        ("rl_beta: 0.1", "read by dpo and grpo only")
+    ]
+
+
+def test_rows_of_a_step_of_axolotl(tmp_path: Path) -> None:
+    text = "base_model: a\nsequence_len: 64\nmicro_batch_size: 2\nbatch_size: 16\ndatasets: [{path: r.jsonl}]\n"
+    assert "train_batch_size: 16" in convert(tmp_path, text).text
+    imported = convert(tmp_path, text + "gradient_accumulation_steps: 8\n")
+    assert "train_batch_size: 16" not in imported.text
+
+
+def test_a_switch_that_a_command_turns_off(tmp_path: Path) -> None:
+    imported = convert(tmp_path, "trl sft --model_name_or_path a --dataset_name b --no_bf16 --no_use_cache\n", "r.sh")
+    assert "bf16: false  # no_bf16" in imported.text
+    assert imported.changes_training == []
+
+
+def test_a_file_of_dataset_info_that_is_missing(tmp_path: Path) -> None:
+    imported = convert(tmp_path, "model_name_or_path: a\nstage: sft\ntemplate: qwen\ndataset: mine\ncutoff_len: 64\n")
+    assert lost(imported) == {"dataset"}
+    assert "- path: mine" in imported.text
