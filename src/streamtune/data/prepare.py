@@ -67,6 +67,7 @@ __all__ = [
     "PreparedData",
     "PreparedPrompts",
     "PreparedTrees",
+    "holds_messages",
     "iter_texts",
     "prepare",
     "prepare_preferences",
@@ -155,6 +156,21 @@ def iter_texts(sources: Sequence[Source], *, notify: Callable[[str], None] = lam
     """
     for row, row_type in typed_rows(sources, _KNOWN, _detect, notify):
         yield from _texts(row, row_type)
+
+
+def holds_messages(sources: Sequence[Source]) -> bool:
+    """Return True if the first row of the first source is a conversation, or answers one.
+
+    Raises:
+        DataError: A file is missing, or the row is malformed.
+    """
+    for row, row_type in typed_rows(sources[:1], _KNOWN, _detect, lambda message: None):
+        if row_type in PREFERENCE_TYPES:
+            return not isinstance(normalise_preference(row, row_type).prompt, str)
+        if row_type == "prompts":
+            return not isinstance(prompt_of(row, row_type), str)
+        return isinstance(normalise(row, row_type), Conversation)
+    return False
 
 
 def _detect(row: Row) -> str:

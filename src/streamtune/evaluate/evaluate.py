@@ -1,10 +1,9 @@
-"""Evaluate a run or a model on the rows of a recipe: build it, score its rows without gradients, sum up."""
+"""Evaluate a trained model on the rows of a recipe: build it, score its rows without gradients, sum up."""
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -13,128 +12,257 @@ import torch
 
 from streamtune import data, models, train
 from streamtune.engine import StreamHandle
-from streamtune.errors import ArgumentError
-from streamtune.labels import IGNORE_INDEX
+from streamtune.errors import ArgumentError, OutOfMemoryError
+from streamtune.evaluate.harness import check_harness, run_harness
+from streamtune.evaluate.losses import score_rows
+from streamtune.evaluate.metrics import measure_rows
+from streamtune.evaluate.model import (
+    load_evaluated,
+    load_evaluated_tokenizer,
+    load_held_reference,
+    make_scored_reference,
+    plan_evaluation,
+)
+from streamtune.evaluate.needle import NeedleOptions, default_lengths, gather_hay, probe_needles
+from streamtune.export import TrainedModel
 from streamtune.recipe.loader import LoadedRecipe
+from streamtune.recipe.schema import Recipe
 from streamtune.run.data import make_sources
 from streamtune.run.device import blame_recipe, choose_device, prepare_libraries, stream_model
-from streamtune.run.model import make_reference_model
-from streamtune.run.plan import plan_model
-from streamtune.tasks import task_of
+from streamtune.simulate.memory import held_bytes
+from streamtune.tasks import TASKS, Task
+from streamtune.tasks.task import Built
 
-__all__ = ["SPLITS", "LossSum", "evaluate_model"]
+__all__ = ["SPLITS", "EvalOptions", "evaluate_model"]
 
 SPLITS = ("held-out", "train", "all")
 """Values of ``--split``."""
 
 
-@dataclass
-class LossSum:
-    """The sum of the losses of some tokens, and of their squares."""
+@dataclass(frozen=True, kw_only=True)
+class EvalOptions:
+    """The parts of an evaluation."""
 
-    tokens: int = 0
-    total: float = 0.0
-    squares: float = 0.0
-
-    def add(self, losses: torch.Tensor) -> None:
-        """Add the losses of some tokens, ``[K]``."""
-        wide = losses.double()
-        self.tokens += wide.numel()
-        self.total += float(wide.sum())
-        self.squares += float(wide.square().sum())
-
-    def to_json(self) -> dict[str, Any]:
-        """Return the mean in nats, its standard error (tokens taken as independent), perplexity and the count."""
-        if not self.tokens:
-            return {"tokens": 0, "loss": None, "standard_error": None, "perplexity": None}
-        mean = self.total / self.tokens
-        spread = max(0.0, self.squares / self.tokens - mean * mean)
-        error = math.sqrt(spread / (self.tokens - 1)) if self.tokens > 1 else None
-        perplexity = math.exp(mean) if mean < 700 else None
-        return {"tokens": self.tokens, "loss": mean, "standard_error": error, "perplexity": perplexity}
+    split: str = "held-out"
+    """One of :data:`SPLITS`."""
+    max_rows: int | None = None
+    """Rows scored at most, of each split."""
+    needle: NeedleOptions | None = None
+    """The needle probe; None leaves it out."""
+    lm_eval: tuple[str, ...] = ()
+    """Tasks of lm-evaluation-harness."""
 
 
-@dataclass
-class _Sums:
-    rows: dict[str, int] = field(default_factory=dict)
-    sets: dict[str, LossSum] = field(default_factory=dict)
-    buckets: dict[int, LossSum] = field(default_factory=dict)
-    whole: LossSum = field(default_factory=LossSum)
+@dataclass(frozen=True)
+class Feedback:
+    """Functions that are called while an evaluation runs."""
+
+    notify: Callable[[str], None] = lambda message: None
+    """Called with messages for the user, a sentence at a time."""
+    doing: Callable[[str], AbstractContextManager[Any]] = field(default=nullcontext)
+    """Returns a context that shows a message while something takes long."""
+    progress: Callable[[str, int, int], None] = lambda name, done, total: None
+    """Called with a unit, those that are done and all of them."""
 
 
 def evaluate_model(
     loaded: LoadedRecipe,
-    folder: Path,
-    *,
-    split: str = "held-out",
-    max_rows: int | None = None,
-    notify: Callable[[str], None] = lambda message: None,
-    doing: Callable[[str], AbstractContextManager[Any]] = nullcontext,
-    rows_done: Callable[[int, int], None] = lambda done, rows: None,
+    trained: TrainedModel,
+    options: EvalOptions | None = None,
+    feedback: Feedback | None = None,
 ) -> dict[str, Any]:
-    """Return the document of ``streamtune eval``: loss by named set and by position in the row.
+    """Return the document of ``streamtune eval``.
 
     Args:
         loaded: The recipe whose rows are scored.
-        folder: The model or the adapters, in Hugging Face format, with a tokenizer.
-        split: One of :data:`SPLITS`.
-        max_rows: Rows scored at most, of each split.
-        notify: Called with messages for the user, a sentence at a time.
-        doing: Returns a context that shows a message while something takes long.
-        rows_done: Called after each batch with the rows that are done and all rows.
+        trained: The model, from :func:`streamtune.export.find_trained`.
+        options: What to compute.
+        feedback: What is called on the way.
 
     Raises:
-        ArgumentError: The objective's loss is not one on next tokens, or the split has no rows.
+        ArgumentError: The split has no rows, or an option does not fit the recipe.
         UserError: With the line of the recipe that is to blame.
     """
-    recipe = loaded.recipe
-    task = task_of(recipe)
-    if task.scores:
-        raise ArgumentError(
-            f"eval scores the next tokens of rows; the recipe's objective is {recipe.objective}",
-            where="objective",
-            mend="give a recipe with objective: sft as second argument",
-        )
+    options, feedback = options or EvalOptions(), feedback or Feedback()
+    notify, doing = feedback.notify, feedback.doing
+    if options.split not in SPLITS:
+        raise ArgumentError(f"--split does not know {options.split!r}", mend=f"choose from {', '.join(SPLITS)}")
+    if options.lm_eval:
+        check_harness(options.lm_eval)
     with blame_recipe(loaded):
+        recipe = _here(loaded.recipe, notify)
+        task = TASKS[recipe.objective].of_run(recipe, loaded.path.parent, notify)
         device = choose_device(recipe.device)
         prepare_libraries(device)
         sources = make_sources(loaded)
         with doing("reading the tokenizer"):
-            tokenizer = models.load_tokenizer(str(folder), trust_remote_code=recipe.trust_remote_code)
+            tokenizer = load_evaluated_tokenizer(trained, recipe)
         prepared = task.prepare(sources, tokenizer, notify)
-        chosen = _choose(prepared, split, max_rows)
-        with doing("loading the model"):
-            model = _load(loaded, folder, tokenizer, device)
+        chosen = _choose(prepared, options)
         longest = task.longest(prepared)
-        if (note := models.check_positions(model, longest)) is not None:
+        lengths = _needle_lengths(options, recipe)
+        with doing("loading the model"):
+            found = load_evaluated(trained, recipe, tokenizer, device, notify=notify)
+        if (note := models.check_positions(found.model, max([longest, *lengths]))) is not None:
             notify(note)
-        schedule = None
-        if recipe.engine.schedule == "auto":
-            with doing("planning"):  # for training such rows: an evaluation holds less
-                schedule = plan_model(recipe, model, task.planned_length(longest), device).schedule
-        with stream_model(recipe, model, schedule) as handle:
+        with doing("loading the reference"):
+            held = load_held_reference(task, found, tokenizer, device)
+        share = task.scores and task.can_share(found.model, notify)
+        with doing("planning"):
+            schedule = plan_evaluation(
+                recipe,
+                found.model,
+                max([task.planned_length(longest), *lengths]),
+                device,
+                completions=task.own_completions(prepared, longest, share=share),
+                reference_bytes=0 if held is None else held_bytes(held),
+            )
+        with stream_model(recipe, found.model, schedule) as handle:
             with doing("checking that this model streams exactly"):
                 handle.check()
-            sums = {
-                name: _score(handle, model, rows, loaded, tokenizer, device, rows_done) for name, rows in chosen.items()
-            }
+            reference = make_scored_reference(task, found.model, handle, held)
+            evaluation = _Evaluation(task, found.model, tokenizer, prepared, handle, device, share, reference, feedback)
+            with _explained("the rows were scored", "lower per_device_eval_batch_size, or engine.chunk_size"):
+                splits = {name: evaluation.split(rows) for name, rows in chosen.items()}
             chunk_size = handle.schedule.chunk_size
+            needle = None
+            if options.needle is not None:
+                # Training holds keys and values of one layer at a time, and writing an answer those of all.
+                with _explained("needles were asked for", "give shorter --needle-lengths"):
+                    needle = evaluation.needles(sources, options.needle, lengths)
+        harness = None
+        if options.lm_eval:
+            with doing("lm-evaluation-harness"):
+                harness = run_harness(
+                    found.model,
+                    tokenizer,
+                    options.lm_eval,
+                    max_length=recipe.max_length,
+                    limit=options.max_rows,
+                )
     return {
-        "model": str(folder),
+        "model": trained.folder,
         "recipe": str(loaded.path),
         "objective": recipe.objective,
         "device": str(device),
         "bf16": recipe.bf16,
         "chunk_size": chunk_size,
-        "splits": {name: _document(found) for name, found in sums.items()},
+        "splits": splits,
+        **({"needle": needle} if needle is not None else {}),
+        **({"lm_eval": harness} if harness is not None else {}),
     }
 
 
-def _choose(prepared: Any, split: str, max_rows: int | None) -> dict[str, Sequence[data.Example]]:
-    if split not in SPLITS:
-        raise ArgumentError(f"--split does not know {split!r}", mend=f"choose from {', '.join(SPLITS)}")
+@dataclass(frozen=True)
+class _Evaluation:
+    """Everything that rows are scored with."""
+
+    task: Task[Any]
+    model: Any
+    tokenizer: Any
+    prepared: Any
+    handle: StreamHandle
+    device: torch.device
+    share: bool
+    reference: train.Reference | None
+    feedback: Feedback
+
+    def split(self, rows: Sequence[Any]) -> dict[str, Any]:
+        """Return the part of the document about some rows."""
+        recipe = self.task.recipe
+
+        def rows_done(done: int, total: int) -> None:
+            self.feedback.progress("rows", done, total)
+
+        if self.task.scores:
+            return measure_rows(self.task, self._built, rows, bf16=recipe.bf16, rows_done=rows_done)
+        return score_rows(
+            self.handle,
+            self.model,
+            rows,
+            batch_size=recipe.per_device_eval_batch_size,
+            pad_token_id=self.tokenizer.pad_token_id,
+            bf16=recipe.bf16,
+            device=self.device,
+            rows_done=rows_done,
+        ).to_json()
+
+    def _built(self, rows: Sequence[Any]) -> Built:
+        """Return the parts of a run that holds these rows out. Nothing is written into its directory."""
+        prepared = self.task.with_held_out(self.prepared, rows)
+        batches = self.task.batches(prepared, self.tokenizer, share=self.share)
+        world = train.World()
+        return Built(
+            device=self.device,
+            world=world,
+            shares_weights=False,
+            directory=train.RunDirectory(Path(self.task.recipe.output_dir)),
+            first_step=0,
+            tokenizer=self.tokenizer,
+            prepared=prepared,
+            batches=batches,
+            model=self.model,
+            handle=self.handle,
+            reference=self.reference,
+            share=self.share,
+            plan=self.task.count_steps(batches, 1, world),
+        )
+
+    def needles(self, sources: Sequence[data.Source], options: NeedleOptions, lengths: Sequence[int]) -> dict[str, Any]:
+        """Return the part of the document about needles."""
+        recipe = self.task.recipe
+        stack = gather_hay(
+            data.iter_texts(sources),
+            self.tokenizer,
+            chat=bool(self.tokenizer.chat_template) and data.holds_messages(sources),
+            tokens=2 * max(lengths),
+            notify=self.feedback.notify,
+        )
+        return probe_needles(
+            self.handle,
+            self.model,
+            self.tokenizer,
+            stack,
+            options,
+            lengths,
+            asked=bool(options.lengths),
+            seed=recipe.seed,
+            bf16=recipe.bf16,
+            device=self.device,
+            cells_done=lambda done, total: self.feedback.progress("cells of needles", done, total),
+        )
+
+
+@contextmanager
+def _explained(doing: str, mend: str) -> Iterator[None]:
+    """Raise an error of our own where memory runs out inside.
+
+    Raises:
+        OutOfMemoryError: It did.
+    """
+    try:
+        yield
+    except (RuntimeError, MemoryError) as error:
+        if not train.is_out_of_memory(error):
+            raise
+        raise OutOfMemoryError(f"out of memory while {doing}", mend=mend) from error
+
+
+def _here(recipe: Recipe, notify: Callable[[str], None]) -> Recipe:
+    """Return the recipe as this one process evaluates it: completions are written by the model that is loaded."""
+    changes: dict[str, Any] = {"train_batch_size": None, "dataloader_num_workers": 0}
+    if getattr(recipe, "use_vllm", False):
+        notify("transformers writes the completions here, not vLLM")
+        changes["use_vllm"] = False
+    if getattr(recipe, "sft_steps", 0):
+        changes["sft_steps"] = 0
+    return recipe.model_copy(update=changes)
+
+
+def _choose(prepared: Any, options: EvalOptions) -> dict[str, Sequence[Any]]:
+    split = options.split
     found = {"held-out": prepared.validation, "train": prepared.train}
-    chosen = {name: rows[:max_rows] for name, rows in found.items() if split in (name, "all") and len(rows)}
+    chosen = {name: rows[: options.max_rows] for name, rows in found.items() if split in (name, "all") and len(rows)}
     if not chosen:
         raise ArgumentError(
             f"the recipe has no {split} rows",
@@ -144,76 +272,8 @@ def _choose(prepared: Any, split: str, max_rows: int | None) -> dict[str, Sequen
     return chosen
 
 
-def _load(loaded: LoadedRecipe, folder: Path, tokenizer: Any, device: torch.device) -> Any:
-    """Load a whole model, or adapters on the recipe's base."""
-    recipe = loaded.recipe
-    if recipe.finetuning_type != "full" and (folder / "adapter_config.json").is_file():
-        return models.load_lora(make_reference_model(recipe, tokenizer, device), folder)
-    return make_reference_model(recipe, tokenizer, device, name=str(folder))
-
-
-@torch.no_grad()
-def _score(
-    handle: StreamHandle,
-    model: Any,
-    rows: Sequence[data.Example],
-    loaded: LoadedRecipe,
-    tokenizer: Any,
-    device: torch.device,
-    rows_done: Callable[[int, int], None],
-) -> _Sums:
-    """Score rows one beside another, padded on the right: packed rows do not see each other either."""
-    recipe, sums = loaded.recipe, _Sums()
-    size = recipe.per_device_eval_batch_size
-    with train.evaluating(model), handle.routers.silenced(), train.autocast(device, recipe.bf16):
-        for start in range(0, len(rows), size):
-            batch = _collate(rows[start : start + size], tokenizer).to(device)
-            losses_BT = -handle.logprobs(targets=batch.shift_labels, model=model, **batch.arguments).logprobs
-            for place, origin in enumerate(batch.origins):
-                trained = batch.shift_labels[place].ne(IGNORE_INDEX).nonzero()[:, 0]
-                _add(sums, _set_of(origin), losses_BT[place][trained].cpu(), trained.cpu())
-            rows_done(min(start + size, len(rows)), len(rows))
-    return sums
-
-
-def _collate(rows: Sequence[data.Example], tokenizer: Any) -> train.MicroBatch:
-    batch = data.collate(rows, pad_token_id=tokenizer.pad_token_id)
-    return train.MicroBatch(**batch, origins=tuple(row.origin for row in rows))
-
-
-def _set_of(origin: str) -> str:
-    """Return the file or dataset of a row's origin, ``file:row``; the built-in library is one dataset of many files."""
-    if origin.startswith("stdlib:"):
-        return "python-stdlib"
-    return origin.rpartition(":")[0] or origin
-
-
-def _add(sums: _Sums, name: str, losses_K: torch.Tensor, positions_K: torch.Tensor) -> None:
-    sums.rows[name] = sums.rows.get(name, 0) + 1
-    sums.sets.setdefault(name, LossSum()).add(losses_K)
-    sums.whole.add(losses_K)
-    for bucket, first, last in _buckets(int(positions_K.max()) + 1 if len(positions_K) else 0):
-        inside = (positions_K >= first) & (positions_K < last)
-        if bool(inside.any()):
-            sums.buckets.setdefault(bucket, LossSum()).add(losses_K[inside])
-
-
-def _buckets(length: int) -> Iterator[tuple[int, int, int]]:
-    """Iterate over ``(number, first, end)`` of the buckets of positions: 0 to 15, then by powers of two."""
-    first, last, number = 0, 16, 0
-    while first < length:
-        yield number, first, last
-        first, last, number = last, 2 * last, number + 1
-
-
-def _document(sums: _Sums) -> dict[str, Any]:
-    bounds = list(_buckets(1 << 62))
-    return {
-        "rows": sum(sums.rows.values()),
-        **sums.whole.to_json(),
-        "sets": [{"name": name, "rows": sums.rows[name], **found.to_json()} for name, found in sums.sets.items()],
-        "positions": [
-            {"from": bounds[number][1], "to": bounds[number][2], **found.to_json()}
-            for number, found in sorted(sums.buckets.items())
-        ],
-    }
+def _needle_lengths(options: EvalOptions, recipe: Recipe) -> tuple[int, ...]:
+    """Return the lengths of the needle probe; empty without one."""
+    if options.needle is None:
+        return ()
+    return options.needle.lengths or default_lengths(recipe.max_length)

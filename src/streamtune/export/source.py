@@ -28,7 +28,7 @@ from streamtune.train.checkpoint import newest_checkpoint, open_checkpoint, step
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-__all__ = ["TrainedModel", "find_trained", "load_trained", "resolve_base"]
+__all__ = ["TrainedModel", "find_trained", "load_trained", "load_trained_tokenizer", "resolve_base"]
 
 Notify = Callable[[str], None]
 
@@ -238,7 +238,7 @@ def load_trained(
         ArgumentError: The model cannot be loaded, or its base is not there.
     """
     recipe = trained.loaded.recipe if trained.loaded is not None else None
-    tokenizer = _load_tokenizer(trained, base, trust_remote_code)
+    tokenizer = load_trained_tokenizer(trained, base, trust_remote_code)
     if not trained.adapters:
         model: Any = models.load_model(
             trained.folder, dtype=dtype or "auto", device=device, trust_remote_code=trust_remote_code
@@ -285,8 +285,19 @@ def resolve_base(trained: TrainedModel, base: str | None = None, notify: Notify 
     return _below_adapters(trained, name, notify)
 
 
-def _load_tokenizer(trained: TrainedModel, base: str | None, trust_remote_code: bool) -> PreTrainedTokenizerBase:
-    """Load the tokenizer beside the model; that of the base for adapters that peft saved without one."""
+def load_trained_tokenizer(
+    trained: TrainedModel, base: str | None = None, trust_remote_code: bool = False
+) -> PreTrainedTokenizerBase:
+    """Load the tokenizer beside the model; that of the base for adapters that peft saved without one.
+
+    Args:
+        trained: The model.
+        base: Of adapters, in place of the base that the run names.
+        trust_remote_code: Allow code that comes with the tokenizer to run.
+
+    Raises:
+        ArgumentError: There is none.
+    """
     name = trained.folder
     if trained.adapters and not any(Path(name).glob("tokenizer*")):
         name = base or trained.base or name

@@ -15,7 +15,7 @@ import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Generic, Protocol, Self, TypeVar
@@ -220,6 +220,10 @@ class Task(ABC, Generic[R_co]):
     def longest(self, prepared: PreparedRows) -> int:
         """Return the tokens of the longest row, or of the longest prompt with its completion."""
         return min(prepared.report.length_percentiles["max"], self.recipe.max_length)
+
+    def with_held_out(self, prepared: Any, rows: Sequence[Any]) -> Any:
+        """Return the data of :meth:`prepare` with these rows in place of the held-out ones."""
+        return replace(prepared, validation=rows)
 
     # --- shapes ------------------------------------------------------------------------------------------------
 

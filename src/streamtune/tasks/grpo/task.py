@@ -154,6 +154,10 @@ class Grpo(ScoringTask[GrpoRecipe]):
         RewardScorer(self.functions, tokenizer).check(prompts.train[:16])
         return GrpoData(prompts, WarmSteps(recipe, prompts.train, tokenizer) if recipe.sft_steps else None)
 
+    def with_held_out(self, prepared: GrpoData, rows: Sequence[data.Prompt]) -> GrpoData:
+        """See :meth:`Task.with_held_out`."""
+        return replace(prepared, prompts=super().with_held_out(prepared.prompts, rows))
+
     def longest(self, prepared: PreparedRows) -> int:
         """See :meth:`Task.longest`."""
         prompt = min(prepared.report.length_percentiles["max"], self.recipe.max_prompt_length)

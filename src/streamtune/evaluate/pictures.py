@@ -1,0 +1,122 @@
+"""Draw an evaluation: loss against position, and the needle probe as a map whose cells hold their figures."""
+
+from __future__ import annotations
+
+import math
+import warnings
+from collections.abc import Mapping
+from io import BytesIO
+from typing import Any
+
+from streamtune.palette import COLOURS, INK
+from streamtune.secrets import plain
+
+__all__ = ["draw_needles", "draw_positions"]
+
+SPLIT_STYLES: dict[str, dict[str, Any]] = {
+    "held-out": {"color": COLOURS["stream"], "marker": "o"},
+    "train": {"color": COLOURS["checkpoint"], "marker": "s", "linestyle": "--"},
+}
+DARK = 0.55
+"""Probability from which on a cell is so dark that its figures are white."""
+
+
+def draw_positions(splits: Mapping[str, Any], *, title: str) -> bytes | None:
+    """Return a PNG of loss against position, with a band of two standard errors; None where there is nothing to draw.
+
+    Args:
+        splits: ``splits`` of the document of an sft recipe.
+        title: Name of the model.
+    """
+    # Slow to import, and only needed here. Figures made without pyplot need no display.
+    from matplotlib.figure import Figure
+
+    drawn = {name: part["positions"] for name, part in splits.items() if part.get("positions")}
+    if not drawn:
+        return None
+    figure = Figure(figsize=(8, 4.5), dpi=150, layout="constrained")
+    axes = figure.subplots()
+    for name, buckets in drawn.items():
+        x = [max(1.0, math.sqrt(max(bucket["from"], 1) * bucket["to"])) for bucket in buckets]
+        y = [bucket["loss"] for bucket in buckets]
+        reach = [2 * (bucket["standard_error"] or 0.0) for bucket in buckets]
+        style = SPLIT_STYLES[name]
+        axes.plot(x, y, linewidth=2, markersize=5, label=name, **style)
+        low, high = ([a + sign * b for a, b in zip(y, reach, strict=True)] for sign in (-1, 1))
+        axes.fill_between(x, low, high, color=style["color"], alpha=0.15, linewidth=0)
+    ends = sorted({end for buckets in drawn.values() for each in buckets for end in (each["from"], each["to"]) if end})
+    axes.set_xscale("log", base=2)
+    axes.set_xticks(ends, [_short(end) for end in ends])
+    axes.minorticks_off()
+    axes.set_xlabel("position in the row (tokens before)", color=INK)
+    axes.set_ylabel("loss per trained token (nats)", color=INK)
+    axes.grid(alpha=0.25)
+    axes.legend(frameon=False, labelcolor=INK)
+    _plain_frame(axes)
+    return _png(figure, axes, title)
+
+
+def draw_needles(found: Mapping[str, Any], *, title: str) -> bytes:
+    """Return a PNG of the needle probe: a row for each depth, a column for each length.
+
+    A cell has the trials that matched, and the gain in nats for a token of the answer. It is the darker the likelier
+    an answer's token is.
+
+    Args:
+        found: ``needle`` of the document.
+        title: Name of the model.
+    """
+    from matplotlib.figure import Figure
+
+    lengths, depths = found["lengths"], found["depths"]
+    cells = {(cell["length"], cell["depth"]): cell for cell in found["cells"]}
+    shade = [[math.exp(cells[length, depth]["logprob"]) for length in lengths] for depth in depths]
+    figure = Figure(
+        figsize=(max(5.0, 2.2 + 1.05 * len(lengths)), max(3.0, 1.6 + 0.62 * len(depths))),
+        dpi=150,
+        layout="constrained",
+    )
+    axes = figure.subplots()
+    image = axes.imshow(shade, cmap="Blues", vmin=0.0, vmax=1.0, aspect="auto")
+    for column, length in enumerate(lengths):
+        for row, depth in enumerate(depths):
+            cell = cells[length, depth]
+            axes.text(
+                column,
+                row,
+                f"{cell['matched']}/{cell['trials']}\n{round(cell['gain'], 2) + 0.0:+.2f}",
+                ha="center",
+                va="center",
+                fontsize=8,
+                color="white" if shade[row][column] > DARK else INK,
+            )
+    axes.set_xticks(range(len(lengths)), [_short(length) for length in lengths])
+    axes.set_yticks(range(len(depths)), [f"{depth:g}%" for depth in depths])
+    axes.set_xlabel("length (tokens)", color=INK)
+    axes.set_ylabel("depth of the needle", color=INK)
+    axes.tick_params(colors=INK, length=0)
+    bar = figure.colorbar(image, ax=axes, pad=0.02)
+    bar.set_label("probability of an answer token\n(geometric mean)", color=INK)
+    figure.supxlabel("in a cell: answers that match / trials, and the gain of the needle in nats a token", fontsize=8)
+    return _png(figure, axes, title)
+
+
+def _plain_frame(axes: Any) -> None:
+    axes.spines[["top", "right"]].set_visible(False)
+    axes.tick_params(colors=INK)
+
+
+def _png(figure: Any, axes: Any, title: str) -> bytes:
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+
+    # A name is no formula: `$` is shown as it is.
+    axes.set_title(plain(title), loc="left", parse_math=False, color=INK, fontsize=11, fontweight="bold", pad=10)
+    picture = BytesIO()
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "Glyph")  # a name in letters that the font lacks
+        FigureCanvasAgg(figure).print_png(picture)
+    return picture.getvalue()
+
+
+def _short(tokens: int) -> str:
+    return f"{tokens >> 10}k" if tokens >= 1024 and tokens % 1024 == 0 else f"{tokens:,}"
