@@ -119,6 +119,9 @@ def _print_report(report: ExportReport) -> None:
     which = "the model that trained"
     if report.onto == "original":
         which = "the adapters on the original base, which is not the model that trained"
+    if report.trained_base is not True:
+        known = "not the model they trained on" if report.trained_base is False else "as it was given"
+        which = f"the adapters on {report.base}, {known}"
     out.print(Text.assemble(("the same model", "bold green"), f": logits and greedy text are those of {which}"))
 
 

@@ -22,7 +22,7 @@ from streamtune.export.card import model_card
 from streamtune.export.check import AsTrained, Differences, compare, measure
 from streamtune.export.elsewhere import check_gguf, check_push, push_folder, write_gguf
 from streamtune.export.rows import choose_rows
-from streamtune.export.source import TrainedModel, find_trained, load_trained, resolve_base
+from streamtune.export.source import TrainedModel, find_trained, is_trained_base, load_trained, resolve_base
 from streamtune.export.write import check_target, keep_failed, staged, write_adapters, write_merged, written_bytes
 from streamtune.run.device import choose_device, prepare_libraries
 
@@ -75,6 +75,8 @@ class ExportReport:
     quantization: str | None
     onto: str | None
     """Of a merged model: ``trained`` or ``original``."""
+    trained_base: bool | None
+    """False if the base that was given is not the one that the adapters trained on; None where nothing tells."""
     weights: str
     """The content of the folder, in words."""
     files: list[str]
@@ -127,9 +129,12 @@ def export_model(
         trained = find_trained(given, checkpoint=options.checkpoint, notify=notify)
     _check(trained, options, notify)
     base = resolve_base(trained, options.base, notify)
+    same_base = is_trained_base(trained, options.base)
     quantization = trained.quantization if options.onto == "trained" else None
     with doing("loading the model as it trained"):
-        model, tokenizer = load_trained(trained, device=options.device, base=options.base, quantization=quantization)
+        model, tokenizer = load_trained(
+            trained, device=options.device, base=options.base, quantization=quantization, notify=notify
+        )
     _check_model(model, trained, options)
     merges = trained.adapters and options.merge
     own: torch.dtype = base_of(model).dtype
@@ -185,6 +190,7 @@ def export_model(
         dtype=str(dtype or own).removeprefix("torch."),
         quantization=trained.quantization,
         onto=options.onto if merges and trained.quantization else None,
+        trained_base=same_base,
         weights=weights,
         files=[path.relative_to(out).as_posix() for path in files],
         bytes=sum(path.stat().st_size for path in files),

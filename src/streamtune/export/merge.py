@@ -174,13 +174,21 @@ def merged_parameters(wrapper: nn.Module) -> dict[str, Tensor]:
 
 
 def _merge(layer: Any) -> None:
-    """Add the active adapters of one wrapper to the plain fp32 weights below it, by peft's rule for them."""
+    """Add the active adapters of one wrapper to the plain fp32 weights below it, by peft's rule for them.
+
+    Raises:
+        ArgumentError: Peft has no rule for them, as for activated LoRA.
+    """
     from peft.tuners.lora import Linear
 
     # Those of quantised layers would quantise again what they have merged.
     rule = Linear.merge if type(layer).__name__ in ("Linear4bit", "TorchaoLoraLinear") else type(layer).merge
     try:
         rule(layer)
+    except (NotImplementedError, RuntimeError) as error:
+        raise ArgumentError(
+            f"peft cannot merge these adapters: {error}", where="RUN", mend="--no-merge copies them apart"
+        ) from error
     finally:
         layer.merged_adapters.clear()
         getattr(layer, "_caches", {}).clear()

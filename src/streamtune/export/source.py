@@ -28,7 +28,7 @@ from streamtune.train.checkpoint import newest_checkpoint, open_checkpoint, step
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-__all__ = ["TrainedModel", "find_trained", "load_trained", "load_trained_tokenizer", "resolve_base"]
+__all__ = ["TrainedModel", "find_trained", "is_trained_base", "load_trained", "load_trained_tokenizer", "resolve_base"]
 
 Notify = Callable[[str], None]
 
@@ -247,6 +247,8 @@ def load_trained(
     if quantization is not None:
         models.choose_quantization(quantization, torch.device(device))  # refuses where its package is missing
     name = resolve_base(trained, base, notify)
+    if is_trained_base(trained, base) is False:
+        notify(f"{base} is not the model that these adapters trained on: the result is another model")
     wanted = dtype or (recipe.dtype if recipe is not None else str(trained.settings.get("dtype") or "auto"))
     if name is None:
         made: Any = _made_again(trained, tokenizer, wanted, device, quantization)
@@ -259,12 +261,42 @@ def load_trained(
             quantization=quantization,
             allow_pickle=recipe is not None and recipe.allow_pickle,
         )
-    with warnings.catch_warnings():
-        # Peft matches a pattern of its own for stacked experts; whether all adapters found a place is checked below.
-        warnings.filterwarnings("ignore", message=r"The following \w+_pattern keys", category=RuntimeWarning)
-        adapted = models.load_lora(made, Path(trained.folder))
-    _check_all_loaded(adapted, Path(trained.folder))
+    adapted = _load_adapters(made, Path(trained.folder))
     return adapted.requires_grad_(False).eval(), tokenizer
+
+
+def _load_adapters(base: Any, folder: Path) -> Any:
+    """Put the adapters of a folder on their base.
+
+    Raises:
+        ArgumentError: The file is damaged, or the adapters are not of this base, or of a kind that is not trained here.
+    """
+    from peft import PeftConfig
+    from safetensors import SafetensorError
+
+    config = PeftConfig.from_pretrained(str(folder))
+    if config.is_prompt_learning or getattr(config, "layer_replication", None):
+        kind = "a learnt prompt" if config.is_prompt_learning else "adapters of layers that are repeated"
+        raise ArgumentError(f"{folder} holds {kind}, which cannot be loaded here", where="RUN", mend="use peft itself")
+    try:
+        with warnings.catch_warnings():
+            # Peft matches a pattern of its own for stacked experts; that all adapters found a place is checked below.
+            warnings.filterwarnings("ignore", message=r"The following \w+_pattern keys", category=RuntimeWarning)
+            adapted = models.load_lora(base, folder)
+        _check_all_loaded(adapted, folder)
+    except SafetensorError as error:
+        raise ArgumentError(
+            f"{folder / 'adapter_model.safetensors'} is damaged: {error}",
+            where="RUN",
+            mend="use a checkpoint of the run: --checkpoint",
+        ) from error
+    except (IndexError, KeyError, NotImplementedError, RuntimeError, ValueError) as error:
+        raise ArgumentError(
+            f"peft cannot put the adapters in {folder} on this base: {error}",
+            where="RUN",
+            mend="name the model they were trained on: --base PATH",
+        ) from error
+    return adapted
 
 
 def resolve_base(trained: TrainedModel, base: str | None = None, notify: Notify = lambda text: None) -> str | None:
@@ -283,6 +315,22 @@ def resolve_base(trained: TrainedModel, base: str | None = None, notify: Notify 
         return None
     _check_base(trained, name, named=base is not None)
     return _below_adapters(trained, name, notify)
+
+
+def is_trained_base(trained: TrainedModel, base: str | None) -> bool | None:
+    """Return True if adapters trained on the very files of ``base``, False if on others; None where nothing tells.
+
+    Args:
+        trained: The adapters and their run.
+        base: The name or folder that was given in place of the run's; None is the run's.
+    """
+    if base is None:
+        return True
+    before = trained.identity.get("files", {}).get("base")
+    if before is None or not models.is_folder(base):
+        made = trained.settings.get("model") is not None
+        return False if made else (True if base == trained.base else None)
+    return bool(models.fingerprint_model(base, code=trained.trusts_code) == before)
 
 
 def load_trained_tokenizer(
@@ -383,7 +431,10 @@ def _check_all_loaded(model: Any, folder: Path) -> None:
 
     with safe_open(folder / "adapter_model.safetensors", framework="pt") as file:
         there = set(file.keys())
-    if lost := sorted(there ^ set(get_peft_model_state_dict(model, save_embedding_layers=False))):
+    # peft writes the weights of embeddings and heads that have adapters beside them; with any other base they are its
+    there = {name for name in there if not name.endswith(".base_layer.weight")}
+    wanted = get_peft_model_state_dict(model, save_embedding_layers=False)
+    if lost := sorted(there ^ {name for name in wanted if not name.endswith(".base_layer.weight")}):
         raise ArgumentError(
             f"the adapters in {folder} are not those of this base: {len(lost)} weights do not match, such as {lost[0]}",
             where="RUN",
