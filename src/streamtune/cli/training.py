@@ -189,6 +189,7 @@ def _print_banner(run: Run) -> None:
             *([("ranks", _describe_ranks(run))] if run.world.size > 1 else []),
             *([("deepspeed", _describe_deepspeed(run))] if run.recipe.deepspeed is not None else []),
             *([("memory", describe_plan(run.streamed.memory))] if run.streamed.memory is not None else []),
+            *([("without", _describe_baselines(run))] if run.streamed.baselines else []),
             ("steps", _describe_steps(run)),
             ("output", _describe_output(run)),
             *([("runs code", "; ".join(code))] if (code := code_of(run.recipe)) else []),
@@ -209,6 +210,17 @@ def _describe_model(run: Run) -> str:
 
 def _describe_engine(run: Run) -> str:
     return f"exact streamed backward: {run.handle.schedule.describe(len(run.handle.layers))}"
+
+
+def _describe_baselines(run: Run) -> str:
+    """Describe the memory of the longest step without streaming."""
+    assert run.streamed.memory is not None
+    found, peak = run.streamed.baselines, run.streamed.memory.simulation.peak_bytes
+    plain, checkpoint = show_size(found["plain"]), show_size(found["checkpoint"])
+    return (
+        f"the same step in {plain} by plain autograd, {checkpoint} by gradient checkpointing, {show_size(peak)} as "
+        "planned; all simulated"
+    )
 
 
 def _describe_ranks(run: Run) -> str:

@@ -78,7 +78,7 @@ def choose_rows(trained: TrainedModel, model: Any, tokenizer: Any, notify: Calla
     sample = trained.loaded.recipe.sample if trained.loaded is not None else None
     generator = torch.Generator().manual_seed(0)
     drawn = torch.randint(min(vocabulary, max(len(tokenizer), 2)), (1, min(limit, at_most)), generator=generator)
-    if sample is not None:
+    if sample is not None and sample.prompts:
         ids = _encode(tokenizer, sample.prompts[0])[:limit]
         if len(ids) >= 2:
             rows = [torch.tensor([ids]), drawn]

@@ -30,7 +30,7 @@ from streamtune.models.load import (
     load_model,
 )
 from streamtune.models.quantize import add_lora, choose_quantization, load_lora, quantization
-from streamtune.models.sample import sample_text
+from streamtune.models.sample import likeliest_tokens, sample_text
 from streamtune.models.tokenizer import (
     CHATML_TEMPLATE,
     load_tokenizer,
@@ -62,6 +62,7 @@ __all__ = [
     "init_model",
     "is_folder",
     "left_out",
+    "likeliest_tokens",
     "load_lora",
     "load_model",
     "load_tokenizer",

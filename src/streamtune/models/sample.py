@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 import torch
@@ -12,7 +13,7 @@ from streamtune.templates import render_chat
 if TYPE_CHECKING:
     from peft import PeftModel
 
-__all__ = ["sample_text"]
+__all__ = ["likeliest_tokens", "sample_text"]
 
 
 def sample_text(
@@ -56,4 +57,39 @@ def sample_text(
             pad_token_id=tokenizer.pad_token_id,
         )
     written: str = tokenizer.decode(output[0, inputs["input_ids"].shape[1] :], skip_special_tokens=True)
+    return written
+
+
+def likeliest_tokens(
+    model: PreTrainedModel | PeftModel,
+    prompt: Sequence[int],
+    *,
+    max_new_tokens: int,
+    end: int | None,
+    pad: int | None,
+    in_step: bool = False,
+) -> list[int]:
+    """Return the likeliest token at each place after the token ids of ``prompt``.
+
+    Args:
+        model: Streamed or not; it is put into evaluation mode, and left in it.
+        prompt: Token ids.
+        max_new_tokens: Tokens at most.
+        end: The id that ends the text; it is the last one returned.
+        pad: The id for padding.
+        in_step: As for :func:`sample_text`.
+    """
+    model.eval()
+    ids = torch.tensor([list(prompt)], device=model.device)
+    with torch.no_grad():
+        output = model.generate(
+            input_ids=ids,
+            attention_mask=torch.ones_like(ids),
+            do_sample=False,
+            max_new_tokens=max_new_tokens,
+            synced_gpus=in_step,
+            eos_token_id=end,
+            pad_token_id=pad,
+        )
+    written: list[int] = output[0, len(prompt) :].tolist()
     return written

@@ -74,7 +74,7 @@ class DatasetSpec(Spec):
     """A .jsonl, .json, .parquet, .csv or .txt file (relative to the recipe, then to the working directory), the name
     of a dataset on the hub, or one that every machine has: `python-stdlib` (the corpus built from this interpreter's
     own library), `demo-preferences` (pairs of answers with a rule), `demo-arithmetic` (tasks on digits),
-    `demo-passkey` (logs of up to thousands of lines, with a question about one of them)."""
+    `demo-passkey` (logs from short to long, with a question about one line)."""
 
     type: Literal[
         "auto", "messages", "prompt_completion", "text", "alpaca", "sharegpt", "preference", "unpaired", "prompts"
@@ -96,8 +96,12 @@ class DatasetSpec(Spec):
 class SampleSpec(Spec):
     """Prompts that the model completes at the end of a run and, with `sample_steps`, while it trains."""
 
-    prompt: Annotated[tuple[Text, ...], Field(min_length=1, strict=False)] | Text
+    prompt: Annotated[tuple[Text, ...], Field(min_length=1, strict=False)] | Text | None = None
     """The user's message (the beginning of the text for a tokenizer without chat template), or a list of them."""
+
+    held_out: Steps = 0
+    """`sft`: also complete the prompts of so many held-out rows, the longest of them, by the likeliest token each time,
+    and count the answers that are those of the rows."""
 
     max_new_tokens: Count = 64
     """Tokens to write at most."""
@@ -105,6 +109,8 @@ class SampleSpec(Spec):
     @property
     def prompts(self) -> tuple[str, ...]:
         """The prompts, one or several."""
+        if self.prompt is None:
+            return ()
         return (self.prompt,) if isinstance(self.prompt, str) else self.prompt
 
 
@@ -275,6 +281,10 @@ class Recipe(Spec):
     seed: Annotated[int, Field(ge=0, lt=2**32)] = 42
     """Seed of the weights, the order of the rows and dropout."""
 
+    shuffle: bool = True
+    """Visit the rows in an order drawn from the seed, another one each epoch. `false`: in the order of the datasets,
+    such as from easy to hard; with `packing`, packs in the order they were made."""
+
     # --- the run -----------------------------------------------------------------------------------------------
 
     output_dir: Annotated[Text, Field(default_factory=lambda: "runs/recipe")]
@@ -375,6 +385,18 @@ class Recipe(Spec):
             )
         return self
 
+    def _check_sample(self, sample: SampleSpec) -> None:
+        if not sample.prompts and sample.held_out == 0:
+            raise mistake("'sample' has nothing to complete", key="sample", mend="add prompt: ..., or held_out: 10")
+        if sample.held_out > 0 and self.objective != "sft":
+            raise mistake(
+                f"'held_out' compares with the answers of rows, and 'objective: {self.objective}' has none",
+                key="held_out",
+                mend="write prompt: ...",
+            )
+        if sample.held_out > 0 and self.val_size == 0:
+            raise mistake("'held_out' needs rows that are held out", key="held_out", mend="set val_size, such as 0.02")
+
     @model_validator(mode="after")
     def _keys_agree(self) -> Recipe:
         if self.deepspeed is not None and self.fsdp:
@@ -396,6 +418,8 @@ class Recipe(Spec):
                 key="sample_steps",
                 mend="add sample: {prompt: ...}, or a list: sample: {prompt: [..., ...]}",
             )
+        if self.sample is not None:
+            self._check_sample(self.sample)
         metric = self.metric_for_best_model
         if metric is not None and metric.startswith("eval_") and self.val_size == 0:
             raise mistake(

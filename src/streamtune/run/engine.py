@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
 from functools import partial
 from typing import Any
@@ -11,6 +11,7 @@ from streamtune import models, train
 from streamtune.engine import StreamHandle
 from streamtune.errors import ArgumentError
 from streamtune.plan.planner import Plan
+from streamtune.run.baselines import baseline_bytes
 from streamtune.run.cluster import cluster_here
 from streamtune.run.device import stream_model
 from streamtune.run.model import make_trial_model
@@ -32,6 +33,8 @@ class Streamed:
     backend: train.Backend
     memory: Plan | None
     """The planner's schedule, and what a step of the longest rows holds and takes by it; None where none was asked."""
+    baselines: Mapping[str, int]
+    """Peak bytes of that step by plain autograd and by gradient checkpointing; empty where no schedule was planned."""
     plan_below: Callable[[Schedule], Plan]
     """Plans again, for less memory than a schedule that ran out of it. The model must not be streamed then."""
 
@@ -75,10 +78,15 @@ def plan_and_stream(
         fixed=_fixed(start),
     )
     memory: Plan | None = None
+    baselines: Mapping[str, int] = {}
 
     def plan() -> tuple[dict[str, Any], int]:
-        nonlocal memory
+        nonlocal memory, baselines
         cluster = cluster_here(recipe, model, world, start.device)
+        baselines = baseline_bytes(
+            recipe, model, length, start.device,
+            cluster=cluster, completions=completions, reference_bytes=reference_bytes,
+        )  # fmt: skip
         memory = plan_this(cluster=cluster, keep=_schedule_of(start.checkpoint), notify=notify)
         return asdict(memory.schedule), memory.simulation.host_bytes
 
@@ -95,7 +103,7 @@ def plan_and_stream(
     if schedule is not None and not dry_run and schedule.uses_host:
         handle.tiers.reserve(host_bytes, start.device)
     start.identity["schedule"] = asdict(handle.schedule)  # not compared: another gives the same gradient, to rounding
-    return Streamed(handle, backend, memory, lambda failed: plan_this(below=failed))
+    return Streamed(handle, backend, memory, baselines, lambda failed: plan_this(below=failed))
 
 
 def _check_streams(start: Start, model: Any, handle: StreamHandle, notify: Notify) -> None:

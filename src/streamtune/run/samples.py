@@ -1,4 +1,4 @@
-"""Complete the sample prompts of a recipe, while a run trains and at its end.
+"""Complete the sample prompts of a recipe and those of held-out rows, while a run trains and at its end.
 
 While it trains the model stays streamed: a call without gradients honours its cache. Mode and random state are put
 back, so the steps that follow are, bit for bit, those of a run without samples. Where ranks share the weights all of
@@ -7,19 +7,26 @@ them compute each token together and draw the same; otherwise rank 0 writes alon
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
-from streamtune import models, train
+import numpy as np
+
+from streamtune import data, models, train
 from streamtune.adapters import base_of
+from streamtune.labels import IGNORE_INDEX
 from streamtune.recipe.schema import Recipe
-from streamtune.secrets import redact
+from streamtune.secrets import redact_values
 from streamtune.tasks.task import Built
 
 __all__ = ["SAMPLE_TEMPERATURE", "write_samples"]
 
 SAMPLE_TEMPERATURE = 0.3
-"""Of all samples. The likeliest token each time would go in circles where little is learnt yet."""
+"""Of the recipe's prompts. The likeliest token each time would go in circles where little is learnt yet."""
+
+SHOWN_TOKENS = 60
+"""Tokens at the end of a held-out row's prompt that are shown and kept; the row may have thousands."""
 
 
 def write_samples(
@@ -35,23 +42,29 @@ def write_samples(
     """
     sample, world, together = recipe.sample, built.world, built.shares_weights
     assert sample is not None
+    rows = _longest(built.prepared.validation, sample.held_out) if sample.held_out else []
 
-    def write() -> list[str] | None:
-        written = []
-        for prompt in sample.prompts:
+    def write() -> list[dict[str, Any]] | None:
+        model, tokenizer = base_of(built.model), built.tokenizer
+        written: list[dict[str, Any]] = []
+        asks: list[str | data.Example] = [*sample.prompts, *rows]
+        for asked in asks:
             stopped = stop is not None and stop.requested
             if world.any(stopped) if together else stopped:
                 return None
-            text = models.sample_text(
-                base_of(built.model),
-                built.tokenizer,
-                prompt,
-                max_new_tokens=sample.max_new_tokens,
-                temperature=SAMPLE_TEMPERATURE,
-                seed=recipe.seed,
-                in_step=together,
-            )
-            written.append(text)
+            if isinstance(asked, str):
+                text = models.sample_text(
+                    model,
+                    tokenizer,
+                    asked,
+                    max_new_tokens=sample.max_new_tokens,
+                    temperature=SAMPLE_TEMPERATURE,
+                    seed=recipe.seed,
+                    in_step=together,
+                )
+                written.append({"prompt": asked, "completion": text})
+            else:
+                written.append(_answer(model, tokenizer, asked, in_step=together))
         return written
 
     routers: AbstractContextManager[Any] = built.handle.routers.silenced() if built.handle.layers else nullcontext()
@@ -59,7 +72,41 @@ def write_samples(
         found = world.together(write) if together else world.main(write)
     if found is None:
         return None
-    return [
-        {"step": step, "prompt": redact(prompt), "completion": redact(text)}
-        for prompt, text in zip(sample.prompts, found, strict=True)
-    ]
+    return [{"step": step, **redact_values(each)} for each in found]
+
+
+def _longest(rows: Sequence[data.Example], count: int) -> list[data.Example]:
+    """Return the longest rows that have an answer, the longest first."""
+    answered = [row for row in rows if _answer_span(row)[1] > 0]
+    return sorted(answered, key=lambda row: -row.num_tokens)[:count]
+
+
+def _answer_span(row: data.Example) -> tuple[int, int]:
+    """Return where the first run of trained tokens begins and ends; 0, 0 for a row without a prompt or an answer."""
+    labels = np.asarray(row.labels)
+    trained = np.flatnonzero(labels != IGNORE_INDEX)
+    if len(trained) == 0 or trained[0] == 0:
+        return 0, 0
+    after = np.flatnonzero(labels[trained[0] :] == IGNORE_INDEX)
+    return int(trained[0]), int(trained[0] + after[0]) if len(after) else len(labels)
+
+
+def _answer(model: Any, tokenizer: Any, row: data.Example, *, in_step: bool) -> dict[str, Any]:
+    """Complete the prompt of a row by the likeliest token each time, and compare with the row's answer."""
+    begin, end = _answer_span(row)
+    ids = [int(token) for token in row.input_ids]
+    wanted = ids[begin:end]
+    stop = tokenizer.eos_token_id
+    got = models.likeliest_tokens(
+        model, ids[:begin], max_new_tokens=len(wanted), end=stop, pad=tokenizer.pad_token_id, in_step=in_step
+    )
+    compared = wanted[: wanted.index(stop) + 1] if stop in wanted else wanted  # what a template writes after the end
+    shown = tokenizer.decode(ids[max(0, begin - SHOWN_TOKENS) : begin], skip_special_tokens=True)
+    return {
+        "prompt": f"... {shown}" if begin > SHOWN_TOKENS else shown,
+        "completion": tokenizer.decode(got, skip_special_tokens=True),
+        "expected": tokenizer.decode(compared, skip_special_tokens=True),
+        "right": got == compared,
+        "prompt_tokens": begin,
+        "row": row.origin,
+    }

@@ -42,7 +42,7 @@ class Trainable(Protocol):
 
 
 class Steps:
-    """The shuffled training units, as the micro-batches of one optimizer step after the other.
+    """The training units, shuffled or in their own order, as the micro-batches of one optimizer step after the other.
 
     With ``dataloader_num_workers`` so many threads prepare the next steps while one is trained on. The position of the
     stream is that of the last step returned, not of the last step prepared.
@@ -63,7 +63,7 @@ class Steps:
         self.batches, self.world = batches, world
         self.batch_size = recipe.per_device_train_batch_size
         self.micro_batches = accumulation(recipe, world) * world.data_size
-        self.sampler = data.ResumableSampler(batches.num_train, seed=recipe.seed)
+        self.sampler = data.ResumableSampler(batches.num_train, seed=recipe.seed, shuffle=recipe.shuffle)
         self.workers = recipe.dataloader_num_workers
         self._pool = ThreadPoolExecutor(self.workers, "batches") if self.workers else None
         self._coming: deque[tuple[Future[list[train.MicroBatch]], dict[str, Any]]] = deque()

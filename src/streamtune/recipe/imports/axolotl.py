@@ -177,9 +177,9 @@ FIELDS: dict[str, FieldRule] = {
         "positions that are skipped", "use_pose", "pose_split_on_token_ids", "pose_max_context_len", "pose_num_chunks"
     ),
     **without("attention is exact", "s2_attention"),
-    **without("the order of the rows is shuffled", "curriculum_sampling"),
-    "shuffle_merged_datasets": no_counterpart("rows are always shuffled", off=(True,)),
-    "shuffle_before_merging_datasets": no_counterpart("rows are always shuffled", trains=False),
+    "curriculum_sampling": to("shuffle", lambda value: not value),
+    "shuffle_merged_datasets": to("shuffle"),
+    "shuffle_before_merging_datasets": no_counterpart("rows of all datasets are shuffled together", trains=False),
     "dataset_exact_deduplication": no_counterpart("rows that are equal are all trained"),
     "min_sample_len": no_counterpart("short rows are trained as well"),
     **without("rows are not sharded", "dataset_shard_num", "dataset_shard_idx"),

@@ -119,7 +119,7 @@ FIELDS: dict[str, FieldRule] = {
         "read by PPO only", "reward_model_type", "ppo_buffer_size", "ppo_epochs", "ppo_score_norm", "ppo_target"
     ),
     **by_itself("read by PPO only", "ppo_whiten_rewards"),
-    "disable_shuffling": no_counterpart("rows are always shuffled"),
+    "disable_shuffling": to("shuffle", lambda value: not value),
     "early_stopping_steps": no_counterpart("a run goes on to its end"),
     "mix_strategy": no_counterpart("rows of all datasets are shuffled together", off=("concat",)),
     "interleave_probs": no_counterpart("rows of all datasets are shuffled together"),

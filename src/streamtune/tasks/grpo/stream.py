@@ -410,7 +410,7 @@ class WarmSteps:
         self.examples = [_demonstration(prompt, render, recipe.max_length) for prompt in prompts]
         self.pad_token_id = tokenizer.pad_token_id
         self.step_size, self.batch_size = recipe.sft_batch_size, recipe.per_device_train_batch_size
-        self.sampler = data.ResumableSampler(len(self.examples), seed=recipe.seed)
+        self.sampler = data.ResumableSampler(len(self.examples), seed=recipe.seed, shuffle=recipe.shuffle)
 
     def next_step(self) -> Sequence[train.MicroBatch]:
         """Return the micro-batches of the next demonstrations; fewer at the end of an epoch."""
