@@ -68,6 +68,7 @@ gpu: $(STAMP)  ## all that one GPU can tell in 25 minutes, in pieces; writes doc
 docs: $(STAMP)  ## regenerate what is made from the code, and build the pages in build/site, links checked
 	$(BIN)/streamtune schema > docs/recipe.schema.json
 	$(BIN)/python -m tools.reference_pages
+	$(BIN)/python -m tools.recipe_headers --page
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --quiet --strict
 
 conformance: $(STAMP)  ## exactness: tested families, then every causal LM of transformers; writes docs/families.md

@@ -175,8 +175,10 @@ def test_flags_in_tables_of_options_exist() -> None:
 
 def test_shipped_recipes_that_pages_name_exist() -> None:
     for page in GUIDE:
-        for name in re.findall(r"\brecipes/([\w-]+\.yaml)", page.read_text(encoding="utf-8")):
+        for name in re.findall(r"\brecipes/([\w./-]+\.yaml)", page.read_text(encoding="utf-8")):
             assert (ROOT / "recipes" / name).is_file(), f"{name_of(page)}: {name}"
+        for name in re.findall(r"streamtune \w+ ((?:[a-z][\w-]*)/[\w.-]+gb)\b", page.read_text(encoding="utf-8")):
+            assert (ROOT / "recipes" / f"{name}.yaml").is_file(), f"{name_of(page)}: {name}"
 
 
 def test_python_names_that_pages_use_exist() -> None:

@@ -90,12 +90,27 @@ def test_validate_json_of_a_wrong_recipe(tmp_path, capsys):
 
 def test_ls(capsys):
     assert call("recipes", "ls") == 0
-    lines = capsys.readouterr().out.splitlines()
-    assert [line.split()[0] for line in lines] == shipped_names()
+    first, *tasks = capsys.readouterr().out.split("\n\n")
+    groups = [[line.split()[0] for line in group.splitlines()] for group in (first, *tasks)]
+    assert [group[0] for group in groups[1:]] == ["sft,", "dpo,", "grpo,"]
+    assert {*groups[0], *(name for group in groups[1:] for name in group[1:])} == set(shipped_names())
+    assert groups[0] == [name for name in shipped_names() if "/" not in name]
+    # By model and device, and numbers by their size.
+    qwen = [name for name in groups[1] if name.startswith(("qwen3/8b-lora", "qwen3/14b-lora"))]
+    assert qwen == [f"qwen3/{name}gb" for name in ("8b-lora-24", "8b-lora-48", "8b-lora-80", "14b-lora-80")]
+    (row,) = [line for line in tasks[0].splitlines() if line.startswith("qwen3/32b-full-8x80gb")]
+    assert " ".join(row.split()) == "qwen3/32b-full-8x80gb 8 x 80 GB 131,072 Qwen/Qwen3-32B"
+
+
+def test_ls_json(capsys):
     assert call("recipes", "ls", "--json") == 0
-    listed = json.loads(capsys.readouterr().out)
-    assert [recipe["name"] for recipe in listed] == shipped_names()
-    assert all(Path(recipe["path"]).is_file() and recipe["summary"] for recipe in listed)
+    listed = {recipe["name"]: recipe for recipe in json.loads(capsys.readouterr().out)}
+    assert list(listed) == shipped_names()
+    assert all(Path(recipe["path"]).is_file() and recipe["summary"] for recipe in listed.values())
+    made = listed["qwen3/8b-dpo-80gb"]
+    assert (made["objective"], made["finetuning_type"], made["device"]) == ("dpo", "lora", "80 GB")
+    assert (made["model"], made["max_length"]) == ("Qwen/Qwen3-8B", 65536)
+    assert listed["quickstart"]["device"] is None
 
 
 def test_show_prints_the_file(capsys):
@@ -103,17 +118,26 @@ def test_show_prints_the_file(capsys):
     assert capsys.readouterr().out == read_shipped("quickstart").text
 
 
-def test_an_unknown_name(capsys):
-    assert call("recipes", "show", "quikstart") == 2
-    assert "did you mean 'quickstart'?" in capsys.readouterr().err
+@pytest.mark.parametrize(
+    ("name", "mend"),
+    [
+        ("quikstart", "did you mean 'quickstart'?"),
+        ("qwen3-8b-lora-80gb", "did you mean 'qwen3/8b-lora-80gb'?"),
+        ("zzzzzz", "`streamtune recipes ls` lists them"),
+    ],
+)
+def test_an_unknown_name(name, mend, capsys):
+    assert call("recipes", "show", name) == 2
+    assert mend in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("name", shipped_names())
 def test_copy_writes_a_recipe_that_loads(name, tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     assert call("recipes", "copy", name) == 0
-    assert f"wrote {name}.yaml" in capsys.readouterr().err
-    assert load_recipe(f"{name}.yaml").recipe == load_recipe(read_shipped(name).path).recipe
+    file, recipe = f"{name.replace('/', '-')}.yaml", load_recipe(read_shipped(name).path).recipe
+    assert f"wrote {file}; train with `streamtune {recipe.objective} {file}`" in capsys.readouterr().err
+    assert load_recipe(file).recipe == recipe
 
 
 def test_copy_to_a_file_and_to_a_folder(tmp_path):

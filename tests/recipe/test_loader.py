@@ -330,6 +330,8 @@ def test_a_missing_file_names_the_nearest(tmp_path, monkeypatch):
         "quickstart.yaml": "`streamtune recipes copy quickstart` writes the shipped recipe",
         "quikstart": "did you mean the shipped recipe 'quickstart'?",
         "quikstart.yaml": "did you mean the shipped recipe 'quickstart'?",
+        "qwen3/8b-lora-80gb.yaml": "`streamtune recipes copy qwen3/8b-lora-80gb` writes the shipped recipe",
+        "qwen3/8b-lora-81gb": "did you mean the shipped recipe 'qwen3/8b-lora-80gb'?",
         "zzzzzzzz": "`streamtune recipes ls` lists the shipped recipes",
         "no/folder/zzzzzzz.yaml": "`streamtune recipes ls` lists the shipped recipes",
     }
@@ -348,6 +350,17 @@ def test_a_shipped_recipe_by_name(tmp_path, monkeypatch):
     assert (loaded.recipe.max_steps, loaded.recipe.output_dir) == (3, "runs/quickstart")
     Path("quickstart").write_text("datasets: [{path: mine.jsonl}]\nmodel_name_or_path: org/name\n")
     assert load_recipe("quickstart").recipe.model_name_or_path == "org/name"  # a file of that name wins
+
+
+def test_a_shipped_recipe_of_a_model(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    Path("mine.jsonl").write_text("")
+    loaded = load_recipe("qwen3/8b-lora-80gb", ["datasets.0.path=mine.jsonl"])
+    assert loaded.recipe.model_name_or_path == "Qwen/Qwen3-8B"
+    assert loaded.recipe.datasets[0].path == "mine.jsonl"
+    Path("qwen3").mkdir()
+    Path("qwen3/8b-lora-80gb").write_text("datasets: [{path: mine.jsonl}]\nmodel_name_or_path: org/name\n")
+    assert load_recipe("qwen3/8b-lora-80gb").recipe.model_name_or_path == "org/name"
 
 
 def test_a_folder(tmp_path):

@@ -15,6 +15,7 @@ from streamtune.recipe import (
     GrpoRecipe,
     LoadedRecipe,
     Recipe,
+    ShippedRecipe,
     code_of,
     json_schema,
     load_recipe,
@@ -39,12 +40,37 @@ NameArgument = Annotated[str, typer.Argument(metavar="NAME", help="A name that `
 
 @recipes.command("ls", cls=HelpCommand)
 def list_recipes(json: JsonOption = False) -> None:
-    """List the shipped recipes."""
-    shipped = shipped_recipes()
+    """List the shipped recipes: to begin with, then those of a model and a device, by task, model and device."""
+    shipped = [(recipe, load_recipe(recipe.path).recipe) for recipe in shipped_recipes()]
     if json:
-        print_json([{"name": recipe.name, "summary": recipe.summary, "path": str(recipe.path)} for recipe in shipped])
+        print_json([_document(recipe, spec) for recipe, spec in shipped])
         return
-    print_rows(((recipe.name, recipe.summary) for recipe in shipped), name_style="bold", indent="")
+    starts = [(recipe.name, recipe.summary) for recipe, _ in shipped if not recipe.device]
+    print_rows(starts, name_style="bold", indent="")
+    made = [(recipe, spec) for recipe, spec in shipped if recipe.device]
+    width = max((len(recipe.name) for recipe, _ in made), default=0)
+    for objective, title in OBJECTIVES.items():
+        rows = [(f"{recipe.name:<{width}}", _row(recipe, spec)) for recipe, spec in made if spec.objective == objective]
+        out.print()
+        out.print(Text(f"{objective}, {title}: recipe, device, longest row, model", style="bold"))
+        print_rows(rows, name_style="bold", indent="")
+
+
+def _document(shipped: ShippedRecipe, spec: Recipe) -> dict[str, object]:
+    return {
+        "name": shipped.name,
+        "summary": shipped.summary,
+        "path": str(shipped.path),
+        "objective": spec.objective,
+        "finetuning_type": spec.finetuning_type,
+        "model": spec.model_name_or_path,
+        "max_length": spec.max_length,
+        "device": shipped.device or None,
+    }
+
+
+def _row(shipped: ShippedRecipe, spec: Recipe) -> str:
+    return f"{shipped.device:>9}  {spec.max_length:>9,}  {spec.model_name_or_path}"
 
 
 @recipes.command("show", cls=HelpCommand)
@@ -61,16 +87,20 @@ def show_recipe(name: NameArgument) -> None:
 def copy_recipe(
     name: NameArgument,
     dest: Annotated[
-        Path | None, typer.Argument(metavar="[DEST]", help="File or folder; NAME.yaml without it.", show_default=False)
+        Path | None,
+        typer.Argument(
+            metavar="[DEST]", help="File or folder; without it NAME.yaml, with - for /.", show_default=False
+        ),
     ] = None,
 ) -> None:
     """Write a shipped recipe to a file of your own. Never overwrites."""
     recipe = read_shipped(name)
     dest = dest or Path()
     if dest.is_dir():
-        dest /= f"{recipe.name}.yaml"
+        dest /= f"{recipe.name.replace('/', '-')}.yaml"
     _write_new(dest, with_schema(recipe.text, dest.parent), f"`streamtune recipes copy {recipe.name} OTHER.yaml`")
-    err.print(Text.assemble("wrote ", (str(dest), "bold"), f"; train with `streamtune sft {dest}`"), soft_wrap=True)
+    command = f"streamtune {load_recipe(recipe.path).recipe.objective} {dest}"
+    err.print(Text.assemble("wrote ", (str(dest), "bold"), f"; train with `{command}`"), soft_wrap=True)
 
 
 def _write_new(dest: Path, text: str, mend: str) -> None:
@@ -165,10 +195,10 @@ def _print_imported(file: Path, imported: ImportedRecipe) -> None:
         changed = sum(item.trains for item in found)
         tail = f"; * changes what is trained: {changed}" if kind == "lost" and changed else ""
         out.print(Text.assemble("\n", (f"{heading}: {len(found)}", "bold"), tail), soft_wrap=True)
-        print_rows(_row(item) for item in found)
+        print_rows(_finding_row(item) for item in found)
 
 
-def _row(found: FieldFinding) -> tuple[str, str]:
+def _finding_row(found: FieldFinding) -> tuple[str, str]:
     """Return the two columns of a finding."""
     if found.kind == "lost":
         place = found.where or "-"

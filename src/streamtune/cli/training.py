@@ -18,6 +18,7 @@ from streamtune.cli.options import read_recipe
 from streamtune.errors import ArgumentError
 from streamtune.network import is_offline
 from streamtune.recipe import LoadedRecipe, code_of
+from streamtune.sizes import show_size
 
 from .console import err, need_output, out, plain, print_rows
 from .plan import describe_plan

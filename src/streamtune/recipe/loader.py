@@ -149,12 +149,13 @@ def _secret(kind: str, what: str, where: str) -> RecipeError:
 
 
 def _shipped_or_file(path: Path) -> Path:
-    """Return the file of the shipped recipe that a bare name stands for, or the path as it is."""
+    """Return the file of the shipped recipe that a name stands for, or the path as it is."""
+    name = path.as_posix()
     try:
-        is_name = path.parent == Path() and path.name in shipped_names() and not os.path.lexists(path)
+        is_name = name in shipped_names() and not os.path.lexists(path)
     except (OSError, ValueError):  # no name of a file, which reading it says
         return path
-    return read_shipped(path.name).path if is_name else path
+    return read_shipped(name).path if is_name else path
 
 
 def read_text(path: Path) -> str:
@@ -187,13 +188,15 @@ def read_text(path: Path) -> str:
 
 def _nearest_file(path: Path) -> str:
     """Return a hint for a missing file: one in the same folder with a similar name, or a shipped recipe."""
-    if path.stem in shipped_names():
-        return f"`streamtune recipes copy {path.stem}` writes the shipped recipe"
+    names, name = shipped_names(), path.as_posix().removesuffix(".yaml")
+    if shipped := next((each for each in (name, path.stem) if each in names), None):
+        return f"`streamtune recipes copy {shipped}` writes the shipped recipe"
     folder = path.parent
     beside = [entry.name for entry in folder.glob("*.y*ml")] if folder.is_dir() else []
     if nearest := did_you_mean(path.name, beside):
         return nearest if folder == Path() else nearest.replace("'", f"'{folder}/", 1)
-    return did_you_mean(path.stem, shipped_names()).replace("did you mean", "did you mean the shipped recipe") or (
+    nearest = did_you_mean(name, names) or did_you_mean(path.stem, names)
+    return nearest.replace("did you mean", "did you mean the shipped recipe") or (
         "`streamtune recipes ls` lists the shipped recipes"
     )
 

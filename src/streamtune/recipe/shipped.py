@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -16,12 +18,16 @@ HEADER = "# yaml-language-server: $schema="
 """First line of a shipped recipe: tells editors where the schema is."""
 
 
+DEVICE = re.compile(r"-(?:(\d+)x)?(\d+)gb$")
+"""End of the name of a recipe for one kind of device: ``-80gb``, ``-8x80gb``."""
+
+
 @dataclass(frozen=True)
 class ShippedRecipe:
     """A recipe that comes with StreamTune.
 
     Args:
-        name: What ``streamtune recipes show`` calls it.
+        name: What ``streamtune recipes show`` calls it: its path below the folder of recipes, without the suffix.
         summary: Its first comment line.
         path: Its file.
         text: Its content.
@@ -32,15 +38,26 @@ class ShippedRecipe:
     path: Path
     text: str
 
+    @property
+    def device(self) -> str:
+        """The device that the name ends with, ``80 GB`` or ``8 x 80 GB``, or an empty string."""
+        found = DEVICE.search(self.name)
+        return "" if found is None else f"{found[1]} x {found[2]} GB" if found[1] else f"{found[2]} GB"
+
 
 def shipped_recipes() -> list[ShippedRecipe]:
-    """Return all shipped recipes, sorted by name."""
-    return [_read(path) for path in sorted(_folder().glob("*.yaml"))]
+    """Return all shipped recipes, in the order of :func:`shipped_names`."""
+    return [_read(_file(name)) for name in shipped_names()]
 
 
 def shipped_names() -> list[str]:
-    """Return the names of the shipped recipes."""
-    return sorted(path.stem for path in _folder().glob("*.yaml"))
+    """Return the names of the shipped recipes: ``quickstart``, ``qwen3/8b-lora-80gb``.
+
+    Those that are for no one model come first. Numbers in names are sorted by their size: 8b before 14b.
+    """
+    folder = _folder()
+    paths = [*folder.glob("*.yaml"), *folder.glob("*/*.yaml")]
+    return sorted((path.relative_to(folder).as_posix().removesuffix(".yaml") for path in paths), key=_order)
 
 
 def read_shipped(name: str) -> ShippedRecipe:
@@ -52,9 +69,9 @@ def read_shipped(name: str) -> ShippedRecipe:
     names = shipped_names()
     stem = name.removesuffix(".yaml")
     if stem not in names:
-        mend = did_you_mean(stem, names) or f"there are {', '.join(names)}"
+        mend = did_you_mean(stem, names) or "`streamtune recipes ls` lists them"
         raise ArgumentError(f"no shipped recipe is called '{name}'", mend=mend)
-    return _read(_folder() / f"{stem}.yaml")
+    return _read(_file(stem))
 
 
 def with_schema(text: str, folder: Path) -> str:
@@ -82,7 +99,22 @@ def _folder() -> Path:
     return installed if installed.is_dir() else _SOURCE_TREE / "recipes"
 
 
+def _order(name: str) -> tuple[bool, list[tuple[float, str]]]:
+    all_devices = DEVICE.sub(lambda found: f"-{int(found[1] or 1) * int(found[2])}gb", name)
+    return "/" in name, list(_parts(all_devices))
+
+
+def _parts(name: str) -> Iterator[tuple[float, str]]:
+    for number, word in re.findall(r"(\d+(?:\.\d+)?)|(\D+)", name):
+        yield (float(number), "") if number else (-1.0, word)
+
+
+def _file(name: str) -> Path:
+    return _folder() / f"{name}.yaml"
+
+
 def _read(path: Path) -> ShippedRecipe:
     text = path.read_text(encoding="utf-8")
     comments = (line for line in text.splitlines() if line.startswith("# ") and not line.startswith(HEADER))
-    return ShippedRecipe(path.stem, next(comments, "").removeprefix("# "), path, text)
+    name = path.relative_to(_folder()).as_posix().removesuffix(".yaml")
+    return ShippedRecipe(name, next(comments, "").removeprefix("# "), path, text)

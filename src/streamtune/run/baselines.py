@@ -1,4 +1,4 @@
-"""The memory that a run's longest step would hold without streaming, by simulation: the comparison on its first screen."""
+"""The memory that a run's longest step would hold without streaming, by simulation."""
 
 from __future__ import annotations
 
