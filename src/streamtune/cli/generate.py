@@ -122,7 +122,12 @@ def _check_ranges(temperature: float | None, top_p: float | None, top_k: int | N
         ArgumentError: One is out of its range.
     """
     for name, value, fits, range_ in (
-        ("--temperature", temperature, temperature is None or 0 <= temperature <= 100, "0 to 100"),
+        (
+            "--temperature",
+            temperature,
+            temperature is None or temperature == 0 or 0.01 <= temperature <= 100,
+            "0, or 0.01 to 100",
+        ),
         ("--top-p", top_p, top_p is None or 0 < top_p <= 1, "a number above 0, up to 1"),
         ("--top-k", top_k, top_k is None or top_k >= 0, "a number from 0 up"),
     ):

@@ -7,7 +7,6 @@ import os
 from collections.abc import Sequence
 from itertools import pairwise
 from pathlib import Path
-from textwrap import indent
 from typing import TYPE_CHECKING, Annotated
 
 import typer
@@ -24,6 +23,7 @@ from .console import err, need_output, out, plain, print_rows
 from .plan import describe_plan
 from .ranks import enter_rank, launch_ranks, shown, watch
 from .report import write_report
+from .samples import print_samples
 
 if TYPE_CHECKING:
     from streamtune.run.train import Run, RunOutcome
@@ -293,6 +293,10 @@ def _print_outcome(run: Run, outcome: RunOutcome) -> None:
         rows.append(("model", str(run.directory.final)))
         rows.append(("load it", f"{_loader(run)}.from_pretrained({_load_arguments(run)})"))
         rows.append(("use it", f"streamtune generate {folder}; streamtune export {folder} OUT"))
+        again = run.directory.recipe
+        rows.append(("verify", f"streamtune verify {again}: is the streamed gradient that of plain autograd?"))
+        rows.append(("plan", f"streamtune plan {again} --device h100: what fits, how fast, here or elsewhere"))
+        rows.append(("longest", f"streamtune probe-max-len {again}: the longest row that trains"))
     elif outcome.checkpoint is not None:
         rows.append(("saved", str(outcome.checkpoint)))
         rows.append(("go on", "run the same command again"))
@@ -300,10 +304,7 @@ def _print_outcome(run: Run, outcome: RunOutcome) -> None:
         rows.append(("saved", "nothing: no step was done"))
     out.print(_title(run, outcome), soft_wrap=True)
     print_rows(rows)
-    for sample in outcome.samples:
-        for title, text, style in (("asked", sample["prompt"], ""), ("wrote", sample["completion"], "green")):
-            out.print(Text(f"  {title}", style="dim"))
-            out.print(Text(indent(plain(text.strip("\n")) or "(nothing)", "    "), style=style), soft_wrap=True)
+    print_samples(outcome.samples)
 
 
 def _metric_rows(outcome: RunOutcome) -> list[tuple[str, str]]:

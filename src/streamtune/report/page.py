@@ -87,7 +87,7 @@ def _headline(run: RunRecords) -> str:
 def _state(run: RunRecords) -> str:
     """Return the state of the run by its last event that says it."""
     states = {"finish": "finished", "stop": "stopped", "failure": "failed", "start": "going on", "resume": "going on"}
-    found = [event for event in run.events if event.get("event") in states]
+    found = [event for event in run.events if str(event.get("event")) in states]
     if not found:
         return "no events"
     last = found[-1]
@@ -205,12 +205,17 @@ def _lengths(runs: Sequence[RunRecords], names: Sequence[str]) -> Iterator[str]:
     for run, name in zip(runs, names, strict=True):
         lengths = _mapping(run.data.get("length_percentiles"))
         if lengths:
-            cells = "".join(f"<td class=n>{lengths.get(key, 0):,}</td>" for key in keys)
-            rows.append(f"<tr><td>{escape(name)}</td><td class=n>{run.data.get('rows', 0):,}</td>{cells}</tr>")
+            cells = "".join(f"<td class=n>{_count(lengths.get(key))}</td>" for key in keys)
+            rows.append(f"<tr><td>{escape(name)}</td><td class=n>{_count(run.data.get('rows'))}</td>{cells}</tr>")
     if rows:
         head = "".join(f"<th class=n>{escape(key)}</th>" for key in ("rows", *keys))
         table = f"<table><tr><th></th>{head}</tr>{''.join(rows)}</table>"
         yield f"<h2>Lengths of rows, in tokens</h2><div class=box>{table}</div>"
+
+
+def _count(value: Any) -> str:
+    """Return a whole number as text; anything else, in a file that somebody changed, as a question mark."""
+    return f"{value:,}" if isinstance(value, int) else "?"
 
 
 def _samples(runs: Sequence[RunRecords], names: Sequence[str]) -> Iterator[str]:
@@ -220,6 +225,9 @@ def _samples(runs: Sequence[RunRecords], names: Sequence[str]) -> Iterator[str]:
         yield f"<h2>Samples{'' if len(runs) == 1 else f', {escape(name)}'}</h2>"
         for number_of, sample in enumerate(reversed(run.samples[-MOST_SAMPLES:])):
             step, prompt, text = (str(sample.get(key, "")) for key in ("step", "prompt", "completion"))
+            if "right" in sample:
+                verdict = "right" if sample["right"] else f"wrong: {sample.get('expected', '')}"
+                step += f", held-out row of {sample.get('prompt_tokens', '?')} tokens: {verdict}"
             yield (
                 f"<details{' open' if number_of < 2 else ''}><summary>step {escape(step)}</summary><div class=sample>"
                 f"<pre class=dim>{escape(prompt)}</pre><pre class=answer>{escape(text) or '(nothing)'}</pre>"

@@ -1,0 +1,48 @@
+"""What the trained model wrote at the end of a run: to the recipe's prompts, and to the questions of held-out rows."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from textwrap import indent
+from typing import Any
+
+from rich.text import Text
+
+from .console import out, plain
+
+__all__ = ["print_samples"]
+
+SHOWN_ANSWERS = 3
+"""Held-out rows whose answers are printed; ``samples.jsonl`` has all."""
+
+
+def print_samples(samples: Sequence[Mapping[str, Any]]) -> None:
+    """Print what was asked and written; of held-out rows the first few, and how many were answered right.
+
+    Args:
+        samples: Lines of ``samples.jsonl``; those of held-out rows have ``right``.
+    """
+    own = [sample for sample in samples if "right" not in sample]
+    rows = [sample for sample in samples if "right" in sample]
+    for sample in own:
+        for title, text, style in (("asked", sample["prompt"], ""), ("wrote", sample["completion"], "green")):
+            out.print(Text(f"  {title}", style="dim"))
+            out.print(Text(indent(plain(text.strip("\n")) or "(nothing)", "    "), style=style), soft_wrap=True)
+    if not rows:
+        return
+    for sample in rows[:SHOWN_ANSWERS]:
+        verdict = "right" if sample["right"] else f"wrong: {plain(' '.join(sample['expected'].split()))}"
+        asked = plain(str(sample["prompt"]).rstrip().rpartition("\n")[2])
+        wrote = plain(" ".join(sample["completion"].split())) or "(nothing)"
+        out.print(Text(f"  held out, after {sample['prompt_tokens']:,} tokens: {asked}", style="dim"), soft_wrap=True)
+        style = "green" if sample["right"] else "red"
+        out.print(Text.assemble("    ", (wrote, style), f"  ({verdict})"), soft_wrap=True)
+    right = sum(bool(sample["right"]) for sample in rows)
+    lengths = [sample["prompt_tokens"] for sample in rows]
+    out.print(
+        Text.assemble(
+            "  answered ", (f"{right} of {len(rows)}", "bold"),
+            f" held-out rows right, {min(lengths):,} to {max(lengths):,} tokens each; none of them was trained on",
+        ),
+        soft_wrap=True,
+    )  # fmt: skip
