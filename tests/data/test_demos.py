@@ -24,6 +24,8 @@ from streamtune.data.builtin import (
     keeps_the_rule,
     preference_rows,
 )
+from streamtune.data.passkey import ANIMALS, MOST_LINES, SHORT_LINES, passkey_rows
+from streamtune.data.passkey import COLOURS as KEY_COLOURS
 from streamtune.data.readers import Row
 from streamtune.data.sources import read_rows
 from streamtune.errors import DataError
@@ -88,6 +90,25 @@ def test_one_task(task: str) -> None:
     rows = list(read_rows(Source("demo-arithmetic", name=task, max_rows=50)))
     assert len(rows) == 50
     assert all(said(row, "prompt").startswith(f"{task} ") for row in rows)
+
+
+def test_a_pass_key_is_in_one_line_of_a_log_that_grows() -> None:
+    rows = list(passkey_rows(max_rows=400))
+    lengths = []
+    for row in rows:
+        asked, answer = (message["content"] for message in row.columns["messages"])
+        log, question = asked.split("\n\n")
+        (line,) = [line for line in log.split("\n") if "pass key" in line]
+        key = line.removeprefix("vault: the pass key is ")
+        assert (question, answer) == ("What is the pass key?", f"The pass key is {key}.")
+        colour, animal = key.split()
+        assert colour in KEY_COLOURS
+        assert animal in ANIMALS
+        assert not any(word in each for each in log.split("\n") if each != line for word in (colour, animal))
+        lengths.append(log.count("\n"))
+    assert max(lengths[:239]) < SHORT_LINES
+    assert 0.6 * MOST_LINES < max(lengths) == max(lengths[-40:]) <= MOST_LINES
+    assert digest(passkey_rows(max_rows=400)) == digest(rows) == "991489d621fc7869"
 
 
 def test_the_same_rows_everywhere() -> None:

@@ -155,7 +155,8 @@ def test_byte_order_mark_and_windows_line_ends(tmp_path):
         ("model: {init: {model_type: qwen3}}\n", 4, "'model_name_or_path' and 'model' exclude", "keep one of them"),
         ("tokenizer: {}\n", 4, "'tokenizer' needs one of 'path' and 'train'", "write {path: NAME}"),
         ("seed: 99999999999999999999\n", 4, "'seed' takes a whole number of at least 0", ""),
-        ("sample: {max_new_tokens: 5}\n", 4, "'sample.prompt' is missing", "add prompt: ..."),
+        ("sample: {max_new_tokens: 5}\n", 4, "'sample' has nothing to complete", "add prompt: ..., or held_out: 10"),
+        ("sample: {held_out: 5}\n", 4, "'held_out' needs rows that are held out", "set val_size, such as 0.02"),
         (
             "report_to: [wandB]\n",
             4,
@@ -440,7 +441,7 @@ def test_local_paths_are_taken_from_the_recipes_folder(tmp_path, monkeypatch):
     (tmp_path / "project" / "run.yaml").write_text(
         "model_name_or_path: org/name\nchat_template: template.jinja\n"
         "datasets: [{path: data/train.jsonl}, {path: org/rows}, {path: python-stdlib}, {path: demo-preferences},\n"
-        "  {path: demo-arithmetic}]\n"
+        "  {path: demo-arithmetic}, {path: demo-passkey}]\n"
     )
     monkeypatch.chdir(tmp_path)
     recipe = load_recipe("project/run.yaml").recipe

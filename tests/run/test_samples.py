@@ -11,7 +11,9 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from streamtune.data.passkey import passkey_rows
 from streamtune.train import StopRequest
 from tests.distributed.rank_group import run_ranks
 from tests.sft_kit import FIXED, QWEN3, RECIPE, run, write_recipe, write_rows
@@ -147,3 +149,71 @@ def test_ranks_sample_together_and_train_the_same(tmp_path: Path) -> None:
         assert sampled["final"] == plain["final"]
         written = lines(str(tmp_path / f"{layout}-sampled"), "samples.jsonl")
         assert [each["step"] for each in written] == [1, 1, 2, 2, 3, 3, 4, 4]
+
+
+def test_answers_of_held_out_rows_are_those_of_the_final_model(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Three held-out rows, the longest: what is written is greedy text of plain transformers on what was saved."""
+    monkeypatch.chdir(tmp_path)
+    keys = {
+        **{key: value for key, value in TINY.items() if key not in ("sample", "save_steps")},
+        "datasets": [{"path": "demo-passkey", "max_rows": 40}],
+        "tokenizer": {"train": {"vocab_size": 400}},
+        "max_length": 2048,
+        "overlength": "drop",
+        "shuffle": False,
+        "gradient_accumulation_steps": 1,
+        "max_steps": 3,
+        "sample": {"held_out": 3},
+    }
+    write_recipe(tmp_path, keys)
+    assert run("--output-dir", "asked") == 0
+    printed = capsys.readouterr().out
+    found = lines("asked", "samples.jsonl")
+    assert [each["step"] for each in found] == [3, 3, 3]
+    assert f"answered {sum(each['right'] for each in found)} of 3 held-out rows right" in printed
+    lengths = [each["prompt_tokens"] for each in found]
+    assert lengths == sorted(lengths, reverse=True)
+    model: Any = AutoModelForCausalLM.from_pretrained("asked/final")
+    tokenizer: Any = AutoTokenizer.from_pretrained("asked/final")
+    rows = {row.origin: row.columns["messages"] for row in passkey_rows(max_rows=40)}
+    for each in found:
+        asked, answer = rows[each["row"]]
+        assert each["expected"] == answer["content"]
+        text = tokenizer.apply_chat_template([asked], add_generation_prompt=True, tokenize=False)
+        ids = tokenizer(text, add_special_tokens=False, return_tensors="pt").input_ids
+        assert ids.shape[1] == each["prompt_tokens"]
+        most = len(tokenizer(answer["content"], add_special_tokens=False).input_ids) + 2
+        written = model.generate(ids, do_sample=False, max_new_tokens=most, eos_token_id=tokenizer.eos_token_id)
+        text = tokenizer.decode(written[0, ids.shape[1] :], skip_special_tokens=True)
+        assert each["completion"]
+        assert text.startswith(each["completion"])
+        assert each["right"] == (each["completion"] == answer["content"])
+
+
+def test_rows_in_their_own_order(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """``shuffle: false`` trains the rows of the datasets one after the other: tokens of each step tell which."""
+    monkeypatch.chdir(tmp_path)
+    write_rows(tmp_path, 20)
+    keys = {key: value for key, value in TINY.items() if key not in ("sample", "save_steps", "eval_steps")}
+    for name, more in (("own", {"shuffle": False}), ("drawn", {})):
+        write_recipe(tmp_path, {**keys, "gradient_accumulation_steps": 1, "val_size": 0, "max_steps": 6, **more})
+        assert run("--output-dir", name) == 0
+    rows = [json.loads(line)["messages"] for line in Path(RECIPE["datasets"][0]["path"]).read_text().splitlines()]
+    tokenizer: Any = AutoTokenizer.from_pretrained("own/final")
+    own = [record["tokens"] for record in lines("own") if "loss" in record]
+    wanted = [
+        len(tokenizer(tokenizer.apply_chat_template(row, tokenize=False), add_special_tokens=False).input_ids)
+        for row in rows[:6]
+    ]
+    assert own == wanted
+    assert [record["tokens"] for record in lines("drawn") if "loss" in record] != wanted
+
+
+def test_the_first_screen_compares_with_plain_autograd_and_checkpointing(
+    sft: Callable[..., int], capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert sft("--dry-run", "--set", "engine.schedule=auto") == 0
+    row = next(line for line in capsys.readouterr().out.splitlines() if "by plain autograd" in line)
+    assert "by gradient checkpointing" in row

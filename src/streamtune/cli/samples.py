@@ -1,4 +1,4 @@
-"""What the trained model wrote at the end of a run: to the recipe's prompts, and to the questions of held-out rows."""
+"""Show what the trained model wrote at the end of a run: to the prompts of the recipe, and to held-out rows."""
 
 from __future__ import annotations
 

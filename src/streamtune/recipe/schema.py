@@ -391,11 +391,11 @@ class Recipe(Spec):
         if sample.held_out > 0 and self.objective != "sft":
             raise mistake(
                 f"'held_out' compares with the answers of rows, and 'objective: {self.objective}' has none",
-                key="held_out",
+                key="sample.held_out",
                 mend="write prompt: ...",
             )
         if sample.held_out > 0 and self.val_size == 0:
-            raise mistake("'held_out' needs rows that are held out", key="held_out", mend="set val_size, such as 0.02")
+            raise mistake("'held_out' needs rows that are held out", key="sample.held_out", mend="set val_size, such as 0.02")
 
     @model_validator(mode="after")
     def _keys_agree(self) -> Recipe:
