@@ -67,6 +67,65 @@ def test_a_base_that_has_changed_is_refused(folder: Path) -> None:
     refused(folder / "run", "have changed since the adapters")
 
 
+def test_another_base_that_is_named_is_said_to_be_another(folder: Path) -> None:
+    from streamtune.models import fingerprint_model
+
+    record = json.loads((folder / "run/run.json").read_text())
+    record["files"] = {"base": fingerprint_model(str(folder / "base"))}
+    (folder / "run/run.json").write_text(json.dumps(record))
+    shutil.copytree(folder / "base", folder / "moved")
+    other = make_base("llama")
+    with torch.no_grad():
+        other.lm_head.weight[0, 0] += 1
+    shutil.copytree(folder / "base", folder / "other")
+    other.save_pretrained(folder / "other")
+    notes: list[str] = []
+    report = export_model(
+        str(folder / "run"), folder / "a", ExportOptions(base=str(folder / "moved")), notify=notes.append
+    )
+    assert report.trained_base is True
+    assert not any("another model" in note for note in notes)
+    report = export_model(
+        str(folder / "run"), folder / "b", ExportOptions(base=str(folder / "other")), notify=notes.append
+    )
+    assert report.trained_base is False
+    assert any("is not the model that these adapters trained on" in note for note in notes)
+
+
+def test_a_damaged_file_of_adapters_is_named(folder: Path) -> None:
+    file = folder / "run/final/adapter_model.safetensors"
+    file.write_bytes(file.read_bytes()[:200])
+    refused(folder / "run", str(file), "is damaged", "--checkpoint")
+
+
+@pytest.mark.parametrize("target", ["lm_head", "embed_tokens"])
+def test_adapters_on_embeddings_and_heads(tmp_path: Path, target: str) -> None:
+    """Peft writes the weights of such modules beside the adapters."""
+    from peft import LoraConfig, get_peft_model
+
+    base = make_base("llama")
+    base.save_pretrained(tmp_path / "base")
+    write_run(tmp_path / "x", "llama", "lora")  # for its tokenizer
+    for file in (tmp_path / "x/run/final").glob("*token*"):
+        shutil.copy(file, tmp_path / "base")
+    adapted = get_peft_model(base, LoraConfig(r=2, target_modules=["q_proj", target], task_type="CAUSAL_LM"))
+    with torch.no_grad():
+        for name, parameter in adapted.named_parameters():
+            if "lora_" in name:
+                parameter.normal_(std=0.05)
+    adapted.save_pretrained(tmp_path / "adapters", save_embedding_layers=True)
+    with torch.no_grad():
+        want = adapted.eval()(ids()).logits
+    report = export_model(str(tmp_path / "adapters"), tmp_path / "out", ExportOptions(base=str(tmp_path / "base")))
+    assert report.check is not None
+    assert report.check.passes
+    from transformers import AutoModelForCausalLM
+
+    merged = AutoModelForCausalLM.from_pretrained(tmp_path / "out")
+    with torch.no_grad():
+        assert torch.allclose(merged(ids()).logits, want, atol=1e-5)
+
+
 def test_adapters_of_another_model_are_refused(folder: Path) -> None:
     make_base("gpt_neox").save_pretrained(folder / "other")
     with pytest.raises((StreamTuneError, ValueError)):

@@ -63,7 +63,9 @@ class Linears:
         parts = list(layer.modules())
         if not (sums or autocast.enabled) or any(is_sharded(part) or _is_compiled(part) for part in parts):
             return
-        hooked = any(part._forward_pre_hooks or part._forward_hooks for part in parts)
+        hooked = any(
+            part._forward_pre_hooks or part._forward_hooks for part in parts[1:]
+        )  # those of the layer run once
         by_owner = {id(total.owner): total for total in sums}
         for module in parts:
             if not _is_plain(module):

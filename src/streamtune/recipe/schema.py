@@ -395,7 +395,9 @@ class Recipe(Spec):
                 mend="write prompt: ...",
             )
         if sample.held_out > 0 and self.val_size == 0:
-            raise mistake("'held_out' needs rows that are held out", key="sample.held_out", mend="set val_size, such as 0.02")
+            raise mistake(
+                "'held_out' needs rows that are held out", key="sample.held_out", mend="set val_size, such as 0.02"
+            )
 
     @model_validator(mode="after")
     def _keys_agree(self) -> Recipe:
