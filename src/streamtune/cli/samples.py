@@ -32,7 +32,7 @@ def print_samples(samples: Sequence[Mapping[str, Any]]) -> None:
         return
     for sample in rows[:SHOWN_ANSWERS]:
         verdict = "right" if sample["right"] else f"wrong: {plain(' '.join(sample['expected'].split()))}"
-        asked = plain(str(sample["prompt"]).rstrip().rpartition("\n")[2])
+        asked = plain(_last_line(str(sample["prompt"])))
         wrote = plain(" ".join(sample["completion"].split())) or "(nothing)"
         out.print(Text(f"  held out, after {sample['prompt_tokens']:,} tokens: {asked}", style="dim"), soft_wrap=True)
         style = "green" if sample["right"] else "red"
@@ -46,3 +46,11 @@ def print_samples(samples: Sequence[Mapping[str, Any]]) -> None:
         ),
         soft_wrap=True,
     )  # fmt: skip
+
+
+def _last_line(prompt: str) -> str:
+    """Return the last line of a prompt that is not the name of who speaks next."""
+    lines = [line for line in prompt.split("\n") if line.strip()]
+    if len(lines) > 1 and lines[-1].strip("<|>: ") in ("assistant", "model"):
+        lines.pop()
+    return lines[-1].strip() if lines else ""
