@@ -63,9 +63,8 @@ class Linears:
         parts = list(layer.modules())
         if not (sums or autocast.enabled) or any(is_sharded(part) or _is_compiled(part) for part in parts):
             return
-        hooked = any(
-            part._forward_pre_hooks or part._forward_hooks for part in parts[1:]
-        )  # those of the layer run once
+        # Hooks of the layer itself run once, before its chunks.
+        hooked = any(part._forward_pre_hooks or part._forward_hooks for part in parts[1:])
         by_owner = {id(total.owner): total for total in sums}
         for module in parts:
             if not _is_plain(module):

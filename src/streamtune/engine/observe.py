@@ -25,6 +25,7 @@ from torch.overrides import TorchFunctionMode, _get_current_function_mode_stack
 from torch.utils._device import DeviceContext
 
 from streamtune.errors import UnsupportedModelError
+from streamtune.ops.simulated import DeviceFunctions
 
 __all__ = [
     "Autocast",
@@ -129,8 +130,9 @@ class Modes:
 
 
 def function_modes() -> tuple[TorchFunctionMode, ...]:
-    """Return the modes that intercept torch's functions, without that of a default device."""
-    return tuple(mode for mode in _get_current_function_mode_stack() if not isinstance(mode, DeviceContext))
+    """Return the modes that intercept torch's functions, without those of a default or a simulated device."""
+    ignored = (DeviceContext, DeviceFunctions)
+    return tuple(mode for mode in _get_current_function_mode_stack() if not isinstance(mode, ignored))
 
 
 @contextmanager

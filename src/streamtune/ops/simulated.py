@@ -7,13 +7,18 @@ from contextlib import contextmanager
 from contextvars import ContextVar
 
 import torch
+from torch.overrides import TorchFunctionMode
 
-__all__ = ["autocast_kind", "kernel_device", "repeated", "repetitions", "simulating"]
+__all__ = ["DeviceFunctions", "autocast_kind", "kernel_device", "repeated", "repetitions", "simulating"]
 
 _kind: ContextVar[str] = ContextVar("kind of device that meta tensors stand for", default="cpu")
 
 
 _times: ContextVar[float] = ContextVar("how often what runs now would run", default=1)
+
+
+class DeviceFunctions(TorchFunctionMode):
+    """Base of modes that choose an operator as the simulated device would; they do not change what is computed."""
 
 
 @contextmanager

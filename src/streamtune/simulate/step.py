@@ -10,13 +10,12 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.overrides import TorchFunctionMode
 from torch.utils.checkpoint import checkpoint
 
 from streamtune.engine import Branches, StreamHandle, decoder_layers
 from streamtune.engine.passes import placeholder
 from streamtune.labels import IGNORE_INDEX
-from streamtune.ops.simulated import simulating
+from streamtune.ops.simulated import DeviceFunctions, simulating
 from streamtune.schedule import Schedule
 from streamtune.simulate.memory import GRADIENT
 from streamtune.simulate.meta_operators import MetaAutocast, with_value
@@ -193,7 +192,7 @@ def _shorter(name: str, value: Any, count: int, kept: list[int]) -> Any:
     return value
 
 
-class _Functions(TorchFunctionMode):
+class _Functions(DeviceFunctions):
     """The choices that torch makes by the device of a tensor, made for the device that is simulated.
 
     These are the fused attention of ``scaled_dot_product_attention``, which on ``meta`` would be the formula, with all
