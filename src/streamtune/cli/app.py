@@ -11,6 +11,7 @@ from streamtune.cli.recipes import schema, validate
 from streamtune.cli.training import dpo, grpo, sft
 
 from .bench import bench
+from .doctor import doctor
 from .env import env
 from .evaluate import evaluate
 from .export import export
@@ -75,4 +76,5 @@ app.command("report", cls=HelpCommand, rich_help_panel="Afterwards")(report)
 app.command("validate", cls=HelpCommand, rich_help_panel="Recipes")(validate)
 app.add_typer(recipes, name="recipes", rich_help_panel="Recipes")
 app.command("schema", cls=HelpCommand, rich_help_panel="Recipes")(schema)
+app.command("doctor", cls=HelpCommand, rich_help_panel="This machine")(doctor)
 app.command("env", cls=HelpCommand, rich_help_panel="This machine")(env)

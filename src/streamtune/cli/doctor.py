@@ -1,0 +1,268 @@
+"""``streamtune doctor``: try what a run needs on this machine, and say what to mend.
+
+Every check does the thing itself: it streams a small model and compares its gradient, copies pinned memory, writes a
+file, asks the hub. None of them changes anything that stays.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import tempfile
+import time
+import urllib.request
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+import typer
+from rich.text import Text
+
+from streamtune.network import is_offline
+from streamtune.sizes import show_size
+
+from .console import err, out, plain, print_json
+from .env import environment
+from .options import JsonOption
+
+__all__ = ["CheckResult", "doctor"]
+
+GIB = 1024**3
+MARKS = {"ok": ("ok", "green"), "advice": ("!", "yellow"), "problem": ("x", "red")}
+OPTIONAL = {
+    "deepspeed": ("deepspeed", "`deepspeed:` (ZeRO) in a recipe"),
+    "bitsandbytes": ("quant", "`finetuning_type: qlora` in nf4"),
+    "torchao": ("quant", "`finetuning_type: qlora` in int8"),
+}
+"""Package -> its extra, and what it is for."""
+HUB_SECONDS = 3.0
+PINNED_BYTES, SLOW_COPY = 256 << 20, 4 * GIB
+"""What is copied, and the bytes/s below which a device's link to the host is called slow."""
+SLOW_DISK, LITTLE_DISK, LITTLE_SHM = 100 << 20, 10 * GIB, 1 * GIB
+
+
+@dataclass(frozen=True)
+class CheckResult:
+    """The result of one check: ``ok``, ``advice`` (slower, or something lacks), or ``problem``: a run would fail."""
+
+    check: str
+    status: Literal["ok", "advice", "problem"]
+    found: str
+    mend: str = ""
+
+
+def doctor(
+    directory: Annotated[
+        Path, typer.Option("--dir", metavar="DIR", help="Where runs or layer inputs would be written.")
+    ] = Path(),
+    json: JsonOption = False,
+) -> None:
+    """Try what a run needs on this machine, and say what to mend. Exits with 1 if a run would fail."""
+    with err.status("loading libraries"):
+        found = environment()
+    findings = []
+    for name, check in CHECKS.items():
+        with err.status(name):
+            for finding in check(found, directory):
+                findings.append(finding)
+                if not json:
+                    _print(finding)
+    problems = sum(finding.status == "problem" for finding in findings)
+    if json:
+        print_json({"checks": [asdict(finding) for finding in findings], "problems": problems})
+    else:
+        advice = sum(finding.status == "advice" for finding in findings)
+        style = "bold red" if problems else "bold green"
+        out.print(Text(f"{problems} problem{'' if problems == 1 else 's'}, {advice} to look at", style=style))
+    if problems:
+        raise typer.Exit(1)
+
+
+def _print(finding: CheckResult) -> None:
+    mark, style = MARKS[finding.status]
+    out.print(
+        Text.assemble((f"{mark:>3}", style), f"  {finding.check:<18}", plain(finding.found)), soft_wrap=True
+    )  # fmt: skip
+    if finding.mend:
+        out.print(Text(f"{'':23}{finding.mend}", style="dim"), soft_wrap=True)
+
+
+def _devices(found: dict[str, Any], directory: Path) -> Iterator[CheckResult]:
+    import torch
+
+    build = f"torch {torch.__version__}"
+    accelerators = [device for device in found["devices"] if device["name"] != "cpu"]
+    nvidia = shutil.which("nvidia-smi") is not None or Path("/dev/nvidia0").exists()
+    if not accelerators:
+        if torch.version.cuda and nvidia:
+            mend = (
+                f"the driver may be older than CUDA {torch.version.cuda}: see `nvidia-smi`, and pytorch.org for others"
+            )
+            yield CheckResult("device", "problem", f"{build} finds no CUDA device, though there is one", mend)
+        elif nvidia:
+            mend = "install torch for CUDA: pytorch.org/get-started"
+            yield CheckResult("device", "problem", f"{build} is built for the CPU, and there is a CUDA device", mend)
+        else:
+            yield CheckResult("device", "advice", f"{build}: no accelerator; models train on the CPU, slowly")
+    for device in accelerators:
+        name, free, total = device["model"], device["free_bytes"], device["memory_bytes"]
+        text = f"{device['name']}: {name}, {show_size(free)} of {show_size(total)} free"
+        if free < 0.9 * total:
+            yield CheckResult("device", "advice", text, "other processes hold its memory: see `nvidia-smi`")
+        elif not device["bf16"]:
+            yield CheckResult("device", "advice", f"{text}; no bfloat16", "leave bf16: true out of recipes")
+        else:
+            yield CheckResult("device", "ok", text)
+
+
+def _kernels(found: dict[str, Any], directory: Path) -> Iterator[CheckResult]:
+    for device, by_dtype in found["attention"].items():
+        for dtype, by_mask in by_dtype.items():
+            names = ", ".join(f"{kernel} ({mask})" for mask, kernel in by_mask.items())
+            tiled = "tiled" in by_mask.values() and device != "cpu"
+            mend = "no kernel was right here: the formula in plain PyTorch runs, several times slower" if tiled else ""
+            yield CheckResult("attention", "advice" if tiled else "ok", f"{device} {dtype}: {names}", mend)
+
+
+def _exactness(found: dict[str, Any], directory: Path) -> Iterator[CheckResult]:
+    """Stream a small model and compare its gradient with plain autograd's, in fp32 on each device."""
+    import torch
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    from streamtune.engine import stream
+
+    config = LlamaConfig(vocab_size=128, hidden_size=64, intermediate_size=96, num_hidden_layers=2,
+                         num_attention_heads=4, num_key_value_heads=2)  # fmt: skip
+    for device in found["devices"]:
+        with torch.random.fork_rng():
+            torch.manual_seed(0)
+            model = LlamaForCausalLM(config).to(device["name"])
+            ids = torch.randint(0, 128, (1, 200)).to(device["name"])
+        model(input_ids=ids, labels=ids).loss.backward()
+        want = {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
+        model.zero_grad()
+        with stream(model, chunk_size=48):
+            model(input_ids=ids, labels=ids).loss.backward()
+        errors = {
+            name: float((p.grad - want[name]).norm() / want[name].norm())
+            for name, p in model.named_parameters()
+            if p.grad is not None
+        }
+        worst = max(errors, key=lambda name: errors[name])
+        text = f"{device['name']}: the streamed gradient is plain autograd's to {errors[worst]:.1e} (fp32)"
+        if errors[worst] < 1e-4 and errors.keys() == want.keys():
+            yield CheckResult("exactness", "ok", text)
+        else:
+            yield CheckResult(
+                "exactness", "problem", f"{text}: {worst}", "report it, with the output of `streamtune env`"
+            )
+
+
+def _copies(found: dict[str, Any], directory: Path) -> Iterator[CheckResult]:
+    """Copy pinned memory to each accelerator: what `offload: host` does all the time."""
+    import torch
+
+    for device in found["devices"]:
+        if device["name"] == "cpu":
+            continue
+        try:
+            host = torch.empty(PINNED_BYTES, dtype=torch.uint8, pin_memory=True)
+        except RuntimeError as error:
+            mend = "raise the limit of locked memory (`ulimit -l`), or write offload: device"
+            yield CheckResult("pinned memory", "problem", f"none can be had: {str(error).splitlines()[0]}", mend)
+            return
+        there = torch.empty_like(host, device=device["name"])
+        there.copy_(host, non_blocking=True)
+        torch.cuda.synchronize(device["name"])
+        start = time.perf_counter()
+        for _ in range(4):
+            there.copy_(host, non_blocking=True)
+        torch.cuda.synchronize(device["name"])
+        rate = 4 * PINNED_BYTES / (time.perf_counter() - start)
+        slow = rate < SLOW_COPY
+        mend = "layer inputs on the host will wait for it: a slot with more lanes, or offload: device" if slow else ""
+        text = f"host to {device['name']} at {show_size(int(rate))}/s"
+        yield CheckResult("pinned memory", "advice" if slow else "ok", text, mend)
+
+
+def _memory(found: dict[str, Any], directory: Path) -> Iterator[CheckResult]:
+    memory = found["memory"]
+    limit = memory["container_limit_bytes"]
+    text = f"{show_size(memory['available_bytes'])} of {show_size(memory['total_bytes'])} free"
+    if limit is not None:
+        text += f", the container's limit is {show_size(limit)}"
+    yield CheckResult("host memory", "ok", text)
+    try:
+        shared = shutil.disk_usage("/dev/shm").free
+    except OSError:
+        return
+    if shared < LITTLE_SHM:
+        mend = "ranks of one machine pass data through it: docker run --ipc host, or --shm-size 8g"
+        yield CheckResult("shared memory", "advice", f"/dev/shm has {show_size(shared)} free", mend)
+
+
+def _disk(found: dict[str, Any], directory: Path) -> Iterator[CheckResult]:
+    from streamtune.plan.calibrate import measure_disk
+
+    for name, folder in (("disk", directory), ("temporary files", Path(tempfile.gettempdir()))):
+        try:
+            free = shutil.disk_usage(folder).free
+            rate = measure_disk(folder)
+        except OSError as error:
+            mend = "name a folder that can be written: --dir" if name == "disk" else "set TMPDIR to one"
+            yield CheckResult(name, "problem", f"{folder.absolute()}: {error.strerror}", mend)
+            continue
+        text = f"{folder.absolute()}: {show_size(free)} free, written at {show_size(int(rate))}/s"
+        if free < LITTLE_DISK:
+            yield CheckResult(name, "advice", text, "a checkpoint in fp32 with AdamW takes 12 bytes a parameter")
+        elif rate < SLOW_DISK:
+            yield CheckResult(name, "advice", text, "offload: disk would wait for it; a local NVMe disk is faster")
+        else:
+            yield CheckResult(name, "ok", text)
+
+
+def _hub(found: dict[str, Any], directory: Path) -> Iterator[CheckResult]:
+    """Ask the hub for nothing but an answer, and look whether its cache can be written."""
+    from huggingface_hub.constants import ENDPOINT, HF_HUB_CACHE
+
+    cache = Path(HF_HUB_CACHE)
+    above = next(folder for folder in (cache, *cache.parents) if folder.exists())
+    if not os.access(above, os.W_OK):
+        yield CheckResult("hub cache", "problem", f"{cache} cannot be written", "set HF_HOME to a folder of yours")
+    if is_offline() or os.environ.get("HF_HUB_OFFLINE") == "1":
+        yield CheckResult("hub", "ok", "offline, as asked for: local files and caches only")
+        return
+    try:
+        with urllib.request.urlopen(urllib.request.Request(ENDPOINT, method="HEAD"), timeout=HUB_SECONDS):
+            pass
+    except (OSError, ValueError) as error:
+        mend = "use local folders, or set HF_ENDPOINT to a mirror, HTTPS_PROXY to a proxy; --offline does not ask"
+        yield CheckResult("hub", "advice", f"{ENDPOINT} does not answer: {getattr(error, 'reason', error)}", mend)
+        return
+    yield CheckResult("hub", "ok", f"{ENDPOINT} answers")
+
+
+def _packages(found: dict[str, Any], directory: Path) -> Iterator[CheckResult]:
+    versions = found["versions"]
+    for package, (extra, use) in OPTIONAL.items():
+        if versions.get(package) is None:
+            yield CheckResult(
+                "package", "advice", f"{package} is not installed", f"for {use}: pip install 'streamtune[{extra}]'"
+            )
+    if versions.get("deepspeed") is not None and shutil.which("c++") is None and shutil.which("g++") is None:
+        mend = "zero3_offload compiles its Adam: install g++, or use another preset"
+        yield CheckResult("compiler", "advice", "there is no C++ compiler", mend)
+
+
+CHECKS: dict[str, Callable[[dict[str, Any], Path], Iterator[CheckResult]]] = {
+    "devices": _devices,
+    "attention kernels": _kernels,
+    "exactness": _exactness,
+    "pinned memory": _copies,
+    "host memory": _memory,
+    "disk": _disk,
+    "hub": _hub,
+    "packages": _packages,
+}
+"""The checks, in the order they run. Each takes the document of ``env --json`` and the directory of runs."""
