@@ -220,7 +220,10 @@ def test_rows_longer_than_the_models_positions(tokenizer: Any) -> None:
     rotary = make(tokenizer, max_position_embeddings=64)
     for model in (rotary, add_lora(rotary, r=2, alpha=4, dropout=0.0, target="all-linear", seed=0)):
         assert check_positions(model, 64) is None
-        note = check_positions(model, 65)
+        with pytest.raises(ArgumentError, match="65 tokens") as caught:
+            check_positions(model, 65)
+        assert "rope_scaling: {rope_type: yarn, factor: 2}" in caught.value.mend
+        note = check_positions(model, 65, training=False)
         assert note is not None
         assert "65 tokens" in note
     gpt2 = {"model_type": "gpt2", "n_embd": 32, "n_layer": 1, "n_head": 2, "n_positions": 64}

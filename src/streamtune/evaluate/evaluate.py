@@ -103,7 +103,7 @@ def evaluate_model(
         lengths = _needle_lengths(options, recipe)
         with doing("loading the model"):
             found = load_evaluated(trained, recipe, tokenizer, device, notify=notify)
-        if (note := models.check_positions(found.model, max([longest, *lengths]))) is not None:
+        if (note := models.check_positions(found.model, max([longest, *lengths]), training=False)) is not None:
             notify(note)
         with doing("loading the reference"):
             held = load_held_reference(task, found, tokenizer, device)

@@ -260,6 +260,7 @@ def load_trained(
             trust_remote_code=trust_remote_code,
             quantization=quantization,
             allow_pickle=recipe is not None and recipe.allow_pickle,
+            rope=models.RopeChange.of(trained.settings),
         )
     adapted = _load_adapters(made, Path(trained.folder))
     return adapted.requires_grad_(False).eval(), tokenizer
@@ -373,6 +374,7 @@ def _made_again(trained: TrainedModel, tokenizer: Any, dtype: str, device: str, 
         device=device,
         seed=int(trained.settings["seed"]),
         quantization=quantization,
+        rope=models.RopeChange.of(trained.settings),
     )
 
 

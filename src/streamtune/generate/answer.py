@@ -175,7 +175,7 @@ class Answerer:
         )
         self.sampling = _sampling(base.generation_config, options)
         self.vocabulary: int = base.get_input_embeddings().weight.shape[0]
-        self.positions = getattr(base.config.get_text_config(decoder=True), "max_position_embeddings", None)
+        self.positions = models.position_limit(base.config)
         self.ends = _ends(base, self.positions)
         """True if there is no position after those."""
         torch.manual_seed(options.seed)
@@ -295,7 +295,7 @@ class Answerer:
 def _ends(base: Any, positions: Any) -> bool:
     """Return True if a model looks its positions up in a table, which ends."""
     try:
-        models.check_positions(base, positions + 1 if isinstance(positions, int) else 0)
+        models.check_positions(base, positions + 1 if isinstance(positions, int) else 0, training=False)
     except ArgumentError:
         return True
     return False

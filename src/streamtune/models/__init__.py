@@ -29,6 +29,7 @@ from streamtune.models.load import (
     left_out,
     load_model,
 )
+from streamtune.models.positions import RopeChange, position_limit
 from streamtune.models.quantize import add_lora, choose_quantization, load_lora, quantization
 from streamtune.models.sample import likeliest_tokens, sample_text
 from streamtune.models.tokenizer import (
@@ -43,6 +44,7 @@ __all__ = [
     "CHATML_TEMPLATE",
     "Deferred",
     "ParameterCount",
+    "RopeChange",
     "SavedTokenizer",
     "adapter_base",
     "add_lora",
@@ -67,6 +69,7 @@ __all__ = [
     "load_model",
     "load_tokenizer",
     "phantom_weights",
+    "position_limit",
     "quantization",
     "read_trained_tokenizer",
     "sample_text",

@@ -21,6 +21,7 @@ from streamtune.models.load import (
     making_model,
     read_config,
 )
+from streamtune.models.positions import RopeChange
 from streamtune.models.quantize import quantize
 from streamtune.models.safety import check_folder
 
@@ -34,6 +35,7 @@ def blueprint(
     dtype: str = "auto",
     trust_remote_code: bool = False,
     quantization: str | None = None,
+    rope: RopeChange | None = None,
 ) -> PreTrainedModel:
     """Build a causal language model on ``meta``: parameters have shapes and dtypes and take no memory.
 
@@ -43,6 +45,7 @@ def blueprint(
         dtype: Of the weights; ``auto`` is the checkpoint's own, and float32 for a configuration.
         trust_remote_code: Allow code that comes with the checkpoint to run.
         quantization: ``nf4`` or ``int8`` of the frozen linear layers; None leaves them.
+        rope: A change to the positions of the configuration.
 
     Raises:
         ArgumentError: There is no such checkpoint, or it is not a configuration of a causal language model.
@@ -52,6 +55,8 @@ def blueprint(
         config, remote = read_plain_config(source, trust_remote_code), {"trust_remote_code": trust_remote_code}
     else:
         config = build_config({"vocab_size": vocab_size, **source} if vocab_size else dict(source))
+    if rope is not None:
+        rope.apply(config)
     own = getattr(config, "dtype", None)
     wanted = DTYPES[dtype] if dtype != "auto" else own if isinstance(own, torch.dtype) else torch.float32
     try:

@@ -11,6 +11,7 @@ on to the next module: no rank holds the whole model.
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any, Protocol
@@ -30,6 +31,7 @@ from streamtune.models.load import (
     making_model,
     wanted_vocabulary,
 )
+from streamtune.models.positions import RopeChange
 from streamtune.models.recorded import NotRecordedError, RecordedInit
 
 __all__ = ["Deferred", "defer_init", "defer_load", "deferred_of", "phantom_weights"]
@@ -160,18 +162,23 @@ def phantom_weights(model: PreTrainedModel) -> Iterator[None]:
         yield
 
 
-def defer_load(name_or_path: str, *, dtype: str = "auto", trust_remote_code: bool = False) -> PreTrainedModel:
+def defer_load(
+    name_or_path: str, *, dtype: str = "auto", trust_remote_code: bool = False, rope: RopeChange | None = None
+) -> PreTrainedModel:
     """Make the model that ``load_model`` loads, with its weights deferred.
 
     Args:
         name_or_path: A folder with ``config.json`` and safetensors, or a name on the model hub.
         dtype: ``auto`` (the checkpoint's own), ``float32``, ``bfloat16`` or ``float16``.
         trust_remote_code: Allow code that comes with the checkpoint to run.
+        rope: A change to the positions of the checkpoint's configuration.
 
     Raises:
         ArgumentError: There is no such checkpoint.
     """
     config = read_plain_config(name_or_path, trust_remote_code)
+    if rope is not None:
+        rope.apply(config)
     wanted = DTYPES.get(dtype) or getattr(config, "dtype", None)
     files = CheckpointFiles(name_or_path)
     if not isinstance(wanted, torch.dtype):
@@ -203,6 +210,7 @@ def defer_init(
     dtype: str,
     seed: int,
     draw: bool,
+    rope: RopeChange | None = None,
 ) -> PreTrainedModel:
     """Make the model that ``init_model`` makes, with its weights deferred; they will be the same, bit for bit.
 
@@ -213,17 +221,22 @@ def defer_init(
         dtype: See there.
         seed: See there.
         draw: True on the rank that reads the weights.
+        rope: See there.
 
     Raises:
         ArgumentError: See there.
     """
     keys = {**token_ids, **config, "vocab_size": wanted_vocabulary(config, vocab_size)}
 
+    wanted = build_config(keys)
+    if rope is not None:
+        rope.apply(wanted)
+
     def make() -> PreTrainedModel:
         chosen = torch.float32 if dtype == "auto" else DTYPES[dtype]
         with torch.random.fork_rng():
             torch.manual_seed(seed)
-            made: PreTrainedModel = AutoModelForCausalLM.from_config(build_config(keys), dtype=chosen)
+            made: PreTrainedModel = AutoModelForCausalLM.from_config(copy.deepcopy(wanted), dtype=chosen)
         return made
 
     recorded = RecordedInit(draw=draw)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -15,6 +16,7 @@ from transformers import CONFIG_MAPPING, AutoConfig, AutoModelForCausalLM, PreTr
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from streamtune.errors import ArgumentError, StreamTuneError, did_you_mean
+from streamtune.models.positions import RopeChange, position_limit
 from streamtune.models.quantize import logical_size, quantize
 from streamtune.models.recorded import NotRecordedError
 from streamtune.models.safety import (
@@ -67,17 +69,23 @@ def count_weights(parameter: torch.Tensor) -> int:
     return logical_size(parameter) if shared is None else shared
 
 
-def check_positions(model: Any, longest: int) -> str | None:
-    """Return a warning if rows of ``longest`` tokens exceed the positions that ``model`` was made for, else None.
+def check_positions(model: Any, longest: int, *, training: bool = True) -> str | None:
+    """Refuse rows of ``longest`` tokens if they exceed the positions that ``model`` was made for.
 
     Rotary and other computed positions go on past ``max_position_embeddings``, though the model was not trained on
     them; a learnt table ends there.
 
+    Args:
+        model: Its configuration is read.
+        longest: Tokens of the longest row.
+        training: The rows are trained on. Others are measured on rotary positions that the model has never seen, with
+            the warning that is returned.
+
     Raises:
-        ArgumentError: The table of positions is shorter than the longest row.
+        ArgumentError: The rows are longer than the positions that the model reaches, its scaling included.
     """
-    limit = getattr(model.config.get_text_config(decoder=True), "max_position_embeddings", None)
-    if not isinstance(limit, int) or longest <= limit:
+    limit = position_limit(model.config)
+    if limit is None or longest <= limit:
         return None
     words = model.get_input_embeddings()
     for name, module in model.named_modules():
@@ -88,9 +96,14 @@ def check_positions(model: Any, longest: int) -> str | None:
                 where="max_length",
                 mend=f"set max_length: {limit} and overlength: split, or choose a model with rotary positions",
             )
-    return (
-        f"the longest row has {longest:,} tokens; the model was made for {limit:,} (max_position_embeddings): "
-        "it trains, on positions it has never seen"
+    what = f"the longest row has {longest:,} tokens; the model was made for {limit:,} (max_position_embeddings)"
+    if not training or not getattr(model.config.get_text_config(decoder=True), "rope_parameters", None):
+        return f"{what}: it goes on, at positions it has never seen"
+    raise ArgumentError(
+        what,
+        where="max_length",
+        mend=f"extend its positions: rope_scaling: {{rope_type: yarn, factor: {math.ceil(longest / limit)}}}; or train "
+        f"at positions it has never seen: rope_scaling: {{rope_type: default}}; or set max_length: {limit}",
     )
 
 
@@ -120,6 +133,7 @@ def load_model(
     trust_remote_code: bool = False,
     quantization: str | None = None,
     allow_pickle: bool = False,
+    rope: RopeChange | None = None,
 ) -> PreTrainedModel:
     """Load a checkpoint, by hub name or from a local folder.
 
@@ -130,6 +144,7 @@ def load_model(
         trust_remote_code: Allow code that comes with the checkpoint to run.
         quantization: ``nf4`` or ``int8`` of the frozen linear layers, see ``models.quantize``; None leaves them.
         allow_pickle: Allow weights in a pickle, of which tensors are read and nothing else.
+        rope: A change to the positions of the checkpoint's configuration.
 
     Raises:
         ArgumentError: There is no such checkpoint, it is not safe to read (``models.safety``), it lacks
@@ -138,6 +153,8 @@ def load_model(
     check_exists(name_or_path)
     safetensors = check_folder(name_or_path, allow_pickle=allow_pickle)
     config = read_config(name_or_path, trust_remote_code)
+    if rope is not None and config is not None:
+        rope.apply(config)
     check_quantised(name_or_path, config, quantization, device)
     try:
         model, report = AutoModelForCausalLM.from_pretrained(
@@ -203,6 +220,7 @@ def init_model(
     device: str,
     seed: int,
     quantization: str | None = None,
+    rope: RopeChange | None = None,
 ) -> PreTrainedModel:
     """Build a model from a configuration, with random weights. Needs no download.
 
@@ -214,6 +232,7 @@ def init_model(
         device: Where the weights go. They are drawn on the CPU, so they do not depend on it.
         seed: Of the draw. The caller's random state is left as it was.
         quantization: ``nf4`` or ``int8`` of the frozen linear layers, see ``models.quantize``; None leaves them.
+        rope: A change to the positions of the configuration.
 
     Raises:
         ArgumentError: An unknown model type or key, a wrong value, a vocabulary smaller than the tokenizer's, or a
@@ -221,6 +240,8 @@ def init_model(
     """
     keys = {**token_ids, **config, "vocab_size": wanted_vocabulary(config, vocab_size)}
     hf_config = build_config(keys)
+    if rope is not None:
+        rope.apply(hf_config)
     chosen = torch.float32 if dtype == "auto" else DTYPES[dtype]
     with torch.random.fork_rng(), making_model(config):
         torch.manual_seed(seed)

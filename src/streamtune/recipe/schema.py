@@ -17,7 +17,16 @@ from streamtune.recipe.spec import Count, Fraction, Rows, Spec, Steps, Text, at_
 
 from .engine import EngineSpec
 
-__all__ = ["DatasetSpec", "EngineSpec", "ModelInit", "Recipe", "SampleSpec", "TokenizerSpec", "TokenizerTrain"]
+__all__ = [
+    "DatasetSpec",
+    "EngineSpec",
+    "ModelInit",
+    "Recipe",
+    "RopeScaling",
+    "SampleSpec",
+    "TokenizerSpec",
+    "TokenizerTrain",
+]
 
 
 class ModelInit(Spec):
@@ -65,6 +74,57 @@ class TokenizerSpec(Spec):
                 mend="write {path: NAME} or {train: {vocab_size: 4096}}",
             )
         return self
+
+
+class RopeScaling(Spec):
+    """A scaling of rotary positions, by the names of the model's own configuration."""
+
+    rope_type: Literal["yarn", "linear", "llama3", "default"]
+    """`yarn` (arXiv 2309.00071), `linear` (position interpolation, arXiv 2306.15595) or `llama3`; `default` scales
+    nothing: longer rows are trained at positions the model has never seen."""
+
+    factor: Annotated[float, Field(ge=1), at_most(10**6)] | None = None
+    """Times the length that the model was pretrained for; without it, the smallest whole number that reaches
+    `max_length`."""
+
+    original_max_position_embeddings: Count | None = None
+    """Tokens that the model was pretrained for; without it, what its configuration says."""
+
+    attention_factor: Annotated[float, Field(gt=0), at_most(10**6)] | None = None
+    """`yarn`: scale of the attention scores; without it, what follows from the factor."""
+
+    beta_fast: Annotated[float, Field(gt=0), at_most(10**6)] | None = None
+    """`yarn`: rotations above which a frequency is left as it is; 32 without it."""
+
+    beta_slow: Annotated[float, Field(gt=0), at_most(10**6)] | None = None
+    """`yarn`: rotations below which a frequency is interpolated; 1 without it."""
+
+    low_freq_factor: Annotated[float, Field(gt=0), at_most(10**6)] | None = None
+    """`llama3`: end of the band of low frequencies; 1 without it."""
+
+    high_freq_factor: Annotated[float, Field(gt=0), at_most(10**6)] | None = None
+    """`llama3`: begin of the band of high frequencies; 4 without it."""
+
+    @model_validator(mode="after")
+    def _keys_of_the_type(self) -> RopeScaling:
+        for kind, keys in OF_TYPE.items():
+            given = next((key for key in keys if getattr(self, key) is not None), None)
+            if given is not None and self.rope_type not in kind:
+                raise mistake(
+                    f"'{given}' is not for rope_type: {self.rope_type}",
+                    key=f"rope_scaling.{given}",
+                    mend=f"delete it, or write rope_type: {kind[0]}",
+                )
+        return self
+
+
+OF_TYPE = {
+    ("yarn", "linear", "llama3"): ("factor",),
+    ("yarn", "llama3"): ("original_max_position_embeddings",),
+    ("yarn",): ("attention_factor", "beta_fast", "beta_slow"),
+    ("llama3",): ("low_freq_factor", "high_freq_factor"),
+}
+"""Types of scaling, and the keys that only they have."""
 
 
 class DatasetSpec(Spec):
@@ -143,6 +203,13 @@ class Recipe(Spec):
 
     dtype: Literal["auto", "float32", "bfloat16"] = "auto"
     """Dtype of the weights; `auto` is the checkpoint's own, and float32 for a model made from a configuration."""
+
+    rope_scaling: RopeScaling | None = None
+    """Extend the rotary positions of the model to longer rows: `{rope_type: yarn, factor: 4}`. Saved in the model's
+    configuration, where inference engines read it."""
+
+    rope_theta: Annotated[float, Field(gt=1), at_most(10**15)] | None = None
+    """Base of the frequencies of the rotary positions; without it, the model's own. Saved in its configuration."""
 
     # --- what is trained ---------------------------------------------------------------------------------------
 

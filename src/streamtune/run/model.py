@@ -157,6 +157,7 @@ def _blueprint(recipe: Recipe, device: torch.device, name: str | None) -> Any:
         dtype=recipe.dtype,
         trust_remote_code=recipe.trust_remote_code,
         quantization=choose_quantization(recipe, device),
+        rope=_rope(recipe),
     )
 
 
@@ -204,8 +205,10 @@ def _base_model(
     quantization = choose_quantization(recipe, device)
     if sharing is not None and quantization is None:
         if name is not None:
-            remote = recipe.trust_remote_code
-            return sharing.together(lambda: models.defer_load(name, dtype=recipe.dtype, trust_remote_code=remote))
+            remote, rope = recipe.trust_remote_code, _rope(recipe)
+            return sharing.together(
+                lambda: models.defer_load(name, dtype=recipe.dtype, trust_remote_code=remote, rope=rope)
+            )
         assert recipe.model is not None, "the schema asks for a model"
         return models.defer_init(
             recipe.model.init,
@@ -214,6 +217,7 @@ def _base_model(
             dtype=recipe.dtype,
             seed=recipe.seed,
             draw=sharing.is_main,
+            rope=_rope(recipe),
         )
     if name is not None:
         return models.load_model(
@@ -223,6 +227,7 @@ def _base_model(
             trust_remote_code=recipe.trust_remote_code,
             quantization=quantization,
             allow_pickle=recipe.allow_pickle,
+            rope=_rope(recipe),
         )
     assert recipe.model is not None, "the schema asks for a model"
     return models.init_model(
@@ -233,7 +238,13 @@ def _base_model(
         device=str(device),
         seed=recipe.seed,
         quantization=quantization,
+        rope=_rope(recipe),
     )
+
+
+def _rope(recipe: Recipe) -> models.RopeChange | None:
+    """Return the change to the model's positions that the recipe asks for."""
+    return models.RopeChange.of(recipe.model_dump(include={"rope_scaling", "rope_theta", "max_length"}))
 
 
 def _ids(tokenizer: PreTrainedTokenizerBase) -> dict[str, int]:

@@ -350,6 +350,9 @@ def _identify(setup: Setup, before: Mapping[str, Any] | None) -> dict[str, Any]:
         del compared["objective"]
     if recipe.objective != "grpo":  # elsewhere it decides about callbacks alone, which change no result
         del compared["allow_code"]
+    for key in ("rope_scaling", "rope_theta"):  # runs are older than these
+        if compared[key] is None:
+            del compared[key]
     unset = {key for key in ("sample_steps", "callbacks") if not getattr(recipe, key)}  # runs are older than these
     if setup.quantization is not None:  # what `auto` became: on another device it is another model
         compared["quantization"] = setup.quantization

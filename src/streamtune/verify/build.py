@@ -147,7 +147,7 @@ def build_verify(
         widened: torch.dtype | None = getattr(torch, dtype) if dtype in ("float32", "float64") else None
         choose: Any = _choose_trees if isinstance(task, ScoringTask) else _choose_rows
         chosen = choose(task, model, tokenizer, rows, length, widened, bf16=bf16, notify=notify, doing=doing)
-        if (note := models.check_positions(model, chosen.alone.input_ids.shape[1])) is not None:
+        if (note := models.check_positions(model, chosen.alone.input_ids.shape[1], training=False)) is not None:
             notify(note)
         schedules = verify_schedules(chosen.batch.input_ids.shape[1], make_schedule(recipe.engine))
     return VerifySubject(

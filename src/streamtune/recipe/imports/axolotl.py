@@ -140,7 +140,9 @@ FIELDS: dict[str, FieldRule] = {
     **without("training in 8 bits floating point", "fp8", "fp8_enable_fsdp_float8_all_gather"),
     "float16": no_counterpart("weights in float16; write dtype: bfloat16"),
     "revision_of_model": no_counterpart("a revision of the model: download it and name its folder"),
-    "overrides_of_model_config": no_counterpart("changes of the model's configuration"),
+    "overrides_of_model_config": no_counterpart(
+        "changes of the model's configuration, of which rope_scaling and rope_theta are keys here"
+    ),
     "overrides_of_model_kwargs": no_counterpart("changes of the model's configuration"),
     "model_quantization_config": no_counterpart("quantised loading of its own kind"),
     "model_quantization_config_kwargs": no_counterpart("quantised loading of its own kind"),

@@ -6,7 +6,7 @@ from typing import Any
 
 from .conversion import Conversion, PeerTrainer
 from .dataset_info import take_datasets
-from .rules import FieldRule, by_itself, no_counterpart, one_of, same, split_names, to, without
+from .rules import FieldRule, by_itself, no_counterpart, one_of, rope_scaling, same, split_names, to, without
 from .trainer_arguments import CHECKPOINTING, KERNELS, TRAINER_FIELDS, take_trackers, take_warmup
 
 __all__ = ["LLAMAFACTORY"]
@@ -31,7 +31,7 @@ FIELDS: dict[str, FieldRule] = {
     "pref_loss": to("loss_type"),
     "quantization_bit": to("quantization", one_of({4: "nf4", 8: "int8"}, "4 bits (nf4) or 8 (int8)")),
     "disable_gradient_checkpointing": FieldRule(why=CHECKPOINTING, needed=False),
-    "rope_scaling": no_counterpart("other positions: set rope_scaling in the model's config.json"),
+    "rope_scaling": to("rope_scaling", rope_scaling),
     # what StreamTune does by itself
     **by_itself(KERNELS, "flash_attn", "enable_liger_kernel", "use_unsloth", "use_unsloth_gc", "use_v1_kernels"),
     **by_itself(CHECKPOINTING, "use_reentrant_gc"),

@@ -20,6 +20,7 @@ __all__ = [
     "fraction_or_count",
     "no_counterpart",
     "one_of",
+    "rope_scaling",
     "same",
     "split_names",
     "to",
@@ -110,3 +111,14 @@ def fraction_or_count(value: Any) -> Any:
     if isinstance(value, int | float) and not isinstance(value, bool) and 0 < value < 1:
         raise UnconvertedError("a part of all steps; write a number of steps")
     return int(value) if isinstance(value, float) and value == int(value) else value
+
+
+def rope_scaling(value: Any) -> Any:
+    """Return our ``rope_scaling``, given the name of a type or the keys of a configuration; other types are lost."""
+    keys = {"rope_type": value} if isinstance(value, str) else dict(value) if isinstance(value, dict) else {}
+    if "type" in keys:  # its name in older configurations
+        keys["rope_type"] = keys.pop("type")
+    if keys.get("rope_type") not in ("linear", "yarn", "llama3"):
+        raise UnconvertedError("linear, yarn and llama3 are known here")
+    factor = keys.get("factor")
+    return {**keys, "factor": float(factor)} if isinstance(factor, int) else keys

@@ -8,7 +8,7 @@ from typing import Any
 
 from .conversion import Conversion, PeerTrainer
 from .datasets import DATA_FILES, put_datasets
-from .rules import FieldRule, by_itself, no_counterpart, one_of, same, split_names, to, without
+from .rules import FieldRule, by_itself, no_counterpart, one_of, rope_scaling, same, split_names, to, without
 from .trainer_arguments import CHECKPOINTING, KERNELS, TRAINER_FIELDS, take_trackers, take_warmup
 from .trl import take_weights_dtype
 
@@ -129,8 +129,8 @@ FIELDS: dict[str, FieldRule] = {
     "adapters": no_counterpart("a trained adapter to begin with: merge it first with `streamtune export`"),
     "ref_adapters": no_counterpart("adapters of the reference: merge them first"),
     "new_special_tokens": no_counterpart("the tokenizer is taken as it is: add tokens to it first"),
-    "rope_scaling": no_counterpart("other positions: set rope_scaling in the model's config.json"),
-    "max_model_len": no_counterpart("other positions: set rope_scaling in the model's config.json"),
+    "rope_scaling": to("rope_scaling", rope_scaling),
+    "max_model_len": no_counterpart("the length that rope_scaling reaches: write its factor"),
     "system": no_counterpart("a system message in front of every row: write it into the rows, or into chat_template"),
     "use_chat_template": no_counterpart("rows of messages are rendered by the chat template", off=(True,)),
     "init_strategy": no_counterpart("first values of weights that the checkpoint has not"),

@@ -1,0 +1,128 @@
+"""Rotary positions of a model beyond those it was made for: scaled, or of another base frequency.
+
+Position interpolation is ``linear`` (Chen et al., arXiv 2306.15595), YaRN ``yarn`` (Peng et al., arXiv 2309.00071),
+and ``llama3`` the scaling by wavelength of Llama 3.1. ``transformers`` makes the frequencies from the configuration,
+which is saved with the model, so that inference engines use the same ones.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from streamtune.errors import ArgumentError
+
+__all__ = ["RopeChange", "position_limit"]
+
+ORIGINAL = "original_max_position_embeddings"
+
+EVERYWHERE = ("rope_theta", "partial_rotary_factor")
+"""Keys of a rotation that a scaling leaves as they are."""
+
+LLAMA3 = {"low_freq_factor": 1.0, "high_freq_factor": 4.0}
+"""The bands of Llama 3.1."""
+
+
+@dataclass(frozen=True)
+class RopeChange:
+    """A change to the rotary positions of a configuration.
+
+    Attributes:
+        scaling: ``rope_type`` (``default``, ``linear``, ``yarn`` or ``llama3``), ``factor`` and other keys that
+            ``transformers`` reads for that type. Without a factor it is the smallest whole number with which
+            ``length`` tokens are reached. None leaves the scaling.
+        theta: The base of the frequencies. None leaves it.
+        length: Tokens of the longest row. A configuration without scaling is said to reach so far.
+    """
+
+    scaling: Mapping[str, Any] | None = field(default=None)
+    theta: float | None = None
+    length: int = 0
+
+    @classmethod
+    def of(cls, settings: Mapping[str, Any]) -> RopeChange | None:
+        """Return the change that the settings of a run ask for; None if they ask for none.
+
+        Args:
+            settings: ``rope_scaling``, ``rope_theta`` and ``max_length``, as a recipe has them.
+        """
+        scaling, theta = settings.get("rope_scaling"), settings.get("rope_theta")
+        if scaling is None and theta is None:
+            return None
+        return cls(scaling, theta, int(settings.get("max_length") or 0))
+
+    def apply(self, config: Any) -> None:
+        """Change a configuration in place. A configuration that has been changed so stays as it is.
+
+        Layers with a window keep their rotation where the configuration has another one for them (Gemma 3).
+
+        Raises:
+            ArgumentError: The model has no rotary positions, or ``transformers`` takes no such values.
+        """
+        key = "rope_scaling" if self.scaling is not None else "rope_theta"
+        text = config.get_text_config(decoder=True)
+        kinds = getattr(text, "rope_parameters", None)
+        if not kinds:
+            raise ArgumentError(
+                f"a model of type '{text.model_type}' has no rotary positions to change",
+                where=key,
+                mend=f"delete '{key}', or choose a model with rotary positions",
+            )
+        nested = all(isinstance(kind, dict) for kind in kinds.values())
+        old = kinds.get("full_attention") if nested else kinds
+        if old is None:
+            raise ArgumentError(
+                f"this model has the rotations {', '.join(kinds)}, and none of layers with full attention",
+                where=key,
+                mend=f"delete '{key}', and write rope_parameters into its config.json",
+            )
+        new, reached = self._changed(old, text.max_position_embeddings)
+        text.rope_parameters = {**kinds, "full_attention": new} if nested else new
+        text.max_position_embeddings = reached
+        try:
+            text.validate_rope()
+        except Exception as error:  # the validators raise types of their own
+            reason = " ".join(str(error).split())
+            raise ArgumentError(
+                f"transformers refuses these positions: {reason}", where=key, mend="mend the value"
+            ) from error
+
+    def _changed(self, old: Mapping[str, Any], limit: int) -> tuple[dict[str, Any], int]:
+        """Return the parameters of the rotation, and the number of positions that the model reaches with them.
+
+        Args:
+            old: The parameters it has.
+            limit: Positions that it reaches now.
+        """
+        theta = {} if self.theta is None else {"rope_theta": self.theta}
+        kept = {name: old[name] for name in EVERYWHERE if name in old}
+        was = old.get("rope_type", "default")
+        if self.scaling is None:
+            return {**old, **theta}, max(limit, self.length) if was == "default" else limit
+        given = {name: value for name, value in self.scaling.items() if value is not None}
+        kind = given["rope_type"]
+        if kind == "default":
+            return {**kept, **theta, "rope_type": kind}, max(limit, self.length)
+        made_for = round(limit / old["factor"]) if was == "linear" else limit
+        made_for = given.pop("original_max_position_embeddings", None) or old.get(ORIGINAL) or made_for
+        factor = float(given.setdefault("factor", float(max(1, math.ceil(self.length / made_for)))))
+        # The linear scaling does not depend on the length that the model was made for, and has no key for it.
+        original = {} if kind == "linear" else {ORIGINAL: made_for}
+        return {**kept, **theta, **(LLAMA3 if kind == "llama3" else {}), **given, **original}, round(made_for * factor)
+
+
+def position_limit(config: Any) -> int | None:
+    """Return the number of positions that a model was made for, its scaling included; None if it does not say."""
+    limit = getattr(config.get_text_config(decoder=True), "max_position_embeddings", None)
+    if not isinstance(limit, int):
+        return None
+    kinds = getattr(config.get_text_config(decoder=True), "rope_parameters", None) or {}
+    nested = bool(kinds) and all(isinstance(kind, dict) for kind in kinds.values())
+    for kind in kinds.values() if nested else [kinds]:
+        # Some configurations give the positions before the scaling, as Qwen's pages advise for YaRN.
+        original, factor = kind.get(ORIGINAL), kind.get("factor")
+        if kind.get("rope_type", "default") != "default" and isinstance(original, int) and factor:
+            limit = max(limit, round(original * float(factor)))
+    return limit
