@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Annotated, Any, Literal
 
 from pydantic import Field, field_validator, model_validator
 
 from streamtune.recipe.dpo import refuse_sequences_of_rows
 from streamtune.recipe.schema import Recipe
+from streamtune.recipe.sharing import REPEATED, VLLM, WholeWeights
 from streamtune.recipe.spec import Count, Rows, Steps, Text, at_most, mistake
 
 __all__ = ["GrpoRecipe"]
@@ -242,6 +244,14 @@ class GrpoRecipe(Recipe):
                 mend="write finetuning_type: lora, or delete the line",
             )
         return self
+
+    def needs_whole_weights(self) -> Iterator[WholeWeights]:
+        """Yield the choices of this recipe that are refused where ranks share the weights."""
+        yield from super().needs_whole_weights()
+        if self.use_vllm:
+            yield VLLM
+        if self.repetition_penalty != 1.0:
+            yield REPEATED
 
     # --- what follows ------------------------------------------------------------------------------------------
 

@@ -9,10 +9,12 @@ Nothing here reads a file or touches a device; ``streamtune.recipe.loader`` adds
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Annotated, Any, Literal
 
 from pydantic import Field, field_validator, model_validator
 
+from streamtune.recipe.sharing import QUANTISED, SHARING_PRESETS, WholeWeights, two_levels
 from streamtune.recipe.spec import Count, Fraction, Rows, Spec, Steps, Text, at_most, mistake
 
 from .engine import EngineSpec
@@ -501,3 +503,17 @@ class Recipe(Spec):
                 "'eval_steps' needs rows to evaluate on", key="eval_steps", mend="set val_size, such as val_size: 0.02"
             )
         return self
+
+    @model_validator(mode="after")
+    def _weights_are_whole(self) -> Recipe:
+        if self.fsdp or self.deepspeed in SHARING_PRESETS:
+            for key, what, mend in self.needs_whole_weights():
+                raise mistake(what, key=key, mend=mend)
+        return self
+
+    def needs_whole_weights(self) -> Iterator[WholeWeights]:
+        """Yield the choices of this recipe that are refused where ranks share the weights."""
+        if self.finetuning_type == "qlora":
+            yield QUANTISED
+        if self.engine.written().get("levels") == 2:
+            yield two_levels("engine.levels" if self.engine.levels == 2 else "engine.segment_size")

@@ -52,7 +52,7 @@ def build_run(
         start_run(loaded, resume, notify, allow_change, dry_run=dry_run, doing=doing) as start,
     ):
         task = start.task
-        task.check_ranks(start.device, shares_weights=start.shares_weights)
+        task.check_ranks(start.device, start.world)
         sources = make_sources(loaded)
         with doing("reading the tokenizer" if start.checkpoint else "making the tokenizer"):
             tokenizer = make_tokenizer_together(start.world, recipe, sources, start.checkpoint, notify)

@@ -75,7 +75,8 @@ def plan_and_stream(
         start.device,
         completions=completions,
         reference_bytes=reference_bytes,
-        fixed=_fixed(start),
+        # A layer's shared weights are whole only while it computes: the forward of others cannot run in its backward.
+        fixed={"levels": 1} if start.shares_weights else {},
     )
     memory: Plan | None = None
     baselines: Mapping[str, int] = {}
@@ -134,26 +135,6 @@ def _check_streams(start: Start, model: Any, handle: StreamHandle, notify: Notif
         f"the weights are shared between ranks: streaming was checked on a model of the same configuration with "
         f"{layers} of the {len(handle.layers)} layers and random weights"
     )
-
-
-def _fixed(start: Start) -> dict[str, Any]:
-    """Return what the planner may not choose: two levels if ranks share the weights.
-
-    A layer's weights are whole only while it computes, and with two levels the forward of other layers runs in its
-    backward.
-
-    Raises:
-        ArgumentError: The recipe asks for two levels.
-    """
-    if not start.shares_weights:
-        return {}
-    if start.recipe.engine.written().get("levels") == 2:
-        raise ArgumentError(
-            "with two levels a layer's backward computes those before it again, whose weights are on other ranks then",
-            where="engine.levels",
-            mend="delete the line, or write deepspeed: zero2; offload: host holds layer inputs as well",
-        )
-    return {"levels": 1}
 
 
 def _schedule_of(checkpoint: train.Checkpoint | None) -> Schedule | None:

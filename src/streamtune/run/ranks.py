@@ -1,6 +1,7 @@
 """Resolve a recipe for the ranks at hand, and make those ranks and the backend that shares gradients and weights.
 
 make_world     which rank this process is; the process group is joined
+check_layout   refuses a number of ranks that does not suit the recipe
 accumulation   rows of an optimizer step -> rows of a micro-batch x micro-batches x ranks
 sequence_ranks the ranks that share a sequence
 make_backend   DDP, FSDP2 or DeepSpeed by the recipe; one device by itself
@@ -31,6 +32,7 @@ from streamtune.tasks.task import Notify
 
 __all__ = [
     "Setup",
+    "check_layout",
     "config_values",
     "device_of_rank",
     "fill_model",
@@ -71,19 +73,8 @@ def make_world(recipe: Recipe, device: torch.device, *, shares_weights: bool) ->
     Raises:
         ArgumentError: The ranks cannot be laid out as the recipe asks.
     """
-    size, sequence_size = int(os.environ.get("WORLD_SIZE", "1")), recipe.sequence_parallel_size
-    if size % sequence_size:
-        raise ArgumentError(
-            f"{sequence_size} ranks are to share each sequence, and there {'is' if size == 1 else 'are'} {size}",
-            where="sequence_parallel_size",
-            mend="start a multiple of that many, with --nproc, or share each sequence between fewer",
-        )
-    if recipe.finetuning_type == "qlora" and shares_weights:
-        raise ArgumentError(
-            "quantised weights cannot be shared between ranks",
-            where="fsdp" if recipe.fsdp else "deepspeed",
-            mend="write deepspeed: zero2 (each rank keeps the quantised base), or finetuning_type: lora",
-        )
+    size = int(os.environ.get("WORLD_SIZE", "1"))
+    check_layout(recipe, size, shares_weights=shares_weights)
     if size == 1 and recipe.deepspeed is None and not recipe.fsdp:
         return train.World()
     from streamtune.distributed.process_group import join
@@ -93,7 +84,31 @@ def make_world(recipe: Recipe, device: torch.device, *, shares_weights: bool) ->
             os.environ.setdefault(name, value)
         os.environ.setdefault("MASTER_PORT", "0")
     join(device)
-    world = train.World(int(os.environ["RANK"]), size, sequence_size)
+    return train.World(int(os.environ["RANK"]), size, recipe.sequence_parallel_size)
+
+
+def check_layout(recipe: Recipe, size: int, *, shares_weights: bool) -> train.World:
+    """Return rank 0 of ``size`` ranks, after checking that they can be laid out as the recipe asks. Nothing is joined.
+
+    Args:
+        recipe: The recipe.
+        size: The number of ranks.
+        shares_weights: True if each rank holds a part of the weights.
+
+    Raises:
+        ArgumentError: They cannot; it names the key.
+    """
+    together = recipe.sequence_parallel_size
+    if size % together:
+        raise ArgumentError(
+            f"{together} ranks are to share each sequence, and there {'is' if size == 1 else 'are'} {size}",
+            where="sequence_parallel_size",
+            mend="start a multiple of that many, with --nproc, or share each sequence between fewer",
+        )
+    if shares_weights:  # by a DeepSpeed file: presets are refused where the recipe is read
+        for key, what, mend in recipe.needs_whole_weights():
+            raise ArgumentError(what, where=key, mend=mend)
+    world = train.World(0, size, together)
     accumulation(recipe, world)
     return world
 

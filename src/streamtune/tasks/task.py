@@ -177,8 +177,12 @@ class Task(ABC, Generic[R_co]):
         """
         return cls(recipe)
 
-    def check_ranks(self, device: torch.device, *, shares_weights: bool) -> None:
-        """Check that the ranks at hand can compute the objective.
+    def check_ranks(self, device: torch.device, world: train.World) -> None:
+        """Check that the ranks at hand can compute the objective, before anything is loaded.
+
+        Args:
+            device: The device of a rank.
+            world: The ranks.
 
         Raises:
             ArgumentError: They cannot.

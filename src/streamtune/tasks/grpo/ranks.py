@@ -18,7 +18,7 @@ from streamtune.tasks.grpo.groups import ScoreCompletions
 from streamtune.tasks.grpo.objective import PolicyBatch
 from streamtune.tasks.steps import accumulation
 
-__all__ = ["SharedLogprobs", "SharedRewards", "SharedWriter", "check_sharded", "of_all_ranks"]
+__all__ = ["SharedLogprobs", "SharedRewards", "SharedWriter", "of_all_ranks"]
 
 T = TypeVar("T")
 
@@ -44,26 +44,6 @@ def of_all_ranks(recipe: GrpoRecipe, world: train.World) -> GrpoRecipe:
             mend="an optimizer step takes per_device_train_batch_size x gradient_accumulation_steps x ranks",
         )
     return whole
-
-
-def check_sharded(recipe: GrpoRecipe) -> None:
-    """Refuse settings with which ranks that share their weights cannot write completions, a token at a time together.
-
-    Raises:
-        ArgumentError: vLLM, which needs whole weights on a rank; a penalty on tokens, which forbids padding.
-    """
-    if recipe.use_vllm:
-        raise ArgumentError(
-            "vLLM needs the whole weights on each rank, and the recipe shares them",
-            where="use_vllm",
-            mend="write deepspeed: zero2, or let transformers write the completions",
-        )
-    if recipe.repetition_penalty != 1.0:
-        raise ArgumentError(
-            "ranks that share their weights write in step, with padding, and repetition_penalty would count that",
-            where="repetition_penalty",
-            mend="write deepspeed: zero2, or repetition_penalty: 1.0",
-        )
 
 
 def _dealt(world: train.World, count: int, work: Callable[[list[int]], list[T]]) -> list[T]:

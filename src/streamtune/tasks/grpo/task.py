@@ -24,7 +24,7 @@ from streamtune.schedule import Schedule
 from streamtune.simulate.scored import Scored
 from streamtune.tasks.grpo.groups import BatchLayout, RewardScorer, load_functions
 from streamtune.tasks.grpo.objective import PolicyBatch, PolicyObjective
-from streamtune.tasks.grpo.ranks import SharedRewards, SharedWriter, check_sharded, of_all_ranks
+from streamtune.tasks.grpo.ranks import SharedRewards, SharedWriter, of_all_ranks
 from streamtune.tasks.grpo.stream import CompletionLog, GrpoSteps, WarmSteps
 from streamtune.tasks.preference import tree_batch
 from streamtune.tasks.random_batches import RandomTokens, random_completions
@@ -111,12 +111,11 @@ class Grpo(ScoringTask[GrpoRecipe]):
         _check_loss(recipe)
         return cls(recipe, load_functions(recipe, folder, notify))
 
-    def check_ranks(self, device: torch.device, *, shares_weights: bool) -> None:
+    def check_ranks(self, device: torch.device, world: train.World) -> None:
         """See :meth:`Task.check_ranks`."""
+        of_all_ranks(self.recipe, world)
         if self.recipe.use_vllm:
             rollout.check_vllm(device)
-        if shares_weights:
-            check_sharded(self.recipe)
 
     @property
     def unit(self) -> str:

@@ -1,0 +1,54 @@
+"""Choices that need whole weights, and are refused where ranks share them.
+
+A recipe knows this by itself where it names FSDP2 or a preset of stage 3. A DeepSpeed file says its own stage, and a
+run asks for the same refusals once it has read it.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+__all__ = ["QUANTISED", "REPEATED", "SHARING_PRESETS", "VLLM", "WholeWeights", "two_levels"]
+
+SHARING_PRESETS = ("zero3", "zero3_offload")
+"""Values of ``deepspeed`` with which each rank holds a part of the weights."""
+
+
+class WholeWeights(NamedTuple):
+    """A choice that needs whole weights on each rank: its key, what is wrong with shared ones, and how to mend it."""
+
+    key: str
+    what: str
+    mend: str
+
+
+QUANTISED = WholeWeights(
+    "finetuning_type",
+    "quantised weights cannot be shared between ranks",
+    "write deepspeed: zero2 (each rank keeps the quantised base), or finetuning_type: lora",
+)
+
+VLLM = WholeWeights(
+    "use_vllm",
+    "vLLM needs the whole weights on each rank, and the recipe shares them",
+    "write deepspeed: zero2, or let transformers write the completions",
+)
+
+REPEATED = WholeWeights(
+    "repetition_penalty",
+    "ranks that share their weights write in step, with padding, and repetition_penalty would count that",
+    "write deepspeed: zero2, or repetition_penalty: 1.0",
+)
+
+
+def two_levels(key: str) -> WholeWeights:
+    """Return the refusal of two levels: a layer's weights are whole only while it computes.
+
+    Args:
+        key: The key that asks for them: ``engine.levels`` or ``engine.segment_size``.
+    """
+    return WholeWeights(
+        key,
+        "with two levels a layer's backward computes those before it again, whose weights are on other ranks then",
+        "delete the line, or write deepspeed: zero2; offload: host holds layer inputs as well",
+    )

@@ -1,0 +1,65 @@
+"""Choices that need whole weights are refused with their line, before data or a model is read."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from streamtune import train
+from streamtune.distributed.deepspeed_config import PRESETS, stage_of
+from streamtune.errors import ArgumentError
+from streamtune.recipe import load_recipe
+from streamtune.recipe.sharing import SHARING_PRESETS
+from streamtune.run.ranks import check_layout, shares_weights
+from streamtune.tasks import TASKS
+
+GRPO = "objective: grpo\nreward_funcs: [exact_match]\n"
+REFUSED = [
+    ("finetuning_type: qlora\n", "quantised weights cannot be shared between ranks", "write deepspeed: zero2"),
+    ("engine: {levels: 2}\n", "with two levels a layer's backward", "delete the line"),
+    ("engine: {segment_size: 4}\n", "with two levels a layer's backward", "delete the line"),
+    (f"{GRPO}use_vllm: true\n", "vLLM needs the whole weights on each rank", "let transformers write"),
+    (f"{GRPO}repetition_penalty: 1.1\n", "ranks that share their weights write in step", "repetition_penalty: 1.0"),
+]
+
+
+def test_presets_that_share_weights_are_those_of_stage_3() -> None:
+    assert set(SHARING_PRESETS) == {name for name, config in PRESETS.items() if stage_of(config) == 3}
+
+
+@pytest.mark.parametrize("engine", ["fsdp: true", *(f"deepspeed: {name}" for name in SHARING_PRESETS)])
+@pytest.mark.parametrize(("lines", "what", "mend"), REFUSED)
+def test_a_recipe_refuses_them(refused: Any, lines: str, what: str, mend: str, engine: str) -> None:
+    error = refused(f"{engine}\n{lines}")
+    assert error.what.startswith(what)
+    assert error.where.endswith(f"recipe.yaml:{4 + lines.count(chr(10))}")
+    assert mend in error.mend
+
+
+@pytest.mark.parametrize(("lines", "what", "mend"), REFUSED)
+def test_a_run_refuses_them_for_a_file_of_stage_3(write: Any, tmp_path: Path, lines: str, what: str, mend: str) -> None:
+    (tmp_path / "ds.json").write_text(json.dumps({"zero_optimization": {"stage": 3}}))
+    recipe = load_recipe(write(f"deepspeed: {tmp_path / 'ds.json'}\n{lines}")).recipe
+    with pytest.raises(ArgumentError) as caught:
+        check_layout(recipe, 2, shares_weights=shares_weights(recipe))
+    assert caught.value.what.startswith(what)
+    assert mend in caught.value.mend
+
+
+def test_completions_that_make_no_whole_steps_of_the_ranks_are_refused_before_anything_is_loaded(write: Any) -> None:
+    lines = f"{GRPO}num_generations: 6\nper_device_train_batch_size: 6\ntrain_batch_size: 18\ngeneration_batch_size: 24"
+    loaded = load_recipe(write(lines))
+    task = TASKS["grpo"].of_run(loaded.recipe, loaded.path.parent, print)
+    with pytest.raises(ArgumentError, match="do not make whole optimizer steps of 18 on 1 rank") as caught:
+        task.check_ranks(torch.device("cpu"), train.World())
+    assert caught.value.where == "generation_batch_size"
+
+
+@pytest.mark.parametrize("lines", [lines for lines, *_ in REFUSED])
+def test_ranks_with_whole_weights_take_them(write: Any, lines: str) -> None:
+    recipe = load_recipe(write(f"deepspeed: zero2\n{lines}")).recipe
+    assert check_layout(recipe, 2, shares_weights=shares_weights(recipe)).size == 2
