@@ -70,6 +70,7 @@ docs: $(STAMP)  ## regenerate what is made from the code, and build the pages in
 	$(BIN)/python -m tools.reference_pages
 	$(BIN)/python -m tools.recipe_headers --page
 	$(BIN)/python -m tools.drawings
+	$(BIN)/python -m tools.support_matrix
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --quiet --strict
 
 conformance: $(STAMP)  ## exactness: tested families, then every causal LM of transformers; writes docs/families.md

@@ -1,0 +1,284 @@
+"""The options that :mod:`tools.support_matrix` combines, by groups, and the tables that it makes of them.
+
+An option is keys of a recipe. Keys that it cannot be without come with it: ``eval_steps`` with ``val_size``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+__all__ = ["BASES", "GROUPS", "MODELS", "OF_THREE", "TABLES", "THEMES", "Option", "Table"]
+
+
+@dataclass(frozen=True)
+class Option:
+    """An option of a recipe.
+
+    Args:
+        name: As people write it.
+        keys: Dotted key -> value.
+        ranks: Ranks that it needs.
+        objective: Set in the options that stand for an objective, which have no keys.
+    """
+
+    name: str
+    keys: Mapping[str, Any] = field(default_factory=dict)
+    ranks: int = 1
+    objective: str | None = None
+
+    @property
+    def title(self) -> str:
+        """The name as the page shows it."""
+        return f"`{self.name}`" if ":" in self.name else self.name
+
+
+@dataclass(frozen=True)
+class Table:
+    """A table of the page: all pairs of the options of some groups with those of others."""
+
+    title: str
+    text: str
+    rows: tuple[str, ...]
+    columns: tuple[str, ...]
+
+
+DENSE: dict[str, Any] = {
+    "model_type": "qwen3",
+    "hidden_size": 32,
+    "intermediate_size": 64,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 8,
+}
+MIXTURE: dict[str, Any] = {
+    **{key: value for key, value in DENSE.items() if key != "head_dim"},
+    "model_type": "qwen3_moe",
+    "num_experts": 4,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 16,
+}
+MODELS = (DENSE, MIXTURE)
+
+COMMON: dict[str, Any] = {
+    "model": {"init": DENSE},
+    "tokenizer": {"train": {"vocab_size": 320}},
+    "engine": {"chunk_size": 16, "head_chunk_size": 8},
+    "output_dir": "runs/support",
+}
+BASES: dict[str, dict[str, Any]] = {
+    "sft": {"objective": "sft", **COMMON, "datasets": [{"path": "rows.jsonl"}]},
+    "dpo": {"objective": "dpo", **COMMON, "datasets": [{"path": "demo-preferences", "max_rows": 32}]},
+    "grpo": {
+        "objective": "grpo",
+        **COMMON,
+        "datasets": [{"path": "demo-arithmetic", "name": "copy", "max_rows": 32}],
+        "reward_funcs": ["exact_match"],
+        "max_prompt_length": 64,
+        "max_completion_length": 8,
+        "num_generations": 4,
+        "per_device_train_batch_size": 4,
+    },
+}
+"""Objective -> the recipe that options are added to."""
+
+
+def _options(*keys: dict[str, Any], ranks: int = 1) -> tuple[Option, ...]:
+    """Return options that are named by their first key."""
+    return tuple(Option(_written(next(iter(each.items()))), each, ranks) for each in keys)
+
+
+def _losses(*names: str) -> tuple[Option, ...]:
+    """Return a loss each; ``exo_pair`` cannot be without its smoothing."""
+    more = {"exo_pair": {"label_smoothing": 0.1}}
+    return tuple(Option(name, {"loss_type": name, **more.get(name, {})}) for name in names)
+
+
+def _written(item: tuple[str, Any]) -> str:
+    key, value = item
+    value = ANY.get(key, value)
+    return f"{key}: {str(value).lower() if isinstance(value, bool) else value}"
+
+
+HELD_OUT = {"val_size": 4}
+PROMPT = {"sample.prompt": "Add 1.", "sample.max_new_tokens": 4}
+ANY = {"engine.offload_dir": "DIR", "sample.prompt": "TEXT", "ref_model_name_or_path": "NAME"}
+"""Keys whose value does not matter -> the word that stands for it in a name."""
+
+OFFLOAD_DIR = {"engine.offload_dir": "."}
+
+GROUPS: dict[str, tuple[Option, ...]] = {
+    "objectives": tuple(Option(name, objective=name) for name in BASES),
+    "ways": (
+        *_options({"finetuning_type": "full"}, {"finetuning_type": "lora"}),
+        Option("qlora int8", {"finetuning_type": "qlora", "quantization": "int8"}),
+        Option("qlora nf4", {"finetuning_type": "qlora", "quantization": "nf4"}),
+    ),
+    "sharing": (
+        Option("DDP (nothing shared)", {"fsdp": False, "deepspeed": None}, ranks=2),
+        *_options(*({"deepspeed": name} for name in ("zero1", "zero2", "zero3", "zero3_offload")), ranks=2),
+        *_options({"fsdp": True}, ranks=2),
+    ),
+    "sequence": tuple(
+        Option(f"sequence_parallel: {form}", {"sequence_parallel_size": 2, "sequence_parallel": form}, ranks=2)
+        for form in ("ulysses", "ring")
+    ),
+    "batches": _options(
+        {"packing": True},
+        {"overlength": "split"},
+        {"overlength": "truncate"},
+        {"train_batch_size": 8},
+        {"gradient_accumulation_steps": 2},
+        {"share_prefix": "always"},
+    ),
+    "engine": _options(
+        {"engine.schedule": "fixed"},
+        {"engine.offload": "device"},
+        {"engine.offload": "host"},
+        {"engine.offload": "disk", **OFFLOAD_DIR},
+        {"engine.offload_dir": "."},
+        {"engine.device_layers": 1},
+        {"engine.levels": 1},
+        {"engine.levels": 2},
+        {"engine.segment_size": 2},
+        {"engine.keep_kv": "device"},
+        {"engine.keep_attention": "device"},
+        {"engine.keep_attention": "host"},
+        {"engine.keep_layers": 1},
+        {"engine.stream_grads": True},
+        {"engine.grad_dtype": "param"},
+        {"engine.fuse": "none"},
+    ),
+    "places": _options(
+        {"engine.schedule": "fixed"},
+        {"engine.offload": "device"},
+        {"engine.offload": "host"},
+        {"engine.offload": "disk", **OFFLOAD_DIR},
+    ),
+    "levels": _options({"engine.levels": 1}, {"engine.levels": 2}, {"engine.keep_layers": 1}),
+    "run": _options(
+        {"bf16": True}, {"deterministic": True}, {"on_nan": "skip"}, {"on_oom": "replan"}, {"dataloader_num_workers": 2}
+    ),
+    "evaluation": _options(
+        HELD_OUT,
+        {"eval_steps": 1, **HELD_OUT},
+        {"metric_for_best_model": "eval_loss", "save_steps": 1, **HELD_OUT},
+        PROMPT,
+        {"sample_steps": 1, **PROMPT},
+        {"sample.held_out": 1, **HELD_OUT},
+    ),
+    "rollouts": _options(
+        {"use_vllm": True},
+        {"repetition_penalty": 1.1},
+        {"prompts": "pass_rate"},
+        {"num_iterations": 2},
+        {"sft_steps": 2},
+    ),
+    "references": _options(
+        {"ref_model_name_or_path": "reference"},
+        {"precompute_ref_log_probs": True},
+        {"reference_free": True},
+    ),
+    "models": (
+        Option("dense model", {"model.init": DENSE}),
+        Option("mixture of experts", {"model.init": MIXTURE}),
+    ),
+    "routers": (
+        *_options({"router_aux_loss_coef": 0.001}, {"router_z_loss_coef": 0.001}, {"moe_balance": "global"}),
+        Option(
+            "moe_balance: global, router_aux_loss_coef: 0.001",
+            {"moe_balance": "global", "router_aux_loss_coef": 0.001},
+        ),
+    ),
+    "dpo losses": _losses(
+        *("sigmoid", "robust", "hinge", "ipo", "exo_pair", "sppo_hard", "apo_zero", "apo_down", "dpop", "copg"),
+        *("orpo", "simpo", "cpo", "kto", "apo_zero_unpaired"),
+    ),
+    "dpo keys": _options(
+        {"label_smoothing": 0.1},
+        {"rpo_alpha": 0.5},
+        {"simpo_gamma": 1.0},
+        {"cpo_alpha": 0.5},
+        {"dpop_lambda": 10.0},
+        {"desirable_weight": 2.0},
+        {"length_normalization": True},
+    ),
+    "grpo losses": _losses("grpo", "dr_grpo", "dapo", "bnpo", "gspo", "rloo", "remax"),
+    "grpo keys": _options(
+        {"importance_sampling_level": "token"},
+        {"importance_sampling_level": "sequence"},
+        {"scale_rewards": "batch"},
+        {"delta": 4.0},
+        {"num_generations": 1},
+        {"mask_truncated_completions": True},
+    ),
+    "kl": _options({"beta": 0.04}),
+}
+"""Group -> its options."""
+
+THEMES = {
+    "ways": "what is trained",
+    "sharing": "what ranks share",
+    "sequence": "sequences on several ranks",
+    "batches": "batches",
+    "engine": "streaming",
+    "run": "the run",
+    "evaluation": "evaluation and samples",
+    "rollouts": "rollouts",
+    "references": "the reference",
+    "grpo keys": "the loss",
+    "kl": "the reference",
+}
+"""Group -> its name in tables of several."""
+
+TABLES = (
+    Table(
+        "Objectives",
+        "Each option in each objective.",
+        ("ways", "sharing", "sequence", "batches", "engine", "run", "evaluation", "rollouts", "references"),
+        ("objectives",),
+    ),
+    Table(
+        "What ranks share",
+        "Asked for two ranks. DDP is what ranks do without a key: nothing is shared but gradients.",
+        ("sharing",),
+        ("sharing", "sequence"),
+    ),
+    Table(
+        "Several ranks",
+        "Asked for two ranks as well.",
+        ("ways", "batches", "engine", "run", "evaluation", "rollouts"),
+        ("sharing", "sequence"),
+    ),
+    Table(
+        "Full, lora, qlora",
+        "`qlora` is `finetuning_type: qlora` with `quantization`.",
+        ("batches", "engine", "run", "evaluation", "rollouts", "references"),
+        ("ways",),
+    ),
+    Table("Batches", "Packing, cut rows, and the size of a step.", ("engine", "run", "evaluation"), ("batches",)),
+    Table(
+        "Places of layer inputs", "Keys of `engine:` with the place of the layers' inputs.", ("engine",), ("places",)
+    ),
+    Table("Levels and kept layers", "Keys of `engine:` with what is computed again.", ("engine",), ("levels",)),
+    Table("Routers", "Losses on the routers of a mixture of experts.", ("routers",), ("models",)),
+    Table(
+        "Losses of dpo",
+        "Rows are values of `loss_type`; their formulas: [objectives](../objectives.md).",
+        ("dpo losses",),
+        ("dpo keys",),
+    ),
+    Table("References of dpo", "Rows are values of `loss_type`.", ("dpo losses",), ("references",)),
+    Table(
+        "Losses of grpo",
+        "Columns are values of `loss_type`; their formulas: [objectives](../objectives.md).",
+        ("grpo keys", "kl", "rollouts"),
+        ("grpo losses",),
+    ),
+    Table("Rollouts", "Who writes completions, and how often they are trained on.", ("rollouts",), ("rollouts", "kl")),
+)
+
+OF_THREE = ("ways", "sharing", "sequence", "batches", "places", "levels", "rollouts", "kl")
+"""Groups whose options are asked for three at a time as well."""
