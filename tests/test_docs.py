@@ -46,9 +46,10 @@ def without_code(path: Path) -> str:
 
 @functools.cache
 def anchors(path: Path) -> set[str]:
-    """Return the anchors of a page's headings, as GitHub makes them."""
-    found: set[str] = set()
-    for line in FENCE.sub("", path.read_text(encoding="utf-8")).splitlines():
+    """Return the anchors of a page: those that it writes, and those of its headings, as GitHub makes them."""
+    page = FENCE.sub("", path.read_text(encoding="utf-8"))
+    found = set(re.findall(r'<a id="([^"]+)"></a>', page))
+    for line in page.splitlines():
         if heading := re.match(r"#+ (.*)", line):
             text = LINK.sub(lambda link: link[0].split("]")[0].lstrip("!["), heading[1])
             anchor = re.sub(r"[^\w\- ]", "", text.strip().lower()).replace(" ", "-")

@@ -53,7 +53,10 @@ def accepted_together() -> Iterator[tuple[str, tuple[Option, ...]]]:
     while left:
         first = next(iter(left.values()))
         pairs = ((objective, other) for other in every for objective in yes(matrix, first, other))
-        objective, second = next(pairs)
+        objective, second = next(pairs, ("", first))
+        if not objective:  # `moe_balance: global` by itself: a no in every cell
+            left.pop(first.name)
+            continue
         chosen = [first, second]
         for other in left.values():
             if len(chosen) < AT_ONCE and all(objective in yes(matrix, each, other) for each in chosen):
@@ -73,7 +76,9 @@ def write(objective: str, options: tuple[Option, ...]) -> None:
     recipe = recipe_of(objective, options)
     recipe = {key: value for key, value in recipe.items() if value is not None}
     recipe |= {"max_steps": 2, "learning_rate": 1e-2, "output_dir": "run"}
-    if objective == "grpo":
+    if objective != "grpo":
+        recipe["max_length"] = 128  # few chunks even where rows are packed
+    else:
         Path("rewards.py").write_text(REWARD)
         recipe |= {"reward_funcs": ["rewards.py:low"], "allow_code": True}
     write_rows(Path(), 24)

@@ -65,7 +65,7 @@ MODELS = (DENSE, MIXTURE)
 COMMON: dict[str, Any] = {
     "model": {"init": DENSE},
     "tokenizer": {"train": {"vocab_size": 320}},
-    "engine": {"chunk_size": 16, "head_chunk_size": 8},
+    "engine": {"chunk_size": 32, "head_chunk_size": 16},
     "output_dir": "runs/support",
 }
 BASES: dict[str, dict[str, Any]] = {
