@@ -9,7 +9,8 @@ from typing import Any
 import datasets
 import pytest
 
-from streamtune.data.sources import Source, _hub_rows, read_rows
+from streamtune.data.hub import hub_rows
+from streamtune.data.sources import Source, read_rows
 from streamtune.errors import DataError
 
 Write = Callable[..., str]
@@ -73,7 +74,7 @@ def test_nothing_there(write: Write, tmp_path: Path) -> None:
 def test_local_files_have_no_split(write: Write) -> None:
     path = write("a.jsonl", [{"text": "x"}])
     for options in ({"split": "test"}, {"name": "english"}):
-        with pytest.raises(DataError, match="has no split and no configuration"):
+        with pytest.raises(DataError, match="it has no split and no configuration"):
             texts(path=path, **options)
 
 
@@ -83,12 +84,12 @@ def test_datasets_library(write: Write, tmp_path: Path, monkeypatch: pytest.Monk
     write("data/train.jsonl", [{"text": "one", "id": 1}, {"text": "two", "id": None}])
     write("data/test.jsonl", [{"text": "three", "id": 3}])
     folder = str(tmp_path / "data")
-    rows = list(_hub_rows(Source(folder)))
+    rows = list(hub_rows(folder, None, "train", "recipe.yaml:3"))
     assert [row.origin for row in rows] == [f"{folder}[train]:row 1", f"{folder}[train]:row 2"]
     assert rows[1].columns == {"text": "two"}
-    assert [row.columns["id"] for row in _hub_rows(Source(folder, split="test"))] == [3]
-    with pytest.raises(DataError, match="cannot load the dataset"):
-        list(_hub_rows(Source(folder, split="validation")))
+    assert [row.columns["id"] for row in hub_rows(folder, None, "test", "")] == [3]
+    with pytest.raises(DataError, match="has no split 'validation'; it has train, test"):
+        list(hub_rows(folder, None, "validation", ""))
 
 
 def test_hub_dataset_that_cannot_be_loaded(monkeypatch: pytest.MonkeyPatch) -> None:

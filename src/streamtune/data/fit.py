@@ -11,7 +11,7 @@ import random
 from abc import ABC, abstractmethod
 from array import array
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Generic, TypeVar
 
@@ -23,6 +23,7 @@ from streamtune.data.records import Example, Prompt, Record, Stored, TableWriter
 from streamtune.data.render import Rendered
 from streamtune.data.report import CompletionReport, DataReport, length_percentiles
 from streamtune.data.sampler import Packs
+from streamtune.data.sources import Source
 from streamtune.errors import ArgumentError, DataError
 from streamtune.labels import IGNORE_INDEX
 
@@ -76,6 +77,8 @@ class Prepared(Generic[RecordT, ReportT]):
     """the sequences that examples of ``train`` share; None without packing"""
     validation_packs: Packs | None = None
     """the same of ``validation``"""
+    bad_rows: Sequence[Mapping[str, str]] = ()
+    """rows that were left out as faulty, each with what is wrong with it"""
 
 
 class LengthFit(ABC, Generic[RecordT, ReportT]):
@@ -105,6 +108,13 @@ class LengthFit(ABC, Generic[RecordT, ReportT]):
         """for every record the number of its row among the kept ones"""
         self.digests: list[bytes] = []
         """for every record a hash of all that a run reads of it"""
+        self.source: Source | None = None
+        """the source of the row that is added next"""
+        self.bad_rows: Sequence[Mapping[str, str]] = ()
+        """see :class:`Prepared`"""
+        self._repeated: list[tuple[int, int]] = []
+        """the first record of each source, and how often each of its records is visited"""
+        self._last_source: Source | None = None
 
     def measure(self, size: int, origin: str) -> None:
         """Record the length of a row as rendered."""
@@ -113,6 +123,9 @@ class LengthFit(ABC, Generic[RecordT, ReportT]):
 
     def write(self, record: RecordT, digest: bytes) -> None:
         """Write a record of the row whose group comes next."""
+        if self.source is not self._last_source and self.source is not None:
+            self._repeated.append((len(self.digests), self.source.repeat))
+            self._last_source = self.source
         self.row_of_record.append(len(self.groups))
         self.digests.append(digest)
         self.writer.append(record)
@@ -130,7 +143,7 @@ class LengthFit(ABC, Generic[RecordT, ReportT]):
         """
         rows = np.frombuffer(self.row_of_record, dtype=np.int64)
         is_held_out = _choose_held_out(self.groups, val_size, seed)[rows]
-        trained: npt.NDArray[np.int64] = np.flatnonzero(~is_held_out)
+        trained: npt.NDArray[np.int64] = self._repeat(np.flatnonzero(~is_held_out))
         held_out: npt.NDArray[np.int64] = np.flatnonzero(is_held_out)
         total = hashlib.sha256(f"{len(trained)} {len(held_out)}".encode())
         for index in (*trained, *held_out):
@@ -140,7 +153,17 @@ class LengthFit(ABC, Generic[RecordT, ReportT]):
             validation=Stored(self.record, table, held_out),
             report=self.report(len(trained), len(held_out)),
             fingerprint=total.hexdigest(),
+            bad_rows=self.bad_rows,
         )
+
+    def _repeat(self, records: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
+        """Return the training records with those of each source as often as it says, source by source."""
+        if all(repeat == 1 for _, repeat in self._repeated):
+            return records
+        bounds = np.searchsorted(records, [start for start, _ in self._repeated[1:]])
+        parts = np.split(records, bounds)
+        repeats = [repeat for _, repeat in self._repeated]
+        return np.concatenate([np.tile(part, repeat) for part, repeat in zip(parts, repeats, strict=True)])
 
     def check(self, notify: Notify) -> None:
         """Raise if rows are too long or none is left; notify the user of the changes.

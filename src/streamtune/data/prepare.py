@@ -16,12 +16,15 @@ itself, which holds the answer that was taken off. ``tools`` goes to the chat te
 from __future__ import annotations
 
 import hashlib
+import sys
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
 from dataclasses import replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from streamtune.data.cells import texts_of
-from streamtune.data.fit import OVERLENGTH, Prepared, RowFit, check_choice
+from streamtune.data.faults import ON_BAD_ROW, BadRows
+from streamtune.data.fit import OVERLENGTH, LengthFit, Prepared, RowFit, check_choice
 from streamtune.data.preferences import PREFERENCE_TYPES, normalise_preference
 from streamtune.data.readers import Row
 from streamtune.data.records import Example, spill
@@ -56,6 +59,7 @@ from streamtune.data.fit import (
 from streamtune.data.preferences import Answers, detect_preference_type
 from streamtune.data.records import Prompt, Tree
 from streamtune.data.render import PromptRenderer, TreeRenderer
+from streamtune.data.renderings import require_template
 from streamtune.data.report import CompletionReport
 from streamtune.data.rows import detect_prompt_type
 from streamtune.errors import DataError
@@ -89,6 +93,8 @@ def prepare(
     val_size: float = 0.0,
     packing: bool = False,
     seed: int = 42,
+    on_bad_row: str = "error",
+    max_bad_rows: int = 100,
     notify: Callable[[str], None] = lambda message: None,
 ) -> PreparedData:
     """Read every source and make examples of its rows.
@@ -104,6 +110,9 @@ def prepare(
             no held-out row is trained on.
         packing: Choose examples that share a sequence of at most ``max_length`` tokens.
         seed: Seed of the choice of held-out rows, and of the packs.
+        on_bad_row: What to do with rows that are malformed or cannot be trained on: list the first ten and refuse
+            (``error``), or count and leave them out (``skip``).
+        max_bad_rows: Rows that ``skip`` may leave out.
         notify: Called with each thing the user should know, as a line of text.
 
     Raises:
@@ -112,11 +121,15 @@ def prepare(
     """
     check_choice("overlength", overlength, OVERLENGTH)
     render = RowRenderer(tokenizer, train_on=train_on, notify=notify)
+    bad = _bad_rows(on_bad_row, max_bad_rows, notify)
     with spill(Example) as (writer, tables):
         fit = RowFit(writer, overlength, max_length)
-        for content, origin in with_progress(_contents(sources, notify)):
-            fit.add(render(content, origin), origin)
-        fit.check(notify)
+        for content, origin, fit.source in with_progress(_contents(sources, bad)):
+            if isinstance(content, Conversation):
+                require_template(tokenizer, "row", origin)  # no fault of the row: outside of what is reported as one
+            with bad:
+                fit.add(render(content, origin), origin)
+        _check_rows(fit, bad)
     prepared = fit.prepared(tables[0], val_size, seed)
     return _packed(prepared, max_length, seed) if packing else prepared
 
@@ -137,10 +150,28 @@ def _packed(prepared: PreparedData, max_length: int, seed: int) -> PreparedData:
     )
 
 
-def _contents(sources: Sequence[Source], notify: Callable[[str], None]) -> Iterator[tuple[Content, str]]:
-    """Yield the normal form of every row of every source, with its origin."""
-    for row, row_type in typed_rows(sources, ROW_TYPES, detect_type, notify):
-        yield normalise(row, row_type), row.origin
+def _contents(sources: Sequence[Source], bad: BadRows) -> Iterator[tuple[Content, str, Source]]:
+    """Yield the normal form of every row of every source, with its origin and source."""
+    for row, row_type, source in typed_rows(sources, ROW_TYPES, detect_type, bad):
+        content = None
+        with bad:
+            content = normalise(row, row_type)
+        if content is not None:
+            yield content, row.origin, source
+
+
+def _bad_rows(on_bad_row: str, max_bad_rows: int, notify: Callable[[str], None]) -> BadRows:
+    check_choice("on_bad_row", on_bad_row, ON_BAD_ROW)
+    return BadRows(on_bad_row, max_bad_rows, notify)
+
+
+def _check_rows(fit: LengthFit[Any, Any], bad: BadRows) -> None:
+    """Raise if rows are bad or none is left; notify the user of the rows that are left out or changed."""
+    bad.check()
+    if not len(fit.lengths):
+        bad.nothing_left()
+    fit.bad_rows = bad.to_json()
+    fit.check(bad.notify)
 
 
 # --- texts alone, for training a tokenizer ----------------------------------------------------------------------------
@@ -148,14 +179,25 @@ def _contents(sources: Sequence[Source], notify: Callable[[str], None]) -> Itera
 _KNOWN = tuple(dict.fromkeys((*ROW_TYPES, *PREFERENCE_TYPES, *PROMPT_TYPES)))
 
 
-def iter_texts(sources: Sequence[Source], *, notify: Callable[[str], None] = lambda message: None) -> Iterator[str]:
+def iter_texts(
+    sources: Sequence[Source],
+    *,
+    on_bad_row: str = "error",
+    max_bad_rows: int = 100,
+    notify: Callable[[str], None] = lambda message: None,
+) -> Iterator[str]:
     """Yield the texts of all rows: contents of messages, prompts, completions, documents; without a chat template.
 
     Raises:
         DataError: A file is missing, or a row is malformed.
     """
-    for row, row_type in typed_rows(sources, _KNOWN, _detect, notify):
-        yield from _texts(row, row_type)
+    bad = _bad_rows(on_bad_row, max_bad_rows, notify)
+    for row, row_type, _ in typed_rows(sources, _KNOWN, _detect, bad):
+        texts: list[str] = []
+        with bad:
+            texts = _texts(row, row_type)
+        yield from texts
+    bad.check()
 
 
 def holds_messages(sources: Sequence[Source]) -> bool:
@@ -164,12 +206,13 @@ def holds_messages(sources: Sequence[Source]) -> bool:
     Raises:
         DataError: A file is missing, or the row is malformed.
     """
-    for row, row_type in typed_rows(sources[:1], _KNOWN, _detect, lambda message: None):
-        if row_type in PREFERENCE_TYPES:
-            return not isinstance(normalise_preference(row, row_type).prompt, str)
-        if row_type == "prompts":
-            return not isinstance(prompt_of(row, row_type), str)
-        return isinstance(normalise(row, row_type), Conversation)
+    for row, row_type, _ in typed_rows(sources[:1], _KNOWN, _detect, BadRows("skip", sys.maxsize)):
+        with suppress(DataError):  # the next row may be sound
+            if row_type in PREFERENCE_TYPES:
+                return not isinstance(normalise_preference(row, row_type).prompt, str)
+            if row_type == "prompts":
+                return not isinstance(prompt_of(row, row_type), str)
+            return isinstance(normalise(row, row_type), Conversation)
     return False
 
 
@@ -200,8 +243,8 @@ PreparedTrees = Prepared[Tree, CompletionReport]
 PreparedPrompts = Prepared[Prompt, CompletionReport]
 """Prompts, split into a training and a held-out part; none is in both."""
 
-Rows = Iterator[tuple[Answers, str]]
-"""Normal forms with their origins."""
+Rows = Iterator[tuple[Answers, str, Source]]
+"""Normal forms with their origins and sources."""
 
 
 _TAKEN = ("prompts", "completions", "completion_ids")
@@ -218,6 +261,8 @@ def prepare_preferences(
     identical_pairs: str = "error",
     val_size: float = 0.0,
     seed: int = 42,
+    on_bad_row: str = "error",
+    max_bad_rows: int = 100,
     notify: Callable[[str], None] = lambda message: None,
 ) -> PreparedTrees:
     """Read every source and make one tree of each pair: its completions are ``[chosen, rejected]``.
@@ -235,17 +280,20 @@ def prepare_preferences(
             (``drop``), counted.
         val_size: Rows to hold out: a fraction below 1, or a count.
         seed: Seed of the choice of held-out rows.
+        on_bad_row: What to do with rows that are malformed or cannot be trained on: list the first ten and refuse
+            (``error``), or count and leave them out (``skip``).
+        max_bad_rows: Rows that ``skip`` may leave out.
         notify: Called with each thing the user should know, as a line of text.
 
     Raises:
         DataError: A file is missing, a row is malformed, identical, too long or empty, or nothing is left.
         ArgumentError: ``overlength`` or ``identical_pairs`` is none of the known ones, or the lengths leave no room.
     """
-    rows = _answers(sources, ("preference",), notify)
+    bad = _bad_rows(on_bad_row, max_bad_rows, notify)
+    rows = _answers(sources, ("preference",), bad)
     policy = LengthPolicy(max_length, max_prompt_length, overlength)
-    return _prepare_trees(
-        rows, tokenizer, policy, identical_pairs, ("chosen", "rejected"), val_size=val_size, seed=seed, notify=notify
-    )
+    kinds = ("chosen", "rejected")
+    return _prepare_trees(rows, tokenizer, policy, identical_pairs, kinds, bad, val_size=val_size, seed=seed)
 
 
 def prepare_unpaired(
@@ -258,6 +306,8 @@ def prepare_unpaired(
     identical_pairs: str = "error",
     val_size: float = 0.0,
     seed: int = 42,
+    on_bad_row: str = "error",
+    max_bad_rows: int = 100,
     notify: Callable[[str], None] = lambda message: None,
 ) -> PreparedTrees:
     """Read every source and make one tree of each row, its completions labelled desirable or not.
@@ -267,15 +317,14 @@ def prepare_unpaired(
 
     Args and raises as :func:`prepare_preferences`; in addition a ``DataError`` if all labels are the same.
     """
+    bad = _bad_rows(on_bad_row, max_bad_rows, notify)
     labelled = (
-        (answers if answers.labels else replace(answers, labels=(True, False)), origin)
-        for answers, origin in _answers(sources, PREFERENCE_TYPES, notify)
+        (answers if answers.labels else replace(answers, labels=(True, False)), origin, source)
+        for answers, origin, source in _answers(sources, PREFERENCE_TYPES, bad)
     )
     kinds = ("desirable", "undesirable")
     policy = LengthPolicy(max_length, max_prompt_length, overlength)
-    prepared = _prepare_trees(
-        labelled, tokenizer, policy, identical_pairs, kinds, val_size=val_size, seed=seed, notify=notify
-    )
+    prepared = _prepare_trees(labelled, tokenizer, policy, identical_pairs, kinds, bad, val_size=val_size, seed=seed)
     found = list(prepared.report.completion_lengths)
     if len(found) == 1:
         raise DataError(
@@ -292,35 +341,42 @@ def _prepare_trees(
     policy: LengthPolicy,
     identical_pairs: str,
     kinds: tuple[str, str],
+    bad: BadRows,
     *,
     val_size: float,
     seed: int,
-    notify: Callable[[str], None],
 ) -> PreparedTrees:
     """Render, fit and split every row."""
     check_choice("identical_pairs", identical_pairs, IDENTICAL_PAIRS)
     with spill(Tree) as (writer, tables):
         fit = TreeFit(writer, policy, identical_pairs, kinds)
-        render = TreeRenderer(tokenizer, notify=notify)
-        for answers, origin in with_progress(rows):
-            if answers.identical:
-                fit.skip_identical(origin)
-            else:
-                fit.add(render(answers, origin), prompt_digest(answers.prompt, answers.tools))
-        fit.check(notify)
+        render = TreeRenderer(tokenizer, notify=bad.notify)
+        for answers, origin, fit.source in with_progress(rows):
+            if not isinstance(answers.prompt, str) and not answers.identical:
+                require_template(tokenizer, "row", origin)
+            with bad:
+                if answers.identical:
+                    fit.skip_identical(origin)
+                else:
+                    fit.add(render(answers, origin), prompt_digest(answers.prompt, answers.tools))
+        _check_rows(fit, bad)
     return fit.prepared(tables[0], val_size, seed)
 
 
-def _answers(sources: Sequence[Source], wanted: Sequence[str], notify: Callable[[str], None]) -> Rows:
-    """Yield the normal form of every row, with its origin."""
-    for row, row_type in typed_rows(sources, PREFERENCE_TYPES, detect_preference_type, notify):
+def _answers(sources: Sequence[Source], wanted: Sequence[str], bad: BadRows) -> Rows:
+    """Yield the normal form of every row, with its origin and source."""
+    for row, row_type, source in typed_rows(sources, PREFERENCE_TYPES, detect_preference_type, bad):
         if row_type not in wanted:
             raise DataError(
                 f"the rows are of type '{row_type}', and pairs of 'chosen' and 'rejected' are compared here",
                 where=row.origin,
                 mend="set loss_type: kto, which judges answers one by one",
             )
-        yield normalise_preference(row, row_type), row.origin
+        answers = None
+        with bad:
+            answers = normalise_preference(row, row_type)
+        if answers is not None:
+            yield answers, row.origin, source
 
 
 def prepare_prompts(
@@ -331,6 +387,8 @@ def prepare_prompts(
     overlength: str = "error",
     val_size: float = 0.0,
     seed: int = 42,
+    on_bad_row: str = "error",
+    max_bad_rows: int = 100,
     notify: Callable[[str], None] = lambda message: None,
 ) -> PreparedPrompts:
     """Read every source and render its prompts.
@@ -343,6 +401,9 @@ def prepare_prompts(
             or leave it out (``drop``).
         val_size: Rows to hold out: a fraction below 1, or a count. Rows with the same prompt stay together.
         seed: Seed of the choice of held-out rows.
+        on_bad_row: What to do with rows that are malformed or cannot be trained on: list the first ten and refuse
+            (``error``), or count and leave them out (``skip``).
+        max_bad_rows: Rows that ``skip`` may leave out.
         notify: Called with each thing the user should know, as a line of text.
 
     Raises:
@@ -351,21 +412,25 @@ def prepare_prompts(
     """
     split = "a prompt cannot be split; use " if overlength == "split" else "use "
     check_choice("overlength", overlength, COMPLETION_OVERLENGTH, mend=split + ", ".join(COMPLETION_OVERLENGTH))
+    bad = _bad_rows(on_bad_row, max_bad_rows, notify)
     render = PromptRenderer(tokenizer)
     with spill(Prompt) as (writer, tables):
         fit = PromptFit(writer, overlength, max_prompt_length)
-        for row, prompt in with_progress(_prompts(sources, notify)):
-            tools = tools_of(row.columns.get("tools"), row.origin)
-            columns = {name: value for name, value in row.columns.items() if name != "prompt"}
-            ids = render(prompt, tools, row.origin)
-            fit.add(Prompt(ids, prompt, columns, row.origin), prompt_digest(prompt, tools))
-        fit.check(notify)
+        for row, prompt, fit.source in with_progress(_prompts(sources, bad)):
+            if not isinstance(prompt, str):
+                require_template(tokenizer, "prompt", row.origin)
+            with bad:
+                tools = tools_of(row.columns.get("tools"), row.origin)
+                columns = {name: value for name, value in row.columns.items() if name != "prompt"}
+                ids = render(prompt, tools, row.origin)
+                fit.add(Prompt(ids, prompt, columns, row.origin), prompt_digest(prompt, tools))
+        _check_rows(fit, bad)
     return fit.prepared(tables[0], val_size, seed)
 
 
-def _prompts(sources: Sequence[Source], notify: Callable[[str], None]) -> Iterator[tuple[Row, TextOrMessages]]:
-    """Yield every row of every source with its prompt, checked."""
-    for row, row_type in typed_rows(sources, PROMPT_TYPES, detect_prompt_type, notify):
+def _prompts(sources: Sequence[Source], bad: BadRows) -> Iterator[tuple[Row, TextOrMessages, Source]]:
+    """Yield every row of every source with its prompt, checked, and its source."""
+    for row, row_type, source in typed_rows(sources, PROMPT_TYPES, detect_prompt_type, bad):
         taken = next((name for name in _TAKEN if name in row.columns), None)
         if taken is not None:
             raise DataError(
@@ -373,4 +438,8 @@ def _prompts(sources: Sequence[Source], notify: Callable[[str], None]) -> Iterat
                 where=row.origin,
                 mend="rename the column",
             )
-        yield row, prompt_of(row, row_type)
+        prompt = None
+        with bad:
+            prompt = prompt_of(row, row_type)
+        if prompt is not None:
+            yield row, prompt, source

@@ -1,32 +1,36 @@
-"""Local files, one row at a time, each with the place it came from.
+"""Files of rows, one row at a time, each with the place it came from.
 
 A reader yields :class:`Row`: the columns as plain Python values and an origin, ``file:line`` where the format has lines
-and ``file:row N`` (counted from 1) where it has none. Any fault of a file is a ``DataError`` at that place.
+and ``file:row N`` (counted from 1) where it has none. The fault of a row is reported to :class:`BadRows`, that of a
+whole file is a ``DataError`` at its place.
 """
 
 from __future__ import annotations
 
 import csv
-import gzip
 import json
 import re
 import sys
-import zlib
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 from streamtune.data.cells import kind_of
+from streamtune.data.faults import BadRows
+from streamtune.data.files import (
+    COMPRESSED,
+    MAX_LINE_BYTES,
+    DataFile,
+    format_of,
+    iter_lines,
+    local_file,
+    open_bytes,
+    read_whole,
+)
 from streamtune.errors import DataError
 
-__all__ = ["READERS", "Row", "format_of", "read_file", "without_nulls"]
-
-
-MAX_LINE_BYTES = 256 << 20
-"""Of one line: tens of millions of tokens."""
-MAX_DOCUMENT = 1 << 30
-"""Characters of a file that is read at once: .json, .txt, .md."""
+__all__ = ["READERS", "Row", "read_data_file", "read_file", "without_nulls"]
 
 
 @dataclass(frozen=True)
@@ -36,14 +40,6 @@ class Row:
     origin: str
     """``file:line`` or ``file:row N``: what an error names"""
     columns: dict[str, Any]
-
-
-def format_of(path: Path) -> str:
-    """Return the extension that decides how a file is read, in lower case and without ``.gz``: ``".jsonl"``."""
-    suffixes = [suffix.lower() for suffix in path.suffixes]
-    if suffixes and suffixes[-1] == ".gz":
-        suffixes.pop()
-    return suffixes[-1] if suffixes else ""
 
 
 def read_file(path: Path, shown: str) -> Iterator[Row]:
@@ -56,14 +52,23 @@ def read_file(path: Path, shown: str) -> Iterator[Row]:
     Raises:
         DataError: The format is not known, or the file or one of its rows is malformed.
     """
-    reader = READERS.get(format_of(path))
+    return read_data_file(local_file(path, shown), BadRows())
+
+
+def read_data_file(file: DataFile, bad: BadRows) -> Iterator[Row]:
+    """Read a file row by row; malformed rows are reported and left out.
+
+    Raises:
+        DataError: The format is not known, or the file is malformed.
+    """
+    reader = READERS.get(format_of(file.name))
     if reader is None:
         raise DataError(
-            f"cannot read '{path.name}': its extension says no known format",
-            where=shown,
-            mend=f"use one of {', '.join(READERS)} (text formats may be gzipped: .jsonl.gz)",
+            f"cannot read '{file.name}': its extension says no known format",
+            where=file.shown,
+            mend=f"use one of {', '.join(READERS)}; text may be compressed: {', '.join(COMPRESSED)} behind it",
         )
-    return reader(path, shown)
+    return reader(file, bad)
 
 
 def without_nulls(value: Any) -> Any:
@@ -77,62 +82,6 @@ def without_nulls(value: Any) -> Any:
     if isinstance(value, list):
         return [without_nulls(item) for item in value]
     return value
-
-
-GZIP, ZSTD = b"\x1f\x8b", b"\x28\xb5\x2f\xfd"
-"""First bytes of compressed files."""
-
-
-def _lines(path: Path, shown: str) -> Iterator[tuple[int, str]]:
-    """Yield (line number from 1, decoded line with its line break); a byte order mark is dropped."""
-    number = 0
-    try:
-        with gzip.open(path, "rb") if path.suffix.lower() == ".gz" else path.open("rb") as file:
-            while line := file.readline(MAX_LINE_BYTES + 1):
-                number += 1
-                if len(line) > MAX_LINE_BYTES:
-                    raise DataError(
-                        f"the line has more than {MAX_LINE_BYTES >> 20:,} MiB",
-                        where=f"{shown}:{number}",
-                        mend="write one row a line, or split the row",
-                    )
-                yield number, line.decode("utf-8-sig" if number == 1 else "utf-8")
-    except UnicodeDecodeError as error:
-        if number == 1 and error.object.startswith((GZIP, ZSTD)):
-            kind = "gzip" if error.object.startswith(GZIP) else "zstd"
-            raise DataError(
-                f"the file is compressed ({kind}), and its name does not say so",
-                where=shown,
-                mend=f"rename it to {path.name}.gz" if kind == "gzip" else "unpack it: zstd -d FILE",
-            ) from error
-        raise DataError(
-            f"not valid UTF-8: byte 0x{error.object[error.start]:02x} at column {error.start + 1}",
-            where=f"{shown}:{number}",
-            mend="convert the file, for example: iconv -f UTF-16 -t UTF-8",
-        ) from error
-    except (EOFError, zlib.error, gzip.BadGzipFile) as error:
-        raise DataError(f"the gzip file is damaged after line {number}: {error}", where=shown) from error
-    except OSError as error:
-        raise DataError(f"cannot read the file: {error.strerror or error}", where=shown) from error
-
-
-def _whole(path: Path, shown: str) -> str:
-    """Return the text of a file that is read at once.
-
-    Raises:
-        DataError: It is larger than any such file should be; a small gzip file may unpack to that.
-    """
-    parts, size = [], 0
-    for number, line in _lines(path, shown):
-        size += len(line)
-        if size > MAX_DOCUMENT:
-            raise DataError(
-                f"more than {MAX_DOCUMENT >> 20:,} million characters",
-                where=f"{shown}:{number}",
-                mend="write .jsonl, which is read line by line",
-            )
-        parts.append(line)
-    return "".join(parts)
 
 
 def _object(value: Any, origin: str) -> Row:
@@ -158,7 +107,11 @@ def _unique_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     return columns
 
 
-_DECODER = json.JSONDecoder(object_pairs_hook=_unique_keys)
+def _refuse_constant(name: str) -> NoReturn:
+    raise ValueError(f"{name} is no number of JSON")
+
+
+_DECODER = json.JSONDecoder(object_pairs_hook=_unique_keys, parse_constant=_refuse_constant)
 
 
 def _json_fault(error: ValueError | RecursionError, origin: str, place: str) -> DataError:
@@ -175,29 +128,38 @@ def _json_fault(error: ValueError | RecursionError, origin: str, place: str) -> 
     if isinstance(error, RecursionError):
         return DataError("the JSON is nested too deeply", where=origin, mend=mend)
     if isinstance(error, json.JSONDecodeError):
+        if error.msg == "Extra data" and error.doc[error.pos :].lstrip().startswith(("{", "[")):
+            what = f"two JSON values stand on one line, the second at column {error.colno}"
+            return DataError(what, where=place, mend="write one row a line")
         return DataError(f"malformed JSON: {error.msg} (column {error.colno})", where=place, mend=mend)
     return DataError(f"malformed JSON: {error}", where=origin, mend=mend)  # more digits than Python converts
 
 
-def _read_jsonl(path: Path, shown: str) -> Iterator[Row]:
+def _read_jsonl(file: DataFile, bad: BadRows) -> Iterator[Row]:
     """Yield one row for each line, a JSON object; blank lines are skipped."""
-    for number, line in _lines(path, shown):
-        if not line.strip():
+    for number, line in iter_lines(file, bad):
+        if not line or line.isspace():
             continue
-        origin = f"{shown}:{number}"
-        try:
-            value = _DECODER.decode(line)  # unlike raw_decode, it takes blanks before the object and CRLF behind it
-        except (ValueError, RecursionError) as error:
-            raise _json_fault(error, origin, origin) from error
-        yield _object(value, origin)
+        with bad:
+            row = [_parse_line(line, f"{file.shown}:{number}")]
+            del line
+            yield row.pop()  # a long row is held by its reader alone
+
+
+def _parse_line(line: str, origin: str) -> Row:
+    try:
+        value = _DECODER.decode(line)  # unlike raw_decode, it takes blanks before the object and CRLF behind it
+    except (ValueError, RecursionError) as error:
+        raise _json_fault(error, origin, origin) from error
+    return _object(value, origin)
 
 
 _BLANK = re.compile(r"[ \t\r\n]*")
 
 
-def _read_json(path: Path, shown: str) -> Iterator[Row]:
+def _read_json(file: DataFile, bad: BadRows) -> Iterator[Row]:
     """Yield a list of objects, or objects in sequence; parsed one by one, so that memory holds only the text."""
-    text = _whole(path, shown)
+    text, shown = read_whole(file), file.shown
     line, counted, position = 1, 0, _skip_blank(text, 0)
     in_list = text.startswith("[", position)
     if in_list:
@@ -214,7 +176,12 @@ def _read_json(path: Path, shown: str) -> Iterator[Row]:
         except (ValueError, RecursionError) as error:
             line_of_fault = error.lineno if isinstance(error, json.JSONDecodeError) else line
             raise _json_fault(error, origin, f"{shown}:{line_of_fault}") from error
-        yield _object(value, origin)
+        try:
+            row = _object(value, origin)
+        except DataError as error:
+            bad.report(error)
+        else:
+            yield row
         position = _skip_blank(text, position)
         if in_list:
             position = _next_item(text, position, shown)
@@ -239,37 +206,83 @@ def _next_item(text: str, position: int, shown: str) -> int:
     raise DataError("malformed JSON: expected one ',' between rows", where=f"{shown}:{line}")
 
 
-def _read_csv(path: Path, shown: str, delimiter: str = ",") -> Iterator[Row]:
-    """Yield the rows under a header line; a quoted cell may hold line breaks."""
+def _read_csv(file: DataFile, bad: BadRows, delimiter: str | None = None) -> Iterator[Row]:
+    """Yield the rows under a header line; a quoted cell may hold line breaks. Without a delimiter, find it."""
     # A long text in a cell is what this program is for; the csv module refuses 128 KiB unless told otherwise.
     csv.field_size_limit(min(sys.maxsize, MAX_LINE_BYTES))
-    reader = csv.reader((line for _, line in _lines(path, shown)), delimiter=delimiter, strict=True)
+    shown = file.shown
+    lines = _CountedLines(iter_lines(file, bad))
+    if delimiter is None:
+        delimiter = _find_delimiter(lines.peek())
+        if delimiter != ",":
+            name = {";": "semicolons", "\t": "tabs", "|": "vertical bars"}[delimiter]
+            bad.notify(f"{shown}: the columns are separated by {name}")
+    reader = csv.reader(lines, delimiter=delimiter, strict=True)
     header: list[str] | None = None
-    start = 1
     while True:
+        start = lines.next_number
         try:
             cells = next(reader)
         except StopIteration:
             return
         except csv.Error as error:
-            raise DataError(f"malformed CSV: {error}", where=f"{shown}:{start}") from error
-        origin, start = f"{shown}:{start}", reader.line_num + 1
+            mend = "close the quote, or double quotes that belong to the text"
+            raise DataError(f"malformed CSV: {error}", where=f"{shown}:{start}", mend=mend) from error
+        origin = f"{shown}:{start}"
         if not cells:
             continue
         if header is None:
             header = _unique_columns(cells, origin)
             continue
         if len(cells) != len(header):
-            raise DataError(
-                f"the row has {len(cells)} cells, the header has {len(header)} columns ({', '.join(header)})",
-                where=origin,
-                mend="quote cells that hold the separator or a line break",
+            number = "1 cell" if len(cells) == 1 else f"{len(cells)} cells"
+            bad.report(
+                DataError(
+                    f"the row has {number}, the header has {len(header)} columns ({', '.join(header)})",
+                    where=origin,
+                    mend="quote cells that hold the separator or a line break",
+                )
             )
+            continue
         yield Row(origin, dict(zip(header, cells, strict=True)))
 
 
-def _read_tsv(path: Path, shown: str) -> Iterator[Row]:
-    return _read_csv(path, shown, delimiter="\t")
+class _CountedLines:
+    """Lines of text that remember the number of the next one; lines that were left out count."""
+
+    def __init__(self, lines: Iterator[tuple[int, str]]) -> None:
+        self._lines = lines
+        self._waiting = next(lines, None)
+
+    def __iter__(self) -> _CountedLines:
+        return self
+
+    def __next__(self) -> str:
+        if self._waiting is None:
+            raise StopIteration
+        line = self._waiting[1]
+        self._waiting = next(self._lines, None)
+        return line
+
+    @property
+    def next_number(self) -> int:
+        return self._waiting[0] if self._waiting is not None else 0
+
+    def peek(self) -> str:
+        return self._waiting[1] if self._waiting is not None else ""
+
+
+_QUOTED = re.compile(r'"(?:[^"]|"")*"')
+
+
+def _find_delimiter(header: str) -> str:
+    """Return the character that separates the columns of a header line: a comma, unless there is only another."""
+    bare = _QUOTED.sub("", header)
+    return next((mark for mark in (",", ";", "\t", "|") if mark in bare), ",")
+
+
+def _read_tsv(file: DataFile, bad: BadRows) -> Iterator[Row]:
+    return _read_csv(file, bad, delimiter="\t")
 
 
 def _unique_columns(names: Sequence[str], origin: str) -> list[str]:
@@ -281,24 +294,65 @@ def _unique_columns(names: Sequence[str], origin: str) -> list[str]:
     return columns
 
 
-def _read_parquet(path: Path, shown: str) -> Iterator[Row]:
+def _read_parquet(file: DataFile, bad: BadRows) -> Iterator[Row]:
     """Yield the rows of a Parquet file, a few at a time."""
-    import pyarrow as pa  # type: ignore[import-untyped]
-    import pyarrow.parquet as pq  # type: ignore[import-untyped]
+    import pyarrow.parquet as pq
 
+    def batches(raw: Any) -> Iterator[Any]:
+        with pq.ParquetFile(raw) as opened:
+            _unique_columns(opened.schema_arrow.names, file.shown)
+            yield from opened.iter_batches(batch_size=64)
+
+    return _arrow_rows(file, batches, "Parquet")
+
+
+def _read_arrow(file: DataFile, bad: BadRows) -> Iterator[Row]:
+    """Yield the rows of an Arrow file or stream, such as ``datasets`` writes."""
+    import pyarrow as pa  # type: ignore[import-untyped]
+
+    def batches(raw: Any) -> Iterator[Any]:
+        is_file = raw.read(6) == b"ARROW1"
+        raw.seek(0)
+        if is_file:
+            with pa.ipc.open_file(raw) as opened:
+                _unique_columns(opened.schema.names, file.shown)
+                parts = (opened.get_batch(number) for number in range(opened.num_record_batches))
+                yield from _slices(parts)
+        else:
+            with pa.ipc.open_stream(raw) as stream:
+                _unique_columns(stream.schema.names, file.shown)
+                yield from _slices(stream)
+
+    return _arrow_rows(file, batches, "Arrow")
+
+
+def _slices(batches: Any) -> Iterator[Any]:
+    """Yield the rows of batches, 64 at a time: as Python values they take much more memory."""
+    for batch in batches:
+        for start in range(0, batch.num_rows, 64):
+            yield batch.slice(start, 64)
+
+
+def _arrow_rows(file: DataFile, batches: Callable[[Any], Iterator[Any]], kind: str) -> Iterator[Row]:
+    """Yield the rows of Arrow batches of an open file.
+
+    Raises:
+        DataError: The file is damaged.
+    """
+    import pyarrow as pa
+
+    number = 0
     try:
-        with pq.ParquetFile(path) as file:
-            _unique_columns(file.schema_arrow.names, shown)
-            number = 0
-            for batch in file.iter_batches(batch_size=64):
+        with open_bytes(file, text=False) as raw:
+            for batch in batches(raw):
                 for columns in batch.to_pylist():
                     number += 1
-                    yield Row(f"{shown}:row {number}", without_nulls(columns))
+                    yield Row(f"{file.shown}:row {number}", without_nulls(columns))
     # pyarrow raises its own errors, Python's, and MemoryError for a size that a damaged file claims
     except (pa.ArrowException, OSError, ValueError, TypeError, OverflowError, KeyError, MemoryError) as error:
-        raise DataError(
-            f"not a readable Parquet file: {_short(error)}", where=shown, mend="write the file anew, or use .jsonl"
-        ) from error
+        where = f"{file.shown}:row {number + 1}" if number else file.shown
+        mend = "fetch or write the file anew, or use .jsonl"
+        raise DataError(f"not a readable {kind} file: {_short(error)}", where=where, mend=mend) from error
 
 
 def _short(error: BaseException) -> str:
@@ -306,18 +360,19 @@ def _short(error: BaseException) -> str:
     return text if len(text) <= 200 else f"{text[:197]}..."
 
 
-def _read_text(path: Path, shown: str) -> Iterator[Row]:
+def _read_text(file: DataFile, bad: BadRows) -> Iterator[Row]:
     """Yield the whole file as one document: a book is one long row, not as many rows as it has lines."""
-    text = _whole(path, shown)
+    text = read_whole(file)
     if text.strip():
-        yield Row(f"{shown}:1", {"text": text})
+        yield Row(f"{file.shown}:1", {"text": text})
 
 
-READERS: dict[str, Callable[[Path, str], Iterator[Row]]] = {
+READERS: dict[str, Callable[[DataFile, BadRows], Iterator[Row]]] = {
     ".jsonl": _read_jsonl,
     ".ndjson": _read_jsonl,
     ".json": _read_json,
     ".parquet": _read_parquet,
+    ".arrow": _read_arrow,
     ".csv": _read_csv,
     ".tsv": _read_tsv,
     ".txt": _read_text,

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import re
+import random
 import sys
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from itertools import islice
-from pathlib import Path
-from typing import Any, TypeVar
+from typing import TypeVar
 
 from streamtune.data.builtin import (
     ARITHMETIC_PATH,
@@ -20,8 +18,12 @@ from streamtune.data.builtin import (
     preference_rows,
     stdlib_rows,
 )
+from streamtune.data.cells import column_names
+from streamtune.data.faults import BadRows
+from streamtune.data.hub import hub_rows
 from streamtune.data.passkey import PASSKEY_PATH, passkey_rows
-from streamtune.data.readers import READERS, Row, format_of, read_file, without_nulls
+from streamtune.data.places import is_address, local_files, remote_files
+from streamtune.data.readers import Row, read_data_file
 from streamtune.errors import DataError, did_you_mean
 
 __all__ = ["Source", "read_rows", "typed_rows", "with_progress"]
@@ -41,16 +43,24 @@ class Source:
     """One entry of a recipe's ``datasets``."""
 
     path: str
-    """a file, a folder or a glob of files, a dataset on the hub, or one of :data:`BUILT_IN`"""
+    """a file, a folder or a glob of files, an address, a dataset on the hub, or one of :data:`BUILT_IN`"""
     type: str = "auto"
     """``auto``; ``messages``, ``prompt_completion``, ``text``, ``alpaca`` or ``sharegpt``; ``preference`` or
     ``unpaired``; ``prompts``"""
     split: str = "train"
-    """split of a dataset on the hub"""
+    """split of a folder or of a dataset on the hub"""
     name: str | None = None
     """configuration of a dataset on the hub, or the task of ``demo-arithmetic``"""
+    columns: Mapping[str, str] | None = None
+    """name of a column here -> its name in the files"""
     max_rows: int | None = None
-    """use the first so many rows"""
+    """use so many rows"""
+    shuffle: bool = False
+    """draw ``max_rows`` among all rows by the seed, in place of the first ones; they stay in their order"""
+    repeat: int = 1
+    """times that each training row is visited in an epoch"""
+    seed: int = 42
+    """seed of that draw"""
     where: str = ""
     """place of this entry in the recipe, ``file:line``; named when the path is wrong"""
 
@@ -60,33 +70,79 @@ class Source:
         return self.where or self.path
 
 
-def read_rows(source: Source) -> Iterator[Row]:
-    """Read the rows of a source, ``max_rows`` of them at most.
+def read_rows(source: Source, bad: BadRows | None = None) -> Iterator[Row]:
+    """Read the rows of a source, ``max_rows`` of them at most, with the columns renamed.
+
+    Args:
+        source: The source.
+        bad: Takes malformed rows and messages for the user; without it the first malformed row is raised.
 
     Raises:
-        DataError: There is no such file or dataset, it holds no row, or one of its rows is malformed.
+        DataError: There is no such file or dataset, it holds no row, or a file is malformed.
     """
-    empty = True
-    for row in islice(_all_rows(source), source.max_rows):
+    bad = bad or BadRows()
+    empty, before = True, bad.count
+    for row in _renamed(_drawn(source, bad), source, bad):
         empty = False
         yield row
-    if empty:
+    if empty and bad.count == before:
         raise DataError(f"'{source.path}' has no rows", where=source.place)
+
+
+def _drawn(source: Source, bad: BadRows) -> Iterator[Row]:
+    """Yield the rows of a source: all, the first ones, or some that are drawn by the seed."""
+    if not source.shuffle or source.max_rows is None:
+        yield from islice(_all_rows(source, bad), source.max_rows)
+        return
+    # Read twice: the first time to count, so that memory holds one row at a time.
+    everything = replace(source, max_rows=None)
+    silent = BadRows("skip", sys.maxsize)
+    count = sum(1 for _ in _all_rows(everything, silent))
+    chosen = set(random.Random(source.seed).sample(range(count), min(count, source.max_rows)))
+    for number, row in enumerate(_all_rows(everything, bad)):
+        if number in chosen:
+            yield row
+
+
+def _renamed(rows: Iterable[Row], source: Source, bad: BadRows) -> Iterator[Row]:
+    """Yield the rows with the columns named as ``columns`` says.
+
+    Raises:
+        DataError: The first row has no column that the map names.
+    """
+    if not source.columns:
+        yield from rows
+        return
+    theirs = set(source.columns.values())
+    for number, row in enumerate(rows):
+        missing = sorted(theirs - row.columns.keys())
+        if missing:
+            what = f"'columns' names '{missing[0]}', which is no column of the row: it has {column_names(row.columns)}"
+            mend = did_you_mean(missing[0], row.columns) or "name one of these"
+            if number == 0:
+                raise DataError(f"{what} ({row.origin})", where=source.place, mend=mend)
+            bad.report(DataError(what, where=row.origin, mend=mend))
+            continue
+        hidden = [name for name in source.columns if name in row.columns and name not in theirs]
+        if hidden and number == 0:
+            bad.notify(f"{source.path}: the column '{hidden[0]}' is not read, 'columns' puts another in its place")
+        kept = {name: value for name, value in row.columns.items() if name not in theirs}
+        yield Row(row.origin, {**kept, **{ours: row.columns[name] for ours, name in source.columns.items()}})
 
 
 def typed_rows(
     sources: Sequence[Source],
     known: Sequence[str],
     detect: Callable[[Row], str],
-    notify: Callable[[str], None],
-) -> Iterator[tuple[Row, str]]:
+    bad: BadRows,
+) -> Iterator[tuple[Row, str, Source]]:
     """Yield every row of every source with its type: the one its source names, or that of the source's first row.
 
     Args:
         sources: Where the rows come from, in order.
         known: The types a source may name, besides ``auto``.
         detect: Returns the type a row looks like.
-        notify: Called with the type that was detected, source by source.
+        bad: Takes malformed rows, and is notified of the type that was detected, source by source.
 
     Raises:
         DataError: As :func:`read_rows` and ``detect``, or a source names a type that is not known.
@@ -100,28 +156,47 @@ def typed_rows(
                 where=source.place,
                 mend=f"{'here ' if reader else ''}use {', '.join(('auto', *known))}",
             )
-        for row in read_rows(source):
+        for row in read_rows(source, bad):
             if row_type == "auto":
-                row_type = detect(row)
+                try:
+                    row_type = detect(row)
+                except DataError as error:
+                    bad.report_first(error)
+                    continue
                 if source.path not in BUILT_IN:
-                    notify(f"{source.path}: rows look like '{row_type}'")
-            yield row, row_type
+                    bad.notify(f"{source.path}: rows look like '{row_type}'")
+            yield row, row_type, source
 
 
-def _all_rows(source: Source) -> Iterator[Row]:
+def _all_rows(source: Source, bad: BadRows) -> Iterator[Row]:
     if source.path in BUILT_IN:
         _check_choices(source, tuple(TASKS) if source.path == ARITHMETIC_PATH else ())
         yield from BUILT_IN[source.path](source)
         return
+    find = remote_files if is_address(source.path) else local_files
     try:
-        files = _local_files(source)
+        found = find(source.path, split=source.split, config=source.name, where=source.place)
     except OSError as error:
         raise DataError(f"cannot look at '{source.path}': {error.strerror or error}", where=source.place) from error
-    if files is None:
-        yield from _hub_rows(source)
-    else:
-        for path, shown in files:
-            yield from read_file(path, shown)
+    if found is None:
+        yield from hub_rows(source.path, source.name, source.split, source.place)
+        return
+    files, folder = found
+    if folder is not None:
+        bad.notify(f"{source.path}: split '{source.split}' is {_listed(folder.names)}")
+        if folder.left_out:
+            bad.notify(f"{source.path}: not read: {_listed(folder.left_out)}")
+    for file in files:
+        yield from read_data_file(file, bad)
+
+
+MOST_LISTED = 20
+"""Files that a message lists by name."""
+
+
+def _listed(names: Sequence[str]) -> str:
+    more = len(names) - MOST_LISTED
+    return ", ".join(names[:MOST_LISTED]) + (f" and {more:,} more" if more > 0 else "")
 
 
 def _check_choices(source: Source, names: Sequence[str]) -> None:
@@ -139,118 +214,6 @@ def _check_choices(source: Source, names: Sequence[str]) -> None:
     if source.name is not None and source.name not in names:
         mend = did_you_mean(source.name, names) or (f"use {', '.join(names)}" if names else "leave out 'name'")
         raise DataError(f"'{source.path}' is built in and has no part '{source.name}'", where=source.place, mend=mend)
-
-
-def _local_files(source: Source) -> list[tuple[Path, str]] | None:
-    """Return the files of a source, each with the name to show; None if it can only be a dataset on the hub.
-
-    Raises:
-        DataError: The path looks like a file and there is none.
-    """
-    path = Path(source.path).expanduser()
-    if path.is_file():
-        files = [(path, source.path)]
-    elif path.is_dir():
-        inside = sorted(file for file in path.rglob("*") if file.is_file() and format_of(file) in READERS)
-        files = [(file, str(file)) for file in inside]
-        if not files:
-            raise DataError(
-                f"the folder '{source.path}' holds no data file",
-                where=source.place,
-                mend=f"it may hold {', '.join(READERS)}",
-            )
-    elif re.search(r"[*?\[]", source.path):
-        files = [(file, str(file)) for file in sorted(_glob(path)) if file.is_file()]
-        if not files:
-            raise DataError(f"no file matches '{source.path}'", where=source.place)
-    elif _looks_like_hub_name(source.path):
-        return None
-    else:
-        raise DataError(f"there is no file '{source.path}'", where=source.place, mend=_nearest(path))
-    if source.split != "train" or source.name is not None:
-        raise DataError(
-            f"'{source.path}' is local: a local file has no split and no configuration",
-            where=source.place,
-            mend="leave out 'split' and 'name'; hold rows out with val_size",
-        )
-    return files
-
-
-def _glob(pattern: Path) -> Iterator[Path]:
-    """Return the paths that match a pattern, which may be absolute."""
-    anchor = Path(pattern.anchor) if pattern.is_absolute() else Path()
-    return anchor.glob(str(pattern.relative_to(anchor) if pattern.is_absolute() else pattern))
-
-
-def _looks_like_hub_name(path: str) -> bool:
-    """Return True if ``path`` can be ``name`` or ``owner/name`` on the hub and is no file name of a known format."""
-    return bool(re.fullmatch(r"[\w-][\w.-]*(/[\w-][\w.-]*)?", path)) and format_of(Path(path)) not in READERS
-
-
-def _nearest(path: Path) -> str:
-    """Return a hint at the existing file or folder the user may have meant."""
-    folder = path.parent
-    if not folder.is_dir():
-        existing = next((parent for parent in folder.parents if parent.is_dir()), Path())
-        missing = folder.relative_to(existing).parts[0] if folder != existing else str(folder)
-        hint = did_you_mean(missing, (child.name for child in existing.iterdir() if child.is_dir()))
-        return f"there is no folder '{missing}' in '{existing.resolve()}'" + (f"; {hint}" if hint else "")
-    return did_you_mean(path.name, (file.name for file in folder.iterdir())) or f"look in '{folder.resolve()}'"
-
-
-def _hub_rows(source: Source) -> Iterator[Row]:
-    """Yield the rows of a dataset on the hub (or in the local hub cache), through the ``datasets`` library.
-
-    The library runs no script of a dataset since its version 4, which this package requires.
-    """
-    import datasets
-
-    _refuse_formats(source)
-
-    with _quiet_without_terminal():
-        try:
-            loaded = datasets.load_dataset(source.path, source.name, split=source.split)
-        except Exception as error:  # the library raises its own, the network's and the builder script's errors
-            raise DataError(
-                f"cannot load the dataset '{source.path}': {_first_line(error)}",
-                where=source.place,
-                mend="it is no local file; for the hub, check its name, 'name' and 'split', access and the network",
-            ) from error
-    shown = f"{source.path}[{source.split}]"
-    for number, columns in enumerate(loaded, start=1):
-        yield Row(f"{shown}:row {number}", without_nulls(columns))
-
-
-def _refuse_formats(source: Source) -> None:
-    """Raise if the path names a file format, for which ``datasets`` would read files of the working directory."""
-    from datasets.packaged_modules import _PACKAGED_DATASETS_MODULES
-
-    if source.path in _PACKAGED_DATASETS_MODULES or "::" in source.path:
-        raise DataError(
-            f"'{source.path}' is a file format of the datasets library, not a dataset",
-            where=source.place,
-            mend="name the file itself",
-        )
-
-
-def _first_line(error: Exception) -> str:
-    text = str(error).strip()
-    return text.splitlines()[0] if text else type(error).__name__
-
-
-@contextmanager
-def _quiet_without_terminal() -> Iterator[Any]:
-    """Switch the ``datasets`` progress bars off while stderr is no terminal."""
-    import datasets
-
-    if sys.stderr.isatty() or not datasets.is_progress_bar_enabled():
-        yield
-        return
-    datasets.disable_progress_bars()
-    try:
-        yield
-    finally:
-        datasets.enable_progress_bars()
 
 
 BUILT_IN: dict[str, Callable[[Source], Iterator[Row]]] = {

@@ -10,7 +10,7 @@ from typing import Any
 
 from streamtune.recipe.yaml import Marks, Mistake, show_path
 
-__all__ = ["ALIASES", "INSTEAD", "LATER", "SWITCHES", "VALUES", "apply_aliases"]
+__all__ = ["ALIASES", "DATASET_ALIASES", "INSTEAD", "LATER", "SWITCHES", "VALUES", "apply_aliases"]
 
 ALIASES: dict[str, str] = {
     # model
@@ -31,6 +31,7 @@ ALIASES: dict[str, str] = {
     "sequence_len": "max_length",
     "sample_packing": "packing",
     "val_set_size": "val_size",
+    "shuffle_merged_datasets": "shuffle",
     # routers of a mixture of experts
     "aux_loss_coef": "router_aux_loss_coef",
     "moe_aux_loss_coef": "router_aux_loss_coef",
@@ -68,6 +69,17 @@ ALIASES: dict[str, str] = {
 }
 """Another trainer's key: ours, with the same meaning."""
 
+DATASET_ALIASES: dict[str, str] = {
+    "config_name": "name",
+    "dataset_name": "path",
+    "dataset_split": "split",
+    "file_name": "path",
+    "hf_hub_url": "path",
+    "num_samples": "max_rows",
+    "subset": "name",
+}
+"""Another trainer's key of an entry of ``datasets``: ours."""
+
 SWITCHES: dict[str, tuple[str, str]] = {
     "load_in_4bit": ("quantization", "nf4"),
     "load_in_8bit": ("quantization", "int8"),
@@ -99,7 +111,9 @@ INSTEAD: dict[str, str] = {
     "overwrite_output_dir": "delete the line; use another output_dir, or --resume",
     "save_strategy": "write save_steps: N",
     "saves_per_epoch": "write save_steps: N",
+    "max_samples": "write max_rows: N in each entry of datasets",
     "stage": "delete the line; the command says it: `streamtune sft`",
+    "strict": "write on_bad_row: error, or on_bad_row: skip",
     "template": "delete the line; the tokenizer's own template is used, or write chat_template",
     "train_on_inputs": "write train_on: all, or train_on: assistant",
     "train_on_prompt": "write train_on: all, or train_on: assistant",
@@ -129,6 +143,7 @@ def apply_aliases(tree: dict[str, Any], marks: Marks) -> tuple[list[str], list[M
     """
     notes: list[str] = []
     mistakes: list[Mistake] = []
+    _spell_out_datasets(tree, marks, notes, mistakes)
     for path, mend in LATER.items():
         parent = tree if len(path) == 1 else tree.get(path[0])
         if isinstance(parent, dict) and path[-1] in parent:
@@ -177,3 +192,25 @@ def apply_aliases(tree: dict[str, Any], marks: Marks) -> tuple[list[str], list[M
             del tree[key]
             mistakes.append(Mistake((key,), f"'{key}: {value}' is not in this release", mend))
     return notes, mistakes
+
+
+def _spell_out_datasets(tree: dict[str, Any], marks: Marks, notes: list[str], mistakes: list[Mistake]) -> None:
+    """Write entries of ``datasets`` that are a path alone as ``{path: ...}``, and rename keys of the others."""
+    entries = tree.get("datasets")
+    if not isinstance(entries, list):
+        return
+    for index, entry in enumerate(entries):
+        if isinstance(entry, str):
+            entries[index] = {"path": entry}
+        elif isinstance(entry, dict):
+            for key in [key for key in entry if key in DATASET_ALIASES]:
+                ours, path = DATASET_ALIASES[key], ("datasets", index, key)
+                if ours in entry:
+                    del entry[key]
+                    mistakes.append(
+                        Mistake(path, f"'{key}' means '{ours}', which is given too", "delete one of the two")
+                    )
+                    continue
+                entry[ours] = entry.pop(key)
+                marks.rename(path, ("datasets", index, ours))
+                notes.append(f"'{show_path(path)}' is read as '{ours}'")

@@ -41,7 +41,7 @@ __all__ = [
 def make_sources(loaded: LoadedRecipe) -> list[data.Source]:
     """Return the sources of the rows, each with the line of the recipe that names it."""
     return [
-        data.Source(**spec.model_dump(), where=loaded.where("datasets", index, "path"))
+        data.Source(**spec.model_dump(), seed=loaded.recipe.seed, where=loaded.where("datasets", index, "path"))
         for index, spec in enumerate(loaded.recipe.datasets)
     ]
 
@@ -63,7 +63,8 @@ def make_tokenizer(
     spec = recipe.tokenizer
     tokenizer: PreTrainedTokenizerBase
     if spec is not None and spec.train is not None:
-        tokenizer = models.train_tokenizer(data.iter_texts(sources), vocab_size=spec.train.vocab_size)
+        texts = data.iter_texts(sources, on_bad_row=recipe.on_bad_row, max_bad_rows=recipe.max_bad_rows)
+        tokenizer = models.train_tokenizer(texts, vocab_size=spec.train.vocab_size)
         notify(f"trained a byte-level BPE tokenizer with {len(tokenizer):,} entries")
     else:
         name = spec.path if spec is not None else recipe.model_name_or_path

@@ -37,7 +37,7 @@ FREE_KEYS = frozenset(
         "sample_steps", "callbacks",
         "num_completions_to_print", "save_async", "metric_for_best_model", "greater_is_better", "save_best_limit",
         # what is done about what goes wrong,
-        "on_nan", "max_skips", "on_oom",
+        "on_nan", "max_skips", "on_oom", "on_bad_row", "max_bad_rows",
         # how the same gradient is computed,
         "engine", "device", "per_device_eval_batch_size", "trust_remote_code", "allow_pickle", "share_prefix",
         "dataloader_num_workers", "deterministic",

@@ -194,6 +194,8 @@ def _claimed(run: Run) -> Iterator[Path | None]:
 def _documents(run: Run) -> dict[Path, Mapping[str, Any]]:
     """Return what the run directory keeps of the plan and of the data."""
     documents = {run.directory.data: run.prepared.report.to_json()}
+    if run.prepared.bad_rows:
+        documents[run.directory.bad_rows] = {"bad_rows": list(run.prepared.bad_rows)}
     if run.streamed.memory is not None:
         documents[run.directory.plan] = run.streamed.memory.to_json()
     return documents

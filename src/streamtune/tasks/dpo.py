@@ -80,6 +80,8 @@ class Dpo(ScoringTask[DpoRecipe]):
                 identical_pairs=recipe.identical_pairs,
                 val_size=recipe.val_size if val_size is None else val_size,
                 seed=recipe.seed,
+                on_bad_row=recipe.on_bad_row,
+                max_bad_rows=recipe.max_bad_rows,
                 notify=notify_later,
             )
 

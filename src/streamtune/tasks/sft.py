@@ -48,6 +48,8 @@ class Sft(Task[Recipe]):
                 val_size=recipe.val_size if val_size is None else val_size,
                 packing=recipe.packing,
                 seed=recipe.seed,
+                on_bad_row=recipe.on_bad_row,
+                max_bad_rows=recipe.max_bad_rows,
                 notify=notify_later,
             )
 

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
@@ -72,6 +72,11 @@ class PreparedRows(Protocol):
     @property
     def report(self) -> Any:
         """The counts and the lengths of the rows: ``describe()`` and ``length_percentiles``."""
+        ...
+
+    @property
+    def bad_rows(self) -> Sequence[Mapping[str, str]]:
+        """The rows that were left out as faulty, each with what is wrong with it."""
         ...
 
     @property

@@ -6,6 +6,7 @@ output_dir/
   samples.jsonl   completions of the sample prompts    trackers.json   ids of this run at its trackers
   loss.png        checkpoints/         final/          the trained model, in Hugging Face format
   plan.json       what was predicted   data.json       counts and lengths of the rows
+  bad_rows.json   rows that were left out as faulty, where there are any
   report.html     all of that on a page, written at the end
   deepspeed.json  its configuration with every value in force, where DeepSpeed trains
   .lock           held by the process that trains, see ``hold``
@@ -98,6 +99,11 @@ class RunDirectory:
         return self.path / "data.json"
 
     @property
+    def bad_rows(self) -> Path:
+        """The rows that ``on_bad_row: skip`` left out, each with what is wrong with it."""
+        return self.path / "bad_rows.json"
+
+    @property
     def report(self) -> Path:
         """The page about the run."""
         return self.path / "report.html"
@@ -160,7 +166,7 @@ class RunDirectory:
             ArgumentError: One of its files or folders is a symbolic link, or something else than a file or folder.
         """
         texts = [self.identity, self.recipe, self.deepspeed, self.metrics, self.events, self.loss_plot]
-        texts += [self.plan, self.data, self.report, self.samples, self.trackers]
+        texts += [self.plan, self.data, self.bad_rows, self.report, self.samples, self.trackers]
         texts += [self.path / LOCK, self.path / "completions.jsonl"]
         folders = [self.checkpoints, self.final, self.path / "logs", self.path / "vllm"]
         folders += [self.path / name for name in ("tensorboard", "wandb", "mlflow", "trackio")]

@@ -7,7 +7,7 @@ the length where that leaves no prompt, over as few prompts as ``num_generations
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -61,6 +61,11 @@ class GrpoData:
     def report(self) -> Any:
         """See :class:`streamtune.tasks.task.PreparedRows`."""
         return self.prompts.report
+
+    @property
+    def bad_rows(self) -> Sequence[Mapping[str, str]]:
+        """See :class:`streamtune.tasks.task.PreparedRows`."""
+        return self.prompts.bad_rows
 
     @property
     def train(self) -> Sequence[data.Prompt]:
@@ -146,6 +151,8 @@ class Grpo(ScoringTask[GrpoRecipe]):
                 overlength=recipe.overlength,
                 val_size=recipe.val_size if val_size is None else val_size,
                 seed=recipe.seed,
+                on_bad_row=recipe.on_bad_row,
+                max_bad_rows=recipe.max_bad_rows,
                 notify=notify_later,
             )
         if self.functions is None:

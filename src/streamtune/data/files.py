@@ -1,0 +1,328 @@
+"""Files as bytes and lines of text: compression, encodings, and everything that is no text.
+
+A file is opened only if it is a regular one: a pipe or a device would block, or never end. Its first bytes show what it
+is where its name says otherwise: an archive, a page of HTML, a pointer that Git LFS left in the file's place.
+"""
+
+from __future__ import annotations
+
+import bz2
+import codecs
+import gzip
+import io
+import lzma
+import os
+import stat
+import zlib
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path, PurePosixPath
+from typing import IO, Any, cast
+
+from streamtune.data.faults import BadRows
+from streamtune.errors import DataError
+from streamtune.paths import open_at_once
+
+__all__ = ["COMPRESSED", "DataFile", "format_of", "iter_lines", "local_file", "open_bytes", "read_whole"]
+
+MAX_LINE_BYTES = 256 << 20
+"""Of one line: tens of millions of tokens."""
+MAX_DOCUMENT = 1 << 30
+"""Characters of a file that is read at once: .json, .txt, .md."""
+
+
+def _open_zstd(file: IO[bytes]) -> IO[bytes]:
+    import pyarrow as pa  # type: ignore[import-untyped]
+
+    return cast(IO[bytes], io.BufferedReader(pa.CompressedInputStream(pa.PythonFile(file, "r"), "zstd")))
+
+
+COMPRESSED: dict[str, tuple[str, Callable[[IO[bytes]], Any]]] = {
+    ".gz": ("gzip", lambda file: gzip.GzipFile(fileobj=file)),
+    ".zst": ("zstd", _open_zstd),
+    ".bz2": ("bzip2", lambda file: bz2.BZ2File(file)),
+    ".xz": ("xz", lambda file: lzma.LZMAFile(file)),
+}
+"""Extension -> name of the compression, and a function that unpacks."""
+
+_MAGIC: dict[bytes, tuple[str, str]] = {
+    b"\x1f\x8b": ("gzip", "rename it to {name}.gz"),
+    b"\x28\xb5\x2f\xfd": ("zstd", "rename it to {name}.zst"),
+    b"BZh": ("bzip2", "rename it to {name}.bz2"),
+    b"\xfd7zXZ\x00": ("xz", "rename it to {name}.xz"),
+    b"PK\x03\x04": ("a zip archive or an Excel workbook", "unpack it, or save the sheet as .csv"),
+    b"PAR1": ("Parquet", "rename it to .parquet"),
+    b"ARROW1": ("Arrow", "rename it to .arrow"),
+    b"%PDF-": ("a PDF document", "extract its text to .txt"),
+    b"\x89PNG": ("a PNG image", "name a file of text"),
+    b"\xff\xd8\xff": ("a JPEG image", "name a file of text"),
+    b"SQLite format 3\x00": ("an SQLite database", "export its table as .csv"),
+    b"\xd0\xcf\x11\xe0\xa1\xb1\x1a\xe1": ("an old Office document", "save it as .csv or .txt"),
+    b"7z\xbc\xaf\x27\x1c": ("a 7z archive", "unpack it"),
+    b"Rar!\x1a\x07": ("a RAR archive", "unpack it"),
+    b"\x7fELF": ("a program", "name a file of text"),
+    b"\x93NUMPY": ("a NumPy array", "write its rows as .jsonl"),
+    b"\x80\x04\x95": ("a Python pickle", "write its rows as .jsonl"),
+    b"\x80\x05\x95": ("a Python pickle", "write its rows as .jsonl"),
+}
+"""First bytes of files that are no text: what they are, and how to mend it."""
+
+_POINTER = b"version https://git-lfs.github.com/spec/"
+_HTML = (b"<!doctype html", b"<html", b"<?xml")
+
+
+@dataclass(frozen=True)
+class DataFile:
+    """A file of rows, on this machine or elsewhere."""
+
+    name: str
+    """its name without folders, whose extension says how it is read"""
+    shown: str
+    """its name in origins and messages, usually as the user wrote it"""
+    open: Callable[[], IO[bytes]]
+    """Opens it for reading; raises ``DataError`` where it is no regular file"""
+
+
+def format_of(name: str) -> str:
+    """Return the extension that decides how a file is read, in lower case, before that of a compression: ``.jsonl``."""
+    suffixes = [suffix.lower() for suffix in PurePosixPath(name).suffixes]
+    if suffixes and suffixes[-1] in COMPRESSED:
+        suffixes.pop()
+    return suffixes[-1] if suffixes else ""
+
+
+def local_file(path: Path, shown: str) -> DataFile:
+    """Return a file of this machine."""
+    return DataFile(path.name, shown, lambda: _open_local(path, shown))
+
+
+def _open_local(path: Path, shown: str) -> IO[bytes]:
+    """Open a regular file.
+
+    Raises:
+        DataError: It is none, or it cannot be opened.
+    """
+    try:
+        _check_regular(path.stat().st_mode, shown)  # before it is opened: a device may do something then
+        file = open(path, "rb", opener=open_at_once)  # noqa: SIM115 - whoever reads it closes it
+    except OSError as error:
+        if path.is_symlink() and not path.exists():
+            raise DataError(
+                f"the symbolic link leads to '{path.readlink()}', where nothing is",
+                where=shown,
+                mend="fetch that file, or make the link anew",
+            ) from error
+        mend = f"allow it: chmod u+r {path.name}" if isinstance(error, PermissionError) else ""
+        raise DataError(f"cannot read the file: {error.strerror or error}", where=shown, mend=mend) from error
+    try:
+        _check_regular(os.fstat(file.fileno()).st_mode, shown)
+    except DataError:
+        file.close()
+        raise
+    return file
+
+
+def _check_regular(mode: int, shown: str) -> None:
+    if not stat.S_ISREG(mode):
+        raise DataError(f"this is {_kind_of_node(mode)}, not a file", where=shown, mend="write the rows to a file")
+
+
+def _kind_of_node(mode: int) -> str:
+    kinds = {stat.S_IFIFO: "a pipe", stat.S_IFSOCK: "a socket", stat.S_IFDIR: "a folder"}
+    return kinds.get(stat.S_IFMT(mode), "a device")
+
+
+@contextmanager
+def open_bytes(file: DataFile, *, text: bool = True) -> Iterator[IO[bytes]]:
+    """Open a file, unpacked where its name says that it is compressed.
+
+    Args:
+        file: The file.
+        text: Refuse files that are no text by their first bytes; without it, only what no format begins with.
+
+    Raises:
+        DataError: It cannot be read, or is another kind of file.
+    """
+    with file.open() as raw:
+        suffix = PurePosixPath(file.name).suffix.lower()
+        try:
+            if suffix not in COMPRESSED:
+                start = raw.read(512)
+                raw.seek(0)
+                _refuse_foreign(start, file, text=text)
+                yield raw
+                return
+            start = raw.read(64)
+            raw.seek(0)
+            _refuse_foreign(start, file, text=False)
+            with COMPRESSED[suffix][1](raw) as unpacked:
+                yield unpacked
+        except OSError as error:
+            what = (
+                f"the {COMPRESSED[suffix][0]} file is damaged" if _is_damage(error, suffix) else "cannot read the file"
+            )
+            raise DataError(f"{what}: {error.strerror or error}", where=file.shown, mend=_FETCH) from error
+        except (EOFError, zlib.error, lzma.LZMAError) as error:
+            raise DataError(
+                f"the {COMPRESSED[suffix][0]} file is damaged: {error}", where=file.shown, mend=_FETCH
+            ) from error
+
+
+_FETCH = "fetch or write the file anew"
+
+
+def _is_damage(error: OSError, suffix: str) -> bool:
+    """Return True if an error comes from unpacking: those of the system have a number."""
+    return suffix in COMPRESSED and error.errno is None
+
+
+def _refuse_foreign(start: bytes, file: DataFile, *, text: bool) -> None:
+    """Raise if a file's first bytes are those of another kind of file.
+
+    Raises:
+        DataError: They are.
+    """
+    if start.startswith(_POINTER):
+        raise DataError(
+            "the file is a Git LFS pointer: its content was not downloaded",
+            where=f"{file.shown}:1",
+            mend="run git lfs pull in its repository",
+        )
+    bare = start.removeprefix(codecs.BOM_UTF8).lstrip().lower()
+    is_document = format_of(file.name) in (".txt", ".md")
+    if bare.startswith(_HTML) and not is_document:
+        raise DataError(
+            "the file is a page of HTML or XML, such as the answer of a server that refused a download",
+            where=f"{file.shown}:1",
+            mend="download the file itself",
+        )
+    if not text:
+        return
+    for magic, (kind, mend) in _MAGIC.items():
+        if start.startswith(magic):
+            packed = kind in {name for name, _ in COMPRESSED.values()}
+            what = f"the file is compressed ({kind}), and its name does not say so" if packed else f"the file is {kind}"
+            raise DataError(what, where=file.shown, mend=mend.format(name=file.name))
+    if start[257:262] == b"ustar":
+        raise DataError("the file is a tar archive", where=file.shown, mend="unpack it")
+
+
+_WIDE = {
+    codecs.BOM_UTF32_LE: "utf-32",
+    codecs.BOM_UTF32_BE: "utf-32",
+    codecs.BOM_UTF16_LE: "utf-16",
+    codecs.BOM_UTF16_BE: "utf-16",
+}
+"""Marks at the start of a file -> encoding; UTF-32 first, whose mark begins with that of UTF-16."""
+
+
+def iter_lines(file: DataFile, bad: BadRows) -> Iterator[tuple[int, str]]:
+    """Yield (line number from 1, decoded line with its line break); a byte order mark is dropped.
+
+    UTF-16 and UTF-32 are read where the file begins with their mark. The error of a line is reported, and the line left
+    out.
+
+    Raises:
+        DataError: The file cannot be read, or is no text.
+    """
+    with open_bytes(file) as raw:
+        buffered = raw if hasattr(raw, "peek") else io.BufferedReader(cast(Any, raw))
+        start = buffered.peek(4)[:4]
+        encoding = next((name for mark, name in _WIDE.items() if start.startswith(mark)), None)
+        lines = _narrow_lines(buffered, file, bad) if encoding is None else _wide_lines(buffered, encoding, file, bad)
+        yield from lines
+
+
+def _narrow_lines(raw: IO[bytes], file: DataFile, bad: BadRows) -> Iterator[tuple[int, str]]:
+    """Yield the lines of UTF-8."""
+    number = 0
+    while line := raw.readline(MAX_LINE_BYTES + 1):
+        number += 1
+        where = f"{file.shown}:{number}"
+        if len(line) > MAX_LINE_BYTES:
+            del line
+            bad.report(_too_long(where))
+            while (rest := raw.readline(1 << 20)) and not rest.endswith(b"\n"):
+                pass
+            continue
+        if b"\0" in line:
+            bad.report(_nul(where))
+            continue
+        try:
+            text = line.decode("utf-8-sig" if number == 1 else "utf-8")
+        except UnicodeDecodeError as error:
+            bad.report(_not_utf8(line, error, where))
+            continue
+        del line
+        held = [text]
+        del text
+        yield number, held.pop()  # a long line is held by its reader alone
+
+
+def _wide_lines(raw: IO[bytes], encoding: str, file: DataFile, bad: BadRows) -> Iterator[tuple[int, str]]:
+    """Yield the lines of UTF-16 or UTF-32."""
+    number = 0
+    wrapped = io.TextIOWrapper(cast(Any, raw), encoding=encoding, newline="\n")
+    try:
+        while line := wrapped.readline(MAX_LINE_BYTES + 1):
+            number += 1
+            if len(line) > MAX_LINE_BYTES:
+                raise _too_long(f"{file.shown}:{number}")
+            if "\0" in line:
+                bad.report(_nul(f"{file.shown}:{number}"))
+                continue
+            yield number, line
+    except UnicodeError as error:
+        raise DataError(
+            f"the file begins as {encoding.upper()} and is not valid from here on: {error}",
+            where=f"{file.shown}:{number + 1}",
+            mend="save the file as UTF-8",
+        ) from error
+    finally:
+        wrapped.detach()  # the file below is closed by whoever opened it
+
+
+def _too_long(where: str) -> DataError:
+    return DataError(
+        f"the line has more than {MAX_LINE_BYTES >> 20:,} MiB",
+        where=where,
+        mend="write one row a line, or split the row",
+    )
+
+
+def _nul(where: str) -> DataError:
+    return DataError(
+        "the line holds a NUL byte: the file is damaged, binary, or UTF-16 without its mark",
+        where=where,
+        mend="write the file anew, or convert it: iconv -f UTF-16LE -t UTF-8",
+    )
+
+
+def _not_utf8(line: bytes, error: UnicodeDecodeError, where: str) -> DataError:
+    """Return the error for bytes that are no UTF-8, with the encoding that they look like."""
+    what = f"not valid UTF-8: byte 0x{line[error.start]:02x} at column {error.start + 1}"
+    high = [byte for byte in line[:4096] if byte >= 0x80] or [line[error.start]]
+    if any(byte in (0x81, 0x8D, 0x8F, 0x90, 0x9D) for byte in high) or line[error.start] == 0xFF:
+        return DataError(what, where=where, mend="save the file as UTF-8, or mend the line")
+    name = "Windows-1252" if any(byte < 0xA0 for byte in high) else "Latin-1 (or Windows-1252)"
+    return DataError(f"{what}; it looks like {name}", where=where, mend="convert the file: iconv -f CP1252 -t UTF-8")
+
+
+def read_whole(file: DataFile) -> str:
+    """Return the text of a file that is read at once.
+
+    Raises:
+        DataError: It is no text, or larger than any such file should be; a small compressed file may unpack to that.
+    """
+    parts, size = [], 0
+    for number, line in iter_lines(file, BadRows()):
+        size += len(line)
+        if size > MAX_DOCUMENT:
+            raise DataError(
+                f"more than {MAX_DOCUMENT >> 20:,} million characters",
+                where=f"{file.shown}:{number}",
+                mend="write .jsonl, which is read line by line",
+            )
+        parts.append(line)
+    return "".join(parts)

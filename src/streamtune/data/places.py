@@ -1,0 +1,214 @@
+"""Places of data files: on this machine, and behind an address that ``fsspec`` knows (``s3://``, ``hf://`` ...)."""
+
+from __future__ import annotations
+
+import io
+import os
+import re
+import stat
+from collections.abc import Iterator
+from pathlib import Path
+from typing import IO, Any, cast
+
+from streamtune.data.files import DataFile, format_of, local_file
+from streamtune.data.folders import Chosen, choose_files
+from streamtune.data.readers import READERS
+from streamtune.errors import DataError, did_you_mean
+from streamtune.network import is_offline
+
+__all__ = ["is_address", "local_files", "remote_files"]
+
+Found = tuple[list[DataFile], Chosen | None]
+"""Files, and what was left out of a folder."""
+
+MOST_LISTED = 1_000_000
+"""Files of a folder: more are a mistake, such as the root of a disk."""
+
+
+def is_address(path: str) -> bool:
+    """Return True if a path begins as an address: ``s3://``, ``https://``."""
+    return re.match(r"[A-Za-z][A-Za-z0-9+.-]+://", path) is not None
+
+
+def local_files(path: str, *, split: str, config: str | None, where: str) -> Found | None:
+    """Return the files that a path or a pattern names; None if it can only be a dataset on the hub.
+
+    Raises:
+        DataError: There is no such file, folder or split.
+        OSError: The system does not let the path be looked at.
+    """
+    local = Path(path).expanduser()
+    if local.is_dir():
+        names = list(_walk(local, path, where))
+        chosen = choose_files(
+            names, lambda name: _read(local_file(local / name, f"{path}/{name}")),
+            split=split, config=config, shown=path, where=where,
+        )  # fmt: skip
+        return [local_file(local / name, str(local / name)) for name in chosen.names], chosen
+    if os.path.lexists(local):  # a broken link and a pipe too: opening says what they are
+        files = [local_file(local, path)]
+    elif re.search(r"[*?\[]", path):
+        files = [local_file(file, str(file)) for file in sorted(_glob(local)) if not file.is_dir()]
+        if not files:
+            raise DataError(f"no file matches '{path}'", where=where)
+    elif _looks_like_hub_name(path):
+        return None
+    else:
+        raise DataError(f"there is no file '{path}'", where=where, mend=_nearest(local))
+    _refuse_split(path, split, config, where)
+    return files, None
+
+
+def _refuse_split(path: str, split: str, config: str | None, where: str) -> None:
+    if split != "train" or config is not None:
+        raise DataError(
+            f"'{path}' is a file: it has no split and no configuration",
+            where=where,
+            mend="leave out 'split' and 'name', or name its folder; hold rows out with val_size",
+        )
+
+
+def _walk(folder: Path, shown: str, where: str) -> Iterator[str]:
+    """Yield the files below a folder, relative to it; links are followed, each folder once, hidden ones never.
+
+    Raises:
+        DataError: There are too many.
+        OSError: A folder cannot be listed.
+    """
+    seen: set[tuple[int, int]] = set()
+    waiting, count = [folder], 0
+    while waiting:
+        here = waiting.pop()
+        status = here.stat()
+        if (status.st_dev, status.st_ino) in seen:
+            continue
+        seen.add((status.st_dev, status.st_ino))
+        for entry in sorted(here.iterdir()):
+            count += 1
+            if count > MOST_LISTED:
+                raise DataError(f"'{shown}' holds more than {MOST_LISTED:,} files", where=where, mend="name the files")
+            if entry.name.startswith("."):
+                continue
+            if _is_folder(entry):
+                waiting.append(entry)
+            else:
+                yield entry.relative_to(folder).as_posix()
+
+
+def _is_folder(path: Path) -> bool:
+    try:
+        return stat.S_ISDIR(path.stat().st_mode)
+    except OSError:  # a broken link: opening it says so
+        return False
+
+
+def _read(file: DataFile) -> str:
+    """Return the text of a small file about a dataset."""
+    with file.open() as opened:
+        return opened.read(1 << 24).decode("utf-8", "replace")
+
+
+def _glob(pattern: Path) -> Iterator[Path]:
+    """Return the paths that match a pattern, which may be absolute."""
+    anchor = Path(pattern.anchor) if pattern.is_absolute() else Path()
+    return anchor.glob(str(pattern.relative_to(anchor) if pattern.is_absolute() else pattern))
+
+
+def _looks_like_hub_name(path: str) -> bool:
+    """Return True if ``path`` can be ``name`` or ``owner/name`` on the hub and is no file name of a known format."""
+    return bool(re.fullmatch(r"[\w-][\w.-]*(/[\w-][\w.-]*)?", path)) and format_of(path) not in READERS
+
+
+def _nearest(path: Path) -> str:
+    """Return a hint at the existing file or folder the user may have meant."""
+    folder = path.parent
+    if not folder.is_dir():
+        existing = next((parent for parent in folder.parents if parent.is_dir()), Path())
+        missing = folder.relative_to(existing).parts[0] if folder != existing else str(folder)
+        hint = did_you_mean(missing, (child.name for child in existing.iterdir() if child.is_dir()))
+        return f"there is no folder '{missing}' in '{existing.resolve()}'" + (f"; {hint}" if hint else "")
+    return did_you_mean(path.name, (file.name for file in folder.iterdir())) or f"look in '{folder.resolve()}'"
+
+
+# --- addresses --------------------------------------------------------------------------------------------------------
+
+_PACKAGES = {
+    "s3": "s3fs", "s3a": "s3fs", "gs": "gcsfs", "gcs": "gcsfs", "abfs": "adlfs", "az": "adlfs", "http": "aiohttp",
+    "https": "aiohttp", "hf": "huggingface_hub", "oci": "ocifs", "sftp": "paramiko", "ssh": "paramiko",
+    "dropbox": "dropboxdrivefs", "gdrive": "gdrivefs", "smb": "smbprotocol",
+}  # fmt: skip
+"""Protocol -> the package that fsspec needs for it."""
+_OWN_MACHINE = ("file", "local", "memory")
+
+
+def remote_files(address: str, *, split: str, config: str | None, where: str) -> Found:
+    """Return the files behind an address: a file, a folder, or a pattern.
+
+    Raises:
+        DataError: Its kind is not known or its package not installed, it cannot be reached, or nothing is there.
+    """
+    import fsspec  # type: ignore[import-untyped]
+
+    protocol = address.partition("://")[0].lower()
+    if is_offline() and protocol not in _OWN_MACHINE:
+        raise DataError(
+            f"'{address}' is elsewhere, and --offline forbids to connect", where=where, mend="fetch it first"
+        )
+    try:
+        system, path = fsspec.core.url_to_fs(address)
+        if re.search(r"[*?\[]", path) and protocol not in ("http", "https"):
+            found = sorted(str(name) for name in system.glob(path))
+            if not found:
+                raise DataError(f"no file matches '{address}'", where=where)
+            _refuse_split(address, split, config, where)
+            return [_remote_file(system, name, f"{protocol}://{name.lstrip('/')}") for name in found], None
+        if protocol not in ("http", "https") and system.isdir(path):
+            root = str(path).rstrip("/")
+            names = [str(name)[len(root) :].lstrip("/") for name in system.find(path)]
+            chosen = choose_files(
+                [name for name in names if not any(part.startswith(".") for part in name.split("/"))],
+                lambda name: _read(_remote_file(system, f"{root}/{name}", f"{address}/{name}")),
+                split=split, config=config, shown=address, where=where,
+            )  # fmt: skip
+            base = address.rstrip("/")
+            return [_remote_file(system, f"{root}/{name}", f"{base}/{name}") for name in chosen.names], chosen
+        if not system.exists(path):
+            raise DataError(f"there is nothing at '{address}'", where=where, mend="check the address and the access")
+    except DataError:
+        raise
+    except ImportError as error:
+        package = _PACKAGES.get(protocol, "")
+        mend = f"pip install {package}" if package else ""
+        raise DataError(
+            f"reading '{protocol}://' needs a package: {_one_line(error)}", where=where, mend=mend
+        ) from error
+    except ValueError as error:
+        raise DataError(f"cannot read '{address}': {_one_line(error)}", where=where, mend=_PROTOCOLS) from error
+    except Exception as error:  # every backend and its network have errors of their own
+        raise _cannot_reach(address, error, where) from error
+    _refuse_split(address, split, config, where)
+    return [_remote_file(system, path, address)], None
+
+
+_PROTOCOLS = "use a path, or an address of fsspec such as s3://, gs://, hf://datasets/ or https://"
+
+
+def _remote_file(system: Any, path: str, shown: str) -> DataFile:
+    def open_it() -> IO[bytes]:
+        try:
+            opened = system.open(path, "rb")
+        except Exception as error:  # as above
+            raise _cannot_reach(shown, error, shown) from error
+        return cast(IO[bytes], opened if hasattr(opened, "peek") else io.BufferedReader(opened))
+
+    return DataFile(path.rstrip("/").rpartition("/")[2].partition("?")[0], shown, open_it)
+
+
+def _cannot_reach(address: str, error: Exception, where: str) -> DataError:
+    what = f"cannot read '{address}': {_one_line(error)}"
+    return DataError(what, where=where, mend="check the address, the access and the network")
+
+
+def _one_line(error: Exception) -> str:
+    text = " ".join(str(error).split()) or type(error).__name__
+    return text if len(text) <= 300 else f"{text[:297]}..."
