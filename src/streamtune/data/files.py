@@ -41,8 +41,8 @@ def _open_zstd(file: IO[bytes]) -> IO[bytes]:
 COMPRESSED: dict[str, tuple[str, Callable[[IO[bytes]], Any]]] = {
     ".gz": ("gzip", lambda file: gzip.GzipFile(fileobj=file)),
     ".zst": ("zstd", _open_zstd),
-    ".bz2": ("bzip2", lambda file: bz2.BZ2File(file)),
-    ".xz": ("xz", lambda file: lzma.LZMAFile(file)),
+    ".bz2": ("bzip2", bz2.BZ2File),
+    ".xz": ("xz", lzma.LZMAFile),
 }
 """Extension -> name of the compression, and a function that unpacks."""
 

@@ -19,7 +19,7 @@ import numpy as np
 import numpy.typing as npt
 import pyarrow as pa  # type: ignore[import-untyped]
 
-from streamtune.data.records import Example, Prompt, Record, Stored, TableWriter, Tree
+from streamtune.data.records import Example, IntArray, Prompt, Record, Stored, TableWriter, Tree
 from streamtune.data.render import Rendered
 from streamtune.data.report import CompletionReport, DataReport, length_percentiles
 from streamtune.data.sampler import Packs
@@ -296,8 +296,10 @@ class RowFit(LengthFit[Example, DataReport]):
         self.counts[how] += 1
         row_digest = hashlib.blake2b(digest_size=16)
         for piece in pieces:
-            ids, labels = np.array(piece.input_ids, dtype=np.int32), np.array(piece.labels, dtype=np.int32)
-            digest = hashlib.blake2b(ids.tobytes() + labels.tobytes(), digest_size=16).digest()
+            ids, labels = (_int_array(tokens) for tokens in (piece.input_ids, piece.labels))
+            piece_digest = hashlib.blake2b(ids.data, digest_size=16)
+            piece_digest.update(labels.data)
+            digest = piece_digest.digest()
             row_digest.update(digest)
             self.counts["tokens"] += len(ids)
             self.counts["supervised_tokens"] += int((labels != IGNORE_INDEX).sum())
@@ -321,8 +323,18 @@ class RowFit(LengthFit[Example, DataReport]):
 
 def _piece(rendered: Rendered, start: int, size: int) -> Rendered:
     """Return ``size`` tokens from ``start``; the first is not trained on, as no token comes before it."""
-    labels = rendered.labels[start : start + size]
-    return Rendered(rendered.input_ids[start : start + size], [IGNORE_INDEX, *labels[1:]])
+    if isinstance(rendered.labels, array):  # of a long text: without a Python object for each token
+        labels = rendered.labels[start : start + size]
+        labels[0] = IGNORE_INDEX
+        return Rendered(rendered.input_ids[start : start + size], labels)
+    return Rendered(
+        rendered.input_ids[start : start + size], [IGNORE_INDEX, *rendered.labels[start + 1 : start + size]]
+    )
+
+
+def _int_array(tokens: Sequence[int]) -> IntArray:
+    """Return token ids as an array, without a copy where they are in one."""
+    return np.frombuffer(tokens, dtype=np.int32) if isinstance(tokens, array) else np.array(tokens, dtype=np.int32)
 
 
 def _supervised(pieces: Sequence[Rendered]) -> list[Rendered]:

@@ -26,6 +26,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from streamtune.data.chat import ChatRenderer, ChatTurn
+from streamtune.data.pieces import tokenise_text
 from streamtune.data.renderings import require_template
 from streamtune.data.rows import Content, Conversation, Document, PromptCompletion
 from streamtune.errors import ArgumentError, DataError
@@ -48,6 +49,9 @@ TRAIN_ON = ("assistant", "completion", "all")
 """``assistant``: every assistant turn; ``completion``: the last one; ``all``: every token of a row."""
 
 
+_NO_END = "the tokenizer has no end token: rows end without one and the model does not learn to stop"
+
+
 @dataclass(frozen=True)
 class Rendered:
     """Token ids of a row and their labels: the id itself where it is trained on, ``IGNORE_INDEX`` elsewhere.
@@ -55,8 +59,8 @@ class Rendered:
     Labels are not shifted. The first token is never trained on: nothing comes before it to predict it from.
     """
 
-    input_ids: list[int]
-    labels: list[int]
+    input_ids: Sequence[int]
+    labels: Sequence[int]
 
 
 class RowRenderer:
@@ -138,16 +142,23 @@ class RowRenderer:
         return self._ended(ids, trained)
 
     def _document(self, content: Document, origin: str) -> Rendered:
-        ids = list(self._tokenizer(content.text, verbose=False)["input_ids"])
+        ids = tokenise_text(self._tokenizer, content.text)
         if not ids:
             raise DataError("the tokenizer makes no token of the text", where=origin, mend="remove the row")
-        return self._ended(ids, [True] * len(ids))
+        end = self._tokenizer.eos_token_id
+        if end is None:
+            self._note(_NO_END)
+        elif ids[-1] != end:
+            ids.append(end)
+        labels = ids[:]
+        labels[0] = IGNORE_INDEX
+        return Rendered(ids, labels)
 
     def _ended(self, ids: list[int], trained: list[bool]) -> Rendered:
         """Return the tokens with labels, the end token behind them and trained on."""
         end = self._tokenizer.eos_token_id
         if end is None:
-            self._note("the tokenizer has no end token: rows end without one and the model does not learn to stop")
+            self._note(_NO_END)
         elif ids and ids[-1] == end:
             trained = [*trained[:-1], True]  # the tokenizer puts its own
         else:
@@ -287,8 +298,8 @@ class TreeRenderer:
             )
         masks = [mask[start:] for mask in counted]
         return Tree(
-            prompt=ids[0][:start],
-            completions=[row[start:] for row in ids],
+            prompt=list(ids[0][:start]),
+            completions=[list(row[start:]) for row in ids],
             masks=None if all(map(all, masks)) else masks,
             origin=origin,
             labels=None if answers.labels is None else list(answers.labels),

@@ -1,0 +1,153 @@
+"""Text tokenised in pieces has the ids of the text tokenised whole, or it is not cut."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from tokenizers import Regex, Tokenizer, models, normalizers, pre_tokenizers, processors, trainers
+from trained_tokenizers import CORPUS, SPECIAL, wrap
+
+from streamtune.data import pieces, prepare
+from streamtune.data.pieces import tokenise_text
+from streamtune.data.sources import Source
+from tests.faults.memory import forget_peak, peak_mib
+
+LLAMA3 = (
+    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+"
+    r"|\s+(?!\S)|\s+"
+)
+UPPER, LOWER = r"[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]", r"[\p{Ll}\p{Lm}\p{Lo}\p{M}]"
+O200K = (
+    rf"[^\r\n\p{{L}}\p{{N}}]?{UPPER}*{LOWER}+(?i:'s|'t|'re|'ve|'m|'ll|'d)?"
+    rf"|[^\r\n\p{{L}}\p{{N}}]?{UPPER}+{LOWER}*(?i:'s|'t|'re|'ve|'m|'ll|'d)?"
+    r"|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
+TEKKEN = (
+    rf"[^\r\n\p{{L}}\p{{N}}]?{UPPER}*{LOWER}+|[^\r\n\p{{L}}\p{{N}}]?{UPPER}+{LOWER}*"
+    r"|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
+DEEPSEEK = (
+    r"\p{N}{1,3}",
+    "[一-龥\u3040-ゟ゠-ヿ]+",
+    r"[!\"#$%&'()*+,\-./:;<=>?@\[\\\]^_`{|}~][A-Za-z]+|[^\r\n\p{L}\p{P}\p{S}]?[\p{L}\p{M}]+| ?[\p{P}\p{S}]+[\r\n]*"
+    r"|\s*[\r\n]+|\s+(?!\S)|\s+",
+)
+SPLITS: dict[str, tuple[str, ...]] = {
+    "gpt2": (),
+    "llama3": (LLAMA3,),
+    "qwen": (LLAMA3.replace("{1,3}", ""),),
+    "o200k": (O200K,),
+    "tekken": (TEKKEN,),
+    "deepseek": DEEPSEEK,
+}
+WORDS = [
+    *("one", "Two", "DREI", "naïve", "Grüße", "мир", "世界", "かな", "한국", "x", "'s", "'LL", "can't", "\u0301", "e\u0301", "ﬁ"),
+    *(" ", " ", " ", "  ", "\n", "\n", "\n\n", "\r\n", "\t", " \n", "\n ", "\u00a0", "\u2028", "\x1c", "\x85", "   \n  "),
+    *("1", "2024", "12345", ".", "...", "/", "//", "!?", "#", "(a", "{|}", "👋🏽", "<|im_end|>", "\u200d", "-", "_", "²", "٣"),
+]  # fmt: skip
+
+
+def make(name: str, *, normaliser: Any = None, prefix: bool = False, added: Any = ()) -> Any:
+    """A byte-level BPE, trained, with the words of a published one."""
+    bpe = Tokenizer(models.BPE())
+    bpe.normalizer = normaliser
+    if name == "gpt2":
+        bpe.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=prefix)
+    else:
+        splits = [pre_tokenizers.Split(Regex(each), "isolated") for each in SPLITS[name]]
+        byte_level = pre_tokenizers.ByteLevel(add_prefix_space=prefix, use_regex=False)
+        bpe.pre_tokenizer = pre_tokenizers.Sequence([*splits, byte_level])
+    alphabet = pre_tokenizers.ByteLevel.alphabet()
+    trainer = trainers.BpeTrainer(
+        vocab_size=900, special_tokens=SPECIAL, initial_alphabet=alphabet, show_progress=False
+    )
+    draw = random.Random(0)
+    bpe.train_from_iterator([*CORPUS * 4, *("".join(draw.choices(WORDS, k=60)) for _ in range(60))], trainer)
+    start, end = (bpe.token_to_id(each) for each in ("<s>", "</s>"))
+    bpe.post_processor = processors.TemplateProcessing(
+        single="<s> $A </s>", special_tokens=[("<s>", start), ("</s>", end)]
+    )
+    tokenizer = wrap(bpe)
+    tokenizer.add_tokens(list(added))
+    return tokenizer
+
+
+@pytest.mark.parametrize("name", SPLITS)
+def test_pieces_have_the_ids_of_the_whole(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(pieces, "PIECE", 1)
+    tokenizer = make(name, normaliser=normalizers.NFC() if name in ("qwen", "gpt2") else None)
+    assert pieces._keeps_borders(tokenizer)
+    draw, cut = random.Random(1), 0
+    for _ in range(250):
+        text = "".join(draw.choices(WORDS, k=draw.randrange(3, 60)))
+        assert list(tokenise_text(tokenizer, text)) == tokenizer(text)["input_ids"], repr(text)
+        cut += len(list(pieces._pieces(text))) > 1
+    assert cut > 80, "many texts are cut"
+
+
+def test_every_border_by_itself() -> None:
+    """All triples of words around each border: the two sides tokenised alone are the whole."""
+    tokenizer = make("llama3", normaliser=normalizers.NFKC())
+    for left in WORDS:
+        for right in WORDS:
+            text = f"{left}a b{right}"
+            for match in pieces._BORDER.finditer(text):
+                sides = (text[: match.start()], text[match.start() :])
+                ids = [token for side in sides for token in tokenizer(side, add_special_tokens=False)["input_ids"]]
+                assert ids == tokenizer(text, add_special_tokens=False)["input_ids"], repr(text)
+
+
+def _with(change: Callable[[Any], None]) -> Any:
+    tokenizer = make("llama3")
+    change(tokenizer)
+    return tokenizer
+
+
+def _set_split(tokenizer: Any, expression: str, behaviour: str = "isolated") -> None:
+    backend = tokenizer.backend_tokenizer
+    backend.pre_tokenizer = pre_tokenizers.Split(Regex(expression), behaviour)
+
+
+UNPROVEN: dict[str, Callable[[], Any]] = {
+    "a blank before the text": lambda: make("gpt2", prefix=True),
+    "a token with a blank": lambda: make("llama3", added=["one two"]),
+    "no words": lambda: _with(lambda each: setattr(each.backend_tokenizer, "pre_tokenizer", pre_tokenizers.Digits())),
+    "another expression": lambda: _with(lambda each: _set_split(each, r"\w+\s\w+|\s+")),
+    "without what takes a line break": lambda: _with(lambda each: _set_split(each, r" ?\p{L}+|\s+(?!\S)")),
+    "words that are removed": lambda: _with(lambda each: _set_split(each, LLAMA3, "removed")),
+    "a normaliser that replaces": lambda: make("llama3", normaliser=normalizers.Replace(" ", "▁")),
+}
+
+
+@pytest.mark.parametrize("name", UNPROVEN)
+def test_what_is_not_proven_is_not_cut(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(pieces, "PIECE", 1)
+    tokenizer = UNPROVEN[name]()
+    assert not pieces._keeps_borders(tokenizer)
+    text = "one two\nthree four " * 5
+    assert list(tokenise_text(tokenizer, text)) == tokenizer(text)["input_ids"]
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("overlength", ["truncate", "split", "drop", "error"])
+def test_memory_of_a_long_row(overlength: str, tmp_path: Path) -> None:
+    tokenizer = make("llama3")
+    draw = random.Random(2)
+    words = [word for text in CORPUS for word in text.split(" ") if word.isascii()]
+    text = " ".join(draw.choices(words, k=500_000))
+    path = tmp_path / "rows.jsonl"
+    path.write_text(f'{{"text": {text!r}}}\n'.replace("'", '"'))
+    short = tmp_path / "short.jsonl"
+    short.write_text('{"text": "another row"}\n')
+    prepare([Source(str(short))], tokenizer, max_length=64)
+    size, limit = path.stat().st_size, 10**9 if overlength == "error" else 4096
+    del text
+    exact, before = forget_peak(), peak_mib()
+    found = prepare([Source(str(path)), Source(str(short))], tokenizer, max_length=limit, overlength=overlength)
+    assert found.report.length_percentiles["max"] > 500_000
+    if exact:
+        assert peak_mib() - before < 10 * size / 2**20 + 16, "ten bytes for each of the text, and one piece"
