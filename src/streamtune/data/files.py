@@ -107,14 +107,14 @@ def _open_local(path: Path, shown: str) -> IO[bytes]:
         _check_regular(path.stat().st_mode, shown)  # before it is opened: a device may do something then
         file = open(path, "rb", opener=open_at_once)  # noqa: SIM115 - whoever reads it closes it
     except OSError as error:
-        if path.is_symlink() and not path.exists():
+        if path.is_symlink() and isinstance(error, FileNotFoundError):
             raise DataError(
                 f"the symbolic link leads to '{path.readlink()}', where nothing is",
                 where=shown,
                 mend="fetch that file, or make the link anew",
             ) from error
         mend = f"allow it: chmod u+r {path.name}" if isinstance(error, PermissionError) else ""
-        raise DataError(f"cannot read the file: {error.strerror or error}", where=shown, mend=mend) from error
+        raise DataError(f"cannot read the file: {error.strerror or error}", where=shown, mend=mend or _FETCH) from error
     try:
         _check_regular(os.fstat(file.fileno()).st_mode, shown)
     except DataError:
@@ -159,6 +159,8 @@ def open_bytes(file: DataFile, *, text: bool = True) -> Iterator[IO[bytes]]:
             with COMPRESSED[suffix][1](raw) as unpacked:
                 yield unpacked
         except OSError as error:
+            if not text:  # those of another format, which its reader knows
+                raise
             what = (
                 f"the {COMPRESSED[suffix][0]} file is damaged" if _is_damage(error, suffix) else "cannot read the file"
             )
@@ -228,7 +230,14 @@ def iter_lines(file: DataFile, bad: BadRows) -> Iterator[tuple[int, str]]:
     """
     with open_bytes(file) as raw:
         buffered = raw if hasattr(raw, "peek") else io.BufferedReader(cast(Any, raw))
-        start = buffered.peek(4)[:4]
+        start = buffered.peek(64)[:64]
+        if len(start) > 3 and not (any(start[1::2]) and any(start[::2])) and any(start):
+            order = "BE" if not any(start[::2]) else "LE"
+            raise DataError(
+                "the file is UTF-16 without its mark",
+                where=f"{file.shown}:1",
+                mend=f"convert it: iconv -f UTF-16{order} -t UTF-8",
+            )
         encoding = next((name for mark, name in _WIDE.items() if start.startswith(mark)), None)
         lines = _narrow_lines(buffered, file, bad) if encoding is None else _wide_lines(buffered, encoding, file, bad)
         yield from lines
@@ -293,9 +302,9 @@ def _too_long(where: str) -> DataError:
 
 def _nul(where: str) -> DataError:
     return DataError(
-        "the line holds a NUL byte: the file is damaged, binary, or UTF-16 without its mark",
+        "the line holds a NUL byte, which no text has: the file is damaged or binary",
         where=where,
-        mend="write the file anew, or convert it: iconv -f UTF-16LE -t UTF-8",
+        mend=_FETCH,
     )
 
 

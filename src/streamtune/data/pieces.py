@@ -18,7 +18,7 @@ from __future__ import annotations
 import json
 import re
 from array import array
-from collections.abc import Iterator
+from collections.abc import Iterator, MutableSequence
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -76,16 +76,19 @@ ALTERNATIVES = frozenset(
 """Alternatives of splitting expressions that keep the borders: GPT-2, Llama 3, Qwen, o200k, Tekken, DeepSeek."""
 
 
-def tokenise_text(tokenizer: PreTrainedTokenizerBase, text: str) -> array[int]:
+def tokenise_text(tokenizer: PreTrainedTokenizerBase, text: str) -> MutableSequence[int]:
     """Return the ids of a text, with the tokens that the tokenizer puts around it: as ``tokenizer(text)`` does.
 
     Args:
         tokenizer: Any tokenizer; those that allow it get long text in pieces.
         text: The text.
+
+    Returns:
+        The ids: a list, or of text in pieces an array of 32 bits each.
     """
     around = _around(tokenizer) if len(text) > 2 * PIECE and _keeps_borders(tokenizer) else None
     if around is None:
-        return array("i", tokenizer(text, verbose=False)["input_ids"])
+        return list(tokenizer(text, verbose=False)["input_ids"])
     before, after = around
     ids = array("i", before)
     for piece in _pieces(text):

@@ -137,9 +137,17 @@ def _json_fault(error: ValueError | RecursionError, origin: str, place: str) -> 
 
 def _read_jsonl(file: DataFile, bad: BadRows) -> Iterator[Row]:
     """Yield one row for each line, a JSON object; blank lines are skipped."""
+    first = True
     for number, line in iter_lines(file, bad):
         if not line or line.isspace():
             continue
+        if first and line.strip() == "[":
+            raise DataError(
+                "the file is one JSON list, not an object a line",
+                where=f"{file.shown}:{number}",
+                mend="rename it to .json",
+            )
+        first = False
         with bad:
             row = [_parse_line(line, f"{file.shown}:{number}")]
             del line
@@ -169,7 +177,11 @@ def _read_json(file: DataFile, bad: BadRows) -> Iterator[Row]:
         origin = f"{shown}:{line}"
         if in_list and text[position] == "]":
             if text[position + 1 :].strip():
-                raise DataError("malformed JSON: something follows the list of rows", where=origin)
+                raise DataError(
+                    "malformed JSON: something follows the list of rows",
+                    where=origin,
+                    mend="remove it, or write .jsonl, one row a line",
+                )
             return
         try:
             value, position = _DECODER.raw_decode(text, position)
@@ -186,7 +198,11 @@ def _read_json(file: DataFile, bad: BadRows) -> Iterator[Row]:
         if in_list:
             position = _next_item(text, position, shown)
     if in_list:
-        raise DataError("malformed JSON: the list of rows has no end", where=f"{shown}:{text.count(chr(10)) + 1}")
+        raise DataError(
+            "malformed JSON: the list of rows has no end",
+            where=f"{shown}:{text.count(chr(10)) + 1}",
+            mend="fetch or write the file anew: its end is missing",
+        )
 
 
 def _skip_blank(text: str, position: int) -> int:
@@ -203,7 +219,11 @@ def _next_item(text: str, position: int, shown: str) -> int:
     elif text.startswith("]", position) or position == len(text):
         return position
     line = text.count("\n", 0, position) + 1
-    raise DataError("malformed JSON: expected one ',' between rows", where=f"{shown}:{line}")
+    raise DataError(
+        "malformed JSON: expected one ',' between rows",
+        where=f"{shown}:{line}",
+        mend="write one comma between two rows",
+    )
 
 
 def _read_csv(file: DataFile, bad: BadRows, delimiter: str | None = None) -> Iterator[Row]:
