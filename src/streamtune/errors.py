@@ -8,7 +8,7 @@
     │   └── UnsupportedModelError a model the engine cannot stream exactly
     └── RunError                  exit 1: it ran and failed
         ├── OutOfMemoryError      device or host memory ran out
-        ├── StorageError          a file that holds layer inputs cannot be written or read
+        ├── StorageError          a file of layer inputs or prepared rows cannot be written or read
         ├── CheckpointError       a checkpoint cannot be written or read
         ├── DistributedError      a rank is gone, hangs, cannot be reached or is not like the others
         └── NonFiniteError        a loss or gradient is NaN or Inf
@@ -95,7 +95,7 @@ class OutOfMemoryError(RunError):
 
 
 class StorageError(RunError):
-    """The file that holds layer inputs cannot be written or read."""
+    """The file that holds layer inputs or prepared rows cannot be written or read."""
 
 
 class CheckpointError(RunError):

@@ -197,7 +197,7 @@ def test_addresses(memory: Any, write: Write) -> None:
     assert texts("memory://packed/a.jsonl.gz") == ["one", "two"]
     assert texts(f"file://{write('local.csv', 'text' + chr(10) + 'here')}") == ["here"]
     assert next(read_rows(Source("memory://data"))).origin == "memory://data/train-0.jsonl:1"
-    with pytest.raises(DataError, match="there is nothing at 'memory://data/none.jsonl'"):
+    with pytest.raises(DataError, match=r"there is nothing at 'memory://data/none\.jsonl'"):
         texts("memory://data/none.jsonl")
     with pytest.raises(DataError, match=r"no split 'dev'; it has train, test"):
         texts("memory://data", split="dev")

@@ -6,11 +6,11 @@ text into words before anything is merged, puts a border for certain:
     letter | blank letter                  "one| two"
     no blank, line break | letter          "one.\\n|Two"
 
-That holds if the normaliser composes characters only (a line break or blank composes with none), if no added token takes
-blanks at its sides or holds any, and if each alternative of the splitting expressions is one of :data:`ALTERNATIVES`. No
-match of these goes on over such a border, and none ends elsewhere because the text ends there. None looks back. So the
-words of the text are those of its pieces, and words are all that a model of such a tokenizer sees. Other tokenizers get
-the text whole.
+That holds if the normaliser composes characters only (a line break or blank composes with none), if no added token
+takes blanks at its sides or holds any, and if each alternative of the splitting expressions is one of
+:data:`ALTERNATIVES`. No match of these goes on over such a border, and none ends elsewhere because the text ends there.
+None looks back. So the words of the text are those of its pieces, and words are all that a model of such a tokenizer
+sees. Other tokenizers get the text whole.
 """
 
 from __future__ import annotations
@@ -34,7 +34,12 @@ _LETTERS = "A-Za-zÀ-ÖØ-öø-ɏ\u0391-\u03a1\u03a3-\u03c9\u0410-\u044f\u05d0-\
 
 _BORDER = re.compile(rf"(?<=[{_LETTERS}])(?= [{_LETTERS}])|(?<=[^\s]\n)(?=[{_LETTERS}])")
 
-_CONTRACTIONS = ("'s|'t|'re|'ve|'m|'ll|'d", "'(?:[sdmt]|ll|ve|re)", "(?i:'s|'t|'re|'ve|'m|'ll|'d)", "(?:'[sS]|'[tT]|'[rR][eE]|'[vV][eE]|'[mM]|'[lL][lL]|'[dD])")  # fmt: skip
+_CONTRACTIONS = (
+    "'s|'t|'re|'ve|'m|'ll|'d",
+    "'(?:[sdmt]|ll|ve|re)",
+    "(?i:'s|'t|'re|'ve|'m|'ll|'d)",
+    "(?:'[sS]|'[tT]|'[rR][eE]|'[vV][eE]|'[mM]|'[lL][lL]|'[dD])",
+)
 _UPPER, _LOWER = r"[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]", r"[\p{Ll}\p{Lm}\p{Lo}\p{M}]"
 _O200K = (
     rf"[^\r\n\p{{L}}\p{{N}}]?{_UPPER}*{_LOWER}+",
@@ -54,7 +59,7 @@ ALTERNATIVES = frozenset(
         *_O200K,
         *(f"{start}{_CONTRACTIONS[2]}?" for start in _O200K),
         r"[!\"#$%&'()*+,\-./:;<=>?@\[\\\]^_`{|}~][A-Za-z]+",
-        "[一-龥\u3040-ゟ゠-ヿ]+",
+        "[一-龥\u3040-ゟ\u30a0-ヿ]+",
         # digits
         r" ?\p{N}+",
         r"\p{N}+",
@@ -144,7 +149,7 @@ def _composes(normaliser: dict[str, Any] | None) -> bool:
 
 
 def _splits(pre_tokenizer: dict[str, Any] | None) -> bool:
-    """Return True if a pre-tokenizer splits at the borders: all of its parts keep them, and one of them splits words."""
+    """Return True if a pre-tokenizer splits at the borders: all of its parts keep them, and one splits words."""
     if pre_tokenizer is None:
         return False
     parts = pre_tokenizer["pretokenizers"] if pre_tokenizer["type"] == "Sequence" else [pre_tokenizer]

@@ -7,9 +7,10 @@ Prompt     a prompt that completions are yet to be written for
 
 from __future__ import annotations
 
+import io
 import pickle
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, ClassVar, Generic, Protocol, Self, TypeVar, overload
@@ -20,6 +21,8 @@ import pyarrow as pa  # type: ignore[import-untyped]
 import pyarrow.compute  # type: ignore[import-untyped]
 
 from streamtune import interrupts
+from streamtune.errors import StorageError
+from streamtune.sizes import show_size
 
 __all__ = ["Example", "IntArray", "Prompt", "Record", "Stored", "TableWriter", "Tree", "gather_columns", "spill"]
 
@@ -112,14 +115,49 @@ def spill(record: type[Record]) -> Iterator[tuple[TableWriter, list[pa.Table]]]:
     leaves nothing behind.
     """
     tables: list[pa.Table] = []
-    with interrupts.temporary_directory(prefix="streamtune-data-", ignore_cleanup_errors=True) as folder:
-        path = Path(folder) / "rows.arrow"
-        with pa.OSFile(str(path), "wb") as file, pa.ipc.new_stream(file, record.schema) as stream:
+    with ExitStack() as held:
+        try:
+            directory = interrupts.temporary_directory(prefix="streamtune-data-", ignore_cleanup_errors=True)
+            path = Path(held.enter_context(directory)) / "rows.arrow"
+        except OSError as error:
+            what = f"there is no folder for temporary files: {error.strerror or error}"
+            raise StorageError(what, where="TMPDIR", mend="set TMPDIR to a folder with room") from error
+        with _Spilled(path) as sink, pa.ipc.new_stream(pa.PythonFile(sink, "w"), record.schema) as stream:
             writer = TableWriter(stream, record.schema)
             yield writer, tables
             writer.flush()
         with pa.ipc.open_stream(pa.memory_map(str(path))) as reader:
             tables.append(reader.read_all())
+
+
+class _Spilled(io.FileIO):
+    """The file of prepared rows; an error of writing names the folder and the room that it needs."""
+
+    def __init__(self, path: Path) -> None:
+        super().__init__(path, "wb")
+        self._path, self._written = path, 0
+
+    def write(self, data: Any) -> int:
+        """Write all of the data.
+
+        Raises:
+            StorageError: The disk is full, or cannot be written to.
+        """
+        waiting = memoryview(data).cast("B")
+        size = len(waiting)
+        try:
+            while len(waiting):
+                count = super().write(waiting) or 0
+                self._written += count
+                waiting = waiting[count:]
+        except OSError as error:
+            folder, needed = self._path.parent.parent, show_size(self._written + len(waiting))
+            raise StorageError(
+                f"cannot write the prepared rows to {folder}: {error.strerror or error}",
+                where="TMPDIR",
+                mend=f"they need more than {needed}: make room there, or set TMPDIR to a folder that has it",
+            ) from error
+        return size
 
 
 def _list_lengths(cells: pa.ChunkedArray) -> npt.NDArray[np.int64]:

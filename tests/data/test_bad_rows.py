@@ -1,0 +1,259 @@
+"""Rows that are faulty: listed together, or counted and left out; for every objective."""
+
+from __future__ import annotations
+
+import json
+import resource
+import signal
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from tests.sft_kit import FIXED, RECIPE, write_recipe
+from tests.sft_kit import run as run_recipe
+
+from streamtune.data import iter_texts, prepare, prepare_preferences, prepare_prompts, prepare_unpaired
+from streamtune.data.sources import Source
+from streamtune.errors import ArgumentError, DataError, RecipeError
+from streamtune.recipe.loader import load_recipe
+from streamtune.recipe.schema import DatasetSpec
+
+Write = Callable[..., str]
+
+CHAT = {"messages": [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Yes"}]}
+PAIR = {"prompt": "Is it?", "chosen": " Yes", "rejected": " No"}
+PROMPT = {"prompt": "Is it?"}
+
+
+def mixed(good: dict[str, Any], bad: list[str], rows: int = 3) -> str:
+    """Sound rows with a faulty one behind each."""
+    lines = []
+    for number in range(max(rows, len(bad))):
+        lines.append(json.dumps(good))
+        if number < len(bad):
+            lines.append(bad[number])
+    return "\n".join(lines) + "\n"
+
+
+KINDS: dict[str, tuple[Any, dict[str, Any], list[str], dict[str, Any]]] = {
+    "sft": (prepare, CHAT, ['{"messages": []}', "{", '{"text": "a"}', '{"messages": [{"role": "x"}]}'], {}),
+    "dpo": (prepare_preferences, PAIR, ['{"prompt": "a"}', "[]", json.dumps({**PAIR, "chosen": " No"})], {}),
+    "kto": (
+        prepare_unpaired,
+        {"prompt": "a", "completion": " b", "label": True},
+        ['{"prompt": "a"}', '{"prompt": "a", "completion": " b", "label": "x"}'],
+        {},
+    ),
+    "grpo": (prepare_prompts, PROMPT, ['{"prompt": ""}', '{"prompt": 5}', "nothing"], {}),
+}
+LENGTHS = {"grpo": {"max_prompt_length": 64}}
+
+
+def run(kind: str, path: str, tokenizer: Any, **options: Any) -> Any:
+    return KINDS[kind][0]([Source(path)], tokenizer, **LENGTHS.get(kind, {"max_length": 64}), **options)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_an_error_lists_them_all(kind: str, write: Write, tokenizer: Any) -> None:
+    _, good, bad, _ = KINDS[kind]
+    path = write("rows.jsonl", mixed(good, bad))
+    with pytest.raises(DataError) as caught:
+        run(kind, path, tokenizer)
+    head, *lines = caught.value.what.split("\n")
+    assert head == f"{len(bad)} rows are bad:"
+    assert [line.split(": ")[0] for line in lines] == [f"- {path}:{2 * n + 2}" for n in range(len(bad))]
+    assert len({line.partition(": ")[2] for line in lines}) == len(bad), "each has its own sentence"
+    assert caught.value.where == f"{path}:2"
+    assert "on_bad_row: skip" in caught.value.mend
+
+
+@pytest.mark.parametrize("kind", ["sft", "dpo", "grpo"])
+def test_skip_leaves_them_out_and_counts(kind: str, write: Write, tokenizer: Any) -> None:
+    _, good, bad, _ = KINDS[kind]
+    notes: list[str] = []
+    found = run(kind, write("rows.jsonl", mixed(good, bad)), tokenizer, on_bad_row="skip", notify=notes.append)
+    count = max(3, len(bad))
+    assert len(found.train) == found.report.rows == count
+    assert [row["row"].rpartition(":")[2] for row in found.bad_rows] == [str(2 * n + 2) for n in range(len(bad))]
+    assert all(row["what"] for row in found.bad_rows)
+    assert any(note.startswith(f"{len(bad)} bad rows are left out; the first, ") for note in notes)
+    assert found.fingerprint == run(kind, write("good.jsonl", mixed(good, [], count)), tokenizer).fingerprint
+
+
+def test_the_first_ten_and_the_count(write: Write, tokenizer: Any) -> None:
+    path = write("rows.jsonl", json.dumps(CHAT) + "\n" + "{\n" * 30)
+    with pytest.raises(DataError, match="30 rows are bad") as caught:
+        run("sft", path, tokenizer)
+    assert len(caught.value.what.split("\n")) == 12
+    assert caught.value.what.endswith("- and 20 more")
+    with pytest.raises(DataError, match="1,000 rows are bad, and those after them were not read"):
+        run("sft", write("rows.jsonl", json.dumps(CHAT) + "\n" + "{\n" * 5000), tokenizer)
+
+
+def test_one_bad_row_is_its_own_sentence(write: Write, tokenizer: Any) -> None:
+    with pytest.raises(DataError, match=r"^malformed JSON") as caught:
+        run("sft", write("rows.jsonl", json.dumps(CHAT) + "\n{\n"), tokenizer)
+    assert caught.value.where.endswith(":2")
+
+
+def test_more_than_max_bad_rows(write: Write, tokenizer: Any) -> None:
+    path = write("rows.jsonl", json.dumps(CHAT) + "\n" + "{\n" * 5)
+    assert len(run("sft", path, tokenizer, on_bad_row="skip", max_bad_rows=5).bad_rows) == 5
+    with pytest.raises(DataError, match="more than max_bad_rows = 4 rows are bad") as caught:
+        run("sft", path, tokenizer, on_bad_row="skip", max_bad_rows=4)
+    assert "raise max_bad_rows" in caught.value.mend
+    with pytest.raises(DataError, match="no row is left: all 2 were bad"):
+        run("sft", write("all.jsonl", "{\n{\n"), tokenizer, on_bad_row="skip")
+    with pytest.raises(ArgumentError, match="on_bad_row is 'drop'"):
+        run("sft", path, tokenizer, on_bad_row="drop")
+
+
+def test_what_all_rows_share_is_no_bad_row(write: Write, make_tokenizer: Callable[..., Any]) -> None:
+    for on_bad_row in ("error", "skip"):
+        with pytest.raises(DataError, match="the tokenizer has no chat template"):
+            run("sft", write("rows.jsonl", [CHAT] * 5), make_tokenizer(None), on_bad_row=on_bad_row)
+    with pytest.raises(DataError, match=r"^cannot tell what the rows are") as caught:
+        run("sft", write("rows.jsonl", [{"body": "x"}] * 5), make_tokenizer())
+    assert caught.value.where.endswith(":1")
+
+
+def test_a_tokenizer_is_trained_on_the_rows_that_are_left(write: Write) -> None:
+    path = write("rows.jsonl", mixed({"text": "sound"}, ["{", '{"text": 5}']))
+    assert list(iter_texts([Source(path)], on_bad_row="skip")) == ["sound"] * 3
+    with pytest.raises(DataError, match="2 rows are bad"):
+        list(iter_texts([Source(path)]))
+
+
+# --- columns, max_rows, repeat ----------------------------------------------------------------------------------------
+
+
+def texts(found: Any, tokenizer: Any) -> list[str]:
+    return [tokenizer.decode(row.input_ids[:-1]) for row in found.train]
+
+
+def test_columns_are_renamed(write: Write, tokenizer: Any) -> None:
+    path = write("rows.jsonl", [{"question": "a?", "answer": " b", "prompt": "other"}])
+    notes: list[str] = []
+    source = Source(path, columns={"prompt": "question", "completion": "answer"})
+    found = prepare([source], tokenizer, max_length=64, notify=notes.append)
+    assert texts(found, tokenizer) == ["a? b"]
+    assert any("the column 'prompt' is not read" in note for note in notes)
+    swapped = Source(
+        write("s.jsonl", [{"prompt": " b", "completion": "a?"}]),
+        columns={"prompt": "completion", "completion": "prompt"},
+    )
+    assert texts(prepare([swapped], tokenizer, max_length=64), tokenizer) == ["a? b"]
+    with pytest.raises(DataError, match="'columns' names 'quesion', which is no column of the row: it has") as caught:
+        prepare([Source(path, columns={"prompt": "quesion"}, where="r.yaml:4")], tokenizer, max_length=64)
+    assert "'question'" in caught.value.what
+    assert caught.value.where == "r.yaml:4"
+    assert caught.value.mend == "did you mean 'question'?"
+
+
+def test_rows_drawn_by_the_seed(write: Write, tokenizer: Any) -> None:
+    path = write("rows.jsonl", [{"text": f"row {n}"} for n in range(50)])
+
+    def drawn(**options: Any) -> list[str]:
+        return texts(prepare([Source(path, max_rows=10, **options)], tokenizer, max_length=64), tokenizer)
+
+    assert drawn() == [f"row {n}" for n in range(10)]
+    first = drawn(shuffle=True)
+    assert first == drawn(shuffle=True) != drawn(shuffle=True, seed=1)
+    assert first != drawn()
+    assert len(set(first)) == 10
+    assert sorted(first, key=lambda text: int(text.split()[1])) == first, "they stay in their order"
+
+
+def test_repeat(write: Write, tokenizer: Any) -> None:
+    first, second = (write(f"{name}.jsonl", [{"text": f"{name}{n}"} for n in range(3)]) for name in "ab")
+    sources = [Source(first, repeat=2), Source(second)]
+    found = prepare(sources, tokenizer, max_length=64)
+    assert texts(found, tokenizer) == ["a0", "a1", "a2", "a0", "a1", "a2", "b0", "b1", "b2"]
+    assert found.report.train_examples == 9
+    assert found.fingerprint != prepare([Source(first), Source(second)], tokenizer, max_length=64).fingerprint
+    packed = prepare(sources, tokenizer, max_length=64, packing=True)
+    assert sorted(packed.packs.rows.tolist()) == list(range(9))
+    held = prepare(sources, tokenizer, max_length=64, val_size=2)
+    assert len(held.validation) == 2, "a held-out row is there once"
+    assert len(held.train) + sum(2 if "a" in row.origin[-9:] else 1 for row in held.validation) == 9
+
+
+def test_keys_of_a_recipe(tmp_path: Path, write: Write) -> None:
+    write("rows.jsonl", [CHAT])
+    recipe = tmp_path / "r.yaml"
+    head = "model_name_or_path: x\n"
+    recipe.write_text(f"{head}datasets: [rows.jsonl, {{file_name: b.jsonl, num_samples: 3, shuffle: true}}]\n")
+    loaded = load_recipe(recipe, ["datasets.0.repeat=2"])
+    assert loaded.recipe.datasets[0] == DatasetSpec(path=str(tmp_path / "rows.jsonl"), repeat=2)
+    assert (loaded.recipe.datasets[1].path, loaded.recipe.datasets[1].max_rows) == ("b.jsonl", 3)
+    assert "'datasets[1].num_samples' is read as 'max_rows'" in loaded.notes
+    assert loaded.where("datasets", 0, "path") == f"{recipe}:2"
+    for text, what in [
+        ("datasets: [{path: a, shuffle: true}]", "'shuffle' of a dataset draws its 'max_rows'"),
+        ("datasets: [{path: a, columns: {}}]", "columns"),
+        ("datasets: [{path: a, columns: {prompt: q, completion: q}}]", "reads the column 'q' twice"),
+        ("datasets: [{path: a, subset: b, name: c}]", "'subset' means 'name', which is given too"),
+        ("datasets: [{path: a, repeat: 0}]", "repeat"),
+        ("datasets: [a]\nstrict: true", "'strict' is another trainer's key"),
+        ("datasets: [a]\non_bad_row: ignore", "on_bad_row"),
+    ]:
+        recipe.write_text(f"{head}{text}\n")
+        with pytest.raises(RecipeError) as caught:
+            load_recipe(recipe)
+        assert what in caught.value.what, caught.value
+        assert caught.value.where == f"{recipe}:{2 + text.count(chr(10))}"
+
+
+# --- the run, and the disk --------------------------------------------------------------------------------------------
+
+
+def test_a_run_keeps_the_rows_that_it_left_out(write: Write, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    write("rows.jsonl", mixed(CHAT, ["{", '{"messages": []}'], 6))
+    changes = {"datasets": ["rows.jsonl"], "max_length": 128, "max_steps": 1, "on_bad_row": "skip", "output_dir": "out"}
+    write_recipe(tmp_path, {**RECIPE, **changes, "engine": FIXED})
+    assert run_recipe() == 0
+    kept = json.loads((tmp_path / "out/bad_rows.json").read_text())["bad_rows"]
+    assert [row["row"] for row in kept] == [f"rows.jsonl:{line}" for line in (2, 4)]
+    assert kept[1]["what"] == "'messages' is empty"
+
+
+CHILD = """
+import sys
+from streamtune.data import prepare
+from streamtune.data.sources import Source
+from streamtune.models import train_tokenizer
+try:
+    prepare([Source(sys.argv[1])], train_tokenizer(["a b c"], vocab_size=300), max_length=10**6)
+except Exception as error:
+    print(type(error).__name__, "|", error.what, "|", error.where, "|", error.mend)
+"""
+
+
+@pytest.mark.parametrize("reason", ["full", "missing"])
+def test_the_folder_of_temporary_files_is_named(reason: str, write: Write, tmp_path: Path) -> None:
+    path = write("rows.jsonl", [{"text": "a b c " * 50}] * 2000)
+
+    def limit() -> None:  # a file of more than a megabyte fails to be written, as on a full disk
+        signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+        resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 20, 1 << 20))
+
+    folder = tmp_path / "temporary"
+    folder.mkdir()
+    program = CHILD if reason == "full" else f"import tempfile\ntempfile.tempdir = {str(folder / 'gone')!r}\n{CHILD}"
+    done = subprocess.run(
+        [sys.executable, "-c", program, path], capture_output=True, text=True, check=True,
+        env={**__import__("os").environ, "TMPDIR": str(folder)}, preexec_fn=limit if reason == "full" else None,
+    )  # fmt: skip
+    kind, what, where, mend = done.stdout.strip().splitlines()[-1].split(" | ")
+    assert (kind, where) == ("StorageError", "TMPDIR")
+    if reason == "full":
+        assert what == f"cannot write the prepared rows to {folder}: File too large"
+        assert mend.startswith("they need more than ")
+        assert list(folder.iterdir()) == []
+    else:
+        assert what.startswith("there is no folder for temporary files: ")
+        assert "set TMPDIR" in mend
