@@ -29,7 +29,10 @@ __all__ = ["tokenise_text"]
 PIECE = 1 << 16
 """Characters of a piece, at least; a shorter text is tokenised whole."""
 
-_LETTERS = "A-Za-zÀ-ÖØ-öø-ɏ\u0391-\u03a1\u03a3-\u03c9\u0410-\u044f\u05d0-\u05ea\u3041-\u3096\u30a1-\u30fa\u4e00-\u9fa5\uac00-\ud7a3"
+_LETTERS = (
+    "A-Za-zÀ-ÖØ-öø-ɏ\u0391-\u03a1\u03a3-\u03c9\u0410-\u044f\u05d0-\u05ea"
+    "\u3041-\u3096\u30a1-\u30fa\u4e00-\u9fa5\uac00-\ud7a3"
+)
 """Letters in every version of Unicode that a tokenizer may have been built with."""
 
 _BORDER = re.compile(rf"(?<=[{_LETTERS}])(?= [{_LETTERS}])|(?<=[^\s]\n)(?=[{_LETTERS}])")
@@ -126,7 +129,7 @@ def _keeps_borders(tokenizer: PreTrainedTokenizerBase) -> bool:
     """Return True if a tokenizer is known to split text at the borders, see the module."""
     if not tokenizer.is_fast:
         return False
-    backend: Any = tokenizer.backend_tokenizer  # type: ignore[attr-defined]
+    backend: Any = tokenizer.backend_tokenizer
     parts = json.loads(backend.to_str())
     model = parts["model"]
     return (

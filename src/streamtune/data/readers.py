@@ -316,7 +316,7 @@ def _unique_columns(names: Sequence[str], origin: str) -> list[str]:
 
 def _read_parquet(file: DataFile, bad: BadRows) -> Iterator[Row]:
     """Yield the rows of a Parquet file, a few at a time."""
-    import pyarrow.parquet as pq
+    import pyarrow.parquet as pq  # type: ignore[import-untyped]
 
     def batches(raw: Any) -> Iterator[Any]:
         with pq.ParquetFile(raw) as opened:
@@ -328,7 +328,7 @@ def _read_parquet(file: DataFile, bad: BadRows) -> Iterator[Row]:
 
 def _read_arrow(file: DataFile, bad: BadRows) -> Iterator[Row]:
     """Yield the rows of an Arrow file or stream, such as ``datasets`` writes."""
-    import pyarrow as pa  # type: ignore[import-untyped]
+    import pyarrow as pa
 
     def batches(raw: Any) -> Iterator[Any]:
         is_file = raw.read(6) == b"ARROW1"

@@ -353,7 +353,8 @@ def _identify(setup: Setup, before: Mapping[str, Any] | None) -> dict[str, Any]:
     for key in ("rope_scaling", "rope_theta"):  # runs are older than these
         if compared[key] is None:
             del compared[key]
-    unset = {key for key in ("sample_steps", "callbacks") if not getattr(recipe, key)}  # runs are older than these
+    newer = ("sample_steps", "callbacks", "on_bad_row", "max_bad_rows")  # runs are older than these
+    unset = {key for key in newer if getattr(recipe, key) == type(recipe).model_fields[key].default}
     if setup.quantization is not None:  # what `auto` became: on another device it is another model
         compared["quantization"] = setup.quantization
     return {
