@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import bz2
 import gzip
+import http.server
 import json
 import lzma
+import threading
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -19,6 +21,7 @@ from streamtune.data.faults import BadRows
 from streamtune.data.folders import choose_files
 from streamtune.data.sources import Source, read_rows
 from streamtune.errors import DataError
+from streamtune.recipe.loader import load_recipe
 
 Write = Callable[..., str]
 
@@ -238,3 +241,55 @@ def test_json_about_a_saved_dataset_that_is_malformed(write: Write, tmp_path: Pa
     write("saved/state.json", json.dumps([1]))
     with pytest.raises(DataError, match="no JSON object"):
         texts(tmp_path / "saved")
+
+
+class _Handler(http.server.BaseHTTPRequestHandler):
+    """Sends rows, with or without their length."""
+
+    def do_HEAD(self) -> None:
+        self.answer(b"")
+
+    def do_GET(self) -> None:
+        self.answer(LINES)
+
+    def answer(self, body: bytes) -> None:
+        if "none" in self.path:
+            self.send_error(404)
+            return
+        self.send_response(200)
+        if "streamed" not in self.path:
+            self.send_header("Content-Length", str(len(LINES)))
+        self.end_headers()
+        self.wfile.write(body)
+
+    def log_message(self, *_: Any) -> None:
+        pass
+
+
+def test_addresses_of_the_web() -> None:
+    pytest.importorskip("aiohttp", reason="fsspec reads http with it, and datasets brings none")
+    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), _Handler) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        address = f"http://127.0.0.1:{server.server_address[1]}"
+        try:
+            assert texts(f"{address}/rows.jsonl") == ["one", "two"]
+            assert texts(f"{address}/streamed.jsonl?download=true") == ["one", "two"]
+            with pytest.raises(DataError, match="there is nothing at"):
+                texts(f"{address}/none.jsonl")
+        finally:
+            server.shutdown()
+    with pytest.raises(DataError, match=r"cannot read|there is nothing at"):
+        texts(f"{address}/rows.jsonl")
+
+
+def test_a_pattern_and_a_broken_link_beside_the_recipe(
+    write: Write, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write("here/data/a.jsonl", LINES)
+    (tmp_path / "here/gone.jsonl").symlink_to("nowhere")
+    recipe = tmp_path / "here/r.yaml"
+    recipe.write_text("model_name_or_path: x\ndatasets: [data/*.jsonl, gone.jsonl]\n")
+    monkeypatch.chdir(tmp_path)
+    found = [spec.path for spec in load_recipe(recipe).recipe.datasets]
+    assert found == [str(tmp_path / "here/data/*.jsonl"), str(tmp_path / "here/gone.jsonl")]
+    assert texts(found[0]) == ["one", "two"]

@@ -81,7 +81,7 @@ class DataFile:
     shown: str
     """its name in origins and messages, usually as the user wrote it"""
     open: Callable[[], IO[bytes]]
-    """Opens it for reading; raises ``DataError`` where it is no regular file"""
+    """Opens it for reading, with ``peek``; raises ``DataError`` where it is no regular file"""
 
 
 def format_of(name: str) -> str:
@@ -148,14 +148,10 @@ def open_bytes(file: DataFile, *, text: bool = True) -> Iterator[IO[bytes]]:
         suffix = PurePosixPath(file.name).suffix.lower()
         try:
             if suffix not in COMPRESSED:
-                start = raw.read(512)
-                raw.seek(0)
-                _refuse_foreign(start, file, text=text)
+                _refuse_foreign(_peek(raw, 512), file, text=text)
                 yield raw
                 return
-            start = raw.read(64)
-            raw.seek(0)
-            _refuse_foreign(start, file, text=False)
+            _refuse_foreign(_peek(raw, 64), file, text=False)
             with COMPRESSED[suffix][1](raw) as unpacked:
                 yield unpacked
         except OSError as error:
@@ -177,6 +173,12 @@ _FETCH = "fetch or write the file anew"
 def _is_damage(error: OSError, suffix: str) -> bool:
     """Return True if an error comes from unpacking: those of the system have a number."""
     return suffix in COMPRESSED and error.errno is None
+
+
+def _peek(raw: Any, size: int) -> bytes:
+    """Return the first bytes of a buffer, which stay in it: some files cannot be rewound."""
+    found: bytes = raw.peek(size)[:size]
+    return found
 
 
 def _refuse_foreign(start: bytes, file: DataFile, *, text: bool) -> None:
@@ -230,7 +232,7 @@ def iter_lines(file: DataFile, bad: BadRows) -> Iterator[tuple[int, str]]:
     """
     with open_bytes(file) as raw:
         buffered = raw if hasattr(raw, "peek") else io.BufferedReader(cast(Any, raw))
-        start = buffered.peek(64)[:64]
+        start = _peek(buffered, 64)
         if len(start) > 3 and not (any(start[1::2]) and any(start[::2])) and any(start):
             order = "BE" if not any(start[::2]) else "LE"
             raise DataError(

@@ -133,8 +133,8 @@ def _nearest(path: Path) -> str:
 # --- addresses --------------------------------------------------------------------------------------------------------
 
 _PACKAGES = {
-    "s3": "s3fs", "s3a": "s3fs", "gs": "gcsfs", "gcs": "gcsfs", "abfs": "adlfs", "az": "adlfs", "http": "aiohttp",
-    "https": "aiohttp", "hf": "huggingface_hub", "oci": "ocifs", "sftp": "paramiko", "ssh": "paramiko",
+    "s3": "s3fs", "s3a": "s3fs", "gs": "gcsfs", "gcs": "gcsfs", "abfs": "adlfs", "az": "adlfs", "http": "aiohttp requests",
+    "https": "aiohttp requests", "hf": "huggingface_hub", "oci": "ocifs", "sftp": "paramiko", "ssh": "paramiko",
     "dropbox": "dropboxdrivefs", "gdrive": "gdrivefs", "smb": "smbprotocol",
 }  # fmt: skip
 """Protocol -> the package that fsspec needs for it."""

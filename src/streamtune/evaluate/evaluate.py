@@ -212,7 +212,7 @@ class _Evaluation:
         """Return the part of the document about needles."""
         recipe = self.task.recipe
         stack = gather_hay(
-            data.iter_texts(sources),
+            data.iter_texts(sources, on_bad_row=recipe.on_bad_row, max_bad_rows=recipe.max_bad_rows),
             self.tokenizer,
             chat=bool(self.tokenizer.chat_template) and data.holds_messages(sources),
             tokens=2 * max(lengths),

@@ -217,7 +217,8 @@ def _find_files(recipe: Recipe, folder: Path, marks: Marks) -> Recipe:
 
     def find(value: str, *key: str | int) -> str:
         beside = folder / _expand(value, marks.where(*key))
-        return str(beside) if value not in BUILT_IN and _exists(beside) else value
+        is_here = _exists(beside) or beside.is_symlink() or (key[0] == "datasets" and _matches(folder, value))
+        return str(beside) if value not in BUILT_IN and is_here else value
 
     changes: dict[str, Any] = {
         "datasets": tuple(
@@ -237,6 +238,16 @@ def _find_files(recipe: Recipe, folder: Path, marks: Marks) -> Recipe:
     if recipe.callbacks:
         changes["callbacks"] = tuple(_find_code(spec, folder, marks, "callbacks") for spec in recipe.callbacks)
     return recipe.model_copy(update=changes)
+
+
+def _matches(folder: Path, pattern: str) -> bool:
+    """Return True if a pattern of file names has a match below a folder."""
+    if not re.search(r"[*?\[]", pattern) or "://" in pattern:
+        return False
+    try:
+        return next(folder.glob(pattern), None) is not None
+    except (OSError, ValueError, NotImplementedError):  # an absolute pattern, or one that is malformed
+        return False
 
 
 def _expand(path: str, where: str) -> Path:

@@ -264,7 +264,9 @@ def _first_rows(
     notify: Callable[[str], None],
 ) -> Sequence[Any]:
     """Return the first rows of the first source, held-out ones too; all rows of all sources if none is usable."""
-    few = [replace(source, max_rows=min(source.max_rows or FIRST_ROWS, FIRST_ROWS)) for source in sources]
+    few = [
+        replace(source, max_rows=min(source.max_rows or FIRST_ROWS, FIRST_ROWS), shuffle=False) for source in sources
+    ]
     try:
         return task.prepare(few[:1], tokenizer, notify, val_size=0.0).train
     except DataError:
