@@ -111,6 +111,16 @@ class LengthFit(ABC, Generic[RecordT, ReportT]):
         self.lengths.append(size)
         self.longest = max(self.longest, (size, origin), key=lambda pair: pair[0])
 
+    @property
+    def rows(self) -> int:
+        """Rows seen: those that were rendered, and those that were left out before."""
+        return len(self.lengths) + self.counts["identical"] + self.counts["empty"]
+
+    def skip_empty(self) -> None:
+        """Leave a row with an empty answer out, and count it."""
+        self.counts["empty"] += 1
+        self.counts["dropped"] += 1
+
     def write(self, record: RecordT, digest: bytes) -> None:
         """Write a record of the row whose group comes next."""
         self.row_of_record.append(len(self.groups))
@@ -148,7 +158,7 @@ class LengthFit(ABC, Generic[RecordT, ReportT]):
         Raises:
             DataError: Rows are over the length and ``overlength`` is ``error``, or nothing is left.
         """
-        rows, too_long = len(self.lengths) + self.counts["identical"], self.counts["too_long"]
+        rows, too_long = self.rows, self.counts["too_long"]
         if too_long and self.overlength == "error":
             raise self.too_long()
         if self.counts["identical"]:
@@ -166,7 +176,7 @@ class LengthFit(ABC, Generic[RecordT, ReportT]):
 
     def changes(self) -> str:
         """Return the changes to rows over the length, for a note."""
-        dropped = self.counts["dropped"] - self.counts["identical"]
+        dropped = self.counts["dropped"] - self.counts["identical"] - self.counts["empty"]
         named = {"truncated": self.counts["truncated"], "split": self.counts["split"], "dropped": dropped}
         return ", ".join(f"{count:,} {how}" for how, count in named.items() if count)
 
@@ -177,7 +187,7 @@ class LengthFit(ABC, Generic[RecordT, ReportT]):
     def report(self, train_examples: int, validation_examples: int) -> ReportT:
         """Return the counts and lengths of the rows."""
         return self.report_type(
-            rows=len(self.lengths) + self.counts["identical"],
+            rows=self.rows,
             kept=len(self.groups),
             truncated=self.counts["truncated"],
             dropped=self.counts["dropped"],

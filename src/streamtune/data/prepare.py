@@ -20,44 +20,45 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from streamtune.data.cells import texts_of
-from streamtune.data.fit import OVERLENGTH, Prepared, RowFit, check_choice
-from streamtune.data.preferences import PREFERENCE_TYPES, normalise_preference
+from streamtune.data.cells import TextOrMessages, prompt_digest, texts_of, tools_of, variables_of
+from streamtune.data.counts import DEFAULT_CHAT, ChatOptions, RenderLog
+from streamtune.data.fit import (
+    COMPLETION_OVERLENGTH,
+    IDENTICAL_PAIRS,
+    OVERLENGTH,
+    LengthPolicy,
+    Prepared,
+    PromptFit,
+    RowFit,
+    TreeFit,
+    check_choice,
+)
+from streamtune.data.preferences import (
+    PREFERENCE_TYPES,
+    Answers,
+    detect_preference_type,
+    normalise_preference,
+    preference_columns_read,
+)
 from streamtune.data.readers import Row
-from streamtune.data.records import Example, spill
-from streamtune.data.render import RowRenderer
-from streamtune.data.report import DataReport
+from streamtune.data.records import Example, Prompt, Tree, spill
+from streamtune.data.render import PromptRenderer, RowRenderer, TreeRenderer
+from streamtune.data.report import CompletionReport, DataReport
 from streamtune.data.rows import (
     PROMPT_TYPES,
     ROW_TYPES,
     Content,
     Conversation,
     PromptCompletion,
+    columns_read,
+    detect_prompt_type,
     detect_type,
     looks_like,
     normalise,
     prompt_of,
 )
 from streamtune.data.sampler import pack_rows
-from streamtune.data.sources import Source, typed_rows, with_progress
-
-if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerBase
-from typing import TYPE_CHECKING
-
-from streamtune.data.cells import TextOrMessages, prompt_digest, tools_of
-from streamtune.data.fit import (
-    COMPLETION_OVERLENGTH,
-    IDENTICAL_PAIRS,
-    LengthPolicy,
-    PromptFit,
-    TreeFit,
-)
-from streamtune.data.preferences import Answers, detect_preference_type
-from streamtune.data.records import Prompt, Tree
-from streamtune.data.render import PromptRenderer, TreeRenderer
-from streamtune.data.report import CompletionReport
-from streamtune.data.rows import detect_prompt_type
+from streamtune.data.sources import BUILT_IN, Source, typed_rows, with_progress
 from streamtune.errors import DataError
 
 if TYPE_CHECKING:
@@ -89,6 +90,7 @@ def prepare(
     val_size: float = 0.0,
     packing: bool = False,
     seed: int = 42,
+    chat: ChatOptions = DEFAULT_CHAT,
     notify: Callable[[str], None] = lambda message: None,
 ) -> PreparedData:
     """Read every source and make examples of its rows.
@@ -99,11 +101,13 @@ def prepare(
         max_length: Tokens an example has at most.
         overlength: What to do with a longer row: refuse them all (``error``), cut its end off (``truncate``), leave it
             out (``drop``), or cut it into consecutive pieces (``split``).
-        train_on: ``assistant`` (every assistant turn, or the completion), ``completion`` (the last turn) or ``all``.
+        train_on: ``assistant`` (every assistant turn, or the completion), ``completion`` (the last turn; of a row of
+            prompt and completion all turns behind the prompt), ``last`` (the last turn of any row) or ``all``.
         val_size: Rows to hold out: a fraction below 1, or a count. Rows with the same tokens stay together, so that
             no held-out row is trained on.
         packing: Choose examples that share a sequence of at most ``max_length`` tokens.
         seed: Seed of the choice of held-out rows, and of the packs.
+        chat: Options of rendering.
         notify: Called with each thing the user should know, as a line of text.
 
     Raises:
@@ -111,11 +115,15 @@ def prepare(
         ArgumentError: ``overlength`` or ``train_on`` is none of the known ones.
     """
     check_choice("overlength", overlength, OVERLENGTH)
-    render = RowRenderer(tokenizer, train_on=train_on, notify=notify)
+    render = RowRenderer(tokenizer, train_on=train_on, notify=notify, chat=chat)
     with spill(Example) as (writer, tables):
         fit = RowFit(writer, overlength, max_length)
-        for content, origin in with_progress(_contents(sources, notify)):
-            fit.add(render(content, origin), origin)
+        for content, origin in with_progress(_contents(sources, render.log, notify)):
+            if render.leaves_out(content, origin):
+                fit.skip_empty()
+            else:
+                fit.add(render(content, origin), origin)
+        render.log.finish()
         fit.check(notify)
     prepared = fit.prepared(tables[0], val_size, seed)
     return _packed(prepared, max_length, seed) if packing else prepared
@@ -137,10 +145,35 @@ def _packed(prepared: PreparedData, max_length: int, seed: int) -> PreparedData:
     )
 
 
-def _contents(sources: Sequence[Source], notify: Callable[[str], None]) -> Iterator[tuple[Content, str]]:
+def _contents(
+    sources: Sequence[Source], log: RenderLog, notify: Callable[[str], None]
+) -> Iterator[tuple[Content, str]]:
     """Yield the normal form of every row of every source, with its origin."""
-    for row, row_type in typed_rows(sources, ROW_TYPES, detect_type, notify):
-        yield normalise(row, row_type), row.origin
+    for row, row_type in _counted(sources, ROW_TYPES, detect_type, log, notify):
+        content = normalise(row, row_type)
+        _find_unread(row, columns_read(row_type, content), log)
+        yield content, row.origin
+
+
+def _counted(
+    sources: Sequence[Source],
+    known: Sequence[str],
+    detect: Callable[[Row], str],
+    log: RenderLog,
+    notify: Callable[[str], None],
+) -> Iterator[tuple[Row, str]]:
+    """Do as :func:`typed_rows`, and let what is found in the rows count for their source."""
+    for source in sources:
+        log.begin(source.path)
+        yield from typed_rows([source], known, detect, notify)
+
+
+def _find_unread(row: Row, read: Sequence[str], log: RenderLog) -> None:
+    """Record columns that are not read and hold something, but for those of the built-in sets."""
+    if log.path not in BUILT_IN:
+        log.now.unread_columns |= dict.fromkeys(
+            name for name, value in row.columns.items() if name not in read and value not in (None, "", [])
+        )
 
 
 # --- texts alone, for training a tokenizer ----------------------------------------------------------------------------
@@ -218,6 +251,7 @@ def prepare_preferences(
     identical_pairs: str = "error",
     val_size: float = 0.0,
     seed: int = 42,
+    chat: ChatOptions = DEFAULT_CHAT,
     notify: Callable[[str], None] = lambda message: None,
 ) -> PreparedTrees:
     """Read every source and make one tree of each pair: its completions are ``[chosen, rejected]``.
@@ -235,16 +269,18 @@ def prepare_preferences(
             (``drop``), counted.
         val_size: Rows to hold out: a fraction below 1, or a count.
         seed: Seed of the choice of held-out rows.
+        chat: Options of rendering.
         notify: Called with each thing the user should know, as a line of text.
 
     Raises:
         DataError: A file is missing, a row is malformed, identical, too long or empty, or nothing is left.
         ArgumentError: ``overlength`` or ``identical_pairs`` is none of the known ones, or the lengths leave no room.
     """
-    rows = _answers(sources, ("preference",), notify)
     policy = LengthPolicy(max_length, max_prompt_length, overlength)
+    render = TreeRenderer(tokenizer, notify=notify, chat=chat)
+    rows = _answers(sources, ("preference",), render.log, notify)
     return _prepare_trees(
-        rows, tokenizer, policy, identical_pairs, ("chosen", "rejected"), val_size=val_size, seed=seed, notify=notify
+        rows, render, policy, identical_pairs, ("chosen", "rejected"), val_size=val_size, seed=seed, notify=notify
     )
 
 
@@ -258,6 +294,7 @@ def prepare_unpaired(
     identical_pairs: str = "error",
     val_size: float = 0.0,
     seed: int = 42,
+    chat: ChatOptions = DEFAULT_CHAT,
     notify: Callable[[str], None] = lambda message: None,
 ) -> PreparedTrees:
     """Read every source and make one tree of each row, its completions labelled desirable or not.
@@ -267,14 +304,15 @@ def prepare_unpaired(
 
     Args and raises as :func:`prepare_preferences`; in addition a ``DataError`` if all labels are the same.
     """
+    policy = LengthPolicy(max_length, max_prompt_length, overlength)
+    render = TreeRenderer(tokenizer, notify=notify, chat=chat)
     labelled = (
         (answers if answers.labels else replace(answers, labels=(True, False)), origin)
-        for answers, origin in _answers(sources, PREFERENCE_TYPES, notify)
+        for answers, origin in _answers(sources, PREFERENCE_TYPES, render.log, notify)
     )
     kinds = ("desirable", "undesirable")
-    policy = LengthPolicy(max_length, max_prompt_length, overlength)
     prepared = _prepare_trees(
-        labelled, tokenizer, policy, identical_pairs, kinds, val_size=val_size, seed=seed, notify=notify
+        labelled, render, policy, identical_pairs, kinds, val_size=val_size, seed=seed, notify=notify
     )
     found = list(prepared.report.completion_lengths)
     if len(found) == 1:
@@ -288,7 +326,7 @@ def prepare_unpaired(
 
 def _prepare_trees(
     rows: Rows,
-    tokenizer: PreTrainedTokenizerBase,
+    render: TreeRenderer,
     policy: LengthPolicy,
     identical_pairs: str,
     kinds: tuple[str, str],
@@ -301,26 +339,28 @@ def _prepare_trees(
     check_choice("identical_pairs", identical_pairs, IDENTICAL_PAIRS)
     with spill(Tree) as (writer, tables):
         fit = TreeFit(writer, policy, identical_pairs, kinds)
-        render = TreeRenderer(tokenizer, notify=notify)
         for answers, origin in with_progress(rows):
             if answers.identical:
                 fit.skip_identical(origin)
             else:
                 fit.add(render(answers, origin), prompt_digest(answers.prompt, answers.tools))
+        render.log.finish()
         fit.check(notify)
     return fit.prepared(tables[0], val_size, seed)
 
 
-def _answers(sources: Sequence[Source], wanted: Sequence[str], notify: Callable[[str], None]) -> Rows:
+def _answers(sources: Sequence[Source], wanted: Sequence[str], log: RenderLog, notify: Callable[[str], None]) -> Rows:
     """Yield the normal form of every row, with its origin."""
-    for row, row_type in typed_rows(sources, PREFERENCE_TYPES, detect_preference_type, notify):
+    for row, row_type in _counted(sources, PREFERENCE_TYPES, detect_preference_type, log, notify):
         if row_type not in wanted:
             raise DataError(
                 f"the rows are of type '{row_type}', and pairs of 'chosen' and 'rejected' are compared here",
                 where=row.origin,
                 mend="set loss_type: kto, which judges answers one by one",
             )
-        yield normalise_preference(row, row_type), row.origin
+        answers = normalise_preference(row, row_type)
+        _find_unread(row, preference_columns_read(row_type, answers), log)
+        yield answers, row.origin
 
 
 def prepare_prompts(
@@ -331,6 +371,7 @@ def prepare_prompts(
     overlength: str = "error",
     val_size: float = 0.0,
     seed: int = 42,
+    chat: ChatOptions = DEFAULT_CHAT,
     notify: Callable[[str], None] = lambda message: None,
 ) -> PreparedPrompts:
     """Read every source and render its prompts.
@@ -343,6 +384,7 @@ def prepare_prompts(
             or leave it out (``drop``).
         val_size: Rows to hold out: a fraction below 1, or a count. Rows with the same prompt stay together.
         seed: Seed of the choice of held-out rows.
+        chat: Options of rendering.
         notify: Called with each thing the user should know, as a line of text.
 
     Raises:
@@ -351,21 +393,25 @@ def prepare_prompts(
     """
     split = "a prompt cannot be split; use " if overlength == "split" else "use "
     check_choice("overlength", overlength, COMPLETION_OVERLENGTH, mend=split + ", ".join(COMPLETION_OVERLENGTH))
-    render = PromptRenderer(tokenizer)
+    render = PromptRenderer(tokenizer, chat=chat, notify=notify)
     with spill(Prompt) as (writer, tables):
         fit = PromptFit(writer, overlength, max_prompt_length)
-        for row, prompt in with_progress(_prompts(sources, notify)):
+        for row, prompt in with_progress(_prompts(sources, render.log, notify)):
             tools = tools_of(row.columns.get("tools"), row.origin)
+            variables = variables_of(row.columns.get("chat_template_kwargs"), row.origin)
             columns = {name: value for name, value in row.columns.items() if name != "prompt"}
-            ids = render(prompt, tools, row.origin)
+            ids = render(prompt, tools, row.origin, variables)
             fit.add(Prompt(ids, prompt, columns, row.origin), prompt_digest(prompt, tools))
+        render.log.finish()
         fit.check(notify)
     return fit.prepared(tables[0], val_size, seed)
 
 
-def _prompts(sources: Sequence[Source], notify: Callable[[str], None]) -> Iterator[tuple[Row, TextOrMessages]]:
+def _prompts(
+    sources: Sequence[Source], log: RenderLog, notify: Callable[[str], None]
+) -> Iterator[tuple[Row, TextOrMessages]]:
     """Yield every row of every source with its prompt, checked."""
-    for row, row_type in typed_rows(sources, PROMPT_TYPES, detect_prompt_type, notify):
+    for row, row_type in _counted(sources, PROMPT_TYPES, detect_prompt_type, log, notify):
         taken = next((name for name in _TAKEN if name in row.columns), None)
         if taken is not None:
             raise DataError(

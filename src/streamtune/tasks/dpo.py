@@ -29,7 +29,7 @@ from streamtune.tasks.preference import (
     unpaired_knobs,
 )
 from streamtune.tasks.random_batches import RandomTokens, choose_trees
-from streamtune.tasks.task import Notify, PreparedRows, RandomStep, ScoringTask, TrialStep, held_back
+from streamtune.tasks.task import Notify, PreparedRows, RandomStep, ScoringTask, TrialStep, chat_options, held_back
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -80,6 +80,7 @@ class Dpo(ScoringTask[DpoRecipe]):
                 identical_pairs=recipe.identical_pairs,
                 val_size=recipe.val_size if val_size is None else val_size,
                 seed=recipe.seed,
+                chat=chat_options(recipe),
                 notify=notify_later,
             )
 

@@ -12,7 +12,7 @@ from streamtune import data, train
 from streamtune.engine import StreamHandle, check_packing
 from streamtune.recipe.schema import Recipe
 from streamtune.tasks.random_batches import RandomTokens
-from streamtune.tasks.task import Notify, RandomStep, Task, TrialStep, held_back
+from streamtune.tasks.task import Notify, RandomStep, Task, TrialStep, chat_options, held_back
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -48,6 +48,7 @@ class Sft(Task[Recipe]):
                 val_size=recipe.val_size if val_size is None else val_size,
                 packing=recipe.packing,
                 seed=recipe.seed,
+                chat=chat_options(recipe),
                 notify=notify_later,
             )
 
