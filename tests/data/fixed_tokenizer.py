@@ -23,6 +23,12 @@ MERGES = [
     ],
 ]
 
+DEEPSEEK = [
+    f"<\uff5c{name}\uff5c>"
+    for name in ("begin\u2581of\u2581sentence", "end\u2581of\u2581sentence", "User", "Assistant")
+]
+"""With bars of full width."""
+
 SPECIAL: dict[str, list[str]] = {
     "chatml": ["<|endoftext|>", "<|im_start|>", "<|im_end|>"],
     "qwen3": ["<|endoftext|>", "<|im_start|>", "<|im_end|>"],
@@ -31,7 +37,7 @@ SPECIAL: dict[str, list[str]] = {
                  "[TOOL_RESULTS]", "[/TOOL_RESULTS]"],
     "gemma3": ["<bos>", "<eos>", "<start_of_turn>", "<end_of_turn>"],
     "phi4": ["<|endoftext|>", "<|im_start|>", "<|im_sep|>", "<|im_end|>"],
-    "deepseek_r1": ["<｜begin▁of▁sentence｜>", "<｜end▁of▁sentence｜>", "<｜User｜>", "<｜Assistant｜>"],
+    "deepseek_r1": DEEPSEEK,
     "gpt_oss": ["<|startoftext|>", "<|start|>", "<|message|>", "<|channel|>", "<|end|>", "<|return|>", "<|call|>"],
     "granite": ["<|end_of_text|>", "<|start_of_role|>", "<|end_of_role|>", "<|tool_call|>"],
 }  # fmt: skip
@@ -41,7 +47,7 @@ ENDS = {
     "llama31": "<|eot_id|>",
     "mistral3": "</s>",
     "gemma3": "<end_of_turn>",
-    "deepseek_r1": "<｜end▁of▁sentence｜>",
+    "deepseek_r1": DEEPSEEK[1],
     "gpt_oss": "<|return|>",
     "granite": "<|end_of_text|>",
 }
@@ -49,7 +55,7 @@ BEGINS = {
     "llama31": "<|begin_of_text|>",
     "mistral3": "<s>",
     "gemma3": "<bos>",
-    "deepseek_r1": "<｜begin▁of▁sentence｜>",
+    "deepseek_r1": DEEPSEEK[0],
 }
 
 

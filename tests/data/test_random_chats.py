@@ -17,8 +17,8 @@ from streamtune.labels import IGNORE_INDEX
 
 TEMPLATES = ("chatml", "qwen3", "llama31", "phi4", "gemma3", "granite", "mistral3", "gpt_oss")
 WITH_TOOLS = {"chatml", "qwen3", "llama31", "granite", "mistral3", "gpt_oss"}
-WORDS = ["one", "the answer", " ", "\n", "\n\n", "Paris", "é", "e\u0301", "👋🏽", "世界", "42.", "<think>", "<|im_end|>", "assistant",
-         "[/INST]", "  in", "\t", "{}", '"', "user\n"]  # fmt: skip
+WORDS = ["one", "the answer", " ", "\n", "\n\n", "Paris", "é", "e\u0301", "👋🏽", "世界", "42.", "<think>",
+         "<|im_end|>", "assistant", "[/INST]", "  in", "\t", "{}", '"', "user\n"]  # fmt: skip
 TOOL = {"type": "function", "function": {"name": "weather", "parameters": {"type": "object", "properties": {}}}}
 
 

@@ -109,12 +109,9 @@ def _trained_flag(message: Mapping[str, Any], place: str, origin: str) -> bool |
             continue
         if not isinstance(value, (bool, int, float)) or value not in (0, 1):
             known = "0 (not trained) or 1" if name == "weight" else "true or false"
-            fraction = isinstance(value, (int, float))
-            raise DataError(
-                f"{place}.{name} must be {known}, it is {f'the text {value!r}' if isinstance(value, str) else value!r}",
-                where=origin,
-                mend="a message is trained or not: parts of its loss are not supported" if fraction else "",
-            )
+            shown = f"the text {value!r}" if isinstance(value, str) else repr(value)
+            part = "a message is trained or not: a part of its loss is not" if isinstance(value, float) else ""
+            raise DataError(f"{place}.{name} must be {known}, it is {shown}", where=origin, mend=part)
         given[name] = bool(value)
     if len(set(given.values())) > 1:
         both = " and ".join(f"'{name}: {json.dumps(message[name])}'" for name in given)

@@ -6,7 +6,8 @@
     unpaired      prompt, completion, label                   label: true (desirable) or false
 
 ``tools`` and ``chat_template_kwargs`` (optional) go to the chat template, ``system`` before messages that have no
-system message. A prompt that is text and answers that are messages go together, and the other way round. A pair whose answers already hold the prompt's messages loses them. Other columns are not read.
+system message. A prompt that is text and answers that are messages go together, and the other way round. A pair whose
+answers already hold the prompt's messages loses them. Other columns are not read.
 
 **Implicit prompts.** Of messages: as many as ``chosen`` and ``rejected`` have in common. Of text: their common
 characters, back to the last border between words, and without the blanks that stand there, which belong to the answers
