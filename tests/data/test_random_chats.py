@@ -31,8 +31,9 @@ def random_row(chance: random.Random, name: str) -> dict[str, Any]:
     """A row of messages: with a system column or message, tools, reasoning, and answers that are not trained."""
     messages: list[dict[str, Any]] = []
     has_tools = name in WITH_TOOLS and chance.random() < 0.4
-    for _ in range(chance.randint(1, 4)):
-        messages.append({"role": "user", "content": words(chance)})
+    for number in range(chance.randint(1, 4)):
+        # Mistral's template prints tools before every question that is equal to the last one: no two are.
+        messages.append({"role": "user", "content": f"{number}{words(chance)}"})
         if has_tools and chance.random() < 0.6:
             call = {"name": "weather", "arguments": {"city": words(chance), "days": chance.randint(1, 9)}}
             calls = [{"id": "call00001", "type": "function", "function": call}]
