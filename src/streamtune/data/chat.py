@@ -108,13 +108,16 @@ class ChatRenderer:
         for index in answers:
             self._check_printed(chat, index, texts)
         reasoned = [index for index in (trained if reasoned is None else reasoned) if reasoning_of(messages[index])]
-        found = dict(zip(answers, texts, strict=True)) if len(answers) == len(texts) else {}
+        own = dict(zip(answers, turns, strict=True)) if len(answers) == len(turns) else {}
+        found = {index: chat.text[turn.start : turn.end] for index, turn in own.items()}
         dropped = dropped_answers(chat, reasoned, found)
         ends = all(map(self._ends_with_special, texts))
         turns = self._other_turns(chat, turns, [index for index in trained if index not in answers])
         text = chat.text
         if dropped and self._options.reasoning == "keep":
-            text, turns = self._with_reasoning(chat, turns, dropped)
+            if not own.keys() >= set(dropped):
+                own = dict(zip(dropped, self._located_turns(chat, dropped), strict=True))
+            text, turns = self._with_reasoning(chat, turns, {index: own[index] for index in dropped})
         return RenderedChat(text, turns, ends, chat.system, len(reasoned), dropped)
 
     def _located_turns(self, chat: Renderings, answers: Sequence[int]) -> list[ChatTurn]:
@@ -327,13 +330,11 @@ class ChatRenderer:
     # ------------------------------------------------------------------ reasoning that was dropped
 
     def _with_reasoning(
-        self, chat: Renderings, turns: Sequence[ChatTurn], dropped: Sequence[int]
+        self, chat: Renderings, turns: Sequence[ChatTurn], dropped: Mapping[int, ChatTurn]
     ) -> tuple[str, list[ChatTurn]]:
-        """Return the rendering with the reasoning of answers put back, and the turns in it."""
+        """Return the rendering with the reasoning of answers put back into their turns, and the trained turns in it."""
         text, moved = chat.text, list(turns)
-        own = dict(zip(dropped, self._located_turns(chat, dropped), strict=True))
-        for index in sorted(dropped, reverse=True):  # from the end, so that earlier places stay
-            turn = own[index]
+        for index, turn in sorted(dropped.items(), reverse=True):  # from the end, so that earlier places stay
             written = self._written(chat, index, text[turn.start : turn.end])
             text = text[: turn.start] + written + text[turn.end :]
             longer = len(written) - (turn.end - turn.start)

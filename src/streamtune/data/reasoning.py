@@ -14,6 +14,8 @@ from streamtune.data.renderings import Message, Renderings
 __all__ = ["as_last_answer", "dropped_answers", "reasoning_of"]
 
 FIELDS = ("reasoning_content", "reasoning", "thinking")
+_LOOKED_AT = 1000
+"""Answers of one chat that are looked at a second time: each takes a character that occurs nowhere."""
 
 
 def reasoning_of(message: Mapping[str, Any]) -> str:
@@ -46,13 +48,13 @@ def dropped_answers(chat: Renderings, answers: Sequence[int], turns: Mapping[int
     """
     missing = [index for index in answers if reasoning_of(chat.messages[index]) not in turns.get(index, chat.text)]
     marks: dict[int, str] = {}
-    mark = chr(ord("\ue000") - 1)
-    messages = list(chat.messages)
-    for index in missing:
-        mark = marks[index] = chat.unused_character(after=chr(ord(mark) + 1))
-        messages[index] = _marked(messages[index], mark)
+    after, messages = "\ue000", list(chat.messages)
+    for index in missing[:_LOOKED_AT]:
+        marks[index] = chat.unused_character(after)
+        after = chr(ord(marks[index]) + 1)
+        messages[index] = _marked(messages[index], marks[index])
     changed = chat.try_render(messages) if missing else None
-    return [index for index in missing if changed is None or marks[index] not in changed]
+    return [index for index in missing if changed is None or index not in marks or marks[index] not in changed]
 
 
 def _marked(message: Message, mark: str) -> Message:
