@@ -128,8 +128,12 @@ def _dataset(conversion: Conversion, entry: dict[str, Any], name: str, index: in
 def _take_trained(conversion: Conversion, key: str, value: Any, name: str, index: int) -> None:
     """Convert what is trained of the rows of one dataset: here it is the same for all of them."""
     if key == "roles_to_train" and isinstance(value, list):
-        value = list(dict.fromkeys(ROLES.get(role, role) for role in value))
-    if conversion.ours.get(key, value) != value:
+        value = list(dict.fromkeys(ROLES.get(role, role) if isinstance(role, str) else str(role) for role in value))
+    if value in (["assistant"], "turn") and key not in conversion.ours:
+        conversion.unneeded(name, index, key, why="as here")
+    elif conversion.objective != "sft" or conversion.ours.get("train_on") == "all":
+        conversion.unneeded(name, index, key, why="every token of an answer counts")
+    elif conversion.ours.get(key, value) != value:
         conversion.lose(name, index, key, why=f"{key} is the same for all datasets here")
     else:
         conversion.put(key, value, name, index, key)
