@@ -128,7 +128,6 @@ def test_sharegpt_speakers() -> None:
         ({"conversations": [{"from": "alien", "value": "x"}]}, None, "unknown speaker 'alien'"),
         ({"conversations": [{"from": "human"}]}, None, "must be an object with 'from' and 'value'"),
         ({"conversations": [{"from": "function_call", "value": "f()"}]}, None, "must be a tool call in JSON"),
-        ({"prompt": "one", "completion": ""}, None, "'completion' is empty"),
         ({"prompt": 1, "completion": "x"}, None, "'prompt' must be a string, it is of type int"),
         ({"prompt": "one", "completion": None}, None, "'completion' must be a string, it is missing"),
         ({"instruction": "a", "output": ["b"]}, None, "'output' must be a string"),

@@ -141,7 +141,7 @@ WANTED: dict[str, dict[str, Any]] = {
     "swift": {
         "model_name_or_path": "own/base-7b", "finetuning_type": "qlora", "quantization": "nf4", "lora_r": 8,
         "lora_alpha": 32, "lora_dropout": 0.05, "lora_target": "all-linear", "dtype": "bfloat16", "bf16": True,
-        "train_on": "completion", "max_length": 2048, "overlength": "drop", "val_size": 0.01, "eval_steps": 50,
+        "train_on": "last", "max_length": 2048, "overlength": "drop", "val_size": 0.01, "eval_steps": 50,
         "learning_rate": 1e-4, "weight_decay": 0.1, "adam_beta2": 0.95, "num_train_epochs": 3, "train_batch_size": 16,
     },
 }  # fmt: skip

@@ -240,6 +240,7 @@ OBJECTIVES = {"sft": "supervised fine-tuning", "dpo": "preferences", "grpo": "re
 TRAIN_ON = {
     "assistant": "the assistant's turns, all of a row of text",
     "completion": "the completion",
+    "last": "the last turn of the assistant, all of a row of text",
     "all": "every token",
 }
 

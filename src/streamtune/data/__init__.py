@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from streamtune.data.builtin import ARITHMETIC_PATH, PREFERENCES_PATH, STDLIB_PATH
 from streamtune.data.collate import NO_ROW, Batch, CollatedTrees, PackedBatch, collate, collate_packed, collate_trees
+from streamtune.data.counts import ChatOptions
 from streamtune.data.fit import COMPLETION_OVERLENGTH as COMPLETION_OVERLENGTH
 from streamtune.data.fit import IDENTICAL_PAIRS, OVERLENGTH
 from streamtune.data.preferences import PREFERENCE_TYPES
@@ -47,6 +48,7 @@ __all__ = [
     "STDLIB_PATH",
     "TRAIN_ON",
     "Batch",
+    "ChatOptions",
     "CollatedTrees",
     "CompletionReport",
     "DataReport",

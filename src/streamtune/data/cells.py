@@ -10,6 +10,7 @@ from typing import Any
 from streamtune.errors import DataError, did_you_mean
 
 __all__ = [
+    "FLAGS",
     "ROLES",
     "SHAREGPT_ROLES",
     "TextOrMessages",
@@ -18,6 +19,7 @@ __all__ = [
     "column_names",
     "from_sharegpt",
     "has_roles",
+    "has_system",
     "kind_of",
     "parsed_cell",
     "parsed_messages",
@@ -26,10 +28,15 @@ __all__ = [
     "text_or_messages",
     "texts_of",
     "tools_of",
+    "variables_of",
+    "with_system",
 ]
 
 ROLES = ("system", "developer", "user", "assistant", "tool")
-"""Roles a message may have; ``assistant`` is the one that is trained."""
+"""Roles a message may have; ``assistant`` is the one that is trained unless ``roles_to_train`` names others."""
+
+FLAGS = ("train", "training", "loss", "weight")
+"""Fields of a message that say whether it is trained; all mean the same. A checked message has ``weight`` alone."""
 
 SHAREGPT_ROLES = {
     "system": "system",
@@ -83,15 +90,33 @@ def check_message(message: Any, place: str, origin: str) -> dict[str, Any]:
         what = f"{place} has the unknown role '{role}'" if role is not None else f"{place} has no 'role'"
         known = f"roles are {', '.join(ROLES)}"
         raise DataError(what, where=origin, mend=f"{known}; {hint}" if hint else known)
-    checked = {key: value for key, value in message.items() if value is not None}
+    checked = {key: value for key, value in message.items() if value is not None and key not in FLAGS}
     stands_in = role == "assistant" and any(checked.get(field) for field in _ANSWER_FIELDS)
     if "content" in checked or not stands_in:
         checked["content"] = _content(checked.get("content"), f"{place}.content", origin)
     if "tool_calls" in checked:
         checked["tool_calls"] = _tool_calls(checked["tool_calls"], f"{place}.tool_calls", origin)
-    if checked.get("weight", 1) not in (0, 1):
-        raise DataError(f"{place}.weight must be 0 (not trained) or 1", where=origin)
-    return checked
+    flag = _trained_flag(message, place, origin)
+    return checked if flag is None else {**checked, "weight": int(flag)}
+
+
+def _trained_flag(message: Mapping[str, Any], place: str, origin: str) -> bool | None:
+    """Return whether a message says that it is trained; None if it does not say."""
+    given: dict[str, bool] = {}
+    for name in FLAGS:
+        value = message.get(name)
+        if value is None:
+            continue
+        if not isinstance(value, (bool, int, float)) or value not in (0, 1):
+            known = "0 (not trained) or 1" if name == "weight" else "true or false"
+            shown = f"the text {value!r}" if isinstance(value, str) else repr(value)
+            part = "a message is trained or not: a part of its loss is not" if isinstance(value, float) else ""
+            raise DataError(f"{place}.{name} must be {known}, it is {shown}", where=origin, mend=part)
+        given[name] = bool(value)
+    if len(set(given.values())) > 1:
+        both = " and ".join(f"'{name}: {json.dumps(message[name])}'" for name in given)
+        raise DataError(f"{place} has {both}, which contradict each other", where=origin, mend="keep one of them")
+    return next(iter(given.values()), None)
 
 
 def from_sharegpt(turn: Any, place: str, origin: str) -> dict[str, Any]:
@@ -109,7 +134,8 @@ def from_sharegpt(turn: Any, place: str, origin: str) -> dict[str, Any]:
         mend = f"{known}; {hint}" if hint else known
         raise DataError(f"{place} is from an unknown speaker '{speaker}'", where=origin, mend=mend)
     if speaker == "function_call":
-        return {"role": "assistant", "tool_calls": _sharegpt_calls(value, f"{place}.value", origin)}
+        flags = {name: turn[name] for name in FLAGS if name in turn}
+        return {"role": "assistant", "tool_calls": _sharegpt_calls(value, f"{place}.value", origin), **flags}
     rest = {key: item for key, item in turn.items() if key not in ("from", "value")}
     return {**rest, "role": SHAREGPT_ROLES[speaker], "content": value}
 
@@ -217,6 +243,48 @@ def tools_of(value: Any, origin: str) -> list[dict[str, Any]] | None:
     if not isinstance(value, list) or not all(isinstance(tool, dict) for tool in value):
         raise DataError("'tools' must be a list of JSON schemas", where=origin)
     return value
+
+
+def variables_of(value: Any, origin: str) -> dict[str, Any]:
+    """Return the variables that a row gives to the chat template, without those that are null.
+
+    Raises:
+        DataError: They are no object.
+    """
+    value = parsed_cell(value)
+    if value is None or value == "":
+        return {}
+    if not isinstance(value, dict):
+        raise DataError(
+            f"'chat_template_kwargs' must be an object, it is {kind_of(value)}",
+            where=origin,
+            mend='write it as {"enable_thinking": false}',
+        )
+    return {name: item for name, item in value.items() if item is not None}
+
+
+def has_system(messages: Sequence[Mapping[str, Any]]) -> bool:
+    """Return True if one of the messages is of the role ``system`` or ``developer``."""
+    return any(message.get("role") in ("system", "developer") for message in messages)
+
+
+def with_system(
+    messages: list[dict[str, Any]], columns: Mapping[str, Any], origin: str
+) -> tuple[list[dict[str, Any]], bool]:
+    """Put the text of a row's column ``system`` before its messages, unless they have a system message.
+
+    Returns:
+        The messages, and True if the column says something else than the system message they have.
+
+    Raises:
+        DataError: The column is no text.
+    """
+    if not columns.get("system"):
+        return messages, False
+    text = text_field(columns, "system", origin)
+    if has_system(messages):
+        return messages, not any(message.get("content") == text for message in messages)
+    return [{"role": "system", "content": text}, *messages], False
 
 
 TextOrMessages = str | list[dict[str, Any]]

@@ -16,15 +16,23 @@ Three methods find them, the first that applies is used:
    token) break the prefixes. Then each message is replaced in place by a character that occurs nowhere, and where the
    full rendering changes is where that message stands. The header before it and the terminator after it come from
    renderings that stop at the turn. No turn may touch what another message wrote; otherwise the row is refused.
+
+Messages of users, tools and the system are trained where ``roles_to_train`` names their role: their text, as changes
+find it, and the terminator right behind it if answers end with it too.
+
+Then reasoning that the template dropped is put back, with ``reasoning: keep``: in place of a turn stands what it is
+where the conversation ends with it.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
+from streamtune.data.counts import DEFAULT_CHAT, ChatOptions
+from streamtune.data.reasoning import as_last_answer, dropped_answers, reasoning_of
 from streamtune.data.renderings import Message, Renderings, common_prefix, opened_reasoning
 
 if TYPE_CHECKING:
@@ -43,46 +51,78 @@ class ChatTurn:
 
 @dataclass(frozen=True)
 class RenderedChat:
-    """A rendered conversation and the assistant turns to train on, in order."""
+    """A rendered conversation and the turns to train on, in order."""
 
     text: str
     turns: list[ChatTurn]
     ends: bool
     """True if every turn ends with a special token, from which the model learns to stop"""
+    system: str = "printed"
+    """where the system message is, see :class:`streamtune.data.renderings.Renderings`"""
+    reasoned: int = 0
+    """trained answers with reasoning"""
+    dropped: list[int] = field(default_factory=list)
+    """indices of those whose reasoning the template leaves out"""
 
 
 class ChatRenderer:
     """Renders conversations with a tokenizer's chat template and finds the assistant's turns in them."""
 
-    def __init__(self, tokenizer: PreTrainedTokenizerBase) -> None:
+    def __init__(self, tokenizer: PreTrainedTokenizerBase, options: ChatOptions = DEFAULT_CHAT) -> None:
         self._tokenizer = tokenizer
+        self._options = options
         added = getattr(tokenizer, "added_tokens_decoder", {}).values()
         names = {str(token) for token in added if token.special} | set(tokenizer.all_special_tokens)
         self._special_tokens = tuple(sorted(filter(None, names), key=len, reverse=True))
         self._special = re.compile("|".join(map(re.escape, self._special_tokens)) or r"(?!)")
 
-    def render(self, messages: list[Message], tools: Any, trained: Sequence[int], origin: str) -> RenderedChat:
+    def render(
+        self,
+        messages: list[Message],
+        tools: Any,
+        trained: Sequence[int],
+        origin: str,
+        *,
+        variables: Mapping[str, Any] | None = None,
+        reasoned: Sequence[int] | None = None,
+    ) -> RenderedChat:
         """Render a conversation.
 
         Args:
             messages: The conversation.
             tools: JSON schemas of tools, or None.
-            trained: Indices of the assistant messages to train on.
+            trained: Indices of the messages to train on.
             origin: The row, for errors.
+            variables: Variables of the template.
+            reasoned: Indices of the answers whose reasoning matters; ``trained`` unless given.
 
         Raises:
             DataError: The template refuses the conversation, or rewrites it so that a turn cannot be located exactly.
         """
-        chat = Renderings(self._tokenizer, messages, tools, origin)
-        turns = self._marked_turns(chat, trained)
+        chat = Renderings(self._tokenizer, messages, tools, origin, variables)
+        answers = [index for index in trained if messages[index]["role"] == "assistant"]
+        turns = self._marked_turns(chat, answers)
         if turns is None:
-            turns = self._prefix_turns(chat, trained)
-        if turns is None:
-            turns = self._changed_turns(chat, trained)
+            turns = self._located_turns(chat, answers)
         texts = [chat.text[turn.start : turn.end] for turn in turns]
-        for index in trained:
+        for index in answers:
             self._check_printed(chat, index, texts)
-        return RenderedChat(chat.text, turns, ends=all(map(self._ends_with_special, texts)))
+        reasoned = [index for index in (trained if reasoned is None else reasoned) if reasoning_of(messages[index])]
+        own = dict(zip(answers, turns, strict=True)) if len(answers) == len(turns) else {}
+        found = {index: chat.text[turn.start : turn.end] for index, turn in own.items()}
+        dropped = dropped_answers(chat, reasoned, found)
+        ends = all(map(self._ends_with_special, texts))
+        turns = self._other_turns(chat, turns, [index for index in trained if index not in answers])
+        text = chat.text
+        if dropped and self._options.reasoning == "keep":
+            if not own.keys() >= set(dropped):
+                own = dict(zip(dropped, self._located_turns(chat, dropped), strict=True))
+            text, turns = self._with_reasoning(chat, turns, {index: own[index] for index in dropped})
+        return RenderedChat(text, turns, ends, chat.system, len(reasoned), dropped)
+
+    def _located_turns(self, chat: Renderings, answers: Sequence[int]) -> list[ChatTurn]:
+        turns = self._prefix_turns(chat, answers)
+        return self._changed_turns(chat, answers) if turns is None else turns
 
     def _check_printed(self, chat: Renderings, index: int, turns: Sequence[str]) -> None:
         """Raise unless an answer is in one of the turns: some templates leave out fields that they do not know."""
@@ -155,7 +195,8 @@ class ChatRenderer:
         if answer is None or not answer.startswith(history) or mark not in answer:
             return 0
         header = answer[len(history) : answer.index(mark)]
-        return len(header) if turn.startswith(header) else 0
+        # Blanks alone are no header: a model that is asked writes them itself.
+        return len(header) if header.strip() and turn.startswith(header) else 0
 
     def _end_of_turn(self, chat: Renderings, index: int, start: int, through: str) -> int:
         """Return the end of the turn in ``through``, a rendering that ends with it: behind its terminator."""
@@ -211,6 +252,10 @@ class ChatRenderer:
             found = chat.text.rfind(header, floor, place[0])
             if found >= 0:
                 return found + len(header)
+        lead = None if chat.has_generation_prompt(index) else chat.lead(index)
+        start = place[0] - len(lead or "")
+        if lead is not None and floor <= start and chat.text.startswith(lead, start):
+            return start + self._plain_header_length(chat, index, chat.text[start:])
         raise chat.refusal(index, "puts something else before it than its generation prompt")
 
     def _rewritten_end(self, chat: Renderings, index: int, place: tuple[int, int]) -> int:
@@ -228,8 +273,113 @@ class ChatRenderer:
             raise chat.refusal(index, "ends it otherwise than the last answer")
         return token.end()
 
+    # ------------------------------------------------------------------ users, tools, and the ends of turns
+
+    def _other_turns(self, chat: Renderings, turns: list[ChatTurn], others: Sequence[int]) -> list[ChatTurn]:
+        """Return the turns of answers and of other messages in order, with the terminators that ``train_on_eos`` names.
+
+        Raises:
+            DataError: The text of another message cannot be located.
+        """
+        which = self._options.train_on_eos
+        if not others and which == "turn":
+            return turns
+        enders = self._enders(chat, turns)
+        places = [chat.place(index) for index in range(len(chat.messages))] if others else []
+        for index in others:
+            place = places[index]
+            if place is None or place == (0, 0):
+                raise chat.refusal(index, "does not print its text")
+            for other, foreign in enumerate(places):
+                if other != index and (foreign is None or (foreign[0] < place[1] and place[0] < foreign[1])):
+                    raise chat.refusal(index, f"prints it together with messages[{other}]")
+            turns = [*turns, ChatTurn(place[0], self._behind_ender(chat.text, place[1], enders))]
+        if which != "turn":
+            turns = [ChatTurn(turn.start, self._before_ender(chat.text, turn, enders)) for turn in turns]
+            ends = self._ends_of_turns(chat, enders) if which != "none" else []
+            turns += ends[-1:] if which == "last" else ends
+        return _joined(turns)
+
+    def _enders(self, chat: Renderings, turns: Sequence[ChatTurn]) -> set[str]:
+        """Return the tokens that end answers: the tokenizer's end token, and those that end the turns of this chat."""
+        texts = [chat.text[turn.start : turn.end] for turn in turns]
+        ends = {next((token for token in self._special_tokens if text.endswith(token)), "") for text in texts}
+        return (ends | {str(self._tokenizer.eos_token or "")}) - {""}
+
+    def _behind_ender(self, text: str, position: int, enders: set[str]) -> int:
+        """Return the position behind a terminator that follows; ``position`` where none does."""
+        following = self._special.match(text, _skip_blanks(text, position))
+        return following.end() if following is not None and following.group() in enders else position
+
+    def _before_ender(self, text: str, turn: ChatTurn, enders: set[str]) -> int:
+        token = next((token for token in enders if text.endswith(token, turn.start, turn.end)), "")
+        return turn.end - len(token)
+
+    def _ends_of_turns(self, chat: Renderings, enders: set[str]) -> list[ChatTurn]:
+        """Return the terminators of all messages, whoever speaks."""
+        ends = []
+        turns = dict(zip(chat.answers(), self._located_turns(chat, chat.answers()), strict=True))
+        for index in range(len(chat.messages)):
+            if index in turns:
+                ends.append(ChatTurn(self._before_ender(chat.text, turns[index], enders), turns[index].end))
+            elif (place := chat.place(index)) is not None and place != (0, 0):
+                start = _skip_blanks(chat.text, place[1])
+                ends.append(ChatTurn(start, self._behind_ender(chat.text, place[1], enders)))
+        return sorted((turn for turn in ends if turn.start < turn.end), key=lambda turn: turn.start)
+
+    # ------------------------------------------------------------------ reasoning that was dropped
+
+    def _with_reasoning(
+        self, chat: Renderings, turns: Sequence[ChatTurn], dropped: Mapping[int, ChatTurn]
+    ) -> tuple[str, list[ChatTurn]]:
+        """Return the rendering with the reasoning of answers put back into their turns, and the trained turns in it."""
+        text, moved = chat.text, list(turns)
+        for index, turn in sorted(dropped.items(), reverse=True):  # from the end, so that earlier places stay
+            written = self._written(chat, index, text[turn.start : turn.end])
+            text = text[: turn.start] + written + text[turn.end :]
+            longer = len(written) - (turn.end - turn.start)
+            # A place behind the turn moves, and so does the end of what covers it; its start stays.
+            moved = [
+                ChatTurn(
+                    each.start + longer if each.start >= turn.end else each.start,
+                    each.end + longer if each.end > turn.start else each.end,
+                )
+                for each in moved
+            ]
+        return text, moved
+
+    def _written(self, chat: Renderings, index: int, printed: str) -> str:
+        """Return what the model writes in a turn with its reasoning: as in a conversation that ends with the turn."""
+        reasoning, before = reasoning_of(chat.messages[index]), chat.prompt(index)
+        for messages in as_last_answer(chat, index) if before is not None else ():
+            through = chat.try_render(messages)
+            if before is None or through is None or not through.startswith(before):
+                continue
+            start = self._start_behind(chat, index, before, through)
+            turn = through[start:].rstrip()
+            if reasoning in turn:
+                token = next((token for token in self._special_tokens if printed.endswith(token)), "")
+                # The last turn of a chat may end with another token than the others.
+                specials = list(self._special.finditer(turn))
+                while token and specials and specials[-1].end() == len(turn):
+                    turn = turn[: specials.pop().start()].rstrip()
+                return turn + token if token else turn
+        return f"<think>\n{reasoning}\n</think>\n\n{_NO_REASONING.sub('', printed).lstrip()}"
+
+
+def _joined(turns: Sequence[ChatTurn]) -> list[ChatTurn]:
+    """Return turns in order, those that touch as one."""
+    joined: list[ChatTurn] = []
+    for turn in sorted((turn for turn in turns if turn.start < turn.end), key=lambda turn: turn.start):
+        if joined and turn.start <= joined[-1].end:
+            joined[-1] = ChatTurn(joined[-1].start, max(joined[-1].end, turn.end))
+        else:
+            joined.append(turn)
+    return joined
+
 
 _BLANKS = re.compile(r"\s*")
+_NO_REASONING = re.compile(r"\A\s*<think>\s*</think>")
 
 
 def _skip_blanks(text: str, position: int) -> int:

@@ -108,24 +108,32 @@ class LengthFit(ABC, Generic[RecordT, ReportT]):
         """for every record the number of its row among the kept ones"""
         self.digests: list[bytes] = []
         """for every record a hash of all that a run reads of it"""
-        self.source: Source | None = None
-        """the source of the row that is added next"""
         self.bad_rows: Sequence[Mapping[str, str]] = ()
         """see :class:`Prepared`"""
-        self._repeated: list[tuple[int, int]] = []
-        """the first record of each source, and how often each of its records is visited"""
-        self._last_source: Source | None = None
+        self._starts: list[tuple[int, Source]] = []
+        """the first record of each source"""
+
+    def begin(self, source: Source) -> None:
+        """Count the rows that follow as those of a source."""
+        self._starts.append((len(self.digests), source))
 
     def measure(self, size: int, origin: str) -> None:
         """Record the length of a row as rendered."""
         self.lengths.append(size)
         self.longest = max(self.longest, (size, origin), key=lambda pair: pair[0])
 
+    @property
+    def rows(self) -> int:
+        """Rows seen: those that were rendered, and those that were left out before."""
+        return len(self.lengths) + self.counts["identical"] + self.counts["empty"]
+
+    def skip_empty(self) -> None:
+        """Leave a row with an empty answer out, and count it."""
+        self.counts["empty"] += 1
+        self.counts["dropped"] += 1
+
     def write(self, record: RecordT, digest: bytes) -> None:
         """Write a record of the row whose group comes next."""
-        if self.source is not self._last_source and self.source is not None:
-            self._repeated.append((len(self.digests), self.source.repeat))
-            self._last_source = self.source
         self.row_of_record.append(len(self.groups))
         self.digests.append(digest)
         self.writer.append(record)
@@ -158,11 +166,10 @@ class LengthFit(ABC, Generic[RecordT, ReportT]):
 
     def _repeat(self, records: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
         """Return the training records with those of each source as often as it says, source by source."""
-        if all(repeat == 1 for _, repeat in self._repeated):
+        repeats = [source.repeat for _, source in self._starts]
+        if all(repeat == 1 for repeat in repeats):
             return records
-        bounds = np.searchsorted(records, [start for start, _ in self._repeated[1:]])
-        parts = np.split(records, bounds)
-        repeats = [repeat for _, repeat in self._repeated]
+        parts = np.split(records, np.searchsorted(records, [start for start, _ in self._starts[1:]]))
         return np.concatenate([np.tile(part, repeat) for part, repeat in zip(parts, repeats, strict=True)])
 
     def check(self, notify: Notify) -> None:
@@ -171,7 +178,7 @@ class LengthFit(ABC, Generic[RecordT, ReportT]):
         Raises:
             DataError: Rows are over the length and ``overlength`` is ``error``, or nothing is left.
         """
-        rows, too_long = len(self.lengths) + self.counts["identical"], self.counts["too_long"]
+        rows, too_long = self.rows, self.counts["too_long"]
         if too_long and self.overlength == "error":
             raise self.too_long()
         if self.counts["identical"]:
@@ -189,7 +196,7 @@ class LengthFit(ABC, Generic[RecordT, ReportT]):
 
     def changes(self) -> str:
         """Return the changes to rows over the length, for a note."""
-        dropped = self.counts["dropped"] - self.counts["identical"]
+        dropped = self.counts["dropped"] - self.counts["identical"] - self.counts["empty"]
         named = {"truncated": self.counts["truncated"], "split": self.counts["split"], "dropped": dropped}
         return ", ".join(f"{count:,} {how}" for how, count in named.items() if count)
 
@@ -200,7 +207,7 @@ class LengthFit(ABC, Generic[RecordT, ReportT]):
     def report(self, train_examples: int, validation_examples: int) -> ReportT:
         """Return the counts and lengths of the rows."""
         return self.report_type(
-            rows=len(self.lengths) + self.counts["identical"],
+            rows=self.rows,
             kept=len(self.groups),
             truncated=self.counts["truncated"],
             dropped=self.counts["dropped"],

@@ -133,9 +133,9 @@ def _nearest(path: Path) -> str:
 # --- addresses --------------------------------------------------------------------------------------------------------
 
 _PACKAGES = {
-    "s3": "s3fs", "s3a": "s3fs", "gs": "gcsfs", "gcs": "gcsfs", "abfs": "adlfs", "az": "adlfs", "http": "aiohttp requests",
-    "https": "aiohttp requests", "hf": "huggingface_hub", "oci": "ocifs", "sftp": "paramiko", "ssh": "paramiko",
-    "dropbox": "dropboxdrivefs", "gdrive": "gdrivefs", "smb": "smbprotocol",
+    "s3": "s3fs", "s3a": "s3fs", "gs": "gcsfs", "gcs": "gcsfs", "abfs": "adlfs", "az": "adlfs",
+    "http": "aiohttp requests", "https": "aiohttp requests", "hf": "huggingface_hub", "oci": "ocifs",
+    "sftp": "paramiko", "ssh": "paramiko", "dropbox": "dropboxdrivefs", "gdrive": "gdrivefs", "smb": "smbprotocol",
 }  # fmt: skip
 """Protocol -> the package that fsspec needs for it."""
 _OWN_MACHINE = ("file", "local", "memory")

@@ -5,8 +5,9 @@
                   score_chosen, score_rejected; or margin     optional numbers, kept as the pair's margin
     unpaired      prompt, completion, label                   label: true (desirable) or false
 
-``tools`` (optional) goes to the chat template. A prompt that is text and answers that are messages go together, and the
-other way round. A pair whose answers already hold the prompt's messages loses them. Other columns are not read.
+``tools`` and ``chat_template_kwargs`` (optional) go to the chat template, ``system`` before messages that have no
+system message. A prompt that is text and answers that are messages go together, and the other way round. A pair whose
+answers already hold the prompt's messages loses them. Other columns are not read.
 
 **Implicit prompts.** Of messages: as many as ``chosen`` and ``rejected`` have in common. Of text: their common
 characters, back to the last border between words, and without the blanks that stand there, which belong to the answers
@@ -20,7 +21,16 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from streamtune.data.cells import TextOrMessages, check_order, column_names, text_or_messages, texts_of, tools_of
+from streamtune.data.cells import (
+    TextOrMessages,
+    check_order,
+    column_names,
+    text_or_messages,
+    texts_of,
+    tools_of,
+    variables_of,
+    with_system,
+)
 from streamtune.data.readers import Row
 from streamtune.data.renderings import common_prefix
 from streamtune.data.rows import Conversation, PromptCompletion
@@ -31,6 +41,7 @@ __all__ = [
     "Answers",
     "detect_preference_type",
     "normalise_preference",
+    "preference_columns_read",
 ]
 
 PREFERENCE_TYPES = ("preference", "unpaired")
@@ -41,7 +52,7 @@ _REQUIRED = {"preference": ("chosen", "rejected"), "unpaired": ("prompt", "compl
 _SCORES = (("score_chosen", "score_rejected"), ("chosen_score", "rejected_score"))
 """Names that the scores of a pair's answers have in published sets."""
 
-_PROMPT_LIKE = ("question", "instruction", "input", "query", "context", "problem", "system")
+_PROMPT_LIKE = ("question", "instruction", "input", "query", "context", "problem")
 """Columns that hold a prompt under another name: to guess one from the answers beside them would be wrong."""
 
 
@@ -88,6 +99,14 @@ def detect_preference_type(row: Row) -> str:
     )
 
 
+def preference_columns_read(row_type: str, answers: Answers) -> tuple[str, ...]:
+    """Return the columns that are read of a row of a type, given its normal form."""
+    columns = ("prompt", *_REQUIRED[row_type])
+    if row_type == "preference":
+        columns = (*columns, *(name for names in _SCORES for name in names), "margin")
+    return columns if isinstance(answers.prompt, str) else (*columns, "tools", "system", "chat_template_kwargs")
+
+
 def normalise_preference(row: Row, row_type: str) -> Answers:
     """Convert a row of a known type to its normal form.
 
@@ -125,7 +144,7 @@ def _pair(row: Row) -> Answers:
         prompt = text_or_messages(row.columns, "prompt", row.origin)
         prompt, (chosen, rejected) = _agree(row, prompt, {"chosen": chosen, "rejected": rejected})
     else:
-        _refuse_other_prompt(row)
+        _refuse_other_prompt(row, is_text=isinstance(chosen, str))
         if isinstance(chosen, str) and isinstance(rejected, str):
             start = _text_prompt(chosen, rejected)
         else:
@@ -138,8 +157,9 @@ def _pair(row: Row) -> Answers:
     return Answers(prompt, contents, margin=margin, tools=tools)
 
 
-def _refuse_other_prompt(row: Row) -> None:
-    other = next((name for name in _PROMPT_LIKE if row.columns.get(name)), None)
+def _refuse_other_prompt(row: Row, *, is_text: bool) -> None:
+    names = (*_PROMPT_LIKE, "system") if is_text else _PROMPT_LIKE
+    other = next((name for name in names if row.columns.get(name)), None)
     if other is not None:
         raise DataError(
             f"the row has no 'prompt', and a column '{other}' that is not read",
@@ -274,6 +294,7 @@ def _content(
         assert isinstance(prompt, str) is isinstance(answer, str), "both were brought into one form"
         return PromptCompletion(str(prompt), str(answer))
     check_order(prompt, "prompt", row.origin)
+    prompt, other_system = with_system(prompt, row.columns, row.origin)
     if prompt[-1]["role"] == "assistant":
         raise DataError(
             f"the prompt of '{name}' ends with what the assistant says: there is no question left to answer",
@@ -289,7 +310,8 @@ def _content(
     check_order(answer, name, row.origin)
     if not any(_says_something(message) for message in answer):
         raise DataError(f"'{name}' is empty: the assistant says nothing", where=row.origin, mend="remove the row")
-    return Conversation([*prompt, *answer], tools, first_answer=len(prompt))
+    variables = variables_of(row.columns.get("chat_template_kwargs"), row.origin) or None
+    return Conversation([*prompt, *answer], tools, len(prompt), variables, other_system)
 
 
 def _says_something(message: Mapping[str, Any]) -> bool:

@@ -19,49 +19,51 @@ import hashlib
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
-from streamtune.data.cells import texts_of
+from streamtune.data.cells import TextOrMessages, prompt_digest, texts_of, tools_of, variables_of
+from streamtune.data.counts import DEFAULT_CHAT, ChatOptions, RenderLog
 from streamtune.data.faults import ON_BAD_ROW, BadRows
-from streamtune.data.fit import OVERLENGTH, LengthFit, Prepared, RowFit, check_choice
-from streamtune.data.preferences import PREFERENCE_TYPES, normalise_preference
+from streamtune.data.fit import (
+    COMPLETION_OVERLENGTH,
+    IDENTICAL_PAIRS,
+    OVERLENGTH,
+    LengthFit,
+    LengthPolicy,
+    Prepared,
+    PromptFit,
+    RowFit,
+    TreeFit,
+    check_choice,
+)
+from streamtune.data.preferences import (
+    PREFERENCE_TYPES,
+    Answers,
+    detect_preference_type,
+    normalise_preference,
+    preference_columns_read,
+)
 from streamtune.data.readers import Row
-from streamtune.data.records import Example, spill
-from streamtune.data.render import RowRenderer
-from streamtune.data.report import DataReport
+from streamtune.data.records import Example, Prompt, Tree, spill
+from streamtune.data.render import PromptRenderer, RowRenderer, TreeRenderer
+from streamtune.data.renderings import require_template
+from streamtune.data.report import CompletionReport, DataReport
 from streamtune.data.rows import (
     PROMPT_TYPES,
     ROW_TYPES,
     Content,
     Conversation,
     PromptCompletion,
+    columns_read,
+    detect_prompt_type,
     detect_type,
     looks_like,
     normalise,
     prompt_of,
 )
 from streamtune.data.sampler import pack_rows
-from streamtune.data.sources import Source, typed_rows, with_progress
-
-if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerBase
-from typing import TYPE_CHECKING
-
-from streamtune.data.cells import TextOrMessages, prompt_digest, tools_of
-from streamtune.data.fit import (
-    COMPLETION_OVERLENGTH,
-    IDENTICAL_PAIRS,
-    LengthPolicy,
-    PromptFit,
-    TreeFit,
-)
-from streamtune.data.preferences import Answers, detect_preference_type
-from streamtune.data.records import Prompt, Tree
-from streamtune.data.render import PromptRenderer, TreeRenderer
-from streamtune.data.renderings import require_template
-from streamtune.data.report import CompletionReport
-from streamtune.data.rows import detect_prompt_type
+from streamtune.data.sources import BUILT_IN, Source, typed_rows, with_progress
 from streamtune.errors import DataError
 
 if TYPE_CHECKING:
@@ -95,6 +97,7 @@ def prepare(
     seed: int = 42,
     on_bad_row: str = "error",
     max_bad_rows: int = 100,
+    chat: ChatOptions = DEFAULT_CHAT,
     notify: Callable[[str], None] = lambda message: None,
 ) -> PreparedData:
     """Read every source and make examples of its rows.
@@ -105,7 +108,8 @@ def prepare(
         max_length: Tokens an example has at most.
         overlength: What to do with a longer row: refuse them all (``error``), cut its end off (``truncate``), leave it
             out (``drop``), or cut it into consecutive pieces (``split``).
-        train_on: ``assistant`` (every assistant turn, or the completion), ``completion`` (the last turn) or ``all``.
+        train_on: ``assistant`` (every assistant turn, or the completion), ``completion`` (the last turn; of a row of
+            prompt and completion all turns behind the prompt), ``last`` (the last turn of any row) or ``all``.
         val_size: Rows to hold out: a fraction below 1, or a count. Rows with the same tokens stay together, so that
             no held-out row is trained on.
         packing: Choose examples that share a sequence of at most ``max_length`` tokens.
@@ -113,6 +117,7 @@ def prepare(
         on_bad_row: What to do with rows that are malformed or cannot be trained on: list the first ten and refuse
             (``error``), or count and leave them out (``skip``).
         max_bad_rows: Rows that ``skip`` may leave out.
+        chat: Options of rendering.
         notify: Called with each thing the user should know, as a line of text.
 
     Raises:
@@ -120,16 +125,20 @@ def prepare(
         ArgumentError: ``overlength`` or ``train_on`` is none of the known ones.
     """
     check_choice("overlength", overlength, OVERLENGTH)
-    render = RowRenderer(tokenizer, train_on=train_on, notify=notify)
     bad = _bad_rows(on_bad_row, max_bad_rows, notify)
+    render = RowRenderer(tokenizer, train_on=train_on, notify=notify, chat=chat)
     with spill(Example) as (writer, tables):
         fit = RowFit(writer, overlength, max_length)
-        for content, origin, fit.source in with_progress(_contents(sources, bad)):
+        reading = _Reading(sources, fit, render.log, bad)
+        for content, origin in with_progress(_contents(reading)):
             if isinstance(content, Conversation):
                 require_template(tokenizer, "row", origin)  # no fault of the row: outside of what is reported as one
             with bad:
-                fit.add(render(content, origin), origin)
-        _check_rows(fit, bad)
+                if render.leaves_out(content, origin):
+                    fit.skip_empty()
+                else:
+                    fit.add(render(content, origin), origin)
+        reading.finish()
     prepared = fit.prepared(tables[0], val_size, seed)
     return _packed(prepared, max_length, seed) if packing else prepared
 
@@ -150,28 +159,53 @@ def _packed(prepared: PreparedData, max_length: int, seed: int) -> PreparedData:
     )
 
 
-def _contents(sources: Sequence[Source], bad: BadRows) -> Iterator[tuple[Content, str, Source]]:
-    """Yield the normal form of every row of every source, with its origin and source."""
-    for row, row_type, source in typed_rows(sources, ROW_TYPES, detect_type, bad):
-        content = None
-        with bad:
-            content = normalise(row, row_type)
-        if content is not None:
-            yield content, row.origin, source
-
-
 def _bad_rows(on_bad_row: str, max_bad_rows: int, notify: Callable[[str], None]) -> BadRows:
     check_choice("on_bad_row", on_bad_row, ON_BAD_ROW)
     return BadRows(on_bad_row, max_bad_rows, notify)
 
 
-def _check_rows(fit: LengthFit[Any, Any], bad: BadRows) -> None:
-    """Raise if rows are bad or none is left; notify the user of the rows that are left out or changed."""
-    bad.check()
-    if not len(fit.lengths):
-        bad.nothing_left()
-    fit.bad_rows = bad.to_json()
-    fit.check(bad.notify)
+@dataclass(frozen=True)
+class _Reading:
+    """The rows of all sources, and what counts them: as rows of their source, as bad ones, by what rendering finds."""
+
+    sources: Sequence[Source]
+    fit: LengthFit[Any, Any]
+    log: RenderLog
+    bad: BadRows
+
+    def rows(self, known: Sequence[str], detect: Callable[[Row], str]) -> Iterator[tuple[Row, str]]:
+        """Do as :func:`typed_rows`, source by source."""
+        for source in self.sources:
+            self.fit.begin(source)
+            self.log.begin(source.path)
+            yield from typed_rows([source], known, detect, self.bad)
+
+    def find_unread(self, row: Row, read: Sequence[str]) -> None:
+        """Record columns that are not read and hold something, but for those of the built-in sets."""
+        if self.log.path not in BUILT_IN:
+            self.log.now.unread_columns |= dict.fromkeys(
+                name for name, value in row.columns.items() if name not in read and value not in (None, "", [])
+            )
+
+    def finish(self) -> None:
+        """Raise if rows are bad or none is left; notify the user of the rows that are left out or changed."""
+        self.bad.check()
+        if not self.fit.rows:
+            self.bad.nothing_left()
+        self.log.finish()
+        self.fit.bad_rows = self.bad.to_json()
+        self.fit.check(self.bad.notify)
+
+
+def _contents(reading: _Reading) -> Iterator[tuple[Content, str]]:
+    """Yield the normal form of every row of every source, with its origin."""
+    for row, row_type in reading.rows(ROW_TYPES, detect_type):
+        content = None
+        with reading.bad:
+            content = normalise(row, row_type)
+            reading.find_unread(row, columns_read(row_type, content))
+        if content is not None:
+            yield content, row.origin
 
 
 # --- texts alone, for training a tokenizer ----------------------------------------------------------------------------
@@ -192,7 +226,7 @@ def iter_texts(
         DataError: A file is missing, or a row is malformed.
     """
     bad = _bad_rows(on_bad_row, max_bad_rows, notify)
-    for row, row_type, _ in typed_rows(sources, _KNOWN, _detect, bad):
+    for row, row_type in typed_rows(sources, _KNOWN, _detect, bad):
         texts: list[str] = []
         with bad:
             texts = _texts(row, row_type)
@@ -206,7 +240,7 @@ def holds_messages(sources: Sequence[Source]) -> bool:
     Raises:
         DataError: A file is missing, or the row is malformed.
     """
-    for row, row_type, _ in typed_rows(sources[:1], _KNOWN, _detect, BadRows("skip", sys.maxsize)):
+    for row, row_type in typed_rows(sources[:1], _KNOWN, _detect, BadRows("skip", sys.maxsize)):
         with suppress(DataError):  # the next row may be sound
             if row_type in PREFERENCE_TYPES:
                 return not isinstance(normalise_preference(row, row_type).prompt, str)
@@ -243,8 +277,8 @@ PreparedTrees = Prepared[Tree, CompletionReport]
 PreparedPrompts = Prepared[Prompt, CompletionReport]
 """Prompts, split into a training and a held-out part; none is in both."""
 
-Rows = Iterator[tuple[Answers, str, Source]]
-"""Normal forms with their origins and sources."""
+Rows = Iterator[tuple[Answers, str]]
+"""Normal forms with their origins."""
 
 
 _TAKEN = ("prompts", "completions", "completion_ids")
@@ -263,6 +297,7 @@ def prepare_preferences(
     seed: int = 42,
     on_bad_row: str = "error",
     max_bad_rows: int = 100,
+    chat: ChatOptions = DEFAULT_CHAT,
     notify: Callable[[str], None] = lambda message: None,
 ) -> PreparedTrees:
     """Read every source and make one tree of each pair: its completions are ``[chosen, rejected]``.
@@ -283,6 +318,7 @@ def prepare_preferences(
         on_bad_row: What to do with rows that are malformed or cannot be trained on: list the first ten and refuse
             (``error``), or count and leave them out (``skip``).
         max_bad_rows: Rows that ``skip`` may leave out.
+        chat: Options of rendering.
         notify: Called with each thing the user should know, as a line of text.
 
     Raises:
@@ -290,10 +326,14 @@ def prepare_preferences(
         ArgumentError: ``overlength`` or ``identical_pairs`` is none of the known ones, or the lengths leave no room.
     """
     bad = _bad_rows(on_bad_row, max_bad_rows, notify)
-    rows = _answers(sources, ("preference",), bad)
     policy = LengthPolicy(max_length, max_prompt_length, overlength)
+    render = TreeRenderer(tokenizer, notify=notify, chat=chat)
+
+    def read(reading: _Reading) -> Rows:
+        return _answers(reading, ("preference",))
+
     kinds = ("chosen", "rejected")
-    return _prepare_trees(rows, tokenizer, policy, identical_pairs, kinds, bad, val_size=val_size, seed=seed)
+    return _prepare_trees(sources, read, render, policy, identical_pairs, kinds, bad, val_size=val_size, seed=seed)
 
 
 def prepare_unpaired(
@@ -308,6 +348,7 @@ def prepare_unpaired(
     seed: int = 42,
     on_bad_row: str = "error",
     max_bad_rows: int = 100,
+    chat: ChatOptions = DEFAULT_CHAT,
     notify: Callable[[str], None] = lambda message: None,
 ) -> PreparedTrees:
     """Read every source and make one tree of each row, its completions labelled desirable or not.
@@ -318,13 +359,15 @@ def prepare_unpaired(
     Args and raises as :func:`prepare_preferences`; in addition a ``DataError`` if all labels are the same.
     """
     bad = _bad_rows(on_bad_row, max_bad_rows, notify)
-    labelled = (
-        (answers if answers.labels else replace(answers, labels=(True, False)), origin, source)
-        for answers, origin, source in _answers(sources, PREFERENCE_TYPES, bad)
-    )
-    kinds = ("desirable", "undesirable")
     policy = LengthPolicy(max_length, max_prompt_length, overlength)
-    prepared = _prepare_trees(labelled, tokenizer, policy, identical_pairs, kinds, bad, val_size=val_size, seed=seed)
+    render = TreeRenderer(tokenizer, notify=notify, chat=chat)
+
+    def read(reading: _Reading) -> Rows:
+        for answers, origin in _answers(reading, PREFERENCE_TYPES):
+            yield (answers if answers.labels else replace(answers, labels=(True, False))), origin
+
+    kinds = ("desirable", "undesirable")
+    prepared = _prepare_trees(sources, read, render, policy, identical_pairs, kinds, bad, val_size=val_size, seed=seed)
     found = list(prepared.report.completion_lengths)
     if len(found) == 1:
         raise DataError(
@@ -336,8 +379,9 @@ def prepare_unpaired(
 
 
 def _prepare_trees(
-    rows: Rows,
-    tokenizer: PreTrainedTokenizerBase,
+    sources: Sequence[Source],
+    read: Callable[[_Reading], Rows],
+    render: TreeRenderer,
     policy: LengthPolicy,
     identical_pairs: str,
     kinds: tuple[str, str],
@@ -350,22 +394,22 @@ def _prepare_trees(
     check_choice("identical_pairs", identical_pairs, IDENTICAL_PAIRS)
     with spill(Tree) as (writer, tables):
         fit = TreeFit(writer, policy, identical_pairs, kinds)
-        render = TreeRenderer(tokenizer, notify=bad.notify)
-        for answers, origin, fit.source in with_progress(rows):
+        reading = _Reading(sources, fit, render.log, bad)
+        for answers, origin in with_progress(read(reading)):
             if not isinstance(answers.prompt, str) and not answers.identical:
-                require_template(tokenizer, "row", origin)
+                require_template(render.tokenizer, "row", origin)
             with bad:
                 if answers.identical:
                     fit.skip_identical(origin)
                 else:
                     fit.add(render(answers, origin), prompt_digest(answers.prompt, answers.tools))
-        _check_rows(fit, bad)
+        reading.finish()
     return fit.prepared(tables[0], val_size, seed)
 
 
-def _answers(sources: Sequence[Source], wanted: Sequence[str], bad: BadRows) -> Rows:
-    """Yield the normal form of every row, with its origin and source."""
-    for row, row_type, source in typed_rows(sources, PREFERENCE_TYPES, detect_preference_type, bad):
+def _answers(reading: _Reading, wanted: Sequence[str]) -> Rows:
+    """Yield the normal form of every row, with its origin."""
+    for row, row_type in reading.rows(PREFERENCE_TYPES, detect_preference_type):
         if row_type not in wanted:
             raise DataError(
                 f"the rows are of type '{row_type}', and pairs of 'chosen' and 'rejected' are compared here",
@@ -373,10 +417,11 @@ def _answers(sources: Sequence[Source], wanted: Sequence[str], bad: BadRows) -> 
                 mend="set loss_type: kto, which judges answers one by one",
             )
         answers = None
-        with bad:
+        with reading.bad:
             answers = normalise_preference(row, row_type)
+            reading.find_unread(row, preference_columns_read(row_type, answers))
         if answers is not None:
-            yield answers, row.origin, source
+            yield answers, row.origin
 
 
 def prepare_prompts(
@@ -389,6 +434,7 @@ def prepare_prompts(
     seed: int = 42,
     on_bad_row: str = "error",
     max_bad_rows: int = 100,
+    chat: ChatOptions = DEFAULT_CHAT,
     notify: Callable[[str], None] = lambda message: None,
 ) -> PreparedPrompts:
     """Read every source and render its prompts.
@@ -404,6 +450,7 @@ def prepare_prompts(
         on_bad_row: What to do with rows that are malformed or cannot be trained on: list the first ten and refuse
             (``error``), or count and leave them out (``skip``).
         max_bad_rows: Rows that ``skip`` may leave out.
+        chat: Options of rendering.
         notify: Called with each thing the user should know, as a line of text.
 
     Raises:
@@ -413,24 +460,26 @@ def prepare_prompts(
     split = "a prompt cannot be split; use " if overlength == "split" else "use "
     check_choice("overlength", overlength, COMPLETION_OVERLENGTH, mend=split + ", ".join(COMPLETION_OVERLENGTH))
     bad = _bad_rows(on_bad_row, max_bad_rows, notify)
-    render = PromptRenderer(tokenizer)
+    render = PromptRenderer(tokenizer, chat=chat, notify=notify)
     with spill(Prompt) as (writer, tables):
         fit = PromptFit(writer, overlength, max_prompt_length)
-        for row, prompt, fit.source in with_progress(_prompts(sources, bad)):
+        reading = _Reading(sources, fit, render.log, bad)
+        for row, prompt in with_progress(_prompts(reading)):
             if not isinstance(prompt, str):
                 require_template(tokenizer, "prompt", row.origin)
             with bad:
                 tools = tools_of(row.columns.get("tools"), row.origin)
+                variables = variables_of(row.columns.get("chat_template_kwargs"), row.origin)
                 columns = {name: value for name, value in row.columns.items() if name != "prompt"}
-                ids = render(prompt, tools, row.origin)
+                ids = render(prompt, tools, row.origin, variables)
                 fit.add(Prompt(ids, prompt, columns, row.origin), prompt_digest(prompt, tools))
-        _check_rows(fit, bad)
+        reading.finish()
     return fit.prepared(tables[0], val_size, seed)
 
 
-def _prompts(sources: Sequence[Source], bad: BadRows) -> Iterator[tuple[Row, TextOrMessages, Source]]:
-    """Yield every row of every source with its prompt, checked, and its source."""
-    for row, row_type, source in typed_rows(sources, PROMPT_TYPES, detect_prompt_type, bad):
+def _prompts(reading: _Reading) -> Iterator[tuple[Row, TextOrMessages]]:
+    """Yield every row of every source with its prompt, checked."""
+    for row, row_type in reading.rows(PROMPT_TYPES, detect_prompt_type):
         taken = next((name for name in _TAKEN if name in row.columns), None)
         if taken is not None:
             raise DataError(
@@ -439,7 +488,7 @@ def _prompts(sources: Sequence[Source], bad: BadRows) -> Iterator[tuple[Row, Tex
                 mend="rename the column",
             )
         prompt = None
-        with bad:
+        with reading.bad:
             prompt = prompt_of(row, row_type)
         if prompt is not None:
-            yield row, prompt, source
+            yield row, prompt

@@ -21,32 +21,31 @@ behind a text counts. Messages of users and tools in an answer of several turns 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
+from streamtune.data.cells import has_system
 from streamtune.data.chat import ChatRenderer, ChatTurn
+from streamtune.data.counts import DEFAULT_CHAT, ChatOptions, RenderLog
 from streamtune.data.pieces import tokenise_text
-from streamtune.data.renderings import require_template
+from streamtune.data.preferences import Answers
+from streamtune.data.reasoning import reasoning_of
+from streamtune.data.records import Tree
+from streamtune.data.renderings import Message, check_unicode, render_messages, require_template
 from streamtune.data.rows import Content, Conversation, Document, PromptCompletion
+from streamtune.data.variables import TemplateVariables
 from streamtune.errors import ArgumentError, DataError
 from streamtune.labels import IGNORE_INDEX
-
-if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerBase
-from typing import TYPE_CHECKING
-
-from streamtune.data.preferences import Answers
-from streamtune.data.records import Tree
-from streamtune.data.renderings import check_unicode, render_messages
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 __all__ = ["TRAIN_ON", "PromptRenderer", "Rendered", "RowRenderer", "TreeRenderer"]
 
-TRAIN_ON = ("assistant", "completion", "all")
-"""``assistant``: every assistant turn; ``completion``: the last one; ``all``: every token of a row."""
+TRAIN_ON = ("assistant", "completion", "last", "all")
+"""``assistant``: every assistant turn; ``completion``: the last one, of a row of prompt and completion all behind the
+prompt; ``last``: the last one of any row; ``all``: every token of a row. Other roles as ``roles_to_train`` says."""
 
 
 _NO_END = "the tokenizer has no end token: rows end without one and the model does not learn to stop"
@@ -70,19 +69,29 @@ class RowRenderer:
         tokenizer: The model's tokenizer, with its chat template.
         train_on: One of :data:`TRAIN_ON`.
         notify: Called once with each thing a user should know.
+        chat: Options of rendering.
 
     Raises:
-        ArgumentError: ``train_on`` is none of the three.
+        ArgumentError: ``train_on`` is none of the four.
     """
 
-    def __init__(self, tokenizer: PreTrainedTokenizerBase, *, train_on: str, notify: Callable[[str], None]) -> None:
+    def __init__(
+        self,
+        tokenizer: PreTrainedTokenizerBase,
+        *,
+        train_on: str,
+        notify: Callable[[str], None],
+        chat: ChatOptions = DEFAULT_CHAT,
+    ) -> None:
         if train_on not in TRAIN_ON:
             raise ArgumentError(f"train_on is '{train_on}'", where="train_on", mend=f"use {', '.join(TRAIN_ON)}")
         self._tokenizer = tokenizer
         self._train_on = train_on
-        self._notify = notify
-        self._noted: set[str] = set()
-        self._chat = ChatRenderer(tokenizer)
+        self._options = chat
+        self.log = RenderLog(chat, notify)
+        """what was found in the rows; its ``finish`` is called behind the last"""
+        self._chat = ChatRenderer(tokenizer, chat)
+        self._variables = TemplateVariables(tokenizer, chat.variables)
 
     def __call__(self, content: Content, origin: str) -> Rendered:
         """Render one row.
@@ -104,61 +113,119 @@ class RowRenderer:
             )
         return rendered
 
+    def leaves_out(self, content: Content, origin: str) -> bool:
+        """Count the empty answers of a row that would be trained; return True if it is not to be rendered for them."""
+        if isinstance(content, Conversation):
+            empty = sum(_is_empty(content.messages[index]) for index in self._trained(content))
+        else:
+            empty = int(isinstance(content, PromptCompletion) and not content.completion.strip())
+        if empty:
+            self.log.now.has_empty(empty, origin)
+        return empty > 0 and self._options.on_empty != "train"
+
     def _conversation(self, content: Conversation, origin: str) -> Rendered:
         require_template(self._tokenizer, "row", origin)
-        trained = self._trained_messages(content)
+        content = _with_default_system(content, self._options.default_system)
+        trained, answers = self._trained(content), self._answers(content)
+        off = [index for index, message in enumerate(content.messages) if message.get("weight", 1) == 0]
         if self._train_on != "all" and not trained:
-            raise DataError("no assistant message of the row is trained on", where=origin, mend="remove the row")
-        chat = self._chat.render(content.messages, content.tools, trained, origin)
+            names = ", ".join(self._options.roles_to_train)
+            raise DataError(f"no {names} message of the row is trained on", where=origin, mend="remove the row")
+        chat = self._chat.render(
+            content.messages,
+            content.tools,
+            trained if self._train_on != "all" else off,
+            origin,
+            variables=self._variables(content.variables, content.tools, origin),
+            reasoned=[index for index in trained if index in answers],
+        )
         if not chat.ends:
-            self._note("the chat template ends answers without a special token: the model does not learn where to stop")
+            self.log.note(
+                "the chat template ends answers without a special token: the model does not learn where to stop"
+            )
+        self._count(content, trained, answers, chat.system, origin)
+        self.log.now.reasoning += chat.reasoned
+        self.log.now.drops_reasoning(f"{origin} messages[{index}]" for index in chat.dropped)
         # As apply_chat_template does: the template has written the special tokens already.
         encoding = self._tokenizer(chat.text, add_special_tokens=False, **self._tokenizer_options())
         ids, turns = list(encoding["input_ids"]), chat.turns
-        if self._train_on == "all":
-            return Rendered(ids, _labels(ids, [True] * len(ids)))
-        return Rendered(ids, _labels(ids, self._cover(chat.text, ids, encoding.get("offset_mapping"), turns, origin)))
+        covered = (
+            self._cover(chat.text, ids, encoding.get("offset_mapping"), turns, origin) if turns else [False] * len(ids)
+        )
+        return Rendered(ids, _labels(ids, [not off for off in covered] if self._train_on == "all" else covered))
 
-    def _trained_messages(self, content: Conversation) -> list[int]:
-        """Return the indices of the assistant messages that are trained on."""
-        answers = [
+    def _count(
+        self, content: Conversation, trained: Sequence[int], answers: Sequence[int], system: str, origin: str
+    ) -> None:
+        now, messages = self.log.now, content.messages
+        now.answers += len(answers)
+        now.other_system += content.other_system
+        now.system_left_out += system == "left out"
+        now.system_late += system == "late"
+        now.answers_before_system += len(trained) - 1 if system == "late" and self._train_on != "all" else 0
+        marked = (message["role"] for message in messages[content.first_answer :] if message.get("weight") == 1)
+        now.flags_of_other_roles.update(role for role in marked if role not in self._options.roles_to_train)
+
+    def _answers(self, content: Conversation) -> list[int]:
+        """Return the indices of the assistant messages among those that are trained on."""
+        return [index for index in self._trained(content) if content.messages[index]["role"] == "assistant"]
+
+    def _trained(self, content: Conversation) -> list[int]:
+        """Return the indices of the messages that are trained on; with ``train_on: all`` of those that could be."""
+        found = [
             index
             for index, message in enumerate(content.messages)
-            if message["role"] == "assistant" and index >= content.first_answer and message.get("weight", 1)
+            if index >= content.first_answer
+            and message["role"] in self._options.roles_to_train
+            and message.get("weight", 1)
         ]
-        if self._train_on == "completion" and content.first_answer == 0:
-            return answers[-1:]
-        return [] if self._train_on == "all" else answers
+        last = self._train_on == "last" or (self._train_on == "completion" and content.first_answer == 0)
+        return found[-1:] if last else found
 
     def _completion(self, content: PromptCompletion, origin: str) -> Rendered:
         text = content.prompt + content.completion
         encoding = self._tokenizer(text, **self._tokenizer_options())
-        ids = list(encoding["input_ids"])
+        ids, offsets = self._begun_once(text, list(encoding["input_ids"]), encoding.get("offset_mapping"))
+        border, now = len(content.prompt), self.log.now
+        now.answers += 1
+        now.completions += 1
+        now.merged_borders += any(start < border < end for start, end in offsets or ())
         if self._train_on == "all":
             trained = [True] * len(ids)
         else:
-            turn = ChatTurn(len(content.prompt), len(text))
-            trained = self._cover(text, ids, encoding.get("offset_mapping"), [turn], origin, special=True)
+            trained = self._cover(text, ids, offsets, [ChatTurn(border, len(text))], origin, special=True)
         return self._ended(ids, trained)
 
     def _document(self, content: Document, origin: str) -> Rendered:
         ids = tokenise_text(self._tokenizer, content.text)
+        if _begins_twice(self._tokenizer, content.text, ids):
+            self.log.now.begins_twice += 1
+            ids = ids[1:]
         if not ids:
             raise DataError("the tokenizer makes no token of the text", where=origin, mend="remove the row")
         end = self._tokenizer.eos_token_id
         if end is None:
-            self._note(_NO_END)
+            self.log.note(_NO_END)
         elif ids[-1] != end:
             ids.append(end)
         labels = ids[:]
         labels[0] = IGNORE_INDEX
         return Rendered(ids, labels)
 
+    def _begun_once(
+        self, text: str, ids: list[int], offsets: Sequence[tuple[int, int]] | None = None
+    ) -> tuple[list[int], Sequence[tuple[int, int]] | None]:
+        """Return tokens and offsets without the first token, where the text begins with that token already."""
+        if not _begins_twice(self._tokenizer, text, ids):
+            return ids, offsets
+        self.log.now.begins_twice += 1
+        return ids[1:], None if offsets is None else offsets[1:]
+
     def _ended(self, ids: list[int], trained: list[bool]) -> Rendered:
         """Return the tokens with labels, the end token behind them and trained on."""
         end = self._tokenizer.eos_token_id
         if end is None:
-            self._note(_NO_END)
+            self.log.note(_NO_END)
         elif ids and ids[-1] == end:
             trained = [*trained[:-1], True]  # the tokenizer puts its own
         else:
@@ -210,10 +277,26 @@ class RowRenderer:
             trained[borders[0] : borders[1]] = [True] * (borders[1] - borders[0])
         return trained
 
-    def _note(self, message: str) -> None:
-        if message not in self._noted:
-            self._noted.add(message)
-            self._notify(message)
+
+def _with_default_system(content: Conversation, text: str | None) -> Conversation:
+    """Return the conversation with a system message, unless it has one."""
+    if text is None or has_system(content.messages):
+        return content
+    first = content.first_answer + 1 if content.first_answer else 0
+    return replace(content, messages=[{"role": "system", "content": text}, *content.messages], first_answer=first)
+
+
+def _is_empty(message: Message) -> bool:
+    """Return True if an assistant's message has no words, no calls and no reasoning."""
+    if message["role"] != "assistant" or message.get("tool_calls") or reasoning_of(message):
+        return False
+    return not message.get("content", "").strip()
+
+
+def _begins_twice(tokenizer: PreTrainedTokenizerBase, text: str, ids: Sequence[int]) -> bool:
+    """Return True if a text begins with the tokenizer's first token, and the tokenizer put another before it."""
+    begin = tokenizer.bos_token
+    return begin is not None and text.startswith(begin) and list(ids[:2]) == [tokenizer.bos_token_id] * 2
 
 
 def _labels(ids: Sequence[int], trained: Sequence[bool]) -> list[int]:
@@ -275,10 +358,19 @@ class TreeRenderer:
     Args:
         tokenizer: The model's tokenizer, with its chat template.
         notify: Called once with each thing a user should know.
+        chat: Options of rendering; the assistant's messages alone count.
     """
 
-    def __init__(self, tokenizer: PreTrainedTokenizerBase, *, notify: Callable[[str], None]) -> None:
-        self._render = RowRenderer(tokenizer, train_on="assistant", notify=notify)
+    def __init__(
+        self,
+        tokenizer: PreTrainedTokenizerBase,
+        *,
+        notify: Callable[[str], None],
+        chat: ChatOptions = DEFAULT_CHAT,
+    ) -> None:
+        self.tokenizer = tokenizer
+        self._render = RowRenderer(tokenizer, train_on="assistant", notify=notify, chat=chat)
+        self.log = self._render.log
 
     def __call__(self, answers: Answers, origin: str) -> Tree:
         """Render one prompt and its answers.
@@ -321,18 +413,37 @@ class PromptRenderer:
 
     Args:
         tokenizer: The model's tokenizer, with its chat template.
+        chat: Options of rendering.
+        notify: Called once with each thing a user should know.
     """
 
-    def __init__(self, tokenizer: PreTrainedTokenizerBase) -> None:
+    def __init__(
+        self,
+        tokenizer: PreTrainedTokenizerBase,
+        *,
+        chat: ChatOptions = DEFAULT_CHAT,
+        notify: Callable[[str], None] = lambda message: None,
+    ) -> None:
         self._tokenizer = tokenizer
+        self._default_system = chat.default_system
+        self._variables = TemplateVariables(tokenizer, chat.variables)
+        self.log = RenderLog(chat, notify)
 
-    def __call__(self, prompt: str | list[dict[str, Any]], tools: Any, origin: str) -> list[int]:
+    def __call__(
+        self,
+        prompt: str | list[dict[str, Any]],
+        tools: Any,
+        origin: str,
+        variables: Mapping[str, Any] | None = None,
+    ) -> list[int]:
         """Render one prompt.
 
         Raises:
-            DataError: There is no chat template for messages, it refuses them, or the prompt has no token.
+            ArgumentError: The template does not read a variable of the options.
+            DataError: There is no chat template for messages, it refuses them, it does not read a variable of the row,
+                or the prompt has no token.
         """
-        ids = self._text(prompt) if isinstance(prompt, str) else self._messages(prompt, tools, origin)
+        ids = self._text(prompt) if isinstance(prompt, str) else self._messages(prompt, tools, origin, variables)
         if not ids:
             raise DataError("the tokenizer makes no token of the prompt", where=origin, mend="remove the row")
         return ids
@@ -342,9 +453,19 @@ class PromptRenderer:
         end = self._tokenizer.eos_token
         if end is not None and ids and ids[-1] == self._tokenizer.eos_token_id and not prompt.endswith(end):
             ids.pop()
+        if _begins_twice(self._tokenizer, prompt, ids):
+            self.log.now.begins_twice += 1
+            ids = ids[1:]
         return ids
 
-    def _messages(self, messages: list[dict[str, Any]], tools: Any, origin: str) -> list[int]:
+    def _messages(
+        self, messages: list[dict[str, Any]], tools: Any, origin: str, own: Mapping[str, Any] | None
+    ) -> list[int]:
         require_template(self._tokenizer, "prompt", origin)
-        text = check_unicode(render_messages(self._tokenizer, messages, tools, origin, generation=True), origin)
+        if self._default_system is not None and not has_system(messages):
+            messages = [{"role": "system", "content": self._default_system}, *messages]
+        variables = self._variables(own, tools, origin)
+        text = check_unicode(
+            render_messages(self._tokenizer, messages, tools, origin, generation=True, variables=variables), origin
+        )
         return list(self._tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"])

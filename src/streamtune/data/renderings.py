@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
-from typing import TYPE_CHECKING, Any
+from collections.abc import Iterator, Mapping
+from typing import TYPE_CHECKING, Any, Literal
 
+from streamtune.data.cells import FLAGS
 from streamtune.errors import DataError
 from streamtune.templates import TemplateRefusalError, render_chat
 
@@ -50,15 +51,19 @@ def render_messages(
     *,
     generation: bool,
     template: str | None = None,
+    variables: Mapping[str, Any] | None = None,
 ) -> str:
-    """Render a conversation by the chat template, or by another one.
+    """Render a conversation by the chat template, or by another one, which sees no flag of a message.
 
     Raises:
         DataError: The template refuses the conversation.
         TemplateLimitError: The template takes too much time or memory.
     """
+    seen = [{name: value for name, value in message.items() if name not in FLAGS} for message in messages]
     try:
-        return render_chat(tokenizer, messages, tools=tools, template=template, add_generation_prompt=generation)
+        return render_chat(
+            tokenizer, seen, tools=tools, template=template, add_generation_prompt=generation, variables=variables
+        )
     except TemplateRefusalError as error:
         raise DataError(
             f"the chat template refuses the conversation: {error.what}",
@@ -84,28 +89,81 @@ class Renderings:
         messages: The conversation.
         tools: JSON schemas of tools, or None.
         origin: The row, for errors.
+        variables: Variables of the template.
 
     Raises:
         DataError: The template refuses the conversation.
         TemplateLimitError: The template takes too much time or memory.
     """
 
-    def __init__(self, tokenizer: PreTrainedTokenizerBase, messages: list[Message], tools: Any, origin: str) -> None:
+    def __init__(
+        self,
+        tokenizer: PreTrainedTokenizerBase,
+        messages: list[Message],
+        tools: Any,
+        origin: str,
+        variables: Mapping[str, Any] | None = None,
+    ) -> None:
         self.messages = messages
         self._tokenizer = tokenizer
         self._tools = tools
         self._origin = origin
+        self._variables = variables
         self._cache: dict[tuple[int, bool], str | None] = {}
+        self.system: Literal["printed", "late", "left out"] = "printed"
+        """where the template prints the first message, if that is of the system: ``late`` is with the last message of
+        the user, and only where a conversation ends with that message"""
         self.text = check_unicode(self._render(messages), origin)
+        if messages[0]["role"] == "system" and messages[0].get("content", "").strip() not in self.text:
+            self._look_for_system()
 
     def answers(self) -> list[int]:
         """Return the indices of the assistant messages."""
         return [index for index, message in enumerate(self.messages) if message["role"] == "assistant"]
 
     def _render(self, messages: list[Message], *, generation: bool = False, template: str | None = None) -> str:
+        is_answered = messages[-1]["role"] == "assistant" and messages[0]["role"] == "system"
+        if self.system == "late" and is_answered and not generation and len(messages) > 2:
+            return self._behind_its_prompt(messages, template)
+        return self._as_printed(messages, generation, template)
+
+    def _as_printed(self, messages: list[Message], generation: bool, template: str | None = None) -> str:
         return render_messages(
-            self._tokenizer, messages, self._tools, self._origin, generation=generation, template=template
+            self._tokenizer,
+            messages,
+            self._tools,
+            self._origin,
+            generation=generation,
+            template=template,
+            variables=self._variables,
         )
+
+    def _look_for_system(self) -> None:
+        """Find the system message, which the rendering does not hold as it is, and render it where the template can.
+
+        Templates such as Mistral's of 2024 print it with the last message of the user, if the conversation ends with
+        that message. A model is asked so; so the answer is put behind what it was asked.
+        """
+        if self.place(0) != (0, 0):
+            return  # in another form
+        self.system = "left out"
+        if self.messages[-1]["role"] != "assistant":
+            return
+        asked = self.try_render(self.messages[:-1], generation=True)
+        if asked is not None and self.messages[0]["content"].strip() in asked:
+            self.system = "late"
+            self._cache.clear()
+            self.text = check_unicode(self._render(self.messages), self._origin)
+
+    def _behind_its_prompt(self, messages: list[Message], template: str | None) -> str:
+        """Render the prompt of the last answer, and that answer as it is printed behind the prompt without a system."""
+        shorter, whole = (
+            self._as_printed(messages[1:-1], True, template),
+            self._as_printed(messages[1:], False, template),
+        )
+        if not whole.startswith(shorter):
+            return self._as_printed(messages, False, template)
+        return self._as_printed(messages[:-1], True, template) + whole[len(shorter) :]
 
     def try_render(self, messages: list[Message], *, generation: bool = False) -> str | None:
         """Render a part or a variation of the conversation; None if the template refuses it."""
@@ -148,6 +206,20 @@ class Renderings:
             if history and prompt and prompt.startswith(history) and len(prompt) > len(history):
                 header = prompt[len(history) :]
                 yield header[: len(header) - opened_reasoning(header)]
+
+    def has_generation_prompt(self, index: int) -> bool:
+        """Return True if the template prints something in front of an answer that is yet to be written."""
+        return self.prompt(index) != self.history(index)
+
+    def lead(self, index: int) -> str | None:
+        """Return what the template prints between the messages before an answer and its text; None if that is unknown.
+
+        Of templates without a generation prompt: with one, the header says it.
+        """
+        history, through, place = self.history(index), self.through(index), self.place_in_prefix(index)
+        if history is None or through is None or place is None or not through.startswith(history):
+            return None
+        return through[len(history) : place[0]] if len(history) <= place[0] else None
 
     def unused_character(self, after: str = "\ue000") -> str:
         """Return a private-use character that occurs nowhere in the conversation, from ``after`` on."""

@@ -6,6 +6,9 @@
     prompt_completion   prompt, completion: two strings, or two lists of messages  -> Completion or Conversation
     text                text                                                       -> Document
 
+A conversation takes two more columns: ``system``, the text of a system message where the messages have none, and
+``chat_template_kwargs``, variables of the chat template. :func:`columns_read` names those that a row's type reads.
+
 Of prompts that completions are yet to be written for, the normal form is text or a list of messages:
 
     prompts             prompt: a string or a list of messages                     the prompt as it stands
@@ -33,6 +36,8 @@ from streamtune.data.cells import (
     text_field,
     text_or_messages,
     tools_of,
+    variables_of,
+    with_system,
 )
 from streamtune.data.readers import Row
 from streamtune.errors import DataError, did_you_mean
@@ -44,6 +49,7 @@ __all__ = [
     "Conversation",
     "Document",
     "PromptCompletion",
+    "columns_read",
     "detect_prompt_type",
     "detect_type",
     "looks_like",
@@ -61,7 +67,11 @@ class Conversation:
     tools: list[dict[str, Any]] | None = None
     """JSON schemas of the tools on offer"""
     first_answer: int = 0
-    """assistant messages before this index are context, not trained on"""
+    """messages before this index are context, not trained on"""
+    variables: dict[str, Any] | None = None
+    """variables of the chat template, such as ``enable_thinking``"""
+    other_system: bool = False
+    """True if the row has a column ``system`` as well, with another text, which is not read"""
 
 
 @dataclass(frozen=True)
@@ -153,9 +163,7 @@ def _missing_column(row: Row, row_type: str, column: str) -> DataError:
     )
 
 
-def _conversation(
-    row: Row, messages: Sequence[Any], *, column: str, tools: Any = None, first_answer: int = 0
-) -> Conversation:
+def _conversation(row: Row, messages: Sequence[Any], *, column: str, first_answer: int = 0) -> Conversation:
     """Return the conversation of checked messages; raise if it has no assistant message to train on."""
     checked = [check_message(item, f"{column}[{index}]", row.origin) for index, item in enumerate(messages)]
     if not any(message["role"] == "assistant" for message in checked[first_answer:]):
@@ -164,7 +172,14 @@ def _conversation(
             where=row.origin,
             mend="add one or remove the row",
         )
-    return Conversation(checked, tools_of(tools, row.origin), first_answer)
+    with_it, other = with_system(checked, row.columns, row.origin)
+    return Conversation(
+        with_it,
+        tools_of(row.columns.get("tools"), row.origin),
+        first_answer + len(with_it) - len(checked) if first_answer else 0,
+        variables_of(row.columns.get("chat_template_kwargs"), row.origin) or None,
+        other,
+    )
 
 
 def _turns(row: Row, names: tuple[str, ...]) -> tuple[str, list[Any]]:
@@ -180,24 +195,19 @@ def _turns(row: Row, names: tuple[str, ...]) -> tuple[str, list[Any]]:
 
 def _messages(row: Row) -> Content:
     column, messages = _turns(row, ("messages", "conversations"))
-    return _conversation(row, messages, column=column, tools=row.columns.get("tools"))
+    return _conversation(row, messages, column=column)
 
 
 def _sharegpt(row: Row) -> Content:
     column, turns = _turns(row, ("conversations", "conversation"))
     messages = [from_sharegpt(turn, f"{column}[{index}]", row.origin) for index, turn in enumerate(turns)]
-    system = row.columns.get("system")
-    if system:
-        messages.insert(0, {"role": "system", "content": text_field(row.columns, "system", row.origin)})
-    return _conversation(row, messages, column=column, tools=row.columns.get("tools"))
+    return _conversation(row, messages, column=column)
 
 
 def _alpaca(row: Row) -> Content:
     instruction = text_field(row.columns, "instruction", row.origin)
     extra = text_field(row.columns, "input", row.origin) if row.columns.get("input") else ""
     messages: list[dict[str, Any]] = []
-    if row.columns.get("system"):
-        messages.append({"role": "system", "content": text_field(row.columns, "system", row.origin)})
     history = parsed_cell(row.columns.get("history") or [])
     if not isinstance(history, list) or not all(isinstance(turn, list) and len(turn) == 2 for turn in history):
         raise DataError("'history' must be a list of [instruction, output] pairs", where=row.origin)
@@ -212,11 +222,8 @@ def _prompt_completion(row: Row) -> Content:
     prompt, completion = (parsed_messages(row.columns[name]) for name in ("prompt", "completion"))
     if isinstance(prompt, list) and isinstance(completion, list):
         messages = [*prompt, *completion]
-        tools = row.columns.get("tools")
-        return _conversation(row, messages, column="prompt+completion", tools=tools, first_answer=len(prompt))
+        return _conversation(row, messages, column="prompt+completion", first_answer=len(prompt))
     text = text_field(row.columns, "completion", row.origin)
-    if not text:
-        raise DataError("'completion' is empty, so there is nothing to train on", where=row.origin)
     return PromptCompletion(text_field(row.columns, "prompt", row.origin), text)
 
 
@@ -234,6 +241,21 @@ _NORMALISERS: dict[str, Callable[[Row], Content]] = {
     "alpaca": _alpaca,
     "text": _text,
 }
+
+
+_OF_TYPE: dict[str, tuple[str, ...]] = {
+    "messages": ("messages", "conversations"),
+    "sharegpt": ("conversations", "conversation"),
+    "prompt_completion": ("prompt", "completion"),
+    "alpaca": ("instruction", "output", "input", "history"),
+    "text": ("text",),
+}
+
+
+def columns_read(row_type: str, content: Content) -> tuple[str, ...]:
+    """Return the columns that are read of a row of a type, given its normal form."""
+    of_chats = ("tools", "system", "chat_template_kwargs") if isinstance(content, Conversation) else ()
+    return (*_OF_TYPE[row_type], *of_chats)
 
 
 # --- prompts ----------------------------------------------------------------------------------------------------------
@@ -276,6 +298,7 @@ def prompt_of(row: Row, row_type: str) -> TextOrMessages:
             raise DataError("'messages' must be a list of messages, it is a string", where=row.origin)
         return prompt
     check_order(prompt, column, row.origin)
+    prompt, _ = with_system(prompt, row.columns, row.origin)
     if row_type == "messages" and prompt[-1]["role"] == "assistant":
         prompt = prompt[:-1]
     if not prompt or prompt[-1]["role"] == "assistant":

@@ -135,7 +135,7 @@ def typed_rows(
     known: Sequence[str],
     detect: Callable[[Row], str],
     bad: BadRows,
-) -> Iterator[tuple[Row, str, Source]]:
+) -> Iterator[tuple[Row, str]]:
     """Yield every row of every source with its type: the one its source names, or that of the source's first row.
 
     Args:
@@ -165,7 +165,7 @@ def typed_rows(
                     continue
                 if source.path not in BUILT_IN:
                     bad.notify(f"{source.path}: rows look like '{row_type}'")
-            yield row, row_type, source
+            yield row, row_type
 
 
 def _all_rows(source: Source, bad: BadRows) -> Iterator[Row]:

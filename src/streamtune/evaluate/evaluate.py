@@ -32,6 +32,7 @@ from streamtune.run.device import blame_recipe, choose_device, prepare_libraries
 from streamtune.simulate.memory import held_bytes
 from streamtune.tasks import TASKS, Task
 from streamtune.tasks.task import Built
+from streamtune.templates import fix_date
 
 __all__ = ["SPLITS", "EvalOptions", "evaluate_model"]
 
@@ -95,6 +96,7 @@ def evaluate_model(
         device = choose_device(recipe.device)
         prepare_libraries(device)
         sources = make_sources(loaded)
+        fix_date(trained.identity.get("date"))
         with doing("reading the tokenizer"):
             tokenizer = load_evaluated_tokenizer(trained, recipe)
         prepared = task.prepare(sources, tokenizer, notify)

@@ -16,7 +16,7 @@ from streamtune.export.check import LOGITS_BYTES
 from streamtune.export.source import TrainedModel
 from streamtune.run.data import make_sources
 from streamtune.tasks import task_of
-from streamtune.templates import render_chat
+from streamtune.templates import fix_date, render_chat
 
 __all__ = ["CheckRows", "choose_rows"]
 
@@ -98,6 +98,7 @@ def _own_rows(trained: TrainedModel, tokenizer: Any) -> list[tuple[list[int], st
     assert trained.loaded is not None
     sources = [replace(source, max_rows=min(source.max_rows or FIRST_ROWS, FIRST_ROWS))
                for source in make_sources(trained.loaded)]  # fmt: skip
+    fix_date(trained.identity.get("date"))
     task = task_of(trained.loaded.recipe)
     rows: Sequence[Any] = task.prepare(sources, tokenizer, lambda text: None, val_size=0.0).train
     return [(ids, row.origin) for row in rows[: 4 * ROWS] if len(ids := _ids(row)) >= 2]

@@ -20,19 +20,49 @@ TURN_END = "<|im_end|>"
 MAX_TEMPLATE = 1 << 20
 """Characters of a chat template: the longest known have thirty thousand."""
 
-CHATML_TEMPLATE = (
-    "{% for message in messages %}"
-    "{{ '<|im_start|>' + message['role'] + '\\n' }}"
-    "{% if message['role'] == 'assistant' %}"
-    "{% generation %}{{ message['content'] + '<|im_end|>' }}{% endgeneration %}"
-    "{% else %}"
-    "{{ message['content'] + '<|im_end|>' }}"
-    "{% endif %}"
-    "{{ '\\n' }}"
-    "{% endfor %}"
-    "{% if add_generation_prompt %}{{ '<|im_start|>assistant\\n' }}{% endif %}"
-)
-"""ChatML, with the assistant's words and its end-of-turn marked as the part that is generated."""
+CHATML_TEMPLATE = """
+{%- set calling = 'You can call the functions whose JSON schemas stand between <tools> and </tools>, one on a line:' -%}
+{%- set written = 'To call one, write its name and arguments as JSON between <tool_call> and </tool_call>:' -%}
+{%- set example = '<tool_call>\\n{"name": "function", "arguments": {"argument": "value"}}\\n</tool_call>' -%}
+{%- set first = messages[0] if messages and messages[0].role == 'system' else none -%}
+{%- if tools -%}
+    {{- '<|im_start|>system\\n' + (first.content + '\\n\\n' if first else '') + calling + '\\n<tools>' -}}
+    {%- for tool in tools -%}{{- '\\n' + (tool | tojson) -}}{%- endfor -%}
+    {{- '\\n</tools>\\n\\n' + written + '\\n' + example + '<|im_end|>\\n' -}}
+{%- endif -%}
+{%- for message in messages -%}
+    {%- set thinking = message.reasoning_content or message.reasoning or message.thinking -%}
+    {%- if message.role == 'assistant' -%}
+        {{- '<|im_start|>assistant\\n' -}}
+        {%- generation -%}
+            {%- if thinking is string -%}{{- '<think>\\n' + thinking.strip('\\n') + '\\n</think>\\n\\n' -}}{%- endif -%}
+            {{- message.content or '' -}}
+            {%- for call in message.tool_calls or [] -%}
+                {%- set called = call.function or call -%}
+                {{- '\\n' if message.content or not loop.first -}}
+                {{- '<tool_call>\\n{"name": ' + (called.name | tojson) + ', "arguments": ' -}}
+                {{- called.arguments if called.arguments is string else called.arguments | tojson -}}
+                {{- '}\\n</tool_call>' -}}
+            {%- endfor -%}
+            {{- '<|im_end|>' -}}
+        {%- endgeneration -%}
+        {{- '\\n' -}}
+    {%- elif message.role == 'tool' -%}
+        {{- '<|im_start|>user' if loop.first or loop.previtem.role != 'tool' -}}
+        {{- '\\n<tool_response>\\n' + message.content + '\\n</tool_response>' -}}
+        {{- '<|im_end|>\\n' if loop.last or loop.nextitem.role != 'tool' -}}
+    {%- elif not (tools and loop.first and first) -%}
+        {{- '<|im_start|>' + message.role + '\\n' + message.content + '<|im_end|>\\n' -}}
+    {%- endif -%}
+{%- endfor -%}
+{{- '<|im_start|>assistant\\n' if add_generation_prompt -}}
+""".strip()
+"""ChatML, with the assistant's words and its end-of-turn marked as the part that is generated.
+
+Reasoning stands between ``<think>`` and ``</think>`` in every turn that has some. Tools are JSON schemas in the system
+message, calls stand between ``<tool_call>`` and ``</tool_call>``, and their results are the user's, between
+``<tool_response>`` and ``</tool_response>``: the format of Hermes and Qwen, which inference engines read.
+"""
 
 
 def train_tokenizer(texts: Iterable[str], *, vocab_size: int) -> PreTrainedTokenizerFast:

@@ -31,6 +31,10 @@ __all__ = [
 ]
 
 
+RESERVED_VARIABLES = ("messages", "tools", "add_generation_prompt", "chat_template", "tokenize")
+"""Variables of a chat template that a recipe cannot set."""
+
+
 class ModelInit(Spec):
     """A model made from a configuration, with random weights and no download."""
 
@@ -280,8 +284,32 @@ class Recipe(Spec):
     overlength: Literal["error", "truncate", "drop", "split"] = "error"
     """A row longer than `max_length`: refuse it, cut its end, leave it out, or make several rows of it."""
 
-    train_on: Literal["assistant", "completion", "all"] = "assistant"
-    """Tokens the loss counts: the assistant's turns, the completion, or every token."""
+    train_on: Literal["assistant", "completion", "last", "all"] = "assistant"
+    """Tokens the loss counts: the assistant's turns, the completion (of a chat the last turn), the last turn alone, or
+    every token."""
+
+    roles_to_train: Annotated[
+        tuple[Literal["assistant", "user", "system", "developer", "tool"], ...], Field(min_length=1, strict=False)
+    ] = ("assistant",)
+    """`sft`: roles whose messages are trained. A message with `train: false` is not, whatever its role."""
+
+    train_on_eos: Literal["turn", "all", "last", "none"] = "turn"
+    """`sft`: tokens that end turns and are trained: those of trained turns, those of all turns, the last one of the
+    chat, or none."""
+
+    reasoning: Literal["template", "keep", "error"] = "template"
+    """Reasoning of a trained answer (`<think>`, `reasoning_content`, `reasoning`, `thinking`) that the chat template
+    leaves out: train without it and say how much it is, put it into the text, or refuse the rows."""
+
+    on_empty: Literal["error", "drop", "train"] = "error"
+    """`sft`: a row with an empty answer, or one of blanks alone: refuse it, leave it out, or train that nothing is to
+    be said."""
+
+    default_system: Text | None = None
+    """System message of conversations that have none."""
+
+    chat_template_kwargs: Annotated[dict[str, Any], Field(default_factory=dict)]
+    """Variables of the chat template, such as `{enable_thinking: false}`; a row's column of this name comes first."""
 
     packing: bool = False
     """Lay several rows end to end in one sequence of at most `max_length` tokens, where none sees another: no padding,
@@ -489,6 +517,25 @@ class Recipe(Spec):
             )
         return self
 
+    def _check_chats(self) -> None:
+        given = [name for name in RESERVED_VARIABLES if name in self.chat_template_kwargs]
+        if given:
+            raise mistake(
+                f"'chat_template_kwargs' cannot set '{given[0]}', which every rendering sets itself",
+                key="chat_template_kwargs",
+                mend="delete it",
+            )
+        for key, default in (("roles_to_train", ("assistant",)), ("train_on_eos", "turn")):
+            if self.train_on == "all" and getattr(self, key) != default:
+                raise mistake(
+                    f"'{key}' chooses tokens, and 'train_on: all' trains every token",
+                    key=key,
+                    mend="delete one of the two",
+                )
+        for key, default in (("roles_to_train", ("assistant",)), ("train_on_eos", "turn"), ("on_empty", "error")):
+            if self.objective != "sft" and getattr(self, key) != default:
+                raise mistake(f"'{key}' has no meaning in {self.objective}", key=key, mend="delete the line")
+
     def _check_sample(self, sample: SampleSpec) -> None:
         if not sample.prompts and sample.held_out == 0:
             raise mistake("'sample' has nothing to complete", key="sample", mend="add prompt: ..., or held_out: 10")
@@ -505,6 +552,7 @@ class Recipe(Spec):
 
     @model_validator(mode="after")
     def _keys_agree(self) -> Recipe:
+        self._check_chats()
         if self.deepspeed is not None and self.fsdp:
             raise mistake("'deepspeed' and 'fsdp' exclude each other", key="fsdp", mend="keep one of them")
         if self.warmup_ratio > 0 and self.warmup_steps > 0:

@@ -17,6 +17,7 @@ from streamtune.run.train import Run
 from streamtune.simulate.memory import held_bytes
 from streamtune.tasks.preference import GivenReference, PreferenceBatches
 from streamtune.tasks.task import Notify
+from streamtune.templates import fix_date
 
 __all__ = ["build_run"]
 
@@ -52,6 +53,7 @@ def build_run(
         start_run(loaded, resume, notify, allow_change, dry_run=dry_run, doing=doing) as start,
     ):
         task = start.task
+        fix_date(start.identity["date"])
         task.check_ranks(start.device, start.world)
         sources = make_sources(loaded)
         with doing("reading the tokenizer" if start.checkpoint else "making the tokenizer"):

@@ -11,6 +11,7 @@ import secrets
 from collections.abc import Callable, Collection, Iterable, Mapping
 from contextlib import AbstractContextManager, ExitStack, nullcontext, suppress
 from dataclasses import dataclass
+from datetime import date
 from pathlib import Path
 from typing import Any
 
@@ -53,6 +54,11 @@ FREE_KEYS = frozenset(
 
 SHAPE_KEYS = frozenset({"model", "finetuning_type", "lora_r", "lora_alpha", "lora_dropout", "lora_target"})
 """Keys that cannot change, for a checkpoint brings what they decide: a new value would be written down and not used."""
+
+
+LATER_KEYS = ("roles_to_train", "train_on_eos", "reasoning", "on_empty", "default_system", "chat_template_kwargs",
+              "rope_scaling", "rope_theta")  # fmt: skip
+"""Keys that are compared once they are given: runs were started before there were such keys."""
 
 
 @dataclass(frozen=True)
@@ -255,7 +261,7 @@ def start_run(
     directory = train.RunDirectory(Path(recipe.output_dir))
     with ExitStack() as held:  # until this start is found to be possible, and by what is returned from then on
 
-        def look() -> tuple[dict[str, Any] | None, tuple[Path, dict[str, Any]] | None, str | None]:
+        def look() -> tuple[dict[str, Any] | None, tuple[Path, dict[str, Any]] | None, str | None, str]:
             if not dry_run:
                 hold = held.enter_context(directory.hold())
                 if not hold.works:
@@ -267,19 +273,20 @@ def start_run(
                 train.check_records(of_steps, directory.events)
             found = train.find_checkpoint(directory, resume, notify)
             files = fingerprint_tokenizer_files(recipe)
-            return identity, None if found is None else (found.path, found.state), files
+            return identity, None if found is None else (found.path, found.state), files, date.today().isoformat()
 
         taken: list[train.DirectoryHold] = []
-        before, kept, tokenizer_files = world.main(look)
+        before, kept, tokenizer_files, today = world.main(look)
         checkpoint = None if kept is None else train.Checkpoint(*kept)
         continued = {directory.path: before} if before is not None and resume != "never" else {}
         if checkpoint is not None:
             continued[checkpoint.path] = checkpoint.state["identity"]
+        dates = [identity["date"] for identity in continued.values() if "date" in identity]
         start = Start(
             **vars(setup),
             directory=directory,
             checkpoint=checkpoint,
-            identity=_identify(setup, before if resume != "never" else None),
+            identity=_identify(setup, before if resume != "never" else None, [today, *dates][-1]),
             replaces=before is not None and resume == "never",
             continued=continued,
             allow=frozenset(allow_change),
@@ -338,10 +345,15 @@ def _refuse_own_inputs(task: Task[Any], folder: Path, output: Path) -> None:
         )
 
 
-def _identify(setup: Setup, before: Mapping[str, Any] | None) -> dict[str, Any]:
+def _identify(setup: Setup, before: Mapping[str, Any] | None, day: str) -> dict[str, Any]:
     """Return the identity of a run: the settings that a resumption must share, and others whose changes are reported.
 
     The rows of a step are those of all ranks together: on how many they are computed changes nothing but roundings.
+
+    Args:
+        setup: The resolved recipe.
+        before: The identity of the run that is gone on with, if there is one.
+        day: The date that chat templates print, on whatever day the run is resumed.
     """
     recipe = setup.recipe
     compared = recipe.model_dump(mode="json", exclude={*FREE_KEYS, "quantization"})
@@ -350,8 +362,8 @@ def _identify(setup: Setup, before: Mapping[str, Any] | None) -> dict[str, Any]:
         del compared["objective"]
     if recipe.objective != "grpo":  # elsewhere it decides about callbacks alone, which change no result
         del compared["allow_code"]
-    for key in ("rope_scaling", "rope_theta"):  # runs are older than these
-        if compared[key] is None:
+    for key in LATER_KEYS:
+        if getattr(recipe, key) == type(recipe).model_fields[key].get_default(call_default_factory=True):
             del compared[key]
     newer = ("sample_steps", "callbacks", "on_bad_row", "max_bad_rows")  # runs are older than these
     unset = {key for key in newer if getattr(recipe, key) == type(recipe).model_fields[key].default}
@@ -359,6 +371,7 @@ def _identify(setup: Setup, before: Mapping[str, Any] | None) -> dict[str, Any]:
         compared["quantization"] = setup.quantization
     return {
         "run": (before or {}).get("run") or secrets.token_hex(8),
+        "date": day,
         "recipe": compared,
         "world_size": setup.world.size,
         "free": recipe.model_dump(mode="json", include=set(FREE_KEYS) - {"output_dir", "datasets", *unset}),

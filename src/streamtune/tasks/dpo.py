@@ -29,7 +29,7 @@ from streamtune.tasks.preference import (
     unpaired_knobs,
 )
 from streamtune.tasks.random_batches import RandomTokens, choose_trees
-from streamtune.tasks.task import Notify, PreparedRows, RandomStep, ScoringTask, TrialStep, held_back
+from streamtune.tasks.task import Notify, PreparedRows, RandomStep, ScoringTask, TrialStep, chat_options, held_back
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -82,6 +82,7 @@ class Dpo(ScoringTask[DpoRecipe]):
                 seed=recipe.seed,
                 on_bad_row=recipe.on_bad_row,
                 max_bad_rows=recipe.max_bad_rows,
+                chat=chat_options(recipe),
                 notify=notify_later,
             )
 

@@ -45,6 +45,7 @@ __all__ = [
     "Task",
     "Training",
     "TrialStep",
+    "chat_options",
     "held_back",
 ]
 
@@ -443,6 +444,18 @@ class ScoringTask(Task[ScoringR_co]):
     def with_reference(self, batch: train.TreeBatch, reference: train.Reference) -> train.TreeBatch:
         """Return a batch with the reference's log-probs, where the objective reads them from the batch."""
         return batch
+
+
+def chat_options(recipe: Recipe) -> data.ChatOptions:
+    """Return a recipe's options of rendering chats."""
+    return data.ChatOptions(
+        reasoning=recipe.reasoning,
+        on_empty=recipe.on_empty,
+        roles_to_train=recipe.roles_to_train,
+        train_on_eos=recipe.train_on_eos,
+        default_system=recipe.default_system,
+        variables=recipe.chat_template_kwargs,
+    )
 
 
 @contextmanager

@@ -22,6 +22,7 @@ import threading
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from datetime import datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -30,7 +31,14 @@ from streamtune.errors import ArgumentError
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-__all__ = ["TemplateLimitError", "TemplateLimits", "TemplateRefusalError", "render_chat"]
+__all__ = [
+    "TemplateLimitError",
+    "TemplateLimits",
+    "TemplateRefusalError",
+    "fix_date",
+    "render_chat",
+    "template_variables",
+]
 
 WORKER = Path(__file__).with_name("worker.py")
 HEADER, ANSWER = struct.Struct(">QdQQ"), struct.Struct(">Q")
@@ -69,6 +77,7 @@ def render_chat(
     tools: Any = None,
     template: str | None = None,
     add_generation_prompt: bool = False,
+    variables: Mapping[str, Any] | None = None,
     limits: TemplateLimits = TemplateLimits(),
 ) -> str:
     """Return the text of ``tokenizer.apply_chat_template(..., tokenize=False)``.
@@ -79,6 +88,7 @@ def render_chat(
         tools: JSON schemas of tools, or None.
         template: In place of the tokenizer's own.
         add_generation_prompt: Whether the header of an answer follows.
+        variables: Further variables of the template, such as ``enable_thinking``.
         limits: What the rendering may use.
 
     Raises:
@@ -86,7 +96,7 @@ def render_chat(
         TemplateRefusalError: The template raises.
     """
     if _renders_itself(tokenizer):
-        return _by_itself(tokenizer, messages, tools, add_generation_prompt)
+        return _by_itself(tokenizer, messages, tools, add_generation_prompt, variables or {})
     try:
         text = tokenizer.get_chat_template(template, tools)
     except ValueError as error:
@@ -95,12 +105,53 @@ def render_chat(
         raise _too_much(f"is longer than {limits.template_characters:,} characters")
     request = {
         **tokenizer.special_tokens_map,
+        **(variables or {}),
         "conversations": [[{key: value for key, value in m.items() if value is not None} for m in messages]],
         "tools": tools,
         "chat_template": text,
         "add_generation_prompt": add_generation_prompt,
     }
     return _WORKERS.render(request, limits)
+
+
+def template_variables(tokenizer: PreTrainedTokenizerBase, tools: Any) -> set[str] | None:
+    """Return the variables that a tokenizer's chat template reads, ``messages`` and ``tools`` among them.
+
+    Args:
+        tokenizer: Has the template, or several: one of them for conversations with tools.
+        tools: JSON schemas of tools, or None.
+
+    Returns:
+        Their names; None if the tokenizer renders by a method of its own, of which nothing is known.
+
+    Raises:
+        TemplateLimitError: Reading the template takes too much time or memory.
+        TemplateRefusalError: It is no template.
+    """
+    if _renders_itself(tokenizer):
+        return None
+    try:
+        text = tokenizer.get_chat_template(None, tools)
+    except ValueError as error:
+        raise TemplateRefusalError(str(error)) from error
+    return set(_WORKERS.render({"read": text}, TemplateLimits()).split())
+
+
+def fix_date(date: str | None) -> None:
+    """Let templates that print the date (``strftime_now``) print this one from now on, in this process.
+
+    A run keeps its date, so that it renders the same when it is resumed on another day.
+
+    Args:
+        date: ISO 8601; None lets them print the day on which they are rendered.
+
+    Raises:
+        ArgumentError: It is no date.
+    """
+    try:
+        _WORKERS.date = None if date is None else datetime.fromisoformat(date).isoformat()
+    except (TypeError, ValueError) as error:
+        raise ArgumentError(f"{date!r} is no date", where="date", mend="write it as 2025-01-31") from error
 
 
 def _renders_itself(tokenizer: Any) -> bool:
@@ -111,10 +162,16 @@ def _renders_itself(tokenizer: Any) -> bool:
     return own is not PreTrainedTokenizerBase.apply_chat_template
 
 
-def _by_itself(tokenizer: Any, messages: Sequence[Mapping[str, Any]], tools: Any, generation: bool) -> str:
+def _by_itself(
+    tokenizer: Any,
+    messages: Sequence[Mapping[str, Any]],
+    tools: Any,
+    generation: bool,
+    variables: Mapping[str, Any],
+) -> str:
     try:
         text: str = tokenizer.apply_chat_template(
-            messages, tools=tools, add_generation_prompt=generation, tokenize=False
+            messages, tools=tools, add_generation_prompt=generation, tokenize=False, **variables
         )
     except Exception as error:
         raise TemplateRefusalError(str(error) or type(error).__name__) from error
@@ -177,13 +234,14 @@ class _Workers:
     """The worker of this process, started when it is needed and again where it was killed."""
 
     def __init__(self) -> None:
+        self.date: str | None = None
         self._worker: _Worker | None = None
         self._lock = threading.Lock()
         atexit.register(self.close)
 
     def render(self, request: dict[str, Any], limits: TemplateLimits) -> str:
-        """Render one conversation."""
-        data = pickle.dumps(request, protocol=pickle.HIGHEST_PROTOCOL)
+        """Render one conversation, or return the variables of a template."""
+        data = pickle.dumps({"date": self.date, "request": request}, protocol=pickle.HIGHEST_PROTOCOL)
         seconds = limits.seconds + len(data) / 1e6
         memory, output = (limits.memory_mib << 20) + 48 * len(data), limits.output_characters + 16 * len(data)
         data = HEADER.pack(len(data), seconds, memory, output) + data

@@ -17,6 +17,7 @@ import pickle
 import signal
 import struct
 import sys
+from datetime import datetime
 from typing import Any
 
 HEADER, ANSWER = struct.Struct(">QdQQ"), struct.Struct(">Q")
@@ -27,31 +28,34 @@ def main() -> None:
     """Answer requests until there are no more."""
     requests, answers = sys.stdin.buffer, os.fdopen(os.dup(1), "wb")
     os.dup2(2, 1)  # whatever a library prints is no answer
-    from transformers.utils.chat_template_utils import render_jinja_template
+    from transformers.utils import chat_template_utils
 
     _forbid_files()
     bound = _MemoryBound()
     while head := requests.read(HEADER.size):
         size, seconds, memory_bytes, most = HEADER.unpack(head)
         data = requests.read(size)
-        request = pickle.loads(data)
+        asked = pickle.loads(data)
         bound.set(memory_bytes)
         _stop_after(seconds)
         try:
-            status, text = _render(render_jinja_template, request, most)
+            status, text = _answer(chat_template_utils, asked["request"], asked["date"], most)
             answer = status + text.encode("utf-8", "surrogatepass")
             del text
         except MemoryError:
             answer = b"L" + MEMORY.encode()
         _stop_after(0)
-        del request, data
+        del asked, data
         answers.write(ANSWER.pack(len(answer)) + answer)
         answers.flush()
 
 
-def _render(render: Any, request: dict[str, Any], most: int) -> tuple[bytes, str]:
+def _answer(library: Any, request: dict[str, Any], date: str | None, most: int) -> tuple[bytes, str]:
     try:
-        rendered, _ = render(**request)
+        if request.keys() == {"read"}:
+            return b"O", _variables(library, request["read"])
+        _set_date(library._compile_jinja_template(request["chat_template"]).environment, date)
+        rendered, _ = library.render_jinja_template(**request)
     except MemoryError:
         raise
     except RecursionError:
@@ -59,6 +63,20 @@ def _render(render: Any, request: dict[str, Any], most: int) -> tuple[bytes, str
     except Exception as error:  # a template raises what it likes
         return b"E", (str(error) or type(error).__name__)[:2000]
     return (b"O", rendered[0]) if len(rendered[0]) <= most else (b"L", OUTPUT)
+
+
+def _variables(library: Any, template: str) -> str:
+    """Return the names of the variables that a template reads, with blanks between them."""
+    from jinja2 import meta
+
+    environment = library._compile_jinja_template(template).environment
+    return " ".join(sorted(meta.find_undeclared_variables(environment.parse(template))))
+
+
+def _set_date(environment: Any, date: str | None) -> None:
+    """Let ``strftime_now`` format a date that was fixed, or the present."""
+    moment = datetime.fromisoformat(date) if date is not None else None
+    environment.globals["strftime_now"] = lambda form: (moment or datetime.now()).strftime(form)
 
 
 def _stop_after(seconds: float) -> None:

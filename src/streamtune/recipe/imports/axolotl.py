@@ -132,7 +132,7 @@ FIELDS: dict[str, FieldRule] = {
     **without(
         "the tokenizer is taken as it is: add tokens to it first", "special_tokens", "tokens", "added_tokens_overrides"
     ),
-    **without("the tokenizer is taken as it is", "tokenizer_use_mistral_common", "default_system_message"),
+    **without("the tokenizer is taken as it is", "tokenizer_use_mistral_common"),
     **without(
         "embeddings keep their size", "resize_token_embeddings_to_32x", "mean_resizing_embeddings", "shrink_embeddings"
     ),
@@ -228,7 +228,7 @@ FIELDS: dict[str, FieldRule] = {
         "`streamtune generate` tries a model", "gradio_title", "gradio_share", "gradio_server_name", trains=False
     ),
     **without("images are not trained on", "image_size", "image_resize_algorithm"),
-    "chat_template_kwargs": no_counterpart("arguments of the chat template"),
+    **same("chat_template_kwargs", "default_system_message"),
 }
 
 

@@ -43,6 +43,12 @@ USUAL_ROLES = [
 ]
 """Names of the roles that rows of messages or of sharegpt have here too."""
 
+ROLES = {"gpt": "assistant", "human": "user", "model": "assistant"}
+"""Other names of roles that can be trained."""
+
+FLAGS = ("train", "training", "loss", "weight")
+"""Fields of a message that say here whether it is trained."""
+
 LOADERS = ("json", "csv", "parquet", "text", "arrow")
 """Paths that are no datasets, but say how ``data_files`` are read."""
 
@@ -98,12 +104,10 @@ def _dataset(conversion: Conversion, entry: dict[str, Any], name: str, index: in
         elif key in COLUMNS:
             if value != COLUMNS[key] and not (key == "field_messages" and value == "conversations"):
                 lose(key, f"the column is called '{COLUMNS[key]}' here: rename it")
-        elif key == "roles_to_train":
-            if value not in (["assistant"], ["gpt"], ["assistant", "gpt"], ["gpt", "assistant"]):
-                lose(key, "train_on takes the assistant's turns or every token")
-        elif key == "train_on_eos":
-            if value != "turn":
-                lose(key, "the token that ends a trained turn is trained")
+        elif key in ("roles_to_train", "train_on_eos"):
+            _take_trained(conversion, key, value, name, index)
+        elif key == "message_field_training" and value in FLAGS:
+            conversion.unneeded(name, index, key, why="a message is trained unless it says so itself")
         elif key == "chat_template":
             if value != "tokenizer_default":
                 lose(key, "the tokenizer's own template is used; write chat_template: FILE.jinja")
@@ -119,6 +123,20 @@ def _dataset(conversion: Conversion, entry: dict[str, Any], name: str, index: in
     if files and (entry["path"] in LOADERS or entry.get("ds_type")):
         return [{**spec, "path": file} for file in (files if isinstance(files, list) else [files])]
     return [spec]
+
+
+def _take_trained(conversion: Conversion, key: str, value: Any, name: str, index: int) -> None:
+    """Convert what is trained of the rows of one dataset: here it is the same for all of them."""
+    if key == "roles_to_train" and isinstance(value, list):
+        value = list(dict.fromkeys(ROLES.get(role, role) if isinstance(role, str) else str(role) for role in value))
+    if value in (["assistant"], "turn") and key not in conversion.ours:
+        conversion.unneeded(name, index, key, why="as here")
+    elif conversion.objective != "sft" or conversion.ours.get("train_on") == "all":
+        conversion.unneeded(name, index, key, why="every token of an answer counts")
+    elif conversion.ours.get(key, value) != value:
+        conversion.lose(name, index, key, why=f"{key} is the same for all datasets here")
+    else:
+        conversion.put(key, value, name, index, key)
 
 
 def _group(value: Any) -> dict[str, Any]:

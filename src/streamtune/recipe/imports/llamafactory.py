@@ -51,7 +51,8 @@ FIELDS: dict[str, FieldRule] = {
         GENERATION, "infer_backend", "infer_dtype", "use_kv_cache", "do_sample", "temperature", "top_p", "top_k"
     ),
     **by_itself(GENERATION, "num_beams", "max_new_tokens", "max_length", "repetition_penalty", "length_penalty"),
-    **by_itself(GENERATION, "default_system", "skip_special_tokens", "eval_num_beams", "generation_max_length"),
+    **same("default_system"),
+    **by_itself(GENERATION, "skip_special_tokens", "eval_num_beams", "generation_max_length"),
     **by_itself(GENERATION, "vllm_maxlen", "vllm_gpu_util", "vllm_enforce_eager", "vllm_max_lora_rank", "vllm_config"),
     **by_itself(
         "`streamtune export` writes the model", "export_dir", "export_size", "export_device", "export_hub_model_id"
@@ -124,7 +125,9 @@ FIELDS: dict[str, FieldRule] = {
     "mix_strategy": no_counterpart("rows of all datasets are shuffled together", off=("concat",)),
     "interleave_probs": no_counterpart("rows of all datasets are shuffled together"),
     "tool_format": no_counterpart("tools are rendered by the chat template"),
-    "enable_thinking": no_counterpart("thoughts are rendered by the chat template", off=(True,)),
+    "enable_thinking": no_counterpart(
+        "thoughts are rendered by the chat template: write chat_template_kwargs where it reads this", off=(True,)
+    ),
     "eval_dataset": no_counterpart("held-out rows are a part of the datasets: val_size", trains=False),
     "eval_on_each_dataset": no_counterpart(
         "one loss of all held-out rows; `streamtune eval` has them by set", trains=False

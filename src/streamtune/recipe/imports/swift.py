@@ -58,8 +58,8 @@ FIELDS: dict[str, FieldRule] = {
     "loss_scale": to(
         "train_on",
         one_of(
-            {"default": "assistant", "last_round": "completion", "all": "all"},
-            "weights of tokens: train_on takes assistant, completion, all",
+            {"default": "assistant", "last_round": "last", "all": "all"},
+            "weights of tokens: train_on takes assistant, completion, last, all",
         ),
     ),
     # rlhf
@@ -131,7 +131,7 @@ FIELDS: dict[str, FieldRule] = {
     "new_special_tokens": no_counterpart("the tokenizer is taken as it is: add tokens to it first"),
     "rope_scaling": to("rope_scaling", rope_scaling),
     "max_model_len": no_counterpart("the length that rope_scaling reaches: write its factor"),
-    "system": no_counterpart("a system message in front of every row: write it into the rows, or into chat_template"),
+    "system": to("default_system"),
     "use_chat_template": no_counterpart("rows of messages are rendered by the chat template", off=(True,)),
     "init_strategy": no_counterpart("first values of weights that the checkpoint has not"),
     "custom_register_path": no_counterpart("code that registers models and datasets"),

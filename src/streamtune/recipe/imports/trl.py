@@ -117,7 +117,7 @@ FIELDS: dict[str, FieldRule] = {
     "use_dora": no_counterpart("DoRA"),
     "bnb_4bit_quant_type": no_counterpart("4 bits are nf4", off=("nf4",)),
     "chat_template_path": to("chat_template", why="a tokenizer's folder is none: name the file of the template"),
-    "chat_template_kwargs": no_counterpart("arguments of the chat template"),
+    **same("chat_template_kwargs"),
     "eos_token": no_counterpart("the tokenizer's own end token"),
     "shuffle_dataset": no_counterpart("rows are always shuffled", trains=False, off=(True,)),
     "dataset_test_split": no_counterpart(

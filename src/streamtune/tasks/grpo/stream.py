@@ -43,6 +43,7 @@ from streamtune.tasks.grpo.groups import (
 from streamtune.tasks.grpo.objective import MeasuredBatch
 from streamtune.tasks.grpo.ranks import SharedLogprobs
 from streamtune.tasks.steps import share_out
+from streamtune.tasks.task import chat_options
 from streamtune.train.objective import autocast
 from streamtune.train.records import append_record, cut_after_step
 
@@ -406,8 +407,9 @@ class WarmSteps:
     """
 
     def __init__(self, recipe: GrpoRecipe, prompts: Sequence[data.Prompt], tokenizer: PreTrainedTokenizerBase) -> None:
-        render = RowRenderer(tokenizer, train_on="completion", notify=lambda text: None)
+        render = RowRenderer(tokenizer, train_on="completion", notify=lambda text: None, chat=chat_options(recipe))
         self.examples = [_demonstration(prompt, render, recipe.max_length) for prompt in prompts]
+        render.log.finish()
         self.pad_token_id = tokenizer.pad_token_id
         self.step_size, self.batch_size = recipe.sft_batch_size, recipe.per_device_train_batch_size
         self.sampler = data.ResumableSampler(len(self.examples), seed=recipe.seed, shuffle=recipe.shuffle)
@@ -443,7 +445,10 @@ def _demonstration(prompt: data.Prompt, render: RowRenderer, max_length: int) ->
             mend="give the rows a column 'completion', or delete sft_steps",
         )
     row_type = "prompt_completion" if "completion" in row.columns else detect_type(row)
-    rendered = render(normalise(row, row_type), row.origin)
+    content = normalise(row, row_type)
+    if render.leaves_out(content, row.origin):
+        raise DataError("'sft_steps' trains on the rows' own answers, and this one is empty", where=row.origin)
+    rendered = render(content, row.origin)
     if len(rendered.input_ids) > max_length:
         raise DataError(
             f"the row has {len(rendered.input_ids):,} tokens with its answer, more than max_prompt_length and "

@@ -29,7 +29,17 @@ from streamtune.tasks.grpo.stream import CompletionLog, GrpoSteps, WarmSteps
 from streamtune.tasks.preference import tree_batch
 from streamtune.tasks.random_batches import RandomTokens, random_completions
 from streamtune.tasks.steps import StepPlan, Trainable
-from streamtune.tasks.task import Built, Notify, PreparedRows, RandomStep, ScoringTask, Training, TrialStep, held_back
+from streamtune.tasks.task import (
+    Built,
+    Notify,
+    PreparedRows,
+    RandomStep,
+    ScoringTask,
+    Training,
+    TrialStep,
+    chat_options,
+    held_back,
+)
 from streamtune.train.objective import autocast
 
 if TYPE_CHECKING:
@@ -153,6 +163,7 @@ class Grpo(ScoringTask[GrpoRecipe]):
                 seed=recipe.seed,
                 on_bad_row=recipe.on_bad_row,
                 max_bad_rows=recipe.max_bad_rows,
+                chat=chat_options(recipe),
                 notify=notify_later,
             )
         if self.functions is None:

@@ -1,0 +1,220 @@
+"""Options of rendering chats, and counts of what rendering found: dropped reasoning, empty answers, unread columns.
+
+:class:`RenderLog` keeps one :class:`RenderCounts` for each dataset, by its path. When all rows are rendered,
+:meth:`RenderLog.finish` notifies the user of what was found, or raises where the options say that it is an error.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from streamtune.data.cells import ROLES
+from streamtune.errors import ArgumentError, DataError
+
+__all__ = ["DEFAULT_CHAT", "ON_EMPTY", "REASONING", "TRAIN_ON_EOS", "ChatOptions", "RenderCounts", "RenderLog"]
+
+REASONING = ("template", "keep", "error")
+"""Ways to handle reasoning that the chat template leaves out of a trained answer."""
+ON_EMPTY = ("error", "drop", "train")
+"""Ways to handle a row with an empty answer."""
+TRAIN_ON_EOS = ("turn", "all", "last", "none")
+"""Tokens that end turns of a chat and are trained."""
+_SHOWN = 10
+
+
+@dataclass(frozen=True, kw_only=True)
+class ChatOptions:
+    """Options of rendering that the rows of all datasets share.
+
+    Raises:
+        ArgumentError: One of them is none of the known words.
+    """
+
+    reasoning: str = "template"
+    """one of :data:`REASONING`"""
+    on_empty: str = "error"
+    """one of :data:`ON_EMPTY`"""
+    roles_to_train: tuple[str, ...] = ("assistant",)
+    """roles whose messages are trained"""
+    train_on_eos: str = "turn"
+    """one of :data:`TRAIN_ON_EOS`"""
+    default_system: str | None = None
+    """system message of conversations that have none"""
+    variables: Mapping[str, Any] = field(default_factory=dict)
+    """variables of the chat template; a row's own come first"""
+
+    def __post_init__(self) -> None:
+        words = {"reasoning": REASONING, "on_empty": ON_EMPTY, "train_on_eos": TRAIN_ON_EOS}
+        for name, known in words.items():
+            if getattr(self, name) not in known:
+                raise ArgumentError(f"{name} is '{getattr(self, name)}'", where=name, mend=f"use {', '.join(known)}")
+        unknown = [role for role in self.roles_to_train if role not in ROLES]
+        if unknown or not self.roles_to_train:
+            what = f"roles_to_train names the role '{unknown[0]}'" if unknown else "roles_to_train names no role"
+            raise ArgumentError(what, where="roles_to_train", mend=f"use {', '.join(ROLES)}")
+
+
+DEFAULT_CHAT = ChatOptions()
+"""What a recipe that says nothing about it means."""
+
+
+@dataclass
+class RenderCounts:
+    """Counts of what rendering the rows of one dataset found."""
+
+    answers: int = 0
+    """messages that are trained"""
+    reasoning: int = 0
+    """trained answers that have reasoning"""
+    reasoning_dropped: int = 0
+    """those of them whose reasoning the chat template leaves out"""
+    empty: int = 0
+    """trained answers with nothing in them"""
+    rows_with_empty: int = 0
+    """rows that have such an answer"""
+    system_left_out: int = 0
+    """rows whose system message the chat template does not print"""
+    system_late: int = 0
+    """rows whose system message it prints with the last message of the user"""
+    answers_before_system: int = 0
+    """trained answers that stand before such a system message"""
+    other_system: int = 0
+    """rows whose column ``system`` is not read, as the messages have another system message"""
+    begins_twice: int = 0
+    """texts that begin with the token that the tokenizer puts in front of texts"""
+    completions: int = 0
+    """texts of a prompt and its completion"""
+    merged_borders: int = 0
+    """those of them with a token that holds characters of both"""
+    flags_of_other_roles: Counter[str] = field(default_factory=Counter)
+    """messages that are marked to be trained and are not, by their role"""
+    unread_columns: dict[str, None] = field(default_factory=dict)
+    """columns that are not read, in the order in which they were found"""
+    dropped_at: list[str] = field(default_factory=list)
+    """places of the first answers whose reasoning is left out"""
+    empty_at: list[str] = field(default_factory=list)
+    """places of the first rows with an empty answer"""
+
+    def drops_reasoning(self, places: Iterable[str]) -> None:
+        """Count answers whose reasoning is left out."""
+        for place in places:
+            self.reasoning_dropped += 1
+            self.dropped_at += [place] if len(self.dropped_at) < _SHOWN else []
+
+    def has_empty(self, answers: int, origin: str) -> None:
+        """Count the empty answers of a row."""
+        self.empty += answers
+        self.rows_with_empty += 1
+        self.empty_at += [origin] if len(self.empty_at) < _SHOWN else []
+
+
+class RenderLog:
+    """The counts of each dataset, by its path, and what the user is notified of.
+
+    Args:
+        options: Decide what is an error.
+        notify: Called with each thing a user should know.
+    """
+
+    def __init__(self, options: ChatOptions, notify: Callable[[str], None]) -> None:
+        self.options, self._notify = options, notify
+        self.by_path: dict[str, RenderCounts] = {}
+        self.path = ""
+        """the dataset whose rows are rendered"""
+        self.now = RenderCounts()
+        """the counts of that dataset"""
+        self._noted: set[str] = set()
+
+    def begin(self, path: str) -> None:
+        """Count for the dataset at ``path`` from now on."""
+        self.path = path
+        self.now = self.by_path.setdefault(path, RenderCounts())
+
+    def note(self, message: str) -> None:
+        """Notify the user, once of each message."""
+        if message not in self._noted:
+            self._noted.add(message)
+            self._notify(message)
+
+    def finish(self) -> None:
+        """Notify the user of what was found in each dataset.
+
+        Raises:
+            DataError: Reasoning was dropped or answers are empty, and the options say that this is an error.
+        """
+        of_all = {**self.by_path, **({} if self.by_path else {"": self.now})}
+        self._refuse(of_all)
+        for path, counts in of_all.items():
+            for text in _sentences(counts, self.options):
+                self.note(f"{path}: {text}" if path else text)
+
+    def _refuse(self, of_all: Mapping[str, RenderCounts]) -> None:
+        empty = [counts for counts in of_all.values() if counts.empty]
+        if empty and self.options.on_empty == "error":
+            number = sum(counts.empty for counts in empty)
+            raise DataError(
+                f"{'1 answer is' if number == 1 else f'{number:,} answers are'} empty",
+                where=_first(place for counts in empty for place in counts.empty_at),
+                mend="mend the rows, or say what to do with them: on_empty: drop leaves these rows out, train trains "
+                "an answer of no words",
+            )
+        dropped = [counts for counts in of_all.values() if counts.reasoning_dropped]
+        if dropped and self.options.reasoning == "error":
+            raise DataError(
+                f"thinking of {sum(counts.reasoning_dropped for counts in dropped):,} of "
+                f"{sum(counts.answers for counts in of_all.values()):,} answers is not in the rendered text: the chat "
+                "template drops it",
+                where=_first(place for counts in dropped for place in counts.dropped_at),
+                mend="reasoning: keep puts it into the text; reasoning: template trains without it",
+            )
+
+
+def _first(places: Iterable[str]) -> str:
+    return "; ".join(list(places)[:_SHOWN])
+
+
+def _sentences(counts: RenderCounts, options: ChatOptions) -> list[str]:
+    """Return what a user should know of a dataset."""
+    found = []
+    if counts.unread_columns:
+        names = ", ".join(f"'{name}'" for name in counts.unread_columns)
+        found.append(f"not read: the column{'s' if len(counts.unread_columns) > 1 else ''} {names}")
+    if counts.reasoning_dropped:
+        thinking = f"thinking of {counts.reasoning_dropped:,} of {counts.answers:,} answers"
+        found.append(
+            f"{thinking}, which the chat template drops, is put back (reasoning: keep)"
+            if options.reasoning == "keep"
+            else f"{thinking} is not in the rendered text: the template drops it (reasoning: keep puts it back)"
+        )
+    if counts.empty and options.on_empty == "train":
+        found.append(f"{counts.empty:,} of {counts.answers:,} answers are empty and trained so (on_empty: train)")
+    elif counts.empty:
+        found.append(f"{_rows(counts.rows_with_empty)} with an empty answer left out (on_empty: drop)")
+    if counts.other_system:
+        found.append(f"the column 'system' of {_rows(counts.other_system)} is not read: messages have another one")
+    if counts.system_left_out:
+        found.append(f"the chat template does not print the system message of {_rows(counts.system_left_out)}")
+    if counts.system_late:
+        text = "the chat template prints a system message with the last message of the user alone, as it does when it "
+        text += f"asks for an answer: so in {_rows(counts.system_late)}"
+        earlier = counts.answers_before_system
+        found.append(text + (f", where {earlier:,} earlier answers are trained without it" if earlier else ""))
+    if counts.begins_twice:
+        found.append(f"{counts.begins_twice:,} texts begin with the tokenizer's first token already: it is not doubled")
+    if counts.merged_borders:
+        found.append(
+            f"in {counts.merged_borders:,} of {counts.completions:,} texts a token holds the end of the prompt and the "
+            "start of the completion: it is trained with the completion"
+        )
+    for role, number in counts.flags_of_other_roles.items():
+        are = "message is" if number == 1 else "messages are"
+        trained = ", ".join(options.roles_to_train)
+        found.append(f"{number:,} '{role}' {are} marked to be trained and not trained: roles_to_train is {trained}")
+    return found
+
+
+def _rows(number: int) -> str:
+    return "1 row" if number == 1 else f"{number:,} rows"

@@ -1,0 +1,281 @@
+"""What rendering finds and the user is told: reasoning, system messages, empty answers, borders, columns."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+from fixed_tokenizer import fixed_tokenizer
+from tokenizers import Tokenizer, processors
+from trained_tokenizers import wrap
+from transformers import PreTrainedTokenizerFast
+
+from streamtune.data import ChatOptions, Source, prepare, prepare_preferences, prepare_prompts
+from streamtune.errors import ArgumentError, DataError, UserError
+from streamtune.labels import IGNORE_INDEX
+from streamtune.templates import fix_date
+
+Write = Callable[..., str]
+Rows = list[dict[str, Any]]
+
+
+def user(content: str) -> dict[str, Any]:
+    return {"role": "user", "content": content}
+
+
+def answer(content: str, **fields: Any) -> dict[str, Any]:
+    return {"role": "assistant", "content": content, **fields}
+
+
+class Made:
+    """Rows, prepared: their texts, trained texts and notes without the name of the file."""
+
+    def __init__(self, path: str, tokenizer: PreTrainedTokenizerFast, train_on: str = "assistant", **chat: Any) -> None:
+        told: list[str] = []
+        self.prepared = prepare([Source(path)], tokenizer, max_length=4096, train_on=train_on, notify=told.append,
+                                chat=ChatOptions(**chat))  # fmt: skip
+        self.told = [text.removeprefix(f"{path}: ") for text in told if "rows look like" not in text]
+        self.texts = [tokenizer.decode(row.input_ids) for row in self.prepared.train]
+        self.trained = [
+            tokenizer.decode([label for label in row.labels if label != IGNORE_INDEX]) for row in self.prepared.train
+        ]
+
+
+# --- reasoning
+
+
+THOUGHTS: Rows = [
+    {"messages": [user("q1"), answer("<think>\nfirst\n</think>\n\na1"), user("q2"), answer("a2", reasoning="second")]},
+    {"messages": [user("q3"), answer("a3"), user("q4"), answer("a4", thinking="  \n")]},
+    {"messages": [user("q5"), answer("fourth\n</think>\n\na5"), user("q6"), answer("a6", train=False, thinking="x")]},
+]
+
+
+def test_dropped_reasoning_is_counted(write: Write) -> None:
+    made = Made(write("a.jsonl", THOUGHTS), fixed_tokenizer("qwen3"))
+    assert made.told == [
+        "thinking of 2 of 5 answers is not in the rendered text: the template drops it (reasoning: keep puts it back)"
+    ]
+    assert "first" not in made.texts[0]
+    assert "second" in made.texts[0]
+    assert Made(write("b.jsonl", THOUGHTS), fixed_tokenizer("chatml")).told == []
+
+
+def test_reasoning_is_kept_as_the_template_prints_the_last_answer(write: Write) -> None:
+    made = Made(write("a.jsonl", THOUGHTS), fixed_tokenizer("qwen3"), reasoning="keep")
+    assert made.trained[0] == "<think>\nfirst\n</think>\n\na1<|im_end|><think>\nsecond\n</think>\n\na2<|im_end|>"
+    assert made.trained[2] == "<think>\nfourth\n</think>\n\na5<|im_end|>"
+    assert made.told == ["thinking of 2 of 5 answers, which the chat template drops, is put back (reasoning: keep)"]
+
+
+def test_reasoning_that_is_an_error(write: Write) -> None:
+    path = write("a.jsonl", THOUGHTS * 6)
+    with pytest.raises(DataError, match="thinking of 12 of 30 answers is not in the rendered text") as caught:
+        Made(path, fixed_tokenizer("qwen3"), reasoning="error")
+    places = caught.value.where.split("; ")
+    assert places[:2] == [f"{path}:1 messages[1]", f"{path}:3 messages[1]"]
+    assert len(places) == 10
+
+
+def test_reasoning_that_the_template_prints_in_another_form_is_not_dropped(write: Write) -> None:
+    tokenizer = fixed_tokenizer("chatml")
+    tokenizer.chat_template = tokenizer.chat_template.replace("thinking.strip('\\n')", "thinking | upper")
+    made = Made(write("a.jsonl", THOUGHTS[:1]), tokenizer)
+    assert "SECOND" in made.texts[0]
+    assert made.told == []
+
+
+def test_kept_reasoning_goes_with_flags_ends_and_every_token(write: Write) -> None:
+    rows = [{"messages": [user("q1"), answer("a1", thinking="first"), user("q2"), answer("a2", thinking="second")]}]
+    path, tokenizer = write("a.jsonl", rows), fixed_tokenizer("gpt_oss")
+    made = Made(path, tokenizer, reasoning="keep", train_on_eos="none")
+    assert made.trained == [
+        "<|channel|>analysis<|message|>first<|end|><|start|>assistant<|channel|>final<|message|>a1"
+        "<|channel|>analysis<|message|>second<|end|><|start|>assistant<|channel|>final<|message|>a2"
+    ]
+    every = Made(path, tokenizer, reasoning="keep", train_on="all")
+    assert every.texts == made.texts
+    assert every.trained[0] in every.texts[0]
+    assert "first" in every.trained[0]
+
+
+# --- system, tools
+
+
+def test_a_system_message_that_is_printed_with_the_last_question(write: Write) -> None:
+    chat = [user("q1"), answer("a1"), user("q2"), answer("2")]
+    tokenizer = fixed_tokenizer("mistral3")
+    made = Made(write("a.jsonl", [{"messages": chat, "system": "Be brief."}] * 2), tokenizer)
+    asked = tokenizer.apply_chat_template([{"role": "system", "content": "Be brief."}, *chat[:-1]], tokenize=False)
+    assert made.texts[0] == f"{asked} 2</s>", "as the template asks for the last answer"
+    assert made.trained[0] == " a1</s> 2</s>"
+    assert made.told == [
+        "the chat template prints a system message with the last message of the user alone, as it does when it asks "
+        "for an answer: so in 2 rows, where 2 earlier answers are trained without it"
+    ]
+
+
+def test_a_system_message_that_is_never_printed(write: Write) -> None:
+    tokenizer = fixed_tokenizer("phi4")
+    tokenizer.chat_template = "{% for message in messages if message.role != 'system' %}" + "".join(
+        tokenizer.chat_template.split("{%- for message in messages %}")[1:]
+    )
+    made = Made(write("a.jsonl", [{"messages": [user("q1"), answer("a1")], "system": "Be brief."}]), tokenizer)
+    assert made.told == ["the chat template does not print the system message of 1 row"]
+    assert made.trained == ["a1<|im_end|>"]
+
+
+@pytest.mark.parametrize("template", ["chatml", "qwen3", "llama31"])
+def test_system_column_and_default_system(write: Write, template: str) -> None:
+    chat = [user("q1"), answer("a1")]
+    inside = {"messages": [{"role": "system", "content": "inside"}, *chat], "system": "outside"}
+    rows = [{"messages": chat, "system": "outside"}, {"messages": chat}, inside]
+    made = Made(write("a.jsonl", rows), fixed_tokenizer(template), default_system="default")
+    for text, (there, *others) in zip(
+        made.texts, (("outside", "default"), ("default", "outside"), ("inside", "outside", "default")), strict=True
+    ):
+        assert there in text
+        assert not any(other in text for other in others)
+    assert made.told == ["the column 'system' of 1 row is not read: messages have another one"]
+    assert all(re.fullmatch(r"(<think>\n\n</think>\n\n)?a1<\|(im_end|eot_id)\|>", text) for text in made.trained)
+
+
+def test_default_system_of_preferences_and_prompts(write: Write) -> None:
+    tokenizer, options = fixed_tokenizer("chatml"), ChatOptions(default_system="Be brief.")
+    pair = write("a.jsonl", [{"prompt": [user("q")], "chosen": "a", "rejected": "b", "system": ""}])
+    trees = prepare_preferences([Source(pair)], tokenizer, max_length=200, chat=options)
+    prompts = prepare_prompts([Source(pair, type="prompts")], tokenizer, max_prompt_length=200, chat=options)
+    assert tokenizer.decode(trees.train[0].prompt) == tokenizer.decode(prompts.train[0].input_ids)
+    assert "system\nBe brief.<|im_end|>" in tokenizer.decode(trees.train[0].prompt)
+    own = write("b.jsonl", [{"prompt": [user("q")], "chosen": "a", "rejected": "b", "system": "Own."}])
+    trees = prepare_preferences([Source(own)], tokenizer, max_length=200, chat=options)
+    prompts = prepare_prompts([Source(own, type="prompts")], tokenizer, max_prompt_length=200, chat=options)
+    assert tokenizer.decode(trees.train[0].prompt) == tokenizer.decode(prompts.train[0].input_ids)
+    assert "Own." in tokenizer.decode(trees.train[0].prompt)
+    assert "Be brief." not in tokenizer.decode(trees.train[0].prompt)
+
+
+# --- variables of a template
+
+
+def test_variables_of_the_template(write: Write) -> None:
+    chat = [user("q1"), answer("a1")]
+    rows = [{"messages": chat}, {"messages": chat, "chat_template_kwargs": '{"reasoning_effort": "low"}'}]
+    tokenizer = fixed_tokenizer("gpt_oss")
+    made = Made(write("a.jsonl", rows), tokenizer, variables={"reasoning_effort": "high"})
+    assert ["Reasoning: high" in made.texts[0], "Reasoning: low" in made.texts[1]] == [True, True]
+    prompts = prepare_prompts([Source(write("b.jsonl", rows))], tokenizer, max_prompt_length=500)
+    assert ["medium" in tokenizer.decode(row.input_ids) for row in prompts.train] == [True, False]
+
+
+@pytest.mark.parametrize("where", ["recipe", "row"])
+def test_variables_that_the_template_does_not_read(write: Write, where: str) -> None:
+    row: dict[str, Any] = {"messages": [user("q1"), answer("a1")]}
+    unread, options = {"reasoning_efort": "low"}, {}
+    if where == "row":
+        row["chat_template_kwargs"] = unread
+    else:
+        options["variables"] = unread
+    path = write("a.jsonl", [row])
+    for act in (
+        lambda: Made(path, fixed_tokenizer("gpt_oss"), **options),
+        lambda: prepare_prompts([Source(path)], fixed_tokenizer("gpt_oss"), max_prompt_length=99,
+                                chat=ChatOptions(**options)),
+    ):  # fmt: skip
+        with pytest.raises(UserError, match="'reasoning_efort', which the chat template does not read") as caught:
+            act()
+        assert "did you mean 'reasoning_effort'" in caught.value.mend
+        assert caught.value.where == ("chat_template_kwargs" if where == "recipe" else f"{path}:1")
+    with pytest.raises(ArgumentError, match="does not read") as caught:
+        Made(write("b.jsonl", [{"messages": row["messages"]}]), fixed_tokenizer("phi4"), variables={"x": 1})
+    assert caught.value.mend == "delete it; the template reads none"
+    bad = write("c.jsonl", [{"messages": row["messages"], "chat_template_kwargs": "low"}])
+    with pytest.raises(DataError, match="'chat_template_kwargs' must be an object, it is a string"):
+        Made(bad, fixed_tokenizer("gpt_oss"))
+
+
+def test_one_date(write: Write) -> None:
+    path = write("a.jsonl", [{"messages": [user("q1"), answer("a1")]}])
+    try:
+        fix_date("2024-02-29")
+        first = Made(path, fixed_tokenizer("llama31"))
+        assert "Today Date: 29 Feb 2024" in first.texts[0]
+        assert Made(path, fixed_tokenizer("llama31")).prepared.fingerprint == first.prepared.fingerprint
+        fix_date(None)
+        assert Made(path, fixed_tokenizer("llama31")).prepared.fingerprint != first.prepared.fingerprint
+        with pytest.raises(ArgumentError, match="'tomorrow' is no date"):
+            fix_date("tomorrow")
+    finally:
+        fix_date(None)
+
+
+# --- empty answers, columns
+
+
+EMPTY: Rows = [
+    {"messages": [user("q1"), answer("a1")]},
+    {"messages": [user("q2"), answer(" \n"), user("q3"), answer("a3")]},
+    {"messages": [user("q4"), answer("", train=False), user("q5"), answer("", tool_calls=[{"name": "f"}])]},
+]
+
+
+def test_empty_answers(write: Write) -> None:
+    path, tokenizer = write("a.jsonl", EMPTY), fixed_tokenizer("chatml")
+    with pytest.raises(DataError, match="1 answer is empty") as caught:
+        Made(path, tokenizer)
+    assert caught.value.where == f"{path}:2"
+    assert "on_empty: drop" in caught.value.mend
+    dropped, trained = (Made(path, tokenizer, on_empty=which) for which in ("drop", "train"))
+    assert dropped.told == ["1 row with an empty answer left out (on_empty: drop)"]
+    assert (dropped.prepared.report.rows, dropped.prepared.report.dropped, len(dropped.texts)) == (3, 1, 2)
+    assert trained.told == ["1 of 4 answers are empty and trained so (on_empty: train)"]
+    assert trained.trained[1] == " \n<|im_end|>a3<|im_end|>"
+
+
+def test_empty_completions(write: Write) -> None:
+    path = write("a.jsonl", [{"prompt": "q", "completion": ""}, {"prompt": "q", "completion": "a"}])
+    with pytest.raises(DataError, match="1 answer is empty"):
+        Made(path, fixed_tokenizer("chatml"))
+    assert Made(path, fixed_tokenizer("chatml"), on_empty="drop").trained == ["a<|im_end|>"]
+    assert Made(path, fixed_tokenizer("chatml"), on_empty="train").trained == ["<|im_end|>", "a<|im_end|>"]
+
+
+def test_columns_that_are_not_read_are_named_once(write: Write) -> None:
+    rows = [
+        {"messages": [user("q"), answer("a")], "id": 1, "tools": []},
+        {"messages": [user("q"), answer("a")], "x": "y"},
+    ]
+    assert Made(write("a.jsonl", rows), fixed_tokenizer("chatml")).told == ["not read: the columns 'id', 'x'"]
+    text = write("b.jsonl", [{"prompt": "q ", "completion": "a", "system": "Be brief."}])
+    assert "not read: the column 'system'" in Made(text, fixed_tokenizer("chatml")).told
+
+
+# --- plain text
+
+
+def test_the_first_token_is_not_doubled(write: Write, bpe: Tokenizer) -> None:
+    begins = Tokenizer.from_str(bpe.to_str())
+    begins.post_processor = processors.TemplateProcessing(
+        single="<s> $A", special_tokens=[("<s>", bpe.token_to_id("<s>"))]
+    )
+    tokenizer = wrap(begins, bos_token="<s>")
+    texts = write("a.jsonl", [{"text": "<s>The fox"}, {"text": "The fox"}, {"text": "<s>"}])
+    made = Made(texts, tokenizer)
+    assert made.texts == ["<s>The fox<|im_end|>", "<s>The fox<|im_end|>", "<s><|im_end|>"]
+    assert made.told == ["2 texts begin with the tokenizer's first token already: it is not doubled"]
+    pairs = Made(write("b.jsonl", [{"prompt": "<s>The", "completion": " fox"}]), tokenizer)
+    assert (pairs.texts, pairs.trained) == (["<s>The fox<|im_end|>"], [" fox<|im_end|>"])
+    prompts = prepare_prompts([Source(write("c.jsonl", [{"prompt": "<s>The"}]))], tokenizer, max_prompt_length=9)
+    assert tokenizer.decode(prompts.train[0].input_ids) == "<s>The"
+
+
+def test_a_token_over_the_border_is_counted(write: Write) -> None:
+    rows = [{"prompt": "the", "completion": " answer"}, {"prompt": "is th", "completion": "e"}]
+    made = Made(write("a.jsonl", rows), fixed_tokenizer("chatml"))
+    assert made.trained == [" answer<|im_end|>", " the<|im_end|>"]
+    assert made.told == [
+        "in 1 of 2 texts a token holds the end of the prompt and the start of the completion: it is trained with the "
+        "completion"
+    ]
