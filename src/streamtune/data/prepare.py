@@ -18,7 +18,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from streamtune.data.cells import texts_of
 from streamtune.data.fit import OVERLENGTH, Prepared, RowFit, check_choice
@@ -49,6 +49,7 @@ from streamtune.data.cells import TextOrMessages, prompt_digest, tools_of
 from streamtune.data.fit import (
     COMPLETION_OVERLENGTH,
     IDENTICAL_PAIRS,
+    LengthFit,
     LengthPolicy,
     PromptFit,
     TreeFit,
@@ -74,6 +75,8 @@ __all__ = [
     "prepare_prompts",
     "prepare_unpaired",
 ]
+
+Item = TypeVar("Item")
 
 PreparedData = Prepared[Example, DataReport]
 """Examples, split into a training and a held-out part, with their packs where rows are packed."""
@@ -114,7 +117,7 @@ def prepare(
     render = RowRenderer(tokenizer, train_on=train_on, notify=notify)
     with spill(Example) as (writer, tables):
         fit = RowFit(writer, overlength, max_length)
-        for content, origin in with_progress(_contents(sources, notify)):
+        for content, origin in with_progress(_in_turn(sources, fit, lambda source: _contents([source], notify))):
             fit.add(render(content, origin), origin)
         fit.check(notify)
     prepared = fit.prepared(tables[0], val_size, seed)
@@ -135,6 +138,15 @@ def _packed(prepared: PreparedData, max_length: int, seed: int) -> PreparedData:
         packs=packs,
         validation_packs=held_out,
     )
+
+
+def _in_turn(
+    sources: Sequence[Source], fit: LengthFit[Any, Any], read: Callable[[Source], Iterator[Item]]
+) -> Iterator[Item]:
+    """Yield the rows of each source in turn; they are counted as those of their source."""
+    for source in sources:
+        fit.begin(source.path, source.name)
+        yield from read(source)
 
 
 def _contents(sources: Sequence[Source], notify: Callable[[str], None]) -> Iterator[tuple[Content, str]]:
@@ -203,7 +215,6 @@ PreparedPrompts = Prepared[Prompt, CompletionReport]
 Rows = Iterator[tuple[Answers, str]]
 """Normal forms with their origins."""
 
-
 _TAKEN = ("prompts", "completions", "completion_ids")
 """Arguments of a reward function that a column cannot be."""
 
@@ -241,10 +252,21 @@ def prepare_preferences(
         DataError: A file is missing, a row is malformed, identical, too long or empty, or nothing is left.
         ArgumentError: ``overlength`` or ``identical_pairs`` is none of the known ones, or the lengths leave no room.
     """
-    rows = _answers(sources, ("preference",), notify)
+
+    def read(source: Source) -> Rows:
+        return _answers([source], ("preference",), notify)
+
     policy = LengthPolicy(max_length, max_prompt_length, overlength)
     return _prepare_trees(
-        rows, tokenizer, policy, identical_pairs, ("chosen", "rejected"), val_size=val_size, seed=seed, notify=notify
+        sources,
+        read,
+        tokenizer,
+        policy,
+        identical_pairs,
+        ("chosen", "rejected"),
+        val_size=val_size,
+        seed=seed,
+        notify=notify,
     )
 
 
@@ -267,14 +289,15 @@ def prepare_unpaired(
 
     Args and raises as :func:`prepare_preferences`; in addition a ``DataError`` if all labels are the same.
     """
-    labelled = (
-        (answers if answers.labels else replace(answers, labels=(True, False)), origin)
-        for answers, origin in _answers(sources, PREFERENCE_TYPES, notify)
-    )
+
+    def read(source: Source) -> Rows:
+        for answers, origin in _answers([source], PREFERENCE_TYPES, notify):
+            yield (answers if answers.labels else replace(answers, labels=(True, False))), origin
+
     kinds = ("desirable", "undesirable")
     policy = LengthPolicy(max_length, max_prompt_length, overlength)
     prepared = _prepare_trees(
-        labelled, tokenizer, policy, identical_pairs, kinds, val_size=val_size, seed=seed, notify=notify
+        sources, read, tokenizer, policy, identical_pairs, kinds, val_size=val_size, seed=seed, notify=notify
     )
     found = list(prepared.report.completion_lengths)
     if len(found) == 1:
@@ -287,7 +310,8 @@ def prepare_unpaired(
 
 
 def _prepare_trees(
-    rows: Rows,
+    sources: Sequence[Source],
+    read: Callable[[Source], Rows],
     tokenizer: PreTrainedTokenizerBase,
     policy: LengthPolicy,
     identical_pairs: str,
@@ -302,7 +326,7 @@ def _prepare_trees(
     with spill(Tree) as (writer, tables):
         fit = TreeFit(writer, policy, identical_pairs, kinds)
         render = TreeRenderer(tokenizer, notify=notify)
-        for answers, origin in with_progress(rows):
+        for answers, origin in with_progress(_in_turn(sources, fit, read)):
             if answers.identical:
                 fit.skip_identical(origin)
             else:
@@ -354,7 +378,7 @@ def prepare_prompts(
     render = PromptRenderer(tokenizer)
     with spill(Prompt) as (writer, tables):
         fit = PromptFit(writer, overlength, max_prompt_length)
-        for row, prompt in with_progress(_prompts(sources, notify)):
+        for row, prompt in with_progress(_in_turn(sources, fit, lambda source: _prompts([source], notify))):
             tools = tools_of(row.columns.get("tools"), row.origin)
             columns = {name: value for name, value in row.columns.items() if name != "prompt"}
             ids = render(prompt, tools, row.origin)
