@@ -26,7 +26,7 @@ BEFORE, AFTER = 12, 28
 """Tokens shown before and after a border between masked and trained ones, where a long row is cut."""
 ENDS = 32
 """Tokens shown at the beginning and at the end of such a row."""
-NEAR = 16
+NEAR = 24
 """Tokens that are shown rather than cut out: to say that they are cut takes about as much room."""
 
 

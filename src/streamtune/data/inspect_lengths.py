@@ -18,7 +18,7 @@ __all__ = ["LengthBin", "LengthChoice", "choose_lengths", "draw_lengths", "fewes
 Lengths = npt.NDArray[np.int64]
 
 MOST_BINS = 14
-MOST_CHOICES = 8
+FEWEST_CHOICES, MOST_CHOICES = 6, 8
 
 
 @dataclass(frozen=True)
@@ -120,10 +120,15 @@ def choose_lengths(
 
 
 def _candidates(lengths: Lengths, limit: int) -> list[int]:
-    """Return the limits to compare: powers of two from the longest row down, and the present one."""
+    """Return the limits to compare: the present one, and powers of two from half the median to the longest row.
+
+    Where these are few, lengths half-way between them as well.
+    """
     top = max(2, math.ceil(math.log2(int(lengths.max()))))
-    found = {2**power for power in range(max(2, top - MOST_CHOICES + 2), top + 1)}
-    return sorted({*found, limit})
+    middle = int(math.log2(max(4.0, float(np.median(lengths)))))
+    powers = [2**power for power in range(max(middle - 1, top - MOST_CHOICES + 2, 2), top + 1)]
+    between = [3 * power // 2 for power in reversed(powers[:-1])][: max(0, FEWEST_CHOICES - len(powers))]
+    return sorted({*powers, *between, limit})
 
 
 def _cut(measured: Measured, length: int, overlength: str) -> Lengths:
