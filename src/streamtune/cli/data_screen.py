@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
@@ -43,10 +44,12 @@ def print_inspection(found: Inspection, views: Sequence[tuple[str, RowView]], mo
     facts.append(("duplicates", _describe_duplicates(found)))
     print_rows(facts)
     _print_part("datasets", _sources_table(found))
-    _print_part(f"lengths of {report.rows:,} rows, in tokens before any cut", _histogram(found))
+    compared = ", of a prompt with its longest answer" if report.to_json().get("completions") else ""
+    _print_part(f"tokens of {report.rows:,} rows before any cut{compared}", _histogram(found))
     batches = found.batches
-    padded = f"; padding of batches of {batches.batch_size}, and packs" if batches is not None else ""
-    _print_part(f"with other lengths: rows over, tokens lost{padded}", _choices_table(found))
+    padded = f", padding of batches of {batches.batch_size}" if batches is not None and batches.batch_size > 1 else ""
+    packs = ", packs" if batches is not None else ""
+    _print_part(f"with other lengths: rows over, tokens lost{padded}{packs}", _choices_table(found))
     if views:
         out.print()
         out.print(_legend(), soft_wrap=True)
@@ -67,7 +70,7 @@ def print_view(found: Inspection, view: RowView, most: int | None, *, reason: st
     out.print()
     out.print(Text.assemble((f"row {view.number:,}", "bold"), f"  {describe_view(view, reason)}"), soft_wrap=True)
     for part in view.parts:
-        if len(view.parts) > 1 or part.name != "row":
+        if len(view.parts) > 1:
             trained = f", {_share(int(part.trained.sum()), len(part.input_ids))}" if part.trained.any() else ""
             out.print(Text(f"  {part.name}, {len(part.input_ids):,} tokens{trained}", style="dim"), soft_wrap=True)
         if ids:
@@ -84,7 +87,8 @@ def print_view(found: Inspection, view: RowView, most: int | None, *, reason: st
 
 def describe_view(view: RowView, reason: str = "") -> str:
     """Return one line about a row, without its number."""
-    parts = [plain(view.origin), f"{view.tokens:,} tokens", _share(view.trained, view.tokens)]
+    parts = [plain(view.origin), f"{view.tokens:,} tokens"]
+    parts += [_share(view.trained, view.tokens)] if [part.name for part in view.parts] != ["prompt"] else []
     parts += ["held out"] if view.held_out else []
     parts += [f"{view.lost:,} cut off"] if view.lost else []
     return ", ".join([*parts, *([reason] if reason else [])])
@@ -133,7 +137,7 @@ def _legend() -> Text:
     kinds = [(trained, special) for trained in (False, True) for special in (False, True)]
     names = [("trained" if trained else "masked") + (" special" if special else "") for trained, special in kinds]
     shown = [tokens_text([TokenRun(name, 1, *kind)]) for name, kind in zip(names, kinds, strict=True)]
-    return Text.assemble(("rows as the model sees them", "bold"), ", tokens ", Text(", ").join(shown))
+    return Text.assemble(("rows as the model sees them", "bold"), ": ", Text(", ").join(shown))
 
 
 def _print_ids(found: Inspection, part: RowPart) -> None:
@@ -144,7 +148,7 @@ def _print_ids(found: Inspection, part: RowPart) -> None:
     ):
         run = TokenRun(text, 1, trained=trained, special=token in special)
         kind = ("trained" if trained else "masked") + (" special" if run.special else "")
-        shown = repr(plain(text))[1:-1]
+        shown = json.dumps(plain(text), ensure_ascii=False)
         line = Text(f"    {place:>7,}  {token:>7}  {kind:<15}  ").append(shown, style=_style(run))
         out.print(line, soft_wrap=True)
 
@@ -264,15 +268,16 @@ def _histogram(found: Inspection) -> Table:
 
 def _choices_table(found: Inspection) -> Table:
     """Return a table of other limits; the present one is bold."""
-    padded = found.batches is not None
+    packed, padded = found.batches is not None, found.batches is not None and found.batches.batch_size > 1
     cut = any(each.lost_if_truncated is not None for each in found.choices)
-    columns = [*(["lost if cut"] if cut else []), "lost if dropped", *(["padding", "packs", "full"] if padded else [])]
+    columns = [*(["lost if cut"] if cut else []), "lost if dropped", *(["padding"] if padded else [])]
+    columns += ["packs", "full"] if packed else []
     table = _table(f"  {found.limit_name}", "over", *columns)
     for each in found.choices:
         cells = [f"{each.lost_if_truncated or 0:,}"] if cut else []
         cells.append(f"{each.lost_if_dropped:,}")
-        if padded:
-            cells += [f"{each.padding or 0:.1%}", f"{each.packs or 0:,}", f"{each.pack_fill or 0:.1%}"]
+        cells += [f"{each.padding or 0:.1%}"] if padded else []
+        cells += [f"{each.packs or 0:,}", f"{each.pack_fill or 0:.1%}"] if packed else []
         now = each.max_length == found.limit
         table.add_row(
             f"{'>' if now else ' '} {each.max_length:,}", f"{each.rows_over:,}", *cells, style="bold" if now else None

@@ -26,6 +26,8 @@ BEFORE, AFTER = 12, 28
 """Tokens shown before and after a border between masked and trained ones, where a long row is cut."""
 ENDS = 32
 """Tokens shown at the beginning and at the end of such a row."""
+MOST_UNFINISHED = 8
+"""Tokens after which a character ends: of UTF-8 it has four bytes, of emoji several characters are one."""
 NEAR = 24
 """Tokens that are shown rather than cut out: to say that they are cut takes about as much room."""
 
@@ -181,19 +183,22 @@ def decode_pieces(tokenizer: PreTrainedTokenizerBase, ids: Sequence[int], bounds
     whole = _decode(tokenizer, ids)
     pieces: list[str] = []
     start = offset = end = 0  # a token that begins a character, the place of it in the text, and the end of the text
+    unfinished = 0
     for bound in bounds:
         if bound == len(ids):
             pieces.append(whole[end:])
             break
-        text, rest = _decode(tokenizer, ids[start:bound]), whole[offset:]
+        text = _decode(tokenizer, ids[start:bound])
+        rest = whole[offset : offset + len(text) + 1]
         # A decoder may leave out the blank that a text begins with.
         skipped = int(rest.startswith(" ") and not text.startswith(" "))
         shared = common_prefix(text, rest[skipped : skipped + len(text)])
         stop = max(end, offset + skipped + shared) if text else end
         pieces.append(whole[end:stop])
         end = stop
-        if shared == len(text):  # otherwise a character is unfinished
-            start, offset = bound, stop
+        unfinished = 0 if shared == len(text) else unfinished + 1
+        if unfinished in (0, MOST_UNFINISHED):  # a decoder that changes what it has written would go on for ever
+            start, offset, unfinished = bound, stop, 0
     return pieces
 
 

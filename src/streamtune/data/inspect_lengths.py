@@ -39,6 +39,9 @@ def histogram(lengths: Lengths, limit: int, most: int = MOST_BINS) -> list[Lengt
         most: Bins.
     """
     low, high = int(lengths.min()), int(lengths.max())
+    if high - low < most:
+        counts = np.bincount(lengths - low)
+        return [LengthBin(low + place, low + place, int(rows)) for place, rows in enumerate(counts)]
     ratio = max(2 ** (1 / 4), (high / low) ** (1 / most)) if high > low else 2.0
     # Ratios whose powers meet the powers of two, where people look for them.
     ratio = next(step for step in (2 ** (1 / 4), 2**0.5, 2.0, 4.0, 8.0, 16.0, 2.0**40) if step >= ratio * 0.999)

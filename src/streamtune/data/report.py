@@ -172,7 +172,7 @@ def _describe_rows(report: DataReport | CompletionReport, pieces_dropped: int = 
 
 def _describe_lost(report: DataReport | CompletionReport) -> list[str]:
     lost = report.tokens_lost
-    return [f"{lost:,} tokens lost ({lost / (report.tokens + lost):.1%} of all)"] if lost else []
+    return [f"{lost:,} tokens lost ({100 * lost / (report.tokens + lost):.2g}% of all)"] if lost else []
 
 
 def _range(lengths: dict[str, int]) -> str:

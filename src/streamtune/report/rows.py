@@ -119,7 +119,7 @@ def _rows(found: Inspection, views: Sequence[tuple[str, RowView]]) -> Iterator[s
     left = MOST_BYTES
     for place, (reason, view) in enumerate(views):
         facts: list[Any] = [view.origin, f"{view.tokens:,} tokens"]
-        facts.append(f"{view.trained:,} trained ({view.trained / view.tokens:.1%})" if view.trained else "none trained")
+        facts += [f"{view.trained:,} trained ({view.trained / view.tokens:.1%})"] if view.trained else []
         facts += ["held out"] if view.held_out else []
         facts += [f"{view.lost:,} cut off"] if view.lost else []
         summary = f"row {view.number:,} <small>{escape(plain(', '.join(facts)))}</small>"
