@@ -112,7 +112,8 @@ def tokens_text(runs: Sequence[TokenRun | TokenGap]) -> Text:
             text.append(opens if trained else closes)
             before = trained
         if isinstance(run, TokenGap):
-            text.append(f"\n... {describe_gap(run)} ...\n", style="yellow")
+            line = "\n" if text.plain and not text.plain.endswith("\n") else ""
+            text.append(f"{line}... {describe_gap(run)} ...\n", style="yellow")
         else:
             shown = plain(run.text)
             # An end of line shows its colour, which it would not have by itself.
@@ -212,7 +213,6 @@ def _table(*names: str) -> Table:
         table.add_column(
             name,
             justify="left" if number == 0 else "right",
-            no_wrap=number > 0,
             overflow="fold",
             min_width=12 if number == 0 else None,
         )
@@ -226,7 +226,8 @@ def _sources_table(found: Inspection) -> Table:
     trained = report.supervised_tokens > 0
     points = ("min", "p50", "p90", "max") if out.width >= WIDE else ("p50", "max")
     names = [{"truncated": "cut", "tokens_lost": "lost"}.get(name, name) for name in counts]
-    table = _table("  ", "rows", "kept", *names, "tokens", *(["trained"] if trained else []), *points)
+    kept = ["kept"] if out.width >= WIDE or "dropped" not in counts else []  # else it is the rest
+    table = _table("  ", "rows", *kept, *names, "tokens", *(["trained"] if trained else []), *points)
     for source in [*report.sources, *([report] if len(report.sources) > 1 else [])]:
         lengths = source.length_percentiles
         share = f"{source.supervised_tokens / source.tokens:.1%}" if source.tokens else "-"
@@ -234,7 +235,7 @@ def _sources_table(found: Inspection) -> Table:
         table.add_row(
             f"  {plain(name)}",
             f"{source.rows:,}",
-            f"{source.kept:,}",
+            *([f"{source.kept:,}"] if kept else []),
             *(f"{getattr(source, count):,}" for count in counts),
             f"{source.tokens:,}",
             *([share] if trained else []),

@@ -58,7 +58,7 @@ def histogram(lengths: Lengths, limit: int, most: int = MOST_BINS) -> list[Lengt
 
 @dataclass(frozen=True, kw_only=True)
 class LengthChoice:
-    """What a limit would do to the rows."""
+    """The effect that a limit would have on the rows."""
 
     max_length: int
     rows_over: int

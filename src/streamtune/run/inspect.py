@@ -104,9 +104,8 @@ def inspect_recipe(
             tokenizer = make_tokenizer(recipe, sources, None, notify)
         made = task.prepare(sources, tokenizer, notify)
     prepared: Prepared[Any, Any] = made.prompts if isinstance(made, GrpoData) else made  # type: ignore[assignment]
-    trees, prompts = task.scores and not isinstance(made, GrpoData), isinstance(made, GrpoData)
-    limit_name = "max_prompt_length" if prompts else "max_length"
-    limit = getattr(loaded.recipe, limit_name)
+    trees = task.scores and not isinstance(made, GrpoData)
+    limit_name, limit = task.row_limit
     kinds = tuple(prepared.report.completion_lengths) if trees else ()
     unpaired = "desirable" in kinds or "undesirable" in kinds
     with doing("measuring the rows"):
