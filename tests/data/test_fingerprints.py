@@ -92,7 +92,7 @@ EXPECTED: dict[str, tuple[str, str]] = {
     ),
     "pairs, truncated": (
         "5c14e88e1334acf598d77ed1c5b5b52e5b55bbfd43009ecbf6ca8959d805563c",
-        "8 rows; 3 truncated; 8 to train on; 172 tokens, 68 of them trained; lengths 16 to 30, median 24 before they were cut",
+        "8 rows; 3 truncated; 8 to train on; 172 tokens, 68 of them trained; 12 tokens lost (6.5% of all); lengths 16 to 30, median 24 before they were cut",
     ),
     "texts, split": (
         "017ef6e007460dc5e9846013d5ee6f3e3da3930df4810ead9ecffaf6bb7b5cf7",
@@ -100,7 +100,7 @@ EXPECTED: dict[str, tuple[str, str]] = {
     ),
     "texts, dropped": (
         "4e2bcd728e08d1485129931293b6e0396a74c190fe5a200165ce6cdf09fdbd66",
-        "9 rows; 5 kept; 4 dropped; 5 to train on; 110 tokens, 105 of them trained; lengths 8 to 64, median 36",
+        "9 rows; 5 kept; 4 dropped; 5 to train on; 110 tokens, 105 of them trained; 214 tokens lost (66% of all); lengths 8 to 64, median 36",
     ),
     "preferences": (
         "ae53e437eead13cc567aaa62e840bdcf702af5d8fc30129667c6e985694a38de",
@@ -108,7 +108,7 @@ EXPECTED: dict[str, tuple[str, str]] = {
     ),
     "preferences, truncated": (
         "8712afee651c6d8bb881940307c2019db7dc10b27cf62d134b7d1f25dbadf5e8",
-        "8 rows; 8 truncated; 8 to train on; prompts 6 to 6, median 6; chosen 3 to 3, median 3; rejected 9 to 65, median 41; 244 tokens, 212 with shared prompts, 164 trained",
+        "8 rows; 8 truncated; 8 to train on; prompts 6 to 6, median 6; chosen 3 to 3, median 3; rejected 9 to 65, median 41; 244 tokens, 212 with shared prompts, 164 trained; 172 tokens lost (41% of all)",
     ),
     "preferences, scored": (
         "cefb0719b39ec962c6703021cd039a3e4f4df1f4f53fbbd91517b732bd8facb1",
@@ -120,7 +120,7 @@ EXPECTED: dict[str, tuple[str, str]] = {
     ),
     "pairs as unpaired": (
         "006a5331e36754c036dc7d237d79d448c49deacc1b4f1e430a8e934d66925c94",
-        "8 rows; 5 kept; 3 dropped; 5 to train on; prompts 6 to 6, median 6; desirable 3 to 3, median 3; undesirable 9 to 65, median 41; 200 tokens, 175 with shared prompts, 140 trained",
+        "8 rows; 5 kept; 3 dropped; 5 to train on; prompts 6 to 6, median 6; desirable 3 to 3, median 3; undesirable 9 to 65, median 41; 200 tokens, 175 with shared prompts, 140 trained; 216 tokens lost (52% of all)",
     ),
     "prompts": (
         "6eca38b1e70cfdb5eebd85c62965b6ee6704e66304f4d8cdc7e40cc9bfd6ae55",
@@ -128,7 +128,7 @@ EXPECTED: dict[str, tuple[str, str]] = {
     ),
     "prompts, truncated": (
         "bd156d7d6d9045f721b891e8f0b3d3c2e84d1ad5ffa2ff60b4c019db95764aee",
-        "10 rows; 6 truncated; 10 to train on; prompts 13 to 22, median 18; 154 tokens",
+        "10 rows; 6 truncated; 10 to train on; prompts 13 to 22, median 18; 154 tokens; 21 tokens lost (12% of all)",
     ),
     "prompts of messages": (
         "8395b887f5346aad4280c1bbdd772c7d9026a3f0f6c93e2a18221c11f4a1595e",

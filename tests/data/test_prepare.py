@@ -67,7 +67,7 @@ def test_examples_are_a_sequence(prepared: Prepared, write: Write) -> None:
 def test_report(prepared: Prepared, write: Write) -> None:
     data = prepared(write("a.jsonl", [{"text": "a" * n} for n in range(1, 101)]), max_length=200, val_size=0.1)
     lengths = [len(example.input_ids) for part in (data.train, data.validation) for example in part]
-    expected = {
+    expected: dict[str, Any] = {
         "rows": 100,
         "kept": 100,
         "truncated": 0,
@@ -81,7 +81,13 @@ def test_report(prepared: Prepared, write: Write) -> None:
         "length_percentiles": {"min": 2, "p50": 52, "p90": 92, "p95": 97, "p99": 101, "max": 101},
         "packs": 0,
         "pack_fill": 0.0,
+        "tokens_lost": 0,
+        "duplicates": 0,
+        "held_out_duplicates": 0,
     }
+    shared = ("rows", "kept", "truncated", "dropped", "split", "tokens", "supervised_tokens", "tokens_lost")
+    source = {name: expected[name] for name in (*shared, "length_percentiles")}
+    expected["sources"] = [{"path": data.report.sources[0].path, "name": None, **source}]
     assert json.loads(json.dumps(data.report.to_json())) == expected
     assert data.report.describe().startswith("100 rows; 90 to train on; 10 held out; ")
 

@@ -11,6 +11,7 @@ from streamtune.cli.recipes import schema, validate
 from streamtune.cli.training import dpo, grpo, sft
 
 from .bench import bench
+from .data import data
 from .doctor import doctor
 from .env import env
 from .evaluate import evaluate
@@ -65,6 +66,7 @@ def streamtune(
 app.command("sft", cls=HelpCommand, rich_help_panel="Training")(sft)
 app.command("dpo", cls=HelpCommand, rich_help_panel="Training")(dpo)
 app.command("grpo", cls=HelpCommand, rich_help_panel="Training")(grpo)
+app.command("data", cls=HelpCommand, rich_help_panel="Measuring")(data)
 app.command("plan", cls=HelpCommand, rich_help_panel="Measuring")(plan)
 app.command("bench", cls=HelpCommand, rich_help_panel="Measuring")(bench)
 app.command("probe-max-len", cls=HelpCommand, rich_help_panel="Measuring")(probe_max_len)

@@ -16,7 +16,7 @@ from .options import option
 if TYPE_CHECKING:
     from streamtune.report import RunRecords
 
-__all__ = ["report", "write_report"]
+__all__ = ["replace_page", "report", "write_page", "write_report"]
 
 PAGE = "report.html"
 
@@ -49,27 +49,45 @@ def write_page(runs: list[RunRecords], page: Path) -> None:
         ArgumentError: It cannot be written, or there is a file that is no such page.
     """
     from streamtune.report import render_page
+
+    replace_page(render_page(runs).encode("utf-8"), page, "--output")
+
+
+def replace_page(content: bytes, page: Path, named: str, *, begins: bytes = b"") -> None:
+    """Write a page or a picture; an earlier one is replaced at once, any other file is left alone.
+
+    Args:
+        content: Of the file.
+        page: The file.
+        named: The option that names it, for errors.
+        begins: The first bytes of a picture; empty of a page.
+
+    Raises:
+        ArgumentError: It cannot be written, or there is a file that this command did not make.
+    """
     from streamtune.train.staging import replace_file
 
-    text = render_page(runs)
     try:
-        if page.is_symlink() or (page.exists() and not _is_page(page)):
+        if page.is_symlink() or (page.exists() and not _is_page(page, begins)):
+            what = "picture" if begins else "page"
             raise ArgumentError(
-                f"{page} is there, and is no page of this command", where="--output", mend="give another --output"
+                f"{page} is there, and is no {what} of this command", where=named, mend=f"give another {named}"
             )
-        replace_file(page, text.encode("utf-8"), durably=False)
+        replace_file(page, content, durably=False)
     except OSError as error:
         raise ArgumentError(
-            f"{page} cannot be written: {error.strerror or error}", where="--output", mend="give another --output"
+            f"{page} cannot be written: {error.strerror or error}", where=named, mend=f"give another {named}"
         ) from error
 
 
-def _is_page(page: Path) -> bool:
-    """Return True if a file is a page of this command, or empty."""
+def _is_page(page: Path, begins: bytes) -> bool:
+    """Return True if a file is a page of this command or a picture, or empty."""
     if not page.is_file():
         return False
     with page.open("rb") as file:
         start = file.read(4096)
+    if begins and start:
+        return start.startswith(begins)
     return not start or (start.startswith(b"<!doctype html>") and b"- StreamTune</title>" in start)
 
 

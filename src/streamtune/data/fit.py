@@ -13,6 +13,7 @@ from array import array
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import pairwise
 from typing import Any, Generic, TypeVar
 
 import numpy as np
@@ -21,7 +22,7 @@ import pyarrow as pa  # type: ignore[import-untyped]
 
 from streamtune.data.records import Example, IntArray, Prompt, Record, Stored, TableWriter, Tree
 from streamtune.data.render import Rendered
-from streamtune.data.report import CompletionReport, DataReport, length_percentiles
+from streamtune.data.report import CompletionReport, DataReport, SourceReport, length_percentiles
 from streamtune.data.sampler import Packs
 from streamtune.data.sources import Source
 from streamtune.errors import ArgumentError, DataError
@@ -33,6 +34,7 @@ __all__ = [
     "OVERLENGTH",
     "LengthFit",
     "LengthPolicy",
+    "Measured",
     "Prepared",
     "PromptFit",
     "RowFit",
@@ -65,6 +67,28 @@ def check_choice(name: str, value: str, known: tuple[str, ...], mend: str = "") 
 
 
 @dataclass(frozen=True)
+class Measured:
+    """Sizes that a report sums up: of the rows as rendered, before any cut, and of the records made of them.
+
+    Both in the order of reading; a record's number is its row in the table that ``Prepared.train`` and
+    ``Prepared.validation`` take theirs from.
+    """
+
+    lengths: npt.NDArray[np.int64]
+    """[rows] tokens, as compared with the limit"""
+    tokens: npt.NDArray[np.int64]
+    """[rows] tokens: of a tree each completion with its own copy of the prompt, else ``lengths``"""
+    first_trained: npt.NDArray[np.int64]
+    """[rows] place of the first token that is trained on: a row that is cut before it is dropped"""
+    trained: npt.NDArray[np.int64]
+    """[records] tokens that are trained on"""
+    lost: npt.NDArray[np.int64]
+    """[records] tokens cut off (``overlength: truncate``); 0 for pieces of a split row"""
+    starts: tuple[int, ...]
+    """[sources] number of the first record of each source"""
+
+
+@dataclass(frozen=True)
 class Prepared(Generic[RecordT, ReportT]):
     """Rows as token ids, split into a training and a held-out part; rows of one group are never in both."""
 
@@ -73,6 +97,7 @@ class Prepared(Generic[RecordT, ReportT]):
     report: ReportT
     fingerprint: str
     """hash of all that is trained and evaluated on, in order: equal if and only if a run sees the same data"""
+    measured: Measured
     packs: Packs | None = None
     """the sequences that examples of ``train`` share; None without packing"""
     validation_packs: Packs | None = None
@@ -110,16 +135,25 @@ class LengthFit(ABC, Generic[RecordT, ReportT]):
         """for every record a hash of all that a run reads of it"""
         self.bad_rows: Sequence[Mapping[str, str]] = ()
         """see :class:`Prepared`"""
-        self._starts: list[tuple[int, Source]] = []
-        """the first record of each source"""
+        self.tokens, self.first_trained = array("q"), array("q")
+        """as in :class:`Measured`"""
+        self.trained, self.lost = array("q"), array("q")
+        self.starts: list[_Start] = []
+        """of every source"""
 
     def begin(self, source: Source) -> None:
         """Count the rows that follow as those of a source."""
-        self._starts.append((len(self.digests), source))
+        self.starts.append(self._now(source.path, source.name, source.repeat))
 
-    def measure(self, size: int, origin: str) -> None:
-        """Record the length of a row as rendered."""
+    def _now(self, path: str = "", name: str | None = None, repeat: int = 1) -> _Start:
+        rows, kept, records = len(self.lengths), len(self.groups), len(self.digests)
+        return _Start(path, name, repeat, Counter(self.counts), rows, kept, records)
+
+    def measure(self, size: int, origin: str, *, tokens: int | None = None, first_trained: int = 0) -> None:
+        """Record the sizes of a row as rendered; see :class:`Measured`."""
         self.lengths.append(size)
+        self.tokens.append(size if tokens is None else tokens)
+        self.first_trained.append(first_trained)
         self.longest = max(self.longest, (size, origin), key=lambda pair: pair[0])
 
     @property
@@ -132,10 +166,12 @@ class LengthFit(ABC, Generic[RecordT, ReportT]):
         self.counts["empty"] += 1
         self.counts["dropped"] += 1
 
-    def write(self, record: RecordT, digest: bytes) -> None:
+    def write(self, record: RecordT, digest: bytes, *, trained: int = 0, lost: int = 0) -> None:
         """Write a record of the row whose group comes next."""
         self.row_of_record.append(len(self.groups))
         self.digests.append(digest)
+        self.trained.append(trained)
+        self.lost.append(lost)
         self.writer.append(record)
 
     def prepared(self, table: pa.Table, val_size: float, seed: int) -> Prepared[RecordT, ReportT]:
@@ -159,18 +195,24 @@ class LengthFit(ABC, Generic[RecordT, ReportT]):
         return Prepared(
             train=Stored(self.record, table, trained),
             validation=Stored(self.record, table, held_out),
-            report=self.report(len(trained), len(held_out)),
+            report=self.report(len(trained), is_held_out),
             fingerprint=total.hexdigest(),
+            measured=self._measured(),
             bad_rows=self.bad_rows,
         )
 
     def _repeat(self, records: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
         """Return the training records with those of each source as often as it says, source by source."""
-        repeats = [source.repeat for _, source in self._starts]
+        repeats = [start.repeat for start in self.starts]
         if all(repeat == 1 for repeat in repeats):
             return records
-        parts = np.split(records, np.searchsorted(records, [start for start, _ in self._starts[1:]]))
+        parts = np.split(records, np.searchsorted(records, [start.records for start in self.starts[1:]]))
         return np.concatenate([np.tile(part, repeat) for part, repeat in zip(parts, repeats, strict=True)])
+
+    def _measured(self) -> Measured:
+        sizes = (self.lengths, self.tokens, self.first_trained, self.trained, self.lost)
+        lengths, tokens, first_trained, trained, lost = (np.frombuffer(each, dtype=np.int64) for each in sizes)
+        return Measured(lengths, tokens, first_trained, trained, lost, tuple(start.records for start in self.starts))
 
     def check(self, notify: Notify) -> None:
         """Raise if rows are too long or none is left; notify the user of the changes.
@@ -204,24 +246,71 @@ class LengthFit(ABC, Generic[RecordT, ReportT]):
     def too_long(self) -> DataError:
         """Return the error for rows over the length."""
 
-    def report(self, train_examples: int, validation_examples: int) -> ReportT:
-        """Return the counts and lengths of the rows."""
+    def report(self, train_examples: int, is_held_out: npt.NDArray[np.bool_]) -> ReportT:
+        """Return the counts and lengths of the rows; of every record, [records], it is known if it is held out."""
+        duplicates, held_out_duplicates = _count_duplicates(self.digests, is_held_out)
         return self.report_type(
             rows=self.rows,
             kept=len(self.groups),
             truncated=self.counts["truncated"],
             dropped=self.counts["dropped"],
             train_examples=train_examples,
-            validation_examples=validation_examples,
+            validation_examples=int(is_held_out.sum()),
             tokens=self.counts["tokens"],
             supervised_tokens=self.counts["supervised_tokens"],
+            tokens_lost=self.counts["tokens_lost"],
             length_percentiles=length_percentiles(self.lengths),
+            duplicates=duplicates,
+            held_out_duplicates=held_out_duplicates,
+            sources=self._source_reports(),
             **self.own_counts(),
         )
+
+    def _source_reports(self) -> tuple[SourceReport, ...]:
+        reports = []
+        for start, end in pairwise([*self.starts, self._now()]):
+            counts, lengths = end.counts - start.counts, self.lengths[start.rows : end.rows]
+            names = ("truncated", "dropped", "split", "tokens", "supervised_tokens", "tokens_lost")
+            reports.append(
+                SourceReport(
+                    path=start.path,
+                    name=start.name,
+                    rows=len(lengths) + counts["identical"] + counts["empty"],
+                    kept=end.kept - start.kept,
+                    length_percentiles=length_percentiles(lengths) if lengths else {},
+                    **{name: counts[name] for name in names},
+                )
+            )
+        return tuple(reports)
 
     @abstractmethod
     def own_counts(self) -> dict[str, Any]:
         """Return the fields of the report that other kinds of rows do not have, or have otherwise."""
+
+
+@dataclass(frozen=True)
+class _Start:
+    """The counts at the beginning of a source."""
+
+    path: str
+    name: str | None
+    repeat: int
+    """times that each of its records is visited"""
+    counts: Counter[str]
+    rows: int
+    """measured so far"""
+    kept: int
+    records: int
+
+
+def _count_duplicates(digests: Sequence[bytes], is_held_out: npt.NDArray[np.bool_]) -> tuple[int, int]:
+    """Return the records that are the same as an earlier one, and those to train on that are held out as well."""
+    if not digests:
+        return 0, 0
+    # 64 of the 128 bits: two of a million records that differ have the same with a probability of 3e-8.
+    keys = np.frombuffer(b"".join(digest[:8] for digest in digests), dtype=np.uint64)
+    held_out = np.unique(keys[is_held_out])
+    return len(keys) - len(np.unique(keys)), int(np.isin(keys[~is_held_out], held_out).sum())
 
 
 def _choose_held_out(groups: Sequence[bytes], val_size: float, seed: int) -> npt.NDArray[np.bool_]:
@@ -279,38 +368,42 @@ class RowFit(LengthFit[Example, DataReport]):
 
     def add(self, rendered: Rendered, origin: str) -> None:
         """Fit one row to the length, and write the examples made of it."""
-        size = len(rendered.input_ids)
-        self.measure(size, origin)
+        row = _Piece(_int_array(rendered.input_ids), _int_array(rendered.labels))
+        size = len(row.input_ids)
+        self.measure(size, origin, first_trained=row.first_trained)
         if size <= self.max_length:
-            self._keep([rendered], origin)
+            self._keep([row], origin, size)
             return
         self.counts["too_long"] += 1
         if self.overlength == "truncate":
-            self._keep(_supervised([_piece(rendered, 0, self.max_length)]), origin, "truncated")
+            self._keep(_supervised([row.cut(0, self.max_length)]), origin, size, "truncated")
         elif self.overlength == "split":
-            pieces = [_piece(rendered, start, self.max_length) for start in range(0, size, self.max_length)]
+            pieces = [row.cut(start, self.max_length) for start in range(0, size, self.max_length)]
             kept = _supervised(pieces)
             self.counts["pieces_dropped"] += len(pieces) - len(kept) if kept else 0
-            self._keep(kept, origin, "split")
+            self._keep(kept, origin, size, "split")
         else:
-            self._keep([], origin)
+            self._keep([], origin, size)
 
-    def _keep(self, pieces: Sequence[Rendered], origin: str, how: str = "kept whole") -> None:
-        """Write the examples made of one row; without any, count the row as dropped."""
+    def _keep(self, pieces: Sequence[_Piece], origin: str, size: int, how: str = "kept whole") -> None:
+        """Write the examples made of one row of ``size`` tokens; without any, count the row as dropped."""
+        lost = size - sum(len(piece.input_ids) for piece in pieces)
+        self.counts["tokens_lost"] += lost
         if not pieces:
             self.counts["dropped"] += 1
             return
         self.counts[how] += 1
         row_digest = hashlib.blake2b(digest_size=16)
         for piece in pieces:
-            ids, labels = (_int_array(tokens) for tokens in (piece.input_ids, piece.labels))
+            ids, labels = piece.input_ids, piece.labels
             piece_digest = hashlib.blake2b(ids.data, digest_size=16)
             piece_digest.update(labels.data)
             digest = piece_digest.digest()
             row_digest.update(digest)
+            trained = int((labels != IGNORE_INDEX).sum())
             self.counts["tokens"] += len(ids)
-            self.counts["supervised_tokens"] += int((labels != IGNORE_INDEX).sum())
-            self.write(Example(ids, labels, origin), digest)
+            self.counts["supervised_tokens"] += trained
+            self.write(Example(ids, labels, origin), digest, trained=trained, lost=lost if how == "truncated" else 0)
         self.groups.append(row_digest.digest())
 
     def too_long(self) -> DataError:
@@ -328,24 +421,33 @@ class RowFit(LengthFit[Example, DataReport]):
         return {name: self.counts[name] for name in ("split", "pieces_dropped")}
 
 
-def _piece(rendered: Rendered, start: int, size: int) -> Rendered:
-    """Return ``size`` tokens from ``start``; the first is not trained on, as no token comes before it."""
-    if isinstance(rendered.labels, array):  # of a long text: without a Python object for each token
-        labels = rendered.labels[start : start + size]
-        labels[0] = IGNORE_INDEX
-        return Rendered(rendered.input_ids[start : start + size], labels)
-    return Rendered(
-        rendered.input_ids[start : start + size], [IGNORE_INDEX, *rendered.labels[start + 1 : start + size]]
-    )
-
-
 def _int_array(tokens: Sequence[int]) -> IntArray:
     """Return token ids as an array, without a copy where they are in one."""
     return np.frombuffer(tokens, dtype=np.int32) if isinstance(tokens, array) else np.array(tokens, dtype=np.int32)
 
 
-def _supervised(pieces: Sequence[Rendered]) -> list[Rendered]:
-    return [piece for piece in pieces if any(label != IGNORE_INDEX for label in piece.labels)]
+@dataclass(frozen=True)
+class _Piece:
+    """A row, or a part of it, as it is stored."""
+
+    input_ids: IntArray
+    labels: IntArray
+
+    @property
+    def first_trained(self) -> int:
+        """The place of the first token that is trained on; the length where there is none."""
+        trained = self.labels != IGNORE_INDEX
+        return int(trained.argmax()) if trained.any() else len(trained)
+
+    def cut(self, start: int, size: int) -> _Piece:
+        """Return ``size`` tokens from ``start``; the first is not trained on, as no token comes before it."""
+        labels = self.labels[start : start + size].copy()
+        labels[0] = IGNORE_INDEX
+        return _Piece(self.input_ids[start : start + size], labels)
+
+
+def _supervised(pieces: Sequence[_Piece]) -> list[_Piece]:
+    return [piece for piece in pieces if piece.first_trained < len(piece.labels)]
 
 
 # --- trees ------------------------------------------------------------------------------------------------------------
@@ -440,9 +542,10 @@ class TreeFit(LengthFit[Tree, CompletionReport]):
         cut = self.policy.cut(tree) if self.overlength == "truncate" else None
         if cut is None or _identical(cut):
             self.counts["dropped"] += 1
+            self.counts["tokens_lost"] += tree.num_tokens_separate
         else:
             self.counts["truncated"] += 1
-            self._keep(cut, prompt)
+            self._keep(cut, prompt, lost=tree.num_tokens_separate - cut.num_tokens_separate)
 
     def skip_identical(self, origin: str) -> None:
         """Leave out a pair whose answers are the same.
@@ -462,7 +565,7 @@ class TreeFit(LengthFit[Tree, CompletionReport]):
         self.counts["dropped"] += 1
 
     def _measure_tree(self, tree: Tree) -> None:
-        self.measure(tree.longest_row, tree.origin)
+        self.measure(tree.longest_row, tree.origin, tokens=tree.num_tokens_separate)
         self.longest_prompt = max(self.longest_prompt, (len(tree.prompt), tree.origin), key=lambda pair: pair[0])
         self.prompt_lengths.append(len(tree.prompt))
         labels = tree.labels or [True, False]
@@ -470,8 +573,9 @@ class TreeFit(LengthFit[Tree, CompletionReport]):
             kind = self.kinds[0] if label else self.kinds[1]
             self.completion_lengths.setdefault(kind, array("q")).append(len(completion))
 
-    def _keep(self, tree: Tree, prompt: bytes) -> None:
-        self.write(tree, _tree_digest(tree))
+    def _keep(self, tree: Tree, prompt: bytes, lost: int = 0) -> None:
+        self.write(tree, _tree_digest(tree), trained=tree.num_targets, lost=lost)
+        self.counts["tokens_lost"] += lost
         self.groups.append(prompt)
         self.tree_lengths.append(tree.num_tokens)
         self.counts["completions"] += len(tree.completions)
@@ -568,14 +672,18 @@ class PromptFit(LengthFit[Prompt, CompletionReport]):
     def add(self, prompt: Prompt, group: bytes) -> None:
         """Fit one prompt to the length, and write it unless it is dropped; prompts of a group are held out together."""
         self.measure(prompt.num_tokens, prompt.origin)
+        lost = 0
         if prompt.num_tokens > self.max_prompt_length:
             self.counts["too_long"] += 1
             if self.overlength != "truncate":
                 self.counts["dropped"] += 1
+                self.counts["tokens_lost"] += prompt.num_tokens
                 return
             self.counts["truncated"] += 1
+            lost = prompt.num_tokens - self.max_prompt_length
+            self.counts["tokens_lost"] += lost
             prompt = replace(prompt, input_ids=prompt.input_ids[-self.max_prompt_length :])
-        self.write(prompt, _prompt_digest(prompt))
+        self.write(prompt, _prompt_digest(prompt), lost=lost)
         self.groups.append(group)
         self.counts["tokens"] += prompt.num_tokens
 

@@ -73,6 +73,19 @@ class Stored(Sequence[RecordT], Generic[RecordT]):
         """Return the tokens of each row, [rows], without decoding any: of a tree with its prompt once."""
         return self._record.token_counts(self._table)[self._rows]
 
+    def numbers(self) -> npt.NDArray[np.int64]:
+        """Return the row of each record in the table, [rows]: its place in the order of reading."""
+        return self._rows
+
+    def whole(self) -> Stored[RecordT]:
+        """Return all records of the table, in the order of reading."""
+        return Stored(self._record, self._table, np.arange(self._table.num_rows, dtype=np.int64))
+
+    def find(self, origin: str) -> list[int]:
+        """Return the places of the records made of a row, by its origin; they are not decoded."""
+        found = pyarrow.compute.equal(self._table["origin"], origin).to_numpy()[self._rows]
+        return [int(place) for place in np.flatnonzero(found)]
+
     @overload
     def __getitem__(self, index: int) -> RecordT: ...
     @overload

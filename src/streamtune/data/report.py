@@ -9,7 +9,27 @@ from typing import Any
 
 import numpy as np
 
-__all__ = ["CompletionReport", "DataReport", "length_percentiles"]
+__all__ = ["CompletionReport", "DataReport", "SourceReport", "length_percentiles"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class SourceReport:
+    """Counts of the rows of one source, as :class:`DataReport` and :class:`CompletionReport` have them of all."""
+
+    path: str
+    """as the recipe writes it"""
+    name: str | None
+    """the configuration or task, where the recipe gives one"""
+    rows: int
+    kept: int
+    truncated: int
+    dropped: int
+    split: int
+    tokens: int
+    supervised_tokens: int
+    tokens_lost: int
+    length_percentiles: dict[str, int]
+    """empty where no row was rendered: all pairs were identical"""
 
 
 @dataclass(frozen=True)
@@ -42,10 +62,18 @@ class DataReport:
     """sequences the training examples are packed into; 0 without packing"""
     pack_fill: float = 0.0
     """part of ``packs * max_length`` positions that hold a token"""
+    tokens_lost: int = 0
+    """tokens of the rows as rendered that are in no example: cut off, dropped, or in pieces that were dropped"""
+    duplicates: int = 0
+    """examples with the tokens and labels of an earlier one"""
+    held_out_duplicates: int = 0
+    """examples to train on that are held out as well: pieces that different rows have in common"""
+    sources: tuple[SourceReport, ...] = ()
+    """the same counts for each entry of ``datasets``, in their order"""
 
     def to_json(self) -> dict[str, Any]:
         """Return the report as one JSON object."""
-        return dict(vars(self))
+        return {**vars(self), "sources": [dict(vars(source)) for source in self.sources]}
 
     def describe(self) -> str:
         """Return the report in one line, without counts of zero."""
@@ -53,6 +81,7 @@ class DataReport:
         if self.packs:
             parts.append(f"packed into {self.packs:,} sequences, {self.pack_fill:.1%} full")
         parts.append(f"{self.tokens:,} tokens, {self.supervised_tokens:,} of them trained")
+        parts += _describe_lost(self)
         cut = " before they were cut" if self.truncated or self.split else ""
         parts.append(f"lengths {_range(self.length_percentiles)}{cut}")
         return "; ".join(parts)
@@ -97,10 +126,18 @@ class CompletionReport:
     """pairs whose chosen answer has the lower score"""
     split: int = 0
     """always 0: neither a pair nor a prompt is cut into pieces"""
+    tokens_lost: int = 0
+    """tokens of the rows as rendered that are in no tree, counted as ``tokens`` is; identical pairs do not count"""
+    duplicates: int = 0
+    """trees or prompts that are the same as an earlier one, with all that a run reads of them"""
+    held_out_duplicates: int = 0
+    """always 0: rows with the same prompt are held out together"""
+    sources: tuple[SourceReport, ...] = ()
+    """the same counts for each entry of ``datasets``, in their order"""
 
     def to_json(self) -> dict[str, Any]:
         """Return the report as one JSON object."""
-        return dict(vars(self))
+        return {**vars(self), "sources": [dict(vars(source)) for source in self.sources]}
 
     def describe(self) -> str:
         """Return the report in one line, without counts of zero."""
@@ -113,6 +150,7 @@ class CompletionReport:
             )
         else:
             parts.append(f"{self.tokens:,} tokens")
+        parts += _describe_lost(self)
         return "; ".join(parts)
 
 
@@ -130,6 +168,11 @@ def _describe_rows(report: DataReport | CompletionReport, pieces_dropped: int = 
     if report.validation_examples:
         parts.append(f"{report.validation_examples:,} held out")
     return parts
+
+
+def _describe_lost(report: DataReport | CompletionReport) -> list[str]:
+    lost = report.tokens_lost
+    return [f"{lost:,} tokens lost ({100 * lost / (report.tokens + lost):.2g}% of all)"] if lost else []
 
 
 def _range(lengths: dict[str, int]) -> str:

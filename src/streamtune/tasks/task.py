@@ -231,6 +231,11 @@ class Task(ABC, Generic[R_co]):
         """Return the tokens of the longest row, or of the longest prompt with its completion."""
         return min(prepared.report.length_percentiles["max"], self.recipe.max_length)
 
+    @property
+    def row_limit(self) -> tuple[str, int]:
+        """The key that limits the tokens of a row as it is prepared, and its value."""
+        return "max_length", self.recipe.max_length
+
     def with_held_out(self, prepared: Any, rows: Sequence[Any]) -> Any:
         """Return the data of :meth:`prepare` with these rows in place of the held-out ones."""
         return replace(prepared, validation=rows)

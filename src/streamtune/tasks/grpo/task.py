@@ -171,6 +171,11 @@ class Grpo(ScoringTask[GrpoRecipe]):
         RewardScorer(self.functions, tokenizer).check(prompts.train[:16])
         return GrpoData(prompts, WarmSteps(recipe, prompts.train, tokenizer) if recipe.sft_steps else None)
 
+    @property
+    def row_limit(self) -> tuple[str, int]:
+        """See :class:`Task`."""
+        return "max_prompt_length", self.recipe.max_prompt_length
+
     def with_held_out(self, prepared: GrpoData, rows: Sequence[data.Prompt]) -> GrpoData:
         """See :meth:`Task.with_held_out`."""
         return replace(prepared, prompts=super().with_held_out(prepared.prompts, rows))

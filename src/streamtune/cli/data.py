@@ -1,0 +1,153 @@
+"""``streamtune data``: rows as the model sees them, counts, lengths, and what other lengths would lose."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+from streamtune.errors import ArgumentError
+
+from .console import err, print_json, print_note
+from .options import JsonOption, RecipeArgument, SetOption, option, read_recipe
+from .report import replace_page
+
+if TYPE_CHECKING:
+    from streamtune.data.inspect import RowView, TokenGap, TokenRun
+    from streamtune.run.inspect import Inspection
+
+__all__ = ["data"]
+
+SHOWN_TOKENS = 320
+"""Tokens of a row that are shown unless it is asked for by itself; a longer one has gaps."""
+PAGE_ROWS = 40
+PNG = b"\x89PNG\r\n\x1a\n"
+
+
+def data(
+    recipe: RecipeArgument,
+    rows: Annotated[int | None, option("N", "Rows to show, evenly over the data; by default 3.", least=0)] = None,
+    row: Annotated[
+        str | None,
+        option("N|FILE:LINE", "Show one row whole, by its number or as errors name it, and nothing else.", "--row"),
+    ] = None,
+    ids: Annotated[bool, option(None, "With --row: every token with its id, one a line.", "--ids")] = False,
+    worst: Annotated[
+        bool, option(None, "Show the longest, least trained and most truncated rows instead.", "--worst")
+    ] = False,
+    png: Annotated[Path | None, option("FILE", "Draw the lengths of the rows.", "--png")] = None,
+    html: Annotated[Path | None, option("FILE", "Write a page with rows and counts, in one file.", "--html")] = None,
+    set_: SetOption = None,
+    as_json: JsonOption = False,
+) -> None:
+    """Show the rows of a recipe as the model sees them: trained, masked and special tokens, counts, lengths.
+
+    Rows are read and rendered as a run does it; no model is made. Bad rows are the errors of a run.
+
+        streamtune data recipe.yaml
+
+        streamtune data recipe.yaml --worst --set overlength=truncate --set max_length=8192
+
+        streamtune data recipe.yaml --row chats.jsonl:17 --ids
+    """
+    loaded = read_recipe(recipe, set_ or [])
+    if ids and row is None:
+        raise ArgumentError("the ids of one row are shown", where="--ids", mend="say which, with --row")
+    os.environ.setdefault("OMP_WAIT_POLICY", "passive")  # read when torch is imported
+    with err.status("loading libraries"):
+        from streamtune.cli.data_screen import print_inspection, print_view
+        from streamtune.run.inspect import inspect_recipe
+    for note in loaded.notes:
+        print_note(note)
+    found = inspect_recipe(loaded, notify=print_note, doing=err.status)
+    views = _choose(found, 3 if rows is None else rows, row, worst)
+    if png is not None:
+        _draw(found, png)
+    if html is not None:
+        with err.status("writing the page"):
+            _write_page(found, PAGE_ROWS if rows is None else rows, html)
+    if as_json:
+        print_json({**found.to_json(), "samples": [_sample(found, *each, ids, row) for each in views]})
+    elif row is not None:
+        for _, view in views:
+            print_view(found, view, most=None, ids=ids)
+    else:
+        print_inspection(found, views, most=SHOWN_TOKENS)
+    for written in (png, html):
+        if written is not None:
+            err.print(f"wrote {written}  {written.stat().st_size / 1024:,.0f} KiB", soft_wrap=True, markup=False)
+
+
+def _choose(found: Inspection, count: int, row: str | None, worst: bool) -> list[tuple[str, RowView]]:
+    """Return the rows to show, each with the reason for which it was chosen, or with an empty text.
+
+    Raises:
+        ArgumentError: There is no such row.
+    """
+    rows = found.rows
+    if row is None:
+        chosen = rows.worst(count) if worst else [("", number) for number in rows.spread(count)]
+        return [(reason, rows.view(number)) for reason, number in chosen]
+    if row.isdecimal():
+        if not 0 < int(row) <= len(rows):
+            raise ArgumentError(f"there is no row {row}", where="--row", mend=f"the data has 1 to {len(rows)}")
+        return [("", rows.view(int(row)))]
+    numbers = rows.find(row)
+    if not numbers:
+        raise ArgumentError(
+            f"nothing was made of a row '{row}'",
+            where="--row",
+            mend=f"give a number from 1 to {len(rows)}, or a row as it is shown, such as {rows.view(1).origin}; rows "
+            "that were dropped are not shown",
+        )
+    return [("", rows.view(number)) for number in numbers]
+
+
+# --- documents --------------------------------------------------------------------------------------------------------
+
+
+def _sample(found: Inspection, reason: str, view: RowView, ids: bool, row: str | None) -> dict[str, Any]:
+    parts = []
+    for part in view.parts:
+        runs = found.rows.runs(part, SHOWN_TOKENS if row is None else None)
+        parts.append(
+            {
+                "name": part.name,
+                "tokens": len(part.input_ids),
+                "trained": int(part.trained.sum()),
+                "shown": [_run(each) for each in runs],
+                **({"input_ids": part.input_ids} if ids else {}),
+            }
+        )
+    return {
+        "number": view.number,
+        "origin": view.origin,
+        "dataset": view.source,
+        "held_out": view.held_out,
+        "tokens": view.tokens,
+        "supervised_tokens": view.trained,
+        "tokens_lost": view.lost,
+        "reason": reason or None,
+        "parts": parts,
+    }
+
+
+def _run(run: TokenRun | TokenGap) -> dict[str, Any]:
+    return dict(vars(run)) if hasattr(run, "text") else {"text": None, **vars(run)}
+
+
+def _draw(found: Inspection, path: Path) -> None:
+    """Draw the histogram; an earlier picture is replaced, any other file is left alone."""
+    from streamtune.data.inspect_lengths import draw_lengths
+
+    report = found.prepared.report
+    title = f"{found.loaded.path.name}: {report.rows:,} rows, {report.tokens + report.tokens_lost:,} tokens"
+    picture = draw_lengths(found.histogram, found.limit, title, found.limit_name)
+    replace_page(picture, path, "--png", begins=PNG)
+
+
+def _write_page(found: Inspection, count: int, path: Path) -> None:
+    from streamtune.report.rows import render_rows
+
+    views = [*_choose(found, 2, None, True), *_choose(found, count, None, False)]
+    replace_page(render_rows(found, views).encode("utf-8"), path, "--html")

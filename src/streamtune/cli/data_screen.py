@@ -1,0 +1,286 @@
+"""The screen of ``streamtune data``: facts, tables, the histogram, and rows with their tokens coloured."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+from rich.padding import Padding
+from rich.table import Table
+from rich.text import Text
+
+from streamtune.data.inspect import RowPart, RowView, TokenGap, TokenRun
+
+from .console import out, plain, print_rows
+from .plan import bar
+
+if TYPE_CHECKING:
+    from streamtune.run.inspect import Inspection
+
+__all__ = ["describe_batches", "describe_view", "print_inspection", "print_view"]
+
+WIDE = 110
+"""Columns of a terminal with room for all percentiles beside the names of datasets."""
+COUNTS = ("dropped", "split", "truncated", "tokens_lost")
+"""Columns that are shown where they are not zero."""
+
+
+def print_inspection(found: Inspection, views: Sequence[tuple[str, RowView]], most: int) -> None:
+    """Print everything: facts, datasets, lengths, other limits, and rows.
+
+    Args:
+        found: The rows of a recipe.
+        views: The rows to show, each with the reason for which it was chosen.
+        most: Tokens of a row that are shown, about.
+    """
+    from streamtune import __version__
+
+    report = found.prepared.report
+    title = Text.assemble((f"StreamTune {__version__}", "bold"), f"  data {plain(str(found.loaded.path))}")
+    out.print(title, soft_wrap=True)
+    facts = [("rows", report.describe()), ("limit", _describe_limit(found)), ("tokenizer", _describe_tokenizer(found))]
+    facts += describe_batches(found)
+    facts.append(("duplicates", _describe_duplicates(found)))
+    print_rows(facts)
+    _print_part("datasets", _sources_table(found))
+    compared = ", of a prompt with its longest answer" if report.to_json().get("completions") else ""
+    _print_part(f"tokens of {report.rows:,} rows before any cut{compared}", _histogram(found))
+    batches = found.batches
+    padded = f", padding of batches of {batches.batch_size}" if batches is not None and batches.batch_size > 1 else ""
+    packs = ", packs" if batches is not None else ""
+    _print_part(f"with other lengths: rows over, tokens lost{padded}{packs}", _choices_table(found))
+    if views:
+        out.print()
+        out.print(_legend(), soft_wrap=True)
+    for reason, view in views:
+        print_view(found, view, most=most, reason=reason)
+
+
+def print_view(found: Inspection, view: RowView, most: int | None, *, reason: str = "", ids: bool = False) -> None:
+    """Print one row: a line about it, and its text.
+
+    Args:
+        found: The rows of a recipe.
+        view: The row.
+        most: Tokens to show, about; None shows all.
+        reason: For which it was chosen.
+        ids: Print every token on a line of its own, with its id.
+    """
+    out.print()
+    out.print(Text.assemble((f"row {view.number:,}", "bold"), f"  {describe_view(view, reason)}"), soft_wrap=True)
+    for part in view.parts:
+        if len(view.parts) > 1:
+            trained = f", {_share(int(part.trained.sum()), len(part.input_ids))}" if part.trained.any() else ""
+            out.print(Text(f"  {part.name}, {len(part.input_ids):,} tokens{trained}", style="dim"), soft_wrap=True)
+        if ids:
+            _print_ids(found, part)
+            continue
+        text = tokens_text(found.rows.runs(part, most))
+        if text.plain.endswith("\n"):
+            text.right_crop(1)  # printing ends the line
+        if out.is_terminal:
+            out.print(Padding(text, (0, 0, 0, 4)))
+        else:
+            out.print(text, soft_wrap=True)
+
+
+def describe_view(view: RowView, reason: str = "") -> str:
+    """Return one line about a row, without its number."""
+    parts = [plain(view.origin), f"{view.tokens:,} tokens"]
+    parts += [_share(view.trained, view.tokens)] if [part.name for part in view.parts] != ["prompt"] else []
+    parts += ["held out"] if view.held_out else []
+    parts += [f"{view.lost:,} cut off"] if view.lost else []
+    return ", ".join([*parts, *([reason] if reason else [])])
+
+
+def _share(trained: int, tokens: int) -> str:
+    return f"{trained:,} trained ({trained / tokens:.1%})" if trained else "none trained"
+
+
+# --- tokens -----------------------------------------------------------------------------------------------------------
+
+
+def tokens_text(runs: Sequence[TokenRun | TokenGap]) -> Text:
+    """Return a row as text: coloured on a terminal, underlined where it has no colours, bracketed in a file."""
+    text = Text()
+    before = False
+    opens, closes = ("⟦", "⟧") if out.encoding.startswith("utf") else ("[[", "]]")
+    for run in runs:
+        trained = isinstance(run, TokenRun) and run.trained
+        if not out.is_terminal and trained != before:
+            text.append(opens if trained else closes)
+            before = trained
+        if isinstance(run, TokenGap):
+            line = "\n" if text.plain and not text.plain.endswith("\n") else ""
+            text.append(f"{line}... {describe_gap(run)} ...\n", style="yellow")
+        else:
+            shown = plain(run.text)
+            # An end of line shows its colour, which it would not have by itself.
+            text.append(shown.replace("\n", "↵\n") if out.is_terminal and trained else shown, style=_style(run))
+    return text.append(closes) if before else text
+
+
+def describe_gap(gap: TokenGap) -> str:
+    """Return the tokens that are not shown: ``14,203 tokens, 12 of them trained``."""
+    return f"{gap.tokens:,} tokens" + (f", {gap.trained:,} of them trained" if gap.trained else "")
+
+
+def _style(run: TokenRun) -> str:
+    if out.no_color or out.color_system is None:
+        return "underline" if run.trained else "bold" if run.special else ""
+    if run.special:
+        return "bold green" if run.trained else "magenta"
+    return "green" if run.trained else "dim"
+
+
+def _legend() -> Text:
+    kinds = [(trained, special) for trained in (False, True) for special in (False, True)]
+    names = [("trained" if trained else "masked") + (" special" if special else "") for trained, special in kinds]
+    shown = [tokens_text([TokenRun(name, 1, *kind)]) for name, kind in zip(names, kinds, strict=True)]
+    return Text.assemble(("rows as the model sees them", "bold"), ": ", Text(", ").join(shown))
+
+
+def _print_ids(found: Inspection, part: RowPart) -> None:
+    """Print place, id, kind and text of every token."""
+    special = found.rows.special_ids
+    for place, (token, text, trained) in enumerate(
+        zip(part.input_ids, found.rows.texts(part), part.trained.tolist(), strict=True)
+    ):
+        run = TokenRun(text, 1, trained=trained, special=token in special)
+        kind = ("trained" if trained else "masked") + (" special" if run.special else "")
+        shown = json.dumps(plain(text), ensure_ascii=False)
+        line = Text(f"    {place:>7,}  {token:>7}  {kind:<15}  ").append(shown, style=_style(run))
+        out.print(line, soft_wrap=True)
+
+
+# --- facts ------------------------------------------------------------------------------------------------------------
+
+
+def _describe_limit(found: Inspection) -> str:
+    recipe = found.loaded.recipe
+    longer = {"error": "an error", "truncate": "cut", "drop": "left out", "split": "cut into pieces"}
+    trained = f"; trained on: {recipe.train_on}" if recipe.objective == "sft" else ""
+    return f"{found.limit_name} {found.limit:,}, longer rows are {longer[recipe.overlength]}{trained}"
+
+
+def _describe_tokenizer(found: Inspection) -> str:
+    recipe = found.loaded.recipe
+    source = "trained on these rows"
+    if recipe.tokenizer is None or recipe.tokenizer.train is None:
+        source = plain(str(recipe.tokenizer.path if recipe.tokenizer is not None else recipe.model_name_or_path))
+    template = "with a chat template" if found.tokenizer.chat_template else "without chat template"
+    return f"{source}, {len(found.tokenizer):,} entries, {template}"
+
+
+def describe_batches(found: Inspection) -> list[tuple[str, str]]:
+    """Return lines about padding and packing, as (name, text); none of trees and prompts."""
+    facts = found.batches
+    if facts is None:
+        return []
+    unit = "packed sequences" if facts.packing else "rows"
+    padding = f"{facts.padding:.1%} of the positions of batches of {facts.batch_size} {unit} are padding"
+    does = "fill" if facts.packing else "would fill"
+    best = f"no packing needs fewer than {facts.fewest_packs:,}"
+    packed = f"packs {does} {facts.packs:,} sequences to {facts.pack_fill:.1%}; {best}"
+    return [("batches", padding if facts.batch_size > 1 else f"of one {unit[:-1]}: no padding"), ("packing", packed)]
+
+
+def _describe_duplicates(found: Inspection) -> str:
+    report = found.prepared.report
+    total = report.train_examples + report.validation_examples
+    if not report.duplicates:
+        return f"no two of {total:,} are the same"
+    text = f"{report.duplicates:,} of {total:,} are the same as an earlier one"
+    if not report.validation_examples:
+        return text
+    held_out = report.held_out_duplicates
+    return f"{text}; {held_out:,} to train on are held out as well" if held_out else f"{text}; none is held out as well"
+
+
+# --- tables -----------------------------------------------------------------------------------------------------------
+
+
+def _print_part(title: str, table: Table) -> None:
+    out.print()
+    out.print(Text(title, style="bold"), soft_wrap=True)
+    out.print(table)
+
+
+def _table(*names: str) -> Table:
+    table = Table(box=None, header_style="dim", pad_edge=False, padding=(0, 2, 0, 0))
+    for number, name in enumerate(names):
+        table.add_column(
+            name,
+            justify="left" if number == 0 else "right",
+            overflow="fold",
+            min_width=12 if number == 0 else None,
+        )
+    return table
+
+
+def _sources_table(found: Inspection) -> Table:
+    """Return a table with one row for each dataset and one for all; counts that are zero everywhere are left out."""
+    report = found.prepared.report
+    counts = [name for name in COUNTS if getattr(report, name)]
+    trained = report.supervised_tokens > 0
+    points = ("min", "p50", "p90", "max") if out.width >= WIDE else ("p50", "max")
+    names = [{"truncated": "cut", "tokens_lost": "lost"}.get(name, name) for name in counts]
+    kept = ["kept"] if out.width >= WIDE or "dropped" not in counts else []  # else it is the rest
+    table = _table("  ", "rows", *kept, *names, "tokens", *(["trained"] if trained else []), *points)
+    for source in [*report.sources, *([report] if len(report.sources) > 1 else [])]:
+        lengths = source.length_percentiles
+        share = f"{source.supervised_tokens / source.tokens:.1%}" if source.tokens else "-"
+        name = "in all" if source is report else " ".join(filter(None, (source.path, source.name)))
+        table.add_row(
+            f"  {plain(name)}",
+            f"{source.rows:,}",
+            *([f"{source.kept:,}"] if kept else []),
+            *(f"{getattr(source, count):,}" for count in counts),
+            f"{source.tokens:,}",
+            *([share] if trained else []),
+            *(f"{lengths[point]:,}" if lengths else "-" for point in points),
+            style="bold" if source is report else None,
+        )
+    return table
+
+
+def _histogram(found: Inspection) -> Table:
+    """Return the histogram: a line for each bin, and one where the limit is."""
+    table = Table(box=None, show_header=False, pad_edge=False, padding=(0, 2, 0, 0))
+    table.add_column(justify="right", no_wrap=True)
+    table.add_column(justify="right", no_wrap=True)
+    table.add_column(no_wrap=True)
+    most = max(each.rows for each in found.histogram)
+    wide = len(f"{found.histogram[-1].longest:,}")
+    width = max(10, min(80, out.width - 2 * wide - len(f"{most:,}") - 12))
+    limit = Text(f"{found.limit_name} {found.limit:,} " + "╌" * 12, style="yellow")
+    marked = False
+    for each in found.histogram:
+        if each.shortest > found.limit and not marked:
+            table.add_row("", "", limit)
+            marked = True
+        drawn = Text(bar(each.rows / most, width), style="red" if marked else "blue") if each.rows else Text()
+        table.add_row(f"  {each.shortest:>{wide},} - {each.longest:>{wide},}", f"{each.rows:,}", drawn)
+    if not marked:
+        table.add_row("", "", limit)
+    return table
+
+
+def _choices_table(found: Inspection) -> Table:
+    """Return a table of other limits; the present one is bold."""
+    packed, padded = found.batches is not None, found.batches is not None and found.batches.batch_size > 1
+    cut = any(each.lost_if_truncated is not None for each in found.choices)
+    columns = [*(["lost if cut"] if cut else []), "lost if dropped", *(["padding"] if padded else [])]
+    columns += ["packs", "full"] if packed else []
+    table = _table(f"  {found.limit_name}", "over", *columns)
+    for each in found.choices:
+        cells = [f"{each.lost_if_truncated or 0:,}"] if cut else []
+        cells.append(f"{each.lost_if_dropped:,}")
+        cells += [f"{each.padding or 0:.1%}"] if padded else []
+        cells += [f"{each.packs or 0:,}", f"{each.pack_fill or 0:.1%}"] if packed else []
+        now = each.max_length == found.limit
+        table.add_row(
+            f"{'>' if now else ' '} {each.max_length:,}", f"{each.rows_over:,}", *cells, style="bold" if now else None
+        )
+    return table

@@ -1,0 +1,268 @@
+"""Rows as the model sees them: the text of their tokens, trained, masked and special ones apart.
+
+A text is cut at tokens, never decoded token by token: joined again it is what the tokenizer decodes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import numpy.typing as npt
+
+from streamtune.data.fit import Prepared
+from streamtune.data.records import Example, Prompt, Record, Tree
+from streamtune.data.renderings import common_prefix
+from streamtune.labels import IGNORE_INDEX
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+__all__ = ["RowInspector", "RowPart", "RowView", "TokenGap", "TokenRun", "decode_pieces", "shown_ranges"]
+
+BEFORE, AFTER = 12, 28
+"""Tokens shown before and after a border between masked and trained ones, where a long row is cut."""
+ENDS = 32
+"""Tokens shown at the beginning and at the end of such a row."""
+MOST_UNFINISHED = 8
+"""Tokens after which a character ends: of UTF-8 it has four bytes, of emoji several characters are one."""
+NEAR = 24
+"""Tokens that are shown rather than cut out: to say that they are cut takes about as much room."""
+
+
+@dataclass(frozen=True)
+class TokenRun:
+    """Consecutive tokens of one kind, with their text."""
+
+    text: str
+    tokens: int
+    trained: bool
+    special: bool
+
+
+@dataclass(frozen=True)
+class TokenGap:
+    """Tokens that are not shown."""
+
+    tokens: int
+    trained: int
+
+
+@dataclass(frozen=True)
+class RowPart:
+    """A part of a row: all of it (``row``), ``prompt``, ``chosen``, ``rejected``, ``desirable`` or ``undesirable``."""
+
+    name: str
+    input_ids: list[int]
+    trained: npt.NDArray[np.bool_]
+    """[T] True where a token is trained on"""
+
+
+@dataclass(frozen=True)
+class RowView:
+    """A record, with its place in the data."""
+
+    number: int
+    """from 1, in the order of reading"""
+    origin: str
+    source: int
+    """index of the dataset"""
+    held_out: bool
+    lost: int
+    """tokens that were cut off"""
+    parts: list[RowPart]
+
+    @property
+    def tokens(self) -> int:
+        """Tokens of all parts."""
+        return sum(len(part.input_ids) for part in self.parts)
+
+    @property
+    def trained(self) -> int:
+        """Tokens that are trained on."""
+        return sum(int(part.trained.sum()) for part in self.parts)
+
+
+class RowInspector:
+    """Gives the records of prepared data one by one, and finds those to look at.
+
+    Args:
+        prepared: The data; its records stay on disk.
+        tokenizer: The tokenizer it was made with.
+        kinds: Names of the first and the second completion of a tree.
+    """
+
+    def __init__(
+        self,
+        prepared: Prepared[Any, Any],
+        tokenizer: PreTrainedTokenizerBase,
+        kinds: tuple[str, str] = ("chosen", "rejected"),
+    ) -> None:
+        self.measured, self.tokenizer, self.kinds = prepared.measured, tokenizer, kinds
+        self.records = prepared.train.whole()
+        self.held_out = np.zeros(len(self.records), dtype=np.bool_)
+        self.held_out[prepared.validation.numbers()] = True
+        self.special_ids = _special_ids(tokenizer)
+
+    def __len__(self) -> int:
+        return len(self.records)
+
+    def view(self, number: int) -> RowView:
+        """Return the record of a number, from 1."""
+        place, record = number - 1, self.records[number - 1]
+        return RowView(
+            number=number,
+            origin=record.origin,
+            source=int(np.searchsorted(self.measured.starts, place, side="right")) - 1,
+            held_out=bool(self.held_out[place]),
+            lost=int(self.measured.lost[place]),
+            parts=_parts(record, self.kinds),
+        )
+
+    def find(self, origin: str) -> list[int]:
+        """Return the numbers of the records that were made of a row."""
+        return [place + 1 for place in self.records.find(origin)]
+
+    def spread(self, count: int) -> list[int]:
+        """Return the numbers of ``count`` records, evenly over the data; the first is among them."""
+        count = min(count, len(self))
+        return [1 + index * len(self) // count for index in range(count)]
+
+    def worst(self, count: int) -> list[tuple[str, int]]:
+        """Return the ``count`` longest, least trained and most truncated records with the reason; each once."""
+        lengths = self.records.lengths()
+        share = self.measured.trained / lengths
+        ranked = [("longest", np.argsort(-(lengths + self.measured.lost), kind="stable")[:count])]
+        if self.measured.trained.any():
+            ranked.append(("least trained", np.argsort(share, kind="stable")[:count]))
+        cut = np.argsort(-self.measured.lost, kind="stable")[:count]
+        ranked.append(("most truncated", cut[self.measured.lost[cut] > 0]))
+        reasons: dict[int, list[str]] = {}
+        for reason, places in ranked:
+            for place in places:
+                reasons.setdefault(int(place) + 1, []).append(reason)
+        return [(", ".join(found), number) for number, found in reasons.items()]
+
+    def runs(self, part: RowPart, most: int | None = None) -> list[TokenRun | TokenGap]:
+        """Return the tokens of a part in runs of one kind; a longer one than ``most`` tokens with gaps."""
+        shown: list[TokenRun | TokenGap] = []
+        stop = 0
+        for start, end in shown_ranges(part.trained, most):
+            if start > stop:
+                shown.append(_gap(part, stop, start))
+            shown += self._runs(part.input_ids[start:end], part.trained[start:end])
+            stop = end
+        if stop < len(part.input_ids):
+            shown.append(_gap(part, stop, len(part.input_ids)))
+        return shown
+
+    def _runs(self, ids: list[int], trained: npt.NDArray[np.bool_]) -> list[TokenRun]:
+        kinds = np.array([token in self.special_ids for token in ids], dtype=np.int8) * 2 + trained
+        bounds = [*(np.flatnonzero(np.diff(kinds)) + 1).tolist(), len(ids)] if ids else []
+        starts = [0, *bounds]
+        return [
+            TokenRun(text, bound - start, trained=bool(kinds[start] & 1), special=bool(kinds[start] & 2))
+            for text, start, bound in zip(decode_pieces(self.tokenizer, ids, bounds), starts, bounds, strict=False)
+        ]
+
+    def texts(self, part: RowPart) -> list[str]:
+        """Return the text of every token of a part; a character of several tokens is with the last of them."""
+        return decode_pieces(self.tokenizer, part.input_ids, range(1, len(part.input_ids) + 1))
+
+
+def decode_pieces(tokenizer: PreTrainedTokenizerBase, ids: Sequence[int], bounds: Sequence[int]) -> list[str]:
+    """Return the decoded text of ``ids`` in pieces, which together are all of it.
+
+    Args:
+        tokenizer: The tokenizer.
+        ids: Token ids.
+        bounds: The numbers of tokens after which a piece ends, ascending; the last is ``len(ids)``.
+    """
+    whole = _decode(tokenizer, ids)
+    pieces: list[str] = []
+    start = offset = end = 0  # a token that begins a character, the place of it in the text, and the end of the text
+    unfinished = 0
+    for bound in bounds:
+        if bound == len(ids):
+            pieces.append(whole[end:])
+            break
+        text = _decode(tokenizer, ids[start:bound])
+        rest = whole[offset : offset + len(text) + 1]
+        # A decoder may leave out the blank that a text begins with.
+        skipped = int(rest.startswith(" ") and not text.startswith(" "))
+        shared = common_prefix(text, rest[skipped : skipped + len(text)])
+        stop = max(end, offset + skipped + shared) if text else end
+        pieces.append(whole[end:stop])
+        end = stop
+        unfinished = 0 if shared == len(text) else unfinished + 1
+        if unfinished in (0, MOST_UNFINISHED):  # a decoder that changes what it has written would go on for ever
+            start, offset, unfinished = bound, stop, 0
+    return pieces
+
+
+def _decode(tokenizer: PreTrainedTokenizerBase, ids: Sequence[int]) -> str:
+    text = tokenizer.decode(list(ids), skip_special_tokens=False, clean_up_tokenization_spaces=False)
+    assert isinstance(text, str), "one row is decoded"
+    return text
+
+
+def shown_ranges(trained: npt.NDArray[np.bool_], most: int | None) -> list[tuple[int, int]]:
+    """Return the ranges of tokens to show of a row: all of it, or its ends and as many borders of masks as fit.
+
+    Args:
+        trained: [T] True where a token is trained on.
+        most: Tokens to show, about; None shows all.
+    """
+    size = len(trained)
+    if not size:
+        return []
+    if most is None or size <= most:
+        return [(0, size)]
+    borders = (np.flatnonzero(np.diff(trained.astype(np.int8))) + 1).tolist()
+    # From both ends inwards: the first turn and the last are what a template gets wrong.
+    inwards = [borders[index // 2] if index % 2 == 0 else borders[-1 - index // 2] for index in range(len(borders))]
+    shown = np.zeros(size, dtype=np.bool_)
+    shown[:ENDS] = shown[-ENDS:] = True
+    for border in inwards:
+        if int(shown.sum()) + BEFORE + AFTER > most:
+            break
+        shown[max(0, border - BEFORE) : border + AFTER] = True
+    edges = np.flatnonzero(np.diff(np.concatenate([[False], shown, [False]]).astype(np.int8))).tolist()
+    ranges: list[tuple[int, int]] = []
+    for start, stop in zip(edges[::2], edges[1::2], strict=True):
+        if ranges and start - ranges[-1][1] <= NEAR:
+            ranges[-1] = (ranges[-1][0], stop)
+        else:
+            ranges.append((start, stop))
+    return ranges
+
+
+def _gap(part: RowPart, start: int, stop: int) -> TokenGap:
+    return TokenGap(stop - start, int(part.trained[start:stop].sum()))
+
+
+def _special_ids(tokenizer: PreTrainedTokenizerBase) -> Collection[int]:
+    """Return the ids of special tokens, those that a chat template writes among them."""
+    added = getattr(tokenizer, "added_tokens_decoder", {})
+    return {*tokenizer.all_special_ids, *(number for number, token in added.items() if token.special)}
+
+
+def _parts(record: Record, kinds: tuple[str, str]) -> list[RowPart]:
+    if isinstance(record, Example):
+        return [_part("row", record.input_ids, np.asarray(record.labels) != IGNORE_INDEX)]
+    if isinstance(record, Prompt):
+        return [_part("prompt", record.input_ids, False)]
+    assert isinstance(record, Tree)
+    parts = [_part("prompt", record.prompt, False)]
+    for index, completion in enumerate(record.completions):
+        first = record.labels[index] if record.labels is not None else index == 0
+        counted = True if record.masks is None else np.array(record.masks[index], dtype=np.bool_)
+        parts.append(_part(kinds[0] if first else kinds[1], completion, counted))
+    return parts
+
+
+def _part(name: str, ids: Any, trained: npt.NDArray[np.bool_] | bool) -> RowPart:
+    array = np.asarray(ids, dtype=np.int64)
+    return RowPart(name, array.tolist(), np.broadcast_to(np.asarray(trained, dtype=np.bool_), array.shape))

@@ -1,0 +1,221 @@
+"""Lengths of rows: their histogram, and what other limits would lose, pad and pack."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+from streamtune.data.fit import Measured
+from streamtune.data.sampler import ResumableSampler, pack_rows
+from streamtune.palette import INK
+
+__all__ = ["LengthBin", "LengthChoice", "choose_lengths", "draw_lengths", "fewest_packs", "histogram", "padding_share"]
+
+Lengths = npt.NDArray[np.int64]
+
+MOST_BINS = 14
+FEWEST_CHOICES, MOST_CHOICES = 6, 8
+
+
+@dataclass(frozen=True)
+class LengthBin:
+    """Rows of ``shortest`` to ``longest`` tokens."""
+
+    shortest: int
+    longest: int
+    rows: int
+
+
+def histogram(lengths: Lengths, limit: int, most: int = MOST_BINS) -> list[LengthBin]:
+    """Return the rows by length, in about ``most`` bins of equal ratio at most; a bin is below ``limit`` or over it.
+
+    Args:
+        lengths: [rows] tokens, at least one row.
+        limit: A bin ends with this length.
+        most: Bins.
+    """
+    low, high = int(lengths.min()), int(lengths.max())
+    if high - low < most:
+        counts = np.bincount(lengths - low)
+        return [LengthBin(low + place, low + place, int(rows)) for place, rows in enumerate(counts)]
+    ratio = max(2 ** (1 / 4), (high / low) ** (1 / most)) if high > low else 2.0
+    # Ratios whose powers meet the powers of two, where people look for them.
+    ratio = next(step for step in (2 ** (1 / 4), 2**0.5, 2.0, 4.0, 8.0, 16.0, 2.0**40) if step >= ratio * 0.999)
+    first = math.floor(math.log(low) / math.log(ratio) + 1e-9)
+    edges = [max(1, round(ratio**first))]
+    while edges[-1] <= high:
+        edges.append(max(edges[-1] + 1, round(ratio ** (first + len(edges)))))
+    if low <= limit < high:
+        edges = [edges[0], *(edge for edge in edges[1:-1] if abs(math.log(edge / (limit + 1), ratio)) > 0.3), edges[-1]]
+        edges = sorted({*edges, limit + 1})
+    counts, _ = np.histogram(lengths, bins=np.array(edges) - 0.5)
+    return [LengthBin(start, stop - 1, int(rows)) for start, stop, rows in zip(edges, edges[1:], counts, strict=False)]
+
+
+@dataclass(frozen=True, kw_only=True)
+class LengthChoice:
+    """The effect that a limit would have on the rows."""
+
+    max_length: int
+    rows_over: int
+    lost_if_truncated: int | None
+    """tokens; None of trees, where it depends on each answer"""
+    lost_if_dropped: int
+    padding: float | None = None
+    """part of the positions of batches that hold padding, with the recipe's ``overlength`` (cut where it is ``error``);
+    None where rows are not padded"""
+    packs: int | None = None
+    """sequences that the rows would be packed into"""
+    pack_fill: float | None = None
+    """part of the positions of those that hold a token"""
+
+
+def choose_lengths(
+    measured: Measured,
+    limit: int,
+    *,
+    overlength: str,
+    batch_size: int | None,
+    seed: int,
+    shuffle: bool = True,
+    cuts_trees: bool = False,
+    notify: Callable[[str], None] = lambda message: None,
+) -> list[LengthChoice]:
+    """Return the effect of up to eight limits, the present one and powers of two around the lengths of the rows.
+
+    Args:
+        measured: Sizes of all rows, held-out ones included.
+        limit: The present one.
+        overlength: What is done with longer rows, for padding and packs.
+        batch_size: Rows of a batch; None where neither padding nor packs are counted.
+        seed: Of the order of the rows.
+        shuffle: False if rows keep their order.
+        cuts_trees: True if the rows are trees.
+        notify: Called before what takes a while.
+    """
+    found = []
+    for length in _candidates(measured.lengths, limit):
+        notify(f"trying max_length {length:,}")
+        over = measured.lengths > length
+        beyond = np.where(measured.first_trained < length, measured.lengths - length, measured.lengths)
+        padding = packs = fill = None
+        if batch_size is not None:
+            sizes = _cut(measured, length, overlength)
+            padding = padding_share(sizes, batch_size, seed=seed, shuffle=shuffle)
+            packed = pack_rows(sizes, length, seed=seed)
+            packs, fill = len(packed), round(packed.fill_rate(length), 4)
+        found.append(
+            LengthChoice(
+                max_length=length,
+                rows_over=int(over.sum()),
+                lost_if_truncated=None if cuts_trees else int(beyond[over].sum()),
+                lost_if_dropped=int(measured.tokens[over].sum()),
+                padding=padding,
+                packs=packs,
+                pack_fill=fill,
+            )
+        )
+    return found
+
+
+def _candidates(lengths: Lengths, limit: int) -> list[int]:
+    """Return the limits to compare: the present one, and powers of two from half the median to the longest row.
+
+    Where these are few, lengths half-way between them as well.
+    """
+    top = max(2, math.ceil(math.log2(int(lengths.max()))))
+    middle = int(math.log2(max(4.0, float(np.median(lengths)))))
+    powers = [2**power for power in range(max(middle - 1, top - MOST_CHOICES + 2, 2), top + 1)]
+    between = [3 * power // 2 for power in reversed(powers[:-1])][: max(0, FEWEST_CHOICES - len(powers))]
+    return sorted({*powers, *between, limit})
+
+
+def _cut(measured: Measured, length: int, overlength: str) -> Lengths:
+    """Return the lengths of the examples that the rows would be, under another limit."""
+    lengths = measured.lengths
+    if overlength == "split":
+        whole, rest = np.divmod(lengths, length)
+        sizes = np.concatenate([np.full(int(whole.sum()), length, dtype=np.int64), rest[rest > 0]])
+        order = np.argsort(np.concatenate([np.repeat(np.arange(len(lengths)), whole), np.flatnonzero(rest)]))
+        return sizes[order]
+    fits = lengths <= length
+    if overlength == "drop":
+        return lengths[fits]
+    return np.minimum(lengths, length)[fits | (measured.first_trained < length)]
+
+
+def padding_share(lengths: Lengths, batch_size: int, *, seed: int, shuffle: bool = True) -> float:
+    """Return the part of the positions that are padding, over the batches of the first epoch."""
+    if not len(lengths):
+        return 0.0
+    order = lengths[ResumableSampler(len(lengths), seed=seed, shuffle=shuffle).order(0)]
+    batches = -(-len(order) // batch_size)
+    padded = np.zeros(batches * batch_size, dtype=np.int64)
+    padded[: len(order)] = order
+    rows = np.full(batches, batch_size)
+    rows[-1] = len(order) - (batches - 1) * batch_size
+    positions = int((padded.reshape(batches, batch_size).max(axis=1) * rows).sum())
+    return round(1 - int(order.sum()) / positions, 4)
+
+
+def fewest_packs(lengths: Lengths, max_length: int) -> int:
+    """Return a number of sequences that no packing can do with fewer than: the tokens divided by the length."""
+    return -(-int(lengths.sum()) // max_length)
+
+
+def draw_lengths(bins: list[LengthBin], limit: int, title: str, name: str = "max_length") -> bytes:
+    """Return the histogram as PNG, with the limit marked.
+
+    Args:
+        bins: From :func:`histogram`.
+        limit: The limit.
+        title: Of the picture.
+        name: Of the limit.
+    """
+    from io import BytesIO
+
+    # Slow to import, and only needed here. Figures made without pyplot need no display.
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(9, 4.2), dpi=150, layout="constrained")
+    axes = figure.subplots()
+    edges = [each.shortest for each in bins] + [bins[-1].longest + 1]
+    for each in bins:
+        over = each.shortest > limit
+        axes.bar(
+            each.shortest,
+            each.rows,
+            width=each.longest + 1 - each.shortest,
+            align="edge",
+            color="#e4572e" if over else "#2f6fde",
+            edgecolor="white",
+            linewidth=0.8,
+            hatch="//" if over else None,
+        )
+    axes.set_xscale("log", base=2)
+    axes.axvline(limit + 0.5, color=INK, linestyle="--", linewidth=1.3)
+    over_rows = sum(each.rows for each in bins if each.shortest > limit)
+    text = f"{name} {limit:,}: {over_rows:,} row{'' if over_rows == 1 else 's'} over"
+    right = limit > math.sqrt(edges[0] * max(edges[-1], limit))
+    axes.annotate(
+        text, (limit, 0.97), xycoords=("data", "axes fraction"), xytext=(-6 if right else 6, 0),
+        textcoords="offset points", ha="right" if right else "left", va="top", color=INK, fontsize=10,
+    )  # fmt: skip
+    powers = [2**power for power in range(0, 60) if edges[0] * 0.7 <= 2**power <= max(edges[-1], limit) * 1.5]
+    axes.set_xticks(powers, [f"{power:,}" for power in powers], rotation=35 if len(powers) > 9 else 0)
+    axes.minorticks_off()
+    axes.set_xlabel("tokens of a row, before any cut", color=INK)
+    axes.set_ylabel("rows", color=INK)
+    axes.grid(axis="y", alpha=0.25)
+    axes.set_axisbelow(True)
+    for side in ("top", "right"):
+        axes.spines[side].set_visible(False)
+    figure.suptitle(title, x=0.01, ha="left", color=INK, fontsize=12, fontweight="bold")
+    written = BytesIO()
+    FigureCanvasAgg(figure).print_png(written)
+    return written.getvalue()

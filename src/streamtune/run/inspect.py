@@ -1,0 +1,148 @@
+"""Prepare the rows of a recipe as a run does, and measure them; no model is made."""
+
+from __future__ import annotations
+
+from contextlib import nullcontext
+from dataclasses import asdict, dataclass
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+
+from streamtune.data.fit import Prepared
+from streamtune.data.inspect import RowInspector
+from streamtune.data.inspect_lengths import (
+    LengthBin,
+    LengthChoice,
+    choose_lengths,
+    fewest_packs,
+    histogram,
+    padding_share,
+)
+from streamtune.data.sampler import pack_rows
+from streamtune.recipe.loader import LoadedRecipe
+from streamtune.run.data import make_sources, make_tokenizer
+from streamtune.run.device import blame_recipe, prepare_libraries
+from streamtune.run.start import Doing
+from streamtune.tasks import task_of
+from streamtune.tasks.grpo.task import GrpoData
+from streamtune.tasks.task import Notify
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+__all__ = ["BatchFacts", "Inspection", "inspect_recipe"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class BatchFacts:
+    """Use of the positions of training batches, and what packing makes or would make of it."""
+
+    batch_size: int
+    padding: float
+    """part of the positions that is padding, over the batches of the first epoch"""
+    packing: bool
+    """True if the recipe packs"""
+    packs: int
+    """sequences that the training examples are, or would be, packed into"""
+    pack_fill: float
+    """part of their positions that holds a token"""
+    fewest_packs: int
+    """no packing could do with fewer sequences"""
+
+
+@dataclass(frozen=True)
+class Inspection:
+    """The rows of a recipe as token ids, with everything that is counted of them."""
+
+    loaded: LoadedRecipe
+    tokenizer: PreTrainedTokenizerBase
+    prepared: Prepared[Any, Any]
+    rows: RowInspector
+    limit: int
+    """tokens: the recipe's ``max_length``, or ``max_prompt_length`` of prompts"""
+    limit_name: str
+    histogram: list[LengthBin]
+    choices: list[LengthChoice]
+    batches: BatchFacts | None
+    """None of trees and prompts, whose batches depend on the model and on what it writes"""
+
+    def to_json(self) -> dict[str, Any]:
+        """Return the report of the data as one JSON object, with lengths and batches."""
+        recipe = self.loaded.recipe
+        return {
+            **self.prepared.report.to_json(),
+            "recipe": str(self.loaded.path),
+            "objective": recipe.objective,
+            "overlength": recipe.overlength,
+            self.limit_name: self.limit,
+            "vocabulary": len(self.tokenizer),
+            "histogram": [asdict(each) for each in self.histogram],
+            "lengths": [asdict(each) for each in self.choices],
+            "batches": None if self.batches is None else asdict(self.batches),
+        }
+
+
+def inspect_recipe(
+    loaded: LoadedRecipe, notify: Notify = lambda message: None, doing: Doing = nullcontext
+) -> Inspection:
+    """Read, render and fit the rows of a recipe.
+
+    Args:
+        loaded: The recipe.
+        notify: Called with messages for the user, a sentence at a time.
+        doing: Returns a context that shows a message while something takes long.
+
+    Raises:
+        UserError: As a run raises it, with the line of the recipe that is to blame.
+    """
+    recipe, task = loaded.recipe, task_of(loaded.recipe)
+    with blame_recipe(loaded):
+        prepare_libraries(torch.device("cpu"))
+        sources = make_sources(loaded)
+        with doing("making the tokenizer"):
+            tokenizer = make_tokenizer(recipe, sources, None, notify)
+        made = task.prepare(sources, tokenizer, notify)
+    prepared: Prepared[Any, Any] = made.prompts if isinstance(made, GrpoData) else made  # type: ignore[assignment]
+    trees = task.scores and not isinstance(made, GrpoData)
+    limit_name, limit = task.row_limit
+    kinds = tuple(prepared.report.completion_lengths) if trees else ()
+    unpaired = "desirable" in kinds or "undesirable" in kinds
+    with doing("measuring the rows"):
+        return Inspection(
+            loaded=loaded,
+            tokenizer=tokenizer,
+            prepared=prepared,
+            rows=RowInspector(
+                prepared, tokenizer, ("desirable", "undesirable") if unpaired else ("chosen", "rejected")
+            ),
+            limit=limit,
+            limit_name=limit_name,
+            histogram=histogram(prepared.measured.lengths, limit),
+            choices=choose_lengths(
+                prepared.measured,
+                limit,
+                overlength=recipe.overlength,
+                batch_size=None if task.scores else recipe.per_device_train_batch_size,
+                seed=recipe.seed,
+                shuffle=recipe.shuffle,
+                cuts_trees=trees,
+            ),
+            batches=None if task.scores else _batches(loaded, prepared),
+        )
+
+
+def _batches(loaded: LoadedRecipe, prepared: Prepared[Any, Any]) -> BatchFacts:
+    recipe, lengths = loaded.recipe, prepared.train.lengths()
+    packs = prepared.packs or pack_rows(lengths, recipe.max_length, seed=recipe.seed)
+    sequences = lengths
+    if recipe.packing:
+        sequences = np.add.reduceat(lengths[packs.rows], packs.starts[:-1])
+    return BatchFacts(
+        batch_size=recipe.per_device_train_batch_size,
+        padding=padding_share(sequences, recipe.per_device_train_batch_size, seed=recipe.seed, shuffle=recipe.shuffle),
+        packing=recipe.packing,
+        packs=len(packs),
+        pack_fill=round(packs.fill_rate(recipe.max_length), 4),
+        fewest_packs=fewest_packs(lengths, recipe.max_length),
+    )
