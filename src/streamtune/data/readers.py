@@ -158,6 +158,8 @@ def _parse_line(line: str, origin: str) -> Row:
     try:
         value = _DECODER.decode(line)  # unlike raw_decode, it takes blanks before the object and CRLF behind it
     except (ValueError, RecursionError) as error:
+        if isinstance(error, json.JSONDecodeError):
+            error.colno = error.pos + 1  # where the object goes on behind the line, the end of this line
         raise _json_fault(error, origin, origin) from error
     return _object(value, origin)
 
@@ -349,6 +351,7 @@ def _read_arrow(file: DataFile, bad: BadRows) -> Iterator[Row]:
 def _slices(batches: Any) -> Iterator[Any]:
     """Yield the rows of batches, 64 at a time: as Python values they take much more memory."""
     for batch in batches:
+        batch.validate(full=True)  # offsets of a damaged file lead out of its memory
         for start in range(0, batch.num_rows, 64):
             yield batch.slice(start, 64)
 
