@@ -210,6 +210,7 @@ def test_keys_of_a_recipe(tmp_path: Path, write: Write) -> None:
 # --- the run, and the disk --------------------------------------------------------------------------------------------
 
 
+@pytest.mark.full
 def test_a_run_keeps_the_rows_that_it_left_out(write: Write, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     write("rows.jsonl", mixed(CHAT, ["{", '{"messages": []}'], 6))
@@ -233,6 +234,7 @@ except Exception as error:
 """
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("reason", ["full", "missing"])
 def test_the_folder_of_temporary_files_is_named(reason: str, write: Write, tmp_path: Path) -> None:
     path = write("rows.jsonl", [{"text": "a b c " * 50}] * 2000)
