@@ -92,12 +92,13 @@ def staged(out: Path, needed: int) -> Iterator[Path]:
 
 
 def keep_failed(partial: Path, out: Path) -> Path:
-    """Rename a folder that did not pass to ``OUT.failed``, or the first free ``OUT.failed-N``; return that."""
+    """Rename a folder or file that did not pass to ``OUT.failed``, or the first free ``OUT.failed-N``; return that."""
     number, target = 1, _beside(out, "failed")
     while target.exists():
         number += 1
         target = _beside(out, f"failed-{number}")
-    (partial / MARK).unlink(missing_ok=True)
+    if partial.is_dir():
+        (partial / MARK).unlink(missing_ok=True)
     partial.rename(target)
     return target
 
