@@ -39,6 +39,8 @@ FACTS = {
 """Keys of the file, after the name of the architecture, and of the configuration."""
 SCALED = {"linear": "rope.scaling.factor", "yarn": "rope.scaling.factor"}
 """Kinds of scaled rotations, and the key that has their factor."""
+MOVED = 0.05
+"""Part of the numbers of a weight that differ where they are in another order."""
 
 
 @dataclass
@@ -114,7 +116,7 @@ def _compare_weights(file: GgufFile, model: nn.Module, found: GgufComparison) ->
             continue
         weight = own.detach().float().cpu()
         part = _part(values, weight, allowed)
-        if not part <= 1 and not file.known and values.numel() == weight.numel():
+        if not part <= 1 and not file.known and _is_elsewhere(values, weight, allowed):
             flat = _part(values.flatten().sort().values, weight.flatten().sort().values, allowed.max())
             if flat <= 1:
                 found.reordered.append(name)
@@ -137,6 +139,13 @@ def _part(values: Tensor, own: Tensor, allowed: Tensor) -> float:
         return float("inf")
     difference = (values - own).abs()
     return float(torch.where(difference == 0, 0.0, difference / allowed.clamp_min(1e-38)).max())
+
+
+def _is_elsewhere(values: Tensor, own: Tensor, allowed: Tensor) -> bool:
+    """Return True if so many numbers differ that their order must be another one: a few are changed numbers."""
+    if values.shape != own.shape:
+        return values.numel() == own.numel()
+    return float(((values - own).abs() > allowed).float().mean()) > MOVED
 
 
 def _facts(file: GgufFile, model: Any) -> list[str]:

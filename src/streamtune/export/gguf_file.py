@@ -64,8 +64,9 @@ class GgufFile:
         Args:
             name: As ``named_parameters`` has it.
         """
-        if found := re.search(r"\blayers\.(\d+)\..*\bexperts\.(gate_up_proj|down_proj)$", name):
-            parts = tuple(f"blk.{found[1]}.{part}.weight" for part in EXPERTS[found[2]])
+        if found := re.search(r"\blayers\.(\d+)\..*\bexperts\.(gate_up_proj|down_proj)(_bias)?$", name):
+            ending = "bias" if found[3] else "weight"
+            parts = tuple(f"blk.{found[1]}.{part}.{ending}" for part in EXPERTS[found[2]])
             return parts if all(part in self.tensors for part in parts) else ()
         ending = next((each for each in (".weight", ".bias") if name.endswith(each)), "")
         stem = self._names.get_name(name.removesuffix(ending)) if self._names is not None else None

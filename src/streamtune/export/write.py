@@ -46,7 +46,7 @@ def check_target(out: Path) -> None:
             f"{out} cannot be looked at: {error.strerror}", where="OUT", mend="name a new folder"
         ) from error
     if taken:
-        what = "a folder that is not empty" if out.is_dir() else "a file"
+        what = "a link" if out.is_symlink() else "a folder that is not empty" if is_folder else "a file"
         raise ArgumentError(f"{out} is {what}; nothing is overwritten", where="OUT", mend="name a new folder")
     partial = _beside(out, "partial")
     if partial.exists() and not (partial / MARK).is_file():
@@ -84,6 +84,8 @@ def staged(out: Path, needed: int) -> Iterator[Path]:
         with suppress(OSError):
             shutil.rmtree(partial)
         if _is_disk_error(error):
+            if isinstance(error, OSError) and error.errno not in (None, errno.ENOSPC, errno.EDQUOT):
+                raise RunError(f"cannot write {out}: {error}", mend="name a folder that can be written to") from error
             raise RunError(
                 f"cannot write {out}: {error}; it takes {show_size(needed)} and {show_size(free_bytes(out))} are free",
                 mend="make room, or name a folder on another disk",
