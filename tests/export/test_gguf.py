@@ -1,4 +1,8 @@
-"""A GGUF file is compared with the model: right ones pass, one changed number is refused by the name of its weight."""
+"""A GGUF file is compared with the model: right ones pass, one changed number is refused by the name of its weight.
+
+Files are written by the package ``gguf``. ``STREAMTUNE_LLAMA_CPP`` names a folder of llama.cpp, whose converter then
+writes some too.
+"""
 
 from __future__ import annotations
 
