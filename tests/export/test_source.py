@@ -181,3 +181,29 @@ def test_onto_the_base_before_it_was_quantised(tmp_path: Path) -> None:
     assert report.onto == "original"
     assert "another model than the one that trained" in report.weights
     assert any("another model than the one that trained" in note for note in notes)
+
+
+def test_damaged_records_are_named(folder: Path) -> None:
+    final = folder / "run/final"
+    settings = (final / "adapter_config.json").read_text()
+    (final / "adapter_config.json").write_text("{")
+    refused(folder / "run", "adapter_config.json cannot be read", "--checkpoint")
+    (final / "adapter_config.json").write_text(settings)
+    make_base("llama", hidden_size=64, head_dim=16).save_pretrained(folder / "wider")
+    with pytest.raises(StreamTuneError, match="size mismatch for base_model") as error:
+        export_model(str(folder / "run"), folder / "out", ExportOptions(base=str(folder / "wider")))
+    assert len(error.value.what.splitlines()) == 1
+    (final / "adapter_model.safetensors").unlink()
+    refused(folder / "run", "has no adapter_model.safetensors")
+    (folder / "run/run.json").write_text("{")
+    refused(folder / "run", "run.json cannot be read", "export that")
+
+
+def test_places_that_cannot_be_written(folder: Path) -> None:
+    with pytest.raises(StreamTuneError, match="Not a directory") as error:
+        export_model(str(folder / "run"), folder / "run/run.json/out", ExportOptions(check=False))
+    assert error.value.mend == "name a folder that can be written to"
+    (folder / "there").mkdir()
+    (folder / "link").symlink_to(folder / "there")
+    with pytest.raises(StreamTuneError, match="is a link"):
+        export_model(str(folder / "run"), folder / "link", ExportOptions())

@@ -107,7 +107,7 @@ def _print_report(report: ExportReport) -> None:
         ("weights", report.weights),
         ("written", f"{report.out}: {files}"),
         *_check_rows(report),
-        *([("gguf", report.gguf)] if report.gguf else []),
+        *_gguf_rows(report),
         *([("pushed", report.pushed)] if report.pushed else []),
         ("load it", f'{_loader(report)}.from_pretrained("{report.out}")'),
         ("try it", f"streamtune generate {report.out}"),
@@ -142,6 +142,25 @@ def _check_rows(report: ExportReport) -> list[tuple[str, str]]:
         rows.append(("text", f"{check.text_tokens} greedy tokens are the same"))
     else:
         rows.append(("text", f"the same up to token {check.text_parts_at}, where two were as close as the rounding"))
+    return rows
+
+
+def _gguf_rows(report: ExportReport) -> list[tuple[str, str]]:
+    """Return the file, and how far it is from the written model."""
+    found = report.gguf_check
+    if report.gguf is None or found is None:
+        return [("gguf", report.gguf)] if report.gguf else []
+    types = ", ".join(f"{count} {kind}" for kind, count in found.types.items())
+    rows = [
+        ("gguf", f"{report.gguf}: {types}"),
+        ("", f"{found.compared} weights compared; {found.worst} is furthest off, {found.worst_part:.2g} of a rounding"),
+        ("", f"logits off by {found.median:.1e} in the median, {found.largest:.1e} at most, allowed "
+         f"{found.allowed_median:.1e} and {found.allowed_largest:.1e}"),
+    ]  # fmt: skip
+    if found.reordered:
+        rows.append(("", f"{len(found.reordered)} hold the same numbers in an order that is not known here"))
+    if found.not_compared:
+        rows.append(("", f"not weights of the model, and not compared: {', '.join(found.not_compared[:4])}"))
     return rows
 
 

@@ -31,7 +31,7 @@ from torch import Tensor, nn
 from streamtune.adapters import base_of
 from streamtune.export.wide import Rounding, widened
 
-__all__ = ["AsTrained", "Differences", "compare", "measure"]
+__all__ = ["AsTrained", "Differences", "compare", "measure", "row_errors", "row_logits"]
 
 FLOOR = 2e-6
 """Error that fp32 arithmetic alone may make: two ways to compute one product, a tensor at another address."""
@@ -157,16 +157,16 @@ def measure(
     """
     with doing("logits of the model as it trained"):
         with widened(model):
-            logits = [_logits(model, row) for row in rows]
+            logits = [row_logits(model, row) for row in rows]
         size = _norm(logits)
-        own = [_logits(model, row) for row in rows]
+        own = [row_logits(model, row) for row in rows]
     own_error = _distance(own, logits) / size
     own_margin = _largest(own, logits)
     del own
     effect = 0.0
     if hasattr(model, "disable_adapter"):
         with doing("logits without the adapters"), model.disable_adapter(), widened(model):
-            effect = _distance((_logits(model, row) for row in rows), logits) / size
+            effect = _distance((row_logits(model, row) for row in rows), logits) / size
     yardstick, margin = torch.full((sum(each.shape[0] for each in logits),), FLOOR / MEDIAN), 0.0
     for seed in range(DRAWS if dtype is not None else 0):
         assert dtype is not None
@@ -174,7 +174,7 @@ def measure(
             doing(f"logits with the weights rounded at random, {seed + 1} of {DRAWS}"),
             widened(model, Rounding(model, dtype, everything=everything, seed=seed)),
         ):
-            errors, largest = _errors(model, rows, logits)
+            errors, largest = row_errors(model, rows, logits)
         yardstick, margin = torch.maximum(yardstick, errors), max(margin, largest)
     with doing("greedy text of the model as it trained"):
         written, scores = _greedy(model, prompt, new_tokens)
@@ -195,10 +195,10 @@ def compare(trained: AsTrained, model: nn.Module, *, doing: Doing = lambda text:
     rows = trained.rows
     with doing("logits of the written model"):
         with widened(model):
-            errors, largest_logit = _errors(model, rows, trained.logits)
+            errors, largest_logit = row_errors(model, rows, trained.logits)
         sizes = torch.cat([each.norm(dim=-1) for each in trained.logits])
         size = _norm(trained.logits)
-        after = [_logits(model, row) for row in rows]
+        after = [row_logits(model, row) for row in rows]
         own_after, own_margin = _distance(after, trained.logits) / size, _largest(after, trained.logits)
         del after
     allowed = LARGEST * float(trained.yardstick.max())
@@ -238,18 +238,18 @@ def _is_tie(trained: AsTrained, written: list[int], at: int, margin: float) -> b
     return float(scores[trained.written[at]] - scores[written[at]]) <= margin + 1e-5
 
 
-def _logits(model: Any, row: Tensor) -> Tensor:
+def row_logits(model: Any, row: Tensor) -> Tensor:
     """Return the logits of one row, ``[T, vocabulary]``, in fp32 on the CPU."""
     device = next(model.parameters()).device
     found: Tensor = model(input_ids=row.to(device), use_cache=False).logits
     return found[0].float().cpu()
 
 
-def _errors(model: nn.Module, rows: Sequence[Tensor], logits: Sequence[Tensor]) -> tuple[Tensor, float]:
+def row_errors(model: nn.Module, rows: Sequence[Tensor], logits: Sequence[Tensor]) -> tuple[Tensor, float]:
     """Return the relative error of each token, ``[tokens]``, and the largest difference of one logit."""
     errors, largest = [], 0.0
     for row, want in zip(rows, logits, strict=True):
-        difference = _logits(model, row) - want
+        difference = row_logits(model, row) - want
         errors.append(difference.norm(dim=-1) / want.norm(dim=-1).clamp_min(1e-30))
         largest = max(largest, float(difference.abs().max()))
     return torch.cat(errors), largest

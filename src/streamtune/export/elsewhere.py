@@ -11,11 +11,21 @@ import subprocess
 import sys
 from importlib.util import find_spec
 from pathlib import Path
+from typing import Any
 
+from streamtune import interrupts
 from streamtune.errors import ArgumentError, RunError, did_you_mean
 from streamtune.network import is_offline
 
-__all__ = ["GGUF_TYPES", "check_gguf", "check_push", "find_converter", "push_folder", "write_gguf"]
+__all__ = [
+    "GGUF_TYPES",
+    "check_convertible",
+    "check_gguf",
+    "check_push",
+    "find_converter",
+    "push_folder",
+    "write_gguf",
+]
 
 GGUF_TYPES = ("f32", "f16", "bf16", "q8_0", "tq1_0", "tq2_0", "auto")
 """Types that llama.cpp's converter writes; its `llama-quantize` makes others of these."""
@@ -27,7 +37,7 @@ def check_gguf(kind: str, llama_cpp: Path | None) -> Path:
     """Return the converter of llama.cpp.
 
     Raises:
-        ArgumentError: It does not write this type, or is not installed.
+        ArgumentError: It does not write this type, or it is not installed, or a package that it needs is not.
     """
     if kind not in GGUF_TYPES:
         raise ArgumentError(
@@ -42,12 +52,16 @@ def check_gguf(kind: str, llama_cpp: Path | None) -> Path:
         raise ArgumentError(
             f"--gguf needs llama.cpp's converter, and there is no {CONVERTER[0]} {place}",
             where="--llama-cpp" if llama_cpp is not None else "--gguf",
-            mend="git clone https://github.com/ggml-org/llama.cpp, pip install gguf, and give its folder with "
-            "--llama-cpp; or leave --gguf out",
+            mend="git clone https://github.com/ggml-org/llama.cpp, pip install gguf sentencepiece, and give its folder "
+            "with --llama-cpp; or leave --gguf out",
         )
-    if found.suffix == ".py" and find_spec("gguf") is None and not (found.parent / "gguf-py").is_dir():
+    # The converter reads tokenizers with sentencepiece; the file is compared with gguf.
+    needed = ("gguf", "sentencepiece") if found.suffix == ".py" else ("gguf",)
+    if lacking := [name for name in needed if find_spec(name) is None]:
         raise ArgumentError(
-            f"{found} needs the package gguf, which is not installed", where="--gguf", mend="pip install gguf"
+            f"--gguf needs the package{'s' if len(lacking) > 1 else ''} {' and '.join(lacking)}, not installed here",
+            where="--gguf",
+            mend=f"pip install {' '.join(lacking)}",
         )
     return found
 
@@ -57,6 +71,30 @@ def find_converter(llama_cpp: Path | None) -> Path | None:
     if llama_cpp is not None:
         return next((llama_cpp / name for name in CONVERTER if (llama_cpp / name).is_file()), None)
     return next((Path(found) for name in CONVERTER if (found := shutil.which(name))), None)
+
+
+def check_convertible(config: Any, tokenizer: Any, converter: Path) -> None:
+    """Let the converter read configuration and vocabulary alone, so that what it refuses is known in seconds.
+
+    Args:
+        config: Of the model that will be converted.
+        tokenizer: Its tokenizer.
+        converter: From :func:`check_gguf`.
+
+    Raises:
+        ArgumentError: It does not know the architecture or the tokenizer.
+    """
+    if converter.suffix != ".py":  # another program by its name, whose options may be others
+        return
+    with interrupts.temporary_directory(prefix="streamtune-gguf-") as name:
+        folder = Path(name)
+        config.save_pretrained(folder)
+        tokenizer.save_pretrained(folder)
+        out = folder / "vocabulary.gguf"
+        if words := _convert(folder, out, ["--vocab-only"], converter):
+            raise ArgumentError(
+                f"llama.cpp's converter does not take this model: {words}", where="--gguf", mend=_mend(words)
+            )
 
 
 def write_gguf(folder: Path, kind: str, converter: Path) -> Path:
@@ -71,20 +109,40 @@ def write_gguf(folder: Path, kind: str, converter: Path) -> Path:
         RunError: The converter failed; its last words are in the message. The model is as it was.
     """
     out = folder / f"{folder.resolve().name}-{kind}.gguf"
-    command = [str(converter), str(folder), "--outfile", str(out), "--outtype", kind]
-    if converter.suffix == ".py":
-        command.insert(0, sys.executable)
-    environment = {**os.environ, "NO_LOCAL_GGUF": "1"} if not (converter.parent / "gguf-py").is_dir() else None
-    done = subprocess.run(command, capture_output=True, text=True, env=environment, check=False)
-    if done.returncode or not out.is_file():
-        out.unlink(missing_ok=True)
-        lines = [line for line in (done.stderr or done.stdout).splitlines() if line.strip()]
-        raise RunError(
-            f"llama.cpp's converter failed: {lines[-1].strip()[:300] if lines else f'exit code {done.returncode}'}",
-            where=" ".join(command[-6:]),
-            mend=f"{folder} itself is whole; llama.cpp lists the architectures that it converts",
-        )
+    with interrupts.temporary_directory(prefix=f"{folder.resolve().name}.gguf-", dir=folder.resolve().parent) as name:
+        made = Path(name) / out.name
+        if words := _convert(folder, made, ["--outtype", kind], converter):
+            raise RunError(
+                f"llama.cpp's converter failed: {words}", where=str(converter),
+                mend=f"{_mend(words)}; {folder} itself is whole",
+            )  # fmt: skip
+        made.rename(out)
     return out
+
+
+def _convert(folder: Path, out: Path, options: list[str], converter: Path) -> str:
+    """Run the converter, and return its last words where it failed, else nothing."""
+    command = [str(converter), str(folder), "--outfile", str(out), *options]
+    if converter.suffix == ".py":
+        command = [sys.executable, str(Path(__file__).with_name("run_converter.py")), *command]
+    local = (converter.parent / "gguf-py").is_dir()
+    environment = dict(os.environ) if local else {**os.environ, "NO_LOCAL_GGUF": "1"}
+    done = subprocess.run(command, capture_output=True, text=True, env=environment, check=False)
+    if done.returncode == 0 and out.is_file():
+        return ""
+    lines = [line.strip() for line in (done.stderr or done.stdout).splitlines() if line.strip()]
+    return lines[-1][:300] if lines else f"exit code {done.returncode}"
+
+
+def _mend(words: str) -> str:
+    if "pre-tokenizer" in words:
+        return (
+            "it knows the tokenizers of released models, and byte-level ones without a pattern of their own; llama.cpp "
+            "takes new ones into get_vocab_base_pre"
+        )
+    if "No module named" in words:
+        return "pip install the package that it names"
+    return "llama.cpp lists the architectures that it converts"
 
 
 def check_push(repo: str) -> None:

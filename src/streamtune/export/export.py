@@ -7,7 +7,7 @@ merged a module at a time.
 from __future__ import annotations
 
 import gc
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -20,7 +20,8 @@ from streamtune.adapters import base_of
 from streamtune.errors import ArgumentError, RunError
 from streamtune.export.card import model_card
 from streamtune.export.check import AsTrained, Differences, compare, measure
-from streamtune.export.elsewhere import check_gguf, check_push, push_folder, write_gguf
+from streamtune.export.elsewhere import check_convertible, check_gguf, check_push, push_folder, write_gguf
+from streamtune.export.gguf_check import GgufComparison, compare_gguf
 from streamtune.export.rows import choose_rows
 from streamtune.export.source import TrainedModel, find_trained, is_trained_base, load_trained, resolve_base
 from streamtune.export.write import check_target, keep_failed, staged, write_adapters, write_merged, written_bytes
@@ -87,16 +88,20 @@ class ExportReport:
     text_before: str
     text_after: str
     gguf: str | None = None
+    """The GGUF file."""
+    gguf_check: GgufComparison | None = None
+    """Its comparison with the written model."""
     pushed: str | None = None
 
     def to_json(self) -> dict[str, Any]:
         """Return the report as plain values."""
-        found = {key: value for key, value in vars(self).items() if key != "check"}
+        found = {key: value for key, value in vars(self).items() if key not in ("check", "gguf_check")}
+        converted = None if self.gguf_check is None else {**asdict(self.gguf_check), "passes": self.gguf_check.passes}
         check = None
         if self.check is not None:
             check = {key: value for key, value in asdict(self.check).items() if key not in ("before", "after")}
             check["passes"] = self.check.passes
-        return {**found, "check": check}
+        return {**found, "check": check, "gguf_check": converted}
 
 
 def export_model(
@@ -136,6 +141,9 @@ def export_model(
             trained, device=options.device, base=options.base, quantization=quantization, notify=notify
         )
     _check_model(model, trained, options)
+    if converter is not None:
+        with doing("asking llama.cpp's converter for the vocabulary"):
+            check_convertible(base_of(model).config, tokenizer, converter)
     merges = trained.adapters and options.merge
     own: torch.dtype = base_of(model).dtype
     dtype = DTYPES[options.dtype] if options.dtype is not None and DTYPES[options.dtype] != own else None
@@ -172,11 +180,13 @@ def export_model(
             compared=rows.origin if rows is not None else "", adapters=trained.adapters and not merges,
         )  # fmt: skip
         (partial / "README.md").write_text(card, encoding="utf-8")
-    gguf = None
+    gguf = gguf_check = None
     if converter is not None:
         assert options.gguf is not None
         with doing("converting to GGUF"):
             gguf = write_gguf(out, options.gguf, converter)
+        if rows is not None:
+            gguf_check = _compare_gguf(gguf, out, tokenizer, rows.rows, options.device, doing)
     pushed = None
     if options.push:
         with doing(f"uploading to {options.push}"):
@@ -199,6 +209,7 @@ def export_model(
         text_before=tokenizer.decode(kept.written) if kept is not None else "",
         text_after=tokenizer.decode(check.after) if check is not None else "",
         gguf=None if gguf is None else str(gguf),
+        gguf_check=gguf_check,
         pushed=pushed,
     )
 
@@ -300,16 +311,40 @@ def _compare(
             copy = TrainedModel(str(folder), str(folder), True, trained.run, trained.loaded, trained.identity)
             written, _ = load_trained(copy, device=options.device, base=options.base, quantization=quantization)
         else:
-            from transformers import AutoModelForCausalLM
-
-            written, info = AutoModelForCausalLM.from_pretrained(folder, output_loading_info=True)
-            lost = [
-                key for kind in ("missing_keys", "unexpected_keys", "mismatched_keys") for key in info.get(kind, ())
-            ]
-            if lost:
-                raise RunError(f"what was written lacks or adds weights: {', '.join(map(str, lost[:4]))}")
-            written = written.to(options.device).eval()
+            written = _load_written(folder, options.device)
     return compare(kept, written, doing=doing)
+
+
+def _load_written(folder: Path, device: str) -> Any:
+    from transformers import AutoModelForCausalLM
+
+    written, info = AutoModelForCausalLM.from_pretrained(folder, output_loading_info=True)
+    lost = [key for kind in ("missing_keys", "unexpected_keys", "mismatched_keys") for key in info.get(kind, ())]
+    if lost:
+        raise RunError(f"what was written lacks or adds weights: {', '.join(map(str, lost[:4]))}")
+    return written.to(device).eval()
+
+
+def _compare_gguf(
+    file: Path, folder: Path, tokenizer: Any, rows: Sequence[torch.Tensor], device: str, doing: Doing
+) -> GgufComparison:
+    """Compare the GGUF file with the written model.
+
+    Raises:
+        RunError: They differ; the file is renamed to ``FILE.failed`` and moved out of the folder, which is whole.
+    """
+    with doing("loading what was written"):
+        model = _load_written(folder, device)
+    found = compare_gguf(file, model, tokenizer, rows, doing=doing)
+    if not found.passes:
+        failed = keep_failed(file, folder.absolute().parent / file.name)
+        more = f" (and {len(found.problems) - 1} more)" if len(found.problems) > 1 else ""
+        raise RunError(
+            f"the GGUF file is not the model that was exported: {found.problems[0]}{more}",
+            where=str(failed),
+            mend=f"it is kept there to be looked at, and {folder} is whole; --no-check leaves it uncompared",
+        )
+    return found
 
 
 def _describe(

@@ -157,7 +157,12 @@ def _made(
     """Gather what the run directory has of the training; what cannot be read is left out, with a note."""
     loaded: LoadedRecipe | None = None
     if run is not None:
-        identity = run.read_identity() or identity
+        try:
+            identity = run.read_identity() or identity
+        except StreamTuneError as error:
+            raise ArgumentError(
+                error.what, where="RUN", mend=f"copy {folder} out of the run and export that; --base names its base"
+            ) from error
         if run.recipe.is_file():
             try:
                 loaded = load_recipe(run.recipe)
@@ -275,7 +280,18 @@ def _load_adapters(base: Any, folder: Path) -> Any:
     from peft import PeftConfig
     from safetensors import SafetensorError
 
-    config = PeftConfig.from_pretrained(str(folder))
+    if not (folder / "adapter_model.safetensors").is_file():
+        raise ArgumentError(
+            f"{folder} has no adapter_model.safetensors", where="RUN", mend="use a checkpoint of the run: --checkpoint"
+        )
+    try:
+        config = PeftConfig.from_pretrained(str(folder))
+    except (OSError, ValueError, TypeError, KeyError) as error:
+        raise ArgumentError(
+            f"{folder / 'adapter_config.json'} cannot be read: {_first_line(error)}",
+            where="RUN",
+            mend="use a checkpoint of the run: --checkpoint",
+        ) from error
     if config.is_prompt_learning or getattr(config, "layer_replication", None):
         kind = "a learnt prompt" if config.is_prompt_learning else "adapters of layers that are repeated"
         raise ArgumentError(f"{folder} holds {kind}, which cannot be loaded here", where="RUN", mend="use peft itself")
@@ -293,11 +309,19 @@ def _load_adapters(base: Any, folder: Path) -> Any:
         ) from error
     except (IndexError, KeyError, NotImplementedError, RuntimeError, ValueError) as error:
         raise ArgumentError(
-            f"peft cannot put the adapters in {folder} on this base: {error}",
+            f"peft cannot put the adapters in {folder} on this base: {_first_line(error)}",
             where="RUN",
             mend="name the model they were trained on: --base PATH",
         ) from error
     return adapted
+
+
+def _first_line(error: Exception) -> str:
+    """Return the first line that says something: that of a mismatch of sizes names no weight, and many follow."""
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    if len(lines) > 1 and lines[0].endswith(":"):
+        return f"{lines[1]}" + (f" (and {len(lines) - 2} more)" if len(lines) > 2 else "")
+    return lines[0] if lines else type(error).__name__
 
 
 def resolve_base(trained: TrainedModel, base: str | None = None, notify: Notify = lambda text: None) -> str | None:

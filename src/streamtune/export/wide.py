@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -19,7 +19,20 @@ from streamtune.adapters import base_of
 from streamtune.engine import decoder_layers
 from streamtune.export.merge import adapted_modules, dequantised, inner_module, is_quantised, merged_parameters
 
-__all__ = ["Rounding", "widened"]
+__all__ = ["Rounding", "WeightChange", "widened"]
+
+
+class WeightChange(Protocol):
+    """A change of weights for the time of a call, such as :class:`Rounding`."""
+
+    def moves(self, module: nn.Module) -> bool:
+        """Return True if the weights that this very module owns are changed."""
+
+    def sizes(self, module: nn.Module) -> dict[str, Tensor]:
+        """Return what :meth:`move` needs of the module's parameters, by their names; empty for their own values."""
+
+    def move(self, weight: Tensor, size: Tensor) -> Tensor:
+        """Return the changed weight, in fp32."""
 
 
 class Rounding:
@@ -54,12 +67,12 @@ class Rounding:
 
 
 @contextmanager
-def widened(model: nn.Module, rounding: Rounding | None = None) -> Iterator[None]:
+def widened(model: nn.Module, rounding: WeightChange | None = None) -> Iterator[None]:
     """Let a model compute in fp32 while inside; afterwards it is as before.
 
     Args:
         model: With or without adapters, in evaluation mode.
-        rounding: Moves weights as well.
+        rounding: Changes weights as well.
     """
     base = base_of(model)
     layers = decoder_layers(base)
@@ -83,7 +96,7 @@ def widened(model: nn.Module, rounding: Rounding | None = None) -> Iterator[None
 
 
 @contextmanager
-def _wide(modules: list[nn.Module], rounding: Rounding | None) -> Iterator[None]:
+def _wide(modules: list[nn.Module], rounding: WeightChange | None) -> Iterator[None]:
     """Widen the parameters and buffers of modules while inside."""
     with ExitStack() as undone, torch.no_grad():
         plain: dict[int, nn.Linear] = {}

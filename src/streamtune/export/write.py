@@ -46,7 +46,7 @@ def check_target(out: Path) -> None:
             f"{out} cannot be looked at: {error.strerror}", where="OUT", mend="name a new folder"
         ) from error
     if taken:
-        what = "a folder that is not empty" if out.is_dir() else "a file"
+        what = "a link" if out.is_symlink() else "a folder that is not empty" if is_folder else "a file"
         raise ArgumentError(f"{out} is {what}; nothing is overwritten", where="OUT", mend="name a new folder")
     partial = _beside(out, "partial")
     if partial.exists() and not (partial / MARK).is_file():
@@ -84,6 +84,8 @@ def staged(out: Path, needed: int) -> Iterator[Path]:
         with suppress(OSError):
             shutil.rmtree(partial)
         if _is_disk_error(error):
+            if isinstance(error, OSError) and error.errno not in (None, errno.ENOSPC, errno.EDQUOT):
+                raise RunError(f"cannot write {out}: {error}", mend="name a folder that can be written to") from error
             raise RunError(
                 f"cannot write {out}: {error}; it takes {show_size(needed)} and {show_size(free_bytes(out))} are free",
                 mend="make room, or name a folder on another disk",
@@ -92,12 +94,13 @@ def staged(out: Path, needed: int) -> Iterator[Path]:
 
 
 def keep_failed(partial: Path, out: Path) -> Path:
-    """Rename a folder that did not pass to ``OUT.failed``, or the first free ``OUT.failed-N``; return that."""
+    """Rename a folder or file that did not pass to ``OUT.failed``, or the first free ``OUT.failed-N``; return that."""
     number, target = 1, _beside(out, "failed")
     while target.exists():
         number += 1
         target = _beside(out, f"failed-{number}")
-    (partial / MARK).unlink(missing_ok=True)
+    if partial.is_dir():
+        (partial / MARK).unlink(missing_ok=True)
     partial.rename(target)
     return target
 
