@@ -183,7 +183,7 @@ def _describe_binding(chosen: Plan) -> str:
     limits, simulation = chosen.limits, chosen.simulation
     used = simulation.peak_bytes + (simulation.host_bytes if limits.shared else 0)
     share = used / limits.device if limits.device else 0.0
-    return f"{chosen.binds}; {share:.0%} of the device's memory that may be used is"
+    return f"{chosen.binds}; the step takes {share:.0%} of the usable device memory"
 
 
 def _memory_table(planned: RecipePlan) -> Table:

@@ -38,11 +38,12 @@ def print_samples(samples: Sequence[Mapping[str, Any]]) -> None:
         style = "green" if sample["right"] else "red"
         out.print(Text.assemble("    ", (wrote, style), f"  ({verdict})"), soft_wrap=True)
     right = sum(bool(sample["right"]) for sample in rows)
-    lengths = [sample["prompt_tokens"] for sample in rows]
+    shortest, longest = (edge(sample["prompt_tokens"] for sample in rows) for edge in (min, max))
+    span = f"{longest:,}" if shortest == longest else f"{shortest:,} to {longest:,}"
     out.print(
         Text.assemble(
             "  answered ", (f"{right} of {len(rows)}", "bold"),
-            f" held-out rows right, {min(lengths):,} to {max(lengths):,} tokens each; none of them was trained on",
+            f" held-out rows right, {span} tokens each; none of them was trained on",
         ),
         soft_wrap=True,
     )  # fmt: skip
