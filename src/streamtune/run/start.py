@@ -141,7 +141,7 @@ class Start(Setup):
             ArgumentError: They changed while they were read, or cannot be read.
             RecipeError: They are not those of the run that is gone on with.
         """
-        before = self._check()
+        known = self._check()
         before = self.identity.get("files", {})
         found = self.world.main(lambda: self.fingerprint(hubs))
         for key, value in before.items():
@@ -151,7 +151,7 @@ class Start(Setup):
                     mend="wait until they are written, and start again",
                 )
         self.identity["files"] = found
-        self._tell(text for text in self._check() if text not in before)
+        self._tell(text for text in self._check() if text not in known)
 
     def _tell_tokenizer(self, files: str | None) -> None:
         """Notify the user if the tokenizer's files have changed: the run goes on with that of its checkpoint."""
