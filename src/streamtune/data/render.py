@@ -23,7 +23,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import chain
 from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import numpy.typing as npt
 
 from streamtune.data.cells import has_system
 from streamtune.data.chat import ChatRenderer, ChatTurn
@@ -105,7 +109,7 @@ class RowRenderer:
             rendered = self._completion(content, origin)
         else:
             rendered = self._document(content, origin)
-        if all(label == IGNORE_INDEX for label in rendered.labels):
+        if rendered.labels.count(IGNORE_INDEX) == len(rendered.labels):
             raise DataError(
                 "no token of the row is trained on",
                 where=origin,
@@ -248,7 +252,9 @@ class RowRenderer:
     ) -> list[bool]:
         """Return for each token True if it holds a character of ``turns``."""
         if offsets is not None:
-            extents = _extents(text, offsets, lambda: list(self._tokenizer.convert_ids_to_tokens(ids)))
+            extents = _pairs(offsets)
+            if not _is_whole(extents, len(text)):
+                extents = _pairs(_extents(text, offsets, lambda: list(self._tokenizer.convert_ids_to_tokens(ids))))
             return _cover_by_offsets(extents, turns)
         return self._cover_by_prefixes(text, ids, turns, origin, special)
 
@@ -305,17 +311,31 @@ def _labels(ids: Sequence[int], trained: Sequence[bool]) -> list[int]:
     return labels
 
 
-def _cover_by_offsets(extents: Sequence[tuple[int, int]], turns: Sequence[ChatTurn]) -> list[bool]:
-    """Return for each token True if it holds a character of ``turns``; tokens and turns are both in order."""
-    trained = [False] * len(extents)
-    position = 0
-    for index, (start, end) in enumerate(extents):
-        while position < len(turns) and turns[position].end <= start:
-            position += 1
-        if position == len(turns):
-            break
-        trained[index] = start < end and turns[position].start < end
-    return trained
+def _cover_by_offsets(extents: npt.NDArray[np.int64], turns: Sequence[ChatTurn]) -> list[bool]:
+    """Return for each token True if it holds a character of ``turns``.
+
+    Args:
+        extents: [T, 2] first character and end of each token, in order; a token without characters may stand anywhere.
+        turns: In order.
+    """
+    starts, ends = extents.T
+    trained: npt.NDArray[np.bool_] = np.zeros(len(extents), dtype=np.bool_)
+    held = np.flatnonzero(starts < ends)
+    starts, ends = starts[held], ends[held]
+    for turn in turns:
+        trained[held[np.searchsorted(ends, turn.start, "right") : np.searchsorted(starts, turn.end, "left")]] = True
+    found: list[bool] = trained.tolist()
+    return found
+
+
+def _pairs(offsets: Sequence[tuple[int, int]]) -> npt.NDArray[np.int64]:
+    return np.fromiter(chain.from_iterable(offsets), np.int64, 2 * len(offsets)).reshape(-1, 2)
+
+
+def _is_whole(extents: npt.NDArray[np.int64], length: int) -> bool:
+    """Return True if the tokens hold all characters of a text, one token after the other."""
+    borders = [0, *extents[-1:, 1]]
+    return borders == [0, length] and extents[0, 0] == 0 and bool((extents[1:, 0] == extents[:-1, 1]).all())
 
 
 def _extents(
