@@ -182,7 +182,8 @@ def describe_batches(found: Inspection) -> list[tuple[str, str]]:
     padding = f"{facts.padding:.1%} of the positions of batches of {facts.batch_size} {unit} are padding"
     does = "fill" if facts.packing else "would fill"
     best = f"no packing needs fewer than {facts.fewest_packs:,}"
-    packed = f"packs {does} {facts.packs:,} sequences to {facts.pack_fill:.1%}; {best}"
+    sequences = "1 sequence" if facts.packs == 1 else f"{facts.packs:,} sequences"
+    packed = f"packs {does} {sequences} to {facts.pack_fill:.1%}; {best}"
     return [("batches", padding if facts.batch_size > 1 else f"of one {unit[:-1]}: no padding"), ("packing", packed)]
 
 
@@ -278,7 +279,7 @@ def _choices_table(found: Inspection) -> Table:
         cells = [f"{each.lost_if_truncated or 0:,}"] if cut else []
         cells.append(f"{each.lost_if_dropped:,}")
         cells += [f"{each.padding or 0:.1%}"] if padded else []
-        cells += [f"{each.packs or 0:,}", f"{each.pack_fill or 0:.1%}"] if packed else []
+        cells += [f"{each.packs or 0:,}", f"{each.pack_fill:.1%}" if each.packs else ""] if packed else []
         now = each.max_length == found.limit
         table.add_row(
             f"{'>' if now else ' '} {each.max_length:,}", f"{each.rows_over:,}", *cells, style="bold" if now else None
