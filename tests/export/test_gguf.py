@@ -248,7 +248,7 @@ def test_llama_cpps_own_converter(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     pytest.importorskip("sentencepiece")
     trained = train_tokenizer([Path(__file__).read_text(encoding="utf-8")], vocab_size=300)
     monkeypatch.setattr("tests.export.cases.tokenizer", lambda: trained)
-    write_run(tmp_path, family, "lora", torch.bfloat16, vocab_size=320)
+    write_run(tmp_path, family, "lora", torch.bfloat16, vocab_size=len(trained))
     options = ExportOptions(gguf=kind, llama_cpp=Path(str(LLAMA_CPP)))
     found = export_model(str(tmp_path / "run"), tmp_path / "out", options).gguf_check
     assert found is not None
