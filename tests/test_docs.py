@@ -21,7 +21,8 @@ from streamtune.recipe import load_recipe
 ROOT = Path(__file__).parents[1]
 SOURCE = ROOT / "src" / "streamtune"
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
-GUIDE = [ROOT / "README.md", *sorted((ROOT / "docs" / "guide").glob("*.md"))]
+TUTORIAL = sorted((ROOT / "docs" / "tutorial").glob("*.md"))
+GUIDE = [ROOT / "README.md", *sorted((ROOT / "docs" / "guide").glob("*.md")), *TUTORIAL]
 
 LINK = re.compile(r"!?\[[^\]]*\]\(([^)\s]+)\)")
 FENCE = re.compile(r"^```(\w*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
@@ -80,7 +81,7 @@ def test_links_lead_to_files_and_headings_that_exist(page: Path) -> None:
 def test_the_index_lists_every_page() -> None:
     index = ROOT / "docs" / "README.md"
     listed = {(index.parent / target.partition("#")[0]).resolve() for target in LINK.findall(without_code(index))}
-    pages = {*(ROOT / "docs").glob("*.md"), *(ROOT / "docs" / "guide").glob("*.md")} - {index}
+    pages = {*(ROOT / "docs").glob("*.md"), *(ROOT / "docs" / "guide").glob("*.md"), *TUTORIAL} - {index}
     assert pages - listed == set()
 
 
