@@ -56,12 +56,19 @@ PLAN = "streamtune plan real.yaml --device h100 --host-memory 256GiB"
 MILLION = "streamtune plan million.yaml --length 1048576 --device h100-80gb --host-memory"
 
 ADDED: dict[tuple[str, str], list[str]] = {
+    ("README", "streamtune data recipe.yaml"): TINY,
     ("README", "streamtune verify recipe.yaml"): TINY,
     ("README", "streamtune plan recipe.yaml"): TINY,
     ("README", "streamtune sft recipe.yaml"): [*TINY, "--set", "learning_rate=0.01"],
     ("README", "streamtune plan recipe.yaml --device h100-80gb --host-memory 256GiB"): TINY,
     ("README", "streamtune probe-max-len recipe.yaml --baseline"): [*TINY, "--from", "128", "--to", "256"],
-    ("README", "streamtune bench recipes/bench.yaml --lengths 2048,8192,16384"): [*SHAPE, "--lengths", "256", "--repeats", "1"],
+    ("README", "streamtune bench recipes/bench.yaml --lengths 2048,8192,16384"): [
+        *SHAPE,
+        "--lengths",
+        "256",
+        "--repeats",
+        "1",
+    ],
     ("01-first-run", "streamtune plan qwen3/0.6b-full-24gb --device rtx-4090 --host-memory 64GiB"): TINY,
     ("02-own-data", "streamtune plan real.yaml --device rtx-4090 --host-memory 64GiB"): TINY,
     ("03-documents", PLAN): TINY,
@@ -115,6 +122,7 @@ SHOWS = {
     "validate": "OK ",
     "plan": "device in all",
     "verify": "\nexact: streamed loss and gradients are plain autograd's",
+    "data": "rows as the model sees them",
     "eval": "held-out, by set",
     "probe-max-len": "Longest sequence",
     "bench": "checkpoint",
