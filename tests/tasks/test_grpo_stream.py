@@ -73,7 +73,7 @@ def steps(folder: Path, judge: Any = None, **settings: Any) -> GrpoSteps:
 
     return GrpoSteps(
         recipe,
-        data.PreparedPrompts(PROMPTS, PROMPTS[:4], report=None, fingerprint=""),  # type: ignore[arg-type]
+        data.PreparedPrompts(PROMPTS, PROMPTS[:4], report=None, fingerprint="", measured=None),  # type: ignore[arg-type]
         writer=Dice(),
         score=judge or Lengths(),
         policy=Policy(),

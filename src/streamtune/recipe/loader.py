@@ -217,7 +217,7 @@ def _find_files(recipe: Recipe, folder: Path, marks: Marks) -> Recipe:
 
     def find(value: str, *key: str | int) -> str:
         beside = folder / _expand(value, marks.where(*key))
-        is_here = _exists(beside) or beside.is_symlink() or (key[0] == "datasets" and _matches(folder, value))
+        is_here = _exists(beside, broken=True) or (key[0] == "datasets" and _matches(folder, value))
         return str(beside) if value not in BUILT_IN and is_here else value
 
     changes: dict[str, Any] = {
@@ -277,9 +277,10 @@ def _find_code(spec: str, folder: Path, marks: Marks, key: str) -> str:
     return f"{beside.absolute()}:{function}" if suffix and _exists(beside) else spec
 
 
-def _exists(path: Path) -> bool:
+def _exists(path: Path, *, broken: bool = False) -> bool:
+    """Return True if there is a file or folder; with ``broken`` also a link that leads nowhere, to be named as such."""
     try:
-        return path.exists()
+        return path.exists() or (broken and path.is_symlink())
     except (OSError, ValueError):  # an inline template is no file name: too long, or with a NUL
         return False
 
