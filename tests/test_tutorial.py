@@ -84,10 +84,23 @@ ADDED: dict[tuple[str, str], list[str]] = {
         "streamtune probe-max-len million.yaml --method simulate --device h100-80gb --device-memory 80GiB "
         "--host-memory 256GiB",
     ): [*SHAPE, "--to", "4096"],
-    ("08-one-million-tokens", "streamtune verify million.yaml --length 4096"): [*SHAPE, "--set", "vocab_size=4096"],
+    ("08-one-million-tokens", "streamtune verify million.yaml --length 4096"): [
+        *SHAPE,
+        "--set",
+        "model.init.vocab_size=4096",
+    ],
     ("08-one-million-tokens", "streamtune sft million.yaml --set max_length=1048576"): [
         *SHAPE,
-        *("--set", "vocab_size=4096", "--set", "max_length=1024", "--set", "max_rows=20", "--set", "max_steps=8"),
+        *(
+            "--set",
+            "model.init.vocab_size=4096",
+            "--set",
+            "max_length=1024",
+            "--set",
+            "max_rows=20",
+            "--set",
+            "max_steps=8",
+        ),
         *("--set", "learning_rate=0.01"),
     ],
 }
