@@ -1,10 +1,10 @@
 """Data: from files, the hub or the standard library to token ids, labels and batches.
 
-    sources -> readers -> rows -> chat, render -> fit -> records, report                              (prepare)
-    sources -> readers -> preferences, rows -> render_completions -> fit -> records, report
-                                                                                          (prepare_completions)
+    places (folders, hub) -> sources -> readers (files) -> rows -> chat, render -> fit -> records, report  (prepare)
     sampler -> collate                                                                             (every step)
+    inspect, inspect_lengths: prepared rows as text, and what other lengths would lose              (streamtune data)
 
+``faults`` collects the rows that cannot be read or trained on, ``counts`` what rendering finds in the others.
 Import order is that of the arrows, right to left; nothing here knows a model or a recipe.
 """
 
