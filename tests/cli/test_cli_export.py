@@ -75,7 +75,7 @@ open(out, "wb").write(b"GGUF")
 @pytest.mark.full
 def test_a_converter_is_called_and_its_failure_told(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (run / "llama.cpp/gguf-py").mkdir(parents=True)
-    converter = run / "llama.cpp/convert_hf_to_gguf.py"
+    converter = run / "llama.cpp/convert_hf_to_gguf"  # a program of its own: a .py file needs sentencepiece here
     converter.write_text(CONVERTER.format(python=sys.executable))
     converter.chmod(converter.stat().st_mode | stat.S_IXUSR)
     assert streamtune("export", "run", "one", "--gguf", "f16", "--llama-cpp", "llama.cpp", "--no-check") == 0
