@@ -136,7 +136,13 @@ def test_rows_beyond_the_positions_name_the_key(
     said = " ".join(capsys.readouterr().err.split())
     assert "the model was made for 32" in said
     assert "rope_scaling: {rope_type: yarn, factor:" in said
+    assert run("--set", "max_steps=1", "--set", "rope_scaling.rope_type=yarn", "--set", "rope_scaling.factor=1.1") == 2
+    said = " ".join(capsys.readouterr().err.split())
+    assert "made for 32 positions, and the scaling of its configuration or of rope_scaling reaches 35" in said
+    longest = int(said.split("the longest row has ")[1].split(" ")[0])
+    assert f"factor: {-(-longest // 32)}}}" in said
     assert run("--set", "max_steps=1", "--set", "rope_scaling.rope_type=default") == 0
+    assert "positions" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize("finetuning_type", ["full", "lora"])
@@ -148,6 +154,10 @@ def test_a_run_saves_resumes_and_exports_its_positions(
     assert run() == 0
     assert run("--set", "rope_theta=5e5") == 2
     assert "rope_theta" in capsys.readouterr().err
+    assert run("--set", "rope_scaling.factor=9.0") == 2
+    assert (
+        'rope_scaling was {"rope_type": "yarn"} and is {"rope_type": "yarn", "factor": 9.0}' in capsys.readouterr().err
+    )
     assert run("--set", "max_steps=3", "--allow-change", "max_steps") == 0
     from streamtune.cli import main
 

@@ -151,7 +151,7 @@ def _answer_all(answerer: Answerer, asked: list[Asked], *, as_json: bool) -> Non
             answer = _answer(answerer, each, quiet=as_json)
             found.append({"prompt": each, **vars(answer)})
             if not as_json:
-                print()
+                print(flush=True)  # the speed goes to the other stream
                 _print_speed(answer)
             if stopped := answer.stopped:
                 break

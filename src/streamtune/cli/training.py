@@ -185,6 +185,7 @@ def _print_banner(run: Run) -> None:
     print_rows(
         [
             ("model", _describe_model(run)),
+            *([("positions", positions)] if (positions := _describe_positions(run)) else []),
             ("data", run.prepared.report.describe()),
             ("engine", _describe_engine(run)),
             *([("ranks", _describe_ranks(run))] if run.world.size > 1 else []),
@@ -207,6 +208,18 @@ def _describe_model(run: Run) -> str:
         dtype += f", linear layers in {run.start.quantization}"
     autocast = ", computed in bfloat16" if run.recipe.bf16 else ""
     return f"{type(base).__name__}, {_short(total)} parameters, {trained}; {dtype}{autocast} on {run.device}"
+
+
+def _describe_positions(run: Run) -> str:
+    """Describe the change to the model's positions that the recipe asks for; empty if it asks for none."""
+    from streamtune import models
+
+    config, scaling = base_of(run.model).config, run.recipe.rope_scaling
+    if scaling is None and run.recipe.rope_theta is None:
+        return ""
+    theta = f"base {run.recipe.rope_theta:g}, " if run.recipe.rope_theta is not None else ""
+    kind = f"{scaling.rope_type}, " if scaling is not None else ""
+    return f"{theta}{kind}{models.pretrained_positions(config) or 0:,} to {models.position_limit(config) or 0:,} tokens"
 
 
 def _describe_engine(run: Run) -> str:

@@ -205,6 +205,7 @@ def draw_lengths(bins: list[LengthBin], limit: int, title: str, name: str = "max
     axes.annotate(
         text, (limit, 0.97), xycoords=("data", "axes fraction"), xytext=(-6 if right else 6, 0),
         textcoords="offset points", ha="right" if right else "left", va="top", color=INK, fontsize=10,
+        bbox={"facecolor": "white", "edgecolor": "none", "alpha": 0.85, "pad": 2},
     )  # fmt: skip
     powers = [2**power for power in range(0, 60) if edges[0] * 0.7 <= 2**power <= max(edges[-1], limit) * 1.5]
     axes.set_xticks(powers, [f"{power:,}" for power in powers], rotation=35 if len(powers) > 9 else 0)

@@ -95,7 +95,7 @@ def detect_preference_type(row: Row) -> str:
         f"cannot tell what the rows compare from the columns {column_names(row.columns)}",
         where=row.origin,
         mend="preference data needs 'prompt', 'chosen' and 'rejected', or 'prompt', 'completion' and 'label'; "
-        "rename the columns",
+        "rename the columns, or say which is which in the recipe: columns: {chosen: better}",
     )
 
 

@@ -121,7 +121,7 @@ def detect_type(row: Row) -> str:
             mend="rows with 'chosen' and 'rejected' are preference data: train on them with streamtune dpo"
             if {"chosen", "rejected"} <= row.columns.keys()
             else "rows need 'messages', 'conversations', 'prompt' and 'completion', 'instruction' and 'output', or "
-            "'text'; rename the columns",
+            "'text'; rename the columns, or say which is which in the recipe: columns: {prompt: question}",
         )
     return found
 

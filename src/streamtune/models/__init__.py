@@ -29,7 +29,7 @@ from streamtune.models.load import (
     left_out,
     load_model,
 )
-from streamtune.models.positions import RopeChange, position_limit
+from streamtune.models.positions import RopeChange, position_limit, pretrained_positions
 from streamtune.models.quantize import add_lora, choose_quantization, load_lora, quantization
 from streamtune.models.sample import likeliest_tokens, sample_text
 from streamtune.models.tokenizer import (
@@ -70,6 +70,7 @@ __all__ = [
     "load_tokenizer",
     "phantom_weights",
     "position_limit",
+    "pretrained_positions",
     "quantization",
     "read_trained_tokenizer",
     "sample_text",

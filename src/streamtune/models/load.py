@@ -16,7 +16,7 @@ from transformers import CONFIG_MAPPING, AutoConfig, AutoModelForCausalLM, PreTr
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from streamtune.errors import ArgumentError, StreamTuneError, did_you_mean
-from streamtune.models.positions import RopeChange, position_limit
+from streamtune.models.positions import RopeChange, position_limit, pretrained_positions
 from streamtune.models.quantize import logical_size, quantize
 from streamtune.models.recorded import NotRecordedError
 from streamtune.models.safety import (
@@ -97,12 +97,19 @@ def check_positions(model: Any, longest: int, *, training: bool = True) -> str |
                 mend=f"set max_length: {limit} and overlength: split, or choose a model with rotary positions",
             )
     what = f"the longest row has {longest:,} tokens; the model was made for {limit:,} (max_position_embeddings)"
+    original = pretrained_positions(model.config)
+    if original is not None and original < limit:
+        what = (
+            f"the longest row has {longest:,} tokens; the model was made for {original:,} positions, and the scaling "
+            f"of its configuration or of rope_scaling reaches {limit:,}"
+        )
     if not training or not getattr(model.config.get_text_config(decoder=True), "rope_parameters", None):
         return f"{what}: it goes on, at positions it has never seen"
+    factor = math.ceil(longest / (original or limit))
     raise ArgumentError(
         what,
         where="max_length",
-        mend=f"extend its positions: rope_scaling: {{rope_type: yarn, factor: {math.ceil(longest / limit)}}}; or train "
+        mend=f"extend its positions: rope_scaling: {{rope_type: yarn, factor: {factor}}}; or train "
         f"at positions it has never seen: rope_scaling: {{rope_type: default}}; or set max_length: {limit}",
     )
 

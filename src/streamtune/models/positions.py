@@ -14,7 +14,7 @@ from typing import Any
 
 from streamtune.errors import ArgumentError
 
-__all__ = ["RopeChange", "position_limit"]
+__all__ = ["RopeChange", "position_limit", "pretrained_positions"]
 
 ORIGINAL = "original_max_position_embeddings"
 
@@ -115,14 +115,33 @@ class RopeChange:
 
 def position_limit(config: Any) -> int | None:
     """Return the number of positions that a model was made for, its scaling included; None if it does not say."""
-    limit = getattr(config.get_text_config(decoder=True), "max_position_embeddings", None)
-    if not isinstance(limit, int):
-        return None
-    kinds = getattr(config.get_text_config(decoder=True), "rope_parameters", None) or {}
-    nested = bool(kinds) and all(isinstance(kind, dict) for kind in kinds.values())
-    for kind in kinds.values() if nested else [kinds]:
+    limit = _written_limit(config)
+    for kind in _scalings(config) if limit is not None else ():
         # Some configurations give the positions before the scaling, as Qwen's pages advise for YaRN.
         original, factor = kind.get(ORIGINAL), kind.get("factor")
-        if kind.get("rope_type", "default") != "default" and isinstance(original, int) and factor:
-            limit = max(limit, round(original * float(factor)))
+        if isinstance(original, int) and factor:
+            limit = max(limit or 0, round(original * float(factor)))
     return limit
+
+
+def pretrained_positions(config: Any) -> int | None:
+    """Return the number of positions that a model was pretrained for, without any scaling; None if it does not say."""
+    limit = _written_limit(config)
+    for kind in _scalings(config) if limit is not None else ():
+        if isinstance(original := kind.get(ORIGINAL), int):
+            return original
+        if kind["rope_type"] == "linear":
+            return round((limit or 0) / kind["factor"])
+    return limit
+
+
+def _written_limit(config: Any) -> int | None:
+    limit = getattr(config.get_text_config(decoder=True), "max_position_embeddings", None)
+    return limit if isinstance(limit, int) else None
+
+
+def _scalings(config: Any) -> list[Mapping[str, Any]]:
+    """Return the parameters of the rotations that are scaled."""
+    kinds = getattr(config.get_text_config(decoder=True), "rope_parameters", None) or {}
+    nested = bool(kinds) and all(isinstance(kind, dict) for kind in kinds.values())
+    return [kind for kind in (kinds.values() if nested else [kinds]) if kind.get("rope_type", "default") != "default"]

@@ -368,10 +368,15 @@ def tell_changes(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]
 
 def _changes(old: Mapping[str, Any], new: Mapping[str, Any]) -> dict[str, str]:
     return {
-        key: f"{key} was {json.dumps(old.get(key))} and is {json.dumps(new.get(key))}"
+        key: f"{key} was {_short_json(old.get(key))} and is {_short_json(new.get(key))}"
         for key in sorted({*old, *new})
         if old.get(key) != new.get(key)
     }
+
+
+def _short_json(value: Any) -> str:
+    """Return a setting as JSON, a group without the keys that nothing is written for."""
+    return json.dumps({k: v for k, v in value.items() if v is not None} if isinstance(value, dict) else value)
 
 
 def check_shared_folder(folder: Path, world: World) -> None:
