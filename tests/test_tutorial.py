@@ -91,17 +91,8 @@ ADDED: dict[tuple[str, str], list[str]] = {
     ],
     ("08-one-million-tokens", "streamtune sft million.yaml --set max_length=1048576"): [
         *SHAPE,
-        *(
-            "--set",
-            "model.init.vocab_size=4096",
-            "--set",
-            "max_length=1024",
-            "--set",
-            "max_rows=20",
-            "--set",
-            "max_steps=8",
-        ),
-        *("--set", "learning_rate=0.01"),
+        *shlex.split("--set model.init.vocab_size=4096 --set max_length=1024 --set datasets.0.max_rows=20"),
+        *shlex.split("--set max_steps=8 --set learning_rate=0.01"),
     ],
 }
 """Words put behind a command, by page and command."""
@@ -136,7 +127,7 @@ SHOWS = {
     "plan": "device in all",
     "verify": "\nexact: streamed loss and gradients are plain autograd's",
     "data": "rows as the model sees them",
-    "eval": "held-out, by set",
+    "eval": "held-out, ",
     "probe-max-len": "Longest sequence",
     "bench": "checkpoint",
     "recipes": "",
