@@ -62,6 +62,16 @@ def test_what_is_not_a_run_gets_no_lock(tmp_path: Path) -> None:
     assert [path.name for path in tmp_path.iterdir()] == ["thesis.tex"]
 
 
+def test_a_run_begins_where_its_recipe_was_measured(tmp_path: Path) -> None:
+    for name in ("probe.json", "probe.png", "bench.json", "bench.png"):
+        (tmp_path / name).touch()
+    run = RunDirectory(tmp_path)
+    assert run.read_identity() is None
+    with run.claim({"recipe": {}}, "seed: 1\n"):
+        assert run.read_identity() == {"recipe": {}}
+    assert (tmp_path / "probe.json").is_file()
+
+
 def test_a_run_is_moved_aside_and_its_place_is_held(tmp_path: Path) -> None:
     run = RunDirectory(tmp_path / "run")
     with run.claim({"recipe": {}}, "seed: 1\n"):

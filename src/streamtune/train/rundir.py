@@ -41,6 +41,9 @@ FILES = {
 }
 """Files that a run reads again when it goes on, by the key of their fingerprint."""
 
+MEASURED = {"probe.json", "probe.png", "bench.json", "bench.png"}
+"""Files that ``probe-max-len`` and ``bench`` write into the directory before there is a run."""
+
 
 @dataclass(frozen=True)
 class RunDirectory:
@@ -149,7 +152,7 @@ class RunDirectory:
                 ) from error
             return identity
         # A process killed while it claimed a new directory leaves its lock and the first file staged.
-        if entries - {LOCK, f".tmp-{IDENTITY}"}:
+        if entries - {LOCK, f".tmp-{IDENTITY}"} - MEASURED:
             raise ArgumentError(
                 f"{self.path} is not empty, and what is in it is not a run of streamtune",
                 where="output_dir",
