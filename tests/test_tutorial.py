@@ -133,7 +133,7 @@ SHOWS = {
     "recipes": "",
     "generate": "",
 }
-"""What the screen of a command has to have; a run is judged by its files, in :func:`check_run`."""
+"""Text that the screen of a command must have; a run is judged by its files, in :func:`check_run`."""
 
 
 @dataclass(frozen=True)

@@ -180,7 +180,7 @@ def tokenizer() -> object:
 
 
 def refusal(source: Source, tokenizer: object) -> DataError:
-    """What a run says of the source; it must be one error, and soon."""
+    """Return the one error of a run on the source; it must come soon."""
     started = time.monotonic()
     with pytest.raises(DataError) as caught:
         prepare([source], tokenizer, max_length=4096, overlength="truncate", train_on="all")  # type: ignore[arg-type]

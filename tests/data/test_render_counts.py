@@ -1,4 +1,4 @@
-"""What rendering finds and the user is told: reasoning, system messages, empty answers, borders, columns."""
+"""Counts of rendering, and the notes about them: reasoning, system messages, empty answers, borders, columns."""
 
 from __future__ import annotations
 

@@ -38,7 +38,7 @@ OPTIONAL = {
 """Package -> its extra, and what it is for."""
 HUB_SECONDS = 3.0
 PINNED_BYTES, SLOW_COPY = 256 << 20, 4 * GIB
-"""What is copied, and the bytes/s below which a device's link to the host is called slow."""
+"""Bytes that are copied, and the bytes/s below which a device's link to the host is called slow."""
 SLOW_DISK, LITTLE_DISK, LITTLE_SHM = 100 << 20, 10 * GIB, 1 * GIB
 
 

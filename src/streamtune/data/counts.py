@@ -58,7 +58,7 @@ class ChatOptions:
 
 
 DEFAULT_CHAT = ChatOptions()
-"""What a recipe that says nothing about it means."""
+"""Options of a recipe that names none."""
 
 
 @dataclass
