@@ -16,7 +16,7 @@ from tests.sft_kit import FIXED, RECIPE, write_recipe
 from tests.sft_kit import run as run_recipe
 
 from streamtune.data import iter_texts, prepare, prepare_preferences, prepare_prompts, prepare_unpaired
-from streamtune.data.sources import Source
+from streamtune.data.reading.sources import Source
 from streamtune.errors import ArgumentError, DataError, RecipeError
 from streamtune.recipe.loader import load_recipe
 from streamtune.recipe.schema import DatasetSpec
@@ -225,7 +225,7 @@ def test_a_run_keeps_the_rows_that_it_left_out(write: Write, tmp_path: Path, mon
 CHILD = """
 import sys
 from streamtune.data import prepare
-from streamtune.data.sources import Source
+from streamtune.data.reading.sources import Source
 from streamtune.models import train_tokenizer
 try:
     prepare([Source(sys.argv[1])], train_tokenizer(["a b c"], vocab_size=300), max_length=10**6)

@@ -12,7 +12,7 @@ import pytest
 from transformers import PreTrainedTokenizerFast
 
 from streamtune.data import Source, iter_texts, prepare, prepare_preferences, prepare_prompts, prepare_unpaired
-from streamtune.data.builtin import (
+from streamtune.data.reading.builtin import (
     COLOURS,
     NUM_PREFERENCES,
     NUM_TASKS,
@@ -24,10 +24,10 @@ from streamtune.data.builtin import (
     keeps_the_rule,
     preference_rows,
 )
-from streamtune.data.passkey import ANIMALS, MOST_LINES, SHORT_LINES, passkey_rows
-from streamtune.data.passkey import COLOURS as KEY_COLOURS
-from streamtune.data.readers import Row
-from streamtune.data.sources import read_rows
+from streamtune.data.reading.passkey import ANIMALS, MOST_LINES, SHORT_LINES, passkey_rows
+from streamtune.data.reading.passkey import COLOURS as KEY_COLOURS
+from streamtune.data.reading.readers import Row
+from streamtune.data.reading.sources import read_rows
 from streamtune.errors import DataError
 
 

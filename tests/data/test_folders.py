@@ -18,8 +18,8 @@ import pyarrow as pa
 import pytest
 
 from streamtune.data.faults import BadRows
-from streamtune.data.folders import choose_files
-from streamtune.data.sources import Source, read_rows
+from streamtune.data.reading.folders import choose_files
+from streamtune.data.reading.sources import Source, read_rows
 from streamtune.errors import DataError
 from streamtune.recipe.loader import load_recipe
 
@@ -227,7 +227,7 @@ def test_a_package_that_is_missing_is_named(monkeypatch: pytest.MonkeyPatch) -> 
 
 
 def test_addresses_elsewhere_while_offline(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("streamtune.data.places.is_offline", lambda: True)
+    monkeypatch.setattr("streamtune.data.reading.places.is_offline", lambda: True)
     with pytest.raises(DataError, match="--offline forbids to connect"):
         texts("s3://bucket/rows.jsonl")
 

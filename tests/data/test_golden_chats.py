@@ -13,9 +13,9 @@ from typing import Any
 import pytest
 from fixed_tokenizer import SPECIAL, fixed_tokenizer
 
-from streamtune.data.counts import ChatOptions
-from streamtune.data.readers import Row
-from streamtune.data.render import RowRenderer
+from streamtune.data.reading.readers import Row
+from streamtune.data.rendering.counts import ChatOptions
+from streamtune.data.rendering.render import RowRenderer
 from streamtune.data.rows import normalise
 from streamtune.errors import DataError
 from streamtune.labels import IGNORE_INDEX

@@ -18,8 +18,9 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from streamtune.data import files, prepare
-from streamtune.data.sources import Source
+from streamtune.data import prepare
+from streamtune.data.reading import files
+from streamtune.data.reading.sources import Source
 from streamtune.errors import DataError, UserError
 from streamtune.models import train_tokenizer
 

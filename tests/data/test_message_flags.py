@@ -10,8 +10,8 @@ from fixed_tokenizer import fixed_tokenizer
 from transformers import PreTrainedTokenizerFast
 
 from streamtune.data import ChatOptions, Source, prepare
-from streamtune.data.readers import Row
-from streamtune.data.render import RowRenderer
+from streamtune.data.reading.readers import Row
+from streamtune.data.rendering.render import RowRenderer
 from streamtune.data.rows import Conversation, detect_type, normalise
 from streamtune.errors import ArgumentError, DataError
 from streamtune.labels import IGNORE_INDEX

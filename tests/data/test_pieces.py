@@ -12,9 +12,10 @@ from tests.faults.memory import forget_peak, peak_mib
 from tokenizers import Regex, Tokenizer, models, normalizers, pre_tokenizers, processors, trainers
 from trained_tokenizers import CORPUS, SPECIAL, wrap
 
-from streamtune.data import pieces, prepare
-from streamtune.data.pieces import tokenise_text
-from streamtune.data.sources import Source
+from streamtune.data import prepare
+from streamtune.data.reading.sources import Source
+from streamtune.data.rendering import pieces
+from streamtune.data.rendering.pieces import tokenise_text
 
 LLAMA3 = (
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+"

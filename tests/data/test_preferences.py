@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from streamtune.data.preferences import Answers, detect_preference_type, normalise_preference
-from streamtune.data.readers import Row
+from streamtune.data.reading.readers import Row
 from streamtune.data.rows import Conversation, PromptCompletion, detect_type
 from streamtune.errors import DataError
 

@@ -26,7 +26,7 @@ from streamtune.data import (
     prepare_unpaired,
 )
 from streamtune.data import CompletionReport as CompletionReport
-from streamtune.data.sources import READ_BY
+from streamtune.data.reading.sources import READ_BY
 from streamtune.errors import ArgumentError, DataError
 
 Write = Callable[..., str]

@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 from fixed_tokenizer import fixed_tokenizer
 
-from streamtune.data.counts import ChatOptions
-from streamtune.data.readers import Row
-from streamtune.data.render import RowRenderer
+from streamtune.data.reading.readers import Row
+from streamtune.data.rendering.counts import ChatOptions
+from streamtune.data.rendering.render import RowRenderer
 from streamtune.data.rows import Conversation, detect_type, normalise
 from streamtune.labels import IGNORE_INDEX
 

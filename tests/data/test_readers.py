@@ -13,7 +13,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from streamtune.data.readers import read_file
+from streamtune.data.reading.readers import read_file
 from streamtune.errors import DataError
 
 Write = Callable[..., str]

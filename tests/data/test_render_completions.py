@@ -9,9 +9,9 @@ import pytest
 from transformers import PreTrainedTokenizerFast
 
 from streamtune.data.preferences import detect_preference_type, normalise_preference
-from streamtune.data.readers import Row
+from streamtune.data.reading.readers import Row
 from streamtune.data.records import Tree
-from streamtune.data.render import TreeRenderer
+from streamtune.data.rendering.render import TreeRenderer
 from streamtune.errors import DataError
 
 MakeTokenizer = Callable[..., PreTrainedTokenizerFast]

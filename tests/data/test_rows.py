@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from streamtune.data.readers import Row
+from streamtune.data.reading.readers import Row
 from streamtune.data.rows import Content, Conversation, Document, PromptCompletion, detect_type, normalise
 from streamtune.errors import DataError
 

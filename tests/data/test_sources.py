@@ -9,8 +9,8 @@ from typing import Any
 import datasets
 import pytest
 
-from streamtune.data.hub import hub_rows
-from streamtune.data.sources import Source, read_rows
+from streamtune.data.reading.hub import hub_rows
+from streamtune.data.reading.sources import Source, read_rows
 from streamtune.errors import DataError
 
 Write = Callable[..., str]

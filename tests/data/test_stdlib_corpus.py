@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 from pathlib import Path
 
-from streamtune.data.builtin import LONG_EVERY, LONG_FROM, LONGEST, stdlib_rows
+from streamtune.data.reading.builtin import LONG_EVERY, LONG_FROM, LONGEST, stdlib_rows
 
 MODULE = '''"""A module.
 

@@ -13,9 +13,10 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from streamtune.data import files, prepare
-from streamtune.data.readers import READERS, read_file
-from streamtune.data.sources import Source
+from streamtune.data import prepare
+from streamtune.data.reading import files
+from streamtune.data.reading.readers import READERS, read_file
+from streamtune.data.reading.sources import Source
 from streamtune.errors import DataError
 from streamtune.models import train_tokenizer
 from tests.faults.figures import full, tell

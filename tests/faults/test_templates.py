@@ -136,7 +136,7 @@ def test_a_recipe_names_its_hostile_template(tmp_path: Path, capsys: pytest.Capt
 
 
 def test_a_template_that_raises_names_the_row_or_the_key(tokenizer: Any, tmp_path: Path) -> None:
-    from streamtune.data.render import PromptRenderer
+    from streamtune.data.rendering.render import PromptRenderer
 
     tokenizer.chat_template = "{{ raise_exception('users first') }}"
     with pytest.raises(DataError, match="users first") as caught:

@@ -1,8 +1,8 @@
 """Data: from files, the hub or the standard library to token ids, labels and batches.
 
-    places (folders, hub) -> sources -> readers (files) -> rows -> chat, render -> fit -> records, report  (prepare)
-    sampler -> collate                                                                             (every step)
-    inspect, inspect_lengths: prepared rows as text, and what other lengths would lose              (streamtune data)
+    reading -> rows, preferences -> rendering -> fit -> records, report   (prepare)
+    batches                                                               (every step)
+    inspect, inspect_lengths: prepared rows as text, and what other lengths would lose (streamtune data)
 
 ``faults`` collects the rows that cannot be read or trained on, ``counts`` what rendering finds in the others.
 Import order is that of the arrows, right to left; nothing here knows a model or a recipe.
@@ -10,9 +10,16 @@ Import order is that of the arrows, right to left; nothing here knows a model or
 
 from __future__ import annotations
 
-from streamtune.data.builtin import ARITHMETIC_PATH, PREFERENCES_PATH, STDLIB_PATH
-from streamtune.data.collate import NO_ROW, Batch, CollatedTrees, PackedBatch, collate, collate_packed, collate_trees
-from streamtune.data.counts import ChatOptions
+from streamtune.data.batches.collate import (
+    NO_ROW,
+    Batch,
+    CollatedTrees,
+    PackedBatch,
+    collate,
+    collate_packed,
+    collate_trees,
+)
+from streamtune.data.batches.sampler import Packs, ResumableSampler, assign_rows, pack_rows
 from streamtune.data.fit import COMPLETION_OVERLENGTH as COMPLETION_OVERLENGTH
 from streamtune.data.fit import IDENTICAL_PAIRS, OVERLENGTH
 from streamtune.data.preferences import PREFERENCE_TYPES
@@ -27,13 +34,14 @@ from streamtune.data.prepare import (
     prepare_prompts,
     prepare_unpaired,
 )
+from streamtune.data.reading.builtin import ARITHMETIC_PATH, PREFERENCES_PATH, STDLIB_PATH
+from streamtune.data.reading.sources import Source
 from streamtune.data.records import Example, Prompt, Tree, gather_columns
-from streamtune.data.render import TRAIN_ON
+from streamtune.data.rendering.counts import ChatOptions
+from streamtune.data.rendering.render import TRAIN_ON
 from streamtune.data.report import CompletionReport as CompletionReport
 from streamtune.data.report import DataReport
 from streamtune.data.rows import PROMPT_TYPES, ROW_TYPES
-from streamtune.data.sampler import Packs, ResumableSampler, assign_rows, pack_rows
-from streamtune.data.sources import Source
 
 __all__ = [
     "ARITHMETIC_PATH",

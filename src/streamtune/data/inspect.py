@@ -14,7 +14,7 @@ import numpy.typing as npt
 
 from streamtune.data.fit import Prepared
 from streamtune.data.records import Example, Prompt, Record, Tree
-from streamtune.data.renderings import common_prefix
+from streamtune.data.rendering.renderings import common_prefix
 from streamtune.labels import IGNORE_INDEX
 
 if TYPE_CHECKING:

@@ -9,8 +9,8 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
+from streamtune.data.batches.sampler import ResumableSampler, pack_rows
 from streamtune.data.fit import Measured
-from streamtune.data.sampler import ResumableSampler, pack_rows
 from streamtune.palette import INK
 
 __all__ = ["LengthBin", "LengthChoice", "choose_lengths", "draw_lengths", "fewest_packs", "histogram", "padding_share"]

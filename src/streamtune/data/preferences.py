@@ -21,7 +21,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from streamtune.data.cells import (
+from streamtune.data.reading.cells import (
     TextOrMessages,
     check_order,
     column_names,
@@ -31,8 +31,8 @@ from streamtune.data.cells import (
     variables_of,
     with_system,
 )
-from streamtune.data.readers import Row
-from streamtune.data.renderings import common_prefix
+from streamtune.data.reading.readers import Row
+from streamtune.data.rendering.renderings import common_prefix
 from streamtune.data.rows import Conversation, PromptCompletion
 from streamtune.errors import DataError, did_you_mean
 

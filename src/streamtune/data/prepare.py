@@ -22,8 +22,7 @@ from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
-from streamtune.data.cells import TextOrMessages, prompt_digest, texts_of, tools_of, variables_of
-from streamtune.data.counts import DEFAULT_CHAT, ChatOptions, RenderLog
+from streamtune.data.batches.sampler import pack_rows
 from streamtune.data.faults import ON_BAD_ROW, BadRows
 from streamtune.data.fit import (
     COMPLETION_OVERLENGTH,
@@ -44,10 +43,13 @@ from streamtune.data.preferences import (
     normalise_preference,
     preference_columns_read,
 )
-from streamtune.data.readers import Row
+from streamtune.data.reading.cells import TextOrMessages, prompt_digest, texts_of, tools_of, variables_of
+from streamtune.data.reading.readers import Row
+from streamtune.data.reading.sources import BUILT_IN, Source, typed_rows, with_progress
 from streamtune.data.records import Example, Prompt, Tree, spill
-from streamtune.data.render import PromptRenderer, RowRenderer, TreeRenderer
-from streamtune.data.renderings import require_template
+from streamtune.data.rendering.counts import DEFAULT_CHAT, ChatOptions, RenderLog
+from streamtune.data.rendering.render import PromptRenderer, RowRenderer, TreeRenderer
+from streamtune.data.rendering.renderings import require_template
 from streamtune.data.report import CompletionReport, DataReport
 from streamtune.data.rows import (
     PROMPT_TYPES,
@@ -62,8 +64,6 @@ from streamtune.data.rows import (
     normalise,
     prompt_of,
 )
-from streamtune.data.sampler import pack_rows
-from streamtune.data.sources import BUILT_IN, Source, typed_rows, with_progress
 from streamtune.errors import DataError
 
 if TYPE_CHECKING:

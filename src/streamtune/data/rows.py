@@ -23,7 +23,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from streamtune.data.cells import (
+from streamtune.data.reading.cells import (
     TextOrMessages,
     check_message,
     check_order,
@@ -39,7 +39,7 @@ from streamtune.data.cells import (
     variables_of,
     with_system,
 )
-from streamtune.data.readers import Row
+from streamtune.data.reading.readers import Row
 from streamtune.errors import DataError, did_you_mean
 
 __all__ = [

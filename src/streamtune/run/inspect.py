@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 
+from streamtune.data.batches.sampler import pack_rows
 from streamtune.data.fit import Prepared
 from streamtune.data.inspect import RowInspector
 from streamtune.data.inspect_lengths import (
@@ -19,7 +20,6 @@ from streamtune.data.inspect_lengths import (
     histogram,
     padding_share,
 )
-from streamtune.data.sampler import pack_rows
 from streamtune.recipe.loader import LoadedRecipe
 from streamtune.run.data import make_sources, make_tokenizer
 from streamtune.run.device import blame_recipe, prepare_libraries

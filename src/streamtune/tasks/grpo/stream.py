@@ -54,8 +54,8 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from streamtune.data.readers import Row
-from streamtune.data.render import RowRenderer
+from streamtune.data.reading.readers import Row
+from streamtune.data.rendering.render import RowRenderer
 from streamtune.data.rows import detect_type, normalise
 from streamtune.errors import DataError
 

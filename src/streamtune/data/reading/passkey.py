@@ -25,7 +25,7 @@ from __future__ import annotations
 import random
 from collections.abc import Iterator
 
-from streamtune.data.readers import Row
+from streamtune.data.reading.readers import Row
 
 __all__ = ["PASSKEY_PATH", "passkey_rows"]
 

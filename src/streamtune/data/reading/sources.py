@@ -9,7 +9,8 @@ from dataclasses import dataclass, replace
 from itertools import islice
 from typing import TypeVar
 
-from streamtune.data.builtin import (
+from streamtune.data.faults import BadRows
+from streamtune.data.reading.builtin import (
     ARITHMETIC_PATH,
     PREFERENCES_PATH,
     STDLIB_PATH,
@@ -18,12 +19,11 @@ from streamtune.data.builtin import (
     preference_rows,
     stdlib_rows,
 )
-from streamtune.data.cells import column_names
-from streamtune.data.faults import BadRows
-from streamtune.data.hub import hub_rows
-from streamtune.data.passkey import PASSKEY_PATH, passkey_rows
-from streamtune.data.places import is_address, local_files, remote_files
-from streamtune.data.readers import Row, read_data_file
+from streamtune.data.reading.cells import column_names
+from streamtune.data.reading.hub import hub_rows
+from streamtune.data.reading.passkey import PASSKEY_PATH, passkey_rows
+from streamtune.data.reading.places import is_address, local_files, remote_files
+from streamtune.data.reading.readers import Row, read_data_file
 from streamtune.errors import DataError, did_you_mean
 
 __all__ = ["Source", "read_rows", "typed_rows", "with_progress"]

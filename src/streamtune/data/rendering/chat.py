@@ -31,9 +31,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from streamtune.data.counts import DEFAULT_CHAT, ChatOptions
-from streamtune.data.reasoning import as_last_answer, dropped_answers, reasoning_of
-from streamtune.data.renderings import Message, Renderings, common_prefix, opened_reasoning
+from streamtune.data.rendering.counts import DEFAULT_CHAT, ChatOptions
+from streamtune.data.rendering.reasoning import as_last_answer, dropped_answers, reasoning_of
+from streamtune.data.rendering.renderings import Message, Renderings, common_prefix, opened_reasoning
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -58,7 +58,7 @@ class RenderedChat:
     ends: bool
     """True if every turn ends with a special token, from which the model learns to stop"""
     system: str = "printed"
-    """where the system message is, see :class:`streamtune.data.renderings.Renderings`"""
+    """where the system message is, see :class:`streamtune.data.rendering.renderings.Renderings`"""
     reasoned: int = 0
     """trained answers with reasoning"""
     dropped: list[int] = field(default_factory=list)

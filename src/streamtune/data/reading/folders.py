@@ -22,8 +22,8 @@ from typing import Any
 
 import yaml
 
-from streamtune.data.files import format_of
-from streamtune.data.readers import READERS
+from streamtune.data.reading.files import format_of
+from streamtune.data.reading.readers import READERS
 from streamtune.errors import DataError, did_you_mean
 
 __all__ = ["Chosen", "choose_files", "is_data_name"]

@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from streamtune.data.cells import ROLES
+from streamtune.data.reading.cells import ROLES
 from streamtune.errors import ArgumentError, DataError
 
 __all__ = ["DEFAULT_CHAT", "ON_EMPTY", "REASONING", "TRAIN_ON_EOS", "ChatOptions", "RenderCounts", "RenderLog"]

@@ -16,9 +16,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NoReturn
 
-from streamtune.data.cells import kind_of
 from streamtune.data.faults import BadRows
-from streamtune.data.files import (
+from streamtune.data.reading.cells import kind_of
+from streamtune.data.reading.files import (
     COMPRESSED,
     MAX_LINE_BYTES,
     DataFile,

@@ -6,7 +6,7 @@ import re
 from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Any, Literal
 
-from streamtune.data.cells import FLAGS
+from streamtune.data.reading.cells import FLAGS
 from streamtune.errors import DataError
 from streamtune.templates import TemplateRefusalError, render_chat
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from streamtune.data.renderings import Message, Renderings
+from streamtune.data.rendering.renderings import Message, Renderings
 
 __all__ = ["as_last_answer", "dropped_answers", "reasoning_of"]
 

@@ -38,7 +38,7 @@ from dataclasses import dataclass
 from itertools import islice, product
 from pathlib import Path
 
-from streamtune.data.readers import Row
+from streamtune.data.reading.readers import Row
 
 __all__ = [
     "ARITHMETIC_PATH",

@@ -1,9 +1,9 @@
 """From a row, or a prompt with its answers, to token ids and labels.
 
 The text of a row is tokenised **once**, whole; its ids are what is trained on. What is trained is known as characters
-of that text (see :mod:`streamtune.data.chat`) and carried over to tokens by the tokenizer's character offsets: a token
-is trained if it holds a trained character. Tokenising pieces and gluing ids would be simpler and wrong: byte-pair
-merges cross the borders of pieces.
+of that text (see :mod:`streamtune.data.rendering.chat`) and carried over to tokens by the tokenizer's character
+offsets: a token is trained if it holds a trained character. Tokenising pieces and gluing ids would be simpler and
+wrong: byte-pair merges cross the borders of pieces.
 
 A prompt with its answers becomes one trunk and the tokens of each answer that count. Every answer is tokenised **with
 its prompt before it**, whole, as supervised training does: a conversation by the chat template, text as the plain joint
@@ -29,16 +29,16 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import numpy.typing as npt
 
-from streamtune.data.cells import has_system
-from streamtune.data.chat import ChatRenderer, ChatTurn
-from streamtune.data.counts import DEFAULT_CHAT, ChatOptions, RenderLog
-from streamtune.data.pieces import tokenise_text
 from streamtune.data.preferences import Answers
-from streamtune.data.reasoning import reasoning_of
+from streamtune.data.reading.cells import has_system
 from streamtune.data.records import Tree
-from streamtune.data.renderings import Message, check_unicode, render_messages, require_template
+from streamtune.data.rendering.chat import ChatRenderer, ChatTurn
+from streamtune.data.rendering.counts import DEFAULT_CHAT, ChatOptions, RenderLog
+from streamtune.data.rendering.pieces import tokenise_text
+from streamtune.data.rendering.reasoning import reasoning_of
+from streamtune.data.rendering.renderings import Message, check_unicode, render_messages, require_template
+from streamtune.data.rendering.variables import TemplateVariables
 from streamtune.data.rows import Content, Conversation, Document, PromptCompletion
-from streamtune.data.variables import TemplateVariables
 from streamtune.errors import ArgumentError, DataError
 from streamtune.labels import IGNORE_INDEX
 

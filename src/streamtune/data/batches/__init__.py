@@ -1,0 +1,1 @@
+"""Batches: which prepared rows a step takes, and the tensors made of them."""

@@ -1,0 +1,33 @@
+"""Fit rows, trees and prompts to the length: keep, cut or leave out each, write what is kept, and count.
+
+:class:`LengthFit` counts and hashes; the cut, and the text of its error, differ for rows, trees and prompts.
+"""
+
+from __future__ import annotations
+
+from streamtune.data.fit.length_fit import (
+    COMPLETION_OVERLENGTH,
+    IDENTICAL_PAIRS,
+    OVERLENGTH,
+    LengthFit,
+    Measured,
+    Prepared,
+    check_choice,
+)
+from streamtune.data.fit.prompts import PromptFit
+from streamtune.data.fit.rows import RowFit
+from streamtune.data.fit.trees import LengthPolicy, TreeFit
+
+__all__ = [
+    "COMPLETION_OVERLENGTH",
+    "IDENTICAL_PAIRS",
+    "OVERLENGTH",
+    "LengthFit",
+    "LengthPolicy",
+    "Measured",
+    "Prepared",
+    "PromptFit",
+    "RowFit",
+    "TreeFit",
+    "check_choice",
+]

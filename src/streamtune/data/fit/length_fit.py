@@ -1,0 +1,339 @@
+"""Count and hash records that are fitted to the length: what is the same for rows, trees and prompts."""
+
+from __future__ import annotations
+
+import hashlib
+import random
+from abc import ABC, abstractmethod
+from array import array
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import Any, Generic, TypeVar
+
+import numpy as np
+import numpy.typing as npt
+import pyarrow as pa  # type: ignore[import-untyped]
+
+from streamtune.data.batches.sampler import Packs
+from streamtune.data.reading.sources import Source
+from streamtune.data.records import Record, Stored, TableWriter
+from streamtune.data.report import CompletionReport, DataReport, SourceReport, length_percentiles
+from streamtune.errors import ArgumentError, DataError
+
+__all__ = [
+    "COMPLETION_OVERLENGTH",
+    "IDENTICAL_PAIRS",
+    "OVERLENGTH",
+    "LengthFit",
+    "Measured",
+    "Prepared",
+    "check_choice",
+    "have",
+]
+
+OVERLENGTH = ("error", "truncate", "drop", "split")
+"""Ways to handle a row with more than ``max_length`` tokens."""
+
+COMPLETION_OVERLENGTH = ("error", "truncate", "drop")
+"""Ways to handle a pair or a prompt over the length. It cannot be split."""
+
+IDENTICAL_PAIRS = ("error", "drop")
+"""Ways to handle a pair whose answers are the same."""
+
+RecordT = TypeVar("RecordT", bound=Record)
+ReportT = TypeVar("ReportT", DataReport, CompletionReport)
+Notify = Callable[[str], None]
+
+
+def check_choice(name: str, value: str, known: tuple[str, ...], mend: str = "") -> None:
+    """Raise unless an option is one of the known words.
+
+    Raises:
+        ArgumentError: It is none of them.
+    """
+    if value not in known:
+        raise ArgumentError(f"{name} is '{value}'", where=name, mend=mend or f"use {', '.join(known)}")
+
+
+@dataclass(frozen=True)
+class Measured:
+    """Sizes that a report sums up: of the rows as rendered, before any cut, and of the records made of them.
+
+    Both in the order of reading; a record's number is its row in the table that ``Prepared.train`` and
+    ``Prepared.validation`` take theirs from.
+    """
+
+    lengths: npt.NDArray[np.int64]
+    """[rows] tokens, as compared with the limit"""
+    tokens: npt.NDArray[np.int64]
+    """[rows] tokens: of a tree each completion with its own copy of the prompt, else ``lengths``"""
+    first_trained: npt.NDArray[np.int64]
+    """[rows] place of the first token that is trained on: a row that is cut before it is dropped"""
+    trained: npt.NDArray[np.int64]
+    """[records] tokens that are trained on"""
+    lost: npt.NDArray[np.int64]
+    """[records] tokens cut off (``overlength: truncate``); 0 for pieces of a split row"""
+    starts: tuple[int, ...]
+    """[sources] number of the first record of each source"""
+
+
+@dataclass(frozen=True)
+class Prepared(Generic[RecordT, ReportT]):
+    """Rows as token ids, split into a training and a held-out part; rows of one group are never in both."""
+
+    train: Stored[RecordT]
+    validation: Stored[RecordT]
+    report: ReportT
+    fingerprint: str
+    """hash of all that is trained and evaluated on, in order: equal if and only if a run sees the same data"""
+    measured: Measured
+    packs: Packs | None = None
+    """the sequences that examples of ``train`` share; None without packing"""
+    validation_packs: Packs | None = None
+    """the same of ``validation``"""
+    bad_rows: Sequence[Mapping[str, str]] = ()
+    """rows that were left out as faulty, each with what is wrong with it"""
+
+
+class LengthFit(ABC, Generic[RecordT, ReportT]):
+    """Writes records, and counts the kept, cut and dropped rows they are made of.
+
+    Args:
+        writer: Gets the records.
+        overlength: What to do with a row over the length, one of :data:`OVERLENGTH`.
+        limit: The limit that the longest row is over, for an error.
+        over: The limit, for a note.
+    """
+
+    record: type[RecordT]
+    report_type: type[ReportT]
+    noun = "row"
+
+    def __init__(self, writer: TableWriter, overlength: str, *, limit: str, over: str) -> None:
+        self.writer, self.overlength, self.limit, self.over = writer, overlength, limit, over
+        self.counts: Counter[str] = Counter()
+        self.lengths: array[int] = array("q")
+        """of every row as rendered"""
+        self.longest: tuple[int, str] = (0, "")
+        """length and origin of the longest row"""
+        self.groups: list[bytes] = []
+        """for every kept row a hash of what must not be in both parts"""
+        self.row_of_record: array[int] = array("q")
+        """for every record the number of its row among the kept ones"""
+        self.digests: list[bytes] = []
+        """for every record a hash of all that a run reads of it"""
+        self.bad_rows: Sequence[Mapping[str, str]] = ()
+        """see :class:`Prepared`"""
+        self.tokens, self.first_trained = array("q"), array("q")
+        """as in :class:`Measured`"""
+        self.trained, self.lost = array("q"), array("q")
+        self.starts: list[_Start] = []
+        """of every source"""
+
+    def begin(self, source: Source) -> None:
+        """Count the rows that follow as those of a source."""
+        self.starts.append(self._now(source.path, source.name, source.repeat))
+
+    def _now(self, path: str = "", name: str | None = None, repeat: int = 1) -> _Start:
+        rows, kept, records = len(self.lengths), len(self.groups), len(self.digests)
+        return _Start(path, name, repeat, Counter(self.counts), rows, kept, records)
+
+    def measure(self, size: int, origin: str, *, tokens: int | None = None, first_trained: int = 0) -> None:
+        """Record the sizes of a row as rendered; see :class:`Measured`."""
+        self.lengths.append(size)
+        self.tokens.append(size if tokens is None else tokens)
+        self.first_trained.append(first_trained)
+        self.longest = max(self.longest, (size, origin), key=lambda pair: pair[0])
+
+    @property
+    def rows(self) -> int:
+        """Rows seen: those that were rendered, and those that were left out before."""
+        return len(self.lengths) + self.counts["identical"] + self.counts["empty"]
+
+    def skip_empty(self) -> None:
+        """Leave a row with an empty answer out, and count it."""
+        self.counts["empty"] += 1
+        self.counts["dropped"] += 1
+
+    def write(self, record: RecordT, digest: bytes, *, trained: int = 0, lost: int = 0) -> None:
+        """Write a record of the row whose group comes next."""
+        self.row_of_record.append(len(self.groups))
+        self.digests.append(digest)
+        self.trained.append(trained)
+        self.lost.append(lost)
+        self.writer.append(record)
+
+    def prepared(self, table: pa.Table, val_size: float, seed: int) -> Prepared[RecordT, ReportT]:
+        """Split what was written into a training and a held-out part.
+
+        Args:
+            table: What the writer has written.
+            val_size: Rows to hold out: a fraction below 1, or a count.
+            seed: Seed of the choice.
+
+        Raises:
+            DataError: Nothing would be left to train on.
+        """
+        rows = np.frombuffer(self.row_of_record, dtype=np.int64)
+        is_held_out = _choose_held_out(self.groups, val_size, seed)[rows]
+        trained: npt.NDArray[np.int64] = self._repeat(np.flatnonzero(~is_held_out))
+        held_out: npt.NDArray[np.int64] = np.flatnonzero(is_held_out)
+        total = hashlib.sha256(f"{len(trained)} {len(held_out)}".encode())
+        for index in (*trained, *held_out):
+            total.update(self.digests[index])
+        return Prepared(
+            train=Stored(self.record, table, trained),
+            validation=Stored(self.record, table, held_out),
+            report=self.report(len(trained), is_held_out),
+            fingerprint=total.hexdigest(),
+            measured=self._measured(),
+            bad_rows=self.bad_rows,
+        )
+
+    def _repeat(self, records: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
+        """Return the training records with those of each source as often as it says, source by source."""
+        repeats = [start.repeat for start in self.starts]
+        if all(repeat == 1 for repeat in repeats):
+            return records
+        parts = np.split(records, np.searchsorted(records, [start.records for start in self.starts[1:]]))
+        return np.concatenate([np.tile(part, repeat) for part, repeat in zip(parts, repeats, strict=True)])
+
+    def _measured(self) -> Measured:
+        sizes = (self.lengths, self.tokens, self.first_trained, self.trained, self.lost)
+        lengths, tokens, first_trained, trained, lost = (np.frombuffer(each, dtype=np.int64) for each in sizes)
+        return Measured(lengths, tokens, first_trained, trained, lost, tuple(start.records for start in self.starts))
+
+    def check(self, notify: Notify) -> None:
+        """Raise if rows are too long or none is left; notify the user of the changes.
+
+        Raises:
+            DataError: Rows are over the length and ``overlength`` is ``error``, or nothing is left.
+        """
+        rows, too_long = self.rows, self.counts["too_long"]
+        if too_long and self.overlength == "error":
+            raise self.too_long()
+        if self.counts["identical"]:
+            notify(f"{self.counts['identical']:,} of {rows:,} pairs have the same answer twice: dropped")
+        if not self.groups:
+            size, origin = self.longest
+            to_train_on = " to train on" if self.noun == "row" else ""
+            raise DataError(
+                f"no {self.noun} is left{to_train_on}: all {rows:,} were dropped",
+                where=origin,
+                mend=f"the longest has {size:,} tokens, {self.limit}" if size else "",
+            )
+        if too_long:
+            notify(f"{too_long:,} of {rows:,} {self.noun}s are over {self.over}: {self.changes()}")
+
+    def changes(self) -> str:
+        """Return the changes to rows over the length, for a note."""
+        dropped = self.counts["dropped"] - self.counts["identical"] - self.counts["empty"]
+        named = {"truncated": self.counts["truncated"], "split": self.counts["split"], "dropped": dropped}
+        return ", ".join(f"{count:,} {how}" for how, count in named.items() if count)
+
+    @abstractmethod
+    def too_long(self) -> DataError:
+        """Return the error for rows over the length."""
+
+    def report(self, train_examples: int, is_held_out: npt.NDArray[np.bool_]) -> ReportT:
+        """Return the counts and lengths of the rows; of every record, [records], it is known if it is held out."""
+        duplicates, held_out_duplicates = _count_duplicates(self.digests, is_held_out)
+        return self.report_type(
+            rows=self.rows,
+            kept=len(self.groups),
+            truncated=self.counts["truncated"],
+            dropped=self.counts["dropped"],
+            train_examples=train_examples,
+            validation_examples=int(is_held_out.sum()),
+            tokens=self.counts["tokens"],
+            supervised_tokens=self.counts["supervised_tokens"],
+            tokens_lost=self.counts["tokens_lost"],
+            length_percentiles=length_percentiles(self.lengths),
+            duplicates=duplicates,
+            held_out_duplicates=held_out_duplicates,
+            sources=self._source_reports(),
+            **self.own_counts(),
+        )
+
+    def _source_reports(self) -> tuple[SourceReport, ...]:
+        reports = []
+        for start, end in pairwise([*self.starts, self._now()]):
+            counts, lengths = end.counts - start.counts, self.lengths[start.rows : end.rows]
+            names = ("truncated", "dropped", "split", "tokens", "supervised_tokens", "tokens_lost")
+            reports.append(
+                SourceReport(
+                    path=start.path,
+                    name=start.name,
+                    rows=len(lengths) + counts["identical"] + counts["empty"],
+                    kept=end.kept - start.kept,
+                    length_percentiles=length_percentiles(lengths) if lengths else {},
+                    **{name: counts[name] for name in names},
+                )
+            )
+        return tuple(reports)
+
+    @abstractmethod
+    def own_counts(self) -> dict[str, Any]:
+        """Return the fields of the report that other kinds of rows do not have, or have otherwise."""
+
+
+@dataclass(frozen=True)
+class _Start:
+    """The counts at the beginning of a source."""
+
+    path: str
+    name: str | None
+    repeat: int
+    """times that each of its records is visited"""
+    counts: Counter[str]
+    rows: int
+    """measured so far"""
+    kept: int
+    records: int
+
+
+def _count_duplicates(digests: Sequence[bytes], is_held_out: npt.NDArray[np.bool_]) -> tuple[int, int]:
+    """Return the records that are the same as an earlier one, and those to train on that are held out as well."""
+    if not digests:
+        return 0, 0
+    # 64 of the 128 bits: two of a million records that differ have the same with a probability of 3e-8.
+    keys = np.frombuffer(b"".join(digest[:8] for digest in digests), dtype=np.uint64)
+    held_out = np.unique(keys[is_held_out])
+    return len(keys) - len(np.unique(keys)), int(np.isin(keys[~is_held_out], held_out).sum())
+
+
+def _choose_held_out(groups: Sequence[bytes], val_size: float, seed: int) -> npt.NDArray[np.bool_]:
+    """Return a mask of the held-out rows, [kept rows]: whole groups, drawn by the seed.
+
+    Raises:
+        DataError: Nothing would be left to train on.
+    """
+    held_out = np.zeros(len(groups), dtype=np.bool_)
+    if val_size <= 0:
+        return held_out
+    wanted = max(1, round(val_size * len(groups))) if val_size < 1 else int(val_size)
+    members: dict[bytes, list[int]] = {}
+    for row, group in enumerate(groups):
+        members.setdefault(group, []).append(row)
+    order = sorted(members)
+    random.Random(seed).shuffle(order)
+    count = 0
+    for group in order:
+        if count >= wanted:
+            break
+        held_out[members[group]] = True
+        count += len(members[group])
+    if held_out.all():
+        raise DataError(
+            f"val_size = {val_size:g} holds out all of the {len(groups):,} rows ({len(members):,} different ones)",
+            where="val_size",
+            mend="hold out fewer rows, or add data",
+        )
+    return held_out
+
+
+def have(number: int, noun: str) -> str:
+    """Return "1 row has" or "3 rows have"."""
+    return f"1 {noun} has" if number == 1 else f"{number:,} {noun}s have"

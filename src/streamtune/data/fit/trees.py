@@ -1,0 +1,209 @@
+"""Fit prompts with their completions to the length: keep, cut or leave out each."""
+
+from __future__ import annotations
+
+import hashlib
+from array import array
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+
+from streamtune.data.fit.length_fit import COMPLETION_OVERLENGTH, LengthFit, Notify, check_choice, have
+from streamtune.data.records import TableWriter, Tree
+from streamtune.data.report import CompletionReport, length_percentiles
+from streamtune.errors import ArgumentError, DataError
+
+__all__ = ["LengthPolicy", "TreeFit"]
+
+
+@dataclass(frozen=True)
+class LengthPolicy:
+    """Limits on the length of a prompt with its completions, and the handling of longer ones.
+
+    Raises:
+        ArgumentError: ``overlength`` is none of :data:`COMPLETION_OVERLENGTH`, or the prompt may fill the whole length.
+    """
+
+    max_length: int
+    """tokens that the prompt and the longest completion have together at most"""
+    max_prompt_length: int | None = None
+    """tokens that the prompt has at most"""
+    overlength: str = "error"
+    """one of :data:`COMPLETION_OVERLENGTH`"""
+
+    def __post_init__(self) -> None:
+        split = "a pair or a prompt cannot be split; use " if self.overlength == "split" else "use "
+        known = COMPLETION_OVERLENGTH
+        check_choice("overlength", self.overlength, known, mend=split + ", ".join(known))
+        if self.max_prompt_length is not None and not 0 < self.max_prompt_length < self.max_length:
+            raise ArgumentError(
+                f"max_prompt_length = {self.max_prompt_length:,} leaves no room for a completion in "
+                f"max_length = {self.max_length:,}",
+                where="max_prompt_length",
+                mend="set it to less than max_length, and to 1 at least",
+            )
+
+    def holds(self, tree: Tree) -> bool:
+        """Return True if a tree needs no cut."""
+        return self.holds_prompt(tree) and tree.longest_row <= self.max_length
+
+    def holds_prompt(self, tree: Tree) -> bool:
+        """Return True if the prompt is short enough; completions are not considered."""
+        return self.max_prompt_length is None or len(tree.prompt) <= self.max_prompt_length
+
+    def cut(self, tree: Tree) -> Tree | None:
+        """Cut the prompt's start and the completions' ends off; None if a completion has no counted token left."""
+        prompt = tree.prompt if self.max_prompt_length is None else tree.prompt[-self.max_prompt_length :]
+        room = self.max_length - len(prompt)
+        if room < 1:
+            return None
+        completions = [completion[:room] for completion in tree.completions]
+        masks = None if tree.masks is None else [mask[:room] for mask in tree.masks]
+        if masks is not None and not all(map(any, masks)):
+            return None
+        return replace(tree, prompt=prompt, completions=completions, masks=masks)
+
+
+class TreeFit(LengthFit[Tree, CompletionReport]):
+    """Fits prompts with their completions; those with the same prompt are held out together.
+
+    Args:
+        writer: Gets the trees.
+        policy: The limits.
+        identical_pairs: One of :data:`IDENTICAL_PAIRS`.
+        kinds: Names of the first and the second completion of a tree, or of desirable and undesirable ones.
+    """
+
+    record = Tree
+    report_type = CompletionReport
+
+    def __init__(self, writer: TableWriter, policy: LengthPolicy, identical_pairs: str, kinds: tuple[str, str]) -> None:
+        super().__init__(writer, policy.overlength, limit=f"max_length is {policy.max_length:,}", over="the length")
+        self.policy, self.identical_pairs, self.kinds = policy, identical_pairs, kinds
+        self.prompt_lengths: array[int] = array("q")
+        self.completion_lengths: dict[str, array[int]] = {}
+        self.tree_lengths: array[int] = array("q")
+        """positions of every kept tree"""
+        self.longest_prompt: tuple[int, str] = (0, "")
+        """length and origin of the longest prompt"""
+
+    def add(self, tree: Tree, prompt: bytes) -> None:
+        """Add one tree, with the hash of its prompt.
+
+        Raises:
+            DataError: Its completions are the same, and ``identical_pairs`` is ``error``.
+        """
+        if _identical(tree):
+            self.skip_identical(tree.origin)
+            return
+        self._measure_tree(tree)
+        if self.policy.holds(tree):
+            self._keep(tree, prompt)
+            return
+        self.counts["too_long"] += 1
+        self.counts["long_prompts"] += not self.policy.holds_prompt(tree)
+        cut = self.policy.cut(tree) if self.overlength == "truncate" else None
+        if cut is None or _identical(cut):
+            self.counts["dropped"] += 1
+            self.counts["tokens_lost"] += tree.num_tokens_separate
+        else:
+            self.counts["truncated"] += 1
+            self._keep(cut, prompt, lost=tree.num_tokens_separate - cut.num_tokens_separate)
+
+    def skip_identical(self, origin: str) -> None:
+        """Leave out a pair whose answers are the same.
+
+        Raises:
+            DataError: ``identical_pairs`` is ``error``.
+        """
+        if self.identical_pairs == "error":
+            raise DataError(
+                f"'{self.kinds[0]}' and '{self.kinds[1]}' are the same: there is nothing to prefer"
+                if self.kinds[0] == "chosen"
+                else "'chosen' and 'rejected' are the same: one answer cannot be desirable and undesirable",
+                where=origin,
+                mend="remove the row, or leave out all such rows with identical_pairs: drop",
+            )
+        self.counts["identical"] += 1
+        self.counts["dropped"] += 1
+
+    def _measure_tree(self, tree: Tree) -> None:
+        self.measure(tree.longest_row, tree.origin, tokens=tree.num_tokens_separate)
+        self.longest_prompt = max(self.longest_prompt, (len(tree.prompt), tree.origin), key=lambda pair: pair[0])
+        self.prompt_lengths.append(len(tree.prompt))
+        labels = tree.labels or [True, False]
+        for label, completion in zip(labels, tree.completions, strict=True):
+            kind = self.kinds[0] if label else self.kinds[1]
+            self.completion_lengths.setdefault(kind, array("q")).append(len(completion))
+
+    def _keep(self, tree: Tree, prompt: bytes, lost: int = 0) -> None:
+        self.write(tree, _tree_digest(tree), trained=tree.num_targets, lost=lost)
+        self.counts["tokens_lost"] += lost
+        self.groups.append(prompt)
+        self.tree_lengths.append(tree.num_tokens)
+        self.counts["completions"] += len(tree.completions)
+        self.counts["tokens"] += tree.num_tokens_separate
+        self.counts["supervised_tokens"] += tree.num_targets
+        self.counts["negative_margins"] += tree.margin is not None and tree.margin < 0
+
+    def check(self, notify: Notify) -> None:
+        """See :class:`LengthFit`."""
+        super().check(notify)
+        if self.counts["negative_margins"]:
+            notify(f"{have(self.counts['negative_margins'], 'pair')} a chosen answer with the lower score")
+
+    def too_long(self) -> DataError:
+        """See :class:`LengthFit`: it names the prompts or the rows."""
+        policy = self.policy
+        size, origin = self.longest_prompt
+        if self.counts["long_prompts"]:
+            return DataError(
+                f"{have(self.counts['long_prompts'], 'prompt')} more than max_prompt_length = "
+                f"{policy.max_prompt_length:,} tokens; the longest has {size:,}",
+                where=origin,
+                mend=f"set max_prompt_length to {size} or more, or say what to do with them: overlength: truncate "
+                "(keeps the end of the prompt) or drop",
+            )
+        if size >= policy.max_length:
+            return DataError(
+                f"a prompt of {size:,} tokens leaves no room for a completion in max_length = {policy.max_length:,}",
+                where=origin,
+                mend=f"set max_length to {self.longest[0]} or more; or keep the end of prompts with max_prompt_length "
+                "and overlength: truncate; or leave the rows out with overlength: drop",
+            )
+        size, origin = self.longest
+        return DataError(
+            f"{have(self.counts['too_long'], 'row')} more than max_length = {policy.max_length:,} tokens of prompt "
+            f"and longest completion; the longest has {size:,}",
+            where=origin,
+            mend=f"set max_length to {size} or more, or say what to do with them: overlength: truncate or drop",
+        )
+
+    def own_counts(self) -> dict[str, Any]:
+        """See :class:`LengthFit`."""
+        lengths = self.completion_lengths
+        return {
+            **{name: self.counts[name] for name in ("identical", "completions", "negative_margins")},
+            "tree_tokens": sum(self.tree_lengths),
+            "prompt_lengths": length_percentiles(self.prompt_lengths),
+            "completion_lengths": {kind: length_percentiles(lengths[kind]) for kind in self.kinds if kind in lengths},
+            "tree_lengths": length_percentiles(self.tree_lengths),
+        }
+
+
+def _identical(tree: Tree) -> bool:
+    """Return True if a pair's answers are the same tokens: a template may write two answers as one."""
+    return len(tree.completions) == 2 and tree.completions[0] == tree.completions[1]
+
+
+def _tree_digest(tree: Tree) -> bytes:
+    """Return a hash of everything a step reads of a tree."""
+    digest = hashlib.blake2b(repr((tree.labels, tree.margin)).encode(), digest_size=16)
+    lists = [tree.prompt, *tree.completions]
+    digest.update(np.array([len(items) for items in lists], dtype=np.int64).tobytes())
+    for items in lists:
+        digest.update(np.array(items, dtype=np.int32).tobytes())
+    for mask in tree.masks or ():
+        digest.update(np.array(mask, dtype=np.bool_).tobytes())
+    return digest.digest()
