@@ -1,6 +1,7 @@
 """Data: from files, the hub or the standard library to token ids, labels and batches.
 
     reading -> rows, preferences -> rendering -> fit -> records, report   (prepare)
+    cache: rows prepared before, from the same contents                    (prepare)
     batches                                                               (every step)
     inspect, inspect_lengths: prepared rows as text, and what other lengths would lose (streamtune data)
 
@@ -20,6 +21,7 @@ from streamtune.data.batches.collate import (
     collate_trees,
 )
 from streamtune.data.batches.sampler import Packs, ResumableSampler, assign_rows, pack_rows
+from streamtune.data.cache import RowCache, fingerprint_sources
 from streamtune.data.fit import COMPLETION_OVERLENGTH as COMPLETION_OVERLENGTH
 from streamtune.data.fit import IDENTICAL_PAIRS, OVERLENGTH
 from streamtune.data.preferences import PREFERENCE_TYPES
@@ -68,12 +70,14 @@ __all__ = [
     "PreparedTrees",
     "Prompt",
     "ResumableSampler",
+    "RowCache",
     "Source",
     "Tree",
     "assign_rows",
     "collate",
     "collate_packed",
     "collate_trees",
+    "fingerprint_sources",
     "gather_columns",
     "holds_messages",
     "iter_texts",

@@ -23,6 +23,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from streamtune.data.batches.sampler import pack_rows
+from streamtune.data.cache import RowCache, fit_rows
 from streamtune.data.faults import ON_BAD_ROW, BadRows
 from streamtune.data.fit import (
     COMPLETION_OVERLENGTH,
@@ -46,7 +47,7 @@ from streamtune.data.preferences import (
 from streamtune.data.reading.cells import TextOrMessages, prompt_digest, texts_of, tools_of, variables_of
 from streamtune.data.reading.readers import Row
 from streamtune.data.reading.sources import BUILT_IN, Source, typed_rows, with_progress
-from streamtune.data.records import Example, Prompt, Tree, spill
+from streamtune.data.records import Example, Prompt, Tree
 from streamtune.data.rendering.counts import DEFAULT_CHAT, ChatOptions, RenderLog
 from streamtune.data.rendering.render import PromptRenderer, RowRenderer, TreeRenderer
 from streamtune.data.rendering.renderings import require_template
@@ -98,6 +99,7 @@ def prepare(
     on_bad_row: str = "error",
     max_bad_rows: int = 100,
     chat: ChatOptions = DEFAULT_CHAT,
+    cache: RowCache | None = None,
     notify: Callable[[str], None] = lambda message: None,
 ) -> PreparedData:
     """Read every source and make examples of its rows.
@@ -118,6 +120,7 @@ def prepare(
             (``error``), or count and leave them out (``skip``).
         max_bad_rows: Rows that ``skip`` may leave out.
         chat: Options of rendering.
+        cache: Where prepared rows are kept and found again; None keeps none.
         notify: Called with each thing the user should know, as a line of text.
 
     Raises:
@@ -125,10 +128,11 @@ def prepare(
         ArgumentError: ``overlength`` or ``train_on`` is none of the known ones.
     """
     check_choice("overlength", overlength, OVERLENGTH)
-    bad = _bad_rows(on_bad_row, max_bad_rows, notify)
-    render = RowRenderer(tokenizer, train_on=train_on, notify=notify, chat=chat)
-    with spill(Example) as (writer, tables):
-        fit = RowFit(writer, overlength, max_length)
+    check_choice("on_bad_row", on_bad_row, ON_BAD_ROW)
+
+    def fill(fit: RowFit, note: Callable[[str], None]) -> None:
+        bad = BadRows(on_bad_row, max_bad_rows, note)
+        render = RowRenderer(tokenizer, train_on=train_on, notify=note, chat=chat)
         reading = _Reading(sources, fit, render.log, bad)
         for content, origin in with_progress(_contents(reading)):
             if isinstance(content, Conversation):
@@ -139,7 +143,25 @@ def prepare(
                 else:
                     fit.add(render(content, origin), origin)
         reading.finish()
-    prepared = fit.prepared(tables[0], val_size, seed)
+
+    fit, table = fit_rows(
+        Example,
+        lambda writer: RowFit(writer, overlength, max_length),
+        fill,
+        sources=sources,
+        tokenizer=tokenizer,
+        settings={
+            "max_length": max_length,
+            "overlength": overlength,
+            "train_on": train_on,
+            "on_bad_row": on_bad_row,
+            "max_bad_rows": max_bad_rows,
+            "chat": vars(chat),
+        },
+        cache=cache,
+        notify=notify,
+    )
+    prepared = fit.prepared(table, val_size, seed)
     return _packed(prepared, max_length, seed) if packing else prepared
 
 
@@ -157,11 +179,6 @@ def _packed(prepared: PreparedData, max_length: int, seed: int) -> PreparedData:
         packs=packs,
         validation_packs=held_out,
     )
-
-
-def _bad_rows(on_bad_row: str, max_bad_rows: int, notify: Callable[[str], None]) -> BadRows:
-    check_choice("on_bad_row", on_bad_row, ON_BAD_ROW)
-    return BadRows(on_bad_row, max_bad_rows, notify)
 
 
 @dataclass(frozen=True)
@@ -225,7 +242,8 @@ def iter_texts(
     Raises:
         DataError: A file is missing, or a row is malformed.
     """
-    bad = _bad_rows(on_bad_row, max_bad_rows, notify)
+    check_choice("on_bad_row", on_bad_row, ON_BAD_ROW)
+    bad = BadRows(on_bad_row, max_bad_rows, notify)
     for row, row_type in typed_rows(sources, _KNOWN, _detect, bad):
         texts: list[str] = []
         with bad:
@@ -298,6 +316,7 @@ def prepare_preferences(
     on_bad_row: str = "error",
     max_bad_rows: int = 100,
     chat: ChatOptions = DEFAULT_CHAT,
+    cache: RowCache | None = None,
     notify: Callable[[str], None] = lambda message: None,
 ) -> PreparedTrees:
     """Read every source and make one tree of each pair: its completions are ``[chosen, rejected]``.
@@ -319,21 +338,23 @@ def prepare_preferences(
             (``error``), or count and leave them out (``skip``).
         max_bad_rows: Rows that ``skip`` may leave out.
         chat: Options of rendering.
+        cache: Where prepared rows are kept and found again; None keeps none.
         notify: Called with each thing the user should know, as a line of text.
 
     Raises:
         DataError: A file is missing, a row is malformed, identical, too long or empty, or nothing is left.
         ArgumentError: ``overlength`` or ``identical_pairs`` is none of the known ones, or the lengths leave no room.
     """
-    bad = _bad_rows(on_bad_row, max_bad_rows, notify)
     policy = LengthPolicy(max_length, max_prompt_length, overlength)
-    render = TreeRenderer(tokenizer, notify=notify, chat=chat)
+    rules = _TreeRules(policy, identical_pairs, on_bad_row, max_bad_rows, chat)
 
     def read(reading: _Reading) -> Rows:
         return _answers(reading, ("preference",))
 
     kinds = ("chosen", "rejected")
-    return _prepare_trees(sources, read, render, policy, identical_pairs, kinds, bad, val_size=val_size, seed=seed)
+    return _prepare_trees(
+        sources, read, tokenizer, rules, kinds, val_size=val_size, seed=seed, cache=cache, notify=notify
+    )
 
 
 def prepare_unpaired(
@@ -349,6 +370,7 @@ def prepare_unpaired(
     on_bad_row: str = "error",
     max_bad_rows: int = 100,
     chat: ChatOptions = DEFAULT_CHAT,
+    cache: RowCache | None = None,
     notify: Callable[[str], None] = lambda message: None,
 ) -> PreparedTrees:
     """Read every source and make one tree of each row, its completions labelled desirable or not.
@@ -358,16 +380,17 @@ def prepare_unpaired(
 
     Args and raises as :func:`prepare_preferences`; in addition a ``DataError`` if all labels are the same.
     """
-    bad = _bad_rows(on_bad_row, max_bad_rows, notify)
     policy = LengthPolicy(max_length, max_prompt_length, overlength)
-    render = TreeRenderer(tokenizer, notify=notify, chat=chat)
+    rules = _TreeRules(policy, identical_pairs, on_bad_row, max_bad_rows, chat)
 
     def read(reading: _Reading) -> Rows:
         for answers, origin in _answers(reading, PREFERENCE_TYPES):
             yield (answers if answers.labels else replace(answers, labels=(True, False))), origin
 
     kinds = ("desirable", "undesirable")
-    prepared = _prepare_trees(sources, read, render, policy, identical_pairs, kinds, bad, val_size=val_size, seed=seed)
+    prepared = _prepare_trees(
+        sources, read, tokenizer, rules, kinds, val_size=val_size, seed=seed, cache=cache, notify=notify
+    )
     found = list(prepared.report.completion_lengths)
     if len(found) == 1:
         raise DataError(
@@ -378,33 +401,60 @@ def prepare_unpaired(
     return prepared
 
 
+@dataclass(frozen=True)
+class _TreeRules:
+    """Everything but the sources and the tokenizer that decides trees."""
+
+    policy: LengthPolicy
+    identical_pairs: str
+    on_bad_row: str
+    max_bad_rows: int
+    chat: ChatOptions
+
+    def __post_init__(self) -> None:
+        check_choice("identical_pairs", self.identical_pairs, IDENTICAL_PAIRS)
+        check_choice("on_bad_row", self.on_bad_row, ON_BAD_ROW)
+
+
 def _prepare_trees(
     sources: Sequence[Source],
     read: Callable[[_Reading], Rows],
-    render: TreeRenderer,
-    policy: LengthPolicy,
-    identical_pairs: str,
+    tokenizer: PreTrainedTokenizerBase,
+    rules: _TreeRules,
     kinds: tuple[str, str],
-    bad: BadRows,
     *,
     val_size: float,
     seed: int,
+    cache: RowCache | None,
+    notify: Callable[[str], None],
 ) -> PreparedTrees:
     """Render, fit and split every row."""
-    check_choice("identical_pairs", identical_pairs, IDENTICAL_PAIRS)
-    with spill(Tree) as (writer, tables):
-        fit = TreeFit(writer, policy, identical_pairs, kinds)
+
+    def fill(fit: TreeFit, note: Callable[[str], None]) -> None:
+        bad = BadRows(rules.on_bad_row, rules.max_bad_rows, note)
+        render = TreeRenderer(tokenizer, notify=note, chat=rules.chat)
         reading = _Reading(sources, fit, render.log, bad)
         for answers, origin in with_progress(read(reading)):
             if not isinstance(answers.prompt, str) and not answers.identical:
-                require_template(render.tokenizer, "row", origin)
+                require_template(tokenizer, "row", origin)
             with bad:
                 if answers.identical:
                     fit.skip_identical(origin)
                 else:
                     fit.add(render(answers, origin), prompt_digest(answers.prompt, answers.tools))
         reading.finish()
-    return fit.prepared(tables[0], val_size, seed)
+
+    fit, table = fit_rows(
+        Tree,
+        lambda writer: TreeFit(writer, rules.policy, rules.identical_pairs, kinds),
+        fill,
+        sources=sources,
+        tokenizer=tokenizer,
+        settings={**vars(rules), "policy": vars(rules.policy), "chat": vars(rules.chat), "kinds": kinds},
+        cache=cache,
+        notify=notify,
+    )
+    return fit.prepared(table, val_size, seed)
 
 
 def _answers(reading: _Reading, wanted: Sequence[str]) -> Rows:
@@ -435,6 +485,7 @@ def prepare_prompts(
     on_bad_row: str = "error",
     max_bad_rows: int = 100,
     chat: ChatOptions = DEFAULT_CHAT,
+    cache: RowCache | None = None,
     notify: Callable[[str], None] = lambda message: None,
 ) -> PreparedPrompts:
     """Read every source and render its prompts.
@@ -451,6 +502,7 @@ def prepare_prompts(
             (``error``), or count and leave them out (``skip``).
         max_bad_rows: Rows that ``skip`` may leave out.
         chat: Options of rendering.
+        cache: Where prepared rows are kept and found again; None keeps none.
         notify: Called with each thing the user should know, as a line of text.
 
     Raises:
@@ -459,10 +511,11 @@ def prepare_prompts(
     """
     split = "a prompt cannot be split; use " if overlength == "split" else "use "
     check_choice("overlength", overlength, COMPLETION_OVERLENGTH, mend=split + ", ".join(COMPLETION_OVERLENGTH))
-    bad = _bad_rows(on_bad_row, max_bad_rows, notify)
-    render = PromptRenderer(tokenizer, chat=chat, notify=notify)
-    with spill(Prompt) as (writer, tables):
-        fit = PromptFit(writer, overlength, max_prompt_length)
+    check_choice("on_bad_row", on_bad_row, ON_BAD_ROW)
+
+    def fill(fit: PromptFit, note: Callable[[str], None]) -> None:
+        bad = BadRows(on_bad_row, max_bad_rows, note)
+        render = PromptRenderer(tokenizer, chat=chat, notify=note)
         reading = _Reading(sources, fit, render.log, bad)
         for row, prompt in with_progress(_prompts(reading)):
             if not isinstance(prompt, str):
@@ -474,7 +527,24 @@ def prepare_prompts(
                 ids = render(prompt, tools, row.origin, variables)
                 fit.add(Prompt(ids, prompt, columns, row.origin), prompt_digest(prompt, tools))
         reading.finish()
-    return fit.prepared(tables[0], val_size, seed)
+
+    fit, table = fit_rows(
+        Prompt,
+        lambda writer: PromptFit(writer, overlength, max_prompt_length),
+        fill,
+        sources=sources,
+        tokenizer=tokenizer,
+        settings={
+            "max_prompt_length": max_prompt_length,
+            "overlength": overlength,
+            "on_bad_row": on_bad_row,
+            "max_bad_rows": max_bad_rows,
+            "chat": vars(chat),
+        },
+        cache=cache,
+        notify=notify,
+    )
+    return fit.prepared(table, val_size, seed)
 
 
 def _prompts(reading: _Reading) -> Iterator[tuple[Row, TextOrMessages]]:

@@ -8,6 +8,7 @@ Prompt     a prompt that completions are yet to be written for
 from __future__ import annotations
 
 import io
+import json
 import pickle
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
@@ -24,9 +25,23 @@ from streamtune import interrupts
 from streamtune.errors import StorageError
 from streamtune.sizes import show_size
 
-__all__ = ["Example", "IntArray", "Prompt", "Record", "Stored", "TableWriter", "Tree", "gather_columns", "spill"]
+__all__ = [
+    "Example",
+    "IntArray",
+    "Prompt",
+    "Record",
+    "Stored",
+    "TableWriter",
+    "Tree",
+    "gather_columns",
+    "map_table",
+    "spill",
+]
 
 IntArray = npt.NDArray[np.int32]
+
+ROWS = "rows.arrow"
+"""Name of the file of a table."""
 
 _FLUSH_TOKENS = 1 << 20
 """Tokens held in memory before they are written: 8 MiB with their labels."""
@@ -121,34 +136,48 @@ class TableWriter:
 
 
 @contextmanager
-def spill(record: type[Record]) -> Iterator[tuple[TableWriter, list[pa.Table]]]:
+def spill(record: type[Record], path: Path | None = None) -> Iterator[tuple[TableWriter, list[pa.Table]]]:
     """Yield a writer, and a list that holds the written table, memory-mapped, once the block has ended without error.
 
-    The file is deleted at once: the mapping keeps its bytes for as long as the table is referenced, and a killed run
-    leaves nothing behind.
+    Without ``path`` the file is deleted at once: the mapping keeps its bytes for as long as the table is referenced,
+    and a killed run leaves nothing behind.
     """
     tables: list[pa.Table] = []
     with ExitStack() as held:
-        try:
-            directory = interrupts.temporary_directory(prefix="streamtune-data-", ignore_cleanup_errors=True)
-            path = Path(held.enter_context(directory)) / "rows.arrow"
-        except OSError as error:
-            what = f"there is no folder for temporary files: {error.strerror or error}"
-            raise StorageError(what, where="TMPDIR", mend="set TMPDIR to a folder with room") from error
-        with _Spilled(path) as sink, pa.ipc.new_stream(pa.PythonFile(sink, "w"), record.schema) as stream:
+        if path is None:
+            try:
+                directory = interrupts.temporary_directory(prefix="streamtune-data-", ignore_cleanup_errors=True)
+                path = Path(held.enter_context(directory)) / ROWS
+            except OSError as error:
+                what = f"there is no folder for temporary files: {error.strerror or error}"
+                raise StorageError(what, where="TMPDIR", mend="set TMPDIR to a folder with room") from error
+            sink = _Spilled(path, path.parent.parent, "TMPDIR", "set TMPDIR to a folder that has it")
+        else:
+            clear = "delete what is kept with streamtune data --clear-cache, or keep nothing with cache: false"
+            sink = _Spilled(path, path.parent, str(path.parent.parent), clear)
+        with sink, pa.ipc.new_stream(pa.PythonFile(sink, "w"), record.schema) as stream:
             writer = TableWriter(stream, record.schema)
             yield writer, tables
             writer.flush()
-        with pa.ipc.open_stream(pa.memory_map(str(path))) as reader:
-            tables.append(reader.read_all())
+        tables.append(map_table(path))
+
+
+def map_table(path: Path) -> pa.Table:
+    """Return a table that :func:`spill` wrote, memory-mapped.
+
+    Raises:
+        OSError, pa.ArrowInvalid: The file cannot be read, or is no such table.
+    """
+    with pa.ipc.open_stream(pa.memory_map(str(path))) as reader:
+        return reader.read_all()
 
 
 class _Spilled(io.FileIO):
     """The file of prepared rows; an error of writing names the folder and the room that it needs."""
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, folder: Path, where: str, mend: str) -> None:
         super().__init__(path, "wb")
-        self._path, self._written = path, 0
+        self._folder, self._where, self._mend, self._written = folder, where, mend, 0
 
     def write(self, data: Any) -> int:
         """Write all of the data.
@@ -164,11 +193,11 @@ class _Spilled(io.FileIO):
                 self._written += count
                 waiting = waiting[count:]
         except OSError as error:
-            folder, needed = self._path.parent.parent, show_size(self._written + len(waiting))
+            needed = show_size(self._written + len(waiting))
             raise StorageError(
-                f"cannot write the prepared rows to {folder}: {error.strerror or error}",
-                where="TMPDIR",
-                mend=f"they need more than {needed}: make room there, or set TMPDIR to a folder that has it",
+                f"cannot write the prepared rows to {self._folder}: {error.strerror or error}",
+                where=self._where,
+                mend=f"they need more than {needed}: make room there, or {self._mend}",
             ) from error
         return size
 
@@ -311,10 +340,10 @@ class Tree:
 class Prompt:
     """A prompt, as token ids and as its row has it, with the row's other columns."""
 
-    # A row's other columns may hold whatever its file format knows (dates, bytes): pickled, they come back as they
-    # were. The file is written and read by one process, and nobody else can open it.
+    # A row's other columns may hold whatever its file format knows. What JSON gives back as it was is written as JSON,
+    # all else (dates, bytes) pickled: such a table is read by the process that wrote it and by no other.
     schema: ClassVar[pa.Schema] = pa.schema(
-        [("input_ids", pa.list_(pa.int32())), ("pickled", pa.binary()), ("origin", pa.string())]
+        [("input_ids", pa.list_(pa.int32())), ("json", pa.string()), ("pickled", pa.binary()), ("origin", pa.string())]
     )
 
     input_ids: list[int]
@@ -333,19 +362,32 @@ class Prompt:
 
     def to_row(self) -> Mapping[str, Any]:
         """See :class:`Record`."""
-        pickled = pickle.dumps((self.prompt, self.columns), protocol=pickle.HIGHEST_PROTOCOL)
-        return {"input_ids": self.input_ids, "pickled": pickled, "origin": self.origin}
+        content = [self.prompt, self.columns]
+        text = _as_json(content)
+        pickled = pickle.dumps(content, protocol=pickle.HIGHEST_PROTOCOL) if text is None else None
+        return {"input_ids": self.input_ids, "json": text, "pickled": pickled, "origin": self.origin}
 
     @classmethod
     def from_row(cls, table: pa.Table, row: int) -> Self:
         """See :class:`Record`."""
-        prompt, columns = pickle.loads(table["pickled"][row].as_py())
+        text = table["json"][row].as_py()
+        prompt, columns = pickle.loads(table["pickled"][row].as_py()) if text is None else json.loads(text)
         return cls(_items(table["input_ids"][row]), prompt, columns, table["origin"][row].as_py())
 
     @staticmethod
     def token_counts(table: pa.Table) -> npt.NDArray[np.int64]:
         """See :class:`Record`."""
         return _list_lengths(table["input_ids"])
+
+
+def _as_json(content: Any) -> str | None:
+    """Return plain values as JSON; None where JSON would not give them back as they are."""
+    try:
+        text = json.dumps(content, ensure_ascii=False)
+        text.encode()  # no half of a pair of surrogates
+        return text if json.loads(text) == content else None
+    except (TypeError, ValueError, RecursionError):
+        return None
 
 
 def gather_columns(prompts: Sequence[Prompt]) -> dict[str, list[Any]]:

@@ -278,6 +278,10 @@ class Recipe(Spec):
     max_bad_rows: Steps = 100
     """Rows that `on_bad_row: skip` may leave out; more are an error."""
 
+    cache: bool = True
+    """Keep prepared rows and a trained tokenizer on disk, under a hash of the files, the tokenizer and the options that
+    they are made of, for the next start."""
+
     max_length: Annotated[int, Field(ge=2), at_most(10**12)] = 2048
     """Tokens a row may have."""
 

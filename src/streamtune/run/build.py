@@ -7,7 +7,7 @@ from contextlib import ExitStack, nullcontext
 
 from streamtune import models, train
 from streamtune.recipe.loader import LoadedRecipe
-from streamtune.run.data import make_sources, make_tokenizer_together
+from streamtune.run.data import make_sources, make_tokenizer_together, prepare_together
 from streamtune.run.device import blame_recipe
 from streamtune.run.engine import plan_and_stream
 from streamtune.run.model import make_model, make_trial_model
@@ -58,7 +58,7 @@ def build_run(
         sources = make_sources(loaded)
         with doing("reading the tokenizer" if start.checkpoint else "making the tokenizer"):
             tokenizer = make_tokenizer_together(start.world, recipe, sources, start.checkpoint, notify)
-        prepared = task.prepare(sources, tokenizer, notify)
+        prepared = prepare_together(task, start.world, sources, tokenizer, notify)
         start.with_data(prepared.fingerprint)
         longest = task.longest(prepared)
         with doing("loading the model"):

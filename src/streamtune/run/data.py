@@ -26,7 +26,9 @@ from contextlib import suppress
 from pathlib import Path
 
 from streamtune import rewards
+from streamtune.distributed import read_environment
 from streamtune.tasks import Task
+from streamtune.tasks.task import PreparedRows, row_cache
 
 __all__ = [
     "fingerprint_inputs",
@@ -34,6 +36,7 @@ __all__ = [
     "make_sources",
     "make_tokenizer",
     "make_tokenizer_together",
+    "prepare_together",
     "reads_base",
 ]
 
@@ -63,9 +66,13 @@ def make_tokenizer(
     spec = recipe.tokenizer
     tokenizer: PreTrainedTokenizerBase
     if spec is not None and spec.train is not None:
-        texts = data.iter_texts(sources, on_bad_row=recipe.on_bad_row, max_bad_rows=recipe.max_bad_rows)
-        tokenizer = models.train_tokenizer(texts, vocab_size=spec.train.vocab_size)
-        notify(f"trained a byte-level BPE tokenizer with {len(tokenizer):,} entries")
+        tokenizer, kept = _train_tokenizer(recipe, sources, spec.train.vocab_size)
+        how = (
+            "found a byte-level BPE tokenizer that was trained on these rows before, with"
+            if kept
+            else ("trained a byte-level BPE tokenizer with")
+        )
+        notify(f"{how} {len(tokenizer):,} entries")
     else:
         name = spec.path if spec is not None else recipe.model_name_or_path
         assert name is not None, "the schema asks for a tokenizer where there is no model to take it from"
@@ -73,6 +80,43 @@ def make_tokenizer(
     if template and recipe.chat_template is not None:
         models.set_chat_template(tokenizer, recipe.chat_template)
     return tokenizer
+
+
+def _train_tokenizer(
+    recipe: Recipe, sources: Sequence[data.Source], vocab_size: int
+) -> tuple[PreTrainedTokenizerBase, bool]:
+    """Return a tokenizer that is trained on the rows, and True if it was kept from an earlier start."""
+    cache = row_cache(recipe)
+    settings = {"vocab_size": vocab_size, "on_bad_row": recipe.on_bad_row, "max_bad_rows": recipe.max_bad_rows}
+    name = None if cache is None else cache.made_of(sources, settings)
+    text = cache.read_text(name) if cache is not None and name is not None else None
+    if text is not None:
+        with suppress(Exception):  # the library raises nothing more special for a damaged file: it is made anew
+            return models.read_trained_tokenizer(text), True
+    texts = data.iter_texts(sources, on_bad_row=recipe.on_bad_row, max_bad_rows=recipe.max_bad_rows)
+    tokenizer = models.train_tokenizer(texts, vocab_size=vocab_size)
+    if cache is not None and name is not None:
+        cache.keep_text(name, tokenizer.backend_tokenizer.to_str())
+    return tokenizer, False
+
+
+def prepare_together(
+    task: Task[Any],
+    world: train.World,
+    sources: Sequence[data.Source],
+    tokenizer: PreTrainedTokenizerBase,
+    notify: Callable[[str], None],
+) -> PreparedRows:
+    """Prepare the rows on every rank; with a cache one rank of each machine does the work. Called by all ranks."""
+    made: list[PreparedRows] = []
+
+    def prepare() -> PreparedRows:
+        return made[0] if made else task.prepare(sources, tokenizer, notify)
+
+    if world.size > 1 and task.recipe.cache:
+        leads = read_environment().local_rank == 0
+        world.together(lambda: made.append(prepare()) if leads else None)
+    return world.together(prepare)
 
 
 def make_tokenizer_together(

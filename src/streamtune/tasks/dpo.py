@@ -29,7 +29,16 @@ from streamtune.tasks.preference import (
     unpaired_knobs,
 )
 from streamtune.tasks.random_batches import RandomTokens, choose_trees
-from streamtune.tasks.task import Notify, PreparedRows, RandomStep, ScoringTask, TrialStep, chat_options, held_back
+from streamtune.tasks.task import (
+    Notify,
+    PreparedRows,
+    RandomStep,
+    ScoringTask,
+    TrialStep,
+    chat_options,
+    held_back,
+    row_cache,
+)
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -83,6 +92,7 @@ class Dpo(ScoringTask[DpoRecipe]):
                 on_bad_row=recipe.on_bad_row,
                 max_bad_rows=recipe.max_bad_rows,
                 chat=chat_options(recipe),
+                cache=row_cache(recipe),
                 notify=notify_later,
             )
 

@@ -12,7 +12,7 @@ from streamtune import data, train
 from streamtune.engine import StreamHandle, check_packing
 from streamtune.recipe.schema import Recipe
 from streamtune.tasks.random_batches import RandomTokens
-from streamtune.tasks.task import Notify, RandomStep, Task, TrialStep, chat_options, held_back
+from streamtune.tasks.task import Notify, RandomStep, Task, TrialStep, chat_options, held_back, row_cache
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -51,6 +51,7 @@ class Sft(Task[Recipe]):
                 on_bad_row=recipe.on_bad_row,
                 max_bad_rows=recipe.max_bad_rows,
                 chat=chat_options(recipe),
+                cache=row_cache(recipe),
                 notify=notify_later,
             )
 

@@ -26,6 +26,7 @@ from torch import nn
 from streamtune import data, optim, train
 from streamtune.engine import StreamHandle, check_branches, stream
 from streamtune.errors import UnsupportedModelError
+from streamtune.paths import cache_folder
 from streamtune.recipe.dpo import DpoRecipe
 from streamtune.recipe.grpo import GrpoRecipe
 from streamtune.recipe.schema import Recipe
@@ -47,6 +48,7 @@ __all__ = [
     "TrialStep",
     "chat_options",
     "held_back",
+    "row_cache",
 ]
 
 R_co = TypeVar("R_co", bound=Recipe, covariant=True)
@@ -461,6 +463,11 @@ def chat_options(recipe: Recipe) -> data.ChatOptions:
         default_system=recipe.default_system,
         variables=recipe.chat_template_kwargs,
     )
+
+
+def row_cache(recipe: Recipe) -> data.RowCache | None:
+    """Return where prepared rows are kept; None where a recipe says that none are."""
+    return data.RowCache(cache_folder() / "rows") if recipe.cache else None
 
 
 @contextmanager

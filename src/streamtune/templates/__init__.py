@@ -36,6 +36,7 @@ __all__ = [
     "TemplateLimits",
     "TemplateRefusalError",
     "fix_date",
+    "fixed_date",
     "render_chat",
     "template_variables",
 ]
@@ -152,6 +153,11 @@ def fix_date(date: str | None) -> None:
         _WORKERS.date = None if date is None else datetime.fromisoformat(date).isoformat()
     except (TypeError, ValueError) as error:
         raise ArgumentError(f"{date!r} is no date", where="date", mend="write it as 2025-01-31") from error
+
+
+def fixed_date() -> str | None:
+    """Return the date that :func:`fix_date` set; None if templates print the day on which they are rendered."""
+    return _WORKERS.date
 
 
 def _renders_itself(tokenizer: Any) -> bool:

@@ -129,16 +129,16 @@ class LengthFit(ABC, Generic[RecordT, ReportT]):
         self.tokens, self.first_trained = array("q"), array("q")
         """as in :class:`Measured`"""
         self.trained, self.lost = array("q"), array("q")
-        self.starts: list[_Start] = []
+        self.starts: list[Start] = []
         """of every source"""
 
     def begin(self, source: Source) -> None:
         """Count the rows that follow as those of a source."""
         self.starts.append(self._now(source.path, source.name, source.repeat))
 
-    def _now(self, path: str = "", name: str | None = None, repeat: int = 1) -> _Start:
+    def _now(self, path: str = "", name: str | None = None, repeat: int = 1) -> Start:
         rows, kept, records = len(self.lengths), len(self.groups), len(self.digests)
-        return _Start(path, name, repeat, Counter(self.counts), rows, kept, records)
+        return Start(path, name, repeat, Counter(self.counts), rows, kept, records)
 
     def measure(self, size: int, origin: str, *, tokens: int | None = None, first_trained: int = 0) -> None:
         """Record the sizes of a row as rendered; see :class:`Measured`."""
@@ -280,7 +280,7 @@ class LengthFit(ABC, Generic[RecordT, ReportT]):
 
 
 @dataclass(frozen=True)
-class _Start:
+class Start:
     """The counts at the beginning of a source."""
 
     path: str

@@ -82,6 +82,10 @@ class DataFile:
     """its name in origins and messages, usually as the user wrote it"""
     open: Callable[[], IO[bytes]]
     """Opens it for reading, with ``peek``; raises ``DataError`` where it is no regular file"""
+    path: Path | None = None
+    """where it is on this machine"""
+    version: str | None = None
+    """of a file elsewhere: what changes when its bytes do, if its place tells such a thing"""
 
 
 def format_of(name: str) -> str:
@@ -94,7 +98,7 @@ def format_of(name: str) -> str:
 
 def local_file(path: Path, shown: str) -> DataFile:
     """Return a file of this machine."""
-    return DataFile(path.name, shown, lambda: _open_local(path, shown))
+    return DataFile(path.name, shown, lambda: _open_local(path, shown), path)
 
 
 def _open_local(path: Path, shown: str) -> IO[bytes]:

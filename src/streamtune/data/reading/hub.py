@@ -10,11 +10,18 @@ from typing import Any
 from streamtune.data.reading.readers import Row, without_nulls
 from streamtune.errors import DataError, did_you_mean
 
-__all__ = ["hub_rows"]
+__all__ = ["hub_rows", "load_hub"]
 
 
 def hub_rows(name: str, config: str | None, split: str, where: str) -> Iterator[Row]:
-    """Yield the rows of a dataset.
+    """Yield the rows of a dataset; see :func:`load_hub`."""
+    shown = f"{name}[{split}]"
+    for number, columns in enumerate(load_hub(name, config, split, where), start=1):
+        yield Row(f"{shown}:row {number}", without_nulls(columns))
+
+
+def load_hub(name: str, config: str | None, split: str, where: str) -> Any:
+    """Return a ``datasets.Dataset``: from the hub the first time, then from the library's cache.
 
     The library runs no script of a dataset since its version 4, which this package requires.
 
@@ -30,15 +37,11 @@ def hub_rows(name: str, config: str | None, split: str, where: str) -> Iterator[
     import datasets
 
     _refuse_formats(name, where)
-
     with _quiet_without_terminal():
         try:
-            loaded = datasets.load_dataset(name, config, split=split)
+            return datasets.load_dataset(name, config, split=split)
         except Exception as error:  # the library raises its own, the network's and the builder script's errors
             raise _cannot_load(name, config, split, error, where) from error
-    shown = f"{name}[{split}]"
-    for number, columns in enumerate(loaded, start=1):
-        yield Row(f"{shown}:row {number}", without_nulls(columns))
 
 
 def _cannot_load(name: str, config: str | None, split: str, error: Exception, where: str) -> DataError:

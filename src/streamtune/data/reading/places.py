@@ -201,7 +201,21 @@ def _remote_file(system: Any, path: str, shown: str) -> DataFile:
             raise _cannot_reach(shown, error, shown) from error
         return cast(IO[bytes], opened if hasattr(opened, "peek") else io.BufferedReader(opened))
 
-    return DataFile(path.rstrip("/").rpartition("/")[2].partition("?")[0], shown, open_it)
+    return DataFile(path.rstrip("/").rpartition("/")[2].partition("?")[0], shown, open_it, None, _version(system, path))
+
+
+_VERSIONS = ("ETag", "etag", "blob_id", "checksum", "md5Hash", "sha256", "mtime", "LastModified", "last_modified")
+"""Names under which storage systems tell the version of a file."""
+
+
+def _version(system: Any, path: str) -> str | None:
+    """Return the version of a file that is elsewhere; None where its place tells none."""
+    try:
+        info = system.info(path)
+        found = {name: str(info[name]) for name in _VERSIONS if info.get(name)}
+        return f"{info.get('size')} {sorted(found.items())}" if found else None
+    except Exception:  # reading it raises the error that matters
+        return None
 
 
 def _cannot_reach(address: str, error: Exception, where: str) -> DataError:

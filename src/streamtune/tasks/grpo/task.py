@@ -39,6 +39,7 @@ from streamtune.tasks.task import (
     TrialStep,
     chat_options,
     held_back,
+    row_cache,
 )
 from streamtune.train.objective import autocast
 
@@ -164,6 +165,7 @@ class Grpo(ScoringTask[GrpoRecipe]):
                 on_bad_row=recipe.on_bad_row,
                 max_bad_rows=recipe.max_bad_rows,
                 chat=chat_options(recipe),
+                cache=row_cache(recipe),
                 notify=notify_later,
             )
         if self.functions is None:

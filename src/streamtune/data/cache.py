@@ -1,0 +1,276 @@
+"""Prepared rows on disk, under a hash of everything they are made of: a second start renders nothing.
+
+An entry is a folder that is written under another name and renamed when it is whole. So two processes may prepare the
+same rows at once, and one that is killed leaves nothing that could be taken for an entry.
+
+    ROOT/files.json         hashes of files, see :class:`FileHashes`
+    ROOT/<key>.txt          a tokenizer that was trained on the rows
+    ROOT/<key>/rows.arrow   the records
+    ROOT/<key>/fit.*        the counts, see :mod:`streamtune.data.fit.state`
+    ROOT/<key>/entry.json   the messages for the user, the number of records, the sizes of the other files
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import shutil
+import tempfile
+import time
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from functools import cache
+from importlib import metadata
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, TypeVar
+
+import pyarrow as pa  # type: ignore[import-untyped]
+
+from streamtune import __version__
+from streamtune.data.fit import LengthFit
+from streamtune.data.fit.state import load_fit, save_fit
+from streamtune.data.reading.contents import FileHashes, fingerprint_source
+from streamtune.data.reading.sources import Source
+from streamtune.data.records import ROWS, Record, TableWriter, map_table, spill
+from streamtune.sizes import show_size
+from streamtune.templates import fixed_date
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+__all__ = ["RowCache", "fingerprint_sources", "fit_rows"]
+
+FitT = TypeVar("FitT", bound=LengthFit[Any, Any])
+Notify = Callable[[str], None]
+
+_ENTRY = "entry.json"
+_UNFINISHED = ".unfinished-"
+STALE = 7 * 24 * 3600.0
+"""Seconds after which a folder that was never finished is deleted: the process that wrote it is gone."""
+
+
+@dataclass(frozen=True)
+class RowCache:
+    """A folder of prepared rows."""
+
+    root: Path
+
+    def size(self) -> int:
+        """Return the bytes of all entries."""
+        return sum(file.stat().st_size for file in self.root.rglob("*") if file.is_file())
+
+    def clear(self) -> tuple[int, int]:
+        """Delete all entries; return their number and their bytes. Processes that read them go on."""
+        size, entries = self.size(), 0
+        for path in self.root.glob("*"):
+            if path.is_dir():
+                entries += not path.name.startswith(_UNFINISHED)
+                shutil.rmtree(path, ignore_errors=True)
+            else:
+                path.unlink(missing_ok=True)
+        return entries, size
+
+    def made_of(self, sources: Sequence[Source], settings: Mapping[str, Any]) -> str | None:
+        """Return the name of what is made of the texts of all rows; None where their contents cannot be known."""
+        contents = fingerprint_sources(sources, self.root)
+        everything = [contents, settings, metadata.version("tokenizers")]
+        return None if contents is None else _name(everything)
+
+    def read_text(self, name: str) -> str | None:
+        """Return a text that was kept, None without one."""
+        try:
+            return (self.root / f"{name}.txt").read_text("utf-8")
+        except (OSError, ValueError):
+            return None
+
+    def keep_text(self, name: str, text: str) -> None:
+        """Keep a text. Where that fails, it is made again another time."""
+        temporary = self.root / f"{_UNFINISHED}{name}.{os.getpid()}"
+        with suppress(OSError):
+            self.root.mkdir(parents=True, exist_ok=True)
+            temporary.write_text(text, "utf-8")
+            temporary.replace(self.root / f"{name}.txt")
+
+    def key(
+        self,
+        record: type[Record],
+        sources: Sequence[Source],
+        tokenizer: PreTrainedTokenizerBase,
+        settings: Mapping[str, Any],
+    ) -> str | None:
+        """Return the name of an entry; None where what the rows are made of cannot be known."""
+        facts = _tokenizer_facts(tokenizer)
+        contents = fingerprint_sources(sources, self.root) if facts is not None else None
+        if contents is None:
+            return None
+        versions = [__version__, _own_code(), metadata.version("tokenizers"), metadata.version("transformers")]
+        everything = [record.__name__, contents, facts, settings, versions]
+        return _name(everything)
+
+
+def fit_rows(
+    record: type[Record],
+    make: Callable[[TableWriter], FitT],
+    fill: Callable[[FitT, Notify], None],
+    *,
+    sources: Sequence[Source],
+    tokenizer: PreTrainedTokenizerBase,
+    settings: Mapping[str, Any],
+    cache: RowCache | None,
+    notify: Notify,
+) -> tuple[FitT, pa.Table]:
+    """Return the rows that were prepared before from the same contents, or prepare them and keep them.
+
+    Args:
+        record: The kind of records.
+        make: Makes an empty fit, given the writer of its records.
+        fill: Reads, renders and fits every row; is given what to call with messages for the user.
+        sources: Where the rows come from.
+        tokenizer: The model's tokenizer, with its chat template.
+        settings: All else that decides the rows, as plain values.
+        cache: Where prepared rows are kept; None keeps nothing.
+        notify: Called with messages for the user: those of the time when rows were prepared are repeated.
+
+    Returns:
+        The fit, and the table of the records.
+    """
+    key = None if cache is None else cache.key(record, sources, tokenizer, settings)
+    if cache is None or key is None:
+        with spill(record) as (writer, tables):
+            fit = make(writer)
+            fill(fit, notify)
+        return fit, tables[0]
+    entry = cache.root / key
+    found = _read(entry, make(TableWriter(None, record.schema)), notify)
+    if found is not None:
+        return found
+    unfinished = _new_folder(cache.root)
+    if unfinished is None:
+        notify(f"prepared rows are not kept: {cache.root} cannot be written to")
+        with spill(record) as (writer, tables):
+            fit = make(writer)
+            fill(fit, notify)
+        return fit, tables[0]
+    notes: list[str] = []
+
+    def note(message: str) -> None:
+        notes.append(message)
+        notify(message)
+
+    try:
+        with spill(record, unfinished / ROWS) as (writer, tables):
+            fit = make(writer)
+            fill(fit, note)
+        if "pickled" not in record.schema.names or tables[0]["pickled"].null_count == tables[0].num_rows:
+            _keep(fit, notes, tables[0].num_rows, unfinished, entry)
+        return fit, tables[0]
+    finally:
+        shutil.rmtree(unfinished, ignore_errors=True)  # the mapping keeps the bytes of the table
+
+
+def _read(entry: Path, fit: FitT, notify: Notify) -> tuple[FitT, pa.Table] | None:
+    """Return what an entry holds; None if there is none, or one that was damaged, which is deleted."""
+    try:
+        facts = json.loads((entry / _ENTRY).read_text("utf-8"))
+    except (OSError, ValueError):
+        return None
+    try:
+        if any((entry / name).stat().st_size != size for name, size in facts["sizes"].items()):
+            raise ValueError("a file has another size")
+        table = map_table(entry / ROWS)
+        if table.schema != fit.record.schema or table.num_rows != facts["records"]:
+            raise ValueError("the table is another one")
+        if "pickled" in table.schema.names and table["pickled"].null_count != table.num_rows:
+            raise ValueError("the table holds what was pickled")
+        load_fit(fit, entry)
+    except (OSError, ValueError, KeyError, TypeError, EOFError, pa.ArrowInvalid):
+        shutil.rmtree(entry, ignore_errors=True)
+        return None
+    for message in facts["notes"]:
+        notify(message)
+    made = time.strftime("%Y-%m-%d %H:%M", time.localtime(facts["time"]))
+    notify(f"rows prepared on {made} are used again ({show_size(sum(facts['sizes'].values()))})")
+    with suppress(OSError):
+        os.utime(entry)
+    return fit, table
+
+
+def _new_folder(root: Path) -> Path | None:
+    """Return a new folder for an entry that is being written; None where nothing can be written."""
+    try:
+        root.mkdir(parents=True, exist_ok=True)
+        for old in root.glob(f"{_UNFINISHED}*"):
+            if time.time() - old.stat().st_mtime > STALE:
+                shutil.rmtree(old, ignore_errors=True)
+        return Path(tempfile.mkdtemp(prefix=_UNFINISHED, dir=root))
+    except OSError:
+        return None
+
+
+def _keep(fit: LengthFit[Any, Any], notes: Sequence[str], records: int, unfinished: Path, entry: Path) -> None:
+    """Finish an entry. Where that fails, as on a full disk, the rows are prepared again another time."""
+    with suppress(OSError):
+        save_fit(fit, unfinished)
+        sizes = {file.name: file.stat().st_size for file in unfinished.iterdir()}
+        facts = {"notes": notes, "records": records, "sizes": sizes, "time": time.time()}
+        (unfinished / _ENTRY).write_text(json.dumps(facts), "utf-8")
+        for file in unfinished.iterdir():
+            with file.open("rb") as opened:
+                os.fsync(opened.fileno())
+        unfinished.rename(entry)  # fails if another process was first: its entry holds the same
+
+
+def fingerprint_sources(sources: Sequence[Source], root: Path) -> str | None:
+    """Return a hash of all that decides the rows of the sources; None where it cannot be known.
+
+    Args:
+        sources: The sources.
+        root: Where the hashes of their files are remembered.
+    """
+    hashes = FileHashes(root / "files.json")
+    contents = [fingerprint_source(source, hashes) for source in sources]
+    hashes.save()
+    if any(content is None for content in contents):
+        return None
+    return _name([contents, _own_code()])
+
+
+def _tokenizer_facts(tokenizer: PreTrainedTokenizerBase) -> list[Any] | None:
+    """Return all that decides the tokens of a text and the text of a chat; None of a tokenizer with code of its own."""
+    backend: Any = getattr(tokenizer, "backend_tokenizer", None)
+    if backend is None or not type(tokenizer).__module__.startswith("transformers."):
+        return None
+    text = backend.to_str()
+    template = tokenizer.chat_template
+    prints_date = "strftime_now" in json.dumps(template)
+    today = fixed_date() or time.strftime("%Y-%m-%d")
+    options = {
+        name: value for name, value in tokenizer.init_kwargs.items() if isinstance(value, str | bool | int | None)
+    }
+    special = {name: str(token) for name, token in tokenizer.special_tokens_map.items()}
+    return [
+        type(tokenizer).__name__, hashlib.sha256(text.encode()).hexdigest(), template, special, options,
+        today if prints_date else None,
+    ]  # fmt: skip
+
+
+@cache
+def _own_code() -> str:
+    """Return a hash of the code that prepares rows, so that no version of it takes rows of another one."""
+    package = Path(__file__).parent
+    digest = hashlib.sha256()
+    for file in sorted([*package.rglob("*.py"), *(package.parent / "templates").glob("*.py")]):
+        digest.update(file.read_bytes())
+    return digest.hexdigest()
+
+
+def _name(facts: Any) -> str:
+    return hashlib.sha256(json.dumps(facts, sort_keys=True, default=_no_value).encode()).hexdigest()[:40]
+
+
+def _no_value(value: Any) -> Any:
+    if isinstance(value, Mapping):
+        return dict(value)
+    raise TypeError(f"{type(value).__name__} is no plain value")

@@ -1,0 +1,130 @@
+"""Fingerprint what a source holds, so that rows that were prepared from the same contents are found again.
+
+A file of this machine is known by the hash of its bytes. Reading a file of a terabyte takes an hour, so its hash is
+remembered with its size, its time of change and its inode, as git does it, and a file that was changed within
+:data:`RACY` seconds before it was hashed is hashed again: its clock may not tell two changes apart.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import sys
+import sysconfig
+import time
+from collections.abc import Mapping
+from contextlib import suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from streamtune.data.reading.builtin import STDLIB_PATH
+from streamtune.data.reading.files import DataFile, open_bytes
+from streamtune.data.reading.hub import load_hub
+from streamtune.data.reading.places import is_address, local_files, remote_files
+from streamtune.data.reading.sources import BUILT_IN, Source
+from streamtune.errors import DataError
+
+__all__ = ["FileHashes", "fingerprint_source"]
+
+RACY = 2.0
+"""Seconds between the last change of a file and its hashing below which the hash is not remembered."""
+_BLOCK = 1 << 20
+
+
+@dataclass
+class FileHashes:
+    """Hashes of files, remembered in a JSON file by path, size, time of change and inode."""
+
+    path: Path
+    """the JSON file; it may not exist yet, and is made anew where it cannot be read"""
+    _known: dict[str, Any] = field(default_factory=dict)
+    _changed: bool = False
+
+    def __post_init__(self) -> None:
+        with suppress(OSError, ValueError):
+            known = json.loads(self.path.read_text("utf-8"))
+            self._known = known if isinstance(known, dict) else {}
+
+    def of(self, path: Path) -> str:
+        """Return the hash of the bytes of a regular file, in hexadecimal.
+
+        Raises:
+            OSError: It cannot be read.
+        """
+        status = path.stat()
+        facts = [status.st_size, status.st_mtime_ns, status.st_ino]
+        name = str(path.resolve())
+        found = self._known.get(name)
+        if isinstance(found, list) and found[:-1] == facts:
+            return str(found[-1])
+        digest = hashlib.blake2b(digest_size=20)
+        began = time.time()
+        with path.open("rb") as opened:
+            while block := opened.read(_BLOCK):
+                digest.update(block)
+        if began - status.st_mtime > RACY:
+            self._known[name] = [*facts, digest.hexdigest()]
+            self._changed = True
+        return digest.hexdigest()
+
+    def save(self) -> None:
+        """Write the hashes; where that fails they are computed again another time."""
+        if not self._changed:
+            return
+        temporary = self.path.with_name(f"{self.path.name}.{os.getpid()}.tmp")
+        with suppress(OSError):
+            self.path.parent.mkdir(parents=True, exist_ok=True)
+            temporary.write_text(json.dumps(self._known), "utf-8")
+            temporary.replace(self.path)
+        self._changed = False
+
+
+def fingerprint_source(source: Source, hashes: FileHashes) -> Mapping[str, Any] | None:
+    """Return all that decides the rows of a source, as plain values; None where its contents cannot be known.
+
+    Errors of reading are left to the reader, which names them better: they make the contents unknown.
+    """
+    try:
+        contents = _contents(source, hashes)
+    except (OSError, DataError):
+        return None
+    if contents is None:
+        return None
+    options = {name: value for name, value in vars(source).items() if name not in ("where", "seed")}
+    options["columns"] = None if source.columns is None else dict(source.columns)
+    return {**options, "seed": source.seed if source.shuffle else None, "contents": contents}
+
+
+def _contents(source: Source, hashes: FileHashes) -> Any:
+    if source.path in BUILT_IN:
+        return [sys.version, _library_files()] if source.path == STDLIB_PATH else []
+    find = remote_files if is_address(source.path) else local_files
+    found = find(source.path, split=source.split, config=source.name, where=source.place)
+    if found is None:
+        return load_hub(source.path, source.name, source.split, source.place)._fingerprint
+    files = [(file.shown, _version(file, hashes)) for file in found[0]]
+    left_out = [] if found[1] is None else list(found[1].left_out)
+    return None if any(version is None for _, version in files) else [files, left_out]
+
+
+def _version(file: DataFile, hashes: FileHashes) -> str | None:
+    """Return the hash of a file of this machine, or what its place gives as the version of one elsewhere."""
+    if file.path is None:
+        return file.version
+    with open_bytes(file, text=False):  # as a reader opens it: no pipe is read, no device
+        pass
+    return hashes.of(file.path)
+
+
+def _library_files() -> str:
+    """Return a hash of names, sizes and times of the files of the standard library."""
+    digest = hashlib.blake2b(digest_size=20)
+    for folder, folders, names in os.walk(sysconfig.get_path("stdlib")):
+        folders[:] = sorted(name for name in folders if name not in ("__pycache__", "site-packages", "dist-packages"))
+        for name in sorted(names):
+            file = Path(folder, name)
+            status = file.lstat()
+            digest.update(f"{file} {status.st_size} {status.st_mtime_ns}\n".encode("utf-8", "surrogateescape"))
+    return digest.hexdigest()
