@@ -11,13 +11,24 @@ values that `make test` tries; a test that is long by itself is marked ``full``.
 
 from __future__ import annotations
 
+import atexit
 import os
+import shutil
+import tempfile
 from collections import defaultdict
 from collections.abc import Hashable, Sequence
+from pathlib import Path
 
 import pytest
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
+if "PYTEST_XDIST_WORKER" not in os.environ:  # workers have the environment of the process that starts them
+    # What the tests prepare is kept in a folder of theirs; compiled extensions and packages where they were.
+    _caches = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
+    os.environ.setdefault("PIP_CACHE_DIR", str(_caches / "pip"))
+    os.environ["XDG_CACHE_HOME"] = tempfile.mkdtemp(prefix="streamtune-tests-")
+    atexit.register(shutil.rmtree, os.environ["XDG_CACHE_HOME"], ignore_errors=True)
+    (Path(os.environ["XDG_CACHE_HOME"]) / "torch_extensions").symlink_to(_caches / "torch_extensions")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 

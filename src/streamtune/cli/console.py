@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import gc
 import json
 import os
 import re
 import sys
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 from rich.console import Console, Group, RenderableType
 from rich.panel import Panel
+from rich.status import Status
 from rich.table import Table
 from rich.text import Text
 
@@ -23,6 +26,7 @@ __all__ = [
     "error_panel",
     "error_text",
     "is_needed",
+    "loading_libraries",
     "need_output",
     "out",
     "plain",
@@ -44,6 +48,24 @@ NARROW = 40
 """Columns of a terminal that leave a second column of a table no room: it wraps plain lines itself."""
 
 _needed = [True]
+
+
+@contextmanager
+def loading_libraries() -> Iterator[Status]:
+    """Show a message while libraries are imported, without garbage collection: they make objects and no garbage.
+
+    The collector would walk over all of them a hundred times, a fifth of the time of importing torch and transformers.
+    What was imported is left out of later collections.
+    """
+    collects = gc.isenabled()
+    gc.disable()
+    try:
+        with err.status("loading libraries") as status:
+            yield status
+    finally:
+        gc.freeze()
+        if collects:
+            gc.enable()
 
 
 def need_output(needed: bool) -> None:

@@ -6,9 +6,13 @@ import os
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
-from streamtune.errors import ArgumentError
+import typer
 
-from .console import err, print_json, print_note
+from streamtune.errors import ArgumentError
+from streamtune.paths import cache_folder
+from streamtune.sizes import show_size
+
+from .console import err, loading_libraries, out, print_json, print_note
 from .options import JsonOption, RecipeArgument, SetOption, option, read_recipe
 from .report import replace_page
 
@@ -24,6 +28,23 @@ PAGE_ROWS = 40
 PNG = b"\x89PNG\r\n\x1a\n"
 
 
+def _clear_cache(wanted: bool) -> None:
+    """Delete all prepared rows, and end the command."""
+    if not wanted:
+        return
+    from streamtune.data.cache import RowCache
+
+    cache = RowCache(cache_folder() / "rows")
+    entries, size = cache.clear()
+    out.print(
+        f"deleted {'1 set' if entries == 1 else f'{entries:,} sets'} of prepared rows, {show_size(size)}, "
+        f"from {cache.root}",
+        soft_wrap=True,
+        markup=False,
+    )
+    raise typer.Exit
+
+
 def data(
     recipe: RecipeArgument,
     rows: Annotated[int | None, option("N", "Rows to show, evenly over the data; by default 3.", least=0)] = None,
@@ -37,6 +58,16 @@ def data(
     ] = False,
     png: Annotated[Path | None, option("FILE", "Draw the lengths of the rows.", "--png")] = None,
     html: Annotated[Path | None, option("FILE", "Write a page with rows and counts, in one file.", "--html")] = None,
+    clear_cache: Annotated[
+        bool,
+        typer.Option(
+            "--clear-cache",
+            help="Delete the prepared rows and tokenizers of all recipes that are kept on disk, and do nothing else.",
+            is_eager=True,
+            callback=_clear_cache,
+            show_default=False,
+        ),
+    ] = False,
     set_: SetOption = None,
     as_json: JsonOption = False,
 ) -> None:
@@ -54,7 +85,7 @@ def data(
     if ids and row is None:
         raise ArgumentError("the ids of one row are shown", where="--ids", mend="say which, with --row")
     os.environ.setdefault("OMP_WAIT_POLICY", "passive")  # read when torch is imported
-    with err.status("loading libraries"):
+    with loading_libraries():
         from streamtune.cli.data_screen import print_inspection, print_view
         from streamtune.run.inspect import inspect_recipe
     for note in loaded.notes:

@@ -22,7 +22,7 @@ from rich.text import Text
 from streamtune.network import is_offline
 from streamtune.sizes import show_size
 
-from .console import err, out, plain, print_json
+from .console import err, loading_libraries, out, plain, print_json
 from .env import environment
 from .options import JsonOption
 
@@ -59,7 +59,7 @@ def doctor(
     json: JsonOption = False,
 ) -> None:
     """Try what a run needs on this machine, and say what to mend. Exits with 1 if a run would fail."""
-    with err.status("loading libraries"):
+    with loading_libraries():
         found = environment()
     findings = []
     for name, check in CHECKS.items():

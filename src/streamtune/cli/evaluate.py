@@ -12,7 +12,7 @@ from streamtune.errors import ArgumentError
 from streamtune.network import stay_off_the_hub
 from streamtune.recipe import LoadedRecipe, load_recipe, names_a_hub
 
-from .console import err, out, print_json, print_note
+from .console import err, loading_libraries, out, print_json, print_note
 from .evaluate_tables import print_evaluation
 from .options import JsonOption, SetOption, option
 from .training import AllowCodeOption
@@ -66,7 +66,7 @@ def evaluate(
     if output is not None and output.exists() and (not output.is_dir() or any(output.iterdir())):
         raise ArgumentError(f"{output} exists and is not empty", where="--output", mend="give a new folder")
     os.environ.setdefault("OMP_WAIT_POLICY", "passive")  # read when torch is imported
-    with err.status("loading libraries"):
+    with loading_libraries():
         from streamtune.evaluate.evaluate import EvalOptions, Feedback, evaluate_model
         from streamtune.evaluate.needle import NeedleOptions
         from streamtune.evaluate.results import check_folder, write_results

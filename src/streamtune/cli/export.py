@@ -11,7 +11,7 @@ from rich.text import Text
 
 from streamtune.sizes import parse_size, show_size
 
-from .console import err, out, plain, print_json, print_note, print_rows
+from .console import err, loading_libraries, out, plain, print_json, print_note, print_rows
 from .options import JsonOption, option
 
 if TYPE_CHECKING:
@@ -73,7 +73,7 @@ def export(
     """
     shard = parse_size(max_shard_size, where="--max-shard-size")
     os.environ.setdefault("OMP_WAIT_POLICY", "passive")  # read when torch is imported
-    with err.status("loading libraries"):
+    with loading_libraries():
         from streamtune.export import ExportOptions, export_model
     options = ExportOptions(
         checkpoint=checkpoint,

@@ -16,7 +16,7 @@ from rich.text import Text
 from streamtune import interrupts
 from streamtune.errors import ArgumentError
 
-from .console import err, out, plain, print_error, print_json, print_note
+from .console import err, loading_libraries, out, plain, print_error, print_json, print_note
 from .options import JsonOption, option
 
 if TYPE_CHECKING:
@@ -73,7 +73,7 @@ def generate(
     if prompt is not None and file is not None:
         raise ArgumentError("--prompt and --file are two prompts", where="--file", mend="leave one of them out")
     _check_ranges(temperature, top_p, top_k)
-    with err.status("loading libraries"):
+    with loading_libraries():
         from streamtune.generate import GenerateOptions, answer_with_vllm, check_served, load_answerer, read_prompts
     options = GenerateOptions(
         checkpoint=checkpoint,

@@ -19,7 +19,7 @@ from streamtune.network import is_offline
 from streamtune.recipe import LoadedRecipe, code_of
 from streamtune.sizes import show_size
 
-from .console import err, need_output, out, plain, print_rows
+from .console import err, loading_libraries, need_output, out, plain, print_rows
 from .plan import describe_plan
 from .ranks import enter_rank, launch_ranks, shown, watch
 from .report import write_report
@@ -98,7 +98,7 @@ def train_recipe(
     # Threads that spin while they wait starve each other where the cores are shared; read when torch is imported.
     os.environ.setdefault("OMP_WAIT_POLICY", "passive")
     try:
-        with err.status("loading libraries"):
+        with loading_libraries():
             from streamtune.run.build import build_run
             from streamtune.run.device import blame_recipe
             from streamtune.run.ranks import leave_ranks

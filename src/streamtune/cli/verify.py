@@ -12,7 +12,7 @@ from rich.text import Text
 from streamtune.adapters import base_of
 from streamtune.cli.options import read_recipe
 
-from .console import err, out, print_json, print_note, print_rows
+from .console import err, loading_libraries, out, print_json, print_note, print_rows
 from .options import JsonOption, RecipeArgument, SetOption, option
 
 if TYPE_CHECKING:
@@ -40,7 +40,7 @@ def verify(
     """
     loaded = read_recipe(recipe, set_ or [])
     os.environ.setdefault("OMP_WAIT_POLICY", "passive")  # read when torch is imported
-    with err.status("loading libraries"):
+    with loading_libraries():
         from streamtune.verify.build import build_verify, verify_recipe
     subject = build_verify(loaded, length=length, dtype=dtype, notify=print_note, doing=err.status)
     if not as_json:

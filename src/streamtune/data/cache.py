@@ -164,7 +164,7 @@ def fit_rows(
             fit = make(writer)
             fill(fit, note)
         if "pickled" not in record.schema.names or tables[0]["pickled"].null_count == tables[0].num_rows:
-            _keep(fit, notes, tables[0].num_rows, unfinished, entry)
+            _keep(fit, notes, tables[0].num_rows, unfinished, entry, notify)
         return fit, tables[0]
     finally:
         shutil.rmtree(unfinished, ignore_errors=True)  # the mapping keeps the bytes of the table
@@ -172,11 +172,10 @@ def fit_rows(
 
 def _read(entry: Path, fit: FitT, notify: Notify) -> tuple[FitT, pa.Table] | None:
     """Return what an entry holds; None if there is none, or one that was damaged, which is deleted."""
-    try:
-        facts = json.loads((entry / _ENTRY).read_text("utf-8"))
-    except (OSError, ValueError):
+    if not entry.is_dir():
         return None
     try:
+        facts = json.loads((entry / _ENTRY).read_text("utf-8"))
         if any((entry / name).stat().st_size != size for name, size in facts["sizes"].items()):
             raise ValueError("a file has another size")
         table = map_table(entry / ROWS)
@@ -209,7 +208,9 @@ def _new_folder(root: Path) -> Path | None:
         return None
 
 
-def _keep(fit: LengthFit[Any, Any], notes: Sequence[str], records: int, unfinished: Path, entry: Path) -> None:
+def _keep(
+    fit: LengthFit[Any, Any], notes: Sequence[str], records: int, unfinished: Path, entry: Path, notify: Notify
+) -> None:
     """Finish an entry. Where that fails, as on a full disk, the rows are prepared again another time."""
     with suppress(OSError):
         save_fit(fit, unfinished)
@@ -220,6 +221,7 @@ def _keep(fit: LengthFit[Any, Any], notes: Sequence[str], records: int, unfinish
             with file.open("rb") as opened:
                 os.fsync(opened.fileno())
         unfinished.rename(entry)  # fails if another process was first: its entry holds the same
+        notify(f"prepared rows are kept for the next start: {show_size(sum(sizes.values()))} in {entry.parent}")
 
 
 def fingerprint_sources(sources: Sequence[Source], root: Path) -> str | None:

@@ -273,6 +273,7 @@ def make_workload(
         device_type=device.type,
         completions=completions,
         reference_bytes=reference_bytes,
+        keep=recipe.cache,
     )
 
 

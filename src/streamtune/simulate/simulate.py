@@ -15,7 +15,7 @@ tokens that there are.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field, replace
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 from torch import Tensor
@@ -23,6 +23,7 @@ from torch import Tensor
 from streamtune.ops.simulated import simulating
 from streamtune.schedule import Schedule
 from streamtune.simulate.extrapolate import Combined, Part, UnlikeError, combined, kinds_of_layers, layout_of
+from streamtune.simulate.kept import describe_step, kept_result
 from streamtune.simulate.memory import ACTIVATION, ATTENTION, GRADIENT, HEAD, INPUT, KEYS, OPTIMIZER
 from streamtune.simulate.partition import Holdings
 from streamtune.simulate.scored import Scored
@@ -114,6 +115,10 @@ def simulate(workload: Workload, schedule: Schedule, *, full: bool = False) -> S
     Raises:
         UnsupportedModelError: The model cannot be streamed, or its step depends on values other than integers.
     """
+    if workload.keep and not full and (key := describe_step(workload, schedule)) is not None:
+        fresh = replace(workload, keep=False)
+        found = kept_result(key, lambda: asdict(simulate(fresh, schedule)))
+        return Simulation(**{**found, "work": Work(**found["work"])})
     model: Any = workload.make_model().train()
     fixed, shard = Holdings.of(model, workload), shard_of(model, workload.cluster)
     attempts = [(False, False)] if full else [(True, True), (True, False), (False, True), (False, False)]

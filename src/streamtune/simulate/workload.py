@@ -74,6 +74,7 @@ class Workload:
         completions: Returns what is scored at a length and batch size, where the loss is not on next tokens. A
             baseline has a row for each completion.
         reference_bytes: Bytes of weights that are held in addition to the model's and not trained.
+        keep: Keep simulations on disk, and use those that are there.
 
     Raises:
         ArgumentError: A value is out of range.
@@ -90,6 +91,7 @@ class Workload:
     device_type: str = "cuda"
     completions: Completions | None = None
     reference_bytes: int = 0
+    keep: bool = False
 
     def __post_init__(self) -> None:
         for name in ("batch_size", "micro_batches"):

@@ -1,0 +1,112 @@
+"""Simulations that are kept on disk, under a hash of everything they are made of: a second start simulates nothing.
+
+The steps of a model are simulated by running the engine itself. So a result belongs to the code of this package, to the
+versions of the libraries, to the structure of the model and to every option of the step; a model with code of its own,
+with hooks or with quantised weights is simulated each time.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import asdict, fields
+from functools import cache
+from importlib import metadata, util
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from streamtune.paths import cache_folder
+from streamtune.schedule import Schedule
+from streamtune.simulate.workload import Workload
+
+__all__ = ["describe_step", "kept_result"]
+
+_KNOWN_CODE = ("torch", "transformers", "peft", "streamtune")
+_HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
+_CHOOSES = ("triton", "flash_attn", "bitsandbytes", "torchao", "causal_conv1d", "fla", "mamba_ssm")
+"""Packages whose presence may choose the operators of a step."""
+
+
+def kept_result(key: str, compute: Callable[[], dict[str, Any]]) -> dict[str, Any]:
+    """Return the result that was kept under a key, or compute and keep it; plain values.
+
+    Where the folder cannot be read or written, the result is computed.
+    """
+    file = cache_folder() / "simulations" / f"{key}.json"
+    with suppress(OSError, ValueError):
+        found = json.loads(file.read_text("utf-8"))
+        if isinstance(found, dict):
+            return found
+    found = compute()
+    temporary = file.with_name(f"{key}.{os.getpid()}.tmp")
+    with suppress(OSError):
+        file.parent.mkdir(parents=True, exist_ok=True)
+        temporary.write_text(json.dumps(found), "utf-8")
+        temporary.replace(file)
+    return found
+
+
+def describe_step(workload: Workload, schedule: Schedule) -> str | None:
+    """Return a hash of all that a simulation depends on; None where it cannot be known."""
+    model = workload.make_model()
+    structure = _describe_model(model)
+    if structure is None:
+        return None
+    options = {
+        field.name: repr(getattr(workload, field.name))
+        for field in fields(workload)
+        if field.name not in ("make_model", "make_optimizer", "completions", "keep")
+    }
+    facts = [
+        structure, options, repr(workload.scored), repr(asdict(schedule)), _describe_optimizer(workload, model),
+        _versions(), torch.are_deterministic_algorithms_enabled(), str(torch.get_default_dtype()),
+    ]  # fmt: skip
+    return hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()[:40]
+
+
+def _describe_model(model: nn.Module) -> Any:
+    for module in model.modules():
+        ours = type(module).__module__.partition(".")[0] in _KNOWN_CODE
+        if not ours or "forward" in vars(module) or any(getattr(module, name, None) for name in _HOOKS):
+            return None
+    tensors = [*model.named_parameters(), *model.named_buffers()]
+    if any(type(tensor) not in (nn.Parameter, torch.Tensor) for _, tensor in tensors):
+        return None
+    config: Any = getattr(model, "config", None)
+    return [
+        type(model).__name__,
+        repr(model),
+        None if config is None else config.to_json_string(use_diff=False),
+        str(getattr(config, "_attn_implementation", None)),
+        [[name, list(each.shape), str(each.dtype), each.requires_grad] for name, each in tensors],
+        [name for name, module in model.named_modules() if getattr(module, "gradient_checkpointing", False)],
+    ]
+
+
+def _describe_optimizer(workload: Workload, model: nn.Module) -> str | None:
+    if workload.make_optimizer is None:
+        return None
+    optimizer = workload.make_optimizer(model)
+    groups = [
+        [len(group["params"]), sorted((name, repr(value)) for name, value in group.items() if name != "params")]
+        for group in optimizer.param_groups
+    ]
+    return f"{type(optimizer).__module__}.{type(optimizer).__qualname__} {groups}"
+
+
+@cache
+def _versions() -> list[str]:
+    """Return what the operators of a step depend on besides the step: versions, packages, our own code."""
+    found = [f"{name} {metadata.version(name)}" for name in ("torch", "transformers")]
+    found += [name for name in _CHOOSES if util.find_spec(name) is not None]
+    package = Path(__file__).parents[1]
+    code = hashlib.sha256()
+    for file in sorted(package.rglob("*.py")):
+        code.update(file.read_bytes())
+    return [*found, str(torch.version.cuda), code.hexdigest()]
