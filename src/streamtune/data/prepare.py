@@ -64,6 +64,7 @@ from streamtune.data.rows import (
     looks_like,
     normalise,
     prompt_of,
+    size_of,
 )
 from streamtune.errors import DataError
 
@@ -134,7 +135,7 @@ def prepare(
         bad = BadRows(on_bad_row, max_bad_rows, note)
         render = RowRenderer(tokenizer, train_on=train_on, notify=note, chat=chat)
         reading = _Reading(sources, fit, render.log, bad)
-        for content, origin in with_progress(_contents(reading)):
+        for content, origin in with_progress(_contents(reading, render.render_ahead)):
             if isinstance(content, Conversation):
                 require_template(tokenizer, "row", origin)  # no fault of the row: outside of what is reported as one
             with bad:
@@ -192,10 +193,15 @@ class _Reading:
 
     def rows(self, known: Sequence[str], detect: Callable[[Row], str]) -> Iterator[tuple[Row, str]]:
         """Do as :func:`typed_rows`, source by source."""
+        for source in self.each():
+            yield from typed_rows([source], known, detect, self.bad)
+
+    def each(self) -> Iterator[Source]:
+        """Yield the sources; the rows that follow are counted as those of the last one."""
         for source in self.sources:
             self.fit.begin(source)
             self.log.begin(source.path)
-            yield from typed_rows([source], known, detect, self.bad)
+            yield source
 
     def find_unread(self, row: Row, read: Sequence[str]) -> None:
         """Record columns that are not read and hold something, but for those of the built-in sets."""
@@ -214,9 +220,30 @@ class _Reading:
         self.fit.check(self.bad.notify)
 
 
-def _contents(reading: _Reading) -> Iterator[tuple[Content, str]]:
-    """Yield the normal form of every row of every source, with its origin."""
-    for row, row_type in reading.rows(ROW_TYPES, detect_type):
+def _contents(reading: _Reading, ahead: Callable[[Sequence[Content]], None]) -> Iterator[tuple[Content, str]]:
+    """Yield the normal form of every row of every source, with its origin.
+
+    ``ahead`` is called with some rows of a source before they are yielded.
+    """
+    for source in reading.each():
+        some, size = [], 0
+        for content, origin in _of_source(reading, source):
+            some.append((content, origin))
+            size += size_of(content)
+            if len(some) == AHEAD_ROWS or size > AHEAD_CHARACTERS:
+                ahead([content for content, _ in some])
+                yield from some
+                some, size = [], 0
+        ahead([content for content, _ in some])
+        yield from some
+
+
+AHEAD_ROWS, AHEAD_CHARACTERS = 32, 1 << 18
+"""Rows that are read before they are rendered, together: a chat template then runs once for many."""
+
+
+def _of_source(reading: _Reading, source: Source) -> Iterator[tuple[Content, str]]:
+    for row, row_type in typed_rows([source], ROW_TYPES, detect_type, reading.bad):
         content = None
         with reading.bad:
             content = normalise(row, row_type)

@@ -55,6 +55,7 @@ __all__ = [
     "looks_like",
     "normalise",
     "prompt_of",
+    "size_of",
 ]
 
 
@@ -105,6 +106,13 @@ ROW_TYPES = tuple(REQUIRED_COLUMNS)
 
 PROMPT_TYPES = ("prompts", "messages")
 """The same of prompts that completions are yet to be written for."""
+
+
+def size_of(content: Content) -> int:
+    """Return the characters of a row, or of what its messages say."""
+    if isinstance(content, Conversation):
+        return sum(len(value) for message in content.messages for value in message.values() if isinstance(value, str))
+    return len(content.text) if isinstance(content, Document) else len(content.prompt) + len(content.completion)
 
 
 def detect_type(row: Row) -> str:

@@ -12,6 +12,8 @@ the next.
 from __future__ import annotations
 
 import atexit
+import json
+import marshal
 import os
 import pickle
 import select
@@ -32,12 +34,15 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 __all__ = [
+    "ChatRequest",
     "TemplateLimitError",
     "TemplateLimits",
     "TemplateRefusalError",
     "fix_date",
     "fixed_date",
+    "render_ahead",
     "render_chat",
+    "rendered_spans",
     "template_variables",
 ]
 
@@ -98,21 +103,87 @@ def render_chat(
     """
     if _renders_itself(tokenizer):
         return _by_itself(tokenizer, messages, tools, add_generation_prompt, variables or {})
+    shared = _shared(tokenizer, template, tools, limits)
+    own = ChatRequest(messages, tools, add_generation_prompt, variables or {}).request()
+    ready = _WORKERS.take(shared["chat_template"], own)
+    return _WORKERS.render({**shared, **own}, limits) if ready is None else ready[0]
+
+
+@dataclass(frozen=True)
+class ChatRequest:
+    """One rendering that is asked for together with others."""
+
+    messages: Sequence[Mapping[str, Any]]
+    tools: Any
+    generation: bool
+    """True if the header of an answer follows"""
+    variables: Mapping[str, Any]
+
+    def request(self) -> dict[str, Any]:
+        """Return the arguments of transformers' function."""
+        messages = [{key: value for key, value in m.items() if value is not None} for m in self.messages]
+        return {
+            **self.variables,
+            "conversations": [messages],
+            "tools": self.tools,
+            "add_generation_prompt": self.generation,
+        }
+
+
+def render_ahead(tokenizer: PreTrainedTokenizerBase, conversations: Sequence[ChatRequest]) -> bool:
+    """Render several conversations at once: :func:`render_chat` and :func:`rendered_spans` then find them ready.
+
+    What was rendered ahead before is forgotten. A conversation that the template refuses is left to
+    :func:`render_chat`, which raises the error.
+
+    Returns:
+        False if nothing was rendered ahead: the tokenizer renders by itself, or a limit was met.
+    """
+    _WORKERS.forget()
+    if not conversations or _renders_itself(tokenizer):
+        return False
+    limits = TemplateLimits()
+    by_template: dict[str, list[ChatRequest]] = {}
+    try:
+        for each in conversations:
+            by_template.setdefault(tokenizer.get_chat_template(None, each.tools), []).append(each)
+        for some in by_template.values():
+            _WORKERS.render_ahead(
+                _shared(tokenizer, None, some[0].tools, limits), [each.request() for each in some], limits
+            )
+    except (ValueError, ArgumentError):
+        return False
+    return True
+
+
+def rendered_spans(
+    tokenizer: PreTrainedTokenizerBase,
+    messages: Sequence[Mapping[str, Any]],
+    tools: Any,
+    variables: Mapping[str, Any] | None,
+) -> list[tuple[int, int]] | None:
+    """Return the characters that ``{% generation %}`` blocks print in a conversation that was rendered ahead.
+
+    None if it was not, or if the template has no such blocks, or has them inside of what it collects.
+    """
+    if _renders_itself(tokenizer):
+        return None
+    own = ChatRequest(messages, tools, False, variables or {}).request()
+    ready = _WORKERS.take(tokenizer.get_chat_template(None, tools), own)
+    return None if ready is None or ready[1] is None else [(start, end) for start, end in ready[1]]
+
+
+def _shared(
+    tokenizer: PreTrainedTokenizerBase, template: str | None, tools: Any, limits: TemplateLimits
+) -> dict[str, Any]:
+    """Return the part of a request that conversations share."""
     try:
         text = tokenizer.get_chat_template(template, tools)
     except ValueError as error:
         raise TemplateRefusalError(str(error)) from error
     if len(text) > limits.template_characters:
         raise _too_much(f"is longer than {limits.template_characters:,} characters")
-    request = {
-        **tokenizer.special_tokens_map,
-        **(variables or {}),
-        "conversations": [[{key: value for key, value in m.items() if value is not None} for m in messages]],
-        "tools": tools,
-        "chat_template": text,
-        "add_generation_prompt": add_generation_prompt,
-    }
-    return _WORKERS.render(request, limits)
+    return {**tokenizer.special_tokens_map, "chat_template": text}
 
 
 def template_variables(tokenizer: PreTrainedTokenizerBase, tools: Any) -> set[str] | None:
@@ -243,10 +314,26 @@ class _Workers:
         self.date: str | None = None
         self._worker: _Worker | None = None
         self._lock = threading.Lock()
+        self._ready: dict[bytes, Any] = {}
         atexit.register(self.close)
 
+    def render_ahead(self, shared: dict[str, Any], own: Sequence[dict[str, Any]], limits: TemplateLimits) -> None:
+        """Render several conversations, and keep what was rendered."""
+        found = json.loads(self.render({**shared, "many": list(own)}, limits))
+        for request, rendered in zip(own, found, strict=True):
+            if rendered is not None and _key(shared["chat_template"], request):
+                self._ready[_key(shared["chat_template"], request)] = rendered
+
+    def take(self, template: str, own: dict[str, Any]) -> Any:
+        """Return ``[text, spans]`` of a conversation that was rendered ahead, None of another."""
+        return self._ready.get(_key(template, own)) if self._ready else None
+
+    def forget(self) -> None:
+        """Forget what was rendered ahead."""
+        self._ready.clear()
+
     def render(self, request: dict[str, Any], limits: TemplateLimits) -> str:
-        """Render one conversation, or return the variables of a template."""
+        """Render one conversation, or several as JSON, or return the variables of a template."""
         data = pickle.dumps({"date": self.date, "request": request}, protocol=pickle.HIGHEST_PROTOCOL)
         seconds = limits.seconds + len(data) / 1e6
         memory, output = (limits.memory_mib << 20) + 48 * len(data), limits.output_characters + 16 * len(data)
@@ -259,7 +346,7 @@ class _Workers:
                 ended, self._worker = self._worker.close(), None
                 raise _ended(ended, seconds)
         status, text = answer[:1], answer[1:].decode("utf-8", "surrogatepass")
-        if status == b"O":
+        if status in (b"O", b"J"):
             return text
         if status == b"E":
             raise TemplateRefusalError(text)
@@ -272,6 +359,14 @@ class _Workers:
         if self._worker is not None:
             self._worker.close()
             self._worker = None
+
+
+def _key(template: str, own: dict[str, Any]) -> bytes:
+    """Return the key of a conversation that is rendered ahead; empty for one with more than plain values."""
+    try:
+        return marshal.dumps((template, own), 2)  # the last version without references: equal values, equal bytes
+    except ValueError:
+        return b""
 
 
 def _ended(code: int, seconds: float) -> TemplateLimitError | TemplateRefusalError:

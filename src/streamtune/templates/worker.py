@@ -6,12 +6,18 @@ does not bound time and memory, so this process does, and ends where a limit is 
 Requests come as pickles from the process that started this one, and answers go back as a status byte and text:
 
     O text     rendered             L what     a limit was met
+    J items    several conversations, each as [text, spans], in JSON; null for one that the template refuses
     E message  the template raised, or refuses what it is given
+
+Spans are the characters that ``{% generation %}`` blocks print, [start, end]; null where the template has none, or one
+inside of what it collects (``set``, ``macro``, ``filter``), whose place in the text is not known.
 """
 
 from __future__ import annotations
 
 import contextlib
+import functools
+import json
 import os
 import pickle
 import signal
@@ -55,6 +61,9 @@ def _answer(library: Any, request: dict[str, Any], date: str | None, most: int) 
         if request.keys() == {"read"}:
             return b"O", _variables(library, request["read"])
         _set_date(library._compile_jinja_template(request["chat_template"]).environment, date)
+        if "many" in request:
+            found = json.dumps(list(_render_many(library, **request)))
+            return (b"J", found) if len(found) <= 6 * most else (b"L", OUTPUT)
         rendered, _ = library.render_jinja_template(**request)
     except MemoryError:
         raise
@@ -63,6 +72,41 @@ def _answer(library: Any, request: dict[str, Any], date: str | None, most: int) 
     except Exception as error:  # a template raises what it likes
         return b"E", (str(error) or type(error).__name__)[:2000]
     return (b"O", rendered[0]) if len(rendered[0]) <= most else (b"L", OUTPUT)
+
+
+def _render_many(library: Any, many: list[dict[str, Any]], chat_template: str, **shared: Any) -> Any:
+    """Yield ``[text, spans]`` for each conversation, with its own variables; None for one that is refused."""
+    marks = _marks_in_place(library, chat_template)
+    for own in many:
+        try:
+            texts, spans = library.render_jinja_template(
+                chat_template=chat_template, return_assistant_tokens_mask=marks, **{**shared, **own}
+            )
+        except MemoryError:
+            raise
+        except Exception:  # rendered by itself, it gives the error
+            yield None
+        else:
+            yield [texts[0], spans[0] if marks else None]
+
+
+@functools.lru_cache
+def _marks_in_place(library: Any, template: str) -> bool:
+    """Return True if a template has ``{% generation %}`` blocks, and each prints where it stands."""
+    from jinja2 import nodes
+
+    collects = (nodes.Macro, nodes.CallBlock, nodes.FilterBlock, nodes.AssignBlock)
+    found = []
+
+    def walk(node: Any, collected: bool) -> None:
+        called: Any = getattr(getattr(node, "call", None), "node", None)
+        if isinstance(node, nodes.CallBlock) and getattr(called, "name", "") == "_generation_support":
+            found.append(collected)
+        for child in node.iter_child_nodes():
+            walk(child, collected or isinstance(node, collects))
+
+    walk(library._compile_jinja_template(template).environment.parse(template), False)
+    return bool(found) and not any(found)
 
 
 def _variables(library: Any, template: str) -> str:

@@ -33,7 +33,15 @@ from typing import TYPE_CHECKING, Any
 
 from streamtune.data.rendering.counts import DEFAULT_CHAT, ChatOptions
 from streamtune.data.rendering.reasoning import as_last_answer, dropped_answers, reasoning_of
-from streamtune.data.rendering.renderings import Message, Renderings, common_prefix, opened_reasoning
+from streamtune.data.rendering.renderings import (
+    Message,
+    Renderings,
+    common_prefix,
+    has_marks,
+    opened_reasoning,
+    request_of,
+)
+from streamtune.templates import ChatRequest
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -65,6 +73,10 @@ class RenderedChat:
     """indices of those whose reasoning the template leaves out"""
 
 
+_COMPARED, _DISAGREED = 8, -1
+"""Conversations whose spans are found in both ways, and the mark of a template where these differ."""
+
+
 class ChatRenderer:
     """Renders conversations with a tokenizer's chat template and finds the assistant's turns in them."""
 
@@ -74,6 +86,8 @@ class ChatRenderer:
         added = getattr(tokenizer, "added_tokens_decoder", {}).values()
         names = {str(token) for token in added if token.special} | set(tokenizer.all_special_tokens)
         self._special_tokens = tuple(sorted(filter(None, names), key=len, reverse=True))
+        self._agreed = 0
+        """conversations whose spans are the same by both ways; :data:`_DISAGREED` once they are not"""
         self._special = re.compile("|".join(map(re.escape, self._special_tokens)) or r"(?!)")
 
     def render(
@@ -120,6 +134,20 @@ class ChatRenderer:
             text, turns = self._with_reasoning(chat, turns, {index: own[index] for index in dropped})
         return RenderedChat(text, turns, ends, chat.system, len(reasoned), dropped)
 
+    def requests(
+        self, messages: list[Message], tools: Any, trained: Sequence[int], variables: Mapping[str, Any]
+    ) -> list[ChatRequest]:
+        """Return the renderings that :meth:`render` is going to ask for, unless the conversation is a special one."""
+        wanted = [request_of(messages, tools, variables)]
+        if not has_marks(self._tokenizer, tools):
+            for index in trained:
+                wanted.append(request_of(messages[: index + 1], tools, variables))
+                if index:
+                    wanted += [
+                        request_of(messages[:index], tools, variables, generation=each) for each in (True, False)
+                    ]
+        return wanted
+
     def _located_turns(self, chat: Renderings, answers: Sequence[int]) -> list[ChatTurn]:
         turns = self._prefix_turns(chat, answers)
         return self._changed_turns(chat, answers) if turns is None else turns
@@ -138,7 +166,7 @@ class ChatRenderer:
 
     def _marked_turns(self, chat: Renderings, trained: Sequence[int]) -> list[ChatTurn] | None:
         """Return the turns that ``{% generation %}`` marks; None without marks, or if they fit several turns."""
-        spans = chat.marked_spans()
+        spans = self._spans(chat)
         if spans is None:
             return None
         answers = chat.answers()
@@ -151,6 +179,16 @@ class ChatRenderer:
         if answers and answers[-1] == len(chat.messages) - 1:
             terminators.update(token for token in self._special_tokens if chat.text.rstrip().endswith(token))
         return [self._with_terminator(chat.text, start, end, terminators) for start, end in spans]
+
+    def _spans(self, chat: Renderings) -> list[tuple[int, int]] | None:
+        """Return the spans of marks: those of the rendering itself, once some agree with those of another one."""
+        ahead = chat.spans_ahead() if self._agreed >= 0 else None
+        if ahead is not None and self._agreed >= _COMPARED:
+            return ahead
+        spans = chat.marked_spans()
+        if ahead is not None:
+            self._agreed = self._agreed + 1 if ahead == spans else _DISAGREED
+        return spans
 
     def _with_terminator(self, text: str, start: int, end: int, terminators: set[str]) -> ChatTurn:
         """Return a marked span up to its terminator: some templates mark too little, some a line break too much."""

@@ -38,9 +38,10 @@ from streamtune.data.rendering.pieces import tokenise_text
 from streamtune.data.rendering.reasoning import reasoning_of
 from streamtune.data.rendering.renderings import Message, check_unicode, render_messages, require_template
 from streamtune.data.rendering.variables import TemplateVariables
-from streamtune.data.rows import Content, Conversation, Document, PromptCompletion
+from streamtune.data.rows import Content, Conversation, Document, PromptCompletion, size_of
 from streamtune.errors import ArgumentError, DataError
 from streamtune.labels import IGNORE_INDEX
+from streamtune.templates import render_ahead
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -64,6 +65,10 @@ class Rendered:
 
     input_ids: Sequence[int]
     labels: Sequence[int]
+
+
+MOST_AHEAD = 1 << 16
+"""Characters of a conversation that is rendered with others: the rendering of a long one takes no time to ask for."""
 
 
 class RowRenderer:
@@ -96,6 +101,22 @@ class RowRenderer:
         """what was found in the rows; its ``finish`` is called behind the last"""
         self._chat = ChatRenderer(tokenizer, chat)
         self._variables = TemplateVariables(tokenizer, chat.variables)
+        self._renders_ahead = True
+        """False once the template could not render several rows at once"""
+
+    def render_ahead(self, contents: Sequence[Content]) -> None:
+        """Have the chat template render rows together, as it is asked to one by one when they come to be rendered."""
+        if not self._renders_ahead:
+            return
+        requests = []
+        for content in contents:
+            if isinstance(content, Conversation) and size_of(content) < MOST_AHEAD:
+                content = _with_default_system(content, self._options.default_system)
+                trained = self._answers(content)
+                variables = {**self._options.variables, **(content.variables or {})}
+                requests += self._chat.requests(content.messages, content.tools, trained, variables)
+        if requests:
+            self._renders_ahead = render_ahead(self._tokenizer, requests)
 
     def __call__(self, content: Content, origin: str) -> Rendered:
         """Render one row.

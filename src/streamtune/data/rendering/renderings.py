@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from streamtune.data.reading.cells import FLAGS
 from streamtune.errors import DataError
-from streamtune.templates import TemplateRefusalError, render_chat
+from streamtune.templates import ChatRequest, TemplateRefusalError, render_chat, rendered_spans
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -18,8 +18,10 @@ __all__ = [
     "Renderings",
     "check_unicode",
     "common_prefix",
+    "has_marks",
     "opened_reasoning",
     "render_messages",
+    "request_of",
     "require_template",
 ]
 
@@ -59,10 +61,14 @@ def render_messages(
         DataError: The template refuses the conversation.
         TemplateLimitError: The template takes too much time or memory.
     """
-    seen = [{name: value for name, value in message.items() if name not in FLAGS} for message in messages]
     try:
         return render_chat(
-            tokenizer, seen, tools=tools, template=template, add_generation_prompt=generation, variables=variables
+            tokenizer,
+            _seen(messages),
+            tools=tools,
+            template=template,
+            add_generation_prompt=generation,
+            variables=variables,
         )
     except TemplateRefusalError as error:
         raise DataError(
@@ -70,6 +76,26 @@ def render_messages(
             where=origin,
             mend="mend the row, or set chat_template to a template that takes it",
         ) from error
+
+
+def request_of(
+    messages: list[Message], tools: Any, variables: Mapping[str, Any], *, generation: bool = False
+) -> ChatRequest:
+    """Return the rendering that :func:`render_messages` asks for, to have it rendered ahead."""
+    return ChatRequest(_seen(messages), tools, generation, variables)
+
+
+def _seen(messages: list[Message]) -> list[Message]:
+    """Return messages as a template sees them: without the flags that say what is trained."""
+    return [{name: value for name, value in message.items() if name not in FLAGS} for message in messages]
+
+
+def has_marks(tokenizer: PreTrainedTokenizerBase, tools: Any) -> bool:
+    """Return True if the chat template has ``{% generation %}`` blocks."""
+    try:
+        return _GENERATION.search(tokenizer.get_chat_template(tools=tools)) is not None
+    except ValueError:  # no template, of which rendering says so
+        return False
 
 
 def check_unicode(text: str, origin: str) -> str:
@@ -250,6 +276,12 @@ class Renderings:
         start = common_prefix(original, variant)
         limit = min(len(original), len(variant)) - start
         return start, len(original) - _common_suffix(original, variant, limit)
+
+    def spans_ahead(self) -> list[tuple[int, int]] | None:
+        """Return what :meth:`marked_spans` does, from the rendering of :attr:`text` itself; None if that has none."""
+        if self.system == "late":
+            return None
+        return rendered_spans(self._tokenizer, _seen(self.messages), self._tools, self._variables)
 
     def marked_spans(self) -> list[tuple[int, int]] | None:
         """Return the characters inside the template's ``{% generation %}`` blocks; None if it has none.
