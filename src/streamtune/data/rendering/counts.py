@@ -98,6 +98,17 @@ class RenderCounts:
     empty_at: list[str] = field(default_factory=list)
     """places of the first rows with an empty answer"""
 
+    def add(self, other: RenderCounts) -> None:
+        """Add what was found in further rows of the dataset."""
+        for name, found in vars(other).items():
+            mine = getattr(self, name)
+            if isinstance(found, int):
+                setattr(self, name, mine + found)
+            elif isinstance(found, list):
+                mine += found[: _SHOWN - len(mine)]
+            else:
+                mine.update(found)
+
     def drops_reasoning(self, places: Iterable[str]) -> None:
         """Count answers whose reasoning is left out."""
         for place in places:

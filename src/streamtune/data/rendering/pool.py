@@ -1,0 +1,210 @@
+"""Render rows in several processes; they come back in their order, with what a single process would count.
+
+    rows --batches--> child 1 .. N: a renderer each --outcomes, counts, messages--> rows with their outcomes
+
+A child is started anew (spawned), with a copy of the tokenizer, and ends when its pipe is closed. Each has a thread
+that sends a batch and waits for the answer, so that no pipe is filled from both ends.
+"""
+
+from __future__ import annotations
+
+import pickle
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager
+from dataclasses import dataclass
+from queue import SimpleQueue
+from typing import Any, Generic, Protocol, TypeVar
+
+from streamtune.child import Child
+from streamtune.data.rendering.counts import RenderLog
+from streamtune.errors import ArgumentError, DataError, RunError, StreamTuneError
+
+__all__ = ["Item", "Outcome", "Renderer", "rendering"]
+
+ItemT = TypeVar("ItemT")
+Notify = Callable[[str], None]
+
+BATCH_ROWS, BATCH_CHARACTERS = 256, 1 << 20
+"""Rows that a process is given at a time."""
+ENDING_SECONDS = 5.0
+
+
+class Renderer(Protocol):
+    """Renders one kind of rows, and counts what it finds in them."""
+
+    log: RenderLog
+
+    def render_item(self, row: Any) -> Any:
+        """Return a row as token ids.
+
+        Raises:
+            DataError: The row cannot be rendered.
+        """
+        ...
+
+    def render_ahead(self, rows: Sequence[Any]) -> None:
+        """Take notice of rows that are rendered next."""
+        ...
+
+
+@dataclass(frozen=True)
+class Item(Generic[ItemT]):
+    """A row to be rendered."""
+
+    path: str
+    """the dataset that it comes from"""
+    row: ItemT
+    size: int
+    """about its characters"""
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What became of a row: a value, or the error of rendering it."""
+
+    value: Any = None
+    error: StreamTuneError | None = None
+
+    def get(self) -> Any:
+        """Return the value, or raise the error."""
+        if self.error is not None:
+            raise self.error
+        return self.value
+
+
+Rendered = Iterator[tuple[Item[ItemT], Outcome]]
+
+
+@contextmanager
+def rendering(
+    make: Callable[[Notify], Renderer], processes: int, note: Notify, *, rows_at_once: int = 32
+) -> Iterator[tuple[RenderLog, Callable[[Iterable[Item[Any]]], Rendered[Any]]]]:
+    """Yield a log, and a function that renders items in their order; the log is complete once they are.
+
+    Args:
+        make: Makes a renderer, given what to call with messages for the user. With several processes it is pickled.
+        processes: Processes that render; 1 is this one.
+        note: Called with messages for the user.
+        rows_at_once: Rows that this process looks at before it renders the first.
+
+    Raises:
+        ArgumentError: The renderer cannot be sent to another process: its tokenizer has code of its own.
+        RunError: A process ended.
+    """
+    renderer = make(note)
+    if processes == 1:
+        yield renderer.log, lambda items: _here(renderer, items, rows_at_once)
+        return
+    try:
+        packed = pickle.dumps(make)
+    except Exception as error:  # whatever a tokenizer of others raises
+        raise ArgumentError(
+            f"the tokenizer cannot be sent to another process: {error}",
+            where="dataset_num_proc",
+            mend="set dataset_num_proc: 1",
+        ) from error
+    children = [Child(_serve, packed) for _ in range(processes)]
+    threads = ThreadPoolExecutor(processes)
+    try:
+        yield renderer.log, lambda items: _elsewhere(children, threads, renderer.log, items)
+    finally:
+        for child in children:
+            child.connection.close()  # a thread that waits for an answer gets an error
+        threads.shutdown(wait=True, cancel_futures=True)
+        for child in children:
+            child.close(seconds=ENDING_SECONDS)
+
+
+def batches(items: Iterable[Item[ItemT]], rows: int, characters: int) -> Iterator[list[Item[ItemT]]]:
+    """Yield items together, so many or of so many characters, and none of two datasets."""
+    batch: list[Item[ItemT]] = []
+    size = 0
+    for item in items:
+        if batch and (len(batch) >= rows or size + item.size > characters or item.path != batch[0].path):
+            yield batch
+            batch, size = [], 0
+        batch.append(item)
+        size += item.size
+    if batch:
+        yield batch
+
+
+def _here(renderer: Renderer, items: Iterable[Item[ItemT]], rows_at_once: int) -> Rendered[ItemT]:
+    for batch in batches(items, rows_at_once, BATCH_CHARACTERS):
+        renderer.log.begin(batch[0].path)
+        renderer.render_ahead([item.row for item in batch])
+        for item in batch:
+            yield item, _outcome(renderer, item)
+
+
+def _outcome(renderer: Renderer, item: Item[Any]) -> Outcome:
+    try:
+        return Outcome(renderer.render_item(item.row))
+    except DataError as error:  # of the row: any other error ends the preparation
+        return Outcome(error=error)
+
+
+def _elsewhere(
+    children: Sequence[Child], threads: ThreadPoolExecutor, log: RenderLog, items: Iterable[Item[ItemT]]
+) -> Rendered[ItemT]:
+    free: SimpleQueue[Child] = SimpleQueue()
+    for child in children:
+        free.put(child)
+
+    def ask(batch: list[Item[ItemT]]) -> Any:
+        child = free.get()
+        try:
+            child.connection.send_bytes(pickle.dumps(batch, pickle.HIGHEST_PROTOCOL))
+            return pickle.loads(child.connection.recv_bytes())
+        except (OSError, EOFError) as error:
+            raise RunError(
+                "a process that prepares rows ended",
+                where="dataset_num_proc",
+                mend="it was killed, perhaps for want of memory: set dataset_num_proc to less",
+            ) from error
+        finally:
+            free.put(child)
+
+    waiting: deque[tuple[list[Item[ItemT]], Future[Any]]] = deque()
+
+    def take() -> Rendered[ItemT]:
+        batch, future = waiting.popleft()
+        outcomes, counts, messages, failure = future.result()
+        if failure is not None:
+            raise failure
+        log.begin(batch[0].path)
+        log.now.add(counts)
+        for message in messages:
+            log.note(message)
+        yield from zip(batch, outcomes, strict=True)
+
+    for batch in batches(items, BATCH_ROWS, BATCH_CHARACTERS):
+        waiting.append((batch, threads.submit(ask, batch)))
+        if len(waiting) >= 2 * len(children):
+            yield from take()
+    while waiting:
+        yield from take()
+
+
+def _serve(connection: Any, packed: bytes) -> None:
+    """Render batches until the pipe is closed."""
+    messages: list[str] = []
+    renderer: Renderer = pickle.loads(packed)(messages.append)
+    while True:
+        try:
+            batch: list[Item[Any]] = pickle.loads(connection.recv_bytes())
+        except (EOFError, OSError):
+            return
+        messages.clear()
+        renderer.log.by_path.clear()
+        renderer.log.begin(batch[0].path)
+        outcomes, failure = [], None
+        try:
+            renderer.render_ahead([item.row for item in batch])
+            outcomes = [_outcome(renderer, item) for item in batch]
+        except StreamTuneError as error:
+            failure = error
+        answer = (outcomes, renderer.log.now, list(messages), failure)
+        connection.send_bytes(pickle.dumps(answer, pickle.HIGHEST_PROTOCOL))
