@@ -13,7 +13,8 @@ from tokenizers import Tokenizer
 from trained_tokenizers import read_template, train_bpe, wrap
 from transformers import PreTrainedTokenizerFast
 
-from streamtune.data.rendering.render import Rendered, RowRenderer
+from streamtune.data.rendering.render import RowRenderer
+from streamtune.data.rendering.tokens import Rendered
 from streamtune.data.rows import Conversation
 from streamtune.errors import DataError
 from streamtune.labels import IGNORE_INDEX

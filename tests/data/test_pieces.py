@@ -15,7 +15,8 @@ from trained_tokenizers import CORPUS, SPECIAL, wrap
 from streamtune.data import prepare
 from streamtune.data.reading.sources import Source
 from streamtune.data.rendering import pieces
-from streamtune.data.rendering.pieces import tokenise_text
+from streamtune.data.rendering.borders import BORDER, cut_rule
+from streamtune.data.rendering.pieces import PieceTokenizer
 
 LLAMA3 = (
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+"
@@ -84,12 +85,13 @@ def make(name: str, *, normaliser: Any = None, prefix: bool = False, added: Any 
 def test_pieces_have_the_ids_of_the_whole(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(pieces, "PIECE", 1)
     tokenizer = make(name, normaliser=normalizers.NFC() if name in ("qwen", "gpt2") else None)
-    assert pieces._keeps_borders(tokenizer)
+    rule = cut_rule(tokenizer)
+    assert rule is not None
     draw, cut = random.Random(1), 0
     for _ in range(250):
         text = "".join(draw.choices(WORDS, k=draw.randrange(3, 60)))
-        assert list(tokenise_text(tokenizer, text)) == tokenizer(text)["input_ids"], repr(text)
-        cut += len(list(pieces._pieces(text))) > 1
+        assert list(PieceTokenizer(tokenizer).ids(text)) == tokenizer(text)["input_ids"], repr(text)
+        cut += len(list(PieceTokenizer(tokenizer)._cuts(text, rule))) > 1
     assert cut > 40, "many texts are cut"
 
 
@@ -99,7 +101,7 @@ def test_every_border_by_itself() -> None:
     for left in WORDS:
         for right in WORDS:
             text = f"{left}a b{right}"
-            for match in pieces._BORDER.finditer(text):
+            for match in BORDER.finditer(text):
                 sides = (text[: match.start()], text[match.start() :])
                 ids = [token for side in sides for token in tokenizer(side, add_special_tokens=False)["input_ids"]]
                 assert ids == tokenizer(text, add_special_tokens=False)["input_ids"], repr(text)
@@ -131,9 +133,9 @@ UNPROVEN: dict[str, Callable[[], Any]] = {
 def test_what_is_not_proven_is_not_cut(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(pieces, "PIECE", 1)
     tokenizer = UNPROVEN[name]()
-    assert not pieces._keeps_borders(tokenizer)
+    assert cut_rule(tokenizer) is None
     text = "one two\nthree four " * 5
-    assert list(tokenise_text(tokenizer, text)) == tokenizer(text)["input_ids"]
+    assert list(PieceTokenizer(tokenizer).ids(text)) == tokenizer(text)["input_ids"]
 
 
 @pytest.mark.full

@@ -10,7 +10,8 @@ from tokenizers import Tokenizer, models, pre_tokenizers, processors, trainers
 from trained_tokenizers import read_template, train_bpe, wrap
 from transformers import ByT5Tokenizer, PreTrainedTokenizerFast
 
-from streamtune.data.rendering.render import Rendered, RowRenderer, _extents
+from streamtune.data.rendering.render import RowRenderer
+from streamtune.data.rendering.tokens import Rendered, _extents
 from streamtune.data.rows import Content, Conversation, Document, PromptCompletion
 from streamtune.errors import ArgumentError, DataError
 from streamtune.labels import IGNORE_INDEX

@@ -28,7 +28,6 @@ from streamtune.data.faults import ON_BAD_ROW, BadRows
 from streamtune.data.fit import (
     COMPLETION_OVERLENGTH,
     IDENTICAL_PAIRS,
-    OVERLENGTH,
     LengthFit,
     LengthPolicy,
     Prepared,
@@ -49,6 +48,7 @@ from streamtune.data.reading.readers import Row
 from streamtune.data.reading.sources import BUILT_IN, Source, typed_rows, with_progress
 from streamtune.data.records import Example, Prompt, Tree
 from streamtune.data.rendering.counts import DEFAULT_CHAT, ChatOptions, RenderLog
+from streamtune.data.rendering.policy import RowPolicy
 from streamtune.data.rendering.render import PromptRenderer, RowRenderer, TreeRenderer
 from streamtune.data.rendering.renderings import require_template
 from streamtune.data.report import CompletionReport, DataReport
@@ -93,6 +93,9 @@ def prepare(
     *,
     max_length: int,
     overlength: str = "error",
+    truncate_side: str = "auto",
+    split_at: str = "turn",
+    split_overlap: int = 0,
     train_on: str = "assistant",
     val_size: float = 0.0,
     packing: bool = False,
@@ -109,8 +112,11 @@ def prepare(
         sources: Where the rows come from, in order.
         tokenizer: The model's tokenizer, with its chat template.
         max_length: Tokens an example has at most.
-        overlength: What to do with a longer row: refuse them all (``error``), cut its end off (``truncate``), leave it
+        overlength: What to do with a longer row: refuse them all (``error``), cut a part off (``truncate``), leave it
             out (``drop``), or cut it into consecutive pieces (``split``).
+        truncate_side: The part that is cut off, see :func:`streamtune.data.fit.cuts.cut_row`.
+        split_at: The strongest border that pieces end at: ``turn``, ``paragraph``, ``line`` or ``token``.
+        split_overlap: Tokens before each later piece that are there as context, not trained twice.
         train_on: ``assistant`` (every assistant turn, or the completion), ``completion`` (the last turn; of a row of
             prompt and completion all turns behind the prompt), ``last`` (the last turn of any row) or ``all``.
         val_size: Rows to hold out: a fraction below 1, or a count. Rows with the same tokens stay together, so that
@@ -126,14 +132,14 @@ def prepare(
 
     Raises:
         DataError: A file is missing, a row is malformed, too long or has nothing to train on, or nothing is left.
-        ArgumentError: ``overlength`` or ``train_on`` is none of the known ones.
+        ArgumentError: ``overlength``, ``train_on`` or another choice is none of the known ones.
     """
-    check_choice("overlength", overlength, OVERLENGTH)
+    policy = RowPolicy(max_length, overlength, truncate_side, split_at, split_overlap)
     check_choice("on_bad_row", on_bad_row, ON_BAD_ROW)
 
     def fill(fit: RowFit, note: Callable[[str], None]) -> None:
         bad = BadRows(on_bad_row, max_bad_rows, note)
-        render = RowRenderer(tokenizer, train_on=train_on, notify=note, chat=chat)
+        render = RowRenderer(tokenizer, train_on=train_on, notify=note, chat=chat, policy=policy)
         reading = _Reading(sources, fit, render.log, bad)
         for content, origin in with_progress(_contents(reading, render.render_ahead)):
             if isinstance(content, Conversation):
@@ -141,19 +147,21 @@ def prepare(
             with bad:
                 if render.leaves_out(content, origin):
                     fit.skip_empty()
-                else:
-                    fit.add(render(content, origin), origin)
+                    continue
+                rendered = render(content, origin)
+                del content  # of a long row the memory counts
+                fit.add(rendered, origin)
+                del rendered
         reading.finish()
 
     fit, table = fit_rows(
         Example,
-        lambda writer: RowFit(writer, overlength, max_length),
+        lambda writer: RowFit(writer, policy),
         fill,
         sources=sources,
         tokenizer=tokenizer,
         settings={
-            "max_length": max_length,
-            "overlength": overlength,
+            "policy": vars(policy),
             "train_on": train_on,
             "on_bad_row": on_bad_row,
             "max_bad_rows": max_bad_rows,
@@ -226,16 +234,22 @@ def _contents(reading: _Reading, ahead: Callable[[Sequence[Content]], None]) -> 
     ``ahead`` is called with some rows of a source before they are yielded.
     """
     for source in reading.each():
-        some, size = [], 0
+        some: list[tuple[Content, str]] = []
+        size = 0
         for content, origin in _of_source(reading, source):
             some.append((content, origin))
             size += size_of(content)
+            del content
             if len(some) == AHEAD_ROWS or size > AHEAD_CHARACTERS:
                 ahead([content for content, _ in some])
-                yield from some
-                some, size = [], 0
+                some.reverse()
+                while some:
+                    yield some.pop()  # of a long row the memory counts
+                size = 0
         ahead([content for content, _ in some])
-        yield from some
+        some.reverse()
+        while some:
+            yield some.pop()
 
 
 AHEAD_ROWS, AHEAD_CHARACTERS = 32, 1 << 18
@@ -244,12 +258,13 @@ AHEAD_ROWS, AHEAD_CHARACTERS = 32, 1 << 18
 
 def _of_source(reading: _Reading, source: Source) -> Iterator[tuple[Content, str]]:
     for row, row_type in typed_rows([source], ROW_TYPES, detect_type, reading.bad):
-        content = None
+        found: list[Content] = []
         with reading.bad:
-            content = normalise(row, row_type)
-            reading.find_unread(row, columns_read(row_type, content))
-        if content is not None:
-            yield content, row.origin
+            found = [normalise(row, row_type)]
+            reading.find_unread(row, columns_read(row_type, found[0]))
+        if found:
+            row.columns.clear()  # a long text is held by its reader alone
+            yield found.pop(), row.origin
 
 
 # --- texts alone, for training a tokenizer ----------------------------------------------------------------------------

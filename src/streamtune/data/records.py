@@ -43,8 +43,8 @@ IntArray = npt.NDArray[np.int32]
 ROWS = "rows.arrow"
 """Name of the file of a table."""
 
-_FLUSH_TOKENS = 1 << 20
-"""Tokens held in memory before they are written: 8 MiB with their labels."""
+_FLUSH_TOKENS = 1 << 18
+"""Tokens held in memory before they are written: 2 MiB with their labels, and several times that to write them."""
 
 
 class Record(Protocol):
@@ -112,7 +112,7 @@ class Stored(Sequence[RecordT], Generic[RecordT]):
 
 
 class TableWriter:
-    """Appends records to an Arrow stream, which it writes whenever 2**20 tokens are pending."""
+    """Appends records to an Arrow stream, which it writes whenever 2**18 tokens are pending."""
 
     def __init__(self, stream: Any, schema: pa.Schema) -> None:
         self._stream, self._schema = stream, schema

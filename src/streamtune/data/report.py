@@ -28,6 +28,7 @@ class SourceReport:
     tokens: int
     supervised_tokens: int
     tokens_lost: int
+    supervised_tokens_lost: int
     length_percentiles: dict[str, int]
     """empty where no row was rendered: all pairs were identical"""
 
@@ -41,7 +42,7 @@ class DataReport:
     kept: int
     """rows that are trained or evaluated on, whole or in part"""
     truncated: int
-    """kept rows that lost their end (``overlength: truncate``)"""
+    """kept rows that lost a part (``overlength: truncate``)"""
     dropped: int
     """rows left out: too long (``overlength: drop``), or nothing trained was left of them"""
     split: int
@@ -64,6 +65,14 @@ class DataReport:
     """part of ``packs * max_length`` positions that hold a token"""
     tokens_lost: int = 0
     """tokens of the rows as rendered that are in no example: cut off, dropped, or in pieces that were dropped"""
+    supervised_tokens_lost: int = 0
+    """tokens of the rows as rendered that would be trained on and are not: those of them in no example, and the first
+    token of what begins behind a cut"""
+    tokens_repeated: int = 0
+    """tokens that are in two examples: the context of pieces (``split_overlap``)"""
+    estimated: int = 0
+    """rows that were left out as too long before they were tokenised to their end: their lengths, and the tokens lost
+    with them, are estimated from what was read"""
     duplicates: int = 0
     """examples with the tokens and labels of an earlier one"""
     held_out_duplicates: int = 0
@@ -128,6 +137,8 @@ class CompletionReport:
     """always 0: neither a pair nor a prompt is cut into pieces"""
     tokens_lost: int = 0
     """tokens of the rows as rendered that are in no tree, counted as ``tokens`` is; identical pairs do not count"""
+    supervised_tokens_lost: int = 0
+    """those of them that count; 0 of prompts"""
     duplicates: int = 0
     """trees or prompts that are the same as an earlier one, with all that a run reads of them"""
     held_out_duplicates: int = 0
@@ -171,8 +182,16 @@ def _describe_rows(report: DataReport | CompletionReport, pieces_dropped: int = 
 
 
 def _describe_lost(report: DataReport | CompletionReport) -> list[str]:
-    lost = report.tokens_lost
-    return [f"{lost:,} tokens lost ({100 * lost / (report.tokens + lost):.2g}% of all)"] if lost else []
+    """Return the tokens that are in no record, and those that are in two, phrase by phrase."""
+    lost, trained = report.tokens_lost, report.supervised_tokens_lost
+    repeated = report.tokens_repeated if isinstance(report, DataReport) else 0
+    parts = [f"{repeated:,} tokens repeated as context"] if repeated else []
+    if lost or trained:
+        share = 100 * lost / (report.tokens - repeated + lost)
+        about = "about " if isinstance(report, DataReport) and report.estimated else ""
+        parts.append(f"{about}{lost:,} tokens lost ({share:.2g}% of all)")
+        parts += [f"{trained:,} trained tokens lost"] if trained else []
+    return parts
 
 
 def _range(lengths: dict[str, int]) -> str:

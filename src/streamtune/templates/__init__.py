@@ -277,12 +277,14 @@ class _Worker:
         )
         self.owner = os.getpid()
 
-    def ask(self, request: bytes, patience: float) -> bytes | None:
+    def ask(self, head: bytes, request: bytes, patience: float) -> bytes | None:
         """Return the answer; None where the process ended or sends nothing for ``patience`` seconds."""
         assert self.process.stdin is not None
         assert self.process.stdout is not None
         try:
+            self.process.stdin.write(head)
             self.process.stdin.write(request)
+            del request  # of a long conversation the memory counts
             self.process.stdin.flush()
             if not _readable(self.process.stdout, patience):
                 return None
@@ -337,15 +339,16 @@ class _Workers:
         data = pickle.dumps({"date": self.date, "request": request}, protocol=pickle.HIGHEST_PROTOCOL)
         seconds = limits.seconds + len(data) / 1e6
         memory, output = (limits.memory_mib << 20) + 48 * len(data), limits.output_characters + 16 * len(data)
-        data = HEADER.pack(len(data), seconds, memory, output) + data
+        head, asked = HEADER.pack(len(data), seconds, memory, output), [data]
+        del data
         with self._lock:
             if self._worker is None or self._worker.owner != os.getpid():
                 self._worker = _Worker()
-            answer = self._worker.ask(data, patience=60 + 10 * seconds)
+            answer = self._worker.ask(head, asked.pop(), patience=60 + 10 * seconds)
             if answer is None:
                 ended, self._worker = self._worker.close(), None
                 raise _ended(ended, seconds)
-        status, text = answer[:1], answer[1:].decode("utf-8", "surrogatepass")
+        status, text = answer[:1], str(memoryview(answer)[1:], "utf-8", "surrogatepass")
         if status in (b"O", b"J"):
             return text
         if status == b"E":

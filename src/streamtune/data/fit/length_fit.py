@@ -19,6 +19,7 @@ import pyarrow as pa  # type: ignore[import-untyped]
 from streamtune.data.batches.sampler import Packs
 from streamtune.data.reading.sources import Source
 from streamtune.data.records import Record, Stored, TableWriter
+from streamtune.data.rendering.policy import OVERLENGTH
 from streamtune.data.report import CompletionReport, DataReport, SourceReport, length_percentiles
 from streamtune.errors import ArgumentError, DataError
 
@@ -32,9 +33,6 @@ __all__ = [
     "check_choice",
     "have",
 ]
-
-OVERLENGTH = ("error", "truncate", "drop", "split")
-"""Ways to handle a row with more than ``max_length`` tokens."""
 
 COMPLETION_OVERLENGTH = ("error", "truncate", "drop")
 """Ways to handle a pair or a prompt over the length. It cannot be split."""
@@ -70,7 +68,8 @@ class Measured:
     tokens: npt.NDArray[np.int64]
     """[rows] tokens: of a tree each completion with its own copy of the prompt, else ``lengths``"""
     first_trained: npt.NDArray[np.int64]
-    """[rows] place of the first token that is trained on: a row that is cut before it is dropped"""
+    """[rows] a row that is cut to so many tokens, or fewer, has nothing left that is trained on: it is dropped. Of one
+    that keeps its beginning it is the place of the first token that is trained on"""
     trained: npt.NDArray[np.int64]
     """[records] tokens that are trained on"""
     lost: npt.NDArray[np.int64]
@@ -110,6 +109,8 @@ class LengthFit(ABC, Generic[RecordT, ReportT]):
     record: type[RecordT]
     report_type: type[ReportT]
     noun = "row"
+    trains = True
+    """True if tokens of the records are trained on"""
 
     def __init__(self, writer: TableWriter, overlength: str, *, limit: str, over: str) -> None:
         self.writer, self.overlength, self.limit, self.over = writer, overlength, limit, over
@@ -118,6 +119,7 @@ class LengthFit(ABC, Generic[RecordT, ReportT]):
         """of every row as rendered"""
         self.longest: tuple[int, str] = (0, "")
         """length and origin of the longest row"""
+        self.is_longest_estimated = False
         self.groups: list[bytes] = []
         """for every kept row a hash of what must not be in both parts"""
         self.row_of_record: array[int] = array("q")
@@ -140,12 +142,27 @@ class LengthFit(ABC, Generic[RecordT, ReportT]):
         rows, kept, records = len(self.lengths), len(self.groups), len(self.digests)
         return Start(path, name, repeat, Counter(self.counts), rows, kept, records)
 
-    def measure(self, size: int, origin: str, *, tokens: int | None = None, first_trained: int = 0) -> None:
+    def measure(
+        self,
+        size: int,
+        origin: str,
+        *,
+        tokens: int | None = None,
+        first_trained: int = 0,
+        estimated: bool = False,
+    ) -> None:
         """Record the sizes of a row as rendered; see :class:`Measured`."""
+        if size > self.longest[0]:
+            self.is_longest_estimated = estimated
         self.lengths.append(size)
         self.tokens.append(size if tokens is None else tokens)
         self.first_trained.append(first_trained)
         self.longest = max(self.longest, (size, origin), key=lambda pair: pair[0])
+
+    @property
+    def about_longest(self) -> str:
+        """The length of the longest row, for an error."""
+        return ("about " if self.is_longest_estimated else "") + f"{self.longest[0]:,}"
 
     @property
     def rows(self) -> int:
@@ -222,16 +239,22 @@ class LengthFit(ABC, Generic[RecordT, ReportT]):
             raise DataError(
                 f"no {self.noun} is left{to_train_on}: all {rows:,} were dropped",
                 where=origin,
-                mend=f"the longest has {size:,} tokens, {self.limit}" if size else "",
+                mend=f"the longest has {self.about_longest} tokens, {self.limit}" if size else "",
             )
         if too_long:
-            notify(f"{too_long:,} of {rows:,} {self.noun}s are over {self.over}: {self.changes()}")
+            notify(f"{too_long:,} of {rows:,} {self.noun}s are over {self.over}: {self.changes()}{self._lost()}")
 
     def changes(self) -> str:
         """Return the changes to rows over the length, for a note."""
         dropped = self.counts["dropped"] - self.counts["identical"] - self.counts["empty"]
         named = {"truncated": self.counts["truncated"], "split": self.counts["split"], "dropped": dropped}
         return ", ".join(f"{count:,} {how}" for how, count in named.items() if count)
+
+    def _lost(self) -> str:
+        names = ("tokens_lost", "supervised_tokens_lost", "estimated")
+        lost, trained, estimated = (self.counts[name] for name in names)
+        supervised = f" and {trained:,} trained tokens" if self.trains else ""
+        return f"; {'about ' if estimated else ''}{lost:,} tokens{supervised} lost"
 
     @abstractmethod
     def too_long(self) -> DataError:
@@ -250,6 +273,7 @@ class LengthFit(ABC, Generic[RecordT, ReportT]):
             tokens=self.counts["tokens"],
             supervised_tokens=self.counts["supervised_tokens"],
             tokens_lost=self.counts["tokens_lost"],
+            supervised_tokens_lost=self.counts["supervised_tokens_lost"],
             length_percentiles=length_percentiles(self.lengths),
             duplicates=duplicates,
             held_out_duplicates=held_out_duplicates,
@@ -261,7 +285,15 @@ class LengthFit(ABC, Generic[RecordT, ReportT]):
         reports = []
         for start, end in pairwise([*self.starts, self._now()]):
             counts, lengths = end.counts - start.counts, self.lengths[start.rows : end.rows]
-            names = ("truncated", "dropped", "split", "tokens", "supervised_tokens", "tokens_lost")
+            names = (
+                "truncated",
+                "dropped",
+                "split",
+                "tokens",
+                "supervised_tokens",
+                "tokens_lost",
+                "supervised_tokens_lost",
+            )
             reports.append(
                 SourceReport(
                     path=start.path,

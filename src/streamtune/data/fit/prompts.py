@@ -32,6 +32,7 @@ class PromptFit(LengthFit[Prompt, CompletionReport]):
     record = Prompt
     report_type = CompletionReport
     noun = "prompt"
+    trains = False
 
     def __init__(self, writer: TableWriter, overlength: str, max_prompt_length: int) -> None:
         limit = f"{max_prompt_length:,}"

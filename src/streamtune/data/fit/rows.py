@@ -6,13 +6,17 @@ import hashlib
 from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import chain
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 
-from streamtune.data.fit.length_fit import LengthFit, have
+from streamtune.data.fit.cuts import Kept, cut_row, least_kept, split_row
+from streamtune.data.fit.length_fit import LengthFit, Notify, have
 from streamtune.data.records import Example, IntArray, TableWriter
-from streamtune.data.rendering.render import Rendered
+from streamtune.data.rendering.policy import RowPolicy
+from streamtune.data.rendering.tokens import Rendered
 from streamtune.data.report import DataReport
 from streamtune.errors import DataError
 from streamtune.labels import IGNORE_INDEX
@@ -25,70 +29,92 @@ class RowFit(LengthFit[Example, DataReport]):
 
     Args:
         writer: Gets the examples.
-        overlength: One of :data:`OVERLENGTH`.
-        max_length: Tokens an example has at most.
+        policy: The length, and what becomes of longer rows.
     """
 
     record = Example
     report_type = DataReport
 
-    def __init__(self, writer: TableWriter, overlength: str, max_length: int) -> None:
-        super().__init__(writer, overlength, limit=f"max_length is {max_length:,}", over=f"{max_length:,} tokens")
-        self.max_length = max_length
+    def __init__(self, writer: TableWriter, policy: RowPolicy) -> None:
+        limit = f"{policy.max_length:,}"
+        super().__init__(writer, policy.overlength, limit=f"max_length is {limit}", over=f"{limit} tokens")
+        self.policy = policy
 
     def add(self, rendered: Rendered, origin: str) -> None:
         """Fit one row to the length, and write the examples made of it."""
-        row = _Piece(_int_array(rendered.input_ids), _int_array(rendered.labels))
-        size = len(row.input_ids)
-        self.measure(size, origin, first_trained=row.first_trained)
-        if size <= self.max_length:
-            self._keep([row], origin, size)
+        row = _Row(_int_array(rendered.input_ids), _int_array(rendered.labels))
+        trained = row.labels != IGNORE_INDEX
+        size = len(trained) if rendered.estimated is None else rendered.estimated
+        self.counts["estimated"] += rendered.estimated is not None
+        least = least_kept(trained, self.policy, has_answer=rendered.has_answer)
+        self.measure(size, origin, first_trained=least, estimated=rendered.estimated is not None)
+        whole = _Whole(size, int(trained.sum()) * size // max(1, len(trained)))
+        if size <= self.policy.max_length:
+            self._keep(row, [[Kept(0, size, 1)]], origin, whole)
             return
         self.counts["too_long"] += 1
         if self.overlength == "truncate":
-            self._keep(_supervised([row.cut(0, self.max_length)]), origin, size, "truncated")
+            parts = cut_row(trained, self.policy, head=rendered.head, has_answer=rendered.has_answer)
+            self.counts["without_system"] += _loses_system(rendered, parts)
+            self._keep(row, [parts] if _is_trained(trained, parts) else [], origin, whole, "truncated")
         elif self.overlength == "split":
-            pieces = [row.cut(start, self.max_length) for start in range(0, size, self.max_length)]
-            kept = _supervised(pieces)
-            self.counts["pieces_dropped"] += len(pieces) - len(kept) if kept else 0
-            self._keep(kept, origin, size, "split")
+            pieces = [[kept] for kept in split_row(trained, self.policy, rendered.breaks)]
+            sound = [parts for parts in pieces if _is_trained(trained, parts)]
+            self.counts["pieces_dropped"] += len(pieces) - len(sound) if sound else 0
+            self._keep(row, sound, origin, whole, "split")
         else:
-            self._keep([], origin, size)
+            self._keep(row, [], origin, whole)
 
-    def _keep(self, pieces: Sequence[_Piece], origin: str, size: int, how: str = "kept whole") -> None:
-        """Write the examples made of one row of ``size`` tokens; without any, count the row as dropped."""
-        lost = size - sum(len(piece.input_ids) for piece in pieces)
+    def _keep(
+        self, row: _Row, pieces: Sequence[Sequence[Kept]], origin: str, whole: _Whole, how: str = "kept whole"
+    ) -> None:
+        """Write the examples made of a row, each of some parts of it; without any, count the row as dropped."""
+        present = _covered(pieces)
+        lost = whole.tokens - present
         self.counts["tokens_lost"] += lost
+        self.counts["supervised_tokens_lost"] += whole.trained
         if not pieces:
             self.counts["dropped"] += 1
             return
         self.counts[how] += 1
+        self.counts["tokens_repeated"] -= present
         row_digest = hashlib.blake2b(digest_size=16)
-        for piece in pieces:
-            ids, labels = piece.input_ids, piece.labels
+        for parts in pieces:
+            ids, labels = row.joined(parts)
             piece_digest = hashlib.blake2b(ids.data, digest_size=16)
             piece_digest.update(labels.data)
             digest = piece_digest.digest()
             row_digest.update(digest)
             trained = int((labels != IGNORE_INDEX).sum())
             self.counts["tokens"] += len(ids)
+            self.counts["tokens_repeated"] += len(ids)
             self.counts["supervised_tokens"] += trained
+            self.counts["supervised_tokens_lost"] -= trained
             self.write(Example(ids, labels, origin), digest, trained=trained, lost=lost if how == "truncated" else 0)
         self.groups.append(row_digest.digest())
+
+    def check(self, notify: Notify) -> None:
+        """See :class:`LengthFit`; in addition notify of system messages that were cut off."""
+        super().check(notify)
+        if self.counts["without_system"]:
+            notify(
+                f"{have(self.counts['without_system'], 'truncated row')} lost the system message: the chat template "
+                "does not print it at the start by itself, or it takes more than half of max_length"
+            )
 
     def too_long(self) -> DataError:
         """See :class:`LengthFit`."""
         size, origin = self.longest
         return DataError(
-            f"{have(self.counts['too_long'], 'row')} more than max_length = {self.max_length:,} tokens; the longest "
-            f"has {size:,}",
+            f"{have(self.counts['too_long'], 'row')} more than max_length = {self.policy.max_length:,} tokens; the "
+            f"longest has {self.about_longest}",
             where=origin,
             mend=f"set max_length to {size} or more, or say what to do with them: overlength: truncate, drop or split",
         )
 
     def own_counts(self) -> dict[str, Any]:
         """See :class:`LengthFit`."""
-        return {name: self.counts[name] for name in ("split", "pieces_dropped")}
+        return {name: self.counts[name] for name in ("split", "pieces_dropped", "tokens_repeated", "estimated")}
 
 
 def _int_array(tokens: Sequence[int]) -> IntArray:
@@ -97,24 +123,44 @@ def _int_array(tokens: Sequence[int]) -> IntArray:
 
 
 @dataclass(frozen=True)
-class _Piece:
-    """A row, or a part of it, as it is stored."""
+class _Whole:
+    """The sizes of a row as rendered."""
+
+    tokens: int
+    trained: int
+
+
+@dataclass(frozen=True)
+class _Row:
+    """A row as it is stored."""
 
     input_ids: IntArray
     labels: IntArray
 
-    @property
-    def first_trained(self) -> int:
-        """The place of the first token that is trained on; the length where there is none."""
-        trained = self.labels != IGNORE_INDEX
-        return int(trained.argmax()) if trained.any() else len(trained)
-
-    def cut(self, start: int, size: int) -> _Piece:
-        """Return ``size`` tokens from ``start``; the first is not trained on, as no token comes before it."""
-        labels = self.labels[start : start + size].copy()
-        labels[0] = IGNORE_INDEX
-        return _Piece(self.input_ids[start : start + size], labels)
+    def joined(self, parts: Sequence[Kept]) -> tuple[IntArray, IntArray]:
+        """Return the ids and labels of some parts of the row as one."""
+        ids = [self.input_ids[part.start : part.stop] for part in parts]
+        labels = [self.labels[part.start : part.stop].copy() for part in parts]
+        for part, each in zip(parts, labels, strict=True):
+            each[: part.context] = IGNORE_INDEX
+        return (ids[0], labels[0]) if len(parts) == 1 else (np.concatenate(ids), np.concatenate(labels))
 
 
-def _supervised(pieces: Sequence[_Piece]) -> list[_Piece]:
-    return [piece for piece in pieces if piece.first_trained < len(piece.labels)]
+def _loses_system(rendered: Rendered, parts: Sequence[Kept]) -> bool:
+    """Return True if a row has a system message at its start, and a cut does not keep it whole."""
+    system, first = rendered.system, parts[0]
+    return system is not None and not (system > 0 and first.start == 0 and system <= first.stop)
+
+
+def _covered(pieces: Sequence[Sequence[Kept]]) -> int:
+    """Return the tokens of a row that are in its pieces, which are in order; those that overlap count once."""
+    total = stop = 0
+    for part in chain.from_iterable(pieces):
+        total += part.stop - max(part.start, stop)
+        stop = part.stop
+    return total
+
+
+def _is_trained(trained: npt.NDArray[np.bool_], parts: Sequence[Kept]) -> bool:
+    """Return True if a token of some parts of a row is trained on."""
+    return any(trained[part.start + part.context : part.stop].any() for part in parts)

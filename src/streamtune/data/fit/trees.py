@@ -107,8 +107,10 @@ class TreeFit(LengthFit[Tree, CompletionReport]):
         if cut is None or _identical(cut):
             self.counts["dropped"] += 1
             self.counts["tokens_lost"] += tree.num_tokens_separate
+            self.counts["supervised_tokens_lost"] += tree.num_targets
         else:
             self.counts["truncated"] += 1
+            self.counts["supervised_tokens_lost"] += tree.num_targets - cut.num_targets
             self._keep(cut, prompt, lost=tree.num_tokens_separate - cut.num_tokens_separate)
 
     def skip_identical(self, origin: str) -> None:

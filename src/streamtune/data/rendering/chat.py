@@ -39,8 +39,10 @@ from streamtune.data.rendering.renderings import (
     common_prefix,
     has_marks,
     opened_reasoning,
+    render_messages,
     request_of,
 )
+from streamtune.errors import DataError
 from streamtune.templates import ChatRequest
 
 if TYPE_CHECKING:
@@ -71,6 +73,8 @@ class RenderedChat:
     """trained answers with reasoning"""
     dropped: list[int] = field(default_factory=list)
     """indices of those whose reasoning the template leaves out"""
+    exchanges: list[int] = field(default_factory=list)
+    """characters where an exchange begins: a message of a user or the system, behind an answer"""
 
 
 _COMPARED, _DISAGREED = 8, -1
@@ -99,6 +103,7 @@ class ChatRenderer:
         *,
         variables: Mapping[str, Any] | None = None,
         reasoned: Sequence[int] | None = None,
+        find_exchanges: bool = False,
     ) -> RenderedChat:
         """Render a conversation.
 
@@ -109,6 +114,7 @@ class ChatRenderer:
             origin: The row, for errors.
             variables: Variables of the template.
             reasoned: Indices of the answers whose reasoning matters; ``trained`` unless given.
+            find_exchanges: Find where exchanges begin.
 
         Raises:
             DataError: The template refuses the conversation, or rewrites it so that a turn cannot be located exactly.
@@ -127,12 +133,39 @@ class ChatRenderer:
         dropped = dropped_answers(chat, reasoned, found)
         ends = all(map(self._ends_with_special, texts))
         turns = self._other_turns(chat, turns, [index for index in trained if index not in answers])
-        text = chat.text
+        text, answered = chat.text, self._answered(chat, own) if find_exchanges else []
         if dropped and self._options.reasoning == "keep":
             if not own.keys() >= set(dropped):
                 own = dict(zip(dropped, self._located_turns(chat, dropped), strict=True))
-            text, turns = self._with_reasoning(chat, turns, {index: own[index] for index in dropped})
-        return RenderedChat(text, turns, ends, chat.system, len(reasoned), dropped)
+            put_back = {index: own[index] for index in dropped}
+            text, moved = self._with_reasoning(chat, [*turns, *answered], put_back)
+            turns, answered = moved[: len(turns)], moved[len(turns) :]
+        exchanges = [_skip_blanks(text, turn.end) for turn in answered]
+        return RenderedChat(text, turns, ends, chat.system, len(reasoned), dropped, exchanges)
+
+    def head(
+        self, messages: list[Message], tools: Any, text: str, origin: str, variables: Mapping[str, Any] | None
+    ) -> int:
+        """Return the characters of a rendered conversation that its first messages take, which are of the system.
+
+        0 unless the template prints them alone as it prints them in the conversation.
+        """
+        try:
+            alone = render_messages(self._tokenizer, messages, tools, origin, generation=False, variables=variables)
+        except DataError:  # some templates refuse a conversation without a user
+            return 0
+        content = messages[0].get("content", "").strip()
+        return len(alone) if text.startswith(alone) and content in alone else 0
+
+    def _answered(self, chat: Renderings, own: Mapping[int, ChatTurn]) -> list[ChatTurn]:
+        """Return the answers that end an exchange; of those that are not trained, unless they cannot be located."""
+        answers = [index for index in chat.answers() if _ends_exchange(chat.messages, index)]
+        if not own.keys() >= set(answers):
+            try:
+                own = dict(zip(answers, self._located_turns(chat, answers), strict=True))
+            except DataError:
+                answers = [index for index in answers if index in own]
+        return [own[index] for index in answers]
 
     def requests(
         self, messages: list[Message], tools: Any, trained: Sequence[int], variables: Mapping[str, Any]
@@ -207,20 +240,22 @@ class ChatRenderer:
         """Return the turns between prefixes of the full rendering; None if one is not a prefix."""
         turns = []
         for index in trained:
-            before, through = chat.prompt(index), chat.through(index)
-            if before is None or through is None:
+            before, through = chat.prompt_length(index), chat.through_length(index)
+            if before is None or through is None or before > through:
                 return None
-            if not (chat.text.startswith(through) and through.startswith(before)):
-                return None
-            start = self._start_behind(chat, index, before, through)
-            turns.append(ChatTurn(start, self._end_of_turn(chat, index, start, through)))
+            start = self._start_behind(chat, index, before, chat.text, through)
+            turns.append(ChatTurn(start, self._end_of_turn(chat, index, start, chat.text[start:through])))
         return turns
 
-    def _start_behind(self, chat: Renderings, index: int, before: str, text: str) -> int:
-        """Return the start of the turn in ``text``, given the prompt before it: usually the end of that prompt."""
-        if before == chat.history(index):
-            return len(before) + self._plain_header_length(chat, index, text[len(before) :])
-        return len(before) - opened_reasoning(before)
+    def _start_behind(self, chat: Renderings, index: int, before: int, text: str, through: int | None = None) -> int:
+        """Return the start of the turn in ``text``, usually the end of the prompt before it: of ``before`` characters.
+
+        Without a generation prompt the text up to ``through`` is searched for the header.
+        """
+        if not chat.has_generation_prompt(index):
+            return before + self._plain_header_length(chat, index, text[before:through])
+        near = text[max(0, before - _NEAR) : before]
+        return before - opened_reasoning(text[:before] if near.isspace() else near)
 
     def _plain_header_length(self, chat: Renderings, index: int, turn: str) -> int:
         """Return the length of the header that ``turn`` starts with where the template ignores the generation prompt.
@@ -236,15 +271,15 @@ class ChatRenderer:
         # Blanks alone are no header: a model that is asked writes them itself.
         return len(header) if header.strip() and turn.startswith(header) else 0
 
-    def _end_of_turn(self, chat: Renderings, index: int, start: int, through: str) -> int:
-        """Return the end of the turn in ``through``, a rendering that ends with it: behind its terminator."""
-        turn = through[start:].rstrip()
+    def _end_of_turn(self, chat: Renderings, index: int, start: int, turn: str) -> int:
+        """Return the end of the turn that a rendering ends with from ``start`` on: behind its terminator."""
+        turn = turn.rstrip()
         if self._ends_with_special(turn) and not self._ends_twice(turn):
             return start + len(turn)
         place = chat.place_in_prefix(index)
         if place is None:
             return start + len(turn)
-        return place[1] + self._terminator_length(chat, index, through[place[1] :])
+        return place[1] + self._terminator_length(chat, index, (chat.through(index) or "")[place[1] :])
 
     def _ends_twice(self, text: str) -> bool:
         """Return True if only blanks separate the last two special tokens: one may end the turn, the other the text."""
@@ -285,7 +320,7 @@ class ChatRenderer:
         """Return the end of the header before ``place``, searched no further back than ``floor``."""
         before = chat.prompt(index)
         if before is not None and chat.text.startswith(before) and floor <= len(before) <= place[0]:
-            return self._start_behind(chat, index, before, chat.text)
+            return self._start_behind(chat, index, len(before), chat.text)
         for header in chat.headers(index):
             found = chat.text.rfind(header, floor, place[0])
             if found >= 0:
@@ -393,7 +428,7 @@ class ChatRenderer:
             through = chat.try_render(messages)
             if before is None or through is None or not through.startswith(before):
                 continue
-            start = self._start_behind(chat, index, before, through)
+            start = self._start_behind(chat, index, len(before), through)
             turn = through[start:].rstrip()
             if reasoning in turn:
                 token = next((token for token in self._special_tokens if printed.endswith(token)), "")
@@ -403,6 +438,12 @@ class ChatRenderer:
                     turn = turn[: specials.pop().start()].rstrip()
                 return turn + token if token else turn
         return f"<think>\n{reasoning}\n</think>\n\n{_NO_REASONING.sub('', printed).lstrip()}"
+
+
+def _ends_exchange(messages: Sequence[Message], index: int) -> bool:
+    """Return True if a message of a user or the system follows an answer, not of a tool or the assistant again."""
+    following = messages[index + 1]["role"] if index + 1 < len(messages) else ""
+    return following in ("user", "system", "developer")
 
 
 def _joined(turns: Sequence[ChatTurn]) -> list[ChatTurn]:
@@ -416,6 +457,8 @@ def _joined(turns: Sequence[ChatTurn]) -> list[ChatTurn]:
     return joined
 
 
+_NEAR = 4096
+"""Characters at the end of a prompt that are searched for a ``<think>``, unless they are all blank."""
 _BLANKS = re.compile(r"\s*")
 _NO_REASONING = re.compile(r"\A\s*<think>\s*</think>")
 

@@ -1,9 +1,9 @@
 """From a row, or a prompt with its answers, to token ids and labels.
 
-The text of a row is tokenised **once**, whole; its ids are what is trained on. What is trained is known as characters
-of that text (see :mod:`streamtune.data.rendering.chat`) and carried over to tokens by the tokenizer's character
-offsets: a token is trained if it holds a trained character. Tokenising pieces and gluing ids would be simpler and
-wrong: byte-pair merges cross the borders of pieces.
+The text of a row is tokenised **once**, as a whole; its ids are what is trained on. What is trained is known as
+characters of that text (see :mod:`streamtune.data.rendering.chat`) and carried over to tokens by the tokenizer's
+character offsets: a token is trained if it holds a trained character (:mod:`streamtune.data.rendering.tokens`).
+Tokenising messages by themselves and gluing ids would be simpler and wrong: byte-pair merges cross their borders.
 
 A prompt with its answers becomes one trunk and the tokens of each answer that count. Every answer is tokenised **with
 its prompt before it**, whole, as supervised training does: a conversation by the chat template, text as the plain joint
@@ -22,21 +22,19 @@ behind a text counts. Messages of users and tools in an answer of several turns 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
-from itertools import chain
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
-
-import numpy as np
-import numpy.typing as npt
 
 from streamtune.data.preferences import Answers
 from streamtune.data.reading.cells import has_system
 from streamtune.data.records import Tree
-from streamtune.data.rendering.chat import ChatRenderer, ChatTurn
+from streamtune.data.rendering.chat import ChatRenderer, ChatTurn, RenderedChat
 from streamtune.data.rendering.counts import DEFAULT_CHAT, ChatOptions, RenderLog
-from streamtune.data.rendering.pieces import tokenise_text
+from streamtune.data.rendering.pieces import PieceTokenizer
+from streamtune.data.rendering.policy import RowPolicy
 from streamtune.data.rendering.reasoning import reasoning_of
 from streamtune.data.rendering.renderings import Message, check_unicode, render_messages, require_template
+from streamtune.data.rendering.tokens import MaskTokenizer, Rendered, TextTokens
 from streamtune.data.rendering.variables import TemplateVariables
 from streamtune.data.rows import Content, Conversation, Document, PromptCompletion, size_of
 from streamtune.errors import ArgumentError, DataError
@@ -46,25 +44,15 @@ from streamtune.templates import render_ahead
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-__all__ = ["TRAIN_ON", "PromptRenderer", "Rendered", "RowRenderer", "TreeRenderer"]
+__all__ = ["TRAIN_ON", "PromptRenderer", "RowRenderer", "TreeRenderer"]
 
 TRAIN_ON = ("assistant", "completion", "last", "all")
 """``assistant``: every assistant turn; ``completion``: the last one, of a row of prompt and completion all behind the
 prompt; ``last``: the last one of any row; ``all``: every token of a row. Other roles as ``roles_to_train`` says."""
 
 
+_SYSTEM = ("system", "developer")
 _NO_END = "the tokenizer has no end token: rows end without one and the model does not learn to stop"
-
-
-@dataclass(frozen=True)
-class Rendered:
-    """Token ids of a row and their labels: the id itself where it is trained on, ``IGNORE_INDEX`` elsewhere.
-
-    Labels are not shifted. The first token is never trained on: nothing comes before it to predict it from.
-    """
-
-    input_ids: Sequence[int]
-    labels: Sequence[int]
 
 
 MOST_AHEAD = 1 << 16
@@ -79,6 +67,7 @@ class RowRenderer:
         train_on: One of :data:`TRAIN_ON`.
         notify: Called once with each thing a user should know.
         chat: Options of rendering.
+        policy: The length of rows, and what becomes of longer ones; without it no row is cut.
 
     Raises:
         ArgumentError: ``train_on`` is none of the four.
@@ -91,6 +80,7 @@ class RowRenderer:
         train_on: str,
         notify: Callable[[str], None],
         chat: ChatOptions = DEFAULT_CHAT,
+        policy: RowPolicy | None = None,
     ) -> None:
         if train_on not in TRAIN_ON:
             raise ArgumentError(f"train_on is '{train_on}'", where="train_on", mend=f"use {', '.join(TRAIN_ON)}")
@@ -100,6 +90,8 @@ class RowRenderer:
         self.log = RenderLog(chat, notify)
         """what was found in the rows; its ``finish`` is called behind the last"""
         self._chat = ChatRenderer(tokenizer, chat)
+        self._policy = policy
+        self._tokens = MaskTokenizer(tokenizer, policy, self.log.note)
         self._variables = TemplateVariables(tokenizer, chat.variables)
         self._renders_ahead = True
         """False once the template could not render several rows at once"""
@@ -130,7 +122,7 @@ class RowRenderer:
             rendered = self._completion(content, origin)
         else:
             rendered = self._document(content, origin)
-        if rendered.labels.count(IGNORE_INDEX) == len(rendered.labels):
+        if rendered.estimated is None and rendered.labels.count(IGNORE_INDEX) == len(rendered.labels):
             raise DataError(
                 "no token of the row is trained on",
                 where=origin,
@@ -163,6 +155,7 @@ class RowRenderer:
             origin,
             variables=self._variables(content.variables, content.tools, origin),
             reasoned=[index for index in trained if index in answers],
+            find_exchanges=self._policy is not None and self._policy.splits_at_turns,
         )
         if not chat.ends:
             self.log.note(
@@ -171,13 +164,26 @@ class RowRenderer:
         self._count(content, trained, answers, chat.system, origin)
         self.log.now.reasoning += chat.reasoned
         self.log.now.drops_reasoning(f"{origin} messages[{index}]" for index in chat.dropped)
+        head = self._head(content, chat, origin)
         # As apply_chat_template does: the template has written the special tokens already.
-        encoding = self._tokenizer(chat.text, add_special_tokens=False, **self._tokenizer_options())
-        ids, turns = list(encoding["input_ids"]), chat.turns
-        covered = (
-            self._cover(chat.text, ids, encoding.get("offset_mapping"), turns, origin) if turns else [False] * len(ids)
-        )
-        return Rendered(ids, _labels(ids, [not off for off in covered] if self._train_on == "all" else covered))
+        tokens = self._tokens(chat.text, chat.turns, origin, special=False, exchanges=chat.exchanges, head=head or 0)
+        del chat  # of a long row the memory counts
+        if self._train_on == "all":
+            tokens = replace(tokens, trained=~tokens.trained)
+        return self._rendered(tokens, has_answer=self._train_on != "all", system=None if head is None else tokens.head)
+
+    def _head(self, content: Conversation, chat: RenderedChat, origin: str) -> int | None:
+        """Return the characters of the system message, with what is printed before it; 0 where it is not by itself.
+
+        None where there is none at the start, and where no row is cut there.
+        """
+        policy, messages = self._policy, content.messages
+        count = next((index for index, each in enumerate(messages) if each["role"] not in _SYSTEM), len(messages))
+        cuts = policy is not None and policy.overlength == "truncate" and policy.truncate_side != "right"
+        if policy is None or not cuts or not count or chat.system != "printed" or not policy.may_exceed(chat.text):
+            return None
+        variables = self._variables(content.variables, content.tools, origin)
+        return self._chat.head(messages[:count], content.tools, chat.text, origin, variables)
 
     def _count(
         self, content: Conversation, trained: Sequence[int], answers: Sequence[int], system: str, origin: str
@@ -208,101 +214,39 @@ class RowRenderer:
         return found[-1:] if last else found
 
     def _completion(self, content: PromptCompletion, origin: str) -> Rendered:
-        text = content.prompt + content.completion
-        encoding = self._tokenizer(text, **self._tokenizer_options())
-        ids, offsets = self._begun_once(text, list(encoding["input_ids"]), encoding.get("offset_mapping"))
-        border, now = len(content.prompt), self.log.now
+        text, border, now = content.prompt + content.completion, len(content.prompt), self.log.now
+        turns = None if self._train_on == "all" else [ChatTurn(border, len(text))]
+        tokens = self._begun_once(text, self._tokens(text, turns, origin, special=True, border=border))
         now.answers += 1
         now.completions += 1
-        now.merged_borders += any(start < border < end for start, end in offsets or ())
-        if self._train_on == "all":
-            trained = [True] * len(ids)
-        else:
-            trained = self._cover(text, ids, offsets, [ChatTurn(border, len(text))], origin, special=True)
-        return self._ended(ids, trained)
+        now.merged_borders += tokens.crosses
+        del text  # of a long row the memory counts
+        return self._rendered(self._ended(tokens), has_answer=self._train_on != "all")
 
     def _document(self, content: Document, origin: str) -> Rendered:
-        ids = tokenise_text(self._tokenizer, content.text)
-        if _begins_twice(self._tokenizer, content.text, ids):
-            self.log.now.begins_twice += 1
-            ids = ids[1:]
-        if not ids:
+        tokens = self._begun_once(content.text, self._tokens(content.text, None, origin, special=True))
+        if not tokens.ids:
             raise DataError("the tokenizer makes no token of the text", where=origin, mend="remove the row")
-        end = self._tokenizer.eos_token_id
-        if end is None:
-            self.log.note(_NO_END)
-        elif ids[-1] != end:
-            ids.append(end)
-        labels = ids[:]
-        labels[0] = IGNORE_INDEX
-        return Rendered(ids, labels)
+        return self._rendered(self._ended(tokens))
 
-    def _begun_once(
-        self, text: str, ids: list[int], offsets: Sequence[tuple[int, int]] | None = None
-    ) -> tuple[list[int], Sequence[tuple[int, int]] | None]:
-        """Return tokens and offsets without the first token, where the text begins with that token already."""
-        if not _begins_twice(self._tokenizer, text, ids):
-            return ids, offsets
+    def _begun_once(self, text: str, tokens: TextTokens) -> TextTokens:
+        """Return the tokens without the first, where the text begins with that token already."""
+        if not _begins_twice(self._tokenizer, text, tokens.ids):
+            return tokens
         self.log.now.begins_twice += 1
-        return ids[1:], None if offsets is None else offsets[1:]
+        return tokens.without_first()
 
-    def _ended(self, ids: list[int], trained: list[bool]) -> Rendered:
-        """Return the tokens with labels, the end token behind them and trained on."""
+    def _ended(self, tokens: TextTokens) -> TextTokens:
+        """Return the tokens with the end token behind them; a row of which only the beginning was read has none."""
         end = self._tokenizer.eos_token_id
         if end is None:
             self.log.note(_NO_END)
-        elif ids and ids[-1] == end:
-            trained = [*trained[:-1], True]  # the tokenizer puts its own
-        else:
-            ids, trained = [*ids, end], [*trained, True]
-        return Rendered(ids, _labels(ids, trained))
+        return tokens if end is None or tokens.estimated is not None else tokens.ended(end)
 
-    def _tokenizer_options(self) -> dict[str, Any]:
-        # verbose=False: a row longer than the model's own limit is what this program is for
-        return {"return_offsets_mapping": bool(self._tokenizer.is_fast), "verbose": False}
-
-    def _cover(
-        self,
-        text: str,
-        ids: list[int],
-        offsets: Sequence[tuple[int, int]] | None,
-        turns: Sequence[ChatTurn],
-        origin: str,
-        *,
-        special: bool = False,
-    ) -> list[bool]:
-        """Return for each token True if it holds a character of ``turns``."""
-        if offsets is not None:
-            extents = _pairs(offsets)
-            if not _is_whole(extents, len(text)):
-                extents = _pairs(_extents(text, offsets, lambda: list(self._tokenizer.convert_ids_to_tokens(ids))))
-            return _cover_by_offsets(extents, turns)
-        return self._cover_by_prefixes(text, ids, turns, origin, special)
-
-    def _cover_by_prefixes(
-        self, text: str, ids: list[int], turns: Sequence[ChatTurn], origin: str, special: bool
-    ) -> list[bool]:
-        """Do as :meth:`_cover` without offsets, for tokenizers in pure Python.
-
-        The text up to the border of a turn must give a prefix of the ids.
-
-        Raises:
-            DataError: A token crosses a border.
-        """
-        trained = [False] * len(ids)
-        for turn in turns:
-            borders = []
-            for border in (turn.start, turn.end):
-                prefix = list(self._tokenizer(text[:border], add_special_tokens=special, verbose=False)["input_ids"])
-                if ids[: len(prefix)] != prefix:
-                    raise DataError(
-                        "a token crosses the border of an answer, and this tokenizer gives no character offsets",
-                        where=origin,
-                        mend="use a fast tokenizer (tokenizer.json)",
-                    )
-                borders.append(len(prefix))
-            trained[borders[0] : borders[1]] = [True] * (borders[1] - borders[0])
-        return trained
+    def _rendered(self, tokens: TextTokens, *, has_answer: bool = False, system: int | None = None) -> Rendered:
+        begin = self._tokenizer.bos_token_id
+        head = max(tokens.head, int(begin is not None and bool(tokens.ids) and tokens.ids[0] == begin))
+        return Rendered(tokens.ids, tokens.labels(), tokens.breaks, head, has_answer, system, tokens.estimated)
 
 
 def _with_default_system(content: Conversation, text: str | None) -> Conversation:
@@ -324,73 +268,6 @@ def _begins_twice(tokenizer: PreTrainedTokenizerBase, text: str, ids: Sequence[i
     """Return True if a text begins with the tokenizer's first token, and the tokenizer put another before it."""
     begin = tokenizer.bos_token
     return begin is not None and text.startswith(begin) and list(ids[:2]) == [tokenizer.bos_token_id] * 2
-
-
-def _labels(ids: Sequence[int], trained: Sequence[bool]) -> list[int]:
-    labels = [token if train else IGNORE_INDEX for token, train in zip(ids, trained, strict=True)]
-    labels[:1] = [IGNORE_INDEX] * len(labels[:1])
-    return labels
-
-
-def _cover_by_offsets(extents: npt.NDArray[np.int64], turns: Sequence[ChatTurn]) -> list[bool]:
-    """Return for each token True if it holds a character of ``turns``.
-
-    Args:
-        extents: [T, 2] first character and end of each token, in order; a token without characters may stand anywhere.
-        turns: In order.
-    """
-    starts, ends = extents.T
-    trained: npt.NDArray[np.bool_] = np.zeros(len(extents), dtype=np.bool_)
-    held = np.flatnonzero(starts < ends)
-    starts, ends = starts[held], ends[held]
-    for turn in turns:
-        trained[held[np.searchsorted(ends, turn.start, "right") : np.searchsorted(starts, turn.end, "left")]] = True
-    found: list[bool] = trained.tolist()
-    return found
-
-
-def _pairs(offsets: Sequence[tuple[int, int]]) -> npt.NDArray[np.int64]:
-    return np.fromiter(chain.from_iterable(offsets), np.int64, 2 * len(offsets)).reshape(-1, 2)
-
-
-def _is_whole(extents: npt.NDArray[np.int64], length: int) -> bool:
-    """Return True if the tokens hold all characters of a text, one token after the other."""
-    borders = [0, *extents[-1:, 1]]
-    return borders == [0, length] and extents[0, 0] == 0 and bool((extents[1:, 0] == extents[:-1, 1]).all())
-
-
-def _extents(
-    text: str, offsets: Sequence[tuple[int, int]], pieces: Callable[[], list[str]]
-) -> Sequence[tuple[int, int]]:
-    """Return the characters each token stands for, including blanks that ``offsets`` leave out.
-
-    Byte-level tokenizers like GPT-2's and Llama 3's (``trim_offsets``) report a token without the blanks at its ends.
-    Blanks that no token claims belong to the token before them as far as its piece ends with blanks (``Ġ``), the rest
-    to the token after them. A token the tokenizer added itself stands for no character.
-
-    Args:
-        text: The text that was tokenised.
-        offsets: Start and end (exclusive) of each token as the tokenizer reports them.
-        pieces: Returns the tokens as the vocabulary writes them; called only where blanks are left out.
-    """
-    extents = [*offsets, (len(text), len(text))]  # the end stands for one more token: blanks may come before it
-    names: list[str] | None = None
-    covered = 0  # characters before this one belong to a token already seen
-    for index, (start, end) in enumerate(tuple(extents)):
-        if covered < start and text[covered:start].isspace():
-            names = names or pieces()
-            if index and covered == extents[index - 1][1]:
-                covered += min(_unclaimed_blanks(names[index - 1], extents[index - 1]), start - covered)
-                extents[index - 1] = (extents[index - 1][0], covered)
-            extents[index] = (covered, end)
-        covered = max(covered, end)
-    return extents[:-1]
-
-
-def _unclaimed_blanks(piece: str, extent: tuple[int, int]) -> int:
-    """Return the number of blanks at the end of a token's piece that its extent does not cover yet."""
-    blanks = len(piece) - len(piece.rstrip("Ġ"))
-    return blanks - (extent[1] - extent[0]) if blanks == len(piece) else blanks
 
 
 class TreeRenderer:
@@ -469,6 +346,7 @@ class PromptRenderer:
         self._default_system = chat.default_system
         self._variables = TemplateVariables(tokenizer, chat.variables)
         self.log = RenderLog(chat, notify)
+        self._pieces = PieceTokenizer(tokenizer, self.log.note)
 
     def __call__(
         self,
@@ -490,7 +368,7 @@ class PromptRenderer:
         return ids
 
     def _text(self, prompt: str) -> list[int]:
-        ids = list(self._tokenizer(prompt, verbose=False)["input_ids"])
+        ids = list(self._pieces.ids(prompt))
         end = self._tokenizer.eos_token
         if end is not None and ids and ids[-1] == self._tokenizer.eos_token_id and not prompt.endswith(end):
             ids.pop()
@@ -509,4 +387,4 @@ class PromptRenderer:
         text = check_unicode(
             render_messages(self._tokenizer, messages, tools, origin, generation=True, variables=variables), origin
         )
-        return list(self._tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"])
+        return list(self._pieces.ids(text, special=False))

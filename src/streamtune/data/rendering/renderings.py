@@ -35,6 +35,10 @@ _KEPT_RENDERINGS = 4
 """A turn needs its prompt, its history, itself and the prompt behind the whole chat."""
 
 
+_LONG = 1 << 20
+"""Characters of a rendering that are not kept where the whole conversation begins with them."""
+
+
 def require_template(tokenizer: PreTrainedTokenizerBase, noun: str, origin: str) -> None:
     """Raise unless the tokenizer has a chat template for a conversation, which ``noun`` names: a row or a prompt."""
     if not tokenizer.chat_template:
@@ -101,7 +105,8 @@ def has_marks(tokenizer: PreTrainedTokenizerBase, tools: Any) -> bool:
 def check_unicode(text: str, origin: str) -> str:
     """Return the text of a rendered conversation; raise if it is no valid Unicode."""
     try:
-        text.encode()
+        for start in range(0, len(text), _LONG):
+            text[start : start + _LONG].encode()
     except UnicodeEncodeError as error:
         raise DataError("the conversation holds half a surrogate pair, which is no character", where=origin) from error
     return text
@@ -135,7 +140,8 @@ class Renderings:
         self._tools = tools
         self._origin = origin
         self._variables = variables
-        self._cache: dict[tuple[int, bool], str | None] = {}
+        self._cache: dict[tuple[int, bool], str | int | None] = {}
+        """renderings; of a long text that they begin, the number of characters alone"""
         self.system: Literal["printed", "late", "left out"] = "printed"
         """where the template prints the first message, if that is of the system: ``late`` is with the last message of
         the user, and only where a conversation ends with that message"""
@@ -204,10 +210,17 @@ class Renderings:
         """Render the first ``count`` messages. Few renderings are kept: all of a long chat would fill the memory."""
         if count == len(self.messages) and not generation:
             return self.text
+        kept = self._kept(count, generation)
+        return self.text[:kept] if isinstance(kept, int) else kept
+
+    def _kept(self, count: int, generation: bool) -> str | int | None:
+        """Do as :meth:`_cut`; of a long text that the whole begins with, return the number of characters."""
         if (count, generation) not in self._cache:
             if len(self._cache) >= _KEPT_RENDERINGS:
                 del self._cache[next(iter(self._cache))]
-            self._cache[count, generation] = self.try_render(self.messages[:count], generation=generation)
+            found = self.try_render(self.messages[:count], generation=generation)
+            begins = found is not None and len(found) > _LONG and self.text.startswith(found)
+            self._cache[count, generation] = len(found) if found is not None and begins else found
         return self._cache[count, generation]
 
     def history(self, index: int) -> str | None:
@@ -222,6 +235,20 @@ class Renderings:
         """Render the messages up to and with ``index``; None if the template refuses them."""
         return self._cut(index + 1, False)
 
+    def prompt_length(self, index: int) -> int | None:
+        """Return the characters of :meth:`prompt`; None if the whole conversation does not begin with it."""
+        return self._length(index, True)
+
+    def through_length(self, index: int) -> int | None:
+        """Return the characters of :meth:`through`; None if the whole conversation does not begin with it."""
+        return len(self.text) if index + 1 == len(self.messages) else self._length(index + 1, False)
+
+    def _length(self, count: int, generation: bool) -> int | None:
+        kept = self._kept(count, generation)
+        if isinstance(kept, str):
+            return len(kept) if self.text.startswith(kept) else None
+        return kept
+
     def headers(self, index: int) -> Iterator[str]:
         """Yield headers that an answer may have: the generation prompt after the messages before it, or after all.
 
@@ -235,7 +262,7 @@ class Renderings:
 
     def has_generation_prompt(self, index: int) -> bool:
         """Return True if the template prints something in front of an answer that is yet to be written."""
-        return self.prompt(index) != self.history(index)
+        return self._kept(index, True) != self._kept(index, False)
 
     def lead(self, index: int) -> str | None:
         """Return what the template prints between the messages before an answer and its text; None if that is unknown.

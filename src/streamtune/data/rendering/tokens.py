@@ -1,0 +1,356 @@
+"""From the text of a row, and the characters of it that are trained, to token ids and labels.
+
+A token is trained if it holds a trained character. Text is tokenised whole, or in pieces that are proven to give the
+same ids (:mod:`streamtune.data.rendering.pieces`); with 32 bits for each id and label a long row takes little memory.
+"""
+
+from __future__ import annotations
+
+import re
+from array import array
+from collections.abc import Callable, Iterator, MutableSequence, Sequence
+from dataclasses import dataclass, replace
+from itertools import chain
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import numpy.typing as npt
+
+from streamtune.data.rendering.chat import ChatTurn
+from streamtune.data.rendering.pieces import PieceTokenizer, TokenPiece
+from streamtune.data.rendering.policy import SPLIT_AT, RowPolicy
+from streamtune.errors import DataError
+from streamtune.labels import IGNORE_INDEX
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+__all__ = ["MaskTokenizer", "Rendered", "TextTokens"]
+
+STOP = 1 << 22
+"""Characters that are not worth tokenising behind the limit of a row that is dropped or refused."""
+
+Mask = npt.NDArray[np.bool_]
+
+
+@dataclass(frozen=True)
+class Rendered:
+    """Token ids of a row and their labels: the id itself where it is trained on, ``IGNORE_INDEX`` elsewhere.
+
+    Labels are not shifted. The first token is never trained on: nothing comes before it to predict it from.
+    """
+
+    input_ids: Sequence[int]
+    labels: Sequence[int]
+    breaks: npt.NDArray[np.uint8] | None = None
+    """[T] border before each token, as an index of :data:`SPLIT_AT`; None where rows are not split at borders"""
+    head: int = 0
+    """tokens at the start, such as a system message, that a cut on the left keeps"""
+    has_answer: bool = False
+    """True if answers are trained, and what comes before them is not"""
+    system: int | None = None
+    """tokens of the system message at the start, 0 where it does not stand there by itself; None if there is none, or
+    rows are not cut on the left"""
+    estimated: int | None = None
+    """tokens of the row, about, where only its beginning was tokenised"""
+
+
+@dataclass(frozen=True)
+class TextTokens:
+    """Tokens of a text."""
+
+    ids: MutableSequence[int]
+    """[T], a list, or of text in pieces an array of 32 bits each"""
+    trained: Mask
+    """[T]"""
+    breaks: npt.NDArray[np.uint8] | None = None
+    """as :class:`Rendered` has them"""
+    head: int = 0
+    """tokens of the head"""
+    estimated: int | None = None
+    crosses: bool = False
+    """True if a token holds characters on both sides of the border that was asked for"""
+
+    def labels(self) -> MutableSequence[int]:
+        """Return the labels: the ids where they are trained; the first is not."""
+        found: MutableSequence[int]
+        if isinstance(self.ids, list):
+            marked = zip(self.ids, self.trained.tolist(), strict=True)
+            found = [token if train else IGNORE_INDEX for token, train in marked]
+        else:
+            found = array("i", self.ids)
+            np.frombuffer(found, dtype=np.int32)[~self.trained] = IGNORE_INDEX
+        if found:
+            found[0] = IGNORE_INDEX
+        return found
+
+    def without_first(self) -> TextTokens:
+        """Return all tokens but the first."""
+        breaks = None if self.breaks is None else self.breaks[1:]
+        return replace(self, ids=self.ids[1:], trained=self.trained[1:], breaks=breaks, head=max(0, self.head - 1))
+
+    def ended(self, end: int) -> TextTokens:
+        """Return the tokens with an end token behind them, which is trained; the tokenizer may have put its own."""
+        if self.ids and self.ids[-1] == end:
+            self.trained[-1] = True
+            return self
+        self.ids.append(end)
+        breaks = None if self.breaks is None else np.append(self.breaks, np.uint8(0))
+        return replace(self, trained=np.append(self.trained, True), breaks=breaks)
+
+
+class MaskTokenizer:
+    """Tokenises texts of any length and carries over from characters to tokens what is trained.
+
+    Args:
+        tokenizer: Any tokenizer.
+        policy: The length of rows; without it no row is cut.
+        note: Called with what a user should know.
+    """
+
+    def __init__(
+        self,
+        tokenizer: PreTrainedTokenizerBase,
+        policy: RowPolicy | None = None,
+        note: Callable[[str], None] = lambda message: None,
+    ) -> None:
+        self._tokenizer, self._policy, self._note = tokenizer, policy, note
+        self._pieces = PieceTokenizer(tokenizer, note)
+
+    def __call__(
+        self,
+        text: str,
+        turns: Sequence[ChatTurn] | None,
+        origin: str,
+        *,
+        special: bool,
+        exchanges: Sequence[int] = (),
+        head: int = 0,
+        border: int | None = None,
+    ) -> TextTokens:
+        """Tokenise a text.
+
+        Args:
+            text: The text.
+            turns: Characters that are trained, in order; None trains all tokens.
+            origin: The row, for errors.
+            special: With the tokens that the tokenizer puts around a text.
+            exchanges: Characters where a new exchange of a chat begins, in order.
+            head: Characters of the head.
+            border: Report if a token crosses this character.
+
+        Raises:
+            DataError: A token crosses the border of an answer, and the tokenizer gives no offsets.
+        """
+        policy = self._policy
+        breaks = policy is not None and policy.finds_breaks and policy.may_exceed(text)
+        if breaks and not self._tokenizer.is_fast:
+            self._note("rows are split at tokens: this tokenizer gives no character offsets, which borders need")
+            breaks = False
+        offsets = bool(self._tokenizer.is_fast) and (bool(turns) or breaks or head > 0 or border is not None)
+        pieces = self._pieces.pieces(text, special=special, offsets=offsets)
+        first = next(pieces)
+        read = _Reading(self._tokenizer, text, turns, exchanges if breaks else None, head, border)
+        if first.stop == len(text):
+            trained = (
+                read.mask(first) if offsets or not turns else self._by_prefixes(text, first, turns, origin, special)
+            )
+            found = read.breaks(first) if breaks else None
+            return TextTokens(list(first.ids), trained, found, read.head_tokens, None, read.crosses)
+        ids, mask, marks, estimated = array("i"), bytearray(), bytearray(), None
+        for piece in chain([first], pieces):
+            ids.extend(piece.ids)
+            mask += read.mask(piece).data
+            if breaks:
+                marks += read.breaks(piece).data
+            if self._is_enough(len(ids), len(text) - piece.stop):
+                estimated = round(len(ids) / piece.stop * len(text))
+                break
+        trained = np.frombuffer(mask, dtype=np.bool_)
+        found = np.frombuffer(marks, dtype=np.uint8) if breaks else None
+        return TextTokens(ids, trained, found, read.head_tokens, estimated, read.crosses)
+
+    def _is_enough(self, tokens: int, left: int) -> bool:
+        policy = self._policy
+        return policy is not None and not policy.needs_length and tokens > policy.max_length and left > STOP
+
+    def ids(self, text: str, *, special: bool) -> MutableSequence[int]:
+        """Return the ids of a text alone."""
+        return self._pieces.ids(text, special=special)
+
+    def _by_prefixes(
+        self, text: str, whole: TokenPiece, turns: Sequence[ChatTurn] | None, origin: str, special: bool
+    ) -> Mask:
+        """Return the trained tokens without offsets, for tokenizers in pure Python.
+
+        The text up to the border of a turn must give a prefix of the ids.
+
+        Raises:
+            DataError: A token crosses a border.
+        """
+        ids = list(whole.ids)
+        trained: Mask = np.zeros(len(ids), dtype=np.bool_)
+        for turn in turns or ():
+            borders = []
+            for border in (turn.start, turn.end):
+                prefix = list(self._tokenizer(text[:border], add_special_tokens=special, verbose=False)["input_ids"])
+                if ids[: len(prefix)] != prefix:
+                    raise DataError(
+                        "a token crosses the border of an answer, and this tokenizer gives no character offsets",
+                        where=origin,
+                        mend="use a fast tokenizer (tokenizer.json)",
+                    )
+                borders.append(len(prefix))
+            trained[borders[0] : borders[1]] = True
+        return trained
+
+
+class _Reading:
+    """Reads the pieces of one text in order: which tokens are trained, where borders are, how many the head has."""
+
+    def __init__(
+        self,
+        tokenizer: PreTrainedTokenizerBase,
+        text: str,
+        turns: Sequence[ChatTurn] | None,
+        exchanges: Sequence[int] | None,
+        head: int,
+        border: int | None,
+    ) -> None:
+        self.tokenizer, self.text, self.turns = tokenizer, text, turns
+        self.turn_starts = np.array([turn.start for turn in turns or ()], dtype=np.int64)
+        self.turn_ends = np.array([turn.end for turn in turns or ()], dtype=np.int64)
+        self.exchanges = np.array(exchanges or (), dtype=np.int64)
+        self.head, self.border = head, border
+        self.head_tokens, self.crosses = 0, False
+
+    def mask(self, piece: TokenPiece) -> Mask:
+        """Return the tokens of the next piece that are trained, [T]."""
+        if piece.offsets is None:
+            return np.full(len(piece.ids), self.turns is None)
+        pairs = _pairs(piece.offsets)
+        if self.border is not None:
+            here = self.border - piece.start
+            self.crosses |= bool(((pairs[:, 0] < here) & (here < pairs[:, 1])).any())
+        self._count_head(piece, pairs)
+        if self.turns is None:
+            return np.ones(len(piece.ids), dtype=np.bool_)
+        size = piece.stop - piece.start
+        if not _is_whole(pairs, size):
+            ids = piece.ids
+            names = lambda: list(self.tokenizer.convert_ids_to_tokens(ids))  # noqa: E731
+            pairs = _pairs(_extents(self.text[piece.start : piece.stop], piece.offsets, names))
+        near = slice(
+            int(np.searchsorted(self.turn_ends, piece.start, "right")),
+            int(np.searchsorted(self.turn_starts, piece.stop, "left")),
+        )
+        return _cover(pairs, self.turn_starts[near] - piece.start, self.turn_ends[near] - piece.start)
+
+    def _count_head(self, piece: TokenPiece, pairs: npt.NDArray[np.int64]) -> None:
+        here = self.head - piece.start
+        inside = int(np.count_nonzero(pairs[:, 0] < here))
+        if here <= 0 or not inside:
+            return
+        self.head_tokens += inside
+        if pairs[inside - 1, 1] > here:  # that token cannot be kept without what follows
+            self.head = self.head_tokens = 0
+
+    def breaks(self, piece: TokenPiece) -> npt.NDArray[np.uint8]:
+        """Return the strongest border before each token of the next piece, [T]."""
+        found: npt.NDArray[np.uint8] = np.zeros(len(piece.ids), dtype=np.uint8)
+        if piece.start == piece.stop:
+            return found
+        pairs = _pairs(piece.offsets or ())
+        held = np.flatnonzero(pairs[:, 0] < pairs[:, 1])
+        starts = pairs[held, 0] + piece.start
+        for name, places in (
+            ("line", _places(_LINE, self.text, piece)),
+            ("paragraph", _places(_PARAGRAPH, self.text, piece)),
+            ("turn", np.stack([self.exchanges, self.exchanges], axis=1)),
+        ):
+            first = np.searchsorted(starts, places[:, 0], "left")
+            inside = first < len(starts)
+            first, last = first[inside], places[inside, 1]
+            found[held[first[starts[first] <= last]]] = SPLIT_AT.index(name)
+        return found
+
+
+_LINE = re.compile(r"\n[^\S\n]*")
+_PARAGRAPH = re.compile(r"\n(?:[^\S\n]*\n)+[^\S\n]*")
+
+
+def _places(border: re.Pattern[str], text: str, piece: TokenPiece) -> npt.NDArray[np.int64]:
+    """Return for each border the first place and the last where what follows it may begin, [borders, 2].
+
+    From behind the last line break to behind the blanks that indent what follows.
+    """
+
+    def places() -> Iterator[int]:
+        # A piece may begin behind a line break.
+        for match in border.finditer(text, max(0, piece.start - 1), piece.stop):
+            yield text.rindex("\n", match.start(), match.end()) + 1
+            yield match.end()
+
+    return np.fromiter(places(), np.int64).reshape(-1, 2)
+
+
+def _cover(extents: npt.NDArray[np.int64], turn_starts: Any, turn_ends: Any) -> Mask:
+    """Return for each token True if it holds a character of a turn.
+
+    Args:
+        extents: [T, 2] first character and end of each token, in order; a token without characters may stand anywhere.
+        turn_starts: [turns] first characters, in order.
+        turn_ends: [turns] ends.
+    """
+    starts, ends = extents.T
+    trained: Mask = np.zeros(len(extents), dtype=np.bool_)
+    held = np.flatnonzero(starts < ends)
+    firsts = np.searchsorted(ends[held], turn_starts, "right").tolist()
+    lasts = np.searchsorted(starts[held], turn_ends, "left").tolist()
+    for first, last in zip(firsts, lasts, strict=True):
+        trained[held[first:last]] = True
+    return trained
+
+
+def _pairs(offsets: Sequence[tuple[int, int]]) -> npt.NDArray[np.int64]:
+    return np.fromiter(chain.from_iterable(offsets), np.int64, 2 * len(offsets)).reshape(-1, 2)
+
+
+def _is_whole(extents: npt.NDArray[np.int64], length: int) -> bool:
+    """Return True if the tokens hold all characters of a text, one token after the other."""
+    borders = [0, *extents[-1:, 1]]
+    return borders == [0, length] and extents[0, 0] == 0 and bool((extents[1:, 0] == extents[:-1, 1]).all())
+
+
+def _extents(
+    text: str, offsets: Sequence[tuple[int, int]], pieces: Callable[[], list[str]]
+) -> Sequence[tuple[int, int]]:
+    """Return the characters each token stands for, including blanks that ``offsets`` leave out.
+
+    Byte-level tokenizers like GPT-2's and Llama 3's (``trim_offsets``) report a token without the blanks at its ends.
+    Blanks that no token claims belong to the token before them as far as its piece ends with blanks (``Ġ``), the rest
+    to the token after them. A token the tokenizer added itself stands for no character.
+
+    Args:
+        text: The text that was tokenised.
+        offsets: Start and end (exclusive) of each token as the tokenizer reports them.
+        pieces: Returns the tokens as the vocabulary writes them; called only where blanks are left out.
+    """
+    extents = [*offsets, (len(text), len(text))]  # the end stands for one more token: blanks may come before it
+    names: list[str] | None = None
+    covered = 0  # characters before this one belong to a token already seen
+    for index, (start, end) in enumerate(tuple(extents)):
+        if covered < start and text[covered:start].isspace():
+            names = names or pieces()
+            if index and covered == extents[index - 1][1]:
+                covered += min(_unclaimed_blanks(names[index - 1], extents[index - 1]), start - covered)
+                extents[index - 1] = (extents[index - 1][0], covered)
+            extents[index] = (covered, end)
+        covered = max(covered, end)
+    return extents[:-1]
+
+
+def _unclaimed_blanks(piece: str, extent: tuple[int, int]) -> int:
+    """Return the number of blanks at the end of a token's piece that its extent does not cover yet."""
+    blanks = len(piece) - len(piece.rstrip("Ġ"))
+    return blanks - (extent[1] - extent[0]) if blanks == len(piece) else blanks
