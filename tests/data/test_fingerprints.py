@@ -60,8 +60,12 @@ CASES: dict[str, Case] = {
     "chats": (prepare, CHATS, {"max_length": 256}),
     "chats, last turn": (prepare, CHATS, {"max_length": 256, "train_on": "completion", "val_size": 3}),
     "chats, packed": (prepare, CHATS, {"max_length": 256, "packing": True, "val_size": 0.2, "seed": 7}),
-    "pairs, truncated": (prepare, PAIRS, {"max_length": 24, "overlength": "truncate"}),
-    "texts, split": (prepare, TEXTS, {"max_length": 20, "overlength": "split", "train_on": "all", "val_size": 2}),
+    "pairs, truncated": (prepare, PAIRS, {"max_length": 24, "overlength": "truncate", "truncate_side": "right"}),
+    "texts, split": (
+        prepare,
+        TEXTS,
+        {"max_length": 20, "overlength": "split", "split_at": "token", "train_on": "all", "val_size": 2},
+    ),
     "texts, dropped": (prepare, TEXTS, {"max_length": 40, "overlength": "drop", "train_on": "all"}),
     "preferences": (prepare_preferences, PREFERENCES, {"max_length": 256, "val_size": 2}),
     "preferences, truncated": (
@@ -92,15 +96,15 @@ EXPECTED: dict[str, tuple[str, str]] = {
     ),
     "pairs, truncated": (
         "5c14e88e1334acf598d77ed1c5b5b52e5b55bbfd43009ecbf6ca8959d805563c",
-        "8 rows; 3 truncated; 8 to train on; 172 tokens, 68 of them trained; 12 tokens lost (6.5% of all); lengths 16 to 30, median 24 before they were cut",
+        "8 rows; 3 truncated; 8 to train on; 172 tokens, 68 of them trained; 12 tokens lost (6.5% of all); 12 trained tokens lost; lengths 16 to 30, median 24 before they were cut",
     ),
     "texts, split": (
         "017ef6e007460dc5e9846013d5ee6f3e3da3930df4810ead9ecffaf6bb7b5cf7",
-        "9 rows; 7 split; 16 to train on; 5 held out; 324 tokens, 303 of them trained; lengths 8 to 64, median 36 before they were cut",
+        "9 rows; 7 split; 16 to train on; 5 held out; 324 tokens, 303 of them trained; 12 trained tokens lost; lengths 8 to 64, median 36 before they were cut",
     ),
     "texts, dropped": (
         "4e2bcd728e08d1485129931293b6e0396a74c190fe5a200165ce6cdf09fdbd66",
-        "9 rows; 5 kept; 4 dropped; 5 to train on; 110 tokens, 105 of them trained; 214 tokens lost (66% of all); lengths 8 to 64, median 36",
+        "9 rows; 5 kept; 4 dropped; 5 to train on; 110 tokens, 105 of them trained; 214 tokens lost (66% of all); 210 trained tokens lost; lengths 8 to 64, median 36",
     ),
     "preferences": (
         "ae53e437eead13cc567aaa62e840bdcf702af5d8fc30129667c6e985694a38de",
@@ -108,7 +112,7 @@ EXPECTED: dict[str, tuple[str, str]] = {
     ),
     "preferences, truncated": (
         "8712afee651c6d8bb881940307c2019db7dc10b27cf62d134b7d1f25dbadf5e8",
-        "8 rows; 8 truncated; 8 to train on; prompts 6 to 6, median 6; chosen 3 to 3, median 3; rejected 9 to 65, median 41; 244 tokens, 212 with shared prompts, 164 trained; 172 tokens lost (41% of all)",
+        "8 rows; 8 truncated; 8 to train on; prompts 6 to 6, median 6; chosen 3 to 3, median 3; rejected 9 to 65, median 41; 244 tokens, 212 with shared prompts, 164 trained; 172 tokens lost (41% of all); 156 trained tokens lost",
     ),
     "preferences, scored": (
         "cefb0719b39ec962c6703021cd039a3e4f4df1f4f53fbbd91517b732bd8facb1",
@@ -120,7 +124,7 @@ EXPECTED: dict[str, tuple[str, str]] = {
     ),
     "pairs as unpaired": (
         "006a5331e36754c036dc7d237d79d448c49deacc1b4f1e430a8e934d66925c94",
-        "8 rows; 5 kept; 3 dropped; 5 to train on; prompts 6 to 6, median 6; desirable 3 to 3, median 3; undesirable 9 to 65, median 41; 200 tokens, 175 with shared prompts, 140 trained; 216 tokens lost (52% of all)",
+        "8 rows; 5 kept; 3 dropped; 5 to train on; prompts 6 to 6, median 6; desirable 3 to 3, median 3; undesirable 9 to 65, median 41; 200 tokens, 175 with shared prompts, 140 trained; 216 tokens lost (52% of all); 180 trained tokens lost",
     ),
     "prompts": (
         "6eca38b1e70cfdb5eebd85c62965b6ee6704e66304f4d8cdc7e40cc9bfd6ae55",

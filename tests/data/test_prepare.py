@@ -82,10 +82,14 @@ def test_report(prepared: Prepared, write: Write) -> None:
         "packs": 0,
         "pack_fill": 0.0,
         "tokens_lost": 0,
+        "supervised_tokens_lost": 0,
+        "tokens_repeated": 0,
+        "estimated": 0,
         "duplicates": 0,
         "held_out_duplicates": 0,
     }
-    shared = ("rows", "kept", "truncated", "dropped", "split", "tokens", "supervised_tokens", "tokens_lost")
+    shared = ("rows", "kept", "truncated", "dropped", "split", "tokens", "supervised_tokens")
+    shared += ("tokens_lost", "supervised_tokens_lost")
     source = {name: expected[name] for name in (*shared, "length_percentiles")}
     expected["sources"] = [{"path": data.report.sources[0].path, "name": None, **source}]
     assert json.loads(json.dumps(data.report.to_json())) == expected
@@ -106,13 +110,13 @@ def test_truncate_keeps_the_start(prepared: Prepared, write: Write, tokenizer: P
     path = write("a.jsonl", [{"text": "bad" * 50}, {"text": "a"}])
     data = prepared(path, overlength="truncate", notify=told.append)
     assert decoded(tokenizer, data.train)[0] == ("bad" * 50)[:64]
-    assert told[-1] == "1 of 2 rows are over 64 tokens: 1 truncated"
+    assert told[-1] == "1 of 2 rows are over 64 tokens: 1 truncated; 87 tokens and 87 trained tokens lost"
     assert (data.report.truncated, data.report.kept, data.report.length_percentiles["max"]) == (1, 2, 151)
 
 
 def test_truncate_drops_a_row_whose_answer_is_cut_off(prepared: Prepared, write: Write) -> None:
     path = write("a.jsonl", [chat("a" * 100, "The answer"), chat("one?", "The answer")])
-    data = prepared(path, overlength="truncate")
+    data = prepared(path, overlength="truncate", truncate_side="right")
     assert (data.report.rows, data.report.kept, data.report.truncated, data.report.dropped) == (2, 1, 0, 1)
 
 

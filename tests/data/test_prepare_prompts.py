@@ -97,7 +97,7 @@ def test_lengths(prepared: Prepared, write: Write, tokenizer: PreTrainedTokenize
     told: list[str] = []
     data = prepared(path, max_prompt_length=20, overlength="truncate", notify=told.append)
     assert tokenizer.decode(data.train[2].input_ids) == "a" * 20
-    assert told[-1] == "1 of 3 prompts are over 20 tokens: truncated"
+    assert told[-1] == "1 of 3 prompts are over 20 tokens: truncated; 5 tokens lost"
     assert (data.report.truncated, data.report.tokens, data.report.length_percentiles["max"]) == (1, 45, 25)
     data = prepared(path, max_prompt_length=20, overlength="drop")
     assert (data.report.kept, data.report.dropped) == (2, 1)

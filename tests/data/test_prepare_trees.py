@@ -161,7 +161,7 @@ def test_a_prompt_that_leaves_no_room(prepared: Prepared, write: Write) -> None:
     told: list[str] = []
     data = prepared(path, overlength="truncate", notify=told.append)
     assert (data.report.kept, data.report.dropped) == (1, 1)
-    assert told[-1] == "1 of 2 rows are over the length: 1 dropped"
+    assert told[-1] == "1 of 2 rows are over the length: 1 dropped; 139 tokens and 11 trained tokens lost"
 
 
 def test_long_prompts(prepared: Prepared, write: Write, tokenizer: PreTrainedTokenizerFast) -> None:
@@ -181,7 +181,9 @@ def test_truncate_keeps_the_beginning_of_the_answers(
     told: list[str] = []
     data = prepared(write("a.jsonl", rows), overlength="truncate", notify=told.append)
     assert decoded(tokenizer, data.train[0]) == ["a" * 60, "bbbb", "bad<|im_end|>"]
-    assert told[-1] == "2 of 3 rows are over the length: 1 truncated, 1 dropped"
+    assert told[-1] == (
+        "2 of 3 rows are over the length: 1 truncated, 1 dropped; 146 tokens and 26 trained tokens lost"
+    )
     assert (data.report.kept, data.report.dropped) == (2, 1), "what is left of the second row's answers is the same"
 
 

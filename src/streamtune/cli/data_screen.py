@@ -22,7 +22,7 @@ __all__ = ["describe_batches", "describe_view", "print_inspection", "print_view"
 
 WIDE = 110
 """Columns of a terminal with room for all percentiles beside the names of datasets."""
-COUNTS = ("dropped", "split", "truncated", "tokens_lost")
+COUNTS = ("dropped", "split", "truncated", "tokens_lost", "supervised_tokens_lost")
 """Columns that are shown where they are not zero."""
 
 
@@ -226,7 +226,8 @@ def _sources_table(found: Inspection) -> Table:
     counts = [name for name in COUNTS if getattr(report, name)]
     trained = report.supervised_tokens > 0
     points = ("min", "p50", "p90", "max") if out.width >= WIDE else ("p50", "max")
-    names = [{"truncated": "cut", "tokens_lost": "lost"}.get(name, name) for name in counts]
+    short = {"truncated": "cut", "tokens_lost": "lost", "supervised_tokens_lost": "trained lost"}
+    names = [short.get(name, name) for name in counts]
     kept = ["kept"] if out.width >= WIDE or "dropped" not in counts else []  # else it is the rest
     table = _table("  ", "rows", *kept, *names, "tokens", *(["trained"] if trained else []), *points)
     for source in [*report.sources, *([report] if len(report.sources) > 1 else [])]:

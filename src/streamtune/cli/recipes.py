@@ -234,7 +234,7 @@ def schema() -> None:
     print_json(json_schema())
 
 
-OVERLENGTH = {"error": "refused", "truncate": "cut at the end", "drop": "left out", "split": "split into several"}
+OVERLENGTH = {"error": "refused", "truncate": "cut", "drop": "left out", "split": "split into several"}
 ADAPTERS = {"lora": "LoRA", "qlora": "QLoRA"}
 OBJECTIVES = {"sft": "supervised fine-tuning", "dpo": "preferences", "grpo": "rewards"}
 TRAIN_ON = {

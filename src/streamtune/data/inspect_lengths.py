@@ -82,6 +82,7 @@ def choose_lengths(
     batch_size: int | None,
     seed: int,
     shuffle: bool = True,
+    overlap: int = 0,
     cuts_trees: bool = False,
     notify: Callable[[str], None] = lambda message: None,
 ) -> list[LengthChoice]:
@@ -94,6 +95,7 @@ def choose_lengths(
         batch_size: Rows of a batch; None where neither padding nor packs are counted.
         seed: Of the order of the rows.
         shuffle: False if rows keep their order.
+        overlap: Tokens that pieces of a row have in common (``split_overlap``); they are counted as cut at tokens.
         cuts_trees: True if the rows are trees.
         notify: Called before what takes a while.
     """
@@ -104,7 +106,7 @@ def choose_lengths(
         beyond = np.where(measured.first_trained < length, measured.lengths - length, measured.lengths)
         padding = packs = fill = None
         if batch_size is not None:
-            sizes = _cut(measured, length, overlength)
+            sizes = _cut(measured, length, overlength, overlap)
             padding = padding_share(sizes, batch_size, seed=seed, shuffle=shuffle)
             packed = pack_rows(sizes, length, seed=seed)
             packs, fill = len(packed), round(packed.fill_rate(length), 4)
@@ -134,11 +136,13 @@ def _candidates(lengths: Lengths, limit: int) -> list[int]:
     return sorted({*powers, *between, limit})
 
 
-def _cut(measured: Measured, length: int, overlength: str) -> Lengths:
+def _cut(measured: Measured, length: int, overlength: str, overlap: int) -> Lengths:
     """Return the lengths of the examples that the rows would be, under another limit."""
     lengths = measured.lengths
     if overlength == "split":
-        whole, rest = np.divmod(lengths, length)
+        context = min(overlap, length - 1)
+        whole, rest = np.divmod(np.maximum(lengths - context, 1), length - context)
+        rest += np.where(rest > 0, context, 0)
         sizes = np.concatenate([np.full(int(whole.sum()), length, dtype=np.int64), rest[rest > 0]])
         order = np.argsort(np.concatenate([np.repeat(np.arange(len(lengths)), whole), np.flatnonzero(rest)]))
         return sizes[order]

@@ -28,6 +28,7 @@ from streamtune.data.faults import ON_BAD_ROW, BadRows
 from streamtune.data.fit import (
     COMPLETION_OVERLENGTH,
     IDENTICAL_PAIRS,
+    PROMPT_SIDES,
     LengthFit,
     LengthPolicy,
     Prepared,
@@ -522,6 +523,7 @@ def prepare_prompts(
     *,
     max_prompt_length: int,
     overlength: str = "error",
+    truncate_side: str = "auto",
     val_size: float = 0.0,
     seed: int = 42,
     on_bad_row: str = "error",
@@ -538,6 +540,7 @@ def prepare_prompts(
         max_prompt_length: Tokens a prompt has at most.
         overlength: What to do with a longer prompt: refuse them all (``error``), keep its last tokens (``truncate``),
             or leave it out (``drop``).
+        truncate_side: ``middle`` keeps its first tokens as well, half of them all.
         val_size: Rows to hold out: a fraction below 1, or a count. Rows with the same prompt stay together.
         seed: Seed of the choice of held-out rows.
         on_bad_row: What to do with rows that are malformed or cannot be trained on: list the first ten and refuse
@@ -553,6 +556,7 @@ def prepare_prompts(
     """
     split = "a prompt cannot be split; use " if overlength == "split" else "use "
     check_choice("overlength", overlength, COMPLETION_OVERLENGTH, mend=split + ", ".join(COMPLETION_OVERLENGTH))
+    check_choice("truncate_side", truncate_side, PROMPT_SIDES)
     check_choice("on_bad_row", on_bad_row, ON_BAD_ROW)
 
     def fill(fit: PromptFit, note: Callable[[str], None]) -> None:
@@ -572,13 +576,14 @@ def prepare_prompts(
 
     fit, table = fit_rows(
         Prompt,
-        lambda writer: PromptFit(writer, overlength, max_prompt_length),
+        lambda writer: PromptFit(writer, overlength, max_prompt_length, truncate_side),
         fill,
         sources=sources,
         tokenizer=tokenizer,
         settings={
             "max_prompt_length": max_prompt_length,
             "overlength": overlength,
+            "truncate_side": truncate_side,
             "on_bad_row": on_bad_row,
             "max_bad_rows": max_bad_rows,
             "chat": vars(chat),

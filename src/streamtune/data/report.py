@@ -186,12 +186,11 @@ def _describe_lost(report: DataReport | CompletionReport) -> list[str]:
     lost, trained = report.tokens_lost, report.supervised_tokens_lost
     repeated = report.tokens_repeated if isinstance(report, DataReport) else 0
     parts = [f"{repeated:,} tokens repeated as context"] if repeated else []
-    if lost or trained:
+    if lost:
         share = 100 * lost / (report.tokens - repeated + lost)
         about = "about " if isinstance(report, DataReport) and report.estimated else ""
         parts.append(f"{about}{lost:,} tokens lost ({share:.2g}% of all)")
-        parts += [f"{trained:,} trained tokens lost"] if trained else []
-    return parts
+    return [*parts, *([f"{trained:,} trained tokens lost"] if trained else [])]
 
 
 def _range(lengths: dict[str, int]) -> str:

@@ -144,6 +144,15 @@ def refuse_sequences_of_rows(recipe: Recipe) -> None:
             key="overlength",
             mend="write truncate, drop or error",
         )
+    sides = ("auto", "left", "middle") if recipe.objective == "grpo" else ("auto",)
+    if recipe.truncate_side not in sides:
+        raise mistake(
+            "'truncate_side: right' would cut off where a prompt asks for its answer"
+            if recipe.objective == "grpo"
+            else "'truncate_side' has no meaning in dpo: a prompt loses its beginning, a completion its end",
+            key="truncate_side",
+            mend="write left or middle" if recipe.objective == "grpo" else "delete the line",
+        )
     if recipe.packing:
         raise mistake(
             f"'packing' has no meaning in {recipe.objective}",

@@ -41,7 +41,8 @@ class GrpoRecipe(Recipe):
     """Completions of a prompt: the group its advantages are taken over."""
 
     max_prompt_length: Count = 512
-    """Tokens a prompt may have; `overlength` says what becomes of a longer one: `truncate` keeps its end."""
+    """Tokens a prompt may have; `overlength` says what becomes of a longer one: `truncate` keeps its end, or its
+    beginning and its end with `truncate_side: middle`."""
 
     max_completion_length: Count = 512
     """Tokens a completion may have; one without an end token by then is cut off."""

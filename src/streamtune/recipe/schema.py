@@ -286,7 +286,19 @@ class Recipe(Spec):
     """Tokens a row may have."""
 
     overlength: Literal["error", "truncate", "drop", "split"] = "error"
-    """A row longer than `max_length`: refuse it, cut its end, leave it out, or make several rows of it."""
+    """A row longer than `max_length`: refuse it, cut a part off, leave it out, or make several rows of it."""
+
+    truncate_side: Literal["auto", "left", "right", "middle"] = "auto"
+    """The part that `overlength: truncate` cuts off. `auto` keeps the beginning of a document, and the last answer of
+    other rows: the prompt loses its beginning, and an answer too long for `max_length` its end. A system message stays.
+    Not for `dpo`; of a prompt (`grpo`) `auto` is `left`."""
+
+    split_at: Literal["turn", "paragraph", "line", "token"] = "turn"
+    """`overlength: split`: the best place to cut a row. `turn` is where an exchange of a chat begins; where there is
+    none, rows are cut at a blank line, else at the end of a line, else at a token."""
+
+    split_overlap: Annotated[int, Field(ge=0), at_most(10**12)] = 0
+    """`overlength: split`: tokens in front of each later piece that are there as context, and not trained twice."""
 
     train_on: Literal["assistant", "completion", "last", "all"] = "assistant"
     """Tokens the loss counts: the assistant's turns, the completion (of a chat the last turn), the last turn alone, or
@@ -540,6 +552,25 @@ class Recipe(Spec):
             if self.objective != "sft" and getattr(self, key) != default:
                 raise mistake(f"'{key}' has no meaning in {self.objective}", key=key, mend="delete the line")
 
+    def _check_long_rows(self) -> None:
+        for key, default, of in (
+            ("truncate_side", "auto", "truncate"),
+            ("split_at", "turn", "split"),
+            ("split_overlap", 0, "split"),
+        ):
+            if getattr(self, key) != default and self.overlength != of:
+                raise mistake(
+                    f"'{key}' is read with 'overlength: {of}', and overlength is '{self.overlength}'",
+                    key=key,
+                    mend=f"write overlength: {of}, or delete the line",
+                )
+        if self.split_overlap >= self.max_length:
+            raise mistake(
+                f"'split_overlap' leaves no token of 'max_length' ({self.max_length:,}) to what follows it",
+                key="split_overlap",
+                mend="lower it, or raise max_length",
+            )
+
     def _check_sample(self, sample: SampleSpec) -> None:
         if not sample.prompts and sample.held_out == 0:
             raise mistake("'sample' has nothing to complete", key="sample", mend="add prompt: ..., or held_out: 10")
@@ -557,6 +588,7 @@ class Recipe(Spec):
     @model_validator(mode="after")
     def _keys_agree(self) -> Recipe:
         self._check_chats()
+        self._check_long_rows()
         if self.deepspeed is not None and self.fsdp:
             raise mistake("'deepspeed' and 'fsdp' exclude each other", key="fsdp", mend="keep one of them")
         if self.warmup_ratio > 0 and self.warmup_steps > 0:

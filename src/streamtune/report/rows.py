@@ -52,6 +52,8 @@ def _facts(found: Inspection) -> Iterator[tuple[str, str]]:
     if report.supervised_tokens:
         yield "trained", f"{report.supervised_tokens / report.tokens:.1%}"
     yield "tokens lost", f"{report.tokens_lost:,}"
+    if report.supervised_tokens_lost:
+        yield "trained tokens lost", f"{report.supervised_tokens_lost:,}"
     yield found.limit_name, f"{found.limit:,}"
     yield "duplicates", f"{report.duplicates:,}"
     if batches is not None:
@@ -71,7 +73,7 @@ def _table(head: Sequence[str], rows: Sequence[tuple[str, Sequence[str]]]) -> st
 
 def _sources(found: Inspection) -> str:
     report = found.prepared.report
-    counts = ("rows", "kept", "dropped", "split", "truncated", "tokens", "tokens_lost")
+    counts = ("rows", "kept", "dropped", "split", "truncated", "tokens", "tokens_lost", "supervised_tokens_lost")
     points = ("min", "p50", "p90", "p99", "max")
     rows = []
     for source in [*report.sources, *([report] if len(report.sources) > 1 else [])]:
@@ -80,7 +82,9 @@ def _sources(found: Inspection) -> str:
         lengths = [f"{source.length_percentiles[point]:,}" if source.length_percentiles else "-" for point in points]
         row = [plain(name), *(f"{getattr(source, count):,}" for count in counts), share, *lengths]
         rows.append(("now" if source is report else "", row))
-    return _table(["", *(name.replace("_", " ") for name in counts), "trained", *points], rows)
+    return _table(
+        ["", *(name.replace("supervised", "trained").replace("_", " ") for name in counts), "trained", *points], rows
+    )
 
 
 def _histogram(found: Inspection) -> str:

@@ -126,6 +126,7 @@ def inspect_recipe(
                 batch_size=None if task.scores else recipe.per_device_train_batch_size,
                 seed=recipe.seed,
                 shuffle=recipe.shuffle,
+                overlap=recipe.split_overlap,
                 cuts_trees=trees,
             ),
             batches=None if task.scores else _batches(loaded, prepared),

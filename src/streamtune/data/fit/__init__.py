@@ -14,7 +14,7 @@ from streamtune.data.fit.length_fit import (
     Prepared,
     check_choice,
 )
-from streamtune.data.fit.prompts import PromptFit
+from streamtune.data.fit.prompts import PROMPT_SIDES, PromptFit
 from streamtune.data.fit.rows import RowFit
 from streamtune.data.fit.trees import LengthPolicy, TreeFit
 
@@ -22,6 +22,7 @@ __all__ = [
     "COMPLETION_OVERLENGTH",
     "IDENTICAL_PAIRS",
     "OVERLENGTH",
+    "PROMPT_SIDES",
     "LengthFit",
     "LengthPolicy",
     "Measured",

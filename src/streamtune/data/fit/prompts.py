@@ -14,7 +14,10 @@ from streamtune.data.records import Prompt, TableWriter
 from streamtune.data.report import CompletionReport, length_percentiles
 from streamtune.errors import DataError
 
-__all__ = ["PromptFit"]
+__all__ = ["PROMPT_SIDES", "PromptFit"]
+
+PROMPT_SIDES = ("auto", "left", "middle")
+"""Parts of a prompt that ``overlength: truncate`` cuts off; its end, where it asks for the answer, always stays."""
 
 
 class PromptFit(LengthFit[Prompt, CompletionReport]):
@@ -24,6 +27,7 @@ class PromptFit(LengthFit[Prompt, CompletionReport]):
         writer: Gets the prompts.
         overlength: One of :data:`COMPLETION_OVERLENGTH`.
         max_prompt_length: Tokens a prompt has at most.
+        truncate_side: One of :data:`PROMPT_SIDES`; ``auto`` is ``left``.
 
     Raises:
         ArgumentError: ``overlength`` is none of the known ones.
@@ -34,10 +38,14 @@ class PromptFit(LengthFit[Prompt, CompletionReport]):
     noun = "prompt"
     trains = False
 
-    def __init__(self, writer: TableWriter, overlength: str, max_prompt_length: int) -> None:
+    def __init__(
+        self, writer: TableWriter, overlength: str, max_prompt_length: int, truncate_side: str = "auto"
+    ) -> None:
         limit = f"{max_prompt_length:,}"
         super().__init__(writer, overlength, limit=f"max_prompt_length = {limit}", over=f"{limit} tokens")
         self.max_prompt_length = max_prompt_length
+        self.first = max_prompt_length // 2 if truncate_side == "middle" else 0
+        """tokens that a prompt keeps of its beginning when it is cut"""
 
     def add(self, prompt: Prompt, group: bytes) -> None:
         """Fit one prompt to the length, and write it unless it is dropped; prompts of a group are held out together."""
@@ -52,7 +60,8 @@ class PromptFit(LengthFit[Prompt, CompletionReport]):
             self.counts["truncated"] += 1
             lost = prompt.num_tokens - self.max_prompt_length
             self.counts["tokens_lost"] += lost
-            prompt = replace(prompt, input_ids=prompt.input_ids[-self.max_prompt_length :])
+            ids, last = prompt.input_ids, self.max_prompt_length - self.first
+            prompt = replace(prompt, input_ids=ids[: self.first] + ids[-last:])
         self.write(prompt, _prompt_digest(prompt), lost=lost)
         self.groups.append(group)
         self.counts["tokens"] += prompt.num_tokens

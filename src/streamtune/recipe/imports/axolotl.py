@@ -340,6 +340,8 @@ def _take_template(conversion: Conversion) -> None:
 
 
 def _defaults(conversion: Conversion) -> None:
+    if conversion.objective == "sft" and conversion.ours.get("overlength") == "truncate":
+        conversion.default("truncate_side", "right")
     adapters = conversion.ours.get("finetuning_type") in ("lora", "qlora")
     if conversion.objective != "grpo":
         conversion.default("max_length", 512)

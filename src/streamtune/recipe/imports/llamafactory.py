@@ -222,6 +222,8 @@ def _defaults(conversion: Conversion) -> None:
     conversion.default("num_train_epochs", 3.0)
     conversion.default("per_device_train_batch_size", 8)
     conversion.default("overlength", "truncate")
+    if conversion.objective == "sft":
+        conversion.default("truncate_side", "right")
     if "dtype" not in conversion.ours and conversion.get("bf16"):
         note = "frozen weights are kept in the precision of the computation" if adapters else "weights are kept in fp32"
         conversion.default("dtype", "bfloat16" if adapters else "float32", note)

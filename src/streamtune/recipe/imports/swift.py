@@ -313,6 +313,10 @@ def _defaults(conversion: Conversion) -> None:
         if "gradient_accumulation_steps" not in ours:
             conversion.default("train_batch_size", ROWS_PER_STEP, "over all ranks, where gradients are accumulated")
         conversion.default("overlength", "drop")
+        if objective == "sft" and ours.get("overlength") == "truncate":
+            conversion.default("truncate_side", "right")
+        elif objective == "sft" and ours.get("overlength") == "split":
+            conversion.default("split_at", "token")
         if "max_length" not in ours:
             conversion.missing("max_length", "unset it is the longest row that the model takes; here it is 2048")
     else:

@@ -46,7 +46,7 @@ def _one_loss(value: Any) -> Any:
 
 
 def _truncation(value: Any) -> Any:
-    return one_of({"keep_start": "truncate"}, "a row that is too long is cut at its end")(value)
+    return one_of({"keep_start": "truncate"}, "write overlength: truncate, and for sft truncate_side: left")(value)
 
 
 FIELDS: dict[str, FieldRule] = {
@@ -279,6 +279,7 @@ def _defaults(conversion: Conversion) -> None:
         conversion.default("max_length", 1024)
         conversion.default("overlength", "truncate")
     if objective == "sft":
+        conversion.default("truncate_side", "right")
         conversion.default("train_on", "all", "rows of prompt and completion: write completion")
     if not conversion.get("fp16") and conversion.get("bf16") is None:
         conversion.default("bf16", True)

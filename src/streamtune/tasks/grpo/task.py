@@ -160,6 +160,7 @@ class Grpo(ScoringTask[GrpoRecipe]):
                 tokenizer,
                 max_prompt_length=recipe.max_prompt_length,
                 overlength=recipe.overlength,
+                truncate_side=recipe.truncate_side,
                 val_size=recipe.val_size if val_size is None else val_size,
                 seed=recipe.seed,
                 on_bad_row=recipe.on_bad_row,
