@@ -91,7 +91,9 @@ def test_report(prepared: Prepared, write: Write) -> None:
     shared = ("rows", "kept", "truncated", "dropped", "split", "tokens", "supervised_tokens")
     shared += ("tokens_lost", "supervised_tokens_lost")
     source = {name: expected[name] for name in (*shared, "length_percentiles")}
-    expected["sources"] = [{"path": data.report.sources[0].path, "name": None, **source}]
+    visited = {"epoch_rows": 90, "epoch_tokens": sum(len(example.input_ids) for example in data.train)}
+    mixture = {"weight": None, "evaluates": None, **visited}
+    expected["sources"] = [{"path": data.report.sources[0].path, "name": None, **source, **mixture}]
     assert json.loads(json.dumps(data.report.to_json())) == expected
     assert data.report.describe().startswith("100 rows; 90 to train on; 10 held out; ")
 

@@ -120,7 +120,7 @@ class Trainer:
                 objective or SupervisedObjective(),
                 build_schedule("cosine", learning_rate=learning_rate, total_steps=steps, warmup_steps=2),
                 stream or RowStream(),
-                validation,
+                {} if validation is None else {"": validation},
                 settings=TrainSettings(total_steps=steps, steps_per_epoch=4, **{**defaults, **settings}),
                 run=RunDirectory(self.folder),
                 identity={"recipe": {}, "data": "rows"},

@@ -20,10 +20,12 @@ from streamtune.data.batches.collate import (
     collate_packed,
     collate_trees,
 )
+from streamtune.data.batches.mixture import Mixture
 from streamtune.data.batches.sampler import Packs, ResumableSampler, assign_rows, pack_rows
 from streamtune.data.cache import RowCache, fingerprint_sources
 from streamtune.data.fit import COMPLETION_OVERLENGTH as COMPLETION_OVERLENGTH
 from streamtune.data.fit import IDENTICAL_PAIRS, OVERLENGTH
+from streamtune.data.fit.parts import EvalSet
 from streamtune.data.preferences import PREFERENCE_TYPES
 from streamtune.data.prepare import (
     PreparedData,
@@ -62,7 +64,9 @@ __all__ = [
     "CollatedTrees",
     "CompletionReport",
     "DataReport",
+    "EvalSet",
     "Example",
+    "Mixture",
     "PackedBatch",
     "Packs",
     "PreparedData",

@@ -143,7 +143,7 @@ def fit_rows(
             fill(fit, notify)
         return fit, tables[0]
     entry = cache.root / key
-    found = _read(entry, make(TableWriter(None, record.schema)), notify)
+    found = _read(entry, make(TableWriter(None, record.schema)), sources, notify)
     if found is not None:
         return found
     unfinished = _new_folder(cache.root)
@@ -170,7 +170,7 @@ def fit_rows(
         shutil.rmtree(unfinished, ignore_errors=True)  # the mapping keeps the bytes of the table
 
 
-def _read(entry: Path, fit: FitT, notify: Notify) -> tuple[FitT, pa.Table] | None:
+def _read(entry: Path, fit: FitT, sources: Sequence[Source], notify: Notify) -> tuple[FitT, pa.Table] | None:
     """Return what an entry holds; None if there is none, or one that was damaged, which is deleted."""
     if not entry.is_dir():
         return None
@@ -183,7 +183,7 @@ def _read(entry: Path, fit: FitT, notify: Notify) -> tuple[FitT, pa.Table] | Non
             raise ValueError("the table is another one")
         if "pickled" in table.schema.names and table["pickled"].null_count != table.num_rows:
             raise ValueError("the table holds what was pickled")
-        load_fit(fit, entry)
+        load_fit(fit, entry, sources)
     except (OSError, ValueError, KeyError, TypeError, EOFError, pa.ArrowInvalid):
         shutil.rmtree(entry, ignore_errors=True)
         return None

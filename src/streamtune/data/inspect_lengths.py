@@ -9,6 +9,7 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
+from streamtune.data.batches.mixture import Mixture
 from streamtune.data.batches.sampler import ResumableSampler, pack_rows
 from streamtune.data.fit import Measured
 from streamtune.palette import INK
@@ -152,11 +153,13 @@ def _cut(measured: Measured, length: int, overlength: str, overlap: int) -> Leng
     return np.minimum(lengths, length)[fits | (measured.first_trained < length)]
 
 
-def padding_share(lengths: Lengths, batch_size: int, *, seed: int, shuffle: bool = True) -> float:
+def padding_share(
+    lengths: Lengths, batch_size: int, *, seed: int, shuffle: bool = True, mixture: Mixture | None = None
+) -> float:
     """Return the part of the positions that are padding, over the batches of the first epoch."""
     if not len(lengths):
         return 0.0
-    order = lengths[ResumableSampler(len(lengths), seed=seed, shuffle=shuffle).order(0)]
+    order = lengths[ResumableSampler(len(lengths), seed=seed, shuffle=shuffle, mixture=mixture).order(0)]
     batches = -(-len(order) // batch_size)
     padded = np.zeros(batches * batch_size, dtype=np.int64)
     padded[: len(order)] = order

@@ -22,7 +22,9 @@ from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
-from streamtune.data.batches.sampler import pack_rows
+import numpy as np
+
+from streamtune.data.batches.sampler import pack_parts
 from streamtune.data.cache import RowCache, fit_rows
 from streamtune.data.faults import ON_BAD_ROW, BadRows
 from streamtune.data.fit import (
@@ -37,6 +39,7 @@ from streamtune.data.fit import (
     TreeFit,
     check_choice,
 )
+from streamtune.data.fit.parts import make_mixture, set_bounds, share_epoch
 from streamtune.data.preferences import (
     PREFERENCE_TYPES,
     Answers,
@@ -171,23 +174,35 @@ def prepare(
         cache=cache,
         notify=notify,
     )
-    prepared = fit.prepared(table, val_size, seed)
-    return _packed(prepared, max_length, seed) if packing else prepared
+    prepared = fit.prepared(table, val_size, seed, notify)
+    return _packed(prepared, sources, max_length, seed) if packing else prepared
 
 
-def _packed(prepared: PreparedData, max_length: int, seed: int) -> PreparedData:
-    """Return the data with its packs. They are part of the fingerprint: a run resumes only with the same ones."""
-    parts = (prepared.train, prepared.validation)
-    packs, held_out = (pack_rows(part.lengths(), max_length, seed=seed) for part in parts)
+def _packed(prepared: PreparedData, sources: Sequence[Source], max_length: int, seed: int) -> PreparedData:
+    """Return the data with its packs. They are part of the fingerprint: a run resumes only with the same ones.
+
+    Rows of an eval set share no pack with those of another, and with weights rows of a source none with another's.
+    """
+    lengths, mixture, report = prepared.train.lengths(), prepared.mixture, prepared.report
+    bounds = (0, len(lengths)) if mixture is None else prepared.bounds
+    packs, firsts = pack_parts(lengths, bounds, max_length, seed=seed)
+    set_starts = set_bounds(prepared.eval_sets, len(prepared.validation))
+    held_out, _ = pack_parts(prepared.validation.lengths(), set_starts, max_length, seed=seed)
+    if mixture is not None:
+        trained = [source for source in sources if source.evaluates is None]
+        tokens = np.add.reduceat(lengths[packs.rows], packs.starts[:-1])
+        mixture = make_mixture(trained, firsts, np.diff(packs.starts), tokens)
+        report = replace(report, sources=share_epoch(report.sources, bounds, lengths, mixture))
     digest = hashlib.sha256(prepared.fingerprint.encode())
     for part in (packs, held_out):
         digest.update(part.rows.tobytes() + part.starts.tobytes())
     return replace(
         prepared,
-        report=replace(prepared.report, packs=len(packs), pack_fill=round(packs.fill_rate(max_length), 4)),
+        report=replace(report, packs=len(packs), pack_fill=round(packs.fill_rate(max_length), 4)),
         fingerprint=digest.hexdigest(),
         packs=packs,
         validation_packs=held_out,
+        mixture=mixture,
     )
 
 
@@ -497,7 +512,7 @@ def _prepare_trees(
         cache=cache,
         notify=notify,
     )
-    return fit.prepared(table, val_size, seed)
+    return fit.prepared(table, val_size, seed, notify)
 
 
 def _answers(reading: _Reading, wanted: Sequence[str]) -> Rows:
@@ -591,7 +606,7 @@ def prepare_prompts(
         cache=cache,
         notify=notify,
     )
-    return fit.prepared(table, val_size, seed)
+    return fit.prepared(table, val_size, seed, notify)
 
 
 def _prompts(reading: _Reading) -> Iterator[tuple[Row, TextOrMessages]]:

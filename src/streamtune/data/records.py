@@ -96,6 +96,10 @@ class Stored(Sequence[RecordT], Generic[RecordT]):
         """Return all records of the table, in the order of reading."""
         return Stored(self._record, self._table, np.arange(self._table.num_rows, dtype=np.int64))
 
+    def take(self, places: npt.NDArray[np.int64]) -> Stored[RecordT]:
+        """Return the records at some places."""
+        return Stored(self._record, self._table, self._rows[places])
+
     def find(self, origin: str) -> list[int]:
         """Return the places of the records made of a row, by its origin; they are not decoded."""
         found = pyarrow.compute.equal(self._table["origin"], origin).to_numpy()[self._rows]

@@ -31,6 +31,14 @@ class SourceReport:
     supervised_tokens_lost: int
     length_percentiles: dict[str, int]
     """empty where no row was rendered: all pairs were identical"""
+    weight: float | None = None
+    """of the source in the mixture, where the recipe gives one"""
+    evaluates: str | None = None
+    """the eval set that its rows belong to; None of rows to train on"""
+    epoch_rows: int = 0
+    """rows that an epoch visits: more than it has where they are repeated; with packs of weighted sources the mean"""
+    epoch_tokens: int = 0
+    """their tokens; of trees with the prompt once"""
 
 
 @dataclass(frozen=True)
@@ -76,7 +84,7 @@ class DataReport:
     duplicates: int = 0
     """examples with the tokens and labels of an earlier one"""
     held_out_duplicates: int = 0
-    """examples to train on that are held out as well: pieces that different rows have in common"""
+    """examples to train on that are held out as well: in an eval set, or pieces that different rows have in common"""
     sources: tuple[SourceReport, ...] = ()
     """the same counts for each entry of ``datasets``, in their order"""
 
@@ -142,7 +150,7 @@ class CompletionReport:
     duplicates: int = 0
     """trees or prompts that are the same as an earlier one, with all that a run reads of them"""
     held_out_duplicates: int = 0
-    """always 0: rows with the same prompt are held out together"""
+    """those to train on that are in an eval set as well; rows with the same prompt are held out together"""
     sources: tuple[SourceReport, ...] = ()
     """the same counts for each entry of ``datasets``, in their order"""
 

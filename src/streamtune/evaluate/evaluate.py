@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 
 from streamtune import data, models, train
@@ -125,7 +126,7 @@ def evaluate_model(
             reference = make_scored_reference(task, found.model, handle, held)
             evaluation = _Evaluation(task, found.model, tokenizer, prepared, handle, device, share, reference, feedback)
             with _explained("the rows were scored", "lower per_device_eval_batch_size, or engine.chunk_size"):
-                splits = {name: evaluation.split(rows) for name, rows in chosen.items()}
+                splits = {name: evaluation.split(*rows) for name, rows in chosen.items()}
             chunk_size = handle.schedule.chunk_size
             needle = None
             if options.needle is not None:
@@ -169,15 +170,15 @@ class _Evaluation:
     reference: train.Reference | None
     feedback: Feedback
 
-    def split(self, rows: Sequence[Any]) -> dict[str, Any]:
-        """Return the part of the document about some rows."""
+    def split(self, rows: Sequence[Any], names: Sequence[str] | None) -> dict[str, Any]:
+        """Return the part of the document about some rows, which may have named sets."""
         recipe = self.task.recipe
 
         def rows_done(done: int, total: int) -> None:
             self.feedback.progress("rows", done, total)
 
         if self.task.scores:
-            return measure_rows(self.task, self._built, rows, bf16=recipe.bf16, rows_done=rows_done)
+            return measure_rows(self.task, self._built, rows, bf16=recipe.bf16, rows_done=rows_done, names=names)
         return score_rows(
             self.handle,
             self.model,
@@ -187,6 +188,7 @@ class _Evaluation:
             bf16=recipe.bf16,
             device=self.device,
             rows_done=rows_done,
+            names=names,
         ).to_json()
 
     def _built(self, rows: Sequence[Any]) -> Built:
@@ -261,15 +263,22 @@ def _here(recipe: Recipe, notify: Callable[[str], None]) -> Recipe:
     return recipe.model_copy(update=changes)
 
 
-def _choose(prepared: Any, options: EvalOptions) -> dict[str, Sequence[Any]]:
+def _choose(prepared: Any, options: EvalOptions) -> dict[str, tuple[Sequence[Any], Sequence[str] | None]]:
+    """Return the rows of each split that is asked for, with the name of the set of each where the recipe names them."""
     split = options.split
     found = {"held-out": prepared.validation, "train": prepared.train}
-    chosen = {name: rows[: options.max_rows] for name, rows in found.items() if split in (name, "all") and len(rows)}
+    chosen: dict[str, tuple[Sequence[Any], Sequence[str] | None]] = {
+        name: (rows[: options.max_rows], None) for name, rows in found.items() if split in (name, "all") and len(rows)
+    }
+    if "held-out" in chosen and prepared.eval_sets:
+        places = {each.name: np.arange(each.start, each.stop)[: options.max_rows] for each in prepared.eval_sets}
+        names = [name for name, of_set in places.items() for _ in of_set]
+        chosen["held-out"] = prepared.validation.take(np.concatenate(list(places.values()))), names
     if not chosen:
         raise ArgumentError(
             f"the recipe has no {split} rows",
             where="val_size" if split == "held-out" else "datasets",
-            mend="write val_size in the recipe, or give --split train",
+            mend="write val_size or eval_datasets in the recipe, or give --split train",
         )
     return chosen
 

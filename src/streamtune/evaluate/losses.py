@@ -148,6 +148,7 @@ def score_rows(
     bf16: bool,
     device: torch.device,
     rows_done: Callable[[int, int], None],
+    names: Sequence[str] | None = None,
 ) -> LossSums:
     """Return the losses of rows, one beside another and padded on the right: packed rows do not see each other either.
 
@@ -160,6 +161,7 @@ def score_rows(
         bf16: Compute in bfloat16.
         device: Of the model.
         rows_done: Called after each batch with the rows that are done and all rows.
+        names: The set of each row; without them it is the file or dataset that the row comes from.
     """
     sums = LossSums()
     with train.evaluating(model), handle.routers.silenced(), train.autocast(device, bf16):
@@ -169,7 +171,8 @@ def score_rows(
             losses_BT = -handle.logprobs(targets=batch.shift_labels, model=model, **batch.arguments).logprobs
             for place, row in enumerate(part):
                 trained = batch.shift_labels[place].ne(IGNORE_INDEX).nonzero()[:, 0]
-                sums.add(name_of_set(row.origin), losses_BT[place][trained].cpu(), trained.cpu())
+                name = name_of_set(row.origin) if names is None else names[start + place]
+                sums.add(name, losses_BT[place][trained].cpu(), trained.cpu())
             rows_done(min(start + batch_size, len(rows)), len(rows))
     return sums
 

@@ -63,6 +63,7 @@ def measure_rows(
     *,
     bf16: bool,
     rows_done: Callable[[int, int], None],
+    names: Sequence[str] | None = None,
 ) -> dict[str, Any]:
     """Return the part of the document that is about one split: each metric of the objective, by set.
 
@@ -72,10 +73,11 @@ def measure_rows(
         rows: Pairs, single completions, or prompts.
         bf16: Compute in bfloat16.
         rows_done: Called after each batch with the rows that are done and all rows.
+        names: The set of each row; without them it is the file or dataset that the row comes from.
     """
     groups: dict[str, list[Any]] = {}
-    for row in rows:
-        groups.setdefault(name_of_set(row.origin), []).append(row)
+    for place, row in enumerate(rows):
+        groups.setdefault(name_of_set(row.origin) if names is None else names[place], []).append(row)
     found = {name: MetricSums(rows=len(group)) for name, group in groups.items()}
     done = 0
     for name, group in groups.items():
@@ -94,9 +96,9 @@ def measure_rows(
 def _measure(task: Task[Any], built: Built, *, bf16: bool) -> Iterator[tuple[Mapping[str, SumAndCount], int]]:
     """Iterate over the metrics of batches, the loss among them, and the rows of each."""
     training = task.training(built)
-    assert training.validation is not None, "there are rows"
+    (make_batches,) = training.held_out.values()  # the rows are those of one set
     with train.evaluating(built.model), train.preserve_rng(), built.handle.routers.silenced():
-        for batch in training.validation():
+        for batch in make_batches():
             moved = batch.to(built.device)
             with train.autocast(built.device, bf16):
                 score = training.objective.score(built.model, moved, None)

@@ -97,7 +97,7 @@ def _own_rows(trained: TrainedModel, tokenizer: Any) -> list[tuple[list[int], st
     """Return token ids and origin of the first rows, as the run's objective prepares them."""
     assert trained.loaded is not None
     sources = [replace(source, max_rows=min(source.max_rows or FIRST_ROWS, FIRST_ROWS))
-               for source in make_sources(trained.loaded)]  # fmt: skip
+               for source in make_sources(trained.loaded, evaluated=False)]  # fmt: skip
     fix_date(trained.identity.get("date"))
     task = task_of(trained.loaded.recipe)
     rows: Sequence[Any] = task.prepare(sources, tokenizer, lambda text: None, val_size=0.0).train

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from streamtune.recipe.yaml import Marks, Mistake, show_path
+from streamtune.recipe.yaml import KeyPath, Marks, Mistake, show_path
 
 __all__ = ["ALIASES", "DATASET_ALIASES", "INSTEAD", "LATER", "SWITCHES", "VALUES", "apply_aliases"]
 
@@ -202,16 +202,51 @@ def apply_aliases(tree: dict[str, Any], marks: Marks) -> tuple[list[str], list[M
 
 
 def _spell_out_datasets(tree: dict[str, Any], marks: Marks, notes: list[str], mistakes: list[Mistake]) -> None:
-    """Write entries of ``datasets`` that are a path alone as ``{path: ...}``, and rename keys of the others."""
-    entries = tree.get("datasets")
-    if not isinstance(entries, list):
-        return
-    for index, entry in enumerate(entries):
+    """Write all entries of ``datasets`` and ``eval_datasets`` as ``{path: ...}``, and rename other trainers' keys."""
+    _name_eval_sets(tree, marks, mistakes)
+    _spell_out(tree.get("datasets"), ("datasets",), marks, notes, mistakes)
+    sets = tree.get("eval_datasets")
+    for name, entries in sets.items() if isinstance(sets, dict) else ():
+        _spell_out(entries, ("eval_datasets", name), marks, notes, mistakes)
+
+
+def _name_eval_sets(tree: dict[str, Any], marks: Marks, mistakes: list[Mistake]) -> None:
+    """Write ``eval_datasets`` as a table of lists: of a list of entries with names, and of entries that stand alone."""
+    given = tree.get("eval_datasets")
+    if isinstance(given, list):
+        named: dict[str, list[Any]] = {}
+        for index, entry in enumerate(given):
+            name = entry.pop("name", None) if isinstance(entry, dict) else None
+            if not isinstance(name, str) or not name:
+                what, mend = "an entry of 'eval_datasets' has no name", "write eval_datasets: {NAME: PATH, ...}"
+                mistakes.append(Mistake(("eval_datasets", index), what, mend))
+                continue
+            marks.rename(("eval_datasets", index), ("eval_datasets", name, len(named.setdefault(name, []))))
+            named[name].append(entry)
+        if len(named) or not given:
+            tree["eval_datasets"] = named
+        else:
+            del tree["eval_datasets"]
+    elif isinstance(given, dict):
+        for name, entries in given.items():
+            if isinstance(entries, str | dict):
+                if isinstance(entries, dict):
+                    marks.rename(("eval_datasets", name), ("eval_datasets", name, 0))
+                given[name] = [entries]
+    elif given is not None:
+        del tree["eval_datasets"]
+        what = "'eval_datasets' is a table of names with their datasets"
+        mistakes.append(Mistake(("eval_datasets",), what, "write eval_datasets: {NAME: PATH, ...}"))
+
+
+def _spell_out(entries: Any, where: KeyPath, marks: Marks, notes: list[str], mistakes: list[Mistake]) -> None:
+    """Write entries that are a path alone as ``{path: ...}``, and rename keys of the others."""
+    for index, entry in enumerate(entries if isinstance(entries, list) else ()):
         if isinstance(entry, str):
             entries[index] = {"path": entry}
         elif isinstance(entry, dict):
             for key in [key for key in entry if key in DATASET_ALIASES]:
-                ours, path = DATASET_ALIASES[key], ("datasets", index, key)
+                ours, path = DATASET_ALIASES[key], (*where, index, key)
                 if ours in entry:
                     del entry[key]
                     mistakes.append(
@@ -219,5 +254,5 @@ def _spell_out_datasets(tree: dict[str, Any], marks: Marks, notes: list[str], mi
                     )
                     continue
                 entry[ours] = entry.pop(key)
-                marks.rename(path, ("datasets", index, ours))
+                marks.rename(path, (*where, index, ours))
                 notes.append(f"'{show_path(path)}' is read as '{ours}'")

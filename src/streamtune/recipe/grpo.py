@@ -170,6 +170,12 @@ class GrpoRecipe(Recipe):
 
     @model_validator(mode="after")
     def _rewards_agree(self) -> GrpoRecipe:
+        if any(dataset.weight is not None for dataset in self.datasets):
+            raise mistake(
+                "'weight' has no meaning in grpo, where 'prompts' says how prompts are chosen",
+                key="datasets.0.weight",
+                mend="delete it; max_rows takes a part of a dataset, and repeat visits one more often",
+            )
         if self.reward_weights is not None and len(self.reward_weights) != len(self.reward_funcs):
             raise mistake(
                 f"{len(self.reward_weights)} weights for {len(self.reward_funcs)} reward functions",

@@ -29,8 +29,11 @@ def json_schema() -> dict[str, Any]:
     for kind in RECIPES.values():
         schema = kind.model_json_schema()
         definitions |= schema.pop("$defs", {})
-        entries = schema["properties"]["datasets"]
-        entries["items"] = {"anyOf": [entries["items"], {"type": "string", "minLength": 1}]}  # a path alone
+        entries, sets = schema["properties"]["datasets"], schema["properties"]["eval_datasets"]
+        path = {"type": "string", "minLength": 1}
+        one = {"anyOf": [entries["items"], path]}  # a path alone
+        entries["items"] = sets["additionalProperties"]["items"] = one
+        sets["additionalProperties"] = {"anyOf": [sets["additionalProperties"], *one["anyOf"]]}
         definitions[kind.__name__] = schema
     others = [(objective, kind) for objective, kind in RECIPES.items() if objective != "sft"]
     held_to: dict[str, Any] = {"$ref": f"#/$defs/{RECIPES['sft'].__name__}"}

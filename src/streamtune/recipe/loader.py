@@ -26,6 +26,7 @@ from streamtune.recipe.yaml import MAX_BYTES, KeyPath, Marks, parse_scalar, read
 from streamtune.secrets import find_secret, redact
 
 from .aliases import ALIASES, INSTEAD, LATER, SWITCHES, apply_aliases
+from .datasets import DatasetSpec
 from .kinds import RECIPES, objectives_with
 from .mistakes import explain, to_error, unknown_key
 from .schema import Recipe
@@ -217,15 +218,17 @@ def _find_files(recipe: Recipe, folder: Path, marks: Marks) -> Recipe:
 
     def find(value: str, *key: str | int) -> str:
         beside = folder / _expand(value, marks.where(*key))
-        is_here = _exists(beside, broken=True) or (key[0] == "datasets" and _matches(folder, value))
+        is_here = _exists(beside, broken=True) or (key[0] in ("datasets", "eval_datasets") and _matches(folder, value))
         return str(beside) if value not in BUILT_IN and is_here else value
 
-    changes: dict[str, Any] = {
-        "datasets": tuple(
-            spec.model_copy(update={"path": find(spec.path, "datasets", i, "path")})
-            for i, spec in enumerate(recipe.datasets)
-        )
-    }
+    def found(specs: Sequence[DatasetSpec], *key: str) -> tuple[DatasetSpec, ...]:
+        return tuple(spec.model_copy(update={"path": find(spec.path, *key, i, "path")}) for i, spec in enumerate(specs))
+
+    changes: dict[str, Any] = {"datasets": found(recipe.datasets, "datasets")}
+    if recipe.eval_datasets:
+        changes["eval_datasets"] = {
+            name: found(specs, "eval_datasets", name) for name, specs in recipe.eval_datasets.items()
+        }
     if recipe.tokenizer and recipe.tokenizer.path:
         changes["tokenizer"] = recipe.tokenizer.model_copy(
             update={"path": find(recipe.tokenizer.path, "tokenizer", "path")}
@@ -266,7 +269,8 @@ def names_a_hub(recipe: Recipe) -> bool:
     """
     names = [recipe.model_name_or_path, getattr(recipe, "ref_model_name_or_path", None)]
     names += [recipe.tokenizer.path if recipe.tokenizer else None]
-    names += [spec.path for spec in recipe.datasets if spec.path not in BUILT_IN and "*" not in spec.path]
+    datasets = [*recipe.datasets, *(spec for specs in recipe.eval_datasets.values() for spec in specs)]
+    names += [spec.path for spec in datasets if spec.path not in BUILT_IN and "*" not in spec.path]
     return any(name is not None and not _exists(Path(name).expanduser()) for name in names)
 
 

@@ -50,7 +50,8 @@ def explain(error: ValidationError, tree: dict[str, Any], kind: type[Recipe]) ->
         context = detail.get("ctx", {})
         loc = tuple(detail["loc"])
         if detail["type"] == "recipe":
-            mistake = Mistake(tuple(context["key"].split(".")), context["what"], context["mend"])
+            key = tuple(int(part) if part.isdecimal() else part for part in context["key"].split("."))
+            mistake = Mistake(key, context["what"], context["mend"])
         elif detail["type"] == "extra_forbidden":
             mistake = unknown_key(loc, kind)
         elif detail["type"] == "missing":
@@ -205,6 +206,8 @@ def field_at(path: KeyPath, kind: type[Recipe] = Recipe) -> tuple[KeyPath, Fragm
             fragment = fragment["properties"][part]
         elif isinstance(part, int) and (items := _items(fragment)) is not None:
             fragment = items
+        elif isinstance(part, str) and (named := _named(fragment)) is not None:
+            fragment = named
         else:
             return path[:depth], fragment
         fragment = _resolve(fragment)
@@ -273,6 +276,12 @@ def _items(fragment: Fragment) -> Fragment | None:
             items: Fragment = choice["items"]
             return items
     return None
+
+
+def _named(fragment: Fragment) -> Fragment | None:
+    """Return the schema of the values of a table whose keys are names that the user chooses."""
+    named = fragment.get("additionalProperties")
+    return named if isinstance(named, dict) else None
 
 
 def _range(fragment: Fragment) -> str:

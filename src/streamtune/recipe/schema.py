@@ -17,7 +17,7 @@ from pydantic import Field, field_validator, model_validator
 from streamtune.recipe.sharing import QUANTISED, SHARING_PRESETS, WholeWeights, two_levels
 from streamtune.recipe.spec import Count, Fraction, Rows, Spec, Steps, Text, at_most, mistake
 
-from .datasets import DatasetSpec
+from .datasets import DatasetSpec, check_eval_sets, check_weights
 from .engine import EngineSpec
 
 __all__ = [
@@ -218,6 +218,15 @@ class Recipe(Spec):
     datasets: Annotated[tuple[DatasetSpec, ...], Field(min_length=1, strict=False)]
     """Sources of the rows; `[data/train.jsonl]` is `[{path: data/train.jsonl}]`."""
 
+    mix_by: Literal["rows", "tokens"] = "rows"
+    """Unit of the shares that `weight` gives the datasets in an epoch."""
+
+    eval_datasets: Annotated[
+        dict[Text, Annotated[tuple[DatasetSpec, ...], Field(min_length=1, strict=False)]], Field(default_factory=dict)
+    ]
+    """Named sets of rows to evaluate on, never trained on: `{code: data/code.jsonl, prose: [{path: ...}]}`. Each has a
+    loss of its own, `eval_code_loss`; `eval_loss` is that of all held-out rows."""
+
     on_bad_row: Literal["error", "skip"] = "error"
     """A row that is malformed or cannot be trained on: refuse the data and list the first ten, or leave such rows out
     and list them in `bad_rows.json`."""
@@ -279,7 +288,8 @@ class Recipe(Spec):
     the same gradient. `per_device_train_batch_size` then counts sequences."""
 
     val_size: Annotated[float, Field(ge=0), at_most(10**12)] = 0.0
-    """Rows held out for evaluation: a fraction below 1, or a number of rows."""
+    """Rows of `datasets` held out for evaluation: a fraction below 1, or a number of rows. Beside `eval_datasets` they
+    are the set `held_out`."""
 
     # --- engine ------------------------------------------------------------------------------------------------
 
@@ -527,15 +537,22 @@ class Recipe(Spec):
                 key="sample.held_out",
                 mend="write prompt: ...",
             )
-        if sample.held_out > 0 and self.val_size == 0:
+        if sample.held_out > 0 and not self.evaluates:
             raise mistake(
                 "'held_out' needs rows that are held out", key="sample.held_out", mend="set val_size, such as 0.02"
             )
+
+    @property
+    def evaluates(self) -> bool:
+        """True if there are rows to evaluate on."""
+        return self.val_size > 0 or bool(self.eval_datasets)
 
     @model_validator(mode="after")
     def _keys_agree(self) -> Recipe:
         self._check_chats()
         self._check_long_rows()
+        check_weights(self.datasets, self.mix_by)
+        check_eval_sets(self.eval_datasets)
         if self.deepspeed is not None and self.fsdp:
             raise mistake("'deepspeed' and 'fsdp' exclude each other", key="fsdp", mend="keep one of them")
         if self.warmup_ratio > 0 and self.warmup_steps > 0:
@@ -558,15 +575,17 @@ class Recipe(Spec):
         if self.sample is not None:
             self._check_sample(self.sample)
         metric = self.metric_for_best_model
-        if metric is not None and metric.startswith("eval_") and self.val_size == 0:
+        if metric is not None and metric.startswith("eval_") and not self.evaluates:
             raise mistake(
                 f"'metric_for_best_model: {metric}' needs rows to evaluate on",
                 key="metric_for_best_model",
-                mend="set val_size, such as val_size: 0.02",
+                mend="set val_size, such as val_size: 0.02, or eval_datasets",
             )
-        if self.eval_steps > 0 and self.val_size == 0:
+        if self.eval_steps > 0 and not self.evaluates:
             raise mistake(
-                "'eval_steps' needs rows to evaluate on", key="eval_steps", mend="set val_size, such as val_size: 0.02"
+                "'eval_steps' needs rows to evaluate on",
+                key="eval_steps",
+                mend="set val_size, such as val_size: 0.02, or eval_datasets",
             )
         return self
 

@@ -10,6 +10,7 @@ from typing import Any
 
 import yaml
 
+from streamtune.names import set_names
 from streamtune.report.charts import GIB, Curve, gib, line_chart, memory_chart, number
 from streamtune.report.records import RunRecords
 
@@ -107,6 +108,10 @@ def _numbers(run: RunRecords) -> Iterator[tuple[str, str]]:
         if course:
             first, last = number(course[0][1]), number(course[-1][1])
             yield title, last if len(course) == 1 else f"{first} → {last}"
+    for name in _set_names(run):
+        for key in ("loss", "reward"):
+            if course := run.series(f"eval_{name}_{key}", held_out=True):
+                yield f"{key} of {name}", number(course[-1][1])
     tokens = sum(record["tokens"] for record in run.steps if isinstance(record.get("tokens"), int))
     seconds = sum(value for _, value in run.seconds())
     if tokens:
@@ -137,10 +142,18 @@ def _curves(runs: Sequence[RunRecords], names: Sequence[str]) -> list[str]:
     for run in runs:
         for record in run.steps:
             found |= dict.fromkeys(record)
+        named = tuple(f"{name}_" for name in _set_names(run))
         for record in run.evaluations:
-            found |= dict.fromkeys(key.removeprefix("eval_") for key in record)
+            keys = (key.removeprefix("eval_") for key in record)
+            found |= dict.fromkeys(key for key in keys if not key.startswith(named))
     others = {key: key for key in sorted(found) if key not in FIRST and key not in LATER and key not in OF_SPEED}
     return [_metric(key, title, runs, names) for key, title in {**FIRST, **others, **LATER}.items() if key in found]
+
+
+def _set_names(run: RunRecords) -> list[str]:
+    """Return the names of the held-out sets of a run."""
+    records = [*run.steps, *run.evaluations]
+    return list(dict.fromkeys(name for metric in ("loss", "reward") for name in set_names(records, metric)))
 
 
 def _metric(key: str, title: str, runs: Sequence[RunRecords], names: Sequence[str]) -> str:
@@ -148,13 +161,16 @@ def _metric(key: str, title: str, runs: Sequence[RunRecords], names: Sequence[st
     curves = []
     for index, (run, name) in enumerate(zip(runs, names, strict=True)):
         alone = len(runs) == 1
-        held_out = run.series(f"eval_{key}", held_out=True)
+        held_out, sets = run.series(f"eval_{key}", held_out=True), _set_names(run)
+        named = "all held out" if sets else "held out"
         curves.append(Curve("training" if alone else name, run.series(key), index if not alone else 0))
         curves.append(
-            Curve(
-                "held out" if alone else f"{name}, held out", held_out, 1 if alone else index, marked=len(held_out) < 60
-            )
+            Curve(named if alone else f"{name}, {named}", held_out, 1 if alone else index, marked=len(held_out) < 60)
         )
+        for style, called in enumerate(sets, start=2):
+            points = run.series(f"eval_{called}_{key}", held_out=True)
+            label = called if alone else f"{name}, {called}"
+            curves.append(Curve(label, points, style if alone else index, marked=len(points) < 60))
     return line_chart(title, curves)
 
 

@@ -17,6 +17,7 @@ from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 from streamtune import data, models, train
+from streamtune.recipe.datasets import DatasetSpec
 from streamtune.recipe.loader import LoadedRecipe
 from streamtune.recipe.schema import Recipe
 
@@ -41,12 +42,25 @@ __all__ = [
 ]
 
 
-def make_sources(loaded: LoadedRecipe) -> list[data.Source]:
-    """Return the sources of the rows, each with the line of the recipe that names it."""
-    return [
-        data.Source(**spec.model_dump(), seed=loaded.recipe.seed, where=loaded.where("datasets", index, "path"))
-        for index, spec in enumerate(loaded.recipe.datasets)
-    ]
+def make_sources(loaded: LoadedRecipe, *, evaluated: bool = True) -> list[data.Source]:
+    """Return the sources of the rows, each with the line of the recipe that names it.
+
+    Args:
+        loaded: The recipe.
+        evaluated: Add those of its eval sets, behind the others.
+    """
+    recipe = loaded.recipe
+
+    def source(spec: DatasetSpec, *key: str | int, evaluates: str | None = None) -> data.Source:
+        where = loaded.where(*key, "path")
+        return data.Source(
+            **spec.model_dump(), mix_by=recipe.mix_by, evaluates=evaluates, seed=recipe.seed, where=where
+        )
+
+    sources = [source(spec, "datasets", index) for index, spec in enumerate(recipe.datasets)]
+    for name, specs in recipe.eval_datasets.items() if evaluated else ():
+        sources += [source(spec, "eval_datasets", name, index, evaluates=name) for index, spec in enumerate(specs)]
+    return sources
 
 
 def make_tokenizer(
@@ -66,7 +80,8 @@ def make_tokenizer(
     spec = recipe.tokenizer
     tokenizer: PreTrainedTokenizerBase
     if spec is not None and spec.train is not None:
-        tokenizer, kept = _train_tokenizer(recipe, sources, spec.train.vocab_size)
+        trained_on = [source for source in sources if source.evaluates is None]
+        tokenizer, kept = _train_tokenizer(recipe, trained_on, spec.train.vocab_size)
         how = (
             "found a byte-level BPE tokenizer that was trained on these rows before, with"
             if kept

@@ -134,14 +134,16 @@ def inspect_recipe(
 
 
 def _batches(loaded: LoadedRecipe, prepared: Prepared[Any, Any]) -> BatchFacts:
-    recipe, lengths = loaded.recipe, prepared.train.lengths()
+    recipe, lengths, mixture = loaded.recipe, prepared.train.lengths(), prepared.mixture
     packs = prepared.packs or pack_rows(lengths, recipe.max_length, seed=recipe.seed)
     sequences = lengths
     if recipe.packing:
         sequences = np.add.reduceat(lengths[packs.rows], packs.starts[:-1])
     return BatchFacts(
         batch_size=recipe.per_device_train_batch_size,
-        padding=padding_share(sequences, recipe.per_device_train_batch_size, seed=recipe.seed, shuffle=recipe.shuffle),
+        padding=padding_share(
+            sequences, recipe.per_device_train_batch_size, seed=recipe.seed, shuffle=recipe.shuffle, mixture=mixture
+        ),
         packing=recipe.packing,
         packs=len(packs),
         pack_fill=round(packs.fill_rate(recipe.max_length), 4),

@@ -323,5 +323,5 @@ def resolve(loaded: LoadedRecipe, notify: Notify) -> Setup:
 
 def _facts(recipe: Recipe) -> dict[str, str]:
     """Return the settings of a recipe that must be the same on all ranks: all but the places of files."""
-    settings = recipe.model_dump(mode="json", exclude={"output_dir", "datasets"})
+    settings = recipe.model_dump(mode="json", exclude={"output_dir", "datasets", "eval_datasets"})
     return {f"recipe {name}": json.dumps(value) for name, value in settings.items()}

@@ -48,7 +48,7 @@ FREE_KEYS = frozenset(
         # what `rows_per_step` says,
         "gradient_accumulation_steps", "train_batch_size",
         # and what the fingerprint of the data covers, wherever the files are now.
-        "datasets",
+        "datasets", "eval_datasets",
     }
 )  # fmt: skip
 """Keys that may change between the start of a run and its resumption."""
@@ -59,7 +59,7 @@ SHAPE_KEYS = frozenset({"model", "finetuning_type", "lora_r", "lora_alpha", "lor
 
 
 LATER_KEYS = ("roles_to_train", "train_on_eos", "reasoning", "on_empty", "default_system", "chat_template_kwargs",
-              "rope_scaling", "rope_theta", "truncate_side", "split_at", "split_overlap")  # fmt: skip
+              "rope_scaling", "rope_theta", "truncate_side", "split_at", "split_overlap", "mix_by")  # fmt: skip
 """Keys that are compared once they are given: runs were started before there were such keys."""
 
 
@@ -332,6 +332,8 @@ def _refuse_own_inputs(task: Task[Any], folder: Path, output: Path) -> None:
     named["ref_model_name_or_path"] = task.reference_name
     named["tokenizer"] = recipe.tokenizer.path if recipe.tokenizer is not None else None
     named |= {f"datasets.{number}": dataset.path for number, dataset in enumerate(recipe.datasets)}
+    for name, datasets in recipe.eval_datasets.items():
+        named |= {f"eval_datasets.{name}.{number}": dataset.path for number, dataset in enumerate(datasets)}
     found = []
     for key, name in named.items():
         for start in (Path(), folder) if name is not None else ():
@@ -376,7 +378,9 @@ def _identify(setup: Setup, before: Mapping[str, Any] | None, day: str) -> dict[
         "date": day,
         "recipe": compared,
         "world_size": setup.world.size,
-        "free": recipe.model_dump(mode="json", include=set(FREE_KEYS) - {"output_dir", "datasets", *unset}),
+        "free": recipe.model_dump(
+            mode="json", include=set(FREE_KEYS) - {"output_dir", "datasets", "eval_datasets", *unset}
+        ),
         "versions": {"streamtune": __version__, "torch": torch.__version__, "transformers": transformers.__version__},
     }
 

@@ -7,7 +7,7 @@ train_run         the training loop, and the end of a run
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext, suppress
 from dataclasses import asdict, dataclass, field
 from functools import partial
@@ -211,7 +211,7 @@ def _train(
 ) -> train.Progressed:
     """Run the training loop, with the optimizer the recipe asks for."""
     recipe, plan, directory = run.recipe, run.plan, run.directory
-    first_step, validation = run.first_step, training.validation
+    first_step = run.first_step
     world = run.world
     if world.is_main:
         train.append_event(directory.events, "resume" if run.checkpoint else "start", step=first_step)
@@ -226,7 +226,7 @@ def _train(
             training.objective,
             training.learning_rate_at,
             training.steps,
-            None if validation is None else lambda: share_out(validation(), world),
+            {name: partial(_shared_out, make, world) for name, make in training.held_out.items()},
             settings=train_settings(recipe, plan, run.handle.schedule),
             run=directory,
             identity=run.start.identity,
@@ -240,6 +240,11 @@ def _train(
             sample=partial(write_samples, run, recipe) if recipe.sample_steps else None,
             listeners=listeners,
         )
+
+
+def _shared_out(make: Callable[[], Iterable[train.MicroBatch]], world: train.World) -> Iterator[train.MicroBatch]:
+    """Make batches and yield this rank's."""
+    return share_out(make(), world)
 
 
 def _facts(run: Run) -> train.RunFacts:

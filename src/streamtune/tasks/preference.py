@@ -124,15 +124,20 @@ class PreferenceBatches:
         """Trees to train on."""
         return len(self.prepared.train)
 
+    @property
+    def mixture(self) -> data.Mixture | None:
+        """See :class:`streamtune.tasks.steps.Trainable`."""
+        return self.prepared.mixture
+
     def training(self, units: Sequence[int]) -> PreferenceBatch:
         """Return the batch of some training trees."""
         return self._collate(self.prepared.train, units, 0)
 
-    def held_out(self, batch_size: int) -> Iterator[PreferenceBatch]:
-        """Iterate over batches of the held-out trees, in their own order."""
-        count = len(self.prepared.validation)
-        for start in range(0, count, batch_size):
-            units = range(start, min(start + batch_size, count))
+    def held_out(self, batch_size: int, part: data.EvalSet | None = None) -> Iterator[PreferenceBatch]:
+        """Iterate over batches of the held-out trees, or of one set of them, in their own order."""
+        first, stop = (0, len(self.prepared.validation)) if part is None else (part.start, part.stop)
+        for start in range(first, stop, batch_size):
+            units = range(start, min(start + batch_size, stop))
             yield self._collate(self.prepared.validation, units, self.num_train)
 
     def asked(self) -> Iterator[data.Tree]:

@@ -103,6 +103,11 @@ class Batches:
         """Sequences to train on: examples, or packs of them."""
         return len(self.prepared.train if self.prepared.packs is None else self.prepared.packs)
 
+    @property
+    def mixture(self) -> data.Mixture | None:
+        """See :class:`streamtune.tasks.steps.Trainable`."""
+        return self.prepared.mixture
+
     def training(self, units: Sequence[int]) -> train.MicroBatch:
         """Return the batch of some training sequences."""
         return self.collate([self._unit(self.prepared.train, self.prepared.packs, unit) for unit in units])
@@ -111,13 +116,13 @@ class Batches:
         """Return the number of tokens of a training sequence."""
         return sum(len(example.input_ids) for example in self._unit(self.prepared.train, self.prepared.packs, unit))
 
-    def held_out(self, batch_size: int) -> Iterator[train.MicroBatch]:
-        """Iterate over batches of the held-out sequences, in their own order."""
+    def held_out(self, batch_size: int, part: data.EvalSet | None = None) -> Iterator[train.MicroBatch]:
+        """Iterate over batches of the held-out sequences, or of one set of them, in their own order."""
         examples, packs = self.prepared.validation, self.prepared.validation_packs
-        count = len(examples if packs is None else packs)
-        for start in range(0, count, batch_size):
-            units = range(start, min(start + batch_size, count))
-            yield self.collate([self._unit(examples, packs, unit) for unit in units])
+        rows = range(len(examples)) if part is None else range(part.start, part.stop)
+        units = rows if packs is None else packs.of_rows(rows.start, rows.stop)
+        for start in range(0, len(units), batch_size):
+            yield self.collate([self._unit(examples, packs, unit) for unit in units[start : start + batch_size]])
 
     @staticmethod
     def _unit(examples: Sequence[data.Example], packs: data.Packs | None, unit: int) -> list[data.Example]:

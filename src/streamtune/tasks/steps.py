@@ -32,6 +32,11 @@ class Trainable(Protocol):
         """Number of units."""
         ...
 
+    @property
+    def mixture(self) -> data.Mixture | None:
+        """Visits of an epoch to the units of each source; None visits each unit once."""
+        ...
+
     def length(self, unit: int) -> int:
         """Return the number of tokens of a unit."""
         ...
@@ -63,7 +68,9 @@ class Steps:
         self.batches, self.world = batches, world
         self.batch_size = recipe.per_device_train_batch_size
         self.micro_batches = accumulation(recipe, world) * world.data_size
-        self.sampler = data.ResumableSampler(batches.num_train, seed=recipe.seed, shuffle=recipe.shuffle)
+        self.sampler = data.ResumableSampler(
+            batches.num_train, seed=recipe.seed, shuffle=recipe.shuffle, mixture=batches.mixture
+        )
         self.workers = recipe.dataloader_num_workers
         self._pool = ThreadPoolExecutor(self.workers, "batches") if self.workers else None
         self._coming: deque[tuple[Future[list[train.MicroBatch]], dict[str, Any]]] = deque()

@@ -48,6 +48,7 @@ __all__ = [
     "TrialStep",
     "chat_options",
     "held_back",
+    "held_out_sets",
     "row_cache",
 ]
 
@@ -92,6 +93,11 @@ class PreparedRows(Protocol):
         """The held-out rows."""
         ...
 
+    @property
+    def eval_sets(self) -> Sequence[data.EvalSet]:
+        """The named parts of the held-out rows; none where they have no names."""
+        ...
+
 
 @dataclass(kw_only=True)
 class Built:
@@ -125,8 +131,8 @@ class Training:
 
     objective: train.Objective
     steps: train.StepStream
-    validation: Callable[[], Iterable[train.MicroBatch]] | None
-    """Makes the held-out micro-batches, anew at each call; None where nothing is held out."""
+    held_out: train.HeldOut
+    """Makes the held-out micro-batches of each set, anew at each call; empty where nothing is held out."""
     learning_rate_at: Callable[[int], float]
     """The learning rate of each step, from 0."""
     begin: Begin = lambda backend, progress, stop: None
@@ -240,7 +246,7 @@ class Task(ABC, Generic[R_co]):
 
     def with_held_out(self, prepared: Any, rows: Sequence[Any]) -> Any:
         """Return the data of :meth:`prepare` with these rows in place of the held-out ones."""
-        return replace(prepared, validation=rows)
+        return replace(prepared, validation=rows, eval_sets=())
 
     # --- shapes ------------------------------------------------------------------------------------------------
 
@@ -357,7 +363,8 @@ class Task(ABC, Generic[R_co]):
             world: The ranks.
         """
         recipe = self.recipe
-        batches_per_epoch = -(-batches.num_train // recipe.per_device_train_batch_size)
+        units = batches.num_train if batches.mixture is None else batches.mixture.units
+        batches_per_epoch = -(-units // recipe.per_device_train_batch_size)
         steps_per_epoch = -(-batches_per_epoch // (micro_batches * world.data_size))
         total_steps = recipe.max_steps
         if total_steps < 0:
@@ -368,11 +375,11 @@ class Task(ABC, Generic[R_co]):
     def training(self, built: Built) -> Training:
         """Return everything of the objective that the training loop is run with."""
         recipe, batches = self.recipe, built.batches
-        held_out = (lambda: batches.held_out(recipe.per_device_eval_batch_size)) if built.prepared.validation else None
+        held_out = partial(batches.held_out, recipe.per_device_eval_batch_size)
         return Training(
             objective=self.objective(built.handle, built.reference, built.device),
             steps=Steps(batches, recipe, built.world),
-            validation=held_out,
+            held_out=held_out_sets(built.prepared, held_out),
             learning_rate_at=optim.build_schedule(
                 recipe.lr_scheduler_type,
                 learning_rate=recipe.learning_rate,
@@ -394,6 +401,20 @@ class Task(ABC, Generic[R_co]):
     def _micro_batches(self) -> range:
         """Return the micro-batches of a trial's step; see :meth:`random_step`."""
         return range(min(self.recipe.gradient_accumulation_steps, 2))
+
+
+def held_out_sets(
+    prepared: PreparedRows, make: Callable[[data.EvalSet | None], Iterable[train.MicroBatch]]
+) -> train.HeldOut:
+    """Return the makers of held-out batches by the name of their set; none where nothing is held out.
+
+    Args:
+        prepared: The rows.
+        make: Makes the batches of a set; of all held-out rows if that is None.
+    """
+    if prepared.eval_sets:
+        return {each.name: partial(make, each) for each in prepared.eval_sets}
+    return {"": partial(make, None)} if prepared.validation else {}
 
 
 class ScoringTask(Task[ScoringR_co]):

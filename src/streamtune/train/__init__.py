@@ -41,7 +41,7 @@ from streamtune.train.saver import ModelWriter, write_final
 from streamtune.train.signals import StopRequest
 from streamtune.train.slices import SliceReader, share_out_whole
 from streamtune.train.staging import commit_directory, write_durably
-from streamtune.train.step import TrainSettings
+from streamtune.train.step import HeldOut, TrainSettings
 from streamtune.train.world import World
 
 __all__ = [
@@ -50,6 +50,7 @@ __all__ = [
     "Backend",
     "Checkpoint",
     "DirectoryHold",
+    "HeldOut",
     "Listener",
     "Listeners",
     "LocalBackend",

@@ -6,7 +6,7 @@ What is minimised comes in as an ``Objective``; one optimizer step of it, and th
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import partial
 from typing import Any
@@ -28,6 +28,7 @@ from streamtune.train.saver import CheckpointSaver, Keep, ModelWriter
 from streamtune.train.signals import StopRequest
 from streamtune.train.slices import SliceReader
 from streamtune.train.step import (
+    HeldOut,
     StepRouters,
     StepScore,
     TrainSettings,
@@ -75,7 +76,7 @@ def train(
     objective: Objective,
     learning_rate_at: Callable[[int], float],
     steps: StepStream,
-    validation: Callable[[], Iterable[MicroBatch]] | None,
+    held_out: HeldOut,
     *,
     settings: TrainSettings,
     run: RunDirectory,
@@ -98,7 +99,7 @@ def train(
         objective: What is minimised.
         learning_rate_at: The learning rate of each step, counted from 0.
         steps: Gives each optimizer step its micro-batches.
-        validation: Gives the held-out batches, anew at each call.
+        held_out: Gives the held-out batches of each set, anew at each call; empty where nothing is held out.
         settings: How long, how often, how.
         run: Where the files go.
         identity: What run this is; written into each checkpoint.
@@ -150,12 +151,12 @@ def train(
     with saver:  # which waits for a save in flight, however this ends
         while True:
             # 1. At a boundary between steps: evaluate and save where it is time to, leave where the run is over.
-            if state.eval_due and validation is not None:
+            if state.eval_due and held_out:
                 progress.activity("evaluating")
                 found = evaluate(
                     model,
                     objective,
-                    validation(),
+                    held_out,
                     settings=settings,
                     step=state.step,
                     stop=stop,
@@ -251,7 +252,7 @@ def train(
                 first_loss=score.loss if state.first_loss is None and not skip else state.first_loss,
                 last_loss=state.last_loss if skip else score.loss,
                 skipped=state.skipped + skip,
-                eval_due=validation is not None
+                eval_due=bool(held_out)
                 and (state.step + 1 == settings.total_steps or is_due(state.step + 1, settings.eval_steps)),
                 # The last step's are written by the caller, at the end of every run.
                 sample_due=sample is not None

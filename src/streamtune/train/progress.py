@@ -9,6 +9,7 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from io import BytesIO
+from itertools import cycle
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,7 @@ from rich.console import Console
 from rich.live import Live
 from rich.text import Text
 
+from streamtune.names import set_names
 from streamtune.secrets import plain
 from streamtune.train.records import read_records
 from streamtune.train.rundir import RunDirectory
@@ -93,9 +95,13 @@ class Progress:
         self.on_activity(self._record["step"] + 1, text or "training")
 
     def evaluated(self, step: int, found: Mapping[str, float]) -> None:
-        """Report the results of an evaluation after ``step`` steps: ``eval_loss`` and ``eval_`` metrics."""
+        """Report the results of an evaluation after ``step`` steps: ``eval_loss``, ``eval_`` metrics, those of sets."""
         self.activity("")
         names = {"eval_loss": "loss", **{f"eval_{name}": called for name, called in SHOWN.items()}}
+        for metric in ("loss", "reward"):
+            for name in set_names([self._record, found], metric):
+                called = name if metric == "loss" and self.console.is_terminal else f"{name}_{metric}"
+                names[f"eval_{name}_{metric}"] = called
         shown = {called: f"{found[name]:.4f}" for name, called in names.items() if name in found}
         if self.console.is_terminal:
             parts: list[Any] = ["held-out"]
@@ -211,6 +217,8 @@ def format_rate(per_second: float) -> str:
 
 INK, MUTED, TRAIN, HELD_OUT = "#1f2430", "#8a909c", "#2f6fde", "#e4572e"
 OTHER_TRAIN, OTHER_HELD_OUT = "#7a5cc9", "#c98a1b"
+OF_SETS = (("#c98a1b", "s"), ("#2a9d6f", "^"), ("#7a5cc9", "D"), ("#b03a78", "v"), ("#4a6b8a", "P"), ("#6b4f2a", "X"))
+"""Colour and marker of each named held-out set."""
 
 Records = Sequence[dict[str, Any]]
 
@@ -311,9 +319,15 @@ def _draw_panel(axes: Any, panel: _Panel, records: Records) -> None:
         smoothed = smooth(values, window=len(values) / 20)
         axes.plot(steps, smoothed, color=colour, linewidth=2.2, label=f"{name}training (smoothed)  {smoothed[-1]:.3f}")
         steps, values = _course(records, f"eval_{metric}")
+        sets = set_names(records, metric)
         if steps:
             shape = {"marker": "o", "markersize": 6, "markeredgecolor": "white", "linewidth": 1.4}
-            axes.plot(steps, values, color=other, label=f"{name}held out  {values[-1]:.3f}", **shape)
+            whole = f"{name}all held out" if sets else f"{name}held out"
+            axes.plot(steps, values, color=other, label=f"{whole}  {values[-1]:.3f}", **shape)
+        for called, (set_colour, marker) in zip(sets, cycle(OF_SETS), strict=False):
+            steps, values = _course(records, f"eval_{called}_{metric}")
+            shape = {"marker": marker, "markersize": 5, "linewidth": 1.1, "linestyle": "--"}
+            axes.plot(steps, values, color=set_colour, label=f"{name}{called}  {values[-1]:.3f}", **shape)
     axes.set_ylabel(panel.label, color=INK)
     axes.margins(x=0.02)
     if panel.limits is not None:

@@ -33,6 +33,7 @@ from streamtune.train.signals import StopRequest
 from streamtune.train.world import World
 
 __all__ = [
+    "HeldOut",
     "StepRouters",
     "StepScore",
     "TrainSettings",
@@ -85,6 +86,10 @@ class StepScore:
     metrics: dict[str, float]
     not_finite: NonFiniteError | None = None
     """Set, not raised, where the loss of a micro-batch was NaN or infinite: all ranks decide alike what follows."""
+
+
+HeldOut = Mapping[str, Callable[[], Iterable[MicroBatch]]]
+"""Makers of held-out batches by the name of their set; one that stands alone may have none, ``""``."""
 
 
 class _Means:
@@ -178,7 +183,7 @@ def accumulate_gradients(
 def evaluate(
     model: nn.Module,
     objective: Objective,
-    batches: Iterable[MicroBatch],
+    sets: HeldOut,
     *,
     settings: TrainSettings,
     step: int,
@@ -186,7 +191,7 @@ def evaluate(
     handle: StreamHandle | None = None,
     world: World = World(),  # noqa: B008 (frozen)
 ) -> dict[str, float] | None:
-    """Score every batch without gradients; None where ``stop`` was requested.
+    """Score every batch of every set without gradients; None where ``stop`` was requested.
 
     With several ranks each has its own batches, as many as the others.
 
@@ -194,29 +199,37 @@ def evaluate(
     as if this had not been: the random state is put back.
 
     Returns:
-        ``eval_loss``, a mean over all batches together, if the objective has one, and ``eval_`` each of its metrics.
+        ``eval_loss``, a mean over all batches together, if the objective has one, and ``eval_`` each of its metrics;
+        the same of each named set, ``eval_NAME_loss`` and so on.
     """
     device = device_of(model)
-    losses, metrics = _Means(), _Means()
+    losses, metrics = (_Means(), {name: _Means() for name in sets}), (_Means(), {name: _Means() for name in sets})
     model.eval()
     silenced = nullcontext() if handle is None else handle.routers.silenced()
     with torch.no_grad(), preserve_rng(), silenced:
-        for batch in batches:
-            if world.any(stop.requested):
-                return None
-            with explain_out_of_memory(f"the evaluation at step {step}", [batch], settings.out_of_memory_mend):
-                batch = batch.to(device)
-                with autocast(device, settings.bf16):
-                    score = objective.score(model, batch, None)
-            if batch.filler:
-                continue
-            losses.add({str(index): part for index, part in enumerate(score.held_out)})
-            metrics.add(score.metrics)
-    parts = losses.over(world).means()
-    found = {"eval_loss": sum(parts.values())} if parts else {}
-    found |= {f"eval_{name}": value for name, value in metrics.over(world).means().items()}
-    if not math.isfinite(loss := found.get("eval_loss", 0.0)):
-        raise NonFiniteError(f"the held-out loss at step {step} is {loss}", mend="lower learning_rate")
+        for name, make_batches in sets.items():
+            for batch in make_batches():
+                if world.any(stop.requested):
+                    return None
+                with explain_out_of_memory(f"the evaluation at step {step}", [batch], settings.out_of_memory_mend):
+                    batch = batch.to(device)
+                    with autocast(device, settings.bf16):
+                        score = objective.score(model, batch, None)
+                if batch.filler:
+                    continue
+                parts = {str(index): part for index, part in enumerate(score.held_out)}
+                for summed, scored in ((losses, parts), (metrics, score.metrics)):
+                    summed[0].add(scored)
+                    summed[1][name].add(scored)
+    found: dict[str, float] = {}
+    named = {f"eval_{name}": (losses[1][name], metrics[1][name]) for name in sets if name}
+    for prefix, (of_loss, of_metrics) in {"eval": (losses[0], metrics[0]), **named}.items():
+        means = of_loss.over(world).means()
+        found |= {f"{prefix}_loss": sum(means.values())} if means else {}
+        found |= {f"{prefix}_{name}": value for name, value in of_metrics.over(world).means().items()}
+        if not math.isfinite(loss := found.get(f"{prefix}_loss", 0.0)):
+            raise NonFiniteError(f"{prefix}_loss, the held-out loss, is {loss} at step {step}",
+                                 mend="lower learning_rate")  # fmt: skip
     return found
 
 

@@ -136,7 +136,7 @@ def build_verify(
         device = choose_device(recipe.device)
         prepare_libraries(device)
         with doing("making the tokenizer"):
-            sources = make_sources(loaded)
+            sources = make_sources(loaded, evaluated=False)
             tokenizer = make_tokenizer(recipe, sources, None, notify)
         rows = _first_rows(task, sources, tokenizer, notify)
         with doing("loading the model"):

@@ -26,9 +26,10 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from streamtune.data.batches.mixture import Mixture
 from streamtune.errors import CheckpointError
 
-__all__ = ["Packs", "ResumableSampler", "assign_rows", "pack_rows"]
+__all__ = ["Packs", "ResumableSampler", "assign_rows", "pack_parts", "pack_rows"]
 
 
 class ResumableSampler:
@@ -41,10 +42,14 @@ class ResumableSampler:
         num_rows: Rows there are.
         seed: Seed of the order.
         shuffle: True to shuffle the rows; otherwise they come in their own order.
+        mixture: Visits each source as often as its weight says, in place of every row once; of the same rows.
     """
 
-    def __init__(self, num_rows: int, *, seed: int, shuffle: bool = True) -> None:
-        self.num_rows = num_rows
+    def __init__(self, num_rows: int, *, seed: int, shuffle: bool = True, mixture: Mixture | None = None) -> None:
+        assert mixture is None or mixture.bounds[-1] == num_rows, "a mixture of other rows"
+        self.mixture = mixture
+        self.num_rows = num_rows if mixture is None else mixture.units
+        """visits of an epoch"""
         self.seed = seed
         self.shuffle = shuffle
         self.epoch = 0
@@ -54,6 +59,8 @@ class ResumableSampler:
 
     def order(self, epoch: int) -> npt.NDArray[np.int64]:
         """Return the rows of an epoch in the order they are visited, [num_rows]."""
+        if self.mixture is not None:
+            return self.mixture.order(epoch, seed=self.seed, shuffle=self.shuffle)
         if not self.shuffle:
             return np.arange(self.num_rows, dtype=np.int64)
         # RandomState's streams are frozen by numpy's compatibility policy; Generator's may change with a release.
@@ -154,6 +161,11 @@ class Packs:
         start, stop = self.starts[pack : pack + 2].tolist()
         return [int(row) for row in self.rows[start:stop]]
 
+    def of_rows(self, first: int, stop: int) -> range:
+        """Return the packs of a part that was packed by itself, given its rows; see :func:`pack_parts`."""
+        start, end = np.searchsorted(self.starts, [first, stop]).tolist()
+        return range(start, end)
+
     def fill_rate(self, max_length: int) -> float:
         """Return the part of the positions of full-length sequences that hold a token."""
         return self.tokens / (len(self) * max_length) if len(self) else 1.0
@@ -183,6 +195,26 @@ def pack_rows(lengths: Sequence[int] | npt.NDArray[np.int64], max_length: int, *
     rows = np.fromiter((row for pack in visited for row in pack), dtype=np.int64, count=len(sizes))
     assert all(int(sizes[rows[a:b]].sum()) <= max_length for a, b in pairwise(starts))
     return Packs(rows, starts, int(sizes.sum()))
+
+
+def pack_parts(
+    lengths: npt.NDArray[np.int64], bounds: Sequence[int], max_length: int, *, seed: int
+) -> tuple[Packs, list[int]]:
+    """Pack the rows of each part by themselves; return the packs, part after part, and the first pack of each part.
+
+    Args:
+        lengths: [rows] tokens.
+        bounds: [parts + 1] the first row of each part, and the number of all rows.
+        max_length: Tokens a sequence holds.
+        seed: As in :func:`pack_rows`.
+    """
+    rows, starts, firsts = [np.empty(0, dtype=np.int64)], [np.zeros(1, dtype=np.int64)], [0]
+    for first, stop in pairwise(bounds):
+        packs = pack_rows(lengths[first:stop], max_length, seed=seed)
+        rows.append(first + packs.rows)
+        starts.append(first + packs.starts[1:])
+        firsts.append(firsts[-1] + len(packs))
+    return Packs(np.concatenate(rows), np.concatenate(starts), int(lengths.sum())), firsts
 
 
 def _best_fit(order: Sequence[int], sizes: npt.NDArray[np.int64], max_length: int) -> list[list[int]]:

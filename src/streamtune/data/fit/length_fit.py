@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import hashlib
-import random
 from abc import ABC, abstractmethod
 from array import array
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import pairwise
 from typing import Any, Generic, TypeVar
 
@@ -16,7 +15,17 @@ import numpy as np
 import numpy.typing as npt
 import pyarrow as pa  # type: ignore[import-untyped]
 
+from streamtune.data.batches.mixture import Mixture
 from streamtune.data.batches.sampler import Packs
+from streamtune.data.fit.parts import (
+    EvalSet,
+    SourceStart,
+    choose_held_out,
+    count_duplicates,
+    make_mixture,
+    share_epoch,
+    split_sets,
+)
 from streamtune.data.reading.sources import Source
 from streamtune.data.records import Record, Stored, TableWriter
 from streamtune.data.rendering.policy import OVERLENGTH
@@ -94,6 +103,12 @@ class Prepared(Generic[RecordT, ReportT]):
     """the same of ``validation``"""
     bad_rows: Sequence[Mapping[str, str]] = ()
     """rows that were left out as faulty, each with what is wrong with it"""
+    bounds: tuple[int, ...] = ()
+    """the first row in ``train`` of each source that is trained on, and the number of all"""
+    mixture: Mixture | None = None
+    """the visits of an epoch to each source, of rows or packs; None without weights"""
+    eval_sets: tuple[EvalSet, ...] = ()
+    """named parts of ``validation``: together they are all of it, and there is none without names"""
 
 
 class LengthFit(ABC, Generic[RecordT, ReportT]):
@@ -131,16 +146,16 @@ class LengthFit(ABC, Generic[RecordT, ReportT]):
         self.tokens, self.first_trained = array("q"), array("q")
         """as in :class:`Measured`"""
         self.trained, self.lost = array("q"), array("q")
-        self.starts: list[Start] = []
+        self.starts: list[SourceStart] = []
         """of every source"""
 
     def begin(self, source: Source) -> None:
         """Count the rows that follow as those of a source."""
-        self.starts.append(self._now(source.path, source.name, source.repeat))
+        self.starts.append(self._now(source))
 
-    def _now(self, path: str = "", name: str | None = None, repeat: int = 1) -> Start:
+    def _now(self, source: Source) -> SourceStart:
         rows, kept, records = len(self.lengths), len(self.groups), len(self.digests)
-        return Start(path, name, repeat, Counter(self.counts), rows, kept, records)
+        return SourceStart(source, Counter(self.counts), rows, kept, records)
 
     def measure(
         self,
@@ -182,40 +197,61 @@ class LengthFit(ABC, Generic[RecordT, ReportT]):
         self.lost.append(lost)
         self.writer.append(record)
 
-    def prepared(self, table: pa.Table, val_size: float, seed: int) -> Prepared[RecordT, ReportT]:
+    def prepared(
+        self, table: pa.Table, val_size: float, seed: int, notify: Notify = lambda message: None
+    ) -> Prepared[RecordT, ReportT]:
         """Split what was written into a training and a held-out part.
 
         Args:
             table: What the writer has written.
             val_size: Rows to hold out: a fraction below 1, or a count.
             seed: Seed of the choice.
+            notify: Called with the rows of eval sets that are trained on as well.
 
         Raises:
-            DataError: Nothing would be left to train on.
+            DataError: Nothing would be left to train on, or in an eval set.
         """
         rows = np.frombuffer(self.row_of_record, dtype=np.int64)
-        is_held_out = _choose_held_out(self.groups, val_size, seed)[rows]
-        trained: npt.NDArray[np.int64] = self._repeat(np.flatnonzero(~is_held_out))
+        is_held_out = choose_held_out(self.groups, self.starts, val_size, seed)[rows]
+        sources = [start.source for start in self.starts if start.source.evaluates is None]
+        numbers: npt.NDArray[np.int64]
+        numbers, bounds = self._repeat(np.flatnonzero(~is_held_out), sources)
+        train = Stored(self.record, table, numbers)
         held_out: npt.NDArray[np.int64] = np.flatnonzero(is_held_out)
-        total = hashlib.sha256(f"{len(trained)} {len(held_out)}".encode())
-        for index in (*trained, *held_out):
+        lengths, eval_sets = train.lengths(), split_sets(held_out, self.starts)
+        mixture = make_mixture(sources, bounds, np.ones_like(lengths), lengths)
+        total = hashlib.sha256(f"{len(numbers)} {len(held_out)}".encode())
+        for index in (*numbers, *held_out):
             total.update(self.digests[index])
+        if eval_sets or mixture is not None:
+            total.update(repr((eval_sets, mixture)).encode())
+        duplicates, in_both = count_duplicates(self.digests, is_held_out)
+        for each in eval_sets:
+            if same := int(in_both[held_out[each.start : each.stop]].sum()):
+                size = each.stop - each.start
+                notify(f"{same:,} of {size:,} {self.noun}s of the eval set '{each.name}' are trained on as well")
+        report = self.report(len(numbers), is_held_out, duplicates, int(in_both[~is_held_out].sum()))
         return Prepared(
-            train=Stored(self.record, table, trained),
+            train=train,
             validation=Stored(self.record, table, held_out),
-            report=self.report(len(trained), is_held_out),
+            report=replace(report, sources=share_epoch(report.sources, bounds, lengths, mixture)),
             fingerprint=total.hexdigest(),
             measured=self._measured(),
             bad_rows=self.bad_rows,
+            bounds=bounds,
+            mixture=mixture,
+            eval_sets=eval_sets,
         )
 
-    def _repeat(self, records: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
-        """Return the training records with those of each source as often as it says, source by source."""
-        repeats = [start.repeat for start in self.starts]
-        if all(repeat == 1 for repeat in repeats):
-            return records
-        parts = np.split(records, np.searchsorted(records, [start.records for start in self.starts[1:]]))
-        return np.concatenate([np.tile(part, repeat) for part, repeat in zip(parts, repeats, strict=True)])
+    def _repeat(
+        self, records: npt.NDArray[np.int64], sources: Sequence[Source]
+    ) -> tuple[npt.NDArray[np.int64], tuple[int, ...]]:
+        """Return the training records, those of each source as often as it says, and where each source begins."""
+        parts = np.split(records, np.searchsorted(records, [start.records for start in self.starts[1 : len(sources)]]))
+        repeated: list[npt.NDArray[np.int64]] = [
+            np.tile(part, source.repeat) for part, source in zip(parts, sources, strict=True)
+        ]
+        return np.concatenate(repeated), (0, *np.cumsum([len(part) for part in repeated]).tolist())
 
     def _measured(self) -> Measured:
         sizes = (self.lengths, self.tokens, self.first_trained, self.trained, self.lost)
@@ -260,9 +296,10 @@ class LengthFit(ABC, Generic[RecordT, ReportT]):
     def too_long(self) -> DataError:
         """Return the error for rows over the length."""
 
-    def report(self, train_examples: int, is_held_out: npt.NDArray[np.bool_]) -> ReportT:
+    def report(
+        self, train_examples: int, is_held_out: npt.NDArray[np.bool_], duplicates: int, held_out_duplicates: int
+    ) -> ReportT:
         """Return the counts and lengths of the rows; of every record, [records], it is known if it is held out."""
-        duplicates, held_out_duplicates = _count_duplicates(self.digests, is_held_out)
         return self.report_type(
             rows=self.rows,
             kept=len(self.groups),
@@ -283,7 +320,8 @@ class LengthFit(ABC, Generic[RecordT, ReportT]):
 
     def _source_reports(self) -> tuple[SourceReport, ...]:
         reports = []
-        for start, end in pairwise([*self.starts, self._now()]):
+        for start, end in pairwise([*self.starts, self._now(self.starts[-1].source)]):
+            source = start.source
             counts, lengths = end.counts - start.counts, self.lengths[start.rows : end.rows]
             names = (
                 "truncated",
@@ -296,8 +334,10 @@ class LengthFit(ABC, Generic[RecordT, ReportT]):
             )
             reports.append(
                 SourceReport(
-                    path=start.path,
-                    name=start.name,
+                    path=source.path,
+                    name=source.name,
+                    weight=source.weight,
+                    evaluates=source.evaluates,
                     rows=len(lengths) + counts["identical"] + counts["empty"],
                     kept=end.kept - start.kept,
                     length_percentiles=length_percentiles(lengths) if lengths else {},
@@ -309,61 +349,6 @@ class LengthFit(ABC, Generic[RecordT, ReportT]):
     @abstractmethod
     def own_counts(self) -> dict[str, Any]:
         """Return the fields of the report that other kinds of rows do not have, or have otherwise."""
-
-
-@dataclass(frozen=True)
-class Start:
-    """The counts at the beginning of a source."""
-
-    path: str
-    name: str | None
-    repeat: int
-    """times that each of its records is visited"""
-    counts: Counter[str]
-    rows: int
-    """measured so far"""
-    kept: int
-    records: int
-
-
-def _count_duplicates(digests: Sequence[bytes], is_held_out: npt.NDArray[np.bool_]) -> tuple[int, int]:
-    """Return the records that are the same as an earlier one, and those to train on that are held out as well."""
-    if not digests:
-        return 0, 0
-    # 64 of the 128 bits: two of a million records that differ have the same with a probability of 3e-8.
-    keys = np.frombuffer(b"".join(digest[:8] for digest in digests), dtype=np.uint64)
-    held_out = np.unique(keys[is_held_out])
-    return len(keys) - len(np.unique(keys)), int(np.isin(keys[~is_held_out], held_out).sum())
-
-
-def _choose_held_out(groups: Sequence[bytes], val_size: float, seed: int) -> npt.NDArray[np.bool_]:
-    """Return a mask of the held-out rows, [kept rows]: whole groups, drawn by the seed.
-
-    Raises:
-        DataError: Nothing would be left to train on.
-    """
-    held_out = np.zeros(len(groups), dtype=np.bool_)
-    if val_size <= 0:
-        return held_out
-    wanted = max(1, round(val_size * len(groups))) if val_size < 1 else int(val_size)
-    members: dict[bytes, list[int]] = {}
-    for row, group in enumerate(groups):
-        members.setdefault(group, []).append(row)
-    order = sorted(members)
-    random.Random(seed).shuffle(order)
-    count = 0
-    for group in order:
-        if count >= wanted:
-            break
-        held_out[members[group]] = True
-        count += len(members[group])
-    if held_out.all():
-        raise DataError(
-            f"val_size = {val_size:g} holds out all of the {len(groups):,} rows ({len(members):,} different ones)",
-            where="val_size",
-            mend="hold out fewer rows, or add data",
-        )
-    return held_out
 
 
 def have(number: int, noun: str) -> str:

@@ -9,13 +9,15 @@ from __future__ import annotations
 import json
 from array import array
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from streamtune.data.fit.length_fit import LengthFit, Start
+from streamtune.data.fit.length_fit import LengthFit
+from streamtune.data.fit.parts import SourceStart
+from streamtune.data.reading.sources import Source
 
 __all__ = ["load_fit", "save_fit"]
 
@@ -47,8 +49,8 @@ def save_fit(fit: LengthFit[Any, Any], folder: Path) -> None:
     (folder / "fit.json").write_text(json.dumps(plain), "utf-8")
 
 
-def load_fit(fit: LengthFit[Any, Any], folder: Path) -> None:
-    """Give a new fit the counts that were written.
+def load_fit(fit: LengthFit[Any, Any], folder: Path, sources: Sequence[Source]) -> None:
+    """Give a new fit the counts that were written, of the same sources; shares and repetitions may be others.
 
     Raises:
         OSError, ValueError, KeyError: The files cannot be read, or hold something else.
@@ -70,7 +72,10 @@ def load_fit(fit: LengthFit[Any, Any], folder: Path) -> None:
         elif isinstance(before, tuple):
             value = tuple(value)
         elif name == "starts":
-            value = [Start(**{**item, "counts": Counter(item["counts"])}) for item in value]
+            value = [
+                SourceStart(**{**item, "source": source, "counts": Counter(item["counts"])})
+                for item, source in zip(value, sources, strict=True)
+            ]
         vars(fit)[name] = value
 
 
@@ -83,8 +88,8 @@ def _plain(value: Any) -> Any:
     Raises:
         TypeError: From ``json``, if a kind of fit gets an attribute that is written here for the first time.
     """
-    if isinstance(value, Start):
-        return _plain(vars(value))
+    if isinstance(value, SourceStart):
+        return {name: _plain(item) for name, item in vars(value).items() if name != "source"}
     if isinstance(value, Mapping):
         return {name: _plain(item) for name, item in value.items()}
     return [_plain(item) for item in value] if isinstance(value, list | tuple) else value

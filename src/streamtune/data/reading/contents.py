@@ -81,6 +81,10 @@ class FileHashes:
         self._changed = False
 
 
+_AFTERWARDS = ("where", "seed", "repeat", "weight", "mix_by", "evaluates")
+"""Fields of a source that decide nothing of its rows, but for the seed of rows that are drawn."""
+
+
 def fingerprint_source(source: Source, hashes: FileHashes) -> Mapping[str, Any] | None:
     """Return all that decides the rows of a source, as plain values; None where its contents cannot be known.
 
@@ -92,7 +96,7 @@ def fingerprint_source(source: Source, hashes: FileHashes) -> Mapping[str, Any] 
         return None
     if contents is None:
         return None
-    options = {name: value for name, value in vars(source).items() if name not in ("where", "seed")}
+    options = {name: value for name, value in vars(source).items() if name not in _AFTERWARDS}
     options["columns"] = None if source.columns is None else dict(source.columns)
     return {**options, "seed": source.seed if source.shuffle else None, "contents": contents}
 

@@ -59,6 +59,12 @@ class Source:
     """draw ``max_rows`` among all rows by the seed, in place of the first ones; they stay in their order"""
     repeat: int = 1
     """times that each training row is visited in an epoch"""
+    weight: float | None = None
+    """share of an epoch, relative to the weights of the other sources; None where no source has one"""
+    mix_by: str = "rows"
+    """unit of that share: ``rows`` or ``tokens``; the same of all sources"""
+    evaluates: str | None = None
+    """name of the eval set that the rows belong to; None trains on them. Sources of eval sets come after the others"""
     seed: int = 42
     """seed of that draw"""
     where: str = ""

@@ -166,13 +166,14 @@ class GrpoSteps:
                     batches[0] = replace(batches[0], metrics=more)
                 return batches
 
-    def held_out(self) -> Iterator[MeasuredBatch]:
-        """Measure the likeliest completion of each held-out prompt, a batch of prompts at a time."""
+    def held_out(self, part: data.EvalSet | None = None) -> Iterator[MeasuredBatch]:
+        """Measure the likeliest completion of each held-out prompt, or of those of a set, a batch at a time."""
         prompts, size = self.prompts.validation, self.recipe.prompts_per_generation * self.recipe.num_generations
-        for start in range(0, len(prompts), size):
-            part = [prompts[index] for index in range(start, min(start + size, len(prompts)))]
-            written = self._greedy(part)
-            scores = self.score(part, [completion.token_ids for completion in written])
+        first, stop = (0, len(prompts)) if part is None else (part.start, part.stop)
+        for start in range(first, stop, size):
+            asked = [prompts[index] for index in range(start, min(start + size, stop))]
+            written = self._greedy(asked)
+            scores = self.score(asked, [completion.token_ids for completion in written])
             whole = Group(
                 prompt=-1,
                 completions=[completion.token_ids for completion in written],
@@ -182,7 +183,7 @@ class GrpoSteps:
             )
             metrics = {name: value for name, value in group_metrics([whole]).items() if name not in OF_GROUPS}
             nothing = torch.zeros(1, 1, dtype=torch.int64)
-            yield MeasuredBatch(nothing, nothing, nothing, tuple(prompt.origin for prompt in part), metrics=metrics)
+            yield MeasuredBatch(nothing, nothing, nothing, tuple(prompt.origin for prompt in asked), metrics=metrics)
 
     def _part(self, groups: list[Group], part: int) -> list[Group]:
         """Return the groups of one of the optimizer steps that go through a rollout."""

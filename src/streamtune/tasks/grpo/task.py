@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Self
+from typing import TYPE_CHECKING, Any, ClassVar, Self
 
 import torch
 from torch import nn
@@ -39,6 +39,7 @@ from streamtune.tasks.task import (
     TrialStep,
     chat_options,
     held_back,
+    held_out_sets,
     row_cache,
 )
 from streamtune.train.objective import autocast
@@ -84,6 +85,11 @@ class GrpoData:
         return self.prompts.train
 
     @property
+    def eval_sets(self) -> Sequence[data.EvalSet]:
+        """See :class:`streamtune.tasks.task.PreparedRows`."""
+        return self.prompts.eval_sets
+
+    @property
     def validation(self) -> Sequence[data.Prompt]:
         """See :class:`streamtune.tasks.task.PreparedRows`."""
         return self.prompts.validation
@@ -94,6 +100,8 @@ class _Prompts:
     """The training prompts as units: each is completed as often as the recipe says."""
 
     prompts: Sequence[data.Prompt]
+
+    mixture: ClassVar[data.Mixture | None] = None
 
     @property
     def num_train(self) -> int:
@@ -282,7 +290,7 @@ class Grpo(ScoringTask[GrpoRecipe]):
         return Training(
             objective=self.objective(built.handle, built.reference, device),
             steps=steps,
-            validation=steps.held_out if built.prepared.validation else None,
+            held_out=held_out_sets(built.prepared, steps.held_out),
             learning_rate_at=_learning_rate(recipe, built.plan),
             begin=begin,
         )

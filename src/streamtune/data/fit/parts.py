@@ -1,0 +1,206 @@
+"""Split kept rows into a part to train on and held-out sets, and share an epoch out among the sources.
+
+Rows of a source that belongs to an eval set are never trained on. Of the others ``val_size`` holds some out: the set
+:data:`HELD_OUT`, which has a name only where there are eval sets as well.
+"""
+
+from __future__ import annotations
+
+import random
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from itertools import pairwise
+
+import numpy as np
+import numpy.typing as npt
+
+from streamtune.data.batches.mixture import Mixture, mix
+from streamtune.data.reading.sources import Source
+from streamtune.data.report import SourceReport
+from streamtune.errors import DataError
+
+__all__ = [
+    "HELD_OUT",
+    "EvalSet",
+    "SourceStart",
+    "choose_held_out",
+    "count_duplicates",
+    "make_mixture",
+    "set_bounds",
+    "share_epoch",
+    "split_sets",
+]
+
+HELD_OUT = "held_out"
+"""Name of the rows that ``val_size`` holds out, beside eval sets."""
+
+Numbers = npt.NDArray[np.int64]
+Mask = npt.NDArray[np.bool_]
+
+
+@dataclass(frozen=True)
+class SourceStart:
+    """The counts at the beginning of a source."""
+
+    source: Source
+    counts: Counter[str]
+    rows: int
+    """measured so far"""
+    kept: int
+    records: int
+
+
+@dataclass(frozen=True)
+class EvalSet:
+    """A named part of the held-out rows; packs have rows of one set."""
+
+    name: str
+    start: int
+    stop: int
+
+
+def choose_held_out(groups: Sequence[bytes], starts: Sequence[SourceStart], val_size: float, seed: int) -> Mask:
+    """Return a mask of the held-out rows, [kept rows]: whole groups, drawn by the seed, and the rows of eval sets.
+
+    Args:
+        groups: [kept rows] hashes of what must not be in both parts.
+        starts: Of every source; those of eval sets come last.
+        val_size: Rows to hold out of the others: a fraction below 1, or a count.
+        seed: Seed of the choice.
+
+    Raises:
+        DataError: Nothing would be left to train on, or an eval set has no row.
+    """
+    stops = [*(start.kept for start in starts[1:]), len(groups)]
+    kept: Counter[str | None] = Counter()
+    for start, stop in zip(starts, stops, strict=True):
+        kept[start.source.evaluates] += stop - start.kept
+    for name, count in kept.items():
+        if not count:
+            where = next(start.source.place for start in starts if start.source.evaluates == name)
+            what = "no row is left to train on" if name is None else f"no row of the eval set '{name}' is left"
+            raise DataError(what, where=where, mend="all were dropped; see overlength, on_empty and on_bad_row")
+    mine = kept[None]
+    drawn = _draw_groups(groups[:mine], val_size, seed)
+    return np.concatenate([drawn, np.ones(len(groups) - mine, dtype=np.bool_)])
+
+
+def _draw_groups(groups: Sequence[bytes], val_size: float, seed: int) -> Mask:
+    held_out = np.zeros(len(groups), dtype=np.bool_)
+    if val_size <= 0:
+        return held_out
+    wanted = max(1, round(val_size * len(groups))) if val_size < 1 else int(val_size)
+    members: dict[bytes, list[int]] = {}
+    for row, group in enumerate(groups):
+        members.setdefault(group, []).append(row)
+    order = sorted(members)
+    random.Random(seed).shuffle(order)
+    count = 0
+    for group in order:
+        if count >= wanted:
+            break
+        held_out[members[group]] = True
+        count += len(members[group])
+    if held_out.all():
+        raise DataError(
+            f"val_size = {val_size:g} holds out all of the {len(groups):,} rows ({len(members):,} different ones)",
+            where="val_size",
+            mend="hold out fewer rows, or add data",
+        )
+    return held_out
+
+
+def split_sets(held_out: Numbers, starts: Sequence[SourceStart]) -> tuple[EvalSet, ...]:
+    """Return the named sets of held-out records; none without sources of eval sets.
+
+    Args:
+        held_out: [held out] numbers of records, ascending.
+        starts: Of every source; those of eval sets come last.
+    """
+    sets: list[EvalSet] = []
+    places = [int(np.searchsorted(held_out, start.records)) for start in starts]
+    for start, first, stop in zip(starts, places, [*places[1:], len(held_out)], strict=True):
+        name = start.source.evaluates
+        if name is None:
+            continue
+        if not sets and first:
+            sets.append(EvalSet(HELD_OUT, 0, first))
+        if sets and sets[-1].name == name:  # a set of several sources
+            sets[-1] = replace(sets[-1], stop=stop)
+        else:
+            sets.append(EvalSet(name, first, stop))
+    return tuple(sets)
+
+
+def set_bounds(sets: Sequence[EvalSet], held_out: int) -> list[int]:
+    """Return where the sets begin, and the number of held-out rows; 0 and that number without sets."""
+    return [*(each.start for each in sets), held_out] if sets else [0, held_out]
+
+
+def make_mixture(sources: Sequence[Source], bounds: Sequence[int], rows: Numbers, tokens: Numbers) -> Mixture | None:
+    """Return the mixture that the weights of the sources ask for; None where they have none.
+
+    Args:
+        sources: Those that are trained on.
+        bounds: [sources + 1] the first training unit of each, and the number of all.
+        rows: [units] rows of each unit.
+        tokens: [units] tokens of each unit.
+
+    Raises:
+        DataError: No source with a weight has a row.
+    """
+    weights = [source.weight for source in sources if source.weight is not None]
+    if not weights:
+        return None
+    assert len(weights) == len(sources), "the recipe has weights for all of its datasets, or for none"
+    mixture = mix(weights, bounds, tokens if sources[0].mix_by == "tokens" else rows)
+    if mixture is None:
+        raise DataError(
+            "no dataset with a weight above 0 has a row to train on",
+            where=sources[0].place,
+            mend="give one of the others a weight",
+        )
+    return mixture
+
+
+def share_epoch(
+    reports: Sequence[SourceReport], bounds: Sequence[int], lengths: Numbers, mixture: Mixture | None
+) -> tuple[SourceReport, ...]:
+    """Return the reports with the rows and tokens that an epoch visits of each source.
+
+    Args:
+        reports: Of every source; those of eval sets come last and are not visited.
+        bounds: [sources + 1] the first training row of each source, and the number of all.
+        lengths: [rows] tokens of the training rows.
+        mixture: Of the rows, or of packs of them; without one each is visited once.
+    """
+    found = list(reports)
+    for number, (first, stop) in enumerate(pairwise(bounds)):
+        times = 1.0
+        if mixture is not None:
+            times = mixture.visits[number] / max(1, mixture.bounds[number + 1] - mixture.bounds[number])
+        found[number] = replace(
+            found[number],
+            epoch_rows=round(times * (stop - first)),
+            epoch_tokens=round(times * int(lengths[first:stop].sum())),
+        )
+    return tuple(found)
+
+
+def count_duplicates(digests: Sequence[bytes], is_held_out: Mask) -> tuple[int, Mask]:
+    """Return the records that are the same as an earlier one, and a mask of those trained on and held out as well.
+
+    Args:
+        digests: [records] hashes of 128 bits.
+        is_held_out: [records].
+
+    Returns:
+        The count, and a mask [records]: of a record with a copy in the other part.
+    """
+    if not digests:
+        return 0, np.zeros(0, dtype=np.bool_)
+    # 64 of the 128 bits: two of a million records that differ have the same with a probability of 3e-8.
+    keys = np.frombuffer(b"".join(digest[:8] for digest in digests), dtype=np.uint64)
+    in_both = np.intersect1d(keys[is_held_out], keys[~is_held_out])
+    return len(keys) - len(np.unique(keys)), np.isin(keys, in_both)
