@@ -36,9 +36,11 @@ from streamtune.models.tokenizer import (
     CHATML_TEMPLATE,
     load_tokenizer,
     read_trained_tokenizer,
+    read_vocabulary,
     set_chat_template,
     train_tokenizer,
 )
+from streamtune.models.tokens import add_rows, add_tokens, new_tokens, use_special_tokens
 
 __all__ = [
     "CHATML_TEMPLATE",
@@ -48,6 +50,8 @@ __all__ = [
     "SavedTokenizer",
     "adapter_base",
     "add_lora",
+    "add_rows",
+    "add_tokens",
     "blueprint",
     "check_positions",
     "choose_quantization",
@@ -68,11 +72,13 @@ __all__ = [
     "load_lora",
     "load_model",
     "load_tokenizer",
+    "new_tokens",
     "phantom_weights",
     "position_limit",
     "pretrained_positions",
     "quantization",
     "read_trained_tokenizer",
+    "read_vocabulary",
     "sample_text",
     "save_copied",
     "save_gathered",
@@ -80,5 +86,6 @@ __all__ = [
     "set_chat_template",
     "small_like",
     "train_tokenizer",
+    "use_special_tokens",
     "write_shards",
 ]

@@ -36,6 +36,7 @@ def blueprint(
     trust_remote_code: bool = False,
     quantization: str | None = None,
     rope: RopeChange | None = None,
+    new_tokens: int = 0,
 ) -> PreTrainedModel:
     """Build a causal language model on ``meta``: parameters have shapes and dtypes and take no memory.
 
@@ -46,6 +47,7 @@ def blueprint(
         trust_remote_code: Allow code that comes with the checkpoint to run.
         quantization: ``nf4`` or ``int8`` of the frozen linear layers; None leaves them.
         rope: A change to the positions of the configuration.
+        new_tokens: Rows for tokens beyond those of a checkpoint.
 
     Raises:
         ArgumentError: There is no such checkpoint, or it is not a configuration of a causal language model.
@@ -53,6 +55,8 @@ def blueprint(
     remote: dict[str, Any] = {}
     if isinstance(source, str):
         config, remote = read_plain_config(source, trust_remote_code), {"trust_remote_code": trust_remote_code}
+        if new_tokens:
+            config.get_text_config(decoder=True).vocab_size += new_tokens
     else:
         config = build_config({"vocab_size": vocab_size, **source} if vocab_size else dict(source))
     if rope is not None:

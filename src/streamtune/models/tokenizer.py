@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import AutoTokenizer, PreTrainedTokenizerBase, PreTrainedTokenizerFast
@@ -11,8 +12,16 @@ from transformers import AutoTokenizer, PreTrainedTokenizerBase, PreTrainedToken
 from streamtune.errors import ArgumentError
 from streamtune.models.load import check_exists, loading_error
 from streamtune.models.safety import check_count, key_place
+from streamtune.models.tokens import add_tokens
 
-__all__ = ["CHATML_TEMPLATE", "load_tokenizer", "read_trained_tokenizer", "set_chat_template", "train_tokenizer"]
+__all__ = [
+    "CHATML_TEMPLATE",
+    "load_tokenizer",
+    "read_trained_tokenizer",
+    "read_vocabulary",
+    "set_chat_template",
+    "train_tokenizer",
+]
 
 END_OF_TEXT = "<|endoftext|>"
 TURN_START = "<|im_start|>"
@@ -116,29 +125,59 @@ def read_trained_tokenizer(text: str) -> PreTrainedTokenizerFast:
     )
 
 
-def load_tokenizer(name_or_path: str, *, trust_remote_code: bool = False) -> PreTrainedTokenizerBase:
+def load_tokenizer(
+    name_or_path: str,
+    *,
+    trust_remote_code: bool = False,
+    special_tokens: Mapping[str, Any] | None = None,
+    added_tokens: Sequence[str] = (),
+) -> PreTrainedTokenizerBase:
     """Load a tokenizer, by hub name or from a local folder. Without a padding token it pads with its end token.
+
+    Args:
+        name_or_path: The tokenizer.
+        trust_remote_code: Allow code that comes with it to run.
+        special_tokens: See :func:`streamtune.models.tokens.add_tokens`.
+        added_tokens: See there.
 
     Raises:
         ArgumentError: There is no such tokenizer, or it has neither a padding nor an end token.
     """
-    check_exists(name_or_path)
-    check_count(*key_place(name_or_path))  # transformers reads the model's configuration to find the tokenizer's class
-    try:
-        tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(
-            name_or_path, trust_remote_code=trust_remote_code
-        )
-    except Exception as error:  # the tokenizers library raises nothing more special for a file it cannot read
-        raise loading_error("tokenizer", name_or_path, error) from error
-    if tokenizer.pad_token_id is None:
+    tokenizer = _read_tokenizer(name_or_path, trust_remote_code)
+    special = special_tokens or {}
+    if tokenizer.pad_token_id is None and special.get("pad_token") is None:
+        if tokenizer.eos_token is None and special.get("eos_token") is not None:
+            add_tokens(tokenizer, {"eos_token": special["eos_token"]}, ())
         if tokenizer.eos_token is None:
             raise ArgumentError(
                 f"the tokenizer '{name_or_path}' has neither a padding nor an end-of-text token",
                 where="model_name_or_path",
-                mend="set one in its tokenizer_config.json",
+                mend="write special_tokens: {pad_token: ...}",
             )
         tokenizer.pad_token = tokenizer.eos_token
+    add_tokens(tokenizer, special, added_tokens)
     return tokenizer
+
+
+def read_vocabulary(name_or_path: str, *, trust_remote_code: bool = False) -> dict[str, int]:
+    """Return the tokens of a tokenizer with their numbers, as its files have them.
+
+    Raises:
+        ArgumentError: There is no such tokenizer.
+    """
+    return _read_tokenizer(name_or_path, trust_remote_code).get_vocab()
+
+
+def _read_tokenizer(name_or_path: str, trust_remote_code: bool) -> PreTrainedTokenizerBase:
+    check_exists(name_or_path)
+    check_count(*key_place(name_or_path))  # transformers reads the model's configuration to find the tokenizer's class
+    try:
+        found: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(
+            name_or_path, trust_remote_code=trust_remote_code
+        )
+    except Exception as error:  # the tokenizers library raises nothing more special for a file it cannot read
+        raise loading_error("tokenizer", name_or_path, error) from error
+    return found
 
 
 def set_chat_template(tokenizer: PreTrainedTokenizerBase, template: str) -> None:

@@ -27,6 +27,7 @@ __all__ = [
     "Recipe",
     "RopeScaling",
     "SampleSpec",
+    "SpecialTokens",
     "TokenizerSpec",
     "TokenizerTrain",
 ]
@@ -81,6 +82,25 @@ class TokenizerSpec(Spec):
                 mend="write {path: NAME} or {train: {vocab_size: 4096}}",
             )
         return self
+
+
+class SpecialTokens(Spec):
+    """Special tokens of the tokenizer, by their names in `transformers`; those that it does not have are added."""
+
+    bos_token: Text | None = None
+    """Token that begins a text."""
+
+    eos_token: Text | None = None
+    """Token that ends a text or a turn, where generation stops."""
+
+    pad_token: Text | None = None
+    """Token that fills up shorter rows."""
+
+    unk_token: Text | None = None
+    """Token for text that no other token stands for."""
+
+    additional_special_tokens: Annotated[tuple[Text, ...], Field(strict=False)] = ()
+    """Others, such as those that a chat template writes: `["<|im_start|>"]`. Decoding may leave them out."""
 
 
 class RopeScaling(Spec):
@@ -172,6 +192,14 @@ class Recipe(Spec):
 
     tokenizer: TokenizerSpec | None = None
     """Tokenizer; without it, the one that belongs to `model_name_or_path`."""
+
+    special_tokens: SpecialTokens = SpecialTokens()
+    """Special tokens to use, and to add where the tokenizer does not have them:
+    `{eos_token: "<|im_end|>", additional_special_tokens: ["<|im_start|>"]}`. The model gets a row for each new one."""
+
+    added_tokens: Annotated[tuple[Text, ...], Field(strict=False)] = ()
+    """Tokens to add that are ordinary text when decoded: `["<think>", "</think>"]`. Their rows in embedding and head
+    begin as the mean of the others and are trained."""
 
     chat_template: Text | None = None
     """Jinja chat template, inline or the path of a file; without it, the tokenizer's own."""
@@ -498,6 +526,9 @@ class Recipe(Spec):
                 key="chat_template_kwargs",
                 mend="delete it",
             )
+        named = [*self.special_tokens.additional_special_tokens, *self.added_tokens]
+        if twice := next((token for token in named if named.count(token) > 1), None):
+            raise mistake(f"the token '{twice}' is added twice", key="added_tokens", mend="keep one of the two")
         for key, default in (("roles_to_train", ("assistant",)), ("train_on_eos", "turn")):
             if self.train_on == "all" and getattr(self, key) != default:
                 raise mistake(

@@ -37,6 +37,7 @@ __all__ = [
     "make_sources",
     "make_tokenizer",
     "make_tokenizer_together",
+    "new_token_ids",
     "prepare_together",
     "reads_base",
 ]
@@ -85,15 +86,21 @@ def make_tokenizer(
         how = (
             "found a byte-level BPE tokenizer that was trained on these rows before, with"
             if kept
-            else ("trained a byte-level BPE tokenizer with")
+            else "trained a byte-level BPE tokenizer with"
         )
         notify(f"{how} {len(tokenizer):,} entries")
+        models.add_tokens(tokenizer, recipe.special_tokens.model_dump(), recipe.added_tokens)
     else:
-        name = spec.path if spec is not None else recipe.model_name_or_path
-        assert name is not None, "the schema asks for a tokenizer where there is no model to take it from"
-        tokenizer = models.load_tokenizer(name, trust_remote_code=recipe.trust_remote_code)
+        tokenizer = models.load_tokenizer(
+            _tokenizer_name(recipe),
+            trust_remote_code=recipe.trust_remote_code,
+            special_tokens=recipe.special_tokens.model_dump(),
+            added_tokens=recipe.added_tokens,
+        )
+    _tell_of_new_tokens(recipe, tokenizer, notify)
     if template and recipe.chat_template is not None:
         models.set_chat_template(tokenizer, recipe.chat_template)
+        _tell_of_chatml(recipe, tokenizer, notify)
     return tokenizer
 
 
@@ -134,6 +141,45 @@ def prepare_together(
     return world.together(prepare)
 
 
+def _tokenizer_name(recipe: Recipe) -> str:
+    """Return the name of the tokenizer that a recipe loads."""
+    name = recipe.tokenizer.path if recipe.tokenizer is not None else recipe.model_name_or_path
+    assert name is not None, "the schema asks for a tokenizer where there is no model to take it from"
+    return name
+
+
+def _tell_of_new_tokens(recipe: Recipe, tokenizer: PreTrainedTokenizerBase, notify: Callable[[str], None]) -> None:
+    """Notify the user of the tokens that a model gets rows for."""
+    new = new_token_ids(recipe, tokenizer)
+    if new:
+        shown = ", ".join(tokenizer.convert_ids_to_tokens(new[:8])) + (" ..." if len(new) > 8 else "")
+        notify(f"{len(new):,} tokens are added: {shown}; the tokenizer has {len(tokenizer):,}")
+
+
+def _tell_of_chatml(recipe: Recipe, tokenizer: PreTrainedTokenizerBase, notify: Callable[[str], None]) -> None:
+    """Notify the user if the built-in template writes its marks in several tokens each."""
+    if recipe.chat_template != "chatml":
+        return
+    marks = ("<|im_start|>", "<|im_end|>")
+    pieces = [len(tokenizer.encode(mark, add_special_tokens=False)) for mark in marks]
+    if max(pieces) > 1:
+        notify(
+            f"the tokenizer has no token for each of {' and '.join(marks)}, which chatml writes: they take "
+            f'{pieces[0]} and {pieces[1]} tokens; to add them, write special_tokens: {{eos_token: "<|im_end|>", '
+            'additional_special_tokens: ["<|im_start|>"]}'
+        )
+
+
+def new_token_ids(recipe: Recipe, tokenizer: PreTrainedTokenizerBase) -> list[int]:
+    """Return the numbers of the tokens that a recipe adds to the tokenizer of a model that it loads, ascending."""
+    special = recipe.special_tokens.model_dump(exclude_defaults=True)
+    trains = recipe.tokenizer is not None and recipe.tokenizer.train is not None
+    if trains or recipe.model_name_or_path is None or not (special or recipe.added_tokens):
+        return []
+    before = models.read_vocabulary(_tokenizer_name(recipe), trust_remote_code=recipe.trust_remote_code)
+    return models.new_tokens(before, tokenizer, special, recipe.added_tokens)
+
+
 def make_tokenizer_together(
     world: train.World,
     recipe: Recipe,
@@ -159,11 +205,12 @@ def make_tokenizer_together(
     def read() -> PreTrainedTokenizerBase:
         if made:
             return made[0]
-        tokenizer: PreTrainedTokenizerBase = (
-            make_tokenizer(recipe, sources, checkpoint, notify, template=False)
-            if text is None
-            else models.read_trained_tokenizer(text)
-        )
+        tokenizer: PreTrainedTokenizerBase
+        if text is None:
+            tokenizer = make_tokenizer(recipe, sources, checkpoint, notify, template=False)
+        else:
+            tokenizer = models.read_trained_tokenizer(text)
+            models.add_tokens(tokenizer, recipe.special_tokens.model_dump(), recipe.added_tokens)
         tokenizer.chat_template = template
         return tokenizer
 

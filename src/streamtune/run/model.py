@@ -9,6 +9,7 @@ A reference model is made in the same three ways.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -18,6 +19,7 @@ from streamtune import models, optim, train
 from streamtune.engine import decoder_layers
 from streamtune.errors import ArgumentError
 from streamtune.recipe.schema import Recipe
+from streamtune.run.data import new_token_ids
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -60,8 +62,14 @@ def make_model(
         ArgumentError: The model cannot be made, or the tokenizer is not its own.
     """
     adapters = recipe.finetuning_type != "full"
+    new = new_token_ids(recipe, tokenizer)
+    if new and (adapters or (sharing is not None and checkpoint is None)):
+        _refuse_new_tokens(recipe, tokenizer, new)
     name = str(checkpoint.model_dir) if checkpoint is not None and not adapters else recipe.model_name_or_path
     model = _base_model(recipe, device, len(tokenizer), _ids(tokenizer), name=name, sharing=sharing)
+    if new and checkpoint is None:
+        models.add_rows(model, len(tokenizer), new)
+    models.use_special_tokens(model, tokenizer, recipe.special_tokens.model_dump())
     _check_vocabulary(model, tokenizer)
     with models.phantom_weights(model):
         if checkpoint is not None and adapters:
@@ -82,8 +90,37 @@ def make_reference_model(
     Raises:
         ArgumentError: The model cannot be made.
     """
+    new = new_token_ids(recipe, tokenizer) if name in (None, recipe.model_name_or_path) else []
+    if new and sharing is not None:
+        _refuse_new_tokens(recipe, tokenizer, new)
     name = name or recipe.model_name_or_path
-    return _base_model(recipe, device, len(tokenizer), _ids(tokenizer), name=name, sharing=sharing)
+    model = _base_model(recipe, device, len(tokenizer), _ids(tokenizer), name=name, sharing=sharing)
+    if new:
+        models.add_rows(model, len(tokenizer), new)
+    return model
+
+
+def _refuse_new_tokens(recipe: Recipe, tokenizer: PreTrainedTokenizerBase, new: Sequence[int]) -> None:
+    """Raise the error of new tokens where their rows cannot be made, or would not be trained.
+
+    Raises:
+        ArgumentError: Always.
+    """
+    tokens = tokenizer.convert_ids_to_tokens(list(new))
+    shown = ", ".join(tokens[:5]) + (f" and {len(tokens) - 5:,} more" if len(tokens) > 5 else "")
+    key = "added_tokens" if recipe.added_tokens else "special_tokens"
+    if recipe.finetuning_type == "full":
+        raise ArgumentError(
+            f"the model has no rows for {shown}, and ranks that share the weights read them as they are",
+            where=key,
+            mend="write deepspeed: zero2; or add them on one device: --set max_steps=1 --set learning_rate=0, then "
+            "name the final/ of that run as the model",
+        )
+    raise ArgumentError(
+        f"the model has no rows for {shown}; they have to be trained, and adapters leave embedding and head frozen",
+        where=key,
+        mend="write finetuning_type: full, or use tokens that the tokenizer has",
+    )
 
 
 def make_trial_model(recipe: Recipe, model: Any, device: torch.device) -> Any:
@@ -154,6 +191,7 @@ def _blueprint(recipe: Recipe, device: torch.device, name: str | None) -> Any:
     return models.blueprint(
         own if name is None else name,
         vocab_size=_asked_vocabulary(recipe) if name is None else None,
+        new_tokens=_count_named(recipe) if name in (None, recipe.model_name_or_path) else 0,
         dtype=recipe.dtype,
         trust_remote_code=recipe.trust_remote_code,
         quantization=choose_quantization(recipe, device),
@@ -292,7 +330,13 @@ def _adapted(recipe: Recipe, model: Any) -> Any:
 def _asked_vocabulary(recipe: Recipe) -> int | None:
     """Return the number of entries of the tokenizer that the recipe trains; None if it trains none."""
     trained = recipe.tokenizer.train if recipe.tokenizer is not None else None
-    return trained.vocab_size if trained is not None else None
+    return trained.vocab_size + _count_named(recipe) if trained is not None else None
+
+
+def _count_named(recipe: Recipe) -> int:
+    """Return the number of tokens that a recipe names: of rows that a plan counts, which has no tokenizer."""
+    special = recipe.special_tokens.model_dump(exclude_none=True)
+    return len(special) - 1 + len(special["additional_special_tokens"]) + len(recipe.added_tokens)
 
 
 def _check_vocabulary(model: Any, tokenizer: PreTrainedTokenizerBase) -> None:

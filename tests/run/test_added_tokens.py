@@ -1,0 +1,181 @@
+"""Tokens that a recipe adds: in the tokenizer, in embedding and head, trained, saved, resumed and exported."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerFast
+
+from streamtune.cli import main
+from streamtune.recipe import load_recipe
+from streamtune.run.build import build_run
+from tests.sft_kit import FIXED, QWEN3, run, write_recipe
+
+NEW = ["<|im_end|>", "<|im_start|>", "<think>", "</think>"]
+RECIPE: dict[str, Any] = {
+    "model_name_or_path": "base",
+    "datasets": ["rows.jsonl"],
+    "chat_template": "chatml",
+    "special_tokens": {"eos_token": "<|im_end|>", "additional_special_tokens": ["<|im_start|>"]},
+    "added_tokens": ["<think>", "</think>"],
+    "max_length": 96,
+    "engine": FIXED,
+    "per_device_train_batch_size": 4,
+    "learning_rate": 1.0e-2,
+    "max_steps": 2,
+    "save_steps": 1,
+}
+
+
+def write_base(folder: Path, *, tied: bool = True, spare: int = 0, eos: bool = True) -> None:
+    """Write a base model with a tokenizer that has no token of a chat."""
+    bpe = Tokenizer(models.BPE())
+    bpe.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    bpe.decoder = decoders.ByteLevel()
+    alphabet = pre_tokenizers.ByteLevel.alphabet()
+    bpe.train_from_iterator(
+        ["say hello world"] * 9,
+        trainers.BpeTrainer(
+            vocab_size=270, special_tokens=["<|endoftext|>"], initial_alphabet=alphabet, show_progress=False
+        ),
+    )
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=bpe, **({"eos_token": "<|endoftext|>"} if eos else {}))
+    torch.manual_seed(0)
+    keys = {key: value for key, value in QWEN3.items() if key != "model_type"}
+    ids = {"eos_token_id": 0, "pad_token_id": None, "bos_token_id": None}
+    size = len(tokenizer) + spare
+    config = AutoConfig.for_model("qwen3", vocab_size=size, tie_word_embeddings=tied, **keys, **ids)
+    AutoModelForCausalLM.from_config(config).save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+
+
+@pytest.fixture(autouse=True)
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Chats in the working directory."""
+    monkeypatch.chdir(tmp_path)
+    rows = [
+        [
+            {"role": "user", "content": f"say {n}"},
+            {"role": "assistant", "content": f"<think>{n}</think>hello world {n}"},
+        ]
+        for n in range(8)
+    ]
+    (tmp_path / "rows.jsonl").write_text("".join(json.dumps({"messages": row}) + "\n" for row in rows))
+    return tmp_path
+
+
+@pytest.mark.quick("untied")
+@pytest.mark.parametrize(("tied", "spare"), [(True, 0), (False, 0), (False, 64)], ids=["tied", "untied", "spare"])
+def test_new_rows_are_the_mean_of_the_others_and_old_ones_stay(folder: Path, tied: bool, spare: int) -> None:
+    write_base(folder / "base", tied=tied, spare=spare)
+    write_recipe(folder, RECIPE)
+    notes: list[str] = []
+    built = build_run(load_recipe(folder / "tiny.yaml", []), notify=notes.append)
+    tokenizer, before = built.tokenizer, load_file("base/model.safetensors")
+    new = [tokenizer.encode(token, add_special_tokens=False) for token in NEW]
+    old = len(tokenizer) - 4
+    assert new == [[old], [old + 1], [old + 2], [old + 3]]
+    assert f"4 tokens are added: {', '.join(NEW)}; the tokenizer has {len(tokenizer)}" in notes
+    example = built.prepared.train[0]
+    assert list(example.input_ids).count(old + 1) == 2, "<|im_start|> is one token in the rows"
+    assert old in example.labels, "the end of a turn is trained"
+    now = {name: weight.detach() for name, weight in built.model.named_parameters()}
+    for name in ("model.embed_tokens.weight", *(() if tied else ("lm_head.weight",))):
+        assert torch.equal(now[name][:old], before[name][:old])
+        mean = before[name][:old].mean(dim=0)
+        assert all(torch.allclose(now[name][row], mean, atol=1e-7) for row in range(old, old + 4))
+        assert len(now[name]) == max(len(before[name]), old + 4)
+    assert built.model.config.eos_token_id == old
+    assert built.model.generation_config.eos_token_id == [old, 0]
+    assert (tokenizer.eos_token, tokenizer.pad_token) == ("<|im_end|>", "<|endoftext|>")
+
+
+def test_new_rows_are_trained_saved_resumed_and_exported(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    write_base(folder / "base", tied=False)
+    write_recipe(folder, RECIPE)
+    assert run("--output-dir", "run") == 0
+    final = load_file("run/final/model.safetensors")
+    for name in ("model.embed_tokens.weight", "lm_head.weight"):
+        rows = final[name][-4:]
+        assert all(not torch.equal(rows[0], row) for row in rows[1:]), "each has its own gradient"
+    shutil.rmtree("run/checkpoints/step-000002")
+    shutil.rmtree("run/final")
+    assert run("--output-dir", "run") == 0
+    again = load_file("run/final/model.safetensors")
+    assert all(torch.equal(again[name], final[name]) for name in final)
+    loaded, tokenizer = AutoModelForCausalLM.from_pretrained("run/final"), AutoTokenizer.from_pretrained("run/final")
+    assert len(tokenizer) == loaded.get_input_embeddings().weight.shape[0] == loaded.config.vocab_size
+    assert tokenizer.decode(tokenizer.encode("<|im_start|><think>"), skip_special_tokens=True) == "<think>"
+    capsys.readouterr()
+    assert run("--output-dir", "run", "--set", "added_tokens=[]") == 2
+    assert "added_tokens was" in capsys.readouterr().err
+    with pytest.raises(SystemExit) as left:
+        main(["export", "run", "out"])
+    assert not left.value.code
+    with pytest.raises(SystemExit) as left:
+        main(["verify", "tiny.yaml"])
+    assert not left.value.code
+
+
+@pytest.mark.full
+def test_a_reference_has_the_same_rows(folder: Path) -> None:
+    """At the start the model is its own reference: the margins are 0, those of new tokens too."""
+    write_base(folder / "base")
+    pairs = [{"prompt": f"say {n}", "chosen": f"<think>{n}</think>hello", "rejected": f"no {n}"} for n in range(8)]
+    (folder / "rows.jsonl").write_text("".join(json.dumps(pair) + "\n" for pair in pairs))
+    write_recipe(folder, {**RECIPE, "objective": "dpo"})
+    assert run("--output-dir", "run", command="dpo") == 0
+    whole = Path("run/metrics.jsonl").read_text().splitlines()
+    assert abs(json.loads(whole[0])["rewards/margins"]) < 1e-5
+    shutil.rmtree("run/checkpoints/step-000002")
+    assert run("--output-dir", "run", command="dpo") == 0
+    losses = [[json.loads(line)["loss"] for line in lines]
+              for lines in (whole, Path("run/metrics.jsonl").read_text().splitlines())]  # fmt: skip
+    assert losses[0] == losses[1]
+
+
+@pytest.mark.parametrize(
+    ("keys", "what", "mend"),
+    [
+        ({"finetuning_type": "lora"}, "the model has no rows for <|im_end|>, <|im_start|>", "finetuning_type: full"),
+        ({"added_tokens": ["<a>", "<a>"]}, "the token '<a>' is added twice", "keep one"),
+        ({"added_tokens": [""]}, "'added_tokens[0]' takes text", ""),
+        ({"special_tokens": {"eos": "x"}}, "unknown key 'eos' in 'special_tokens'", "has bos_token, eos_token"),
+    ],
+    ids=["adapters", "twice", "empty", "unknown"],
+)
+def test_what_is_refused(folder: Path, capsys: pytest.CaptureFixture[str], keys: dict[str, Any], what: str,
+                         mend: str) -> None:  # fmt: skip
+    write_base(folder / "base")
+    write_recipe(folder, {**RECIPE, **keys})
+    assert run() == 2
+    said = " ".join(capsys.readouterr().err.split())
+    assert what in said
+    assert mend in said
+    assert "where: tiny.yaml:" in said
+
+
+def test_tokens_that_are_there_need_no_rows(folder: Path) -> None:
+    """Then adapters do, and so does a tokenizer without padding or end of its own."""
+    write_base(folder / "base", eos=False)
+    keys = {"special_tokens": {"eos_token": "<|endoftext|>"}, "added_tokens": ["a"], "finetuning_type": "lora"}
+    template = "{% for message in messages %}{{ message.content + eos_token }}{% endfor %}"
+    write_recipe(folder, {**RECIPE, **keys, "chat_template": template})
+    built = build_run(load_recipe(folder / "tiny.yaml", []))
+    assert built.tokenizer.pad_token == built.tokenizer.eos_token == "<|endoftext|>"
+    assert len(built.tokenizer) == built.model.get_input_embeddings().weight.shape[0]
+
+
+def test_chatml_says_what_it_writes_in_several_tokens(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    write_base(folder / "base")
+    write_recipe(folder, {**RECIPE, "special_tokens": {}, "added_tokens": []})
+    assert run("--dry-run") == 0
+    said = " ".join(capsys.readouterr().err.split())
+    assert "no token for each of <|im_start|> and <|im_end|>, which chatml writes: they take 12 and 10 tokens" in said
