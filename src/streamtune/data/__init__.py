@@ -21,7 +21,8 @@ from streamtune.data.batches.collate import (
     collate_trees,
 )
 from streamtune.data.batches.mixture import Mixture
-from streamtune.data.batches.sampler import Packs, ResumableSampler, assign_rows, pack_rows
+from streamtune.data.batches.ranks import assign_rows
+from streamtune.data.batches.sampler import Packs, ResumableSampler, pack_rows
 from streamtune.data.cache import RowCache, fingerprint_sources
 from streamtune.data.fit import COMPLETION_OVERLENGTH as COMPLETION_OVERLENGTH
 from streamtune.data.fit import IDENTICAL_PAIRS, OVERLENGTH
