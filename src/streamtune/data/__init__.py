@@ -20,9 +20,12 @@ from streamtune.data.batches.collate import (
     collate_packed,
     collate_trees,
 )
+from streamtune.data.batches.measure import BatchFacts, EpochLayout, concat_squares, lay_out
 from streamtune.data.batches.mixture import Mixture
+from streamtune.data.batches.pieces import Pieces, cut_rows
 from streamtune.data.batches.ranks import assign_rows
 from streamtune.data.batches.sampler import Packs, ResumableSampler, pack_rows
+from streamtune.data.batches.steps import EpochSteps, StepSampler, bucket_steps, token_steps
 from streamtune.data.cache import RowCache, fingerprint_sources
 from streamtune.data.fit import COMPLETION_OVERLENGTH as COMPLETION_OVERLENGTH
 from streamtune.data.fit import IDENTICAL_PAIRS, OVERLENGTH
@@ -41,7 +44,7 @@ from streamtune.data.prepare import (
 )
 from streamtune.data.reading.builtin import ARITHMETIC_PATH, PREFERENCES_PATH, STDLIB_PATH
 from streamtune.data.reading.sources import Source
-from streamtune.data.records import Example, Prompt, Tree, gather_columns
+from streamtune.data.records import Example, Prompt, Tree, gather_columns, measure_trees
 from streamtune.data.rendering.counts import ChatOptions
 from streamtune.data.rendering.render import TRAIN_ON
 from streamtune.data.report import CompletionReport as CompletionReport
@@ -61,15 +64,19 @@ __all__ = [
     "STDLIB_PATH",
     "TRAIN_ON",
     "Batch",
+    "BatchFacts",
     "ChatOptions",
     "CollatedTrees",
     "CompletionReport",
     "DataReport",
+    "EpochLayout",
+    "EpochSteps",
     "EvalSet",
     "Example",
     "Mixture",
     "PackedBatch",
     "Packs",
+    "Pieces",
     "PreparedData",
     "PreparedPrompts",
     "PreparedTrees",
@@ -77,18 +84,25 @@ __all__ = [
     "ResumableSampler",
     "RowCache",
     "Source",
+    "StepSampler",
     "Tree",
     "assign_rows",
+    "bucket_steps",
     "collate",
     "collate_packed",
     "collate_trees",
+    "concat_squares",
+    "cut_rows",
     "fingerprint_sources",
     "gather_columns",
     "holds_messages",
     "iter_texts",
+    "lay_out",
+    "measure_trees",
     "pack_rows",
     "prepare",
     "prepare_preferences",
     "prepare_prompts",
     "prepare_unpaired",
+    "token_steps",
 ]

@@ -35,6 +35,7 @@ __all__ = [
     "Tree",
     "gather_columns",
     "map_table",
+    "measure_trees",
     "spill",
 ]
 
@@ -91,6 +92,10 @@ class Stored(Sequence[RecordT], Generic[RecordT]):
     def numbers(self) -> npt.NDArray[np.int64]:
         """Return the row of each record in the table, [rows]: its place in the order of reading."""
         return self._rows
+
+    def cells(self, column: str) -> pa.ChunkedArray:
+        """Return a column of the whole table, in the order of reading; :meth:`numbers` says where a record is in it."""
+        return self._table[column]
 
     def whole(self) -> Stored[RecordT]:
         """Return all records of the table, in the order of reading."""
@@ -392,6 +397,23 @@ def _as_json(content: Any) -> str | None:
         return text if json.loads(text) == content else None
     except (TypeError, ValueError, RecursionError):
         return None
+
+
+def measure_trees(trees: Stored[Tree], *, share: bool) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
+    """Return the tokens of each tree, and the sum of the squares of its rows' lengths, both [trees].
+
+    Args:
+        trees: They are not decoded.
+        share: A prompt is there once for its completions, and what it attends to is computed once.
+    """
+    completions, prompts = trees.cells("completions"), _list_lengths(trees.cells("prompt"))
+    counts = _list_lengths(completions)
+    rows = np.repeat(prompts, counts) + _list_lengths(pa.compute.list_flatten(completions))
+    starts = np.cumsum(counts) - counts
+    again = (counts - 1) * share
+    tokens = np.add.reduceat(rows, starts) - again * prompts
+    squares = np.add.reduceat(rows**2, starts) - again * prompts**2
+    return tokens[trees.numbers()], squares[trees.numbers()]
 
 
 def gather_columns(prompts: Sequence[Prompt]) -> dict[str, list[Any]]:

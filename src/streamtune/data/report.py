@@ -71,6 +71,12 @@ class DataReport:
     """sequences the training examples are packed into; 0 without packing"""
     pack_fill: float = 0.0
     """part of ``packs * max_length`` positions that hold a token"""
+    pieces: int = 0
+    """pieces that the training examples are cut into; 0 without buckets"""
+    piece_tokens_lost: int = 0
+    """tokens of them that are in no piece"""
+    piece_targets_lost: int = 0
+    """trained tokens of them that no piece predicts, since it begins with them"""
     tokens_lost: int = 0
     """tokens of the rows as rendered that are in no example: cut off, dropped, or in pieces that were dropped"""
     supervised_tokens_lost: int = 0
@@ -98,6 +104,10 @@ class DataReport:
         if self.packs:
             parts.append(f"packed into {self.packs:,} sequences, {self.pack_fill:.1%} full")
         parts.append(f"{self.tokens:,} tokens, {self.supervised_tokens:,} of them trained")
+        if self.pieces:
+            lost = f"{self.piece_targets_lost:,} trained tokens begin one and are not predicted"
+            outside = f", {self.piece_tokens_lost:,} tokens are in none" if self.piece_tokens_lost else ""
+            parts.append(f"cut into {self.pieces:,} pieces: {lost}{outside}")
         parts += _describe_lost(self)
         cut = " before they were cut" if self.truncated or self.split else ""
         parts.append(f"lengths {_range(self.length_percentiles)}{cut}")

@@ -16,6 +16,7 @@ import numpy.typing as npt
 import pyarrow as pa  # type: ignore[import-untyped]
 
 from streamtune.data.batches.mixture import Mixture
+from streamtune.data.batches.pieces import Pieces
 from streamtune.data.batches.sampler import Packs
 from streamtune.data.fit.parts import (
     EvalSet,
@@ -101,6 +102,8 @@ class Prepared(Generic[RecordT, ReportT]):
     """the sequences that examples of ``train`` share; None without packing"""
     validation_packs: Packs | None = None
     """the same of ``validation``"""
+    pieces: Pieces | None = None
+    """the pieces that examples of ``train`` are cut into; None where they are whole"""
     bad_rows: Sequence[Mapping[str, str]] = ()
     """rows that were left out as faulty, each with what is wrong with it"""
     bounds: tuple[int, ...] = ()

@@ -1,0 +1,167 @@
+"""Optimizer steps that are counted in tokens: rows up to a budget, or the pieces of one bucket.
+
+    tokens     rows in the order of the sampler, until the next one would be over the budget
+    buckets    as many pieces of one length as the budget holds; lengths follow one another as a curriculum says
+
+Where an epoch is cut is a function of the rows, the seed and the epoch, so that a run can be resumed at any step.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from streamtune.data.batches.sampler import ResumableSampler
+from streamtune.errors import CheckpointError
+
+__all__ = ["CURRICULA", "EpochSteps", "StepSampler", "bucket_steps", "token_steps"]
+
+Numbers = npt.NDArray[np.int64]
+
+
+@dataclass(frozen=True, eq=False)
+class EpochSteps:
+    """The units of an epoch in the order they are visited, and the optimizer steps that they are cut into."""
+
+    units: Numbers
+    """[units]"""
+    stops: Numbers
+    """[steps] where each step ends in ``units``"""
+
+    def __len__(self) -> int:
+        return len(self.stops)
+
+
+class StepSampler:
+    """Visits every unit once an epoch, step by step.
+
+    Args:
+        steps: Returns the steps of an epoch, from 0.
+        facts: Plain JSON values that a state must have in common with the sampler that loads it.
+    """
+
+    def __init__(self, steps: Callable[[int], EpochSteps], facts: Mapping[str, Any]) -> None:
+        self.steps, self.facts = steps, dict(facts)
+        self.epoch = 0
+        """the epoch of the step that was taken last, from 0"""
+        self.position = 0
+        """units of this epoch that were handed out"""
+        self._known: tuple[int, EpochSteps] | None = None
+
+    def epoch_steps(self, epoch: int) -> EpochSteps:
+        """Return the steps of an epoch; those asked for last are kept."""
+        if self._known is None or self._known[0] != epoch:
+            self._known = (epoch, self.steps(epoch))
+        return self._known[1]
+
+    def next_step(self) -> list[int]:
+        """Return the units of the next step, the first of the next epoch where this one is over."""
+        now = self.epoch_steps(self.epoch)
+        if self.position >= len(now.units):
+            self.epoch, self.position = self.epoch + 1, 0
+            now = self.epoch_steps(self.epoch)
+        stop = int(now.stops[np.searchsorted(now.stops, self.position, side="right")])
+        units = now.units[self.position : stop].tolist()
+        self.position = stop
+        return [int(unit) for unit in units]
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the position and the order, as plain JSON values."""
+        return {**self.facts, "epoch": self.epoch, "position": self.position}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Continue from the position of another sampler over the same units.
+
+        Raises:
+            CheckpointError: That sampler had other units, or cut them otherwise.
+        """
+        for key, mine in self.facts.items():
+            if state.get(key) != mine:
+                raise CheckpointError(
+                    f"the checkpoint visits the data with {key} = {state.get(key)}, this run with {mine}",
+                    mend="resume with the data, the seed and the batching the checkpoint was made with",
+                )
+        self.epoch, self.position = int(state["epoch"]), int(state["position"])
+
+
+def token_steps(lengths: Numbers, budget: int, *, seed: int, shuffle: bool) -> StepSampler:
+    """Return the sampler of steps of rows with at most ``budget`` tokens together; a longer row is a step by itself.
+
+    Args:
+        lengths: [rows] tokens.
+        budget: Tokens of a step.
+        seed: Seed of the order of the rows.
+        shuffle: False if rows keep their order.
+    """
+    order = ResumableSampler(len(lengths), seed=seed, shuffle=shuffle).order
+    facts = {"num_rows": len(lengths), "seed": seed, "shuffle": shuffle}
+    return StepSampler(lambda epoch: _fill(order(epoch), lengths, budget), facts)
+
+
+def _fill(order: Numbers, lengths: Numbers, budget: int) -> EpochSteps:
+    ends = np.cumsum(lengths[order])
+    stops: list[int] = []
+    start = 0
+    while start < len(order):
+        used = int(ends[start - 1]) if start else 0
+        start = max(start + 1, int(np.searchsorted(ends, used + budget, side="right")))
+        stops.append(start)
+    return EpochSteps(order, np.array(stops, dtype=np.int64))
+
+
+CURRICULA: dict[str, Callable[[int], int]] = {
+    "uniform": lambda doublings: 1,
+    "grow-linear": lambda doublings: 1 + doublings,
+    "grow-p2": lambda doublings: 2**doublings,
+}
+"""Odds of a batch, by the number of times that its length has to be doubled to be that of the longest bucket."""
+
+
+def bucket_steps(buckets: Numbers, budget: int, *, curriculum: str, cycles: int, seed: int) -> StepSampler:
+    """Return the sampler of steps of one bucket each, with ``budget`` tokens in pieces of its length.
+
+    The batches of a bucket are spread evenly over the cycles of an epoch. Within a cycle they are drawn one after the
+    other without replacement, each with the odds of its bucket. The last batch of a bucket may have fewer pieces.
+
+    Args:
+        buckets: [pieces] tokens of the bucket of each piece; none is over ``budget``.
+        budget: Tokens of a step.
+        curriculum: One of :data:`CURRICULA`.
+        cycles: Times in an epoch that lengths grow.
+        seed: Seed of the order of the pieces and of the draws.
+    """
+    facts = {"num_pieces": len(buckets), "seed": seed, "tokens_per_batch": budget}
+    curriculum_facts = {"curriculum": curriculum, "cycles": cycles}
+    return StepSampler(partial(_draw_epoch, buckets, budget, curriculum, cycles, seed), facts | curriculum_facts)
+
+
+def _draw_epoch(buckets: Numbers, budget: int, curriculum: str, cycles: int, seed: int, epoch: int) -> EpochSteps:
+    # RandomState's streams are frozen by numpy's compatibility policy; Generator's may change with a release.
+    random = np.random.RandomState(np.random.MT19937(np.random.SeedSequence((seed, epoch, len(buckets)))))
+    sizes = [int(size) for size in np.unique(buckets)]
+    waiting: list[list[list[Numbers]]] = []  # by bucket and cycle
+    for size in sizes:
+        pieces = np.flatnonzero(buckets == size)
+        pieces = pieces[random.permutation(len(pieces))]
+        batches = [pieces[start : start + budget // size] for start in range(0, len(pieces), budget // size)]
+        by_cycle: list[list[Numbers]] = [[] for _ in range(cycles)]
+        for index, batch in enumerate(batches):
+            by_cycle[(2 * index + 1) * cycles // (2 * len(batches))].append(batch)
+        waiting.append(by_cycle)
+    longest = sizes[-1] if sizes else 1
+    odds = np.array([CURRICULA[curriculum]((longest // size).bit_length() - 1) for size in sizes], dtype=np.float64)
+    drawn: list[Numbers] = []
+    for cycle in range(cycles):
+        left = np.array([len(of_bucket[cycle]) for of_bucket in waiting])
+        while left.any():
+            chances = np.cumsum(odds * left)
+            bucket = int(np.searchsorted(chances, random.random_sample() * chances[-1], side="right"))
+            left[bucket] -= 1
+            drawn.append(waiting[bucket][cycle][left[bucket]])
+    units = np.concatenate(drawn) if drawn else np.zeros(0, dtype=np.int64)
+    return EpochSteps(units, np.cumsum([len(batch) for batch in drawn], dtype=np.int64))
