@@ -5,19 +5,25 @@ from __future__ import annotations
 import json
 from collections.abc import Callable
 from itertools import chain
+from typing import Any
 
 import numpy as np
 import pytest
 
-from streamtune.data import EpochSteps, StepSampler, bucket_steps, lay_out, token_steps
+from streamtune.data import EpochSteps, ResumableSampler, StepSampler, bucket_steps, lay_out, token_steps
 from streamtune.data.batches.steps import CURRICULA
 from streamtune.errors import CheckpointError
+
+
+def in_tokens(lengths: np.ndarray[Any, Any], budget: int, *, seed: int, shuffle: bool) -> StepSampler:
+    return token_steps(ResumableSampler(len(lengths), seed=seed, shuffle=shuffle), lengths, budget)
+
 
 LENGTHS = np.random.RandomState(0).lognormal(4, 1, 300).astype(np.int64).clip(2, 1000)
 BUCKETS = 64 << np.random.RandomState(1).choice(5, size=400, p=[0.4, 0.25, 0.2, 0.1, 0.05])
 MAKERS: dict[str, Callable[[], StepSampler]] = {
-    "tokens": lambda: token_steps(LENGTHS, 1000, seed=7, shuffle=True),
-    "in order": lambda: token_steps(LENGTHS, 1000, seed=7, shuffle=False),
+    "tokens": lambda: in_tokens(LENGTHS, 1000, seed=7, shuffle=True),
+    "in order": lambda: in_tokens(LENGTHS, 1000, seed=7, shuffle=False),
     "uniform": lambda: bucket_steps(BUCKETS, 4096, curriculum="uniform", cycles=4, seed=7),
     "grow-linear": lambda: bucket_steps(BUCKETS, 4096, curriculum="grow-linear", cycles=4, seed=7),
     "grow-p2": lambda: bucket_steps(BUCKETS, 4096, curriculum="grow-p2", cycles=4, seed=7),
@@ -43,7 +49,7 @@ def test_every_unit_once_an_epoch_within_the_budget(kind: str) -> None:
 
 
 def test_a_step_ends_where_the_next_row_is_over_the_budget() -> None:
-    steps = epoch_of(token_steps(np.array([400, 400, 300, 1200, 100, 900]), 1000, seed=0, shuffle=False), 0)
+    steps = epoch_of(in_tokens(np.array([400, 400, 300, 1200, 100, 900]), 1000, seed=0, shuffle=False), 0)
     assert steps == [[0, 1], [2], [3], [4, 5]]
 
 
@@ -97,8 +103,8 @@ def test_state_of_other_units_is_refused() -> None:
     with pytest.raises(CheckpointError, match="curriculum = grow-p2, this run with uniform"):
         MAKERS["uniform"]().load_state_dict(state)
     with pytest.raises(CheckpointError, match="num_rows = 300, this run with 299"):
-        token_steps(LENGTHS[1:], 1000, seed=7, shuffle=True).load_state_dict(MAKERS["tokens"]().state_dict())
-    other = token_steps(LENGTHS, 2000, seed=7, shuffle=True)  # another budget goes on at the same row
+        in_tokens(LENGTHS[1:], 1000, seed=7, shuffle=True).load_state_dict(MAKERS["tokens"]().state_dict())
+    other = in_tokens(LENGTHS, 2000, seed=7, shuffle=True)  # another budget goes on at the same row
     other.load_state_dict({**MAKERS["tokens"]().state_dict(), "position": 11})
     assert other.next_step()[0] == other.epoch_steps(0).units[11]
 
@@ -106,7 +112,7 @@ def test_state_of_other_units_is_refused() -> None:
 @pytest.mark.parametrize("batch_size", [1, 3])
 def test_positions_and_squares_of_a_layout(batch_size: int) -> None:
     """Against batches that are laid out one by one."""
-    epoch = token_steps(LENGTHS, 1000, seed=7, shuffle=True).epoch_steps(0)
+    epoch = in_tokens(LENGTHS, 1000, seed=7, shuffle=True).epoch_steps(0)
     positions = squares = 0
     for step in np.split(epoch.units, epoch.stops[:-1]):
         for start in range(0, len(step), batch_size):

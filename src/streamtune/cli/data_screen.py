@@ -17,6 +17,7 @@ from .console import out, plain, print_rows
 from .plan import bar
 
 if TYPE_CHECKING:
+    from streamtune.data import BatchFacts
     from streamtune.data.report import CompletionReport, DataReport
     from streamtune.run.inspect import Inspection
 
@@ -42,7 +43,7 @@ def print_inspection(found: Inspection, views: Sequence[tuple[str, RowView]], mo
     title = Text.assemble((f"StreamTune {__version__}", "bold"), f"  data {plain(str(found.loaded.path))}")
     out.print(title, soft_wrap=True)
     facts = [("rows", report.describe()), ("limit", _describe_limit(found)), ("tokenizer", _describe_tokenizer(found))]
-    facts += describe_batches(found)
+    facts += describe_batches(found.batches)
     facts.append(("duplicates", _describe_duplicates(found)))
     print_rows(facts)
     _print_part("datasets", _sources_table(found))
@@ -175,18 +176,37 @@ def _describe_tokenizer(found: Inspection) -> str:
     return f"{source}, {len(found.tokenizer):,} entries, {template}"
 
 
-def describe_batches(found: Inspection) -> list[tuple[str, str]]:
-    """Return lines about padding and packing, as (name, text); none of trees and prompts."""
-    facts = found.batches
+def describe_batches(facts: BatchFacts | None) -> list[tuple[str, str]]:
+    """Return lines about padding, packing and attention, as (name, text); none of trees and prompts."""
     if facts is None:
         return []
-    unit = "packed sequences" if facts.packing else "rows"
-    padding = f"{facts.padding:.1%} of the positions of batches of {facts.batch_size} {unit} are padding"
-    does = "fill" if facts.packing else "would fill"
+    does = "fill" if facts.packing and facts.batching != "buckets" else "would fill"
     best = f"no packing needs fewer than {facts.fewest_packs:,}"
     sequences = "1 sequence" if facts.packs == 1 else f"{facts.packs:,} sequences"
     packed = f"packs {does} {sequences} to {facts.pack_fill:.1%}; {best}"
-    return [("batches", padding if facts.batch_size > 1 else f"of one {unit[:-1]}: no padding"), ("packing", packed)]
+    return [("batches", _describe_steps(facts)), ("packing", packed), ("attention", _describe_attention(facts))]
+
+
+def _describe_steps(facts: BatchFacts) -> str:
+    """Describe what steps and batches hold: ``68 steps of 8,000 to 8,192 tokens; ...``."""
+    unit = "packed sequences" if facts.packing else {"buckets": "pieces"}.get(facts.batching, "rows")
+    padding = f"{facts.padding:.1%} of the positions of batches of {facts.batch_size} {unit} are padding"
+    if facts.batch_size == 1:
+        padding = f"of one {unit[:-1]}: no padding"
+    if facts.batching == "rows":
+        return padding
+    steps = f"{facts.steps:,} step{'' if facts.steps == 1 else 's'}"
+    text = f"{steps} of {facts.step_tokens['min']:,} to {facts.step_tokens['max']:,} tokens"
+    if facts.pieces:
+        text += f"; pieces of {', '.join(f'{size:,}: {count:,}' for size, count in facts.pieces.items())}"
+    return f"{text}; {padding}"
+
+
+def _describe_attention(facts: BatchFacts) -> str:
+    """Describe the sum of the squares of lengths, relative to rows that are joined and cut."""
+    ratio = facts.attention_ratio
+    times = f"{ratio:.2f} times that" if ratio >= 0.1 else f"{ratio:.2g} of that"
+    return f"sum of squared lengths {facts.squared_lengths:.3g}; of rows joined and cut to max_length it is {times}"
 
 
 def _describe_duplicates(found: Inspection) -> str:

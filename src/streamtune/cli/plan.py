@@ -138,6 +138,8 @@ def _describe_step(planned: RecipePlan) -> str:
         text = _describe_scored(planned.scored, recipe)
         return f"{text}, {micro} times; {recipe.optim}" if micro > 1 else f"{text}; {recipe.optim}"
     text = f"{rows * micro} row{'s' if rows * micro > 1 else ''} of {planned.length:,} tokens"
+    if recipe.tokens_per_batch is not None:
+        text = f"{recipe.tokens_per_batch:,} tokens at most, planned as {text}"
     return (
         f"{text}, {rows * planned.cluster.data_size} at a time; {recipe.optim}"
         if planned.micro_batches > 1

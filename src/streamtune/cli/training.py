@@ -178,6 +178,7 @@ def _note(text: str) -> None:
 def _print_banner(run: Run) -> None:
     """Print a summary of the run before its first step."""
     from streamtune import __version__
+    from streamtune.cli.data_screen import describe_batches
 
     out.print(
         Text.assemble((f"StreamTune {__version__}", "bold"), "  ", plain(str(run.start.loaded.path))), soft_wrap=True
@@ -187,6 +188,7 @@ def _print_banner(run: Run) -> None:
             ("model", _describe_model(run)),
             *([("positions", positions)] if (positions := _describe_positions(run)) else []),
             ("data", run.prepared.report.describe()),
+            *describe_batches(run.batch_facts if run.recipe.batching != "rows" or run.recipe.packing else None),
             ("engine", _describe_engine(run)),
             *([("ranks", _describe_ranks(run))] if run.world.size > 1 else []),
             *([("deepspeed", _describe_deepspeed(run))] if run.recipe.deepspeed is not None else []),
@@ -261,13 +263,16 @@ def _describe_deepspeed(run: Run) -> str:
 def _describe_steps(run: Run) -> str:
     recipe, plan = run.recipe, run.plan
     rows, unit = run.start.rows_per_step, run.start.task.step_unit
+    size = f"{rows} {unit}{'s' if rows > 1 else ''}"
+    if recipe.tokens_per_batch is not None:
+        size = f"at most {recipe.tokens_per_batch:,} tokens in {unit}s"
     supervised = plan.supervised_steps
     steps = plan.total_steps - supervised
     epochs = steps / plan.steps_per_epoch
     warmup = f" after {plan.warmup_steps:,} of warm-up" if plan.warmup_steps else ""
     first = f"{supervised:,} supervised, then " if supervised else ""
     return (
-        f"{first}{steps:,} ({epochs:.3g} epochs) of {rows} {unit}{'s' if rows > 1 else ''}; {recipe.optim}, "
+        f"{first}{steps:,} ({epochs:.3g} epochs) of {size}; {recipe.optim}, "
         f"learning rate {recipe.learning_rate:g}, {recipe.lr_scheduler_type}{warmup}"
     )
 

@@ -14,6 +14,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field, field_validator, model_validator
 
+from streamtune.recipe.batching import BucketSpec, batching_mistakes
 from streamtune.recipe.sharing import QUANTISED, SHARING_PRESETS, WholeWeights, two_levels
 from streamtune.recipe.spec import Count, Fraction, Rows, Spec, Steps, Text, at_most, mistake
 
@@ -21,6 +22,7 @@ from .datasets import DatasetSpec, check_eval_sets, check_weights
 from .engine import EngineSpec
 
 __all__ = [
+    "BucketSpec",
     "DatasetSpec",
     "EngineSpec",
     "ModelInit",
@@ -315,6 +317,17 @@ class Recipe(Spec):
     """Lay several rows end to end in one sequence of at most `max_length` tokens, where none sees another: no padding,
     the same gradient. `per_device_train_batch_size` then counts sequences."""
 
+    batching: Literal["rows", "tokens", "buckets"] = "rows"
+    """What an optimizer step holds: so many `rows`; rows with at most `tokens_per_batch` tokens together (`tokens`); or
+    as many pieces of one power-of-two length, which rows are cut into, as `tokens_per_batch` holds (`buckets`)."""
+
+    tokens_per_batch: Count | None = None
+    """Tokens of one optimizer step over all ranks, with `batching: tokens` and `batching: buckets`."""
+
+    buckets: BucketSpec | None = None
+    """`batching: buckets`: order of the lengths and smallest length: `{curriculum: grow-p2, cycles: 8, min_length: 64}`
+    (dataset decomposition, arXiv 2405.13226)."""
+
     val_size: Annotated[float, Field(ge=0), at_most(10**12)] = 0.0
     """Rows of `datasets` held out for evaluation: a fraction below 1, or a number of rows. Beside `eval_datasets` they
     are the set `held_out`."""
@@ -584,6 +597,8 @@ class Recipe(Spec):
         self._check_long_rows()
         check_weights(self.datasets, self.mix_by)
         check_eval_sets(self.eval_datasets)
+        for found in batching_mistakes(self):
+            raise found
         if self.deepspeed is not None and self.fsdp:
             raise mistake("'deepspeed' and 'fsdp' exclude each other", key="fsdp", mend="keep one of them")
         if self.warmup_ratio > 0 and self.warmup_steps > 0:

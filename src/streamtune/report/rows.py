@@ -59,6 +59,7 @@ def _facts(found: Inspection) -> Iterator[tuple[str, str]]:
     if batches is not None:
         yield f"padding, batches of {batches.batch_size}", f"{batches.padding:.1%}"
         yield "fill of packs" if batches.packing else "fill if packed", f"{batches.pack_fill:.1%}"
+        yield "attention of concat-and-chunk", f"{batches.attention_ratio:.2f}x"
 
 
 def _table(head: Sequence[str], rows: Sequence[tuple[str, Sequence[str]]]) -> str:

@@ -6,20 +6,12 @@ from contextlib import nullcontext
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
 import torch
 
-from streamtune.data.batches.sampler import pack_rows
+from streamtune.data import BatchFacts
 from streamtune.data.fit import Prepared
 from streamtune.data.inspect import RowInspector
-from streamtune.data.inspect_lengths import (
-    LengthBin,
-    LengthChoice,
-    choose_lengths,
-    fewest_packs,
-    histogram,
-    padding_share,
-)
+from streamtune.data.inspect_lengths import LengthBin, LengthChoice, choose_lengths, histogram
 from streamtune.recipe.loader import LoadedRecipe
 from streamtune.run.data import make_sources, make_tokenizer
 from streamtune.run.device import blame_recipe, prepare_libraries
@@ -31,24 +23,7 @@ from streamtune.tasks.task import Notify
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-__all__ = ["BatchFacts", "Inspection", "inspect_recipe"]
-
-
-@dataclass(frozen=True, kw_only=True)
-class BatchFacts:
-    """Use of the positions of training batches, and what packing makes or would make of it."""
-
-    batch_size: int
-    padding: float
-    """part of the positions that is padding, over the batches of the first epoch"""
-    packing: bool
-    """True if the recipe packs"""
-    packs: int
-    """sequences that the training examples are, or would be, packed into"""
-    pack_fill: float
-    """part of their positions that holds a token"""
-    fewest_packs: int
-    """no packing could do with fewer sequences"""
+__all__ = ["Inspection", "inspect_recipe"]
 
 
 @dataclass(frozen=True)
@@ -129,23 +104,5 @@ def inspect_recipe(
                 overlap=recipe.split_overlap,
                 cuts_trees=trees,
             ),
-            batches=None if task.scores else _batches(loaded, prepared),
+            batches=task.batch_facts(prepared),
         )
-
-
-def _batches(loaded: LoadedRecipe, prepared: Prepared[Any, Any]) -> BatchFacts:
-    recipe, lengths, mixture = loaded.recipe, prepared.train.lengths(), prepared.mixture
-    packs = prepared.packs or pack_rows(lengths, recipe.max_length, seed=recipe.seed)
-    sequences = lengths
-    if recipe.packing:
-        sequences = np.add.reduceat(lengths[packs.rows], packs.starts[:-1])
-    return BatchFacts(
-        batch_size=recipe.per_device_train_batch_size,
-        padding=padding_share(
-            sequences, recipe.per_device_train_batch_size, seed=recipe.seed, shuffle=recipe.shuffle, mixture=mixture
-        ),
-        packing=recipe.packing,
-        packs=len(packs),
-        pack_fill=round(packs.fill_rate(recipe.max_length), 4),
-        fewest_packs=fewest_packs(lengths, recipe.max_length),
-    )

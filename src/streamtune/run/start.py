@@ -60,7 +60,7 @@ SHAPE_KEYS = frozenset({"model", "finetuning_type", "lora_r", "lora_alpha", "lor
 
 LATER_KEYS = ("roles_to_train", "train_on_eos", "reasoning", "on_empty", "default_system", "chat_template_kwargs",
               "rope_scaling", "rope_theta", "truncate_side", "split_at", "split_overlap", "mix_by", "special_tokens",
-              "added_tokens")  # fmt: skip
+              "added_tokens", "batching", "tokens_per_batch", "buckets")  # fmt: skip
 """Keys that are compared once they are given: runs were started before there were such keys."""
 
 
@@ -363,6 +363,8 @@ def _identify(setup: Setup, before: Mapping[str, Any] | None, day: str) -> dict[
     recipe = setup.recipe
     compared = recipe.model_dump(mode="json", exclude={*FREE_KEYS, "quantization"})
     compared["gradient_accumulation_steps"] = setup.micro_batches * setup.world.data_size
+    if recipe.tokens_per_batch is not None:  # which says what a step holds, on any number of ranks
+        compared["gradient_accumulation_steps"] = 1
     if recipe.objective == "sft":  # runs were started before there was another
         del compared["objective"]
     if recipe.objective != "grpo":  # elsewhere it decides about callbacks alone, which change no result

@@ -14,7 +14,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from streamtune import models, train
+from streamtune import data, models, train
 from streamtune.distributed import RankEnvironment, Watchdog, keep_log, read_environment
 from streamtune.errors import ArgumentError, NonFiniteError
 from streamtune.recipe.schema import Recipe
@@ -44,6 +44,8 @@ class Run(Built):
     start: Start
     parameters: models.ParameterCount
     streamed: Streamed
+    batch_facts: data.BatchFacts | None
+    """Measures of the batches; None where they depend on the model."""
     closing: ExitStack
     """Destroys engines that gather the weights of a reference."""
     watchdog: Watchdog = field(default_factory=lambda: Watchdog(RankEnvironment()))
@@ -193,7 +195,8 @@ def _claimed(run: Run) -> Iterator[Path | None]:
 
 def _documents(run: Run) -> dict[Path, Mapping[str, Any]]:
     """Return what the run directory keeps of the plan and of the data."""
-    documents = {run.directory.data: run.prepared.report.to_json()}
+    batches = {} if run.batch_facts is None else {"batches": asdict(run.batch_facts)}
+    documents: dict[Path, Mapping[str, Any]] = {run.directory.data: {**run.prepared.report.to_json(), **batches}}
     if run.prepared.bad_rows:
         documents[run.directory.bad_rows] = {"bad_rows": list(run.prepared.bad_rows)}
     if run.streamed.memory is not None:

@@ -11,8 +11,11 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import Any, Literal
 
+import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor, nn
 
@@ -114,10 +117,30 @@ class PreferenceBatches:
         self.kept: KeptLogps | None = None
         """Of all trees in the order of :meth:`asked`."""
 
-    def length(self, unit: int) -> int:
-        """Return the number of tokens of a training unit: its prompt once, and its completions."""
-        tree = self.prepared.train[unit]
-        return len(tree.prompt) + sum(len(completion) for completion in tree.completions)
+    @property
+    def padded(self) -> bool:
+        """See :class:`streamtune.tasks.steps.Trainable`."""
+        return not self.share
+
+    @property
+    def buckets(self) -> None:
+        """See :class:`streamtune.tasks.steps.Trainable`: trees are not cut."""
+
+    def lengths(self) -> npt.NDArray[np.int64]:
+        """Return the tokens of each tree, [trees]: its prompt once where it is shared, or once for each completion."""
+        return self._sums[0]
+
+    def squares(self) -> npt.NDArray[np.int64]:
+        """Return the sum of the squares of each tree's rows, [trees]; a shared prompt counts once."""
+        return self._sums[1]
+
+    @cached_property
+    def _sums(self) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
+        return data.measure_trees(self.prepared.train, share=self.share)
+
+    def per_sequence(self, unit: int) -> int:
+        """See :class:`streamtune.tasks.steps.Trainable`."""
+        return 1
 
     @property
     def num_train(self) -> int:

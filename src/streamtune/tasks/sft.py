@@ -2,16 +2,24 @@
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
+import numpy.typing as npt
 import torch
 
 from streamtune import data, train
+from streamtune.data.inspect_lengths import fewest_packs
 from streamtune.engine import StreamHandle, check_packing
+from streamtune.errors import DataError
+from streamtune.recipe.batching import BucketSpec
 from streamtune.recipe.schema import Recipe
 from streamtune.tasks.random_batches import RandomTokens
+from streamtune.tasks.steps import first_epoch
 from streamtune.tasks.task import Notify, RandomStep, Task, TrialStep, chat_options, held_back, row_cache
 
 if TYPE_CHECKING:
@@ -26,6 +34,8 @@ class Sft(Task[Recipe]):
     @property
     def step_unit(self) -> str:
         """See :class:`Task`."""
+        if self.recipe.batching == "buckets":
+            return "piece"
         return "packed sequence" if self.recipe.packing else "row"
 
     def prepare(
@@ -39,7 +49,7 @@ class Sft(Task[Recipe]):
         """See :meth:`Task.prepare`."""
         recipe = self.recipe
         with held_back(notify) as notify_later:
-            return data.prepare(
+            prepared = data.prepare(
                 sources,
                 tokenizer,
                 max_length=recipe.max_length,
@@ -49,7 +59,7 @@ class Sft(Task[Recipe]):
                 split_overlap=recipe.split_overlap,
                 train_on=recipe.train_on,
                 val_size=recipe.val_size if val_size is None else val_size,
-                packing=recipe.packing,
+                packing=recipe.packing and recipe.batching != "buckets",
                 seed=recipe.seed,
                 on_bad_row=recipe.on_bad_row,
                 max_bad_rows=recipe.max_bad_rows,
@@ -57,6 +67,62 @@ class Sft(Task[Recipe]):
                 cache=row_cache(recipe),
                 notify=notify_later,
             )
+        return self._cut(prepared) if recipe.batching == "buckets" else prepared
+
+    def _cut(self, prepared: data.PreparedData) -> data.PreparedData:
+        """Return the data with its pieces, which are part of the fingerprint; held-out rows stay whole."""
+        recipe = self.recipe
+        least = (recipe.buckets or BucketSpec()).min_length
+        pieces = data.cut_rows(prepared.train, max_length=recipe.max_length, min_length=least, packing=recipe.packing)
+        if not len(pieces):
+            raise DataError(
+                "no piece of a row has a token to train on that another token stands before",
+                where="batching",
+                mend="write batching: rows, or train_on: all",
+            )
+        report = replace(
+            prepared.report,
+            pieces=len(pieces),
+            pieces_dropped=prepared.report.pieces_dropped + pieces.dropped,
+            piece_tokens_lost=pieces.tokens_lost,
+            piece_targets_lost=pieces.targets_lost,
+        )
+        digest = hashlib.sha256(prepared.fingerprint.encode())
+        for part in (pieces.rows, pieces.starts, pieces.stops, pieces.buckets):
+            digest.update(part.tobytes())
+        return replace(prepared, report=report, fingerprint=digest.hexdigest(), pieces=pieces)
+
+    def batch_facts(self, prepared: data.PreparedData) -> data.BatchFacts:
+        """See :meth:`Task.batch_facts`."""
+        recipe, batches = self.recipe, Batches(prepared, None)
+        epoch, pieces, tokens = first_epoch(batches, recipe), prepared.pieces, batches.lengths()
+        layout = data.lay_out(
+            epoch,
+            tokens,
+            batches.squares(),
+            batch_size=recipe.per_device_train_batch_size,
+            packed=batches.packed,
+            per_sequence=None if pieces is None else pieces.per_sequence(),
+        )
+        lengths = prepared.train.lengths()
+        packs = prepared.packs or data.pack_rows(lengths, recipe.max_length, seed=recipe.seed)
+        concat = data.concat_squares(int(lengths.sum()), recipe.max_length)
+        found = np.percentile(layout.step_tokens, (0, 50, 100), method="higher").tolist()
+        return data.BatchFacts(
+            batching=recipe.batching,
+            batch_size=recipe.per_device_train_batch_size,
+            padding=round(1 - int(tokens.sum()) / layout.positions, 4),
+            steps=len(epoch),
+            step_tokens=dict(zip(("min", "p50", "max"), map(int, found), strict=True)),
+            squared_lengths=layout.squares,
+            squared_lengths_concat=concat,
+            attention_ratio=round(concat / layout.squares, 3),
+            packing=recipe.packing,
+            packs=len(packs),
+            pack_fill=round(packs.fill_rate(recipe.max_length), 4),
+            fewest_packs=fewest_packs(lengths, recipe.max_length),
+            pieces={} if pieces is None else pieces.by_bucket(),
+        )
 
     def planned_length(self, longest: int) -> int:
         """See :meth:`Task.planned_length`: a pack may be as long as the recipe lets it be."""
@@ -84,24 +150,42 @@ class Sft(Task[Recipe]):
 
 @dataclass(frozen=True)
 class Batches:
-    """Makes padded micro-batches from examples."""
+    """Makes padded micro-batches of training units: examples, packs of them, or pieces of them."""
 
     prepared: data.PreparedData
-    tokenizer: PreTrainedTokenizerBase
+    tokenizer: PreTrainedTokenizerBase | None
+    """None where batches are counted and not made."""
 
-    def collate(self, units: Sequence[Sequence[data.Example]]) -> train.MicroBatch:
-        """Make a batch with one sequence for each unit: an example, or the examples of a pack."""
-        origins = tuple(example.origin for unit in units for example in unit)
-        pad = self.tokenizer.pad_token_id
-        if self.prepared.packs is None:
-            batch = data.collate([example for unit in units for example in unit], pad_token_id=pad)
-            return train.MicroBatch(**batch, origins=origins)
-        return train.MicroBatch(**data.collate_packed(units, pad_token_id=pad), origins=origins)
+    @property
+    def packed(self) -> bool:
+        """True if a sequence holds several rows."""
+        pieces = self.prepared.pieces
+        return self.prepared.packs is not None or (pieces is not None and pieces.sequence_length is not None)
+
+    @property
+    def padded(self) -> bool:
+        """See :class:`streamtune.tasks.steps.Trainable`: padding in a packed sequence is a row by itself."""
+        return not self.packed
+
+    @property
+    def buckets(self) -> npt.NDArray[np.int64] | None:
+        """See :class:`streamtune.tasks.steps.Trainable`."""
+        return None if self.prepared.pieces is None else self.prepared.pieces.buckets
+
+    def collate(self, sequences: Sequence[Sequence[data.Example]], *, packed: bool) -> train.MicroBatch:
+        """Make a batch of sequences, each of one example, or of several where they are packed."""
+        examples = [example for sequence in sequences for example in sequence]
+        assert self.tokenizer is not None, "a batch is padded with a token"
+        origins, pad = tuple(example.origin for example in examples), self.tokenizer.pad_token_id
+        if packed:
+            return train.MicroBatch(**data.collate_packed(sequences, pad_token_id=pad), origins=origins)
+        return train.MicroBatch(**data.collate(examples, pad_token_id=pad), origins=origins)
 
     @property
     def num_train(self) -> int:
-        """Sequences to train on: examples, or packs of them."""
-        return len(self.prepared.train if self.prepared.packs is None else self.prepared.packs)
+        """Units to train on: examples, packs or pieces of them."""
+        prepared = self.prepared
+        return len(prepared.pieces or prepared.packs or prepared.train)
 
     @property
     def mixture(self) -> data.Mixture | None:
@@ -109,12 +193,42 @@ class Batches:
         return self.prepared.mixture
 
     def training(self, units: Sequence[int]) -> train.MicroBatch:
-        """Return the batch of some training sequences."""
-        return self.collate([self._unit(self.prepared.train, self.prepared.packs, unit) for unit in units])
+        """Return the batch of some training units."""
+        prepared = self.prepared
+        if prepared.pieces is None:
+            return self.collate(
+                [self._unit(prepared.train, prepared.packs, unit) for unit in units], packed=self.packed
+            )
+        cut = [prepared.pieces.cut(prepared.train, unit) for unit in units]
+        together = self.per_sequence(units[0])
+        sequences = [cut[start : start + together] for start in range(0, len(cut), together)]
+        return self.collate(sequences, packed=self.packed)
 
-    def length(self, unit: int) -> int:
-        """Return the number of tokens of a training sequence."""
-        return sum(len(example.input_ids) for example in self._unit(self.prepared.train, self.prepared.packs, unit))
+    def lengths(self) -> npt.NDArray[np.int64]:
+        """Return the tokens of each training unit, [units]."""
+        return self._sums[0]
+
+    def squares(self) -> npt.NDArray[np.int64]:
+        """Return the sum of the squares of the lengths of each unit's rows, [units]."""
+        return self._sums[1]
+
+    @cached_property
+    def _sums(self) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
+        prepared = self.prepared
+        lengths = prepared.train.lengths() if prepared.pieces is None else prepared.pieces.lengths()
+        if prepared.packs is None:
+            return lengths, lengths**2
+        packs, in_order = prepared.packs, lengths[prepared.packs.rows]
+        first, second = (np.add.reduceat(values, packs.starts[:-1]) for values in (in_order, in_order**2))
+        return first, second
+
+    def per_sequence(self, unit: int) -> int:
+        """See :class:`streamtune.tasks.steps.Trainable`."""
+        return 1 if self._per_sequence is None else int(self._per_sequence[unit])
+
+    @cached_property
+    def _per_sequence(self) -> npt.NDArray[np.int64] | None:
+        return None if self.prepared.pieces is None else self.prepared.pieces.per_sequence()
 
     def held_out(self, batch_size: int, part: data.EvalSet | None = None) -> Iterator[train.MicroBatch]:
         """Iterate over batches of the held-out sequences, or of one set of them, in their own order."""
@@ -122,7 +236,8 @@ class Batches:
         rows = range(len(examples)) if part is None else range(part.start, part.stop)
         units = rows if packs is None else packs.of_rows(rows.start, rows.stop)
         for start in range(0, len(units), batch_size):
-            yield self.collate([self._unit(examples, packs, unit) for unit in units[start : start + batch_size]])
+            chosen = units[start : start + batch_size]
+            yield self.collate([self._unit(examples, packs, unit) for unit in chosen], packed=packs is not None)
 
     @staticmethod
     def _unit(examples: Sequence[data.Example], packs: data.Packs | None, unit: int) -> list[data.Example]:

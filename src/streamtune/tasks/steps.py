@@ -9,11 +9,16 @@ from dataclasses import dataclass, replace
 from itertools import islice
 from typing import Any, Protocol
 
+import numpy as np
+import numpy.typing as npt
+
 from streamtune import data, train
 from streamtune.errors import ArgumentError
+from streamtune.recipe.batching import BucketSpec
 from streamtune.recipe.schema import Recipe
+from streamtune.tasks.cost import RowCost
 
-__all__ = ["StepPlan", "Steps", "Trainable", "accumulation", "share_out"]
+__all__ = ["StepPlan", "Steps", "Trainable", "Units", "accumulation", "first_epoch", "make_sampler", "share_out"]
 
 
 def share_out(batches: Iterable[train.MicroBatch], world: train.World) -> Iterator[train.MicroBatch]:
@@ -24,21 +29,43 @@ def share_out(batches: Iterable[train.MicroBatch], world: train.World) -> Iterat
         yield at_once[world.data_rank] if world.data_rank < len(at_once) else filler
 
 
-class Trainable(Protocol):
-    """Something that makes micro-batches of numbered training units."""
+class Units(Protocol):
+    """Numbered units to train on."""
 
     @property
     def num_train(self) -> int:
         """Number of units."""
         ...
 
+
+class Trainable(Units, Protocol):
+    """Something that makes micro-batches of numbered training units."""
+
     @property
     def mixture(self) -> data.Mixture | None:
         """Visits of an epoch to the units of each source; None visits each unit once."""
         ...
 
-    def length(self, unit: int) -> int:
-        """Return the number of tokens of a unit."""
+    @property
+    def padded(self) -> bool:
+        """True if the units of a batch are padded to the longest of them."""
+        ...
+
+    @property
+    def buckets(self) -> npt.NDArray[np.int64] | None:
+        """[units] the length of the bucket that each is of; None where units are of any length."""
+        ...
+
+    def lengths(self) -> npt.NDArray[np.int64]:
+        """Return the number of tokens of each unit, [units]."""
+        ...
+
+    def squares(self) -> npt.NDArray[np.int64]:
+        """Return the sum of the squares of the lengths of each unit's rows, [units]."""
+        ...
+
+    def per_sequence(self, unit: int) -> int:
+        """Return the number of units of the same bucket that a sequence of a batch holds."""
         ...
 
     def training(self, units: Sequence[int]) -> train.MicroBatch:
@@ -47,16 +74,17 @@ class Trainable(Protocol):
 
 
 class Steps:
-    """The training units, shuffled or in their own order, as the micro-batches of one optimizer step after the other.
+    """The training units, in the order of the recipe, as the micro-batches of one optimizer step after the other.
 
     With ``dataloader_num_workers`` so many threads prepare the next steps while one is trained on. The position of the
     stream is that of the last step returned, not of the last step prepared.
 
     Args:
         batches: Makes them.
-        recipe: Gives the size and number of micro-batches, the seed, and the number of threads.
+        recipe: Gives the size of steps and micro-batches, the seed, and the number of threads.
         world: The ranks that share a step. The units of a step depend on their number only where the recipe counts the
-            micro-batches of one rank (no ``train_batch_size``).
+            micro-batches of one rank (``batching: rows`` without ``train_batch_size``).
+        cost: The predicted time of a unit, by which units are assigned to ranks.
     """
 
     def __init__(
@@ -64,14 +92,14 @@ class Steps:
         batches: Trainable,
         recipe: Recipe,
         world: train.World = train.World(),  # noqa: B008 (frozen)
+        cost: RowCost = RowCost(),  # noqa: B008 (frozen)
     ) -> None:
-        self.batches, self.world = batches, world
+        self.batches, self.world, self.cost = batches, world, cost
         self.batch_size = recipe.per_device_train_batch_size
-        self.micro_batches = accumulation(recipe, world) * world.data_size
-        self.sampler = data.ResumableSampler(
-            batches.num_train, seed=recipe.seed, shuffle=recipe.shuffle, mixture=batches.mixture
-        )
+        self.step_size = self.batch_size * accumulation(recipe, world) * world.data_size
+        self.sampler = make_sampler(batches, recipe)
         self.workers = recipe.dataloader_num_workers
+        self._lengths, self._squares = batches.lengths(), batches.squares()
         self._pool = ThreadPoolExecutor(self.workers, "batches") if self.workers else None
         self._coming: deque[tuple[Future[list[train.MicroBatch]], dict[str, Any]]] = deque()
         self._position = self.sampler.state_dict()
@@ -88,22 +116,33 @@ class Steps:
         prepared, self._position = self._coming.popleft()
         return prepared.result()
 
-    def _draw(self) -> list[list[int]]:
-        while not (step := list(islice(self.sampler.batches(self.batch_size), self.micro_batches))):
+    def _draw(self) -> list[int]:
+        """Return the units of the next step, of all ranks."""
+        if isinstance(self.sampler, data.StepSampler):
+            return self.sampler.next_step()
+        while not (step := next(self.sampler.batches(self.step_size), [])):
             pass  # The epoch was over; asking has moved the sampler on to the next one.
         return step
 
-    def _make(self, step: Sequence[Sequence[int]]) -> list[train.MicroBatch]:
+    def _make(self, units: Sequence[int]) -> list[train.MicroBatch]:
         """Return this rank's micro-batches of a step."""
-        units = [unit for batch in step for unit in batch]
-        shares = data.assign_rows(units, self.batches.length, ranks=self.world.data_size, batch_size=self.batch_size)
+        shares = data.assign_rows(
+            units,
+            self._cost_of,
+            ranks=self.world.data_size,
+            batch_size=self.batch_size * self.batches.per_sequence(units[0]),
+            padded=self.batches.padded,
+        )
         mine = shares[self.world.data_rank]
         # A rank without a row of its own computes the shortest of the others': it waits for them in any case.
-        shortest = min(units, key=self.batches.length) if not all(mine) else 0
+        shortest = min(units, key=self._cost_of) if not all(mine) else 0
         return [
             self.batches.training(batch) if batch else replace(self.batches.training([shortest]), filler=True)
             for batch in mine
         ]
+
+    def _cost_of(self, unit: int) -> float:
+        return self.cost(int(self._lengths[unit]), int(self._squares[unit]))
 
     def state_dict(self) -> dict[str, Any]:
         """Return the position of the sampler after the last step that was returned."""
@@ -114,6 +153,31 @@ class Steps:
         self._coming.clear()
         self.sampler.load_state_dict(state)
         self._position = self.sampler.state_dict()
+
+
+def make_sampler(batches: Trainable, recipe: Recipe) -> data.ResumableSampler | data.StepSampler:
+    """Return the object that chooses the units of each step: single rows, or whole steps where tokens are counted."""
+    if batches.buckets is None or recipe.tokens_per_batch is None:
+        rows = data.ResumableSampler(
+            batches.num_train, seed=recipe.seed, shuffle=recipe.shuffle, mixture=batches.mixture
+        )
+        budget = recipe.tokens_per_batch
+        return rows if budget is None else data.token_steps(rows, batches.lengths(), budget)
+    spec = recipe.buckets or BucketSpec()
+    return data.bucket_steps(
+        batches.buckets, recipe.tokens_per_batch, curriculum=spec.curriculum, cycles=spec.cycles, seed=recipe.seed
+    )
+
+
+def first_epoch(batches: Trainable, recipe: Recipe) -> data.EpochSteps:
+    """Return the steps of the first epoch on one rank."""
+    sampler = make_sampler(batches, recipe)
+    if isinstance(sampler, data.StepSampler):
+        return sampler.epoch_steps(0)
+    rows = recipe.train_batch_size or recipe.per_device_train_batch_size * recipe.gradient_accumulation_steps
+    order = sampler.order(0)
+    stops = np.arange(rows, len(order) + rows, rows).clip(max=len(order))
+    return data.EpochSteps(order, stops)
 
 
 @dataclass(frozen=True)
@@ -130,9 +194,16 @@ class StepPlan:
 def accumulation(recipe: Recipe, world: train.World) -> int:
     """Return the number of micro-batches of a rank in one optimizer step.
 
+    Of a step that is counted in tokens it is the number for rows of ``max_length`` tokens. Shorter rows make more, and
+    so it is two at least, unless they share a sequence: the gradients of the first are there during the second.
+
     Raises:
         ArgumentError: The rows of a step are no multiple of those of all ranks' micro-batches.
     """
+    if recipe.tokens_per_batch is not None:
+        at_once = recipe.per_device_train_batch_size * recipe.max_length * world.data_size
+        least = 1 if recipe.batching == "buckets" and recipe.packing else 2
+        return max(least, -(-recipe.tokens_per_batch // at_once))
     if recipe.train_batch_size is None:
         return recipe.gradient_accumulation_steps
     at_once = recipe.per_device_train_batch_size * world.data_size

@@ -31,7 +31,8 @@ from streamtune.recipe.dpo import DpoRecipe
 from streamtune.recipe.grpo import GrpoRecipe
 from streamtune.recipe.schema import Recipe
 from streamtune.simulate.scored import Completions, Scored
-from streamtune.tasks.steps import StepPlan, Steps, Trainable
+from streamtune.tasks.cost import RowCost
+from streamtune.tasks.steps import StepPlan, Steps, Units, accumulation, make_sampler
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -244,6 +245,10 @@ class Task(ABC, Generic[R_co]):
         """The key that limits the tokens of a row as it is prepared, and its value."""
         return "max_length", self.recipe.max_length
 
+    def batch_facts(self, prepared: Any) -> data.BatchFacts | None:
+        """Return measures of the batches of the first epoch on one rank; None where they depend on the model."""
+        return None
+
     def with_held_out(self, prepared: Any, rows: Sequence[Any]) -> Any:
         """Return the data of :meth:`prepare` with these rows in place of the held-out ones."""
         return replace(prepared, validation=rows, eval_sets=())
@@ -341,7 +346,7 @@ class Task(ABC, Generic[R_co]):
     # --- training ----------------------------------------------------------------------------------------------
 
     @abstractmethod
-    def batches(self, prepared: Any, tokenizer: PreTrainedTokenizerBase, *, share: bool) -> Trainable:
+    def batches(self, prepared: Any, tokenizer: PreTrainedTokenizerBase, *, share: bool) -> Units:
         """Return the object that makes micro-batches of the data."""
 
     @abstractmethod
@@ -354,8 +359,10 @@ class Task(ABC, Generic[R_co]):
             device: The device of the model.
         """
 
-    def count_steps(self, batches: Trainable, micro_batches: int, world: train.World) -> StepPlan:
+    def count_steps(self, batches: Any, micro_batches: int, world: train.World) -> StepPlan:
         """Count the optimizer steps; the last of an epoch may have fewer micro-batches, none is left out.
+
+        Where steps are counted in tokens an epoch has more steps than another; ``steps_per_epoch`` is of the first.
 
         Args:
             batches: From :meth:`batches`.
@@ -363,12 +370,20 @@ class Task(ABC, Generic[R_co]):
             world: The ranks.
         """
         recipe = self.recipe
-        units = batches.num_train if batches.mixture is None else batches.mixture.units
-        batches_per_epoch = -(-units // recipe.per_device_train_batch_size)
-        steps_per_epoch = -(-batches_per_epoch // (micro_batches * world.data_size))
+        sampler = make_sampler(batches, recipe)
+        if isinstance(sampler, data.StepSampler):
+            steps_per_epoch = len(sampler.epoch_steps(0))
+        else:
+            batches_per_epoch = -(-sampler.num_rows // recipe.per_device_train_batch_size)
+            steps_per_epoch = -(-batches_per_epoch // (micro_batches * world.data_size))
         total_steps = recipe.max_steps
         if total_steps < 0:
             total_steps = math.ceil(steps_per_epoch * recipe.num_train_epochs)
+            if isinstance(sampler, data.StepSampler):  # whose epochs have not all as many steps
+                whole = int(recipe.num_train_epochs)
+                total_steps = sum(len(sampler.epoch_steps(epoch)) for epoch in range(whole))
+                if part := recipe.num_train_epochs - whole:
+                    total_steps += math.ceil(part * len(sampler.epoch_steps(whole)))
         warmup_steps = recipe.warmup_steps or math.ceil(total_steps * recipe.warmup_ratio)
         return StepPlan(total_steps, steps_per_epoch, warmup_steps)
 
@@ -378,7 +393,7 @@ class Task(ABC, Generic[R_co]):
         held_out = partial(batches.held_out, recipe.per_device_eval_batch_size)
         return Training(
             objective=self.objective(built.handle, built.reference, built.device),
-            steps=Steps(batches, recipe, built.world),
+            steps=Steps(batches, recipe, built.world, RowCost.of_model(built.model)),
             held_out=held_out_sets(built.prepared, held_out),
             learning_rate_at=optim.build_schedule(
                 recipe.lr_scheduler_type,
@@ -400,7 +415,10 @@ class Task(ABC, Generic[R_co]):
 
     def _micro_batches(self) -> range:
         """Return the micro-batches of a trial's step; see :meth:`random_step`."""
-        return range(min(self.recipe.gradient_accumulation_steps, 2))
+        recipe = self.recipe
+        if recipe.tokens_per_batch is not None:
+            return range(min(accumulation(recipe, train.World()), 2))
+        return range(min(recipe.gradient_accumulation_steps, 2))
 
 
 def held_out_sets(

@@ -89,18 +89,16 @@ class StepSampler:
         self.epoch, self.position = int(state["epoch"]), int(state["position"])
 
 
-def token_steps(lengths: Numbers, budget: int, *, seed: int, shuffle: bool) -> StepSampler:
+def token_steps(rows: ResumableSampler, lengths: Numbers, budget: int) -> StepSampler:
     """Return the sampler of steps of rows with at most ``budget`` tokens together; a longer row is a step by itself.
 
     Args:
+        rows: Gives the order of the rows in each epoch.
         lengths: [rows] tokens.
         budget: Tokens of a step.
-        seed: Seed of the order of the rows.
-        shuffle: False if rows keep their order.
     """
-    order = ResumableSampler(len(lengths), seed=seed, shuffle=shuffle).order
-    facts = {"num_rows": len(lengths), "seed": seed, "shuffle": shuffle}
-    return StepSampler(lambda epoch: _fill(order(epoch), lengths, budget), facts)
+    facts = {name: rows.state_dict()[name] for name in ("num_rows", "seed", "shuffle")}
+    return StepSampler(lambda epoch: _fill(rows.order(epoch), lengths, budget), facts)
 
 
 def _fill(order: Numbers, lengths: Numbers, budget: int) -> EpochSteps:

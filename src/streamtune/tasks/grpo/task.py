@@ -28,7 +28,7 @@ from streamtune.tasks.grpo.ranks import SharedRewards, SharedWriter, of_all_rank
 from streamtune.tasks.grpo.stream import CompletionLog, GrpoSteps, WarmSteps
 from streamtune.tasks.preference import tree_batch
 from streamtune.tasks.random_batches import RandomTokens, random_completions
-from streamtune.tasks.steps import StepPlan, Trainable
+from streamtune.tasks.steps import StepPlan
 from streamtune.tasks.task import (
     Built,
     Notify,
@@ -107,14 +107,6 @@ class _Prompts:
     def num_train(self) -> int:
         """Number of prompts."""
         return len(self.prompts)
-
-    def length(self, unit: int) -> int:
-        """Return the number of tokens of a prompt."""
-        return len(self.prompts[unit].input_ids)
-
-    def training(self, units: Sequence[int]) -> train.MicroBatch:
-        """Raise: completions have to be written first, see :class:`GrpoSteps`."""
-        raise NotImplementedError("prompts alone are no micro-batch")
 
 
 class Grpo(ScoringTask[GrpoRecipe]):
@@ -240,7 +232,7 @@ class Grpo(ScoringTask[GrpoRecipe]):
 
     # --- training ----------------------------------------------------------------------------------------------
 
-    def batches(self, prepared: GrpoData, tokenizer: PreTrainedTokenizerBase, *, share: bool) -> Trainable:
+    def batches(self, prepared: GrpoData, tokenizer: PreTrainedTokenizerBase, *, share: bool) -> _Prompts:
         """See :meth:`Task.batches`: the prompts, which rollouts make micro-batches of."""
         return _Prompts(prepared.train)
 
@@ -248,7 +240,7 @@ class Grpo(ScoringTask[GrpoRecipe]):
         """See :meth:`Task.objective`. The reference's log-probs are in the batches."""
         return PolicyObjective(scorer, self.recipe)
 
-    def count_steps(self, batches: Trainable, micro_batches: int, world: train.World) -> StepPlan:
+    def count_steps(self, batches: _Prompts, micro_batches: int, world: train.World) -> StepPlan:
         """Count the optimizer steps. In an epoch every prompt is completed once, for ``num_iterations`` passes."""
         recipe = of_all_ranks(self.recipe, world)
         rollouts = -(-batches.num_train // recipe.prompts_per_generation)
