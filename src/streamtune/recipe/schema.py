@@ -264,6 +264,9 @@ class Recipe(Spec):
     max_bad_rows: Steps = 100
     """Rows that `on_bad_row: skip` may leave out; more are an error."""
 
+    dataset_num_proc: Annotated[int, Field(ge=1, le=1024)] = 1
+    """Processes that render and tokenise rows. The rows are the same with any number."""
+
     cache: bool = True
     """Keep prepared rows and a trained tokenizer on disk, under a hash of the files, the tokenizer and the options that
     they are made of, for the next start."""
@@ -318,7 +321,7 @@ class Recipe(Spec):
     the same gradient. `per_device_train_batch_size` then counts sequences."""
 
     batching: Literal["rows", "tokens", "buckets"] = "rows"
-    """What an optimizer step holds: so many `rows`; rows with at most `tokens_per_batch` tokens together (`tokens`); or
+    """Contents of an optimizer step: so many `rows`; rows with at most `tokens_per_batch` tokens together (`tokens`); or
     as many pieces of one power-of-two length, which rows are cut into, as `tokens_per_batch` holds (`buckets`)."""
 
     tokens_per_batch: Count | None = None

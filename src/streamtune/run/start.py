@@ -40,7 +40,7 @@ FREE_KEYS = frozenset(
         # what is done about what goes wrong,
         "on_nan", "max_skips", "on_oom", "on_bad_row", "max_bad_rows",
         # where rows that were prepared before are found,
-        "cache",
+        "cache", "dataset_num_proc",
         # how the same gradient is computed,
         "engine", "device", "per_device_eval_batch_size", "trust_remote_code", "allow_pickle", "share_prefix",
         "dataloader_num_workers", "deterministic",
@@ -372,7 +372,14 @@ def _identify(setup: Setup, before: Mapping[str, Any] | None, day: str) -> dict[
     for key in LATER_KEYS:
         if getattr(recipe, key) == type(recipe).model_fields[key].get_default(call_default_factory=True):
             del compared[key]
-    newer = ("sample_steps", "callbacks", "on_bad_row", "max_bad_rows", "cache")  # runs are older than these
+    newer = (
+        "sample_steps",
+        "callbacks",
+        "on_bad_row",
+        "max_bad_rows",
+        "cache",
+        "dataset_num_proc",
+    )  # runs are older than these
     unset = {key for key in newer if getattr(recipe, key) == type(recipe).model_fields[key].default}
     if setup.quantization is not None:  # what `auto` became: on another device it is another model
         compared["quantization"] = setup.quantization

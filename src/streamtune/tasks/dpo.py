@@ -92,6 +92,7 @@ class Dpo(ScoringTask[DpoRecipe]):
                 on_bad_row=recipe.on_bad_row,
                 max_bad_rows=recipe.max_bad_rows,
                 chat=chat_options(recipe),
+                processes=recipe.dataset_num_proc,
                 cache=row_cache(recipe),
                 notify=notify_later,
             )

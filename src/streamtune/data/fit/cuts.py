@@ -1,4 +1,4 @@
-"""Where a row that is too long is cut: the tokens that a cut keeps, and the pieces that a row is split into."""
+"""Cut rows that are too long: the tokens that a cut keeps, and the pieces that a row is split into."""
 
 from __future__ import annotations
 

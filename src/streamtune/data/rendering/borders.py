@@ -93,7 +93,7 @@ _BLANK = "▁"
 
 @dataclass(frozen=True)
 class CutRule:
-    """Where a tokenizer's text may be cut."""
+    """The places where the text of a tokenizer may be cut."""
 
     border: re.Pattern[str]
     """matches the empty text at each border"""

@@ -142,7 +142,11 @@ class RenderLog:
     def begin(self, path: str) -> None:
         """Count for the dataset at ``path`` from now on."""
         self.path = path
-        self.now = self.by_path.setdefault(path, RenderCounts())
+        self.now = self.of(path)
+
+    def of(self, path: str) -> RenderCounts:
+        """Return the counts of a dataset."""
+        return self.by_path.setdefault(path, RenderCounts())
 
     def note(self, message: str) -> None:
         """Notify the user, once of each message."""

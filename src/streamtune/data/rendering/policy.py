@@ -1,4 +1,4 @@
-"""What becomes of a row with more tokens than it may have."""
+"""The policy on rows with more tokens than they may have."""
 
 from __future__ import annotations
 

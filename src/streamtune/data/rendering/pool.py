@@ -21,7 +21,7 @@ from streamtune.child import Child
 from streamtune.data.rendering.counts import RenderLog
 from streamtune.errors import ArgumentError, DataError, RunError, StreamTuneError
 
-__all__ = ["Item", "Outcome", "Renderer", "rendering"]
+__all__ = ["Item", "RowOutcome", "Rendered", "Renderer", "rendering"]
 
 ItemT = TypeVar("ItemT")
 Notify = Callable[[str], None]
@@ -31,38 +31,48 @@ BATCH_ROWS, BATCH_CHARACTERS = 256, 1 << 20
 ENDING_SECONDS = 5.0
 
 
+@dataclass
+class Item(Generic[ItemT]):
+    """A row to be rendered, which is forgotten once it is: of a long row the memory counts."""
+
+    path: str
+    """the dataset that it comes from"""
+    origin: str
+    """the row, for errors"""
+    size: int
+    """about its characters"""
+    row: ItemT | None
+    source: int = 0
+    """the number of its source"""
+
+    def take(self) -> ItemT:
+        """Return the row, and forget it."""
+        row, self.row = self.row, None
+        assert row is not None, "a row is rendered once"
+        return row
+
+
 class Renderer(Protocol):
     """Renders one kind of rows, and counts what it finds in them."""
 
     log: RenderLog
 
-    def render_item(self, row: Any) -> Any:
-        """Return a row as token ids.
+    def render_item(self, item: Item[Any]) -> Any:
+        """Return a row as it is fitted to the length, and forget it.
 
         Raises:
             DataError: The row cannot be rendered.
         """
         ...
 
-    def render_ahead(self, rows: Sequence[Any]) -> None:
+    def render_ahead(self, items: Sequence[Item[Any]]) -> None:
         """Take notice of rows that are rendered next."""
         ...
 
 
 @dataclass(frozen=True)
-class Item(Generic[ItemT]):
-    """A row to be rendered."""
-
-    path: str
-    """the dataset that it comes from"""
-    row: ItemT
-    size: int
-    """about its characters"""
-
-
-@dataclass(frozen=True)
-class Outcome:
-    """What became of a row: a value, or the error of rendering it."""
+class RowOutcome:
+    """The result of rendering a row: a value, or an error."""
 
     value: Any = None
     error: StreamTuneError | None = None
@@ -74,17 +84,19 @@ class Outcome:
         return self.value
 
 
-Rendered = Iterator[tuple[Item[ItemT], Outcome]]
+Rendered = Iterator[tuple[Item[ItemT], RowOutcome]]
+Render = Callable[[Iterable[Item[Any]]], Rendered[Any]]
 
 
 @contextmanager
 def rendering(
-    make: Callable[[Notify], Renderer], processes: int, note: Notify, *, rows_at_once: int = 32
-) -> Iterator[tuple[RenderLog, Callable[[Iterable[Item[Any]]], Rendered[Any]]]]:
+    make: Callable[..., Renderer], processes: int, note: Notify, *, rows_at_once: int = 32
+) -> Iterator[tuple[RenderLog, Render]]:
     """Yield a log, and a function that renders items in their order; the log is complete once they are.
 
     Args:
-        make: Makes a renderer, given what to call with messages for the user. With several processes it is pickled.
+        make: Makes a renderer; ``notify`` is what it calls with messages for the user. It is pickled for other
+            processes.
         processes: Processes that render; 1 is this one.
         note: Called with messages for the user.
         rows_at_once: Rows that this process looks at before it renders the first.
@@ -93,7 +105,7 @@ def rendering(
         ArgumentError: The renderer cannot be sent to another process: its tokenizer has code of its own.
         RunError: A process ended.
     """
-    renderer = make(note)
+    renderer = make(notify=note)
     if processes == 1:
         yield renderer.log, lambda items: _here(renderer, items, rows_at_once)
         return
@@ -109,20 +121,22 @@ def rendering(
     threads = ThreadPoolExecutor(processes)
     try:
         yield renderer.log, lambda items: _elsewhere(children, threads, renderer.log, items)
-    finally:
+    except BaseException:
         for child in children:
-            child.connection.close()  # a thread that waits for an answer gets an error
+            child.process.kill()  # a thread that waits for an answer gets an error
+        raise
+    finally:
         threads.shutdown(wait=True, cancel_futures=True)
         for child in children:
             child.close(seconds=ENDING_SECONDS)
 
 
 def batches(items: Iterable[Item[ItemT]], rows: int, characters: int) -> Iterator[list[Item[ItemT]]]:
-    """Yield items together, so many or of so many characters, and none of two datasets."""
+    """Yield items together, so many or of so many characters, and none of two sources."""
     batch: list[Item[ItemT]] = []
     size = 0
     for item in items:
-        if batch and (len(batch) >= rows or size + item.size > characters or item.path != batch[0].path):
+        if batch and (len(batch) >= rows or size + item.size > characters or item.source != batch[0].source):
             yield batch
             batch, size = [], 0
         batch.append(item)
@@ -134,16 +148,18 @@ def batches(items: Iterable[Item[ItemT]], rows: int, characters: int) -> Iterato
 def _here(renderer: Renderer, items: Iterable[Item[ItemT]], rows_at_once: int) -> Rendered[ItemT]:
     for batch in batches(items, rows_at_once, BATCH_CHARACTERS):
         renderer.log.begin(batch[0].path)
-        renderer.render_ahead([item.row for item in batch])
-        for item in batch:
+        renderer.render_ahead(batch)
+        batch.reverse()
+        while batch:
+            item = batch.pop()
             yield item, _outcome(renderer, item)
 
 
-def _outcome(renderer: Renderer, item: Item[Any]) -> Outcome:
+def _outcome(renderer: Renderer, item: Item[Any]) -> RowOutcome:
     try:
-        return Outcome(renderer.render_item(item.row))
+        return RowOutcome(renderer.render_item(item))
     except DataError as error:  # of the row: any other error ends the preparation
-        return Outcome(error=error)
+        return RowOutcome(error=error)
 
 
 def _elsewhere(
@@ -157,6 +173,8 @@ def _elsewhere(
         child = free.get()
         try:
             child.connection.send_bytes(pickle.dumps(batch, pickle.HIGHEST_PROTOCOL))
+            for item in batch:
+                item.row = None
             return pickle.loads(child.connection.recv_bytes())
         except (OSError, EOFError) as error:
             raise RunError(
@@ -178,7 +196,10 @@ def _elsewhere(
         log.now.add(counts)
         for message in messages:
             log.note(message)
-        yield from zip(batch, outcomes, strict=True)
+        batch.reverse()
+        outcomes.reverse()
+        while batch:
+            yield batch.pop(), outcomes.pop()
 
     for batch in batches(items, BATCH_ROWS, BATCH_CHARACTERS):
         waiting.append((batch, threads.submit(ask, batch)))
@@ -191,7 +212,7 @@ def _elsewhere(
 def _serve(connection: Any, packed: bytes) -> None:
     """Render batches until the pipe is closed."""
     messages: list[str] = []
-    renderer: Renderer = pickle.loads(packed)(messages.append)
+    renderer: Renderer = pickle.loads(packed)(notify=messages.append)
     while True:
         try:
             batch: list[Item[Any]] = pickle.loads(connection.recv_bytes())
@@ -202,7 +223,7 @@ def _serve(connection: Any, packed: bytes) -> None:
         renderer.log.begin(batch[0].path)
         outcomes, failure = [], None
         try:
-            renderer.render_ahead([item.row for item in batch])
+            renderer.render_ahead(batch)
             outcomes = [_outcome(renderer, item) for item in batch]
         except StreamTuneError as error:
             failure = error

@@ -21,17 +21,19 @@ behind a text counts. Messages of users and tools in an answer of several turns 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from streamtune.data.preferences import Answers
-from streamtune.data.reading.cells import has_system
-from streamtune.data.records import Tree
+from streamtune.data.reading.cells import TextOrMessages, has_system, prompt_digest, tools_of, variables_of
+from streamtune.data.reading.readers import Row
+from streamtune.data.records import Prompt, Tree
 from streamtune.data.rendering.chat import ChatRenderer, ChatTurn, RenderedChat
 from streamtune.data.rendering.counts import DEFAULT_CHAT, ChatOptions, RenderLog
 from streamtune.data.rendering.pieces import PieceTokenizer
 from streamtune.data.rendering.policy import RowPolicy
+from streamtune.data.rendering.pool import Item
 from streamtune.data.rendering.reasoning import reasoning_of
 from streamtune.data.rendering.renderings import Message, check_unicode, render_messages, require_template
 from streamtune.data.rendering.tokens import MaskTokenizer, Rendered, TextTokens
@@ -96,7 +98,17 @@ class RowRenderer:
         self._renders_ahead = True
         """False once the template could not render several rows at once"""
 
-    def render_ahead(self, contents: Sequence[Content]) -> None:
+    def render_item(self, item: Item[Content]) -> Rendered | None:
+        """See :class:`Renderer`; None of a row that is left out for an empty answer."""
+        if self.leaves_out(item.row, item.origin):
+            return None
+        return self(item.take(), item.origin)
+
+    def render_ahead(self, items: Sequence[Item[Content]]) -> None:
+        """See :meth:`ask_ahead`."""
+        self.ask_ahead([item.row for item in items])
+
+    def ask_ahead(self, contents: Iterable[Content | None]) -> None:
         """Have the chat template render rows together, as it is asked to one by one when they come to be rendered."""
         if not self._renders_ahead:
             return
@@ -130,7 +142,7 @@ class RowRenderer:
             )
         return rendered
 
-    def leaves_out(self, content: Content, origin: str) -> bool:
+    def leaves_out(self, content: Content | None, origin: str) -> bool:
         """Count the empty answers of a row that would be trained; return True if it is not to be rendered for them."""
         if isinstance(content, Conversation):
             empty = sum(_is_empty(content.messages[index]) for index in self._trained(content))
@@ -290,6 +302,17 @@ class TreeRenderer:
         self._render = RowRenderer(tokenizer, train_on="assistant", notify=notify, chat=chat)
         self.log = self._render.log
 
+    def render_item(self, item: Item[Answers]) -> tuple[Tree, bytes] | None:
+        """See :class:`Renderer`: the tree and the hash of its prompt; None if both answers are the same."""
+        answers = item.take()
+        if answers.identical:
+            return None
+        return self(answers, item.origin), prompt_digest(answers.prompt, answers.tools)
+
+    def render_ahead(self, items: Sequence[Item[Answers]]) -> None:
+        """See :meth:`RowRenderer.ask_ahead`."""
+        self._render.ask_ahead(content for item in items if item.row is not None for content in item.row.contents)
+
     def __call__(self, answers: Answers, origin: str) -> Tree:
         """Render one prompt and its answers.
 
@@ -347,6 +370,17 @@ class PromptRenderer:
         self._variables = TemplateVariables(tokenizer, chat.variables)
         self.log = RenderLog(chat, notify)
         self._pieces = PieceTokenizer(tokenizer, self.log.note)
+
+    def render_item(self, item: Item[tuple[Row, TextOrMessages]]) -> tuple[Prompt, bytes]:
+        """See :class:`Renderer`: the prompt and its hash."""
+        (row, prompt), origin = item.take(), item.origin
+        tools = tools_of(row.columns.get("tools"), origin)
+        variables = variables_of(row.columns.get("chat_template_kwargs"), origin)
+        columns = {name: value for name, value in row.columns.items() if name != "prompt"}
+        return Prompt(self(prompt, tools, origin, variables), prompt, columns, origin), prompt_digest(prompt, tools)
+
+    def render_ahead(self, items: Sequence[Item[tuple[Row, TextOrMessages]]]) -> None:
+        """See :class:`Renderer`: prompts are rendered one by one."""
 
     def __call__(
         self,

@@ -166,6 +166,7 @@ class Grpo(ScoringTask[GrpoRecipe]):
                 on_bad_row=recipe.on_bad_row,
                 max_bad_rows=recipe.max_bad_rows,
                 chat=chat_options(recipe),
+                processes=recipe.dataset_num_proc,
                 cache=row_cache(recipe),
                 notify=notify_later,
             )

@@ -1,0 +1,28 @@
+"""From sources to rows ready to train on: read, normalise, render, fit to the length, hold out, pack.
+
+    rows       examples of next tokens
+    trees      prompts with completions that are compared or judged
+    prompts    prompts that completions are yet to be written for
+    texts      the texts alone, for training a tokenizer
+
+Everything is read and checked before a function returns.
+"""
+
+from __future__ import annotations
+
+from streamtune.data.prepare.prompts import PreparedPrompts, prepare_prompts
+from streamtune.data.prepare.rows import PreparedData, prepare
+from streamtune.data.prepare.texts import holds_messages, iter_texts
+from streamtune.data.prepare.trees import PreparedTrees, prepare_preferences, prepare_unpaired
+
+__all__ = [
+    "PreparedData",
+    "PreparedPrompts",
+    "PreparedTrees",
+    "holds_messages",
+    "iter_texts",
+    "prepare",
+    "prepare_preferences",
+    "prepare_prompts",
+    "prepare_unpaired",
+]

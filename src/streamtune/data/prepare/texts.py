@@ -1,0 +1,99 @@
+"""Texts of all rows, for training a tokenizer; and whether there are conversations among them."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
+from typing import TYPE_CHECKING
+
+from streamtune.data.faults import ON_BAD_ROW, BadRows
+from streamtune.data.fit import (
+    check_choice,
+)
+from streamtune.data.preferences import (
+    PREFERENCE_TYPES,
+    normalise_preference,
+)
+from streamtune.data.reading.cells import texts_of
+from streamtune.data.reading.readers import Row
+from streamtune.data.reading.sources import Source, typed_rows
+from streamtune.data.rows import (
+    PROMPT_TYPES,
+    ROW_TYPES,
+    Conversation,
+    PromptCompletion,
+    detect_type,
+    looks_like,
+    normalise,
+    prompt_of,
+)
+from streamtune.errors import DataError
+
+if TYPE_CHECKING:
+    pass
+
+
+__all__ = ["holds_messages", "iter_texts"]
+
+
+_KNOWN = tuple(dict.fromkeys((*ROW_TYPES, *PREFERENCE_TYPES, *PROMPT_TYPES)))
+
+
+def iter_texts(
+    sources: Sequence[Source],
+    *,
+    on_bad_row: str = "error",
+    max_bad_rows: int = 100,
+    notify: Callable[[str], None] = lambda message: None,
+) -> Iterator[str]:
+    """Yield the texts of all rows: contents of messages, prompts, completions, documents; without a chat template.
+
+    Raises:
+        DataError: A file is missing, or a row is malformed.
+    """
+    check_choice("on_bad_row", on_bad_row, ON_BAD_ROW)
+    bad = BadRows(on_bad_row, max_bad_rows, notify)
+    for row, row_type in typed_rows(sources, _KNOWN, _detect, bad):
+        texts: list[str] = []
+        with bad:
+            texts = _texts(row, row_type)
+        yield from texts
+    bad.check()
+
+
+def holds_messages(sources: Sequence[Source]) -> bool:
+    """Return True if the first row of the first source is a conversation, or answers one.
+
+    Raises:
+        DataError: A file is missing, or the row is malformed.
+    """
+    for row, row_type in typed_rows(sources[:1], _KNOWN, _detect, BadRows("skip", sys.maxsize)):
+        with suppress(DataError):  # the next row may be sound
+            if row_type in PREFERENCE_TYPES:
+                return not isinstance(normalise_preference(row, row_type).prompt, str)
+            if row_type == "prompts":
+                return not isinstance(prompt_of(row, row_type), str)
+            return isinstance(normalise(row, row_type), Conversation)
+    return False
+
+
+def _detect(row: Row) -> str:
+    """Return the type a row looks like, among those of all commands: its texts do not depend on the command."""
+    if looks_like(row.columns) is None:
+        if {"chosen", "rejected"} <= row.columns.keys():
+            return "preference"
+        if "prompt" in row.columns:
+            return "prompts"
+    return detect_type(row)
+
+
+def _texts(row: Row, row_type: str) -> list[str]:
+    if row_type in PREFERENCE_TYPES:
+        return normalise_preference(row, row_type).texts()
+    if row_type == "prompts":
+        return texts_of(prompt_of(row, row_type))
+    content = normalise(row, row_type)
+    if isinstance(content, Conversation):
+        return texts_of(content.messages)
+    return [content.prompt + content.completion] if isinstance(content, PromptCompletion) else [content.text]
