@@ -321,8 +321,8 @@ class Recipe(Spec):
     the same gradient. `per_device_train_batch_size` then counts sequences."""
 
     batching: Literal["rows", "tokens", "buckets"] = "rows"
-    """Contents of an optimizer step: so many `rows`; rows with at most `tokens_per_batch` tokens together (`tokens`); or
-    as many pieces of one power-of-two length, which rows are cut into, as `tokens_per_batch` holds (`buckets`)."""
+    """Contents of an optimizer step: so many `rows`; rows with at most `tokens_per_batch` tokens together (`tokens`);
+    or as many pieces of one power-of-two length, which rows are cut into, as `tokens_per_batch` holds (`buckets`)."""
 
     tokens_per_batch: Count | None = None
     """Tokens of one optimizer step over all ranks, with `batching: tokens` and `batching: buckets`."""

@@ -21,7 +21,7 @@ from streamtune.child import Child
 from streamtune.data.rendering.counts import RenderLog
 from streamtune.errors import ArgumentError, DataError, RunError, StreamTuneError
 
-__all__ = ["Item", "RowOutcome", "Rendered", "Renderer", "rendering"]
+__all__ = ["Item", "Rendered", "Renderer", "RowOutcome", "rendering"]
 
 ItemT = TypeVar("ItemT")
 Notify = Callable[[str], None]
