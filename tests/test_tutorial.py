@@ -225,7 +225,6 @@ def environment(folder: Path) -> Mapping[str, str]:
         **os.environ,
         "PATH": f"{programs}{os.pathsep}{os.environ['PATH']}",
         "PYTHONPATH": str(ROOT / "src"),
-        "XDG_CACHE_HOME": str(folder / "cache"),
         "COLUMNS": "80",
     }
 
