@@ -2,21 +2,24 @@
 
 from __future__ import annotations
 
+import json
 import random
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
-from tests.faults.memory import forget_peak, peak_mib
 from tokenizers import Regex, Tokenizer, models, normalizers, pre_tokenizers, processors, trainers
-from trained_tokenizers import CORPUS, SPECIAL, wrap
+from trained_tokenizers import CORPUS, SPECIAL, read_template, wrap
 
 from streamtune.data import prepare
 from streamtune.data.reading.sources import Source
-from streamtune.data.rendering import pieces
+from streamtune.data.rendering import pieces, tokens
 from streamtune.data.rendering.borders import BORDER, cut_rule
 from streamtune.data.rendering.pieces import PieceTokenizer
+from streamtune.errors import DataError
 
 LLAMA3 = (
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+"
@@ -138,22 +141,96 @@ def test_what_is_not_proven_is_not_cut(name: str, monkeypatch: pytest.MonkeyPatc
     assert list(PieceTokenizer(tokenizer).ids(text)) == tokenizer(text)["input_ids"]
 
 
-@pytest.mark.full
-@pytest.mark.parametrize("overlength", ["truncate", "split", "drop", "error"])
-def test_memory_of_a_long_row(overlength: str, tmp_path: Path) -> None:
-    tokenizer = make("llama3")
+def long_row(kind: str, size: int) -> dict[str, Any]:
+    """A row of some ``size`` characters, half of them trained unless all are."""
     draw = random.Random(2)
     words = [word for text in CORPUS for word in text.split(" ") if word.isascii()]
-    text = " ".join(draw.choices(words, k=500_000))
+
+    def text(length: int) -> str:
+        return " ".join(draw.choices(words, k=length // 6))
+
+    if kind == "text":
+        return {"text": text(size)}
+    if kind == "prompt_completion":
+        return {"prompt": text(size // 2), "completion": " " + text(size // 2)}
+    roles = ("user", "assistant") * 4
+    return {"messages": [{"role": role, "content": text(size // len(roles))} for role in roles]}
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("overlength", ["truncate", "split", "drop", "error"])
+@pytest.mark.parametrize("kind", ["text", "messages", "prompt_completion"])
+def test_memory_of_a_long_row(kind: str, overlength: str, tmp_path: Path) -> None:
+    """Reading, rendering, tokenising and fitting a row takes ten bytes for each of its own, and one piece."""
+    tokenizer = make("llama3")
+    tokenizer.chat_template = read_template("chatml")
     path = tmp_path / "rows.jsonl"
-    path.write_text(f'{{"text": {text!r}}}\n'.replace("'", '"'))
+    path.write_text(json.dumps(long_row(kind, 8 << 20)) + "\n")
     short = tmp_path / "short.jsonl"
-    short.write_text('{"text": "another row"}\n')
-    prepare([Source(str(short))], tokenizer, max_length=64)
+    short.write_text(json.dumps({"text": "another row"}) + "\n")
     size, limit = path.stat().st_size, 10**9 if overlength == "error" else 4096
-    del text
-    exact, before = forget_peak(), peak_mib()
-    found = prepare([Source(str(path)), Source(str(short))], tokenizer, max_length=limit, overlength=overlength)
-    assert found.report.length_percentiles["max"] > 500_000
-    if exact:
-        assert peak_mib() - before < 10 * size / 2**20 + 16, "ten bytes for each of the text, and one piece"
+    program = tmp_path / "measure.py"
+    program.write_text(MEASURE)
+    tokenizer.save_pretrained(tmp_path / "tokenizer")
+    command = [sys.executable, str(program), str(tmp_path / "tokenizer"), str(path), str(short), str(limit), overlength]
+    grown, longest = subprocess.run(command, check=True, capture_output=True, text=True).stdout.split()[-2:]
+    assert int(longest) > size / 6
+    assert int(grown) < 10 * size + (24 << 20), f"{int(grown) / size:.1f} bytes for each of the row"
+
+
+MEASURE = """
+import resource, sys
+from transformers import AutoTokenizer
+from streamtune.data import prepare
+from streamtune.data.reading.sources import Source
+
+def peak():
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
+
+folder, path, short, limit, overlength = sys.argv[1:]
+tokenizer = AutoTokenizer.from_pretrained(folder)
+prepare([Source(short)], tokenizer, max_length=64)
+before = peak()
+found = prepare([Source(path), Source(short)], tokenizer, max_length=int(limit), overlength=overlength)
+print(peak() - before, found.report.length_percentiles["max"])
+"""
+
+
+@pytest.mark.parametrize("kind", ["text", "messages", "prompt_completion"])
+def test_a_row_that_is_left_out_is_not_read_to_its_end(
+    kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(pieces, "PIECE", 1 << 10)
+    monkeypatch.setattr(tokens, "STOP", 1 << 14)
+    tokenizer = make("llama3")
+    tokenizer.chat_template = read_template("chatml")
+    path = tmp_path / "rows.jsonl"
+    rows = [long_row(kind, 1 << 17), long_row(kind, 1 << 10)]
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    exact = prepare([Source(str(path))], tokenizer, max_length=10**6).report
+    read: list[int] = []
+    monkeypatch.setattr(PieceTokenizer, "_encode", _counted(PieceTokenizer._encode, read))
+    told: list[str] = []
+    found = prepare([Source(str(path))], tokenizer, max_length=1000, overlength="drop", notify=told.append).report
+    assert sum(read) < 1 << 13, "a few pieces of 1,024 characters, of 128 in all"
+    assert (found.dropped, found.estimated) == (1, 1)
+    assert found.length_percentiles["max"] == pytest.approx(exact.length_percentiles["max"], rel=0.05)
+    assert found.tokens_lost == found.length_percentiles["max"]
+    lost = exact.supervised_tokens - found.supervised_tokens
+    assert found.supervised_tokens_lost == pytest.approx(lost, rel=0.1)
+    assert "; about " in told[-1]
+    assert "; about " in found.describe()
+    with pytest.raises(DataError, match="the longest has about ") as caught:
+        prepare([Source(str(path))], tokenizer, max_length=1000)
+    assert caught.value.where == f"{path}:1"
+    monkeypatch.setattr(tokens, "STOP", 1 << 30)
+    whole = prepare([Source(str(path))], tokenizer, max_length=1000, overlength="drop").report
+    assert (whole.estimated, whole.length_percentiles) == (0, exact.length_percentiles)
+
+
+def _counted(encode: Any, read: list[int]) -> Any:
+    def counted(made: PieceTokenizer, text: str, *arguments: Any, **options: Any) -> Any:
+        read.append(len(text))
+        return encode(made, text, *arguments, **options)
+
+    return counted

@@ -99,10 +99,15 @@ def test_lengths(prepared: Prepared, write: Write, tokenizer: PreTrainedTokenize
     assert tokenizer.decode(data.train[2].input_ids) == "a" * 20
     assert told[-1] == "1 of 3 prompts are over 20 tokens: truncated; 5 tokens lost"
     assert (data.report.truncated, data.report.tokens, data.report.length_percentiles["max"]) == (1, 45, 25)
+    data = prepared(path, max_prompt_length=21, overlength="truncate", truncate_side="middle")
+    assert tokenizer.decode(data.train[2].input_ids) == "b" * 5 + "a" * 16
+    assert len(data.train[2].input_ids) == 21
     data = prepared(path, max_prompt_length=20, overlength="drop")
     assert (data.report.kept, data.report.dropped) == (2, 1)
     with pytest.raises(DataError, match="no prompt is left: all 3 were dropped"):
         prepared(path, max_prompt_length=2, overlength="drop")
+    with pytest.raises(ArgumentError, match="truncate_side is 'right'"):
+        prepared(path, overlength="truncate", truncate_side="right")
     with pytest.raises(ArgumentError, match="overlength is 'split'"):
         prepared(path, overlength="split")
 

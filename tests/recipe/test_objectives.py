@@ -70,6 +70,7 @@ def test_an_unknown_objective(refused):
         ("label_smoothing: 0.5\n", "'label_smoothing' takes", 5),
         ("packing: true\n", "'packing' has no meaning in dpo", 5),
         ("overlength: split\n", "'overlength: split' makes several rows of one", 5),
+        ("overlength: truncate\ntruncate_side: left\n", "'truncate_side' has no meaning in dpo: a prompt loses", 6),
         ("max_length: 64\nmax_prompt_length: 64\n", "leaves no token of 'max_length' (64)", 6),
         ("reference_free: true\nref_model_name_or_path: a/b\n", "'ref_model_name_or_path' names a reference", 6),
         ("reference_free: true\nprecompute_ref_log_probs: true\n", "'precompute_ref_log_probs' names a reference", 6),

@@ -18,6 +18,7 @@ import pyarrow as pa  # type: ignore[import-untyped]
 from streamtune.data.batches.mixture import Mixture
 from streamtune.data.batches.pieces import Pieces
 from streamtune.data.batches.sampler import Packs
+from streamtune.data.fit.digests import Digests
 from streamtune.data.fit.parts import (
     EvalSet,
     SourceStart,
@@ -138,11 +139,11 @@ class LengthFit(ABC, Generic[RecordT, ReportT]):
         self.longest: tuple[int, str] = (0, "")
         """length and origin of the longest row"""
         self.is_longest_estimated = False
-        self.groups: list[bytes] = []
+        self.groups = Digests()
         """for every kept row a hash of what must not be in both parts"""
         self.row_of_record: array[int] = array("q")
         """for every record the number of its row among the kept ones"""
-        self.digests: list[bytes] = []
+        self.digests = Digests()
         """for every record a hash of all that a run reads of it"""
         self.bad_rows: Sequence[Mapping[str, str]] = ()
         """see :class:`Prepared`"""
@@ -224,8 +225,8 @@ class LengthFit(ABC, Generic[RecordT, ReportT]):
         lengths, eval_sets = train.lengths(), split_sets(held_out, self.starts)
         mixture = make_mixture(sources, bounds, np.ones_like(lengths), lengths)
         total = hashlib.sha256(f"{len(numbers)} {len(held_out)}".encode())
-        for index in (*numbers, *held_out):
-            total.update(self.digests[index])
+        for records in (numbers, held_out):
+            total.update(self.digests.bytes()[records].data)
         if eval_sets or mixture is not None:
             total.update(repr((eval_sets, mixture)).encode())
         duplicates, in_both = count_duplicates(self.digests, is_held_out)
@@ -272,7 +273,7 @@ class LengthFit(ABC, Generic[RecordT, ReportT]):
             raise self.too_long()
         if self.counts["identical"]:
             notify(f"{self.counts['identical']:,} of {rows:,} pairs have the same answer twice: dropped")
-        if not self.groups:
+        if not len(self.groups):
             size, origin = self.longest
             to_train_on = " to train on" if self.noun == "row" else ""
             raise DataError(

@@ -7,6 +7,7 @@ Rows of a source that belongs to an eval set are never trained on. Of the others
 from __future__ import annotations
 
 import random
+from array import array
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -16,6 +17,7 @@ import numpy as np
 import numpy.typing as npt
 
 from streamtune.data.batches.mixture import Mixture, mix
+from streamtune.data.fit.digests import Digests
 from streamtune.data.reading.sources import Source
 from streamtune.data.report import SourceReport
 from streamtune.errors import DataError
@@ -60,7 +62,7 @@ class EvalSet:
     stop: int
 
 
-def choose_held_out(groups: Sequence[bytes], starts: Sequence[SourceStart], val_size: float, seed: int) -> Mask:
+def choose_held_out(groups: Digests, starts: Sequence[SourceStart], val_size: float, seed: int) -> Mask:
     """Return a mask of the held-out rows, [kept rows]: whole groups, drawn by the seed, and the rows of eval sets.
 
     Args:
@@ -82,29 +84,25 @@ def choose_held_out(groups: Sequence[bytes], starts: Sequence[SourceStart], val_
             what = "no row is left to train on" if name is None else f"no row of the eval set '{name}' is left"
             raise DataError(what, where=where, mend="all were dropped; see overlength, on_empty and on_bad_row")
     mine = kept[None]
-    drawn = _draw_groups(groups[:mine], val_size, seed)
+    drawn = _draw_groups(groups.first(mine), val_size, seed)
     return np.concatenate([drawn, np.ones(len(groups) - mine, dtype=np.bool_)])
 
 
-def _draw_groups(groups: Sequence[bytes], val_size: float, seed: int) -> Mask:
-    held_out = np.zeros(len(groups), dtype=np.bool_)
+def _draw_groups(groups: Digests, val_size: float, seed: int) -> Mask:
     if val_size <= 0:
-        return held_out
+        return np.zeros(len(groups), dtype=np.bool_)
     wanted = max(1, round(val_size * len(groups))) if val_size < 1 else int(val_size)
-    members: dict[bytes, list[int]] = {}
-    for row, group in enumerate(groups):
-        members.setdefault(group, []).append(row)
-    order = sorted(members)
+    group_of_row = groups.ranks()
+    sizes = np.bincount(group_of_row)
+    order = array("q", range(len(sizes)))
     random.Random(seed).shuffle(order)
-    count = 0
-    for group in order:
-        if count >= wanted:
-            break
-        held_out[members[group]] = True
-        count += len(members[group])
+    enough = int(np.searchsorted(np.cumsum(sizes[order]), wanted, "left")) + 1
+    is_chosen = np.zeros(len(sizes), dtype=np.bool_)
+    is_chosen[order[:enough]] = True
+    held_out: Mask = is_chosen[group_of_row]
     if held_out.all():
         raise DataError(
-            f"val_size = {val_size:g} holds out all of the {len(groups):,} rows ({len(members):,} different ones)",
+            f"val_size = {val_size:g} holds out all of the {len(groups):,} rows ({len(sizes):,} different ones)",
             where="val_size",
             mend="hold out fewer rows, or add data",
         )
@@ -188,7 +186,7 @@ def share_epoch(
     return tuple(found)
 
 
-def count_duplicates(digests: Sequence[bytes], is_held_out: Mask) -> tuple[int, Mask]:
+def count_duplicates(digests: Digests, is_held_out: Mask) -> tuple[int, Mask]:
     """Return the records that are the same as an earlier one, and a mask of those trained on and held out as well.
 
     Args:
@@ -198,9 +196,9 @@ def count_duplicates(digests: Sequence[bytes], is_held_out: Mask) -> tuple[int, 
     Returns:
         The count, and a mask [records]: of a record with a copy in the other part.
     """
-    if not digests:
+    if not len(digests):
         return 0, np.zeros(0, dtype=np.bool_)
     # 64 of the 128 bits: two of a million records that differ have the same with a probability of 3e-8.
-    keys = np.frombuffer(b"".join(digest[:8] for digest in digests), dtype=np.uint64)
+    keys = np.ascontiguousarray(digests.bytes()[:, :8]).view(np.uint64)[:, 0]
     in_both = np.intersect1d(keys[is_held_out], keys[~is_held_out])
     return len(keys) - len(np.unique(keys)), np.isin(keys, in_both)

@@ -44,11 +44,13 @@ class RowFit(LengthFit[Example, DataReport]):
         """Fit one row to the length, and write the examples made of it."""
         row = _Row(_int_array(rendered.input_ids), _int_array(rendered.labels))
         trained = row.labels != IGNORE_INDEX
-        size = len(trained) if rendered.estimated is None else rendered.estimated
+        whole = _RowSize(len(trained), int(trained.sum()))
+        if rendered.estimated is not None:
+            whole = _RowSize(rendered.estimated, round(rendered.estimated * rendered.trained_share))
+        size = whole.tokens
         self.counts["estimated"] += rendered.estimated is not None
         least = least_kept(trained, self.policy, has_answer=rendered.has_answer)
         self.measure(size, origin, first_trained=least, estimated=rendered.estimated is not None)
-        whole = _WholeRow(size, int(trained.sum()) * size // max(1, len(trained)))
         if size <= self.policy.max_length:
             self._keep(row, [[Kept(0, size, 1)]], origin, whole)
             return
@@ -66,7 +68,7 @@ class RowFit(LengthFit[Example, DataReport]):
             self._keep(row, [], origin, whole)
 
     def _keep(
-        self, row: _Row, pieces: Sequence[Sequence[Kept]], origin: str, whole: _WholeRow, how: str = "kept whole"
+        self, row: _Row, pieces: Sequence[Sequence[Kept]], origin: str, whole: _RowSize, how: str = "kept whole"
     ) -> None:
         """Write the examples made of a row, each of some parts of it; without any, count the row as dropped."""
         present = _covered(pieces)
@@ -123,7 +125,7 @@ def _int_array(tokens: Sequence[int]) -> IntArray:
 
 
 @dataclass(frozen=True)
-class _WholeRow:
+class _RowSize:
     """The sizes of a row as rendered."""
 
     tokens: int

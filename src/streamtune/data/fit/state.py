@@ -15,6 +15,7 @@ from typing import Any
 
 import numpy as np
 
+from streamtune.data.fit.digests import Digests
 from streamtune.data.fit.length_fit import LengthFit
 from streamtune.data.fit.parts import SourceStart
 from streamtune.data.reading.sources import Source
@@ -38,8 +39,8 @@ def save_fit(fit: LengthFit[Any, Any], folder: Path) -> None:
             continue
         if isinstance(value, array):
             arrays[name] = np.frombuffer(value, dtype=np.int64)
-        elif isinstance(value, list) and all(isinstance(item, bytes) for item in value):
-            arrays[name] = np.frombuffer(b"".join(value), dtype=np.uint8).reshape(len(value), -1) if value else _NONE
+        elif isinstance(value, Digests):
+            arrays[name] = value.bytes()
         elif isinstance(value, dict) and any(isinstance(item, array) for item in value.values()):
             for key, item in value.items():
                 arrays[f"{name}/{key}"] = np.frombuffer(item, dtype=np.int64)
@@ -62,7 +63,7 @@ def load_fit(fit: LengthFit[Any, Any], folder: Path, sources: Sequence[Source]) 
             if key:
                 vars(fit)[owner][key] = array("q", found.tobytes())
             elif found.dtype == np.uint8:
-                vars(fit)[owner] = [row.tobytes() for row in found]
+                vars(fit)[owner] = Digests(found.tobytes())
             else:
                 vars(fit)[owner] = array("q", found.tobytes())
     for name, value in plain.items():
@@ -77,9 +78,6 @@ def load_fit(fit: LengthFit[Any, Any], folder: Path, sources: Sequence[Source]) 
                 for item, source in zip(value, sources, strict=True)
             ]
         vars(fit)[name] = value
-
-
-_NONE = np.zeros((0, 0), dtype=np.uint8)
 
 
 def _plain(value: Any) -> Any:

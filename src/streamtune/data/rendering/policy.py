@@ -1,4 +1,4 @@
-"""The policy on rows with more tokens than they may have."""
+"""The length that a row may have, and the handling of longer ones."""
 
 from __future__ import annotations
 

@@ -181,7 +181,7 @@ class RowRenderer:
         tokens = self._tokens(chat.text, chat.turns, origin, special=False, exchanges=chat.exchanges, head=head or 0)
         del chat  # of a long row the memory counts
         if self._train_on == "all":
-            tokens = replace(tokens, trained=~tokens.trained)
+            tokens = replace(tokens, trained=~tokens.trained, trained_share=1 - tokens.trained_share)
         return self._rendered(tokens, has_answer=self._train_on != "all", system=None if head is None else tokens.head)
 
     def _head(self, content: Conversation, chat: RenderedChat, origin: str) -> int | None:
@@ -258,7 +258,16 @@ class RowRenderer:
     def _rendered(self, tokens: TextTokens, *, has_answer: bool = False, system: int | None = None) -> Rendered:
         begin = self._tokenizer.bos_token_id
         head = max(tokens.head, int(begin is not None and bool(tokens.ids) and tokens.ids[0] == begin))
-        return Rendered(tokens.ids, tokens.labels(), tokens.breaks, head, has_answer, system, tokens.estimated)
+        return Rendered(
+            tokens.ids,
+            tokens.labels(),
+            tokens.breaks,
+            head,
+            has_answer,
+            system,
+            tokens.estimated,
+            tokens.trained_share,
+        )
 
 
 def _with_default_system(content: Conversation, text: str | None) -> Conversation:

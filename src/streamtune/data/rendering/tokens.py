@@ -53,6 +53,8 @@ class Rendered:
     rows are not cut on the left"""
     estimated: int | None = None
     """tokens of the row, about, where only its beginning was tokenised"""
+    trained_share: float = 1.0
+    """part of the characters that is trained"""
 
 
 @dataclass(frozen=True)
@@ -68,6 +70,8 @@ class TextTokens:
     head: int = 0
     """tokens of the head"""
     estimated: int | None = None
+    trained_share: float = 1.0
+    """part of the characters that is trained"""
     crosses: bool = False
     """True if a token holds characters on both sides of the border that was asked for"""
 
@@ -150,13 +154,13 @@ class MaskTokenizer:
         offsets = bool(self._tokenizer.is_fast) and (bool(turns) or breaks or head > 0 or border is not None)
         pieces = self._pieces.pieces(text, special=special, offsets=offsets)
         first = next(pieces)
-        read = _Reading(self._tokenizer, text, turns, exchanges if breaks else None, head, border)
+        read = _PieceReader(self._tokenizer, text, turns, exchanges if breaks else None, head, border)
         if first.stop == len(text):
             trained = (
                 read.mask(first) if offsets or not turns else self._by_prefixes(text, first, turns, origin, special)
             )
             found = read.breaks(first) if breaks else None
-            return TextTokens(list(first.ids), trained, found, read.head_tokens, None, read.crosses)
+            return TextTokens(list(first.ids), trained, found, read.head_tokens, crosses=read.crosses)
         ids, mask, marks, estimated = array("i"), bytearray(), bytearray(), None
         for piece in chain([first], pieces):
             ids.extend(piece.ids)
@@ -168,7 +172,8 @@ class MaskTokenizer:
                 break
         trained = np.frombuffer(mask, dtype=np.bool_)
         found = np.frombuffer(marks, dtype=np.uint8) if breaks else None
-        return TextTokens(ids, trained, found, read.head_tokens, estimated, read.crosses)
+        share = 1.0 if turns is None else sum(turn.end - turn.start for turn in turns) / len(text)
+        return TextTokens(ids, trained, found, read.head_tokens, estimated, share, read.crosses)
 
     def _is_enough(self, tokens: int, left: int) -> bool:
         policy = self._policy
@@ -205,7 +210,7 @@ class MaskTokenizer:
         return trained
 
 
-class _Reading:
+class _PieceReader:
     """Reads the pieces of one text in order: which tokens are trained, where borders are, how many the head has."""
 
     def __init__(
