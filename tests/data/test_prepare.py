@@ -259,3 +259,15 @@ def test_stdlib_end_to_end(tokenizer: PreTrainedTokenizerFast) -> None:
     assert isinstance(data.report, DataReport)
     assert data.report.rows == 40
     assert len(data.validation) == 2
+
+
+def test_rows_are_read_back_from_pages_that_were_released(
+    prepared: Prepared, write: Write, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = write("a.jsonl", [{"text": f"The answer is {n}"} for n in range(50)])
+    kept = [(list(row.input_ids), list(row.labels), row.origin) for row in prepared(path).train]
+    monkeypatch.setattr("streamtune.data.records._RESIDENT", 0)
+    data = prepared(path)
+    rows = list(data.train)  # their ids are views of the pages
+    assert [(list(row.input_ids), list(row.labels), row.origin) for row in rows] == kept
+    assert [row.origin for row in data.train[10:20]] == [origin for _, _, origin in kept[10:20]]

@@ -33,7 +33,7 @@ from streamtune.data.fit import LengthFit
 from streamtune.data.fit.state import load_fit, save_fit
 from streamtune.data.reading.contents import FileHashes, fingerprint_source
 from streamtune.data.reading.sources import Source
-from streamtune.data.records import ROWS, Record, TableWriter, map_table, spill
+from streamtune.data.records import ROWS, MappedTable, Record, TableWriter, spill
 from streamtune.sizes import show_size
 from streamtune.templates import fixed_date
 
@@ -120,7 +120,7 @@ def fit_rows(
     settings: Mapping[str, Any],
     cache: RowCache | None,
     notify: Notify,
-) -> tuple[FitT, pa.Table]:
+) -> tuple[FitT, MappedTable]:
     """Return the rows that were prepared before from the same contents, or prepare them and keep them.
 
     Args:
@@ -163,14 +163,15 @@ def fit_rows(
         with spill(record, unfinished / ROWS) as (writer, tables):
             fit = make(writer)
             fill(fit, note)
-        if "pickled" not in record.schema.names or tables[0]["pickled"].null_count == tables[0].num_rows:
-            _keep(fit, notes, tables[0].num_rows, unfinished, entry, notify)
+        table = tables[0].table
+        if "pickled" not in record.schema.names or table["pickled"].null_count == table.num_rows:
+            _keep(fit, notes, table.num_rows, unfinished, entry, notify)
         return fit, tables[0]
     finally:
         shutil.rmtree(unfinished, ignore_errors=True)  # the mapping keeps the bytes of the table
 
 
-def _read(entry: Path, fit: FitT, sources: Sequence[Source], notify: Notify) -> tuple[FitT, pa.Table] | None:
+def _read(entry: Path, fit: FitT, sources: Sequence[Source], notify: Notify) -> tuple[FitT, MappedTable] | None:
     """Return what an entry holds; None if there is none, or one that was damaged, which is deleted."""
     if not entry.is_dir():
         return None
@@ -178,10 +179,10 @@ def _read(entry: Path, fit: FitT, sources: Sequence[Source], notify: Notify) -> 
         facts = json.loads((entry / _ENTRY).read_text("utf-8"))
         if any((entry / name).stat().st_size != size for name, size in facts["sizes"].items()):
             raise ValueError("a file has another size")
-        table = map_table(entry / ROWS)
-        if table.schema != fit.record.schema or table.num_rows != facts["records"]:
+        table = MappedTable(entry / ROWS)
+        if table.table.schema != fit.record.schema or table.table.num_rows != facts["records"]:
             raise ValueError("the table is another one")
-        if "pickled" in table.schema.names and table["pickled"].null_count != table.num_rows:
+        if "pickled" in table.table.schema.names and table.table["pickled"].null_count != table.table.num_rows:
             raise ValueError("the table holds what was pickled")
         load_fit(fit, entry, sources)
     except (OSError, ValueError, KeyError, TypeError, EOFError, pa.ArrowInvalid):

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import io
 import json
+import mmap
 import pickle
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
@@ -28,13 +29,13 @@ from streamtune.sizes import show_size
 __all__ = [
     "Example",
     "IntArray",
+    "MappedTable",
     "Prompt",
     "Record",
     "Stored",
     "TableWriter",
     "Tree",
     "gather_columns",
-    "map_table",
     "measure_trees",
     "spill",
 ]
@@ -46,6 +47,11 @@ ROWS = "rows.arrow"
 
 _FLUSH_TOKENS = 1 << 18
 """Tokens held in memory before they are written: 2 MiB with their labels, and several times that to write them."""
+
+_RESIDENT = 64 << 20
+"""Bytes of a mapped table that may be resident."""
+_READ_AHEAD = 2 << 16
+"""Bytes that the system maps around what is read, of ids and of labels."""
 
 
 class Record(Protocol):
@@ -76,11 +82,37 @@ class Record(Protocol):
 RecordT = TypeVar("RecordT", bound=Record)
 
 
+class MappedTable:
+    """A table that is mapped from a file, whose pages go back to the system after some have been read.
+
+    They would stay resident otherwise, as many as there is memory for, and count as this process's own.
+
+    Args:
+        path: An Arrow stream.
+    """
+
+    def __init__(self, path: Path) -> None:
+        with path.open("rb") as file:
+            self._map = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
+        with pa.ipc.open_stream(pa.py_buffer(self._map)) as reader:
+            self.table: pa.Table = reader.read_all()
+        self._read = 0
+
+    def has_read(self, tokens: int) -> None:
+        """Record that a row was read; release the pages once there are 64 MiB of them."""
+        self._read += 8 * tokens + _READ_AHEAD
+        if self._read > _RESIDENT and hasattr(mmap, "MADV_DONTNEED"):
+            self._read = 0
+            self._map.madvise(mmap.MADV_DONTNEED)  # of a file: what is read again is mapped again
+
+
 class Stored(Sequence[RecordT], Generic[RecordT]):
     """Some rows of an Arrow table, in a given order; each is decoded on access."""
 
-    def __init__(self, record: type[RecordT], table: pa.Table, rows: npt.NDArray[np.int64]) -> None:
-        self._record, self._table, self._rows = record, table, rows
+    def __init__(self, record: type[RecordT], table: pa.Table | MappedTable, rows: npt.NDArray[np.int64]) -> None:
+        self._record, self._rows = record, rows
+        self._mapped = table if isinstance(table, MappedTable) else None
+        self._table = table.table if isinstance(table, MappedTable) else table
 
     def __len__(self) -> int:
         return len(self._rows)
@@ -99,11 +131,11 @@ class Stored(Sequence[RecordT], Generic[RecordT]):
 
     def whole(self) -> Stored[RecordT]:
         """Return all records of the table, in the order of reading."""
-        return Stored(self._record, self._table, np.arange(self._table.num_rows, dtype=np.int64))
+        return Stored(self._record, self._mapped or self._table, np.arange(self._table.num_rows, dtype=np.int64))
 
     def take(self, places: npt.NDArray[np.int64]) -> Stored[RecordT]:
         """Return the records at some places."""
-        return Stored(self._record, self._table, self._rows[places])
+        return Stored(self._record, self._mapped or self._table, self._rows[places])
 
     def find(self, origin: str) -> list[int]:
         """Return the places of the records made of a row, by its origin; they are not decoded."""
@@ -116,8 +148,11 @@ class Stored(Sequence[RecordT], Generic[RecordT]):
     def __getitem__(self, index: slice) -> Stored[RecordT]: ...
     def __getitem__(self, index: int | slice) -> RecordT | Stored[RecordT]:
         if isinstance(index, slice):
-            return Stored(self._record, self._table, self._rows[index])
-        return self._record.from_row(self._table, int(self._rows[index]))
+            return Stored(self._record, self._mapped or self._table, self._rows[index])
+        found = self._record.from_row(self._table, int(self._rows[index]))
+        if self._mapped is not None:
+            self._mapped.has_read(found.num_tokens)
+        return found
 
 
 class TableWriter:
@@ -145,13 +180,13 @@ class TableWriter:
 
 
 @contextmanager
-def spill(record: type[Record], path: Path | None = None) -> Iterator[tuple[TableWriter, list[pa.Table]]]:
+def spill(record: type[Record], path: Path | None = None) -> Iterator[tuple[TableWriter, list[MappedTable]]]:
     """Yield a writer, and a list that holds the written table, memory-mapped, once the block has ended without error.
 
     Without ``path`` the file is deleted at once: the mapping keeps its bytes for as long as the table is referenced,
     and a killed run leaves nothing behind.
     """
-    tables: list[pa.Table] = []
+    tables: list[MappedTable] = []
     with ExitStack() as held:
         if path is None:
             try:
@@ -168,17 +203,7 @@ def spill(record: type[Record], path: Path | None = None) -> Iterator[tuple[Tabl
             writer = TableWriter(stream, record.schema)
             yield writer, tables
             writer.flush()
-        tables.append(map_table(path))
-
-
-def map_table(path: Path) -> pa.Table:
-    """Return a table that :func:`spill` wrote, memory-mapped.
-
-    Raises:
-        OSError, pa.ArrowInvalid: The file cannot be read, or is no such table.
-    """
-    with pa.ipc.open_stream(pa.memory_map(str(path))) as reader:
-        return reader.read_all()
+        tables.append(MappedTable(path))
 
 
 class _Spilled(io.FileIO):

@@ -13,7 +13,6 @@ from typing import Any, Generic, TypeVar
 
 import numpy as np
 import numpy.typing as npt
-import pyarrow as pa  # type: ignore[import-untyped]
 
 from streamtune.data.batches.mixture import Mixture
 from streamtune.data.batches.pieces import Pieces
@@ -29,7 +28,7 @@ from streamtune.data.fit.parts import (
     split_sets,
 )
 from streamtune.data.reading.sources import Source
-from streamtune.data.records import Record, Stored, TableWriter
+from streamtune.data.records import MappedTable, Record, Stored, TableWriter
 from streamtune.data.rendering.policy import OVERLENGTH
 from streamtune.data.report import CompletionReport, DataReport, SourceReport, length_percentiles
 from streamtune.errors import ArgumentError, DataError
@@ -202,7 +201,7 @@ class LengthFit(ABC, Generic[RecordT, ReportT]):
         self.writer.append(record)
 
     def prepared(
-        self, table: pa.Table, val_size: float, seed: int, notify: Notify = lambda message: None
+        self, table: MappedTable, val_size: float, seed: int, notify: Notify = lambda message: None
     ) -> Prepared[RecordT, ReportT]:
         """Split what was written into a training and a held-out part.
 
